@@ -1,0 +1,125 @@
+"""The errors of the contract, and the problem documents (RFC 9457) that tell a requester of them.
+
+    LanekeeperError                 everything of ours that a caller may catch
+    ├── RequestProblem              a request's final error; its `code` is one of `PROBLEMS`
+    ├── BrokerError                 the broker, or the way to it
+    │   ├── BrokerUnreachable       no connection, or none in time
+    │   ├── PublishRefused          the broker answered nack: a queue on the way is full
+    │   ├── Unroutable              no queue is bound for the key (mandatory publish)
+    │   ├── ConfirmUnknown          no confirm in time: it may be published or not; publish again under the same id
+    │   ├── AccessRefused           the user's permissions do not allow it
+    │   └── TopologyMismatch        the broker's exchanges, queues or bindings differ from the declaration
+    └── SettingsError               a setting is wrong (raised by the service only)
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+
+class LanekeeperError(Exception):
+    """Base of every error that Lanekeeper raises on purpose."""
+
+
+class BrokerError(LanekeeperError):
+    """The broker, or the way to it, did not do what was asked."""
+
+
+class BrokerUnreachable(BrokerError):
+    """There is no connection to the broker, or none came in time."""
+
+
+class PublishRefused(BrokerError):
+    """The broker refused a publish (nack): a queue that it routes to is full."""
+
+
+class Unroutable(BrokerError):
+    """A mandatory message was returned: no queue is bound for its key."""
+
+
+class ConfirmUnknown(BrokerError):
+    """No confirm came: the message may be published or not. Publish it again under the same identity."""
+
+
+class AccessRefused(BrokerError):
+    """The broker's permissions do not allow this user what was asked."""
+
+
+class TopologyMismatch(BrokerError):
+    """What is on the broker differs from what is declared."""
+
+
+class SettingsError(LanekeeperError):
+    """One or more settings are wrong; the text names every one of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProblemType:
+    """One row of the contract's table of errors (section 2)."""
+
+    code: str
+    status: int
+    title: str
+    parked: bool
+    """Also kept in `lane.dead`, because it can be mended or tried again."""
+    retryable: bool
+    """Whether sending the same request again could help."""
+    answered: bool = True
+
+
+def _by_code(types: Iterable[ProblemType]) -> dict[str, ProblemType]:
+    return {each.code: each for each in types}
+
+
+PROBLEMS: Final = _by_code(
+    (
+        ProblemType("invalid_request", 400, "Invalid request", parked=True, retryable=False),
+        ProblemType("unsupported_media", 415, "Unsupported media", parked=True, retryable=False),
+        ProblemType("too_large", 413, "Too large", parked=True, retryable=False),
+        ProblemType(
+            "forbidden_reply_to", 403, "Reply address not allowed", parked=True, retryable=False, answered=False
+        ),
+        ProblemType("forbidden_webhook", 403, "Webhook not allowed", parked=True, retryable=False),
+        ProblemType("forbidden_model", 403, "Model not allowed", parked=True, retryable=False),
+        ProblemType("unroutable", 404, "No lane for the routing key", parked=True, retryable=False),
+        ProblemType("superseded", 409, "Superseded", parked=False, retryable=False),
+        ProblemType("idempotency_conflict", 409, "Idempotency conflict", parked=False, retryable=False),
+        ProblemType("cancelled", 499, "Cancelled", parked=False, retryable=False),
+        ProblemType("deadline_exceeded", 504, "Deadline exceeded", parked=False, retryable=True),
+        ProblemType("provider_rejected", 400, "Rejected by the provider", parked=True, retryable=False),
+        ProblemType("attempts_exhausted", 502, "All attempts failed", parked=True, retryable=True),
+        ProblemType("poison", 500, "Its worker died under it", parked=True, retryable=False),
+        ProblemType("internal", 500, "Internal error", parked=True, retryable=True),
+    )
+)
+
+
+class RequestProblem(LanekeeperError):
+    """A request's final error. `code` is one of `PROBLEMS`; `detail` says what was wrong and what to do."""
+
+    def __init__(self, code: str, detail: str, *, status: int | None = None) -> None:
+        super().__init__(f"{code}: {detail}")
+        self.type = PROBLEMS[code]
+        self.detail = detail
+        self.status = self.type.status if status is None else status
+
+    @property
+    def code(self) -> str:
+        return self.type.code
+
+    def document(self, *, request: str, attempts: int) -> bytes:
+        """The problem document: JSON, UTF-8, as section 2 of the contract shows it."""
+        return json.dumps(
+            {
+                "type": f"urn:lanekeeper:problem:{self.code.replace('_', '-')}",
+                "title": self.type.title,
+                "status": self.status,
+                "detail": self.detail,
+                "code": self.code,
+                "request": request,
+                "attempts": attempts,
+                "retryable": self.type.retryable,
+            },
+            ensure_ascii=False,
+        ).encode()
