@@ -1,0 +1,109 @@
+"""The one list of log events, spans and span attributes; the comment beside each names its fields or its meaning.
+
+Events are fixed names, the rest are fields (`log.info(signals.REQUEST_ANSWERED, lane=…, wait_ms=…)`), never sentences.
+No event, span or attribute holds a prompt, an answer, a key or a URL's password.
+
+Attribute names are our own constants, because the packages lag behind the conventions or deprecate them (facts.md,
+part two, B). Sources: `messaging.*` and RabbitMQ from open-telemetry/semantic-conventions, docs/messaging/
+(messaging-spans.md, rabbitmq.md; schema 1.44.0, status Development); `gen_ai.*` from open-telemetry/
+semantic-conventions-genai, docs/gen-ai/ (gen-ai-spans.md, anthropic.md, status Development), with `cache_write` as that
+repository and the Anthropic SDK's own spans have it since September 2026 (it was `cache_creation`); `error.*` and
+`server.*` from the general conventions (stable). `lane.*` are ours.
+"""
+
+from typing import Final
+
+# Log events: the service as a whole.
+SERVICE_READY: Final = "service.ready"  # version, lanes, broker, provider: all parts work, requests are taken
+SERVICE_STOPPING: Final = "service.stopping"  # reason, running: no more is taken, what runs may finish
+SERVICE_STOPPED: Final = "service.stopped"  # orphaned: deliveries left unacknowledged, which come back elsewhere
+SERVICE_FAILED: Final = "service.failed"  # part, error: a part ended that should not have; the process ends
+TRACES_EXPORTED_TO: Final = "traces.exported_to"  # endpoint: spans are sent there
+TRACES_LOST: Final = "traces.lost"  # endpoint, error, suppressed: spans could not be sent; requests are not affected
+
+# Log events: the broker and the way to it.
+BROKER_CONNECTED: Final = "broker.connected"  # connection, broker, version
+BROKER_LOST: Final = "broker.lost"  # connection, broker, reason: it was open; it is opened again
+BROKER_UNREACHABLE: Final = "broker.unreachable"  # connection, reason, retry_in_s
+BROKER_BLOCKED: Final = "broker.blocked"  # connection, reason: memory or disk alarm, publishes wait
+BROKER_UNBLOCKED: Final = "broker.unblocked"  # connection, blocked_s
+TOPOLOGY_APPLIED: Final = "topology.applied"  # exchanges, queues, bindings: how many were declared
+TOPOLOGY_VERIFIED: Final = "topology.verified"  # seen: "everything", or "existence" without the management API
+TOPOLOGY_DIFFERS: Final = "topology.differs"  # difference, command: one event a difference
+PUBLISH_REPEATED: Final = "publish.repeated"  # exchange, routing_key, error, retry_in_s: no confirm, or refused
+NOTICE_DROPPED: Final = "notice.dropped"  # error: a life-cycle event could not be published, which is allowed
+
+# Log events: lanes.
+LANE_STARTED: Final = "lane.started"  # lane, slots, due_slots
+LANE_STOPPED: Final = "lane.stopped"  # lane, finished, orphaned
+LANE_SUMMARY: Final = "lane.summary"  # every minute: lane, depth, consumers, running, wait_p50_ms, wait_p95_ms, per_s
+CONSUME_FAILED: Final = "consume.failed"  # queue, reason: it is tried again
+CONSUMER_CANCELLED: Final = "consumer.cancelled"  # queue: the broker ended it (queue deleted, leader moved)
+CONTROL_REFUSED: Final = "control.refused"  # reason: a control message that is not understood
+
+# Log events: one request. `request` (its message id), `lane`, `attempt` and `trace` are bound once, in the handler.
+REQUEST_ANSWERED: Final = "request.answered"  # model, provider, wait_ms, run_ms, input_tokens, output_tokens
+REQUEST_DEFERRED: Final = "request.deferred"  # delay_ms, reason: held back by a limit or a wish; not an error
+REQUEST_RETRIED: Final = "request.retried"  # delay_ms, error, status, provider_request: the attempt failed
+REQUEST_REFUSED: Final = "request.refused"  # code, detail: final error, nothing kept
+REQUEST_BURIED: Final = "request.buried"  # code, detail: final error, parked in the dead letters
+STREAM_RESTARTED: Final = "stream.restarted"  # error: the requester was told to forget the parts so far
+REPLY_UNROUTABLE: Final = "reply.unroutable"  # reply_to: the requester has gone
+DELIVERY_LOST: Final = "delivery.lost"  # queue, error: its acknowledgement failed; the broker delivers it again
+FALLEN_HANDLED: Final = "fallen.handled"  # code, queue, reason: what the broker took out of a queue was answered
+HANDLER_FAILED: Final = "handler.failed"  # error, where: a fault of ours; the request is buried as `internal`
+
+# Spans: `<operation> <destination>`, the destination being of few values (an exchange, a queue of ours, a model).
+SEND: Final = "send"  # PRODUCER
+PROCESS: Final = "process"  # CONSUMER
+CHAT: Final = "chat"  # CLIENT
+ACK: Final = "ack"  # CLIENT, as are NACK and REJECT
+NACK: Final = "nack"
+REJECT: Final = "reject"
+SETTLE: Final = "settle"  # only as messaging.operation.type
+REPLY_TEMPLATE: Final = "(reply)"  # stands for every queue that a requester named: there are as many as requesters
+DEFAULT_EXCHANGE: Final = "amq.default"  # messaging.destination.name where exchange and key are empty
+
+# Attributes: general.
+ERROR_TYPE: Final = "error.type"
+SERVER_ADDRESS: Final = "server.address"
+SERVER_PORT: Final = "server.port"
+
+# Attributes: messaging.
+MESSAGING_SYSTEM: Final = "messaging.system"
+RABBITMQ: Final = "rabbitmq"  # its value
+MESSAGING_OPERATION_NAME: Final = "messaging.operation.name"
+MESSAGING_OPERATION_TYPE: Final = "messaging.operation.type"
+MESSAGING_DESTINATION_NAME: Final = "messaging.destination.name"  # exchange:routing key[:queue]
+MESSAGING_DESTINATION_TEMPLATE: Final = "messaging.destination.template"
+MESSAGING_MESSAGE_ID: Final = "messaging.message.id"
+MESSAGING_CONVERSATION_ID: Final = "messaging.message.conversation_id"  # the correlation_id
+MESSAGING_BODY_SIZE: Final = "messaging.message.body.size"  # bytes
+MESSAGING_ROUTING_KEY: Final = "messaging.rabbitmq.destination.routing_key"
+MESSAGING_DELIVERY_TAG: Final = "messaging.rabbitmq.message.delivery_tag"
+
+# Attributes: the model's call.
+GEN_AI_OPERATION_NAME: Final = "gen_ai.operation.name"  # "chat"
+GEN_AI_PROVIDER_NAME: Final = "gen_ai.provider.name"
+GEN_AI_REQUEST_MODEL: Final = "gen_ai.request.model"
+GEN_AI_REQUEST_MAX_TOKENS: Final = "gen_ai.request.max_tokens"
+GEN_AI_REQUEST_STREAM: Final = "gen_ai.request.stream"  # only where it is true
+GEN_AI_RESPONSE_ID: Final = "gen_ai.response.id"
+GEN_AI_RESPONSE_MODEL: Final = "gen_ai.response.model"
+GEN_AI_RESPONSE_FINISH_REASONS: Final = "gen_ai.response.finish_reasons"  # string[]
+GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK: Final = "gen_ai.response.time_to_first_chunk"  # seconds
+GEN_AI_INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"  # the cached ones included
+GEN_AI_OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
+GEN_AI_CACHE_READ_TOKENS: Final = "gen_ai.usage.cache_read.input_tokens"
+GEN_AI_CACHE_WRITE_TOKENS: Final = "gen_ai.usage.cache_write.input_tokens"
+PROVIDER_REQUEST_ID: Final = "anthropic.request.id"  # the SDK's own name for it
+HTTP_STATUS: Final = "http.response.status_code"
+
+# Attributes: ours, on process spans.
+LANE_NAME: Final = "lane.name"
+LANE_APP: Final = "lane.app"
+LANE_ATTEMPT: Final = "lane.attempt"  # from 1
+LANE_WAIT_MS: Final = "lane.wait_ms"  # from publishing, or the due time, to the start of this attempt
+LANE_REDELIVERED: Final = "lane.redelivered"  # only where it is true
+LANE_OUTCOME: Final = "lane.outcome"  # answered, deferred, retried, refused, buried
+LANE_DELAY_MS: Final = "lane.delay_ms"  # how long it was put off
