@@ -67,7 +67,9 @@ def written(headers: Mapping[str, Any], span: SpanContext) -> dict[str, Any]:
 
     What was there before and is not valid is left out; a valid baggage stays where the context has none.
     """
-    out = {key: value for key, value in headers.items() if key not in (TRACEPARENT, TRACESTATE, BAGGAGE)}
+    out = dict(headers)
+    for name in (TRACEPARENT, TRACESTATE, BAGGAGE):
+        out.pop(name, None)
     if span.is_valid:
         out[TRACEPARENT] = traceparent(span)
         if span.trace_state:

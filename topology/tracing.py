@@ -82,9 +82,10 @@ class Tracing:
         A child of the current span, else of the span that the message names. A span that the message names in another
         trace than the current one is linked.
         """
-        current = trace.get_current_span().get_span_context()
+        around = trace.get_current_span()
+        current = around.get_span_context()
         tracer = self._recorder()
-        if tracer is None:
+        if tracer is None or _is_sampled_out(around):
             passed_on = current if current.is_valid else propagation.read(message.headers)
             message.headers = propagation.written(message.headers, passed_on or INVALID_SPAN_CONTEXT)
             return _NOTHING
@@ -129,11 +130,10 @@ class Tracing:
         return Scope(span, trace.set_span_in_context(span, received))
 
     def settle(self, operation: str, message: Message, *, queue: str, delivery_tag: int) -> Scope:
-        """Acknowledge (`signals.ACK`) or return a delivery inside this."""
-        tracer = self._recorder()
-        if tracer is None:
+        """Acknowledge (`signals.ACK`) or return a delivery inside this, and inside its `process`."""
+        if self._tracer is None or _is_sampled_out(trace.get_current_span()):
             return _NOTHING
-        span = tracer.start_span(f"{operation} {queue}", kind=SpanKind.CLIENT)
+        span = self._tracer.start_span(f"{operation} {queue}", kind=SpanKind.CLIENT)
         if span.is_recording():
             attributes = self._of(message, operation=operation, type=signals.SETTLE)
             self._received_from(attributes, message, queue, delivery_tag)
@@ -149,11 +149,10 @@ class Tracing:
         max_tokens: int | None = None,
         server: tuple[str, int] | None = None,
     ) -> Scope:
-        """Make one attempt at the model inside this; `server` is the provider's host and port."""
-        tracer = self._recorder()
-        if tracer is None:
+        """Make one attempt at the model inside this, and inside `process`; `server` is the provider's host and port."""
+        if self._tracer is None or _is_sampled_out(trace.get_current_span()):
             return _NOTHING
-        span = tracer.start_span(f"{signals.CHAT} {model[:_MODEL_MAXIMUM]}", kind=SpanKind.CLIENT)
+        span = self._tracer.start_span(f"{signals.CHAT} {model[:_MODEL_MAXIMUM]}", kind=SpanKind.CLIENT)
         if span.is_recording():
             attributes: Attributes = {
                 signals.GEN_AI_OPERATION_NAME: signals.CHAT,
@@ -180,7 +179,7 @@ class Tracing:
         return f"{current.trace_id:032x}" if current.is_valid else None
 
     def _recorder(self) -> Tracer | None:
-        """The tracer; None while there is no SDK that could record anything."""
+        """The tracer; None while there is no SDK. Asked for where a message comes in or goes out: asking costs 1 µs."""
         if self._tracer is None:
             provider = self._provider or trace.get_tracer_provider()
             if isinstance(provider, ProxyTracerProvider | NoOpTracerProvider):
@@ -221,6 +220,11 @@ class _Nothing(Scope):
 
 
 _NOTHING: Final = _Nothing(INVALID_SPAN, None)
+
+
+def _is_sampled_out(span: Span) -> bool:
+    """A span of this process that is not recorded: what is under it would not be either, and need not be made."""
+    return not span.is_recording() and (of := span.get_span_context()).is_valid and not of.is_remote
 
 
 def _destination(*parts: str) -> str:
