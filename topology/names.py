@@ -39,6 +39,10 @@ class Names:
         """Header that says whether a message waits at a level (1) or passes it by (0)."""
         return f"{self.namespace}-d{level:02d}"
 
+    def is_delay_bit(self, header: str) -> bool:
+        prefix = f"{self.namespace}-d"
+        return header.startswith(prefix) and len(header) == len(prefix) + 2 and header[-2:].isdigit()
+
     @property
     def fallen(self) -> str:
         """Exchange and queue of what the broker itself took out of a queue or could not route."""
@@ -87,9 +91,7 @@ TENANT = "x-lane-tenant"
 NO_BATCH = "x-lane-no-batch"
 SENT_MS = "x-lane-sent-ms"
 ANTHROPIC_BETA = "anthropic-beta"
-PUBLIC = frozenset(
-    {DEADLINE_MS, STREAM, DELAY_MS, AT, DEBOUNCE, WEBHOOK, PIPELINE, TENANT, NO_BATCH, SENT_MS}
-)
+PUBLIC = frozenset({DEADLINE_MS, STREAM, DELAY_MS, AT, DEBOUNCE, WEBHOOK, PIPELINE, TENANT, NO_BATCH, SENT_MS})
 
 # On replies.
 STATUS = "x-lane-status"

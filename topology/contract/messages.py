@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+
 @dataclass(slots=True, kw_only=True)
 class Message:
     """A message with its AMQP properties, as it was delivered or as it is to be published."""

@@ -1,15 +1,15 @@
 """The errors of the contract, and the problem documents (RFC 9457) that tell a requester of them.
 
-    LanekeeperError                 everything of ours that a caller may catch
-    ├── RequestProblem              a request's final error; its `code` is one of `PROBLEMS`
-    ├── BrokerError                 the broker, or the way to it
-    │   ├── BrokerUnreachable       no connection, or none in time
-    │   ├── PublishRefused          the broker answered nack: a queue on the way is full
-    │   ├── Unroutable              no queue is bound for the key (mandatory publish)
-    │   ├── ConfirmUnknown          no confirm in time: it may be published or not; publish again under the same id
-    │   ├── AccessRefused           the user's permissions do not allow it
-    │   └── TopologyMismatch        the broker's exchanges, queues or bindings differ from the declaration
-    └── SettingsError               a setting is wrong (raised by the service only)
+LanekeeperError                 everything of ours that a caller may catch
+├── RequestProblem              a request's final error; its `code` is one of `PROBLEMS`
+├── BrokerError                 the broker, or the way to it
+│   ├── BrokerUnreachable       no connection, or none in time
+│   ├── PublishRefused          the broker answered nack: a queue on the way is full
+│   ├── Unroutable              no queue is bound for the key (mandatory publish)
+│   ├── ConfirmUnknown          no confirm in time: it may be published or not; publish again under the same id
+│   ├── AccessRefused           the user's permissions do not allow it
+│   └── TopologyMismatch        the broker's exchanges, queues or bindings differ from the declaration
+└── SettingsError               a setting is wrong (raised by the service only)
 """
 
 import json

@@ -1,0 +1,70 @@
+"""What a lane is doing: what runs, what it came to, how long requests waited. Bounded; for `status` and the log."""
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from consumers.job import Answered, Buried, Deferred, Outcome, Refused, Retried
+
+SAMPLES = 256
+"""The waits and run times that are kept of each lane, the latest."""
+WINDOW_S = 60
+
+
+class LaneActivity:
+    """Counts of one lane in this process, since it started."""
+
+    def __init__(self, lane: str, *, slots: int, due_slots: int) -> None:
+        self.lane = lane
+        self._slots = slots
+        self._due_slots = due_slots
+        self.running = 0
+        self.answered = 0
+        self.failed = 0
+        self.retried = 0
+        self.deferred = 0
+        self._waits_ms: deque[int] = deque(maxlen=SAMPLES)
+        self._runs_ms: deque[int] = deque(maxlen=SAMPLES)
+        self._ended_by_second: deque[tuple[int, int]] = deque(maxlen=WINDOW_S)
+
+    def record(self, outcome: Outcome, *, wait_ms: int, run_ms: int | None) -> None:
+        """Count what a delivery came to; `run_ms` is None where the provider was not called."""
+        match outcome:
+            case Answered():
+                self.answered += 1
+            case Refused() | Buried():
+                self.failed += 1
+            case Retried():
+                self.retried += 1
+            case Deferred():
+                self.deferred += 1
+                return
+        if run_ms is not None:
+            self._waits_ms.append(wait_ms)
+            self._runs_ms.append(run_ms)
+        if not isinstance(outcome, Retried):
+            self._count_end()
+
+    def snapshot(self) -> Mapping[str, Any]:
+        """The figures as JSON: counts, `throughput_per_min` of the last minute, and the latest waits and run times."""
+        since = int(time.monotonic()) - WINDOW_S
+        return {
+            "slots": self._slots,
+            "due_slots": self._due_slots,
+            "running": self.running,
+            "answered": self.answered,
+            "failed": self.failed,
+            "retried": self.retried,
+            "deferred": self.deferred,
+            "throughput_per_min": sum(count for second, count in self._ended_by_second if second > since),
+            "waits_ms": list(self._waits_ms),
+            "runs_ms": list(self._runs_ms),
+        }
+
+    def _count_end(self) -> None:
+        second = int(time.monotonic())
+        if self._ended_by_second and self._ended_by_second[-1][0] == second:
+            self._ended_by_second[-1] = (second, self._ended_by_second[-1][1] + 1)
+        else:
+            self._ended_by_second.append((second, 1))

@@ -1,0 +1,65 @@
+"""What the broker itself took out of a queue, or could not route, is answered and parked as anything else."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from consumers.job import Job, NowMs, Outcome, ended_by, is_trusted
+from topology import names as n
+from topology.broker.deliveries import Delivery
+from topology.contract.problems import RequestProblem
+from topology.lanes import LaneSpec
+from topology.names import Names
+
+
+class Fallen:
+    """Reads why a message lies in `lane.fallen`, from what the broker wrote on it."""
+
+    def __init__(self, lanes: Sequence[LaneSpec], *, names: Names, now_ms: NowMs) -> None:
+        self._lane_by_queue = {names.intake(lane.name): lane for lane in lanes}
+        self._lane_by_due = {names.due(lane.name): lane for lane in lanes}
+        self._lane_by_name = {lane.name: lane for lane in lanes}
+        self._names = names
+        self._now_ms = now_ms
+
+    def job_of(self, delivery: Delivery) -> Job:
+        """The job of a fallen message; its internal headers are believed where it fell from a due queue or a delay."""
+        message = delivery.message
+        dead_lettered = message.exchange == self._names.fallen  # only then is the newest entry of x-death the broker's
+        queue = str(_death(delivery).get("queue")) if dead_lettered else ""
+        trusted = queue in self._lane_by_due or is_trusted(message, self._names)
+        lane = self._lane_by_queue.get(queue) or self._lane_by_due.get(queue)
+        if lane is None and trusted:
+            lane = self._lane_by_name.get(message.routing_key.split(".", 1)[0])
+        return Job(delivery, lane=lane, trusted=trusted, taken_ms=self._now_ms())
+
+    async def handle(self, job: Job) -> Outcome:
+        """Expired, over the delivery limit, without a lane, or something that should not be."""
+        return ended_by(self._problem(job))
+
+    def _problem(self, job: Job) -> RequestProblem:
+        message = job.message
+        if message.exchange == self._names.requests:
+            known = ", ".join(sorted(self._lane_by_name))
+            return RequestProblem(
+                "unroutable", f"no lane for routing key {message.routing_key[:120]!r}: it begins with one of {known}"
+            )
+        death = _death(job.delivery)
+        if message.exchange == self._names.fallen and death.get("reason") == "expired":
+            bound = death.get("original-expiration")
+            return RequestProblem(
+                "deadline_exceeded",
+                f"expired in {death.get('queue')}" + (f" after its expiration of {bound} ms" if bound else ""),
+            )
+        if message.exchange == self._names.fallen and death.get("reason") == "delivery_limit":
+            return RequestProblem("poison", f"delivered from {death.get('queue')} again and again, and never settled")
+        return RequestProblem(
+            "internal",
+            f"fell out of exchange {message.exchange!r}, queue {death.get('queue')!r}, reason {death.get('reason')!r}",
+        )
+
+
+def _death(delivery: Delivery) -> dict[str, Any]:
+    """The broker's latest entry on why it took the message out of a queue; empty where it wrote none."""
+    deaths = delivery.message.headers.get(n.DEATH)
+    first = deaths[0] if isinstance(deaths, list) and deaths else None
+    return first if isinstance(first, dict) else {}

@@ -1,0 +1,16 @@
+"""A gate: what a request must pass before the provider is called. What it takes in `enter` it gives back in `leave`."""
+
+from typing import Protocol
+
+from consumers.job import Job, Outcome
+
+
+class Gate(Protocol):
+    """`enter` lets the job pass (None) or ends its delivery with an outcome; `leave` is called, in reverse order, for
+    every gate that let it pass, whatever became of it."""
+
+    async def enter(self, job: Job) -> Outcome | None: ...
+
+    async def leave(self, job: Job, outcome: Outcome | None) -> None:
+        """`outcome` is None where the delivery was lost or the worker stops: nothing is known."""
+        ...

@@ -1,0 +1,23 @@
+"""The schedule gate: what is not due yet goes into the delay cascade, and no worker holds it meanwhile."""
+
+from consumers.job import Deferred, Job, NowMs, Outcome
+
+
+class ScheduleGate:
+    """Defers a request until its due time (`x-lane-delay-ms`, `x-lane-at`)."""
+
+    def __init__(self, *, now_ms: NowMs) -> None:
+        self._now_ms = now_ms
+
+    async def enter(self, job: Job) -> Outcome | None:
+        assert job.request is not None
+        due_ms = job.request.due_ms
+        if due_ms is None:
+            return None
+        left_ms = due_ms - self._now_ms()
+        if left_ms <= 0:
+            return None
+        return Deferred(delay_ms=left_ms, reason="scheduled", due_ms=due_ms)
+
+    async def leave(self, job: Job, outcome: Outcome | None) -> None:
+        """Nothing was taken."""

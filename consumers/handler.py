@@ -1,0 +1,129 @@
+"""START HERE: the pipeline of one request, read from top to bottom."""
+
+import asyncio
+import random
+from collections.abc import Sequence
+
+from consumers import retry
+from consumers.failures import ProviderError
+from consumers.gates.base import Gate
+from consumers.gates.deadline import exceeded
+from consumers.job import Answered, Buried, Deferred, Job, NowMs, Outcome, Refused, ended_by
+from consumers.lifecycle import Lifecycle
+from consumers.providers.registry import Registry
+from consumers.reply import Replies
+from topology.contract import codec
+from topology.contract.messages import Request
+from topology.contract.problems import RequestProblem
+from topology.names import Names
+
+DELIVERIES_AT_MOST = 5
+"""The delivery at which a request that was never settled is buried; the broker's own limit (20) is the backstop."""
+
+
+class Handler:
+    """From a delivery to its outcome. It settles nothing (`settle.py`) and decides no retry (`retry.py`)."""
+
+    def __init__(
+        self,
+        *,
+        gates: Sequence[Gate],
+        providers: Registry,
+        replies: Replies,
+        lifecycle: Lifecycle,
+        policy: retry.RetryPolicy,
+        names: Names,
+        now_ms: NowMs,
+        rng: random.Random,
+    ) -> None:
+        self._gates = gates
+        self._providers = providers
+        self._replies = replies
+        self._lifecycle = lifecycle
+        self._policy = policy
+        self._names = names
+        self._now_ms = now_ms
+        self._rng = rng
+
+    async def handle(self, job: Job) -> Outcome:
+        """Fit to be worked → decoded → through the gates → one attempt."""
+        if (unfit := self._unfit(job)) is not None:
+            return unfit
+        try:
+            job.request = self._decode(job)
+        except RequestProblem as problem:
+            return ended_by(problem)
+        passed: list[Gate] = []
+        outcome: Outcome | None = None
+        try:
+            for gate in self._gates:
+                outcome = await gate.enter(job)
+                if outcome is not None:
+                    return outcome
+                passed.append(gate)
+            outcome = await self._attempt(job)
+            return outcome
+        finally:
+            for gate in reversed(passed):
+                await gate.leave(job, outcome)
+
+    def _unfit(self, job: Job) -> Outcome | None:
+        """What ends or moves a delivery before it is even read."""
+        times = job.delivery.times_delivered
+        if times is None:
+            # a classic intake (3.x) counts nothing: the due queue does
+            return Deferred(delay_ms=0, reason="redelivered")
+        if times >= DELIVERIES_AT_MOST:
+            return Buried(
+                RequestProblem("poison", f"delivered {times} times and never settled: its worker died or hung under it")
+            )
+        if not job.trusted and job.message.exchange != self._names.requests:
+            return ended_by(
+                RequestProblem(
+                    "invalid_request",
+                    f"published to exchange {job.message.exchange[:80]!r}: allowed is {self._names.requests!r}",
+                )
+            )
+        if (forbidden := self._replies.refusal(job)) is not None:
+            return ended_by(forbidden)
+        return None
+
+    def _decode(self, job: Job) -> Request:
+        assert job.lane is not None
+        return codec.decode(
+            job.message,
+            lane=job.lane,
+            request_id=job.id,
+            hop=job.hop if job.trusted else None,
+            now_ms=job.taken_ms,
+        )
+
+    async def _attempt(self, job: Job) -> Outcome:
+        """Call the provider once, within what is left of the deadline."""
+        request, lane = job.request, job.lane
+        assert request is not None
+        assert lane is not None
+        job.attempt_started_ms = self._now_ms()
+        left_s = (request.deadline_ms - job.attempt_started_ms) / 1000
+        self._lifecycle.tell(job, "started", wait_ms=job.wait_ms)
+        parts = self._replies.parts(job) if request.stream else None
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        try:
+            async with asyncio.timeout(left_s):
+                answer = await self._providers.stream(request, timeout_s=min(lane.call_timeout_s, left_s), parts=parts)
+        except TimeoutError:
+            job.run_ms = round(1000 * (loop.time() - began_s))
+            return Refused(exceeded(job))
+        except ProviderError as error:
+            job.run_ms = round(1000 * (loop.time() - began_s))
+            return retry.decide(
+                error,
+                attempts=job.attempts,
+                max_attempts=lane.max_attempts,
+                left_ms=request.deadline_ms - self._now_ms(),
+                policy=self._policy,
+                rng=self._rng,
+            )
+        job.run_ms = round(1000 * (loop.time() - began_s))
+        return Answered(body=answer.body, model=answer.model, provider=answer.provider)

@@ -1,0 +1,39 @@
+"""Life-cycle events on `lane.events`: for dashboards and audit, not persistent, never waited for."""
+
+import json
+from typing import Any
+
+from consumers.job import Job, NowMs
+from topology.broker.publisher import Publisher
+from topology.contract.codec import app_of
+from topology.contract.messages import Message
+from topology.names import Names
+
+APP_LENGTH = 64
+
+
+class Lifecycle:
+    """Tells of the steps of a request: deferred, started, retrying, completed, failed, dead."""
+
+    def __init__(self, publisher: Publisher, *, names: Names, now_ms: NowMs) -> None:
+        self._publisher = publisher
+        self._names = names
+        self._now_ms = now_ms
+
+    def tell(self, job: Job, event: str, **detail: Any) -> None:
+        """Publish one event. JSON: event, id, lane, app, attempt, at_ms, and what `detail` adds."""
+        app = app_of(job.routing_key)[:APP_LENGTH]
+        body = {
+            "event": event,
+            "id": job.id[:128],
+            "lane": job.lane_name,
+            "app": app,
+            "attempt": job.attempts,
+            "at_ms": self._now_ms(),
+            **detail,
+        }
+        self._publisher.notify(
+            Message(body=json.dumps(body).encode(), content_type="application/json", persistent=False),
+            exchange=self._names.events,
+            routing_key=self._names.event_key(job.lane_name, app, event, job.id[:128]),
+        )

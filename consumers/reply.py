@@ -1,0 +1,179 @@
+"""Replies: where they may go, and what they say. The final one is persistent and confirmed, the parts before it not."""
+
+import asyncio
+import re
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import structlog
+
+from consumers.job import Answered, Job
+from topology import names as n
+from topology import signals
+from topology.broker.publisher import Publisher
+from topology.contract.messages import Message
+from topology.contract.problems import BrokerError, ConfirmUnknown, RequestProblem, Unroutable
+from topology.names import Names
+
+PART_TIMEOUT_S = 5.0
+KILLED_WITHIN_S = 2.0
+_BROKER_NAMED = re.compile(r"amq\.gen-[A-Za-z0-9_-]{22}")
+"""A queue that the broker named: nobody can create one by hand (facts.md, section 6)."""
+_DIRECT = re.compile(r"amq\.rabbitmq\.reply-to\.[A-Za-z0-9._+/=-]{1,200}")
+log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+class Replies:
+    """Publishes replies to the default exchange.
+
+    `direct` is a publisher on a connection of its own, for direct reply-to on brokers before 4.3.5, where a forged
+    address kills the connection that answers it (facts.md, section 6); None where that is mended.
+    """
+
+    def __init__(
+        self,
+        publisher: Publisher,
+        *,
+        names: Names,
+        direct: Publisher | None = None,
+        allow: Sequence[re.Pattern[str]] | None = None,
+    ) -> None:
+        self._publisher = publisher
+        self._direct = direct
+        self._one_by_one = asyncio.Lock()
+        self._names = names
+        self._allow = allow
+
+    def refusal(self, job: Job) -> RequestProblem | None:
+        """Why a reply may not go where the request says; None where it may, or where it wants no reply."""
+        address = job.message.reply_to
+        if not address or self._may_answer(address):
+            return None
+        return RequestProblem(
+            "forbidden_reply_to",
+            f"reply_to {address[:100]!r}: allowed are a queue that the broker named, direct reply-to, "
+            f"{self._names.reply_prefix}…, or a queue of the application's own",
+        )
+
+    async def answer(self, job: Job, outcome: Answered) -> None:
+        """Send the Message. Raises BrokerError where the broker does not take it; a requester that has gone is no error."""
+        await self._final(
+            job,
+            body=outcome.body,
+            content_type="application/json",
+            headers={
+                n.STATUS: "ok",
+                n.MODEL: outcome.model,
+                n.PROVIDER: outcome.provider,
+                n.WAIT_MS: job.wait_ms,
+                n.RUN_MS: job.run_ms,
+            },
+        )
+
+    async def problem(self, job: Job, problem: RequestProblem) -> None:
+        """Send a problem document. Raises as `answer`."""
+        if not problem.type.answered:
+            return
+        await self._final(
+            job,
+            body=problem.document(request=job.id, attempts=job.attempts),
+            content_type="application/problem+json",
+            headers={n.STATUS: "error"},
+        )
+
+    def parts(self, job: Job) -> Callable[[bytes], Awaitable[None]]:
+        """A function that sends one event of the stream each time it is called, counted from 0.
+
+        An attempt after the first announces itself before its first event: forget what came so far.
+        """
+        seq = -1
+        address = job.message.reply_to
+        restarted = job.attempts > 1 or job.delivery.redelivered
+
+        async def send(event: bytes) -> None:
+            nonlocal seq
+            if not address:
+                return
+            if seq < 0 and restarted:
+                seq += 1
+                await self._part(job, address, part="restart", seq=seq, body=b"{}")
+            seq += 1
+            await self._part(job, address, part="event", seq=seq, body=event)
+
+        return send
+
+    def _may_answer(self, address: str) -> bool:
+        if len(address) > 255:
+            return False
+        ours = address.startswith(f"{self._names.namespace}.") and not address.startswith(self._names.reply_prefix)
+        if ours or address == self._names.namespace:
+            return False
+        if address.startswith("amq.") and not (_BROKER_NAMED.fullmatch(address) or _DIRECT.fullmatch(address)):
+            return False
+        return self._allow is None or any(pattern.fullmatch(address) for pattern in self._allow)
+
+    def _headers(self, job: Job, extra: dict[str, Any]) -> dict[str, Any]:
+        return {n.REQUEST_ID: job.id, n.LANE_NAME: job.lane_name, n.ATTEMPT: job.attempts, **extra}
+
+    async def _final(self, job: Job, *, body: bytes, content_type: str, headers: dict[str, Any]) -> None:
+        address = job.message.reply_to
+        if not address or not self._may_answer(address):
+            return
+        message = Message(
+            body=body,
+            headers=self._headers(job, headers),
+            content_type=content_type,
+            message_id=uuid.uuid4().hex,
+            correlation_id=job.message.correlation_id,
+        )
+        try:
+            if _DIRECT.fullmatch(address):
+                await self._to_direct(message, address)
+            else:
+                await self._publisher.publish_surely(message, exchange="", routing_key=address)
+        except Unroutable:
+            log.info(signals.REPLY_UNROUTABLE, id=job.id, lane=job.lane_name)
+
+    async def _to_direct(self, message: Message, address: str) -> None:
+        """Not mandatory: brokers before 4.3 report delivered direct replies as unroutable (facts.md, section 6)."""
+        if self._direct is None:
+            await self._publisher.publish_surely(message, exchange="", routing_key=address, mandatory=False)
+            return
+        async with self._one_by_one:  # so that what kills the connection is known
+            loss = self._direct.connection.loss
+            try:
+                await self._direct.publish(message, exchange="", routing_key=address, mandatory=False)
+            except ConfirmUnknown as error:
+                if not await _killed_by_the_broker(loss):
+                    raise
+                raise RequestProblem(
+                    "forbidden_reply_to", "reply_to: a direct reply-to address that the broker did not make"
+                ) from error
+
+    async def _part(self, job: Job, address: str, *, part: str, seq: int, body: bytes) -> None:
+        """A part that cannot be sent is no failure of the attempt: the final reply is what counts."""
+        direct = _DIRECT.fullmatch(address) is not None
+        publisher = self._direct if direct and self._direct is not None else self._publisher
+        message = Message(
+            body=body,
+            headers=self._headers(job, {n.PART: part, n.SEQ: seq}),
+            content_type="application/json",
+            correlation_id=job.message.correlation_id,
+            persistent=False,
+        )
+        try:
+            await publisher.publish(
+                message, exchange="", routing_key=address, mandatory=False, timeout_s=PART_TIMEOUT_S, traced=False
+            )
+        except BrokerError as error:
+            log.info(signals.PART_LOST, id=job.id, lane=job.lane_name, reason=str(error))
+
+
+async def _killed_by_the_broker(loss: asyncio.Future[str]) -> bool:
+    """Whether the broker ended the connection over what was sent on it (541 INTERNAL_ERROR)."""
+    try:
+        async with asyncio.timeout(KILLED_WITHIN_S):
+            return "INTERNAL_ERROR" in await asyncio.shield(loss)
+    except TimeoutError:
+        return False

@@ -1,0 +1,193 @@
+"""One supervised connection to the broker: it is opened, watched, and opened again when it is lost.
+
+Plain `aiormq.connect`, never a client's restoring objects: what is restored behind one's back has been lost behind it
+(design.md, section 3). Whoever holds a channel sees it close, and asks for another.
+"""
+
+import asyncio
+import random
+import ssl
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from types import TracebackType
+from typing import Self
+
+import aiormq
+import structlog
+from aiormq.channel import Channel
+from aiormq.connection import Connection as Underlying
+from aiormq.exceptions import AMQPError, AuthenticationError, ProbableAuthenticationError
+from yarl import URL
+
+from topology import signals
+from topology.broker.frames import tolerate
+from topology.contract.problems import AccessRefused, BrokerUnreachable
+
+CONNECT_TIMEOUT_S = 10
+BACKOFF_CAP_S = 5.0
+log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+OnOpen = Callable[[Underlying], Awaitable[None]]
+"""Called with each new connection before anybody else gets it; raising closes it again."""
+
+
+class Connection:
+    """A connection that its own task keeps open from `__aenter__` to `__aexit__`.
+
+    `heartbeat_s` 10: aiormq notices a silent broker after three times that and three seconds (facts.md, section 8).
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        name: str,
+        heartbeat_s: int = 10,
+        ssl_context: ssl.SSLContext | None = None,
+        on_open: OnOpen | None = None,
+    ) -> None:
+        self._url = URL(url).update_query(heartbeat=str(heartbeat_s), name=name)
+        self._name = name
+        self._ssl_context = ssl_context
+        self._on_open = on_open
+        self._current: Underlying | None = None
+        self._opened = asyncio.Event()
+        self._supervisor: asyncio.Task[None] | None = None
+        self.loss: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Done, with the reason, when the connection that is open now is lost; a new one has a new future."""
+        self.trouble: str | None = "not connected yet"
+        """Why it is not open; None while it is."""
+
+    @property
+    def is_open(self) -> bool:
+        return self._current is not None and not self._current.is_closed
+
+    @property
+    def version(self) -> str:
+        """The broker's version, as it reports it ("4.3.6"). Raises BrokerUnreachable when it was never connected."""
+        if self._current is None:
+            raise BrokerUnreachable(f"no connection to {self.address}: {self.trouble}")
+        return str(self._current.server_properties["version"])
+
+    @property
+    def address(self) -> str:
+        """Where the broker is, without credentials."""
+        return f"{self._url.host}:{self._url.port or 5672}"
+
+    async def __aenter__(self) -> Self:
+        """Connect, and fail at once if that cannot be done: AccessRefused for credentials, else BrokerUnreachable."""
+        tolerate()
+        await self._open()
+        self._supervisor = asyncio.create_task(self._supervise(), name=f"connection {self._name}")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._supervisor
+        if self._current is not None:
+            with suppress(Exception, asyncio.CancelledError):
+                await self._current.close(timeout=3)
+
+    async def underlying(self, *, timeout_s: float = 30) -> Underlying:
+        """aiormq's connection, as soon as there is an open one. Raises BrokerUnreachable after `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    await self._opened.wait()
+                    if self._current is not None and not self._current.is_closed:
+                        return self._current
+                    self._opened.clear()
+        except TimeoutError as error:
+            raise BrokerUnreachable(
+                f"no connection to {self.address} within {timeout_s:g} s: {self.trouble}"
+            ) from error
+
+    async def channel(self, *, confirms: bool, timeout_s: float = 30) -> Channel:
+        """Open a channel. Raises BrokerUnreachable where there is no connection, or it is lost meanwhile."""
+        connection = await self.underlying(timeout_s=timeout_s)
+        try:
+            async with asyncio.timeout(timeout_s):
+                channel = await connection.channel(publisher_confirms=confirms, on_return_raises=True)
+                assert isinstance(channel, Channel)
+                return channel
+        except (AMQPError, RuntimeError, OSError, TimeoutError) as error:
+            raise BrokerUnreachable(f"no channel on {self.address}: {error or type(error).__name__}") from error
+        except asyncio.CancelledError:
+            if asks_to_stop():
+                raise
+            raise BrokerUnreachable(f"no channel on {self.address}: the connection was lost") from None
+
+    async def _open(self) -> None:
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                connection = await aiormq.connect(self._url, context=self._ssl_context)
+        except (ProbableAuthenticationError, AuthenticationError) as error:
+            raise AccessRefused(
+                f"the broker at {self.address} refused user {self._url.user!r}: {error}; "
+                "check user, password and virtual host in LANEKEEPER_AMQP_URL"
+            ) from error
+        except (AMQPError, OSError, TimeoutError, RuntimeError) as error:
+            raise BrokerUnreachable(
+                f"no broker at {self.address}: {error or type(error).__name__}; is it running, "
+                "and is LANEKEEPER_AMQP_URL right?"
+            ) from error
+        if self._on_open is not None:
+            try:
+                await self._on_open(connection)
+            except BaseException:
+                with suppress(Exception):
+                    await connection.close(timeout=3)
+                raise
+        self._current = connection
+        if self.loss.done():
+            self.loss = asyncio.get_running_loop().create_future()
+        self.trouble = None
+        self._opened.set()
+        log.info(signals.BROKER_CONNECTED, connection=self._name, broker=self.address, version=self.version)
+
+    async def _supervise(self) -> None:
+        while True:
+            assert self._current is not None
+            reason = await _closed(self._current)
+            self._opened.clear()
+            self.trouble = f"connection lost: {reason}"
+            self.loss.set_result(reason)
+            log.warning(signals.BROKER_LOST, connection=self._name, broker=self.address, reason=reason)
+            await self._reopen()
+
+    async def _reopen(self) -> None:
+        """Try until it is open again; full jitter, so that a hundred workers do not come back in one instant."""
+        attempt = 0
+        while True:
+            await asyncio.sleep(random.uniform(0.05, min(BACKOFF_CAP_S, 0.25 * 2**attempt)))
+            try:
+                await self._open()
+            except Exception as error:
+                self.trouble = str(error)
+                attempt += 1
+                log.warning(signals.BROKER_UNREACHABLE, connection=self._name, reason=str(error), attempt=attempt)
+            else:
+                return
+
+
+async def _closed(connection: Underlying) -> str:
+    """Wait until a connection has closed, and say why."""
+    try:
+        await asyncio.shield(connection.closing)
+    except asyncio.CancelledError:
+        if asks_to_stop():
+            raise
+        return "closed"
+    except Exception as error:
+        return str(error) or type(error).__name__
+    return "closed"
+
+
+def asks_to_stop() -> bool:
+    """Whether a CancelledError was asked for: aiormq also raises it where a channel or connection closed."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

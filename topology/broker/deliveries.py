@@ -1,0 +1,201 @@
+"""Deliveries of one queue as an async stream, over as many channels as it takes.
+
+    async for session in deliveries.sessions():         one channel each
+        async for delivery in session:                  until it is lost (ChannelLost) or stopped (ends)
+            …
+            await delivery.ack()
+
+What was delivered on a channel that is lost will be delivered again: whoever works on it must stop (`ChannelLost` ends
+a TaskGroup around the inner loop, and with it the work).
+"""
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import suppress
+
+import structlog
+from aiormq.abc import DeliveredMessage
+from aiormq.channel import Channel
+from aiormq.exceptions import AMQPError, ChannelInvalidStateError, ChannelNotFoundEntity
+from pamqp.commands import Basic
+
+from topology import names, signals
+from topology.broker.connection import Connection, asks_to_stop
+from topology.broker.frames import message_of
+from topology.contract.messages import Message
+from topology.contract.problems import BrokerError, BrokerUnreachable
+
+RPC_TIMEOUT_S = 30
+BACKOFF_CAP_S = 5.0
+log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+class ChannelLost(BrokerError):
+    """The channel of a delivery is gone: the broker delivers again what was not acknowledged on it."""
+
+
+class Delivery:
+    """One message that the broker delivered and waits to hear of."""
+
+    __slots__ = ("_channel", "_tag", "message", "queue", "redelivered")
+
+    def __init__(self, delivered: DeliveredMessage, *, queue: str, channel: Channel) -> None:
+        assert isinstance(delivered.delivery, Basic.Deliver)
+        self.message: Message = message_of(delivered)
+        self.queue = queue
+        self.redelivered = bool(delivered.delivery.redelivered)
+        self._tag = delivered.delivery.delivery_tag
+        self._channel = channel
+
+    @property
+    def tag(self) -> int:
+        return self._tag or 0
+
+    @property
+    def times_delivered(self) -> int | None:
+        """How often it was delivered, this time included; None where the broker does not count (classic queues).
+
+        Believed only on a redelivered message: the header can be forged on a fresh one (facts.md, section 7).
+        """
+        if not self.redelivered:
+            return 1
+        count = self.message.headers.get(names.DELIVERY_COUNT)
+        return None if not isinstance(count, int) else count + 1
+
+    async def ack(self) -> None:
+        """Tell the broker to forget it. Raises ChannelLost where that cannot be told: it comes again."""
+        await self._settle(self._channel.basic_ack(self.tag, wait=False))
+
+    async def reject(self) -> None:
+        """Give it back and have the broker count that (facts.md: nack is not counted on 4.3)."""
+        await self._settle(self._channel.basic_reject(self.tag, requeue=True, wait=False))
+
+    async def give_back(self) -> None:
+        """Give it back without fault of its own (stopping); not counted on 4.3."""
+        await self._settle(self._channel.basic_nack(self.tag, requeue=True, wait=False))
+
+    async def _settle(self, call: Awaitable[None]) -> None:
+        try:
+            await call
+        except (AMQPError, ChannelInvalidStateError, RuntimeError, OSError) as error:
+            raise ChannelLost(f"channel lost before {self.queue} delivery {self._tag} was settled") from error
+        except asyncio.CancelledError:
+            if asks_to_stop():
+                raise
+            raise ChannelLost(f"channel lost before {self.queue} delivery {self._tag} was settled") from None
+
+
+class Session:
+    """The deliveries of one channel. Iterating ends when it is stopped, and raises ChannelLost when it is lost."""
+
+    def __init__(self, channel: Channel, *, queue: str) -> None:
+        self._channel = channel
+        self._queue = queue
+        self._tag = ""
+        self._arrived: asyncio.Queue[Delivery | None] = asyncio.Queue()  # bounded by the prefetch
+        self._lost: str | None = None
+        self._stopped = False
+
+    async def start(self, *, prefetch: int) -> None:
+        self._channel.closing.add_done_callback(self._on_closed)
+        self._channel.on_consumer_cancel_callbacks.add(self._on_cancelled)
+        await self._channel.basic_qos(prefetch_count=prefetch, timeout=RPC_TIMEOUT_S)
+        consuming = await self._channel.basic_consume(self._queue, self._on_delivery, timeout=RPC_TIMEOUT_S)
+        self._tag = consuming.consumer_tag or ""
+
+    async def stop(self) -> None:
+        """Take no more; what was delivered can still be settled."""
+        if self._stopped or self._lost is not None:
+            return
+        self._stopped = True
+        with suppress(AMQPError, RuntimeError, OSError, TimeoutError):
+            await self._channel.basic_cancel(self._tag, timeout=RPC_TIMEOUT_S)
+        self._arrived.put_nowait(None)
+
+    async def close(self) -> None:
+        with suppress(AMQPError, RuntimeError, OSError, TimeoutError):
+            await self._channel.close(timeout=RPC_TIMEOUT_S)
+
+    def __aiter__(self) -> "Session":
+        return self
+
+    async def __anext__(self) -> Delivery:
+        delivery = await self._arrived.get()
+        if delivery is not None:
+            return delivery
+        if self._lost is not None:
+            raise ChannelLost(f"{self._queue}: {self._lost}")
+        raise StopAsyncIteration
+
+    async def _on_delivery(self, delivered: DeliveredMessage) -> None:
+        self._arrived.put_nowait(Delivery(delivered, queue=self._queue, channel=self._channel))
+
+    def _on_closed(self, closing: "asyncio.Future[object]") -> None:
+        error = None if closing.cancelled() else closing.exception()
+        self._end(f"channel closed: {error or 'connection lost'}")
+
+    def _on_cancelled(self, frame: Basic.Cancel) -> None:
+        self._end("the broker cancelled the consumer (queue deleted, or its leader moved)")
+
+    def _end(self, reason: str) -> None:
+        if self._lost is None:
+            self._lost = reason
+            self._arrived.put_nowait(None)
+
+
+class Deliveries:
+    """A queue that is consumed for as long as it takes: over new channels, with backoff, whenever one is lost."""
+
+    def __init__(self, connection: Connection, *, queue: str, prefetch: int) -> None:
+        self._connection = connection
+        self.queue = queue
+        self.prefetch = prefetch
+        self._session: Session | None = None
+        self._stopping = False
+        self.trouble: str | None = "not consuming yet"
+        """Why nothing is delivered at present; None while it is consumed."""
+
+    async def sessions(self) -> AsyncGenerator[Session, None]:
+        """One session after the other, until `stop`."""
+        failures = 0
+        while not self._stopping:
+            try:
+                session = await self._open()
+            except BrokerError as error:
+                self.trouble = str(error)
+                failures += 1
+                log.warning(signals.CONSUME_FAILED, queue=self.queue, reason=self.trouble)
+                await asyncio.sleep(random.uniform(0.05, min(BACKOFF_CAP_S, 0.1 * 2**failures)))
+                continue
+            failures = 0
+            self.trouble = None
+            self._session = session
+            try:
+                yield session
+            finally:
+                self.trouble = "stopped" if self._stopping else "channel lost"
+                self._session = None
+                await session.close()
+
+    async def stop(self) -> None:
+        """Take no more; the session that runs ends as soon as what it delivered has been taken."""
+        self._stopping = True
+        if self._session is not None:
+            await self._session.stop()
+
+    async def _open(self) -> Session:
+        channel = await self._connection.channel(confirms=False)
+        session = Session(channel, queue=self.queue)
+        try:
+            await session.start(prefetch=self.prefetch)
+        except ChannelNotFoundEntity as error:
+            raise BrokerUnreachable(f"no queue {self.queue!r}: {error}; run: lanekeeper topology apply") from error
+        except (AMQPError, RuntimeError, OSError, TimeoutError) as error:
+            await session.close()
+            raise BrokerUnreachable(f"cannot consume {self.queue!r}: {error}") from error
+        except asyncio.CancelledError:
+            if asks_to_stop():
+                raise
+            raise BrokerUnreachable(f"cannot consume {self.queue!r}: the connection was lost") from None
+        return session

@@ -1,0 +1,79 @@
+"""A queue of one's own: exclusive, named by the broker, gone with its connection. For replies, and questions to all.
+
+async with Inbox(connection) as inbox:
+    reply_to = inbox.name
+    async for message in inbox: …                   ends with ChannelLost when the queue is gone
+"""
+
+import asyncio
+from contextlib import suppress
+from types import TracebackType
+from typing import Self
+
+from aiormq.abc import DeliveredMessage
+from aiormq.channel import Channel
+from aiormq.exceptions import AMQPError
+
+from topology.broker.connection import Connection, asks_to_stop
+from topology.broker.deliveries import ChannelLost
+from topology.broker.frames import message_of
+from topology.contract.messages import Message
+from topology.contract.problems import BrokerUnreachable
+
+RPC_TIMEOUT_S = 30
+WAITING = 1000
+"""Messages that may wait to be read before the broker is asked to hold the rest (its prefetch)."""
+
+
+class Inbox:
+    """Messages of an exclusive queue, acknowledged as they are read. `bindings`: (exchange, routing key) pairs."""
+
+    def __init__(self, connection: Connection, *, bindings: tuple[tuple[str, str], ...] = ()) -> None:
+        self._connection = connection
+        self._bindings = bindings
+        self._channel: Channel | None = None
+        self._arrived: asyncio.Queue[DeliveredMessage | None] = asyncio.Queue()  # bounded by the prefetch
+        self.name = ""
+        """The queue's name, as the broker gave it (`amq.gen-…`)."""
+
+    async def __aenter__(self) -> Self:
+        """Declare, bind and consume. Raises BrokerUnreachable."""
+        channel = self._channel = await self._connection.channel(confirms=False)
+        channel.closing.add_done_callback(lambda _: self._arrived.put_nowait(None))
+        channel.on_consumer_cancel_callbacks.add(lambda _: self._arrived.put_nowait(None))
+        try:
+            declared = await channel.queue_declare(exclusive=True, auto_delete=True, timeout=RPC_TIMEOUT_S)
+            self.name = declared.queue or ""
+            for exchange, routing_key in self._bindings:
+                await channel.queue_bind(self.name, exchange, routing_key, timeout=RPC_TIMEOUT_S)
+            await channel.basic_qos(prefetch_count=WAITING, timeout=RPC_TIMEOUT_S)
+            await channel.basic_consume(self.name, self._on_delivery, timeout=RPC_TIMEOUT_S)
+        except (AMQPError, RuntimeError, OSError, TimeoutError) as error:
+            raise BrokerUnreachable(f"no queue for replies: {error}") from error
+        except asyncio.CancelledError:
+            if asks_to_stop():
+                raise
+            raise BrokerUnreachable("no queue for replies: the connection was lost") from None
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._channel is not None:
+            with suppress(AMQPError, RuntimeError, OSError, TimeoutError):
+                await self._channel.close(timeout=RPC_TIMEOUT_S)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Message:
+        delivered = await self._arrived.get()
+        channel = self._channel
+        if delivered is None or channel is None:
+            raise ChannelLost(f"{self.name}: the queue is gone with its connection")
+        with suppress(AMQPError, RuntimeError, OSError):
+            await channel.basic_ack(delivered.delivery.delivery_tag or 0, wait=False)  # type: ignore[union-attr]
+        return message_of(delivered)
+
+    async def _on_delivery(self, delivered: DeliveredMessage) -> None:
+        self._arrived.put_nowait(delivered)

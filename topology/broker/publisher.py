@@ -1,0 +1,206 @@
+"""Publishing: nothing is published until the broker has confirmed it, and a return is an error.
+
+`publish` makes one attempt; `publish_surely` repeats it until the broker has taken the message or the time is over.
+"""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
+from types import TracebackType
+from typing import Any, Self
+
+import structlog
+from aiormq.channel import Channel
+from aiormq.exceptions import (
+    AMQPError,
+    ChannelAccessRefused,
+    ChannelInvalidStateError,
+    ChannelNotFoundEntity,
+    DeliveryError,
+    PublishError,
+)
+
+from topology.broker.connection import Connection, asks_to_stop
+from topology.broker.frames import properties_of
+from topology.contract.messages import Message
+from topology.contract.problems import (
+    AccessRefused,
+    BrokerError,
+    BrokerUnreachable,
+    ConfirmUnknown,
+    PublishRefused,
+    TopologyMismatch,
+    Unroutable,
+)
+from topology.tracing import Tracing
+
+CONFIRM_TIMEOUT_S = 10.0
+NOTICES = 1000
+"""Unconfirmed messages (life-cycle events) that may wait to be written; more are dropped."""
+log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+class Publisher:
+    """Publishes over one connection: a channel with confirms, and one without for what may be lost."""
+
+    def __init__(self, connection: Connection, *, tracing: Tracing) -> None:
+        self.connection = connection
+        self._tracing = tracing
+        self._confirming: Channel | None = None
+        self._opening = asyncio.Lock()
+        self._in_flight: dict[str, asyncio.Event] = {}
+        self._notices: asyncio.Queue[tuple[Message, str, str]] = asyncio.Queue(maxsize=NOTICES)
+        self._notifier: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._notifier = asyncio.create_task(self._write_notices(), name="publisher notices")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._notifier is not None:
+            with suppress(TimeoutError, asyncio.CancelledError):
+                async with asyncio.timeout(1):
+                    await self._notices.join()
+            self._notifier.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._notifier
+
+    async def publish(
+        self,
+        message: Message,
+        *,
+        exchange: str,
+        routing_key: str,
+        mandatory: bool = True,
+        timeout_s: float = CONFIRM_TIMEOUT_S,
+        traced: bool = True,
+    ) -> None:
+        """Publish once and wait for the confirm.
+
+        Raises Unroutable (returned), PublishRefused (nack), ConfirmUnknown (no confirm: it may be there or not),
+        BrokerUnreachable, AccessRefused, TopologyMismatch (no such exchange). `traced` false: no span, for the parts
+        of a stream.
+        """
+        span: AbstractContextManager[Any] = (
+            self._tracing.send(message, exchange=exchange, routing_key=routing_key) if traced else nullcontext()
+        )
+        with span:
+            channel = await self._confirm_channel(timeout_s=timeout_s)
+            properties = properties_of(message)
+            async with self._alone(message.message_id if mandatory else None):
+                try:
+                    await channel.basic_publish(
+                        message.body,
+                        exchange=exchange,
+                        routing_key=routing_key,
+                        properties=properties,
+                        mandatory=mandatory,
+                        timeout=timeout_s,
+                        wait=False,
+                    )
+                except PublishError as error:
+                    raise Unroutable(f"no queue takes {routing_key!r} from exchange {exchange!r}") from error
+                except DeliveryError as error:
+                    raise PublishRefused(
+                        f"the broker refused {routing_key!r}: a queue that it goes to is full; try again later"
+                    ) from error
+                except ChannelNotFoundEntity as error:
+                    raise TopologyMismatch(f"{error}; run: lanekeeper topology apply") from error
+                except ChannelAccessRefused as error:
+                    raise AccessRefused(str(error)) from error
+                except TimeoutError as error:
+                    raise ConfirmUnknown(f"no confirm for {routing_key!r} within {timeout_s:g} s") from error
+                except (AMQPError, ChannelInvalidStateError, RuntimeError, OSError) as error:
+                    raise ConfirmUnknown(f"connection lost while publishing {routing_key!r}: {error}") from error
+                except asyncio.CancelledError:
+                    if asks_to_stop():
+                        raise
+                    raise ConfirmUnknown(f"connection lost while publishing {routing_key!r}") from None
+
+    async def publish_surely(
+        self, message: Message, *, exchange: str, routing_key: str, mandatory: bool = True, within_s: float = 60
+    ) -> None:
+        """Publish until the broker has confirmed it, `within_s` at most; the last error is raised then.
+
+        The message may be published more than once. AccessRefused is raised at once, and so is Unroutable from the
+        default exchange (a requester that has gone); from an exchange of ours it means a queue that must come back.
+        """
+        loop = asyncio.get_running_loop()
+        end = loop.time() + within_s
+        pause_s = 0.05
+        while True:
+            left_s = max(1.0, end - loop.time())
+            try:
+                await self.publish(
+                    message,
+                    exchange=exchange,
+                    routing_key=routing_key,
+                    mandatory=mandatory,
+                    timeout_s=min(CONFIRM_TIMEOUT_S, left_s),
+                )
+            except AccessRefused:
+                raise
+            except BrokerError as error:
+                if isinstance(error, Unroutable) and not exchange:
+                    raise
+                if loop.time() + pause_s > end:
+                    raise
+                await asyncio.sleep(pause_s * random.uniform(0.5, 1))
+                pause_s = min(2.0, pause_s * 2)
+            else:
+                return
+
+    def notify(self, message: Message, *, exchange: str, routing_key: str) -> None:
+        """Publish something that may be lost (an event), without waiting; dropped where too many wait already."""
+        with suppress(asyncio.QueueFull):
+            self._notices.put_nowait((message, exchange, routing_key))
+
+    async def _confirm_channel(self, *, timeout_s: float) -> Channel:
+        channel = self._confirming
+        if channel is not None and not channel.is_closed:
+            return channel
+        async with self._opening:
+            if self._confirming is None or self._confirming.is_closed:
+                self._confirming = await self.connection.channel(confirms=True, timeout_s=timeout_s)
+            return self._confirming
+
+    @asynccontextmanager
+    async def _alone(self, message_id: str | None) -> AsyncIterator[None]:
+        """At most one mandatory publish a message id at a time: aiormq matches returns by it (facts.md, section 4)."""
+        if message_id is None:
+            yield
+            return
+        while (other := self._in_flight.get(message_id)) is not None:
+            await other.wait()
+        done = self._in_flight[message_id] = asyncio.Event()
+        try:
+            yield
+        finally:
+            del self._in_flight[message_id]
+            done.set()
+
+    async def _write_notices(self) -> None:
+        channel: Channel | None = None
+        while True:
+            message, exchange, routing_key = await self._notices.get()
+            try:
+                if channel is None or channel.is_closed:
+                    channel = await self.connection.channel(confirms=False, timeout_s=5)
+                await channel.basic_publish(
+                    message.body,
+                    exchange=exchange,
+                    routing_key=routing_key,
+                    properties=properties_of(message),
+                    timeout=5,
+                    wait=False,
+                )
+            except asyncio.CancelledError:
+                if asks_to_stop():
+                    raise
+            except (BrokerUnreachable, AMQPError, RuntimeError, OSError, TimeoutError, ValueError) as error:
+                log.debug("notice dropped", error=str(error))
+            finally:
+                self._notices.task_done()

@@ -1,0 +1,204 @@
+"""From a delivered message to a `Request`, strictly: what is wrong is refused by name, and nothing is guessed."""
+
+import json
+import re
+import zlib
+
+import jiter
+
+from topology.contract import body as bodies
+from topology.contract import headers as header_rules
+from topology.contract.headers import HopHeaders, RequestHeaders
+from topology.contract.messages import Message, Request
+from topology.contract.problems import RequestProblem
+from topology.lanes import MIB, LaneSpec
+from topology.names import BROKER_TIMESTAMP_MS, DEADLINE_MS, DEATH, STREAM
+
+PACKED_BYTES = MIB
+UNPACKED_BYTES = 8 * MIB
+UNREADABLE = "\x00unreadable"
+"""Key in the headers of a message whose properties could not be read, with the reason; whoever sends it is refused."""
+_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_JSON_TYPE = re.compile(r'application/json(\s*;\s*charset="?utf-8"?)?\s*', re.IGNORECASE)
+
+
+def decode(message: Message, *, lane: LaneSpec, request_id: str, hop: HopHeaders | None, now_ms: int) -> Request:
+    """Read a request of `lane`. `hop` is None for a fresh one, else what a worker wrote on it.
+
+    Raises RequestProblem (invalid_request, unsupported_media, too_large, forbidden_model).
+    """
+    _check_properties(message, lane=lane, fresh=hop is None)
+    said = header_rules.read(message.headers)
+    raw = unpacked(message)
+    found = _parsed(raw)
+    checked = bodies.check(found)
+    if checked.stream is not None and checked.stream != said.stream:
+        raise RequestProblem(
+            "invalid_request",
+            f"body: stream is {str(checked.stream).lower()}, but header {STREAM} says {str(said.stream).lower()}",
+        )
+    model = checked.model or lane.model
+    if lane.models is not None and model not in lane.models:
+        raise RequestProblem(
+            "forbidden_model",
+            f"model {model[:80]!r} is not allowed in lane {lane.name}; allowed: {', '.join(sorted(lane.models))}",
+        )
+    max_tokens = checked.max_tokens or lane.max_tokens
+    past = hop or HopHeaders()
+    sent_ms = _sent_ms(message, said, past, now_ms=now_ms)
+    due_ms = _due_ms(said, past, sent_ms=sent_ms)
+    return Request(
+        id=request_id,
+        tenant=past.user_id if hop else message.user_id,
+        lane=lane.name,
+        app=app_of(message.routing_key),
+        body=_filled(raw, checked, model=model, max_tokens=max_tokens, rewrite=lane.models is not None),
+        model=model,
+        max_tokens=max_tokens,
+        stream=said.stream,
+        beta=said.beta,
+        sent_ms=sent_ms,
+        due_ms=due_ms,
+        deadline_ms=(due_ms or sent_ms) + _deadline_ms(said, lane),
+        attempts=past.attempts,
+        errors=past.errors,
+    )
+
+
+def unpacked(message: Message) -> bytes:
+    """The body after its content encoding. Raises RequestProblem (unsupported_media, too_large, invalid_request)."""
+    if len(message.body) > PACKED_BYTES:
+        raise RequestProblem("too_large", f"body: {len(message.body)} bytes, allowed are {PACKED_BYTES}")
+    encoding = (message.content_encoding or "identity").lower()
+    if encoding == "identity":
+        return message.body
+    if encoding != "gzip":
+        raise RequestProblem("unsupported_media", f"content_encoding {encoding[:40]!r}: allowed are identity and gzip")
+    unpacker = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
+    try:
+        body = unpacker.decompress(message.body, UNPACKED_BYTES + 1)
+    except zlib.error as error:
+        raise RequestProblem("invalid_request", f"body: content_encoding is gzip, but it is not: {error}") from error
+    if len(body) > UNPACKED_BYTES:
+        raise RequestProblem("too_large", f"body: more than {UNPACKED_BYTES} bytes when unpacked")
+    if not unpacker.eof or unpacker.unused_data:
+        raise RequestProblem("invalid_request", "body: the gzip data is cut short, or something follows it")
+    return body
+
+
+def app_of(routing_key: str) -> str:
+    """The application's word in a key `<lane>.<app>.<task>…`."""
+    words = routing_key.split(".", 2)
+    return words[1] if len(words) > 1 and words[1] else "unknown"
+
+
+def _check_properties(message: Message, *, lane: LaneSpec, fresh: bool) -> None:
+    if UNREADABLE in message.headers:
+        raise RequestProblem("invalid_request", f"properties that cannot be read: {message.headers[UNREADABLE]}")
+    if fresh:
+        if message.routing_key.split(".", 1)[0] != lane.name:
+            raise RequestProblem(
+                "invalid_request",
+                f"routing key {message.routing_key[:120]!r}: allowed is {lane.name}.<app>.<task> in lane {lane.name}",
+            )
+        if DEATH in message.headers:
+            raise RequestProblem("invalid_request", f"header {DEATH}: not allowed on a fresh request")
+    if message.message_id is not None and not _ID.fullmatch(message.message_id):
+        raise RequestProblem(
+            "invalid_request", "message_id: allowed are 1 to 128 of A-Z a-z 0-9 . _ : -; found something else"
+        )
+    if message.type not in (None, "", "messages"):
+        raise RequestProblem(
+            "invalid_request",
+            f"type {message.type[:40]!r}: handlers of other types are not available in this version; "
+            "leave it out, or say messages",
+        )
+    if message.priority is not None and message.priority > 9:
+        raise RequestProblem("invalid_request", f"priority {message.priority}: allowed is 0 to 9")
+    if message.content_type and not _JSON_TYPE.fullmatch(message.content_type):
+        raise RequestProblem(
+            "unsupported_media", f"content_type {message.content_type[:60]!r}: allowed is application/json (UTF-8)"
+        )
+
+
+def _parsed(raw: bytes) -> object:
+    if not raw:
+        raise RequestProblem("invalid_request", "body: empty; allowed is a JSON object")
+    try:
+        return jiter.from_json(raw, allow_inf_nan=False, catch_duplicate_keys=True, cache_mode="none")
+    except ValueError as error:
+        # jiter names the place and what is wrong there; only a duplicate key is quoted
+        raise RequestProblem("invalid_request", f"body: not JSON in UTF-8: {str(error)[:200]}") from None
+
+
+def _sent_ms(message: Message, said: RequestHeaders, past: HopHeaders, *, now_ms: int) -> int:
+    """When it was published: the broker's clock, else the client's, else when we first saw it. Never in the future."""
+    stamped = message.headers.get(BROKER_TIMESTAMP_MS)
+    if isinstance(stamped, int) and not isinstance(stamped, bool) and stamped > 0:
+        sent = stamped
+    elif said.sent_ms is not None:
+        sent = said.sent_ms
+    elif message.timestamp_s is not None and message.timestamp_s > 0:
+        sent = int(message.timestamp_s * 1000)
+    else:
+        sent = past.first_seen_ms or now_ms
+    return min(sent, past.first_seen_ms or now_ms)
+
+
+def _due_ms(said: RequestHeaders, past: HopHeaders, *, sent_ms: int) -> int | None:
+    if past.due_ms is not None:
+        return past.due_ms
+    if said.delay_ms is not None:
+        return sent_ms + said.delay_ms
+    if said.at_ms is not None:
+        if said.at_ms - sent_ms > header_rules.YEAR_MS:
+            raise RequestProblem("invalid_request", "header x-lane-at: more than a year ahead")
+        return max(said.at_ms, sent_ms)
+    return None
+
+
+def _deadline_ms(said: RequestHeaders, lane: LaneSpec) -> int:
+    most = int(lane.deadline_s * 1000)
+    if said.deadline_ms is None:
+        return most
+    if said.deadline_ms > most:
+        raise RequestProblem(
+            "invalid_request",
+            f"header {DEADLINE_MS}: found {said.deadline_ms}, lane {lane.name} allows at most {most}",
+        )
+    return said.deadline_ms
+
+
+def _filled(
+    raw: bytes,
+    checked: bodies.MessagesBody | bodies.PromptBody,
+    *,
+    model: str,
+    max_tokens: int,
+    rewrite: bool,
+) -> bytes:
+    """The body as the provider takes it: the very bytes that came, unless something must be filled in.
+
+    `rewrite` (a lane that allows only some models): what goes out is what was checked, whatever the bytes could mean to
+    another reader.
+    """
+    if isinstance(checked, bodies.PromptBody):
+        body: dict[str, object] = {
+            "model": model,
+            "max_tokens": max_tokens,
+            "messages": [{"role": "user", "content": checked.prompt}],
+        }
+        if checked.system is not None:
+            body["system"] = checked.system
+        return _dumped(body)
+    if not rewrite and checked.model is not None and checked.max_tokens is not None:
+        return raw
+    found = jiter.from_json(raw, allow_inf_nan=False, cache_mode="none")
+    return _dumped({**found, "model": model, "max_tokens": max_tokens})
+
+
+def _dumped(body: dict[str, object]) -> bytes:
+    try:
+        return json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    except (ValueError, UnicodeEncodeError) as error:
+        raise RequestProblem("invalid_request", f"body: holds what JSON in UTF-8 cannot say: {error}") from None
