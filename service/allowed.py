@@ -1,0 +1,194 @@
+"""What a setting may be: the types of its values, and one line for each value that is none of them."""
+
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from urllib.parse import SplitResult, urlsplit
+
+import annotated_types
+import jiter
+from pydantic import AfterValidator, BaseModel, BeforeValidator, FilePath, SecretStr, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from service.masking import mask, mask_url
+from service.sources import Known, Place, Reading
+
+ALLOWED = "allowed"
+"""Type of our own errors; their context says what is allowed."""
+_NAMESPACE = re.compile(r"[a-z][a-z0-9_-]{0,39}")
+_MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}")
+_KEY = re.compile(r"[!-~]{1,1000}")
+N = TypeVar("N", int, float)
+S = TypeVar("S", bound=BaseModel)
+
+
+def _wrong(what: str) -> PydanticCustomError:
+    return PydanticCustomError(ALLOWED, "allowed is {what}", {"what": what})
+
+
+def _not_bool(value: Any) -> Any:
+    """pydantic takes `true` for 1."""
+    if isinstance(value, bool):
+        raise _wrong("a number")
+    return value.strip() if isinstance(value, str) else value
+
+
+def _namespace(value: str) -> str:
+    # `x-` would begin the delay bits' headers, which headers exchanges then pass over; `amq` belongs to the broker.
+    if _NAMESPACE.fullmatch(value) is None or value.startswith(("x-", "amq")) or value == "x":
+        raise _wrong("a to z, 0 to 9, _ and -, up to 40, a letter first, not beginning with amq or x-")
+    return value
+
+
+def _model(value: str) -> str:
+    if _MODEL.fullmatch(value) is None:
+        raise _wrong("the name of a model, such as claude-haiku-5-5")
+    return value
+
+
+def _words(value: Any) -> Any:
+    """A list; in the environment separated by commas, or a JSON array."""
+    if not isinstance(value, str):
+        return value
+    if value.lstrip().startswith("["):
+        try:
+            return jiter.from_json(value.encode())
+        except (ValueError, UnicodeEncodeError):
+            raise _wrong("names separated by commas, or a JSON array of them") from None
+    return [word.strip() for word in value.split(",") if word.strip()]
+
+
+def _not_empty(value: tuple[str, ...]) -> tuple[str, ...]:
+    if not value or any(not word.strip() for word in value):
+        raise _wrong("at least one name")
+    return value
+
+
+def _key(value: SecretStr) -> SecretStr:
+    text = value.get_secret_value().strip()
+    if _KEY.fullmatch(text) is None:
+        raise _wrong("a key without spaces or control characters")
+    return SecretStr(text)
+
+
+def _split(value: SecretStr, *, schemes: tuple[str, ...], example: str) -> SplitResult:
+    what = f"a URL such as {example}, other characters in user and password as %XX"
+    try:
+        parts = urlsplit(value.get_secret_value().strip())
+        port = parts.port
+    except ValueError:
+        raise _wrong(what) from None
+    if parts.scheme not in schemes or not parts.hostname or port == 0 or re.search(r"[\s\x00-\x1f\\]", parts.geturl()):
+        raise _wrong(what)
+    if parts.fragment:
+        raise _wrong(what)
+    return parts
+
+
+def _amqp_url(value: SecretStr) -> SecretStr:
+    parts = _split(value, schemes=("amqp", "amqps"), example="amqps://user:password@host:5671/vhost")
+    if parts.query:
+        # `no_verify_ssl=1` among them would turn the check of the broker's certificate off without a word.
+        raise _wrong("a URL without ?…: for certificates there are LANEKEEPER_TLS__CA_FILE, …__CERT_FILE, …__KEY_FILE")
+    if parts.path.count("/") > 1:
+        raise _wrong("a URL with one virtual host after the address; write / in its name as %2F")
+    return SecretStr(parts.geturl())
+
+
+def _http_url(value: SecretStr) -> SecretStr:
+    parts = _split(value, schemes=("http", "https"), example="https://host:8443")
+    if parts.query:
+        raise _wrong("a URL without ?…")
+    return SecretStr(parts.geturl().rstrip("/"))
+
+
+Number = Annotated[N, BeforeValidator(_not_bool)]
+Namespace = Annotated[str, AfterValidator(_namespace)]
+ModelName = Annotated[str, AfterValidator(_model)]
+Words = Annotated[tuple[ModelName, ...], BeforeValidator(_words), AfterValidator(_not_empty)]
+Patterns = Annotated[tuple[str, ...], BeforeValidator(_words), AfterValidator(_not_empty)]
+Key = Annotated[SecretStr, AfterValidator(_key)]
+AmqpUrl = Annotated[SecretStr, AfterValidator(_amqp_url)]
+HttpUrl = Annotated[SecretStr, AfterValidator(_http_url)]
+ReadableFile = FilePath
+
+
+def validate(kind: type[S], reading: Reading, known: Known) -> tuple[S | None, list[str]]:
+    """The settings, or one line for each wrong value."""
+    try:
+        return kind(**reading.nested()), []
+    except ValidationError as error:
+        return None, list(dict.fromkeys(_line(kind, each, reading, known) for each in error.errors()))
+
+
+def _line(kind: type[BaseModel], error: ErrorDetails, reading: Reading, known: Known) -> str:
+    place = _place(error, known)
+    if place not in known.env_names:  # a section whose values do not fit together
+        names = [each.name for path, each in reading.found.items() if path[: len(place)] == place]
+        return f"{', '.join(names)}: {error['msg'].removeprefix('Value error, ')}"
+    found = reading.found.get(place)
+    name = known.env_names[place] if found is None else found.name
+    field = _field(kind, place)
+    allowed = error["ctx"]["what"] if error["type"] == ALLOWED else _allowed(field)
+    return f"{name}: found {_shown(field, error['input'] if found is None else found.value)}, allowed is {allowed}"
+
+
+def _place(error: ErrorDetails, known: Known) -> Place:
+    """The setting that an error is about: its location can go on into the items of a list."""
+    location = tuple(str(step) for step in error["loc"])
+    return next((location[:n] for n in range(len(location), 0, -1) if location[:n] in known.env_names), location)
+
+
+def _field(kind: type[BaseModel], place: Place) -> FieldInfo:
+    field = kind.model_fields[place[0]]
+    if len(place) == 1:
+        return field
+    assert isinstance(field.annotation, type)
+    return _field(field.annotation, place[1:])
+
+
+def _types(field: FieldInfo) -> Iterator[Any]:
+    """What a field's annotation is made of, `None` left out."""
+    todo: list[Any] = [field.annotation]
+    while todo:
+        each = todo.pop(0)
+        if each is not type(None):
+            yield each
+            if get_origin(each) is not Literal:
+                todo.extend(get_args(each))
+
+
+def _shown(field: FieldInfo, value: Any) -> str:
+    if SecretStr not in _types(field):
+        return mask(value)
+    if isinstance(value, str) and "://" in value:
+        return mask_url(value.strip())
+    return "(hidden)"
+
+
+def _allowed(field: FieldInfo) -> str:
+    types = list(_types(field))
+    for each in types:
+        if get_origin(each) is Literal:
+            return " or ".join(get_args(each))
+    if bool in types:
+        return "true or false"
+    if int in types or float in types:
+        return ("a whole number" if int in types else "a number") + _limits(field)
+    if SecretStr in types or str in types:
+        return "text" if tuple not in {get_origin(each) for each in types} else "a list of names"
+    return "a file that is there and can be read"
+
+
+def _limits(field: FieldInfo) -> str:
+    said = ""
+    for each in field.metadata:
+        match each:
+            case annotated_types.Ge(ge=low):
+                said += f" from {low}"
+            case annotated_types.Gt(gt=low):
+                said += f" above {low}"
+            case annotated_types.Le(le=high):
+                said += f" to {high}" if " from " in said else f", at most {high}"
+    return said

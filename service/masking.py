@@ -1,0 +1,29 @@
+"""What may be shown of a value that can hold a secret: in errors, logs and on screen."""
+
+import re
+from typing import Any
+
+SHOWN = 60
+_KEY = re.compile(r"(sk|pk|key)-[A-Za-z0-9_-]{6,}", re.IGNORECASE)
+_PLAIN_URL = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?(/[A-Za-z0-9._%/-]*)?")
+
+
+def mask_url(url: str) -> str:
+    """A URL without its user, password and query; `(hidden)` where it is too odd to tell which part is which."""
+    head, _, rest = url.partition("://")
+    address, credentials = rest, ""
+    if "@" in rest:
+        _, _, address = rest.rpartition("@")
+        credentials = "***@"
+    address = address.partition("?")[0].partition("#")[0]
+    if _PLAIN_URL.fullmatch(f"{head}://{address}") is None:
+        return f"(hidden, {len(url)} characters)"
+    return f"{head}://{credentials}{address}"
+
+
+def mask(value: Any) -> str:
+    """`repr` of a value on one short line, without what looks like a key or a URL's password."""
+    if isinstance(value, str) and "://" in value:
+        return mask_url(value.strip())
+    shown = _KEY.sub("(a key)", repr(value))
+    return shown if len(shown) <= SHOWN else shown[:SHOWN] + "…"

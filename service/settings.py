@@ -1,0 +1,272 @@
+"""Settings: the only file that reads the environment. What it finds goes down as frozen specs.
+
+    settings = load_settings()            options > environment > .env > TOML > defaults
+    settings.lane_specs() -> tuple[LaneSpec, ...]
+
+The sources are read by `service/sources.py`, not by pydantic-settings' own: those stop at the first malformed value,
+pass over unknown variables, and let `lanes = 4` in a file vanish under a variable of one lane.
+"""
+
+import fnmatch
+import os
+import re
+import ssl
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import unquote, urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from consumers.retry import RetryPolicy
+from service import allowed, sources
+from service.allowed import AmqpUrl, HttpUrl, Key, ModelName, Namespace, Number, Patterns, ReadableFile, Words
+from service.masking import mask_url
+from topology.contract.problems import SettingsError
+from topology.lanes import BATCH, CRITICAL, DEFAULT_LANES, GIB, MIB, NORMAL, LaneSpec
+from topology.names import Names
+
+CONFIG_FILE = Path("lanekeeper.toml")
+DOTENV_FILE = Path(".env")
+LATER = {
+    ("store_url",): "the store",
+    ("providers",): "another provider",
+    ("webhooks",): "the sending of webhooks",
+    ("gateway", "keys"): "the HTTP gateway",
+}
+"""Settings that come with later versions: refused, never ignored."""
+YEAR_S = 365 * 86_400
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class LaneSettings(_Section):
+    """One lane; defaults in `topology/lanes.py`."""
+
+    slots: Number[int] = Field(ge=1, le=10_000)
+    call_timeout_s: Number[float] = Field(gt=0, le=1700)  # below the broker's consumer timeout, 1800 s
+    deadline_s: Number[float] = Field(gt=0, le=YEAR_S)
+    max_attempts: Number[int] = Field(ge=1, le=100)
+    model: ModelName
+    max_tokens: Number[int] = Field(ge=1, le=1_000_000)
+    models: Words | None = None
+    max_length: Number[int] = Field(ge=1, le=1_000_000_000)
+    max_length_bytes: Number[int] = Field(ge=MIB, le=1024 * GIB)  # at least the largest request
+
+    @model_validator(mode="after")
+    def _its_own_model_is_allowed(self) -> "LaneSettings":
+        if self.models is not None and self.model not in self.models:
+            raise ValueError(f"models leaves out the lane's own model, {self.model}")
+        return self
+
+    @classmethod
+    def of(cls, spec: LaneSpec) -> "LaneSettings":
+        fields = {name: getattr(spec, name) for name in cls.model_fields if name != "models"}
+        return cls(**fields, models=None if spec.models is None else tuple(sorted(spec.models)))
+
+    def spec(self, name: str) -> LaneSpec:
+        values = self.model_dump()
+        return LaneSpec(name=name, **{**values, "models": None if self.models is None else frozenset(self.models)})
+
+
+class LanesSettings(_Section):
+    """The three lanes. Fixed fields, so that one value of one lane can be set alone."""
+
+    critical: LaneSettings = LaneSettings.of(CRITICAL)
+    normal: LaneSettings = LaneSettings.of(NORMAL)
+    batch: LaneSettings = LaneSettings.of(BATCH)
+
+
+class GatewaySettings(_Section):
+    """Where HTTP is served; in this version, health alone. Port 0: any free one."""
+
+    host: str = Field(default="127.0.0.1", min_length=1, max_length=255)
+    port: Number[int] = Field(default=8080, ge=0, le=65_535)
+
+
+class TlsSettings(_Section):
+    """For `amqps://` and the management API over https. The broker's certificate is always verified."""
+
+    ca_file: ReadableFile | None = None
+    cert_file: ReadableFile | None = None
+    key_file: ReadableFile | None = None
+
+    @model_validator(mode="after")
+    def _loads(self) -> "TlsSettings":
+        if self.key_file is not None and self.cert_file is None:
+            raise ValueError("key_file is given without cert_file")
+        if self.ca_file is None and self.cert_file is None:
+            return self  # reading the system's certificates takes time that a command without TLS need not wait
+        try:
+            self.context()
+        except (ssl.SSLError, OSError) as error:
+            raise ValueError(f"ca_file, cert_file or key_file cannot be used: {error}") from None
+        return self
+
+    def context(self) -> ssl.SSLContext:
+        context = ssl.create_default_context(cafile=self.ca_file)
+        if self.cert_file is not None:
+            # An encrypted key would ask for its password on the terminal; a service has none.
+            context.load_cert_chain(self.cert_file, self.key_file, password=lambda: "")
+        return context
+
+
+class ReplySettings(_Section):
+    """Narrows where replies may go: shell patterns (`amq.gen-*`); none: all that the contract allows."""
+
+    allow: Patterns | None = None
+
+
+class RetrySettings(_Section):
+    """How long to wait between attempts; the defaults are argued in `consumers/retry.py`."""
+
+    base_s: Number[float] = Field(default=RetryPolicy().base_s, gt=0, le=3600)
+    cap_s: Number[float] = Field(default=RetryPolicy().cap_s, gt=0, le=86_400)
+
+    @model_validator(mode="after")
+    def _base_below_cap(self) -> "RetrySettings":
+        if self.base_s > self.cap_s:
+            raise ValueError(f"base_s ({self.base_s:g}) is above cap_s ({self.cap_s:g})")
+        return self
+
+
+class Settings(BaseSettings):
+    """Every setting, valid. Its `repr` holds no secret."""
+
+    model_config = SettingsConfigDict(
+        extra="forbid",
+        frozen=True,
+        populate_by_name=True,
+        hide_input_in_errors=True,
+        # One field of a lane can be set alone: the others keep that lane's defaults.
+        nested_model_default_partial_update=True,
+    )
+
+    amqp_url: AmqpUrl = SecretStr("amqp://guest:guest@localhost:5672/")
+    management_url: HttpUrl | None = None
+    namespace: Namespace = "lane"
+    anthropic_api_key: Key | None = None
+    anthropic_base_url: HttpUrl | None = None
+    lanes: LanesSettings = LanesSettings()
+    gateway: GatewaySettings = GatewaySettings()
+    tls: TlsSettings = TlsSettings()
+    reply_to: ReplySettings = ReplySettings()
+    retry: RetrySettings = RetrySettings()
+    grace_s: Number[float] = Field(default=25, ge=0, le=3600)
+    """How long running requests may finish when stopping; below the 30 s after which Kubernetes kills."""
+    log_format: Literal["auto", "json", "console"] = "auto"
+    """`auto`: console where a person watches, else JSON."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_content: bool = False
+    otel_endpoint: HttpUrl | None = None
+    """`OTEL_EXPORTER_OTLP_ENDPOINT`; the SDK reads every other OTEL_* itself. None: no traces are sent."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Only what is given: `Settings()` is the defaults, whatever the environment holds."""
+        return (init_settings,)
+
+    def lane_specs(self) -> tuple[LaneSpec, ...]:
+        return tuple(getattr(self.lanes, lane.name).spec(lane.name) for lane in DEFAULT_LANES)
+
+    def names(self) -> Names:
+        return Names(self.namespace)
+
+    def retry_policy(self) -> RetryPolicy:
+        return RetryPolicy(base_s=self.retry.base_s, cap_s=self.retry.cap_s)
+
+    def reply_patterns(self) -> tuple[re.Pattern[str], ...] | None:
+        allow = self.reply_to.allow
+        return None if allow is None else tuple(re.compile(fnmatch.translate(each)) for each in allow)
+
+    @property
+    def broker_url(self) -> str:
+        """The AMQP URL with its password, for whoever connects; never shown."""
+        return self.amqp_url.get_secret_value()
+
+    @property
+    def broker(self) -> str:
+        """The AMQP URL as it may be shown."""
+        return mask_url(self.broker_url)
+
+    @property
+    def management(self) -> str | None:
+        """The management URL with its credentials, if any were given; never shown."""
+        return None if self.management_url is None else self.management_url.get_secret_value()
+
+    @property
+    def credentials(self) -> tuple[str, str]:
+        """User and password of the AMQP URL."""
+        parts = urlsplit(self.broker_url)
+        return unquote(parts.username or "guest"), unquote(parts.password or "guest")
+
+    @property
+    def provider_url(self) -> str:
+        url = self.anthropic_base_url
+        return "https://api.anthropic.com" if url is None else url.get_secret_value()
+
+    @property
+    def api_key(self) -> str | None:
+        """The provider's key itself; never shown."""
+        return None if self.anthropic_api_key is None else self.anthropic_api_key.get_secret_value()
+
+    @property
+    def traces_url(self) -> str | None:
+        """Where spans go over OTLP/HTTP; the base, without `/v1/traces`."""
+        return None if self.otel_endpoint is None else self.otel_endpoint.get_secret_value()
+
+    def ssl_context(self) -> ssl.SSLContext | None:
+        """For the broker; None without TLS."""
+        return self.tls.context() if urlsplit(self.broker_url).scheme == "amqps" else None
+
+
+KNOWN = sources.Known(
+    env_names={
+        **sources.env_names(Settings),
+        ("anthropic_api_key",): "ANTHROPIC_API_KEY",
+        ("anthropic_base_url",): "ANTHROPIC_BASE_URL",
+        ("otel_endpoint",): "OTEL_EXPORTER_OTLP_ENDPOINT",
+    },
+    later=LATER,
+)
+
+
+def load_settings(
+    config: Path | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    dotenv: Path = DOTENV_FILE,
+    **options: Any,
+) -> Settings:
+    """Read all sources and validate them together.
+
+    `config`: a TOML file that must exist; None: `lanekeeper.toml`, if there. `options`: nested as `Settings` is
+    (`lanes={"batch": {"slots": 12}}`), None for what was not given. Raises SettingsError that names every wrong value.
+    """
+    reading = sources.Reading()
+    if config is not None or CONFIG_FILE.is_file():
+        sources.read_toml(reading, KNOWN, config or CONFIG_FILE)
+    sources.read_dotenv(reading, KNOWN, dotenv)
+    sources.read_environment(reading, KNOWN, os.environ if environ is None else environ)
+    sources.read_options(reading, KNOWN, options)
+    settings, problems = allowed.validate(Settings, reading, KNOWN)
+    problems = [*reading.problems, *problems]
+    if settings is None or problems:
+        raise SettingsError(_told(problems))
+    return settings
+
+
+def _told(problems: list[str]) -> str:
+    if len(problems) == 1:
+        return f"wrong setting: {problems[0]}"
+    return f"{len(problems)} wrong settings:" + "".join(f"\n  {each}" for each in problems)

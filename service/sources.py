@@ -1,0 +1,151 @@
+"""Where settings come from: a TOML file, `.env`, the environment, command-line options; later ones win.
+
+Each source is read into `Found` values, so that whatever is wrong can be called by the name under which its author
+wrote it. What is not a setting, or is one only in a later version, is a problem of the source that has it.
+"""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from dotenv import dotenv_values
+from pydantic import BaseModel
+
+from service.masking import mask
+from topology.contract.problems import SettingsError
+
+PREFIX = "LANEKEEPER_"
+Place = tuple[str, ...]
+"""A setting's place: ("lanes", "critical", "slots")."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A value, and the name under which it was found ("LANEKEEPER_NAMESPACE in .env")."""
+
+    value: Any
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """All settings that there are: environment name by place, and what is not available in this version."""
+
+    env_names: Mapping[Place, str]
+    later: Mapping[Place, str]
+    """Place -> what it belongs to ("the store")."""
+
+    @property
+    def sections(self) -> frozenset[Place]:
+        return frozenset(path[:depth] for path in self.env_names for depth in range(1, len(path)))
+
+    def belongs_to_later(self, path: Place) -> str | None:
+        return next((what for place, what in self.later.items() if path[: len(place)] == place), None)
+
+
+def env_names(kind: type[BaseModel], place: Place = ()) -> dict[Place, str]:
+    """The environment's name of every field of a model and of the models in it."""
+    found: dict[Place, str] = {}
+    for name, info in kind.model_fields.items():
+        here = (*place, name)
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            found |= env_names(info.annotation, here)
+        else:
+            found[here] = PREFIX + "__".join(here).upper()
+    return found
+
+
+@dataclass(slots=True)
+class Reading:
+    """What the sources gave so far, by place, and what is wrong with their names."""
+
+    found: dict[Place, Found] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    def nested(self) -> dict[str, Any]:
+        """The values as nested dicts."""
+        root: dict[str, Any] = {}
+        for path, each in self.found.items():
+            node = root
+            for step in path[:-1]:
+                node = node.setdefault(step, {})
+            node[path[-1]] = each.value
+        return root
+
+
+def read_toml(reading: Reading, known: Known, path: Path) -> None:
+    """Add a TOML file's settings. Raises SettingsError where it cannot be read at all."""
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise SettingsError(f"configuration file {path} does not exist") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise SettingsError(f"configuration file {path} cannot be read: {error}") from None
+    _walk(reading, known, document, (), where=f" in {path}")
+
+
+def read_options(reading: Reading, known: Known, options: Mapping[str, Any]) -> None:
+    """Add command-line options, nested as the settings are; None: not given."""
+    _walk(reading, known, options, (), where=" on the command line")
+
+
+def read_dotenv(reading: Reading, known: Known, path: Path) -> None:
+    """Add the settings of a `.env` file, if there is one; keys that are not ours are left alone."""
+    if not path.is_file():
+        return
+    try:
+        values = dotenv_values(path, encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path} cannot be read: {error}") from None
+    read_environment(reading, known, {key: value or "" for key, value in values.items()}, where=f" in {path}")
+
+
+def read_environment(reading: Reading, known: Known, environ: Mapping[str, str], *, where: str = "") -> None:
+    """Add environment variables. An empty one counts as not set: Compose writes `${NAME:-}` so."""
+    paths = {name: path for path, name in known.env_names.items()}
+    for name, value in environ.items():
+        if (path := paths.get(name)) is not None:
+            if value.strip():
+                reading.found[path] = Found(value, name + where)
+        elif name.upper().startswith(PREFIX):
+            reading.problems.append(_unknown_variable(known, name, where=where))
+
+
+def _unknown_variable(known: Known, name: str, *, where: str) -> str:
+    path = tuple(name.upper().removeprefix(PREFIX).lower().split("__"))
+    if (what := known.belongs_to_later(path)) is not None:
+        return f"{name}{where}: {what} is not available in this version; remove it"
+    if path in known.sections:
+        inside = next(env for place, env in known.env_names.items() if place[: len(path)] == path)
+        return f"{name}{where}: is a group of settings; set one of them, such as {inside}"
+    known_names = {env.removeprefix(PREFIX): env for env in known.env_names.values()}
+    near = get_close_matches(name.upper().removeprefix(PREFIX), known_names, n=1, cutoff=0.7)
+    return f"{name}{where}: no such setting" + (f"; did you mean {known_names[near[0]]}?" if near else "")
+
+
+def _walk(reading: Reading, known: Known, node: Mapping[str, Any], path: Place, *, where: str) -> None:
+    for key, value in node.items():
+        place = (*path, key)
+        name = ".".join(place) + where
+        if value is None:
+            continue
+        if place in known.env_names:
+            reading.found[place] = Found(value, name)
+        elif (what := known.belongs_to_later(place)) is not None:
+            reading.problems.append(f"{name}: {what} is not available in this version; remove it")
+        elif place in known.sections:
+            if isinstance(value, Mapping):
+                _walk(reading, known, value, place, where=where)
+            else:
+                inside = ", ".join(_inside(known, place))
+                reading.problems.append(f"{name}: found {mask(value)}, allowed is a table with {inside}")
+        else:
+            near = get_close_matches(key, _inside(known, path), n=1, cutoff=0.7)
+            reading.problems.append(f"{name}: no such setting" + (f"; did you mean {near[0]}?" if near else ""))
+
+
+def _inside(known: Known, path: Place) -> list[str]:
+    return list(dict.fromkeys(place[len(path)] for place in known.env_names if place[: len(path)] == path != place))
