@@ -1,0 +1,155 @@
+"""START HERE: what is on the broker, as one value.
+
+    declare(lanes, names=Names(), broker_version="4.3.6") -> Topology
+
+    lane.requests (topic) ── <lane>.# ──► lane.<lane>      intake: bounded, by priority
+    lane.delay.28 … .00   ──► lane.due (topic, internal) ── <lane>.# ──► lane.<lane>.due
+    lane.fallen           what expired, was delivered too often, or had no lane
+    lane.dead, lane.events, lane.control
+
+What differs by broker version is in `Broker`, and nowhere else.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from topology import delays
+from topology.lanes import LaneSpec
+from topology.model import Arguments, Binding, Exchange, Queue, Topology, Value
+from topology.names import Names
+
+OLDEST = (3, 10)
+DELIVERY_LIMIT = 20
+"""The backstop; a worker buries a request itself at its fifth delivery."""
+NO_DELIVERY_LIMIT = -1
+CLASSIC_PRIORITIES = 9
+CANCEL_KEY = "cancel"
+"""Of what is kept in `lane.control`; questions have keys of their own, and go to queues that the workers bind."""
+_VERSION = re.compile(r"(\d+)\.(\d+)")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Broker:
+    """What a RabbitMQ version can do, as far as the declaration depends on it (design.md, section 6)."""
+
+    major: int
+    minor: int
+
+    @classmethod
+    def of(cls, version: str) -> "Broker":
+        """Read a version as a broker reports it ("4.3.6", "3.10.8+deb"). Raises ValueError for one before 3.10."""
+        found = _VERSION.match(version)
+        if found is None:
+            raise ValueError(f"not a RabbitMQ version: {version!r}; expected one like '4.3.6'")
+        broker = cls(int(found[1]), int(found[2]))
+        if (broker.major, broker.minor) < OLDEST:
+            raise ValueError(
+                f"RabbitMQ {version} is too old: 3.10 or later is needed "
+                "(quorum queues with message TTL and at-least-once dead-lettering), 4.3.5 or later is recommended"
+            )
+        return broker
+
+    @property
+    def quorum_intake(self) -> bool:
+        """From 4.0 on quorum queues know priorities; before, only classic ones do."""
+        return self.major >= 4
+
+    @property
+    def priorities(self) -> str:
+        """What a requester may expect of `priority` inside a lane (contract, section 8)."""
+        if (self.major, self.minor) >= (4, 3):
+            return "strict, 0 to 31"
+        return "two classes, above 4 is high" if self.quorum_intake else f"strict, 0 to {CLASSIC_PRIORITIES}"
+
+
+def declare(lanes: Sequence[LaneSpec], *, names: Names, broker_version: str) -> Topology:
+    """All that `lanes` need on a broker of that version. Raises ValueError for a version that is no use."""
+    broker = Broker.of(broker_version)
+    return Topology(
+        exchanges=(*_exchanges(names), *delays.exchanges(names)),
+        queues=(
+            *(queue for lane in lanes for queue in (_intake(lane, names, broker), _due(lane, names))),
+            *delays.queues(names, quorum=_quorum()),
+            *(Queue(name, _kept(broker)) for name in (names.fallen, names.dead, names.control)),
+        ),
+        bindings=(
+            *(binding for lane in lanes for binding in _lane_bindings(lane.name, names)),
+            *delays.bindings(names),
+            Binding(names.fallen, names.fallen),
+            Binding(names.dead, names.dead, routing_key="#"),
+            Binding(names.control, names.control, routing_key=CANCEL_KEY),
+        ),
+        namespace=names.namespace,
+        broker_version=broker_version,
+    )
+
+
+def _exchanges(names: Names) -> tuple[Exchange, ...]:
+    to_fallen: Arguments = {"alternate-exchange": names.fallen}
+    return (
+        Exchange(names.fallen, "fanout"),
+        Exchange(names.requests, "topic", arguments=to_fallen),
+        Exchange(names.due_exchange, "topic", internal=True, arguments=to_fallen),
+        Exchange(names.dead, "topic"),
+        Exchange(names.events, "topic"),
+        Exchange(names.control, "topic"),
+    )
+
+
+def _intake(lane: LaneSpec, names: Names, broker: Broker) -> Queue:
+    """The bounded queue that takes what is published: full, it refuses publishers instead of dropping from its head."""
+    bounds: dict[str, Value] = {
+        "x-max-length": lane.max_length,
+        "x-max-length-bytes": lane.max_length_bytes,
+        "x-overflow": "reject-publish",
+        "x-dead-letter-exchange": names.fallen,
+    }
+    if broker.quorum_intake:
+        return Queue(names.intake(lane.name), {**_quorum(), **bounds, **_counted()})
+    # A classic queue knows neither a delivery limit nor at-least-once dead-lettering; in quorum queues of 3.x
+    # priorities do nothing. So what is redelivered is moved to the due queue by the worker, and counted there.
+    return Queue(
+        names.intake(lane.name),
+        {
+            "x-queue-type": "classic",
+            "x-queue-master-locator": "min-masters",  # `x-queue-leader-locator` is refused for classic queues of 3.10
+            "x-max-priority": CLASSIC_PRIORITIES,
+            **bounds,
+        },
+    )
+
+
+def _due(lane: LaneSpec, names: Names) -> Queue:
+    """The queue that takes what comes back from a delay; unlimited, for what was accepted must find its way."""
+    return Queue(
+        names.due(lane.name),
+        {**_quorum(), "x-overflow": "reject-publish", "x-dead-letter-exchange": names.fallen, **_counted()},
+    )
+
+
+def _lane_bindings(lane: str, names: Names) -> tuple[Binding, Binding]:
+    key = names.lane_pattern(lane)
+    return (
+        Binding(names.requests, names.intake(lane), routing_key=key),
+        Binding(names.due_exchange, names.due(lane), routing_key=key),
+    )
+
+
+def _quorum() -> dict[str, Value]:
+    """What every quorum queue has. Balanced: without it all 29 wait queues led on the node that declared them."""
+    return {"x-queue-type": "quorum", "x-queue-leader-locator": "balanced"}
+
+
+def _counted() -> dict[str, Value]:
+    """Delivered more often than that, a message goes to `lane.fallen`, and is not lost on the way."""
+    return {"x-delivery-limit": DELIVERY_LIMIT, "x-dead-letter-strategy": "at-least-once"}
+
+
+def _kept(broker: Broker) -> dict[str, Value]:
+    """For queues whose messages nobody may lose: no limit of any kind.
+
+    From 4.0 on the limit is 20 unless said otherwise, and -1 is none; 3.x has none, and would discard at the first
+    return with -1.
+    """
+    return {**_quorum(), "x-delivery-limit": NO_DELIVERY_LIMIT} if broker.quorum_intake else _quorum()

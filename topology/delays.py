@@ -1,0 +1,109 @@
+"""The delay cascade: any delay from 100 ms to a year as a chain of dead-letter hops, with no plugin and no timer.
+
+Level k has a headers exchange and a wait queue of one name; the queue holds a message for 100 ms * 2^k. A delay is a
+number of 100 ms units, and its binary digits say where the message waits: header `lane-dKK` is 1 to wait at level KK,
+0 to pass it by. It enters at the highest bit that is set (entering higher costs: 28 exchanges in a row take a third of
+the rate, facts.md, section 3), and each level hands on to the next lower one, the last to `lane.due`. No queue on the
+way sets a dead-letter routing key, so that the key it was published with brings it to its lane's due queue.
+
+    700 ms = 7 units = 111b:  lane.delay.02 (400 ms) → lane.delay.01 (200 ms) → lane.delay.00 (100 ms) → lane.due
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+from topology.model import Binding, Exchange, Queue, Value
+from topology.names import Names
+
+LEVELS: Final = 29
+UNIT_MS: Final = 100
+MAX_DELAY_MS: Final = 365 * 24 * 3600 * 1000
+
+_V = TypeVar("_V")
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """Where a delayed message is published, and the headers it must carry beside its own."""
+
+    exchange: str
+    headers: Mapping[str, int]
+    """A bit for every level from the entry down, all present: a level without its bit routes to `lane.fallen`."""
+
+
+def hop(delay_ms: int, names: Names) -> Hop:
+    """Say how a message gets to its due queue `delay_ms` from now, rounded up to 100 ms; zero or less is at once.
+
+    Raises ValueError beyond a year.
+    """
+    if delay_ms > MAX_DELAY_MS:
+        raise ValueError(f"a delay of {delay_ms} ms is longer than a year ({MAX_DELAY_MS} ms)")
+    units = -(-max(delay_ms, 0) // UNIT_MS)
+    entry = max(units.bit_length() - 1, 0)
+    return Hop(names.delay(entry), {names.delay_bit(level): units >> level & 1 for level in range(entry + 1)})
+
+
+def strip_bits(headers: Mapping[str, _V], names: Names) -> dict[str, _V]:
+    """Leave the delay bits out of `headers`: what another delay left behind would send a message astray."""
+    bits = {names.delay_bit(level) for level in range(LEVELS)}
+    return {key: value for key, value in headers.items() if key not in bits}
+
+
+def wait_ms(level: int) -> int:
+    """How long a message waits at a level."""
+    return UNIT_MS << level
+
+
+def next_exchange(level: int, names: Names) -> str:
+    """Where a message goes after a level, having waited there or not."""
+    return names.delay(level - 1) if level else names.due_exchange
+
+
+def exchanges(names: Names) -> tuple[Exchange, ...]:
+    """The headers exchanges of all levels.
+
+    Each has `lane.fallen` as alternate exchange: without it one message with a missing bit would never leave the queue
+    above, and stop the delays of every lane behind it (design.md, section 3).
+    """
+    return tuple(
+        Exchange(names.delay(level), "headers", arguments={"alternate-exchange": names.fallen})
+        for level in range(LEVELS)
+    )
+
+
+def queues(names: Names, *, quorum: Mapping[str, Value]) -> tuple[Queue, ...]:
+    """The wait queues of all levels; `quorum` are the arguments that every quorum queue of ours has.
+
+    At-least-once (which needs reject-publish) on every version: with anything less, what expires while the broker is
+    down is lost, 640 of 680 as measured. No length limit: each is the dead-letter target of the one above.
+    """
+    return tuple(
+        Queue(
+            names.delay(level),
+            {
+                **quorum,
+                "x-message-ttl": wait_ms(level),
+                "x-dead-letter-exchange": next_exchange(level, names),
+                "x-dead-letter-strategy": "at-least-once",
+                "x-overflow": "reject-publish",
+            },
+        )
+        for level in range(LEVELS)
+    )
+
+
+def bindings(names: Names) -> tuple[Binding, ...]:
+    """Per level: bit 1 to its wait queue, bit 0 to the next exchange."""
+    return tuple(
+        binding
+        for level in range(LEVELS)
+        for binding in (
+            Binding(names.delay(level), names.delay(level), "queue", "", _match(level, 1, names)),
+            Binding(names.delay(level), next_exchange(level, names), "exchange", "", _match(level, 0, names)),
+        )
+    )
+
+
+def _match(level: int, bit: int, names: Names) -> dict[str, Value]:
+    return {"x-match": "all", names.delay_bit(level): bit}

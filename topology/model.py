@@ -1,0 +1,86 @@
+"""A broker's exchanges, queues and bindings as frozen values.
+
+Applying, comparing, exporting and drawing are functions of them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+ExchangeType = Literal["topic", "headers", "fanout", "direct"]
+Kind = Literal["queue", "exchange"]
+
+Value = str | int | float | bool
+Arguments = Mapping[str, Value]
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """An exchange. The defaults are what we declare; the rest is there so that what was found can differ."""
+
+    name: str
+    type: str
+    internal: bool = False
+    """No client can publish to it, whatever its rights: only bindings and dead-lettering reach it."""
+    arguments: Arguments = field(default_factory=dict)
+    durable: bool = True
+    auto_delete: bool = False
+    policy: Arguments = field(default_factory=dict)
+    """What a policy on the broker sets beside the arguments; never declared, only found."""
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """A queue. Its type is the argument `x-queue-type`."""
+
+    name: str
+    arguments: Arguments = field(default_factory=dict)
+    durable: bool = True
+    auto_delete: bool = False
+    exclusive: bool = False
+    policy: Arguments = field(default_factory=dict)
+    """What policies on the broker set beside the arguments; never declared, only found."""
+
+    @property
+    def type(self) -> str:
+        """`quorum`, `classic` or `stream`."""
+        return str(self.arguments.get("x-queue-type", "classic"))
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """From an exchange to a queue or another exchange."""
+
+    source: str
+    destination: str
+    destination_kind: Kind = "queue"
+    routing_key: str = ""
+    arguments: Arguments = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """One line that tells it from every other binding: `lane.due → queue lane.batch.due, key 'batch.#'`."""
+        text = f"{self.source} → {self.destination_kind} {self.destination}, key {self.routing_key!r}"
+        matches = ", ".join(f"{key}={value}" for key, value in sorted(self.arguments.items()))
+        return f"{text}, {matches}" if matches else text
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """All of one installation as it is declared, or all of a virtual host as it was found."""
+
+    exchanges: tuple[Exchange, ...] = ()
+    queues: tuple[Queue, ...] = ()
+    bindings: tuple[Binding, ...] = ()
+    namespace: str = ""
+    """What all names begin with. Found: empty, for a virtual host may hold several, and others' things."""
+    broker_version: str = ""
+    """The version that it was declared for, or found on."""
+
+    def exchange(self, name: str) -> Exchange:
+        """The exchange of that name. Raises KeyError."""
+        return {each.name: each for each in self.exchanges}[name]
+
+    def queue(self, name: str) -> Queue:
+        """The queue of that name. Raises KeyError."""
+        return {each.name: each for each in self.queues}[name]
