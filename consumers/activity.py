@@ -1,8 +1,9 @@
 """What a lane is doing: what runs, what it came to, how long requests waited. Bounded; for `status` and the log."""
 
+import math
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from consumers.job import Answered, Buried, Deferred, Outcome, Refused, Retried
@@ -68,3 +69,8 @@ class LaneActivity:
             self._ended_by_second[-1] = (second, self._ended_by_second[-1][1] + 1)
         else:
             self._ended_by_second.append((second, 1))
+
+
+def quantile(ordered: Sequence[int], share: float) -> int | None:
+    """The value that `share` (0 to 1) of the ordered values do not exceed (nearest rank); None of no values."""
+    return ordered[max(0, math.ceil(len(ordered) * share) - 1)] if ordered else None

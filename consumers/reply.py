@@ -57,7 +57,7 @@ class Replies:
         )
 
     async def answer(self, job: Job, outcome: Answered) -> None:
-        """Send the Message. Raises BrokerError where the broker does not take it; a requester that has gone is no error."""
+        """Send the Message. Raises BrokerError where the broker does not take it; a requester that has gone is none."""
         await self._final(
             job,
             body=outcome.body,

@@ -38,7 +38,7 @@ def decide(
 ) -> Retried | Refused | Buried:
     """What becomes of a request whose attempt failed.
 
-    `attempts`: made so far, this one included. `left_ms`: until its deadline; no delay is begun that would end after it.
+    `attempts`: made so far, this one included. `left_ms`: until its deadline; no delay begins that would end after it.
     """
     if isinstance(error, (RejectedError, SpendLimitError)):
         return ended_by(RequestProblem("provider_rejected", error.detail, status=error.status or None))
@@ -51,7 +51,7 @@ def decide(
         return ended_by(
             RequestProblem(
                 "deadline_exceeded",
-                f"attempt {attempts} failed ({error.detail}), and the next could start in {delay_ms} ms at the earliest: "
+                f"attempt {attempts} failed ({error.detail}), and the next could start in {delay_ms} ms: "
                 f"{max(0, left_ms)} ms are left",
             )
         )

@@ -39,10 +39,6 @@ class Names:
         """Header that says whether a message waits at a level (1) or passes it by (0)."""
         return f"{self.namespace}-d{level:02d}"
 
-    def is_delay_bit(self, header: str) -> bool:
-        prefix = f"{self.namespace}-d"
-        return header.startswith(prefix) and len(header) == len(prefix) + 2 and header[-2:].isdigit()
-
     @property
     def fallen(self) -> str:
         """Exchange and queue of what the broker itself took out of a queue or could not route."""
@@ -136,3 +132,7 @@ STRIPPED_ON_REPUBLISH = ("x-death", "x-first-death-", "x-last-death-", "x-delive
 CC = "CC"
 BCC = "BCC"
 DIRECT_REPLY_TO = "amq.rabbitmq.reply-to"
+
+# Keys on the control exchange.
+CANCEL_KEY = "cancel"
+STATUS_KEY = "status"

@@ -9,6 +9,7 @@ from typing import Any
 
 from topology import names
 from topology.contract.problems import RequestProblem
+from topology.delays import strip_bits
 from topology.names import Names
 
 LATER = {names.DEBOUNCE: "debouncing", names.WEBHOOK: "webhooks", names.PIPELINE: "pipelines"}
@@ -48,7 +49,7 @@ def read(headers: Mapping[str, Any]) -> RequestHeaders:
     """Read what the requester said. Raises RequestProblem for what is unknown, wrong, or not in this version."""
     for key in headers:
         if key.lower().startswith("x-lane-") and key not in names.PUBLIC and key not in names.OURS:
-            near = get_close_matches(key.lower(), names.PUBLIC, n=1)
+            near = get_close_matches(key.lower(), names.PUBLIC, n=1, cutoff=0.75)
             hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(sorted(names.PUBLIC))}"
             raise RequestProblem("invalid_request", f"unknown header {key[:80]!r}{hint}")
     for key, what in LATER.items():
@@ -92,11 +93,10 @@ def carried(headers: Mapping[str, Any], *, of: Names) -> dict[str, Any]:
     """
     return {
         key: value
-        for key, value in headers.items()
+        for key, value in strip_bits(headers, of).items()
         if key not in names.OURS
         and key not in (names.CC, names.BCC)
         and not key.startswith(names.STRIPPED_ON_REPUBLISH)
-        and not of.is_delay_bit(key)
     }
 
 

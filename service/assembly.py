@@ -1,0 +1,168 @@
+"""The composition root: every part of a worker is made here, handed what it uses, and ended in reverse order."""
+
+import random
+import re
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+import structlog
+from consumers.providers.anthropic import AnthropicProvider
+from topology.broker.verify import verify
+
+from consumers.activity import LaneActivity
+from consumers.fallen import Fallen
+from consumers.gates.deadline import DeadlineGate
+from consumers.gates.schedule import ScheduleGate
+from consumers.handler import Handler
+from consumers.job import Job, is_trusted, now_ms
+from consumers.lifecycle import Lifecycle
+from consumers.pool import Pool
+from consumers.providers.registry import Registry
+from consumers.reply import Replies
+from consumers.settle import Settler
+from service.settings import Settings
+from topology.broker.apply import apply
+from topology.broker.connection import Connection
+from topology.broker.deliveries import Deliveries, Delivery
+from topology.broker.publisher import Publisher
+from topology.contract.problems import SettingsError, TopologyMismatch
+from topology.declaration import declare
+from topology.lanes import LaneSpec
+from topology.names import Names
+from topology.tracing import Tracing
+
+FALLEN_SLOTS = 8
+DIRECT_REPLY_MENDED = (4, 3, 5)
+"""From here on a forged direct reply-to address harms nobody (reliability.md, section 0, item 10)."""
+log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A worker, made and connected; `worker.run` sets it going."""
+
+    names: Names
+    lanes: tuple[LaneSpec, ...]
+    consuming: Connection
+    publishing: Connection
+    publisher: Publisher
+    pools: tuple[Pool, ...]
+    activities: tuple[LaneActivity, ...]
+
+    def reasons(self) -> Mapping[str, str | None]:
+        """What must be well for the worker to take work: each part with what is wrong with it, or None."""
+        return {
+            "consume connection": self.consuming.trouble,
+            "publish connection": self.publishing.trouble,
+            **{f"queue {pool.queue}": pool.trouble for pool in self.pools},
+        }
+
+
+@asynccontextmanager
+async def assemble(settings: Settings, *, lanes: Sequence[str] = (), declares: bool) -> AsyncIterator[Parts]:
+    """Connect and make every part. `lanes`: the lanes to work, all where empty. `declares`: apply the topology first;
+    else it must be there.
+
+    Raises BrokerUnreachable, AccessRefused, TopologyMismatch, SettingsError.
+    """
+    names = settings.names()
+    every = settings.lane_specs()
+    worked = tuple(lane for lane in every if not lanes or lane.name in lanes)
+    tracing = Tracing()
+    async with AsyncExitStack() as stack:
+        publishing = await stack.enter_async_context(_connection(settings, "publish"))
+        consuming = await stack.enter_async_context(_connection(settings, "consume"))
+        await _apply_or_check(publishing, every, names=names, declares=declares)
+        publisher = await stack.enter_async_context(Publisher(publishing, tracing=tracing))
+        direct = None
+        if _before(publishing.version, DIRECT_REPLY_MENDED):
+            connection = await stack.enter_async_context(_connection(settings, "direct replies"))
+            direct = await stack.enter_async_context(Publisher(connection, tracing=tracing))
+        provider = _provider(settings, tracing)
+        stack.push_async_callback(provider.aclose)
+        replies = Replies(publisher, names=names, direct=direct, allow=settings.reply_patterns())
+        lifecycle = Lifecycle(publisher, names=names, now_ms=now_ms)
+        settler = Settler(publisher, replies=replies, lifecycle=lifecycle, names=names, tracing=tracing, now_ms=now_ms)
+        handler = Handler(
+            gates=(DeadlineGate(now_ms=now_ms), ScheduleGate(now_ms=now_ms)),
+            providers=Registry(provider, tracing=tracing),
+            replies=replies,
+            lifecycle=lifecycle,
+            policy=settings.retry_policy(),
+            names=names,
+            now_ms=now_ms,
+            rng=random.Random(),
+        )
+        activities = []
+        pools = []
+        for lane in worked:
+            activity = LaneActivity(lane.name, slots=lane.slots, due_slots=lane.due_slots)
+            activities.append(activity)
+            for queue, slots in ((names.intake(lane.name), lane.slots), (names.due(lane.name), lane.due_slots)):
+                pools.append(
+                    Pool(
+                        Deliveries(consuming, queue=queue, prefetch=slots),
+                        job_of=_job_maker(lane, names),
+                        handle=handler.handle,
+                        settler=settler,
+                        activity=activity,
+                        tracing=tracing,
+                    )
+                )
+        fallen = Fallen(every, names=names, now_ms=now_ms)
+        pools.append(
+            Pool(
+                Deliveries(consuming, queue=names.fallen, prefetch=FALLEN_SLOTS),
+                job_of=fallen.job_of,
+                handle=fallen.handle,
+                settler=settler,
+                activity=LaneActivity("fallen", slots=FALLEN_SLOTS, due_slots=0),
+                tracing=tracing,
+            )
+        )
+        yield Parts(
+            names=names,
+            lanes=worked,
+            consuming=consuming,
+            publishing=publishing,
+            publisher=publisher,
+            pools=tuple(pools),
+            activities=tuple(activities),
+        )
+
+
+def _connection(settings: Settings, purpose: str) -> Connection:
+    return Connection(settings.broker_url, name=f"lanekeeper {purpose}", ssl_context=settings.ssl_context())
+
+
+def _provider(settings: Settings, tracing: Tracing) -> AnthropicProvider:
+    key = settings.api_key
+    if key is None:
+        raise SettingsError(
+            "ANTHROPIC_API_KEY is not set: set it, or answer without a provider: lanekeeper serve --simulate"
+        )
+    return AnthropicProvider(api_key=key, base_url=settings.provider_url, traceparent=tracing.traceparent)
+
+
+def _job_maker(lane: LaneSpec, names: Names) -> Callable[[Delivery], Job]:
+    return lambda delivery: Job(delivery, lane=lane, trusted=is_trusted(delivery.message, names), taken_ms=now_ms())
+
+
+async def _apply_or_check(connection: Connection, lanes: Sequence[LaneSpec], *, names: Names, declares: bool) -> None:
+    """Declare the topology, or see that it is there."""
+    topology = declare(lanes, names=names, broker_version=connection.version)
+    if declares:
+        await apply(topology, await connection.underlying())
+        return
+    differences = await verify(topology, None, await connection.underlying())
+    if differences:
+        raise TopologyMismatch(
+            f"{len(differences)} things are missing on the broker, first: {differences[0]}; "
+            "run: lanekeeper topology apply"
+        )
+
+
+def _before(version: str, floor: tuple[int, ...]) -> bool:
+    """Whether a broker's version, as it reports it ("4.3.6+deb"), is older than `floor`."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[: len(floor)]) < floor

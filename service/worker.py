@@ -1,0 +1,106 @@
+"""A worker at work: its pools run, it answers what `status` asks, it logs each lane once a minute, it stops well."""
+
+import asyncio
+import json
+import os
+import platform
+import uuid
+from contextlib import suppress
+
+import structlog
+
+from consumers.activity import quantile
+from service.assembly import Parts
+from topology import signals
+from topology.broker.depth import depths
+from topology.broker.inbox import Inbox
+from topology.contract.messages import Message
+from topology.contract.problems import BrokerError
+from topology.names import STATUS_KEY
+
+SUMMARY_EVERY_S = 60
+log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+async def run(parts: Parts, *, stop: asyncio.Event, grace_s: float) -> None:
+    """Work until `stop` is set; then take no more, let what runs end within `grace_s`, and give back the rest."""
+    async with asyncio.TaskGroup() as group:
+        pools = [group.create_task(pool.run(), name=f"pool {pool.queue}") for pool in parts.pools]
+        side = [
+            group.create_task(_answer_status(parts), name="status"),
+            group.create_task(_summarise(parts), name="summary"),
+        ]
+        for activity in parts.activities:
+            snapshot = activity.snapshot()
+            log.info(signals.LANE_STARTED, lane=activity.lane, slots=snapshot["slots"], due_slots=snapshot["due_slots"])
+        await stop.wait()
+        running = sum(activity.running for activity in parts.activities)
+        log.info(signals.SERVICE_STOPPING, running=running, grace_s=grace_s)
+        await asyncio.gather(*(pool.stop() for pool in parts.pools))
+        _, late = await asyncio.wait(pools, timeout=grace_s)
+        orphaned = sum(activity.running for activity in parts.activities) if late else 0
+        for task in (*late, *side):
+            task.cancel()
+        log.info(signals.SERVICE_STOPPED, orphaned=orphaned)
+
+
+async def _answer_status(parts: Parts) -> None:
+    """Tell whoever asks what this worker does; on a queue of its own, made again when it is lost."""
+    me = f"{platform.node()}:{os.getpid()}"
+    while True:
+        with suppress(BrokerError):
+            async with Inbox(parts.consuming, bindings=((parts.names.control, STATUS_KEY),)) as inbox:
+                async for question in inbox:
+                    if question.reply_to:
+                        await _tell(parts, question, me)
+        await asyncio.sleep(1)  # the connection itself comes back with its own backoff
+
+
+async def _tell(parts: Parts, question: Message, me: str) -> None:
+    figures = {"worker": me, "lanes": {activity.lane: dict(activity.snapshot()) for activity in parts.activities}}
+    answer = Message(
+        body=json.dumps(figures).encode(),
+        content_type="application/json",
+        message_id=uuid.uuid4().hex,
+        correlation_id=question.correlation_id,
+        persistent=False,
+    )
+    with suppress(BrokerError):
+        await parts.publisher.publish(
+            answer, exchange="", routing_key=question.reply_to or "", mandatory=False, traced=False
+        )
+
+
+async def _summarise(parts: Parts) -> None:
+    """Once a minute, a line a lane."""
+    while True:
+        await asyncio.sleep(SUMMARY_EVERY_S)
+        await summarise_once(parts)
+
+
+async def summarise_once(parts: Parts) -> None:
+    """Log what `status` shows: depth, consumers, running, waits and throughput of each lane."""
+    queues = {activity.lane: _queues(parts, activity.lane) for activity in parts.activities}
+    try:
+        found = await depths(parts.consuming, [queue for pair in queues.values() for queue in pair])
+    except BrokerError as error:
+        log.warning(signals.BROKER_UNREACHABLE, connection="consume", reason=str(error))
+        return
+    for activity in parts.activities:
+        figures = activity.snapshot()
+        intake, due = (found[queue] for queue in queues[activity.lane])
+        waits = sorted(figures["waits_ms"])
+        log.info(
+            signals.LANE_SUMMARY,
+            lane=activity.lane,
+            depth=intake.ready + due.ready,
+            consumers=intake.consumers,
+            running=figures["running"],
+            wait_p50_ms=quantile(waits, 0.5),
+            wait_p95_ms=quantile(waits, 0.95),
+            per_min=figures["throughput_per_min"],
+        )
+
+
+def _queues(parts: Parts, lane: str) -> tuple[str, str]:
+    return parts.names.intake(lane), parts.names.due(lane)

@@ -1,0 +1,32 @@
+"""How many messages wait in a queue, and how many consumers it has: a passive declare, exact at once (facts.md, 11)."""
+
+from dataclasses import dataclass
+
+from aiormq.exceptions import AMQPError
+
+from topology.broker.connection import Connection
+from topology.contract.problems import BrokerUnreachable
+
+RPC_TIMEOUT_S = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Depth:
+    """`ready` messages wait; those being worked are not counted."""
+
+    ready: int
+    consumers: int
+
+
+async def depths(connection: Connection, queues: list[str]) -> dict[str, Depth]:
+    """The depth of each queue. Raises BrokerUnreachable, also where a queue is not there."""
+    channel = await connection.channel(confirms=False, timeout_s=RPC_TIMEOUT_S)
+    try:
+        found = {}
+        for queue in queues:
+            told = await channel.queue_declare(queue, passive=True, timeout=RPC_TIMEOUT_S)
+            found[queue] = Depth(told.message_count or 0, told.consumer_count or 0)
+        await channel.close()
+    except (AMQPError, RuntimeError, OSError, TimeoutError) as error:
+        raise BrokerUnreachable(f"cannot look at the queues: {error}") from error
+    return found
