@@ -20,6 +20,7 @@ SERVICE_STOPPED: Final = "service.stopped"  # orphaned: deliveries left unacknow
 SERVICE_FAILED: Final = "service.failed"  # part, error: a part ended that should not have; the process ends
 TRACES_EXPORTED_TO: Final = "traces.exported_to"  # endpoint: spans are sent there
 TRACES_LOST: Final = "traces.lost"  # endpoint, error, suppressed: spans could not be sent; requests are not affected
+LIBRARY_WARNED: Final = "library.warned"  # library, message: what another package wrote with `logging`, from WARNING up
 
 # Log events: the broker and the way to it.
 BROKER_CONNECTED: Final = "broker.connected"  # connection, broker, version
@@ -49,6 +50,7 @@ REQUEST_REFUSED: Final = "request.refused"  # code, detail: final error, nothing
 REQUEST_BURIED: Final = "request.buried"  # code, detail: final error, parked in the dead letters
 STREAM_RESTARTED: Final = "stream.restarted"  # error: the requester was told to forget the parts so far
 REPLY_UNROUTABLE: Final = "reply.unroutable"  # reply_to: the requester has gone
+PART_LOST: Final = "part.lost"  # reason: an event of a stream could not be sent on; the final reply still is
 DELIVERY_LOST: Final = "delivery.lost"  # queue, error: its acknowledgement failed; the broker delivers it again
 FALLEN_HANDLED: Final = "fallen.handled"  # code, queue, reason: what the broker took out of a queue was answered
 HANDLER_FAILED: Final = "handler.failed"  # error, where: a fault of ours; the request is buried as `internal`

@@ -1,0 +1,68 @@
+"""What a log line must not hold, taken out of it: keys, bearer tokens, the user and password of a URL, content.
+
+The last line of defence, not the first: nobody logs these on purpose, but an error's text may quote a URL, and a
+library's warning a header.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+GONE: Final = "…"
+_SECRETS: Final = re.compile(
+    r"sk-ant-[A-Za-z0-9_\-]+"
+    r"|(?P<bearer>\bbearer\s+)[^\s\"',;]+"
+    # Greedy up to the last @: a password may hold one, and an invalid URL, quoted in an error, anything else.
+    r"|(?P<scheme>[a-z][a-z0-9+.\-]*://)[^\s\"'<>]*@",
+    re.IGNORECASE,
+)
+_SECRET_NAME: Final = re.compile(r"api[-_]?key|authorization|passw|secret|(^|[-_])token$|cookie", re.IGNORECASE)
+_CONTENT_NAMES: Final = frozenset({"answer", "body", "content", "messages", "prompt"})
+_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+_LONGEST: Final = 2000  # characters of one value
+_DEEPEST: Final = 6
+
+
+def text(value: str) -> str:
+    """`value` on one line, without secrets; control and direction characters are escaped, so that no line is forged."""
+    shown = _SECRETS.sub(_gone, value if len(value) <= _LONGEST else value[:_LONGEST] + GONE)
+    return shown if shown.isprintable() else _CONTROL.sub(_escaped, shown)
+
+
+def fields(event: Mapping[str, Any], *, with_content: bool) -> dict[str, Any]:
+    """The fields of an event, fit to be written: plain values, no secret, and no content unless it is wanted."""
+    return {text(str(name)): _field(str(name), value, with_content, _DEEPEST) for name, value in event.items()}
+
+
+def _field(name: str, value: object, with_content: bool, depth: int) -> Any:
+    if _SECRET_NAME.search(name):
+        return GONE if value else value
+    if name in _CONTENT_NAMES and not with_content:
+        return f"<{len(value)}>" if isinstance(value, str | bytes | list | tuple | dict) else GONE
+    return _plain(value, with_content, depth)
+
+
+def _plain(value: object, with_content: bool, depth: int) -> Any:
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, str):
+        return text(value)
+    if isinstance(value, bytes | bytearray):
+        return f"<{len(value)} bytes>"
+    if depth == 0:
+        return GONE
+    if isinstance(value, Mapping):
+        return {text(str(name)): _field(str(name), each, with_content, depth - 1) for name, each in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(each, with_content, depth - 1) for each in value]
+    return text(str(value))
+
+
+def _gone(found: re.Match[str]) -> str:
+    if (scheme := found["scheme"]) is not None:
+        return f"{scheme}{GONE}@"
+    return f"{found['bearer']}{GONE}" if found["bearer"] is not None else f"sk-ant-{GONE}"
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return found[0].encode("unicode_escape").decode("ascii")
