@@ -1,0 +1,110 @@
+"""Rate limits as Anthropic's: three token buckets for each model class, refilled continuously, told in every answer."""
+
+import math
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from functools import lru_cache
+
+from service.simulated.errors import Refusal
+
+Seconds = Callable[[], float]
+
+
+class Bucket:
+    """Holds up to `capacity` tokens and regains `per_minute`. A settlement may take it below zero."""
+
+    def __init__(self, per_minute: int, *, burst_s: float, clock: Seconds) -> None:
+        self.per_minute = per_minute
+        self.capacity = max(1.0, per_minute * burst_s / 60)
+        self._per_s = per_minute / 60
+        self._clock = clock
+        self._level = self.capacity
+        self._at_s = clock()
+
+    def level(self) -> float:
+        now_s = self._clock()
+        self._level = min(self.capacity, self._level + (now_s - self._at_s) * self._per_s)
+        self._at_s = now_s
+        return self._level
+
+    def take(self, amount: float) -> None:
+        self._level = self.level() - amount
+
+    def wait_s(self, amount: float) -> float:
+        """Seconds until `amount` is there (a larger one than fits: until it is full); 0 where it is there now."""
+        missing = min(amount, self.capacity) - self.level()
+        return 0.0 if missing <= 0 else missing / self._per_s
+
+    def full_in_s(self) -> float:
+        return (self.capacity - self.level()) / self._per_s
+
+
+class Limits:
+    """The three buckets of one model class.
+
+    Input is reserved by estimate when a call starts and settled when it ends; output counts as it is produced, so that
+    a call is let in while the bucket is above zero.
+    """
+
+    def __init__(self, *, requests: Bucket, input_tokens: Bucket, output_tokens: Bucket) -> None:
+        self.requests = requests
+        self.input_tokens = input_tokens
+        self.output_tokens = output_tokens
+
+    def enter(self, input_tokens: int) -> None:
+        """Take one request and the estimated input. Raises `Refusal` (429, with `retry-after`) where one is short."""
+        for bucket, amount, what in (
+            (self.requests, 1, "requests"),
+            (self.input_tokens, input_tokens, "input tokens"),
+            (self.output_tokens, 1, "output tokens"),
+        ):
+            if (wait_s := bucket.wait_s(amount)) > 0:
+                raise Refusal(
+                    429,
+                    f"This request would exceed the rate limit of {bucket.per_minute:,} {what} per minute.",
+                    outcome="rate_limited",
+                    headers={"retry-after": str(math.ceil(wait_s)), **self.headers()},
+                )
+        self.requests.take(1)
+        self.input_tokens.take(input_tokens)
+
+    def settle(self, *, input_tokens: int, output_tokens: int) -> None:
+        """At the end: `input_tokens` is what the estimate was short by (negative: over), output what was produced."""
+        self.input_tokens.take(input_tokens)
+        self.output_tokens.take(output_tokens)
+
+    def headers(self) -> dict[str, str]:
+        """`anthropic-ratelimit-*`: token counts rounded to thousands, `tokens-*` the tighter one, reset when full."""
+        now_s = time.time()
+        tokens = min(self.input_tokens, self.output_tokens, key=lambda each: each.level() / each.capacity)
+        found: dict[str, str] = {}
+        for name, bucket, rounded_to in (
+            ("requests", self.requests, 1),
+            ("tokens", tokens, 1000),
+            ("input-tokens", self.input_tokens, 1000),
+            ("output-tokens", self.output_tokens, 1000),
+        ):
+            prefix = f"anthropic-ratelimit-{name}"
+            remaining = max(0, int(bucket.level()))
+            found[f"{prefix}-limit"] = str(bucket.per_minute)
+            found[f"{prefix}-remaining"] = str(remaining if rounded_to == 1 else round(remaining, -3))
+            found[f"{prefix}-reset"] = _rfc3339(math.ceil(now_s + bucket.full_in_s()))
+        return found
+
+
+@lru_cache(maxsize=16)
+def _rfc3339(second: int) -> str:
+    # most resets fall into the same second, and formatting a date is dearer than the rest of a header
+    return datetime.fromtimestamp(second, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def make_limits(
+    *, requests: int, input_tokens: int, output_tokens: int, burst_s: float, clock: Seconds = time.monotonic
+) -> Limits:
+    """The full buckets of one model class; amounts are per minute."""
+    return Limits(
+        requests=Bucket(requests, burst_s=burst_s, clock=clock),
+        input_tokens=Bucket(input_tokens, burst_s=burst_s, clock=clock),
+        output_tokens=Bucket(output_tokens, burst_s=burst_s, clock=clock),
+    )

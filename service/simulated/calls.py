@@ -1,0 +1,108 @@
+"""What the simulated API remembers of its calls: the latest ones, counts of all, and how many ran at once."""
+
+import asyncio
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_BODY_KEPT_BYTES = 64 * 1024
+_PROMPT_KEPT = 200
+
+
+@dataclass(slots=True)
+class Call:
+    """One call to `POST /v1/messages`. `outcome` is `running` until it ended, then `ok`, a fault's name or the like."""
+
+    started_s: float
+    """`time.monotonic()` of its arrival."""
+    headers: Mapping[str, str]
+    """As received; names are looked up in any case."""
+    body: bytes = b""
+    """Empty where it was larger than 64 KiB."""
+    model: str = ""
+    stream: bool = False
+    prompt: str = ""
+    """The first 200 characters of the last user text."""
+    request_id: str = ""
+    outcome: str = "running"
+    status: int = 0
+    ended_s: float | None = None
+    concurrency: int = 0
+    """How many calls ran when it started, itself included."""
+
+
+class Calls:
+    """The latest calls, and counts of all of them; the same size after a million calls."""
+
+    def __init__(self, keep: int) -> None:
+        self.latest: deque[Call] = deque(maxlen=keep)
+        self.outcomes: Counter[str] = Counter()
+        self.models: Counter[str] = Counter()
+        self.running = 0
+        self.peak = 0
+        self.total = 0
+        self.input_tokens = 0
+        self.output_tokens = 0
+        self._waiting: set[asyncio.Event] = set()
+
+    def begin(self, *, headers: Mapping[str, str], request_id: str) -> Call:
+        self.total += 1
+        self.running += 1
+        self.peak = max(self.peak, self.running)
+        call = Call(
+            started_s=time.monotonic(),
+            headers=headers,
+            request_id=request_id,
+            concurrency=self.running,
+        )
+        self.latest.append(call)
+        self._notify()
+        return call
+
+    def describe(self, call: Call, *, model: str, stream: bool, prompt: str) -> None:
+        call.model, call.stream, call.prompt = model[:_PROMPT_KEPT], stream, prompt[:_PROMPT_KEPT]
+
+    def keep_body(self, call: Call, body: bytes) -> None:
+        if len(body) <= _BODY_KEPT_BYTES:
+            call.body = body
+
+    def end(self, call: Call, *, outcome: str, status: int) -> None:
+        call.outcome, call.status, call.ended_s = outcome, status, time.monotonic()
+        self.running -= 1
+        self.outcomes[outcome] += 1
+        self._notify()
+
+    def settled(self, *, model: str, input_tokens: int, output_tokens: int) -> None:
+        self.models[model] += 1
+        self.input_tokens += input_tokens
+        self.output_tokens += output_tokens
+
+    async def until(self, holds: Callable[[], bool], timeout_s: float) -> None:
+        """Wait until `holds`, looked at whenever a call starts or ends. Raises `TimeoutError`."""
+        changed = asyncio.Event()
+        self._waiting.add(changed)
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not holds():
+                    await changed.wait()
+                    changed.clear()
+        finally:
+            self._waiting.discard(changed)
+
+    def stats(self) -> dict[str, Any]:
+        """What `GET /simulated/stats` answers."""
+        return {
+            "calls": self.total,
+            "running": self.running,
+            "peak_running": self.peak,
+            "outcomes": dict(self.outcomes),
+            "models": dict(self.models),
+            "input_tokens": self.input_tokens,
+            "output_tokens": self.output_tokens,
+        }
+
+    def _notify(self) -> None:
+        for event in self._waiting:
+            event.set()

@@ -1,0 +1,55 @@
+"""Anthropic's error answers: a status and `{"type": "error", "error": {…}, "request_id"}`."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+TYPES: Mapping[int, str] = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    402: "billing_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "api_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+
+
+class Refusal(Exception):
+    """The call is answered with an error. `outcome` is its name in the statistics."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        outcome: str,
+        details: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.outcome = outcome
+        self.details = details
+        self.headers = headers or {}
+
+    def body(self, request_id: str) -> bytes:
+        return error_body(TYPES[self.status], self.message, details=self.details, request_id=request_id)
+
+
+def error_body(type: str, message: str, *, request_id: str, details: Mapping[str, Any] | None = None) -> bytes:
+    """The JSON of an error: the same as a body and as the data of an `error` event."""
+    error: dict[str, Any] = {"type": type, "message": message}
+    if details is not None:
+        error["details"] = details
+    return json.dumps({"type": "error", "error": error, "request_id": request_id}).encode()
+
+
+def invalid(message: str) -> Refusal:
+    """The 400 of a request that is not as it must be."""
+    return Refusal(400, message, outcome="invalid")

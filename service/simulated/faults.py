@@ -1,0 +1,202 @@
+"""Faults: what can go wrong on purpose, how a prompt or an option asks for it, and whose turn it is.
+
+A marker in the last user message, or the key of a ratio in the options, reads
+
+    [[fault: NAME key=value … xN]]      only the first N calls with this prompt fail; without xN all of them
+    [[latency: 500ms]]                  this answer takes so long instead
+    [[tokens: 200]]                     this answer is so long instead
+
+Several fault markers take turns: `[[fault: overloaded x2]] [[fault: reset x1]]` fails three times, then answers.
+Durations are `500ms` or `2s`. A marker that does not read so is answered 400, so that a typo is not silent.
+"""
+
+import random
+import re
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Final
+
+from service.simulated.errors import Refusal, invalid
+
+REFUSED: Final[Mapping[str, tuple[int, str]]] = {
+    "invalid": (400, "messages: this request is invalid because its prompt asked for that"),
+    "usage_limit": (400, "You have reached your specified API usage limits. You will regain access on 2026-12-01."),
+    "authentication": (401, "invalid x-api-key"),
+    "billing": (402, "Your organization's payment failed."),
+    "permission": (403, "Your API key does not have permission to use the specified resource."),
+    "not_found": (404, "The requested resource could not be found."),
+    "too_large": (413, "Request exceeds the maximum size"),
+    "rate_limited": (429, "This request would exceed your organization's rate limit."),
+    "acceleration": (429, "This request would exceed the limit on how fast usage may grow."),
+    "spend_limit": (429, "Your organization has reached its monthly API usage threshold."),
+    "server_error": (500, "Internal server error"),
+    "unavailable": (503, "Service unavailable"),
+    "overloaded": (529, "Overloaded"),
+}
+"""Faults that are an error answer: status and message. `retry_after=` sets that header (`none`: leaves it out)."""
+
+BROKEN: Final[Mapping[str, str]] = {
+    "html": "502 with a page of HTML, as from a proxy",
+    "hang": "the request is taken, and nothing comes",
+    "slow_first_byte": "nothing comes for `delay=` (10s), then the answer",
+    "stall": "half of the answer, nothing for `delay=` (1h), then the rest",
+    "drip": "the answer byte by byte, each after `delay=` (1s)",
+    "error_mid_stream": "half of the stream, then an error event (`type=overloaded_error`); not streamed: that error",
+    "cut": "half of the answer, then a clean end of the transfer",
+    "truncated": "half of the answer, then the connection closes before the announced end",
+    "reset": "a TCP reset, `at=start` or `at=middle` (streamed: middle, else start)",
+    "broken_json": "a whole answer (or one event of it) that is not JSON",
+    "not_a_message": "200 with JSON that is no Message",
+    "unfinished": "a whole Message (or stream) without a stop_reason",
+}
+"""Faults of the transfer or of the answer itself."""
+
+_RETRY_AFTER: Final[Mapping[str, str]] = {"rate_limited": "1", "acceleration": "1"}
+_ERROR_CODES: Final[Mapping[str, str]] = {
+    "spend_limit": "enforced_spend_limit_reached",
+    "acceleration": "ramp_limit_exceeded",
+}
+_PARAMETERS: Final = frozenset({"retry_after", "delay", "type", "at"})
+_MARKER: Final = re.compile(r"\[\[\s*(fault|latency|tokens)\s*:\s*([^\[\]]*?)\s*\]\]")
+_PROMPTS_COUNTED: Final = 100_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One fault. `times` is how many calls with one prompt it hits, None for all."""
+
+    name: str
+    times: int | None = None
+    retry_after: str | None = None
+    delay_s: float | None = None
+    type: str = "overloaded_error"
+    at: str | None = None
+
+    def refusal(self) -> Refusal | None:
+        """The error answer that it is, None where it breaks the transfer or the answer."""
+        if self.name not in REFUSED:
+            return None
+        status, message = REFUSED[self.name]
+        code = _ERROR_CODES.get(self.name)
+        told = self.retry_after or _RETRY_AFTER.get(self.name, "none")
+        return Refusal(
+            status,
+            message,
+            outcome=self.name,
+            details={"error_code": code} if code else None,
+            headers={} if told == "none" else {"retry-after": told},
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """What the markers of one prompt ask for."""
+
+    faults: tuple[Fault, ...] = ()
+    latency_s: float | None = None
+    tokens: int | None = None
+
+
+NO_SCRIPT: Final = Script()
+
+
+class Faults:
+    """Decides which fault hits a call. Remembers the last 100,000 prompts that asked for a number of them."""
+
+    def __init__(self, ratios: Mapping[str, float], *, seed: int) -> None:
+        if not all(0 <= share <= 1 for share in ratios.values()) or sum(ratios.values()) > 1 + 1e-9:
+            raise ValueError(f"the shares of the faults must be 0 to 1, and 1 at most together: {dict(ratios)}")
+        self._ratios = [(parse_fault(text), share) for text, share in ratios.items()]
+        self._rng = random.Random(seed)
+        self._seen: OrderedDict[bytes, int] = OrderedDict()
+
+    def choose(self, script: Script, prompt: str) -> Fault | None:
+        if script.faults:
+            return self._scripted(script.faults, prompt)
+        if not self._ratios:
+            return None
+        drawn = self._rng.random()
+        for fault, share in self._ratios:
+            if drawn < share:
+                return fault
+            drawn -= share
+        return None
+
+    def _scripted(self, faults: tuple[Fault, ...], prompt: str) -> Fault | None:
+        key = blake2b(prompt.encode(errors="replace"), digest_size=16).digest()
+        nth = self._seen.pop(key, 0) + 1
+        self._seen[key] = nth
+        if len(self._seen) > _PROMPTS_COUNTED:
+            self._seen.popitem(last=False)
+        for fault in faults:
+            if fault.times is None or nth <= fault.times:
+                return fault
+            nth -= fault.times
+        return None
+
+
+def parse_script(prompt: str) -> Script:
+    """The markers in a prompt. Raises `Refusal` (400) for one that cannot be read."""
+    if "[[" not in prompt:
+        return NO_SCRIPT
+    faults: list[Fault] = []
+    latency_s: float | None = None
+    tokens: int | None = None
+    try:
+        for kind, value in _MARKER.findall(prompt):
+            match kind:
+                case "fault":
+                    faults.append(parse_fault(value))
+                case "latency":
+                    latency_s = _seconds(value)
+                case _:
+                    tokens = int(value)
+    except ValueError as error:
+        raise invalid(f"marker in the prompt: {error}") from error
+    return Script(faults=tuple(faults), latency_s=latency_s, tokens=tokens)
+
+
+def parse_fault(text: str) -> Fault:
+    """A fault from its text, `overloaded retry_after=2 x1` say. Raises `ValueError` that names what is allowed."""
+    name, *words = text.split() or [""]
+    if name not in REFUSED and name not in BROKEN:
+        raise ValueError(f"no fault {name!r}; there are {', '.join([*REFUSED, *BROKEN])}")
+    times: int | None = None
+    given: dict[str, str] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if re.fullmatch(r"x[1-9]\d{0,5}", word):
+            times = int(word[1:])
+        elif equals and value and key in _PARAMETERS:
+            given[key] = value
+        else:
+            raise ValueError(f"fault {name}: {word!r} is neither xN nor one of {', '.join(sorted(_PARAMETERS))}=…")
+    if given.get("at") not in (None, "start", "middle"):
+        raise ValueError(f"fault {name}: at= is start or middle, not {given['at']!r}")
+    return Fault(
+        name=name,
+        times=times,
+        retry_after=given.get("retry_after"),
+        delay_s=_seconds(given["delay"]) if "delay" in given else None,
+        type=given.get("type", "overloaded_error"),
+        at=given.get("at"),
+    )
+
+
+def parse_ratio(text: str) -> tuple[str, float]:
+    """An option like `overloaded=0.3` or `rate_limited retry_after=2=0.1`: the fault and its share."""
+    fault, _, share = text.rpartition("=")
+    parse_fault(fault)
+    try:
+        return fault, float(share)
+    except ValueError:
+        raise ValueError(f"fault {fault}: the share of calls must be a number from 0 to 1, not {share!r}") from None
+
+
+def _seconds(text: str) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|h)", text)
+    if found is None:
+        raise ValueError(f"{text!r} is not a duration such as 500ms or 2s")
+    return float(found[1]) * {"ms": 0.001, "s": 1.0, "h": 3600.0}[found[2]]

@@ -1,0 +1,62 @@
+"""The models that the simulated API knows, and the classes that share a rate limit."""
+
+from typing import Any, Final
+
+from service.simulated.errors import Refusal
+
+KNOWN: Final = (
+    "claude-fable-5-2",
+    "claude-fable-5-1",
+    "claude-fable-5",
+    "claude-mythos-5-2",
+    "claude-mythos-5-1",
+    "claude-mythos-5",
+    "claude-opus-5-5",
+    "claude-opus-5",
+    "claude-opus-4-8",
+    "claude-opus-4-7",
+    "claude-opus-4-6",
+    "claude-opus-4-5",
+    "claude-sonnet-5-5",
+    "claude-sonnet-5",
+    "claude-sonnet-4-6",
+    "claude-sonnet-4-5",
+    "claude-haiku-5-5",
+    "claude-haiku-4-5",
+)
+LINES: Final = ("fable", "mythos", "opus", "sonnet", "haiku")
+
+
+def limit_class(model: str) -> str:
+    """The class whose buckets a model uses: its line, `other` where the name tells none."""
+    return next((line for line in LINES if line in model), "other")
+
+
+def info(model: str) -> dict[str, Any]:
+    """A model as `GET /v1/models/{id}` describes it."""
+    return {
+        "type": "model",
+        "id": model,
+        "display_name": model.replace("-", " ").title(),
+        "created_at": "2026-01-01T00:00:00Z",
+        "lifecycle": "active",
+        "deprecated_at": None,
+        "retires_at": None,
+        "max_input_tokens": 200_000,
+        "max_tokens": 128_000,
+    }
+
+
+def page(models: list[str]) -> dict[str, Any]:
+    """The answer of `GET /v1/models`: everything on one page."""
+    return {
+        "data": [info(model) for model in models],
+        "has_more": False,
+        "first_id": models[0] if models else None,
+        "last_id": models[-1] if models else None,
+    }
+
+
+def unknown(model: str) -> Refusal:
+    """The 404 of a model that is not there."""
+    return Refusal(404, f"model: {model[:100]}", outcome="unknown_model")

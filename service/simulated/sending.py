@@ -1,0 +1,138 @@
+"""How an answer leaves: whole, in its own time, or broken in one of the ways of `faults.BROKEN`."""
+
+import asyncio
+import json
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+from aiohttp import web
+
+from service.simulated.errors import error_body
+from service.simulated.faults import Fault
+from service.simulated.streaming import event
+
+_FOREVER_S = 10 * 365 * 86_400.0
+_HTML = b"<html><head><title>502 Bad Gateway</title></head><body><h1>502 Bad Gateway</h1></body></html>"
+
+
+def html(headers: Mapping[str, str]) -> web.Response:
+    """What a proxy in between answers when it cannot reach the API."""
+    return web.Response(status=502, body=_HTML, headers={**headers, "content-type": "text/html"})
+
+
+async def send_message(
+    request: web.BaseRequest, message: bytes, *, headers: Mapping[str, str], fault: Fault | None
+) -> web.StreamResponse:
+    """Send a Message that is not streamed."""
+    headers = {**headers, "content-type": "application/json"}
+    match fault.name if fault else "":
+        case "broken_json":
+            message = message[: len(message) // 2]
+        case "not_a_message":
+            message = b'{"ok": true}'
+        case "unfinished":
+            message = json.dumps({**json.loads(message), "stop_reason": None}).encode()
+        case "cut":
+            return await _send(request, [message[: len(message) // 2]], headers=headers, fault=None)
+        case "stall" | "drip" | "truncated" | "reset":
+            half = len(message) // 2
+            headers["content-length"] = str(len(message))
+            return await _send(request, [message[:half], message[half:]], headers=headers, fault=fault)
+        case _:
+            pass
+    return web.Response(body=message, headers=headers)
+
+
+async def send_stream(
+    request: web.BaseRequest,
+    events: Sequence[bytes],
+    *,
+    headers: Mapping[str, str],
+    pause_s: float,
+    fault: Fault | None,
+    request_id: str,
+) -> web.StreamResponse:
+    """Send a stream of events, `pause_s` before each."""
+    headers = {**headers, "content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+    events = list(events)
+    half = max(1, len(events) // 2)
+    match fault.name if fault else "":
+        case "broken_json":
+            events[half] = b'event: content_block_delta\ndata: {"type": "content_block_delta", \n\n'
+        case "not_a_message":
+            events = [event("ping"), b'data: {"ok": true}\n\n']
+        case "unfinished":
+            del events[-2]
+        case "error_mid_stream" if fault is not None:
+            error = error_body(fault.type, f"{fault.type} in the middle", request_id=request_id)
+            events[half:] = [b"event: error\ndata: %b\n\n" % error]
+        case "cut":
+            del events[half:]
+        case _:
+            pass
+    return await _send(request, events, headers=headers, fault=fault, pause_s=pause_s)
+
+
+async def reset(request: web.BaseRequest) -> NoReturn:
+    """Break the connection with a TCP reset."""
+    if request.transport is not None:
+        connection: socket.socket = request.transport.get_extra_info("socket")
+        # with no time to linger, closing sends RST
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        request.transport.abort()
+    _break_off()
+
+
+async def hang() -> NoReturn:
+    """Do not answer before the client has gone."""
+    await asyncio.sleep(_FOREVER_S)
+    _break_off()
+
+
+async def _send(
+    request: web.BaseRequest,
+    chunks: Sequence[bytes],
+    *,
+    headers: Mapping[str, str],
+    fault: Fault | None,
+    pause_s: float = 0.0,
+) -> web.StreamResponse:
+    name = fault.name if fault else ""
+    delay_s = fault.delay_s if fault else None
+    response = web.StreamResponse(headers=headers)
+    if "content-length" not in headers:
+        response.enable_chunked_encoding()
+    await response.prepare(request)
+    if not pause_s and name not in ("stall", "drip", "truncated", "reset"):
+        await response.write(b"".join(chunks))
+        await response.write_eof()
+        return response
+    half = max(1, len(chunks) // 2)
+    for nth, chunk in enumerate(chunks):
+        if pause_s:
+            await asyncio.sleep(pause_s)
+        if nth == half:
+            match name:
+                case "stall":
+                    await asyncio.sleep(3600.0 if delay_s is None else delay_s)
+                case "truncated":
+                    _break_off()
+                case "reset":
+                    await reset(request)
+                case _:
+                    pass
+        if name == "drip":
+            for at in range(len(chunk)):
+                await response.write(chunk[at : at + 1])
+                await asyncio.sleep(1.0 if delay_s is None else delay_s)
+        else:
+            await response.write(chunk)
+    await response.write_eof()
+    return response
+
+
+def _break_off() -> NoReturn:
+    # what aiohttp's server does with a cancelled handler is what is wanted: it closes the connection where it stands
+    raise asyncio.CancelledError

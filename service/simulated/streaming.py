@@ -1,0 +1,73 @@
+"""An answer as Anthropic's stream: message_start, blocks in pieces, ping, message_delta, message_stop."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from service.simulated.messages import Answer, Asked, usage
+
+PIECES = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinking")}
+
+
+def events(asked: Asked, said: Answer, *, id: str, deltas: int) -> list[bytes]:
+    """The events of a whole stream, each as it goes over the wire; a block is cut into up to `deltas` pieces."""
+    found = [
+        event(
+            "message_start",
+            message={
+                "id": id,
+                "type": "message",
+                "role": "assistant",
+                "model": asked.model,
+                "content": [],
+                "stop_reason": None,
+                "stop_sequence": None,
+                "usage": usage(asked.input_tokens, 1),
+            },
+        )
+    ]
+    for index, block in enumerate(said.blocks):
+        found.extend(_block(index, block, deltas=deltas))
+    found.append(
+        event(
+            "message_delta",
+            delta={"stop_reason": said.stop_reason, "stop_sequence": None},
+            usage={"output_tokens": said.output_tokens},
+        )
+    )
+    found.append(event("message_stop"))
+    return found
+
+
+def event(type: str, **fields: Any) -> bytes:
+    """One event of the stream."""
+    return b"event: %b\ndata: %b\n\n" % (type.encode(), json.dumps({"type": type, **fields}).encode())
+
+
+def _block(index: int, block: dict[str, Any], *, deltas: int) -> Iterator[bytes]:
+    empty = dict(block)
+    pieces: list[dict[str, Any]]
+    if block["type"] == "tool_use":
+        empty["input"] = {}
+        pieces = [
+            {"type": "input_json_delta", "partial_json": part}
+            for part in ["", *_cut(json.dumps(block["input"]), deltas)]
+        ]
+    else:
+        delta, field = PIECES[block["type"]]
+        empty[field] = ""
+        pieces = [{"type": delta, field: part} for part in _cut(block[field], deltas)]
+        if "signature" in block:
+            empty["signature"] = ""
+            pieces.append({"type": "signature_delta", "signature": block["signature"]})
+    yield event("content_block_start", index=index, content_block=empty)
+    if index == 0:
+        yield event("ping")
+    for piece in pieces:
+        yield event("content_block_delta", index=index, delta=piece)
+    yield event("content_block_stop", index=index)
+
+
+def _cut(text: str, deltas: int) -> list[str]:
+    size = max(1, -(-len(text) // deltas))
+    return [text[at : at + size] for at in range(0, len(text), size)]
