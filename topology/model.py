@@ -25,8 +25,6 @@ class Exchange:
     arguments: Arguments = field(default_factory=dict)
     durable: bool = True
     auto_delete: bool = False
-    policy: Arguments = field(default_factory=dict)
-    """What a policy on the broker sets beside the arguments; never declared, only found."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,198 @@
+"""RabbitMQ definitions of a topology, with users that may do what their part needs and no more.
+
+    POST /api/definitions, `rabbitmqctl import_definitions FILE`, or `load_definitions = FILE` in rabbitmq.conf
+
+| role | may |
+|---|---|
+| application | publish to `lane.requests`, with keys `<its lanes>.<its name>.…`; make and read reply queues of its own |
+| worker | read lanes and what fell out of them; write delays, dead letters, events and replies; make status queues |
+| operator | publish to any lane, cancel, watch events, read and empty `lane.dead`; see everything in the management UI |
+| deployer | configure, write and read everything of ours: `topology apply` |
+
+What was tried (facts.md, section 9): nobody but the deployer configures anything but queues that the broker names
+(`amq.gen-…`; names with `amq.` can be given by no client, so this allows no exchange). An application that could
+declare an exchange could dead-letter its way past every topic permission.
+"""
+
+import base64
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from topology.lanes import BATCH, NORMAL
+from topology.model import Topology
+from topology.names import Names
+
+Role = Literal["application", "worker", "operator", "deployer"]
+
+NOTHING = "^$"
+OWN_QUEUES = r"amq\.gen-.*"
+"""Queues that the broker named."""
+DEFAULT_EXCHANGE = r"amq\.default"
+TAGS: dict[Role, str] = {"application": "", "worker": "", "operator": "monitoring", "deployer": "management"}
+HASHING = "rabbit_password_hashing_sha256"
+SALT_BYTES = 4
+_USER_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class User:
+    """A user of the broker. Raises ValueError for a name that would be more than one word of a routing key.
+
+    `password_hash` comes from `hash_password`: there is no default password, and none is made here.
+    """
+
+    name: str
+    role: Role
+    password_hash: str = field(repr=False)
+    lanes: tuple[str, ...] = (NORMAL.name, BATCH.name)
+    """Of an application: the lanes that it may publish into. What may be critical, somebody has to decide."""
+
+    def __post_init__(self) -> None:
+        # The broker puts the name into a regular expression, and it is a word of the key: no dots, nothing else special.
+        if not _USER_NAME.fullmatch(self.name):
+            raise ValueError(f"user name {self.name!r}: allowed are 1 to 64 of A-Z a-z 0-9 _ -")
+
+
+@dataclass(frozen=True, slots=True)
+class Rights:
+    """Regular expressions of what a user may configure, write to and read from."""
+
+    configure: str
+    write: str
+    read: str
+
+
+def hash_password(password: str, *, salt: bytes) -> str:
+    """Hash as RabbitMQ stores it: base64 of a 4-byte salt and SHA-256 over salt and password.
+
+    Raises ValueError for an empty password (with it, RabbitMQ lets nobody in) or a salt of another size.
+    """
+    if not password:
+        raise ValueError("an empty password lets nobody in")
+    if len(salt) != SALT_BYTES:
+        raise ValueError(f"the salt has {len(salt)} bytes; RabbitMQ's has {SALT_BYTES}")
+    return base64.b64encode(salt + hashlib.sha256(salt + password.encode()).digest()).decode()
+
+
+def rights(role: Role, topology: Topology) -> Rights:
+    """What a role may do; the names are those of the topology."""
+    names = Names(topology.namespace)
+    match role:
+        case "application":
+            return Rights(_any(OWN_QUEUES), _any(re.escape(names.requests), OWN_QUEUES), _any(OWN_QUEUES))
+        case "worker":
+            return Rights(
+                _any(OWN_QUEUES),
+                _any(
+                    rf"{re.escape(names.delay_prefix)}\d\d",
+                    *map(re.escape, (names.dead, names.events)),
+                    DEFAULT_EXCHANGE,
+                    OWN_QUEUES,
+                ),
+                _any(*map(re.escape, (*_lane_queues(topology), names.fallen, names.control)), OWN_QUEUES),
+            )
+        case "operator":
+            return Rights(
+                _any(OWN_QUEUES),
+                _any(*map(re.escape, (names.requests, names.control)), OWN_QUEUES),
+                _any(*map(re.escape, (names.dead, names.events)), OWN_QUEUES),
+            )
+        case "deployer":
+            ours = f"^{re.escape(names.namespace)}\\."
+            return Rights(ours, ours, ours)
+
+
+def definitions(topology: Topology, vhost: str, users: Sequence[User] = ()) -> dict[str, Any]:
+    """RabbitMQ's definitions, JSON-able; without users, no permissions either."""
+    return {
+        "vhosts": [{"name": vhost}],
+        "users": [
+            {
+                "name": user.name,
+                "password_hash": user.password_hash,
+                "hashing_algorithm": HASHING,
+                "tags": TAGS[user.role],
+            }
+            for user in users
+        ],
+        "permissions": [_permission(user, topology, vhost) for user in users],
+        "topic_permissions": [
+            _topic_permission(user, topology, vhost) for user in users if user.role in ("application", "operator")
+        ],
+        "exchanges": [
+            {
+                "vhost": vhost,
+                "name": exchange.name,
+                "type": exchange.type,
+                "durable": exchange.durable,
+                "auto_delete": exchange.auto_delete,
+                "internal": exchange.internal,
+                "arguments": dict(exchange.arguments),
+            }
+            for exchange in topology.exchanges
+        ],
+        "queues": [
+            {
+                "vhost": vhost,
+                "name": queue.name,
+                "durable": queue.durable,
+                "auto_delete": queue.auto_delete,
+                "arguments": dict(queue.arguments),
+            }
+            for queue in topology.queues
+        ],
+        "bindings": [
+            {
+                "vhost": vhost,
+                "source": binding.source,
+                "destination": binding.destination,
+                "destination_type": binding.destination_kind,
+                "routing_key": binding.routing_key,
+                "arguments": dict(binding.arguments),
+            }
+            for binding in topology.bindings
+        ],
+    }
+
+
+def _permission(user: User, topology: Topology, vhost: str) -> dict[str, str]:
+    allowed = rights(user.role, topology)
+    return {
+        "user": user.name,
+        "vhost": vhost,
+        "configure": allowed.configure,
+        "write": allowed.write,
+        "read": allowed.read,
+    }
+
+
+def _topic_permission(user: User, topology: Topology, vhost: str) -> dict[str, str]:
+    """Which keys a user may publish to `lane.requests` with. Without one a user may use any: they fail open."""
+    lanes = user.lanes if user.role == "application" else tuple(_lanes(topology))
+    whose = r"{username}\." if user.role == "application" else ""
+    return {
+        "user": user.name,
+        "vhost": vhost,
+        "exchange": Names(topology.namespace).requests,
+        "write": rf"^({'|'.join(map(re.escape, lanes))})\.{whose}",
+        "read": NOTHING,
+    }
+
+
+def _any(*patterns: str) -> str:
+    """One expression for the whole name: RabbitMQ's match anywhere unless they are anchored."""
+    return f"^({'|'.join(patterns)})$"
+
+
+def _lanes(topology: Topology) -> list[str]:
+    """The lanes, read off the bindings of `lane.requests`."""
+    requests = Names(topology.namespace).requests
+    return [each.routing_key.split(".")[0] for each in topology.bindings if each.source == requests]
+
+
+def _lane_queues(topology: Topology) -> list[str]:
+    names = Names(topology.namespace)
+    return [queue for lane in _lanes(topology) for queue in (names.intake(lane), names.due(lane))]
