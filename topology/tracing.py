@@ -70,8 +70,7 @@ class Tracing:
     """Makes the spans. `provider` None: the global one, whenever it is set; `broker`: host and port, for the spans."""
 
     def __init__(self, provider: TracerProvider | None = None, *, broker: tuple[str, int] | None = None) -> None:
-        self._provider = provider
-        self._tracer: Tracer | None = None
+        self._tracer = None if provider is None else _tracer_of(provider)
         self._common: Attributes = {signals.MESSAGING_SYSTEM: signals.RABBITMQ}
         if broker is not None:
             self._common |= {signals.SERVER_ADDRESS: broker[0], signals.SERVER_PORT: broker[1]}
@@ -181,10 +180,7 @@ class Tracing:
     def _recorder(self) -> Tracer | None:
         """The tracer; None while there is no SDK. Asked for where a message comes in or goes out: asking costs 1 µs."""
         if self._tracer is None:
-            provider = self._provider or trace.get_tracer_provider()
-            if isinstance(provider, ProxyTracerProvider | NoOpTracerProvider):
-                return None
-            self._tracer = provider.get_tracer(SCOPE)
+            self._tracer = _tracer_of(trace.get_tracer_provider())
         return self._tracer
 
     def _of(self, message: Message, *, operation: str, type: str) -> Attributes:
@@ -220,6 +216,11 @@ class _Nothing(Scope):
 
 
 _NOTHING: Final = _Nothing(INVALID_SPAN, None)
+
+
+def _tracer_of(provider: TracerProvider) -> Tracer | None:
+    """The provider's tracer; None where the provider is one of those that the API has for when there is no SDK."""
+    return None if isinstance(provider, ProxyTracerProvider | NoOpTracerProvider) else provider.get_tracer(SCOPE)
 
 
 def _is_sampled_out(span: Span) -> bool:
