@@ -4,9 +4,8 @@ import json
 from typing import Any
 
 from consumers.job import Job, NowMs
-from topology.broker.publisher import Publisher
+from topology.broker.notices import Notices
 from topology.contract.codec import app_of
-from topology.contract.messages import Message
 from topology.names import Names
 
 APP_LENGTH = 64
@@ -15,8 +14,8 @@ APP_LENGTH = 64
 class Lifecycle:
     """Tells of the steps of a request: deferred, started, retrying, completed, failed, dead."""
 
-    def __init__(self, publisher: Publisher, *, names: Names, now_ms: NowMs) -> None:
-        self._publisher = publisher
+    def __init__(self, notices: Notices, *, names: Names, now_ms: NowMs) -> None:
+        self._notices = notices
         self._names = names
         self._now_ms = now_ms
 
@@ -32,8 +31,8 @@ class Lifecycle:
             "at_ms": self._now_ms(),
             **detail,
         }
-        self._publisher.notify(
-            Message(body=json.dumps(body).encode(), content_type="application/json", persistent=False),
+        self._notices.publish(
+            json.dumps(body).encode(),
             exchange=self._names.events,
             routing_key=self._names.event_key(job.lane_name, app, event, job.id[:128]),
         )

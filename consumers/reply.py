@@ -114,7 +114,10 @@ class Replies:
         return self._allow is None or any(pattern.fullmatch(address) for pattern in self._allow)
 
     def _headers(self, job: Job, extra: dict[str, Any]) -> dict[str, Any]:
-        return {n.REQUEST_ID: job.id, n.LANE_NAME: job.lane_name, n.ATTEMPT: job.attempts, **extra}
+        headers: dict[str, Any] = {n.REQUEST_ID: job.id, n.ATTEMPT: job.attempts, **extra}
+        if job.lane is not None:
+            headers[n.LANE_NAME] = job.lane.name
+        return headers
 
     async def _final(self, job: Job, *, body: bytes, content_type: str, headers: dict[str, Any]) -> None:
         address = job.message.reply_to

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import structlog
 from consumers.providers.anthropic import AnthropicProvider
-from topology.broker.verify import verify
 
 from consumers.activity import LaneActivity
 from consumers.fallen import Fallen
@@ -25,7 +24,9 @@ from service.settings import Settings
 from topology.broker.apply import apply
 from topology.broker.connection import Connection
 from topology.broker.deliveries import Deliveries, Delivery
+from topology.broker.notices import Notices
 from topology.broker.publisher import Publisher
+from topology.broker.verify import verify
 from topology.contract.problems import SettingsError, TopologyMismatch
 from topology.declaration import declare
 from topology.lanes import LaneSpec
@@ -74,15 +75,16 @@ async def assemble(settings: Settings, *, lanes: Sequence[str] = (), declares: b
         publishing = await stack.enter_async_context(_connection(settings, "publish"))
         consuming = await stack.enter_async_context(_connection(settings, "consume"))
         await _apply_or_check(publishing, every, names=names, declares=declares)
-        publisher = await stack.enter_async_context(Publisher(publishing, tracing=tracing))
+        publisher = Publisher(publishing, tracing=tracing)
+        notices = await stack.enter_async_context(Notices(publishing))
         direct = None
         if _before(publishing.version, DIRECT_REPLY_MENDED):
             connection = await stack.enter_async_context(_connection(settings, "direct replies"))
-            direct = await stack.enter_async_context(Publisher(connection, tracing=tracing))
+            direct = Publisher(connection, tracing=tracing)
         provider = _provider(settings, tracing)
         stack.push_async_callback(provider.aclose)
         replies = Replies(publisher, names=names, direct=direct, allow=settings.reply_patterns())
-        lifecycle = Lifecycle(publisher, names=names, now_ms=now_ms)
+        lifecycle = Lifecycle(notices, names=names, now_ms=now_ms)
         settler = Settler(publisher, replies=replies, lifecycle=lifecycle, names=names, tracing=tracing, now_ms=now_ms)
         handler = Handler(
             gates=(DeadlineGate(now_ms=now_ms), ScheduleGate(now_ms=now_ms)),

@@ -13,6 +13,7 @@ from typing import Self
 from aiormq.abc import DeliveredMessage
 from aiormq.channel import Channel
 from aiormq.exceptions import AMQPError
+from pamqp.commands import Basic
 
 from topology.broker.connection import Connection, asks_to_stop
 from topology.broker.deliveries import ChannelLost
@@ -23,6 +24,8 @@ from topology.contract.problems import BrokerUnreachable
 RPC_TIMEOUT_S = 30
 WAITING = 1000
 """Messages that may wait to be read before the broker is asked to hold the rest (its prefetch)."""
+TOGETHER = 50
+"""At most so many are acknowledged with one frame: a third less CPU under load (facts.md, part three)."""
 
 
 class Inbox:
@@ -33,6 +36,7 @@ class Inbox:
         self._bindings = bindings
         self._channel: Channel | None = None
         self._arrived: asyncio.Queue[DeliveredMessage | None] = asyncio.Queue()  # bounded by the prefetch
+        self._unacknowledged = 0
         self.name = ""
         """The queue's name, as the broker gave it (`amq.gen-…`)."""
 
@@ -71,8 +75,12 @@ class Inbox:
         channel = self._channel
         if delivered is None or channel is None:
             raise ChannelLost(f"{self.name}: the queue is gone with its connection")
-        with suppress(AMQPError, RuntimeError, OSError):
-            await channel.basic_ack(delivered.delivery.delivery_tag or 0, wait=False)  # type: ignore[union-attr]
+        self._unacknowledged += 1
+        if self._arrived.empty() or self._unacknowledged >= TOGETHER:
+            self._unacknowledged = 0
+            assert isinstance(delivered.delivery, Basic.Deliver)
+            with suppress(AMQPError, RuntimeError, OSError):
+                await channel.basic_ack(delivered.delivery.delivery_tag or 0, multiple=True, wait=False)
         return message_of(delivered)
 
     async def _on_delivery(self, delivered: DeliveredMessage) -> None:

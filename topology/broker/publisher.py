@@ -5,12 +5,9 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
-from types import TracebackType
-from typing import Any, Self
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
-import structlog
 from aiormq.channel import Channel
 from aiormq.exceptions import (
     AMQPError,
@@ -27,7 +24,6 @@ from topology.contract.messages import Message
 from topology.contract.problems import (
     AccessRefused,
     BrokerError,
-    BrokerUnreachable,
     ConfirmUnknown,
     PublishRefused,
     TopologyMismatch,
@@ -36,13 +32,10 @@ from topology.contract.problems import (
 from topology.tracing import Tracing
 
 CONFIRM_TIMEOUT_S = 10.0
-NOTICES = 1000
-"""Unconfirmed messages (life-cycle events) that may wait to be written; more are dropped."""
-log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 class Publisher:
-    """Publishes over one connection: a channel with confirms, and one without for what may be lost."""
+    """Publishes over one connection, on a channel with confirms."""
 
     def __init__(self, connection: Connection, *, tracing: Tracing) -> None:
         self.connection = connection
@@ -50,23 +43,6 @@ class Publisher:
         self._confirming: Channel | None = None
         self._opening = asyncio.Lock()
         self._in_flight: dict[str, asyncio.Event] = {}
-        self._notices: asyncio.Queue[tuple[Message, str, str]] = asyncio.Queue(maxsize=NOTICES)
-        self._notifier: asyncio.Task[None] | None = None
-
-    async def __aenter__(self) -> Self:
-        self._notifier = asyncio.create_task(self._write_notices(), name="publisher notices")
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._notifier is not None:
-            with suppress(TimeoutError, asyncio.CancelledError):
-                async with asyncio.timeout(1):
-                    await self._notices.join()
-            self._notifier.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._notifier
 
     async def publish(
         self,
@@ -89,36 +65,39 @@ class Publisher:
         )
         with span:
             channel = await self._confirm_channel(timeout_s=timeout_s)
-            properties = properties_of(message)
-            async with self._alone(message.message_id if mandatory else None):
-                try:
-                    await channel.basic_publish(
-                        message.body,
-                        exchange=exchange,
-                        routing_key=routing_key,
-                        properties=properties,
-                        mandatory=mandatory,
-                        timeout=timeout_s,
-                        wait=False,
-                    )
-                except PublishError as error:
-                    raise Unroutable(f"no queue takes {routing_key!r} from exchange {exchange!r}") from error
-                except DeliveryError as error:
-                    raise PublishRefused(
-                        f"the broker refused {routing_key!r}: a queue that it goes to is full; try again later"
-                    ) from error
-                except ChannelNotFoundEntity as error:
-                    raise TopologyMismatch(f"{error}; run: lanekeeper topology apply") from error
-                except ChannelAccessRefused as error:
-                    raise AccessRefused(str(error)) from error
-                except TimeoutError as error:
-                    raise ConfirmUnknown(f"no confirm for {routing_key!r} within {timeout_s:g} s") from error
-                except (AMQPError, ChannelInvalidStateError, RuntimeError, OSError) as error:
-                    raise ConfirmUnknown(f"connection lost while publishing {routing_key!r}: {error}") from error
-                except asyncio.CancelledError:
-                    if asks_to_stop():
-                        raise
-                    raise ConfirmUnknown(f"connection lost while publishing {routing_key!r}") from None
+            turn = await self._take_turn(message.message_id) if mandatory and message.message_id else None
+            try:
+                await channel.basic_publish(
+                    message.body,
+                    exchange=exchange,
+                    routing_key=routing_key,
+                    properties=properties_of(message),
+                    mandatory=mandatory,
+                    timeout=timeout_s,
+                    wait=False,
+                )
+            except PublishError as error:
+                raise Unroutable(f"no queue takes {routing_key!r} from exchange {exchange!r}") from error
+            except DeliveryError as error:
+                raise PublishRefused(
+                    f"the broker refused {routing_key!r}: a queue that it goes to is full; try again later"
+                ) from error
+            except ChannelNotFoundEntity as error:
+                raise TopologyMismatch(f"{error}; run: lanekeeper topology apply") from error
+            except ChannelAccessRefused as error:
+                raise AccessRefused(str(error)) from error
+            except TimeoutError as error:
+                raise ConfirmUnknown(f"no confirm for {routing_key!r} within {timeout_s:g} s") from error
+            except (AMQPError, ChannelInvalidStateError, RuntimeError, OSError) as error:
+                raise ConfirmUnknown(f"connection lost while publishing {routing_key!r}: {error}") from error
+            except asyncio.CancelledError:
+                if asks_to_stop():
+                    raise
+                raise ConfirmUnknown(f"connection lost while publishing {routing_key!r}") from None
+            finally:
+                if turn is not None:
+                    del self._in_flight[message.message_id or ""]
+                    turn.set()
 
     async def publish_surely(
         self, message: Message, *, exchange: str, routing_key: str, mandatory: bool = True, within_s: float = 60
@@ -153,11 +132,6 @@ class Publisher:
             else:
                 return
 
-    def notify(self, message: Message, *, exchange: str, routing_key: str) -> None:
-        """Publish something that may be lost (an event), without waiting; dropped where too many wait already."""
-        with suppress(asyncio.QueueFull):
-            self._notices.put_nowait((message, exchange, routing_key))
-
     async def _confirm_channel(self, *, timeout_s: float) -> Channel:
         channel = self._confirming
         if channel is not None and not channel.is_closed:
@@ -167,40 +141,9 @@ class Publisher:
                 self._confirming = await self.connection.channel(confirms=True, timeout_s=timeout_s)
             return self._confirming
 
-    @asynccontextmanager
-    async def _alone(self, message_id: str | None) -> AsyncIterator[None]:
+    async def _take_turn(self, message_id: str) -> asyncio.Event:
         """At most one mandatory publish a message id at a time: aiormq matches returns by it (facts.md, section 4)."""
-        if message_id is None:
-            yield
-            return
         while (other := self._in_flight.get(message_id)) is not None:
             await other.wait()
         done = self._in_flight[message_id] = asyncio.Event()
-        try:
-            yield
-        finally:
-            del self._in_flight[message_id]
-            done.set()
-
-    async def _write_notices(self) -> None:
-        channel: Channel | None = None
-        while True:
-            message, exchange, routing_key = await self._notices.get()
-            try:
-                if channel is None or channel.is_closed:
-                    channel = await self.connection.channel(confirms=False, timeout_s=5)
-                await channel.basic_publish(
-                    message.body,
-                    exchange=exchange,
-                    routing_key=routing_key,
-                    properties=properties_of(message),
-                    timeout=5,
-                    wait=False,
-                )
-            except asyncio.CancelledError:
-                if asks_to_stop():
-                    raise
-            except (BrokerUnreachable, AMQPError, RuntimeError, OSError, TimeoutError, ValueError) as error:
-                log.debug("notice dropped", error=str(error))
-            finally:
-                self._notices.task_done()
+        return done

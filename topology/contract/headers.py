@@ -14,6 +14,7 @@ from topology.names import Names
 
 LATER = {names.DEBOUNCE: "debouncing", names.WEBHOOK: "webhooks", names.PIPELINE: "pipelines"}
 """What the contract has and this version has not: refused, never ignored."""
+PREFIX = "x-lane-"
 YEAR_MS = 365 * 24 * 3600 * 1000
 BETA_LENGTH = 1024
 ERRORS_KEPT = 5
@@ -48,9 +49,9 @@ class HopHeaders:
 def read(headers: Mapping[str, Any]) -> RequestHeaders:
     """Read what the requester said. Raises RequestProblem for what is unknown, wrong, or not in this version."""
     for key in headers:
-        if key.lower().startswith("x-lane-") and key not in names.PUBLIC and key not in names.OURS:
-            near = get_close_matches(key.lower(), names.PUBLIC, n=1, cutoff=0.75)
-            hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(sorted(names.PUBLIC))}"
+        if key.lower().startswith(PREFIX) and key not in names.PUBLIC and key not in names.OURS:
+            near = get_close_matches(key[len(PREFIX) :], [each[len(PREFIX) :] for each in names.PUBLIC], n=1)
+            hint = f"; did you mean {PREFIX}{near[0]}?" if near else f"; known: {', '.join(sorted(names.PUBLIC))}"
             raise RequestProblem("invalid_request", f"unknown header {key[:80]!r}{hint}")
     for key, what in LATER.items():
         if key in headers:
