@@ -81,7 +81,9 @@ def declare(lanes: Sequence[LaneSpec], *, names: Names, broker_version: str) -> 
             Binding(names.control, names.control, routing_key=CANCEL_KEY),
         ),
         namespace=names.namespace,
+        lanes=tuple(lane.name for lane in lanes),
         broker_version=broker_version,
+        note=f"{'quorum' if broker.quorum_intake else 'classic'} intakes, priorities {broker.priorities}",
     )
 
 

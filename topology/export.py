@@ -4,9 +4,9 @@
 
 | role | may |
 |---|---|
-| application | publish to `lane.requests`, with keys `<its lanes>.<its name>.…`; make and read reply queues of its own |
+| application | publish to `lane.requests` with keys `<its lanes>.<its name>.…`; make and read reply queues |
 | worker | read lanes and what fell out of them; write delays, dead letters, events and replies; make status queues |
-| operator | publish to any lane, cancel, watch events, read and empty `lane.dead`; see everything in the management UI |
+| operator | publish to any lane, cancel, watch events, read `lane.dead`; see all in the management UI |
 | deployer | configure, write and read everything of ours: `topology apply` |
 
 What was tried (facts.md, section 9): nobody but the deployer configures anything but queues that the broker names
@@ -51,7 +51,7 @@ class User:
     """Of an application: the lanes that it may publish into. What may be critical, somebody has to decide."""
 
     def __post_init__(self) -> None:
-        # The broker puts the name into a regular expression, and it is a word of the key: no dots, nothing else special.
+        # The broker puts the name into a regular expression, and it is one word of the key.
         if not _USER_NAME.fullmatch(self.name):
             raise ValueError(f"user name {self.name!r}: allowed are 1 to 64 of A-Z a-z 0-9 _ -")
 
@@ -82,7 +82,7 @@ def rights(role: Role, topology: Topology) -> Rights:
     names = Names(topology.namespace)
     match role:
         case "application":
-            return Rights(_any(OWN_QUEUES), _any(re.escape(names.requests), OWN_QUEUES), _any(OWN_QUEUES))
+            return Rights(_any(OWN_QUEUES), _any(re.escape(names.requests)), _any(OWN_QUEUES))
         case "worker":
             return Rights(
                 _any(OWN_QUEUES),
@@ -171,7 +171,7 @@ def _permission(user: User, topology: Topology, vhost: str) -> dict[str, str]:
 
 def _topic_permission(user: User, topology: Topology, vhost: str) -> dict[str, str]:
     """Which keys a user may publish to `lane.requests` with. Without one a user may use any: they fail open."""
-    lanes = user.lanes if user.role == "application" else tuple(_lanes(topology))
+    lanes = user.lanes if user.role == "application" else topology.lanes
     whose = r"{username}\." if user.role == "application" else ""
     return {
         "user": user.name,
@@ -187,12 +187,6 @@ def _any(*patterns: str) -> str:
     return f"^({'|'.join(patterns)})$"
 
 
-def _lanes(topology: Topology) -> list[str]:
-    """The lanes, read off the bindings of `lane.requests`."""
-    requests = Names(topology.namespace).requests
-    return [each.routing_key.split(".")[0] for each in topology.bindings if each.source == requests]
-
-
 def _lane_queues(topology: Topology) -> list[str]:
     names = Names(topology.namespace)
-    return [queue for lane in _lanes(topology) for queue in (names.intake(lane), names.due(lane))]
+    return [queue for lane in topology.lanes for queue in (names.intake(lane), names.due(lane))]

@@ -72,8 +72,12 @@ class Topology:
     bindings: tuple[Binding, ...] = ()
     namespace: str = ""
     """What all names begin with. Found: empty, for a virtual host may hold several, and others' things."""
+    lanes: tuple[str, ...] = ()
+    """Declared: the lanes that it was made for."""
     broker_version: str = ""
     """The version that it was declared for, or found on."""
+    note: str = ""
+    """Declared: what follows from the version, for people."""
 
     def exchange(self, name: str) -> Exchange:
         """The exchange of that name. Raises KeyError."""
