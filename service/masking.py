@@ -1,10 +1,11 @@
-"""What may be shown of a value that can hold a secret: in errors, logs and on screen."""
+"""How a setting's value may be shown when it is wrong, or in passing: briefly, and without what it may hide."""
 
 import re
 from typing import Any
 
-SHOWN = 60
-_KEY = re.compile(r"(sk|pk|key)-[A-Za-z0-9_-]{6,}", re.IGNORECASE)
+from service import redaction
+
+SHOWN = 60  # characters
 _PLAIN_URL = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?(/[A-Za-z0-9._%/-]*)?")
 
 
@@ -25,5 +26,5 @@ def mask(value: Any) -> str:
     """`repr` of a value on one short line, without what looks like a key or a URL's password."""
     if isinstance(value, str) and "://" in value:
         return mask_url(value.strip())
-    shown = _KEY.sub("(a key)", repr(value))
+    shown = redaction.text(repr(value))
     return shown if len(shown) <= SHOWN else shown[:SHOWN] + "…"

@@ -29,6 +29,7 @@ from topology.names import Names
 
 CONFIG_FILE = Path("lanekeeper.toml")
 DOTENV_FILE = Path(".env")
+ANTHROPIC_URL = "https://api.anthropic.com"
 LATER = {
     ("store_url",): "the store",
     ("providers",): "another provider",
@@ -98,15 +99,18 @@ class TlsSettings(_Section):
     def _loads(self) -> "TlsSettings":
         if self.key_file is not None and self.cert_file is None:
             raise ValueError("key_file is given without cert_file")
-        if self.ca_file is None and self.cert_file is None:
-            return self  # reading the system's certificates takes time that a command without TLS need not wait
         try:
-            self.context()
+            self.given_context()
         except (ssl.SSLError, OSError) as error:
             raise ValueError(f"ca_file, cert_file or key_file cannot be used: {error}") from None
         return self
 
+    def given_context(self) -> ssl.SSLContext | None:
+        """For https; None where nothing is set, and the system's certificates need not be read for it."""
+        return None if self.ca_file is None and self.cert_file is None else self.context()
+
     def context(self) -> ssl.SSLContext:
+        """Verifies the other side, by `ca_file` if given, and shows it our certificate, if there is one."""
         context = ssl.create_default_context(cafile=self.ca_file)
         if self.cert_file is not None:
             # An encrypted key would ask for its password on the terminal; a service has none.
@@ -163,6 +167,8 @@ class Settings(BaseSettings):
     log_content: bool = False
     otel_endpoint: HttpUrl | None = None
     """`OTEL_EXPORTER_OTLP_ENDPOINT`; the SDK reads every other OTEL_* itself. None: no traces are sent."""
+    otel_traces_endpoint: HttpUrl | None = None
+    """`OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`: the whole URL for spans; comes before the other."""
 
     @classmethod
     def settings_customise_sources(
@@ -205,6 +211,11 @@ class Settings(BaseSettings):
         return None if self.management_url is None else self.management_url.get_secret_value()
 
     @property
+    def vhost(self) -> str:
+        """The AMQP URL's virtual host."""
+        return unquote(urlsplit(self.broker_url).path[1:]) or "/"
+
+    @property
     def credentials(self) -> tuple[str, str]:
         """User and password of the AMQP URL."""
         parts = urlsplit(self.broker_url)
@@ -212,8 +223,14 @@ class Settings(BaseSettings):
 
     @property
     def provider_url(self) -> str:
+        """The provider's base URL, for whoever calls it."""
         url = self.anthropic_base_url
-        return "https://api.anthropic.com" if url is None else url.get_secret_value()
+        return ANTHROPIC_URL if url is None else url.get_secret_value()
+
+    @property
+    def provider(self) -> str:
+        """The provider's base URL as it may be shown."""
+        return mask_url(self.provider_url)
 
     @property
     def api_key(self) -> str | None:
@@ -221,9 +238,17 @@ class Settings(BaseSettings):
         return None if self.anthropic_api_key is None else self.anthropic_api_key.get_secret_value()
 
     @property
-    def traces_url(self) -> str | None:
-        """Where spans go over OTLP/HTTP; the base, without `/v1/traces`."""
-        return None if self.otel_endpoint is None else self.otel_endpoint.get_secret_value()
+    def otlp(self) -> tuple[str | None, str | None]:
+        """The collector's base URL, and the whole URL for spans, which comes before it."""
+        base, traces = self.otel_endpoint, self.otel_traces_endpoint
+        return (
+            None if base is None else base.get_secret_value(),
+            None if traces is None else traces.get_secret_value(),
+        )
+
+    def answered_by(self, url: str, *, key: str) -> "Settings":
+        """The same, with another provider: a simulated one."""
+        return self.model_copy(update={"anthropic_base_url": SecretStr(url), "anthropic_api_key": SecretStr(key)})
 
     def ssl_context(self) -> ssl.SSLContext | None:
         """For the broker; None without TLS."""
@@ -236,6 +261,7 @@ KNOWN = sources.Known(
         ("anthropic_api_key",): "ANTHROPIC_API_KEY",
         ("anthropic_base_url",): "ANTHROPIC_BASE_URL",
         ("otel_endpoint",): "OTEL_EXPORTER_OTLP_ENDPOINT",
+        ("otel_traces_endpoint",): "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
     },
     later=LATER,
 )

@@ -18,6 +18,7 @@ SERVICE_READY: Final = "service.ready"  # version, lanes, broker, provider: all 
 SERVICE_STOPPING: Final = "service.stopping"  # reason, running: no more is taken, what runs may finish
 SERVICE_STOPPED: Final = "service.stopped"  # orphaned: deliveries left unacknowledged, which come back elsewhere
 SERVICE_FAILED: Final = "service.failed"  # part, error: a part ended that should not have; the process ends
+HEALTH_ABSENT: Final = "health.absent"  # reason: another worker has the address; /healthz and /readyz are not served
 TRACES_EXPORTED_TO: Final = "traces.exported_to"  # endpoint: spans are sent there
 TRACES_LOST: Final = "traces.lost"  # endpoint, error, suppressed: spans could not be sent; requests are not affected
 LIBRARY_WARNED: Final = "library.warned"  # library, message: what another package wrote with `logging`, from WARNING up

@@ -1,0 +1,136 @@
+"""What `lanekeeper check` looks at: each finding says what is wrong and how to mend it."""
+
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from service.settings import Settings
+from topology.broker.connection import Connection
+from topology.broker.inbox import Inbox
+from topology.broker.management import discover
+from topology.broker.publisher import Publisher
+from topology.broker.verify import verify
+from topology.contract.messages import Message
+from topology.contract.problems import BrokerError
+from topology.declaration import Broker, declare
+from topology.tracing import Tracing
+
+PROVIDER_TIMEOUT_S = 10
+API_VERSION = "2023-06-01"
+SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at."""
+
+    what: str
+    well: bool
+    text: str
+
+
+async def look(settings: Settings) -> AsyncIterator[Finding]:
+    """All findings, as they are made."""
+    yield Finding("settings", True, f"namespace {settings.namespace}, lanes as set")
+    connection = Connection(settings.broker_url, name="lanekeeper check", ssl_context=settings.ssl_context())
+    try:
+        await connection.__aenter__()
+    except BrokerError as error:
+        yield Finding("broker", False, str(error))
+    else:
+        try:
+            async for finding in _broker(settings, connection):
+                yield finding
+        finally:
+            await connection.__aexit__(None, None, None)
+    yield await _provider(settings)
+    yield Finding("store", True, "none in this version: claims and results come with a later one")
+
+
+async def _broker(settings: Settings, connection: Connection) -> AsyncIterator[Finding]:
+    told = f"RabbitMQ {connection.version} at {settings.broker}"
+    if _is_open_to_listeners(settings):
+        told += "; not encrypted, and not on this machine: use amqps://"
+    try:
+        Broker.of(connection.version)
+    except ValueError as error:
+        yield Finding("broker", False, str(error))
+        return
+    yield Finding("broker", True, told)
+    yield await _topology(settings, connection)
+    yield await _replies(connection)
+
+
+async def _topology(settings: Settings, connection: Connection) -> Finding:
+    wanted = declare(settings.lane_specs(), names=settings.names(), broker_version=connection.version)
+    try:
+        underlying = await connection.underlying()
+        management = await discover(
+            settings.broker_url,
+            settings.management,
+            connection=underlying,
+            ssl_context=settings.tls.given_context(),
+        )
+        found = await verify(wanted, management, underlying)
+    except BrokerError as error:
+        return Finding("topology", False, str(error))
+    differences = found.differences
+    if not differences:
+        told = f"{len(wanted.exchanges)} exchanges and {len(wanted.queues)} queues are as declared"
+        return Finding("topology", True, told if found.note is None else f"{told}, as far as seen: {found.note}")
+    named = "; ".join(each.line for each in differences[:SHOWN])
+    more = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
+    command = "apply" if found.missing else "plan"
+    return Finding("topology", False, f"{named}{more}; run: lanekeeper topology {command}")
+
+
+async def _replies(connection: Connection) -> Finding:
+    """Whether this user may reply: a message to a queue of its own, through the default exchange."""
+    try:
+        async with Inbox(connection) as inbox:
+            message = Message(body=b"{}", message_id=uuid.uuid4().hex, persistent=False)
+            await Publisher(connection, tracing=Tracing()).publish(
+                message, exchange="", routing_key=inbox.name, traced=False, timeout_s=5
+            )
+    except BrokerError as error:
+        return Finding("permissions", False, f"{error}; see the users in: lanekeeper topology export")
+    return Finding("permissions", True, "replies can be sent and taken")
+
+
+async def _provider(settings: Settings) -> Finding:
+    """A cheap call that needs the key and costs nothing."""
+    if settings.api_key is None:
+        return Finding("provider", False, "ANTHROPIC_API_KEY is not set; set it, or run: lanekeeper serve --simulate")
+    url = f"{settings.provider_url}/v1/models"
+    headers = {"Authorization": f"Bearer {settings.api_key}", "anthropic-version": API_VERSION}
+    timeout = aiohttp.ClientTimeout(total=PROVIDER_TIMEOUT_S)
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=timeout, trust_env=True) as session,
+            session.get(url, headers=headers, allow_redirects=False) as response,
+        ):
+            status = response.status
+    except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+        why = "no answer in time" if isinstance(error, TimeoutError) else str(error)
+        return Finding("provider", False, f"{settings.provider}: {why}; is ANTHROPIC_BASE_URL right?")
+    if status == 200:
+        return Finding("provider", True, f"{settings.provider} takes the key")
+    if status in (401, 403):
+        return Finding("provider", False, f"{settings.provider} answered {status}: it refuses ANTHROPIC_API_KEY")
+    if status == 404:
+        return Finding("provider", True, f"{settings.provider} answers, and lists no models: the key was not tried")
+    return Finding("provider", False, f"{settings.provider} answered {status} to GET /v1/models")
+
+
+def _is_open_to_listeners(settings: Settings) -> bool:
+    parts = urlsplit(settings.broker_url)
+    if parts.scheme == "amqps" or parts.hostname in (None, "localhost"):
+        return False
+    with suppress(ValueError):
+        return not ip_address(parts.hostname or "").is_loopback
+    return True

@@ -1,0 +1,52 @@
+"""Users for `lanekeeper topology export`, and their passwords: from a file, else made and told once."""
+
+import secrets
+import sys
+from pathlib import Path
+from typing import get_args
+
+import typer
+
+from topology.export import SALT_BYTES, Role, User, hash_password
+from topology.lanes import DEFAULT_LANES
+
+DEFAULT = ("worker:worker", "operator:operator", "deployer:deployer")
+"""Applications have names of their own: the first word of their keys after the lane."""
+ROLES: dict[str, Role] = {role: role for role in get_args(Role)}
+
+
+def read(given: list[str] | tuple[str, ...], passwords: Path | None) -> list[User]:
+    """Users from NAME:ROLE[:LANE,LANE…]. Raises typer.BadParameter."""
+    known = {} if passwords is None else _passwords(passwords)
+    return [_user(each, known) for each in given]
+
+
+def _user(text: str, known: dict[str, str]) -> User:
+    name, _, rest = text.partition(":")
+    role_name, _, lanes = rest.partition(":")
+    role = ROLES.get(role_name)
+    if role is None:
+        raise typer.BadParameter(f"{text!r}: the role is one of {', '.join(ROLES)}", param_hint="--user")
+    every = {lane.name for lane in DEFAULT_LANES}
+    chosen = tuple(lanes.split(",")) if lanes else ()
+    if not every.issuperset(chosen):
+        raise typer.BadParameter(f"{text!r}: the lanes are {', '.join(sorted(every))}", param_hint="--user")
+    password = known.get(name) or secrets.token_urlsafe(24)
+    try:
+        hashed = hash_password(password, salt=secrets.token_bytes(SALT_BYTES))
+        user = User(name, role, hashed, chosen) if chosen else User(name, role, hashed)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--user") from None
+    if name not in known:
+        print(f"password of {name}, told this once: {password}", file=sys.stderr)
+    return user
+
+
+def _passwords(path: Path) -> dict[str, str]:
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"{path} cannot be read: {error}", param_hint="--passwords") from None
+    if any(":" not in line or line.endswith(":") for line in lines):
+        raise typer.BadParameter(f"{path}: every line is NAME:PASSWORD", param_hint="--passwords")
+    return {name: password for name, _, password in (line.partition(":") for line in lines)}

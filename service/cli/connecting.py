@@ -1,0 +1,27 @@
+"""A command's way to the broker: one connection, and the management API where there is one."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from service.settings import Settings
+from topology.broker.connection import Connection
+from topology.broker.management import Management, discover
+
+
+@asynccontextmanager
+async def connected(settings: Settings, purpose: str) -> AsyncIterator[Connection]:
+    """Raises BrokerUnreachable, AccessRefused."""
+    async with Connection(
+        settings.broker_url, name=f"lanekeeper {purpose}", ssl_context=settings.ssl_context()
+    ) as connection:
+        yield connection
+
+
+async def management_of(settings: Settings, connection: Connection) -> Management | None:
+    """The management API that belongs to the connection, if it can be found."""
+    return await discover(
+        settings.broker_url,
+        settings.management,
+        connection=await connection.underlying(),
+        ssl_context=settings.tls.given_context(),
+    )

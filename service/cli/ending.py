@@ -1,0 +1,50 @@
+"""How a command ends: 0 done, 1 failed, 2 bad use; what went wrong in one line, without a traceback."""
+
+import asyncio
+import sys
+import traceback
+from collections.abc import Coroutine
+from typing import Any
+
+from service import redaction
+from topology.contract.problems import LanekeeperError, SettingsError
+
+FAILED = 1
+BAD_USE = 2
+STOPPED = 130  # as shells have it for Ctrl-C
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    """Run a command's coroutine on the faster loop."""
+    import uvloop
+
+    uvloop.run(main)
+
+
+def told(error: BaseException, *, debug: bool) -> int:
+    """Tell of an error on standard error; the exit code."""
+    cause = _innermost(error)
+    if debug:
+        for line in "".join(traceback.format_exception(error)).splitlines():
+            print(redaction.text(line), file=sys.stderr)
+    if isinstance(cause, (KeyboardInterrupt, asyncio.CancelledError)):
+        print("lanekeeper: stopped", file=sys.stderr)
+        return STOPPED
+    if isinstance(cause, SettingsError):
+        print(f"lanekeeper: {cause}", file=sys.stderr)
+        return BAD_USE
+    if isinstance(cause, LanekeeperError):
+        print(f"lanekeeper: {redaction.text(str(cause))}", file=sys.stderr)
+        return FAILED
+    said = redaction.text(str(cause)) or "no text"
+    hint = "" if debug else "; a fault of ours: run `lanekeeper --debug …` for the traceback"
+    print(f"lanekeeper: unexpected {type(cause).__name__}: {said}{hint}", file=sys.stderr)
+    return FAILED
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """Task groups wrap what happened; of several errors the first of ours tells most."""
+    while isinstance(error, BaseExceptionGroup):
+        ours = [each for each in error.exceptions if not isinstance(each, asyncio.CancelledError)]
+        error = next((each for each in ours if isinstance(each, LanekeeperError)), (ours or error.exceptions)[0])
+    return error

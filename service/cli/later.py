@@ -1,0 +1,16 @@
+"""Commands of the contract that this version has not: said so, instead of `No such command`."""
+
+import sys
+
+import typer
+
+from service.cli.ending import BAD_USE
+
+COMMANDS = ("gateway", "dead", "top", "cancel", "result")
+ANYTHING = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+def absent(context: typer.Context) -> None:
+    """Not available in this version."""
+    print(f"lanekeeper: `{context.info_name}` is not available in this version", file=sys.stderr)
+    raise typer.Exit(BAD_USE)

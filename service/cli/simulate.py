@@ -1,0 +1,94 @@
+"""`lanekeeper simulate`: the simulated Anthropic API by itself."""
+
+import asyncio
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from service.cli import options
+from service.cli.ending import run
+
+if TYPE_CHECKING:
+    from service.simulated.options import SimulatedOptions
+
+PORT = 8099
+
+
+def simulate(
+    host: Annotated[str, typer.Option("--host", help="Where it listens.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65_535, help="0: any free one.")] = PORT,
+    latency: Annotated[
+        float, typer.Option("--latency", parser=options.seconds, metavar="DURATION", help="How long an answer takes.")
+    ] = "0",  # type: ignore[assignment]  # typer parses defaults as it parses what is given
+    tokens_per_s: Annotated[float | None, typer.Option(min=0.001, help="Speed of writing, beside the latency.")] = None,
+    output_tokens: Annotated[int | None, typer.Option(min=1, help="Length of every answer; default: an echo.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="The only key accepted; default: any.")] = None,
+    model: Annotated[list[str] | None, typer.Option("--model", help="A further model's name; can be repeated.")] = None,
+    requests_per_minute: Annotated[int, typer.Option(min=1, help="Limit of each model class.")] = 1_000_000,
+    input_tokens_per_minute: Annotated[int, typer.Option(min=1, help="The same.")] = 1_000_000_000,
+    output_tokens_per_minute: Annotated[int, typer.Option(min=1, help="The same.")] = 1_000_000_000,
+    burst: Annotated[
+        float, typer.Option("--burst", parser=options.seconds, metavar="DURATION", help="What a limit's bucket holds.")
+    ] = "60s",  # type: ignore[assignment]
+    fault: Annotated[
+        list[str] | None,
+        typer.Option("--fault", metavar="NAME=SHARE", help="A fault at random: overloaded=0.1; can be repeated."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the random faults.")] = 0,
+) -> None:
+    """Run a simulated Anthropic API: messages, streams, models, rate limits, and faults.
+
+    Examples:
+
+      lanekeeper simulate --latency 300ms
+
+      lanekeeper simulate --requests-per-minute 60 --fault overloaded=0.05 --port 0
+
+      ANTHROPIC_BASE_URL=http://127.0.0.1:8099 ANTHROPIC_API_KEY=any lanekeeper serve
+    """
+    from service.simulated.options import SimulatedOptions
+
+    given = SimulatedOptions(
+        api_key=api_key,
+        models=frozenset(model or ()),
+        latency_ms=latency * 1000,
+        tokens_per_s=tokens_per_s,
+        output_tokens=output_tokens,
+        requests_per_minute=requests_per_minute,
+        input_tokens_per_minute=input_tokens_per_minute,
+        output_tokens_per_minute=output_tokens_per_minute,
+        burst_s=burst,
+        faults=dict(_share(each) for each in fault or ()),
+        seed=seed,
+    )
+    run(_simulate(given, host=host, port=port))
+
+
+async def _simulate(given: "SimulatedOptions", *, host: str, port: int) -> None:
+    from service.cli.serve import listening
+    from service.health import CannotListen, why_not
+    from service.simulated.app import SimulatedAPI
+
+    api = SimulatedAPI(given, host=host, port=port)
+    try:
+        await api.start()
+    except OSError as error:
+        raise CannotListen(why_not(error, host=host, port=port, port_name="--port", host_name="--host")) from error
+    stopped = asyncio.Event()
+    try:
+        with listening(stopped.set):
+            print(api.base_url, flush=True)
+            await stopped.wait()
+    finally:
+        await api.stop()
+
+
+def _share(text: str) -> tuple[str, float]:
+    name, equals, share = text.rpartition("=")
+    try:
+        value = float(share)
+    except ValueError:
+        value = -1
+    if not equals or not 0 <= value <= 1:
+        raise typer.BadParameter(f"{text!r} is not NAME=SHARE with a share from 0 to 1", param_hint="--fault")
+    return name, value

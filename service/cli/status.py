@@ -1,0 +1,79 @@
+"""`lanekeeper status`: the lanes once, over all workers."""
+
+from typing import TYPE_CHECKING
+
+from service.cli import options
+from service.cli.ending import run
+
+if TYPE_CHECKING:
+    from service.settings import Settings
+    from service.status import Status
+
+
+def status(json: options.Json = False, config: options.Config = None, sets: options.Set = None) -> None:
+    """Show depth, consumers, running, waits and throughput of each lane.
+
+    Example:  lanekeeper status --json
+    """
+    run(_status(options.settings_of(config, sets), json=json))
+
+
+async def _status(settings: "Settings", *, json: bool) -> None:
+    from service import logs
+    from service.cli.connecting import connected
+    from service.status import look
+    from topology.broker.publisher import Publisher
+    from topology.tracing import Tracing
+
+    with logs.written(service="lanekeeper", level="error"):
+        async with connected(settings, "status") as connection:
+            publisher = Publisher(connection, tracing=Tracing())
+            found = await look(connection, publisher, lanes=settings.lane_specs(), names=settings.names())
+    if json:
+        print(found.as_json())
+    else:
+        _show(found)
+
+
+def _show(found: "Status") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("lane")
+    for title in (
+        "waiting",
+        "consumers",
+        "running",
+        "wait p50",
+        "wait p95",
+        "a minute",
+        "answered",
+        "retried",
+        "failed",
+    ):
+        table.add_column(title, justify="right")
+    for lane in found.lanes:
+        table.add_row(
+            lane.lane,
+            str(lane.depth),
+            str(lane.consumers),
+            "-" if lane.running is None else f"{lane.running}/{lane.slots}",
+            _ms(lane.wait_p50_ms),
+            _ms(lane.wait_p95_ms),
+            *(
+                "-" if each is None else str(each)
+                for each in (lane.throughput_per_min, lane.answered, lane.retried, lane.failed)
+            ),
+        )
+    console = Console()
+    console.print(table)
+    if found.workers:
+        console.print(f"{len(found.workers)} workers: {', '.join(found.workers)}", highlight=False)
+    else:
+        console.print("No worker answered: start one with `lanekeeper serve` or `lanekeeper consume`.", highlight=False)
+
+
+def _ms(value: int | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value} ms" if value < 10_000 else f"{value / 1000:.1f} s"

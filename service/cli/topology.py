@@ -1,0 +1,214 @@
+"""`lanekeeper topology …`: what is declared on the broker, and whether it is so."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from service.cli import options
+from service.cli.ending import FAILED, run
+
+if TYPE_CHECKING:
+    from service.settings import Settings
+    from topology.broker.verify import Verification
+    from topology.model import Topology
+
+app = typer.Typer(no_args_is_help=True, help="What is declared on the broker: show, plan, apply, verify, export, draw.")
+
+For = Annotated[
+    str | None,
+    typer.Option("--for", metavar="VERSION", help="Of RabbitMQ, such as 4.3; default: the broker is asked."),
+]
+
+
+@app.command()
+def show(
+    version: For = None, json: options.Json = False, config: options.Config = None, sets: options.Set = None
+) -> None:
+    """List all that is declared: exchanges, queues, bindings, and what follows from the broker's version.
+
+    Example:  lanekeeper topology show --for 3.10
+    """
+    from topology.diagram import render
+
+    declared = _declared(options.settings_of(config, sets), version)
+    if json:
+        _print_json(_as_json(declared))
+    else:
+        print(render(declared))
+
+
+@app.command()
+def plan(json: options.Json = False, config: options.Config = None, sets: options.Set = None) -> None:
+    """Compare the broker with what is declared; exit code 1 where they differ.
+
+    What is missing, `apply` makes. What differs or is not declared it leaves as it is: a queue is never deleted.
+    """
+    found = _verified(options.settings_of(config, sets))
+    if json:
+        _print_json(_differences(found))
+    else:
+        for each in found.differences:
+            does = {"missing": "apply makes it", "differs": "apply leaves it", "extra": "apply leaves it"}[each.change]
+            print(f"{each.line}  ({does})")
+        print("nothing to change" if not found.differences else f"{len(found.differences)} differences")
+    _end(found)
+
+
+@app.command()
+def apply(config: options.Config = None, sets: options.Set = None) -> None:
+    """Declare what is missing. Nothing is changed or deleted, and it can be repeated.
+
+    Example:  lanekeeper topology apply --set namespace=staging
+    """
+    run(_apply(options.settings_of(config, sets)))
+
+
+@app.command()
+def verify(json: options.Json = False, config: options.Config = None, sets: options.Set = None) -> None:
+    """Look whether the broker is as declared; exit code 1 where it has drifted.
+
+    Arguments and bindings are seen by the management API alone; without it, only that things are there.
+    """
+    found = _verified(options.settings_of(config, sets))
+    if json:
+        _print_json(_differences(found))
+    else:
+        for each in found.differences:
+            print(each.line)
+        if not found.differences:
+            print("as declared")
+    _end(found)
+
+
+@app.command()
+def export(
+    version: For = None,
+    vhost: Annotated[str | None, typer.Option("--vhost", help="Default: the AMQP URL's.")] = None,
+    users: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--user", metavar="NAME:ROLE[:LANES]", help="application, worker, operator, deployer; repeatable."
+        ),
+    ] = None,
+    passwords: Annotated[
+        Path | None, typer.Option("--passwords", metavar="FILE", help="Lines NAME:PASSWORD; others are made and told.")
+    ] = None,
+    no_users: Annotated[bool, typer.Option("--no-users", help="Exchanges, queues and bindings alone.")] = False,
+    config: options.Config = None,
+    sets: options.Set = None,
+) -> None:
+    """Print RabbitMQ definitions as JSON: topology, users with what they may do and no more.
+
+    Example:  lanekeeper topology export --for 4.3 --user crm:application:normal,batch > definitions.json
+    """
+    from service.cli import broker_users
+    from topology.export import definitions
+
+    settings = options.settings_of(config, sets)
+    made = [] if no_users else broker_users.read(users or broker_users.DEFAULT, passwords)
+    _print_json(definitions(_declared(settings, version), vhost or settings.vhost, made))
+
+
+@app.command()
+def diagram(config: options.Config = None, sets: options.Set = None) -> None:
+    """Draw it as a Mermaid flowchart. It is the same for every broker version.
+
+    Example:  lanekeeper topology diagram > topology.mmd
+    """
+    from topology.diagram import mermaid
+
+    print(mermaid(_declared(options.settings_of(config, sets), "4.3")), end="")
+
+
+def _declared(settings: "Settings", version: str | None) -> "Topology":
+    """Declared for a version that is given, else for the one that the broker reports."""
+    from topology.declaration import declare
+
+    if version is None:
+        version = _ask_version(settings)
+    try:
+        return declare(settings.lane_specs(), names=settings.names(), broker_version=version)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--for") from None
+
+
+def _ask_version(settings: "Settings") -> str:
+    import uvloop
+
+    from service import logs
+    from service.cli.connecting import connected
+    from topology.contract.problems import BrokerUnreachable
+
+    async def ask() -> str:
+        async with connected(settings, "topology") as connection:
+            return connection.version
+
+    try:
+        with logs.written(service="lanekeeper", level="error"):
+            return uvloop.run(ask())
+    except BrokerUnreachable as error:
+        raise BrokerUnreachable(f"{error} Without one, say which version: --for 4.3") from error
+
+
+def _verified(settings: "Settings") -> "Verification":
+    import uvloop
+
+    from service import logs
+
+    with logs.written(service="lanekeeper", level="error"):
+        return uvloop.run(_verify(settings))
+
+
+async def _verify(settings: "Settings") -> "Verification":
+    from service.cli.connecting import connected, management_of
+    from topology.broker.verify import verify
+    from topology.declaration import declare
+
+    async with connected(settings, "topology") as connection:
+        declared = declare(settings.lane_specs(), names=settings.names(), broker_version=connection.version)
+        return await verify(declared, await management_of(settings, connection), await connection.underlying())
+
+
+async def _apply(settings: "Settings") -> None:
+    from service import logs
+    from service.cli.connecting import connected
+    from topology.broker.apply import apply
+    from topology.declaration import declare
+
+    with logs.written(service="lanekeeper", level="error"):
+        async with connected(settings, "topology") as connection:
+            declared = declare(settings.lane_specs(), names=settings.names(), broker_version=connection.version)
+            await apply(declared, await connection.underlying())
+    print(
+        f"{len(declared.exchanges)} exchanges, {len(declared.queues)} queues, {len(declared.bindings)} bindings "
+        f"are on RabbitMQ {declared.broker_version} at {settings.broker}"
+    )
+
+
+def _differences(found: "Verification") -> dict[str, Any]:
+    return {
+        "seen": found.seen,
+        "note": found.note,
+        "differences": [each.as_json() for each in found.differences],
+    }
+
+
+def _as_json(declared: "Topology") -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return asdict(declared)
+
+
+def _end(found: "Verification") -> None:
+    if found.note is not None:
+        print(f"lanekeeper: {found.note}", file=sys.stderr)
+    if found.differences:
+        raise typer.Exit(FAILED)
+
+
+def _print_json(value: object) -> None:
+    from json import dumps
+
+    print(dumps(value, indent=2, ensure_ascii=False))

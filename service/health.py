@@ -1,0 +1,94 @@
+"""`/healthz` and `/readyz` on the gateway's address; everything else of the gateway comes with a later version.
+
+Alive is whoever answers: the loop turns. Ready is who has no trouble to name.
+"""
+
+import errno
+import json
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Self
+
+from aiohttp import web
+
+from topology.contract.problems import LanekeeperError
+
+Readiness = Callable[[], Mapping[str, str | None]]
+"""What must work, by name ("consume connection"), each with its trouble; None: it works. Asked at every `/readyz`."""
+HOST = "LANEKEEPER_GATEWAY__HOST"
+PORT = "LANEKEEPER_GATEWAY__PORT"
+LATER = ("/v1/", "/metrics", "/asyncapi.json", "/openapi.json")
+
+
+class CannotListen(LanekeeperError):
+    """The address is in use, not of this machine, or not ours to open."""
+
+
+class Health:
+    """An HTTP server from `__aenter__` to `__aexit__`. Port 0 takes a free one; `port` says which."""
+
+    def __init__(self, readiness: Readiness, *, host: str, port: int) -> None:
+        self._readiness = readiness
+        self._host = host
+        self.port = port
+        app = web.Application()
+        app.router.add_get("/healthz", self._healthz)
+        app.router.add_get("/readyz", self._readyz)
+        app.router.add_route("*", "/{path:.*}", self._absent)
+        self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1)
+
+    @property
+    def url(self) -> str:
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self.port}"
+
+    async def __aenter__(self) -> Self:
+        """Listen. Raises CannotListen."""
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, self._host, self.port).start()
+        except (OSError, UnicodeError) as error:
+            await self._runner.cleanup()
+            raise CannotListen(why_not(error, host=self._host, port=self.port)) from error
+        self.port = self._runner.addresses[0][1]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._runner.cleanup()
+
+    async def _healthz(self, request: web.Request) -> web.Response:
+        return _json({"alive": True})
+
+    async def _readyz(self, request: web.Request) -> web.Response:
+        troubles = {name: trouble for name, trouble in self._readiness().items() if trouble is not None}
+        return _json({"ready": not troubles, "reasons": troubles}, status=503 if troubles else 200)
+
+    async def _absent(self, request: web.Request) -> web.Response:
+        later = request.path == "/" or request.path.startswith(LATER)
+        why = "is not available in this version" if later else "is not a path of Lanekeeper's"
+        document = {"type": "about:blank", "title": "Not found", "status": 404, "detail": f"{request.path} {why}"}
+        return _json(document, status=404, content_type="application/problem+json")
+
+
+def _json(value: object, *, status: int = 200, content_type: str = "application/json") -> web.Response:
+    # What is true now is not in a minute: no proxy may keep it.
+    return web.Response(
+        body=json.dumps(value).encode(),
+        status=status,
+        content_type=content_type,
+        headers={"Cache-Control": "no-store"},
+    )
+
+
+def why_not(error: Exception, *, host: str, port: int, host_name: str = HOST, port_name: str = PORT) -> str:
+    """Why nothing can listen on an address, and which setting helps."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number == errno.EADDRINUSE:
+        why = f"something else listens there; choose another {port_name} (0: any free one)"
+    elif number == errno.EACCES:
+        why = f"not allowed: ports below 1024 need a privilege; choose another {port_name}"
+    else:
+        why = f"{error}; is {host_name} an address of this machine?"
+    return f"cannot listen on {host}:{port}: {why}"

@@ -1,0 +1,142 @@
+"""What the lanes are doing, over all workers: each is asked, the queues are looked at, the figures are put together.
+
+Only workers know what runs and how long it waited; only the broker knows what waits. So the question goes to the
+control exchange, every worker answers from memory, and the depths come from the queues.
+"""
+
+import asyncio
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from consumers.activity import quantile
+from topology.broker.connection import Connection
+from topology.broker.depth import Depth, depths
+from topology.broker.inbox import Inbox
+from topology.broker.publisher import Publisher
+from topology.contract.messages import Message
+from topology.contract.problems import Unroutable
+from topology.lanes import LaneSpec
+from topology.names import STATUS_KEY, Names
+
+QUIET_S = 0.3
+"""No further answer for so long, and all are thought to be in."""
+LONGEST_S = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneStatus:
+    """One lane; None where no worker of it answered."""
+
+    lane: str
+    depth: int
+    """Messages that wait in the intake and in the due queue."""
+    consumers: int
+    """Consumers of the intake, as the broker counts them."""
+    workers: int
+    """Processes that work the lane and answered."""
+    running: int | None
+    slots: int | None
+    """Of the intake and of the due queue, over all workers."""
+    wait_p50_ms: int | None
+    wait_p95_ms: int | None
+    answered: int | None
+    failed: int | None
+    retried: int | None
+    throughput_per_min: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """All lanes, and the workers that answered."""
+
+    lanes: tuple[LaneStatus, ...]
+    workers: tuple[str, ...]
+
+    def as_json(self) -> str:
+        return json.dumps({"lanes": [asdict(lane) for lane in self.lanes], "workers": self.workers}, indent=2)
+
+
+async def look(
+    connection: Connection, publisher: Publisher, *, lanes: Sequence[LaneSpec], names: Names, quiet_s: float = QUIET_S
+) -> Status:
+    """Ask and look. Raises BrokerUnreachable, TopologyMismatch (nothing is declared yet)."""
+    answers = await gather(connection, publisher, names=names, quiet_s=quiet_s)
+    queues = [queue for lane in lanes for queue in (names.intake(lane.name), names.due(lane.name))]
+    return merge(answers, await depths(connection, queues), lanes=lanes, names=names)
+
+
+async def gather(
+    connection: Connection, publisher: Publisher, *, names: Names, quiet_s: float = QUIET_S
+) -> list[Mapping[str, Any]]:
+    """The workers' answers: those that come before `quiet_s` pass without one; `LONGEST_S` in all."""
+    async with Inbox(connection) as inbox:
+        question = Message(
+            body=b"{}",
+            content_type="application/json",
+            type=STATUS_KEY,
+            message_id=uuid.uuid4().hex,
+            correlation_id=uuid.uuid4().hex,
+            reply_to=inbox.name,
+            persistent=False,
+        )
+        try:
+            await publisher.publish(question, exchange=names.control, routing_key=STATUS_KEY, traced=False)
+        except Unroutable:
+            return []  # no worker has bound a queue
+        answers: list[Mapping[str, Any]] = []
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LONGEST_S):
+                while True:
+                    async with asyncio.timeout(quiet_s):
+                        message = await anext(inbox)
+                    if message.correlation_id == question.correlation_id:
+                        answers.append(json.loads(message.body))
+        return answers
+
+
+def merge(
+    answers: Sequence[Mapping[str, Any]],
+    found: Mapping[str, Depth],
+    *,
+    lanes: Sequence[LaneSpec],
+    names: Names,
+) -> Status:
+    """The workers' figures and the queues' depths as one status."""
+    return Status(
+        lanes=tuple(
+            _lane(
+                lane.name,
+                [answer["lanes"][lane.name] for answer in answers if lane.name in answer.get("lanes", ())],
+                intake=found[names.intake(lane.name)],
+                due=found[names.due(lane.name)],
+            )
+            for lane in lanes
+        ),
+        workers=tuple(sorted(str(answer.get("worker", "?")) for answer in answers)),
+    )
+
+
+def _lane(lane: str, figures: Sequence[Mapping[str, Any]], *, intake: Depth, due: Depth) -> LaneStatus:
+    waits = sorted(wait for each in figures for wait in each["waits_ms"])
+
+    def total(*fields: str) -> int | None:
+        return sum(each[field] for each in figures for field in fields) if figures else None
+
+    return LaneStatus(
+        lane=lane,
+        depth=intake.ready + due.ready,
+        consumers=intake.consumers,
+        workers=len(figures),
+        running=total("running"),
+        slots=total("slots", "due_slots"),
+        wait_p50_ms=quantile(waits, 0.5),
+        wait_p95_ms=quantile(waits, 0.95),
+        answered=total("answered"),
+        failed=total("failed"),
+        retried=total("retried"),
+        throughput_per_min=total("throughput_per_min"),
+    )
