@@ -16,7 +16,7 @@ _FLOW = """\
   worker -- "retry, delay" --> delays
   worker -- "hopeless" --> dead
   worker -. "life cycle" .-> events
-  control -- "cancel" --> worker
+  control -- "status" --> worker
   worker == "answer, by reply_to" ==> app"""
 
 
@@ -43,7 +43,7 @@ def mermaid(topology: Topology) -> str:
   fallen[("{names.fallen}")]
   dead[("{names.dead}")]
   events{{{{"{names.events}"}}}}
-  control[("{names.control}")]
+  control{{{{"{names.control}"}}}}
 {flow}
 """
 

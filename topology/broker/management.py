@@ -1,4 +1,4 @@
-"""The management HTTP API of RabbitMQ, as far as we need it: what is on the broker, and how much waits where.
+"""The management HTTP API of RabbitMQ, as far as we need it: which broker it is, and what is on it.
 
 Credentials are sent where they were meant to go: to the URL that was set, or to what answers as RabbitMQ's management
 API at the AMQP host; never along a redirect, and over plain HTTP only where AMQP itself is plain.
@@ -22,7 +22,6 @@ PORT = 15672
 TLS_PORT = 15671
 _REALM = "RabbitMQ"
 _QUEUE_COLUMNS = "name,arguments,durable,auto_delete,exclusive,effective_policy_definition"
-_DEPTH_COLUMNS = "name,messages_ready,messages_unacknowledged,consumers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +30,6 @@ class Overview:
 
     version: str
     cluster: str
-
-
-@dataclass(frozen=True, slots=True)
-class Depth:
-    """How much waits in a queue. The broker counts every 5 s; a queue that it has not counted yet shows 0."""
-
-    queue: str
-    ready: int
-    unacknowledged: int
-    consumers: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +65,6 @@ class Management:
             bindings=tuple(_binding(each) for each in bindings if each["source"]),
             broker_version=version,
         )
-
-    async def depths(self) -> dict[str, Depth]:
-        """How much waits in each queue of the virtual host, by the queue's name."""
-        found = await self._get(f"queues/{self._vhost}", columns=_DEPTH_COLUMNS)
-        return {each["name"]: _depth(each) for each in found}
 
     async def import_definitions(self, definitions: dict[str, Any]) -> None:
         """Make all of `definitions` (topology/export.py); needs the tag `administrator`."""
@@ -221,15 +205,6 @@ def _binding(found: dict[str, Any]) -> Binding:
         destination_kind="exchange" if found["destination_type"] == "exchange" else "queue",
         routing_key=found["routing_key"],
         arguments=_arguments(found["arguments"]),
-    )
-
-
-def _depth(found: dict[str, Any]) -> Depth:
-    return Depth(
-        queue=found["name"],
-        ready=int(found.get("messages_ready", 0)),
-        unacknowledged=int(found.get("messages_unacknowledged", 0)),
-        consumers=int(found.get("consumers", 0)),
     )
 
 

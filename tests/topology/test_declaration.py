@@ -1,0 +1,171 @@
+"""What is declared, by broker version."""
+
+from dataclasses import replace
+
+import pytest
+
+from topology.declaration import Broker, declare
+from topology.lanes import BATCH, CRITICAL, DEFAULT_LANES, NORMAL
+from topology.model import Queue, Topology
+from topology.names import Names
+
+VERSIONS = ("4.3.6", "4.0.5", "3.10.8")
+
+
+def declared(version: str, namespace: str = "lane") -> Topology:
+    return declare(DEFAULT_LANES, names=Names(namespace), broker_version=version)
+
+
+def wait_queues(topology: Topology) -> list[Queue]:
+    return [each for each in topology.queues if each.name.startswith("lane.delay.")]
+
+
+@pytest.mark.parametrize(
+    ("version", "quorum_intake", "priorities"),
+    [
+        ("4.3.6", True, "strict, 0 to 31"),
+        ("4.3.6+deb", True, "strict, 0 to 31"),
+        ("4.4.0-rc.1", True, "strict, 0 to 31"),
+        ("5.0.0", True, "strict, 0 to 31"),
+        ("4.2.1", True, "two classes, above 4 is high"),
+        ("4.0.5", True, "two classes, above 4 is high"),
+        ("3.13.7", False, "strict, 0 to 9"),
+        ("3.10.8", False, "strict, 0 to 9"),
+    ],
+)
+def test_a_version_says_what_it_can(version: str, quorum_intake: bool, priorities: str) -> None:
+    broker = Broker.of(version)
+
+    assert (broker.quorum_intake, broker.priorities) == (quorum_intake, priorities)
+    assert priorities in declared(version).note
+
+
+@pytest.mark.parametrize("version", ["3.9.29", "3.8.0", "2.8.7"])
+def test_a_broker_before_3_10_is_refused(version: str) -> None:
+    with pytest.raises(ValueError, match=r"too old: 3\.10 or later is needed"):
+        declared(version)
+
+
+@pytest.mark.parametrize("version", ["", "unknown", "4", "v4.3"])
+def test_what_is_no_version_is_refused(version: str) -> None:
+    with pytest.raises(ValueError, match="not a RabbitMQ version"):
+        declared(version)
+
+
+@pytest.mark.parametrize("version", ["4.3.6", "4.0.5"])
+def test_from_4_0_on_an_intake_is_a_bounded_quorum_queue_with_a_backstop(version: str) -> None:
+    assert declared(version).queue("lane.critical").arguments == {
+        "x-queue-type": "quorum",
+        "x-queue-leader-locator": "balanced",
+        "x-max-length": 10_000,
+        "x-max-length-bytes": 1024**3,
+        "x-overflow": "reject-publish",
+        "x-delivery-limit": 20,
+        "x-dead-letter-exchange": "lane.fallen",
+        "x-dead-letter-strategy": "at-least-once",
+    }
+
+
+def test_before_4_0_an_intake_is_a_bounded_classic_queue_with_priorities() -> None:
+    assert declared("3.10.8").queue("lane.critical").arguments == {
+        "x-queue-type": "classic",
+        "x-queue-master-locator": "min-masters",
+        "x-max-priority": 9,
+        "x-max-length": 10_000,
+        "x-max-length-bytes": 1024**3,
+        "x-overflow": "reject-publish",
+        "x-dead-letter-exchange": "lane.fallen",
+    }
+
+
+def test_a_lanes_bounds_are_those_of_its_spec() -> None:
+    lanes = (replace(CRITICAL, max_length=7, max_length_bytes=70), NORMAL, BATCH)
+
+    arguments = declare(lanes, names=Names(), broker_version="4.3.6").queue("lane.critical").arguments
+
+    assert (arguments["x-max-length"], arguments["x-max-length-bytes"]) == (7, 70)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_what_came_back_is_never_refused(version: str) -> None:
+    assert declared(version).queue("lane.batch.due").arguments == {
+        "x-queue-type": "quorum",
+        "x-queue-leader-locator": "balanced",
+        "x-overflow": "reject-publish",
+        "x-delivery-limit": 20,
+        "x-dead-letter-exchange": "lane.fallen",
+        "x-dead-letter-strategy": "at-least-once",
+    }
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_delays_survive_a_broker_that_was_down(version: str) -> None:
+    queues = wait_queues(declared(version))
+
+    assert [each.arguments["x-message-ttl"] for each in queues] == [100 * 2**level for level in range(29)]
+    assert all(each.type == "quorum" for each in queues)
+    assert all(each.arguments["x-dead-letter-strategy"] == "at-least-once" for each in queues)
+    assert all(each.arguments["x-overflow"] == "reject-publish" for each in queues)
+
+
+@pytest.mark.parametrize(
+    ("version", "limit"), [("4.3.6", {"x-delivery-limit": -1}), ("4.0.5", {"x-delivery-limit": -1}), ("3.10.8", {})]
+)
+@pytest.mark.parametrize("name", ["lane.dead", "lane.fallen", "lane.control"])
+def test_what_nobody_may_lose_has_no_limit_of_any_kind(version: str, limit: dict[str, int], name: str) -> None:
+    kept = {"x-queue-type": "quorum", "x-queue-leader-locator": "balanced"}
+
+    assert declared(version).queue(name).arguments == {**kept, **limit}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_no_dead_letter_target_is_bounded_and_no_queue_changes_the_key(version: str) -> None:
+    topology = declared(version)
+    targets = {each.arguments.get("x-dead-letter-exchange") for each in topology.queues}
+    fed = {each.destination for each in topology.bindings if each.source in targets}
+
+    assert not [each.name for each in topology.queues if each.name in fed and "x-max-length" in each.arguments]
+    assert not [each.name for each in topology.queues if "x-dead-letter-routing-key" in each.arguments]
+
+
+def test_what_has_no_way_falls() -> None:
+    topology = declared("4.3.6")
+    alternates = {each.name: each.arguments.get("alternate-exchange") for each in topology.exchanges}
+
+    assert {name for name, alternate in alternates.items() if alternate == "lane.fallen"} == {
+        "lane.requests",
+        "lane.due",
+        *(f"lane.delay.{level:02d}" for level in range(29)),
+    }
+
+
+def test_only_workers_ways_lead_into_due_queues() -> None:
+    assert declared("4.3.6").exchange("lane.due").internal
+    assert [each.name for each in declared("4.3.6").exchanges if each.internal] == ["lane.due"]
+
+
+def test_everything_is_named_once_and_bound_to_what_there_is() -> None:
+    topology = declared("4.3.6")
+    exchanges = [each.name for each in topology.exchanges]
+    queues = [each.name for each in topology.queues]
+
+    assert len(set(exchanges)) == len(exchanges)
+    assert len(set(queues)) == len(queues)
+    assert {each.source for each in topology.bindings} <= set(exchanges)
+    assert {each.destination for each in topology.bindings if each.destination_kind == "queue"} == set(queues)
+
+
+def test_all_names_follow_the_namespace() -> None:
+    topology = declared("4.3.6", "acme")
+    names = {each.name for each in (*topology.exchanges, *topology.queues)}
+    pointed_at = {
+        value
+        for each in (*topology.exchanges, *topology.queues)
+        for key, value in each.arguments.items()
+        if key in ("alternate-exchange", "x-dead-letter-exchange")
+    }
+    bits = {key for each in topology.bindings for key in each.arguments if key != "x-match"}
+
+    assert all(each.startswith("acme.") for each in names)
+    assert pointed_at <= names
+    assert all(each.startswith("acme-d") for each in bits)

@@ -1,0 +1,130 @@
+"""Every delay up to a year takes exactly its way through the cascade, as it is declared."""
+
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from topology import delays
+from topology.declaration import declare
+from topology.lanes import DEFAULT_LANES
+from topology.model import Binding, Topology
+from topology.names import Names
+
+NAMES = Names()
+TOPOLOGY = declare(DEFAULT_LANES, names=NAMES, broker_version="4.3.6")
+KEYS = ("critical.support.chat", "normal.crm", "batch.a.b.c.d")
+
+
+class Router:
+    """RabbitMQ's routing and dead-lettering, as far as a delay meets them, over a declared topology."""
+
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
+
+    def deliver(self, exchange: str, key: str, headers: Mapping[str, int]) -> tuple[list[str], int]:
+        """The queues that a message ends in, and the ms that it waited on its way."""
+        waited = 0
+        queues = self._queues(exchange, key, headers)
+        while len(queues) == 1 and "x-message-ttl" in (arguments := self._topology.queue(queues[0]).arguments):
+            waited += int(arguments["x-message-ttl"])
+            key = str(arguments.get("x-dead-letter-routing-key", key))
+            queues = self._queues(str(arguments["x-dead-letter-exchange"]), key, headers)
+        return queues, waited
+
+    def _queues(self, exchange: str, key: str, headers: Mapping[str, int]) -> list[str]:
+        here = self._topology.exchange(exchange)
+        matching = [
+            each
+            for each in self._topology.bindings
+            if each.source == exchange and _matches(here.type, each, key, headers)
+        ]
+        if not matching:
+            alternate = here.arguments.get("alternate-exchange")
+            return self._queues(str(alternate), key, headers) if alternate else []
+        return [
+            queue
+            for each in matching
+            for queue in (
+                [each.destination] if each.destination_kind == "queue" else self._queues(each.destination, key, headers)
+            )
+        ]
+
+
+def _matches(kind: str, binding: Binding, key: str, headers: Mapping[str, int]) -> bool:
+    if kind == "headers":
+        assert binding.arguments["x-match"] == "all"
+        return all(headers.get(name) == value for name, value in binding.arguments.items() if name != "x-match")
+    if kind == "topic":
+        assert binding.routing_key.endswith("#")
+        return binding.routing_key == "#" or key.split(".")[0] == binding.routing_key.removesuffix(".#")
+    return True
+
+
+@given(delay_ms=st.integers(0, delays.MAX_DELAY_MS), key=st.sampled_from(KEYS))
+def test_a_delay_is_waited_out_to_the_unit_and_ends_in_the_lanes_due_queue(delay_ms: int, key: str) -> None:
+    hop = delays.hop(delay_ms, NAMES)
+
+    queues, waited_ms = Router(TOPOLOGY).deliver(hop.exchange, key, hop.headers)
+
+    assert queues == [NAMES.due(key.split(".")[0])]
+    assert waited_ms == -(-delay_ms // 100) * 100
+
+
+@given(delay_ms=st.integers(100, delays.MAX_DELAY_MS), missing=st.integers(0, delays.LEVELS - 1))
+def test_a_message_that_lacks_a_bit_falls_and_holds_nobody_up(delay_ms: int, missing: int) -> None:
+    hop = delays.hop(delay_ms, NAMES)
+    headers = {name: bit for name, bit in hop.headers.items() if name != NAMES.delay_bit(missing)}
+
+    queues, _ = Router(TOPOLOGY).deliver(hop.exchange, "normal.a.b", headers)
+
+    complete = len(headers) == len(hop.headers)
+    assert queues == ([NAMES.due("normal")] if complete else [NAMES.fallen])
+
+
+def test_a_key_without_a_lane_falls_after_its_delay() -> None:
+    hop = delays.hop(300, NAMES)
+
+    assert Router(TOPOLOGY).deliver(hop.exchange, "nowhere.a.b", hop.headers) == ([NAMES.fallen], 300)
+
+
+@pytest.mark.parametrize(
+    ("delay_ms", "exchange", "bits"),
+    [
+        (-5, "lane.delay.00", {"lane-d00": 0}),
+        (0, "lane.delay.00", {"lane-d00": 0}),
+        (1, "lane.delay.00", {"lane-d00": 1}),
+        (100, "lane.delay.00", {"lane-d00": 1}),
+        (101, "lane.delay.01", {"lane-d01": 1, "lane-d00": 0}),
+        (700, "lane.delay.02", {"lane-d02": 1, "lane-d01": 1, "lane-d00": 1}),
+        (1600, "lane.delay.04", {"lane-d04": 1, "lane-d03": 0, "lane-d02": 0, "lane-d01": 0, "lane-d00": 0}),
+    ],
+)
+def test_a_delay_enters_at_its_highest_bit_with_all_bits_below(
+    delay_ms: int, exchange: str, bits: dict[str, int]
+) -> None:
+    assert delays.hop(delay_ms, NAMES) == delays.Hop(exchange, bits)
+
+
+def test_a_year_is_the_longest_delay() -> None:
+    assert delays.hop(delays.MAX_DELAY_MS, NAMES).exchange == NAMES.delay(delays.LEVELS - 1)
+    with pytest.raises(ValueError, match="longer than a year"):
+        delays.hop(delays.MAX_DELAY_MS + 1, NAMES)
+
+
+def test_bits_of_an_earlier_delay_are_left_out() -> None:
+    headers = {"lane-d00": 1, "lane-d28": 0, "lane-d29": 1, "x-mine": "kept", "traceparent": "kept"}
+
+    assert delays.strip_bits(headers, NAMES) == {"lane-d29": 1, "x-mine": "kept", "traceparent": "kept"}
+
+
+def test_another_namespace_has_a_cascade_of_its_own() -> None:
+    names = Names("other")
+    hop = delays.hop(500, names)
+
+    queues, waited_ms = Router(declare(DEFAULT_LANES, names=names, broker_version="4.3.6")).deliver(
+        hop.exchange, "batch.a.b", hop.headers
+    )
+
+    assert (queues, waited_ms) == (["other.batch.due"], 500)

@@ -1,0 +1,34 @@
+"""The picture and the list show everything, and stay readable."""
+
+from topology.declaration import declare
+from topology.diagram import mermaid, render
+from topology.lanes import DEFAULT_LANES
+from topology.names import Names
+
+TOPOLOGY = declare(DEFAULT_LANES, names=Names(), broker_version="4.3.6")
+
+
+def test_the_picture_shows_every_queue_with_the_cascade_folded() -> None:
+    picture = mermaid(TOPOLOGY)
+
+    shown = [each.name for each in TOPOLOGY.queues if not each.name.startswith("lane.delay.")]
+    assert [name for name in shown if f'"{name}"' not in picture] == []
+    assert picture.count("lane.delay.") == 2
+    assert len(picture.splitlines()) < 45
+
+
+def test_the_list_has_every_thing_on_a_line_and_says_what_the_version_means() -> None:
+    lines = render(TOPOLOGY).splitlines()
+
+    assert lines[0] == "RabbitMQ 4.3.6: quorum intakes, priorities strict, 0 to 31"
+    shown = [each for each in (*TOPOLOGY.exchanges, *TOPOLOGY.queues) if not each.name.startswith("lane.delay.")]
+    assert [each.name for each in shown if not any(line.startswith(f"  {each.name}: ") for line in lines)] == []
+    assert len(lines) < 40
+
+
+def test_both_follow_the_namespace() -> None:
+    other = declare(DEFAULT_LANES, names=Names("acme"), broker_version="3.10.8")
+
+    assert "lane." not in mermaid(other).replace("lane&gt;.", "")
+    assert "acme.critical: classic" in render(other)
+    assert "lane.critical" not in render(other)

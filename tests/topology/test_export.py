@@ -1,0 +1,145 @@
+"""Definitions, and the rights of each role: allowed what it needs, refused the rest."""
+
+import base64
+import hashlib
+import json
+import re
+
+import pytest
+
+from topology.declaration import declare
+from topology.export import Role, User, definitions, hash_password, rights
+from topology.lanes import DEFAULT_LANES
+from topology.names import Names
+
+TOPOLOGY = declare(DEFAULT_LANES, names=Names(), broker_version="4.3.6")
+HASH = hash_password("correct horse", salt=b"salt")
+
+
+def test_a_password_is_hashed_as_rabbitmq_does() -> None:
+    # The worked example of RabbitMQ's documentation ("Passwords": salt 908D C60A, password test12).
+    assert hash_password("test12", salt=bytes.fromhex("908DC60A")) == "kI3GCqW5JLMJa4iX1lo7X4D6XbYqlLgxIs30+P6tENUV2POR"
+    raw = base64.b64decode(HASH)
+    assert raw == b"salt" + hashlib.sha256(b"saltcorrect horse").digest()
+
+
+@pytest.mark.parametrize(("password", "salt"), [("", b"salt"), ("secret", b""), ("secret", b"12345")])
+def test_a_hash_that_lets_nobody_in_or_is_no_hash_is_refused(password: str, salt: bytes) -> None:
+    with pytest.raises(ValueError, match=r"password|salt"):
+        hash_password(password, salt=salt)
+
+
+@pytest.mark.parametrize("name", ["", "a.b", "a*", "(x|y)", "ä", "a b", "x" * 65])
+def test_a_user_name_is_one_plain_word_of_a_key(name: str) -> None:
+    with pytest.raises(ValueError, match="user name"):
+        User(name, "application", HASH)
+
+
+def test_a_password_hash_is_not_shown() -> None:
+    assert HASH not in repr(User("support", "application", HASH))
+
+
+@pytest.mark.parametrize(
+    ("role", "right", "allowed", "refused"),
+    [
+        ("application", "configure", ["amq.gen-x"], ["lane.requests", "lane.critical", "mine", "amq.direct"]),
+        (
+            "application",
+            "write",
+            ["lane.requests"],
+            ["lane.dead", "lane.delay.00", "lane.due", "lane.control", "lane.events", "lane.critical", "amq.default"],
+        ),
+        ("application", "read", ["amq.gen-x"], ["lane.critical", "lane.dead", "lane.events", "lane.requests"]),
+        ("worker", "configure", ["amq.gen-x"], ["lane.critical", "lane.delay.00", "lane.dead"]),
+        (
+            "worker",
+            "write",
+            ["lane.delay.00", "lane.delay.28", "lane.dead", "lane.events", "amq.default", "amq.gen-x"],
+            [
+                "lane.requests",
+                "lane.due",
+                "lane.fallen",
+                "lane.critical",
+                "lane.delay.xx",
+                "lane.delay.00.x",
+                "laneXdead",
+            ],
+        ),
+        (
+            "worker",
+            "read",
+            ["lane.critical", "lane.batch.due", "lane.fallen", "lane.control", "amq.gen-x"],
+            ["lane.dead", "lane.requests", "lane.delay.00", "lane.events", "xlane.critical", "lane.critical.dueX"],
+        ),
+        ("operator", "configure", ["amq.gen-x"], ["lane.critical"]),
+        ("operator", "write", ["lane.requests", "lane.control"], ["lane.dead", "lane.delay.00", "amq.default"]),
+        ("operator", "read", ["lane.dead", "lane.events"], ["lane.critical", "lane.fallen"]),
+        ("deployer", "configure", ["lane.critical", "lane.delay.00"], ["laneway", "orders", "amq.gen-x"]),
+    ],
+)
+def test_a_role_may_do_what_it_needs_and_no_more(
+    role: Role, right: str, allowed: list[str], refused: list[str]
+) -> None:
+    pattern = re.compile(getattr(rights(role, TOPOLOGY), right))
+
+    assert [name for name in allowed if not pattern.search(name)] == []
+    assert [name for name in refused if pattern.search(name)] == []
+
+
+@pytest.mark.parametrize(
+    ("user", "allowed", "refused"),
+    [
+        (
+            User("support", "application", HASH),
+            ["normal.support.chat", "batch.support.chat"],
+            [
+                "critical.support.chat",
+                "normal.other.chat",
+                "normal.support",
+                "xnormal.support.chat",
+                "normalXsupport.a",
+            ],
+        ),
+        (
+            User("pager", "application", HASH, lanes=("critical",)),
+            ["critical.pager.alert"],
+            ["normal.pager.alert", "critical.support.chat"],
+        ),
+        (User("olga", "operator", HASH), ["critical.support.chat", "batch.crm.x"], ["nowhere.support.chat"]),
+    ],
+)
+def test_the_keys_that_a_user_may_publish_with(user: User, allowed: list[str], refused: list[str]) -> None:
+    (permission,) = definitions(TOPOLOGY, "/", [user])["topic_permissions"]
+    pattern = re.compile(permission["write"].replace("{username}", user.name))
+
+    assert permission["exchange"] == "lane.requests"
+    assert [key for key in allowed if not pattern.search(key)] == []
+    assert [key for key in refused if pattern.search(key)] == []
+
+
+def test_the_recommended_topic_pattern_is_the_designs() -> None:
+    (permission,) = definitions(TOPOLOGY, "/", [User("support", "application", HASH)])["topic_permissions"]
+
+    assert permission["write"] == r"^(normal|batch)\.{username}\."
+
+
+def test_definitions_are_json_and_hold_everything_once() -> None:
+    users = [User("app", "application", HASH), User("work", "worker", HASH), User("deploy", "deployer", HASH)]
+
+    exported = json.loads(json.dumps(definitions(TOPOLOGY, "prod", users)))
+
+    assert exported["vhosts"] == [{"name": "prod"}]
+    assert [each["name"] for each in exported["queues"]] == [each.name for each in TOPOLOGY.queues]
+    assert len(exported["exchanges"]) == len(TOPOLOGY.exchanges)
+    assert len(exported["bindings"]) == len(TOPOLOGY.bindings)
+    assert [each["user"] for each in exported["permissions"]] == ["app", "work", "deploy"]
+    assert [each["user"] for each in exported["topic_permissions"]] == ["app"]
+    assert {
+        each["vhost"] for kind in ("queues", "exchanges", "bindings", "permissions") for each in exported[kind]
+    } == {"prod"}
+
+
+def test_without_users_nobody_is_let_in() -> None:
+    exported = definitions(TOPOLOGY, "/")
+
+    assert (exported["users"], exported["permissions"], exported["topic_permissions"]) == ([], [], [])

@@ -1,0 +1,172 @@
+"""Every difference has a name; what is not ours has none."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from topology.declaration import declare
+from topology.lanes import DEFAULT_LANES
+from topology.model import Binding, Exchange, Queue, Topology, Value
+from topology.names import Names
+from topology.plan import Difference, compare
+
+DECLARED = declare(DEFAULT_LANES, names=Names(), broker_version="4.3.6")
+FOUND = replace(DECLARED, namespace="", lanes=(), note="")
+
+
+def with_exchange(name: str, **changes: object) -> Topology:
+    return replace(
+        FOUND,
+        exchanges=tuple(replace(each, **changes) if each.name == name else each for each in FOUND.exchanges),  # type: ignore[arg-type]
+    )
+
+
+def with_queue(name: str, **changes: object) -> Topology:
+    return replace(
+        FOUND,
+        queues=tuple(replace(each, **changes) if each.name == name else each for each in FOUND.queues),  # type: ignore[arg-type]
+    )
+
+
+def with_argument(name: str, key: str, value: Value | None) -> Topology:
+    arguments = {**DECLARED.queue(name).arguments, key: value}
+    return with_queue(name, arguments={key: each for key, each in arguments.items() if each is not None})
+
+
+def without_binding(wanted: Callable[[Binding], bool]) -> Topology:
+    return replace(FOUND, bindings=tuple(each for each in FOUND.bindings if not wanted(each)))
+
+
+def with_more(*things: Exchange | Queue | Binding) -> Topology:
+    return replace(
+        FOUND,
+        exchanges=FOUND.exchanges + tuple(each for each in things if isinstance(each, Exchange)),
+        queues=FOUND.queues + tuple(each for each in things if isinstance(each, Queue)),
+        bindings=FOUND.bindings + tuple(each for each in things if isinstance(each, Binding)),
+    )
+
+
+CHANGES: list[tuple[Topology, str]] = [
+    (replace(FOUND, queues=FOUND.queues[1:]), "queue lane.critical is missing"),
+    (replace(FOUND, exchanges=FOUND.exchanges[1:]), "exchange lane.fallen is missing"),
+    (
+        without_binding(lambda each: each.destination == "lane.batch.due"),
+        "binding lane.due → queue lane.batch.due, key 'batch.#' is missing",
+    ),
+    (
+        without_binding(lambda each: each.arguments.get("lane-d03") == 0),
+        "binding lane.delay.03 → exchange lane.delay.02, key '', lane-d03=0, x-match=all is missing",
+    ),
+    (
+        with_argument("lane.critical", "x-max-length", 5),
+        "queue lane.critical: argument x-max-length is 5, declared is 10000",
+    ),
+    (
+        with_argument("lane.critical", "x-max-length", None),
+        "queue lane.critical: argument x-max-length is not set, declared is 10000",
+    ),
+    (with_argument("lane.dead", "x-expires", 1000), "queue lane.dead: argument x-expires is 1000, declared is not set"),
+    (
+        with_argument("lane.delay.04", "x-dead-letter-strategy", "at-most-once"),
+        'queue lane.delay.04: argument x-dead-letter-strategy is "at-most-once", declared is "at-least-once"',
+    ),
+    (with_queue("lane.normal", durable=False), "queue lane.normal: durable is false, declared is true"),
+    (with_queue("lane.normal", auto_delete=True), "queue lane.normal: auto_delete is true, declared is false"),
+    (with_queue("lane.normal", exclusive=True), "queue lane.normal: exclusive is true, declared is false"),
+    (
+        with_queue("lane.normal", policy={"message-ttl": 60}),
+        "queue lane.normal: policy message-ttl is 60, declared is not set",
+    ),
+    (with_exchange("lane.dead", type="direct"), 'exchange lane.dead: type is "direct", declared is "topic"'),
+    (with_exchange("lane.due", internal=False), "exchange lane.due: internal is false, declared is true"),
+    (with_exchange("lane.events", durable=False), "exchange lane.events: durable is false, declared is true"),
+    (
+        with_exchange("lane.requests", arguments={}),
+        'exchange lane.requests: argument alternate-exchange is not set, declared is "lane.fallen"',
+    ),
+    (with_more(Queue("lane.gold")), "queue lane.gold is on the broker, but not declared"),
+    (with_more(Exchange("lane.old", "topic")), "exchange lane.old is on the broker, but not declared"),
+    (
+        with_more(Binding("lane.requests", "tap", routing_key="#")),
+        "binding lane.requests → queue tap, key '#' is on the broker, but not declared",
+    ),
+    (
+        with_more(Binding("elsewhere", "lane.critical")),
+        "binding elsewhere → queue lane.critical, key '' is on the broker, but not declared",
+    ),
+    (
+        with_more(Binding("lane.requests", "lane.critical", routing_key="normal.#")),
+        "binding lane.requests → queue lane.critical, key 'normal.#' is on the broker, but not declared",
+    ),
+]
+
+
+def test_what_is_as_declared_has_no_difference() -> None:
+    assert compare(DECLARED, FOUND) == []
+
+
+@pytest.mark.parametrize(("found", "line"), CHANGES, ids=[line for _, line in CHANGES])
+def test_a_single_change_is_named(found: Topology, line: str) -> None:
+    assert [each.line for each in compare(DECLARED, found)] == [line]
+
+
+def test_a_binding_with_another_argument_is_one_missing_and_one_extra() -> None:
+    changed = replace(
+        FOUND,
+        bindings=tuple(
+            replace(each, arguments={**each.arguments, "x-match": "any"})
+            if each.arguments.get("lane-d00") == 1
+            else each
+            for each in FOUND.bindings
+        ),
+    )
+
+    assert [(each.change, each.what) for each in compare(DECLARED, changed)] == [
+        ("missing", "binding"),
+        ("extra", "binding"),
+    ]
+
+
+def test_on_an_empty_broker_everything_is_missing() -> None:
+    differences = compare(DECLARED, Topology())
+
+    assert {each.change for each in differences} == {"missing"}
+    assert len(differences) == len(DECLARED.exchanges) + len(DECLARED.queues) + len(DECLARED.bindings)
+
+
+def test_what_is_not_ours_is_left_out() -> None:
+    others = with_more(
+        Exchange("orders", "direct"),
+        Queue("laneway"),
+        Queue("lane.reply.support"),
+        Queue("amq.gen-abc", exclusive=True),
+        Binding("orders", "laneway"),
+        Binding("lane.events", "amq.gen-abc", routing_key="#"),
+        Binding("lane.control", "amq.gen-abc", routing_key="status"),
+    )
+
+    assert compare(DECLARED, others) == []
+
+
+def test_a_policy_that_does_not_touch_messages_is_the_operators_own() -> None:
+    assert compare(DECLARED, with_queue("lane.normal", policy={"queue-leader-locator": "balanced"})) == []
+
+
+def test_one_and_true_differ() -> None:
+    assert len(compare(DECLARED, with_argument("lane.delay.00", "x-message-ttl", True))) == 1
+
+
+def test_a_difference_is_json() -> None:
+    (difference,) = compare(DECLARED, with_argument("lane.critical", "x-max-length", 5))
+
+    assert json.loads(json.dumps(difference.as_json())) == {
+        "change": "differs",
+        "what": "queue",
+        "name": "lane.critical",
+        "field": "argument x-max-length",
+        "wanted": 10000,
+        "found": 5,
+    }
+    assert Difference("missing", "queue", "lane.dead").as_json()["field"] is None
