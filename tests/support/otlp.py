@@ -7,12 +7,14 @@ async with OtlpReceiver() as otlp:
 
 import asyncio
 import gzip
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
 
-from aiohttp import web
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
@@ -48,7 +50,7 @@ class ReceivedSpan:
 
 
 class OtlpReceiver:
-    """Listens on a free port of the loopback, on the test's own loop."""
+    """Listens on a free port of the loopback, in a thread of its own: an exporter may be flushed on the test's loop."""
 
     def __init__(self) -> None:
         self.spans: list[ReceivedSpan] = []
@@ -56,28 +58,54 @@ class OtlpReceiver:
         """Headers (names in lower case) and unpacked body of each export."""
         self.endpoint = ""
         """What OTEL_EXPORTER_OTLP_ENDPOINT is set to; spans arrive at `/v1/traces` under it."""
-        self._news = asyncio.Condition()
+        self._news = asyncio.Event()
 
     async def __aenter__(self) -> Self:
-        app = web.Application(client_max_size=64 * 2**20)
-        app.router.add_post("/v1/traces", self._receive)
-        self._runner = web.AppRunner(app, access_log=None)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0, shutdown_timeout=1)
-        await site.start()
-        self.endpoint = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        loop = asyncio.get_running_loop()
+        receiver = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            timeout = 5
+
+            def do_POST(self) -> None:
+                headers = {name.lower(): value for name, value in self.headers.items()}
+                body = self.rfile.read(int(headers["content-length"]))
+                body = _UNPACK.get(headers.get("content-encoding", ""), bytes)(body)
+                known = self.path == "/v1/traces"
+                if known:
+                    with suppress(RuntimeError):  # the test has ended, its loop is closed
+                        loop.call_soon_threadsafe(receiver._receive, headers, body)
+                answer = ExportTraceServiceResponse().SerializeToString()
+                self.send_response(200 if known else 404)
+                self.send_header("content-type", "application/x-protobuf")
+                self.send_header("content-length", str(len(answer)))
+                self.end_headers()
+                self.wfile.write(answer)
+
+            def log_message(self, *_: object) -> None: ...
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), name="otlp receiver")
+        self._thread.start()
+        self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._runner.cleanup()
+        await asyncio.to_thread(self._server.shutdown)
+        self._thread.join()
+        self._server.socket.close()  # not server_close: that joins the threads of connections that are still kept alive
 
     async def wait_for(
         self, condition: Callable[[list[ReceivedSpan]], object], *, timeout_s: float = 10
     ) -> list[ReceivedSpan]:
         """All spans so far, once `condition` holds of them. Fails with a list of what came after `timeout_s`."""
         try:
-            async with asyncio.timeout(timeout_s), self._news:
-                await self._news.wait_for(lambda: condition(self.spans))
+            async with asyncio.timeout(timeout_s):
+                while not condition(self.spans):
+                    self._news.clear()
+                    await self._news.wait()
         except TimeoutError:
             raise AssertionError(f"not in {timeout_s:g} s; received:\n{tree(self.spans)}") from None
         return list(self.spans)
@@ -93,16 +121,10 @@ class OtlpReceiver:
         spans = await self.wait_for(complete, timeout_s=timeout_s)
         return sorted((span for span in spans if span.trace_id == trace_id), key=lambda span: span.start_ns)
 
-    async def _receive(self, request: web.Request) -> web.Response:
-        body = await request.read()
-        body = _UNPACK.get(request.headers.get("content-encoding", ""), bytes)(body)
-        self.requests.append(({name.lower(): value for name, value in request.headers.items()}, body))
-        async with self._news:
-            self.spans += spans_of(body)
-            self._news.notify_all()
-        return web.Response(
-            body=ExportTraceServiceResponse().SerializeToString(), content_type="application/x-protobuf"
-        )
+    def _receive(self, headers: dict[str, str], body: bytes) -> None:
+        self.requests.append((headers, body))
+        self.spans += spans_of(body)
+        self._news.set()
 
 
 def spans_of(body: bytes) -> list[ReceivedSpan]:
