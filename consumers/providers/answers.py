@@ -1,0 +1,52 @@
+"""What counts as an answer: a whole Message that says why it stopped. All else after HTTP 200 is a failure."""
+
+from typing import Any
+
+import jiter
+
+from consumers.failures import TransientError
+from consumers.providers.base import Answer, Usage
+
+
+def parse_message(body: bytes, content_type: str) -> dict[str, Any]:
+    """The Message of an answer that was not streamed. Raises `TransientError` where it is not a JSON object."""
+    try:
+        message = jiter.from_json(body, cache_mode="keys")
+    except ValueError as error:
+        kind = content_type[:50] or "no content type"
+        raise TransientError(
+            f"the answer ({kind}, {len(body)} bytes) is not JSON: {error}", type="broken_answer"
+        ) from error
+    return message if isinstance(message, dict) else {}
+
+
+def read_answer(message: dict[str, Any], body: bytes, *, provider: str, request_id: str | None) -> Answer:
+    """The answer, if `message` is a whole one; `body` is its JSON. Raises `TransientError` otherwise."""
+    stop_reason = message.get("stop_reason")
+    if message.get("type") != "message" or not isinstance(message.get("content"), list):
+        raise TransientError("the answer is JSON, but no Message", type="broken_answer", request_id=request_id)
+    if not isinstance(stop_reason, str):
+        raise TransientError("the answer has no stop_reason", type="unfinished", request_id=request_id)
+    return Answer(
+        body=body,
+        model=str(message.get("model") or ""),
+        provider=provider,
+        usage=_usage(message.get("usage")),
+        request_id=request_id,
+        stop_reason=stop_reason,
+    )
+
+
+def _usage(counts: object) -> Usage:
+    given = counts if isinstance(counts, dict) else {}
+
+    def count(name: str) -> int:
+        value = given.get(name)
+        return value if isinstance(value, int) else 0
+
+    return Usage(
+        input_tokens=count("input_tokens"),
+        output_tokens=count("output_tokens"),
+        cache_creation_input_tokens=count("cache_creation_input_tokens"),
+        cache_read_input_tokens=count("cache_read_input_tokens"),
+    )

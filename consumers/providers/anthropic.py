@@ -1,0 +1,204 @@
+"""Anthropic's Messages API through the vendor's own client: bytes in, bytes out.
+
+The client makes the HTTP call (authentication, version, pool, TLS) and chooses the exception class; what it would do
+beyond that is switched off or left out, because it costs several times the call: its retries (one place decides to
+retry), its spans (`topology/tracing.py` makes them), its models of requests and answers.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, suppress
+from typing import Any, Final
+
+import httpx2
+from anthropic import AsyncAnthropic, DefaultAioHttpClient
+
+from consumers.failures import ProviderError, TransientError
+from consumers.providers.answers import parse_message, read_answer
+from consumers.providers.assembly import Assembly, parse_event, to_json
+from consumers.providers.base import Answer, Parts
+from consumers.providers.events import EventSplitter
+from consumers.providers.translation import border, from_event
+from topology.contract.messages import Request
+
+MAX_TOKENS_AT_ONCE: Final = 128_000 * 600 // 3600
+"""More may take longer than ten minutes, at the rate the vendor's client reckons with: such an answer is streamed."""
+_ERROR_BODY_BYTES: Final = 64 * 1024
+_DRAIN_S: Final = 0.1
+_MIB: Final = 1024 * 1024
+
+
+class AnthropicProvider:
+    """Adapter for Anthropic, and for anything that answers like it at `base_url`.
+
+    `traceparent` gives the current span's; nothing else of the trace leaves the house.
+    """
+
+    def __init__(
+        self,
+        *,
+        api_key: str,
+        base_url: str,
+        name: str = "anthropic",
+        traceparent: Callable[[], str | None] = lambda: None,
+        connect_timeout_s: float = 5.0,
+        max_answer_bytes: int = 64 * _MIB,
+    ) -> None:
+        self.name = name
+        self._key = api_key
+        self._traceparent = traceparent
+        self._max_answer_bytes = max_answer_bytes
+        # key and address are given, so that neither the environment nor a profile of the client's changes them
+        self._client = AsyncAnthropic(
+            api_key=api_key,
+            base_url=base_url,
+            max_retries=0,
+            open_telemetry=False,
+            timeout=httpx2.Timeout(None, connect=connect_timeout_s),
+            http_client=DefaultAioHttpClient(event_hooks={"response": [_bound_error_body]}),
+        )
+
+    async def stream(self, request: Request, *, timeout_s: float, parts: Parts | None) -> Answer:
+        streamed = parts is not None or request.max_tokens > MAX_TOKENS_AT_ONCE
+        asked = say_stream(request.body, streamed)
+        try:
+            async with asyncio.timeout(timeout_s) as limit:
+                response = await self._send(asked, beta=request.beta)
+                try:
+                    if streamed:
+                        message = await self._read_stream(response, limit=limit, pause_s=timeout_s, parts=parts)
+                        body = to_json(message)
+                    else:
+                        body = await self._read_whole(response)
+                        message = parse_message(body, response.headers.get("content-type", ""))
+                    return read_answer(message, body, provider=self.name, request_id=_request_id(response))
+                finally:
+                    with suppress(httpx2.RequestError):
+                        await response.aclose()
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            what = "no event" if streamed else "no whole answer"
+            raise TransientError(f"{what} from the provider within {timeout_s:g} s", type="timeout") from error
+
+    async def aclose(self) -> None:
+        await self._client.close()
+
+    async def _send(self, body: bytes, *, beta: str | None) -> httpx2.Response:
+        """Send, and return the answer with its body unread. `stream=True` is about our reading, not the provider's."""
+        headers: dict[str, str] = {}
+        if (traceparent := self._traceparent()) is not None:
+            headers["traceparent"] = traceparent
+        if beta is not None:
+            headers["anthropic-beta"] = beta
+        with border(secret=self._key):
+            response = await self._client.post(
+                "/v1/messages", cast_to=httpx2.Response, content=body, options={"headers": headers}, stream=True
+            )
+        assert isinstance(response, httpx2.Response)
+        return response
+
+    async def _read_whole(self, response: httpx2.Response) -> bytes:
+        with border(secret=self._key):
+            body = b"".join([chunk async for chunk in self._chunks(response)])
+        announced = response.headers.get("content-length", "")
+        if announced.isdigit() and int(announced) != response.num_bytes_downloaded:
+            raise TransientError(
+                f"the answer has {response.num_bytes_downloaded} of its {announced} bytes",
+                type="truncated",
+                request_id=_request_id(response),
+            )
+        return body
+
+    async def _read_stream(
+        self, response: httpx2.Response, *, limit: asyncio.Timeout, pause_s: float, parts: Parts | None
+    ) -> dict[str, Any]:
+        """Forward the events and put them together. The time that `parts` takes is not the provider's."""
+        splitter = EventSplitter(max_event_bytes=self._max_answer_bytes)
+        assembly = Assembly()
+        clock = asyncio.get_running_loop().time
+        async with aclosing(self._chunks(response)) as chunks:
+            is_complete = False
+            while not is_complete:
+                with border(secret=self._key):
+                    chunk = await anext(chunks, None)
+                if chunk is None:
+                    raise TransientError(
+                        "the stream ended without message_stop", type="cut", request_id=_request_id(response)
+                    )
+                if not (events := splitter.feed(chunk)):
+                    continue
+                limit.reschedule(None)
+                for data in events:
+                    event = parse_event(data)
+                    if event.get("type") == "error":
+                        raise from_event(event, request_id=_request_id(response), secret=self._key)
+                    is_complete = assembly.add(event)
+                    if parts is not None:
+                        await parts(data)
+                    if is_complete:
+                        break
+                limit.reschedule(clock() + pause_s)
+            limit.reschedule(None)
+            await _drain(chunks)
+        return assembly.message()
+
+    async def _chunks(self, response: httpx2.Response) -> AsyncGenerator[bytes, None]:
+        size = 0
+        async for chunk in response.aiter_bytes():
+            size += len(chunk)
+            if size > self._max_answer_bytes:
+                raise TransientError(
+                    f"the answer is larger than {self._max_answer_bytes} bytes",
+                    type="too_large",
+                    request_id=_request_id(response),
+                )
+            yield chunk
+
+
+def say_stream(body: bytes, streamed: bool) -> bytes:
+    """The body with `stream` as it must be; byte for byte the same where that is so already."""
+    if b'"stream"' in body or b"\\u" in body:  # a key may be written with escapes
+        fields = json.loads(body)
+        if "stream" in fields:
+            return body if fields["stream"] is streamed else json.dumps({**fields, "stream": streamed}).encode()
+    return body.replace(b"{", b'{"stream":true,', 1) if streamed else body
+
+
+async def _bound_error_body(response: httpx2.Response) -> None:
+    # the client reads the whole body of an error answer, however large; what is cut off here is no valid JSON,
+    # and is then classified by its status
+    if response.status_code >= 300 and isinstance(response.stream, httpx2.AsyncByteStream):
+        response.stream = _FirstBytes(response.stream)
+
+
+class _FirstBytes(httpx2.AsyncByteStream):
+    """The first 64 KiB of a body."""
+
+    def __init__(self, stream: httpx2.AsyncByteStream) -> None:
+        self._stream = stream
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        size = 0
+        async for chunk in self._stream:
+            yield chunk
+            size += len(chunk)
+            if size > _ERROR_BODY_BYTES:
+                return
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+
+async def _drain(chunks: AsyncIterator[bytes]) -> None:
+    """Read to the end, which follows message_stop at once: only then can the connection be used again."""
+    with suppress(TimeoutError, ProviderError, httpx2.RequestError):
+        async with asyncio.timeout(_DRAIN_S):
+            async for _ in chunks:
+                pass
+
+
+def _request_id(response: httpx2.Response) -> str | None:
+    found: str | None = response.headers.get("request-id")
+    return found

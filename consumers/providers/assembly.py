@@ -1,0 +1,134 @@
+"""A Message put together from the events of its stream, with everything in it that is not known here kept."""
+
+import json
+from typing import Any
+
+import jiter
+
+from consumers.failures import TransientError
+
+_JSON_DELTA = "input_json_delta"
+_REPLACED = frozenset({"signature"})
+"""Fields that a delta gives whole; strings are otherwise appended to."""
+
+
+class Assembly:
+    """Takes the events in order."""
+
+    def __init__(self) -> None:
+        self._message: dict[str, Any] | None = None
+        self._blocks: dict[int, _Block] = {}
+
+    def add(self, event: dict[str, Any]) -> bool:
+        """Whether it was the last one, `message_stop`; before that there is no answer.
+
+        Raises `TransientError` where the event cannot follow those before it, or is not as it must be.
+        """
+        try:
+            return self._add(event)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            kind = str(event.get("type"))[:50]
+            raise TransientError(
+                f"the stream is broken at an event {kind!r} ({error.__class__.__name__})", type="broken_stream"
+            ) from error
+
+    def message(self) -> dict[str, Any]:
+        """The Message as a JSON object; its blocks in the order of their index."""
+        if self._message is None:
+            raise TransientError("the stream has no message_start", type="broken_stream")
+        blocks = [self._blocks[index].finished() for index in sorted(self._blocks)]
+        return {**self._message, "content": [*(self._message.get("content") or ()), *blocks]}
+
+    def _add(self, event: dict[str, Any]) -> bool:
+        match event["type"]:
+            case "content_block_delta":
+                self._blocks[event["index"]].add(event["delta"])
+            case "content_block_start":
+                self._blocks[event["index"]] = _Block(event["content_block"])
+            case "message_start":
+                self._message = {**event["message"]}
+            case "message_delta":
+                self._finish(event)
+            case "message_stop":
+                return True
+            case _:
+                pass  # ping, content_block_stop, and what may come one day
+        return False
+
+    def _finish(self, event: dict[str, Any]) -> None:
+        """The counts of a message_delta are totals, so they replace; what it leaves out or null stays as it was."""
+        if self._message is None:
+            raise ValueError("message_delta before message_start")
+        usage = {**(self._message.get("usage") or {})}
+        _merge(usage, event.get("usage") or {})
+        _merge(self._message, event["delta"])
+        _merge(self._message, {key: value for key, value in event.items() if key not in ("type", "delta", "usage")})
+        self._message["usage"] = usage
+
+
+class _Block:
+    """One content block. Pieces of strings are kept apart until the end: appending to a long string copies it."""
+
+    __slots__ = ("_fields", "_json", "_strings")
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        self._fields = {**fields}
+        self._strings: dict[str, list[str]] = {}
+        self._json: list[str] = []
+
+    def add(self, delta: dict[str, Any]) -> None:
+        kind = delta["type"]
+        if kind == _JSON_DELTA:
+            self._json.append(delta["partial_json"])
+            return
+        if kind == "citations_delta":
+            self._fields["citations"] = [*(self._fields.get("citations") or ()), delta["citation"]]
+            return
+        for key, value in delta.items():
+            if key == "type":
+                continue
+            if isinstance(value, str) and key not in _REPLACED:
+                self._strings.setdefault(key, []).append(value)
+            elif isinstance(value, list):
+                self._fields[key] = [*(self._fields.get(key) or ()), *value]
+            else:
+                self._fields[key] = value
+
+    def finished(self) -> dict[str, Any]:
+        fields = {**self._fields}
+        for key, pieces in self._strings.items():
+            fields[key] = (fields.get(key) or "") + "".join(pieces)
+        if text := "".join(self._json):
+            fields["input"] = _tool_input(text)
+        return fields
+
+
+def parse_event(data: bytes) -> dict[str, Any]:
+    """One event of the stream. Raises `TransientError` where it is not a JSON object."""
+    try:
+        event = jiter.from_json(data, allow_inf_nan=False, cache_mode="keys")
+    except ValueError as error:
+        raise TransientError(f"an event of the stream is not JSON: {error}", type="broken_stream") from error
+    if not isinstance(event, dict):
+        raise TransientError("an event of the stream is not a JSON object", type="broken_stream")
+    return event
+
+
+def _tool_input(text: str) -> Any:
+    # A tool's input may end in the middle where max_tokens were reached; what is there is given, as the vendor's own
+    # client does. With fine-grained streaming it may not be JSON at all: then as Anthropic's guide advises.
+    try:
+        return jiter.from_json(text.encode(), partial_mode=True)
+    except ValueError:
+        return {"INVALID_JSON": text}
+
+
+def _merge(into: dict[str, Any], given: dict[str, Any]) -> None:
+    for key, value in given.items():
+        if value is not None or key not in into:
+            into[key] = value
+
+
+def to_json(message: dict[str, Any]) -> bytes:
+    """The assembled Message as bytes."""
+    return json.dumps(message, ensure_ascii=False, separators=(",", ":")).encode()

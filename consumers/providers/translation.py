@@ -1,0 +1,156 @@
+"""The border to the provider: its error answers and its client's exceptions become those of `consumers/failures.py`.
+
+An error is classified by its code, then its type, then the HTTP status: after HTTP 200 a stream can still bring any of
+them, and a 429 can be a rate limit, which passes, or a spend limit, which does not.
+"""
+
+import email.utils
+import math
+import re
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+import aiohttp
+import anthropic
+import httpx2
+
+from consumers.failures import (
+    OverloadedError,
+    ProviderError,
+    RateLimitedError,
+    RejectedError,
+    SpendLimitError,
+    TransientError,
+)
+
+_STATUS_OF_TYPE: Final[Mapping[str, int]] = {
+    "invalid_request_error": 400,
+    "authentication_error": 401,
+    "billing_error": 402,
+    "permission_error": 403,
+    "not_found_error": 404,
+    "conflict_error": 409,
+    "request_too_large": 413,
+    "rate_limit_error": 429,
+    "api_error": 500,
+    "timeout_error": 504,
+    "overloaded_error": 529,
+}
+_PASSING: Final = frozenset({408, 409, 425})
+"""4xx that another try may pass: a timeout, a conflict with a call that is still running, a replayed handshake."""
+_USAGE_LIMIT: Final = "You have reached your specified API usage limits"
+_LONGEST_WAIT_S: Final = 86_400.0
+_MESSAGE_CHARACTERS: Final = 300
+_NETWORK: Final = (httpx2.RequestError, aiohttp.ClientError, OSError, TimeoutError)
+
+
+@contextmanager
+def border(*, secret: str) -> Iterator[None]:
+    """Translate what the client raises inside. `secret`, the key, appears in no detail."""
+    try:
+        yield
+    except anthropic.APIStatusError as error:
+        raise _from_status(error, secret=secret) from error
+    except anthropic.APITimeoutError as error:
+        raise TransientError("timed out while connecting to the provider", type="timeout") from error
+    except anthropic.APIConnectionError as error:
+        cause = error.__cause__
+        if cause is not None and not isinstance(cause, _NETWORK):
+            raise RejectedError(
+                f"the request cannot be sent: {_line(repr(cause), secret)}", type="unsendable"
+            ) from error
+        raise TransientError(
+            f"no connection to the provider: {_line(_said(cause), secret)}", type="connection"
+        ) from error
+    except httpx2.TimeoutException as error:
+        raise TransientError("the provider's answer stopped coming", type="timeout") from error
+    except _NETWORK as error:
+        raise TransientError(
+            f"the provider's answer broke off: {_line(_said(error), secret)}", type="connection"
+        ) from error
+
+
+def from_event(event: Mapping[str, Any], *, request_id: str | None, secret: str) -> ProviderError:
+    """The failure that an `error` event in the middle of a stream means."""
+    error = event.get("error")
+    fields = error if isinstance(error, dict) else {}
+    kind = str(fields.get("type") or "")
+    details = fields.get("details")
+    return classify(
+        status=_STATUS_OF_TYPE.get(kind, 500),
+        type=kind,
+        code=str(details.get("error_code") or "") if isinstance(details, dict) else "",
+        message=_line(f"in the middle of the stream: {fields.get('message') or ''}", secret),
+        retry_after_s=None,
+        request_id=request_id,
+    )
+
+
+def classify(
+    *, status: int, type: str, code: str, message: str, retry_after_s: float | None, request_id: str | None
+) -> ProviderError:
+    """Which failure an error answer is. `type` and `code` are Anthropic's, empty where there is none."""
+    detail = f"{status} {type}: {message}" if type else f"{status}: {message}"
+    told: dict[str, Any] = {"status": status, "type": type or f"http_{status}", "request_id": request_id}
+    if code.endswith("spend_limit_reached") or type == "billing_error" or _USAGE_LIMIT in message:
+        return SpendLimitError(detail, **told)
+    if type == "rate_limit_error" or (not type and status == 429):
+        return RateLimitedError(detail, retry_after_s=retry_after_s, **told)
+    # a 503 that says when to come back means the same as a 529
+    if type == "overloaded_error" or status == 529 or (status == 503 and retry_after_s is not None):
+        return OverloadedError(detail, retry_after_s=retry_after_s, **told)
+    effective = _STATUS_OF_TYPE.get(type, status)
+    if effective >= 500 or effective in _PASSING:
+        return TransientError(detail, **told)
+    if effective == 429:
+        return RateLimitedError(detail, retry_after_s=retry_after_s, **told)
+    return RejectedError(detail, **told)
+
+
+def read_retry_after_s(headers: Mapping[str, str], *, now_s: float) -> float | None:
+    """Seconds to wait from `retry-after-ms` or `retry-after` (seconds or a date); None without a sensible one.
+
+    What is negative, not finite or longer than a day is not believed.
+    """
+    for name, unit_s in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
+        try:
+            wait_s = float(headers.get(name, "")) * unit_s
+        except ValueError:
+            continue
+        if math.isfinite(wait_s) and 0 <= wait_s <= _LONGEST_WAIT_S:
+            return wait_s
+    date = email.utils.parsedate_tz(headers.get("retry-after", ""))
+    if date is None:
+        return None
+    wait_s = email.utils.mktime_tz(date) - now_s
+    # a date that has just passed is the clocks' difference: come back at once
+    return max(0.0, wait_s) if abs(wait_s) <= _LONGEST_WAIT_S else None
+
+
+def _from_status(error: anthropic.APIStatusError, *, secret: str) -> ProviderError:
+    headers = error.response.headers
+    if error.api_message:
+        message = _line(str(error.api_message), secret)
+    else:
+        message = f"not an error body of Anthropic's ({_line(headers.get('content-type', 'no content type'), secret)})"
+    return classify(
+        status=error.status_code,
+        type=str(error.type or ""),
+        code=str(error.error_code or ""),
+        message=message,
+        retry_after_s=read_retry_after_s(headers, now_s=time.time()),
+        request_id=error.request_id,
+    )
+
+
+def _said(error: BaseException | None) -> str:
+    return f"{error.__class__.__name__} {error}".strip() if error is not None else "unknown"
+
+
+def _line(text: str, secret: str) -> str:
+    """One line of at most 300 printable characters, without the key."""
+    if secret:
+        text = text.replace(secret, "***")
+    return re.sub(r"[\s\x00-\x1f\x7f-\x9f]+", " ", text).strip()[:_MESSAGE_CHARACTERS]
