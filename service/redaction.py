@@ -6,6 +6,7 @@ library's warning a header.
 
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, Final
 
 GONE: Final = "…"
@@ -13,9 +14,10 @@ _SECRETS: Final = re.compile(
     r"sk-ant-[A-Za-z0-9_\-]+"
     r"|(?P<bearer>\bbearer\s+)[^\s\"',;]+"
     # Greedy up to the last @: a password may hold one, and an invalid URL, quoted in an error, anything else.
-    r"|(?P<scheme>[a-z][a-z0-9+.\-]*://)[^\s\"'<>]*@",
+    r"|(?P<scheme>(?<![a-z0-9+.\-])[a-z][a-z0-9+.\-]*://)[^\s\"'<>]*@",
     re.IGNORECASE,
 )
+_HINT: Final = re.compile(r"sk-ant-|bearer\s|://", re.IGNORECASE)  # without one of these, nothing above can match
 _SECRET_NAME: Final = re.compile(r"api[-_]?key|authorization|passw|secret|(^|[-_])token$|cookie", re.IGNORECASE)
 _CONTENT_NAMES: Final = frozenset({"answer", "body", "content", "messages", "prompt"})
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
@@ -25,7 +27,9 @@ _DEEPEST: Final = 6
 
 def text(value: str) -> str:
     """`value` on one line, without secrets; control and direction characters are escaped, so that no line is forged."""
-    shown = _SECRETS.sub(_gone, value if len(value) <= _LONGEST else value[:_LONGEST] + GONE)
+    shown = value if len(value) <= _LONGEST else value[:_LONGEST] + GONE
+    if _HINT.search(shown):
+        shown = _SECRETS.sub(_gone, shown)
     return shown if shown.isprintable() else _CONTROL.sub(_escaped, shown)
 
 
@@ -35,11 +39,16 @@ def fields(event: Mapping[str, Any], *, with_content: bool) -> dict[str, Any]:
 
 
 def _field(name: str, value: object, with_content: bool, depth: int) -> Any:
-    if _SECRET_NAME.search(name):
+    if _names_secret(name):
         return GONE if value else value
     if name in _CONTENT_NAMES and not with_content:
         return f"<{len(value)}>" if isinstance(value, str | bytes | list | tuple | dict) else GONE
     return _plain(value, with_content, depth)
+
+
+@lru_cache(maxsize=1024)
+def _names_secret(name: str) -> bool:
+    return _SECRET_NAME.search(name) is not None
 
 
 def _plain(value: object, with_content: bool, depth: int) -> Any:

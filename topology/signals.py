@@ -60,8 +60,7 @@ HANDLER_FAILED: Final = "handler.failed"  # error, where: a fault of ours; the r
 SEND: Final = "send"  # PRODUCER
 PROCESS: Final = "process"  # CONSUMER
 CHAT: Final = "chat"  # CLIENT
-ACK: Final = "ack"  # CLIENT, as are NACK and REJECT
-NACK: Final = "nack"
+ACK: Final = "ack"  # CLIENT, as is REJECT
 REJECT: Final = "reject"
 SETTLE: Final = "settle"  # only as messaging.operation.type
 REPLY_TEMPLATE: Final = "(reply)"  # stands for every queue that a requester named: there are as many as requesters
@@ -91,7 +90,6 @@ GEN_AI_PROVIDER_NAME: Final = "gen_ai.provider.name"
 GEN_AI_REQUEST_MODEL: Final = "gen_ai.request.model"
 GEN_AI_REQUEST_MAX_TOKENS: Final = "gen_ai.request.max_tokens"
 GEN_AI_REQUEST_STREAM: Final = "gen_ai.request.stream"  # only where it is true
-GEN_AI_RESPONSE_ID: Final = "gen_ai.response.id"
 GEN_AI_RESPONSE_MODEL: Final = "gen_ai.response.model"
 GEN_AI_RESPONSE_FINISH_REASONS: Final = "gen_ai.response.finish_reasons"  # string[]
 GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK: Final = "gen_ai.response.time_to_first_chunk"  # seconds
@@ -100,7 +98,6 @@ GEN_AI_OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
 GEN_AI_CACHE_READ_TOKENS: Final = "gen_ai.usage.cache_read.input_tokens"
 GEN_AI_CACHE_WRITE_TOKENS: Final = "gen_ai.usage.cache_write.input_tokens"
 PROVIDER_REQUEST_ID: Final = "anthropic.request.id"  # the SDK's own name for it
-HTTP_STATUS: Final = "http.response.status_code"
 
 # Attributes: ours, on process spans.
 LANE_NAME: Final = "lane.name"
