@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 import structlog
-from consumers.providers.anthropic import AnthropicProvider
+from opentelemetry.trace import TracerProvider
 
 from consumers.activity import LaneActivity
 from consumers.fallen import Fallen
@@ -17,6 +17,7 @@ from consumers.handler import Handler
 from consumers.job import Job, is_trusted, now_ms
 from consumers.lifecycle import Lifecycle
 from consumers.pool import Pool
+from consumers.providers.anthropic import AnthropicProvider
 from consumers.providers.registry import Registry
 from consumers.reply import Replies
 from consumers.settle import Settler
@@ -30,6 +31,7 @@ from topology.broker.verify import verify
 from topology.contract.problems import SettingsError, TopologyMismatch
 from topology.declaration import declare
 from topology.lanes import LaneSpec
+from topology.model import Topology
 from topology.names import Names
 from topology.tracing import Tracing
 
@@ -45,11 +47,17 @@ class Parts:
 
     names: Names
     lanes: tuple[LaneSpec, ...]
+    topology: Topology
     consuming: Connection
     publishing: Connection
     publisher: Publisher
     pools: tuple[Pool, ...]
     activities: tuple[LaneActivity, ...]
+
+    @property
+    def version(self) -> str:
+        """The broker's."""
+        return self.publishing.version
 
     def reasons(self) -> Mapping[str, str | None]:
         """What must be well for the worker to take work: each part with what is wrong with it, or None."""
@@ -61,20 +69,23 @@ class Parts:
 
 
 @asynccontextmanager
-async def assemble(settings: Settings, *, lanes: Sequence[str] = (), declares: bool) -> AsyncIterator[Parts]:
+async def assemble(
+    settings: Settings, *, lanes: Sequence[str] = (), declares: bool, traces: TracerProvider | None = None
+) -> AsyncIterator[Parts]:
     """Connect and make every part. `lanes`: the lanes to work, all where empty. `declares`: apply the topology first;
-    else it must be there.
+    else it must be there. `traces`: where spans go; None: nowhere, and traces pass through.
 
     Raises BrokerUnreachable, AccessRefused, TopologyMismatch, SettingsError.
     """
     names = settings.names()
     every = settings.lane_specs()
     worked = tuple(lane for lane in every if not lanes or lane.name in lanes)
-    tracing = Tracing()
+    tracing = Tracing(traces)
     async with AsyncExitStack() as stack:
         publishing = await stack.enter_async_context(_connection(settings, "publish"))
         consuming = await stack.enter_async_context(_connection(settings, "consume"))
-        await _apply_or_check(publishing, every, names=names, declares=declares)
+        topology = declare(every, names=names, broker_version=publishing.version)
+        await _apply_or_check(topology, publishing, declares=declares)
         publisher = Publisher(publishing, tracing=tracing)
         notices = await stack.enter_async_context(Notices(publishing))
         direct = None
@@ -126,6 +137,7 @@ async def assemble(settings: Settings, *, lanes: Sequence[str] = (), declares: b
         yield Parts(
             names=names,
             lanes=worked,
+            topology=topology,
             consuming=consuming,
             publishing=publishing,
             publisher=publisher,
@@ -151,16 +163,15 @@ def _job_maker(lane: LaneSpec, names: Names) -> Callable[[Delivery], Job]:
     return lambda delivery: Job(delivery, lane=lane, trusted=is_trusted(delivery.message, names), taken_ms=now_ms())
 
 
-async def _apply_or_check(connection: Connection, lanes: Sequence[LaneSpec], *, names: Names, declares: bool) -> None:
+async def _apply_or_check(topology: Topology, connection: Connection, *, declares: bool) -> None:
     """Declare the topology, or see that it is there."""
-    topology = declare(lanes, names=names, broker_version=connection.version)
     if declares:
         await apply(topology, await connection.underlying())
         return
-    differences = await verify(topology, None, await connection.underlying())
+    differences = (await verify(topology, None, await connection.underlying())).differences
     if differences:
         raise TopologyMismatch(
-            f"{len(differences)} things are missing on the broker, first: {differences[0]}; "
+            f"the broker's topology is not as declared ({len(differences)} differences): {differences[0].line}; "
             "run: lanekeeper topology apply"
         )
 

@@ -1,0 +1,55 @@
+"""What the benchmarks stand on: a broker, a provider that answers at once in a process of its own, settings."""
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from consumers.providers.anthropic import AnthropicProvider
+from service.demo.broker import private_broker
+from service.settings import Settings, load_settings
+
+LANEKEEPER = Path(sys.executable).parent / "lanekeeper"
+structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+
+
+@asynccontextmanager
+async def broker() -> AsyncIterator[str]:
+    """The broker's AMQP URL: LANEKEEPER_AMQP_URL where it is set, else a private one."""
+    if url := os.environ.get("LANEKEEPER_AMQP_URL"):
+        yield url
+        return
+    async with private_broker() as made:
+        yield made.amqp_url
+
+
+@asynccontextmanager
+async def provider(*options: str) -> AsyncIterator[str]:
+    """The base URL of `lanekeeper simulate` with these options."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "service.cli.main", "simulate", "--port", "0", *options, stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        line = (await process.stdout.readline()).decode()
+        yield next(word.rstrip(",;") for word in line.split() if word.startswith("http://"))
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+def settings(url: str, base_url: str, **options: Any) -> Settings:
+    """Settings for a worker on that broker and provider; nothing of the environment."""
+    made = load_settings(environ={"LANEKEEPER_AMQP_URL": url}, **options)
+    return made.answered_by(base_url, key="benchmark")
+
+
+def adapter(base_url: str) -> AnthropicProvider:
+    """The adapter by itself: the same form of SDK call that a worker makes."""
+    return AnthropicProvider(api_key="benchmark", base_url=base_url, traceparent=lambda: None)

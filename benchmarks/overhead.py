@@ -1,0 +1,111 @@
+"""What a request costs beside the call itself: the same SDK call with Lanekeeper around it, and without.
+
+One process holds requester and worker; a simulated provider that answers at once is another one, over loopback HTTP. The
+two are measured in turns in one run, and their ratio is what counts (machines are noisy). CPU is this process's alone.
+
+    .venv/bin/python benchmarks/overhead.py [--rounds 5] [--requests 2000] [--at-once 50]
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import ground
+import uvloop
+
+from service import worker
+from service.assembly import assemble
+from service.client import Client
+from topology.contract.messages import Request
+
+PROMPT = "Tell me what a lane is. " * 40  # about 1 KB
+
+
+@dataclass(frozen=True)
+class Round:
+    per_s: float
+    cpu_ms: float
+
+
+async def measured(count: int, at_once: int, one: Callable[[], Awaitable[object]]) -> Round:
+    """Run `one` `count` times, `at_once` at a time."""
+    left = iter(range(count))
+
+    async def runner() -> None:
+        for _ in left:
+            await one()
+
+    wall, cpu = time.perf_counter(), time.process_time()
+    await asyncio.gather(*(runner() for _ in range(at_once)))
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    return Round(count / wall, 1000 * cpu / count)
+
+
+async def main(rounds: int, requests: int, at_once: int) -> None:
+    async with ground.broker() as url, ground.provider() as base_url:
+        settings = ground.settings(url, base_url, lanes={"critical": {"slots": at_once}})
+        provider = ground.adapter(base_url)
+        stop = asyncio.Event()
+        async with assemble(settings, declares=True) as parts, Client(url, names=parts.names) as client:
+            working = asyncio.create_task(worker.run(parts, stop=stop, grace_s=5))
+            body = json.dumps(
+                {"model": "claude-haiku-5-5", "max_tokens": 100, "messages": [{"role": "user", "content": PROMPT}]}
+            ).encode()
+
+            async def alone() -> None:
+                await provider.stream(_request(body), timeout_s=30, parts=None)
+
+            async def whole() -> None:
+                await client.request(body, key="critical.benchmark.overhead")
+
+            await measured(requests // 4, at_once, alone)
+            await measured(requests // 4, at_once, whole)
+            without, within = [], []
+            for _ in range(rounds):
+                without.append(await measured(requests, at_once, alone))
+                within.append(await measured(requests, at_once, whole))
+            stop.set()
+            await working
+        await provider.aclose()
+    sdk = statistics.median(each.cpu_ms for each in without)
+    all_of_it = statistics.median(each.cpu_ms for each in within)
+    print(f"RabbitMQ {parts.topology.broker_version}, {rounds} rounds of {requests} requests, {at_once} at once; medians")
+    print(f"  SDK call alone     {_rate(without)} requests/s   {sdk:.3f} CPU-ms each")
+    print(f"  through Lanekeeper {_rate(within)} requests/s   {all_of_it:.3f} CPU-ms each (requester, worker, SDK)")
+    print(f"  our part           {all_of_it - sdk:.3f} CPU-ms each: {(all_of_it - sdk) / sdk:.2f} of the SDK's")
+
+
+def _rate(rounds: list[Round]) -> str:
+    return f"{statistics.median(each.per_s for each in rounds):6.0f}"
+
+
+def _request(body: bytes) -> Request:
+    return Request(
+        id=uuid.uuid4().hex,
+        tenant=None,
+        lane="critical",
+        app="benchmark",
+        body=body,
+        model="claude-haiku-5-5",
+        max_tokens=100,
+        stream=False,
+        beta=None,
+        sent_ms=0,
+        due_ms=None,
+        deadline_ms=0,
+        attempts=0,
+    )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--at-once", type=int, default=50)
+    options = parser.parse_args()
+    uvloop.run(main(options.rounds, options.requests, options.at_once))

@@ -1,0 +1,120 @@
+"""The demo's load: what is sent, when, and what each request came to; for the lanes and for the first-come queue."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+
+from consumers.activity import quantile
+
+BATCH_JOBS = 500
+CHATS = 40
+"""In each of the two lanes above batch."""
+CHAT_EVERY_S = 0.025
+FLOOD_FIRST_S = 0.2
+"""The chats begin so long after the flood: it stands in the queue then."""
+FAULT_EVERY = 25
+"""Every so many requests one meets a provider that is overloaded, once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request of the load. Its answer is right if it holds `mark`: the simulated provider echoes the question."""
+
+    lane: str
+    number: int
+
+    @property
+    def key(self) -> str:
+        return f"{self.lane}.demo.{'jobs' if self.lane == 'batch' else 'chat'}"
+
+    @property
+    def mark(self) -> str:
+        return f"request {self.lane} {self.number} of the demo."
+
+    @property
+    def prompt(self) -> str:
+        fault = " [[fault: overloaded x1]]" if self.number % FAULT_EVERY == FAULT_EVERY // 2 else ""
+        return self.mark + fault
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a request came to: the answer's text and figures, or why there was none."""
+
+    text: str = ""
+    wait_ms: int = 0
+    attempts: int = 1
+    error: str | None = None
+
+
+Asking = Callable[[Ask], Awaitable[Result]]
+
+
+@dataclass(slots=True)
+class Score:
+    """The results of one lane's requests so far."""
+
+    lane: str
+    asked: int = 0
+    right: int = 0
+    retried: int = 0
+    waits_ms: list[int] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    """Of those that were not answered right: which, and why."""
+
+    def add(self, ask: Ask, result: Result) -> None:
+        self.waits_ms.append(result.wait_ms)
+        self.retried += result.attempts > 1
+        if result.error is None and ask.mark in result.text:
+            self.right += 1
+        else:
+            self.wrong.append(f"{ask.lane} {ask.number}: {result.error or 'the answer is to another question'}")
+
+    def wait_ms(self, share: float) -> int:
+        return quantile(sorted(self.waits_ms), share) or 0
+
+
+@dataclass(slots=True)
+class Board:
+    """The scores of all lanes, and how long the whole load took."""
+
+    lanes: dict[str, Score]
+    total_s: float = 0.0
+
+    @property
+    def all_right(self) -> bool:
+        return all(score.asked > 0 and score.right == score.asked for score in self.lanes.values())
+
+    @property
+    def wrong(self) -> list[str]:
+        return [each for score in self.lanes.values() for each in score.wrong]
+
+
+def board() -> Board:
+    """An empty one, most urgent lane first."""
+    return Board({lane: Score(lane) for lane in ("critical", "normal", "batch")})
+
+
+async def send(asking: Asking, scores: Board) -> None:
+    """Send the flood, and the chats into it; returns when every request has come to something."""
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+
+    async def ask_one(ask: Ask) -> None:
+        scores.lanes[ask.lane].asked += 1
+        scores.lanes[ask.lane].add(ask, await asking(ask))
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(BATCH_JOBS):
+            group.create_task(ask_one(Ask("batch", number)))
+        await asyncio.sleep(FLOOD_FIRST_S)
+        for ask in _chats():
+            group.create_task(ask_one(ask))
+            await asyncio.sleep(CHAT_EVERY_S)
+    scores.total_s = loop.time() - began_s
+
+
+def _chats() -> Iterator[Ask]:
+    for number in range(CHATS):
+        yield Ask("critical", number)
+        yield Ask("normal", number)

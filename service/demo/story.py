@@ -1,0 +1,101 @@
+"""The whole story on one machine: a flood of batch jobs, chats that overtake it, and what one queue would have done."""
+
+import asyncio
+import secrets
+from contextlib import AsyncExitStack
+
+import uvloop
+from pydantic import SecretStr
+from rich.console import Console
+
+from consumers.providers.anthropic import AnthropicProvider
+from service import worker
+from service.assembly import Parts, assemble
+from service.client import Client
+from service.demo import first_come, load
+from service.demo.broker import private_broker
+from service.demo.load import Ask, Board, Result
+from service.demo.table import show_verdict, watching
+from service.settings import Settings
+from service.simulated.app import SimulatedAPI
+from service.simulated.options import SimulatedOptions
+from topology.broker.remove import remove
+from topology.contract.problems import LanekeeperError
+
+BATCH_SLOTS = 12
+LATENCY_MS = 300
+RETRY_BASE_S = 0.2
+ANSWER_WITHIN_S = 90
+PLAIN_WIDTH = 110
+"""Characters in a line where the output goes to a file."""
+
+
+def run(settings: Settings) -> bool:
+    """Tell the story on the terminal; whether every request was answered right."""
+    return uvloop.run(_tell(settings))
+
+
+async def _tell(settings: Settings) -> bool:
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=PLAIN_WIDTH)
+    async with AsyncExitStack() as stack:
+        if "amqp_url" not in settings.model_fields_set:
+            console.print("starting a broker …", style="dim")
+            broker = await stack.enter_async_context(private_broker(say=console.print))
+            settings = settings.model_copy(update={"amqp_url": SecretStr(broker.amqp_url)})
+        api = await stack.enter_async_context(SimulatedAPI(SimulatedOptions(latency_ms=LATENCY_MS)))
+        settings = _fitted(settings).answered_by(api.base_url, key="simulated")
+        parts = await stack.enter_async_context(assemble(settings, declares=True))
+        console.print(
+            f"RabbitMQ {parts.version} at {settings.broker}, a simulated provider that answers in {LATENCY_MS} ms; "
+            f"{load.BATCH_JOBS} batch jobs, then {load.CHATS} critical and {load.CHATS} normal chats among them",
+            style="dim",
+            highlight=False,
+        )
+        stack.push_async_callback(remove, parts.topology, parts.publishing)
+        lanes = await _through_lanes(settings, parts, console)
+        console.print("the same through one first-come queue …", style="dim")
+        api.configure(api.options)  # the same faults again
+        provider = AnthropicProvider(api_key="simulated", base_url=api.base_url, traceparent=lambda: None)
+        stack.push_async_callback(provider.aclose)
+        workers = sum(lane.slots + lane.due_slots for lane in parts.lanes)
+        queued = await first_come.run(settings.broker_url, provider, workers=workers)
+        show_verdict(console, lanes, queued)
+        return lanes.all_right
+
+
+def _fitted(settings: Settings) -> Settings:
+    """The user's settings, in a namespace of the demo's own, with a lively retry and twelve slots for the flood."""
+    lanes = settings.lanes
+    if "batch" not in lanes.model_fields_set or "slots" not in lanes.batch.model_fields_set:
+        lanes = lanes.model_copy(update={"batch": lanes.batch.model_copy(update={"slots": BATCH_SLOTS})})
+    return settings.model_copy(
+        update={
+            "namespace": f"demo-{secrets.token_hex(4)}",
+            "lanes": lanes,
+            "retry": settings.retry.model_copy(update={"base_s": RETRY_BASE_S}),
+        }
+    )
+
+
+async def _through_lanes(settings: Settings, parts: Parts, console: Console) -> Board:
+    scores = load.board()
+    stop = asyncio.Event()
+    activities = {activity.lane: activity for activity in parts.activities}
+    async with asyncio.TaskGroup() as group:
+        group.create_task(worker.run(parts, stop=stop, grace_s=5), name="worker")
+        try:
+            async with Client(settings.broker_url, names=parts.names) as client, watching(console, scores, activities):
+
+                async def asking(ask: Ask) -> Result:
+                    try:
+                        final = await client.request({"prompt": ask.prompt}, key=ask.key, timeout_s=ANSWER_WITHIN_S)
+                    except LanekeeperError as error:
+                        return Result(error=str(error))
+                    return Result(text=final.text, wait_ms=final.wait_ms, attempts=final.attempt)
+
+                await load.send(asking, scores)
+        finally:
+            stop.set()
+    return scores

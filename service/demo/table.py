@@ -1,0 +1,111 @@
+"""What the demo shows: a live table of the lanes while it runs, and the verdict."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Column, Table
+
+from consumers.activity import LaneActivity
+from service.demo.load import BATCH_JOBS, CHATS, Board
+
+REDRAW_S = 0.25
+LINE_EVERY_S = 2.0
+"""Where nobody watches (no terminal), a line that often instead of a live table."""
+
+
+@asynccontextmanager
+async def watching(console: Console, scores: Board, activities: Mapping[str, LaneActivity]) -> AsyncIterator[None]:
+    """Show the lanes as they work."""
+    show = _redraw if console.is_terminal else _lines
+    task = asyncio.create_task(show(console, scores, activities), name="demo table")
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+
+
+async def _redraw(console: Console, scores: Board, activities: Mapping[str, LaneActivity]) -> None:
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        while True:
+            live.update(_live_table(scores, activities), refresh=True)
+            await asyncio.sleep(REDRAW_S)
+
+
+async def _lines(console: Console, scores: Board, activities: Mapping[str, LaneActivity]) -> None:
+    while True:
+        await asyncio.sleep(LINE_EVERY_S)
+        told = (
+            f"{lane}: {score.right}/{_load(lane)} answered, {activities[lane].running} running"
+            for lane, score in scores.lanes.items()
+        )
+        console.print("  " + "   ".join(told), highlight=False)
+
+
+def _live_table(scores: Board, activities: Mapping[str, LaneActivity]) -> Table:
+    table = Table("lane", *_right("sent", "waiting", "running", "answered", "retried", "wait p50", "p95"))
+    for lane, score in scores.lanes.items():
+        running = activities[lane].running
+        waiting = score.asked - len(score.waits_ms) - running
+        table.add_row(
+            lane,
+            str(score.asked),
+            str(max(0, waiting)),
+            str(running),
+            str(score.right),
+            str(score.retried),
+            _ms(score.wait_ms(0.5)),
+            _ms(score.wait_ms(0.95)),
+        )
+    return table
+
+
+def show_verdict(console: Console, lanes: Board, first_come: Board) -> None:
+    """The figures of both, side by side, and whether all was answered right."""
+    table = Table(
+        "",
+        "lane",
+        *_right("answered", "retried", "wait p50", "p95", "max", "total"),
+        title="the same load, the same broker, provider and number of workers",
+    )
+    for name, scores in (("lanes", lanes), ("first come", first_come)):
+        for number, (lane, score) in enumerate(scores.lanes.items()):
+            table.add_row(
+                "" if number else name,
+                lane,
+                f"{score.right}/{score.asked}",
+                str(score.retried),
+                *(_ms(score.wait_ms(share)) for share in (0.5, 0.95, 1.0)),
+                "" if number else f"{scores.total_s:.1f} s",
+                end_section=number == len(scores.lanes) - 1,
+            )
+    console.print(table)
+    for each in lanes.wrong[:5]:
+        console.print(f"  not answered right: {each}", style="red", highlight=False)
+    if not lanes.all_right:
+        console.print(f"FAILED: {len(lanes.wrong)} requests were not answered right", style="bold red")
+        return
+    urgent, queued = lanes.lanes["critical"], first_come.lanes["critical"]
+    console.print(
+        f"OK: all {sum(score.asked for score in lanes.lanes.values())} requests answered right. "
+        f"A critical chat waited {_ms(urgent.wait_ms(0.5))} (p95 {_ms(urgent.wait_ms(0.95))}) among "
+        f"{BATCH_JOBS} batch jobs; in one first-come queue {_ms(queued.wait_ms(0.5))} "
+        f"(p95 {_ms(queued.wait_ms(0.95))}).",
+        style="bold green",
+        highlight=False,
+    )
+
+
+def _load(lane: str) -> int:
+    return BATCH_JOBS if lane == "batch" else CHATS
+
+
+def _right(*names: str) -> list[Column]:
+    return [Column(name, justify="right") for name in names]
+
+
+def _ms(value: int) -> str:
+    return f"{value} ms" if value < 10_000 else f"{value / 1000:.1f} s"

@@ -1,0 +1,22 @@
+"""Take a topology off a broker again, with every message in it. For a namespace made for a moment (the demo)."""
+
+from contextlib import suppress
+
+from aiormq.exceptions import AMQPError
+
+from topology.broker.connection import Connection
+from topology.contract.problems import BrokerError
+from topology.model import Topology
+
+RPC_TIMEOUT_S = 30
+
+
+async def remove(topology: Topology, connection: Connection) -> None:
+    """Delete the exchanges and queues of `topology`, as far as they and the broker are still there."""
+    with suppress(BrokerError, AMQPError, RuntimeError, OSError, TimeoutError):
+        channel = await connection.channel(confirms=False, timeout_s=RPC_TIMEOUT_S)
+        for queue in topology.queues:
+            await channel.queue_delete(queue.name, timeout=RPC_TIMEOUT_S)
+        for exchange in topology.exchanges:
+            await channel.exchange_delete(exchange.name, timeout=RPC_TIMEOUT_S)
+        await channel.close(timeout=RPC_TIMEOUT_S)
