@@ -1,24 +1,29 @@
 """How a command ends: 0 done, 1 failed, 2 bad use; what went wrong in one line, without a traceback."""
 
 import asyncio
+import logging
 import sys
 import traceback
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from service import redaction
 from topology.contract.problems import LanekeeperError, SettingsError
 
+T = TypeVar("T")
 FAILED = 1
 BAD_USE = 2
 STOPPED = 130  # as shells have it for Ctrl-C
 
 
-def run(main: Coroutine[Any, Any, None]) -> None:
+def run(main: Coroutine[Any, Any, T]) -> T:
     """Run a command's coroutine on the faster loop."""
     import uvloop
 
-    uvloop.run(main)
+    # It logs each connection that fails or is lost, and so do we, in our words.
+    logging.getLogger("aiormq").setLevel(logging.CRITICAL)
+
+    return uvloop.run(main)
 
 
 def told(error: BaseException, *, debug: bool) -> int:

@@ -31,9 +31,9 @@ for _name in later.COMMANDS:
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
+        from service.cli.version import lanekeeper_version
 
-        print(f"lanekeeper {version('lanekeeper')}")
+        print(f"lanekeeper {lanekeeper_version()}")
         raise typer.Exit
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def send(
-    prompt: Annotated[str, typer.Argument(help="What to ask; `-` reads standard input.")],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What to ask; `-` reads standard input.")],
     lane: Annotated[LaneName, typer.Option("--lane", help="How urgent it is.")] = LaneName.CRITICAL,
     stream: Annotated[bool, typer.Option("--stream", help="Print the answer as it comes.")] = False,
     delay: Annotated[

@@ -79,13 +79,12 @@ def _work(settings: "Settings", *, lanes: tuple[str, ...], declares: bool, simul
 async def _worked(
     settings: "Settings", *, lanes: tuple[str, ...], declares: bool, simulate: bool, traces: "TracerProvider | None"
 ) -> None:
-    from importlib.metadata import version
-
     import structlog
     from opentelemetry import trace
 
     from service import worker
     from service.assembly import assemble
+    from service.cli.version import lanekeeper_version
     from service.health import CannotListen, Health
     from service.simulated.app import SimulatedAPI
     from topology import signals
@@ -110,7 +109,7 @@ async def _worked(
             log.warning(signals.HEALTH_ABSENT, reason=str(error))
         log.info(
             signals.SERVICE_READY,
-            version=version("lanekeeper"),
+            version=lanekeeper_version(),
             lanes=[lane.name for lane in parts.lanes],
             broker=settings.broker,
             provider="simulated" if simulate else settings.provider,

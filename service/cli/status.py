@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 def status(json: options.Json = False, config: options.Config = None, sets: options.Set = None) -> None:
     """Show depth, consumers, running, waits and throughput of each lane.
 
+    Waits are those of the latest requests, up to 256 a worker; `per min` and what follows count final outcomes.
+
     Example:  lanekeeper status --json
     """
     run(_status(options.settings_of(config, sets), json=json))
@@ -39,19 +41,9 @@ def _show(found: "Status") -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("lane")
-    for title in (
-        "waiting",
-        "consumers",
-        "running",
-        "wait p50",
-        "wait p95",
-        "a minute",
-        "answered",
-        "retried",
-        "failed",
-    ):
-        table.add_column(title, justify="right")
+    table = Table("lane", box=None, padding=(0, 1, 0, 0))  # fits into 80 columns
+    for title in ("depth", "consumers", "running", "wait p50", "p95", "per min", "done", "retried", "failed"):
+        table.add_column(title, justify="right", no_wrap=True)
     for lane in found.lanes:
         table.add_row(
             lane.lane,

@@ -135,8 +135,6 @@ def _declared(settings: "Settings", version: str | None) -> "Topology":
 
 
 def _ask_version(settings: "Settings") -> str:
-    import uvloop
-
     from service import logs
     from service.cli.connecting import connected
     from topology.contract.problems import BrokerUnreachable
@@ -147,18 +145,16 @@ def _ask_version(settings: "Settings") -> str:
 
     try:
         with logs.written(service="lanekeeper", level="error"):
-            return uvloop.run(ask())
+            return run(ask())
     except BrokerUnreachable as error:
         raise BrokerUnreachable(f"{error} Without one, say which version: --for 4.3") from error
 
 
 def _verified(settings: "Settings") -> "Verification":
-    import uvloop
-
     from service import logs
 
     with logs.written(service="lanekeeper", level="error"):
-        return uvloop.run(_verify(settings))
+        return run(_verify(settings))
 
 
 async def _verify(settings: "Settings") -> "Verification":
