@@ -1,6 +1,7 @@
 """What the simulated API remembers of its calls: the latest ones, counts of all, and how many ran at once."""
 
 import asyncio
+import itertools
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
@@ -45,7 +46,12 @@ class Calls:
         self.total = 0
         self.input_tokens = 0
         self.output_tokens = 0
+        self._ids = itertools.count(1)
         self._waiting: set[asyncio.Event] = set()
+
+    def next_id(self) -> int:
+        """Numbers of requests, from 1."""
+        return next(self._ids)
 
     def begin(self, *, headers: Mapping[str, str], request_id: str) -> Call:
         self.total += 1

@@ -1,0 +1,181 @@
+"""What is answered at which path. A call to `POST /v1/messages` goes the way that `_messages` and `_answer` tell:
+key and version, request, model, fault, limits, time, answer.
+"""
+
+import asyncio
+import json
+from typing import Any
+
+from aiohttp import web
+
+from service.simulated import messages, models, sending, streaming
+from service.simulated.buckets import Limits, make_limits
+from service.simulated.calls import Calls
+from service.simulated.errors import TYPES, Refusal, invalid
+from service.simulated.faults import Fault, Faults
+from service.simulated.options import SimulatedOptions
+
+_SLOW_FIRST_BYTE_S = 10.0
+
+
+class Routes:
+    """Answers requests by its options, and writes down the calls."""
+
+    def __init__(self, options: SimulatedOptions, calls: Calls) -> None:
+        self.options = options
+        self._calls = calls
+        self._faults = Faults(options.faults, seed=options.seed)
+        self._limits: dict[str, Limits] = {}
+        self._models = frozenset(models.KNOWN) | options.models
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        request_id = f"req_{self._calls.next_id():024d}"
+        path, method = request.path, request.method
+        try:
+            if method == "POST" and path == "/v1/messages":
+                return await self._messages(request, request_id)
+            if method == "GET" and path == "/healthz":
+                return _json({"status": "ok"}, {})
+            if method == "GET" and path == "/simulated/stats":
+                return _json(self._calls.stats(), {})
+            self._authorise(request)
+            headers = self._headers(request_id, "")
+            if method == "POST" and path == "/v1/messages/count_tokens":
+                asked = messages.read(await self._body(request), counting=True)
+                return _json({"input_tokens": asked.input_tokens}, headers)
+            if method == "GET" and path == "/v1/models":
+                return _json(models.page(sorted(self._models)), headers)
+            if method == "GET" and path.startswith("/v1/models/"):
+                return _json(models.info(self._known(path.removeprefix("/v1/models/"))), headers)
+            raise Refusal(404, "Not found", outcome="not_found")
+        except Refusal as refusal:
+            return self._refused(refusal, request_id, "")
+
+    async def _messages(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
+        call = self._calls.begin(headers=request.headers, request_id=request_id)
+        outcome, status = "client_gone", 0
+        try:
+            self._authorise(request)
+            body = await self._body(request)
+            self._calls.keep_body(call, body)
+            asked = messages.read(body)
+            self._calls.describe(call, model=asked.model, stream=asked.stream, prompt=asked.prompt)
+            self._known(asked.model)
+            fault = self._faults.choose(asked.script, asked.prompt)
+            if fault is not None:
+                outcome = fault.name
+            response = await self._answer(request, asked, fault, request_id)
+            outcome, status = fault.name if fault else "ok", response.status
+            return response
+        except Refusal as refusal:
+            outcome, status = refusal.outcome, refusal.status
+            return self._refused(refusal, request_id, call.model)
+        finally:
+            self._calls.end(call, outcome=outcome, status=status)
+
+    async def _answer(
+        self, request: web.BaseRequest, asked: messages.Asked, fault: Fault | None, request_id: str
+    ) -> web.StreamResponse:
+        if fault is not None:
+            await _before_answering(request, asked, fault)
+        limits = self._class_limits(asked.model)
+        limits.enter(asked.estimated_tokens)
+        headers = self._headers(request_id, asked.model)
+        if fault is not None and fault.name == "html":
+            return sending.html(headers)
+        said = messages.answer(asked, output_tokens=self.options.output_tokens)
+        id = f"msg_{request_id[4:]}"
+        try:
+            if asked.stream:
+                events = streaming.events(asked, said, id=id, deltas=self.options.stream_deltas)
+                pause_s = self._duration_s(asked, said) / len(events)
+                return await sending.send_stream(
+                    request, events, headers=headers, pause_s=pause_s, fault=fault, request_id=request_id
+                )
+            if (duration_s := self._duration_s(asked, said)) > 0:
+                await asyncio.sleep(duration_s)
+            body = json.dumps(messages.message(asked, said, id=id)).encode()
+            return await sending.send_message(request, body, headers=headers, fault=fault)
+        finally:
+            limits.settle(input_tokens=asked.input_tokens - asked.estimated_tokens, output_tokens=said.output_tokens)
+            self._calls.settled(model=asked.model, input_tokens=asked.input_tokens, output_tokens=said.output_tokens)
+
+    def _duration_s(self, asked: messages.Asked, said: messages.Answer) -> float:
+        if asked.script.latency_s is not None:
+            return asked.script.latency_s
+        writing_s = said.output_tokens / self.options.tokens_per_s if self.options.tokens_per_s else 0.0
+        return self.options.latency_ms / 1000 + writing_s
+
+    def _authorise(self, request: web.BaseRequest) -> None:
+        headers = request.headers
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not key:
+            key = headers.get("x-api-key", "")
+        if not key:
+            raise Refusal(401, "x-api-key header is required", outcome="unauthorised")
+        if self.options.api_key is not None and key != self.options.api_key:
+            raise Refusal(401, "invalid x-api-key", outcome="unauthorised")
+        if "anthropic-version" not in headers:
+            raise invalid("anthropic-version: header is required")
+
+    async def _body(self, request: web.BaseRequest) -> bytes:
+        try:
+            return await request.read()
+        except web.HTTPRequestEntityTooLarge:
+            raise Refusal(413, "Request exceeds the maximum size", outcome="too_large") from None
+
+    def _known(self, model: str) -> str:
+        if model not in self._models:
+            raise models.unknown(model)
+        return model
+
+    def _class_limits(self, model: str) -> Limits:
+        name = models.limit_class(model)
+        if name not in self._limits:
+            self._limits[name] = make_limits(
+                requests=self.options.requests_per_minute,
+                input_tokens=self.options.input_tokens_per_minute,
+                output_tokens=self.options.output_tokens_per_minute,
+                burst_s=self.options.burst_s,
+            )
+        return self._limits[name]
+
+    def _headers(self, request_id: str, model: str) -> dict[str, str]:
+        return {
+            "request-id": request_id,
+            "anthropic-organization-id": "org_simulated",
+            **self._class_limits(model).headers(),
+        }
+
+    def _refused(self, refusal: Refusal, request_id: str, model: str) -> web.Response:
+        return web.Response(
+            status=refusal.status,
+            body=refusal.body(request_id),
+            headers={
+                **self._headers(request_id, model),
+                **refusal.headers,
+                "content-type": "application/json",
+            },
+        )
+
+
+async def _before_answering(request: web.BaseRequest, asked: messages.Asked, fault: Fault) -> None:
+    """Faults that come before a byte of the answer does. Raises `Refusal` for an error answer."""
+    if (refusal := fault.refusal()) is not None:
+        raise refusal
+    match fault.name:
+        case "hang":
+            await sending.hang()
+        case "slow_first_byte":
+            await asyncio.sleep(_SLOW_FIRST_BYTE_S if fault.delay_s is None else fault.delay_s)
+        case "reset" if fault.at == "start" or (fault.at is None and not asked.stream):
+            await sending.reset(request)
+        case "error_mid_stream" if not asked.stream:
+            status = next((status for status, type in TYPES.items() if type == fault.type), 500)
+            raise Refusal(status, f"{fault.type} instead of an answer", outcome=fault.name)
+        case _:
+            pass
+
+
+def _json(content: dict[str, Any], headers: dict[str, str]) -> web.Response:
+    return web.Response(body=json.dumps(content).encode(), headers={**headers, "content-type": "application/json"})
