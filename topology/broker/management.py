@@ -93,15 +93,15 @@ class Management:
         url = URL(f"{str(URL(self.url).with_user(None)).rstrip('/')}/api/{path}", encoded=True)
         try:
             async with (
-                aiohttp.ClientSession(
-                    auth=aiohttp.BasicAuth(self.user, self.password, encoding="utf-8"),
-                    timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
-                ) as session,
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)) as session,
                 session.request(
                     method,
                     url.with_query(query) if query else url,
                     data=body,
-                    headers={"content-type": "application/json"} if body is not None else None,
+                    headers={
+                        "authorization": aiohttp.encode_basic_auth(self.user, self.password),
+                        "content-type": "application/json",
+                    },
                     ssl=self.ssl_context or True,
                     allow_redirects=False,
                 ) as answer,

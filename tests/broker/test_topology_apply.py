@@ -1,0 +1,183 @@
+"""Putting the topology onto a real broker: whole, again, at once, and never over what differs."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import aiormq
+import pytest
+from aiormq.abc import AbstractConnection
+
+from topology.broker.apply import apply, bind, declare_exchange, declare_queue
+from topology.broker.management import Management, discover
+from topology.contract.problems import BrokerUnreachable, TopologyMismatch
+from topology.declaration import declare
+from topology.lanes import BATCH, CRITICAL, DEFAULT_LANES, NORMAL
+from topology.model import Binding, Exchange, Queue, Topology
+from topology.names import Names
+from topology.plan import compare
+
+
+@pytest.fixture
+async def connection(vhost) -> AsyncIterator[AbstractConnection]:
+    connection = await aiormq.connect(vhost.amqp_url)
+    yield connection
+    await connection.close()
+
+
+@pytest.fixture
+async def management(vhost) -> Management:
+    found = await discover(vhost.amqp_url, vhost.management_url)
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def declared(connection: AbstractConnection) -> Topology:
+    return declare(DEFAULT_LANES, names=Names(), broker_version=str(connection.server_properties["version"]))
+
+
+async def lines(declared: Topology, management: Management) -> list[str]:
+    return [each.line for each in compare(declared, await management.topology())]
+
+
+async def test_an_empty_virtual_host_gets_everything(declared, connection, management) -> None:
+    await apply(declared, connection)
+
+    assert await lines(declared, management) == []
+
+
+async def test_applying_again_changes_nothing(declared, connection, management) -> None:
+    await apply(declared, connection)
+    await apply(declared, connection)
+
+    assert await lines(declared, management) == []
+
+
+async def test_several_may_apply_at_once(declared, vhost, management) -> None:
+    connections = [await aiormq.connect(vhost.amqp_url) for _ in range(4)]
+
+    await asyncio.gather(*(apply(declared, each) for each in connections))
+
+    assert await lines(declared, management) == []
+    await asyncio.gather(*(each.close() for each in connections))
+
+
+async def test_two_installations_share_a_virtual_host(declared, connection, management) -> None:
+    other = declare(DEFAULT_LANES, names=Names("acme"), broker_version=declared.broker_version)
+
+    await apply(declared, connection)
+    await apply(other, connection)
+
+    assert await lines(declared, management) == []
+    assert await lines(other, management) == []
+
+
+async def test_nothing_is_ever_deleted(declared, connection, management) -> None:
+    await apply(declared, connection)
+    channel = await connection.channel()
+    await declare_queue(channel, Queue("lane.gold", {"x-queue-type": "quorum"}))
+    await declare_exchange(channel, Exchange("lane.old", "topic"))
+    await bind(channel, Binding("lane.requests", "lane.gold", routing_key="gold.#"))
+
+    await apply(declare((CRITICAL,), names=Names(), broker_version=declared.broker_version), connection)
+
+    found = await management.topology()
+    assert {each.name for each in declared.queues} | {"lane.gold"} == {each.name for each in found.queues}
+    assert {each.name for each in declared.exchanges} | {"lane.old"} == {each.name for each in found.exchanges}
+    assert len(found.bindings) == len(declared.bindings) + 1
+
+
+async def test_a_missing_part_is_mended(declared, connection, management) -> None:
+    await apply(declared, connection)
+    channel = await connection.channel()
+    await channel.queue_delete("lane.batch.due")
+    await channel.exchange_delete("lane.due")
+
+    await apply(declared, connection)
+
+    assert await lines(declared, management) == []
+
+
+async def test_a_queue_with_another_argument_is_named_and_left_as_it_is(vhost, declared, connection) -> None:
+    await apply(declared, connection)
+    channel = await connection.channel()
+    await channel.basic_publish(b"kept", exchange="lane.requests", routing_key="critical.a.b")
+    lanes = (replace(CRITICAL, max_length=7), NORMAL, BATCH)
+
+    with pytest.raises(TopologyMismatch) as raised:
+        await apply(declare(lanes, names=Names(), broker_version=declared.broker_version), connection)
+
+    text = str(raised.value)
+    assert text.startswith(
+        f"queue lane.critical in vhost {vhost.name} exists with another x-max-length: wanted 7, found 10000."
+    )
+    assert "`lanekeeper topology plan`" in text
+    assert f"rabbitmqctl -p '{vhost.name}' delete_queue 'lane.critical'" in text
+    message = await (await connection.channel()).basic_get("lane.critical")
+    assert message.body == b"kept"
+
+
+@pytest.mark.parametrize(
+    ("there", "text"),
+    [
+        (
+            Exchange("lane.dead", "direct"),
+            "exchange lane.dead in vhost {} exists with another type: wanted topic, found",
+        ),
+        (
+            Exchange("lane.due", "topic"),
+            "exchange lane.due in vhost {} exists with another internal: wanted true, found",
+        ),
+        (Exchange("lane.requests", "topic"), "another alternate-exchange: wanted lane.fallen, found nothing"),
+        (Queue("lane.dead", {"x-queue-type": "classic"}), "another x-queue-type: wanted quorum, found classic"),
+        (Queue("lane.dead", {"x-queue-type": "quorum", "x-max-length": 9}), "x-max-length: wanted nothing, found 9"),
+    ],
+    ids=["exchange type", "internal", "alternate exchange", "queue type", "limit"],
+)
+async def test_what_the_broker_compares_is_refused_by_name(vhost, declared, connection, there, text) -> None:
+    channel = await connection.channel()
+    await (declare_queue(channel, there) if isinstance(there, Queue) else declare_exchange(channel, there))
+
+    with pytest.raises(TopologyMismatch) as raised:
+        await apply(declared, connection)
+
+    assert text.format(vhost.name) in str(raised.value)
+
+
+async def test_a_name_that_another_client_holds_is_said(declared, connection, vhost) -> None:
+    other = await aiormq.connect(vhost.amqp_url)
+    await (await other.channel()).queue_declare("lane.dead", exclusive=True)
+
+    with pytest.raises(TopologyMismatch, match="an exclusive queue of another client"):
+        await apply(declared, connection)
+    await other.close()
+
+
+async def test_a_refusal_leaves_the_connection_usable(declared, connection, management) -> None:
+    channel = await connection.channel()
+    await declare_exchange(channel, Exchange("lane.events", "fanout"))
+    with pytest.raises(TopologyMismatch):
+        await apply(declared, connection)
+    channel = await connection.channel()
+    await channel.exchange_delete("lane.events")
+
+    await apply(declared, connection)
+
+    assert await lines(declared, management) == []
+
+
+async def test_a_lost_connection_is_said(declared, connection) -> None:
+    await connection.close()
+
+    with pytest.raises(BrokerUnreachable):
+        await apply(declared, connection)
+
+
+async def test_a_stop_while_applying_is_a_stop(declared, connection) -> None:
+    task = asyncio.create_task(apply(declared, connection))
+    await asyncio.sleep(0.02)
+    task.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        await task
