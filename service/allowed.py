@@ -18,7 +18,7 @@ ALLOWED = "allowed"
 """Type of our own errors; their context says what is allowed."""
 _NAMESPACE = re.compile(r"[a-z][a-z0-9_-]{0,39}")
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}")
-_KEY = re.compile(r"[!-~]{1,1000}")
+_PRINTABLE = re.compile(r"[!-~]{1,2000}")
 N = TypeVar("N", int, float)
 S = TypeVar("S", bound=BaseModel)
 
@@ -67,7 +67,7 @@ def _not_empty(value: tuple[str, ...]) -> tuple[str, ...]:
 
 def _key(value: SecretStr) -> SecretStr:
     text = value.get_secret_value().strip()
-    if _KEY.fullmatch(text) is None:
+    if _PRINTABLE.fullmatch(text) is None:
         raise _wrong("a key without spaces or control characters")
     return SecretStr(text)
 
@@ -79,9 +79,8 @@ def _split(value: SecretStr, *, schemes: tuple[str, ...], example: str) -> Split
         port = parts.port
     except ValueError:
         raise _wrong(what) from None
-    if parts.scheme not in schemes or not parts.hostname or port == 0 or re.search(r"[\s\x00-\x1f\\]", parts.geturl()):
-        raise _wrong(what)
-    if parts.fragment:
+    printable = _PRINTABLE.fullmatch(value.get_secret_value().strip()) is not None
+    if parts.scheme not in schemes or not parts.hostname or port == 0 or parts.fragment or not printable:
         raise _wrong(what)
     return parts
 

@@ -18,7 +18,7 @@ from topology.broker.depth import Depth, depths
 from topology.broker.inbox import Inbox
 from topology.broker.publisher import Publisher
 from topology.contract.messages import Message
-from topology.contract.problems import Unroutable
+from topology.contract.problems import AccessRefused, Unroutable
 from topology.lanes import LaneSpec
 from topology.names import STATUS_KEY, Names
 
@@ -29,13 +29,13 @@ LONGEST_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneStatus:
-    """One lane; None where no worker of it answered."""
+    """One lane; of what workers tell, None where none of them answered."""
 
     lane: str
-    depth: int
-    """Messages that wait in the intake and in the due queue."""
-    consumers: int
-    """Consumers of the intake, as the broker counts them."""
+    depth: int | None
+    """Messages that wait in the intake and in the due queue; None where the user may not look at them."""
+    consumers: int | None
+    """Consumers of the intake, as the broker counts them; None the same."""
     workers: int
     """Processes that work the lane and answered."""
     running: int | None
@@ -61,12 +61,21 @@ class Status:
 
 
 async def look(
-    connection: Connection, publisher: Publisher, *, lanes: Sequence[LaneSpec], names: Names, quiet_s: float = QUIET_S
+    connection: Connection,
+    publisher: Publisher,
+    *,
+    lanes: Sequence[LaneSpec],
+    names: Names,
+    quiet_s: float = QUIET_S,
 ) -> Status:
-    """Ask and look. Raises BrokerUnreachable, TopologyMismatch (nothing is declared yet)."""
+    """Ask and look. Raises BrokerUnreachable, AccessRefused (to ask), TopologyMismatch (nothing is declared)."""
     answers = await gather(connection, publisher, names=names, quiet_s=quiet_s)
     queues = [queue for lane in lanes for queue in (names.intake(lane.name), names.due(lane.name))]
-    return merge(answers, await depths(connection, queues), lanes=lanes, names=names)
+    try:
+        found = await depths(connection, queues)
+    except AccessRefused:
+        found = {}  # whoever may ask the workers need not be allowed to look at the queues
+    return merge(answers, found, lanes=lanes, names=names)
 
 
 async def gather(
@@ -111,8 +120,8 @@ def merge(
             _lane(
                 lane.name,
                 [answer["lanes"][lane.name] for answer in answers if lane.name in answer.get("lanes", ())],
-                intake=found[names.intake(lane.name)],
-                due=found[names.due(lane.name)],
+                intake=found.get(names.intake(lane.name)),
+                due=found.get(names.due(lane.name)),
             )
             for lane in lanes
         ),
@@ -120,7 +129,7 @@ def merge(
     )
 
 
-def _lane(lane: str, figures: Sequence[Mapping[str, Any]], *, intake: Depth, due: Depth) -> LaneStatus:
+def _lane(lane: str, figures: Sequence[Mapping[str, Any]], *, intake: Depth | None, due: Depth | None) -> LaneStatus:
     waits = sorted(wait for each in figures for wait in each["waits_ms"])
 
     def total(*fields: str) -> int | None:
@@ -128,8 +137,8 @@ def _lane(lane: str, figures: Sequence[Mapping[str, Any]], *, intake: Depth, due
 
     return LaneStatus(
         lane=lane,
-        depth=intake.ready + due.ready,
-        consumers=intake.consumers,
+        depth=None if intake is None or due is None else intake.ready + due.ready,
+        consumers=None if intake is None else intake.consumers,
         workers=len(figures),
         running=total("running"),
         slots=total("slots", "due_slots"),

@@ -69,7 +69,10 @@ async def _simulate(given: "SimulatedOptions", *, host: str, port: int) -> None:
     from service.health import CannotListen, why_not
     from service.simulated.app import SimulatedAPI
 
-    api = SimulatedAPI(given, host=host, port=port)
+    try:
+        api = SimulatedAPI(given, host=host, port=port)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--fault") from None
     try:
         await api.start()
     except OSError as error:

@@ -30,7 +30,12 @@ async def _status(settings: "Settings", *, json: bool) -> None:
     with logs.written(service="lanekeeper", level="error"):
         async with connected(settings, "status") as connection:
             publisher = Publisher(connection, tracing=Tracing())
-            found = await look(connection, publisher, lanes=settings.lane_specs(), names=settings.names())
+            found = await look(
+                connection,
+                publisher,
+                lanes=settings.lane_specs(),
+                names=settings.names(),
+            )
     if json:
         print(found.as_json())
     else:
@@ -47,22 +52,23 @@ def _show(found: "Status") -> None:
     for lane in found.lanes:
         table.add_row(
             lane.lane,
-            str(lane.depth),
-            str(lane.consumers),
+            _count(lane.depth),
+            _count(lane.consumers),
             "-" if lane.running is None else f"{lane.running}/{lane.slots}",
             _ms(lane.wait_p50_ms),
             _ms(lane.wait_p95_ms),
-            *(
-                "-" if each is None else str(each)
-                for each in (lane.throughput_per_min, lane.answered, lane.retried, lane.failed)
-            ),
+            *map(_count, (lane.throughput_per_min, lane.answered, lane.retried, lane.failed)),
         )
     console = Console()
     console.print(table)
     if found.workers:
-        console.print(f"{len(found.workers)} workers: {', '.join(found.workers)}", highlight=False)
+        console.print(f"answered by {', '.join(found.workers)}", highlight=False, soft_wrap=True)
     else:
         console.print("No worker answered: start one with `lanekeeper serve` or `lanekeeper consume`.", highlight=False)
+
+
+def _count(value: int | None) -> str:
+    return "-" if value is None else str(value)
 
 
 def _ms(value: int | None) -> str:

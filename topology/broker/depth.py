@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from aiormq.exceptions import AMQPError
+from aiormq.exceptions import AMQPError, ChannelAccessRefused
 
 from topology.broker.connection import Connection
-from topology.contract.problems import BrokerUnreachable
+from topology.contract.problems import AccessRefused, BrokerUnreachable
 
 RPC_TIMEOUT_S = 5
 
@@ -19,7 +19,7 @@ class Depth:
 
 
 async def depths(connection: Connection, queues: list[str]) -> dict[str, Depth]:
-    """The depth of each queue. Raises BrokerUnreachable, also where a queue is not there."""
+    """The depth of each queue. Raises AccessRefused, BrokerUnreachable (also where a queue is not there)."""
     channel = await connection.channel(confirms=False, timeout_s=RPC_TIMEOUT_S)
     try:
         found = {}
@@ -27,6 +27,8 @@ async def depths(connection: Connection, queues: list[str]) -> dict[str, Depth]:
             told = await channel.queue_declare(queue, passive=True, timeout=RPC_TIMEOUT_S)
             found[queue] = Depth(told.message_count or 0, told.consumer_count or 0)
         await channel.close()
+    except ChannelAccessRefused as error:
+        raise AccessRefused(f"{error}: from 4.3 on, a user needs some right to a queue to see it") from error
     except (AMQPError, RuntimeError, OSError, TimeoutError) as error:
         raise BrokerUnreachable(f"cannot look at the queues: {error}") from error
     return found

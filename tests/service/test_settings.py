@@ -1,0 +1,312 @@
+"""Settings: which source wins, what is wrong and under which name it is told, and what is never shown."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from service.settings import Settings, load_settings
+from topology.contract.problems import SettingsError
+from topology.lanes import DEFAULT_LANES, LaneSpec
+
+SECRET = "s3cret"
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def load(toml: str | None = None, *, env: dict[str, str] | None = None, **options: object) -> Settings:
+    config = None
+    if toml is not None:
+        config = Path("given.toml")
+        config.write_text(toml)
+    return load_settings(config, environ=env or {}, **options)
+
+
+def wrong(toml: str | None = None, *, env: dict[str, str] | None = None, **options: object) -> str:
+    with pytest.raises(SettingsError) as caught:
+        load(toml, env=env, **options)
+    assert caught.value.__cause__ is None, "a cause would bring the values into a traceback"
+    return str(caught.value)
+
+
+def lane(settings: Settings, name: str) -> LaneSpec:
+    return next(each for each in settings.lane_specs() if each.name == name)
+
+
+def test_without_any_source_the_lanes_are_the_defaults() -> None:
+    assert load().lane_specs() == DEFAULT_LANES
+    assert load().broker_url == "amqp://guest:guest@localhost:5672/"
+    assert load().names().requests == "lane.requests"
+
+
+def test_one_field_of_a_lane_can_be_set_alone() -> None:
+    settings = load(env={"LANEKEEPER_LANES__CRITICAL__SLOTS": "3"})
+
+    assert lane(settings, "critical").slots == 3
+    assert lane(settings, "critical").max_attempts == 4
+    assert lane(settings, "batch").max_attempts == 8
+
+
+def test_options_come_before_the_environment_before_dotenv_before_toml() -> None:
+    toml = "[lanes.batch]\nslots = 1\nmax_tokens = 1\nmax_attempts = 1\ncall_timeout_s = 1"
+    Path(".env").write_text(
+        "LANEKEEPER_LANES__BATCH__MAX_TOKENS=2\nLANEKEEPER_LANES__BATCH__MAX_ATTEMPTS=2\nLANEKEEPER_LANES__BATCH__SLOTS=2"
+    )
+    env = {"LANEKEEPER_LANES__BATCH__MAX_ATTEMPTS": "3", "LANEKEEPER_LANES__BATCH__SLOTS": "3"}
+
+    batch = lane(load(toml, env=env, lanes={"batch": {"slots": 4}}), "batch")
+
+    assert (batch.call_timeout_s, batch.max_tokens, batch.max_attempts, batch.slots) == (1, 2, 3, 4)
+
+
+def test_lanekeeper_toml_is_read_where_it_lies() -> None:
+    Path("lanekeeper.toml").write_text('namespace = "staging"')
+
+    assert load().namespace == "staging"
+
+
+def test_options_that_are_not_given_change_nothing() -> None:
+    assert load(namespace=None).namespace == "lane"
+
+
+def test_foreign_keys_of_dotenv_and_environment_are_left_alone() -> None:
+    Path(".env").write_text("DATABASE_URL=x\nAWS_REGION=y\n")
+
+    assert load(env={"HOME": "/root", "LANEKEEPERS_FRIEND": "1"}) == Settings()
+
+
+def test_an_empty_variable_counts_as_not_set() -> None:
+    assert load('namespace = "staging"', env={"LANEKEEPER_NAMESPACE": ""}).namespace == "staging"
+
+
+def test_settings_by_themselves_read_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LANEKEEPER_NAMESPACE", "other")
+    monkeypatch.setenv("NAMESPACE", "other")
+
+    assert Settings().namespace == "lane"
+
+
+def test_all_wrong_values_are_told_at_once_by_name_found_and_allowed() -> None:
+    Path(".env").write_text("LANEKEEPER_LOG_FORMAT=xml")
+
+    told = wrong(
+        "[gateway]\nport = 70000\n[lanes.normal]\nslots = 1.5\nmodels = [1, 2]\n[tls]\nca_file = '/not/there'",
+        env={
+            "LANEKEEPER_LANES__CRITICAL__SLOTS": "0",
+            "LANEKEEPER_NAMESPACE": "Not A Name",
+            "LANEKEEPER_GRACE_S": "nan",
+        },
+        lanes={"batch": {"deadline_s": "soon"}},
+    )
+
+    assert "9 wrong settings:" in told
+    assert "LANEKEEPER_LANES__CRITICAL__SLOTS: found '0', allowed is a whole number from 1 to 10000" in told
+    assert "LANEKEEPER_LOG_FORMAT in .env: found 'xml', allowed is auto or json or console" in told
+    assert "gateway.port in given.toml: found 70000, allowed is a whole number from 0 to 65535" in told
+    assert "lanes.normal.slots in given.toml: found 1.5, allowed is a whole number" in told
+    assert "lanes.normal.models in given.toml: found [1, 2], allowed is a list of names" in told
+    assert "lanes.batch.deadline_s on the command line: found 'soon', allowed is a number above 0" in told
+    assert "tls.ca_file in given.toml: found '/not/there', allowed is a file that is there and can be read" in told
+    assert "LANEKEEPER_GRACE_S: found 'nan', allowed is a number from 0 to 3600" in told
+    assert "LANEKEEPER_NAMESPACE: found 'Not A Name', allowed is a to z" in told
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("LANEKEEPER_LANES__CRITICAL__SLOT", "LANEKEEPER_LANES__CRITICAL__SLOTS"),
+        ("LANEKEEPER_AMQPURL", "LANEKEEPER_AMQP_URL"),
+        ("LANEKEEPER_ANTHROPIC_API_KEY", "ANTHROPIC_API_KEY"),
+        ("lanekeeper_namespace", "LANEKEEPER_NAMESPACE"),
+    ],
+)
+def test_an_unknown_variable_is_wrong_and_the_meant_one_is_named(name: str, meant: str) -> None:
+    assert wrong(env={name: "1"}) == f"wrong setting: {name}: no such setting; did you mean {meant}?"
+
+
+def test_an_unknown_toml_key_is_wrong_and_the_meant_one_is_named() -> None:
+    assert "namspace in given.toml: no such setting; did you mean namespace?" in wrong("namspace = 'x'")
+    assert "lanes.urgent in given.toml: no such setting" in wrong("[lanes.urgent]\nslots = 1")
+    assert "lanes.batch.slot in given.toml: no such setting; did you mean slots?" in wrong("[lanes.batch]\nslot = 1")
+
+
+def test_a_value_in_place_of_a_table_does_not_vanish_under_a_variable() -> None:
+    told = wrong("lanes = 4", env={"LANEKEEPER_LANES__CRITICAL__SLOTS": "3"})
+
+    assert told == "wrong setting: lanes in given.toml: found 4, allowed is a table with critical, normal, batch"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["LANEKEEPER_STORE_URL", "LANEKEEPER_GATEWAY__KEYS", "LANEKEEPER_PROVIDERS__OTHER__URL", "LANEKEEPER_WEBHOOKS__X"],
+)
+def test_what_comes_in_a_later_version_is_refused(name: str) -> None:
+    assert re.fullmatch(
+        rf"wrong setting: {name}: .* is not available in this version; remove it", wrong(env={name: "x"})
+    )
+
+
+def test_a_later_versions_setting_in_toml_is_refused_too() -> None:
+    assert "store_url in given.toml: the store is not available in this version" in wrong("store_url = 'sqlite:///x'")
+
+
+@pytest.mark.parametrize("namespace", ["amq", "amq-x", "x", "x-lane", "Lane", "a.b", "1a", "", "a" * 41, "a b", "ä"])
+def test_a_namespace_that_would_break_names_is_refused(namespace: str) -> None:
+    assert "namespace" in wrong(f"namespace = {namespace!r}")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"amqp://u:{SECRET}@host:99999/",
+        f"amqp://u:{SECRET}",
+        f"amqp:/u:{SECRET}@host/",
+        f"http://u:{SECRET}@host/",
+        f"amqp://u:{SECRET}#x@host/",
+        f"amqp://u:{SECRET}/x@y@host/",
+        f"amqp://u:{SECRET}@/vhost",
+        f"amqp://host/?password={SECRET}",
+        f"amqps://u:{SECRET}@host/?no_verify_ssl=1",
+        f"amqp://u:{SECRET}@host/a/b",
+        SECRET,
+        f"amqp://u:{SECRET}@[::1",
+        f"amqp://u:{SECRET}\x00@host/",
+        f"amqp://u:{SECRET}\udcff@host/",
+    ],
+)
+def test_a_wrong_amqp_url_is_told_without_its_password(url: str) -> None:
+    told = wrong(env={"LANEKEEPER_AMQP_URL": url})
+
+    assert told.startswith("wrong setting: LANEKEEPER_AMQP_URL: found ")
+    assert SECRET not in told
+
+
+def test_verification_of_the_brokers_certificate_cannot_be_turned_off_in_the_url() -> None:
+    assert "LANEKEEPER_TLS__CA_FILE" in wrong(env={"LANEKEEPER_AMQP_URL": "amqps://host/?no_verify_ssl=1"})
+
+
+def test_no_secret_is_in_an_error_or_in_the_repr() -> None:
+    env = {
+        "ANTHROPIC_API_KEY": f"sk-ant-{SECRET} {SECRET}",
+        "LANEKEEPER_MANAGEMENT_URL": f"ftp://u:{SECRET}@host",
+        "ANTHROPIC_BASE_URL": f"https//u:{SECRET}@host",
+        "LANEKEEPER_LANES__BATCH__MODEL": f"sk-ant-{SECRET} !",
+        "LANEKEEPER_STORE_URL": f"redis://:{SECRET}@host",
+        "LANEKEEPER_TYPO": SECRET,
+    }
+    assert SECRET not in wrong(env=env)
+
+    settings = load(
+        env={
+            "ANTHROPIC_API_KEY": f"sk-ant-{SECRET}",
+            "LANEKEEPER_AMQP_URL": f"amqp://u:{SECRET}@host:5672/vhost",
+            "LANEKEEPER_MANAGEMENT_URL": f"http://u:{SECRET}@host:15672",
+            "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://u:{SECRET}@host:4318",
+        }
+    )
+    assert SECRET not in f"{settings!r} {settings} {settings.broker} {settings.provider}"
+    assert settings.broker == "amqp://***@host:5672/vhost"
+    assert settings.credentials == ("u", SECRET)
+    assert settings.api_key == f"sk-ant-{SECRET}"
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"LANEKEEPER_LANES": "{"},
+        {"LANEKEEPER_LANES": "5", "LANEKEEPER_LANES__BATCH__SLOTS": "1"},
+        {"LANEKEEPER_LANES__BATCH": "[]"},
+        {"LANEKEEPER_LANES__BATCH__SLOTS__DEEPER": "1"},
+        {"LANEKEEPER_LANES__BATCH__MODELS": "["},
+        {"LANEKEEPER_LANES__BATCH__MODELS": '{"a": 1}'},
+        {"LANEKEEPER_LANES__BATCH__MODELS": '[["a"]]'},
+        {"LANEKEEPER_LANES__BATCH__SLOTS": "1" * 5000},
+        {"LANEKEEPER_LANES__BATCH__DEADLINE_S": "1e400"},
+        {"LANEKEEPER_NAMESPACE": "\udcff"},
+        {"LANEKEEPER_": "1"},
+        {"LANEKEEPER___": "1"},
+    ],
+)
+def test_malformed_values_are_wrong_settings_not_tracebacks(env: dict[str, str]) -> None:
+    told = wrong(env=env)
+
+    assert next(iter(env)) in told
+    assert len(told) < 400
+    told.encode()
+
+
+@pytest.mark.parametrize("content", [b"x = [", b"\xff", b"a = 1\na = 2"])
+def test_a_broken_toml_file_is_told_by_its_name(content: bytes) -> None:
+    Path("broken.toml").write_bytes(content)
+
+    with pytest.raises(SettingsError, match=r"configuration file broken\.toml cannot be read"):
+        load_settings(Path("broken.toml"), environ={})
+
+
+def test_a_configuration_file_that_is_named_must_be_there() -> None:
+    with pytest.raises(SettingsError, match="does not exist"):
+        load_settings(Path("absent.toml"), environ={})
+
+
+def test_a_dotenv_file_that_is_not_text_is_told() -> None:
+    Path(".env").write_bytes(b"\xff=1")
+
+    assert ".env cannot be read" in wrong()
+
+
+def test_models_are_a_list_and_hold_the_lanes_own() -> None:
+    env = {"LANEKEEPER_LANES__BATCH__MODELS": "claude-haiku-5-5, claude-opus-5-5"}
+    assert lane(load(env=env), "batch").models == {"claude-haiku-5-5", "claude-opus-5-5"}
+
+    env = {"LANEKEEPER_LANES__BATCH__MODELS": '["claude-opus-5-5"]'}
+    assert "models leaves out the lane's own model, claude-haiku-5-5" in wrong(env=env)
+
+
+def test_values_that_do_not_fit_together_are_told_under_the_names_that_were_set() -> None:
+    told = wrong(env={"LANEKEEPER_RETRY__BASE_S": "100"})
+
+    assert told == "wrong setting: LANEKEEPER_RETRY__BASE_S: base_s (100) is above cap_s (60)"
+
+
+def test_reply_patterns_match_whole_names() -> None:
+    patterns = load(env={"LANEKEEPER_REPLY_TO__ALLOW": "amq.gen-*,crm.replies"}).reply_patterns()
+
+    assert patterns is not None
+    assert [
+        each
+        for each in ("amq.gen-x", "crm.replies", "crm.replies2", "xamq.gen-")
+        if any(p.fullmatch(each) for p in patterns)
+    ] == ["amq.gen-x", "crm.replies"]
+    assert load().reply_patterns() is None
+
+
+def test_a_ca_file_that_is_no_certificate_is_told() -> None:
+    Path("ca.pem").write_text("not a certificate")
+
+    assert "ca_file, cert_file or key_file cannot be used" in wrong(env={"LANEKEEPER_TLS__CA_FILE": "ca.pem"})
+    assert "key_file is given without cert_file" in wrong(env={"LANEKEEPER_TLS__KEY_FILE": "ca.pem"})
+
+
+def test_tls_always_verifies() -> None:
+    context = load(env={"LANEKEEPER_AMQP_URL": "amqps://host/"}).ssl_context()
+
+    assert context is not None
+    assert context.check_hostname
+    assert load().ssl_context() is None
+
+
+def test_an_endpoint_for_traces_is_seen_and_other_otel_variables_are_left_to_the_sdk() -> None:
+    env = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://jaeger:4318/", "OTEL_SERVICE_NAME": "x", "OTEL_TYPO": "y"}
+
+    assert load(env=env).otlp == ("http://jaeger:4318", None)
+
+
+def test_answered_by_changes_the_provider_alone() -> None:
+    before = load(env={"LANEKEEPER_NAMESPACE": "staging"})
+    after = before.answered_by("http://127.0.0.1:1234", key="simulated")
+
+    assert (after.provider_url, after.api_key, after.namespace) == ("http://127.0.0.1:1234", "simulated", "staging")
