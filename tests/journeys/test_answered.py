@@ -1,0 +1,182 @@
+"""A request is published, and its answer comes back."""
+
+import gzip
+import json
+import time
+import uuid
+
+import aiohttp
+import pytest
+
+from tests.support.house import house
+from tests.support.requester import requester
+from tests.support.waiting import until
+
+WHOLE = {
+    "model": "claude-opus-5-5",
+    "max_tokens": 200,
+    "system": [{"type": "text", "text": "Be kind.", "cache_control": {"type": "ephemeral"}}],
+    "messages": [
+        {
+            "role": "user",
+            "content": [
+                {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}},
+                {"type": "text", "text": "what is this? “ünïcödé” \u2028 🦊"},
+            ],
+        }
+    ],
+    "tools": [{"name": "look", "input_schema": {"type": "object", "properties": {"at": {"type": "string"}}}}],
+    "thinking": {"type": "enabled", "budget_tokens": 100},
+    "metadata": {"user_id": "u-1", "nested": [1, 1.50, 1e-7, None, True]},
+    "some_beta_field": {"kept": "as it is"},
+}
+
+
+async def test_the_answer_is_the_providers_message_with_every_header_of_the_contract(vhost) -> None:
+    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+        before_s = time.monotonic()
+        reply = await app.ask(
+            {"prompt": "hello"}, key="critical.tests.ask", message_id="req-1", correlation_id="corr-1"
+        )
+        took_ms = 1000 * (time.monotonic() - before_s)
+
+        assert reply.text == "echo: hello"
+        assert reply.properties.content_type == "application/json"
+        assert reply.properties.correlation_id == "corr-1"
+        assert reply.properties.delivery_mode == 2
+        assert reply.properties.message_id not in (None, "", "req-1")
+        headers = dict(reply.headers)
+        wait_ms, run_ms = headers.pop("x-lane-wait-ms"), headers.pop("x-lane-run-ms")
+        assert isinstance(wait_ms, int)
+        assert isinstance(run_ms, int)
+        assert 0 <= wait_ms + run_ms <= took_ms + 5
+        headers.pop("traceparent", None)  # only where spans are recorded
+        assert headers == {
+            "x-lane-status": "ok",
+            "x-lane-request-id": "req-1",
+            "x-lane-name": "critical",
+            "x-lane-model": "claude-sonnet-5-5",
+            "x-lane-provider": "anthropic",
+            "x-lane-attempt": 1,
+        }
+        assert len(home.api.calls) == 1
+        await until(lambda: _is_empty(app))
+
+
+async def test_the_body_is_byte_for_byte_what_the_provider_sends(vhost) -> None:
+    """The same call is made past us; only what differs from call to call may differ."""
+    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+        reply = await app.ask(WHOLE)
+        async with aiohttp.ClientSession() as session:
+            headers = {"x-api-key": "k", "anthropic-version": "2026-10-21", "content-type": "application/json"}
+            async with session.post(
+                f"{home.api.base_url}/v1/messages", data=home.api.calls[0].body, headers=headers
+            ) as r:
+                direct = await r.read()
+        theirs = json.loads(direct)["id"].encode()
+        assert reply.body == direct.replace(theirs, reply.json["id"].encode())
+
+
+async def test_a_whole_body_reaches_the_provider_unchanged_to_the_byte(vhost) -> None:
+    """Unknown and beta fields, tools, system, images, thinking: none of our business."""
+    raw = ("  " + json.dumps(WHOLE, ensure_ascii=False, indent=2).replace("1.5", "1.500") + "\n").encode()
+    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+        reply = await app.ask(raw, headers={"anthropic-beta": "context-1m-2026-08-07,files-api-2026-04-14"})
+        assert [block["type"] for block in reply.json["content"]] == ["thinking", "tool_use"]
+        assert home.api.calls[0].body == raw
+        assert home.api.calls[0].headers["anthropic-beta"] == "context-1m-2026-08-07,files-api-2026-04-14"
+        assert "x-stainless-retry-count" not in home.api.calls[0].headers or (
+            home.api.calls[0].headers["x-stainless-retry-count"] == "0"
+        )
+
+
+@pytest.mark.parametrize(
+    ("lane", "model"),
+    [("critical", "claude-sonnet-5-5"), ("normal", "claude-sonnet-5-5"), ("batch", "claude-haiku-5-5")],
+)
+async def test_model_and_max_tokens_default_by_lane_and_what_is_given_stands(vhost, lane, model) -> None:
+    async with house(vhost.amqp_url, lanes={lane: {"max_tokens": 77}}) as home, requester(vhost.amqp_url) as app:
+        filled = await app.ask(
+            {"messages": [{"role": "user", "content": "a"}], "x": [0.1, 1e22]}, key=f"{lane}.tests.ask"
+        )
+        given = await app.ask(
+            {"prompt": "b", "system": "S", "model": "claude-opus-5", "max_tokens": 5}, key=f"{lane}.x"
+        )
+
+        assert filled.headers["x-lane-name"] == lane
+        assert filled.headers["x-lane-model"] == model
+        sent, short = (json.loads(call.body) for call in home.api.calls)
+        assert sent == {
+            "messages": [{"role": "user", "content": "a"}],
+            "x": [0.1, 1e22],
+            "model": model,
+            "max_tokens": 77,
+        }
+        assert given.headers["x-lane-model"] == "claude-opus-5"
+        assert short == {
+            "model": "claude-opus-5",
+            "max_tokens": 5,
+            "system": "S",
+            "messages": [{"role": "user", "content": "b"}],
+        }
+
+
+async def test_a_gzipped_body_is_unpacked(vhost) -> None:
+    packed = gzip.compress(json.dumps({"prompt": "squeezed " + "a" * 100_000}).encode())
+    async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
+        reply = await app.ask(packed, content_encoding="gzip", content_type="application/json")
+        assert reply.text.startswith("echo: squeezed aaa")
+
+
+async def test_a_request_without_message_id_is_given_one(vhost) -> None:
+    async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
+        first, second = await app.ask({"prompt": "a"}), await app.ask({"prompt": "b"})
+        assert len({first.headers["x-lane-request-id"], second.headers["x-lane-request-id"], ""}) == 3
+
+
+async def test_direct_reply_to_is_answered(vhost) -> None:
+    async with house(vhost.amqp_url), requester(vhost.amqp_url, direct=True) as app:
+        ids = [await app.publish({"prompt": f"question {n}"}) for n in range(20)]
+        assert [(await app.final(each)).text for each in ids] == [f"echo: question {n}" for n in range(20)]
+
+
+async def test_a_queue_of_the_applications_own_is_answered(vhost) -> None:
+    async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
+        for name in ("shop.answers", "lane.reply.shop"):
+            await app.channel.queue_declare(name, durable=True)
+            await app.publish({"prompt": "hello"}, reply_to=name)
+            await until(lambda name=name: app.depth(name))
+
+
+async def test_fire_and_forget_is_worked_and_acknowledged(vhost) -> None:
+    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+        await app.read_events()
+        await app.publish({"prompt": "tell nobody"}, reply_to=None, correlation_id="c", message_id="quiet")
+        await until(lambda: app.events_of("quiet") == ["started", "completed"])
+        assert len(home.calls("tell nobody")) == 1
+        await until(lambda: _is_empty(app))
+
+
+async def test_every_one_of_many_gets_its_own_answer_once(vhost) -> None:
+    async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
+        lanes = ("critical", "normal", "batch")
+        asked = {
+            await app.publish(
+                {"prompt": f"n{n}"}, key=f"{lanes[n % 3]}.tests.ask", message_id=uuid.uuid4().hex
+            ): f"echo: n{n}"
+            for n in range(150)
+        }
+        answered = {each: (await app.final(each)).text for each in asked}
+        assert answered == asked
+        assert all(len(app.replies[each]) == 1 for each in asked)
+
+
+async def test_a_client_that_can_only_write_strings_in_headers_is_understood(vhost) -> None:
+    async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
+        headers = {"x-lane-deadline-ms": "5000", "x-lane-stream": "false", "x-lane-no-batch": "true"}
+        assert (await app.ask({"prompt": "hello"}, headers=headers)).status == "ok"
+
+
+async def _is_empty(app) -> bool:
+    depths = [await app.depth(f"lane.{queue}") for queue in ("critical", "critical.due", "fallen", "dead")]
+    return not any(depths)

@@ -1,0 +1,160 @@
+"""What cannot succeed is answered with a problem document, and parked with its cause."""
+
+import json
+
+import pytest
+
+from tests.support.house import house
+from tests.support.requester import requester
+from tests.support.waiting import until
+
+
+async def test_after_all_attempts_the_requester_is_told_and_the_request_is_parked_with_its_errors(vhost) -> None:
+    async with (
+        house(vhost.amqp_url, lanes={"critical": {"max_attempts": 7}}) as home,
+        requester(vhost.amqp_url) as app,
+    ):
+        await app.read_dead()
+        await app.read_events()
+        faults = "[[fault: overloaded x2]] [[fault: server_error x3]] [[fault: html x1]] [[fault: unavailable]]"
+        body = {"prompt": f"hopeless {faults}"}
+        reply = await app.ask(body, message_id="x-1", headers={"x-app": "mine"}, app_id="shop", priority=7)
+
+        assert reply.status == "error"
+        assert reply.headers["x-lane-attempt"] == 7
+        document = reply.json
+        assert document == {
+            "type": "urn:lanekeeper:problem:attempts-exhausted",
+            "title": "All attempts failed",
+            "status": 502,
+            "detail": document["detail"],
+            "code": "attempts_exhausted",
+            "request": "x-1",
+            "attempts": 7,
+            "retryable": True,
+        }
+        assert "503" in document["detail"]
+        assert "hopeless" not in document["detail"]
+        assert len(home.api.calls) == 7
+
+        dead = await app.buried("x-1")
+        assert json.loads(dead.body) == body
+        assert dead.routing_key == "critical.tests.ask"
+        assert dead.headers["x-lane-dead-code"] == "attempts_exhausted"
+        assert dead.headers["x-lane-dead-detail"] == document["detail"]
+        assert dead.headers["x-lane-dead-at"].endswith("Z")
+        assert dead.headers["x-lane-attempt"] == 7
+        assert dead.headers["x-lane-routing-key"] == "critical.tests.ask"
+        assert dead.headers["x-app"] == "mine"
+        errors = dead.headers["x-lane-errors"]
+        assert len(errors) == 5
+        assert [word in error for word, error in zip(("503", "502", "500", "500", "500"), errors, strict=True)] == [
+            True
+        ] * 5, errors
+        properties = dead.properties
+        assert (properties.app_id, properties.priority, properties.reply_to) == ("shop", 7, app.reply_to)
+        assert properties.correlation_id == reply.properties.correlation_id
+        assert not [name for name in dead.headers if name.startswith(("x-death", "lane-d", "x-first-death"))]
+        await until(lambda: app.events_of("x-1")[-1:] == ["dead"])
+        assert app.events_of("x-1") == [*["started", "retrying"] * 6, "started", "failed", "dead"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "status"),
+    [
+        ("invalid", 400),
+        ("usage_limit", 400),
+        ("authentication", 401),
+        ("billing", 402),
+        ("permission", 403),
+        ("not_found", 404),
+        ("too_large", 413),
+        ("spend_limit", 429),
+    ],
+)
+async def test_what_the_provider_refuses_for_good_is_never_tried_again(vhost, fault, status) -> None:
+    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+        await app.read_dead()
+        for stream in (False, True):
+            reply = await app.ask(
+                {"prompt": f"no {stream} [[fault: {fault}]]"},
+                headers={"x-lane-stream": stream},
+                message_id=f"never-{stream}",
+            )
+            assert reply.code == "provider_rejected"
+            assert reply.json["status"] == status
+            assert reply.json["attempts"] == 1
+            assert reply.json["retryable"] is False
+            assert len(home.calls(f"no {stream}")) == 1
+            assert (await app.buried(f"never-{stream}")).headers["x-lane-dead-code"] == "provider_rejected"
+        assert (await app.ask({"prompt": "next"})).status == "ok"
+        assert len(home.api.calls) == 3
+
+
+async def test_a_key_without_a_lane_is_answered_and_parked(vhost) -> None:
+    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+        await app.read_dead()
+        for key in ("urgent.tests.ask", "Critical.tests.ask", "lane.critical", "", "critical-x.y"):
+            name = f"lost-{len(key)}"
+            reply = await app.ask({"prompt": "where to?"}, key=key, message_id=name)
+            assert reply.code == "unroutable"
+            assert reply.json["status"] == 404
+            assert "critical" in reply.json["detail"]
+            assert reply.headers["x-lane-request-id"] == name
+            dead = await app.buried(name)
+            assert dead.routing_key == key
+            assert dead.headers["x-lane-routing-key"] == key
+        assert not home.api.calls
+        assert await app.depth("lane.fallen") == 0
+
+
+async def test_what_was_written_past_the_exchange_is_refused_and_parked(vhost) -> None:
+    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+        await app.read_dead()
+        forged = {"x-lane-attempt": 1, "x-lane-user-id": "boss"}
+        for queue in ("lane.critical", "lane.critical.due", "lane.batch"):
+            reply = await app.ask({"prompt": "sneaky"}, exchange="", key=queue, message_id=queue, headers=forged)
+            assert reply.code == "invalid_request"
+            assert "lane.requests" in reply.json["detail"]
+            dead = await app.buried(queue)
+            assert dead.headers["x-lane-dead-code"] == "invalid_request"
+            assert "x-lane-user-id" not in dead.headers
+        assert not home.api.calls
+        assert home.is_well
+
+
+async def test_a_dead_letter_published_again_as_it_is_runs(vhost) -> None:
+    async with house(vhost.amqp_url, lanes={"critical": {"max_attempts": 2}}) as home, requester(vhost.amqp_url) as app:
+        await app.read_dead()
+        for word, fault in (("unlucky", "server_error x2"), ("refused", "authentication x1")):
+            asked = await app.publish({"prompt": f"{word} [[fault: {fault}]]"}, message_id=word, expiration="60000")
+            assert (await app.final(asked)).status == "error"
+            dead = await app.buried(word)
+            assert dead.headers["x-lane-expiration"] == "60000"
+            assert dead.properties.expiration in (None, "")
+            await app.channel.basic_publish(
+                dead.body,
+                exchange="lane.requests",
+                routing_key=dead.headers["x-lane-routing-key"],
+                properties=dead.properties,
+            )
+            await until(lambda asked=asked: len(app.finals(asked)) == 2)
+            again = app.finals(asked)[1]
+            assert again.status == "ok"
+            assert again.headers["x-lane-attempt"] == 1
+            assert again.headers["x-lane-request-id"] == word
+        assert len(home.api.calls) == 5
+
+
+async def test_a_model_that_the_lane_does_not_allow_is_refused(vhost) -> None:
+    only = {"critical": {"models": ("claude-sonnet-5-5", "claude-haiku-5-5")}}
+    async with house(vhost.amqp_url, lanes=only) as home, requester(vhost.amqp_url) as app:
+        await app.read_dead()
+        reply = await app.ask({"prompt": "x", "model": "claude-opus-5-5"}, message_id="dear")
+        assert (reply.code, reply.json["status"]) == ("forbidden_model", 403)
+        assert "claude-haiku-5-5, claude-sonnet-5-5" in reply.json["detail"]
+        await app.buried("dear")
+        twice = b'{"model":"claude-haiku-5-5","model":"claude-opus-5-5","messages":[{"role":"user","content":"x"}]}'
+        assert (await app.ask(twice)).code == "invalid_request"
+        assert (await app.ask({"prompt": "x", "model": "claude-haiku-5-5"})).status == "ok"
+        assert len(home.api.calls) == 1

@@ -1,0 +1,100 @@
+"""A failed attempt is tried again by itself, and what comes back goes ahead of its peers."""
+
+import asyncio
+import itertools
+
+import pytest
+
+from tests.support.house import house
+from tests.support.requester import requester
+from tests.support.waiting import until
+
+SLOW = "[[latency: 150ms]]"
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "server_error",
+        "unavailable",
+        "overloaded",
+        "html",
+        "reset",
+        "truncated",
+        "cut",
+        "broken_json",
+        "not_a_message",
+        "unfinished",
+        "rate_limited retry_after=none",
+    ],
+)
+async def test_a_failure_that_passes_is_retried_then_answered(vhost, fault) -> None:
+    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+        await app.read_events()
+        reply = await app.ask({"prompt": f"try [[fault: {fault} x2]]"}, message_id="r-1")
+        assert reply.status == "ok", reply
+        assert reply.headers["x-lane-attempt"] == 3
+        assert reply.headers["x-lane-request-id"] == "r-1"
+        assert len(home.api.calls) == 3
+        await until(lambda: "completed" in app.events_of("r-1"))
+        assert app.events_of("r-1") == ["started", "retrying", "started", "retrying", "started", "completed"]
+
+
+async def test_an_attempt_that_hangs_is_cut_at_the_lanes_limit_and_tried_again(vhost) -> None:
+    async with (
+        house(vhost.amqp_url, lanes={"critical": {"call_timeout_s": 0.5}}) as home,
+        requester(vhost.amqp_url) as app,
+    ):
+        reply = await app.ask({"prompt": "wake up [[fault: hang x1]]"})
+        assert reply.headers["x-lane-attempt"] == 2
+        first, second = home.api.calls
+        assert 0.45 < second.started_s - first.started_s < 3
+        assert first.outcome == "client_gone" or first.status == 0
+
+
+async def test_what_comes_back_from_a_retry_goes_ahead_of_its_peers(vhost) -> None:
+    """The lane is full of requests of the highest priority; the one that failed does not queue up behind them."""
+    async with house(vhost.amqp_url, lanes={"batch": {"slots": 1}}) as home, requester(vhost.amqp_url) as app:
+        backlog = [
+            await app.publish({"prompt": f"peer {n:02d} {SLOW}"}, key="batch.tests.fill", priority=9) for n in range(4)
+        ]
+        failing = await app.publish({"prompt": "urgent [[fault: server_error x2]]"}, key="batch.tests.fill", priority=9)
+        backlog += [
+            await app.publish({"prompt": f"peer {n:02d} {SLOW}"}, key="batch.tests.fill", priority=9)
+            for n in range(4, 24)
+        ]
+        final = await app.final(failing)
+        assert final.headers["x-lane-attempt"] == 3
+        assert sum(bool(app.finals(peer)) for peer in backlog) <= 12
+        for peer in backlog:
+            assert (await app.final(peer)).status == "ok"
+        order = [call.prompt.split(" [[")[0] for call in home.api.calls]
+        peers = [words for words in order if words.startswith("peer")]
+        assert peers == sorted(peers), "what was published first is worked first"
+
+
+async def test_a_rate_limit_is_waited_for_as_the_provider_told(vhost) -> None:
+    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+        reply = await app.ask({"prompt": "patience [[fault: rate_limited retry_after=2 x1]]"})
+        first, second = home.api.calls
+        assert reply.headers["x-lane-attempt"] == 2
+        assert 2.0 <= second.started_s - first.started_s < 3.2
+        assert reply.headers["x-lane-wait-ms"] >= 2000
+
+
+async def test_an_overload_backs_off_exponentially(vhost) -> None:
+    async with house(vhost.amqp_url, retry={"base_s": 0.4, "cap_s": 10}) as home, requester(vhost.amqp_url) as app:
+        reply = await app.ask({"prompt": "busy [[fault: overloaded x3]]"})
+        assert reply.headers["x-lane-attempt"] == 4
+        gaps = [later.started_s - earlier.started_s for earlier, later in itertools.pairwise(home.api.calls)]
+        for gap, step_s in zip(gaps, (0.4, 0.8, 1.6), strict=True):
+            assert step_s / 2 <= gap < step_s + 0.6, gaps
+
+
+async def test_the_lane_works_on_while_one_waits_for_its_retry(vhost) -> None:
+    async with house(vhost.amqp_url, lanes={"critical": {"slots": 1}}), requester(vhost.amqp_url) as app:
+        waiting = await app.publish({"prompt": "later [[fault: rate_limited retry_after=2 x1]]"})
+        others = await asyncio.gather(*(app.ask({"prompt": f"now {n}"}, within_s=1.9) for n in range(5)))
+        assert [each.status for each in others] == ["ok"] * 5
+        assert not app.finals(waiting)
+        assert (await app.final(waiting)).status == "ok"

@@ -1,0 +1,114 @@
+"""A request that streams gets its parts as they come, and a final reply that equals them put together."""
+
+import json
+
+import pytest
+
+from service.simulated.options import SimulatedOptions
+from tests.support.house import house
+from tests.support.requester import requester
+from tests.support.waiting import until
+
+
+def put_together(events: list[dict]) -> dict:
+    """Anthropic's stream as a client reads it (their documentation), nothing of ours."""
+    message: dict = {}
+    arguments: dict[int, str] = {}
+    for event in events:
+        match event["type"]:
+            case "message_start":
+                message = event["message"]
+            case "content_block_start":
+                message["content"].append(dict(event["content_block"]))
+            case "content_block_delta":
+                block, delta = message["content"][event["index"]], event["delta"]
+                match delta["type"]:
+                    case "text_delta":
+                        block["text"] += delta["text"]
+                    case "thinking_delta":
+                        block["thinking"] += delta["thinking"]
+                    case "signature_delta":
+                        block["signature"] = delta["signature"]
+                    case "input_json_delta":
+                        arguments[event["index"]] = arguments.get(event["index"], "") + delta["partial_json"]
+            case "content_block_stop":
+                if event["index"] in arguments:
+                    message["content"][event["index"]]["input"] = json.loads(arguments[event["index"]])
+            case "message_delta":
+                message.update(event["delta"])
+                message["usage"].update(event["usage"])
+    return message
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {},
+        {"thinking": {"type": "enabled", "budget_tokens": 50}},
+        {"tools": [{"name": "look", "input_schema": {"type": "object", "required": ["at"]}}]},
+    ],
+    ids=["text", "thinking", "tool"],
+)
+async def test_parts_come_in_order_and_the_final_reply_equals_them(vhost, extra) -> None:
+    body = {"messages": [{"role": "user", "content": "tell me a “story” 🦊"}], **extra}
+    async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
+        asked = await app.publish(body, headers={"x-lane-stream": True}, message_id="s-1")
+        final = await app.final(asked)
+        parts = app.parts(asked)
+
+        assert app.replies[asked][-1] is final
+        assert [part.headers["x-lane-seq"] for part in parts] == list(range(len(parts)))
+        assert {part.headers["x-lane-part"] for part in parts} == {"event"}
+        assert {part.headers["x-lane-request-id"] for part in parts} == {"s-1"}
+        assert {part.properties.delivery_mode for part in parts} == {1}
+        events = [part.json for part in parts]
+        assert events[0]["type"] == "message_start"
+        assert events[-1]["type"] == "message_stop"
+        assert sum(event["type"] == "content_block_delta" for event in events) > 2
+        assert final.status == "ok"
+        assert final.json == put_together(events)
+
+
+async def test_parts_leave_as_the_provider_sends_them_and_not_at_the_end(vhost) -> None:
+    async with house(vhost.amqp_url, simulated=SimulatedOptions(latency_ms=600)), requester(vhost.amqp_url) as app:
+        asked = await app.publish({"prompt": "slowly, please"}, headers={"x-lane-stream": True})
+        final = await app.final(asked)
+        times = [part.at_s for part in app.parts(asked)]
+        assert final.at_s - times[0] > 0.35
+        assert times[-1] - times[0] > 0.35
+
+
+async def test_a_stream_without_anybody_to_read_it_is_answered_all_the_same(vhost) -> None:
+    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+        await app.read_events()
+        await app.publish({"prompt": "x"}, reply_to=None, headers={"x-lane-stream": True}, message_id="s-2")
+        await until(lambda: "completed" in app.events_of("s-2"))
+        assert len(home.api.calls) == 1
+
+
+async def test_an_answer_that_may_take_longer_than_ten_minutes_is_streamed_but_answered_whole(vhost) -> None:
+    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+        asked = await app.publish({"prompt": "a long one", "max_tokens": 21_334})
+        final = await app.final(asked)
+        assert final.text == "echo: a long one"
+        assert final.json["stop_reason"] == "end_turn"
+        assert app.parts(asked) == []
+        assert home.api.calls[0].stream
+
+
+async def test_body_and_header_may_both_say_stream_but_must_agree(vhost) -> None:
+    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+        both = await app.publish({"prompt": "x", "stream": True}, headers={"x-lane-stream": True})
+        assert (await app.final(both)).status == "ok"
+        assert app.parts(both)
+        odd = await app.ask({"prompt": "x", "stream": True})
+        assert odd.code == "invalid_request"
+        assert "x-lane-stream" in odd.json["detail"]
+        assert len(home.api.calls) == 1
+
+
+async def test_a_stream_over_direct_reply_to(vhost) -> None:
+    async with house(vhost.amqp_url), requester(vhost.amqp_url, direct=True) as app:
+        asked = await app.publish({"prompt": "hello there, how are you"}, headers={"x-lane-stream": True})
+        final = await app.final(asked)
+        assert final.json == put_together([part.json for part in app.parts(asked)])

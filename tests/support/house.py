@@ -1,0 +1,82 @@
+"""A worker of ours in the test's own process, with a simulated provider behind it, for one virtual host.
+
+    async with house(vhost.amqp_url) as home:
+        …                               publish to `vhost.amqp_url`; `home.api.calls` is what the provider saw
+
+Nothing of the environment gets in: every setting is the default, or given here. Retries are quick unless told otherwise.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import SecretStr
+
+from service import worker
+from service.assembly import Parts, assemble
+from service.settings import Settings
+from service.simulated.app import SimulatedAPI
+from service.simulated.calls import Call
+from service.simulated.options import SimulatedOptions
+from tests.support.waiting import until
+
+READY_S = 30
+QUICK = {"base_s": 0.05, "cap_s": 0.2}
+
+
+@dataclass
+class House:
+    """A worker at work."""
+
+    settings: Settings
+    api: SimulatedAPI
+    parts: Parts
+    _stop: asyncio.Event = field(default_factory=asyncio.Event)
+    _losses: list["asyncio.Future[str]"] = field(default_factory=list)
+
+    def calls(self, words: str) -> list[Call]:
+        """The provider's calls whose prompt has these words."""
+        return [call for call in self.api.calls if words in call.prompt]
+
+    @property
+    def is_well(self) -> bool:
+        """Every queue is consumed, over the connections that it began with."""
+        return not self.losses and all(trouble is None for trouble in self.parts.reasons().values())
+
+    @property
+    def losses(self) -> list[str]:
+        """Why connections were lost; empty while none was."""
+        return [loss.result() for loss in self._losses if loss.done()]
+
+
+@asynccontextmanager
+async def house(
+    url: str,
+    *,
+    simulated: SimulatedOptions | None = None,
+    lanes: Mapping[str, Mapping[str, Any]] | None = None,
+    retry: Mapping[str, float] | None = None,
+    works: tuple[str, ...] = (),
+    **settings: Any,
+) -> AsyncIterator[House]:
+    """A worker that is ready; stopped well at the end, and what went wrong in it is raised then."""
+    async with SimulatedAPI(simulated) as api:
+        made = Settings(
+            amqp_url=SecretStr(url),
+            anthropic_api_key=SecretStr("sk-ant-simulated"),
+            anthropic_base_url=SecretStr(api.base_url),
+            lanes={} if lanes is None else lanes,
+            retry=QUICK if retry is None else retry,
+            **settings,
+        )
+        async with assemble(made, lanes=works, declares=True) as parts:
+            home = House(made, api, parts, _losses=[parts.consuming.loss, parts.publishing.loss])
+            working = asyncio.create_task(worker.run(parts, stop=home._stop, grace_s=5), name="worker")
+            try:
+                await until(lambda: working.done() or home.is_well, within_s=READY_S)
+                yield home
+            finally:
+                home._stop.set()
+                await asyncio.wait_for(working, timeout=20)

@@ -1,0 +1,244 @@
+"""An application that uses Lanekeeper over plain AMQP: nothing of ours is in it but the contract.
+
+    async with requester(url) as app:
+        reply = await app.ask({"prompt": "hello"}, key="critical.tests.ask")
+        assert reply.status == "ok"
+
+Raw frames (`publish_raw`) say what no client library would.
+"""
+
+import asyncio
+import json
+import struct
+import uuid
+from collections import defaultdict
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiormq
+from aiormq.abc import ChannelFrame, DeliveredMessage
+from aiormq.channel import Channel
+from pamqp.commands import Basic
+
+from tests.support.waiting import until
+
+NAMESPACE = "lane"
+FINAL_S = 15.0
+FRAME_END = b"\xce"
+
+
+@dataclass(frozen=True)
+class Got:
+    """A message that came: a reply, a dead letter, an event."""
+
+    body: bytes
+    headers: Mapping[str, Any]
+    properties: Basic.Properties
+    routing_key: str
+    at_s: float
+    """`loop.time()` of its arrival."""
+
+    @classmethod
+    def of(cls, delivered: DeliveredMessage) -> "Got":
+        return cls(
+            body=delivered.body,
+            headers=delivered.header.properties.headers or {},
+            properties=delivered.header.properties,
+            routing_key=delivered.delivery.routing_key or "",
+            at_s=asyncio.get_running_loop().time(),
+        )
+
+    @property
+    def status(self) -> str | None:
+        return self.headers.get("x-lane-status")
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def text(self) -> str:
+        """The text of a Message."""
+        return "".join(block.get("text", "") for block in self.json["content"])
+
+    @property
+    def code(self) -> str:
+        """The code of a problem document."""
+        assert self.properties.content_type == "application/problem+json", self
+        return str(self.json["code"])
+
+
+class Requester:
+    """One connection, one reply queue; replies are kept by correlation id."""
+
+    def __init__(self, connection: aiormq.Connection, channel: Channel, *, namespace: str) -> None:
+        self.connection = connection
+        self.channel = channel
+        self.namespace = namespace
+        self.reply_to = ""
+        self.replies: dict[str, list[Got]] = defaultdict(list)
+        """Everything that came, parts included, in order, by correlation id."""
+        self.dead: list[Got] = []
+        """Dead letters, once `read_dead` was called."""
+        self.events: list[Got] = []
+        """Life-cycle events, once `read_events` was called."""
+
+    async def publish(
+        self,
+        body: Any,
+        *,
+        key: str = "critical.tests.ask",
+        headers: Mapping[str, Any] | None = None,
+        exchange: str | None = None,
+        mandatory: bool = False,
+        **properties: Any,
+    ) -> str:
+        """Publish, confirmed; returns the correlation id. `body`: JSON is made of what is not bytes.
+
+        Properties that are not given: a fresh correlation id, persistent, our reply queue. None leaves one out.
+        """
+        given = {"reply_to": self.reply_to, "correlation_id": uuid.uuid4().hex, "delivery_mode": 2, **properties}
+        await self.channel.basic_publish(
+            body if isinstance(body, bytes) else json.dumps(body).encode(),
+            exchange=f"{self.namespace}.requests" if exchange is None else exchange,
+            routing_key=key,
+            properties=Basic.Properties(headers=dict(headers) if headers else None, **given),
+            mandatory=mandatory,
+            timeout=10,
+        )
+        return str(given["correlation_id"])
+
+    async def ask(self, body: Any, *, within_s: float = FINAL_S, **how: Any) -> Got:
+        """Publish, and wait for the final reply."""
+        return await self.final(await self.publish(body, **how), within_s=within_s)
+
+    async def final(self, correlation_id: str, *, within_s: float = FINAL_S) -> Got:
+        """The final reply, as soon as it is there."""
+        await until(lambda: self.finals(correlation_id), within_s=within_s)
+        return self.finals(correlation_id)[0]
+
+    def finals(self, correlation_id: str) -> list[Got]:
+        return [each for each in self.replies[correlation_id] if each.status is not None]
+
+    def parts(self, correlation_id: str) -> list[Got]:
+        return [each for each in self.replies[correlation_id] if each.status is None]
+
+    async def read_dead(self) -> None:
+        """Read what is parked from now on (and what is parked already), and leave it there."""
+        await self._consume(f"{self.namespace}.dead", self.dead)
+
+    async def read_events(self) -> None:
+        """Read life-cycle events from now on."""
+        queue = (await self.channel.queue_declare(exclusive=True)).queue or ""
+        await self.channel.queue_bind(queue, f"{self.namespace}.events", "#")
+        await self._consume(queue, self.events)
+
+    async def buried(self, message_id: str, *, within_s: float = FINAL_S) -> Got:
+        """The dead letter of a request, as soon as it is there."""
+        found = await until(lambda: self.dead_of(message_id), within_s=within_s)
+        return found[0]
+
+    def dead_of(self, message_id: str) -> list[Got]:
+        return [each for each in self.dead if each.properties.message_id == message_id]
+
+    def events_of(self, message_id: str) -> list[str]:
+        """The names of a request's events, in order."""
+        return [each.json["event"] for each in self.events if each.json["id"] == message_id]
+
+    async def depth(self, queue: str) -> int:
+        """Messages that are ready in a queue."""
+        declared = await self.channel.queue_declare(queue, passive=True)
+        return declared.message_count or 0
+
+    async def _consume(self, queue: str, into: list[Got]) -> None:
+        async def keep(delivered: DeliveredMessage) -> None:
+            into.append(Got.of(delivered))
+
+        channel = await self.connection.channel()
+        await channel.basic_consume(queue, keep)
+
+    async def _keep_reply(self, delivered: DeliveredMessage) -> None:
+        got = Got.of(delivered)
+        self.replies[got.properties.correlation_id or ""].append(got)
+
+    async def publish_raw(
+        self, body: bytes, *, key: bytes, properties: bytes, exchange: bytes | None = None, size: int | None = None
+    ) -> None:
+        """Publish frames made by hand, without a confirm. `properties`: flags and values, as on the wire.
+
+        When it returns the broker has read them; it raises what the broker closed the channel with.
+        """
+        channel = await self.connection.channel(publisher_confirms=False)
+        to = f"{self.namespace}.requests".encode() if exchange is None else exchange
+        publish = struct.pack(">HHH", 60, 40, 0) + short(to) + short(key) + b"\x00"
+        header = struct.pack(">HHQ", 60, 0, len(body) if size is None else size) + properties
+        frames = frame(1, channel.number, publish) + frame(2, channel.number, header)
+        for at in range(0, len(body), 100_000):
+            frames += frame(3, channel.number, body[at : at + 100_000])
+        await channel.write_queue.put(ChannelFrame(payload=frames, should_close=False))
+        await channel.queue_declare(self.reply_to, passive=True)
+        await channel.close()
+
+
+def frame(kind: int, channel: int, payload: bytes) -> bytes:
+    """One AMQP frame: 1 a method, 2 a header, 3 a body."""
+    return struct.pack(">BHI", kind, channel, len(payload)) + payload + FRAME_END
+
+
+def short(text: bytes) -> bytes:
+    """A short string, of whatever bytes."""
+    return bytes([len(text)]) + text
+
+
+def table(*fields: tuple[bytes, bytes]) -> bytes:
+    """A field table of names and values; a value is a type's letter and what follows it."""
+    content = b"".join(short(name) + value for name, value in fields)
+    return struct.pack(">I", len(content)) + content
+
+
+FLAGS = {
+    "content_type": 15,
+    "content_encoding": 14,
+    "headers": 13,
+    "delivery_mode": 12,
+    "priority": 11,
+    "correlation_id": 10,
+    "reply_to": 9,
+    "expiration": 8,
+    "message_id": 7,
+    "timestamp": 6,
+    "type": 5,
+    "user_id": 4,
+    "app_id": 3,
+}
+
+
+def raw_properties(**given: bytes) -> bytes:
+    """Properties as on the wire: short strings as their bytes, everything else encoded already."""
+    flags = 0
+    values = b""
+    for name, bit in FLAGS.items():
+        if name in given:
+            flags |= 1 << bit
+            whole = name in ("headers", "delivery_mode", "priority", "timestamp")
+            values += given[name] if whole else short(given[name])
+    return struct.pack(">H", flags) + values
+
+
+@asynccontextmanager
+async def requester(url: str, *, namespace: str = NAMESPACE, direct: bool = False) -> AsyncIterator[Requester]:
+    """An application with a reply queue of its own that the broker named, or (`direct`) with direct reply-to."""
+    connection = await aiormq.connect(f"{url}?heartbeat=30&name=requester")
+    try:
+        channel = await connection.channel(publisher_confirms=True, on_return_raises=True)
+        app = Requester(connection, channel, namespace=namespace)  # type: ignore[arg-type]
+        if direct:
+            app.reply_to = "amq.rabbitmq.reply-to"
+        else:
+            app.reply_to = (await channel.queue_declare(exclusive=True)).queue or ""
+        await channel.basic_consume(app.reply_to, app._keep_reply, no_ack=True)
+        yield app
+    finally:
+        await connection.close(timeout=5)

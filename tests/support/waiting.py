@@ -1,0 +1,22 @@
+"""Waiting for what is to come true, instead of sleeping and hoping."""
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+LOOK_EVERY_S = 0.01
+
+
+async def until(holds: Callable[[], Any] | Callable[[], Awaitable[Any]], *, within_s: float = 10) -> Any:
+    """What `holds` gives as soon as it is true. Raises AssertionError with what it gave last."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + within_s
+    while True:
+        found = holds()
+        if inspect.isawaitable(found):
+            found = await found
+        if found:
+            return found
+        assert loop.time() < end, f"not within {within_s:g} s; last: {found!r}"
+        await asyncio.sleep(LOOK_EVERY_S)
