@@ -12,7 +12,7 @@ def demo(config: options.Config = None, sets: options.Set = None) -> None:
     A broker of its own and a simulated provider are started for it, and end with it. Exit code 0 only if every
     request was answered right.
     """
-    from service.demo import story
+    from service.demo.story import run
 
-    if not story.run(options.settings_of(config, sets)):
+    if not run(options.settings_of(config, sets)):
         raise typer.Exit(FAILED)

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import sys
 import traceback
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
 
 from service import redaction
@@ -49,7 +49,14 @@ def told(error: BaseException, *, debug: bool) -> int:
 
 def _innermost(error: BaseException) -> BaseException:
     """Task groups wrap what happened; of several errors the first of ours tells most."""
-    while isinstance(error, BaseExceptionGroup):
-        ours = [each for each in error.exceptions if not isinstance(each, asyncio.CancelledError)]
-        error = next((each for each in ours if isinstance(each, LanekeeperError)), (ours or error.exceptions)[0])
-    return error
+    leaves = list(_leaves(error))
+    real = [each for each in leaves if not isinstance(each, asyncio.CancelledError)]
+    return next((each for each in real if isinstance(each, LanekeeperError)), (real or leaves)[0])
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for each in error.exceptions:
+            yield from _leaves(each)
+    else:
+        yield error

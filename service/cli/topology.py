@@ -107,8 +107,9 @@ def export(
     from topology.export import definitions
 
     settings = options.settings_of(config, sets)
+    declared = _declared(settings, version)
     made = [] if no_users else broker_users.read(users or broker_users.DEFAULT, passwords)
-    _print_json(definitions(_declared(settings, version), vhost or settings.vhost, made))
+    _print_json(definitions(declared, vhost or settings.vhost, made))
 
 
 @app.command()

@@ -1,0 +1,226 @@
+"""The command line without a broker: exit codes, one clear line, help, and nothing heavy before it is needed."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from service.cli import main
+
+COMMANDS = ("demo", "serve", "consume", "send", "status", "check", "simulate")
+TOPOLOGY = ("show", "plan", "apply", "verify", "export", "diagram")
+NOWHERE = "amqp://guest:s3cret@127.0.0.1:1/"
+
+
+@pytest.fixture(autouse=True)
+def own_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in os.environ:
+        if name.startswith(("LANEKEEPER_", "ANTHROPIC_", "OTEL_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("LANEKEEPER_AMQP_URL", NOWHERE)
+    monkeypatch.setenv("TERMINAL_WIDTH", "200")
+
+
+def one_line(capsys: pytest.CaptureFixture[str]) -> str:
+    told = capsys.readouterr().err
+    assert told.startswith("lanekeeper: ")
+    assert told.count("\n") == 1
+    return told
+
+
+@pytest.mark.parametrize("command", [*([each] for each in COMMANDS), *(["topology", each] for each in TOPOLOGY)])
+def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run([*command, "--help"]) == 0
+    assert f"Usage: lanekeeper {' '.join(command)}" in capsys.readouterr().out
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("lanekeeper 0")
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = "import sys; from service.cli import main; main.run(['--help']); print(sorted(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
+    )
+    imported = set(eval(done.stdout.splitlines()[-1]))
+
+    assert not imported & {"anthropic", "aiohttp", "aiormq", "opentelemetry.sdk", "pydantic", "uvloop", "rich.live"}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ["nonsense"],
+        ["send"],
+        ["send", "--delay", "soon", "x"],
+        ["send", "--at", "2026-11-21T18:00:00", "x"],
+        ["send", "--lane", "urgent", "x"],
+        ["send", "--priority", "10", "x"],
+        ["status", "--set", "namespace"],
+        ["simulate", "--fault", "overloaded"],
+        ["simulate", "--fault", "overloaded=2"],
+        ["simulate", "--fault", "nonsense=0.5"],
+        ["topology", "show", "--for", "3.8"],
+        ["topology", "export", "--for", "4.3", "--user", "crm:king"],
+        ["topology", "export", "--for", "4.3", "--user", "crm:application:urgent"],
+        ["topology", "export", "--for", "4.3", "--user", "c.rm:application"],
+    ],
+)
+def test_bad_use_ends_with_2(line: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(line) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["gateway", "dead", "top", "cancel", "result"])
+def test_commands_of_later_versions_say_so(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run([name, "list", "--json"]) == 2
+    assert f"`{name}` is not available in this version" in one_line(capsys)
+
+
+@pytest.mark.parametrize(
+    "command", [["serve"], ["consume"], ["send", "x"], ["status"], ["topology", "plan"], ["topology", "show"]]
+)
+def test_a_wrong_setting_ends_every_command_with_one_line(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LANEKEEPER_LANES__BATCH__SLOTS", "0")
+
+    assert main.run(command) == 2
+    assert "LANEKEEPER_LANES__BATCH__SLOTS: found '0', allowed is" in one_line(capsys)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["serve", "--simulate", "--port", "0"],
+        ["consume", "--simulate", "--lane", "batch"],
+        ["send", "x"],
+        ["send", "--stream", "x"],
+        ["status"],
+        ["status", "--json"],
+        *(["topology", each] for each in ("show", "plan", "apply", "verify", "export")),
+    ],
+)
+def test_an_unreachable_broker_ends_every_command_with_one_line(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.run(command) == 1
+    told = one_line(capsys)
+    assert "no broker at 127.0.0.1:1" in told
+    assert "s3cret" not in told
+
+
+def test_check_tells_what_is_wrong_in_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["check", "--json"]) == 1
+    found = {each["what"]: each for each in json.loads(capsys.readouterr().out)}
+
+    assert found["settings"]["well"]
+    assert not found["broker"]["well"]
+    assert "ANTHROPIC_API_KEY is not set" in found["provider"]["text"]
+
+
+def test_check_tells_wrong_settings(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("LANEKEEPER_TYPO", "1")
+
+    assert main.run(["check"]) == 1
+    assert capsys.readouterr().out.startswith("wrong  settings     wrong setting: LANEKEEPER_TYPO: no such setting")
+
+
+def test_an_unexpected_error_is_one_line_and_a_traceback_only_on_demand(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("odd, at amqp://u:s3cret@host/\nand more")
+
+    monkeypatch.setattr("service.settings.load_settings", broken)
+
+    assert main.run(["status"]) == 1
+    told = one_line(capsys)
+    assert "unexpected RuntimeError" in told
+    assert "lanekeeper --debug" in told
+    assert "s3cret" not in told
+
+    assert main.run(["--debug", "status"]) == 1
+    told = capsys.readouterr().err
+    assert "Traceback" in told
+    assert "s3cret" not in told
+
+
+def test_errors_in_task_groups_are_told_by_what_is_in_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from topology.contract.problems import BrokerUnreachable
+
+    def broken(*_: object, **__: object) -> None:
+        raise ExceptionGroup("several", [ValueError("x"), ExceptionGroup("in", [BrokerUnreachable("gone")])])
+
+    monkeypatch.setattr("service.settings.load_settings", broken)
+
+    assert main.run(["status"]) == 1
+    assert "gone" in one_line(capsys)
+
+
+@pytest.mark.parametrize(("text", "why"), [(b"\xff", "not UTF-8"), (b" \n", "empty")])
+def test_standard_input_that_is_no_prompt_is_bad_use(
+    text: bytes, why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text)))
+
+    assert main.run(["send", "-"]) == 2
+    assert why in one_line(capsys)
+
+
+def test_set_comes_before_the_environment(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("LANEKEEPER_NAMESPACE", "one")
+
+    assert main.run(["topology", "show", "--for", "4.3", "--set", "namespace=two"]) == 0
+    assert "two.critical" in capsys.readouterr().out
+
+
+def test_a_configuration_file_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x.toml").write_text('namespace = "three"')
+
+    assert main.run(["topology", "diagram", "--config", "x.toml"]) == 0
+    assert "three.critical" in capsys.readouterr().out
+
+
+def test_the_topology_is_listed_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["topology", "show", "--for", "3.10", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+
+    queues = {queue["name"]: queue["arguments"] for queue in told["queues"]}
+    assert queues["lane.critical"]["x-max-priority"] == 9
+
+
+def test_export_makes_passwords_tells_them_once_and_prints_only_hashes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["topology", "export", "--for", "4.3", "--vhost", "prod", "--user", "crm:application:batch"]) == 0
+    out, err = capsys.readouterr()
+    definitions = json.loads(out)
+    password = err.strip().rpartition(": ")[2]
+
+    assert [user["name"] for user in definitions["users"]] == ["crm"]
+    assert definitions["vhosts"] == [{"name": "prod"}]
+    assert len(password) >= 24
+    assert password not in out
+
+
+def test_export_takes_passwords_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "passwords").write_text("worker:with:colon\n\noperator:x\ndeployer:y\n")
+
+    assert main.run(["topology", "export", "--for", "4.3", "--passwords", "passwords"]) == 0
+    out, err = capsys.readouterr()
+    assert [user["name"] for user in json.loads(out)["users"]] == ["worker", "operator", "deployer"]
+    assert err == ""
+
+
+def test_what_a_model_writes_cannot_steer_the_terminal() -> None:
+    from service.cli.send import printable
+
+    assert printable("a\x1b[2Jb\r\n\tç") == "a�[2Jb�\n\tç"

@@ -1,0 +1,66 @@
+"""Status: what several workers tell and what the queues hold, put together."""
+
+import json
+from typing import Any
+
+from service.status import merge
+from topology.broker.depth import Depth
+from topology.lanes import BATCH, CRITICAL
+from topology.names import Names
+
+NAMES = Names()
+LANES = (CRITICAL, BATCH)
+EMPTY = {f"lane.{lane}{suffix}": Depth(0, 0) for lane in ("critical", "batch") for suffix in ("", ".due")}
+
+
+def figures(**given: Any) -> dict[str, Any]:
+    none = {"slots": 16, "due_slots": 4, "running": 0, "answered": 0, "failed": 0, "retried": 0, "deferred": 0}
+    return {**none, "throughput_per_min": 0, "waits_ms": [], "runs_ms": [], **given}
+
+
+def test_figures_of_several_workers_are_added_up() -> None:
+    answers = [
+        {"worker": "b:2", "lanes": {"critical": figures(running=3, answered=10, throughput_per_min=5)}},
+        {"worker": "a:1", "lanes": {"critical": figures(running=1, answered=1, failed=2, retried=4)}},
+    ]
+
+    status = merge(answers, EMPTY, lanes=LANES, names=NAMES)
+
+    critical = status.lanes[0]
+    assert (critical.workers, critical.running, critical.slots) == (2, 4, 40)
+    assert (critical.answered, critical.failed, critical.retried, critical.throughput_per_min) == (11, 2, 4, 5)
+    assert status.workers == ("a:1", "b:2")
+
+
+def test_quantiles_are_those_of_all_waits_together() -> None:
+    answers = [
+        {"worker": "a", "lanes": {"critical": figures(waits_ms=list(range(1, 51)))}},
+        {"worker": "b", "lanes": {"critical": figures(waits_ms=list(range(51, 101)))}},
+    ]
+
+    critical = merge(answers, EMPTY, lanes=LANES, names=NAMES).lanes[0]
+
+    assert (critical.wait_p50_ms, critical.wait_p95_ms) == (50, 95)
+
+
+def test_a_lane_that_no_worker_answered_for_has_no_figures_but_its_depth() -> None:
+    found = {**EMPTY, "lane.batch": Depth(7, 2), "lane.batch.due": Depth(3, 1)}
+    answers = [{"worker": "a", "lanes": {"critical": figures()}}]
+
+    batch = merge(answers, found, lanes=LANES, names=NAMES).lanes[1]
+
+    assert (batch.depth, batch.consumers, batch.workers) == (10, 2, 0)
+    assert batch.running is batch.wait_p50_ms is batch.throughput_per_min is None
+
+
+def test_depths_that_may_not_be_seen_are_left_out() -> None:
+    critical = merge([], {}, lanes=LANES, names=NAMES).lanes[0]
+
+    assert critical.depth is critical.consumers is None
+
+
+def test_json_has_every_lane_and_worker() -> None:
+    told = json.loads(merge([], EMPTY, lanes=LANES, names=NAMES).as_json())
+
+    assert [lane["lane"] for lane in told["lanes"]] == ["critical", "batch"]
+    assert told["workers"] == []
