@@ -1,9 +1,9 @@
 """The delay cascade: any delay from 100 ms to a year as a chain of dead-letter hops, with no plugin and no timer.
 
 Level k has a headers exchange and a wait queue of one name; the queue holds a message for 100 ms * 2^k. A delay is a
-number of 100 ms units, and its binary digits say where the message waits: header `lane-dKK` is 1 to wait at level KK,
-0 to pass it by. It enters at the highest bit that is set (entering higher costs: 28 exchanges in a row take a third of
-the rate, facts.md, section 3), and each level hands on to the next lower one, the last to `lane.due`. No queue on the
+number of 100 ms units, and its binary digits say where the message waits: header `lane-dKK` is true to wait at level
+KK, false to pass it by. It enters at the highest bit that is set (entering at the top for nothing costs: 28 exchanges
+in a row took 63 % of the rate), and each level hands on to the next lower one, the last to `lane.due`. No queue on the
 way sets a dead-letter routing key, so that the key it was published with brings it to its lane's due queue.
 
     700 ms = 7 units = 111b:  lane.delay.02 (400 ms) → lane.delay.01 (200 ms) → lane.delay.00 (100 ms) → lane.due
@@ -28,7 +28,7 @@ class Hop:
     """Where a delayed message is published, and the headers it must carry beside its own."""
 
     exchange: str
-    headers: Mapping[str, int]
+    headers: Mapping[str, bool]
     """A bit for every level from the entry down, all present: a level without its bit routes to `lane.fallen`."""
 
 
@@ -41,7 +41,7 @@ def hop(delay_ms: int, names: Names) -> Hop:
         raise ValueError(f"a delay of {delay_ms} ms is longer than a year ({MAX_DELAY_MS} ms)")
     units = -(-max(delay_ms, 0) // UNIT_MS)
     entry = max(units.bit_length() - 1, 0)
-    return Hop(names.delay(entry), {names.delay_bit(level): units >> level & 1 for level in range(entry + 1)})
+    return Hop(names.delay(entry), {names.delay_bit(level): bool(units >> level & 1) for level in range(entry + 1)})
 
 
 def strip_bits(headers: Mapping[str, _V], names: Names) -> dict[str, _V]:
@@ -94,16 +94,20 @@ def queues(names: Names, *, quorum: Mapping[str, Value]) -> tuple[Queue, ...]:
 
 
 def bindings(names: Names) -> tuple[Binding, ...]:
-    """Per level: bit 1 to its wait queue, bit 0 to the next exchange."""
+    """Per level: true to its wait queue, false to the next exchange.
+
+    Booleans, because a number has one type when it is bound over AMQP and another when it comes from definitions: the
+    broker would keep both as two bindings, and neither be unbound by the other's client.
+    """
     return tuple(
         binding
         for level in range(LEVELS)
         for binding in (
-            Binding(names.delay(level), names.delay(level), "queue", "", _match(level, 1, names)),
-            Binding(names.delay(level), next_exchange(level, names), "exchange", "", _match(level, 0, names)),
+            Binding(names.delay(level), names.delay(level), "queue", "", _match(level, True, names)),
+            Binding(names.delay(level), next_exchange(level, names), "exchange", "", _match(level, False, names)),
         )
     )
 
 
-def _match(level: int, bit: int, names: Names) -> dict[str, Value]:
+def _match(level: int, bit: bool, names: Names) -> dict[str, Value]:
     return {"x-match": "all", names.delay_bit(level): bit}

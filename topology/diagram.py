@@ -61,7 +61,7 @@ def render(topology: Topology) -> str:
     wait["x-dead-letter-exchange"] = f"the next lower, at last {names.due_exchange}"
     lines += [f"  {cascade}: {_listed(wait)}", "", "bindings"]
     lines += [f"  {each.label}" for each in topology.bindings if not each.source.startswith(names.delay_prefix)]
-    lines += [f"  {cascade}: bit 1 to the wait queue, bit 0 to the next lower, at last {names.due_exchange}"]
+    lines += [f"  {cascade}: true to the wait queue, false to the next lower, at last {names.due_exchange}"]
     return "\n".join(lines)
 
 

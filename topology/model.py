@@ -37,7 +37,7 @@ class Queue:
     auto_delete: bool = False
     exclusive: bool = False
     policy: Arguments = field(default_factory=dict)
-    """What policies on the broker set beside the arguments; never declared, only found."""
+    """What policies on the broker set beside the arguments (seen some 5 s later); never declared, only found."""
 
     @property
     def type(self) -> str:
@@ -59,7 +59,7 @@ class Binding:
     def label(self) -> str:
         """One line that tells it from every other binding: `lane.due → queue lane.batch.due, key 'batch.#'`."""
         text = f"{self.source} → {self.destination_kind} {self.destination}, key {self.routing_key!r}"
-        matches = ", ".join(f"{key}={value}" for key, value in sorted(self.arguments.items()))
+        matches = ", ".join(f"{key}={str(value).lower()}" for key, value in sorted(self.arguments.items()))
         return f"{text}, {matches}" if matches else text
 
 

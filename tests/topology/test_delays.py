@@ -23,7 +23,7 @@ class Router:
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
 
-    def deliver(self, exchange: str, key: str, headers: Mapping[str, int]) -> tuple[list[str], int]:
+    def deliver(self, exchange: str, key: str, headers: Mapping[str, bool]) -> tuple[list[str], int]:
         """The queues that a message ends in, and the ms that it waited on its way."""
         waited = 0
         queues = self._queues(exchange, key, headers)
@@ -33,7 +33,7 @@ class Router:
             queues = self._queues(str(arguments["x-dead-letter-exchange"]), key, headers)
         return queues, waited
 
-    def _queues(self, exchange: str, key: str, headers: Mapping[str, int]) -> list[str]:
+    def _queues(self, exchange: str, key: str, headers: Mapping[str, bool]) -> list[str]:
         here = self._topology.exchange(exchange)
         matching = [
             each
@@ -52,10 +52,10 @@ class Router:
         ]
 
 
-def _matches(kind: str, binding: Binding, key: str, headers: Mapping[str, int]) -> bool:
+def _matches(kind: str, binding: Binding, key: str, headers: Mapping[str, bool]) -> bool:
     if kind == "headers":
         assert binding.arguments["x-match"] == "all"
-        return all(headers.get(name) == value for name, value in binding.arguments.items() if name != "x-match")
+        return all(headers.get(name) is value for name, value in binding.arguments.items() if name != "x-match")
     if kind == "topic":
         assert binding.routing_key.endswith("#")
         return binding.routing_key == "#" or key.split(".")[0] == binding.routing_key.removesuffix(".#")
@@ -92,13 +92,17 @@ def test_a_key_without_a_lane_falls_after_its_delay() -> None:
 @pytest.mark.parametrize(
     ("delay_ms", "exchange", "bits"),
     [
-        (-5, "lane.delay.00", {"lane-d00": 0}),
-        (0, "lane.delay.00", {"lane-d00": 0}),
-        (1, "lane.delay.00", {"lane-d00": 1}),
-        (100, "lane.delay.00", {"lane-d00": 1}),
-        (101, "lane.delay.01", {"lane-d01": 1, "lane-d00": 0}),
-        (700, "lane.delay.02", {"lane-d02": 1, "lane-d01": 1, "lane-d00": 1}),
-        (1600, "lane.delay.04", {"lane-d04": 1, "lane-d03": 0, "lane-d02": 0, "lane-d01": 0, "lane-d00": 0}),
+        (-5, "lane.delay.00", {"lane-d00": False}),
+        (0, "lane.delay.00", {"lane-d00": False}),
+        (1, "lane.delay.00", {"lane-d00": True}),
+        (100, "lane.delay.00", {"lane-d00": True}),
+        (101, "lane.delay.01", {"lane-d01": True, "lane-d00": False}),
+        (700, "lane.delay.02", {"lane-d02": True, "lane-d01": True, "lane-d00": True}),
+        (
+            1600,
+            "lane.delay.04",
+            {"lane-d04": True, "lane-d03": False, "lane-d02": False, "lane-d01": False, "lane-d00": False},
+        ),
     ],
 )
 def test_a_delay_enters_at_its_highest_bit_with_all_bits_below(
@@ -114,9 +118,9 @@ def test_a_year_is_the_longest_delay() -> None:
 
 
 def test_bits_of_an_earlier_delay_are_left_out() -> None:
-    headers = {"lane-d00": 1, "lane-d28": 0, "lane-d29": 1, "x-mine": "kept", "traceparent": "kept"}
+    headers = {"lane-d00": True, "lane-d28": False, "lane-d29": True, "x-mine": "kept", "traceparent": "kept"}
 
-    assert delays.strip_bits(headers, NAMES) == {"lane-d29": 1, "x-mine": "kept", "traceparent": "kept"}
+    assert delays.strip_bits(headers, NAMES) == {"lane-d29": True, "x-mine": "kept", "traceparent": "kept"}
 
 
 def test_another_namespace_has_a_cascade_of_its_own() -> None:

@@ -56,8 +56,8 @@ CHANGES: list[tuple[Topology, str]] = [
         "binding lane.due → queue lane.batch.due, key 'batch.#' is missing",
     ),
     (
-        without_binding(lambda each: each.arguments.get("lane-d03") == 0),
-        "binding lane.delay.03 → exchange lane.delay.02, key '', lane-d03=0, x-match=all is missing",
+        without_binding(lambda each: each.arguments.get("lane-d03") is False),
+        "binding lane.delay.03 → exchange lane.delay.02, key '', lane-d03=false, x-match=all is missing",
     ),
     (
         with_argument("lane.critical", "x-max-length", 5),
@@ -117,7 +117,7 @@ def test_a_binding_with_another_argument_is_one_missing_and_one_extra() -> None:
         FOUND,
         bindings=tuple(
             replace(each, arguments={**each.arguments, "x-match": "any"})
-            if each.arguments.get("lane-d00") == 1
+            if each.arguments.get("lane-d00") is True
             else each
             for each in FOUND.bindings
         ),

@@ -1,0 +1,227 @@
+"""Definitions imported into an empty virtual host are what is declared, and each change by hand after it has a name."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+
+import aiormq
+import pytest
+from aiormq.abc import AbstractChannel, AbstractConnection
+
+from tests.support.administration import set_policy
+from topology.broker.apply import apply, bind, declare_exchange, declare_queue
+from topology.broker.management import Management, discover
+from topology.declaration import declare
+from topology.export import definitions
+from topology.lanes import DEFAULT_LANES
+from topology.model import Binding, Exchange, Queue, Topology, Value
+from topology.names import Names
+from topology.plan import compare
+
+
+@pytest.fixture
+async def connection(vhost) -> AsyncIterator[AbstractConnection]:
+    connection = await aiormq.connect(vhost.amqp_url)
+    yield connection
+    await connection.close()
+
+
+@pytest.fixture
+async def management(vhost) -> Management:
+    found = await discover(vhost.amqp_url, vhost.management_url)
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def declared(connection: AbstractConnection) -> Topology:
+    return declare(DEFAULT_LANES, names=Names(), broker_version=str(connection.server_properties["version"]))
+
+
+async def lines(declared: Topology, management: Management) -> list[str]:
+    return [each.line for each in compare(declared, await management.topology())]
+
+
+async def test_an_import_into_an_empty_virtual_host_leaves_nothing_to_do(declared, connection, management) -> None:
+    await management.import_definitions(definitions(declared, management.vhost))
+
+    assert await lines(declared, management) == []
+    await apply(declared, connection)
+    assert await lines(declared, management) == []
+    assert len((await management.topology()).bindings) == len(declared.bindings)
+
+
+async def test_an_import_may_be_repeated(declared, management) -> None:
+    for _ in range(2):
+        await management.import_definitions(definitions(declared, management.vhost))
+
+    assert await lines(declared, management) == []
+
+
+async def test_an_empty_virtual_host_misses_everything(declared, management) -> None:
+    differences = compare(declared, await management.topology())
+
+    assert {each.change for each in differences} == {"missing"}
+    assert len(differences) == len(declared.exchanges) + len(declared.queues) + len(declared.bindings)
+
+
+Change = Callable[[AbstractChannel], Awaitable[object]]
+
+CHANGES: dict[str, tuple[Change, list[str]]] = {
+    "a queue deleted": (
+        lambda channel: channel.queue_delete("lane.normal.due"),
+        [
+            "queue lane.normal.due is missing",
+            "binding lane.due → queue lane.normal.due, key 'normal.#' is missing",
+        ],
+    ),
+    "a wait queue deleted": (
+        lambda channel: channel.queue_delete("lane.delay.07"),
+        [
+            "queue lane.delay.07 is missing",
+            "binding lane.delay.07 → queue lane.delay.07, key '', lane-d07=true, x-match=all is missing",
+        ],
+    ),
+    "an exchange deleted": (
+        lambda channel: channel.exchange_delete("lane.events"),
+        ["exchange lane.events is missing"],
+    ),
+    "a lane unbound": (
+        lambda channel: channel.queue_unbind("lane.batch", "lane.requests", "batch.#"),
+        ["binding lane.requests → queue lane.batch, key 'batch.#' is missing"],
+    ),
+    "a level unbound": (
+        lambda channel: channel.exchange_unbind(
+            "lane.due", "lane.delay.00", "", arguments={"x-match": "all", "lane-d00": False}
+        ),
+        ["binding lane.delay.00 → exchange lane.due, key '', lane-d00=false, x-match=all is missing"],
+    ),
+    "a lane bound to another's key": (
+        lambda channel: bind(channel, Binding("lane.requests", "lane.critical", routing_key="batch.#")),
+        ["binding lane.requests → queue lane.critical, key 'batch.#' is on the broker, but not declared"],
+    ),
+    "a level bound for any match": (
+        lambda channel: bind(
+            channel, Binding("lane.delay.00", "lane.due", "exchange", "", {"x-match": "any", "lane-d00": False})
+        ),
+        [
+            "binding lane.delay.00 → exchange lane.due, key '', lane-d00=false, x-match=any "
+            "is on the broker, but not declared"
+        ],
+    ),
+    "a way into a lane from elsewhere": (
+        lambda channel: bind(channel, Binding("amq.topic", "lane.critical", routing_key="#")),
+        ["binding amq.topic → queue lane.critical, key '#' is on the broker, but not declared"],
+    ),
+    "a queue too many": (
+        lambda channel: declare_queue(channel, Queue("lane.gold", {"x-queue-type": "quorum"})),
+        ["queue lane.gold is on the broker, but not declared"],
+    ),
+    "an exchange too many": (
+        lambda channel: declare_exchange(channel, Exchange("lane.old", "topic")),
+        ["exchange lane.old is on the broker, but not declared"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+async def test_a_change_by_hand_is_named(name, declared, connection, management) -> None:
+    await management.import_definitions(definitions(declared, management.vhost))
+    change, expected = CHANGES[name]
+
+    await change(await connection.channel())
+
+    assert await lines(declared, management) == expected
+
+
+def queue_changes(declared: Topology, name: str) -> list[tuple[Queue, str]]:
+    """The queue with each of its arguments left out or another, with one too many, and not durable where that goes."""
+    queue = declared.queue(name)
+    other: dict[str, Value] = {
+        "x-queue-leader-locator": "client-local",
+        "x-queue-master-locator": "client-local",
+        "x-dead-letter-exchange": "lane.dead",
+        "x-dead-letter-strategy": "at-most-once",
+        "x-overflow": "drop-head",
+    }
+    changed = []
+    for key, value in queue.arguments.items():
+        rest = {name: each for name, each in queue.arguments.items() if name != key}
+        if key not in ("x-queue-type", "x-dead-letter-exchange"):
+            changed.append((replace(queue, arguments=rest), f"argument {key} is not set"))
+        if key != "x-queue-type":
+            value = other[key] if isinstance(value, str) else value + 1 if value > 0 else 5
+            changed.append((replace(queue, arguments={**rest, key: value}), f"argument {key} is "))
+    changed.append(
+        (replace(queue, arguments={**queue.arguments, "x-expires": 3_600_000}), "argument x-expires is 3600000")
+    )
+    changed.append((replace(queue, arguments={"x-queue-type": "stream"}), 'argument x-queue-type is "stream"'))
+    return changed
+
+
+@pytest.mark.parametrize("name", ["lane.critical", "lane.critical.due", "lane.delay.05", "lane.dead"])
+async def test_each_argument_that_differs_is_named(name, declared, connection, management) -> None:
+    channel = await connection.channel()
+    for queue, expected in queue_changes(declared, name):
+        await declare_queue(channel, queue)
+
+        found = [each for each in compare(declared, await management.topology()) if each.change == "differs"]
+
+        assert f"queue {name}: {expected}" in " | ".join(each.line for each in found)
+        if queue.type != "stream":
+            assert len(found) == 1
+        await channel.queue_delete(name)
+
+
+@pytest.mark.parametrize(
+    ("there", "line"),
+    [
+        (Exchange("lane.dead", "direct"), 'exchange lane.dead: type is "direct", declared is "topic"'),
+        (Exchange("lane.events", "topic", internal=True), "exchange lane.events: internal is true, declared is false"),
+        (Exchange("lane.events", "topic", durable=False), "exchange lane.events: durable is false, declared is true"),
+        (
+            Exchange("lane.events", "topic", auto_delete=True),
+            "exchange lane.events: auto_delete is true, declared is false",
+        ),
+        (
+            Exchange("lane.requests", "topic"),
+            'exchange lane.requests: argument alternate-exchange is not set, declared is "lane.fallen"',
+        ),
+        (
+            Exchange("lane.fallen", "fanout", arguments={"alternate-exchange": "lane.dead"}),
+            'exchange lane.fallen: argument alternate-exchange is "lane.dead", declared is not set',
+        ),
+    ],
+)
+async def test_an_exchange_of_another_kind_is_named(there, line, declared, connection, management) -> None:
+    await declare_exchange(await connection.channel(), there)
+
+    found = compare(declared, await management.topology())
+
+    assert [each.line for each in found if each.change == "differs"] == [line]
+
+
+async def test_a_policy_that_would_take_messages_is_named(declared, connection, management) -> None:
+    await apply(declared, connection)
+
+    await set_policy(management, "trim", r"^lane\.dead$", {"message-ttl": 60_000})
+
+    for _ in range(40):
+        if found := await lines(declared, management):
+            break
+        await asyncio.sleep(0.5)  # the API shows the effect of a policy after its next count, every 5 s
+    assert found == ["queue lane.dead: policy message-ttl is 60000, declared is not set"]
+
+
+async def test_what_is_not_ours_is_left_out(declared, connection, management) -> None:
+    await apply(declared, connection)
+    channel = await connection.channel()
+    await channel.queue_declare("orders", durable=True)
+    await channel.queue_declare("lane.reply.support", durable=True)
+    await channel.exchange_declare("shop", exchange_type="topic", durable=True)
+    await channel.queue_bind("orders", "shop", "#")
+    own = (await channel.queue_declare(exclusive=True)).queue
+    await channel.queue_bind(own, "lane.events", "#")
+    await channel.queue_bind(own, "lane.control", "status")
+
+    assert await lines(declared, management) == []
