@@ -16,7 +16,9 @@ from service.demo.broker import private_broker
 from service.settings import Settings, load_settings
 
 LANEKEEPER = Path(sys.executable).parent / "lanekeeper"
-structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+structlog.configure(
+    wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING), cache_logger_on_first_use=True
+)
 
 
 @asynccontextmanager

@@ -9,6 +9,8 @@ from topology.contract.codec import app_of
 from topology.names import Names
 
 APP_LENGTH = 64
+ID_LENGTH = 128
+"""With lane and event they stay within the 255 bytes of a routing key."""
 
 
 class Lifecycle:
@@ -21,10 +23,10 @@ class Lifecycle:
 
     def tell(self, job: Job, event: str, **detail: Any) -> None:
         """Publish one event. JSON: event, id, lane, app, attempt, at_ms, and what `detail` adds."""
-        app = app_of(job.routing_key)[:APP_LENGTH]
+        app, identity = _word(app_of(job.routing_key), APP_LENGTH), _word(job.id, ID_LENGTH)
         body = {
             "event": event,
-            "id": job.id[:128],
+            "id": identity,
             "lane": job.lane_name,
             "app": app,
             "attempt": job.attempts,
@@ -34,5 +36,10 @@ class Lifecycle:
         self._notices.publish(
             json.dumps(body).encode(),
             exchange=self._names.events,
-            routing_key=self._names.event_key(job.lane_name, app, event, job.id[:128]),
+            routing_key=self._names.event_key(job.lane_name, app, event, identity),
         )
+
+
+def _word(text: str, length: int) -> str:
+    """ASCII, cut: what a refused request carries as its key or id may be anything."""
+    return text[:length].encode("ascii", "replace").decode()

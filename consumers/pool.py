@@ -81,7 +81,8 @@ class Pool:
             with self._tracing.process(delivery.message, queue=self.queue, delivery_tag=delivery.tag) as span:
                 outcome = await self._outcome(job)
                 await self._settler.settle(job, outcome)
-                self._record(span, job, outcome)
+                if span.is_recording():
+                    self._record(span, job, outcome)
             attempted = job.attempt_started_ms is not None
             self._activity.record(outcome, wait_ms=job.wait_ms, run_ms=job.run_ms if attempted else None)
         except asyncio.CancelledError:
