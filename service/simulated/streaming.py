@@ -69,5 +69,5 @@ def _block(index: int, block: dict[str, Any], *, deltas: int) -> Iterator[bytes]
 
 
 def _cut(text: str, deltas: int) -> list[str]:
-    size = max(1, -(-len(text) // deltas))
-    return [text[at : at + size] for at in range(0, len(text), size)]
+    pieces = min(deltas, len(text))
+    return [text[n * len(text) // pieces : (n + 1) * len(text) // pieces] for n in range(pieces)]

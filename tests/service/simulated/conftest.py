@@ -1,0 +1,29 @@
+import ssl
+from collections.abc import AsyncIterator
+
+import pytest
+from anthropic import AsyncAnthropic, DefaultAioHttpClient, DefaultAsyncHttpxClient
+
+from service.simulated.app import SimulatedAPI
+
+
+@pytest.fixture
+async def api() -> AsyncIterator[SimulatedAPI]:
+    async with SimulatedAPI() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def tls() -> ssl.SSLContext:
+    """One for all clients: to make it costs more than most of these tests."""
+    return ssl.create_default_context()
+
+
+@pytest.fixture(params=["httpx2", "aiohttp"])
+async def sdk(request: pytest.FixtureRequest, api: SimulatedAPI, tls: ssl.SSLContext) -> AsyncIterator[AsyncAnthropic]:
+    """The vendor's client as it comes, over each of its transports; gives up after 0.3 s of silence."""
+    make = DefaultAioHttpClient if request.param == "aiohttp" else DefaultAsyncHttpxClient
+    async with AsyncAnthropic(
+        api_key="a-key", base_url=api.base_url, max_retries=0, timeout=0.3, http_client=make(verify=tls)
+    ) as client:
+        yield client

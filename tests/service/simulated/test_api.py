@@ -1,0 +1,276 @@
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import anthropic
+import pytest
+from anthropic import AsyncAnthropic
+
+from service.simulated.app import SimulatedAPI, serve
+from service.simulated.options import SimulatedOptions
+
+MODEL = "claude-haiku-5-5"
+HEADERS = {"x-api-key": "a-key", "anthropic-version": "2026-10-21"}
+
+
+def body(prompt: str = "hello", **more: Any) -> dict[str, Any]:
+    return {"model": MODEL, "max_tokens": 500, "messages": [{"role": "user", "content": prompt}], **more}
+
+
+@pytest.fixture
+async def http(api: SimulatedAPI) -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession(api.base_url, headers=HEADERS) as session:
+        yield session
+
+
+async def test_the_answer_echoes_the_question(sdk: AsyncAnthropic) -> None:
+    message = await sdk.messages.create(**body("what is your name?"))
+
+    assert message.content[0].text == "echo: what is your name?"  # type: ignore[union-attr]
+    assert (message.stop_reason, message.model, message.role) == ("end_turn", MODEL, "assistant")
+    assert message.usage.input_tokens > 0
+    assert message.usage.output_tokens > 0
+
+
+async def test_a_stream_gives_the_same_message_in_pieces(sdk: AsyncAnthropic) -> None:
+    asked = body("a question of several words", stream=True)
+
+    events = [event async for event in await sdk.messages.create(**asked)]
+
+    kinds = [event.type for event in events]
+    assert kinds[:2] == ["message_start", "content_block_start"]
+    assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert kinds.count("content_block_delta") == 8
+    async with sdk.messages.stream(**body("a question of several words")) as stream:
+        message = await stream.get_final_message()
+    assert message.content[0].text == "echo: a question of several words"  # type: ignore[union-attr]
+
+
+async def test_a_stream_has_pings(http: aiohttp.ClientSession) -> None:
+    async with http.post("/v1/messages", json=body(stream=True)) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        assert b'event: ping\ndata: {"type": "ping"}\n\n' in await answer.read()
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_tools_are_used_and_their_results_answered(sdk: AsyncAnthropic, streamed: bool) -> None:
+    tools = [{"name": "look_up", "input_schema": {"type": "object", "properties": {"query": {"type": "string"}}}}]
+    first = body("the weather", tools=tools)
+    message = await ask(sdk, first, streamed=streamed)
+
+    used = message.content[0]
+    assert used.type == "tool_use"
+    assert (used.name, used.input, message.stop_reason) == ("look_up", {"query": "the weather"}, "tool_use")
+
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": used.id, "content": "rain"}]}
+    said = {"role": "assistant", "content": [used.to_dict()]}
+    message = await ask(sdk, {**first, "messages": [*first["messages"], said, result]}, streamed=streamed)
+    assert message.content[0].text == "echo: rain"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_thinking_comes_first_and_is_signed(sdk: AsyncAnthropic, streamed: bool) -> None:
+    message = await ask(sdk, body("ponder", thinking={"type": "adaptive"}), streamed=streamed)
+
+    thought, text = message.content
+    assert thought.type == "thinking"
+    assert thought.thinking == "They said: ponder"
+    assert thought.signature
+    assert text.type == "text"
+
+
+async def test_length_comes_from_marker_option_and_max_tokens(sdk: AsyncAnthropic, api: SimulatedAPI) -> None:
+    assert (await sdk.messages.create(**body("[[tokens: 200]] hello"))).usage.output_tokens == 200
+    api.configure(SimulatedOptions(output_tokens=50))
+    assert (await sdk.messages.create(**body())).usage.output_tokens == 50
+    cut = await sdk.messages.create(**{**body(), "max_tokens": 10})
+    assert (cut.usage.output_tokens, cut.stop_reason) == (10, "max_tokens")
+
+
+async def test_latency_holds_an_answer_and_spreads_a_stream(api: SimulatedAPI, sdk: AsyncAnthropic) -> None:
+    api.configure(SimulatedOptions(latency_ms=120))
+    started = time.monotonic()
+    await sdk.messages.create(**body())
+    assert time.monotonic() - started >= 0.12
+
+    arrivals = []
+    async for _ in await sdk.messages.create(**body("[[latency: 100ms]] so much to say"), stream=True):
+        arrivals.append(time.monotonic())
+    assert arrivals[-1] - arrivals[0] >= 0.06
+
+
+async def test_tokens_are_counted_and_models_listed(sdk: AsyncAnthropic) -> None:
+    counted = await sdk.messages.count_tokens(model=MODEL, messages=[{"role": "user", "content": "hello"}])
+    models = [model.id async for model in sdk.models.list()]
+
+    assert counted.input_tokens > 0
+    assert MODEL in models
+    assert (await sdk.models.retrieve(MODEL)).id == MODEL
+
+
+async def test_unknown_models_are_not_found_unless_allowed(sdk: AsyncAnthropic, api: SimulatedAPI) -> None:
+    with pytest.raises(anthropic.NotFoundError) as caught:
+        await sdk.messages.create(**{**body(), "model": "claude-next"})
+    assert caught.value.type == "not_found_error"
+    with pytest.raises(anthropic.NotFoundError):
+        await sdk.models.retrieve("claude-next")
+
+    api.configure(SimulatedOptions(models=frozenset({"claude-next"})))
+    assert (await sdk.messages.create(**{**body(), "model": "claude-next"})).model == "claude-next"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"temperature": 0.5}, "temperature"),
+        ({"top_p": 0.5}, "top_p"),
+        ({"top_k": 3}, "top_k"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "system", "content": ""}]}, "role"),
+        ({"messages": [{"role": "user", "content": 3}]}, "content"),
+        ({"model": 3}, "model"),
+    ],
+)
+async def test_a_wrong_request_is_answered_400_by_name(
+    http: aiohttp.ClientSession, wrong: dict[str, Any], told: str
+) -> None:
+    async with http.post("/v1/messages", json={**body(), **wrong}) as answer:
+        error = await answer.json()
+
+    assert answer.status == 400
+    assert error["error"]["type"] == "invalid_request_error"
+    assert told in error["error"]["message"]
+    assert error["request_id"] == answer.headers["request-id"]
+
+
+@pytest.mark.parametrize("missing", ["model", "max_tokens", "messages"])
+async def test_a_missing_field_is_answered_400(http: aiohttp.ClientSession, missing: str) -> None:
+    asked = body()
+    del asked[missing]
+    async with http.post("/v1/messages", json=asked) as answer:
+        assert (await answer.json())["error"]["message"] == f"{missing}: Field required"
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"\xff", b"[" * 100_000])
+async def test_what_is_no_json_object_is_answered_400(http: aiohttp.ClientSession, raw: bytes) -> None:
+    async with http.post("/v1/messages", data=raw) as answer:
+        assert answer.status == 400
+
+
+async def test_the_key_and_the_version_are_asked_for(api: SimulatedAPI) -> None:
+    version = {"anthropic-version": "2026-10-21"}
+    cases = [
+        ({**version}, 401),
+        ({**version, "authorization": "Bearer "}, 401),
+        ({**version, "authorization": "Bearer right"}, 200),
+        ({**version, "x-api-key": "right"}, 200),
+        ({**version, "x-api-key": "wrong"}, 401),
+        ({"x-api-key": "right"}, 400),
+    ]
+    api.configure(SimulatedOptions(api_key="right"))
+    async with aiohttp.ClientSession(api.base_url) as session:
+        for headers, status in cases:
+            async with session.post("/v1/messages", json=body(), headers=headers) as answer:
+                assert answer.status == status
+
+
+async def test_a_body_that_is_too_large_is_answered_413(api: SimulatedAPI, http: aiohttp.ClientSession) -> None:
+    api.configure(SimulatedOptions(max_body_bytes=1000))
+    async with http.post("/v1/messages", json=body("x" * 2000)) as answer:
+        assert answer.status == 413
+        assert (await answer.json())["error"]["type"] == "request_too_large"
+
+
+async def test_limits_are_told_in_every_answer_and_enforced_by_class(api: SimulatedAPI, sdk: AsyncAnthropic) -> None:
+    api.configure(SimulatedOptions(requests_per_minute=2, input_tokens_per_minute=50_000))
+    answer = await sdk.messages.with_raw_response.create(**body())
+    assert answer.headers["anthropic-ratelimit-requests-remaining"] == "1"
+    assert answer.headers["anthropic-ratelimit-input-tokens-limit"] == "50000"
+    await sdk.messages.create(**body())
+
+    with pytest.raises(anthropic.RateLimitError) as caught:
+        await sdk.messages.create(**body())
+
+    assert 25 <= int(caught.value.response.headers["retry-after"]) <= 30
+    assert (await sdk.messages.create(**{**body(), "model": "claude-opus-5-5"})).stop_reason == "end_turn"
+
+
+async def test_calls_are_kept_and_counted(api: SimulatedAPI, sdk: AsyncAnthropic, http: aiohttp.ClientSession) -> None:
+    await sdk.messages.create(**body("look at this"), extra_headers={"x-mine": "seen"})
+
+    (call,) = api.calls
+    assert (call.model, call.prompt, call.outcome, call.status) == (MODEL, "look at this", "ok", 200)
+    assert call.headers["X-Mine"] == "seen"
+    assert b"look at this" in call.body
+    async with http.get("/simulated/stats") as answer:
+        stats = await answer.json()
+    assert (stats["calls"], stats["outcomes"], stats["peak_running"]) == (1, {"ok": 1}, 1)
+    async with http.get("/healthz") as answer:
+        assert answer.status == 200
+
+
+async def test_what_is_kept_is_bounded() -> None:
+    async with (
+        SimulatedAPI(SimulatedOptions(keep_calls=5)) as api,
+        aiohttp.ClientSession(api.base_url, headers=HEADERS) as http,
+    ):
+        for _ in range(20):
+            async with http.post("/v1/messages", json=body("x" * 100_000)) as answer:
+                await answer.read()
+
+        assert len(api.calls) == 5
+        assert api.calls[-1].body == b""
+        assert len(api.calls[-1].prompt) == 200
+
+
+async def test_a_client_that_goes_away_ends_its_call(api: SimulatedAPI, sdk: AsyncAnthropic) -> None:
+    asking = asyncio.create_task(sdk.messages.create(**body("[[latency: 30s]]"), timeout=30))
+    await api.until(lambda: api.running == 1)
+    asking.cancel()
+
+    await api.until(lambda: api.running == 0)
+
+    assert api.calls[0].outcome == "client_gone"
+
+
+async def test_it_stops_at_once_under_hanging_calls_and_starts_again_on_its_port(
+    api: SimulatedAPI, sdk: AsyncAnthropic
+) -> None:
+    asking = asyncio.create_task(sdk.messages.create(**body("[[fault: hang]]"), timeout=30))
+    await api.until(lambda: api.running == 1)
+    port = api.port
+    started = time.monotonic()
+
+    await api.stop()
+
+    assert time.monotonic() - started < 2
+    with pytest.raises(anthropic.APIConnectionError):
+        await asking
+    with pytest.raises(anthropic.APIConnectionError):
+        await sdk.messages.create(**body())
+    await api.start()
+    assert api.port == port
+    assert (await sdk.messages.create(**body())).stop_reason == "end_turn"
+
+
+async def test_serve_tells_its_address_and_ends_when_cancelled() -> None:
+    told: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    serving = asyncio.create_task(serve(SimulatedOptions(), ready=lambda api: told.set_result(api.base_url)))
+    base_url = await told
+
+    async with aiohttp.ClientSession() as session, session.get(f"{base_url}/healthz") as answer:
+        assert answer.status == 200
+    serving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await serving
+
+
+async def ask(sdk: AsyncAnthropic, asked: dict[str, Any], *, streamed: bool) -> anthropic.types.Message:
+    if not streamed:
+        return await sdk.messages.create(**asked)
+    async with sdk.messages.stream(**asked) as stream:
+        return await stream.get_final_message()

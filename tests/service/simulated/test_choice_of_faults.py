@@ -1,0 +1,59 @@
+import pytest
+
+from service.simulated.faults import NO_SCRIPT, Fault, Faults, parse_fault, parse_ratio, parse_script
+
+
+def test_a_fault_is_read_with_its_parameters() -> None:
+    assert parse_fault("stall delay=250ms x3") == Fault(name="stall", delay_s=0.25, times=3)
+    assert parse_fault("rate_limited retry_after=2 x1") == Fault(name="rate_limited", retry_after="2", times=1)
+    assert parse_fault("reset at=middle") == Fault(name="reset", at="middle")
+
+
+@pytest.mark.parametrize("text", ["", "nothing", "reset at=end", "overloaded x0", "stall delay=2", "cut depth=3"])
+def test_a_fault_that_is_not_so_is_refused_by_name(text: str) -> None:
+    with pytest.raises(ValueError):
+        parse_fault(text)
+
+
+def test_a_ratio_is_read_from_its_last_equals_sign() -> None:
+    assert parse_ratio("overloaded=0.3") == ("overloaded", 0.3)
+    assert parse_ratio("rate_limited retry_after=2=0.1") == ("rate_limited retry_after=2", 0.1)
+    with pytest.raises(ValueError, match="number"):
+        parse_ratio("overloaded=often")
+
+
+def test_a_script_holds_faults_latency_and_length() -> None:
+    script = parse_script("a [[fault: cut x1]] b [[ latency: 1s ]] c [[tokens:20]]")
+
+    assert script.faults == (Fault(name="cut", times=1),)
+    assert (script.latency_s, script.tokens) == (1.0, 20)
+    assert parse_script("no markers [here]") is NO_SCRIPT
+
+
+def test_the_same_seed_meets_the_same_faults_in_their_shares() -> None:
+    def names(seed: int) -> list[str]:
+        faults = Faults({"overloaded": 0.2, "reset": 0.1}, seed=seed)
+        chosen = [faults.choose(NO_SCRIPT, "") for _ in range(2000)]
+        return [fault.name if fault else "" for fault in chosen]
+
+    first = names(1)
+
+    assert first == names(1) != names(2)
+    assert 0.16 < first.count("overloaded") / 2000 < 0.24
+    assert 0.07 < first.count("reset") / 2000 < 0.13
+
+
+def test_shares_beyond_one_are_refused() -> None:
+    with pytest.raises(ValueError, match="1 at most together"):
+        Faults({"overloaded": 0.7, "reset": 0.6}, seed=0)
+
+
+def test_prompts_are_not_counted_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.simulated.faults._PROMPTS_COUNTED", 10)
+    faults = Faults({}, seed=0)
+    script = parse_script("[[fault: overloaded x1]]")
+
+    for n in range(100):
+        faults.choose(script, f"prompt {n}")
+
+    assert len(faults._seen) == 10
