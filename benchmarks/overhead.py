@@ -74,7 +74,9 @@ async def main(rounds: int, requests: int, at_once: int) -> None:
         await provider.aclose()
     sdk = statistics.median(each.cpu_ms for each in without)
     all_of_it = statistics.median(each.cpu_ms for each in within)
-    print(f"RabbitMQ {parts.topology.broker_version}, {rounds} rounds of {requests} requests, {at_once} at once; medians")
+    print(
+        f"RabbitMQ {parts.topology.broker_version}, {rounds} rounds of {requests} requests, {at_once} at once; medians"
+    )
     print(f"  SDK call alone     {_rate(without)} requests/s   {sdk:.3f} CPU-ms each")
     print(f"  through Lanekeeper {_rate(within)} requests/s   {all_of_it:.3f} CPU-ms each (requester, worker, SDK)")
     print(f"  our part           {all_of_it - sdk:.3f} CPU-ms each: {(all_of_it - sdk) / sdk:.2f} of the SDK's")
