@@ -10,6 +10,8 @@ from consumers.failures import TransientError
 _JSON_DELTA = "input_json_delta"
 _REPLACED = frozenset({"signature"})
 """Fields that a delta gives whole; strings are otherwise appended to."""
+_NONSENSE = (KeyError, TypeError, AttributeError, ValueError)
+"""What reading an event raises that is not as it must be."""
 
 
 class Assembly:
@@ -26,18 +28,15 @@ class Assembly:
         """
         try:
             return self._add(event)
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            kind = str(event.get("type"))[:50]
-            raise TransientError(
-                f"the stream is broken at an event {kind!r} ({error.__class__.__name__})", type="broken_stream"
-            ) from error
+        except _NONSENSE as error:
+            raise _broken(f"at an event {str(event.get('type'))[:50]!r}", error) from error
 
     def message(self) -> dict[str, Any]:
-        """The Message as a JSON object; its blocks in the order of their index."""
-        if self._message is None:
-            raise TransientError("the stream has no message_start", type="broken_stream")
-        blocks = [self._blocks[index].finished() for index in sorted(self._blocks)]
-        return {**self._message, "content": [*(self._message.get("content") or ()), *blocks]}
+        """The Message as a JSON object; its blocks in the order of their index. Raises `TransientError` likewise."""
+        try:
+            return self._finished()
+        except _NONSENSE as error:
+            raise _broken("in its content", error) from error
 
     def _add(self, event: dict[str, Any]) -> bool:
         match event["type"]:
@@ -64,6 +63,16 @@ class Assembly:
         _merge(self._message, event["delta"])
         _merge(self._message, {key: value for key, value in event.items() if key not in ("type", "delta", "usage")})
         self._message["usage"] = usage
+
+    def _finished(self) -> dict[str, Any]:
+        if self._message is None:
+            raise ValueError("no message_start")
+        blocks = [self._blocks[index].finished() for index in sorted(self._blocks)]
+        return {**self._message, "content": [*(self._message.get("content") or ()), *blocks]}
+
+
+def _broken(where: str, error: Exception) -> TransientError:
+    return TransientError(f"the stream is broken {where} ({error.__class__.__name__})", type="broken_stream")
 
 
 class _Block:

@@ -65,6 +65,7 @@ STREAMED: dict[str, tuple[type[Exception], ...]] = {
     "broken_json": (json.JSONDecodeError,),
     "html": (anthropic.InternalServerError,),
 }
+SLOW = frozenset({"hang", "slow_first_byte", "stall", "drip"})
 SILENT = {"cut": True, "unfinished": True, "not_a_message": False}
 """Faults that the vendor's client takes for an answer; the value: also where it streams."""
 
@@ -80,6 +81,11 @@ async def ask(sdk: AsyncAnthropic, prompt: str, *, streamed: bool, **more: Any) 
         return await sdk.messages.create(**body)
     async with sdk.messages.stream(**body) as stream:
         return await stream.get_final_message()
+
+
+def impatient(sdk: AsyncAnthropic, fault: str) -> AsyncAnthropic:
+    """Gives up after 0.3 s of silence, where silence is the fault."""
+    return sdk.with_options(timeout=0.3) if fault in SLOW else sdk
 
 
 def test_every_fault_is_tested_here() -> None:
@@ -122,7 +128,7 @@ async def test_the_usage_limit_is_told_by_its_text_alone(sdk: AsyncAnthropic) ->
 @pytest.mark.parametrize("fault", AT_ONCE)
 async def test_a_broken_answer_that_is_not_streamed_raises(api: SimulatedAPI, sdk: AsyncAnthropic, fault: str) -> None:
     with pytest.raises(AT_ONCE[fault]):
-        await ask(sdk, f"[[fault: {fault}]]", streamed=False)
+        await ask(impatient(sdk, fault), f"[[fault: {fault}]]", streamed=False)
 
     await api.until(lambda: api.running == 0)
     assert api.stats()["outcomes"] == {fault.split()[0]: 1}
@@ -131,7 +137,7 @@ async def test_a_broken_answer_that_is_not_streamed_raises(api: SimulatedAPI, sd
 @pytest.mark.parametrize("fault", STREAMED)
 async def test_a_broken_stream_raises(api: SimulatedAPI, sdk: AsyncAnthropic, fault: str) -> None:
     with pytest.raises(STREAMED[fault]):
-        await ask(sdk, f"[[fault: {fault}]]", streamed=True)
+        await ask(impatient(sdk, fault), f"[[fault: {fault}]]", streamed=True)
 
     await api.until(lambda: api.running == 0)
     assert api.stats()["outcomes"] == {fault.split()[0]: 1}

@@ -1,0 +1,81 @@
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from consumers.providers.anthropic import AnthropicProvider
+from service.simulated.app import SimulatedAPI
+from topology.contract.messages import Request
+
+KEY = "sk-ant-a-secret-key"
+
+AskedFor = Callable[..., Request]
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+Answering = Callable[[Handler], AbstractAsyncContextManager[AnthropicProvider]]
+
+
+@pytest.fixture
+async def api() -> AsyncIterator[SimulatedAPI]:
+    async with SimulatedAPI() as running:
+        yield running
+
+
+@pytest.fixture
+async def provider(api: SimulatedAPI) -> AsyncIterator[AnthropicProvider]:
+    adapter = AnthropicProvider(api_key=KEY, base_url=api.base_url)
+    yield adapter
+    await adapter.aclose()
+
+
+@pytest.fixture
+def asked() -> AskedFor:
+    """A request by its prompt and further fields of its body."""
+
+    def make(prompt: str = "hello", *, beta: str | None = None, raw: bytes | None = None, **more: Any) -> Request:
+        fields = {
+            "model": "claude-haiku-5-5",
+            "max_tokens": 500,
+            "messages": [{"role": "user", "content": prompt}],
+            **more,
+        }
+        return Request(
+            id="1",
+            tenant=None,
+            lane="normal",
+            app="tests",
+            body=json.dumps(fields).encode() if raw is None else raw,
+            model=fields["model"],
+            max_tokens=fields["max_tokens"],
+            stream=False,
+            beta=beta,
+            sent_ms=0,
+            due_ms=None,
+            deadline_ms=0,
+            attempts=0,
+        )
+
+    return make
+
+
+@pytest.fixture
+def answering() -> Answering:
+    """A provider whose server answers every request with a handler."""
+
+    @asynccontextmanager
+    async def run(handler: Handler) -> AsyncIterator[AnthropicProvider]:
+        runner = web.ServerRunner(web.Server(handler), shutdown_timeout=0.05)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        adapter = AnthropicProvider(
+            api_key=KEY, base_url=f"http://127.0.0.1:{runner.addresses[0][1]}", max_answer_bytes=1_000_000
+        )
+        try:
+            yield adapter
+        finally:
+            await adapter.aclose()
+            await runner.cleanup()
+
+    return run
