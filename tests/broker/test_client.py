@@ -1,0 +1,203 @@
+"""Our own client against a worker and a real broker: answers, parts, problems, and a line that is cut."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from service.client import Client, NoReply, ReplyLost
+from service.replies import Final, Part, Problem
+from service.simulated.options import SimulatedOptions
+from tests.support.house import house
+from tests.support.requester import requester
+from tests.support.waiting import until
+from topology.contract.problems import AccessRefused, BrokerUnreachable, PublishRefused, TopologyMismatch
+
+
+@asynccontextmanager
+async def at_home(url: str, **how: object) -> AsyncIterator[Client]:
+    async with house(url, **how), Client(url) as client:  # type: ignore[arg-type]
+        yield client
+
+
+async def cut(client: Client) -> None:
+    """The replies' connection is lost, as far as the client can tell."""
+    await (await client._consuming.underlying()).close()
+
+
+async def test_an_answer_comes_back_with_what_is_told_of_it(vhost) -> None:
+    async with at_home(vhost.amqp_url) as client:
+        answer = await client.request({"prompt": "three rivers"}, key="normal.tests.client", message_id="id-1")
+
+    assert answer.text == "echo: three rivers"
+    assert (answer.request_id, answer.lane, answer.attempt) == ("id-1", "normal", 1)
+    assert answer.message["role"] == "assistant"
+    assert answer.provider
+
+
+async def test_a_hundred_at_once_each_get_their_own_answer(vhost) -> None:
+    async with at_home(vhost.amqp_url) as client:
+        asked = [client.request({"prompt": f"number {n}"}, key="critical.tests.client") for n in range(100)]
+        answers = await asyncio.gather(*asked)
+
+    assert [answer.text for answer in answers] == [f"echo: number {n}" for n in range(100)]
+
+
+async def test_a_stream_gives_its_parts_in_order_and_the_whole_at_last(vhost) -> None:
+    async with at_home(vhost.amqp_url) as client:
+        came = [each async for each in client.stream({"prompt": "three rivers"}, key="critical.tests.client")]
+
+    *parts, last = came
+    assert isinstance(last, Final)
+    assert all(isinstance(part, Part) for part in parts)
+    assert [part.seq for part in parts if isinstance(part, Part)] == list(range(len(parts)))
+    assert "".join(part.text for part in parts if isinstance(part, Part)) == last.text == "echo: three rivers"
+
+
+async def test_a_stream_that_is_left_early_leaves_nothing_behind(vhost) -> None:
+    async with at_home(vhost.amqp_url) as client:
+        stream = client.stream({"prompt": "three rivers"}, key="critical.tests.client")
+        await anext(stream)
+        await stream.aclose()
+
+        assert client._waiting == {}
+        assert (await client.request({"prompt": "again"}, key="critical.tests.client")).text == "echo: again"
+
+
+async def test_a_failed_attempt_is_announced_in_the_stream(vhost) -> None:
+    async with at_home(vhost.amqp_url) as client:
+        prompt = "one two three four five six seven eight [[fault: cut x1]]"
+        came = [each async for each in client.stream({"prompt": prompt}, key="critical.tests.client")]
+
+    kinds = [each.kind for each in came if isinstance(each, Part)]
+    assert kinds.count("restart") == 1
+    assert kinds[0] == "event"
+    after = came[kinds.index("restart") :]
+    assert isinstance(came[-1], Final)
+    assert "".join(each.text for each in after if isinstance(each, Part)) == came[-1].text
+
+
+async def test_an_error_is_raised_with_the_documents_fields(vhost) -> None:
+    async with at_home(vhost.amqp_url) as client:
+        with pytest.raises(Problem) as caught:
+            await client.request(
+                {"prompt": "x", "model": "claude-nope"}, key="critical.tests.client", message_id="id-2"
+            )
+        with pytest.raises(Problem, match="unroutable"):
+            await client.request({"prompt": "x"}, key="nolane.tests.client")
+
+    assert (caught.value.code, caught.value.status, caught.value.request) == ("provider_rejected", 404, "id-2")
+    assert caught.value.attempts == 1
+
+
+async def test_a_delay_and_a_time_are_kept(vhost) -> None:
+    async with at_home(vhost.amqp_url) as client:
+        began = time.monotonic()
+        delayed = client.request({"prompt": "a"}, key="normal.tests.client", delay_s=0.5)
+        later = datetime.now(UTC) + timedelta(seconds=1)
+        timed = client.request({"prompt": "b"}, key="normal.tests.client", at=later)
+
+        async def took(asked: "asyncio.Future[Final]") -> float:
+            await asked
+            return time.monotonic() - began
+
+        first, second = await asyncio.gather(took(asyncio.ensure_future(delayed)), took(asyncio.ensure_future(timed)))
+
+    assert 0.5 <= first < 1.5
+    assert 0.9 <= second < 2.5
+
+
+async def test_what_is_published_without_waiting_says_its_id_and_is_worked(vhost) -> None:
+    async with house(vhost.amqp_url) as home, Client(vhost.amqp_url) as client:
+        made = await client.publish({"prompt": "fire"}, key="batch.tests.client")
+        assert await client.publish({"prompt": "forget"}, key="batch.tests.client", message_id="mine") == "mine"
+
+        await until(lambda: home.calls("fire") and home.calls("forget"), within_s=10)
+
+    assert len(made) == 32
+
+
+async def test_the_wishes_are_on_the_message(vhost) -> None:
+    async with (
+        house(vhost.amqp_url, works=("critical",)),
+        requester(vhost.amqp_url) as app,
+        Client(vhost.amqp_url) as client,
+    ):
+        seen: list[object] = []
+        channel = await app.connection.channel()
+
+        async def keep(message: object) -> None:
+            seen.append(message)
+
+        await channel.basic_consume("lane.batch", keep, no_ack=True)
+        await client.publish(
+            {"prompt": "x"}, key="batch.tests.client", deadline_s=30, beta="b-1", headers={"x-app": "mine"}
+        )
+        await until(lambda: seen, within_s=10)
+
+    properties = seen[0].header.properties  # type: ignore[attr-defined]
+    assert properties.priority == 4
+    assert properties.delivery_mode == 2
+    assert properties.headers["x-lane-deadline-ms"] == 30_000
+    assert properties.headers["anthropic-beta"] == "b-1"
+    assert properties.headers["x-app"] == "mine"
+    assert abs(properties.headers["x-lane-sent-ms"] - time.time() * 1000) < 10_000
+
+
+async def test_no_answer_in_the_callers_time_is_told_and_forgotten(vhost) -> None:
+    async with at_home(vhost.amqp_url, simulated=SimulatedOptions(latency_ms=1000)) as client:
+        with pytest.raises(NoReply, match=r"within 0\.2 s"):
+            await client.request({"prompt": "slow"}, key="critical.tests.client", timeout_s=0.2)
+
+        assert client._waiting == {}
+
+
+async def test_a_lost_reply_queue_is_told_at_once_and_the_next_request_has_a_new_one(vhost) -> None:
+    async with at_home(vhost.amqp_url, simulated=SimulatedOptions(latency_ms=1000)) as client:
+        asked = asyncio.create_task(client.request({"prompt": "slow"}, key="critical.tests.client"))
+        await asyncio.sleep(0.3)  # until it is published
+        began = time.monotonic()
+        await cut(client)
+
+        with pytest.raises(ReplyLost):
+            await asked
+        assert time.monotonic() - began < 1
+        assert (
+            await client.request({"prompt": "again"}, key="critical.tests.client", timeout_s=10)
+        ).text == "echo: again"
+
+
+async def test_a_full_lane_refuses_in_the_time_that_was_given(vhost) -> None:
+    async with (
+        house(vhost.amqp_url, works=("critical",), lanes={"batch": {"max_length": 2}}),
+        Client(vhost.amqp_url, publish_within_s=0.5) as client,
+    ):
+
+        async def fill() -> None:
+            for n in range(50):  # a quorum queue notices a little late that it is full
+                await client.publish({"prompt": f"{n}"}, key="batch.tests.client")
+
+        with pytest.raises(PublishRefused):
+            await fill()
+
+
+async def test_without_a_topology_the_error_says_what_to_run(vhost) -> None:
+    async with Client(vhost.amqp_url, publish_within_s=0.2) as client:
+        with pytest.raises(TopologyMismatch, match="lanekeeper topology apply"):
+            await client.publish({"prompt": "x"}, key="batch.tests.client")
+
+
+async def test_a_broker_that_is_not_there_and_a_wrong_password_are_told_apart(vhost) -> None:
+    with pytest.raises(BrokerUnreachable):
+        async with Client("amqp://guest:guest@127.0.0.1:1/"):
+            pass
+    with pytest.raises(AccessRefused):
+        async with Client(
+            vhost.amqp_url.replace(":guest@", ":wrong@")
+            if ":guest@" in vhost.amqp_url
+            else vhost.amqp_url.replace("@", "x@", 1)
+        ):
+            pass

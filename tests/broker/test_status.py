@@ -1,0 +1,81 @@
+"""Status over real workers: who answers, how much waits, and how long one waits for answers."""
+
+import time
+
+import pytest
+
+from service.client import Client
+from service.simulated.options import SimulatedOptions
+from service.status import Status, look
+from tests.support.house import House, house
+from tests.support.waiting import until
+from topology.broker.apply import apply
+from topology.broker.connection import Connection
+from topology.broker.publisher import Publisher
+from topology.contract.problems import TopologyMismatch
+from topology.declaration import declare
+from topology.lanes import DEFAULT_LANES
+from topology.names import Names
+from topology.tracing import Tracing
+
+
+async def seen(home: House) -> Status:
+    publisher = Publisher(home.parts.publishing, tracing=Tracing())
+    return await look(home.parts.consuming, publisher, lanes=home.settings.lane_specs(), names=home.settings.names())
+
+
+async def test_two_workers_are_asked_and_their_figures_added(vhost) -> None:
+    async with (
+        house(vhost.amqp_url) as home,
+        house(vhost.amqp_url, works=("critical",)) as other,
+        Client(vhost.amqp_url) as client,
+    ):
+        for n in range(10):
+            await client.request({"prompt": f"{n}"}, key="critical.tests.status")
+        found: list[Status] = []
+
+        async def both() -> bool:
+            found[:] = [await seen(home)]
+            return found[0].lanes[0].workers == 2
+
+        await until(both, within_s=10)
+        assert other.is_well
+
+    critical, normal, _ = found[0].lanes
+    assert (critical.consumers, critical.slots, critical.answered) == (2, 40, 10)
+    assert (normal.workers, normal.consumers, normal.slots) == (1, 1, 10)
+    assert critical.wait_p50_ms is not None
+    assert critical.throughput_per_min == 10
+
+
+async def test_what_runs_and_what_waits_is_seen(vhost) -> None:
+    async with (
+        house(vhost.amqp_url, simulated=SimulatedOptions(latency_ms=1500), lanes={"batch": {"slots": 2}}) as home,
+        Client(vhost.amqp_url) as client,
+    ):
+        for n in range(6):
+            await client.publish({"prompt": f"{n}"}, key="batch.tests.status")
+        await until(lambda: home.api.running == 2, within_s=10)
+        batch = (await seen(home)).lanes[2]
+
+    assert (batch.running, batch.depth) == (2, 4)
+
+
+async def test_where_nobody_works_depths_are_seen_and_no_time_is_lost(vhost) -> None:
+    async with Connection(vhost.amqp_url, name="test") as connection:
+        await apply(
+            declare(DEFAULT_LANES, names=Names(), broker_version=connection.version), await connection.underlying()
+        )
+        began = time.monotonic()
+        publisher = Publisher(connection, tracing=Tracing())
+        found = await look(connection, publisher, lanes=DEFAULT_LANES, names=Names())
+
+    assert time.monotonic() - began < 1
+    assert found.workers == ()
+    assert [(lane.depth, lane.consumers, lane.running) for lane in found.lanes] == [(0, 0, None)] * 3
+
+
+async def test_without_a_topology_the_error_says_what_to_run(vhost) -> None:
+    async with Connection(vhost.amqp_url, name="test") as connection:
+        with pytest.raises(TopologyMismatch, match="lanekeeper topology apply"):
+            await look(connection, Publisher(connection, tracing=Tracing()), lanes=DEFAULT_LANES, names=Names())

@@ -1,0 +1,217 @@
+"""The commands as people use them: processes of their own, over a real broker."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from tests.support.waiting import until
+
+HOUSE = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def environment(vhost) -> dict[str, str]:
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("LANEKEEPER_", "ANTHROPIC_", "OTEL_"))
+    }
+    return {
+        **kept,
+        "LANEKEEPER_AMQP_URL": vhost.amqp_url,
+        "LANEKEEPER_MANAGEMENT_URL": vhost.management_url,
+        "PYTHONPATH": str(HOUSE),
+    }
+
+
+async def begin(environment: dict[str, str], folder: Path, *line: str) -> Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "service.cli.main",
+        *line,
+        env=environment,
+        cwd=folder,
+        stdin=PIPE,
+        stdout=PIPE,
+        stderr=PIPE,
+    )
+
+
+async def run(environment: dict[str, str], folder: Path, *line: str, text: str = "") -> tuple[int, str, str]:
+    process = await begin(environment, folder, *line)
+    out, err = await asyncio.wait_for(process.communicate(text.encode()), timeout=60)
+    assert process.returncode is not None
+    return process.returncode, out.decode(), err.decode()
+
+
+class Serving:
+    """`lanekeeper serve` at work; its log is read as it comes."""
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+        self.events: list[dict[str, object]] = []
+        self._reading = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        assert self.process.stderr is not None
+        async for line in self.process.stderr:
+            self.events.append(json.loads(line) if line.startswith(b"{") else {"event": line.decode()})
+
+    def told(self, event: str) -> list[dict[str, object]]:
+        return [each for each in self.events if each["event"] == event]
+
+    async def stop(self, number: int) -> int:
+        if self.process.returncode is None:
+            self.process.send_signal(number)
+        code = await asyncio.wait_for(self.process.wait(), timeout=30)
+        await self._reading
+        return code
+
+
+@asynccontextmanager
+async def serving(environment: dict[str, str], folder: Path, *line: str) -> AsyncIterator[Serving]:
+    serving = Serving(await begin(environment, folder, *line))
+    try:
+        await until(lambda: serving.told("service.ready") or serving.process.returncode is not None, within_s=30)
+        assert serving.process.returncode is None, serving.events
+        yield serving
+    finally:
+        await serving.stop(signal.SIGKILL)
+
+
+async def test_serve_answers_what_send_asks_and_stops_on_demand(environment, tmp_path) -> None:
+    async with serving(environment, tmp_path, "serve", "--simulate", "--port", "0") as service:
+        assert await run(environment, tmp_path, "send", "three rivers") == (0, "echo: three rivers\n", "")
+        assert await run(environment, tmp_path, "send", "--stream", "-", text="from a pipe") == (
+            0,
+            "echo: from a pipe\n",
+            "",
+        )
+
+        code, out, _ = await run(environment, tmp_path, "send", "--json", "--lane", "batch", "--delay", "200ms", "x")
+        assert (code, json.loads(out)["model"]) == (0, "claude-haiku-5-5")
+
+        code, out, err = await run(environment, tmp_path, "send", "--id", "mine", "--model", "claude-nope", "x")
+        assert (code, out) == (1, "")
+        assert err.startswith("lanekeeper: provider_rejected (404): ")
+        assert err.endswith("[request mine, 1 attempts]\n")
+
+        assert await run(environment, tmp_path, "send", "--no-wait", "--id", "later", "x") == (0, "later\n", "")
+
+        code, out, _ = await run(environment, tmp_path, "status", "--json")
+        critical = json.loads(out)["lanes"][0]
+        assert (code, critical["workers"], critical["failed"]) == (0, 1, 1)
+        assert critical["answered"] >= 2
+
+        url = str(service.told("service.ready")[0]["health"])
+        async with aiohttp.ClientSession() as session, session.get(f"{url}/readyz") as answer:
+            assert (answer.status, await answer.json()) == (200, {"ready": True, "reasons": {}})
+
+        assert await service.stop(signal.SIGTERM) == 0
+        assert service.told("service.stopped")[0]["orphaned"] == 0
+
+
+async def test_stopping_lets_what_runs_finish(environment, tmp_path) -> None:
+    async with serving(environment, tmp_path, "serve", "--simulate", "--port", "0") as service:
+        asked = asyncio.create_task(run(environment, tmp_path, "send", "[[latency: 2s]] slow"))
+        await until(lambda: _running(environment, tmp_path), within_s=20)
+
+        assert await service.stop(signal.SIGINT) == 0
+        assert (await asked)[0] == 0
+
+
+async def _running(environment: dict[str, str], folder: Path) -> int:
+    _, out, _ = await run(environment, folder, "status", "--json")
+    return int(json.loads(out)["lanes"][0]["running"])
+
+
+async def test_a_second_signal_ends_it_at_once_and_the_request_is_kept(environment, tmp_path) -> None:
+    async with serving(environment, tmp_path, "serve", "--simulate", "--port", "0") as service:
+        await run(environment, tmp_path, "send", "--no-wait", "[[latency: 30s]] slow")
+        await until(lambda: _running(environment, tmp_path), within_s=20)
+
+        service.process.send_signal(signal.SIGINT)
+        await until(lambda: service.told("service.stopping"), within_s=5)
+        assert await service.stop(signal.SIGINT) == 130
+
+    async def waits() -> bool:
+        _, out, _ = await run(environment, tmp_path, "status", "--json")
+        return bool(json.loads(out)["lanes"][0]["depth"] == 1)
+
+    await until(waits, within_s=10)
+
+
+async def test_consume_needs_the_topology_and_works_only_its_lanes(environment, tmp_path) -> None:
+    code, _, err = await run(environment, tmp_path, "consume", "--simulate", "--lane", "batch")
+    assert code == 1
+    assert err.splitlines()[-1].endswith("run: lanekeeper topology apply")
+
+    assert (await run(environment, tmp_path, "topology", "apply"))[0] == 0
+    async with serving(environment, tmp_path, "consume", "--simulate", "--lane", "batch", "--port", "0"):
+        assert (await run(environment, tmp_path, "send", "--lane", "batch", "x"))[0] == 0
+        _, out, _ = await run(environment, tmp_path, "status", "--json")
+
+    assert [lane["consumers"] for lane in json.loads(out)["lanes"]] == [0, 0, 1]
+
+
+async def test_plan_apply_verify_tell_what_differs(environment, tmp_path, vhost) -> None:
+    code, out, _ = await run(environment, tmp_path, "topology", "plan")
+    assert code == 1
+    assert "queue lane.critical is missing  (apply makes it)" in out
+
+    assert (await run(environment, tmp_path, "topology", "apply"))[0] == 0
+    assert await run(environment, tmp_path, "topology", "plan") == (0, "nothing to change\n", "")
+    assert await run(environment, tmp_path, "topology", "verify") == (0, "as declared\n", "")
+
+    vhost.api("DELETE", f"queues/{vhost.quoted}/lane.batch")
+    code, out, _ = await run(environment, tmp_path, "topology", "verify", "--json")
+    assert code == 1
+    assert [each["name"] for each in json.loads(out)["differences"] if each["what"] == "queue"] == ["lane.batch"]
+
+
+async def test_what_export_prints_can_be_imported_and_is_as_declared(environment, tmp_path, vhost) -> None:
+    users = ["--user", f"w-{vhost.name}:worker"]
+    code, out, _ = await run(environment, tmp_path, "topology", "export", *users)
+    assert code == 0
+
+    try:
+        vhost.api("POST", "definitions", json.loads(out))
+        assert await run(environment, tmp_path, "topology", "plan") == (0, "nothing to change\n", "")
+    finally:
+        vhost.api("DELETE", f"users/w-{vhost.name}")
+
+
+async def test_check_finds_everything_well_where_it_is(environment, tmp_path) -> None:
+    simulated = await begin(environment, tmp_path, "simulate", "--port", "0")
+    try:
+        assert simulated.stdout is not None
+        url = (await asyncio.wait_for(simulated.stdout.readline(), timeout=20)).decode().strip()
+        told = {**environment, "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": "any"}
+        assert (await run(told, tmp_path, "topology", "apply"))[0] == 0
+
+        code, out, _ = await run(told, tmp_path, "check", "--json")
+
+        assert (code, [each["text"] for each in json.loads(out) if not each["well"]]) == (0, [])
+    finally:
+        simulated.send_signal(signal.SIGINT)
+        assert await asyncio.wait_for(simulated.wait(), timeout=10) == 0
+
+
+async def test_a_broken_pipe_is_no_traceback(environment, tmp_path) -> None:
+    process = await begin(environment, tmp_path, "topology", "show", "--json")
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout._transport.close()  # type: ignore[attr-defined]
+    err = (await process.stderr.read()).decode()
+    await process.wait()
+
+    assert "Traceback" not in err
+    assert "unexpected" not in err
