@@ -4,27 +4,77 @@ broker        the broker that tests share: LANEKEEPER_AMQP_URL, else one that is
 vhost         a virtual host of the test's own on it
 own_broker    a broker of the test's own, which it may kill and start again
 
-Tests in tests/broker and tests/journeys that use one of them run four times: on that broker, and on RabbitMQ 3.10, 4.0
-and 4.3 in containers (`-m "not versions"` leaves those out, `-k 4.3` takes one of them).
+With `--every-version`, which `./dev test` gives, tests in tests/broker and tests/journeys that use one of them run four
+times: on that broker, and on RabbitMQ 3.10, 4.0 and 4.3 in containers (`-k 4.3`: those on one version). Where no such
+container is to be had they are skipped; in CI they fail.
 """
 
 import os
 from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack
+from typing import NoReturn
 
 import pytest
 
 from service.demo.broker import PrivateBroker, guarded_broker, private_broker
+from service.demo.source import Unavailable
+from tests.support import keeper
 from tests.support.brokers import RunningBroker, Vhost, fresh_vhost
+
+DEFAULT = "default"
+ON_EVERY_VERSION = ("tests/broker/", "tests/journeys/")
+KEEPER = "LANEKEEPER_TESTS_KEEPER"
+"""Tells the workers of a session where its keeper is."""
+
+
+_STACK = pytest.StashKey[ExitStack]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--every-version`."""
+    parser.addoption("--every-version", action="store_true", help="also on RabbitMQ 3.10, 4.0 and 4.3 in containers")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start the keeper of brokers: in the session's first process, not in its workers."""
+    if config.option.every_version and not hasattr(config, "workerinput"):
+        stack = config.stash[_STACK] = ExitStack()
+        os.environ[KEEPER] = stack.enter_context(keeper.keeping())
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Let the keeper take everything down."""
+    if stack := config.stash.get(_STACK, None):
+        stack.close()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Multiply the tests that use a broker by RabbitMQ's versions."""
+    if "broker_version" in metafunc.fixturenames:
+        versions: list[object] = [DEFAULT]
+        everywhere = metafunc.definition.nodeid.startswith(ON_EVERY_VERSION)
+        once = metafunc.definition.get_closest_marker("default_broker_only")
+        if metafunc.config.option.every_version and everywhere and once is None:
+            versions += [pytest.param(each, marks=pytest.mark.versions) for each in keeper.VERSIONS]
+        metafunc.parametrize("broker_version", versions, indirect=True, scope="session")
 
 
 @pytest.fixture(scope="session")
-def broker() -> Iterator[RunningBroker]:
+def broker_version(request: pytest.FixtureRequest) -> str:
+    """`default`, or the version of RabbitMQ that the test runs on."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def broker(broker_version: str) -> Iterator[RunningBroker]:
     """The broker that all tests share."""
-    if url := os.environ.get("LANEKEEPER_AMQP_URL"):
+    if broker_version != DEFAULT:
+        yield RunningBroker(**_kept("broker", broker_version))
+    elif url := os.environ.get("LANEKEEPER_AMQP_URL"):
         yield RunningBroker.at(url, os.environ.get("LANEKEEPER_MANAGEMENT_URL"))
-        return
-    with guarded_broker() as started:
-        yield RunningBroker(started.amqp_url, started.management_url, started.version)
+    else:
+        with guarded_broker() as started:
+            yield RunningBroker(started.amqp_url, started.management_url, started.version)
 
 
 @pytest.fixture
@@ -35,7 +85,24 @@ def vhost(broker: RunningBroker) -> Iterator[Vhost]:
 
 
 @pytest.fixture
-async def own_broker() -> AsyncIterator[PrivateBroker]:
+async def own_broker(broker_version: str) -> AsyncIterator[PrivateBroker]:
     """A broker of the test's own: `await own_broker.kill()`, `await own_broker.start()`."""
-    async with private_broker() as started:
+    if broker_version == DEFAULT:
+        own = private_broker()
+    else:
+        own = private_broker(sources=["docker"], image=_kept("image", broker_version)["image"])
+    async with own as started:
         yield started
+
+
+def _kept(what: str, version: str) -> dict[str, str]:
+    try:
+        return keeper.ask(os.environ[KEEPER], what, version)
+    except Unavailable as error:
+        _not_to_be_had(str(error))
+
+
+def _not_to_be_had(reason: str) -> NoReturn:
+    if os.environ.get("CI") == "true":
+        pytest.fail(reason)
+    pytest.skip(reason)

@@ -28,19 +28,19 @@ def engine_answers(steps: Steps) -> bool:
     return False
 
 
-def find_image(steps: Steps) -> str | None:
+def find_image(steps: Steps, *, official: str = OFFICIAL, local: str = LOCAL) -> str | None:
     """An image that is here, else the official one pulled, else None.
 
     Where the registry does not answer, that is known within seconds: its manifest is asked for first.
     """
-    for image in (OFFICIAL, LOCAL):
+    for image in (official, local):
         if steps.run(["docker", "image", "inspect", image], within_s=ANSWER_S)[0] == 0:
             return image
     with suppress(Unavailable):
-        if steps.run(["docker", "manifest", "inspect", OFFICIAL], within_s=ANSWER_S)[0] == 0:
-            steps.say(f"pulling {OFFICIAL}")
-            if steps.run(["docker", "pull", "--quiet", OFFICIAL], within_s=PULL_S)[0] == 0:
-                return OFFICIAL
+        if steps.run(["docker", "manifest", "inspect", official], within_s=ANSWER_S)[0] == 0:
+            steps.say(f"pulling {official}")
+            if steps.run(["docker", "pull", "--quiet", official], within_s=PULL_S)[0] == 0:
+                return official
     return None
 
 

@@ -1,9 +1,9 @@
-"""RabbitMQ from Debian's packages, without letting the package start its own service."""
+"""Programs from Debian's packages, without letting a package start its own service."""
 
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,8 +11,9 @@ from service.demo.source import FIXED_PATH, Steps, Unavailable
 
 POLICY = Path("/usr/sbin/policy-rc.d")
 """Debian asks it before a package's scripts start a service; 101: not allowed."""
-FORBID = "#!/bin/sh\n# made by Lanekeeper while it installs RabbitMQ, removed afterwards\nexit 101\n"
+FORBID = "#!/bin/sh\n# made by Lanekeeper while it installs a package, removed afterwards\nexit 101\n"
 SERVICES = ("rabbitmq-server.service", "epmd.service", "epmd.socket")
+"""What the package rabbitmq-server would start at the next boot."""
 INSTALL_S = 600
 ADVICE = (
     "no broker to be had: set LANEKEEPER_AMQP_URL, or start Docker, or install RabbitMQ "
@@ -25,23 +26,25 @@ def can_install() -> bool:
     return os.geteuid() == 0 and Path("/etc/debian_version").exists() and shutil.which("apt-get") is not None
 
 
-def install(steps: Steps) -> None:
-    """Install rabbitmq-server. Raises Unavailable with what apt said where that fails.
+def install(steps: Steps, package: str, *, services: Sequence[str] = ()) -> None:
+    """Install a package; its `services` shall not start at the next boot either. Raises Unavailable with what apt said.
 
     When it is interrupted, apt is asked to stop, and does so where the system is whole: at once while it downloads,
     after the package's last step while it installs.
     """
-    steps.say("installing RabbitMQ from Debian's packages (once)")
-    command = ["apt-get", "-q", "-o", "DPkg::Lock::Timeout=120", "install", "-y", "--no-install-recommends"]
+    if not can_install():
+        raise Unavailable(f"{package} is not installed, and can be only by root on Debian")
+    steps.say(f"installing {package} from Debian's packages (once)")
+    command = ["apt-get", "-q", "-o", "DPkg::Lock::Timeout=120", "install", "-y", "--no-install-recommends", package]
     with _no_service_started():
-        code, said = _apt(steps, [*command, "rabbitmq-server"])
+        code, said = _apt(steps, command)
         if code:  # no package lists yet, or old ones
             _apt(steps, ["apt-get", "-q", "update"])
-            code, said = _apt(steps, [*command, "rabbitmq-server"])
+            code, said = _apt(steps, command)
     if code:
-        raise Unavailable(f"apt-get could not install rabbitmq-server:\n{said[-1500:]}")
-    if shutil.which("systemctl"):
-        steps.run(["systemctl", "disable", "--quiet", *SERVICES], within_s=30)  # nor at the next boot
+        raise Unavailable(f"apt-get could not install {package}:\n{said[-1500:]}")
+    if services and shutil.which("systemctl"):
+        steps.run(["systemctl", "disable", "--quiet", *services], within_s=30)
 
 
 def _apt(steps: Steps, command: list[str]) -> tuple[int, str]:

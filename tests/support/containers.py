@@ -1,0 +1,33 @@
+"""RabbitMQ by testcontainers, on loopback ports."""
+
+import logging
+import secrets
+from collections.abc import Callable
+from typing import cast
+
+from testcontainers.community.rabbitmq import RabbitMqContainer
+from testcontainers.core.config import ConnectionMode, testcontainers_config
+
+from service.demo.source import LOOPBACK, USER, Access, Steps, Unavailable, version_if_ready
+from tests.support.brokers import RunningBroker
+
+READY_S = 60
+
+
+def start_rabbitmq(image: str, *, label: str, steps: Steps, keep: Callable[[RabbitMqContainer], None]) -> RunningBroker:
+    """Start a container and wait until it is ready. `keep` gets it before it starts, to stop it whatever comes."""
+    # Its reaper is an image of its own, from a registry that not every machine reaches; the keeper stops all.
+    testcontainers_config.ryuk_disabled = True
+    testcontainers_config.connection_mode_override = ConnectionMode.docker_host
+    logging.getLogger("pika").setLevel(logging.CRITICAL)  # says ERROR each second until the broker is up
+    password = secrets.token_urlsafe(18)
+    made = RabbitMqContainer(image, username=USER, password=password).with_kwargs(labels={label: "true"})
+    # Ports that the engine chooses, on loopback: its own method for that would publish them on every address.
+    made.ports = cast(dict[str, int | None], {"5672/tcp": (LOOPBACK, None), "15672/tcp": (LOOPBACK, None)})
+    keep(made)
+    made.start()
+    access = Access(made.get_exposed_port(5672), made.get_exposed_port(15672), password)
+    for _ in steps.until(READY_S):
+        if version := version_if_ready(access):
+            return RunningBroker(access.amqp_url, access.management_url, version)
+    raise Unavailable(f"{image} was not ready within {READY_S} s")

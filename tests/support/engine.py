@@ -1,0 +1,52 @@
+"""Docker's engine, for the tests that need it: the one that answers, else one that is started for them."""
+
+import shutil
+import signal
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+
+from service.demo import container, install
+from service.demo.source import Steps, Unavailable
+
+START_S = 60
+STOP_S = 30
+
+
+class Engine:
+    """`ensure` that one answers; `stop` what was started here. `folder` takes its log."""
+
+    def __init__(self, folder: Path, *, steps: Steps) -> None:
+        self._log = folder / "dockerd.log"
+        self._steps = steps
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def ensure(self) -> None:
+        """Raises Unavailable where no engine answers and none can be started."""
+        if container.engine_answers(self._steps):
+            return
+        if shutil.which("dockerd") is None or shutil.which("docker") is None:
+            install.install(
+                self._steps, "docker.io", services=("docker.service", "docker.socket", "containerd.service")
+            )
+        # Without iptables, which not every machine has: published ports go through Docker's own proxy.
+        command = ["dockerd", "--iptables=false", "--ip6tables=false"]
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+        for _ in self._steps.until(START_S):
+            if self._process.poll() is not None:
+                break
+            if container.engine_answers(self._steps):
+                return
+        raise Unavailable(f"Docker's engine did not start:\n{self._log.read_text(errors='replace')[-1000:]}")
+
+    def stop(self) -> None:
+        """Stop the engine that `ensure` started; it stops its containers and its own containerd."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_S)
+            self._process.kill()
+            self._process.wait()

@@ -1,0 +1,159 @@
+"""RabbitMQ 3.10, 4.0 and 4.3 in containers, kept by one process for all the workers of a test session.
+
+`python -m tests.support.keeper` listens on a socket in a folder that it prints, brings up what it is asked for, once,
+and takes it all down when its standard input closes: containers, and Docker's engine if it had to start that. So
+nothing stays, whatever way the session ends. The session calls `keeping`, and `ask` in its workers.
+"""
+
+import json
+import os
+import shutil
+import socket
+import socketserver
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from service.demo import container, install
+from service.demo.descendants import adopt_orphans, kill_all
+from service.demo.source import Leaving, Steps, Unavailable
+from tests.support.engine import Engine
+
+VERSIONS = ("3.10", "4.0", "4.3")
+SOCKET = "keeper"
+BUILD_S = 600
+"""Three images, one after the other, on a slow machine."""
+READY_S = 60
+IMAGE_SCRIPT = Path(__file__).with_name("rabbitmq-image")
+LABEL = "org.lanekeeper.tests"
+
+
+def ask(folder: str, what: str, version: str) -> dict[str, str]:
+    """Ask the keeper for an `image` or a `broker` of a version. Raises Unavailable with the reason."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(4 * BUILD_S)
+        connection.connect(str(Path(folder) / SOCKET))
+        connection.sendall(json.dumps({"what": what, "version": version}).encode() + b"\n")
+        with connection.makefile("rb") as answers:
+            answer: dict[str, str] = json.loads(answers.readline() or b'{"error": "the keeper of brokers has ended"}')
+    if "error" in answer:
+        raise Unavailable(answer["error"])
+    return answer
+
+
+@contextmanager
+def keeping() -> Iterator[str]:
+    """A keeper for as long as the block lasts; its folder, for `ask`."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.keeper"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
+        start_new_session=True,  # where Ctrl-C does not reach it
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        yield process.stdout.readline().decode().strip()
+    finally:
+        process.stdin.close()
+        process.wait()
+        process.stdout.close()
+
+
+class Keeper:
+    """Images and brokers by version, each made once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.steps = Steps(say=lambda text: print(text, file=sys.stderr, flush=True))
+        self.lock = threading.Lock()
+        self._folder = folder
+        self._engine = Engine(folder, steps=self.steps)
+        self._answers: dict[tuple[str, str], dict[str, str]] = {}
+        self._containers: list[Any] = []
+
+    def answer(self, what: str, version: str) -> dict[str, str]:
+        """The image or broker; `error` and why, where there is none. One after the other: the machine is small."""
+        with self.lock:
+            if (what, version) not in self._answers:
+                try:
+                    made = self._image(version) if what == "image" else self._broker(version)
+                except (Unavailable, Leaving) as error:
+                    made = {"error": f"RabbitMQ {version}: {error}"}
+                self._answers[what, version] = made
+            return self._answers[what, version]
+
+    def close(self) -> None:
+        """Take everything down."""
+        self.steps.leaving.set()
+        with self.lock:  # whoever makes something notices, and gives up
+            for each in self._containers:
+                with suppress(Exception):
+                    each.stop()
+            self._engine.stop()
+        kill_all()
+        _unmount_below(self._folder)
+
+    def _image(self, version: str) -> dict[str, str]:
+        self._engine.ensure()
+        official, local = f"rabbitmq:{version}-management", f"debian-rabbitmq:{version}-management"
+        found = container.find_image(self.steps, official=official, local=local)
+        if found is None:
+            if shutil.which("debootstrap") is None:
+                install.install(self.steps, "debootstrap")
+            self.steps.say(f"building {local} from Debian's packages (once)")
+            code, said = self.steps.run(
+                ["env", f"TMPDIR={self._folder}", str(IMAGE_SCRIPT), version],
+                within_s=BUILD_S,
+            )
+            if code:
+                raise Unavailable(f"no registry is reached, and {IMAGE_SCRIPT.name} failed:\n{said[-1500:]}")
+            found = local
+        return {"image": found}
+
+    def _broker(self, version: str) -> dict[str, str]:
+        image = self._image(version)["image"]
+        from tests.support.containers import start_rabbitmq  # slow to import, and not always needed
+
+        started = start_rabbitmq(image, label=LABEL, steps=self.steps, keep=self._containers.append)
+        return {"amqp_url": started.amqp_url, "management_url": started.management_url, "version": started.version}
+
+
+def _unmount_below(folder: Path) -> None:
+    # debootstrap mounts /proc in what it builds, and unmounts it at its end, if it lives to see it.
+    for line in Path("/proc/mounts").read_text().splitlines():
+        if (place := line.split()[1]).startswith(f"{folder}/"):
+            subprocess.run(["umount", "--lazy", place], check=False)
+
+
+def main() -> None:
+    """Keep until standard input closes."""
+    adopt_orphans()
+    with tempfile.TemporaryDirectory(prefix="lanekeeper-tests-", ignore_cleanup_errors=True) as name:
+        keeper = Keeper(Path(name))
+
+        class Asked(socketserver.StreamRequestHandler):
+            def handle(self) -> None:
+                self.wfile.write(json.dumps(keeper.answer(**json.loads(self.rfile.readline()))).encode() + b"\n")
+
+        class Server(socketserver.ThreadingUnixStreamServer):
+            daemon_threads = True
+
+        with Server(str(Path(name) / SOCKET), Asked) as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            print(name, flush=True)
+            while os.read(0, 1024):
+                pass
+            try:
+                server.shutdown()
+            finally:
+                keeper.close()
+
+
+if __name__ == "__main__":
+    main()
