@@ -9,7 +9,9 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, suppress
+from ipaddress import ip_address
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import httpx2
 from anthropic import AsyncAnthropic, DefaultAioHttpClient
@@ -19,7 +21,7 @@ from consumers.providers.answers import parse_message, read_answer
 from consumers.providers.assembly import Assembly, parse_event, to_json
 from consumers.providers.base import Answer, Parts
 from consumers.providers.events import EventSplitter
-from consumers.providers.translation import border, from_event
+from consumers.providers.translation import NETWORK_ERRORS, border, from_event
 from topology.contract.messages import Request
 
 MAX_TOKENS_AT_ONCE: Final = 128_000 * 600 // 3600
@@ -56,7 +58,10 @@ class AnthropicProvider:
             max_retries=0,
             open_telemetry=False,
             timeout=httpx2.Timeout(None, connect=connect_timeout_s),
-            http_client=DefaultAioHttpClient(event_hooks={"response": [_bound_error_body]}),
+            # the environment's proxy is not for this machine itself
+            http_client=DefaultAioHttpClient(
+                event_hooks={"response": [_bound_error_body]}, trust_env=not _is_here(base_url)
+            ),
         )
 
     async def stream(self, request: Request, *, timeout_s: float, parts: Parts | None) -> Answer:
@@ -74,7 +79,7 @@ class AnthropicProvider:
                         message = parse_message(body, response.headers.get("content-type", ""))
                     return read_answer(message, body, provider=self.name, request_id=_request_id(response))
                 finally:
-                    with suppress(httpx2.RequestError):
+                    with suppress(*NETWORK_ERRORS):
                         await response.aclose()
         except TimeoutError as error:
             if not limit.expired():
@@ -166,6 +171,14 @@ def say_stream(body: bytes, streamed: bool) -> bytes:
     return body.replace(b"{", b'{"stream":true,', 1) if streamed else body
 
 
+def _is_here(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 async def _bound_error_body(response: httpx2.Response) -> None:
     # the client reads the whole body of an error answer, however large; what is cut off here is no valid JSON,
     # and is then classified by its status
@@ -193,7 +206,7 @@ class _FirstBytes(httpx2.AsyncByteStream):
 
 async def _drain(chunks: AsyncIterator[bytes]) -> None:
     """Read to the end, which follows message_stop at once: only then can the connection be used again."""
-    with suppress(TimeoutError, ProviderError, httpx2.RequestError):
+    with suppress(ProviderError, *NETWORK_ERRORS):
         async with asyncio.timeout(_DRAIN_S):
             async for _ in chunks:
                 pass

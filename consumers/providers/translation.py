@@ -43,7 +43,8 @@ _PASSING: Final = frozenset({408, 409, 425})
 _USAGE_LIMIT: Final = "You have reached your specified API usage limits"
 _LONGEST_WAIT_S: Final = 86_400.0
 _MESSAGE_CHARACTERS: Final = 300
-_NETWORK: Final = (httpx2.RequestError, aiohttp.ClientError, OSError, TimeoutError)
+NETWORK_ERRORS: Final = (httpx2.RequestError, aiohttp.ClientError, OSError)
+"""What the client and its transport raise, raw or as a cause, when the network fails."""
 
 
 @contextmanager
@@ -57,7 +58,7 @@ def border(*, secret: str) -> Iterator[None]:
         raise TransientError("timed out while connecting to the provider", type="timeout") from error
     except anthropic.APIConnectionError as error:
         cause = error.__cause__
-        if cause is not None and not isinstance(cause, _NETWORK):
+        if cause is not None and not isinstance(cause, NETWORK_ERRORS):
             raise RejectedError(
                 f"the request cannot be sent: {_line(repr(cause), secret)}", type="unsendable"
             ) from error
@@ -66,7 +67,7 @@ def border(*, secret: str) -> Iterator[None]:
         ) from error
     except httpx2.TimeoutException as error:
         raise TransientError("the provider's answer stopped coming", type="timeout") from error
-    except _NETWORK as error:
+    except NETWORK_ERRORS as error:
         raise TransientError(
             f"the provider's answer broke off: {_line(_said(error), secret)}", type="connection"
         ) from error

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_BODY_KEPT_BYTES = 64 * 1024
+_BODY_KEPT_BYTES = 16 * 1024
 _PROMPT_KEPT = 200
 
 
@@ -21,7 +21,7 @@ class Call:
     headers: Mapping[str, str]
     """As received; names are looked up in any case."""
     body: bytes = b""
-    """Empty where it was larger than 64 KiB."""
+    """Empty where it was larger than 16 KiB."""
     model: str = ""
     stream: bool = False
     prompt: str = ""

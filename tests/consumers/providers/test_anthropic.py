@@ -178,13 +178,15 @@ async def test_headers_are_key_version_beta_and_traceparent_alone(api: Simulated
     assert not {"anthropic-beta", "traceparent", "tracestate", "baggage"} & {name.lower() for name in second}
 
 
-async def test_the_environment_changes_neither_key_nor_address(
+async def test_the_environment_changes_neither_key_nor_address_nor_the_way_to_this_machine(
     api: SimulatedAPI, asked: AskedFor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ANTHROPIC_API_KEY", "another")
     monkeypatch.setenv("ANTHROPIC_AUTH_TOKEN", "another")
     monkeypatch.setenv("ANTHROPIC_BASE_URL", "http://127.0.0.1:1")
     monkeypatch.setenv("ANTHROPIC_PROFILE", "another")
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:1")
     provider = AnthropicProvider(api_key=KEY, base_url=api.base_url)
 
     await provider.stream(asked(), timeout_s=5, parts=None)
@@ -331,6 +333,28 @@ async def test_a_connection_is_used_again_after_an_answer_and_a_stream(answering
             await provider.stream(asked(), timeout_s=5, parts=Received())
 
     assert len(peers) == 1
+
+
+async def test_a_proxy_of_the_environment_is_used_for_what_is_elsewhere(
+    asked: AskedFor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    through = []
+
+    async def proxy(request: web.BaseRequest) -> web.Response:
+        through.append(request.host)
+        return web.Response(body=MESSAGE)
+
+    runner = web.ServerRunner(web.Server(proxy))
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{runner.addresses[0][1]}")
+    provider = AnthropicProvider(api_key=KEY, base_url="http://elsewhere.invalid")
+
+    await provider.stream(asked(), timeout_s=5, parts=None)
+    await provider.aclose()
+    await runner.cleanup()
+
+    assert through == ["elsewhere.invalid"]
 
 
 async def test_no_connection_is_a_transient_failure(asked: AskedFor, unused_tcp_port: int) -> None:
