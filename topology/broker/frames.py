@@ -2,7 +2,8 @@
 
 pamqp raises on bytes that are not UTF-8, on timestamps past the year 9999 and on deeply nested tables. It does so in
 the task that reads the connection: one such message would end the connection, be delivered again, and end the next one.
-`tolerate()` makes the decoder keep what can be read and say what could not; the codec then refuses the message.
+And it reads what it cannot write again (a double of 1e300), so that a retry or a dead letter would fail for ever.
+`tolerate()` mends both: what can be read can be written, and what cannot is named; the codec then refuses the message.
 """
 
 import struct
@@ -11,12 +12,16 @@ from datetime import UTC, datetime
 from typing import Any
 
 from aiormq.abc import DeliveredMessage
-from pamqp import decode
+from pamqp import decode, encode
 from pamqp.commands import Basic
 
 from topology.contract.codec import UNREADABLE
 from topology.contract.messages import Message
 
+HEADERS_BYTES = 64 * 1024
+"""Of headers that are read. All properties must fit one frame of 128 KiB with what a hop adds to them: the broker
+answers a larger one by closing the connection (501 FRAME_ERROR), and with it everybody else's publishes."""
+NESTED_LEVELS = 16
 _SKIP: dict[str, Callable[[bytes], int]] = {
     "shortstr": lambda data: 1 + data[0],
     "octet": lambda data: 1,
@@ -26,35 +31,10 @@ _SKIP: dict[str, Callable[[bytes], int]] = {
 _BROKEN = (ValueError, OverflowError, OSError, RecursionError, KeyError, IndexError, TypeError, struct.error)
 
 
-def _short_str(value: bytes) -> tuple[int, str]:
-    length = value[0]
-    return length + 1, value[1 : length + 1].decode("utf-8", errors="replace")
-
-
-def _unmarshal_properties(self: Any, flags: int, data: bytes) -> None:
-    """As pamqp's own, but a property that cannot be read is passed over and named in the headers."""
-    unreadable = []
-    for name in self.__slots__:
-        if not flags & self.flags[name]:
-            continue
-        kind = getattr(self.__class__, f"_{name}")
-        try:
-            consumed, value = decode.by_type(data, kind)
-        except _BROKEN as error:
-            unreadable.append(f"{name} ({type(error).__name__})")
-            try:
-                consumed, value = _SKIP[kind](data), None
-            except _BROKEN:
-                break
-        setattr(self, name, value)
-        data = data[consumed:]
-    if unreadable:
-        self.headers = {**(self.headers or {}), UNREADABLE: ", ".join(unreadable)}
-
-
 def tolerate() -> None:
-    """Make pamqp's decoder survive what it would raise on. Safe to call more than once."""
-    decode.METHODS["shortstr"] = _short_str
+    """Make pamqp survive what it would raise on. Safe to call more than once."""
+    decode.METHODS["shortstr"] = _read_short_str
+    encode.METHODS["table"] = _write_table
     Basic.Properties.unmarshal = _unmarshal_properties  # type: ignore[method-assign]
 
 
@@ -86,7 +66,7 @@ def properties_of(message: Message) -> Basic.Properties:
     """The properties that `message` is published with."""
     timestamp = message.timestamp_s
     return Basic.Properties(
-        headers={key: _writable(value) for key, value in message.headers.items() if key != UNREADABLE} or None,
+        headers={key: value for key, value in message.headers.items() if key != UNREADABLE} or None,
         content_type=message.content_type,
         content_encoding=message.content_encoding,
         message_id=message.message_id,
@@ -102,12 +82,87 @@ def properties_of(message: Message) -> Basic.Properties:
     )
 
 
-def _writable(value: Any) -> Any:
-    """Bytes (a string that was not UTF-8) go out as a byte array: pamqp writes no other form of them."""
-    if isinstance(value, bytes):
-        return bytearray(value)
-    if isinstance(value, list):
-        return [_writable(each) for each in value]
-    if isinstance(value, dict):
-        return {key: _writable(each) for key, each in value.items()}
-    return value
+def _unmarshal_properties(self: Any, flags: int, data: bytes) -> None:
+    """As pamqp's own, but a property that cannot be read is passed over and named in the headers."""
+    unreadable = []
+    for name in self.__slots__:
+        if not flags & self.flags[name]:
+            continue
+        kind = getattr(self.__class__, f"_{name}")
+        try:
+            consumed, value = _read_headers(data) if kind == "table" else _METHOD_OF[kind](data)
+        except _BROKEN as error:
+            unreadable.append(f"{name} ({_reason(error)})")
+            try:
+                consumed, value = _SKIP[kind](data), None
+            except _BROKEN:
+                break
+        setattr(self, name, value)
+        data = data[consumed:]
+    if unreadable:
+        self.headers = {**(self.headers or {}), UNREADABLE: ", ".join(unreadable)}
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, _TooMuch) else type(error).__name__
+
+
+class _TooMuch(ValueError):
+    """Headers that could be read, but would harm who passes them on."""
+
+
+def _read_headers(data: bytes) -> tuple[int, dict[str, Any]]:
+    size = int(struct.unpack_from(">I", data)[0])
+    if size > HEADERS_BYTES:  # before it is read: a hundred thousand headers block everybody for a while
+        raise _TooMuch(f"{size} bytes, allowed are {HEADERS_BYTES}")
+    consumed, table = decode.field_table(data)
+    if _is_deeper(table, NESTED_LEVELS):
+        raise _TooMuch(f"nested deeper than {NESTED_LEVELS} levels")
+    return consumed, table
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    if not isinstance(value, dict | list):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(_is_deeper(each, levels - 1) for each in inner)
+
+
+def _read_short_str(value: bytes) -> tuple[int, str]:
+    """For routing keys, which nobody could name: what is not UTF-8 becomes `?`, byte by byte, and so gets no longer."""
+    length = value[0]
+    text = value[1 : length + 1]
+    try:
+        return length + 1, text.decode()
+    except UnicodeDecodeError:
+        return length + 1, text.decode("ascii", errors="replace").replace("\ufffd", "?")
+
+
+_METHOD_OF: dict[str, Callable[[bytes], tuple[int, Any]]] = {
+    "shortstr": decode.short_str,  # strict: a property that is not UTF-8 is unreadable
+    "octet": decode.octet,
+    "timestamp": decode.timestamp,
+}
+
+
+def _write_table(table: dict[str, Any] | None) -> bytes:
+    """As pamqp's own, but keys keep their length, and everything that can be read can be written."""
+    fields = b"".join(
+        struct.pack("B", len(name := key.encode())) + name + _written(value) for key, value in (table or {}).items()
+    )
+    return struct.pack(">I", len(fields)) + fields
+
+
+def _written(value: Any) -> bytes:
+    match value:
+        case float():  # pamqp writes four bytes: it loses digits, and raises past 3e38
+            return b"d" + struct.pack(">d", value)
+        case bytes():  # a string that is not UTF-8
+            return b"S" + struct.pack(">I", len(value)) + value
+        case dict():
+            return b"F" + _write_table(value)
+        case list():
+            items = b"".join(_written(each) for each in value)
+            return b"A" + struct.pack(">I", len(items)) + items
+        case _:
+            return encode.encode_table_value(value)
