@@ -13,11 +13,20 @@ from topology import names as n
 from topology import signals
 from topology.broker.publisher import Publisher
 from topology.contract.messages import Message
-from topology.contract.problems import BrokerError, ConfirmUnknown, RequestProblem, Unroutable
+from topology.contract.problems import (
+    AccessRefused,
+    BrokerError,
+    ConfirmUnknown,
+    PublishRefused,
+    RequestProblem,
+    Unroutable,
+)
 from topology.names import Names
 
 PART_TIMEOUT_S = 5.0
 KILLED_WITHIN_S = 2.0
+REFUSED_WITHIN_S = 3.0
+"""How long a reply queue may refuse (it is full) before its reply is given up: a slot of the lane waits meanwhile."""
 _BROKER_NAMED = re.compile(r"amq\.gen-[A-Za-z0-9_-]{22}")
 """A queue that the broker named: nobody can create one by hand (facts.md, section 6)."""
 _DIRECT = re.compile(r"amq\.rabbitmq\.reply-to\.[A-Za-z0-9._+/=-]{1,200}")
@@ -57,7 +66,10 @@ class Replies:
         )
 
     async def answer(self, job: Job, outcome: Answered) -> None:
-        """Send the Message. Raises BrokerError where the broker does not take it; a requester that has gone is none."""
+        """Send the Message. Raises BrokerError where the broker does not take it.
+
+        A requester that has gone, or whose queue refuses what is sent to it, is no error.
+        """
         await self._final(
             job,
             body=outcome.body,
@@ -134,9 +146,14 @@ class Replies:
             if _DIRECT.fullmatch(address):
                 await self._to_direct(message, address)
             else:
-                await self._publisher.publish_surely(message, exchange="", routing_key=address)
+                await self._publisher.publish_surely(
+                    message, exchange="", routing_key=address, refused_within_s=REFUSED_WITHIN_S
+                )
         except Unroutable:
             log.info(signals.REPLY_UNROUTABLE, id=job.id, lane=job.lane_name)
+        except (PublishRefused, AccessRefused) as error:
+            # its owner's affair: delivering the request again would only call, and pay, the provider again
+            log.warning(signals.REPLY_REFUSED, id=job.id, lane=job.lane_name, reason=str(error))
 
     async def _to_direct(self, message: Message, address: str) -> None:
         """Not mandatory: brokers before 4.3 report delivered direct replies as unroutable (facts.md, section 6)."""

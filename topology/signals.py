@@ -51,6 +51,7 @@ REQUEST_REFUSED: Final = "request.refused"  # code, detail: final error, nothing
 REQUEST_BURIED: Final = "request.buried"  # code, detail: final error, parked in the dead letters
 STREAM_RESTARTED: Final = "stream.restarted"  # error: the requester was told to forget the parts so far
 REPLY_UNROUTABLE: Final = "reply.unroutable"  # reply_to: the requester has gone
+REPLY_REFUSED: Final = "reply.refused"  # reason: the reply queue is full, or we may not write to it; not sent
 PART_LOST: Final = "part.lost"  # reason: an event of a stream could not be sent on; the final reply still is
 DELIVERY_LOST: Final = "delivery.lost"  # queue, error: its acknowledgement failed; the broker delivers it again
 FALLEN_HANDLED: Final = "fallen.handled"  # code, queue, reason: what the broker took out of a queue was answered

@@ -100,15 +100,24 @@ class Publisher:
                     turn.set()
 
     async def publish_surely(
-        self, message: Message, *, exchange: str, routing_key: str, mandatory: bool = True, within_s: float = 60
+        self,
+        message: Message,
+        *,
+        exchange: str,
+        routing_key: str,
+        mandatory: bool = True,
+        within_s: float = 60,
+        refused_within_s: float = 60,
     ) -> None:
         """Publish until the broker has confirmed it, `within_s` at most; the last error is raised then.
 
-        The message may be published more than once. AccessRefused is raised at once, and so is Unroutable from the
+        `refused_within_s`: how long a refusal (nack) is answered with another try. The message may be published more
+        than once. AccessRefused is raised at once, and so is Unroutable from the
         default exchange (a requester that has gone); from an exchange of ours it means a queue that must come back.
         """
         loop = asyncio.get_running_loop()
-        end = loop.time() + within_s
+        began = loop.time()
+        end = began + within_s
         pause_s = 0.05
         while True:
             left_s = max(1.0, end - loop.time())
@@ -124,6 +133,8 @@ class Publisher:
                 raise
             except BrokerError as error:
                 if isinstance(error, Unroutable) and not exchange:
+                    raise
+                if isinstance(error, PublishRefused) and loop.time() + pause_s > began + refused_within_s:
                     raise
                 if loop.time() + pause_s > end:
                     raise

@@ -139,7 +139,7 @@ def _sent_ms(message: Message, said: RequestHeaders, past: HopHeaders, *, now_ms
     elif said.sent_ms is not None:
         sent = said.sent_ms
     elif message.timestamp_s is not None and message.timestamp_s > 0:
-        sent = int(message.timestamp_s * 1000)
+        sent = int(message.timestamp_s) * 1000 + 999  # the end of that second: a delay counted from it is never short
     else:
         sent = past.first_seen_ms or now_ms
     return min(sent, past.first_seen_ms or now_ms)
