@@ -3,7 +3,8 @@
     async with house(vhost.amqp_url) as home:
         …                               publish to `vhost.amqp_url`; `home.api.calls` is what the provider saw
 
-Nothing of the environment gets in: every setting is the default, or given here. Retries are quick unless told otherwise.
+Nothing of the environment gets in: every setting is the default, or given here. Retries are quick unless told
+otherwise.
 """
 
 import asyncio

@@ -1,0 +1,86 @@
+"""When its time is over, a request is answered so, wherever it was."""
+
+import time
+
+from tests.support.house import house
+from tests.support.requester import requester
+from tests.support.waiting import until
+
+
+async def test_over_in_the_queue_it_never_reaches_the_provider(vhost) -> None:
+    async with house(vhost.amqp_url, lanes={"batch": {"slots": 1}}) as home, requester(vhost.amqp_url) as app:
+        await app.read_dead()
+        await app.publish({"prompt": "in the way [[latency: 700ms]]"}, key="batch.tests.x")
+        await until(lambda: home.api.running == 1)
+        sent = {"x-lane-sent-ms": time.time_ns() // 1_000_000}
+        asked = await app.publish(
+            {"prompt": "in vain"}, key="batch.tests.x", headers={"x-lane-deadline-ms": 200, **sent}, message_id="d-1"
+        )
+        reply = await app.final(asked)
+        assert reply.code == "deadline_exceeded"
+        document = reply.json
+        assert (document["status"], document["attempts"], document["retryable"]) == (504, 0, True)
+        assert "200 ms" in document["detail"]
+        assert not home.calls("in vain")
+        assert not app.dead_of("d-1"), "it is not kept: trying it again makes no sense"
+
+
+async def test_over_in_an_attempt_the_providers_connection_is_closed(vhost) -> None:
+    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+        for stream in (False, True):
+            before_s = time.monotonic()
+            reply = await app.ask(
+                {"prompt": f"endless {stream} [[fault: hang]]"},
+                headers={"x-lane-deadline-ms": 400, "x-lane-stream": stream},
+            )
+            assert reply.code == "deadline_exceeded"
+            assert 0.39 < time.monotonic() - before_s < 1.4
+            assert reply.json["attempts"] == 1
+            assert "attempt 1" in reply.json["detail"]
+        await home.api.until(lambda: home.api.running == 0)
+        assert len(home.api.calls) == 2
+
+
+async def test_a_retry_that_could_only_come_too_late_is_not_begun(vhost) -> None:
+    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+        before_s = time.monotonic()
+        reply = await app.ask(
+            {"prompt": "not today [[fault: rate_limited retry_after=60]]"}, headers={"x-lane-deadline-ms": 5000}
+        )
+        assert reply.code == "deadline_exceeded"
+        assert time.monotonic() - before_s < 2
+        assert "429" in reply.json["detail"] or "rate limit" in reply.json["detail"]
+        assert len(home.api.calls) == 1
+
+
+async def test_a_longer_deadline_than_the_lanes_is_refused_by_name(vhost) -> None:
+    async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
+        reply = await app.ask({"prompt": "x"}, headers={"x-lane-deadline-ms": 120_001})
+        assert reply.code == "invalid_request"
+        assert "x-lane-deadline-ms" in reply.json["detail"]
+        assert "120000" in reply.json["detail"]
+
+
+async def test_expired_in_the_queue_by_amqps_own_expiration(vhost) -> None:
+    async with house(vhost.amqp_url, lanes={"normal": {"slots": 1}}) as home, requester(vhost.amqp_url) as app:
+        await app.read_dead()
+        await app.publish({"prompt": "in the way [[latency: 700ms]]"}, key="normal.tests.x")
+        await until(lambda: home.api.running == 1)
+        asked = await app.publish({"prompt": "in vain"}, key="normal.tests.x", expiration="200", message_id="e-1")
+        reply = await app.final(asked)
+        assert reply.code == "deadline_exceeded"
+        assert "200 ms" in reply.json["detail"]
+        assert reply.headers["x-lane-name"] == "normal"
+        assert reply.headers["x-lane-request-id"] == "e-1"
+        assert not home.calls("in vain")
+        assert not app.dead_of("e-1")
+        assert len(app.finals(asked)) == 1
+
+
+async def test_expiration_ends_the_wait_in_the_intake_alone(vhost) -> None:
+    """Once it was taken, it is the deadline that counts: a retry or a delay longer than `expiration` is no matter."""
+    async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
+        reply = await app.ask(
+            {"prompt": "x [[fault: server_error x2]]"}, expiration="300", headers={"x-lane-delay-ms": 500}
+        )
+        assert reply.status == "ok"

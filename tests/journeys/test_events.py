@@ -1,0 +1,44 @@
+"""Life-cycle events tell what becomes of each request, under keys that can be bound."""
+
+import time
+
+from tests.support.house import house
+from tests.support.requester import requester
+from tests.support.waiting import until
+
+
+async def test_each_step_is_told_with_lane_application_and_attempt(vhost) -> None:
+    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+        await app.read_events()
+        before_ms = time.time() * 1000
+        headers = {"x-lane-delay-ms": 100}
+        await app.ask(
+            {"prompt": "secret [[fault: server_error x1]]"}, key="normal.shop.ask", message_id="v.1", headers=headers
+        )
+        await until(lambda: app.events_of("v.1")[-1:] == ["completed"])
+        events = [each for each in app.events if each.json["id"] == "v.1"]
+        assert app.events_of("v.1") == ["deferred", "started", "retrying", "started", "completed"]
+        assert [each.routing_key for each in events] == [f"normal.shop.{each.json['event']}.v.1" for each in events]
+        assert [each.json["attempt"] for each in events] == [0, 1, 1, 2, 2]
+        for each in events:
+            assert each.properties.content_type == "application/json"
+            assert each.properties.delivery_mode == 1
+            assert (each.json["lane"], each.json["app"]) == ("normal", "shop")
+            assert before_ms - 1 <= each.json["at_ms"] <= time.time() * 1000 + 1
+            assert b"secret" not in each.body
+        assert events[-1].json["model"] == "claude-sonnet-5-5"
+        assert events[-1].json["run_ms"] >= 0
+        assert len(home.api.calls) == 2
+
+
+async def test_a_request_with_a_name_as_long_as_can_be_takes_no_others_events_with_it(vhost) -> None:
+    """Its key would be longer than AMQP allows."""
+    async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
+        await app.read_events()
+        await app.publish({"prompt": "a"}, message_id="plain")
+        await app.publish({"prompt": "a"}, key="critical." + "🦊" * 61, message_id="x" * 128)
+        await app.publish({"prompt": "a"}, key="critical.tests.x", message_id="ü" * 127)
+        await app.publish({"prompt": "a"}, message_id="plain too")
+        await app.publish({"prompt": "a"}, message_id="plain-3")
+        for name, last in (("plain", "completed"), ("plain too", "dead"), ("plain-3", "completed")):
+            await until(lambda name=name, last=last: app.events_of(name)[-1:] == [last])

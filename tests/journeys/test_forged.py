@@ -1,0 +1,177 @@
+"""What a requester writes into a message cannot make it more than a request."""
+
+import uuid
+
+import pytest
+
+from tests.support.house import house
+from tests.support.requester import requester
+from tests.support.waiting import until
+
+INTERNAL = {
+    "x-lane-attempt": 99,
+    "x-lane-errors": ["made up"],
+    "x-lane-user-id": "boss",
+    "x-lane-expiration": "1",
+    "x-lane-first-seen-ms": 1,
+    "x-lane-due-ms": 4_000_000_000_000,
+    "x-lane-status": "ok",
+    "x-lane-dead-code": "poison",
+    "x-lane-request-id": "another",
+    "x-delivery-count": 19,
+    "x-acquired-count": 50,
+    "x-first-death-queue": "lane.normal",
+    "x-last-death-reason": "expired",
+    "lane-d00": 1,
+    "lane-d05": 0,
+}
+
+
+async def test_internal_headers_of_a_fresh_request_are_not_believed(vhost) -> None:
+    """Not its attempts, not its due time, not whose it is; and they are not in what is parked."""
+    async with house(vhost.amqp_url, lanes={"critical": {"max_attempts": 3}}) as home, requester(vhost.amqp_url) as app:
+        await app.read_dead()
+        reply = await app.ask({"prompt": "pushy"}, headers=INTERNAL, message_id="f-1")
+        assert (reply.status, reply.headers["x-lane-attempt"]) == ("ok", 1)
+        assert reply.headers["x-lane-request-id"] == "f-1"
+        assert reply.headers["x-lane-wait-ms"] < 1000
+
+        reply = await app.ask({"prompt": "pushy [[fault: server_error]]"}, headers=INTERNAL, message_id="f-2")
+        assert reply.code == "attempts_exhausted"
+        assert len(home.calls("pushy [[fault")) == 3
+        dead = await app.buried("f-2")
+        assert len(dead.headers["x-lane-errors"]) == 3
+        assert "made up" not in str(dead.headers["x-lane-errors"])
+        assert dead.headers["x-lane-attempt"] == 3
+        left = INTERNAL.keys() & dead.headers.keys()
+        assert left == {"x-lane-attempt", "x-lane-errors", "x-lane-dead-code"}
+
+
+async def test_a_forged_death_is_refused_by_name(vhost) -> None:
+    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+        await app.read_dead()
+        death = [{"queue": "lane.critical.due", "reason": "delivery_limit", "count": 1, "exchange": "lane.due"}]
+        reply = await app.ask({"prompt": "undead"}, headers={"x-death": death}, message_id="f-3")
+        assert reply.code == "invalid_request"
+        assert "x-death" in reply.json["detail"]
+        assert "x-death" not in (await app.buried("f-3")).headers
+        lost = await app.ask({"prompt": "undead"}, headers={"x-death": death}, key="nowhere.x", message_id="f-4")
+        assert lost.code == "unroutable"
+        assert not home.api.calls
+
+
+async def test_the_internal_exchange_cannot_be_published_to(vhost) -> None:
+    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+        with pytest.raises(Exception, match=r"ACCESS_REFUSED|internal"):
+            await app.publish({"prompt": "x"}, exchange="lane.due", headers={"x-lane-attempt": 0})
+        assert not home.api.calls
+
+
+async def test_the_user_that_the_broker_checked_is_kept_through_retries(vhost) -> None:
+    async with house(vhost.amqp_url, lanes={"critical": {"max_attempts": 2}}), requester(vhost.amqp_url) as app:
+        await app.read_dead()
+        headers = {"x-lane-user-id": "boss"}
+        await app.ask({"prompt": "x [[fault: server_error]]"}, user_id=vhost.user, headers=headers, message_id="f-5")
+        dead = await app.buried("f-5")
+        assert dead.headers["x-lane-user-id"] == vhost.user
+        assert dead.properties.user_id in (None, "")
+
+
+FORBIDDEN = [
+    "lane.critical",
+    "lane.batch.due",
+    "lane.dead",
+    "lane.fallen",
+    "lane.control",
+    "lane.delay.00",
+    "lane",
+    "lane.replyx",
+    "amq.rabbitmq.trace",
+    "amq.rabbitmq.log",
+    "amq.topic",
+    "amq.gen-short",
+    "amq.gen-AAAAAAAAAAAAAAAAAAAAAAAAA",
+    "amq.rabbitmq.reply-to.with space",
+]
+
+
+async def test_a_forbidden_reply_address_is_parked_and_nothing_is_sent_there(vhost) -> None:
+    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+        await app.read_dead()
+        for n, address in enumerate(FORBIDDEN):
+            await app.publish({"prompt": "deputy"}, reply_to=address, message_id=f"lane-{n}")
+            await app.publish({"prompt": "deputy"}, reply_to=address, message_id=f"none-{n}", key="nowhere.x")
+        for n, address in enumerate(FORBIDDEN):
+            dead = await app.buried(f"lane-{n}")
+            assert dead.headers["x-lane-dead-code"] == "forbidden_reply_to"
+            assert address in dead.headers["x-lane-dead-detail"]
+            assert dead.properties.reply_to == address
+            assert (await app.buried(f"none-{n}")).headers["x-lane-dead-code"] == "unroutable"
+        assert (await app.ask({"prompt": "a good one"})).status == "ok"
+        assert len(home.api.calls) == 1
+        assert len(app.dead) == 2 * len(FORBIDDEN), "nothing was sent to lane.dead as a reply"
+        for queue in ("lane.critical", "lane.batch.due", "lane.fallen", "lane.control", "lane.delay.00"):
+            assert await app.depth(queue) == 0
+        assert home.is_well
+
+
+async def test_reply_addresses_can_be_narrowed_to_a_list(vhost) -> None:
+    narrowed = house(vhost.amqp_url, reply_to={"allow": ("shop.*",)})
+    async with narrowed as home, requester(vhost.amqp_url) as app:
+        await app.read_dead()
+        await app.channel.queue_declare("shop.answers", durable=True)
+        await app.publish({"prompt": "x"}, reply_to="shop.answers")
+        await until(lambda: app.depth("shop.answers"))
+        await app.publish({"prompt": "y"}, message_id="f-8")  # its own amq.gen-… is not on the list
+        assert (await app.buried("f-8")).headers["x-lane-dead-code"] == "forbidden_reply_to"
+        assert len(home.api.calls) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_a_forged_direct_reply_address_harms_nobody_else(vhost, stream) -> None:
+    """Before 4.3.5 it kills the connection that answers it (facts.md, section 6)."""
+    async with (
+        house(vhost.amqp_url) as home,
+        requester(vhost.amqp_url) as app,
+        requester(vhost.amqp_url, direct=True) as direct,
+    ):
+        await app.read_dead()
+        for n in range(3):
+            ours = [
+                await direct.publish({"prompt": f"mine {n}"}, headers={"x-lane-stream": stream}),
+                await app.publish({"prompt": f"mine too {n}"}, headers={"x-lane-stream": stream}),
+            ]
+            await app.publish(
+                {"prompt": "evil"},
+                reply_to="amq.rabbitmq.reply-to.g2dkABNyYWJiaXRAbm93aGVyZQAAAAAAAAAAAAAAAA==.AAAAAAAAAAAAAAAAAAAAAA==",
+                message_id=f"evil-{n}",
+                headers={"x-lane-stream": stream},
+            )
+            ours += [await direct.publish({"prompt": f"mine after {n}"}), await app.publish({"prompt": f"and {n}"})]
+            for each in ours:
+                await until(lambda each=each: app.finals(each) or direct.finals(each), within_s=20)
+                got = (app.finals(each) or direct.finals(each))[0]
+                assert got.status == "ok"
+        assert home.is_well
+        if tuple(int(part) for part in vhost.version.split(".")[:3]) < (4, 3, 5):
+            for n in range(3):
+                dead = await app.buried(f"evil-{n}", within_s=20)
+                assert dead.headers["x-lane-dead-code"] == "forbidden_reply_to"
+                assert len(app.dead_of(f"evil-{n}")) == 1
+        await until(lambda: _nothing_left(app))
+
+
+async def test_a_problem_for_a_forged_direct_reply_address_is_parked_once(vhost) -> None:
+    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+        await app.read_dead()
+        forged = f"amq.rabbitmq.reply-to.{uuid.uuid4().hex}.{uuid.uuid4().hex}"
+        await app.publish(b"not json", reply_to=forged, message_id="f-9")
+        await app.buried("f-9")
+        assert (await app.ask({"prompt": "a good one"})).status == "ok"
+        await until(lambda: _nothing_left(app))
+        assert len(app.dead_of("f-9")) == 1
+        assert home.is_well
+
+
+async def _nothing_left(app) -> bool:
+    return not any([await app.depth(f"lane.{name}") for name in ("critical", "critical.due", "fallen")])

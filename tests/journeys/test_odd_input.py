@@ -1,0 +1,155 @@
+"""What is odd but allowed is worked, carried along untouched, and harms nobody."""
+
+import decimal
+import json
+import struct
+from datetime import UTC, datetime
+
+import pytest
+
+from tests.support.house import house
+from tests.support.requester import raw_properties, requester, table
+from tests.support.waiting import until
+
+VALUES = {
+    b"bool": b"t\x01",
+    b"int8": b"b\x80",
+    b"uint8": b"B\xff",
+    b"int16": b"s\x80\x00",
+    b"uint16": b"u\xff\xff",
+    b"int32": b"I\x80\x00\x00\x00",
+    b"uint32": b"i\xff\xff\xff\xff",
+    b"int64": b"l\x80" + bytes(7),
+    b"large": b"l\x7f" + b"\xff" * 7,
+    b"float": b"f" + struct.pack(">f", 1.5),
+    b"double": b"d" + struct.pack(">d", 0.1),
+    b"huge": b"d" + struct.pack(">d", 1e300),
+    b"decimal": b"D\x02" + struct.pack(">i", 12345),
+    b"negative decimal": b"D\x02" + struct.pack(">i", -12345),
+    b"text": b"S" + struct.pack(">I", 9) + "Grüße €".encode()[:9],
+    b"bytes": b"S" + struct.pack(">I", 3) + b"\xff\xfe\x00",
+    b"array": b"A" + struct.pack(">I", 4) + b"t\x00" + b"b\x01",
+    b"time": b"T" + struct.pack(">Q", 1_763_726_400),
+    b"late": b"T" + struct.pack(">Q", 4_294_967_295),
+    b"table": b"F" + table((b"inner", b"F" + table((b"x", b"b\x05")))),
+    b"nothing": b"V",
+    b"raw": b"x" + struct.pack(">I", 2) + b"\x01\x02",
+    b"k" * 128: b"t\x00",
+    "schlüssel".encode(): b"t\x00",
+    b"": b"t\x00",
+}
+
+
+async def test_headers_of_every_type_are_carried_through_retries_into_the_dead_letter(vhost) -> None:
+    async with house(vhost.amqp_url, lanes={"critical": {"max_attempts": 3}}) as home, requester(vhost.amqp_url) as app:
+        await app.read_dead()
+        for n, (name, value) in enumerate(VALUES.items()):
+            for fault in ("server_error x1", "server_error"):
+                id = f"{n}-{fault[-1]}"
+                await app.publish_raw(
+                    json.dumps({"prompt": f"{n} [[fault: {fault}]]"}).encode(),
+                    key=b"critical.tests.raw",
+                    properties=raw_properties(
+                        headers=table((name, value)),
+                        correlation_id=id.encode(),
+                        reply_to=app.reply_to.encode(),
+                        message_id=id.encode(),
+                    ),
+                )
+            assert (await app.final(f"{n}-1")).status == "ok", name
+            assert (await app.final(f"{n}-r")).code == "attempts_exhausted", name
+        assert home.is_well
+        came = {n: (await app.buried(f"{n}-r")).headers for n in range(len(VALUES))}
+        expected = [
+            True, -128, 255, -32768, 65535, -(2**31), 2**32 - 1, -(2**63), 2**63 - 1, 1.5, 0.1, 1e300,
+            decimal.Decimal("123.45"), decimal.Decimal("-123.45"), "Grüße €"[:7], b"\xff\xfe\x00", [False, 1],
+            datetime.fromtimestamp(1_763_726_400, tz=UTC), datetime.fromtimestamp(4_294_967_295, tz=UTC),
+            {"inner": {"x": 5}}, None, bytearray(b"\x01\x02"), False, False, False,
+        ]  # fmt: skip
+        for (n, name), value in zip(enumerate(VALUES), expected, strict=True):
+            assert came[n][name.decode()] == value, name
+
+
+@pytest.mark.parametrize(
+    ("what", "key", "given"),
+    [
+        ("a routing key that is not UTF-8", b"critical.\xff\xfe." + b"\xfd" * 200, {}),
+        ("a correlation id that is not UTF-8", b"critical.tests.x", {"correlation_id": b"\xff" * 250}),
+        ("a reply address that is not UTF-8", b"critical.tests.x", {"reply_to": b"\xff" * 250}),
+        (
+            "a thousand headers",
+            b"critical.x",
+            {"headers": table(*((b"h-%d" % n, b"I\x00\x00\x00\x01") for n in range(1000)))},
+        ),
+        (
+            "a header as long as fits",
+            b"critical.x",
+            {"headers": table((b"x-app", b"S" + struct.pack(">I", 60_000) + b"a" * 60_000))},
+        ),
+        (
+            "a frame full of headers",
+            b"critical.x",
+            {"headers": table((b"x-app", b"S" + struct.pack(">I", 130_500) + b"a" * 130_500))},
+        ),
+        ("many empty headers", b"critical.x", {"headers": table(*((b"%d" % n, b"V") for n in range(15_000)))}),
+        ("a delivery mode that is none", b"critical.tests.x", {"delivery_mode": b"\x07"}),
+        (
+            "a trace context of bytes",
+            b"critical.tests.x",
+            {
+                "headers": table(
+                    (b"traceparent", b"S\x00\x00\x00\x02\xff\xfe"), (b"tracestate", b"t\x01"), (b"baggage", b"V")
+                )
+            },
+        ),
+        ("a timestamp in milliseconds", b"critical.tests.x", {"timestamp": struct.pack(">Q", 1_763_726_400_000)}),
+        ("a timestamp of zero", b"critical.tests.x", {"timestamp": bytes(8)}),
+        (
+            "everything empty",
+            b"critical.",
+            {"content_type": b"", "content_encoding": b"", "message_id": b"", "type": b"", "app_id": b""},
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_one_odd_message_ends_and_the_worker_goes_on(vhost, what, key, given) -> None:
+    """Answered, or parked: it leaves the lane, and takes no connection with it. Also where it must be parked."""
+    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+        await app.read_dead()
+        for n, body in enumerate((b'{"prompt": "odd"}', b'{"prompt": "odd [[fault: server_error x1]]"}', b"not json")):
+            properties = {"correlation_id": b"%d" % n, "reply_to": app.reply_to.encode(), **given}
+            await app.publish_raw(body, key=key, properties=raw_properties(**properties))
+        for n in range(3):
+            assert (await app.ask({"prompt": f"a good one {n}"})).status == "ok", what
+        await until(lambda: _nothing_left(app))
+        assert home.is_well, (home.losses, home.parts.reasons())
+        got = [each for all in app.replies.values() for each in all if "good one" not in str(each.body)]
+        assert len(got) + len(app.dead) >= 3, what
+        assert any(each.headers["x-lane-dead-code"] == "invalid_request" for each in app.dead)
+
+
+async def test_a_context_that_is_malformed_starts_a_new_trace_and_harms_nothing(vhost) -> None:
+    async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
+        for value in ("rubbish", "00-" + "0" * 32 + "-" + "0" * 16 + "-01", 5, b"\xff", [1], None, "x" * 10_000):
+            headers = {
+                "traceparent": bytearray(value) if isinstance(value, bytes) else value,
+                "tracestate": value if isinstance(value, str) else 1,
+            }
+            assert (await app.ask({"prompt": "x"}, headers=headers)).status == "ok"
+
+
+async def test_a_body_of_a_megabyte_is_worked(vhost) -> None:
+    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+        body = {
+            "messages": [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": "b" * 1_048_000},
+                {"role": "user", "content": "big"},
+            ]
+        }
+        assert (await app.ask(body)).text == "echo: big"
+        assert len(home.api.calls) == 1
+
+
+async def _nothing_left(app) -> bool:
+    return not any([await app.depth(f"lane.{name}") for name in ("critical", "critical.due", "fallen")])

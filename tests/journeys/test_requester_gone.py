@@ -1,0 +1,53 @@
+"""A requester that has gone is nobody's failure."""
+
+import pytest
+
+from tests.support.house import house
+from tests.support.requester import requester
+from tests.support.waiting import until
+
+
+@pytest.mark.parametrize("direct", [False, True], ids=["exclusive queue", "direct reply-to"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_its_request_is_worked_once_and_acknowledged(vhost, direct, stream) -> None:
+    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as stays:
+        await stays.read_dead()
+        await stays.read_events()
+        async with requester(vhost.amqp_url, direct=direct) as leaves:
+            await leaves.publish(
+                {"prompt": "gone [[latency: 400ms]]"}, message_id="g-1", headers={"x-lane-stream": stream}
+            )
+            await until(lambda: home.api.running == 1)
+        await until(lambda: stays.events_of("g-1") == ["started", "completed"])
+        assert (await stays.ask({"prompt": "still there?"})).status == "ok"
+        assert len(home.calls("gone")) == 1
+        assert not stays.dead_of("g-1")
+        assert home.is_well
+        assert await stays.depth("lane.critical") == 0
+
+
+async def test_a_problem_for_somebody_who_has_gone_is_parked_once(vhost) -> None:
+    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as stays:
+        await stays.read_dead()
+        async with requester(vhost.amqp_url) as leaves:
+            gone = leaves.reply_to
+        await stays.publish({"prompt": "x [[fault: invalid]]"}, reply_to=gone, message_id="g-2")
+        await stays.buried("g-2")
+        assert (await stays.ask({"prompt": "still there?"})).status == "ok"
+        assert len(stays.dead_of("g-2")) == 1
+        assert home.is_well
+
+
+async def test_a_reply_queue_that_takes_nothing_harms_nobody_else(vhost) -> None:
+    """It is full and refuses what is published: its owner's affair, not a reason to call the provider again."""
+    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+        await app.read_dead()
+        full = {"x-max-length": 1, "x-overflow": "reject-publish", "x-queue-type": "classic"}
+        await app.channel.queue_declare("shop.full", durable=True, arguments=full)
+        await app.channel.basic_publish(b"full", routing_key="shop.full")
+        await app.read_events()
+        await app.publish({"prompt": "into the full queue"}, reply_to="shop.full", message_id="g-3")
+        assert (await app.ask({"prompt": "somebody else"})).status == "ok"
+        await until(lambda: "completed" in app.events_of("g-3"), within_s=20)
+        assert len(home.calls("into the full queue")) == 1
+        assert home.is_well
