@@ -1,53 +1,10 @@
-"""The command `lanekeeper`. Each noun has a file of its own; what they need is imported when they run."""
+"""START HERE: the console script `lanekeeper`.
 
-import itertools
+Everything is imported inside, the command line too: a Ctrl-C while Python still reads its files is no traceback either.
+"""
+
 import sys
-from typing import Annotated
-
-import typer
-
-from service.cli import check, demo, later, send, serve, simulate, status, topology
-from service.cli.ending import told
-
-app = typer.Typer(
-    name="lanekeeper",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command()(demo.demo)
-app.command()(serve.serve)
-app.command()(serve.consume)
-app.command()(send.send)
-app.command()(status.status)
-app.add_typer(topology.app, name="topology")
-app.command()(check.check)
-app.command()(simulate.simulate)
-for _name in later.COMMANDS:
-    app.command(_name, hidden=True, context_settings=later.ANYTHING)(later.absent)
-
-
-def _version(wanted: bool) -> None:
-    if wanted:
-        from service.cli.version import lanekeeper_version
-
-        print(f"lanekeeper {lanekeeper_version()}")
-        raise typer.Exit
-
-
-@app.callback()
-def lanekeeper(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
-) -> None:
-    """Route AI requests over RabbitMQ: urgent first, nothing lost.
-
-    Settings come from options, LANEKEEPER_* in the environment, .env, and lanekeeper.toml, in this order.
-    """
+from itertools import takewhile
 
 
 def main() -> None:
@@ -58,12 +15,18 @@ def main() -> None:
 def run(arguments: list[str]) -> int:
     """Run one command line; the exit code. No error leaves it but as one clear line."""
     # Known before the line is parsed, because parsing it may be what fails.
-    debug = "--debug" in itertools.takewhile(lambda each: each.startswith("-"), arguments)
+    debug = "--debug" in takewhile(lambda each: each.startswith("-"), arguments)
     try:
+        from service.cli.commands import app
+
         app(args=arguments, prog_name="lanekeeper")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except KeyboardInterrupt:
+        return 130
     except BaseException as error:
+        from service.cli.ending import told
+
         return told(error, debug=debug)
     return 0
 

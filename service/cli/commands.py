@@ -1,0 +1,47 @@
+"""All commands. Each noun has a file of its own; what they need is imported when they run."""
+
+from typing import Annotated
+
+import typer
+
+from service.cli import check, demo, later, send, serve, simulate, status, topology
+
+app = typer.Typer(
+    name="lanekeeper",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(demo.demo)
+app.command()(serve.serve)
+app.command()(serve.consume)
+app.command()(send.send)
+app.command()(status.status)
+app.add_typer(topology.app, name="topology")
+app.command()(check.check)
+app.command()(simulate.simulate)
+for _name in later.COMMANDS:
+    app.command(_name, hidden=True, context_settings=later.ANYTHING)(later.absent)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from service.cli.version import lanekeeper_version
+
+        print(f"lanekeeper {lanekeeper_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def lanekeeper(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Route AI requests over RabbitMQ: urgent first, nothing lost.
+
+    Settings come from options, LANEKEEPER_* in the environment, .env, and lanekeeper.toml, in this order.
+    """
