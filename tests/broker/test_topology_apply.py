@@ -1,40 +1,19 @@
 """Putting the topology onto a real broker: whole, again, at once, and never over what differs."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import aiormq
 import pytest
-from aiormq.abc import AbstractConnection
 
 from topology.broker.apply import apply, bind, declare_exchange, declare_queue
-from topology.broker.management import Management, discover
+from topology.broker.management import Management
 from topology.contract.problems import BrokerUnreachable, TopologyMismatch
 from topology.declaration import declare
 from topology.lanes import BATCH, CRITICAL, DEFAULT_LANES, NORMAL
 from topology.model import Binding, Exchange, Queue, Topology
 from topology.names import Names
 from topology.plan import compare
-
-
-@pytest.fixture
-async def connection(vhost) -> AsyncIterator[AbstractConnection]:
-    connection = await aiormq.connect(vhost.amqp_url)
-    yield connection
-    await connection.close()
-
-
-@pytest.fixture
-async def management(vhost) -> Management:
-    found = await discover(vhost.amqp_url, vhost.management_url)
-    assert found is not None
-    return found
-
-
-@pytest.fixture
-def declared(connection: AbstractConnection) -> Topology:
-    return declare(DEFAULT_LANES, names=Names(), broker_version=str(connection.server_properties["version"]))
 
 
 async def lines(declared: Topology, management: Management) -> list[str]:

@@ -1,41 +1,17 @@
 """Definitions imported into an empty virtual host are what is declared, and each change by hand after it has a name."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
-import aiormq
 import pytest
-from aiormq.abc import AbstractChannel, AbstractConnection
+from aiormq.abc import AbstractChannel
 
-from tests.support.administration import set_policy
 from topology.broker.apply import apply, bind, declare_exchange, declare_queue
-from topology.broker.management import Management, discover
-from topology.declaration import declare
+from topology.broker.management import Management
 from topology.export import definitions
-from topology.lanes import DEFAULT_LANES
 from topology.model import Binding, Exchange, Queue, Topology, Value
-from topology.names import Names
 from topology.plan import compare
-
-
-@pytest.fixture
-async def connection(vhost) -> AsyncIterator[AbstractConnection]:
-    connection = await aiormq.connect(vhost.amqp_url)
-    yield connection
-    await connection.close()
-
-
-@pytest.fixture
-async def management(vhost) -> Management:
-    found = await discover(vhost.amqp_url, vhost.management_url)
-    assert found is not None
-    return found
-
-
-@pytest.fixture
-def declared(connection: AbstractConnection) -> Topology:
-    return declare(DEFAULT_LANES, names=Names(), broker_version=str(connection.server_properties["version"]))
 
 
 async def lines(declared: Topology, management: Management) -> list[str]:
@@ -201,10 +177,11 @@ async def test_an_exchange_of_another_kind_is_named(there, line, declared, conne
     assert [each.line for each in found if each.change == "differs"] == [line]
 
 
-async def test_a_policy_that_would_take_messages_is_named(declared, connection, management) -> None:
+async def test_a_policy_that_would_take_messages_is_named(declared, connection, management, vhost) -> None:
     await apply(declared, connection)
 
-    await set_policy(management, "trim", r"^lane\.dead$", {"message-ttl": 60_000})
+    policy = {"pattern": r"^lane\.dead$", "definition": {"message-ttl": 60_000}, "apply-to": "queues"}
+    vhost.api("PUT", f"policies/{vhost.quoted}/trim", policy)
 
     for _ in range(40):
         if found := await lines(declared, management):

@@ -1,0 +1,206 @@
+"""Delays and falls through a real broker: on time, to the lane of the key, and what cannot go on falls."""
+
+import asyncio
+import contextlib
+import time
+from dataclasses import replace
+from typing import Any
+
+import aiormq
+import pytest
+from aiormq.abc import AbstractConnection, DeliveredMessage
+from aiormq.exceptions import ChannelAccessRefused, DeliveryError
+from pamqp.commands import Basic
+
+from topology.broker.apply import apply
+from topology.declaration import declare
+from topology.delays import hop
+from topology.lanes import BATCH, CRITICAL, NORMAL
+from topology.model import Topology
+from topology.names import Names
+
+NAMES = Names()
+
+
+@pytest.fixture
+async def connection(connection: AbstractConnection, declared: Topology) -> AbstractConnection:
+    """One to a virtual host where everything has been applied."""
+    await apply(declared, connection)
+    return connection
+
+
+async def arrivals(connection: AbstractConnection, queue: str) -> "asyncio.Queue[tuple[float, DeliveredMessage]]":
+    """What arrives in a queue, with the time (monotonic, s) at which it did."""
+    arrived: asyncio.Queue[tuple[float, DeliveredMessage]] = asyncio.Queue()
+    channel = await connection.channel()
+
+    async def take(message: DeliveredMessage) -> None:
+        arrived.put_nowait((time.monotonic(), message))
+
+    await channel.basic_consume(queue, take, no_ack=True)
+    return arrived
+
+
+async def publish(connection: AbstractConnection, exchange: str, key: str, **properties: Any) -> float:
+    """Publish and have it confirmed; the time (monotonic, s) just before."""
+    channel = await connection.channel(on_return_raises=True)
+    before = time.monotonic()
+    await channel.basic_publish(
+        b"{}",
+        exchange=exchange,
+        routing_key=key,
+        properties=Basic.Properties(delivery_mode=2, **properties),
+        mandatory=True,
+        timeout=10,
+    )
+    return before
+
+
+@pytest.mark.parametrize(
+    ("delay_ms", "came_by"),
+    [(0, "lane.delay.00"), (100, "lane.due"), (200, "lane.delay.00"), (700, "lane.due"), (1250, "lane.due")],
+)
+async def test_a_delay_ends_on_time_in_the_due_queue_with_key_and_properties_kept(
+    delay_ms: int, came_by: str, connection: AbstractConnection
+) -> None:
+    arrived = await arrivals(connection, "lane.normal.due")
+    way = hop(delay_ms, NAMES)
+
+    sent = await publish(
+        connection,
+        way.exchange,
+        "normal.support.chat",
+        headers={**way.headers, "traceparent": "kept"},
+        priority=7,
+        message_id="m1",
+        reply_to="r1",
+        correlation_id="c1",
+    )
+    at, message = await asyncio.wait_for(arrived.get(), 10)
+
+    waited_ms = (at - sent) * 1000
+    assert -(-delay_ms // 100) * 100 <= waited_ms < delay_ms + 1500
+    assert (message.delivery.routing_key, message.delivery.exchange) == ("normal.support.chat", came_by)
+    properties = message.header.properties
+    assert (properties.priority, properties.message_id, properties.reply_to, properties.correlation_id) == (
+        7,
+        "m1",
+        "r1",
+        "c1",
+    )
+    assert properties.headers["traceparent"] == "kept"
+
+
+async def test_a_delayed_key_without_a_lane_falls_and_holds_nobody_up(connection: AbstractConnection) -> None:
+    fallen, due = await arrivals(connection, "lane.fallen"), await arrivals(connection, "lane.batch.due")
+    way = hop(300, NAMES)
+
+    for key in ("nowhere.a.b", "batch.a.b"):
+        await publish(connection, way.exchange, key, headers=dict(way.headers))
+
+    _, message = await asyncio.wait_for(fallen.get(), 10)
+    assert message.delivery.routing_key == "nowhere.a.b"
+    _, message = await asyncio.wait_for(due.get(), 10)
+    assert message.delivery.routing_key == "batch.a.b"
+
+
+async def test_a_message_without_all_its_bits_falls_and_holds_nobody_up(connection: AbstractConnection) -> None:
+    fallen, due = await arrivals(connection, "lane.fallen"), await arrivals(connection, "lane.batch.due")
+    way = hop(300, NAMES)
+
+    await publish(connection, way.exchange, "batch.broken.b", headers={"lane-d01": True})
+    await publish(connection, way.exchange, "batch.bare.b")
+    await publish(connection, way.exchange, "batch.whole.b", headers=dict(way.headers))
+
+    keys = {(await asyncio.wait_for(fallen.get(), 10))[1].delivery.routing_key for _ in range(2)}
+    assert keys == {"batch.broken.b", "batch.bare.b"}
+    _, message = await asyncio.wait_for(due.get(), 10)
+    assert message.delivery.routing_key == "batch.whole.b"
+
+
+async def test_a_key_without_a_lane_falls_at_once(connection: AbstractConnection) -> None:
+    fallen = await arrivals(connection, "lane.fallen")
+
+    await publish(connection, "lane.requests", "nowhere.a.b")
+
+    _, message = await asyncio.wait_for(fallen.get(), 10)
+    assert (message.delivery.routing_key, message.delivery.exchange) == ("nowhere.a.b", "lane.requests")
+    assert "x-death" not in (message.header.properties.headers or {})
+
+
+async def test_what_expires_in_an_intake_falls_with_its_key(connection: AbstractConnection) -> None:
+    fallen = await arrivals(connection, "lane.fallen")
+
+    await publish(connection, "lane.requests", "critical.a.b", expiration="50")
+
+    _, message = await asyncio.wait_for(fallen.get(), 10)
+    assert message.delivery.routing_key == "critical.a.b"
+    (death,) = message.header.properties.headers["x-death"]
+    assert (death["reason"], death["queue"]) == ("expired", "lane.critical")
+
+
+async def test_what_is_returned_too_often_falls(connection: AbstractConnection) -> None:
+    """The due queue counts on every version; only 4.3 does not count nacks, so it is rejected here."""
+    fallen = await arrivals(connection, "lane.fallen")
+    way = hop(0, NAMES)
+    await publish(connection, way.exchange, "normal.a.b", headers=dict(way.headers))
+    channel = await connection.channel()
+    deliveries = 0
+
+    async def give_back(message: DeliveredMessage) -> None:
+        nonlocal deliveries
+        deliveries += 1
+        await channel.basic_reject(message.delivery.delivery_tag, requeue=True)
+
+    await channel.basic_consume("lane.normal.due", give_back)
+
+    _, message = await asyncio.wait_for(fallen.get(), 10)
+    (death,) = message.header.properties.headers["x-death"]
+    assert (death["reason"], deliveries) == ("delivery_limit", 21)
+
+
+async def test_dead_letters_survive_being_looked_at(connection: AbstractConnection) -> None:
+    """No delivery limit takes them: 40 looks, on 4.x beyond its default limit of 20."""
+    await publish(connection, "lane.dead", "normal.a.b")
+    channel = await connection.channel()
+
+    for _ in range(40):
+        message = await channel.basic_get("lane.dead")
+        assert message.body == b"{}"
+        await channel.basic_reject(message.delivery.delivery_tag, requeue=True)
+
+
+async def test_a_full_lane_refuses_publishers_and_still_takes_what_comes_back(vhost) -> None:
+    connection = await aiormq.connect(vhost.amqp_url)
+    version = str(connection.server_properties["version"])
+    await apply(
+        declare((replace(CRITICAL, max_length=3), NORMAL, BATCH), names=NAMES, broker_version=version), connection
+    )
+    due = await arrivals(connection, "lane.critical.due")
+
+    taken = 0
+    with contextlib.suppress(DeliveryError):
+        while taken < 10:
+            await publish(connection, "lane.requests", "critical.a.b")
+            taken += 1
+    way = hop(100, NAMES)
+    await publish(connection, way.exchange, "critical.back.b", headers=dict(way.headers))
+
+    assert 3 <= taken <= 4
+    _, message = await asyncio.wait_for(due.get(), 10)
+    assert message.delivery.routing_key == "critical.back.b"
+    await connection.close()
+
+
+async def test_nobody_can_write_into_due_queues_past_the_cascade(connection: AbstractConnection) -> None:
+    with pytest.raises(ChannelAccessRefused, match="internal"):
+        await publish(connection, "lane.due", "critical.a.b")
+
+
+async def test_cancels_are_kept_and_questions_are_not(connection: AbstractConnection) -> None:
+    await publish(connection, "lane.control", "cancel")
+    with pytest.raises(DeliveryError):
+        await publish(connection, "lane.control", "status")
+
+    told = await (await connection.channel()).queue_declare("lane.control", passive=True)
+    assert told.message_count == 1

@@ -1,0 +1,322 @@
+"""The exported users, tried: each may do what its part needs, and is refused the rest by the broker itself."""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+import aiormq
+import pytest
+from aiormq.abc import AbstractChannel, AbstractConnection, DeliveredMessage
+from aiormq.exceptions import ChannelAccessRefused
+from pamqp.commands import Basic
+from yarl import URL
+
+from topology.broker.apply import apply
+from topology.broker.management import Management, discover
+from topology.broker.verify import verify
+from topology.contract.problems import AccessRefused
+from topology.declaration import declare
+from topology.delays import hop
+from topology.export import User, definitions, hash_password
+from topology.lanes import DEFAULT_LANES
+from topology.model import Topology
+from topology.names import Names
+from topology.plan import compare
+
+PASSWORD = secrets.token_urlsafe()
+HASH = hash_password(PASSWORD, salt=secrets.token_bytes(4))
+
+
+@dataclass(frozen=True)
+class Act:
+    what: str
+    do: Callable[[AbstractChannel], Awaitable[object]]
+
+
+class Broker:
+    """A virtual host made by importing definitions alone, and a connection for each of its users."""
+
+    def __init__(self, vhost, management: Management, version: str, stack: AsyncExitStack) -> None:
+        mark = secrets.token_hex(4)  # users belong to the whole broker, which other tests use as well
+        self.app = f"support-{mark}"
+        self.users = {
+            "application": User(self.app, "application", HASH),
+            "pager": User(f"pager-{mark}", "application", HASH, lanes=("critical",)),
+            "worker": User(f"worker-{mark}", "worker", HASH),
+            "operator": User(f"operator-{mark}", "operator", HASH),
+            "deployer": User(f"deployer-{mark}", "deployer", HASH),
+        }
+        self.topology: Topology = declare(DEFAULT_LANES, names=Names(), broker_version=version)
+        self.management = management
+        self.version = version
+        self._url = URL(vhost.amqp_url)
+        self._stack = stack
+        self._connections: dict[str, AbstractConnection] = {}
+
+    def url(self, role: str) -> str:
+        return str(self._url.with_user(self.users[role].name).with_password(PASSWORD))
+
+    async def connection(self, role: str) -> AbstractConnection:
+        if role not in self._connections:
+            self._connections[role] = await aiormq.connect(self.url(role))
+            self._stack.push_async_callback(self._connections[role].close)
+        return self._connections[role]
+
+    async def may(self, role: str, act: Act) -> bool:
+        """Whether the broker lets a user do it; any other error is raised."""
+        channel = await (await self.connection(role)).channel()
+        try:
+            await act.do(channel)
+        except ChannelAccessRefused:
+            return False
+        await channel.close()
+        return True
+
+
+@pytest.fixture
+async def broker_with_users(vhost) -> AsyncIterator[Broker]:
+    async with AsyncExitStack() as stack:
+        management = await discover(vhost.amqp_url, vhost.management_url)
+        assert management is not None
+        version = (await management.overview()).version
+        broker = Broker(vhost, management, version, stack)
+        await management.import_definitions(definitions(broker.topology, vhost.name, list(broker.users.values())))
+        for user in broker.users.values():
+            stack.callback(vhost.api, "DELETE", f"users/{user.name}")
+        yield broker
+
+
+def publish(exchange: str, key: str = "", headers: dict[str, object] | None = None) -> Act:
+    async def do(channel: AbstractChannel) -> None:
+        properties = Basic.Properties(delivery_mode=2, headers=headers)  # type: ignore[arg-type]
+        await channel.basic_publish(b"{}", exchange=exchange, routing_key=key, properties=properties, timeout=10)
+
+    return Act(f"publish to {exchange or 'the default exchange'} with {key} {headers or ''}", do)
+
+
+def get(queue: str) -> Act:
+    return Act(f"get from {queue}", lambda channel: channel.basic_get(queue, no_ack=True))
+
+
+def consume(queue: str) -> Act:
+    async def ignore(message: DeliveredMessage) -> None: ...
+
+    return Act(f"consume {queue}", lambda channel: channel.basic_consume(queue, ignore, no_ack=True))
+
+
+def own_queue(bound_to: str | None = None, key: str = "#") -> Act:
+    async def do(channel: AbstractChannel) -> None:
+        name = (await channel.queue_declare(exclusive=True)).queue
+        if bound_to is not None:
+            await channel.queue_bind(name, bound_to, key)
+        await channel.basic_get(name)
+
+    return Act(f"bind a queue of its own to {bound_to} with {key}", do)
+
+
+def declare_queue(name: str) -> Act:
+    arguments = {"x-queue-type": "quorum"}
+    return Act(f"declare {name}", lambda channel: channel.queue_declare(name, durable=True, arguments=arguments))
+
+
+def declare_exchange(name: str) -> Act:
+    return Act(
+        f"declare exchange {name}",
+        lambda channel: channel.exchange_declare(name, exchange_type="topic", durable=True),
+    )
+
+
+def delete_queue(name: str) -> Act:
+    return Act(f"delete {name}", lambda channel: channel.queue_delete(name))
+
+
+async def test_an_import_with_users_leaves_nothing_to_do(broker_with_users: Broker, vhost) -> None:
+    it = broker_with_users
+
+    assert compare(it.topology, await it.management.topology()) == []
+    # Topic permissions fail open: whether they were taken over is worth a look of its own.
+    taken = vhost.api("GET", f"topic-permissions/{vhost.quoted}/{it.app}")
+    assert [(each["exchange"], each["write"], each["read"]) for each in taken] == [
+        ("lane.requests", r"^(normal|batch)\.{username}\.", "^$")
+    ]
+
+
+async def test_an_application_may_ask_its_lanes_in_its_own_name(broker_with_users: Broker) -> None:
+    it = broker_with_users
+
+    assert await it.may("application", publish("lane.requests", f"normal.{it.app}.chat"))
+    assert await it.may("application", publish("lane.requests", f"batch.{it.app}.chat.more"))
+    assert not await it.may("application", publish("lane.requests", f"critical.{it.app}.chat"))
+    assert not await it.may("application", publish("lane.requests", "normal.somebody.chat"))
+    assert not await it.may("application", publish("lane.requests", "nowhere"))
+    assert await it.may("pager", publish("lane.requests", f"critical.{it.users['pager'].name}.alert"))
+    assert not await it.may("pager", publish("lane.requests", f"normal.{it.users['pager'].name}.alert"))
+
+
+async def test_an_application_gets_its_replies(broker_with_users: Broker) -> None:
+    it = broker_with_users
+
+    assert await it.may("application", own_queue())
+    assert await it.may("application", consume("amq.rabbitmq.reply-to"))
+
+
+NOT_FOR_APPLICATIONS = [
+    *(publish(exchange, "critical.a.b") for exchange in ("lane.due", "lane.dead", "lane.events", "lane.fallen")),
+    publish("lane.delay.00", "critical.a.b", {"lane-d00": False}),
+    publish("lane.control", "cancel"),
+    publish("", "lane.critical"),
+    declare_queue("mine"),
+    declare_queue("lane.critical"),
+    declare_queue("lane.gold"),
+    declare_exchange("mine"),
+    declare_exchange("lane.old"),
+    declare_exchange("amq.gen-mine"),
+    *(get(queue) for queue in ("lane.normal", "lane.normal.due", "lane.dead", "lane.fallen", "lane.delay.00")),
+    *(own_queue(exchange) for exchange in ("lane.requests", "lane.events", "lane.dead", "lane.due", "amq.topic")),
+    delete_queue("lane.normal"),
+    Act("purge lane.normal", lambda channel: channel.queue_purge("lane.normal")),
+    Act("unbind lane.normal", lambda channel: channel.queue_unbind("lane.normal", "lane.requests", "normal.#")),
+]
+
+
+async def test_an_application_may_do_nothing_else(broker_with_users: Broker) -> None:
+    it = broker_with_users
+
+    assert [act.what for act in NOT_FOR_APPLICATIONS if await it.may("application", act)] == []
+
+
+async def test_a_copy_to_another_lane_is_refused_from_4_0_on(broker_with_users: Broker) -> None:
+    it = broker_with_users
+    for header in ("CC", "BCC"):
+        copied = publish("lane.requests", f"normal.{it.app}.chat", {header: [f"critical.{it.app}.chat"]})
+
+        # 3.x lets it pass (contract, section 8); the worker refuses CC there, and BCC nobody can see.
+        assert await it.may("application", copied) == it.version.startswith("3.")
+
+
+FOR_WORKERS = [
+    *(consume(f"lane.{lane}{due}") for lane in ("critical", "normal", "batch") for due in ("", ".due")),
+    consume("lane.fallen"),
+    consume("lane.control"),
+    publish("lane.delay.00", "normal.a.b", dict(hop(0, Names()).headers)),
+    publish("lane.delay.28", "normal.a.b", {}),
+    publish("lane.dead", "normal.a.b"),
+    publish("lane.events", "normal.a.started.m1"),
+    publish("", "some.reply.queue"),
+    own_queue("lane.control", "status"),
+]
+
+
+async def test_a_worker_may_do_its_work(broker_with_users: Broker) -> None:
+    it = broker_with_users
+
+    assert [act.what for act in FOR_WORKERS if not await it.may("worker", act)] == []
+
+
+NOT_FOR_WORKERS = [
+    *(publish(exchange, "normal.a.b") for exchange in ("lane.requests", "lane.due", "lane.fallen", "lane.control")),
+    *(get(queue) for queue in ("lane.dead", "lane.delay.00")),
+    *(own_queue(exchange) for exchange in ("lane.requests", "lane.events", "lane.dead", "lane.delay.00")),
+    declare_queue("lane.critical"),
+    declare_queue("lane.gold"),
+    declare_exchange("lane.old"),
+    delete_queue("lane.normal"),
+    Act("delete lane.requests", lambda channel: channel.exchange_delete("lane.requests")),
+]
+
+
+async def test_a_worker_may_do_no_more(broker_with_users: Broker) -> None:
+    it = broker_with_users
+
+    assert [act.what for act in NOT_FOR_WORKERS if await it.may("worker", act)] == []
+
+
+async def test_an_operator_may_ask_any_lane_cancel_watch_and_read_dead_letters(broker_with_users: Broker) -> None:
+    it = broker_with_users
+
+    assert await it.may("operator", publish("lane.requests", "critical.somebody.chat"))
+    assert await it.may("operator", publish("lane.control", "cancel"))
+    assert await it.may("operator", own_queue("lane.events"))
+    assert await it.may("operator", get("lane.dead"))
+    assert compare(it.topology, await (await management_of(it, "operator")).topology()) == []
+
+
+NOT_FOR_OPERATORS = [
+    publish("lane.requests", "nowhere.somebody.chat"),
+    publish("lane.dead", "normal.a.b"),
+    publish("", "lane.critical"),
+    get("lane.critical"),
+    own_queue("lane.requests"),
+    declare_queue("lane.gold"),
+    delete_queue("lane.dead"),
+]
+
+
+async def test_an_operator_may_do_no_more(broker_with_users: Broker) -> None:
+    it = broker_with_users
+
+    assert [act.what for act in NOT_FOR_OPERATORS if await it.may("operator", act)] == []
+
+
+async def test_a_deployer_may_apply_all_of_it_and_look(broker_with_users: Broker) -> None:
+    it = broker_with_users
+    connection = await it.connection("deployer")
+    channel = await connection.channel()
+    for queue in it.topology.queues:
+        await channel.queue_delete(queue.name)
+    for exchange in it.topology.exchanges:
+        await channel.exchange_delete(exchange.name)
+
+    await apply(it.topology, connection)
+
+    verification = await verify(it.topology, await management_of(it, "deployer"), connection)
+    assert (verification.seen, verification.differences) == ("everything", ())
+    assert not await it.may("deployer", declare_queue("orders"))
+
+
+@pytest.mark.parametrize("role", ["application", "worker", "operator"])
+async def test_nobody_else_may_apply(role: str, broker_with_users: Broker) -> None:
+    it = broker_with_users
+
+    with pytest.raises(AccessRefused, match=r"`lanekeeper topology apply` needs a user that may configure"):
+        await apply(it.topology, await it.connection(role))
+
+
+async def test_a_worker_verifies_what_it_may_see(broker_with_users: Broker) -> None:
+    it = broker_with_users
+    connection = await it.connection("worker")
+
+    verification = await verify(it.topology, None, connection)
+
+    assert (verification.seen, verification.differences) == ("existence", ())
+    hidden = it.version.startswith("4.3")  # before, anyone could ask
+    assert (
+        "nor whether these exist, which the user has no rights to: lane.requests" in str(verification.note)
+    ) == hidden
+
+    admin = await aiormq.connect(it.url("deployer"))
+    await (await admin.channel()).queue_delete("lane.batch.due")
+    await admin.close()
+    assert [each.line for each in (await verify(it.topology, None, connection)).missing] == [
+        "queue lane.batch.due is missing"
+    ]
+
+
+async def test_a_worker_has_no_business_in_the_management_api(broker_with_users: Broker) -> None:
+    with pytest.raises(AccessRefused, match="needs the tag `management`"):
+        await (await management_of(broker_with_users, "worker")).topology()
+
+
+async def management_of(it: Broker, role: str) -> Management:
+    found = await discover(it.url(role), it.management.url)
+    assert found is not None
+    return found
+
+
+async def test_a_wrong_password_lets_nobody_in(broker_with_users: Broker) -> None:
+    url = URL(broker_with_users.url("application")).with_password("wrong")
+
+    with pytest.raises((aiormq.exceptions.AMQPConnectionError, asyncio.CancelledError)):
+        await aiormq.connect(url)
