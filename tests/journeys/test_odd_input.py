@@ -26,7 +26,7 @@ VALUES = {
     b"huge": b"d" + struct.pack(">d", 1e300),
     b"decimal": b"D\x02" + struct.pack(">i", 12345),
     b"negative decimal": b"D\x02" + struct.pack(">i", -12345),
-    b"text": b"S" + struct.pack(">I", 9) + "Grüße €".encode()[:9],
+    b"text": b"S" + struct.pack(">I", 7) + "Grüße".encode(),
     b"bytes": b"S" + struct.pack(">I", 3) + b"\xff\xfe\x00",
     b"array": b"A" + struct.pack(">I", 4) + b"t\x00" + b"b\x01",
     b"time": b"T" + struct.pack(">Q", 1_763_726_400),
@@ -62,7 +62,7 @@ async def test_headers_of_every_type_are_carried_through_retries_into_the_dead_l
         came = {n: (await app.buried(f"{n}-r")).headers for n in range(len(VALUES))}
         expected = [
             True, -128, 255, -32768, 65535, -(2**31), 2**32 - 1, -(2**63), 2**63 - 1, 1.5, 0.1, 1e300,
-            decimal.Decimal("123.45"), decimal.Decimal("-123.45"), "Grüße €"[:7], b"\xff\xfe\x00", [False, 1],
+            decimal.Decimal("123.45"), decimal.Decimal("-123.45"), "Grüße", b"\xff\xfe\x00", [False, 1],
             datetime.fromtimestamp(1_763_726_400, tz=UTC), datetime.fromtimestamp(4_294_967_295, tz=UTC),
             {"inner": {"x": 5}}, None, bytearray(b"\x01\x02"), False, False, False,
         ]  # fmt: skip

@@ -1,0 +1,139 @@
+"""Clients that are not ours: pika, and the shell's amqp-tools. Nothing of ours runs on their side."""
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import threading
+from typing import Any
+
+import pika
+import pytest
+
+from tests.support.house import house
+from tests.support.waiting import until
+
+WITHIN_S = 15
+
+
+def install_amqp_tools() -> None:
+    """Debian's amqp-tools, where they are missing and can be had."""
+    if shutil.which("amqp-publish") is None and os.geteuid() == 0 and shutil.which("apt-get"):
+        for command in (["apt-get", "-qq", "update"], ["apt-get", "-qq", "-y", "install", "amqp-tools"]):
+            subprocess.run(command, check=False, capture_output=True, timeout=120)
+    if shutil.which("amqp-publish") is None:
+        if os.environ.get("CI"):
+            pytest.fail("amqp-publish is missing: install amqp-tools")
+        pytest.skip("amqp-publish is missing: install amqp-tools")
+
+
+def pika_asks(url: str, reply_to: str, requests: list[tuple[str, Any, dict[str, Any]]]) -> dict[str, list[Any]]:
+    """As any application with pika would: publish all, then gather until each has its final reply."""
+    connection = pika.BlockingConnection(pika.URLParameters(url))
+    replies: dict[str, list[Any]] = {}
+    finals = 0
+
+    def keep(channel: Any, method: Any, properties: Any, body: bytes) -> None:
+        nonlocal finals
+        replies.setdefault(properties.correlation_id, []).append((properties, body))
+        finals += "x-lane-status" in properties.headers
+
+    try:
+        channel = connection.channel()
+        queue = reply_to or channel.queue_declare("", exclusive=True).method.queue
+        channel.basic_consume(queue, keep, auto_ack=True)
+        if not reply_to:
+            channel.confirm_delivery()
+        for number, (key, body, headers) in enumerate(requests):
+            properties = pika.BasicProperties(
+                content_type="application/json",
+                reply_to=queue,
+                correlation_id=f"c-{number}",
+                message_id=f"m-{number}",
+                delivery_mode=2,
+                headers=headers,
+            )
+            channel.basic_publish("lane.requests", key, json.dumps(body).encode(), properties, mandatory=not reply_to)
+        stop = threading.Timer(WITHIN_S, lambda: connection.add_callback_threadsafe(connection.close))
+        stop.start()
+        while finals < len(requests):
+            connection.process_data_events(time_limit=1)
+        stop.cancel()
+        return replies
+    finally:
+        if connection.is_open:
+            connection.close()
+
+
+@pytest.mark.parametrize("reply_to", ["", "amq.rabbitmq.reply-to"], ids=["exclusive queue", "direct reply-to"])
+async def test_pika_asks_and_is_answered(vhost, reply_to) -> None:
+    requests = [
+        ("critical.shop.chat", {"prompt": "whole"}, {}),
+        ("normal.shop.chat", {"prompt": "in parts"}, {"x-lane-stream": True}),
+        ("batch.shop.chat", {"prompt": "again [[fault: overloaded x2]]"}, {"x-lane-deadline-ms": 10_000}),
+        ("critical.shop.chat", {"prompt": "later"}, {"x-lane-delay-ms": 300}),
+        ("critical.shop.chat", {"prompt": "never [[fault: invalid]]"}, {}),
+        ("critical.shop.chat", {"nonsense": 1}, {}),
+    ]
+    async with house(vhost.amqp_url):
+        replies = await asyncio.to_thread(pika_asks, vhost.amqp_url, reply_to, requests)
+
+    finals = {name: [each for each in got if "x-lane-status" in each[0].headers] for name, got in replies.items()}
+    assert {name: len(each) for name, each in finals.items()} == {f"c-{n}": 1 for n in range(len(requests))}
+    answers = [json.loads(finals[f"c-{n}"][0][1]) for n in range(len(requests))]
+    assert [answer["content"][0]["text"].split(" [[")[0] for answer in answers[:4]] == [
+        "echo: whole",
+        "echo: in parts",
+        "echo: again",
+        "echo: later",
+    ]
+    assert [answer["code"] for answer in answers[4:]] == ["provider_rejected", "invalid_request"]
+    parts = [properties.headers["x-lane-seq"] for properties, _ in replies["c-1"][:-1]]
+    assert parts == list(range(len(parts)))
+    assert len(parts) > 4
+    assert finals["c-2"][0][0].headers["x-lane-attempt"] == 3
+    assert {finals[f"c-{n}"][0][0].headers["x-lane-request-id"] for n in range(6)} == {f"m-{n}" for n in range(6)}
+
+
+async def test_a_shell_publishes_and_reads_the_answer(vhost) -> None:
+    """amqp-publish writes no message id, and headers as strings alone."""
+    install_amqp_tools()
+    async with house(vhost.amqp_url) as home:
+        url = ["-u", vhost.amqp_url]
+        await shell(["amqp-declare-queue", *url, "-q", "shell.answers"])
+        publish = ["amqp-publish", *url, "-e", "lane.requests", "-t", "shell.answers", "-p"]
+        await shell(
+            [*publish, "-r", "critical.shell.ask", "-C", "application/json", "-b", '{"prompt": "from a shell"}']
+        )
+        answer = json.loads(await shell(["amqp-consume", *url, "-q", "shell.answers", "-c", "1", "cat"]))
+        assert answer["content"][0]["text"] == "echo: from a shell"
+
+        await shell([*publish, "-r", "normal.shell.ask", "-H", "x-lane-delay-ms: 200", "-b", '{"prompt": "later"}'])
+        answer = json.loads(await shell(["amqp-consume", *url, "-q", "shell.answers", "-c", "1", "cat"]))
+        assert answer["content"][0]["text"] == "echo: later"
+
+        await shell([*publish, "-r", "normal.shell.ask", "-H", "x-lane-dealy-ms: 200", "-b", '{"prompt": "typo"}'])
+        problem = json.loads(await until(lambda: shell(["amqp-get", *url, "-q", "shell.answers"], check=False)))
+        assert problem["code"] == "invalid_request"
+        assert "x-lane-delay-ms" in problem["detail"]
+
+        await shell([*publish, "-r", "shell.nowhere", "-b", '{"prompt": "where?"}'])
+        problem = json.loads(await shell(["amqp-consume", *url, "-q", "shell.answers", "-c", "1", "cat"]))
+        assert problem["code"] == "unroutable"
+        assert len(home.api.calls) == 2
+
+
+async def shell(command: list[str], *, check: bool = True) -> bytes:
+    """What a command wrote; it is ended when it takes too long."""
+    running = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        out, error = await asyncio.wait_for(running.communicate(), WITHIN_S)
+    except TimeoutError:
+        running.kill()
+        await running.wait()
+        raise
+    assert not check or running.returncode == 0, (command[0], error)
+    return out
