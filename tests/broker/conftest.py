@@ -1,4 +1,4 @@
-"""What tests of the topology have in common: a connection to a virtual host, its management API, what it should hold."""
+"""What tests of the topology have in common: a connection to a virtual host, its API, what it should hold."""
 
 from collections.abc import AsyncIterator
 
