@@ -1,0 +1,35 @@
+"""Ask over RabbitMQ with pika alone: python ask.py "Name three rivers." """
+
+import json
+import os
+import sys
+import uuid
+
+import pika
+
+connection = pika.BlockingConnection(pika.URLParameters(os.environ.get("AMQP_URL", "amqp://localhost:5672/")))
+channel = connection.channel()
+channel.confirm_delivery()  # basic_publish now raises unless the broker took the request
+replies = channel.queue_declare("", exclusive=True).method.queue
+
+request_id = str(uuid.uuid4())
+channel.basic_publish(
+    exchange="lane.requests",
+    routing_key="critical.examples.python",  # lane.application.task
+    body=json.dumps({"max_tokens": 200, "messages": [{"role": "user", "content": sys.argv[1]}]}),
+    properties=pika.BasicProperties(
+        content_type="application/json",
+        delivery_mode=pika.DeliveryMode.Persistent,
+        priority=5,
+        message_id=request_id,
+        correlation_id=request_id,
+        reply_to=replies,
+    ),
+)
+for _method, properties, body in channel.consume(replies, auto_ack=True):
+    answer = json.loads(body)
+    if properties.headers["x-lane-status"] == "error":
+        sys.exit(f"{answer['title']}: {answer['detail']}")
+    print("".join(block.get("text", "") for block in answer["content"]))
+    break
+connection.close()

@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Ask over RabbitMQ with Debian's amqp-tools alone: ./ask.sh "Name three rivers."
+set -euo pipefail
+url=${AMQP_URL:-amqp://localhost:5672}
+queue=examples.shell.$$
+amqp-declare-queue --url="$url" --queue="$queue" >/dev/null
+trap 'amqp-delete-queue --url="$url" --queue="$queue" >/dev/null' EXIT
+printf '%s' "$1" | python3 -c 'import json, sys; print(json.dumps({"prompt": sys.stdin.read()}))' |
+  amqp-publish --url="$url" --exchange=lane.requests --routing-key=critical.examples.shell \
+    --content-type=application/json --persistent --reply-to="$queue"
+amqp-consume --url="$url" --queue="$queue" --count=1 cat
+echo
