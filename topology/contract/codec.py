@@ -3,6 +3,7 @@
 import json
 import re
 import zlib
+from collections.abc import Mapping
 
 import jiter
 
@@ -177,7 +178,7 @@ def _filled(
     max_tokens: int,
     rewrite: bool,
 ) -> bytes:
-    """The body as the provider takes it: the very bytes that came, unless something must be filled in.
+    """The body as the provider takes it: the very bytes that came, with what is missing put in front.
 
     `rewrite` (a lane that allows only some models): what goes out is what was checked, whatever the bytes could mean to
     another reader.
@@ -191,13 +192,17 @@ def _filled(
         if checked.system is not None:
             body["system"] = checked.system
         return _dumped(body)
-    if not rewrite and checked.model is not None and checked.max_tokens is not None:
-        return raw
-    found = jiter.from_json(raw, allow_inf_nan=False, cache_mode="none")
-    return _dumped({**found, "model": model, "max_tokens": max_tokens})
+    filled = {"model": model, "max_tokens": max_tokens}
+    missing = {key: value for key, value in filled.items() if key not in checked.model_fields_set}
+    is_null = any(getattr(checked, key) is None for key in filled.keys() - missing.keys())
+    if rewrite or is_null:
+        found = jiter.from_json(raw, allow_inf_nan=False, cache_mode="none")
+        return _dumped({**found, **filled})
+    # `messages` follows, so that the comma is right
+    return raw.replace(b"{", _dumped(missing)[:-1] + b",", 1) if missing else raw
 
 
-def _dumped(body: dict[str, object]) -> bytes:
+def _dumped(body: Mapping[str, object]) -> bytes:
     try:
         return json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
     except (ValueError, UnicodeEncodeError) as error:

@@ -12,7 +12,7 @@ from topology.contract.problems import RequestProblem
 from topology.delays import strip_bits
 from topology.names import Names
 
-LATER = {names.DEBOUNCE: "debouncing", names.WEBHOOK: "webhooks", names.PIPELINE: "pipelines"}
+LATER = {names.DEBOUNCE: "debouncing is", names.WEBHOOK: "webhooks are", names.PIPELINE: "pipelines are"}
 """What the contract has and this version has not: refused, never ignored."""
 PREFIX = "x-lane-"
 YEAR_MS = 365 * 24 * 3600 * 1000
@@ -55,7 +55,7 @@ def read(headers: Mapping[str, Any]) -> RequestHeaders:
             raise RequestProblem("invalid_request", f"unknown header {key[:80]!r}{hint}")
     for key, what in LATER.items():
         if key in headers:
-            raise RequestProblem("invalid_request", f"header {key}: {what} are not available in this version")
+            raise RequestProblem("invalid_request", f"header {key}: {what} not available in this version")
     if names.CC in headers or names.BCC in headers:
         raise RequestProblem("invalid_request", "headers CC and BCC are not allowed: publish once, with one key")
     if names.DELAY_MS in headers and names.AT in headers:
@@ -148,7 +148,7 @@ def _time(headers: Mapping[str, Any], key: str) -> int | None:
     if not isinstance(value, str) or len(value) > 40 or "T" not in value.upper().replace(" ", "T"):
         raise _wrong(key, value, allowed)
     try:
-        when = datetime.fromisoformat(value)
+        when = datetime.fromisoformat(value.upper())  # RFC 3339 allows t and z
         if when.tzinfo is None:
             raise _wrong(key, value, allowed)
         return int(when.timestamp() * 1000)

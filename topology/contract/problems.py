@@ -95,14 +95,18 @@ PROBLEMS: Final = _by_code(
 )
 
 
+DETAIL_CHARACTERS: Final = 1000
+"""The longest detail: it stands in a dead letter's headers, and too large ones end the connection (501 FRAME_ERROR)."""
+
+
 class RequestProblem(LanekeeperError):
     """A request's final error. `code` is one of `PROBLEMS`; `detail` says what was wrong and what to do."""
 
     def __init__(self, code: str, detail: str, *, status: int | None = None) -> None:
-        super().__init__(f"{code}: {detail}")
         self.type = PROBLEMS[code]
-        self.detail = detail
+        self.detail = detail if len(detail) <= DETAIL_CHARACTERS else f"{detail[: DETAIL_CHARACTERS - 1]}…"
         self.status = self.type.status if status is None else status
+        super().__init__(f"{code}: {self.detail}")
 
     @property
     def code(self) -> str:
