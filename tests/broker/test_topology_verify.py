@@ -1,0 +1,227 @@
+"""Looking whether a broker is as declared: all of it with the management API, without it what exists."""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from urllib.parse import quote
+
+import aiormq
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from yarl import URL
+
+from topology.broker import management as management_module
+from topology.broker.apply import apply, bind
+from topology.broker.management import Management, discover
+from topology.broker.verify import verify
+from topology.contract.problems import AccessRefused, BrokerError, BrokerUnreachable
+from topology.model import Binding
+
+Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@asynccontextmanager
+async def answering(answer: Answer) -> AsyncIterator[str]:
+    """A server that is no management API; its URL."""
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    async with TestServer(app) as server:
+        yield str(server.make_url("/")).rstrip("/")
+
+
+async def test_with_the_management_api_everything_is_seen(declared, connection, management) -> None:
+    await apply(declared, connection)
+    await bind(await connection.channel(), Binding("lane.requests", "lane.dead", routing_key="#"))
+
+    found = await verify(declared, management, connection)
+
+    assert (found.seen, found.note) == ("everything", None)
+    assert [each.change for each in found.differences] == ["extra"]
+    assert found.missing == ()
+
+
+async def test_without_it_what_is_missing_is_seen_and_the_rest_said(declared, connection) -> None:
+    await apply(declared, connection)
+    channel = await connection.channel()
+    await channel.queue_delete("lane.delay.11")
+    await channel.exchange_delete("lane.events")
+
+    found = await verify(declared, None, connection)
+
+    assert found.seen == "existence"
+    assert [each.line for each in found.missing] == [
+        "exchange lane.events is missing",
+        "queue lane.delay.11 is missing",
+    ]
+    assert str(found.note) == (
+        "no management API was found, so that arguments and bindings could not be seen; "
+        "set LANEKEEPER_MANAGEMENT_URL, with a user that has the tag `management`"
+    )
+
+
+async def test_on_an_empty_virtual_host_all_is_missing_either_way(declared, connection, management) -> None:
+    things = len(declared.exchanges) + len(declared.queues)
+
+    assert len((await verify(declared, None, connection)).missing) == things
+    assert len((await verify(declared, management, connection)).missing) == things + len(declared.bindings)
+
+
+async def test_verifying_changes_nothing(declared, connection, management) -> None:
+    await verify(declared, None, connection)
+    await verify(declared, management, connection)
+
+    assert (await management.topology()).queues == ()
+
+
+async def test_an_api_that_does_not_answer_is_noted(declared, connection, management) -> None:
+    await apply(declared, connection)
+    silent = replace(management, url="http://127.0.0.1:9")
+
+    found = await verify(declared, silent, connection)
+
+    assert (found.seen, found.differences) == ("existence", ())
+    assert "no management API at http://127.0.0.1:9" in str(found.note)
+
+
+async def test_another_brokers_api_is_not_believed(declared, connection, management) -> None:
+    await apply(declared, connection)
+
+    async def other(request: web.Request) -> web.Response:
+        return web.json_response({"rabbitmq_version": "4.3.6", "cluster_name": "rabbit@elsewhere"})
+
+    async with answering(other) as url:
+        found = await verify(declared, replace(management, url=url), connection)
+        assert await discover("amqp://guest:guest@127.0.0.1/", url) is not None
+
+    assert (found.seen, found.differences) == ("existence", ())
+    assert "is another broker's" in str(found.note)
+
+
+async def test_a_lost_connection_is_said(declared, connection) -> None:
+    await connection.close()
+
+    with pytest.raises(BrokerUnreachable):
+        await verify(declared, None, connection)
+
+
+@pytest.fixture
+def port_of_api(vhost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test's broker answers where ours looks: the real port is rarely free to be taken."""
+    monkeypatch.setattr(management_module, "PORT", URL(vhost.management_url).port)
+
+
+async def test_the_api_is_found_at_the_amqp_host(vhost, connection, port_of_api) -> None:
+    found = await discover(vhost.amqp_url, connection=connection)
+
+    assert found is not None
+    assert (await found.topology()).broker_version == vhost.version
+
+
+async def test_an_api_that_does_not_let_the_amqp_user_in_is_not_found(vhost, port_of_api) -> None:
+    assert await discover(str(URL(vhost.amqp_url).with_user("nobody").with_password("wrong"))) is None
+
+
+async def test_where_nothing_listens_none_is_found(vhost, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(management_module, "PORT", 9)
+
+    assert await discover(vhost.amqp_url) is None
+
+
+async def test_credentials_of_its_own_go_before_those_of_amqp() -> None:
+    found = await discover("amqp://app:secret@broker/prod", "https://look:only@api.example/rabbit")
+
+    assert found == Management("https://api.example/rabbit", "look", "only", "prod")
+    assert await discover("amqp://app:secret@broker", "http://api.example:15672") == Management(
+        "http://api.example:15672", "app", "secret", "/"
+    )
+
+
+@pytest.mark.parametrize("scheme", ["amqp", "amqps"])
+async def test_what_is_not_rabbitmq_gets_no_credentials(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads: list[str] = []
+
+    async def curious(request: web.Request) -> web.Response:
+        heads.append(str(request.headers))
+        return web.Response(status=401, headers={"www-authenticate": "Basic realm=Printer"})
+
+    async with answering(curious) as url:
+        monkeypatch.setattr(management_module, "PORT", URL(url).port)
+        monkeypatch.setattr(management_module, "TLS_PORT", URL(url).port)
+        assert await discover(f"{scheme}://app:secret@127.0.0.1/") is None
+
+    assert len(heads) == (1 if scheme == "amqp" else 0)  # nothing of amqps is sent where there is no TLS
+    assert not any("authorization" in head.lower() for head in heads)
+
+
+async def test_credentials_follow_no_redirect() -> None:
+    asked: list[str] = []
+
+    async def elsewhere(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        return web.Response(status=302, headers={"location": "/stolen"})
+
+    async with answering(elsewhere) as url:
+        with pytest.raises(BrokerError, match="answered 302"):
+            await Management(url, "app", "secret", "/").overview()
+
+    assert asked == ["/api/overview"]
+
+
+async def test_a_password_is_never_shown(management) -> None:
+    shown = replace(management, url="http://look:hidden@127.0.0.1:9", password="hidden")
+
+    with pytest.raises(BrokerUnreachable) as raised:
+        await shown.overview()
+
+    assert "hidden" not in str(raised.value)
+    assert "password" not in repr(shown)
+
+
+async def test_wrong_credentials_and_an_unknown_virtual_host_are_told_apart(management) -> None:
+    with pytest.raises(AccessRefused, match="refuses user 'guest' \\(401\\)"):
+        await replace(management, user="guest", password="wrong").overview()
+    with pytest.raises(BrokerError, match="knows no virtual host 'nowhere'"):
+        await replace(management, vhost="nowhere").topology()
+
+
+async def test_an_answer_that_is_no_json_is_said() -> None:
+    async def page(request: web.Request) -> web.Response:
+        return web.Response(text="<html>", content_type="text/html")
+
+    async with answering(page) as url:
+        with pytest.raises(BrokerError, match="something else than JSON"):
+            await Management(url, "app", "secret", "/").overview()
+
+
+async def test_an_answer_that_never_comes_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(management_module, "TIMEOUT_S", 0.1)
+
+    async def asleep(request: web.Request) -> web.Response:
+        await asyncio.sleep(5)
+        return web.Response()
+
+    async with answering(asleep) as url:
+        with pytest.raises(BrokerUnreachable, match="no management API at"):
+            await Management(url, "app", "secret", "/").overview()
+
+
+async def test_a_virtual_host_may_have_any_name(vhost, declared, management) -> None:
+    name = f"team a/ü {secrets.token_hex(4)}"
+    vhost.api("PUT", f"vhosts/{quote(name, safe='')}")
+    try:
+        every = {"configure": ".*", "write": ".*", "read": ".*"}
+        vhost.api("PUT", f"permissions/{quote(name, safe='')}/{quote(vhost.user, safe='')}", every)
+        url = f"{vhost.amqp_url.rsplit('/', 1)[0]}/{quote(name, safe='')}"
+        connection = await aiormq.connect(url)
+        await apply(declared, connection)
+
+        found = await discover(url, vhost.management_url)
+
+        assert found is not None
+        assert (await verify(declared, found, connection)).differences == ()
+        await connection.close()
+    finally:
+        vhost.api("DELETE", f"vhosts/{quote(name, safe='')}")
