@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
+from textwrap import shorten
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -22,7 +23,8 @@ from topology.tracing import Tracing
 
 PROVIDER_TIMEOUT_S = 10
 API_VERSION = "2023-06-01"
-SHOWN = 5
+SHOWN = 5  # differences
+NOTE = 300  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,9 @@ async def _topology(settings: Settings, connection: Connection) -> Finding:
     differences = found.differences
     if not differences:
         told = f"{len(wanted.exchanges)} exchanges and {len(wanted.queues)} queues are as declared"
-        return Finding("topology", True, told if found.note is None else f"{told}, as far as seen: {found.note}")
+        if found.note is not None:
+            told += ", as far as seen: " + shorten(found.note, NOTE, placeholder=" …")
+        return Finding("topology", True, told)
     named = "; ".join(each.line for each in differences[:SHOWN])
     more = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
     command = "apply" if found.missing else "plan"
