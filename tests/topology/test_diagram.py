@@ -1,5 +1,7 @@
 """The picture and the list show everything, and stay readable."""
 
+from pathlib import Path
+
 from topology.declaration import declare
 from topology.diagram import mermaid, render
 from topology.lanes import DEFAULT_LANES
@@ -15,6 +17,12 @@ def test_the_picture_shows_every_queue_with_the_cascade_folded() -> None:
     assert [name for name in shown if f'"{name}"' not in picture] == []
     assert picture.count("lane.delay.") == 2
     assert len(picture.splitlines()) < 45
+
+
+def test_the_picture_in_the_readme_is_the_one_that_is_drawn() -> None:
+    readme = Path(__file__).parents[2] / "README.md"
+
+    assert f"```mermaid\n{mermaid(TOPOLOGY)}```" in readme.read_text(encoding="utf-8")
 
 
 def test_the_list_has_every_thing_on_a_line_and_says_what_the_version_means() -> None:

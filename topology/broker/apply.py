@@ -34,8 +34,8 @@ async def apply(topology: Topology, connection: AbstractConnection) -> None:
 
     Safe to repeat, and from several processes at once. Raises TopologyMismatch at the first thing that exists with
     other properties, AccessRefused without the right to configure, BrokerUnreachable where the connection is lost,
-    BrokerError for whatever else the broker refuses. Success proves no more than that everything exists: the broker
-    does not compare every argument, and takes unknown ones in silence; `verify` looks.
+    BrokerError for whatever else the broker refuses. Success proves that everything exists with our arguments, not
+    that there is nothing else: bindings too many, policies, arguments that the broker does not know; `verify` looks.
     """
     with broker_errors():
         channel = await connection.channel()

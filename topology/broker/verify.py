@@ -1,7 +1,7 @@
 """Look whether a broker is as declared.
 
-A declaration that succeeded proves nothing: the broker does not compare every argument of a queue that exists, and
-takes arguments that it does not know in silence. The management API shows all; without it, one sees only what exists.
+A declaration that succeeded proves little: bindings too many and policies it does not meet, and arguments that the
+broker does not know are taken in silence. The management API shows all; without it, one sees only what exists.
 """
 
 from dataclasses import dataclass
