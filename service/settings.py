@@ -246,6 +246,10 @@ class Settings(BaseSettings):
             None if traces is None else traces.get_secret_value(),
         )
 
+    def on_broker(self, url: str, *, namespace: str) -> "Settings":
+        """The same, on another broker and under other names: a private one, for the demo."""
+        return self.model_copy(update={"amqp_url": SecretStr(url), "namespace": namespace})
+
     def answered_by(self, url: str, *, key: str) -> "Settings":
         """The same, with another provider: a simulated one."""
         return self.model_copy(update={"anthropic_base_url": SecretStr(url), "anthropic_api_key": SecretStr(key)})

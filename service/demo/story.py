@@ -5,7 +5,6 @@ import secrets
 from contextlib import AsyncExitStack
 
 import uvloop
-from pydantic import SecretStr
 from rich.console import Console
 
 from consumers.providers.anthropic import AnthropicProvider
@@ -40,12 +39,13 @@ async def _tell(settings: Settings) -> bool:
     if not console.is_terminal:
         console = Console(width=PLAIN_WIDTH)
     async with AsyncExitStack() as stack:
+        url = settings.broker_url
         if "amqp_url" not in settings.model_fields_set:
             console.print("starting a broker …", style="dim")
-            broker = await stack.enter_async_context(private_broker(say=console.print))
-            settings = settings.model_copy(update={"amqp_url": SecretStr(broker.amqp_url)})
+            url = (await stack.enter_async_context(private_broker(say=console.print))).amqp_url
+        settings = _fitted(settings.on_broker(url, namespace=f"demo-{secrets.token_hex(4)}"))
         api = await stack.enter_async_context(SimulatedAPI(SimulatedOptions(latency_ms=LATENCY_MS)))
-        settings = _fitted(settings).answered_by(api.base_url, key="simulated")
+        settings = settings.answered_by(api.base_url, key="simulated")
         parts = await stack.enter_async_context(assemble(settings, declares=True))
         console.print(
             f"RabbitMQ {parts.version} at {settings.broker}, a simulated provider that answers in {LATENCY_MS} ms; "
@@ -66,13 +66,12 @@ async def _tell(settings: Settings) -> bool:
 
 
 def _fitted(settings: Settings) -> Settings:
-    """The user's settings, in a namespace of the demo's own, with a lively retry and twelve slots for the flood."""
+    """The user's settings, with a lively retry and twelve slots for the flood, unless its slots were set."""
     lanes = settings.lanes
     if "batch" not in lanes.model_fields_set or "slots" not in lanes.batch.model_fields_set:
         lanes = lanes.model_copy(update={"batch": lanes.batch.model_copy(update={"slots": BATCH_SLOTS})})
     return settings.model_copy(
         update={
-            "namespace": f"demo-{secrets.token_hex(4)}",
             "lanes": lanes,
             "retry": settings.retry.model_copy(update={"base_s": RETRY_BASE_S}),
         }
