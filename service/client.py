@@ -11,7 +11,7 @@ import ssl
 import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import AsyncExitStack, aclosing, suppress
+from contextlib import AsyncExitStack, aclosing
 from datetime import datetime
 from types import TracebackType
 from typing import Any, Self, TypedDict, Unpack
@@ -215,6 +215,10 @@ def _message(body: Mapping[str, Any] | bytes, wishes: Wishes, *, stream: bool) -
 
 
 async def _ended(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    with suppress(asyncio.CancelledError):
-        await task
+    """End a task, asking until it has: `asyncio.wait_for` of Python 3.11, which aiormq calls, can lose a cancellation.
+
+    Seen where a client was left while its reply queue was being declared: one in some dozens then waited for ever.
+    """
+    while not task.done():
+        task.cancel()
+        await asyncio.wait([task], timeout=0.1)

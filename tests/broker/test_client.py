@@ -184,6 +184,12 @@ async def test_a_full_lane_refuses_in_the_time_that_was_given(vhost) -> None:
             await fill()
 
 
+async def test_a_client_can_be_left_at_any_moment(vhost) -> None:
+    for n in range(60):
+        async with asyncio.timeout(10), Client(vhost.amqp_url):
+            await asyncio.sleep(n / 3000)  # while its reply queue is being declared, too
+
+
 async def test_without_a_topology_the_error_says_what_to_run(vhost) -> None:
     async with Client(vhost.amqp_url, publish_within_s=0.2) as client:
         with pytest.raises(TopologyMismatch, match="lanekeeper topology apply"):
