@@ -80,7 +80,6 @@ async def _worked(
     settings: "Settings", *, lanes: tuple[str, ...], declares: bool, simulate: bool, traces: "TracerProvider | None"
 ) -> None:
     import structlog
-    from opentelemetry import trace
 
     from service import worker
     from service.assembly import assemble
@@ -90,14 +89,12 @@ async def _worked(
     from topology import signals
 
     log = structlog.get_logger()
-    if traces is not None:
-        trace.set_tracer_provider(traces)  # this process is ours: what the provider's client traces joins
     async with AsyncExitStack() as stack:
         stop = stack.enter_context(_stop_signals())
         if simulate:
             api = await stack.enter_async_context(SimulatedAPI())
             settings = settings.answered_by(api.base_url, key="simulated")
-        parts = await stack.enter_async_context(assemble(settings, lanes=lanes, declares=declares))
+        parts = await stack.enter_async_context(assemble(settings, lanes=lanes, declares=declares, traces=traces))
         health = Health(parts.reasons, host=settings.gateway.host, port=settings.gateway.port)
         listens = True
         try:
