@@ -6,7 +6,6 @@ import time
 import uuid
 
 import aiohttp
-import pytest
 
 from tests.support.house import house
 from tests.support.requester import requester
@@ -90,35 +89,30 @@ async def test_a_whole_body_reaches_the_provider_unchanged_to_the_byte(vhost) ->
         )
 
 
-@pytest.mark.parametrize(
-    ("lane", "model"),
-    [("critical", "claude-sonnet-5-5"), ("normal", "claude-sonnet-5-5"), ("batch", "claude-haiku-5-5")],
-)
-async def test_model_and_max_tokens_default_by_lane_and_what_is_given_stands(vhost, lane, model) -> None:
-    async with house(vhost.amqp_url, lanes={lane: {"max_tokens": 77}}) as home, requester(vhost.amqp_url) as app:
-        filled = await app.ask(
-            {"messages": [{"role": "user", "content": "a"}], "x": [0.1, 1e22]}, key=f"{lane}.tests.ask"
-        )
-        given = await app.ask(
-            {"prompt": "b", "system": "S", "model": "claude-opus-5", "max_tokens": 5}, key=f"{lane}.x"
-        )
+async def test_model_and_max_tokens_default_by_lane_and_what_is_given_stands(vhost) -> None:
+    lanes = {"critical": {"max_tokens": 77}, "batch": {"max_tokens": 78, "model": "claude-haiku-4-5"}}
+    expected = {
+        "critical": ("claude-sonnet-5-5", 77),
+        "normal": ("claude-sonnet-5-5", 1024),
+        "batch": ("claude-haiku-4-5", 78),
+    }
+    async with house(vhost.amqp_url, lanes=lanes) as home, requester(vhost.amqp_url) as app:
+        for lane, (model, max_tokens) in expected.items():
+            body = {"messages": [{"role": "user", "content": "a"}], "x": [0.1, 1e22]}
+            filled = await app.ask(body, key=f"{lane}.tests.ask")
+            assert filled.headers["x-lane-name"] == lane
+            assert filled.headers["x-lane-model"] == model
+            assert json.loads(home.api.calls[-1].body) == {**body, "model": model, "max_tokens": max_tokens}
 
-        assert filled.headers["x-lane-name"] == lane
-        assert filled.headers["x-lane-model"] == model
-        sent, short = (json.loads(call.body) for call in home.api.calls)
-        assert sent == {
-            "messages": [{"role": "user", "content": "a"}],
-            "x": [0.1, 1e22],
-            "model": model,
-            "max_tokens": 77,
-        }
-        assert given.headers["x-lane-model"] == "claude-opus-5"
-        assert short == {
-            "model": "claude-opus-5",
-            "max_tokens": 5,
-            "system": "S",
-            "messages": [{"role": "user", "content": "b"}],
-        }
+            short = {"prompt": "b", "system": "S", "model": "claude-opus-5", "max_tokens": 5}
+            given = await app.ask(short, key=f"{lane}.x")
+            assert given.headers["x-lane-model"] == "claude-opus-5"
+            assert json.loads(home.api.calls[-1].body) == {
+                "model": "claude-opus-5",
+                "max_tokens": 5,
+                "system": "S",
+                "messages": [{"role": "user", "content": "b"}],
+            }
 
 
 async def test_a_gzipped_body_is_unpacked(vhost) -> None:

@@ -1,7 +1,5 @@
 """A stream that breaks is announced, begun again, and never passed off as an answer."""
 
-import pytest
-
 from tests.journeys.test_streamed import put_together
 from tests.support.house import house
 from tests.support.requester import requester
@@ -21,47 +19,49 @@ BROKEN = [
 SHORT = {"critical": {"call_timeout_s": 0.6}}
 
 
-@pytest.mark.parametrize("fault", BROKEN)
-async def test_a_broken_stream_is_announced_and_begun_again(vhost, fault) -> None:
+async def test_a_broken_stream_is_announced_and_begun_again(vhost) -> None:
     async with house(vhost.amqp_url, lanes=SHORT) as home, requester(vhost.amqp_url) as app:
-        asked = await app.publish({"prompt": f"a story [[fault: {fault} x1]]"}, headers={"x-lane-stream": True})
-        final = await app.final(asked)
-        parts = app.parts(asked)
+        for fault in BROKEN:
+            body = {"prompt": f"a story [[fault: {fault} x1]]"}
+            await app.publish(body, headers={"x-lane-stream": True}, correlation_id=fault)
+        for fault in BROKEN:
+            final = await app.final(fault)
+            parts = app.parts(fault)
 
-        assert final.status == "ok", final
-        assert final.headers["x-lane-attempt"] == 2
-        assert len(home.api.calls) == 2
-        kinds = [part.headers["x-lane-part"] for part in parts]
-        assert kinds.count("restart") == 1
-        restart = kinds.index("restart")
-        assert [part.headers["x-lane-seq"] for part in parts[:restart]] == list(range(restart))
-        assert [part.headers["x-lane-seq"] for part in parts[restart:]] == list(range(len(parts) - restart))
-        assert {part.headers["x-lane-attempt"] for part in parts[:restart]} <= {1}
-        assert {part.headers["x-lane-attempt"] for part in parts[restart:]} == {2}
-        assert final.json == put_together([part.json for part in parts[restart + 1 :]])
-        if fault != "unfinished":  # which sends the end of a stream, but no reason for it
-            assert "message_stop" not in [part.json["type"] for part in parts[:restart]]
+            assert final.status == "ok", (fault, final)
+            assert final.headers["x-lane-attempt"] == 2, fault
+            assert len(home.calls(f"[[fault: {fault} x1]]")) == 2, fault
+            kinds = [part.headers["x-lane-part"] for part in parts]
+            assert kinds.count("restart") == 1, fault
+            restart = kinds.index("restart")
+            assert [part.headers["x-lane-seq"] for part in parts[:restart]] == list(range(restart))
+            assert [part.headers["x-lane-seq"] for part in parts[restart:]] == list(range(len(parts) - restart))
+            assert {part.headers["x-lane-attempt"] for part in parts[:restart]} <= {1}
+            assert {part.headers["x-lane-attempt"] for part in parts[restart:]} == {2}
+            assert final.json == put_together([part.json for part in parts[restart + 1 :]]), fault
+            if fault != "unfinished":  # which sends the end of a stream, but no reason for it
+                assert "message_stop" not in [part.json["type"] for part in parts[:restart]], fault
 
 
-@pytest.mark.parametrize("fault", BROKEN)
-async def test_a_stream_that_breaks_every_time_is_never_an_answer(vhost, fault) -> None:
+async def test_a_stream_that_breaks_every_time_is_never_an_answer(vhost) -> None:
     lanes = {"critical": {"call_timeout_s": 0.6, "max_attempts": 2}}
     async with house(vhost.amqp_url, lanes=lanes) as home, requester(vhost.amqp_url) as app:
-        final = await app.ask({"prompt": f"a story [[fault: {fault}]]"}, headers={"x-lane-stream": True})
-        assert final.code == "attempts_exhausted"
-        assert len(home.api.calls) == 2
+        for fault in BROKEN:
+            body = {"prompt": f"a story [[fault: {fault}]]"}
+            await app.publish(body, headers={"x-lane-stream": True}, correlation_id=fault)
+        for fault in BROKEN:
+            assert (await app.final(fault)).code == "attempts_exhausted", fault
+            assert len(home.calls(f"[[fault: {fault}]]")) == 2, fault
 
 
-@pytest.mark.parametrize("type", ["invalid_request_error", "authentication_error"])
-async def test_an_error_in_the_middle_that_is_for_good_ends_it(vhost, type) -> None:
+async def test_an_error_in_the_middle_that_is_for_good_ends_it(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
-        asked = await app.publish(
-            {"prompt": f"a story [[fault: error_mid_stream type={type}]]"}, headers={"x-lane-stream": True}
-        )
-        final = await app.final(asked)
-        assert final.code == "provider_rejected"
-        assert final.json["status"] in (400, 401)
-        assert len(home.api.calls) == 1
+        for type, status in (("invalid_request_error", 400), ("authentication_error", 401)):
+            body = {"prompt": f"a story [[fault: error_mid_stream type={type}]]"}
+            final = await app.ask(body, headers={"x-lane-stream": True})
+            assert final.code == "provider_rejected"
+            assert final.json["status"] == status
+            assert len(home.calls(type)) == 1
 
 
 async def test_a_long_answer_that_is_streamed_for_its_length_alone_is_retried_too(vhost) -> None:

@@ -2,8 +2,6 @@
 
 import json
 
-import pytest
-
 from tests.support.house import house
 from tests.support.requester import requester
 from tests.support.waiting import until
@@ -59,36 +57,38 @@ async def test_after_all_attempts_the_requester_is_told_and_the_request_is_parke
         assert app.events_of("x-1") == [*["started", "retrying"] * 6, "started", "failed", "dead"]
 
 
-@pytest.mark.parametrize(
-    ("fault", "status"),
-    [
-        ("invalid", 400),
-        ("usage_limit", 400),
-        ("authentication", 401),
-        ("billing", 402),
-        ("permission", 403),
-        ("not_found", 404),
-        ("too_large", 413),
-        ("spend_limit", 429),
-    ],
-)
-async def test_what_the_provider_refuses_for_good_is_never_tried_again(vhost, fault, status) -> None:
+FOR_GOOD = {
+    "invalid": 400,
+    "usage_limit": 400,
+    "authentication": 401,
+    "billing": 402,
+    "permission": 403,
+    "not_found": 404,
+    "too_large": 413,
+    "spend_limit": 429,
+}
+
+
+async def test_what_the_provider_refuses_for_good_is_never_tried_again(vhost) -> None:
+    """Exactly one call each, and the provider's own status in the document; streamed or not."""
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         await app.read_dead()
         for stream in (False, True):
-            reply = await app.ask(
-                {"prompt": f"no {stream} [[fault: {fault}]]"},
-                headers={"x-lane-stream": stream},
-                message_id=f"never-{stream}",
-            )
-            assert reply.code == "provider_rejected"
-            assert reply.json["status"] == status
-            assert reply.json["attempts"] == 1
-            assert reply.json["retryable"] is False
-            assert len(home.calls(f"no {stream}")) == 1
-            assert (await app.buried(f"never-{stream}")).headers["x-lane-dead-code"] == "provider_rejected"
+            for fault in FOR_GOOD:
+                name, headers = f"{fault}-{stream}", {"x-lane-stream": stream}
+                body = {"prompt": f"{name} [[fault: {fault}]]"}
+                await app.publish(body, headers=headers, message_id=name, correlation_id=name)
+            for fault, status in FOR_GOOD.items():
+                name = f"{fault}-{stream}"
+                reply = await app.final(name)
+                assert reply.code == "provider_rejected", name
+                assert reply.json["status"] == status, name
+                assert reply.json["attempts"] == 1
+                assert reply.json["retryable"] is False
+                assert len(home.calls(name)) == 1, name
+                assert (await app.buried(name)).headers["x-lane-dead-code"] == "provider_rejected"
         assert (await app.ask({"prompt": "next"})).status == "ok"
-        assert len(home.api.calls) == 3
+        assert len(home.api.calls) == 2 * len(FOR_GOOD) + 1
 
 
 async def test_a_key_without_a_lane_is_answered_and_parked(vhost) -> None:

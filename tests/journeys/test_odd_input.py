@@ -3,9 +3,8 @@
 import decimal
 import json
 import struct
+import time
 from datetime import UTC, datetime
-
-import pytest
 
 from tests.support.house import house
 from tests.support.requester import raw_properties, requester, table
@@ -70,62 +69,58 @@ async def test_headers_of_every_type_are_carried_through_retries_into_the_dead_l
             assert came[n][name.decode()] == value, name
 
 
-@pytest.mark.parametrize(
-    ("what", "key", "given"),
-    [
-        ("a routing key that is not UTF-8", b"critical.\xff\xfe." + b"\xfd" * 200, {}),
-        ("a correlation id that is not UTF-8", b"critical.tests.x", {"correlation_id": b"\xff" * 250}),
-        ("a reply address that is not UTF-8", b"critical.tests.x", {"reply_to": b"\xff" * 250}),
-        (
-            "a thousand headers",
-            b"critical.x",
-            {"headers": table(*((b"h-%d" % n, b"I\x00\x00\x00\x01") for n in range(1000)))},
-        ),
-        (
-            "a header as long as fits",
-            b"critical.x",
-            {"headers": table((b"x-app", b"S" + struct.pack(">I", 60_000) + b"a" * 60_000))},
-        ),
-        (
-            "a frame full of headers",
-            b"critical.x",
-            {"headers": table((b"x-app", b"S" + struct.pack(">I", 130_500) + b"a" * 130_500))},
-        ),
-        ("many empty headers", b"critical.x", {"headers": table(*((b"%d" % n, b"V") for n in range(15_000)))}),
-        ("a delivery mode that is none", b"critical.tests.x", {"delivery_mode": b"\x07"}),
-        (
-            "a trace context of bytes",
-            b"critical.tests.x",
-            {
-                "headers": table(
-                    (b"traceparent", b"S\x00\x00\x00\x02\xff\xfe"), (b"tracestate", b"t\x01"), (b"baggage", b"V")
-                )
-            },
-        ),
-        ("a timestamp in milliseconds", b"critical.tests.x", {"timestamp": struct.pack(">Q", 1_763_726_400_000)}),
-        ("a timestamp of zero", b"critical.tests.x", {"timestamp": bytes(8)}),
-        (
-            "everything empty",
-            b"critical.",
-            {"content_type": b"", "content_encoding": b"", "message_id": b"", "type": b"", "app_id": b""},
-        ),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-async def test_one_odd_message_ends_and_the_worker_goes_on(vhost, what, key, given) -> None:
-    """Answered, or parked: it leaves the lane, and takes no connection with it. Also where it must be parked."""
+KEY = b"critical.tests.x"
+RUNS = [
+    ("a routing key that is not UTF-8", b"critical.\xff\xfe." + b"\xfd" * 200, {}),
+    ("a thousand headers", KEY, {"headers": table(*((b"h-%d" % n, b"I\x00\x00\x00\x01") for n in range(1000)))}),
+    ("a long header", KEY, {"headers": table((b"x-app", b"S" + struct.pack(">I", 60_000) + b"a" * 60_000))}),
+    ("a delivery mode that is none", KEY, {"delivery_mode": b"\x07"}),
+    (
+        "a trace context of bytes",
+        KEY,
+        {
+            "headers": table(
+                (b"traceparent", b"S\x00\x00\x00\x02\xff\xfe"), (b"tracestate", b"t\x01"), (b"baggage", b"V")
+            )
+        },
+    ),
+    ("a timestamp in milliseconds", KEY, {"timestamp": struct.pack(">Q", time.time_ns() // 1_000_000)}),
+    ("a timestamp of zero", KEY, {"timestamp": bytes(8)}),
+    ("empty strings", b"critical.", dict.fromkeys(("content_type", "content_encoding", "message_id", "type"), b"")),
+]
+REFUSED = [
+    ("a correlation id that is not UTF-8", KEY, {"correlation_id": b"\xff" * 250}),
+    ("a reply address that is not UTF-8", KEY, {"reply_to": b"\xff" * 250}),
+    (
+        "a frame full of headers",
+        KEY,
+        {"headers": table((b"x-app", b"S" + struct.pack(">I", 130_500) + b"a" * 130_500))},
+    ),
+    ("many empty headers", KEY, {"headers": table(*((b"%d" % n, b"V") for n in range(15_000)))}),
+]
+
+
+async def test_odd_messages_are_worked_or_parked_and_the_worker_goes_on(vhost) -> None:
+    """Each is published to be answered, to be retried and to be parked: all ways that it could be passed on."""
+    bodies = (b'{"prompt": "odd"}', b'{"prompt": "odd %d [[fault: server_error x1]]"}', b"not json %d")
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         await app.read_dead()
-        for n, body in enumerate((b'{"prompt": "odd"}', b'{"prompt": "odd [[fault: server_error x1]]"}', b"not json")):
-            properties = {"correlation_id": b"%d" % n, "reply_to": app.reply_to.encode(), **given}
-            await app.publish_raw(body, key=key, properties=raw_properties(**properties))
-        for n in range(3):
-            assert (await app.ask({"prompt": f"a good one {n}"})).status == "ok", what
+        for number, (what, key, given) in enumerate(RUNS + REFUSED):
+            parked = len(app.dead)
+            for n, body in enumerate(bodies):
+                properties = {"correlation_id": b"%d-%d" % (number, n), "reply_to": app.reply_to.encode(), **given}
+                whole = body % number if b"%d" in body else body
+                await app.publish_raw(whole, key=key, properties=raw_properties(**properties))
+            expected = 1 if (what, key, given) in RUNS else 3
+            await until(lambda parked=parked, expected=expected: len(app.dead) == parked + expected)
+            assert {each.headers["x-lane-dead-code"] for each in app.dead[parked:]} == {"invalid_request"}, what
+            if expected == 1:
+                assert (await app.final(f"{number}-0")).status == "ok", what
+                assert (await app.final(f"{number}-1")).headers["x-lane-attempt"] == 2, what
+                assert (await app.final(f"{number}-2")).code == "invalid_request", what
+            assert (await app.ask({"prompt": "a good one"})).status == "ok", what
+            assert home.is_well, (what, home.losses, home.parts.reasons())
         await until(lambda: _nothing_left(app))
-        assert home.is_well, (home.losses, home.parts.reasons())
-        got = [each for all in app.replies.values() for each in all if "good one" not in str(each.body)]
-        assert len(got) + len(app.dead) >= 3, what
-        assert any(each.headers["x-lane-dead-code"] == "invalid_request" for each in app.dead)
 
 
 async def test_a_context_that_is_malformed_starts_a_new_trace_and_harms_nothing(vhost) -> None:

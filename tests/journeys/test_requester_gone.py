@@ -1,27 +1,27 @@
 """A requester that has gone is nobody's failure."""
 
-import pytest
-
 from tests.support.house import house
 from tests.support.requester import requester
 from tests.support.waiting import until
 
 
-@pytest.mark.parametrize("direct", [False, True], ids=["exclusive queue", "direct reply-to"])
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-async def test_its_request_is_worked_once_and_acknowledged(vhost, direct, stream) -> None:
+async def test_its_request_is_worked_once_and_acknowledged(vhost) -> None:
+    """With an exclusive queue and with direct reply-to, whole and streamed."""
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as stays:
         await stays.read_dead()
         await stays.read_events()
-        async with requester(vhost.amqp_url, direct=direct) as leaves:
-            await leaves.publish(
-                {"prompt": "gone [[latency: 400ms]]"}, message_id="g-1", headers={"x-lane-stream": stream}
-            )
-            await until(lambda: home.api.running == 1)
-        await until(lambda: stays.events_of("g-1") == ["started", "completed"])
+        for direct in (False, True):
+            names = [f"gone {direct} {stream}".replace(" ", "-") for stream in (False, True)]
+            async with requester(vhost.amqp_url, direct=direct) as leaves:
+                for name in names:
+                    headers = {"x-lane-stream": name.endswith("True")}
+                    await leaves.publish({"prompt": f"{name} [[latency: 400ms]]"}, message_id=name, headers=headers)
+                await until(lambda: home.api.running == 2)
+            for name in names:
+                await until(lambda name=name: stays.events_of(name) == ["started", "completed"])
+                assert len(home.calls(name)) == 1
         assert (await stays.ask({"prompt": "still there?"})).status == "ok"
-        assert len(home.calls("gone")) == 1
-        assert not stays.dead_of("g-1")
+        assert not stays.dead
         assert home.is_well
         assert await stays.depth("lane.critical") == 0
 
