@@ -1,0 +1,272 @@
+"""One trace over two processes: published here, worked by `lanekeeper serve`; read from the very bytes exported."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+
+import pytest
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+from service.client import Client
+from service.simulated.app import SimulatedAPI
+from tests.support.otlp import OtlpReceiver, ReceivedSpan, one, tree
+from tests.support.processes import environment, lanekeeper
+from tests.support.requester import requester
+from topology.contract.problems import RequestProblem
+from topology.delays import hop
+from topology.names import Names
+from topology.tracing import Tracing
+
+SECRET = "marzipan"
+"""Stands in every prompt here, and in nothing that is exported."""
+STATE, BAGGAGE = "vendor=opaque", "customer=42"
+
+
+@dataclass
+class Scene:
+    """A worker process that exports its spans, and this process, which exports its own."""
+
+    otlp: OtlpReceiver
+    api: SimulatedAPI
+    here: TracerProvider
+    amqp_url: str
+
+    async def spans(self, trace_id: str, *names: str) -> list[ReceivedSpan]:
+        await asyncio.to_thread(self.here.force_flush)
+        return await self.otlp.trace(trace_id, names=names, timeout_s=20)
+
+
+@pytest.fixture
+async def scene(vhost, tmp_path) -> AsyncIterator[Scene]:
+    async with OtlpReceiver() as otlp, SimulatedAPI() as api:
+        environ = environment(
+            vhost.amqp_url,
+            vhost.management_url,
+            ANTHROPIC_BASE_URL=api.base_url,
+            OTEL_EXPORTER_OTLP_ENDPOINT=otlp.endpoint,
+            OTEL_SERVICE_NAME="the-worker",
+            OTEL_BSP_SCHEDULE_DELAY="50",
+            LANEKEEPER_RETRY__BASE_S="0.3",
+            LANEKEEPER_RETRY__CAP_S="1",
+        )
+        here = TracerProvider(resource=Resource({"service.name": "the-application"}), shutdown_on_exit=False)
+        here.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(f"{otlp.endpoint}/v1/traces")))
+        try:
+            async with lanekeeper("serve", "--port", "0", environ=environ, folder=tmp_path) as worker:
+                await worker.ready()
+                yield Scene(otlp, api, here, vhost.amqp_url)
+            assert otlp.requests
+            for _, body in otlp.requests:
+                assert SECRET.encode() not in body, "what is asked and answered is in no exported byte"
+                assert b"sk-ant-simulated" not in body
+        finally:
+            await asyncio.to_thread(here.shutdown)
+
+
+async def test_publish_two_failed_attempts_their_delays_and_the_answer_are_one_trace(scene) -> None:
+    async with Client(scene.amqp_url, tracing=Tracing(scene.here)) as client:
+        with scene.here.get_tracer("the application").start_as_current_span("sell") as sell:
+            final = await client.request(
+                {"prompt": f"{SECRET} [[fault: overloaded x2]]"},
+                key="critical.shop.chat",
+                message_id="traced-1",
+                timeout_s=20,
+                headers={"baggage": BAGGAGE},
+            )
+    assert final.attempt == 3
+    trace_id = f"{sell.get_span_context().trace_id:032x}"
+    spans = await scene.spans(
+        trace_id,
+        "sell",
+        "send lane.requests",
+        "process lane.critical",
+        "ack lane.critical",
+        *["process lane.critical.due", "ack lane.critical.due"] * 2,
+        *["chat claude-sonnet-5-5"] * 3,
+        "send (reply)",
+    )
+
+    # the tree, from the first to the last
+    app = one(spans, "sell")
+    published = one(spans, "send lane.requests")
+    assert (app.parent_id, published.parent_id) == ("", app.span_id)
+    first = one(spans, "process lane.critical")
+    second, third = (span for span in spans if span.name == "process lane.critical.due")
+    attempts = [first, second, third]
+    delays = [child(spans, of=span, name="send lane.delay.") for span in (first, second)]
+    for publisher, process in zip([published, *delays], attempts, strict=True):
+        assert process.parent_id == publisher.span_id
+        assert process.links == ((trace_id, publisher.span_id),)
+        assert publisher.end_ns <= process.start_ns + 2_000_000
+    chats = [child(spans, of=span, name="chat ") for span in attempts]
+    acks = [child(spans, of=span, name="ack ") for span in attempts]
+    reply = child(spans, of=third, name="send (reply)")
+    assert len(spans) == 1 + 1 + 3 * 3 + 2 + 1, tree(spans)
+    assert not [span for span in spans if span.links and span not in attempts]
+
+    # who made them
+    assert {span.service for span in (app, published)} == {"the-application"}
+    assert {span.service for span in spans if span not in (app, published)} == {"the-worker"}
+    assert {span.kind for span in attempts} == {"CONSUMER"}
+    assert {span.kind for span in (published, *delays, reply)} == {"PRODUCER"}
+    assert {span.kind for span in (*chats, *acks)} == {"CLIENT"}
+
+    # what they tell
+    for number, (process, chat, ack) in enumerate(zip(attempts, chats, acks, strict=True), start=1):
+        queue = "lane.critical" if number == 1 else "lane.critical.due"
+        assert has(
+            process,
+            {
+                "messaging.system": "rabbitmq",
+                "messaging.operation.name": "process",
+                "messaging.operation.type": "process",
+                "messaging.rabbitmq.destination.routing_key": "critical.shop.chat",
+                "messaging.message.id": "traced-1",
+                "lane.name": "critical",
+                "lane.app": "shop",
+                "lane.attempt": number,
+                "lane.outcome": "answered" if number == 3 else "retried",
+            },
+        )
+        assert process.attributes["messaging.destination.name"].endswith(f":critical.shop.chat:{queue}")
+        assert has(
+            ack,
+            {
+                "messaging.system": "rabbitmq",
+                "messaging.operation.name": "ack",
+                "messaging.operation.type": "settle",
+                "messaging.message.id": "traced-1",
+                "messaging.rabbitmq.message.delivery_tag": process.attributes[
+                    "messaging.rabbitmq.message.delivery_tag"
+                ],
+            },
+        )
+        assert has(
+            chat,
+            {
+                "gen_ai.operation.name": "chat",
+                "gen_ai.provider.name": "anthropic",
+                "gen_ai.request.model": "claude-sonnet-5-5",
+                "gen_ai.request.max_tokens": 1024,
+            },
+        )
+    for chat, process in zip(chats[:2], attempts[:2], strict=True):
+        assert (chat.status, chat.attributes["error.type"]) == ("ERROR", "overloaded_error")
+        assert (process.status, process.attributes["error.type"]) == ("ERROR", "attempt_failed")
+        assert not chat.status_message, "an error's text may hold content"
+        assert not chat.events
+    assert chats[2].status == third.status == "UNSET"
+    assert chats[2].attributes["gen_ai.response.model"] == "claude-sonnet-5-5"
+    assert list(chats[2].attributes["gen_ai.response.finish_reasons"]) == ["end_turn"]
+    assert chats[2].attributes["gen_ai.usage.input_tokens"] > 0
+    assert chats[2].attributes["gen_ai.usage.output_tokens"] > 0
+    for process, delay, after in zip(attempts[:2], delays, attempts[1:], strict=True):
+        delay_ms = process.attributes["lane.delay_ms"]
+        assert delay.name == f"send {hop(delay_ms, Names()).exchange}"
+        assert after.start_ns - delay.end_ns > (delay_ms - 5) * 1_000_000, "the wait shows as a gap"
+    assert reply.attributes["messaging.destination.template"] == "(reply)"
+
+    # what left the house
+    seen = [call.headers for call in scene.api.calls]
+    assert [named(headers) for headers in seen] == [(trace_id, chat.span_id) for chat in chats]
+    assert not [headers for headers in seen if "tracestate" in headers or "baggage" in headers]
+    assert named(final.headers) == (trace_id, reply.span_id)
+    assert final.headers["baggage"] == BAGGAGE
+
+
+async def test_a_dead_letter_belongs_to_the_trace_and_says_where_it_was_sent_from(scene) -> None:
+    publisher = f"00-{'1f' * 16}-{'2a' * 8}-01"
+    async with requester(scene.amqp_url) as app:
+        await app.read_dead()
+        reply = await app.ask(
+            {"prompt": f"{SECRET} [[fault: invalid]]"},
+            message_id="dead-1",
+            headers={"traceparent": publisher, "tracestate": STATE, "baggage": BAGGAGE},
+        )
+        dead = await app.buried("dead-1")
+    spans = await scene.spans("1f" * 16, "ack lane.critical", "process lane.critical", "send lane.dead", "send (reply)")
+    process = one(spans, "process lane.critical", error_type="provider_rejected", lane_outcome="buried")
+    assert process.parent_id == "2a" * 8
+    assert process.links == (("1f" * 16, "2a" * 8),)
+    parked = child(spans, of=process, name="send lane.dead")
+    replied = child(spans, of=process, name="send (reply)")
+    assert named(dead.headers) == ("1f" * 16, parked.span_id)
+    assert named(reply.headers) == ("1f" * 16, replied.span_id)
+    assert (dead.headers["tracestate"], dead.headers["baggage"]) == (STATE, BAGGAGE), "carried to where it is replayed"
+    (call,) = scene.api.calls
+    assert "tracestate" not in call.headers
+    assert "baggage" not in call.headers
+
+
+async def test_a_trace_that_is_not_sampled_is_passed_on_and_costs_no_span(scene) -> None:
+    async with requester(scene.amqp_url) as app:
+        unsampled = {"traceparent": f"00-{'3c' * 16}-{'4d' * 8}-00"}
+        quiet = await app.ask({"prompt": f"{SECRET} [[fault: server_error x1]]"}, headers=unsampled)
+        await app.ask({"prompt": "and another"}, headers={"traceparent": f"00-{'5e' * 16}-{'4d' * 8}-01"})
+    await scene.spans("5e" * 16, "ack lane.critical")
+    assert quiet.headers["traceparent"].startswith(f"00-{'3c' * 16}-")
+    assert quiet.headers["traceparent"].endswith("-00")
+    assert not [span for span in scene.otlp.spans if span.trace_id == "3c" * 16]
+
+
+async def test_a_traceparent_that_is_none_starts_a_new_trace_and_harms_nothing(scene) -> None:
+    bad = [
+        "",
+        "rubbish",
+        f"00-{'0' * 32}-{'2a' * 8}-01",
+        f"00-{'1F' * 16}-{'2a' * 8}-01",
+        f"ff-{'1f' * 16}-{'2a' * 8}-01",
+        f"00-{'1f' * 16}-{'2a' * 8}-01-more",
+        "00-" + "a" * 5_000,
+        42,
+        True,
+        None,
+        ["00"],
+        {"a": {"b": 1}},
+        b"\xff\xfe",
+    ]
+    async with requester(scene.amqp_url) as app:
+        for n, value in enumerate(bad):
+            reply = await app.ask(
+                {"prompt": f"{SECRET} {n}"}, headers={"traceparent": value, "tracestate": value}, message_id=f"bad-{n}"
+            )
+            assert reply.status == "ok"
+            trace_id = reply.headers["traceparent"].split("-")[1]
+            (process, *_) = await scene.spans(trace_id, "process lane.critical", "ack lane.critical")
+            assert (process.parent_id, process.links) == ("", ()), "a trace of its own"
+            assert process.attributes["messaging.message.id"] == f"bad-{n}"
+            assert "tracestate" not in reply.headers
+
+
+async def test_a_client_that_is_refused_sees_it_in_its_own_trace(scene) -> None:
+    async with Client(scene.amqp_url, tracing=Tracing(scene.here)) as client:
+        sell = scene.here.get_tracer("the application").start_as_current_span("sell")
+        with pytest.raises(RequestProblem), sell as span:
+            await client.request({"prompt": SECRET, "max_tokens": -1}, key="normal.shop.chat", timeout_s=20)
+    spans = await scene.spans(f"{span.get_span_context().trace_id:032x}", "ack lane.normal", "send lane.dead")
+    refused = one(spans, "process lane.normal")
+    assert refused.attributes["error.type"] == "invalid_request"
+    assert refused.parent_id == one(spans, "send lane.requests").span_id
+    assert not [span for span in spans if span.name.startswith("chat")]
+
+
+def child(spans: list[ReceivedSpan], *, of: ReceivedSpan, name: str) -> ReceivedSpan:
+    """The only child of a span whose name begins so."""
+    (found,) = [span for span in spans if span.parent_id == of.span_id and span.name.startswith(name)]
+    assert found.trace_id == of.trace_id
+    return found
+
+
+def has(span: ReceivedSpan, wanted: dict[str, object]) -> bool:
+    assert {key: span.attributes.get(key) for key in wanted} == wanted
+    return True
+
+
+def named(headers: Mapping[str, str]) -> tuple[str, str]:
+    """Trace and span of a sampled `traceparent`."""
+    version, trace_id, span_id, flags = headers["traceparent"].split("-")
+    assert (version, int(flags, 16) & 1) == ("00", 1)
+    return trace_id, span_id

@@ -1,0 +1,112 @@
+"""`lanekeeper` as a process of its own, which tests may stop, kill and ask; its log is read as it comes.
+
+environ = environment(vhost.amqp_url, vhost.management_url, ANTHROPIC_BASE_URL=api.base_url)
+async with lanekeeper("serve", "--port", "0", environ=environ, folder=tmp_path) as worker:
+    await worker.ready()
+"""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from tests.support.waiting import until
+
+HOUSE = Path(__file__).parents[2]
+QUICK = {"LANEKEEPER_RETRY__BASE_S": "0.05", "LANEKEEPER_RETRY__CAP_S": "0.2"}
+
+
+def environment(amqp_url: str | None, management_url: str | None = None, **settings: str) -> dict[str, str]:
+    """Ours without any setting but these. A key is there, so that `ANTHROPIC_BASE_URL` is all that a provider needs."""
+    foreign = ("LANEKEEPER_", "ANTHROPIC_", "OTEL_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    broker = {"LANEKEEPER_AMQP_URL": amqp_url, "LANEKEEPER_MANAGEMENT_URL": management_url}
+    given = {name: value for name, value in broker.items() if value is not None}
+    return {**kept, "PYTHONPATH": str(HOUSE), "ANTHROPIC_API_KEY": "sk-ant-simulated", **QUICK, **given, **settings}
+
+
+class Running:
+    """One process and its log, as events."""
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+        self.events: list[dict[str, Any]] = []
+        """Lines of standard error; one that is no JSON is `{"event": <the line>}`."""
+        self.lines: list[str] = []
+        """Lines of standard output."""
+        self._reading = [asyncio.create_task(self._read_events()), asyncio.create_task(self._read_lines())]
+
+    @property
+    def has_ended(self) -> bool:
+        return self.process.returncode is not None
+
+    def told(self, event: str, **fields: Any) -> list[dict[str, Any]]:
+        """The log's events of that name with these fields."""
+        wanted = {"event": event, **fields}
+        return [each for each in self.events if wanted.items() <= each.items()]
+
+    async def tells(self, event: str, *, within_s: float = 20, **fields: Any) -> dict[str, Any]:
+        """The first event of that name with these fields, as soon as it is there."""
+        await until(lambda: self.told(event, **fields) or self.has_ended, within_s=within_s)
+        assert self.told(event, **fields), f"ended with {self.process.returncode}: {self.events}"
+        return self.told(event, **fields)[0]
+
+    async def ready(self, *, within_s: float = 30) -> str:
+        """Wait until it takes requests; the URL of its health endpoint, if it has one."""
+        return str((await self.tells("service.ready", within_s=within_s))["health"])
+
+    def send(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            self.process.send_signal(number)
+
+    async def ended(self, *, within_s: float = 30) -> int:
+        """Its exit code (-n where signal n ended it), once all that it wrote has been read."""
+        code = await asyncio.wait_for(self.process.wait(), timeout=within_s)
+        await asyncio.gather(*self._reading)
+        return code
+
+    async def _read_events(self) -> None:
+        assert self.process.stderr is not None
+        async for line in self.process.stderr:
+            text = line.decode(errors="replace").rstrip("\n")
+            self.events.append(json.loads(text) if text.startswith("{") else {"event": text})
+
+    async def _read_lines(self) -> None:
+        assert self.process.stdout is not None
+        async for line in self.process.stdout:
+            self.lines.append(line.decode(errors="replace").rstrip("\n"))
+
+
+@asynccontextmanager
+async def lanekeeper(*line: str, environ: Mapping[str, str], folder: Path) -> AsyncIterator[Running]:
+    """A command that is running; killed at the end if it still is."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "service.cli.main",
+        *line,
+        env=dict(environ),
+        cwd=folder,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=PIPE,
+        stderr=PIPE,
+    )
+    running = Running(process)
+    try:
+        yield running
+    finally:
+        running.send(signal.SIGKILL)
+        await running.ended()
+
+
+async def run(*line: str, environ: Mapping[str, str], folder: Path, within_s: float = 60) -> tuple[int, list[str]]:
+    """A command to its end: exit code and the lines that it printed."""
+    async with lanekeeper(*line, environ=environ, folder=folder) as running:
+        code = await running.ended(within_s=within_s)
+        return code, running.lines
