@@ -1,0 +1,183 @@
+"""What the broker itself takes out of a queue, or cannot route, or does not take: answered, parked, nobody stuck."""
+
+import asyncio
+import time
+
+import aiormq
+import pytest
+
+from service.client import Client
+from tests.support.house import house
+from tests.support.requester import requester
+from tests.support.waiting import until
+from topology.contract.problems import PublishRefused
+
+LIMIT = 20
+"""The broker's own delivery limit: at the delivery after it, the message falls."""
+
+
+async def rejecting(url: str, queue: str) -> int:
+    """A worker that gives back whatever it gets, until the broker has had enough; how many times it got it."""
+    connection = await aiormq.connect(url)
+    times = 0
+    fallen = asyncio.Event()
+
+    async def refuse(delivered) -> None:
+        nonlocal times
+        times += 1
+        await delivered.channel.basic_reject(delivered.delivery.delivery_tag, requeue=True)
+        if times > LIMIT:
+            fallen.set()
+
+    try:
+        channel = await connection.channel()
+        await channel.basic_qos(prefetch_count=1)
+        await channel.basic_consume(queue, refuse)
+        await asyncio.wait_for(fallen.wait(), timeout=20)
+        return times
+    finally:
+        await connection.close()
+
+
+@pytest.mark.parametrize("queue", ["lane.critical", "lane.critical.due"])
+async def test_delivered_too_often_it_is_answered_as_poison_and_parked(vhost, queue) -> None:
+    """Workers that die at once never get to count; then the broker's limit ends it."""
+    if queue == "lane.critical" and vhost.version.startswith("3."):
+        pytest.skip("a classic intake has no delivery limit: the due queue counts")
+    async with house(vhost.amqp_url, works=("normal",)), requester(vhost.amqp_url) as app:
+        await app.read_dead()
+        due = {"exchange": "lane.delay.00", "headers": {"lane-d00": False, "mine": "kept"}}
+        intake = {"headers": {"mine": "kept"}}
+        asked = await app.publish(
+            {"prompt": "again and again"},
+            key="critical.shop.chat",
+            message_id="often-1",
+            **(due if queue.endswith(".due") else intake),
+        )
+        assert await rejecting(vhost.amqp_url, queue) == LIMIT + 1
+        reply = await app.final(asked)
+        assert reply.code == "poison"
+        assert queue in reply.json["detail"]
+        assert reply.headers["x-lane-name"] == "critical"
+        buried = await app.buried("often-1")
+        assert buried.routing_key == "critical.shop.chat"
+        assert buried.headers["x-lane-dead-code"] == "poison"
+        assert buried.headers["mine"] == "kept"
+        assert "x-death" not in buried.headers
+        assert buried.json == {"prompt": "again and again"}
+        assert len(app.dead_of("often-1")) == len(app.finals(asked)) == 1
+        assert await app.depth(queue) == await app.depth("lane.fallen") == 0
+
+
+async def test_what_was_buried_can_be_published_again_as_it_is(vhost) -> None:
+    async with house(vhost.amqp_url, works=("normal",)) as home, requester(vhost.amqp_url) as app:
+        await app.read_dead()
+        await app.publish(
+            {"prompt": "second life"},
+            key="critical.shop.chat",
+            message_id="again-1",
+            exchange="lane.delay.00",
+            headers={"lane-d00": False},
+        )
+        await rejecting(vhost.amqp_url, "lane.critical.due")
+        buried = await app.buried("again-1")
+        reply = await app.ask(
+            buried.body, key="normal.shop.chat", message_id="again-1", headers=dict(buried.headers), priority=4
+        )
+        assert reply.text == "echo: second life"
+        assert len(home.calls("second life")) == 1
+
+
+async def test_a_broken_delay_is_parked_and_the_delays_behind_it_end_on_time(vhost) -> None:
+    """An operator's own publish forgot a bit. Without an alternate exchange it would stop the level above for good."""
+    async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
+        await app.read_dead()
+        for n in range(10):
+            await app.publish(
+                {"prompt": f"broken {n}"},
+                key="normal.tests.x",
+                exchange="lane.delay.02",
+                headers={"lane-d02": n % 2 == 0, "lane-d01": True},  # lane-d00 is missing
+                message_id=f"broken-{n}",
+            )
+            await app.publish(
+                {"prompt": f"nowhere {n}"},
+                key="express.tests.x",  # no such lane
+                exchange="lane.delay.00",
+                headers={"lane-d00": True},
+                message_id=f"nowhere-{n}",
+            )
+        before = time.monotonic()
+        delayed = [
+            await app.publish({"prompt": f"whole {n}"}, key="normal.tests.x", headers={"x-lane-delay-ms": 700})
+            for n in range(10)
+        ]
+        for each in delayed:
+            assert (await app.final(each)).status == "ok"
+        assert 0.7 <= time.monotonic() - before < 3
+        for name in ("broken", "nowhere"):
+            for n in range(10):
+                buried = await app.buried(f"{name}-{n}")
+                assert buried.headers["x-lane-dead-code"] == "internal"
+                assert buried.json == {"prompt": f"{name} {n}"}
+                assert not [header for header in buried.headers if header.startswith("lane-d")]
+        internal = [got for each in app.replies.values() for got in each if got.status == "error"]
+        assert [got.code for got in internal] == ["internal"] * 20
+        assert await app.depth("lane.delay.02") == await app.depth("lane.fallen") == 0
+
+
+async def test_a_key_without_a_lane_is_answered_and_parked_and_parked_alone_without_an_address(vhost) -> None:
+    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+        await app.read_dead()
+        for n, key in enumerate(["express.tests.x", "criticalx.tests", "", "x" * 255, "#"]):
+            asked = await app.publish({"prompt": "lost"}, key=key, message_id=f"lost-{n}", mandatory=True)
+            await app.publish({"prompt": "lost"}, key=key, message_id=f"quiet-{n}", reply_to=None)
+            reply = await app.final(asked)
+            assert reply.code == "unroutable"
+            assert reply.json["status"] == 404
+            assert "critical" in reply.json["detail"], "what is allowed"
+            for id in (f"lost-{n}", f"quiet-{n}"):
+                buried = await app.buried(id)
+                assert buried.headers["x-lane-dead-code"] == "unroutable"
+                assert buried.headers["x-lane-routing-key"] == key
+        assert not home.api.calls
+        assert home.is_well
+
+
+async def test_a_full_lane_refuses_what_is_new_and_finishes_what_it_took(vhost) -> None:
+    """What comes back from a delay was accepted long ago: it finds its way, and the other lanes do not notice."""
+    lanes = {"batch": {"slots": 1, "max_length": 10}}
+    async with house(vhost.amqp_url, lanes=lanes) as home, requester(vhost.amqp_url) as app:
+        delayed = [
+            await app.publish({"prompt": f"delayed {n}"}, key="batch.tests.x", headers={"x-lane-delay-ms": 1500})
+            for n in range(3)
+        ]
+        await until(lambda: is_empty(app, "lane.batch"))
+        retried = await app.publish({"prompt": "again [[fault: rate_limited retry_after=1 x1]]"}, key="batch.tests.x")
+        await until(lambda: home.calls("again"))
+        accepted = [await app.publish({"prompt": "long [[latency: 3s]]"}, key="batch.tests.x")]
+        refused = 0
+        for n in range(40):
+            try:
+                accepted.append(await app.publish({"prompt": f"fill {n}"}, key="batch.tests.x"))
+            except aiormq.exceptions.DeliveryError:
+                refused += 1
+        assert refused >= 25, "the bound is soft by a message or two"
+
+        async with Client(vhost.amqp_url, publish_within_s=0.3) as client:
+            with pytest.raises(PublishRefused, match="full"):
+                await client.publish({"prompt": "one more"}, key="batch.tests.x")
+            assert (await client.request({"prompt": "urgent"}, key="critical.tests.x", timeout_s=5)).wait_ms < 1000
+
+        for each in (*delayed, retried):
+            assert (await app.final(each)).status == "ok"
+        assert not app.finals(accepted[0]), "they came back while the intake was full and its only slot taken"
+        assert (await app.depth("lane.batch")) >= 8
+        for each in accepted:
+            assert (await app.final(each, within_s=20)).status == "ok"
+        assert (await app.ask({"prompt": "room again"}, key="batch.tests.x")).status == "ok"
+        assert not home.calls("one more"), "what was refused never ran"
+
+
+async def is_empty(app, queue: str) -> bool:
+    return await app.depth(queue) == 0
