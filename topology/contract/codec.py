@@ -104,7 +104,7 @@ def _check_properties(message: Message, *, lane: LaneSpec, fresh: bool) -> None:
             )
         if DEATH in message.headers:
             raise RequestProblem("invalid_request", f"header {DEATH}: not allowed on a fresh request")
-    if message.message_id is not None and not _ID.fullmatch(message.message_id):
+    if message.message_id and not _ID.fullmatch(message.message_id):
         raise RequestProblem(
             "invalid_request", "message_id: allowed are 1 to 128 of A-Z a-z 0-9 . _ : -; found something else"
         )

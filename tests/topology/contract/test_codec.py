@@ -101,6 +101,11 @@ def test_content_types_that_are_json(content_type: str | None) -> None:
     assert decode(message(content_type=content_type)).body == WHOLE
 
 
+def test_an_empty_property_is_an_absent_one() -> None:
+    """Some clients cannot leave one out."""
+    assert decode(message(message_id="", type="", content_type="", content_encoding="")).body == WHOLE
+
+
 def test_a_stream_is_asked_for_by_header() -> None:
     assert decode(message(headers={"x-lane-stream": True})).stream
     body = f'{{"stream":true,{TALK}}}'
