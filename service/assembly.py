@@ -107,6 +107,7 @@ async def assemble(
             now_ms=now_ms,
             rng=random.Random(),
         )
+        counted = {queue.name for queue in topology.queues if queue.arguments.get("x-queue-type") == "quorum"}
         activities = []
         pools = []
         for lane in worked:
@@ -115,7 +116,7 @@ async def assemble(
             for queue, slots in ((names.intake(lane.name), lane.slots), (names.due(lane.name), lane.due_slots)):
                 pools.append(
                     Pool(
-                        Deliveries(consuming, queue=queue, prefetch=slots),
+                        Deliveries(consuming, queue=queue, prefetch=slots, counted=queue in counted),
                         job_of=_job_maker(lane, names),
                         handle=handler.handle,
                         settler=settler,

@@ -7,21 +7,22 @@ Plain `aiormq.connect`, never a client's restoring objects: what is restored beh
 import asyncio
 import random
 import ssl
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Self
+from urllib.parse import unquote
 
 import aiormq
 import structlog
 from aiormq.channel import Channel
 from aiormq.connection import Connection as Underlying
-from aiormq.exceptions import AMQPError, AuthenticationError, ProbableAuthenticationError
+from aiormq.exceptions import AMQPError, AuthenticationError, InvalidFrameError, ProbableAuthenticationError
 from yarl import URL
 
 from topology import signals
 from topology.broker.frames import tolerate
-from topology.contract.problems import AccessRefused, BrokerUnreachable
+from topology.contract.problems import AccessRefused, BrokerError, BrokerUnreachable
 
 CONNECT_TIMEOUT_S = 10
 BACKOFF_CAP_S = 5.0
@@ -72,7 +73,7 @@ class Connection:
     @property
     def address(self) -> str:
         """Where the broker is, without credentials."""
-        return f"{self._url.host}:{self._url.port or 5672}"
+        return f"{self._url.host}:{self._url.port or (5671 if self._url.scheme == 'amqps' else 5672)}"
 
     async def __aenter__(self) -> Self:
         """Connect, and fail at once if that cannot be done: AccessRefused for credentials, else BrokerUnreachable."""
@@ -86,10 +87,9 @@ class Connection:
     ) -> None:
         if self._supervisor is not None:
             self._supervisor.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._supervisor
+            await asyncio.wait([self._supervisor])
         if self._current is not None:
-            with suppress(Exception, asyncio.CancelledError):
+            with suppress(BrokerUnreachable), border("closing"):
                 await self._current.close(timeout=3)
 
     async def underlying(self, *, timeout_s: float = 30) -> Underlying:
@@ -109,17 +109,11 @@ class Connection:
     async def channel(self, *, confirms: bool, timeout_s: float = 30) -> Channel:
         """Open a channel. Raises BrokerUnreachable where there is no connection, or it is lost meanwhile."""
         connection = await self.underlying(timeout_s=timeout_s)
-        try:
+        with border(f"no channel on {self.address}"):
             async with asyncio.timeout(timeout_s):
                 channel = await connection.channel(publisher_confirms=confirms, on_return_raises=True)
                 assert isinstance(channel, Channel)
                 return channel
-        except (AMQPError, RuntimeError, OSError, TimeoutError) as error:
-            raise BrokerUnreachable(f"no channel on {self.address}: {error or type(error).__name__}") from error
-        except asyncio.CancelledError:
-            if asks_to_stop():
-                raise
-            raise BrokerUnreachable(f"no channel on {self.address}: the connection was lost") from None
 
     async def _open(self) -> None:
         try:
@@ -130,10 +124,14 @@ class Connection:
                 f"the broker at {self.address} refused user {self._url.user!r}: {error}; "
                 "check user, password and virtual host in LANEKEEPER_AMQP_URL"
             ) from error
+        except InvalidFrameError as error:  # aiormq does not read the Close that comes for OpenOk, nor what it says
+            raise AccessRefused(
+                f"the broker at {self.address} let user {self._url.user!r} in, but not into virtual host "
+                f"{unquote(self._url.raw_path[1:]) or '/'!r}: is it there, and has the user permissions in it?"
+            ) from error
         except (AMQPError, OSError, TimeoutError, RuntimeError) as error:
             raise BrokerUnreachable(
-                f"no broker at {self.address}: {error or type(error).__name__}; is it running, "
-                "and is LANEKEEPER_AMQP_URL right?"
+                f"no broker at {self.address}: {said(error)}; is it running, and is LANEKEEPER_AMQP_URL right?"
             ) from error
         if self._on_open is not None:
             try:
@@ -183,8 +181,26 @@ async def _closed(connection: Underlying) -> str:
             raise
         return "closed"
     except Exception as error:
-        return str(error) or type(error).__name__
+        return said(error)
     return "closed"
+
+
+@contextmanager
+def border(what: str, *, lost: type[BrokerError] = BrokerUnreachable) -> Iterator[None]:
+    """Translate what aiormq raises inside when a channel or connection is lost, or does not answer, into `lost`."""
+    try:
+        yield
+    except (AMQPError, RuntimeError, OSError, TimeoutError) as error:
+        raise lost(f"{what}: {said(error)}") from error
+    except asyncio.CancelledError:
+        if asks_to_stop():
+            raise
+        raise lost(f"{what}: the connection was lost") from None
+
+
+def said(error: BaseException) -> str:
+    """What an exception says, or, where that is nothing, what it is."""
+    return str(error) or type(error).__name__
 
 
 def asks_to_stop() -> bool:

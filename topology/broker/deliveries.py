@@ -17,16 +17,18 @@ from contextlib import suppress
 import structlog
 from aiormq.abc import DeliveredMessage
 from aiormq.channel import Channel
-from aiormq.exceptions import AMQPError, ChannelInvalidStateError, ChannelNotFoundEntity
+from aiormq.exceptions import ChannelNotFoundEntity
 from pamqp.commands import Basic
 
 from topology import names, signals
-from topology.broker.connection import Connection, asks_to_stop
+from topology.broker.connection import Connection, border
 from topology.broker.frames import message_of
 from topology.contract.messages import Message
 from topology.contract.problems import BrokerError, BrokerUnreachable
 
 RPC_TIMEOUT_S = 30
+OPEN_TIMEOUT_S = 5
+"""How long a connection is waited for at a time: whoever stops meanwhile waits no longer."""
 BACKOFF_CAP_S = 5.0
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
@@ -38,15 +40,16 @@ class ChannelLost(BrokerError):
 class Delivery:
     """One message that the broker delivered and waits to hear of."""
 
-    __slots__ = ("_channel", "_tag", "message", "queue", "redelivered")
+    __slots__ = ("_channel", "_counted", "_tag", "message", "queue", "redelivered")
 
-    def __init__(self, delivered: DeliveredMessage, *, queue: str, channel: Channel) -> None:
+    def __init__(self, delivered: DeliveredMessage, *, queue: str, channel: Channel, counted: bool = True) -> None:
         assert isinstance(delivered.delivery, Basic.Deliver)
         self.message: Message = message_of(delivered)
         self.queue = queue
         self.redelivered = bool(delivered.delivery.redelivered)
         self._tag = delivered.delivery.delivery_tag
         self._channel = channel
+        self._counted = counted
 
     @property
     def tag(self) -> int:
@@ -54,14 +57,17 @@ class Delivery:
 
     @property
     def times_delivered(self) -> int | None:
-        """How often it was delivered, this time included; None where the broker does not count (classic queues).
+        """How often it was delivered without being settled or given back, this time included; None where the broker
+        does not count (classic queues).
 
-        Believed only on a redelivered message: the header can be forged on a fresh one (facts.md, section 7).
+        Believed only on a redelivered message of a queue that counts: elsewhere the header can be forged (facts.md,
+        section 7). On 4.3 a message that was only given back has an acquired count and no delivery count.
         """
         if not self.redelivered:
             return 1
-        count = self.message.headers.get(names.DELIVERY_COUNT)
-        return None if not isinstance(count, int) else count + 1
+        headers = self.message.headers
+        count = headers.get(names.DELIVERY_COUNT, 0 if names.ACQUIRED_COUNT in headers else None)
+        return count + 1 if self._counted and isinstance(count, int) else None
 
     async def ack(self) -> None:
         """Tell the broker to forget it. Raises ChannelLost where that cannot be told: it comes again."""
@@ -76,22 +82,17 @@ class Delivery:
         await self._settle(self._channel.basic_nack(self.tag, requeue=True, wait=False))
 
     async def _settle(self, call: Awaitable[None]) -> None:
-        try:
+        with border(f"channel lost before {self.queue} delivery {self._tag} was settled", lost=ChannelLost):
             await call
-        except (AMQPError, ChannelInvalidStateError, RuntimeError, OSError) as error:
-            raise ChannelLost(f"channel lost before {self.queue} delivery {self._tag} was settled") from error
-        except asyncio.CancelledError:
-            if asks_to_stop():
-                raise
-            raise ChannelLost(f"channel lost before {self.queue} delivery {self._tag} was settled") from None
 
 
 class Session:
     """The deliveries of one channel. Iterating ends when it is stopped, and raises ChannelLost when it is lost."""
 
-    def __init__(self, channel: Channel, *, queue: str) -> None:
+    def __init__(self, channel: Channel, *, queue: str, counted: bool) -> None:
         self._channel = channel
         self._queue = queue
+        self._counted = counted
         self._tag = ""
         self._arrived: asyncio.Queue[Delivery | None] = asyncio.Queue()  # bounded by the prefetch
         self._lost: str | None = None
@@ -109,12 +110,12 @@ class Session:
         if self._stopped or self._lost is not None:
             return
         self._stopped = True
-        with suppress(AMQPError, RuntimeError, OSError, TimeoutError):
+        with suppress(BrokerUnreachable), border("cancelling"):
             await self._channel.basic_cancel(self._tag, timeout=RPC_TIMEOUT_S)
         self._arrived.put_nowait(None)
 
     async def close(self) -> None:
-        with suppress(AMQPError, RuntimeError, OSError, TimeoutError):
+        with suppress(BrokerUnreachable), border("closing"):
             await self._channel.close(timeout=RPC_TIMEOUT_S)
 
     def __aiter__(self) -> "Session":
@@ -122,14 +123,14 @@ class Session:
 
     async def __anext__(self) -> Delivery:
         delivery = await self._arrived.get()
-        if delivery is not None:
-            return delivery
-        if self._lost is not None:
+        if self._lost is not None:  # what has arrived before is delivered again as well
             raise ChannelLost(f"{self._queue}: {self._lost}")
-        raise StopAsyncIteration
+        if delivery is None:
+            raise StopAsyncIteration
+        return delivery
 
     async def _on_delivery(self, delivered: DeliveredMessage) -> None:
-        self._arrived.put_nowait(Delivery(delivered, queue=self._queue, channel=self._channel))
+        self._arrived.put_nowait(Delivery(delivered, queue=self._queue, channel=self._channel, counted=self._counted))
 
     def _on_closed(self, closing: "asyncio.Future[object]") -> None:
         error = None if closing.cancelled() else closing.exception()
@@ -145,57 +146,64 @@ class Session:
 
 
 class Deliveries:
-    """A queue that is consumed for as long as it takes: over new channels, with backoff, whenever one is lost."""
+    """A queue that is consumed for as long as it takes: over new channels, with backoff, whenever one is lost.
 
-    def __init__(self, connection: Connection, *, queue: str, prefetch: int) -> None:
+    `counted`: the queue counts deliveries (quorum queues do).
+    """
+
+    def __init__(self, connection: Connection, *, queue: str, prefetch: int, counted: bool = True) -> None:
         self._connection = connection
         self.queue = queue
         self.prefetch = prefetch
+        self._counted = counted
         self._session: Session | None = None
-        self._stopping = False
+        self._stopping = asyncio.Event()
         self.trouble: str | None = "not consuming yet"
         """Why nothing is delivered at present; None while it is consumed."""
 
     async def sessions(self) -> AsyncGenerator[Session, None]:
         """One session after the other, until `stop`."""
         failures = 0
-        while not self._stopping:
+        while not self._stopping.is_set():
             try:
                 session = await self._open()
             except BrokerError as error:
-                self.trouble = str(error)
                 failures += 1
-                log.warning(signals.CONSUME_FAILED, queue=self.queue, reason=self.trouble)
-                await asyncio.sleep(random.uniform(0.05, min(BACKOFF_CAP_S, 0.1 * 2**failures)))
+                if self.trouble != str(error):
+                    self.trouble = str(error)
+                    log.warning(signals.CONSUME_FAILED, queue=self.queue, reason=self.trouble)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(random.uniform(0.05, min(BACKOFF_CAP_S, 0.1 * 2**failures))):
+                        await self._stopping.wait()
                 continue
+            if self._stopping.is_set():  # while it was opened
+                await session.close()
+                return
             failures = 0
             self.trouble = None
             self._session = session
             try:
                 yield session
             finally:
-                self.trouble = "stopped" if self._stopping else "channel lost"
+                self.trouble = "stopped" if self._stopping.is_set() else "channel lost"
                 self._session = None
                 await session.close()
 
     async def stop(self) -> None:
         """Take no more; the session that runs ends as soon as what it delivered has been taken."""
-        self._stopping = True
+        self._stopping.set()
         if self._session is not None:
             await self._session.stop()
 
     async def _open(self) -> Session:
-        channel = await self._connection.channel(confirms=False)
-        session = Session(channel, queue=self.queue)
+        channel = await self._connection.channel(confirms=False, timeout_s=OPEN_TIMEOUT_S)
+        session = Session(channel, queue=self.queue, counted=self._counted)
         try:
-            await session.start(prefetch=self.prefetch)
-        except ChannelNotFoundEntity as error:
-            raise BrokerUnreachable(f"no queue {self.queue!r}: {error}; run: lanekeeper topology apply") from error
-        except (AMQPError, RuntimeError, OSError, TimeoutError) as error:
+            with border(f"cannot consume {self.queue!r}"):
+                await session.start(prefetch=self.prefetch)
+        except BrokerUnreachable as error:
             await session.close()
-            raise BrokerUnreachable(f"cannot consume {self.queue!r}: {error}") from error
-        except asyncio.CancelledError:
-            if asks_to_stop():
-                raise
-            raise BrokerUnreachable(f"cannot consume {self.queue!r}: the connection was lost") from None
+            if isinstance(error.__cause__, ChannelNotFoundEntity):
+                raise BrokerUnreachable(f"{error}; run: lanekeeper topology apply") from error
+            raise
         return session

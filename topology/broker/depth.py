@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from aiormq.exceptions import AMQPError, ChannelAccessRefused
+from aiormq.exceptions import ChannelAccessRefused
 
-from topology.broker.connection import Connection
+from topology.broker.connection import Connection, border
 from topology.contract.problems import AccessRefused, BrokerUnreachable
 
 RPC_TIMEOUT_S = 5
@@ -22,13 +22,14 @@ async def depths(connection: Connection, queues: list[str]) -> dict[str, Depth]:
     """The depth of each queue. Raises AccessRefused, BrokerUnreachable (also where a queue is not there)."""
     channel = await connection.channel(confirms=False, timeout_s=RPC_TIMEOUT_S)
     try:
-        found = {}
-        for queue in queues:
-            told = await channel.queue_declare(queue, passive=True, timeout=RPC_TIMEOUT_S)
-            found[queue] = Depth(told.message_count or 0, told.consumer_count or 0)
-        await channel.close()
-    except ChannelAccessRefused as error:
-        raise AccessRefused(f"{error}: from 4.3 on, a user needs some right to a queue to see it") from error
-    except (AMQPError, RuntimeError, OSError, TimeoutError) as error:
-        raise BrokerUnreachable(f"cannot look at the queues: {error}") from error
+        with border("cannot look at the queues"):
+            found = {}
+            for queue in queues:
+                told = await channel.queue_declare(queue, passive=True, timeout=RPC_TIMEOUT_S)
+                found[queue] = Depth(told.message_count or 0, told.consumer_count or 0)
+            await channel.close(timeout=RPC_TIMEOUT_S)
+    except BrokerUnreachable as error:
+        if isinstance(error.__cause__, ChannelAccessRefused):
+            raise AccessRefused(f"{error}: from 4.3 on, a user needs some right to a queue to see it") from error
+        raise
     return found

@@ -12,10 +12,9 @@ from typing import Self
 
 from aiormq.abc import DeliveredMessage
 from aiormq.channel import Channel
-from aiormq.exceptions import AMQPError
 from pamqp.commands import Basic
 
-from topology.broker.connection import Connection, asks_to_stop
+from topology.broker.connection import Connection, border
 from topology.broker.deliveries import ChannelLost
 from topology.broker.frames import message_of
 from topology.contract.messages import Message
@@ -45,26 +44,20 @@ class Inbox:
         channel = self._channel = await self._connection.channel(confirms=False)
         channel.closing.add_done_callback(lambda _: self._arrived.put_nowait(None))
         channel.on_consumer_cancel_callbacks.add(lambda _: self._arrived.put_nowait(None))
-        try:
+        with border("no queue of one's own"):
             declared = await channel.queue_declare(exclusive=True, auto_delete=True, timeout=RPC_TIMEOUT_S)
             self.name = declared.queue or ""
             for exchange, routing_key in self._bindings:
                 await channel.queue_bind(self.name, exchange, routing_key, timeout=RPC_TIMEOUT_S)
             await channel.basic_qos(prefetch_count=WAITING, timeout=RPC_TIMEOUT_S)
             await channel.basic_consume(self.name, self._on_delivery, timeout=RPC_TIMEOUT_S)
-        except (AMQPError, RuntimeError, OSError, TimeoutError) as error:
-            raise BrokerUnreachable(f"no queue for replies: {error}") from error
-        except asyncio.CancelledError:
-            if asks_to_stop():
-                raise
-            raise BrokerUnreachable("no queue for replies: the connection was lost") from None
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._channel is not None:
-            with suppress(AMQPError, RuntimeError, OSError, TimeoutError):
+            with suppress(BrokerUnreachable), border("closing"):
                 await self._channel.close(timeout=RPC_TIMEOUT_S)
 
     def __aiter__(self) -> Self:
@@ -79,7 +72,7 @@ class Inbox:
         if self._arrived.empty() or self._unacknowledged >= TOGETHER:
             self._unacknowledged = 0
             assert isinstance(delivered.delivery, Basic.Deliver)
-            with suppress(AMQPError, RuntimeError, OSError):
+            with suppress(BrokerUnreachable), border("acknowledging"):
                 await channel.basic_ack(delivered.delivery.delivery_tag or 0, multiple=True, wait=False)
         return message_of(delivered)
 

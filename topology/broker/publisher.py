@@ -32,6 +32,8 @@ from topology.contract.problems import (
 from topology.tracing import Tracing
 
 CONFIRM_TIMEOUT_S = 10.0
+DEFAULT_EXCHANGE = "amq.default"
+"""The default exchange in the broker's errors. They name the exchange that is meant, and end the whole channel."""
 
 
 class Publisher:
@@ -82,10 +84,12 @@ class Publisher:
                 raise PublishRefused(
                     f"the broker refused {routing_key!r}: a queue that it goes to is full; try again later"
                 ) from error
-            except ChannelNotFoundEntity as error:
+            except (ChannelNotFoundEntity, ChannelAccessRefused) as error:
+                if f"'{exchange or DEFAULT_EXCHANGE}'" not in str(error):
+                    raise ConfirmUnknown(f"channel lost by another publish: {error}") from error
+                if isinstance(error, ChannelAccessRefused):
+                    raise AccessRefused(str(error)) from error
                 raise TopologyMismatch(f"{error}; run: lanekeeper topology apply") from error
-            except ChannelAccessRefused as error:
-                raise AccessRefused(str(error)) from error
             except TimeoutError as error:
                 raise ConfirmUnknown(f"no confirm for {routing_key!r} within {timeout_s:g} s") from error
             except (AMQPError, ChannelInvalidStateError, RuntimeError, OSError) as error:
@@ -112,8 +116,8 @@ class Publisher:
         """Publish until the broker has confirmed it, `within_s` at most; the last error is raised then.
 
         `refused_within_s`: how long a refusal (nack) is answered with another try. The message may be published more
-        than once. AccessRefused is raised at once, and so is Unroutable from the
-        default exchange (a requester that has gone); from an exchange of ours it means a queue that must come back.
+        than once. AccessRefused is raised at once, and so is Unroutable from the default exchange (a requester that
+        has gone); from an exchange of ours it means a queue that must come back.
         """
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -147,6 +151,7 @@ class Publisher:
         channel = self._confirming
         if channel is not None and not channel.is_closed:
             return channel
+        await self.connection.underlying(timeout_s=timeout_s)  # all wait for it together, not one after the other
         async with self._opening:
             if self._confirming is None or self._confirming.is_closed:
                 self._confirming = await self.connection.channel(confirms=True, timeout_s=timeout_s)

@@ -1,0 +1,116 @@
+"""The supervised connection: what is wrong is one clear line, and what is lost comes back."""
+
+import asyncio
+
+import pytest
+from yarl import URL
+
+from tests.support.brokers import Vhost
+from tests.support.connections import close_connection
+from tests.support.waiting import until
+from topology.broker.connection import Connection
+from topology.broker.depth import depths
+from topology.broker.inbox import Inbox
+from topology.contract.problems import AccessRefused, BrokerUnreachable
+
+
+async def test_it_knows_the_brokers_version_and_address(vhost: Vhost) -> None:
+    async with Connection(vhost.amqp_url, name="test") as connection:
+        assert connection.is_open
+        assert connection.trouble is None
+        assert connection.version.startswith(vhost.version.split("+")[0])
+        assert connection.address == f"{URL(vhost.amqp_url).host}:{URL(vhost.amqp_url).port}"
+    assert not connection.is_open
+
+
+async def test_a_refused_connection_is_one_line_that_says_what_to_look_at(unused_tcp_port: int) -> None:
+    with pytest.raises(BrokerUnreachable, match=r"no broker at 127\.0\.0\.1:\d+: .*LANEKEEPER_AMQP_URL") as error:
+        async with Connection(f"amqp://guest:secret@127.0.0.1:{unused_tcp_port}/", name="test"):
+            pass
+    assert "\n" not in str(error.value)
+    assert "secret" not in str(error.value)
+
+
+async def test_a_wrong_password_is_one_line_without_it(vhost: Vhost) -> None:
+    url = str(URL(vhost.amqp_url).with_password("secret"))
+    with pytest.raises(AccessRefused, match=f"refused user '{vhost.user}'.*check user, password") as error:
+        async with Connection(url, name="test"):
+            pass
+    assert "\n" not in str(error.value)
+    assert "secret" not in str(error.value)
+
+
+async def test_a_virtual_host_that_is_not_there_is_named(vhost: Vhost) -> None:
+    with pytest.raises(AccessRefused, match=f"not into virtual host '{vhost.name}-not-there'"):
+        async with Connection(vhost.amqp_url + "-not-there", name="test"):
+            pass
+
+
+async def test_someone_who_does_not_speak_amqp_is_no_broker() -> None:
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(BrokerUnreachable, match="no broker at"):
+            async with Connection(f"amqp://guest:guest@127.0.0.1:{port}/", name="test"):
+                pass
+
+
+async def test_a_lost_connection_is_told_and_comes_back(vhost: Vhost) -> None:
+    async with Connection(vhost.amqp_url, name=vhost.name) as connection:
+        channel = await connection.channel(confirms=True)
+        loss = connection.loss
+        await close_connection(vhost, vhost.name)
+        assert "CONNECTION_FORCED" in await asyncio.wait_for(loss, 10)
+        await connection.underlying(timeout_s=10)
+        assert connection.trouble is None
+        assert connection.loss is not loss
+        assert channel.is_closed
+        assert not (await connection.channel(confirms=True)).is_closed
+
+
+async def test_who_waits_for_a_channel_waits_no_longer_than_told(vhost: Vhost) -> None:
+    async with Connection(vhost.amqp_url, name="test") as connection:
+        await (await connection.underlying()).close()
+        vhost.api("DELETE", f"permissions/{vhost.quoted}/{vhost.user}")  # so that it does not come back
+        with pytest.raises(BrokerUnreachable, match=r"within 0\.2 s"):
+            await connection.channel(confirms=False, timeout_s=0.2)
+        assert connection.trouble is not None
+        await until(lambda: "not into virtual host" in (connection.trouble or ""))
+
+
+async def test_a_cancelled_wait_is_cancelled(vhost: Vhost) -> None:
+    async with Connection(vhost.amqp_url, name="test") as connection:
+        await (await connection.underlying()).close()
+        vhost.api("DELETE", f"permissions/{vhost.quoted}/{vhost.user}")
+        waiting = asyncio.create_task(connection.channel(confirms=False))
+        await asyncio.sleep(0.1)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+
+async def test_an_inbox_has_a_name_and_takes_what_is_bound_to_it(vhost: Vhost) -> None:
+    async with (
+        Connection(vhost.amqp_url, name="test") as connection,
+        Inbox(connection, bindings=(("amq.topic", "status"),)) as inbox,
+    ):
+        assert inbox.name.startswith("amq.gen-")
+        channel = await connection.channel(confirms=True)
+        await channel.basic_publish(b"1", exchange="", routing_key=inbox.name)
+        await channel.basic_publish(b"2", exchange="amq.topic", routing_key="status")
+        assert [(await anext(inbox)).body, (await anext(inbox)).body] == [b"1", b"2"]
+
+
+async def test_depths_count_what_waits_and_say_what_is_not_there(vhost: Vhost) -> None:
+    async with Connection(vhost.amqp_url, name="test") as connection:
+        channel = await connection.channel(confirms=True)
+        await channel.queue_declare("some", durable=True)
+        await channel.basic_publish(b"1", exchange="", routing_key="some")
+        found = await depths(connection, ["some"])
+        assert (found["some"].ready, found["some"].consumers) == (1, 0)
+        with pytest.raises(BrokerUnreachable, match="not-there"):
+            await depths(connection, ["not-there"])

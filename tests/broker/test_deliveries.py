@@ -1,0 +1,271 @@
+"""Deliveries of a real broker: as many as told, settled once, delivered again when the channel is lost."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from tests.support.brokers import Vhost
+from tests.support.connections import close_connection
+from tests.support.waiting import until
+from topology.broker.connection import Connection
+from topology.broker.deliveries import ChannelLost, Deliveries, Delivery
+from topology.broker.depth import depths
+from topology.broker.publisher import Publisher
+from topology.contract.messages import Message
+from topology.tracing import Tracing
+
+QUORUM = {"x-queue-type": "quorum"}
+
+
+@dataclass
+class Lines:
+    """A queue `some`, and what it takes to fill and to consume it."""
+
+    vhost: Vhost
+    consuming: Connection
+    publisher: Publisher
+    lost: list[Exception] = field(default_factory=list)
+
+    async def declare(self, arguments: dict[str, Any] | None = None) -> None:
+        channel = await self.consuming.channel(confirms=False)
+        await channel.queue_declare("some", durable=True, arguments=QUORUM if arguments is None else arguments)
+        await channel.close()
+
+    async def publish(self, *bodies: bytes, **properties: Any) -> None:
+        for body in bodies:
+            await self.publisher.publish(Message(body=body, **properties), exchange="", routing_key="some")
+
+    async def until_ready(self, count: int) -> None:
+        """Wait until so many wait: a channel that closed gives back what was not settled a little later."""
+
+        async def holds() -> bool:
+            return (await depths(self.publisher.connection, ["some"]))["some"].ready == count
+
+        await until(holds)
+
+    @asynccontextmanager
+    async def at_work(
+        self, work: Callable[[Delivery], Awaitable[None]], *, prefetch: int = 4, counted: bool = True
+    ) -> AsyncIterator[Deliveries]:
+        """As a pool does it: a task a delivery, until stopped or the channel is lost."""
+        deliveries = Deliveries(self.consuming, queue="some", prefetch=prefetch, counted=counted)
+
+        async def run() -> None:
+            async with aclosing(deliveries.sessions()) as sessions:
+                async for session in sessions:
+                    try:
+                        async with asyncio.TaskGroup() as running:
+                            async for delivery in session:
+                                running.create_task(work(delivery))
+                    except* ChannelLost as group:
+                        self.lost.extend(group.exceptions)
+
+        running = asyncio.create_task(run())
+        try:
+            await until(lambda: deliveries.trouble is None)
+            yield deliveries
+            await deliveries.stop()
+            await asyncio.wait_for(running, 10)
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
+
+
+@pytest.fixture
+async def lines(vhost: Vhost) -> AsyncIterator[Lines]:
+    async with AsyncExitStack() as stack:
+        consuming = await stack.enter_async_context(Connection(vhost.amqp_url, name=f"{vhost.name} consume"))
+        publishing = await stack.enter_async_context(Connection(vhost.amqp_url, name=f"{vhost.name} publish"))
+        lines = Lines(vhost, consuming, Publisher(publishing, tracing=Tracing()))
+        await lines.declare()
+        yield lines
+
+
+async def test_no_more_are_delivered_than_the_prefetch(lines: Lines) -> None:
+    held: list[Delivery] = []
+
+    async def hold(delivery: Delivery) -> None:
+        held.append(delivery)
+
+    await lines.publish(*(b"%d" % at for at in range(10)))
+    async with lines.at_work(hold, prefetch=3):
+        await until(lambda: len(held) == 3)
+        await asyncio.sleep(0.2)
+        assert len(held) == 3
+        await held[0].ack()
+        await until(lambda: len(held) == 4)
+    await lines.until_ready(9)
+
+
+async def test_what_is_acknowledged_is_gone_and_tells_what_it_was(lines: Lines) -> None:
+    seen: list[Delivery] = []
+
+    async def ack(delivery: Delivery) -> None:
+        seen.append(delivery)
+        await delivery.ack()
+
+    async with lines.at_work(ack):
+        await lines.publish(b"x", message_id="m", priority=7, headers={"a": 1})
+        await until(lambda: seen)
+    (delivery,) = seen
+    assert (delivery.queue, delivery.redelivered, delivery.times_delivered) == ("some", False, 1)
+    assert (delivery.message.body, delivery.message.message_id, delivery.message.priority) == (b"x", "m", 7)
+    assert delivery.message.headers["a"] == 1
+    await lines.until_ready(0)
+
+
+async def test_a_delivery_count_that_a_client_wrote_is_not_believed(lines: Lines) -> None:
+    seen: list[int | None] = []
+
+    async def look(delivery: Delivery) -> None:
+        seen.append(delivery.times_delivered)
+        await delivery.ack()
+
+    async with lines.at_work(look):
+        await lines.publish(b"x", headers={"x-delivery-count": 30, "x-acquired-count": 30})
+        await until(lambda: seen)
+    assert seen == [1]
+
+
+async def test_what_is_rejected_is_counted(lines: Lines) -> None:
+    seen: list[int | None] = []
+
+    async def reject_twice(delivery: Delivery) -> None:
+        seen.append(delivery.times_delivered)
+        await (delivery.reject() if len(seen) < 3 else delivery.ack())
+
+    async with lines.at_work(reject_twice):
+        await lines.publish(b"x")
+        await until(lambda: len(seen) == 3)
+    assert seen == [1, 2, 3]
+
+
+async def test_what_is_given_back_is_counted_before_4_3_only(lines: Lines) -> None:
+    seen: list[int | None] = []
+
+    async def give_back_twice(delivery: Delivery) -> None:
+        seen.append(delivery.times_delivered)
+        await (delivery.give_back() if len(seen) < 3 else delivery.ack())
+
+    async with lines.at_work(give_back_twice):
+        await lines.publish(b"x")
+        await until(lambda: len(seen) == 3)
+    version = tuple(int(part) for part in lines.vhost.version.split(".")[:2])
+    assert seen == ([1, 1, 1] if version >= (4, 3) else [1, 2, 3])
+
+
+async def test_a_queue_that_does_not_count_says_so_whatever_a_client_wrote(lines: Lines) -> None:
+    channel = await lines.consuming.channel(confirms=False)
+    await channel.queue_delete("some")
+    await lines.declare({"x-queue-type": "classic"})
+    seen: list[int | None] = []
+
+    async def reject_once(delivery: Delivery) -> None:
+        seen.append(delivery.times_delivered)
+        await (delivery.reject() if len(seen) < 2 else delivery.ack())
+
+    async with lines.at_work(reject_once, counted=False):
+        await lines.publish(b"x", headers={"x-delivery-count": 0, "x-acquired-count": 1})
+        await until(lambda: len(seen) == 2)
+    assert seen == [1, None]
+
+
+async def test_a_lost_connection_ends_the_work_and_what_was_not_settled_comes_again(lines: Lines) -> None:
+    begun: list[tuple[bytes, bool]] = []
+    ended: list[bytes] = []
+
+    async def work(delivery: Delivery) -> None:
+        begun.append((delivery.message.body, delivery.redelivered))
+        if not delivery.redelivered:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                ended.append(delivery.message.body)
+                with pytest.raises(ChannelLost):
+                    await delivery.ack()
+                raise
+        await delivery.ack()
+
+    async with lines.at_work(work):
+        await lines.publish(b"1", b"2")
+        await until(lambda: len(begun) == 2)
+        await close_connection(lines.vhost, f"{lines.vhost.name} consume")
+        await until(lambda: len(begun) == 4, within_s=20)
+    assert sorted(begun) == [(b"1", False), (b"1", True), (b"2", False), (b"2", True)]
+    assert sorted(ended) == [b"1", b"2"]
+    assert lines.lost
+    await lines.until_ready(0)
+
+
+async def test_a_queue_that_was_deleted_is_consumed_again_when_it_is_back(lines: Lines) -> None:
+    seen: list[bytes] = []
+
+    async def ack(delivery: Delivery) -> None:
+        seen.append(delivery.message.body)
+        await delivery.ack()
+
+    async with lines.at_work(ack) as deliveries:
+        channel = await lines.publisher.connection.channel(confirms=False)
+        await channel.queue_delete("some")
+        await until(lambda: deliveries.trouble is not None and "no queue 'some'" in deliveries.trouble)
+        assert "lanekeeper topology apply" in (deliveries.trouble or "")
+        await lines.declare()
+        await lines.publish(b"back")
+        await until(lambda: seen == [b"back"])
+    assert "cancelled the consumer" in str(lines.lost[0])
+
+
+async def test_stopping_takes_no_more_and_lets_what_runs_end(lines: Lines) -> None:
+    begun: list[bytes] = []
+    go = asyncio.Event()
+
+    async def work(delivery: Delivery) -> None:
+        begun.append(delivery.message.body)
+        await go.wait()
+        await delivery.ack()
+
+    await lines.publish(*(b"%d" % at for at in range(6)))
+    async with lines.at_work(work, prefetch=2) as deliveries:
+        await until(lambda: len(begun) == 2)
+        await deliveries.stop()
+        await lines.publish(b"late")
+        go.set()
+    assert len(begun) == 2
+    await lines.until_ready(5)
+    assert deliveries.trouble == "stopped"
+    assert not lines.lost
+
+
+async def test_stopping_while_there_is_no_queue_does_not_wait_for_it(lines: Lines) -> None:
+    deliveries = Deliveries(lines.consuming, queue="not-there", prefetch=1)
+
+    async def run() -> None:
+        async for _ in deliveries.sessions():
+            pytest.fail("there is no such queue")
+
+    running = asyncio.create_task(run())
+    await until(lambda: "not-there" in (deliveries.trouble or ""))
+    await deliveries.stop()
+    await asyncio.wait_for(running, 3)
+
+
+async def test_stopping_while_a_channel_is_opened_takes_nothing(lines: Lines) -> None:
+    await lines.publish(b"x")
+    deliveries = Deliveries(lines.consuming, queue="some", prefetch=1)
+    taken: list[Delivery] = []
+
+    async def run() -> None:
+        async for session in deliveries.sessions():
+            async for delivery in session:
+                taken.append(delivery)
+
+    running = asyncio.create_task(run())
+    await asyncio.sleep(0)  # it waits for its channel now
+    await deliveries.stop()
+    await asyncio.wait_for(running, 5)
+    assert not taken
+    await lines.until_ready(1)

@@ -1,0 +1,202 @@
+"""Publishing against a real broker: nothing counts as published before it is confirmed."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from tests.support.brokers import Vhost
+from tests.support.connections import close_connection
+from tests.support.waiting import until
+from topology.broker.connection import Connection
+from topology.broker.depth import depths
+from topology.broker.publisher import Publisher
+from topology.contract.messages import Message
+from topology.contract.problems import (
+    AccessRefused,
+    BrokerError,
+    BrokerUnreachable,
+    ConfirmUnknown,
+    PublishRefused,
+    TopologyMismatch,
+    Unroutable,
+)
+from topology.tracing import Tracing
+
+QUORUM = {"x-queue-type": "quorum"}
+
+
+@pytest.fixture
+async def publisher(vhost: Vhost) -> AsyncIterator[Publisher]:
+    async with Connection(vhost.amqp_url, name=vhost.name) as connection:
+        yield Publisher(connection, tracing=Tracing())
+
+
+async def declare(publisher: Publisher, queue: str, **arguments: Any) -> None:
+    channel = await publisher.connection.channel(confirms=False)
+    await channel.queue_declare(queue, durable=True, arguments={**QUORUM, **arguments})
+    await channel.close()
+
+
+async def waiting(publisher: Publisher, queue: str) -> int:
+    return (await depths(publisher.connection, [queue]))[queue].ready
+
+
+async def fill(publish: Callable[..., Awaitable[None]]) -> None:
+    """Publish to the queue `full` until it is refused: its limit is soft."""
+    for _ in range(50):
+        await publish(Message(body=b""), exchange="", routing_key="full")
+
+
+async def test_what_was_published_is_there(publisher: Publisher) -> None:
+    await declare(publisher, "some")
+    await publisher.publish(Message(body=b"1"), exchange="", routing_key="some")
+    assert await waiting(publisher, "some") == 1
+
+
+async def test_a_message_that_no_queue_takes_is_unroutable(publisher: Publisher) -> None:
+    with pytest.raises(Unroutable, match="'nobody'"):
+        await publisher.publish(Message(body=b"", message_id="m"), exchange="", routing_key="nobody")
+    await publisher.publish(Message(body=b""), exchange="", routing_key="nobody", mandatory=False)
+
+
+async def test_both_of_two_unroutable_messages_with_one_id_are_noticed(publisher: Publisher) -> None:
+    found = await asyncio.gather(
+        *(publisher.publish(Message(body=b"", message_id="m"), exchange="", routing_key="nobody") for _ in range(5)),
+        return_exceptions=True,
+    )
+    assert [type(each) for each in found] == [Unroutable] * 5
+    assert not publisher._in_flight
+
+
+async def test_a_full_queue_refuses(publisher: Publisher) -> None:
+    await declare(publisher, "full", **{"x-max-length": 1, "x-overflow": "reject-publish"})
+    with pytest.raises(PublishRefused, match="refused 'full'"):
+        await fill(publisher.publish)
+
+
+async def test_a_refusal_is_tried_again_as_long_as_told(publisher: Publisher) -> None:
+    await declare(publisher, "full", **{"x-max-length": 1, "x-overflow": "reject-publish"})
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    with pytest.raises(PublishRefused):
+        await fill(partial(publisher.publish_surely, refused_within_s=0.3))
+    assert loop.time() - began_s > 0.2
+    assert loop.time() - began_s < 5
+
+
+async def test_an_exchange_that_is_not_there_names_the_command(publisher: Publisher) -> None:
+    with pytest.raises(TopologyMismatch, match="lanekeeper topology apply"):
+        await publisher.publish(Message(body=b""), exchange="not-there", routing_key="k")
+    await declare(publisher, "some")
+    await publisher.publish(Message(body=b""), exchange="", routing_key="some")  # over a new channel
+
+
+async def test_a_right_that_is_missing_is_told(publisher: Publisher, vhost: Vhost) -> None:
+    rights = {"configure": ".*", "write": "^some$", "read": ".*"}
+    vhost.api("PUT", f"permissions/{vhost.quoted}/{vhost.user}", rights)
+    with pytest.raises(AccessRefused):
+        await publisher.publish_surely(Message(body=b""), exchange="amq.topic", routing_key="k", within_s=5)
+
+
+async def test_what_was_under_way_when_another_was_refused_is_published(publisher: Publisher, vhost: Vhost) -> None:
+    await declare(publisher, "some")
+    rights = {"configure": ".*", "write": "^(amq.default|some)$", "read": ".*"}
+    vhost.api("PUT", f"permissions/{vhost.quoted}/{vhost.user}", rights)
+    found = await asyncio.gather(
+        *(
+            publisher.publish_surely(Message(body=b""), exchange="amq.topic" if at == 5 else "", routing_key="some")
+            for at in range(30)
+        ),
+        return_exceptions=True,
+    )
+    assert isinstance(found.pop(5), AccessRefused)
+    assert found == [None] * 29
+
+
+async def test_no_connection_is_told_in_time(publisher: Publisher, vhost: Vhost) -> None:
+    await (await publisher.connection.underlying()).close()
+    vhost.api("DELETE", f"permissions/{vhost.quoted}/{vhost.user}")
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    found = await asyncio.gather(
+        *(publisher.publish(Message(body=b""), exchange="", routing_key="k", timeout_s=0.3) for _ in range(20)),
+        return_exceptions=True,
+    )
+    assert {type(each) for each in found} == {BrokerUnreachable}
+    assert loop.time() - began_s < 2, "they wait one after the other"
+
+
+async def test_a_connection_that_is_closed_leaves_what_was_under_way_unknown_and_nothing_confirmed_is_lost(
+    publisher: Publisher, vhost: Vhost
+) -> None:
+    await declare(publisher, "some")
+    confirmed, failed = 0, []
+
+    async def publish_on() -> None:
+        nonlocal confirmed
+        while not failed:
+            try:
+                await publisher.publish(Message(body=b"x" * 5000), exchange="", routing_key="some", timeout_s=5)
+                confirmed += 1
+            except BrokerError as error:
+                failed.append(error)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(40):
+            group.create_task(publish_on())
+        await close_connection(vhost, vhost.name)
+    assert any(isinstance(error, ConfirmUnknown) for error in failed)
+    assert {type(error) for error in failed} <= {ConfirmUnknown, BrokerUnreachable}
+    assert await waiting(publisher, "some") >= confirmed > 0
+
+
+async def test_publishing_surely_survives_a_lost_connection(publisher: Publisher, vhost: Vhost) -> None:
+    await declare(publisher, "some")
+    done = asyncio.Event()
+    published = 0
+
+    async def publish_on() -> None:
+        nonlocal published
+        while not done.is_set():
+            await publisher.publish_surely(Message(body=b"x"), exchange="", routing_key="some")
+            published += 1
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(8):
+            group.create_task(publish_on())
+        await close_connection(vhost, vhost.name)
+        await publisher.connection.loss
+        before = published
+        await publisher.connection.underlying()
+        await until(lambda: published > before + 20)
+        done.set()
+    assert await waiting(publisher, "some") >= published
+
+
+async def test_a_queue_that_comes_back_takes_what_was_published_surely(publisher: Publisher) -> None:
+    channel = await publisher.connection.channel(confirms=False)
+    await channel.exchange_declare("ours", exchange_type="fanout", durable=True)
+    publishing = asyncio.create_task(publisher.publish_surely(Message(body=b""), exchange="ours", routing_key="k"))
+    await asyncio.sleep(0.1)
+    assert not publishing.done()
+    await declare(publisher, "some")
+    await channel.queue_bind("some", "ours")
+    await asyncio.wait_for(publishing, 10)
+
+
+async def test_a_cancelled_publish_is_cancelled_and_the_next_of_its_id_goes_on(publisher: Publisher) -> None:
+    await declare(publisher, "some")
+    tasks = [
+        asyncio.create_task(publisher.publish(Message(body=b"", message_id="m"), exchange="", routing_key="some"))
+        for _ in range(3)
+    ]
+    await asyncio.sleep(0)
+    tasks[0].cancel()
+    tasks[1].cancel()
+    found = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [task.cancelled() for task in tasks] == [True, True, False]
+    assert found[2] is None
+    assert not publisher._in_flight
