@@ -94,9 +94,8 @@ async def main(rounds: int, requests: int, at_once: int) -> None:
     print(f"  the same SDK call alone    {_rate(without)} requests/s   {call:.3f} CPU-ms each")
     print(f"  messages.create, as usual  {_rate(usually)} requests/s   {plain:.3f} CPU-ms each")
     print(f"  through Lanekeeper         {_rate(within)} requests/s   {all_of_it:.3f} CPU-ms each, all in")
-    print(
-        f"  our part                   {ours:.3f} CPU-ms: {ours / call:.2f} of that call, {ours / plain:.2f} of the usual"
-    )
+    shares = f"{ours / call:.2f} of that call, {ours / plain:.2f} of the usual"
+    print(f"  our part                   {ours:.3f} CPU-ms: {shares}")
 
 
 def _rate(rounds: list[Round]) -> str:

@@ -6,7 +6,7 @@ overtake (facts.md, section 2).
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from typing import assert_never
 
 import structlog
@@ -87,8 +87,7 @@ class Pool:
             self._activity.record(outcome, wait_ms=job.wait_ms, run_ms=job.run_ms if attempted else None)
         except asyncio.CancelledError:
             if self._stopping:
-                with suppress(ChannelLost):
-                    await delivery.give_back()
+                await self._settler.give_back(delivery)
             raise
         finally:
             self._activity.running -= 1

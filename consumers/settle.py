@@ -4,22 +4,23 @@ A crash between two steps repeats the later ones: the delivery is not acknowledg
 acknowledged whose outcome is not with the broker.
 """
 
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any, assert_never
 
 import structlog
-from topology.delays import MAX_DELAY_MS, hop
 
 from consumers.job import Answered, Buried, Deferred, Job, NowMs, Outcome, Refused, Retried
 from consumers.lifecycle import Lifecycle
 from consumers.reply import Replies
 from topology import names as n
 from topology import signals
-from topology.broker.deliveries import ChannelLost
+from topology.broker.deliveries import ChannelLost, Delivery
 from topology.broker.publisher import Publisher
 from topology.contract.headers import ERRORS_KEPT, HopHeaders, carried, hop_headers
 from topology.contract.messages import Message
 from topology.contract.problems import BrokerError, RequestProblem
+from topology.delays import MAX_DELAY_MS, hop
 from topology.names import Names
 from topology.tracing import Tracing
 
@@ -136,6 +137,11 @@ class Settler:
             timestamp_s=original.timestamp_s,
             app_id=original.app_id,
         )
+
+    async def give_back(self, delivery: Delivery) -> None:
+        """Return what the worker, stopping, could not end: through no fault of its own, and uncounted on 4.3."""
+        with suppress(ChannelLost):
+            await delivery.give_back()
 
     async def _return(self, job: Job) -> None:
         """The broker counts it: a delivery that can never be settled ends at its delivery limit, in `lane.fallen`."""

@@ -21,9 +21,13 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     import uvloop
 
     # It logs each connection that fails or is lost, and so do we, in our words.
-    logging.getLogger("aiormq").setLevel(logging.CRITICAL)
-
-    return uvloop.run(main)
+    library = logging.getLogger("aiormq")
+    before = library.level
+    library.setLevel(logging.CRITICAL)
+    try:
+        return uvloop.run(main)
+    finally:
+        library.setLevel(before)
 
 
 def told(error: BaseException, *, debug: bool) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 
 from consumers.activity import quantile
+from topology.lanes import BATCH, CRITICAL, NORMAL
 
 BATCH_JOBS = 500
 CHATS = 40
@@ -25,7 +26,7 @@ class Ask:
 
     @property
     def key(self) -> str:
-        return f"{self.lane}.demo.{'jobs' if self.lane == 'batch' else 'chat'}"
+        return f"{self.lane}.demo.load"
 
     @property
     def mark(self) -> str:
@@ -55,6 +56,7 @@ class Score:
     """The results of one lane's requests so far."""
 
     lane: str
+    expected: int
     asked: int = 0
     right: int = 0
     retried: int = 0
@@ -83,7 +85,7 @@ class Board:
 
     @property
     def all_right(self) -> bool:
-        return all(score.asked > 0 and score.right == score.asked for score in self.lanes.values())
+        return all(score.right == score.expected for score in self.lanes.values())
 
     @property
     def wrong(self) -> list[str]:
@@ -92,7 +94,8 @@ class Board:
 
 def board() -> Board:
     """An empty one, most urgent lane first."""
-    return Board({lane: Score(lane) for lane in ("critical", "normal", "batch")})
+    expected = {CRITICAL.name: CHATS, NORMAL.name: CHATS, BATCH.name: BATCH_JOBS}
+    return Board({lane: Score(lane, count) for lane, count in expected.items()})
 
 
 async def send(asking: Asking, scores: Board) -> None:
@@ -106,7 +109,7 @@ async def send(asking: Asking, scores: Board) -> None:
 
     async with asyncio.TaskGroup() as group:
         for number in range(BATCH_JOBS):
-            group.create_task(ask_one(Ask("batch", number)))
+            group.create_task(ask_one(Ask(BATCH.name, number)))
         await asyncio.sleep(FLOOD_FIRST_S)
         for ask in _chats():
             group.create_task(ask_one(ask))
@@ -116,5 +119,5 @@ async def send(asking: Asking, scores: Board) -> None:
 
 def _chats() -> Iterator[Ask]:
     for number in range(CHATS):
-        yield Ask("critical", number)
-        yield Ask("normal", number)
+        yield Ask(CRITICAL.name, number)
+        yield Ask(NORMAL.name, number)

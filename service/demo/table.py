@@ -9,7 +9,7 @@ from rich.live import Live
 from rich.table import Column, Table
 
 from consumers.activity import LaneActivity
-from service.demo.load import BATCH_JOBS, CHATS, Board
+from service.demo.load import BATCH_JOBS, Board
 
 REDRAW_S = 0.25
 LINE_EVERY_S = 2.0
@@ -39,7 +39,7 @@ async def _lines(console: Console, scores: Board, activities: Mapping[str, LaneA
     while True:
         await asyncio.sleep(LINE_EVERY_S)
         told = (
-            f"{lane}: {score.right}/{_load(lane)} answered, {activities[lane].running} running"
+            f"{lane}: {score.right}/{score.expected} answered, {activities[lane].running} running"
             for lane, score in scores.lanes.items()
         )
         console.print("  " + "   ".join(told), highlight=False)
@@ -76,7 +76,7 @@ def show_verdict(console: Console, lanes: Board, first_come: Board) -> None:
             table.add_row(
                 "" if number else name,
                 lane,
-                f"{score.right}/{score.asked}",
+                f"{score.right}/{score.expected}",
                 str(score.retried),
                 *(_ms(score.wait_ms(share)) for share in (0.5, 0.95, 1.0)),
                 "" if number else f"{scores.total_s:.1f} s",
@@ -90,17 +90,13 @@ def show_verdict(console: Console, lanes: Board, first_come: Board) -> None:
         return
     urgent, queued = lanes.lanes["critical"], first_come.lanes["critical"]
     console.print(
-        f"OK: all {sum(score.asked for score in lanes.lanes.values())} requests answered right. "
+        f"OK: all {sum(score.expected for score in lanes.lanes.values())} requests answered right. "
         f"A critical chat waited {_ms(urgent.wait_ms(0.5))} (p95 {_ms(urgent.wait_ms(0.95))}) among "
         f"{BATCH_JOBS} batch jobs; in one first-come queue {_ms(queued.wait_ms(0.5))} "
         f"(p95 {_ms(queued.wait_ms(0.95))}).",
         style="bold green",
         highlight=False,
     )
-
-
-def _load(lane: str) -> int:
-    return BATCH_JOBS if lane == "batch" else CHATS
 
 
 def _right(*names: str) -> list[Column]:
