@@ -87,7 +87,7 @@ class Pool:
             self._activity.record(outcome, wait_ms=job.wait_ms, run_ms=job.run_ms if attempted else None)
         except asyncio.CancelledError:
             if self._stopping:
-                await self._settler.give_back(delivery)
+                await self._settler.release(delivery)
             raise
         finally:
             self._activity.running -= 1

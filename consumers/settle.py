@@ -50,9 +50,12 @@ class Settler:
     async def settle(self, job: Job, outcome: Outcome) -> None:
         """Publish, confirm, acknowledge. Where the broker does not take what comes next, the delivery goes back."""
         try:
-            await self._carry_out(job, outcome)
-        except RequestProblem as refused:  # the reply address killed the connection that answered it
-            await self._bury(job, refused)
+            try:
+                await self._carry_out(job, outcome)
+            except RequestProblem as refused:  # the reply address killed the connection that answered it
+                if not isinstance(outcome, Buried):  # else it is parked already
+                    outcome = Buried(refused)
+                    await self._bury(job, refused)
         except BrokerError as error:
             log.error(signals.HANDLER_FAILED, request=job.id, lane=job.lane_name, where="settle", error=str(error))
             await self._return(job)
@@ -138,7 +141,7 @@ class Settler:
             app_id=original.app_id,
         )
 
-    async def give_back(self, delivery: Delivery) -> None:
+    async def release(self, delivery: Delivery) -> None:
         """Return what the worker, stopping, could not end: through no fault of its own, and uncounted on 4.3."""
         with suppress(ChannelLost):
             await delivery.give_back()
