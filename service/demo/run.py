@@ -12,8 +12,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from dataclasses import dataclass
 from types import FrameType
 
 from service.demo.broker import GuardedBroker, guarded_broker
@@ -23,14 +23,29 @@ from topology.contract.problems import BrokerUnreachable
 
 GRACE_S = 15
 """How long a command that was told to end may take, and then what it left behind."""
+POLL_S = 0.02
 
 
 class Told(BaseException):
     """A signal told us to end. Not an Exception: nothing on the way may take it for an error of its own."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = signal.Signals(number)
+
+@dataclass(slots=True)
+class Signals:
+    """SIGINT, SIGTERM and SIGHUP: the first is noted, and raises Told where that is safe; further ones are nothing."""
+
+    told: signal.Signals | None = None
+    raising: bool = True
+
+    def listen(self) -> None:
+        for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(each, self._on_signal)
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        if self.told is None:
+            self.told = signal.Signals(number)
+            if self.raising:
+                raise Told
 
 
 def main() -> int:
@@ -42,61 +57,54 @@ def main() -> int:
     chosen = options.parse_args()
 
     adopt_orphans()
+    signals = Signals()
+    signals.listen()
+    code = 1
     try:
-        with _told(), guarded_broker(sources=chosen.sources.split(","), image=chosen.image) as broker:
-            return _run(chosen.command, broker)
+        with guarded_broker(sources=chosen.sources.split(","), image=chosen.image) as broker:
+            # Raised between the start of a process and its being known here, Told would leave it behind.
+            signals.raising = False
+            code = _run(chosen.command, broker, signals)
     except BrokerUnreachable as error:
         print(error, file=sys.stderr)
-        return 1
-    except Told as told:
-        return 128 + told.number
+    except Told:
+        pass
+    finally:
+        signals.raising = False
+        _end_the_rest()
+    return code if signals.told is None else 128 + signals.told
 
 
-@contextmanager
-def _told() -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP raise Told: once, so that a second one does not cut short what the first began."""
-
-    def tell(number: int, _: FrameType | None) -> None:
-        for each in numbers:
-            signal.signal(each, signal.SIG_IGN)
-        raise Told(number)
-
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    for each in numbers:
-        signal.signal(each, tell)
-    yield
-
-
-def _run(command: list[str], broker: GuardedBroker) -> int:
+def _run(command: list[str], broker: GuardedBroker, signals: Signals) -> int:
     environment = [f"LANEKEEPER_AMQP_URL={broker.amqp_url}", f"LANEKEEPER_MANAGEMENT_URL={broker.management_url}"]
     child = subprocess.Popen(["env", *environment, *command])
     try:
-        code = child.wait()
-        return code if code >= 0 else 128 - code
-    except Told as told:
-        # At a terminal Ctrl-C has reached the command as well; a second one would cut short its own cleaning up.
-        if not (told.number is signal.SIGINT and os.isatty(0)):
-            child.send_signal(told.number)
-        with suppress(subprocess.TimeoutExpired):
-            child.wait(GRACE_S)
-        raise
+        while signals.told is None and child.poll() is None:
+            time.sleep(POLL_S)
+        if signals.told is not None:
+            # At a terminal Ctrl-C has reached the command as well; a second one would cut short its own cleaning up.
+            if not (signals.told is signal.SIGINT and os.isatty(0)):
+                child.send_signal(signals.told)
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(GRACE_S)
     finally:
         child.kill()
         child.wait()
         _end_the_rest(spare=broker.guard.pid)
+    return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
 
-def _end_the_rest(*, spare: int) -> None:
-    """Give what the command left behind a moment to end by itself (it may be a guard that cleans up), then kill it."""
+def _end_the_rest(*, spare: int | None = None) -> None:
+    """Give what is left a moment to end by itself (it may be a guard that cleans up), then kill it."""
     until = time.monotonic() + GRACE_S
-    while left := set(descendants(os.getpid())) - {spare, *descendants(spare)}:
+    while left := set(descendants(os.getpid())) - (set() if spare is None else {spare, *descendants(spare)}):
         if time.monotonic() > until:
             for each in left:
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(each, signal.SIGKILL)
         for each in left:
             reap(each)
-        time.sleep(0.02)  # nobody tells when a grandchild ends
+        time.sleep(POLL_S)
 
 
 if __name__ == "__main__":
