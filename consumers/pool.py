@@ -75,20 +75,27 @@ class Pool:
             log.warning(signals.DELIVERY_LOST, queue=self.queue, error=str(lost.exceptions[0]))
 
     async def _work(self, delivery: Delivery) -> None:
+        """Work one delivery. Everything is caught here and in `_outcome`, and nowhere else."""
         self._activity.running += 1
         try:
             job = self._job_of(delivery)
             with self._tracing.process(delivery.message, queue=self.queue, delivery_tag=delivery.tag) as span:
                 outcome = await self._outcome(job)
-                await self._settler.settle(job, outcome)
+                is_settled = await self._settler.settle(job, outcome)
                 if span.is_recording():
                     self._record(span, job, outcome)
-            attempted = job.attempt_started_ms is not None
-            self._activity.record(outcome, wait_ms=job.wait_ms, run_ms=job.run_ms if attempted else None)
+            if is_settled:
+                attempted = job.attempt_started_ms is not None
+                self._activity.record(outcome, wait_ms=job.wait_ms, run_ms=job.run_ms if attempted else None)
         except asyncio.CancelledError:
             if self._stopping:
                 await self._settler.release(delivery)
             raise
+        except Exception:  # one request that cannot even be buried must not end the lane for all others
+            log.exception(
+                signals.HANDLER_FAILED, request=delivery.message.message_id, lane=self._activity.lane, where="settle"
+            )
+            await self._settler.put_back(delivery)
         finally:
             self._activity.running -= 1
 
@@ -116,7 +123,7 @@ class Pool:
                 assert_never(outcome)
 
     async def _outcome(self, job: Job) -> Outcome:
-        """The only place that catches everything: an unforeseen error is ours, and buries the request."""
+        """An unforeseen error is ours, and buries the request."""
         try:
             return await self._handle(job)
         except Exception as error:

@@ -1,5 +1,6 @@
 """The one place that decides whether a failed attempt is tried again, and when. Pure: no clock, no broker."""
 
+import math
 import random
 from dataclasses import dataclass
 
@@ -46,7 +47,7 @@ def decide(
         return ended_by(
             RequestProblem("attempts_exhausted", f"all {attempts} attempts failed; the last: {error.detail}")
         )
-    delay_ms = round(1000 * _delay_s(error, failures=attempts, policy=policy, rng=rng))
+    delay_ms = math.ceil(1000 * _delay_s(error, failures=attempts, policy=policy, rng=rng))
     if delay_ms >= left_ms:
         return ended_by(
             RequestProblem(

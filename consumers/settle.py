@@ -4,6 +4,7 @@ A crash between two steps repeats the later ones: the delivery is not acknowledg
 acknowledged whose outcome is not with the broker.
 """
 
+import asyncio
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any, assert_never
@@ -24,6 +25,8 @@ from topology.delays import MAX_DELAY_MS, hop
 from topology.names import Names
 from topology.tracing import Tracing
 
+PUT_BACK_AFTER_S = 1.0
+"""What fails at once comes back at once: not thousands of times a second."""
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
@@ -47,26 +50,39 @@ class Settler:
         self._tracing = tracing
         self._now_ms = now_ms
 
-    async def settle(self, job: Job, outcome: Outcome) -> None:
-        """Publish, confirm, acknowledge. Where the broker does not take what comes next, the delivery goes back."""
+    async def settle(self, job: Job, outcome: Outcome) -> bool:
+        """Publish, confirm, acknowledge. False where that could not be done: the broker delivers it again."""
         try:
             try:
                 await self._carry_out(job, outcome)
-            except RequestProblem as refused:  # the reply address killed the connection that answered it
-                if not isinstance(outcome, Buried):  # else it is parked already
-                    outcome = Buried(refused)
-                    await self._bury(job, refused)
+            except RequestProblem as forbidden:  # the reply address killed the connection that answered it
+                if not isinstance(outcome, Buried):
+                    await self._bury(job, forbidden)
+                outcome = Buried(forbidden)
         except BrokerError as error:
             log.error(signals.HANDLER_FAILED, request=job.id, lane=job.lane_name, where="settle", error=str(error))
-            await self._return(job)
-            return
+            await self.put_back(job.delivery)
+            return False
         try:
             with self._tracing.settle("ack", job.message, queue=job.delivery.queue, delivery_tag=job.delivery.tag):
                 await job.delivery.ack()
         except ChannelLost as lost:
             log.warning(signals.DELIVERY_LOST, queue=job.delivery.queue, request=job.id, error=str(lost))
-            return
+            return False
         self._tell(job, outcome)
+        return True
+
+    async def put_back(self, delivery: Delivery) -> None:
+        """Put back what could not be settled. The broker counts it: what never can be ends at its delivery limit, in
+        `lane.fallen`."""
+        await asyncio.sleep(PUT_BACK_AFTER_S)
+        try:
+            with self._tracing.settle("reject", delivery.message, queue=delivery.queue, delivery_tag=delivery.tag):
+                await delivery.reject()
+        except ChannelLost as lost:
+            log.warning(
+                signals.DELIVERY_LOST, queue=delivery.queue, request=delivery.message.message_id, error=str(lost)
+            )
 
     async def _carry_out(self, job: Job, outcome: Outcome) -> None:
         match outcome:
@@ -145,14 +161,6 @@ class Settler:
         """Return what the worker, stopping, could not end: through no fault of its own, and uncounted on 4.3."""
         with suppress(ChannelLost):
             await delivery.give_back()
-
-    async def _return(self, job: Job) -> None:
-        """The broker counts it: a delivery that can never be settled ends at its delivery limit, in `lane.fallen`."""
-        try:
-            with self._tracing.settle("reject", job.message, queue=job.delivery.queue, delivery_tag=job.delivery.tag):
-                await job.delivery.reject()
-        except ChannelLost as lost:
-            log.warning(signals.DELIVERY_LOST, queue=job.delivery.queue, request=job.id, error=str(lost))
 
     def _tell(self, job: Job, outcome: Outcome) -> None:
         match outcome:

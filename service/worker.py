@@ -33,11 +33,14 @@ async def run(parts: Parts, *, stop: asyncio.Event, grace_s: float) -> None:
         for activity in parts.activities:
             snapshot = activity.snapshot()
             log.info(signals.LANE_STARTED, lane=activity.lane, slots=snapshot["slots"], due_slots=snapshot["due_slots"])
-        await stop.wait()
+        stopping = group.create_task(stop.wait(), name="stop")
+        ended, _ = await asyncio.wait((stopping, *pools, *side), return_when=asyncio.FIRST_COMPLETED)
+        if stopping not in ended:  # a lane that nobody works must not look like an idle one
+            raise RuntimeError(f"{', '.join(task.get_name() for task in ended)} ended by itself")
         running = sum(activity.running for activity in parts.activities)
         log.info(signals.SERVICE_STOPPING, running=running, grace_s=grace_s)
-        await asyncio.gather(*(pool.stop() for pool in parts.pools))
-        _, late = await asyncio.wait(pools, timeout=grace_s)
+        stops = [group.create_task(pool.stop(), name=f"stop {pool.queue}") for pool in parts.pools]
+        _, late = await asyncio.wait((*stops, *pools), timeout=grace_s)
         orphaned = sum(activity.running for activity in parts.activities) if late else 0
         for task in (*late, *side):
             task.cancel()

@@ -1,0 +1,63 @@
+"""What a lane tells of itself: counts, and the latest waits and run times; never more than it keeps."""
+
+import pytest
+
+from consumers.activity import SAMPLES, LaneActivity, quantile
+from consumers.job import Answered, Buried, Deferred, Outcome, Refused, Retried
+from topology.contract.problems import RequestProblem
+
+PROBLEM = RequestProblem("internal", "…")
+ANSWERED = Answered(body=b"{}", model="m", provider="p")
+FIGURES = ("answered", "failed", "retried", "deferred", "throughput_per_min")
+
+
+@pytest.mark.parametrize(
+    ("outcome", "figures"),
+    [
+        (ANSWERED, (1, 0, 0, 0, 1)),
+        (Refused(PROBLEM), (0, 1, 0, 0, 1)),
+        (Buried(PROBLEM), (0, 1, 0, 0, 1)),
+        (Retried(delay_ms=0, error="x"), (0, 0, 1, 0, 0)),
+        (Deferred(delay_ms=0, reason="x"), (0, 0, 0, 1, 0)),
+    ],
+)
+def test_each_outcome_is_counted_once(outcome: Outcome, figures: tuple[int, ...]) -> None:
+    activity = LaneActivity("critical", slots=16, due_slots=4)
+    activity.record(outcome, wait_ms=5, run_ms=None)
+    told = activity.snapshot()
+    assert tuple(told[name] for name in FIGURES) == figures
+    assert (told["waits_ms"], told["runs_ms"]) == ([], [])
+
+
+def test_waits_and_run_times_are_of_attempts() -> None:
+    activity = LaneActivity("critical", slots=16, due_slots=4)
+    activity.record(ANSWERED, wait_ms=5, run_ms=300)
+    activity.record(Retried(delay_ms=0, error="x"), wait_ms=6, run_ms=0)
+    activity.record(Deferred(delay_ms=0, reason="x"), wait_ms=7, run_ms=None)
+    told = activity.snapshot()
+    assert (told["waits_ms"], told["runs_ms"]) == ([5, 6], [300, 0])
+
+
+def test_it_keeps_the_latest_and_no_more() -> None:
+    activity = LaneActivity("critical", slots=16, due_slots=4)
+    for at in range(10_000):
+        activity.record(ANSWERED, wait_ms=at, run_ms=1)
+    told = activity.snapshot()
+    assert told["waits_ms"] == list(range(10_000 - SAMPLES, 10_000))
+    assert told["answered"] == told["throughput_per_min"] == 10_000
+
+
+@pytest.mark.parametrize(
+    ("values", "share", "expected"),
+    [
+        ([], 0.5, None),
+        ([7], 0.5, 7),
+        ([7], 0, 7),
+        ([1, 2, 3, 4], 0.5, 2),
+        ([1, 2, 3, 4], 0.95, 4),
+        (list(range(1, 101)), 0.99, 99),
+        (list(range(1, 101)), 1, 100),
+    ],
+)
+def test_quantiles_are_values_that_were_seen(values: list[int], share: float, expected: int | None) -> None:
+    assert quantile(values, share) == expected

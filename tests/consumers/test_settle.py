@@ -1,0 +1,247 @@
+"""Settling: what comes next is published and confirmed, and only then is the delivery acknowledged."""
+
+import asyncio
+import json
+
+import pytest
+
+from consumers import settle
+from consumers.job import Answered, Buried, Deferred, Outcome, Refused, Retried
+from tests.support.jobs import BODY, NOW_MS, Bench
+from topology import names as n
+from topology.contract.headers import HopHeaders, read_hop
+from topology.contract.problems import (
+    AccessRefused,
+    BrokerUnreachable,
+    ConfirmUnknown,
+    PublishRefused,
+    RequestProblem,
+    Unroutable,
+)
+
+ANSWERED = Answered(body=b'{"id":"msg"}', model="claude-x", provider="anthropic")
+DEFERRED = Deferred(delay_ms=300, reason="scheduled", due_ms=NOW_MS + 300)
+RETRIED = Retried(delay_ms=700, error="529 overloaded_error: …")
+REFUSED = Refused(RequestProblem("deadline_exceeded", "too late"))
+BURIED = Buried(RequestProblem("provider_rejected", "402 …", status=402))
+OUTCOMES = [ANSWERED, DEFERRED, RETRIED, REFUSED, BURIED]
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settle, "PUT_BACK_AFTER_S", 0)
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+@pytest.mark.parametrize(
+    ("outcome", "log"),
+    [
+        (ANSWERED, ["confirmed: reply", "ack", "event: completed"]),
+        (DEFERRED, ["confirmed: lane.delay.01", "ack", "event: deferred"]),
+        (RETRIED, ["confirmed: lane.delay.02", "ack", "event: retrying"]),
+        (REFUSED, ["confirmed: reply", "ack", "event: failed"]),
+        (BURIED, ["confirmed: lane.dead", "confirmed: reply", "ack", "event: failed", "event: dead"]),
+    ],
+)
+async def test_it_is_published_and_confirmed_before_it_is_acknowledged(
+    bench: Bench, outcome: Outcome, log: list[str]
+) -> None:
+    assert await bench.settler.settle(bench.job(), outcome)
+    assert bench.log == log
+
+
+@pytest.mark.parametrize("outcome", OUTCOMES)
+@pytest.mark.parametrize("error", [ConfirmUnknown("…"), BrokerUnreachable("…")])
+async def test_nothing_is_acknowledged_or_told_whose_publish_failed(
+    bench: Bench, outcome: Outcome, error: Exception
+) -> None:
+    bench.publisher.failing = dict.fromkeys(("", "lane.delay.01", "lane.delay.02", "lane.dead"), error)
+    assert not await bench.settler.settle(bench.job(), outcome)
+    assert [step for step in bench.log if not step.startswith("failed")] == ["reject"]
+
+
+async def test_a_request_is_parked_before_it_is_answered(bench: Bench) -> None:
+    bench.publisher.failing = {"lane.dead": PublishRefused("full")}
+    assert not await bench.settler.settle(bench.job(), BURIED)
+    assert bench.log == ["failed: lane.dead", "reject"]
+
+
+@pytest.mark.parametrize("error", [Unroutable("gone"), PublishRefused("full"), AccessRefused("403")])
+async def test_a_requester_that_takes_no_reply_is_no_failure(bench: Bench, error: Exception) -> None:
+    bench.publisher.failing = {"": error}
+    assert await bench.settler.settle(bench.job(), ANSWERED)
+    assert bench.log == ["failed: reply", "ack", "event: completed"]
+
+
+async def test_a_publish_that_is_cancelled_settles_nothing(bench: Bench) -> None:
+    bench.publisher.failing = {"": asyncio.CancelledError()}  # type: ignore[dict-item]
+    with pytest.raises(asyncio.CancelledError):
+        await bench.settler.settle(bench.job(), ANSWERED)
+    assert bench.log == ["failed: reply"]
+
+
+async def test_a_channel_that_is_lost_before_the_acknowledgement_is_told_of_nowhere(bench: Bench) -> None:
+    delivery = bench.delivery()
+    delivery.is_lost = True
+    assert not await bench.settler.settle(bench.job(delivery=delivery), ANSWERED)
+    assert bench.log == ["confirmed: reply"]
+
+
+async def test_an_address_that_ends_the_connection_is_parked_and_acknowledged(bench: Bench) -> None:
+    bench.publisher.failing = {"": RequestProblem("forbidden_reply_to", "forged")}
+    assert await bench.settler.settle(bench.job(), ANSWERED)
+    assert bench.log == ["failed: reply", "confirmed: lane.dead", "ack", "event: failed", "event: dead"]
+    assert bench.to("lane.dead").headers[n.DEAD_CODE] == "forbidden_reply_to"
+
+
+async def test_such_an_address_that_cannot_be_parked_either_is_put_back(bench: Bench) -> None:
+    bench.publisher.failing = {
+        "": RequestProblem("forbidden_reply_to", "forged"),
+        "lane.dead": BrokerUnreachable("down"),
+    }
+    assert not await bench.settler.settle(bench.job(), ANSWERED)
+    assert bench.log[-1] == "reject"
+
+
+async def test_what_is_buried_already_is_parked_once(bench: Bench) -> None:
+    bench.publisher.failing = {"": RequestProblem("forbidden_reply_to", "forged")}
+    assert await bench.settler.settle(bench.job(), BURIED)
+    assert bench.to("lane.dead").headers[n.DEAD_CODE] == "provider_rejected"
+
+
+async def test_fire_and_forget_is_acknowledged_without_a_reply(bench: Bench) -> None:
+    assert await bench.settler.settle(bench.job(reply_to=None), ANSWERED)
+    assert bench.log == ["ack", "event: completed"]
+
+
+# what is published
+
+
+async def test_the_answer_is_the_providers_bytes_and_says_whose_they_are(bench: Bench) -> None:
+    await bench.settler.settle(bench.job(), ANSWERED)
+    reply = bench.to("")
+    assert (reply.body, reply.content_type, reply.correlation_id, reply.persistent) == (
+        ANSWERED.body,
+        "application/json",
+        "c-1",
+        True,
+    )
+    assert reply.message_id not in (None, "m-1")
+    told = {n.STATUS: "ok", n.REQUEST_ID: "m-1", n.LANE_NAME: "critical", n.MODEL: "claude-x", n.PROVIDER: "anthropic"}
+    assert told.items() <= reply.headers.items()
+    assert bench.publisher.sent[0].routing_key == "amq.gen-abcdefghijklmnopqrstuv"
+
+
+async def test_a_problem_is_a_problem_document(bench: Bench) -> None:
+    await bench.settler.settle(bench.job(), BURIED)
+    reply = bench.to("")
+    assert reply.content_type == "application/problem+json"
+    assert reply.headers[n.STATUS] == "error"
+    assert json.loads(reply.body)["status"] == 402
+
+
+async def test_a_dead_letter_is_the_request_as_published_with_the_cause(bench: Bench) -> None:
+    job = bench.job(
+        headers={"x-mine": 1, "x-lane-stream": True, "x-death": [{}], "x-delivery-count": 2, "x-lane-attempt": 77},
+        user_id="shop",
+        expiration="60000",
+        priority=3,
+        timestamp_s=5.0,
+        app_id="a",
+    )
+    await bench.settler.settle(job, BURIED)
+    dead = bench.to("lane.dead")
+    assert dead.headers == {
+        "x-mine": 1,
+        "x-lane-stream": True,
+        n.DEAD_CODE: "provider_rejected",
+        n.DEAD_DETAIL: "402 …",
+        n.DEAD_AT: "2026-09-21T14:13:20.000Z",
+        n.ATTEMPT: 0,
+        n.ROUTING_KEY: "critical.shop.chat",
+        n.ERRORS: ["provider_rejected: 402 …"],
+        n.USER_ID: "shop",
+        n.EXPIRATION: "60000",
+    }
+    # a foreign user_id would close the channel, an expiration would take it out of lane.dead
+    assert (dead.user_id, dead.expiration) == (None, None)
+    kept = (dead.body, dead.message_id, dead.correlation_id, dead.priority, dead.timestamp_s, dead.app_id)
+    assert kept == (BODY, "m-1", "c-1", 3, 5.0, "a")
+    assert dead.persistent
+    assert bench.publisher.sent[0].routing_key == "critical.shop.chat"
+
+
+async def test_a_retry_tells_the_next_worker_what_happened(bench: Bench) -> None:
+    job = bench.job(headers={"x-mine": 1, n.ATTEMPT: 9, n.USER_ID: "bank"}, user_id="shop", expiration="60000")
+    job.attempt_started_ms = NOW_MS
+    await bench.settler.settle(job, RETRIED)
+    copy = bench.to("lane.delay.02")
+    assert read_hop(copy.headers) == HopHeaders(
+        attempts=1, errors=(f"attempt 1: {RETRIED.error}",), first_seen_ms=NOW_MS, user_id="shop", expiration="60000"
+    )
+    assert {key: value for key, value in copy.headers.items() if key.startswith("lane-d")} == {
+        "lane-d02": True,
+        "lane-d01": True,
+        "lane-d00": True,
+    }
+    assert copy.headers["x-mine"] == 1
+    assert (copy.user_id, copy.expiration, copy.message_id, copy.persistent) == (None, None, "m-1", True)
+    assert bench.publisher.sent[0].routing_key == "critical.shop.chat"
+
+
+async def test_what_came_back_keeps_its_past_and_five_errors(bench: Bench) -> None:
+    past = HopHeaders(
+        attempts=6, errors=("e", "d", "c", "b", "a"), first_seen_ms=NOW_MS - 9, due_ms=NOW_MS - 5, user_id="shop"
+    )
+    headers = {
+        n.ATTEMPT: 6,
+        n.ERRORS: list(past.errors),
+        n.FIRST_SEEN_MS: NOW_MS - 9,
+        n.DUE_MS: NOW_MS - 5,
+        n.USER_ID: "shop",
+    }
+    job = bench.job(exchange="lane.due", headers={**headers, "lane-d00": True, "lane-d07": True}, user_id="the-workers")
+    job.attempt_started_ms = NOW_MS
+    await bench.settler.settle(job, RETRIED)
+    copy = bench.to("lane.delay.02")
+    hop = read_hop(copy.headers)
+    assert hop.attempts == 7
+    assert hop.errors == (f"attempt 7: {RETRIED.error}", "e", "d", "c", "b")
+    assert (hop.first_seen_ms, hop.due_ms, hop.user_id) == (NOW_MS - 9, NOW_MS - 5, "shop")
+    assert "lane-d07" not in copy.headers
+
+
+async def test_a_deferral_keeps_the_attempts(bench: Bench) -> None:
+    job = bench.job(exchange="lane.delay.03", headers={n.ATTEMPT: 2, n.ERRORS: ["b", "a"], n.FIRST_SEEN_MS: 5})
+    await bench.settler.settle(job, DEFERRED)
+    hop = read_hop(bench.to("lane.delay.01").headers)
+    assert (hop.attempts, hop.errors, hop.due_ms) == (2, ("b", "a"), DEFERRED.due_ms)
+
+
+async def test_a_request_without_an_id_gets_one_for_good(bench: Bench) -> None:
+    job = bench.job(message_id=None)
+    await bench.settler.settle(job, RETRIED)
+    assert bench.to("lane.delay.02").message_id == job.id
+
+
+# giving back
+
+
+async def test_what_a_stopping_worker_could_not_end_is_given_back_uncounted(bench: Bench) -> None:
+    delivery = bench.delivery()
+    await bench.settler.release(delivery)  # type: ignore[arg-type]
+    delivery.is_lost = True
+    await bench.settler.release(delivery)  # type: ignore[arg-type]
+    assert bench.log == ["give back"]
+
+
+async def test_what_is_put_back_waits_a_moment(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settle, "PUT_BACK_AFTER_S", 60)
+    putting = asyncio.create_task(bench.settler.put_back(bench.delivery()))  # type: ignore[arg-type]
+    await asyncio.sleep(0.01)
+    assert bench.log == []
+    putting.cancel()

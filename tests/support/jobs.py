@@ -1,0 +1,122 @@
+"""Jobs without a broker: a delivery that writes down how it was settled, a publisher that writes down what was sent.
+
+They show the order of things, and nothing of how a broker behaves: that is what tests/broker is for.
+"""
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from consumers.job import Job, is_trusted
+from consumers.lifecycle import Lifecycle
+from consumers.reply import Replies
+from consumers.settle import Settler
+from topology.broker.deliveries import ChannelLost
+from topology.contract.messages import Message
+from topology.lanes import CRITICAL, LaneSpec
+from topology.names import Names
+from topology.tracing import Tracing
+
+NAMES = Names()
+NOW_MS = 1_790_000_000_000
+BODY = b'{"model":"m","max_tokens":5,"messages":[{"role":"user","content":"hi"}]}'
+REPLY_TO = "amq.gen-abcdefghijklmnopqrstuv"
+
+
+@dataclass
+class FakeDelivery:
+    """A delivery; what becomes of it is written into `log`."""
+
+    message: Message
+    log: list[str]
+    queue: str = "lane.critical"
+    tag: int = 1
+    redelivered: bool = False
+    times_delivered: int | None = 1
+    is_lost: bool = False
+
+    async def ack(self) -> None:
+        await self._settle("ack")
+
+    async def reject(self) -> None:
+        await self._settle("reject")
+
+    async def give_back(self) -> None:
+        await self._settle("give back")
+
+    async def _settle(self, how: str) -> None:
+        if self.is_lost:
+            raise ChannelLost("channel lost")
+        self.log.append(how)
+
+
+@dataclass(frozen=True)
+class Sent:
+    message: Message
+    exchange: str
+    routing_key: str
+
+
+@dataclass
+class FakePublisher:
+    """Takes what is published, or raises `failing[exchange]`."""
+
+    log: list[str]
+    sent: list[Sent] = field(default_factory=list)
+    failing: dict[str, Exception] = field(default_factory=dict)
+
+    async def publish(self, message: Message, *, exchange: str, routing_key: str, **_: Any) -> None:
+        if (error := self.failing.get(exchange)) is not None:
+            self.log.append(f"failed: {exchange or 'reply'}")
+            raise error
+        self.sent.append(Sent(message, exchange, routing_key))
+        self.log.append(f"confirmed: {exchange or 'reply'}")
+
+    publish_surely = publish
+
+
+@dataclass
+class FakeNotices:
+    log: list[str]
+
+    def publish(self, body: bytes, *, exchange: str, routing_key: str) -> None:
+        assert exchange == NAMES.events
+        self.log.append(f"event: {json.loads(body)['event']}")
+
+
+class Bench:
+    """A settler on fakes. `log` tells in which order things happened."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.publisher = FakePublisher(self.log)
+        self.lifecycle = Lifecycle(FakeNotices(self.log), names=NAMES, now_ms=lambda: NOW_MS)  # type: ignore[arg-type]
+        self.replies = Replies(self.publisher, names=NAMES)  # type: ignore[arg-type]
+        self.settler = Settler(
+            self.publisher,  # type: ignore[arg-type]
+            replies=self.replies,
+            lifecycle=self.lifecycle,
+            names=NAMES,
+            tracing=Tracing(),
+            now_ms=lambda: NOW_MS,
+        )
+
+    def delivery(self, *, body: bytes = BODY, queue: str = "lane.critical", **properties: Any) -> FakeDelivery:
+        fields = {
+            "exchange": "lane.requests",
+            "routing_key": "critical.shop.chat",
+            "message_id": "m-1",
+            "reply_to": REPLY_TO,
+            "correlation_id": "c-1",
+            **properties,
+        }
+        return FakeDelivery(Message(body=body, **fields), self.log, queue=queue)
+
+    def job(self, *, lane: LaneSpec | None = CRITICAL, delivery: FakeDelivery | None = None, **properties: Any) -> Job:
+        found = delivery or self.delivery(**properties)
+        return Job(found, lane=lane, trusted=is_trusted(found.message, NAMES), taken_ms=NOW_MS)  # type: ignore[arg-type]
+
+    def to(self, exchange: str) -> Message:
+        """The one message that was published there."""
+        (found,) = (each.message for each in self.publisher.sent if each.exchange == exchange)
+        return found
