@@ -53,6 +53,9 @@ class Handler:
             job.request = self._decode(job)
         except RequestProblem as problem:
             return ended_by(problem)
+        if job.delivery.times_delivered is None:
+            # a classic intake (3.x) counts nothing: the due queue does
+            return Deferred(delay_ms=0, reason="redelivered")
         passed: list[Gate] = []
         outcome: Outcome | None = None
         try:
@@ -68,12 +71,9 @@ class Handler:
                 await gate.leave(job, outcome)
 
     def _unfit(self, job: Job) -> Outcome | None:
-        """What ends or moves a delivery before it is even read."""
+        """What ends a delivery before it is even read."""
         times = job.delivery.times_delivered
-        if times is None:
-            # a classic intake (3.x) counts nothing: the due queue does
-            return Deferred(delay_ms=0, reason="redelivered")
-        if times >= DELIVERIES_AT_MOST:
+        if times is not None and times >= DELIVERIES_AT_MOST:
             return Buried(
                 RequestProblem("poison", f"delivered {times} times and never settled: its worker died or hung under it")
             )
@@ -110,9 +110,11 @@ class Handler:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         try:
-            async with asyncio.timeout(left_s):
+            async with asyncio.timeout(left_s) as limit:
                 answer = await self._providers.stream(request, timeout_s=min(lane.call_timeout_s, left_s), parts=parts)
         except TimeoutError:
+            if not limit.expired():
+                raise
             job.run_ms = round(1000 * (loop.time() - began_s))
             return Refused(exceeded(job))
         except ProviderError as error:

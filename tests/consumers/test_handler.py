@@ -1,0 +1,281 @@
+"""The pipeline: each step can end a request, in this order, and what a gate took it gives back."""
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from consumers.failures import OverloadedError, RejectedError, TransientError
+from consumers.gates.deadline import DeadlineGate
+from consumers.gates.schedule import ScheduleGate
+from consumers.handler import DELIVERIES_AT_MOST, Handler
+from consumers.job import Answered, Buried, Deferred, Job, Outcome, Refused, Retried
+from consumers.providers.base import Answer, Parts
+from consumers.providers.registry import Registry
+from consumers.retry import RetryPolicy
+from tests.support.jobs import BODY, NAMES, NOW_MS, Bench
+from topology import names as n
+from topology.contract.messages import Message, Request
+from topology.contract.problems import ConfirmUnknown
+from topology.lanes import CRITICAL
+from topology.tracing import Tracing
+
+
+class FakeProvider:
+    """Answers, or raises; `asked` is what it was asked."""
+
+    name = "fake"
+
+    def __init__(self, error: BaseException | None = None, *, takes_s: float = 0) -> None:
+        self.error = error
+        self.takes_s = takes_s
+        self.asked: list[tuple[Request, float]] = []
+
+    async def stream(self, request: Request, *, timeout_s: float, parts: Parts | None) -> Answer:
+        self.asked.append((request, timeout_s))
+        for event in (b'{"type":"a"}', b'{"type":"b"}') if parts else ():
+            await parts(event)  # type: ignore[misc]
+        await asyncio.sleep(self.takes_s)
+        if self.error is not None:
+            raise self.error
+        return Answer(body=b"{}", model="claude-x", provider="fake")
+
+    async def aclose(self) -> None: ...
+
+
+class FakeGate:
+    def __init__(self, log: list[str], name: str, outcome: Outcome | None = None) -> None:
+        self._log, self._name, self._outcome = log, name, outcome
+
+    async def enter(self, job: Job) -> Outcome | None:
+        self._log.append(f"{self._name} enter")
+        return self._outcome
+
+    async def leave(self, job: Job, outcome: Outcome | None) -> None:
+        self._log.append(f"{self._name} leave {type(outcome).__name__}")
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def handler(
+    bench: Bench, provider: FakeProvider, *, gates: Any = None, now_ms: Callable[[], int] = lambda: NOW_MS
+) -> Handler:
+    return Handler(
+        gates=gates if gates is not None else (DeadlineGate(now_ms=now_ms), ScheduleGate(now_ms=now_ms)),
+        providers=Registry(provider, tracing=Tracing()),
+        replies=bench.replies,
+        lifecycle=bench.lifecycle,
+        policy=RetryPolicy(),
+        names=NAMES,
+        now_ms=now_ms,
+        rng=random.Random(5),
+    )
+
+
+async def handle(bench: Bench, job: Job, provider: FakeProvider | None = None, **how: Any) -> Outcome:
+    return await handler(bench, provider or FakeProvider(), **how).handle(job)
+
+
+def code(outcome: Outcome) -> str:
+    assert isinstance(outcome, Buried | Refused)
+    return outcome.problem.code
+
+
+async def test_a_request_is_answered(bench: Bench) -> None:
+    provider = FakeProvider()
+    job = bench.job()
+    outcome = await handle(bench, job, provider)
+    assert outcome == Answered(body=b"{}", model="claude-x", provider="fake")
+    ((request, timeout_s),) = provider.asked
+    assert (request.body, request.model, timeout_s) == (BODY, "m", CRITICAL.call_timeout_s)
+    assert (job.attempts, job.wait_ms) == (1, 0)
+    assert bench.log == ["event: started"]
+
+
+@pytest.mark.parametrize(
+    ("properties", "expected"),
+    [
+        ({"exchange": ""}, "invalid_request"),
+        ({"exchange": "amq.topic"}, "invalid_request"),
+        ({"reply_to": "lane.critical"}, "forbidden_reply_to"),
+        ({"reply_to": "lane.dead"}, "forbidden_reply_to"),
+        ({"reply_to": "amq.rabbitmq.trace"}, "forbidden_reply_to"),
+        ({"reply_to": "amq.gen-short"}, "forbidden_reply_to"),
+        ({"body": b"{"}, "invalid_request"),
+        ({"content_type": "text/plain"}, "unsupported_media"),
+        ({"headers": {"x-lane-webhook": "https://a.example"}}, "invalid_request"),
+    ],
+)
+async def test_what_is_wrong_is_parked_and_the_provider_is_not_asked(
+    bench: Bench, properties: dict[str, Any], expected: str
+) -> None:
+    provider = FakeProvider()
+    outcome = await handle(bench, bench.job(**properties), provider)
+    assert isinstance(outcome, Buried)
+    assert code(outcome) == expected
+    assert provider.asked == []
+
+
+@pytest.mark.parametrize(
+    "reply_to", ["answers", "shop.replies", "lane.reply.shop.1", "lanes.x", "amq.rabbitmq.reply-to.g1h2.x==", None]
+)
+async def test_where_replies_may_go(bench: Bench, reply_to: str | None) -> None:
+    assert isinstance(await handle(bench, bench.job(reply_to=reply_to)), Answered)
+
+
+@pytest.mark.parametrize("exchange", ["lane.due", "lane.delay.00", "lane.delay.28"])
+async def test_what_came_through_a_delay_is_believed(bench: Bench, exchange: str) -> None:
+    job = bench.job(exchange=exchange, headers={n.ATTEMPT: 2, n.USER_ID: "shop"}, user_id="the-workers")
+    assert isinstance(await handle(bench, job), Answered)
+    assert job.attempts == 3
+    assert job.request is not None
+    assert job.request.tenant == "shop"
+
+
+@pytest.mark.parametrize("exchange", ["lane.requests", "", "lane.delayed", "lane.due2", "my.lane.due", "lane.fallen"])
+async def test_from_anywhere_else_it_is_not(bench: Bench, exchange: str) -> None:
+    job = bench.job(exchange=exchange, headers={n.ATTEMPT: 2, n.USER_ID: "bank"}, user_id="shop")
+    await handle(bench, job)
+    assert job.attempts <= 1
+    assert job.request is None or job.request.tenant == "shop"
+
+
+@pytest.mark.parametrize("times", range(1, DELIVERIES_AT_MOST + 2))
+async def test_a_request_that_is_delivered_again_and_again_is_poison(bench: Bench, times: int) -> None:
+    delivery = bench.delivery()
+    delivery.times_delivered = times
+    outcome = await handle(bench, bench.job(delivery=delivery))
+    if times < DELIVERIES_AT_MOST:
+        assert isinstance(outcome, Answered)
+    else:
+        assert isinstance(outcome, Buried)
+        assert code(outcome) == "poison"
+        assert f"delivered {times} times" in outcome.problem.detail
+
+
+async def test_what_came_again_where_nobody_counts_is_moved_to_where_it_is_counted(bench: Bench) -> None:
+    delivery = bench.delivery()
+    delivery.redelivered, delivery.times_delivered = True, None
+    provider = FakeProvider()
+    outcome = await handle(bench, bench.job(delivery=delivery), provider)
+    assert outcome == Deferred(delay_ms=0, reason="redelivered")
+    assert provider.asked == []
+
+
+@pytest.mark.parametrize("wrong", [{"exchange": ""}, {"routing_key": "batch.a.b"}, {"headers": {"CC": ["x"]}}])
+async def test_but_what_is_wrong_is_not_washed_clean_by_that(bench: Bench, wrong: dict[str, Any]) -> None:
+    delivery = bench.delivery(**wrong)
+    delivery.redelivered, delivery.times_delivered = True, None
+    assert code(await handle(bench, bench.job(delivery=delivery))) == "invalid_request"
+
+
+async def test_past_its_deadline_the_provider_is_not_asked(bench: Bench) -> None:
+    provider = FakeProvider()
+    job = bench.job(headers={n.SENT_MS: NOW_MS - 6000, n.DEADLINE_MS: 5000})
+    outcome = await handle(bench, job, provider)
+    assert isinstance(outcome, Refused)
+    assert code(outcome) == "deadline_exceeded"
+    assert outcome.problem.detail == "not answered within 5000 ms: 6000 ms waiting"
+    assert provider.asked == []
+
+
+async def test_what_is_not_due_yet_waits_in_the_cascade(bench: Bench) -> None:
+    provider = FakeProvider()
+    outcome = await handle(bench, bench.job(headers={n.DELAY_MS: 3000}), provider)
+    assert outcome == Deferred(delay_ms=3000, reason="scheduled", due_ms=NOW_MS + 3000)
+    assert provider.asked == []
+    came_back = bench.job(exchange="lane.due", headers={n.DELAY_MS: 3000, n.DUE_MS: NOW_MS - 1, n.FIRST_SEEN_MS: 5})
+    assert isinstance(await handle(bench, came_back, provider), Answered)
+    assert came_back.wait_ms == 1
+
+
+async def test_an_attempt_ends_with_the_deadline(bench: Bench) -> None:
+    provider = FakeProvider(takes_s=30)
+    job = bench.job(headers={n.DEADLINE_MS: 30})
+    outcome = await handle(bench, job, provider)
+    assert isinstance(outcome, Refused)
+    assert code(outcome) == "deadline_exceeded"
+    assert "ms in attempt 1" in outcome.problem.detail
+    assert provider.asked[0][1] == 0.03
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"), [(TransientError("x"), Retried), (OverloadedError("x"), Retried), (RejectedError("x"), Buried)]
+)
+async def test_a_failed_attempt_is_decided_on(bench: Bench, error: Exception, kind: type[Outcome]) -> None:
+    assert isinstance(await handle(bench, bench.job(), FakeProvider(error)), kind)
+
+
+async def test_attempts_are_those_of_all_deliveries(bench: Bench) -> None:
+    job = bench.job(exchange="lane.due", headers={n.ATTEMPT: CRITICAL.max_attempts - 1, n.FIRST_SEEN_MS: NOW_MS})
+    assert code(await handle(bench, job, FakeProvider(TransientError("x")))) == "attempts_exhausted"
+
+
+async def test_a_timeout_that_is_not_the_deadlines_is_a_fault(bench: Bench) -> None:
+    with pytest.raises(TimeoutError):
+        await handle(bench, bench.job(), FakeProvider(TimeoutError()))
+
+
+async def test_a_cancelled_attempt_is_cancelled(bench: Bench) -> None:
+    log: list[str] = []
+    working = asyncio.create_task(
+        handle(bench, bench.job(), FakeProvider(takes_s=30), gates=(FakeGate(log, "a"), FakeGate(log, "b")))
+    )
+    await asyncio.sleep(0.01)
+    working.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await working
+    assert log == ["a enter", "b enter", "b leave NoneType", "a leave NoneType"]
+
+
+async def test_gates_are_left_in_reverse_by_all_that_passed_them(bench: Bench) -> None:
+    log: list[str] = []
+    end = Deferred(delay_ms=5, reason="x")
+    gates = (FakeGate(log, "a"), FakeGate(log, "b"), FakeGate(log, "c", end), FakeGate(log, "d"))
+    assert await handle(bench, bench.job(), gates=gates) == end
+    assert log == ["a enter", "b enter", "c enter", "b leave Deferred", "a leave Deferred"]
+
+
+# streaming
+
+
+def parts_of(bench: Bench) -> list[tuple[str, int]]:
+    return [(each.message.headers[n.PART], each.message.headers[n.SEQ]) for each in bench.publisher.sent]
+
+
+async def test_parts_are_counted_from_zero_and_are_not_persistent(bench: Bench) -> None:
+    assert isinstance(await handle(bench, bench.job(headers={n.STREAM: True})), Answered)
+    assert parts_of(bench) == [("event", 0), ("event", 1)]
+    part: Message = bench.publisher.sent[0].message
+    assert (part.body, part.persistent, part.correlation_id) == (b'{"type":"a"}', False, "c-1")
+
+
+@pytest.mark.parametrize("again", [{"exchange": "lane.due", "headers": {n.STREAM: True, n.ATTEMPT: 1}}, {}])
+async def test_another_attempt_or_worker_announces_itself(bench: Bench, again: dict[str, Any]) -> None:
+    delivery = bench.delivery(**{"headers": {n.STREAM: True}, **again})
+    delivery.redelivered = not again
+    delivery.times_delivered = 2 if delivery.redelivered else 1
+    await handle(bench, bench.job(delivery=delivery))
+    assert parts_of(bench) == [("restart", 0), ("event", 1), ("event", 2)]
+
+
+async def test_without_the_header_or_an_address_no_part_is_sent(bench: Bench) -> None:
+    await handle(bench, bench.job())
+    await handle(bench, bench.job(headers={n.STREAM: True}, reply_to=None))
+    assert bench.publisher.sent == []
+
+
+async def test_a_part_that_cannot_be_sent_is_no_failure(bench: Bench) -> None:
+    bench.publisher.failing = {"": ConfirmUnknown("…")}
+    assert isinstance(await handle(bench, bench.job(headers={n.STREAM: True})), Answered)
+
+
+async def test_only_allowed_models(bench: Bench) -> None:
+    lane = replace(CRITICAL, models=frozenset({"other"}))
+    assert code(await handle(bench, bench.job(lane=lane))) == "forbidden_model"

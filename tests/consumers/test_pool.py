@@ -1,0 +1,214 @@
+"""A pool: a task a delivery; whatever happens to one harms no other, and stopping gives back what runs."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from consumers import settle
+from consumers.activity import LaneActivity
+from consumers.job import Answered, Job, Outcome
+from consumers.pool import Pool
+from tests.support.jobs import Bench, FakeDelivery
+from tests.support.waiting import until
+from topology import names as n
+from topology.broker.deliveries import ChannelLost
+from topology.contract.problems import BrokerUnreachable
+from topology.tracing import Tracing
+
+ANSWERED = Answered(body=b"{}", model="m", provider="p")
+
+
+class FakeDeliveries:
+    """Sessions that the test fills; an exception in one is what ends it."""
+
+    queue = "lane.critical"
+    trouble = None
+
+    def __init__(self) -> None:
+        self.arriving: asyncio.Queue[FakeDelivery | Exception | None] = asyncio.Queue()
+        self.sessions_opened = 0
+        self._stopping = False
+
+    async def sessions(self) -> AsyncIterator[Any]:
+        while not self._stopping:
+            self.sessions_opened += 1
+            yield self._session()
+
+    async def _session(self) -> AsyncIterator[FakeDelivery]:
+        while (found := await self.arriving.get()) is not None:
+            if isinstance(found, Exception):
+                raise found
+            yield found
+
+    async def stop(self) -> None:
+        self._stopping = True
+        self.arriving.put_nowait(None)
+
+
+class Working:
+    """A pool at work on fakes."""
+
+    def __init__(self, bench: Bench, handle: Callable[[Job], Awaitable[Outcome]]) -> None:
+        self.bench = bench
+        self.deliveries = FakeDeliveries()
+        self.activity = LaneActivity("critical", slots=4, due_slots=1)
+        self.pool = Pool(
+            self.deliveries,  # type: ignore[arg-type]
+            job_of=lambda delivery: bench.job(delivery=delivery),  # type: ignore[arg-type]
+            handle=handle,
+            settler=bench.settler,
+            activity=self.activity,
+            tracing=Tracing(),
+        )
+        self.running = asyncio.create_task(self.pool.run())
+
+    def deliver(self, *found: FakeDelivery | Exception) -> None:
+        for each in found:
+            self.deliveries.arriving.put_nowait(each)
+
+    async def stop(self) -> None:
+        await self.pool.stop()
+        await asyncio.wait_for(self.running, 2)
+
+
+async def answer(job: Job) -> Outcome:
+    return ANSWERED
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settle, "PUT_BACK_AFTER_S", 0)
+
+
+async def test_deliveries_are_worked_side_by_side_and_counted() -> None:
+    bench = Bench()
+    together = asyncio.Barrier(3)
+
+    async def meet(job: Job) -> Outcome:
+        await together.wait()
+        return ANSWERED
+
+    working = Working(bench, meet)
+    working.deliver(*(bench.delivery(message_id=f"m-{at}") for at in range(3)))
+    await until(lambda: working.activity.answered == 3)
+    assert working.activity.running == 0
+    await working.stop()
+    assert bench.log.count("ack") == 3
+
+
+async def test_an_unforeseen_error_buries_its_request_and_no_other() -> None:
+    bench = Bench()
+
+    async def fail(job: Job) -> Outcome:
+        if job.id == "bad":
+            raise ZeroDivisionError("secret words")
+        return ANSWERED
+
+    working = Working(bench, fail)
+    working.deliver(bench.delivery(message_id="bad"), bench.delivery(message_id="good"))
+    await until(lambda: (working.activity.failed, working.activity.answered) == (1, 1))
+    await working.stop()
+    dead = bench.to("lane.dead")
+    assert (dead.message_id, dead.headers[n.DEAD_CODE]) == ("bad", "internal")
+    assert "secret" not in dead.headers[n.DEAD_DETAIL]
+
+
+async def test_one_that_cannot_even_be_buried_is_put_back_and_the_lane_goes_on() -> None:
+    bench = Bench()
+    bench.publisher.failing = {"lane.dead": TypeError("cannot be written")}
+
+    async def fail(job: Job) -> Outcome:
+        if job.id == "bad":
+            raise ZeroDivisionError
+        return ANSWERED
+
+    working = Working(bench, fail)
+    working.deliver(bench.delivery(message_id="bad"), bench.delivery(message_id="good"))
+    await until(lambda: "reject" in bench.log and "ack" in bench.log)
+    assert not working.running.done()
+    assert working.activity.failed == 0
+    await working.stop()
+
+
+async def test_a_job_that_cannot_be_made_is_put_back() -> None:
+    bench = Bench()
+    working = Working(bench, answer)
+    working.pool._job_of = lambda delivery: 1 / 0  # type: ignore[assignment, return-value]
+    working.deliver(bench.delivery())
+    await until(lambda: bench.log == ["reject"])
+    assert working.activity.running == 0
+    await working.stop()
+
+
+async def test_what_was_not_settled_is_not_counted() -> None:
+    bench = Bench()
+    bench.publisher.failing = {"": BrokerUnreachable("down")}
+    working = Working(bench, answer)
+    working.deliver(bench.delivery())
+    await until(lambda: "reject" in bench.log)
+    await working.stop()
+    assert working.activity.answered == 0
+
+
+async def test_a_lost_channel_ends_the_work_on_it_and_another_is_taken() -> None:
+    bench = Bench()
+    cancelled: list[str] = []
+
+    async def hold(job: Job) -> Outcome:
+        if job.id == "after":
+            return ANSWERED
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.append(job.id)
+            raise
+        return ANSWERED
+
+    working = Working(bench, hold)
+    working.deliver(bench.delivery(message_id="before"))
+    await until(lambda: working.activity.running)
+    working.deliver(ChannelLost("gone"), bench.delivery(message_id="after"))
+    await until(lambda: working.activity.answered)
+    assert cancelled == ["before"]
+    assert bench.log == ["confirmed: reply", "ack", "event: completed"], "nothing is given back on a lost channel"
+    assert working.deliveries.sessions_opened == 2
+    await working.stop()
+
+
+async def test_stopping_lets_what_runs_end() -> None:
+    bench = Bench()
+    go = asyncio.Event()
+
+    async def wait(job: Job) -> Outcome:
+        await go.wait()
+        return ANSWERED
+
+    working = Working(bench, wait)
+    working.deliver(bench.delivery())
+    await until(lambda: working.activity.running)
+    await working.pool.stop()
+    await asyncio.sleep(0.01)
+    assert not working.running.done()
+    go.set()
+    await asyncio.wait_for(working.running, 2)
+    assert "ack" in bench.log
+
+
+async def test_what_still_runs_when_it_is_cancelled_is_given_back_once() -> None:
+    bench = Bench()
+
+    async def hang(job: Job) -> Outcome:
+        await asyncio.sleep(60)
+        return ANSWERED
+
+    working = Working(bench, hang)
+    working.deliver(bench.delivery(message_id="1"), bench.delivery(message_id="2"))
+    await until(lambda: working.activity.running == 2)
+    await working.pool.stop()
+    working.running.cancel()
+    await asyncio.wait([working.running])
+    assert working.running.cancelled()
+    assert bench.log == ["give back", "give back"]
+    assert working.activity.running == 0
