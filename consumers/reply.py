@@ -27,6 +27,8 @@ PART_TIMEOUT_S = 5.0
 KILLED_WITHIN_S = 2.0
 REFUSED_WITHIN_S = 3.0
 """How long a reply queue may refuse (it is full) before its reply is given up: a slot of the lane waits meanwhile."""
+DEADLY_KEPT = 1000
+"""Forged direct reply-to addresses that are remembered, so that each kills the connection once, not at every part."""
 _BROKER_NAMED = re.compile(r"amq\.gen-[A-Za-z0-9_-]{22}")
 """A queue that the broker named: nobody can create one by hand (facts.md, section 6)."""
 _DIRECT = re.compile(r"amq\.rabbitmq\.reply-to\.[A-Za-z0-9._+/=-]{1,200}")
@@ -51,6 +53,7 @@ class Replies:
         self._publisher = publisher
         self._direct = direct
         self._one_by_one = asyncio.Lock()
+        self._deadly: dict[str, None] = {}
         self._names = names
         self._allow = allow
 
@@ -101,7 +104,9 @@ class Replies:
         """
         seq = -1
         address = job.message.reply_to
-        restarted = job.attempts > 1 or job.delivery.redelivered
+        # on 3.x what was redelivered comes by way of the due queue, where it is a first delivery
+        moved = job.trusted and job.hop.due_ms is None
+        restarted = job.attempts > 1 or job.delivery.redelivered or moved
 
         async def send(event: bytes) -> None:
             nonlocal seq
@@ -116,7 +121,7 @@ class Replies:
         return send
 
     def _may_answer(self, address: str) -> bool:
-        if len(address) > 255:
+        if len(address) > 255 or address in self._deadly:
             return False
         ours = address.startswith(f"{self._names.namespace}.") and not address.startswith(self._names.reply_prefix)
         if ours or address == self._names.namespace:
@@ -133,6 +138,8 @@ class Replies:
 
     async def _final(self, job: Job, *, body: bytes, content_type: str, headers: dict[str, Any]) -> None:
         address = job.message.reply_to
+        if address in self._deadly:
+            raise _deadly()
         if not address or not self._may_answer(address):
             return
         message = Message(
@@ -160,21 +167,33 @@ class Replies:
         if self._direct is None:
             await self._publisher.publish_surely(message, exchange="", routing_key=address, mandatory=False)
             return
-        async with self._one_by_one:  # so that what kills the connection is known
-            loss = self._direct.connection.loss
+        await self._to_direct_alone(self._direct, message, address)
+
+    async def _to_direct_alone(self, publisher: Publisher, message: Message, address: str, **how: Any) -> None:
+        """One at a time, parts too: what kills the connection must be known, or somebody else would be taken for it.
+
+        Raises RequestProblem for an address that killed it, now or before; else as `Publisher.publish`.
+        """
+        async with self._one_by_one:
+            if address in self._deadly:
+                raise _deadly()
+            await publisher.connection.underlying()  # so that it is the connection that is open now whose loss we watch
+            loss = publisher.connection.loss
             try:
-                await self._direct.publish(message, exchange="", routing_key=address, mandatory=False)
+                await publisher.publish(message, exchange="", routing_key=address, mandatory=False, **how)
             except ConfirmUnknown as error:
                 if not await _killed_by_the_broker(loss):
                     raise
-                raise RequestProblem(
-                    "forbidden_reply_to", "reply_to: a direct reply-to address that the broker did not make"
-                ) from error
+                self._deadly[address] = None
+                if len(self._deadly) > DEADLY_KEPT:
+                    del self._deadly[next(iter(self._deadly))]
+                raise _deadly() from error
 
     async def _part(self, job: Job, address: str, *, part: str, seq: int, body: bytes) -> None:
-        """A part that cannot be sent is no failure of the attempt: the final reply is what counts."""
-        direct = _DIRECT.fullmatch(address) is not None
-        publisher = self._direct if direct and self._direct is not None else self._publisher
+        """A part that cannot be sent is no failure of the attempt: the final reply is what counts.
+
+        Raises RequestProblem for an address that nothing may be sent to: there is no sense in going on.
+        """
         message = Message(
             body=body,
             headers=self._headers(job, {n.PART: part, n.SEQ: seq}),
@@ -182,12 +201,18 @@ class Replies:
             correlation_id=job.message.correlation_id,
             persistent=False,
         )
+        how: dict[str, Any] = {"timeout_s": PART_TIMEOUT_S, "traced": False}
         try:
-            await publisher.publish(
-                message, exchange="", routing_key=address, mandatory=False, timeout_s=PART_TIMEOUT_S, traced=False
-            )
+            if self._direct is not None and _DIRECT.fullmatch(address):
+                await self._to_direct_alone(self._direct, message, address, **how)
+            else:
+                await self._publisher.publish(message, exchange="", routing_key=address, mandatory=False, **how)
         except BrokerError as error:
             log.info(signals.PART_LOST, id=job.id, lane=job.lane_name, reason=str(error))
+
+
+def _deadly() -> RequestProblem:
+    return RequestProblem("forbidden_reply_to", "reply_to: a direct reply-to address that the broker did not make")
 
 
 async def _killed_by_the_broker(loss: asyncio.Future[str]) -> bool:

@@ -3,6 +3,7 @@
 from tests.journeys.test_streamed import put_together
 from tests.support.house import house
 from tests.support.requester import requester
+from tests.support.waiting import until
 
 BROKEN = [
     "error_mid_stream",
@@ -78,3 +79,19 @@ async def test_a_slow_stream_that_keeps_coming_is_not_cut(vhost) -> None:
         asked = await app.publish({"prompt": "a long breath [[latency: 2s]]"}, headers={"x-lane-stream": True})
         assert (await app.final(asked)).status == "ok"
         assert len(home.api.calls) == 1
+
+
+async def test_a_worker_that_loses_the_broker_in_the_middle_announces_that_it_begins_again(vhost) -> None:
+    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+        asked = await app.publish({"prompt": "to be continued [[latency: 1s]]"}, headers={"x-lane-stream": True})
+        await until(lambda: len(app.parts(asked)) > 3)
+        await (await home.parts.consuming.underlying()).close()
+        final = await app.final(asked)
+        kinds = [part.headers["x-lane-part"] for part in app.parts(asked)]
+        assert kinds.count("restart") == 1
+        restart = kinds.index("restart")
+        assert app.parts(asked)[restart].headers["x-lane-seq"] == 0
+        assert final.json == put_together([part.json for part in app.parts(asked)[restart + 1 :]])
+        assert len(app.finals(asked)) == 1
+        assert len(home.api.calls) == 2
+        await home.api.until(lambda: home.api.running == 0)

@@ -74,7 +74,6 @@ RUNS = [
     ("a routing key that is not UTF-8", b"critical.\xff\xfe." + b"\xfd" * 200, {}),
     ("a thousand headers", KEY, {"headers": table(*((b"h-%d" % n, b"I\x00\x00\x00\x01") for n in range(1000)))}),
     ("a long header", KEY, {"headers": table((b"x-app", b"S" + struct.pack(">I", 60_000) + b"a" * 60_000))}),
-    ("a delivery mode that is none", KEY, {"delivery_mode": b"\x07"}),
     (
         "a trace context of bytes",
         KEY,
