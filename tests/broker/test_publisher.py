@@ -83,7 +83,7 @@ async def test_a_refusal_is_tried_again_as_long_as_told(publisher: Publisher) ->
     began_s = loop.time()
     with pytest.raises(PublishRefused):
         await fill(partial(publisher.publish_surely, refused_within_s=0.3))
-    assert loop.time() - began_s > 0.2
+    assert loop.time() - began_s > 0.04  # at least one pause: the last one is not begun where it would end too late
     assert loop.time() - began_s < 5
 
 
