@@ -84,12 +84,14 @@ class Running:
 
 
 @asynccontextmanager
-async def lanekeeper(*line: str, environ: Mapping[str, str], folder: Path) -> AsyncIterator[Running]:
-    """A command that is running; killed at the end if it still is."""
+async def lanekeeper(
+    *line: str, environ: Mapping[str, str], folder: Path, module: str = "service.cli.main"
+) -> AsyncIterator[Running]:
+    """A command that is running; killed at the end if it still is. `module`: or what runs it (`reborn.py`)."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "service.cli.main",
+        module,
         *line,
         env=dict(environ),
         cwd=folder,

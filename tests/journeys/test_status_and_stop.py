@@ -1,0 +1,107 @@
+"""What a worker tells of itself: `lanekeeper status`, its log once a minute, and that it ends when it is told to.
+
+`/readyz` while the broker is away: test_broker_killed.py. Stopping under a load: test_worker_killed.py.
+"""
+
+import asyncio
+import json
+import signal
+import time
+
+import pytest
+from structlog.testing import capture_logs
+
+from service.simulated.app import SimulatedAPI
+from service.worker import summarise_once
+from tests.support.house import house
+from tests.support.processes import environment, lanekeeper, run
+from tests.support.requester import requester
+from tests.support.waiting import until
+
+
+async def test_status_shows_what_waits_runs_and_was_answered_over_all_workers(vhost, tmp_path) -> None:
+    async with SimulatedAPI() as api:
+        environ = environment(
+            vhost.amqp_url,
+            vhost.management_url,
+            ANTHROPIC_BASE_URL=api.base_url,
+            LANEKEEPER_GATEWAY__PORT="0",
+            LANEKEEPER_LANES__BATCH__SLOTS="2",
+        )
+        async with (
+            lanekeeper("serve", environ=environ, folder=tmp_path) as worker,
+            house(vhost.amqp_url, works=("critical",)),
+            requester(vhost.amqp_url) as app,
+        ):
+            await worker.ready()
+            sent = {"x-lane-sent-ms": time.time_ns() // 1_000_000}
+            for n in range(20):
+                assert (await app.ask({"prompt": f"chat {n}"}, headers=sent)).status == "ok"
+            assert (await app.ask({"prompt": "[[fault: invalid]]"}, headers=sent)).code == "provider_rejected"
+            assert (await app.ask({"prompt": "[[fault: overloaded x1]]"}, key="normal.tests.x")).status == "ok"
+            for n in range(7):
+                await app.publish({"prompt": f"job {n} [[latency: 20s]]"}, key="batch.tests.x")
+            await until(lambda: api.running == 2)
+
+            code, lines = await run("status", "--json", environ=environ, folder=tmp_path)
+            assert code == 0
+            told = json.loads("\n".join(lines))
+            lanes = {lane["lane"]: lane for lane in told["lanes"]}
+            assert len(told["workers"]) == 2
+            assert any(name.endswith(f":{worker.process.pid}") for name in told["workers"])
+            batch, critical, normal = lanes["batch"], lanes["critical"], lanes["normal"]
+            assert (batch["depth"], batch["running"], batch["consumers"], batch["workers"]) == (5, 2, 1, 1)
+            assert (batch["slots"], batch["answered"]) == (3, 0)
+            assert batch["wait_p50_ms"] is None, "nothing has ended there yet"
+            assert (critical["depth"], critical["running"]) == (0, 0)
+            assert (critical["consumers"], critical["workers"], critical["slots"]) == (2, 2, 40)
+            assert (critical["answered"], critical["failed"], critical["throughput_per_min"]) == (20, 1, 21)
+            assert 0 <= critical["wait_p50_ms"] <= critical["wait_p95_ms"] < 60_000
+            assert (normal["answered"], normal["retried"], normal["throughput_per_min"]) == (1, 1, 1)
+
+            code, lines = await run("status", environ=environ, folder=tmp_path)
+            assert code == 0
+            assert [line.split()[0] for line in lines if line.split()[0] in lanes] == ["critical", "normal", "batch"]
+
+
+async def test_without_a_worker_status_still_tells_what_waits(vhost, tmp_path) -> None:
+    environ = environment(vhost.amqp_url, vhost.management_url)
+    async with house(vhost.amqp_url, works=("critical",)), requester(vhost.amqp_url) as app:
+        for n in range(3):
+            await app.publish({"prompt": f"job {n}"}, key="batch.tests.x")
+    code, lines = await run("status", "--json", environ=environ, folder=tmp_path)
+    assert code == 0
+    told = json.loads("\n".join(lines))
+    assert told["workers"] == []
+    assert {lane["lane"]: lane["depth"] for lane in told["lanes"]} == {"critical": 0, "normal": 0, "batch": 3}
+    assert {lane["running"] for lane in told["lanes"]} == {None}
+
+
+async def test_the_log_tells_the_same_of_each_lane_once_a_minute(vhost) -> None:
+    async with house(vhost.amqp_url, lanes={"batch": {"slots": 1}}) as home, requester(vhost.amqp_url) as app:
+        for n in range(4):
+            await app.ask({"prompt": f"chat {n}"}, headers={"x-lane-sent-ms": time.time_ns() // 1_000_000})
+        for n in range(3):
+            await app.publish({"prompt": f"job {n} [[latency: 2s]]"}, key="batch.tests.x")
+        await until(lambda: home.api.running == 1)
+        with capture_logs() as logs:
+            await summarise_once(home.parts)
+        lanes = {each["lane"]: each for each in logs if each["event"] == "lane.summary"}
+        assert list(lanes) == ["critical", "normal", "batch"]
+        assert (lanes["batch"]["depth"], lanes["batch"]["running"], lanes["batch"]["consumers"]) == (2, 1, 1)
+        assert (lanes["critical"]["depth"], lanes["critical"]["per_min"]) == (0, 4)
+        assert lanes["critical"]["wait_p95_ms"] >= lanes["critical"]["wait_p50_ms"] >= 0
+        assert lanes["normal"]["wait_p50_ms"] is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+async def test_an_idle_worker_ends_at_once_and_says_so(vhost, tmp_path, number) -> None:
+    environ = environment(vhost.amqp_url, vhost.management_url)
+    async with lanekeeper("serve", "--simulate", "--port", "0", environ=environ, folder=tmp_path) as worker:
+        await worker.ready()
+        told = asyncio.get_running_loop().time()
+        worker.send(number)
+        assert await worker.ended() == 0
+        assert asyncio.get_running_loop().time() - told < 4
+        assert [worker.told(event) != [] for event in ("service.stopping", "service.stopped")] == [True, True]
+        assert not [each for each in worker.events if each.get("level") in ("warning", "error")], worker.events

@@ -1,0 +1,175 @@
+"""A worker dies in the middle of its work, or is told to stop: others take over, and nothing is lost.
+
+Worker processes over one simulated provider in the test, which sees every call.
+"""
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+
+from service.simulated.app import SimulatedAPI
+from tests.support.house import house
+from tests.support.ledger import Ledger
+from tests.support.processes import environment, lanekeeper
+from tests.support.requester import requester
+from tests.support.waiting import until
+
+
+@pytest.fixture
+async def api():
+    async with SimulatedAPI() as started:
+        yield started
+
+
+@pytest.fixture
+def environ(vhost, api) -> dict[str, str]:
+    return environment(
+        vhost.amqp_url,
+        vhost.management_url,
+        ANTHROPIC_BASE_URL=api.base_url,
+        LANEKEEPER_LANES__BATCH__SLOTS="4",
+        LANEKEEPER_GATEWAY__PORT="0",
+    )
+
+
+def prompts(api: SimulatedAPI, words: str) -> list[str]:
+    return [call.prompt for call in api.calls if words in call.prompt]
+
+
+async def test_what_a_killed_worker_was_working_on_is_taken_over(vhost, api, environ, tmp_path) -> None:
+    ledger = Ledger(vhost.amqp_url)
+    async with (
+        lanekeeper("serve", environ=environ, folder=tmp_path) as first,
+        lanekeeper("serve", environ=environ, folder=tmp_path) as second,
+    ):
+        await asyncio.gather(first.ready(), second.ready())
+        async with ledger.writing(), ledger.reading():
+            for n in range(16):
+                await ledger.ask("batch", f"job {n} [[latency: 500ms]]", id=f"job-{n}")
+            await until(lambda: api.running == 8)
+            first.send(signal.SIGKILL)
+            died = time.monotonic()
+            await until(lambda: [call for call in api.calls if call.outcome == "client_gone"])
+            cut = {call.prompt for call in api.calls if call.outcome == "client_gone"}
+            again = await until(
+                lambda: [call for call in api.calls if call.prompt in cut and call.started_s > died], within_s=30
+            )
+            await until(lambda: not ledger.lost, within_s=40)
+        ledger.check()
+        repeated = len(api.calls) - 16
+        print(f"first takeover {again[0].started_s - died:.2f} s after the kill; {repeated} calls repeated")
+        assert 1 <= repeated <= 4, "what was in its hands, and nothing else"
+        assert not second.has_ended
+        second.send(signal.SIGTERM)
+        assert await second.ended() == 0
+
+
+async def test_a_request_that_kills_its_worker_every_time_is_buried_and_its_neighbours_are_answered(
+    vhost, api, environ, tmp_path
+) -> None:
+    """On a broker with classic intakes the due queue counts: there it takes one worker more."""
+    classic = vhost.version.startswith("3.")
+    lives: list[int] = []
+    async with (
+        requester(vhost.amqp_url) as app,
+        lanekeeper("serve", environ=environ, folder=tmp_path, module="tests.support.reborn") as worker,
+    ):
+        await worker.ready()
+        await app.read_dead()
+        poison = await app.publish({"prompt": "bang [[fault: hang]]"}, message_id="poison-1")
+        neighbours: list[str] = []
+
+        def stands() -> bool:
+            return bool(app.finals(poison)) or len(prompts(api, "bang")) == len(lives) + 1
+
+        while not app.finals(poison):
+            neighbours += [await app.publish({"prompt": f"neighbour {len(lives)} {n}"}) for n in range(5)]
+            for each in neighbours:
+                assert (await app.final(each)).status == "ok"
+            await until(stands, within_s=20)
+            if app.finals(poison):
+                break
+            lives.append(int(worker.lines[-1].removeprefix("life ")))
+            os.kill(lives[-1], signal.SIGKILL)
+            await until(lambda: len(worker.lines) == len(lives) + 1)
+        reply = await app.final(poison)
+        assert reply.code == "poison"
+        assert reply.json["status"] == 500
+        assert "5 times" in reply.json["detail"]
+        assert len(prompts(api, "bang")) == len(lives) == (5 if classic else 4)
+        buried = await app.buried("poison-1")
+        assert buried.headers["x-lane-dead-code"] == "poison"
+        assert buried.json == {"prompt": "bang [[fault: hang]]"}
+        assert len(app.dead_of("poison-1")) == 1
+        assert {len(app.finals(each)) for each in neighbours} == {1}
+        worker.send(signal.SIGTERM)
+        assert await worker.ended() == 0
+
+
+async def test_told_to_stop_it_takes_no_more_finishes_what_runs_and_leaves_the_rest(
+    vhost, api, environ, tmp_path
+) -> None:
+    ledger = Ledger(vhost.amqp_url)
+    async with lanekeeper("serve", environ=environ, folder=tmp_path) as worker:
+        await worker.ready()
+        async with ledger.writing(), ledger.reading(), requester(vhost.amqp_url) as app:
+            for n in range(12):
+                await ledger.ask("batch", f"job {n} [[latency: 500ms]]", id=f"job-{n}")
+            await until(lambda: api.running == 4)
+            worker.send(signal.SIGTERM)
+            assert await worker.ended() == 0
+            assert worker.told("service.stopping")[0]["running"] == 4
+            assert worker.told("service.stopped")[0]["orphaned"] == 0
+            await until(lambda: len(ledger.finals) == 4)
+            assert len(api.calls) == 4, "nothing was taken after the signal"
+            assert {call.outcome for call in api.calls} == {"ok"}
+            await until(lambda: is_depth(app, "lane.batch", 8))
+
+        async with house(vhost.amqp_url) as home, ledger.reading():
+            await until(lambda: not ledger.lost, within_s=30)
+            ledger.check()
+            assert len(api.calls) + len(home.api.calls) == 12, "no call was made twice"
+            assert ledger.repeated == 0
+
+
+async def is_depth(app, queue: str, expected: int) -> bool:
+    return await app.depth(queue) == expected
+
+
+async def test_what_does_not_finish_within_the_grace_is_given_back(vhost, api, environ, tmp_path) -> None:
+    """From 4.3 on that is not counted: stopping is nobody's fault, and nobody is buried for it."""
+    environ = {**environ, "LANEKEEPER_GRACE_S": "0.3"}
+    async with requester(vhost.amqp_url) as app:
+        async with lanekeeper("serve", environ=environ, folder=tmp_path) as worker:
+            await worker.ready()
+            asked = await app.publish({"prompt": "long [[fault: hang]]"}, message_id="long-1")
+            await until(lambda: api.running == 1)
+            worker.send(signal.SIGTERM)
+            assert await worker.ended() == 0
+            assert worker.told("service.stopped")[0]["orphaned"] == 1
+        await until(lambda: is_depth(app, "lane.critical", 1))
+        waiting = await app.channel.basic_get("lane.critical")
+        assert waiting.header.properties.message_id == "long-1"
+        assert waiting.delivery.redelivered
+        if vhost.version.startswith("4.3"):
+            assert not waiting.header.properties.headers.get("x-delivery-count")
+        assert not app.finals(asked)
+
+
+async def test_a_second_signal_ends_it_at_once_and_nothing_is_lost(vhost, api, environ, tmp_path) -> None:
+    async with requester(vhost.amqp_url) as app:
+        async with lanekeeper("serve", environ=environ, folder=tmp_path) as worker:
+            await worker.ready()
+            asked = await app.publish({"prompt": "long [[latency: 2s]]"})
+            await until(lambda: api.running == 1)
+            worker.send(signal.SIGTERM)
+            await worker.tells("service.stopping")
+            told = time.monotonic()
+            worker.send(signal.SIGTERM)
+            assert await worker.ended() == 130
+            assert time.monotonic() - told < 1.5
+        async with house(vhost.amqp_url):
+            assert (await app.final(asked, within_s=30)).status == "ok"

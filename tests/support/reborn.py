@@ -1,0 +1,34 @@
+"""`python -m tests.support.reborn COMMAND …`: `lanekeeper COMMAND …`, and again whenever it was killed.
+
+What a service manager does, but quick: everything is imported once, and each life is a fork. Each begins with a line
+`life PID` on standard output. It ends with the command's own exit code as soon as that ends by itself.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+import service.cli.main
+import service.cli.serve
+import service.simulated.app
+import service.telemetry
+import service.worker
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    while True:
+        if (life := os.fork()) == 0:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            os._exit(service.cli.main.run(sys.argv[1:]))
+        print(f"life {life}", flush=True)
+        signal.signal(signal.SIGTERM, lambda number, _, life=life: os.kill(life, number))
+        _, status = os.waitpid(life, 0)
+        if not os.WIFSIGNALED(status):
+            return os.waitstatus_to_exitcode(status)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
