@@ -117,6 +117,9 @@ class Handler:
                 raise
             job.run_ms = round(1000 * (loop.time() - began_s))
             return Refused(exceeded(job))
+        except RequestProblem as forbidden:  # nothing may be sent to its reply address: found out while streaming to it
+            job.run_ms = round(1000 * (loop.time() - began_s))
+            return ended_by(forbidden)
         except ProviderError as error:
             job.run_ms = round(1000 * (loop.time() - began_s))
             return retry.decide(
