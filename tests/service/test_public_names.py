@@ -1,0 +1,39 @@
+"""The names that others write down: what is here is not renamed without a word in the changelog."""
+
+from importlib import import_module
+
+import pytest
+
+PUBLIC = {
+    "topology.contract.messages": {"Message", "Request"},
+    "topology.contract.problems": {
+        "LanekeeperError", "RequestProblem", "BrokerError", "BrokerUnreachable", "PublishRefused", "Unroutable",
+        "ConfirmUnknown", "AccessRefused", "TopologyMismatch", "SettingsError", "PROBLEMS",
+    },
+    "topology.lanes": {"LaneSpec", "DEFAULT_LANES", "CRITICAL", "NORMAL", "BATCH"},
+    "topology.names": {"Names"},
+    "topology.declaration": {"declare"},
+    "topology.delays": {"hop", "LEVELS", "UNIT_MS", "MAX_DELAY_MS"},
+    "consumers.handler": {"Handler"},
+    "consumers.job": {"Job", "Answered", "Deferred", "Retried", "Refused", "Buried", "Outcome"},
+    "consumers.providers.base": {
+        "Answer", "Parts", "Provider", "Usage", "ProviderError", "TransientError", "RateLimitedError",
+        "OverloadedError", "SpendLimitError", "RejectedError",
+    },
+    "service.assembly": {"assemble", "Parts"},
+    "service.worker": {"run"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_public_names_are_there(module: str) -> None:
+    found = import_module(module)
+    assert {name for name in PUBLIC[module] if not hasattr(found, name)} == set()
+    assert set(getattr(found, "__all__", PUBLIC[module])) == PUBLIC[module]
+
+
+@pytest.mark.parametrize("package", ["topology", "consumers", "service"])
+def test_importing_a_package_does_nothing(package: str) -> None:
+    assert (import_module(package).__file__ or "").endswith(f"{package}/__init__.py")
+    with open(import_module(package).__file__ or "") as source:
+        assert source.read() == ""

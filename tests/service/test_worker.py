@@ -1,0 +1,92 @@
+"""A worker stops well, and in time when the broker does not answer; it does not live on with a lane that ended."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from consumers.activity import LaneActivity
+from service import worker
+from service.assembly import Parts
+from topology.contract.problems import BrokerUnreachable
+from topology.names import Names
+
+
+class NoConnection:
+    async def channel(self, **_: Any) -> None:
+        raise BrokerUnreachable("no connection")
+
+
+class FakePool:
+    """Runs until it is stopped, or ends as it is told."""
+
+    def __init__(self, queue: str, *, ends: BaseException | None = None, stops: bool = True) -> None:
+        self.queue = queue
+        self.was_cancelled = False
+        self._ends = ends
+        self._stops = stops
+        self._stop = asyncio.Event()
+
+    async def run(self) -> None:
+        if self._ends is not None:
+            raise self._ends
+        try:
+            await self._stop.wait()
+        except asyncio.CancelledError:
+            self.was_cancelled = True
+            raise
+
+    async def stop(self) -> None:
+        if not self._stops:
+            await asyncio.sleep(60)
+        self._stop.set()
+
+
+def parts(*pools: FakePool) -> Parts:
+    return Parts(
+        names=Names(),
+        lanes=(),
+        topology=None,  # type: ignore[arg-type]
+        consuming=NoConnection(),  # type: ignore[arg-type]
+        publishing=None,  # type: ignore[arg-type]
+        publisher=None,  # type: ignore[arg-type]
+        pools=pools,  # type: ignore[arg-type]
+        activities=(LaneActivity("critical", slots=1, due_slots=1),),
+    )
+
+
+def run(*pools: FakePool, stop: asyncio.Event, grace_s: float = 5) -> "asyncio.Task[None]":
+    return asyncio.create_task(worker.run(parts(*pools), stop=stop, grace_s=grace_s))
+
+
+async def test_it_works_until_it_is_told_to_stop() -> None:
+    stop = asyncio.Event()
+    pools = FakePool("a"), FakePool("b")
+    working = run(*pools, stop=stop)
+    await asyncio.sleep(0.01)
+    assert not working.done()
+    stop.set()
+    await asyncio.wait_for(working, 1)
+    assert not any(pool.was_cancelled for pool in pools)
+
+
+async def test_what_does_not_end_within_the_grace_is_cancelled() -> None:
+    stop = asyncio.Event()
+    slow = FakePool("slow", stops=False)
+    working = run(FakePool("a"), slow, stop=stop, grace_s=0.05)
+    stop.set()
+    await asyncio.wait_for(working, 1)
+    assert slow.was_cancelled
+
+
+async def test_a_lane_that_fails_ends_the_worker() -> None:
+    with pytest.raises(ExceptionGroup) as failed:
+        await asyncio.wait_for(run(FakePool("a", ends=ZeroDivisionError()), FakePool("b"), stop=asyncio.Event()), 1)
+    assert failed.group_contains(ZeroDivisionError)
+
+
+async def test_so_does_one_that_ends_in_silence() -> None:
+    """A CancelledError that nobody asked for ends a task without a word."""
+    with pytest.raises(ExceptionGroup) as failed:
+        await asyncio.wait_for(run(FakePool("a", ends=asyncio.CancelledError()), stop=asyncio.Event()), 1)
+    assert failed.group_contains(RuntimeError, match="pool a ended by itself")
