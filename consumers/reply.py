@@ -25,6 +25,7 @@ from topology.names import Names
 
 PART_TIMEOUT_S = 5.0
 KILLED_WITHIN_S = 2.0
+DIRECT_TRIES = 3
 REFUSED_WITHIN_S = 3.0
 """How long a reply queue may refuse (it is full) before its reply is given up: a slot of the lane waits meanwhile."""
 DEADLY_KEPT = 1000
@@ -158,7 +159,9 @@ class Replies:
                 )
         except Unroutable:
             log.info(signals.REPLY_UNROUTABLE, id=job.id, lane=job.lane_name)
-        except (PublishRefused, AccessRefused) as error:
+        except AccessRefused as error:
+            raise RequestProblem("internal", f"the worker's user may not send replies: {error}") from error
+        except PublishRefused as error:
             # its owner's affair: delivering the request again would only call, and pay, the provider again
             log.warning(signals.REPLY_REFUSED, id=job.id, lane=job.lane_name, reason=str(error))
 
@@ -167,7 +170,14 @@ class Replies:
         if self._direct is None:
             await self._publisher.publish_surely(message, exchange="", routing_key=address, mandatory=False)
             return
-        await self._to_direct_alone(self._direct, message, address)
+        for left in reversed(range(DIRECT_TRIES)):
+            try:
+                await self._to_direct_alone(self._direct, message, address)
+            except ConfirmUnknown:  # the connection was lost by a fault of its own
+                if not left:
+                    raise
+            else:
+                return
 
     async def _to_direct_alone(self, publisher: Publisher, message: Message, address: str, **how: Any) -> None:
         """One at a time, parts too: what kills the connection must be known, or somebody else would be taken for it.

@@ -70,11 +70,17 @@ async def test_a_request_is_parked_before_it_is_answered(bench: Bench) -> None:
     assert bench.log == ["failed: lane.dead", "reject"]
 
 
-@pytest.mark.parametrize("error", [Unroutable("gone"), PublishRefused("full"), AccessRefused("403")])
+@pytest.mark.parametrize("error", [Unroutable("gone"), PublishRefused("full")])
 async def test_a_requester_that_takes_no_reply_is_no_failure(bench: Bench, error: Exception) -> None:
     bench.publisher.failing = {"": error}
     assert await bench.settler.settle(bench.job(), ANSWERED)
     assert bench.log == ["failed: reply", "ack", "event: completed"]
+
+
+async def test_an_answer_that_the_worker_may_not_send_is_parked_as_our_fault(bench: Bench) -> None:
+    bench.publisher.failing = {"": AccessRefused("403")}
+    assert await bench.settler.settle(bench.job(), ANSWERED)
+    assert bench.log == ["failed: reply", "confirmed: lane.dead", "ack", "event: failed", "event: dead"]
 
 
 async def test_a_publish_that_is_cancelled_settles_nothing(bench: Bench) -> None:

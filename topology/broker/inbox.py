@@ -67,6 +67,7 @@ class Inbox:
         delivered = await self._arrived.get()
         channel = self._channel
         if delivered is None or channel is None:
+            self._arrived.put_nowait(None)  # for whoever reads on
             raise ChannelLost(f"{self.name}: the queue is gone with its connection")
         self._unacknowledged += 1
         if self._arrived.empty() or self._unacknowledged >= TOGETHER:

@@ -32,6 +32,8 @@ from topology.contract.problems import (
 from topology.tracing import Tracing
 
 CONFIRM_TIMEOUT_S = 10.0
+SURELY_WITHIN_S = 600.0
+"""Long enough for a memory alarm or a broker's restart, and well within the broker's consumer timeout (1800 s)."""
 DEFAULT_EXCHANGE = "amq.default"
 """The default exchange in the broker's errors. They name the exchange that is meant, and end the whole channel."""
 
@@ -110,7 +112,7 @@ class Publisher:
         exchange: str,
         routing_key: str,
         mandatory: bool = True,
-        within_s: float = 60,
+        within_s: float = SURELY_WITHIN_S,
         refused_within_s: float = 60,
     ) -> None:
         """Publish until the broker has confirmed it, `within_s` at most; the last error is raised then.
