@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+import signal
 from contextlib import AsyncExitStack
 
 import uvloop
@@ -18,8 +19,10 @@ from service.demo.table import show_verdict, watching
 from service.settings import Settings
 from service.simulated.app import SimulatedAPI
 from service.simulated.options import SimulatedOptions
+from topology.broker.connection import Connection
 from topology.broker.remove import remove
 from topology.contract.problems import LanekeeperError
+from topology.declaration import declare
 
 BATCH_SLOTS = 12
 LATENCY_MS = 300
@@ -38,6 +41,7 @@ async def _tell(settings: Settings) -> bool:
     console = Console()
     if not console.is_terminal:
         console = Console(width=PLAIN_WIDTH)
+    _end_on_signals()
     async with AsyncExitStack() as stack:
         url = settings.broker_url
         if "amqp_url" not in settings.model_fields_set:
@@ -46,6 +50,7 @@ async def _tell(settings: Settings) -> bool:
         settings = _fitted(settings.on_broker(url, namespace=f"demo-{secrets.token_hex(4)}"))
         api = await stack.enter_async_context(SimulatedAPI(SimulatedOptions(latency_ms=LATENCY_MS)))
         settings = settings.answered_by(api.base_url, key="simulated")
+        await _taken_away_at_the_end(stack, settings)
         parts = await stack.enter_async_context(assemble(settings, declares=True))
         console.print(
             f"RabbitMQ {parts.version} at {settings.broker}, a simulated provider that answers in {LATENCY_MS} ms; "
@@ -53,7 +58,6 @@ async def _tell(settings: Settings) -> bool:
             style="dim",
             highlight=False,
         )
-        stack.push_async_callback(remove, parts.topology, parts.publishing)
         lanes = await _through_lanes(settings, parts, console)
         console.print("the same through one first-come queue …", style="dim")
         api.configure(api.options)  # the same faults again
@@ -63,6 +67,26 @@ async def _tell(settings: Settings) -> bool:
         queued = await first_come.run(settings.broker_url, provider, workers=workers)
         show_verdict(console, lanes, queued)
         return lanes.all_right
+
+
+def _end_on_signals() -> None:
+    """SIGTERM and SIGHUP (a terminal that closes) end it as Ctrl-C does: what it has declared is taken away."""
+    task = asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+
+
+async def _taken_away_at_the_end(stack: AsyncExitStack, settings: Settings) -> None:
+    """Have the demo's queues and exchanges removed, from before the first of them is declared.
+
+    Over a connection of its own: those of the worker are gone by then.
+    """
+    connection = await stack.enter_async_context(
+        Connection(settings.broker_url, name="lanekeeper demo", ssl_context=settings.ssl_context())
+    )
+    topology = declare(settings.lane_specs(), names=settings.names(), broker_version=connection.version)
+    stack.push_async_callback(remove, topology, connection)
 
 
 def _fitted(settings: Settings) -> Settings:

@@ -1,0 +1,96 @@
+"""`lanekeeper demo`: the verdict is true, and nothing is left of it, however it ended."""
+
+import asyncio
+import signal
+from asyncio.subprocess import DEVNULL, PIPE
+
+import psutil
+import pytest
+
+from tests.support.processes import environment, lanekeeper, run
+from tests.support.waiting import until
+
+QUICK = {"LANEKEEPER_LANES__BATCH__SLOTS": "100"}
+"""The flood is through in two seconds instead of ten; the story is the same."""
+pytestmark = pytest.mark.default_broker_only
+
+
+def left_on(vhost) -> list[str]:
+    """Queues and exchanges in a virtual host, but those that every one has."""
+    names = [each["name"] for what in ("queues", "exchanges") for each in vhost.api("GET", f"{what}/{vhost.quoted}")]
+    return [name for name in names if name and not name.startswith("amq.")]
+
+
+async def test_all_is_answered_and_the_verdict_says_so(vhost, tmp_path) -> None:
+    environ = environment(vhost.amqp_url, vhost.management_url, **QUICK)
+    code, lines = await run("demo", environ=environ, folder=tmp_path, within_s=100)
+    told = "\n".join(lines)
+    assert code == 0, told
+    assert "OK: all 580 requests answered right" in told
+    for row in ("critical", "normal"):
+        assert told.count(f"{row}") >= 2
+    assert told.count("40/40") == 4, "with lanes, and first come first served"
+    assert told.count("500/500") == 2
+    await until(lambda: not left_on(vhost))
+
+
+async def test_a_broken_lane_is_a_failed_demo(vhost, tmp_path) -> None:
+    broken = {"LANEKEEPER_LANES__CRITICAL__MODEL": "claude-no-such-model"}
+    environ = environment(vhost.amqp_url, vhost.management_url, **QUICK, **broken)
+    code, lines = await run("demo", environ=environ, folder=tmp_path, within_s=100)
+    told = "\n".join(lines)
+    assert code == 1, told
+    assert "FAILED: 40 requests were not answered right" in told
+    assert "claude-no-such-model" in told, "and why"
+    assert "OK:" not in told
+    await until(lambda: not left_on(vhost))
+
+
+@pytest.mark.parametrize("moment", ["while it declares", "in the middle"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+async def test_interrupted_it_leaves_nothing_on_the_broker(vhost, tmp_path, number, moment) -> None:
+    environ = environment(vhost.amqp_url, vhost.management_url)
+    async with lanekeeper("demo", environ=environ, folder=tmp_path) as demo:
+        if moment == "in the middle":
+            await until(lambda: [line for line in demo.lines if "answered" in line] or demo.has_ended, within_s=40)
+        await until(lambda: left_on(vhost), within_s=20)
+        demo.send(number)
+        assert await demo.ended(within_s=15) == 130
+    await until(lambda: not left_on(vhost))
+
+
+@pytest.mark.parametrize("moment", ["while the broker starts", "in the middle"])
+async def test_interrupted_it_leaves_no_process_container_or_folder(tmp_path, moment) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    environ = environment(None, TMPDIR=str(temporary), **QUICK)
+    async with lanekeeper("demo", environ=environ, folder=tmp_path) as demo:
+        word = "starting a broker" if moment.startswith("while") else "answered"
+        await until(lambda: [line for line in demo.lines if word in line] or demo.has_ended, within_s=90)
+        if moment.startswith("while"):
+            await until(lambda: list(temporary.iterdir()), within_s=20)
+        theirs = psutil.Process(demo.process.pid).children(recursive=True)
+        secrets = [
+            line for path in temporary.glob("*/settings.env") for line in path.read_text().split() if "PASS" in line
+        ]
+        demo.send(signal.SIGINT)
+        assert await demo.ended(within_s=30) == 130, demo.events
+    await until(lambda: not [each for each in theirs if each.is_running()])
+    assert not list(temporary.iterdir())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tmp"]
+    assert not await containers_with(secrets)
+
+
+async def containers_with(secrets: list[str]) -> list[str]:
+    """Containers that were given one of these passwords: others may have private brokers at the same time."""
+    if not secrets:
+        return []  # it did not come from Docker
+    listed = await docker("ps", "--all", "--quiet", "--filter", "label=org.lanekeeper.broker")
+    inspected = [await docker("inspect", "--format", "{{.Config.Env}}", each) for each in listed.split()]
+    return [each for each in inspected if any(secret in each for secret in secrets)]
+
+
+async def docker(*line: str) -> str:
+    process = await asyncio.create_subprocess_exec("docker", *line, stdout=PIPE, stderr=DEVNULL)
+    out, _ = await process.communicate()
+    return out.decode()
