@@ -1,0 +1,52 @@
+"""Who is told to stop stops, at whatever moment of talking to the broker that comes."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from tests.support.brokers import Vhost
+from topology.broker.connection import Connection
+from topology.broker.deliveries import Deliveries
+from topology.broker.inbox import Inbox
+
+TIMES = 150
+WITHIN_S = 0.015
+"""About as long as opening takes: the moments that are to be hit lie in it."""
+
+
+async def read_an_inbox(connection: Connection) -> None:
+    async with Inbox(connection, bindings=(("amq.topic", "x"),)) as inbox:
+        async for _ in inbox:
+            pass
+
+
+async def consume(connection: Connection) -> None:
+    async for session in Deliveries(connection, queue="work", prefetch=1).sessions():
+        async for _ in session:
+            pass
+
+
+@pytest.mark.parametrize("work", [read_an_inbox, consume])
+async def test_no_cancellation_is_lost(vhost: Vhost, work: Callable[[Connection], Awaitable[None]]) -> None:
+    rng = random.Random(work.__name__)
+    async with Connection(vhost.amqp_url, name="test") as connection:
+        await (await connection.channel(confirms=False)).queue_declare("work")
+        for n in range(TIMES):
+            task = asyncio.ensure_future(work(connection))
+            await asyncio.sleep(rng.uniform(0, WITHIN_S))
+            task.cancel()
+            done, _ = await asyncio.wait({task}, timeout=5)
+            assert done, f"the {n}th never ended"
+            assert task.cancelled()
+
+
+async def test_a_connection_that_is_left_while_it_comes_back_is_left_at_once(vhost: Vhost) -> None:
+    rng = random.Random(0)
+    for _ in range(15):
+        async with Connection(vhost.amqp_url, name="test") as connection:
+            await (await connection.underlying()).close()
+            await asyncio.sleep(rng.uniform(0.05, 0.3))
+            leaving = asyncio.get_running_loop().time()
+        assert asyncio.get_running_loop().time() - leaving < 3
