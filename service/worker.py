@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 
 import structlog
@@ -19,20 +20,24 @@ from topology.contract.problems import BrokerError
 from topology.names import STATUS_KEY
 
 SUMMARY_EVERY_S = 60
+LOOK_EVERY_S = 0.02
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
-async def run(parts: Parts, *, stop: asyncio.Event, grace_s: float) -> None:
-    """Work until `stop` is set; then take no more, let what runs end within `grace_s`, and give back the rest."""
+async def run(
+    parts: Parts, *, stop: asyncio.Event, grace_s: float, on_ready: Callable[[], None] = lambda: None
+) -> None:
+    """Work until `stop` is set; then take no more, let what runs end within `grace_s`, and give back the rest.
+
+    `on_ready` is called once, when every queue is consumed.
+    """
     async with asyncio.TaskGroup() as group:
         pools = [group.create_task(pool.run(), name=f"pool {pool.queue}") for pool in parts.pools]
         side = [
             group.create_task(_answer_status(parts), name="status"),
             group.create_task(_summarise(parts), name="summary"),
         ]
-        for activity in parts.activities:
-            snapshot = activity.snapshot()
-            log.info(signals.LANE_STARTED, lane=activity.lane, slots=snapshot["slots"], due_slots=snapshot["due_slots"])
+        announcing = group.create_task(_announce(parts, on_ready), name="announce")
         stopping = group.create_task(stop.wait(), name="stop")
         ended, _ = await asyncio.wait((stopping, *pools, *side), return_when=asyncio.FIRST_COMPLETED)
         if stopping not in ended:  # a lane that nobody works must not look like an idle one
@@ -42,9 +47,19 @@ async def run(parts: Parts, *, stop: asyncio.Event, grace_s: float) -> None:
         stops = [group.create_task(pool.stop(), name=f"stop {pool.queue}") for pool in parts.pools]
         _, late = await asyncio.wait((*stops, *pools), timeout=grace_s)
         orphaned = sum(activity.running for activity in parts.activities) if late else 0
-        for task in (*late, *side):
+        for task in (*late, *side, announcing):
             task.cancel()
         log.info(signals.SERVICE_STOPPED, orphaned=orphaned)
+
+
+async def _announce(parts: Parts, on_ready: Callable[[], None]) -> None:
+    """Say what is worked, as soon as it is: a queue that is not consumed yet answers nobody."""
+    while any(pool.trouble for pool in parts.pools):  # noqa: ASYNC110  five or seven queues, once, with no event behind
+        await asyncio.sleep(LOOK_EVERY_S)
+    for activity in parts.activities:
+        snapshot = activity.snapshot()
+        log.info(signals.LANE_STARTED, lane=activity.lane, slots=snapshot["slots"], due_slots=snapshot["due_slots"])
+    on_ready()
 
 
 async def _answer_status(parts: Parts) -> None:

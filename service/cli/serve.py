@@ -104,16 +104,19 @@ async def _worked(
                 raise
             listens = False
             log.warning(signals.HEALTH_ABSENT, reason=str(error))
-        log.info(
-            signals.SERVICE_READY,
-            version=lanekeeper_version(),
-            lanes=[lane.name for lane in parts.lanes],
-            broker=settings.broker,
-            provider="simulated" if simulate else settings.provider,
-            health=health.url if listens else None,
-        )
+
+        def ready() -> None:
+            log.info(
+                signals.SERVICE_READY,
+                version=lanekeeper_version(),
+                lanes=[lane.name for lane in parts.lanes],
+                broker=settings.broker,
+                provider="simulated" if simulate else settings.provider,
+                health=health.url if listens else None,
+            )
+
         stop.armed = True
-        await worker.run(parts, stop=stop.event, grace_s=settings.grace_s)
+        await worker.run(parts, stop=stop.event, grace_s=settings.grace_s, on_ready=ready)
 
 
 class _Stop:

@@ -128,8 +128,6 @@ PROPERTIES = [
         for each in ("br", "deflate", "utf-8", "gzip, gzip", "base64")
     ),
     bad("another type", "type", "not available in this version", message_type="resize"),
-    bad("priority 10", "priority", "10", "0 to 9", priority=10),
-    bad("priority 255", "priority", "255", "0 to 9", priority=255),
     bad("an empty id with a space", "message_id", message_id=" "),
     bad("an id with a line break", "message_id", message_id="a\r\nb"),
     bad("an id with a slash", "message_id", message_id="../../etc"),

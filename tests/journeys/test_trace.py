@@ -100,7 +100,8 @@ async def test_publish_two_failed_attempts_their_delays_and_the_answer_are_one_t
     for publisher, process in zip([published, *delays], attempts, strict=True):
         assert process.parent_id == publisher.span_id
         assert process.links == ((trace_id, publisher.span_id),)
-        assert publisher.end_ns <= process.start_ns + 2_000_000
+        # the publisher's span ends with the confirm, which may come after the delivery
+        assert publisher.start_ns <= process.start_ns
     chats = [child(spans, of=span, name="chat ") for span in attempts]
     acks = [child(spans, of=span, name="ack ") for span in attempts]
     reply = child(spans, of=third, name="send (reply)")

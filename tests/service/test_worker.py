@@ -20,6 +20,8 @@ class NoConnection:
 class FakePool:
     """Runs until it is stopped, or ends as it is told."""
 
+    trouble: str | None = None
+
     def __init__(self, queue: str, *, ends: BaseException | None = None, stops: bool = True) -> None:
         self.queue = queue
         self.was_cancelled = False
@@ -90,3 +92,16 @@ async def test_so_does_one_that_ends_in_silence() -> None:
     with pytest.raises(ExceptionGroup) as failed:
         await asyncio.wait_for(run(FakePool("a", ends=asyncio.CancelledError()), stop=asyncio.Event()), 1)
     assert failed.group_contains(RuntimeError, match="pool a ended by itself")
+
+
+async def test_it_says_that_it_is_ready_when_every_queue_is_consumed() -> None:
+    stop, ready = asyncio.Event(), asyncio.Event()
+    late = FakePool("late")
+    late.trouble = "not consuming yet"
+    working = asyncio.create_task(worker.run(parts(FakePool("a"), late), stop=stop, grace_s=5, on_ready=ready.set))
+    await asyncio.sleep(0.05)
+    assert not ready.is_set()
+    late.trouble = None
+    await asyncio.wait_for(ready.wait(), 1)
+    stop.set()
+    await asyncio.wait_for(working, 1)

@@ -114,8 +114,6 @@ def _check_properties(message: Message, *, lane: LaneSpec, fresh: bool) -> None:
             f"type {message.type[:40]!r}: handlers of other types are not available in this version; "
             "leave it out, or say messages",
         )
-    if message.priority is not None and message.priority > 9:
-        raise RequestProblem("invalid_request", f"priority {message.priority}: allowed is 0 to 9")
     if message.content_type and not _JSON_TYPE.fullmatch(message.content_type):
         raise RequestProblem(
             "unsupported_media", f"content_type {message.content_type[:60]!r}: allowed is application/json (UTF-8)"

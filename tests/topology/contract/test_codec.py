@@ -209,7 +209,6 @@ BAD: list[tuple[str, Message, str, str]] = [
         "invalid_request",
         "type 'resize': handlers of other types are not available",
     ),
-    ("priority 10", message(priority=10), "invalid_request", "priority 10"),
     (
         "unreadable",
         message(headers={UNREADABLE: "timestamp (ValueError)"}),
