@@ -12,7 +12,11 @@ def demo(config: options.Config = None, sets: options.Set = None) -> None:
     A broker of its own and a simulated provider are started for it, and end with it. Exit code 0 only if every
     request was answered right.
     """
+    from service import logs
     from service.demo.story import run
 
-    if not run(options.settings_of(config, sets)):
+    settings = options.settings_of(config, sets)
+    with logs.written(service="lanekeeper demo", level="error", format="console"):  # the table tells the rest
+        all_right = run(settings)
+    if not all_right:
         raise typer.Exit(FAILED)

@@ -8,7 +8,16 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from service.demo.source import USER, Access, Steps, TooSlow, Unavailable, free_ports, version_if_ready
+from service.demo.source import (
+    ERLANG_ARGUMENTS,
+    USER,
+    Access,
+    Steps,
+    TooSlow,
+    Unavailable,
+    free_ports,
+    version_if_ready,
+)
 
 OFFICIAL = "rabbitmq:4.3-management"
 LOCAL = "debian-rabbitmq:4.3-management"
@@ -55,7 +64,11 @@ class Container:
         amqp, management = free_ports(2)
         self.access = Access(amqp_port=amqp, management_port=management)
         self._settings = folder / "settings.env"  # a file, so that no list of processes shows the password
-        self._settings.write_text(f"RABBITMQ_DEFAULT_USER={USER}\nRABBITMQ_DEFAULT_PASS={self.access.password}\n")
+        self._settings.write_text(
+            f"RABBITMQ_DEFAULT_USER={USER}\n"
+            f"RABBITMQ_DEFAULT_PASS={self.access.password}\n"
+            f"RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS={ERLANG_ARGUMENTS}\n"
+        )
 
     def start(self) -> str:
         command = ["docker", "start", self._name] if self._created else self._create()

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from service.demo.descendants import kill_all
 from service.demo.source import (
+    ERLANG_ARGUMENTS,
     FIXED_PATH,
     LOOPBACK,
     USER,
@@ -130,7 +131,9 @@ class Node:
             "RABBITMQ_LOGS": "-",
             # Bound to cores, several brokers on one machine would all sit on the first.
             "RABBITMQ_SCHEDULER_BIND_TYPE": "u",
-            "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "-start_epmd false -kernel inet_dist_use_interface {127,0,0,1}",
+            "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": (
+                f"-start_epmd false -kernel inet_dist_use_interface {{127,0,0,1}} {ERLANG_ARGUMENTS}"
+            ),
             # Makes the script replace itself with Erlang, so that the process that is watched is the node.
             "detached": "true",
         }

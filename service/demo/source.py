@@ -23,6 +23,8 @@ from typing import Protocol
 LOOPBACK = "127.0.0.1"
 USER = "lanekeeper"
 POLL_S = 0.05
+ERLANG_ARGUMENTS = "-rabbit dead_letter_worker_publisher_confirm_timeout 15000"
+"""What a delay's next queue did not take, because it was still starting, is tried again after 15 s instead of 180."""
 FIXED_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 

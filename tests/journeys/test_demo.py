@@ -29,7 +29,7 @@ async def test_all_is_answered_and_the_verdict_says_so(vhost, tmp_path) -> None:
     assert "OK: all 580 requests answered right" in told
     for row in ("critical", "normal"):
         assert told.count(f"{row}") >= 2
-    assert told.count("40/40") == 4, "with lanes, and first come first served"
+    assert told.count("40/40") >= 4, "with lanes, and first come first served"
     assert told.count("500/500") == 2
     await until(lambda: not left_on(vhost))
 

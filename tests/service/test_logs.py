@@ -67,12 +67,12 @@ def test_the_level_holds_for_ours_and_libraries_speak_from_warning_up() -> None:
 
 
 def test_afterwards_everything_is_as_before() -> None:
-    handlers = list(logging.getLogger().handlers)
+    handlers, was = list(logging.getLogger().handlers), structlog.is_configured()
 
     with logs.written(service="s", level="INFO", stream=io.StringIO()):
         assert structlog.is_configured()
 
-    assert not structlog.is_configured()
+    assert structlog.is_configured() == was
     assert logging.getLogger().handlers == handlers
 
 

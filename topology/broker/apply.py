@@ -15,7 +15,7 @@ from aiormq.exceptions import (
     ChannelPreconditionFailed,
 )
 
-from topology.broker.connection import asks_to_stop
+from topology.broker.connection import asks_to_stop, cancellations
 from topology.contract.problems import AccessRefused, BrokerError, BrokerUnreachable, TopologyMismatch
 from topology.model import Binding, Exchange, Queue, Topology
 
@@ -54,6 +54,7 @@ async def apply(topology: Topology, connection: AbstractConnection) -> None:
 @contextmanager
 def broker_errors() -> Iterator[None]:
     """Turn what the broker answers to a declaration into our errors."""
+    before = cancellations()
     try:
         yield
     except ChannelPreconditionFailed as error:
@@ -77,6 +78,8 @@ def broker_errors() -> Iterator[None]:
         if asks_to_stop():
             raise
         raise BrokerUnreachable("the connection was lost") from None
+    if cancellations() > before:  # one that aiormq lost
+        raise asyncio.CancelledError
 
 
 def _refusal(text: str) -> BrokerError:

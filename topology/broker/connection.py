@@ -116,7 +116,7 @@ class Connection:
                 return channel
 
     async def _open(self) -> None:
-        before = _cancellations()
+        before = cancellations()
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 connection = await aiormq.connect(self._url, context=self._ssl_context)
@@ -135,7 +135,7 @@ class Connection:
                 f"no broker at {self.address}: {said(error)}; is it running, and is LANEKEEPER_AMQP_URL right?"
             ) from error
         try:
-            if _cancellations() > before:
+            if cancellations() > before:
                 raise asyncio.CancelledError
             if self._on_open is not None:
                 await self._on_open(connection)
@@ -191,17 +191,17 @@ async def _closed(connection: Underlying) -> str:
 @contextmanager
 def border(what: str, *, lost: type[BrokerError] = BrokerUnreachable) -> Iterator[None]:
     """Translate what aiormq raises inside when a channel or connection is lost, or does not answer, into `lost`."""
-    before = _cancellations()
+    before = cancellations()
     try:
         yield
     except (AMQPError, RuntimeError, OSError, TimeoutError) as error:
-        if _cancellations() == before:
+        if cancellations() == before:
             raise lost(f"{what}: {said(error)}") from error
     except asyncio.CancelledError:
         if asks_to_stop():
             raise
         raise lost(f"{what}: the connection was lost") from None
-    if _cancellations() > before:
+    if cancellations() > before:
         raise asyncio.CancelledError
 
 
@@ -212,10 +212,10 @@ def said(error: BaseException) -> str:
 
 def asks_to_stop() -> bool:
     """Whether a CancelledError was asked for: aiormq also raises it where a channel or connection closed."""
-    return _cancellations() > 0
+    return cancellations() > 0
 
 
-def _cancellations() -> int:
+def cancellations() -> int:
     """How often this task was told to stop. Grown over a call of aiormq's, it says that the call lost one of them.
 
     aiormq waits with `asyncio.wait_for`, and that forgets, before Python 3.12, a cancellation that comes in the same
