@@ -4,15 +4,15 @@ broker        the broker that tests share: LANEKEEPER_AMQP_URL, else one that is
 vhost         a virtual host of the test's own on it
 own_broker    a broker of the test's own, which it may kill and start again
 
-With `--every-version`, which `./dev test` gives, tests in tests/broker and tests/journeys that use one of them run four
-times: on that broker, and on RabbitMQ 3.10, 4.0 and 4.3 in containers (`-k 4.3`: those on one version). Where no such
-container is to be had they are skipped; in CI they fail.
+With `--every-version`, as `./dev test` does it, tests in tests/broker and tests/journeys that use one of them run three
+times: on RabbitMQ 3.10, 4.0 and 4.3 in containers (`-k 4.3`: those on one version). For a version of which no container
+is to be had they are skipped; in CI they fail. Where there is none at all they run on the broker above.
 """
 
+import json
 import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
-from typing import NoReturn
 
 import pytest
 
@@ -25,21 +25,22 @@ DEFAULT = "default"
 ON_EVERY_VERSION = ("tests/broker/", "tests/journeys/")
 KEEPER = "LANEKEEPER_TESTS_KEEPER"
 """Tells the workers of a session where its keeper is."""
-
-
+MISSING = "LANEKEEPER_TESTS_MISSING"
+"""Tells the workers which versions are not to be had, and why: a JSON object."""
 _STACK = pytest.StashKey[ExitStack]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--every-version`."""
-    parser.addoption("--every-version", action="store_true", help="also on RabbitMQ 3.10, 4.0 and 4.3 in containers")
+    parser.addoption("--every-version", action="store_true", help="on RabbitMQ 3.10, 4.0 and 4.3 in containers")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start the keeper of brokers: in the session's first process, not in its workers."""
+    """Start the keeper of brokers, and have images made before any test's time runs: in the session's first process."""
     if config.option.every_version and not hasattr(config, "workerinput"):
         stack = config.stash[_STACK] = ExitStack()
         os.environ[KEEPER] = stack.enter_context(keeper.keeping())
+        os.environ[MISSING] = json.dumps({each: why for each in keeper.VERSIONS if (why := _missing(each))})
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -48,15 +49,33 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         stack.close()
 
 
+def _missing(version: str) -> str | None:
+    try:
+        keeper.ask(os.environ[KEEPER], "image", version)
+    except Unavailable as error:
+        return str(error)
+    return None
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Multiply the tests that use a broker by RabbitMQ's versions."""
     if "broker_version" in metafunc.fixturenames:
-        versions: list[object] = [DEFAULT]
         everywhere = metafunc.definition.nodeid.startswith(ON_EVERY_VERSION)
         once = metafunc.definition.get_closest_marker("default_broker_only")
+        versions: list[object] = [DEFAULT]
         if metafunc.config.option.every_version and everywhere and once is None:
-            versions += [pytest.param(each, marks=pytest.mark.versions) for each in keeper.VERSIONS]
+            missing = json.loads(os.environ[MISSING])
+            versions = [_version(each, missing.get(each)) for each in keeper.VERSIONS]
+            if len(missing) == len(versions):
+                versions.append(DEFAULT)
         metafunc.parametrize("broker_version", versions, indirect=True, scope="session")
+
+
+def _version(version: str, missing: str | None) -> object:
+    marks = [pytest.mark.versions]
+    if missing is not None and os.environ.get("CI") != "true":  # there it fails, for that reason
+        marks.append(pytest.mark.skip(reason=missing))
+    return pytest.param(version, marks=marks)
 
 
 @pytest.fixture(scope="session")
@@ -99,10 +118,4 @@ def _kept(what: str, version: str) -> dict[str, str]:
     try:
         return keeper.ask(os.environ[KEEPER], what, version)
     except Unavailable as error:
-        _not_to_be_had(str(error))
-
-
-def _not_to_be_had(reason: str) -> NoReturn:
-    if os.environ.get("CI") == "true":
-        pytest.fail(reason)
-    pytest.skip(reason)
+        pytest.fail(str(error))

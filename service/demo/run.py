@@ -8,6 +8,7 @@ broker is taken down.
 
 import argparse
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +23,9 @@ from service.demo.guard import SOURCES
 from topology.contract.problems import BrokerUnreachable
 
 GRACE_S = 15
-"""How long a command that was told to end may take, and then what it left behind."""
+"""How long a command that was told to end may take."""
+LEFT_S = 5
+"""How long what it left behind may take."""
 POLL_S = 0.02
 
 
@@ -77,7 +80,9 @@ def main() -> int:
 
 def _run(command: list[str], broker: GuardedBroker, signals: Signals) -> int:
     environment = [f"LANEKEEPER_AMQP_URL={broker.amqp_url}", f"LANEKEEPER_MANAGEMENT_URL={broker.management_url}"]
-    child = subprocess.Popen(["env", *environment, *command])
+    # Should we be killed, the command is told to end: its broker goes.
+    bound = ["setpriv", "--pdeathsig", "TERM"] if sys.platform == "linux" and shutil.which("setpriv") else []
+    child = subprocess.Popen([*bound, "env", *environment, *command])
     try:
         while signals.told is None and child.poll() is None:
             time.sleep(POLL_S)
@@ -96,7 +101,7 @@ def _run(command: list[str], broker: GuardedBroker, signals: Signals) -> int:
 
 def _end_the_rest(*, spare: int | None = None) -> None:
     """Give what is left a moment to end by itself (it may be a guard that cleans up), then kill it."""
-    until = time.monotonic() + GRACE_S
+    until = time.monotonic() + LEFT_S
     while left := set(descendants(os.getpid())) - (set() if spare is None else {spare, *descendants(spare)}):
         if time.monotonic() > until:
             for each in left:

@@ -22,13 +22,13 @@ from typing import Any
 from service.demo import container, install
 from service.demo.descendants import adopt_orphans, kill_all
 from service.demo.source import Leaving, Steps, Unavailable
+from tests.support.brokers import RunningBroker
 from tests.support.engine import Engine
 
 VERSIONS = ("3.10", "4.0", "4.3")
 SOCKET = "keeper"
 BUILD_S = 600
 """Three images, one after the other, on a slow machine."""
-READY_S = 60
 IMAGE_SCRIPT = Path(__file__).with_name("rabbitmq-image")
 LABEL = "org.lanekeeper.tests"
 
@@ -74,19 +74,19 @@ class Keeper:
         self.lock = threading.Lock()
         self._folder = folder
         self._engine = Engine(folder, steps=self.steps)
-        self._answers: dict[tuple[str, str], dict[str, str]] = {}
+        self._images: dict[str, str] = {}
+        self._without: dict[str, str] = {}
+        """Versions of which there is no image, and why: it is not tried again."""
+        self._brokers: dict[str, RunningBroker] = {}
         self._containers: list[Any] = []
 
     def answer(self, what: str, version: str) -> dict[str, str]:
         """The image or broker; `error` and why, where there is none. One after the other: the machine is small."""
         with self.lock:
-            if (what, version) not in self._answers:
-                try:
-                    made = self._image(version) if what == "image" else self._broker(version)
-                except (Unavailable, Leaving) as error:
-                    made = {"error": f"RabbitMQ {version}: {error}"}
-                self._answers[what, version] = made
-            return self._answers[what, version]
+            try:
+                return self._image(version) if what == "image" else self._broker(version)
+            except (Unavailable, Leaving) as error:
+                return {"error": f"RabbitMQ {version}: {error}"}
 
     def close(self) -> None:
         """Take everything down."""
@@ -99,29 +99,38 @@ class Keeper:
         kill_all()
         _unmount_below(self._folder)
 
+    def _broker(self, version: str) -> dict[str, str]:
+        if version not in self._brokers:
+            image = self._image(version)["image"]
+            from tests.support.containers import start_rabbitmq  # slow to import, and not always needed
+
+            self._brokers[version] = start_rabbitmq(image, label=LABEL, steps=self.steps, keep=self._containers.append)
+        started = self._brokers[version]
+        return {"amqp_url": started.amqp_url, "management_url": started.management_url, "version": started.version}
+
     def _image(self, version: str) -> dict[str, str]:
+        if version in self._without:
+            raise Unavailable(self._without[version])
+        if version not in self._images:
+            try:
+                self._images[version] = self._found_or_built(version)
+            except Unavailable as error:
+                self._without[version] = str(error)
+                raise
+        return {"image": self._images[version]}
+
+    def _found_or_built(self, version: str) -> str:
         self._engine.ensure()
         official, local = f"rabbitmq:{version}-management", f"debian-rabbitmq:{version}-management"
-        found = container.find_image(self.steps, official=official, local=local)
-        if found is None:
-            if shutil.which("debootstrap") is None:
-                install.install(self.steps, "debootstrap")
-            self.steps.say(f"building {local} from Debian's packages (once)")
-            code, said = self.steps.run(
-                ["env", f"TMPDIR={self._folder}", str(IMAGE_SCRIPT), version],
-                within_s=BUILD_S,
-            )
-            if code:
-                raise Unavailable(f"no registry is reached, and {IMAGE_SCRIPT.name} failed:\n{said[-1500:]}")
-            found = local
-        return {"image": found}
-
-    def _broker(self, version: str) -> dict[str, str]:
-        image = self._image(version)["image"]
-        from tests.support.containers import start_rabbitmq  # slow to import, and not always needed
-
-        started = start_rabbitmq(image, label=LABEL, steps=self.steps, keep=self._containers.append)
-        return {"amqp_url": started.amqp_url, "management_url": started.management_url, "version": started.version}
+        if found := container.find_image(self.steps, official=official, local=local):
+            return found
+        if shutil.which("debootstrap") is None:
+            install.install(self.steps, "debootstrap")
+        self.steps.say(f"building {local} from Debian's packages (once)")
+        code, said = self.steps.run(["env", f"TMPDIR={self._folder}", str(IMAGE_SCRIPT), version], within_s=BUILD_S)
+        if code:
+            raise Unavailable(f"no registry is reached, and {IMAGE_SCRIPT.name} failed:\n{said[-1500:]}")
+        return local
 
 
 def _unmount_below(folder: Path) -> None:
