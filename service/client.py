@@ -30,6 +30,8 @@ PRIORITY = 4
 """Said, because a message without one is 4 on quorum queues and 0 on classic ones (contract, section 1)."""
 PUBLISH_WITHIN_S = 30.0
 RECONNECT_PAUSE_S = 0.2
+ANSWER_LATE_S = 5.0
+"""After a deadline its problem document should be here; waiting longer is in vain."""
 
 
 class ReplyLost(BrokerError):
@@ -131,6 +133,8 @@ class Client:
                 yield reply
 
     async def _replies(self, message: Message, key: str, timeout_s: float | None) -> AsyncGenerator[Part | Final, None]:
+        if timeout_s is None:
+            timeout_s = _bound_s(message)
         message.correlation_id = uuid.uuid4().hex
         arrived = self._waiting[message.correlation_id] = asyncio.Queue()
         loop = asyncio.get_running_loop()
@@ -191,6 +195,14 @@ class Client:
                         )
                     )
                 await asyncio.sleep(RECONNECT_PAUSE_S)
+
+
+def _bound_s(message: Message) -> float | None:
+    """How long an answer can take that says until when it must be there: where no worker runs, none says so."""
+    deadline_ms, at = message.headers.get(n.DEADLINE_MS), message.headers.get(n.AT)
+    if not isinstance(deadline_ms, int) or at is not None:
+        return None
+    return (deadline_ms + int(message.headers.get(n.DELAY_MS, 0))) / 1000 + ANSWER_LATE_S
 
 
 def _message(body: Mapping[str, Any] | bytes, wishes: Wishes, *, stream: bool) -> Message:

@@ -69,7 +69,8 @@ async def _answer_status(parts: Parts) -> None:
         with suppress(BrokerError):
             async with Inbox(parts.consuming, bindings=((parts.names.control, STATUS_KEY),)) as inbox:
                 async for question in inbox:
-                    if question.reply_to:
+                    # told to a queue that the broker named, as `status` has one, and to no other (threat T1)
+                    if question.reply_to and question.reply_to.startswith("amq.gen-"):
                         await _tell(parts, question, me)
         await asyncio.sleep(1)  # the connection itself comes back with its own backoff
 

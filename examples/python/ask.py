@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import time
 import uuid
 
 import pika
@@ -24,6 +25,7 @@ channel.basic_publish(
         message_id=request_id,
         correlation_id=request_id,
         reply_to=replies,
+        headers={"x-lane-sent-ms": int(time.time() * 1000)},
     ),
 )
 for _method, properties, body in channel.consume(replies, auto_ack=True):

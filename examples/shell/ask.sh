@@ -2,6 +2,7 @@
 # Ask over RabbitMQ with Debian's amqp-tools alone: ./ask.sh "Name three rivers."
 set -euo pipefail
 url=${AMQP_URL:-amqp://localhost:5672}
+url=${url%/} # amqp-tools take a slash at the end for a virtual host without a name
 queue=examples.shell.$$
 amqp-declare-queue --url="$url" --queue="$queue" >/dev/null
 trap 'amqp-delete-queue --url="$url" --queue="$queue" >/dev/null' EXIT

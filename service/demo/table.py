@@ -83,6 +83,10 @@ def show_verdict(console: Console, lanes: Board, first_come: Board) -> None:
                 end_section=number == len(scores.lanes) - 1,
             )
     console.print(table)
+    console.print(
+        "One queue lets the flood have every worker and ends it sooner; the lanes keep theirs free for what is urgent.",
+        style="dim",
+    )
     for each in lanes.wrong[:5]:
         console.print(f"  not answered right: {each}", style="red", highlight=False)
     if not lanes.all_right:
