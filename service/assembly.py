@@ -28,7 +28,8 @@ from topology.broker.deliveries import Deliveries, Delivery
 from topology.broker.notices import Notices
 from topology.broker.publisher import Publisher
 from topology.broker.verify import verify
-from topology.contract.problems import SettingsError, TopologyMismatch
+from topology.contract.messages import Message
+from topology.contract.problems import AccessRefused, SettingsError, TopologyMismatch
 from topology.declaration import declare
 from topology.lanes import LaneSpec
 from topology.model import Topology
@@ -87,6 +88,7 @@ async def assemble(
         topology = declare(every, names=names, broker_version=publishing.version)
         await _apply_or_check(topology, publishing, declares=declares)
         publisher = Publisher(publishing, tracing=tracing)
+        await _see_that_it_may_write(publisher, names)
         notices = await stack.enter_async_context(Notices(publishing))
         direct = None
         if _before(publishing.version, DIRECT_REPLY_MENDED):
@@ -162,6 +164,19 @@ def _provider(settings: Settings, tracing: Tracing) -> AnthropicProvider:
 
 def _job_maker(lane: LaneSpec, names: Names) -> Callable[[Delivery], Job]:
     return lambda delivery: Job(delivery, lane=lane, trusted=is_trusted(delivery.message, names), taken_ms=now_ms())
+
+
+async def _see_that_it_may_write(publisher: Publisher, names: Names) -> None:
+    """A worker that may answer nobody would take requests and put them back until they are buried as poison."""
+    nothing = Message(body=b"", persistent=False)
+    for exchange, routing_key in (("", f"{names.reply_prefix}nobody"), (names.events, "nobody")):
+        try:
+            await publisher.publish(nothing, exchange=exchange, routing_key=routing_key, mandatory=False, traced=False)
+        except AccessRefused as error:
+            raise AccessRefused(
+                f"a worker must be allowed to write: {error}; "
+                "give its user the rights that `lanekeeper topology export --user NAME:worker` shows"
+            ) from error
 
 
 async def _apply_or_check(topology: Topology, connection: Connection, *, declares: bool) -> None:

@@ -148,7 +148,8 @@ class Client:
                         reply = await arrived.get()
                 except TimeoutError:
                     raise NoReply(
-                        f"no answer to {message.message_id} within {timeout_s:g} s; it may still come"
+                        f"no answer to {message.message_id} within {timeout_s:g} s; it may still come. "
+                        "Is a worker running? Ask: lanekeeper status"
                     ) from None
                 if isinstance(reply, BrokerError):
                     raise reply
