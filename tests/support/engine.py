@@ -40,7 +40,8 @@ class Engine:
                 break
             if container.engine_answers(self._steps):
                 return
-        raise Unavailable(f"Docker's engine did not start:\n{self._log.read_text(errors='replace')[-1000:]}")
+        said = self._log.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
+        raise Unavailable(f"Docker's engine did not start: {said[-1]}")
 
     def stop(self) -> None:
         """Stop the engine that `ensure` started; it stops its containers and its own containerd."""
