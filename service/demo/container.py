@@ -3,8 +3,10 @@
 Docker's command is used, not its API: nothing more to install, and it knows contexts and rootless engines.
 """
 
+import os
 import secrets
 import shutil
+import socket
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,6 +25,7 @@ OFFICIAL = "rabbitmq:4.3-management"
 LOCAL = "debian-rabbitmq:4.3-management"
 """Built from Debian's packages, where no registry is reached: tests/support/rabbitmq-image."""
 LABEL = "org.lanekeeper.broker"
+"""On every container that is made here or for the tests; says who has it: host name and process."""
 ANSWER_S = 10
 PULL_S = 300
 START_S = 60
@@ -51,6 +54,35 @@ def find_image(steps: Steps, *, official: str = OFFICIAL, local: str = LOCAL) ->
             if steps.run(["docker", "pull", "--quiet", official], within_s=PULL_S)[0] == 0:
                 return official
     return None
+
+
+def owner() -> str:
+    """This process, as the label of its containers has it."""
+    return f"{socket.gethostname()}:{os.getpid()}"
+
+
+def sweep(steps: Steps) -> None:
+    """Remove containers whose owner was killed and could not: of this machine alone, an engine can have several."""
+    mine, _, _ = owner().rpartition(":")
+    listed = steps.run(
+        ["docker", "ps", "--all", f"--filter=label={LABEL}", f'--format={{{{.ID}}}} {{{{.Label "{LABEL}"}}}}'],
+        within_s=ANSWER_S,
+    )[1]
+    for line in listed.splitlines():
+        identity, _, its = line.partition(" ")
+        host, _, process = its.rpartition(":")
+        if host == mine and process.isdigit() and not _is_running(int(process)):
+            steps.run(["docker", "rm", "--force", "--volumes", identity], within_s=START_S)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 class Container:
@@ -99,7 +131,7 @@ class Container:
             "--pull=never",
             f"--name={self._name}",
             f"--hostname={self._name}",  # part of the node's name, and so of the path to its data
-            f"--label={LABEL}={self._name}",
+            f"--label={LABEL}={owner()}",
             f"--env-file={self._settings}",
             *published,
             self._image,

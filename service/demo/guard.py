@@ -88,6 +88,7 @@ class Guard:
         if source == "docker":
             if not container.engine_answers(self.steps):
                 raise Unavailable("Docker: no engine answers")
+            container.sweep(self.steps)
             image = self.image or container.find_image(self.steps)
             if image is None:
                 raise Unavailable(f"Docker: {container.OFFICIAL} is not here and cannot be pulled")

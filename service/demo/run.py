@@ -25,7 +25,9 @@ from topology.contract.problems import BrokerUnreachable
 GRACE_S = 15
 """How long a command that was told to end may take."""
 LEFT_S = 5
-"""How long what it left behind may take."""
+"""How long what it left behind may go on by itself."""
+CLEANING_UP_S = 60
+"""How long that may take when told to end: it may be a guard with a broker of its own, or Docker's engine."""
 POLL_S = 0.02
 
 
@@ -100,14 +102,18 @@ def _run(command: list[str], broker: GuardedBroker, signals: Signals) -> int:
 
 
 def _end_the_rest(*, spare: int | None = None) -> None:
-    """Give what is left a moment to end by itself (it may be a guard that cleans up), then kill it."""
-    until = time.monotonic() + LEFT_S
+    """Give what is left a moment to end by itself, then tell it to, and kill it only when that has no effect."""
+    began = time.monotonic()
+    told: set[int] = set()
     while left := set(descendants(os.getpid())) - (set() if spare is None else {spare, *descendants(spare)}):
-        if time.monotonic() > until:
-            for each in left:
-                with suppress(ProcessLookupError, PermissionError):
-                    os.kill(each, signal.SIGKILL)
+        waited_s = time.monotonic() - began
         for each in left:
+            with suppress(ProcessLookupError, PermissionError):
+                if waited_s > LEFT_S + CLEANING_UP_S:
+                    os.kill(each, signal.SIGKILL)
+                elif waited_s > LEFT_S and each not in told:
+                    told.add(each)
+                    os.kill(each, signal.SIGTERM)
             reap(each)
         time.sleep(POLL_S)
 

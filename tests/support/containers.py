@@ -8,20 +8,23 @@ from typing import cast
 from testcontainers.community.rabbitmq import RabbitMqContainer
 from testcontainers.core.config import ConnectionMode, testcontainers_config
 
+from service.demo import container
 from service.demo.source import LOOPBACK, USER, Access, Steps, Unavailable, version_if_ready
 from tests.support.brokers import RunningBroker
 
 READY_S = 60
 
 
-def start_rabbitmq(image: str, *, label: str, steps: Steps, keep: Callable[[RabbitMqContainer], None]) -> RunningBroker:
+def start_rabbitmq(image: str, *, steps: Steps, keep: Callable[[RabbitMqContainer], None]) -> RunningBroker:
     """Start a container and wait until it is ready. `keep` gets it before it starts, to stop it whatever comes."""
     # Its reaper is an image of its own, from a registry that not every machine reaches; the keeper stops all.
     testcontainers_config.ryuk_disabled = True
     testcontainers_config.connection_mode_override = ConnectionMode.docker_host
     logging.getLogger("pika").setLevel(logging.CRITICAL)  # says ERROR each second until the broker is up
     password = secrets.token_urlsafe(18)
-    made = RabbitMqContainer(image, username=USER, password=password).with_kwargs(labels={label: "true"})
+    made = RabbitMqContainer(image, username=USER, password=password).with_kwargs(
+        labels={container.LABEL: container.owner()}
+    )
     # Ports that the engine chooses, on loopback: its own method for that would publish them on every address.
     made.ports = cast(dict[str, int | None], {"5672/tcp": (LOOPBACK, None), "15672/tcp": (LOOPBACK, None)})
     keep(made)

@@ -8,6 +8,7 @@ nothing stays, whatever way the session ends. The session calls `keeping`, and `
 import json
 import os
 import shutil
+import signal
 import socket
 import socketserver
 import subprocess
@@ -30,7 +31,6 @@ SOCKET = "keeper"
 BUILD_S = 600
 """Three images, one after the other, on a slow machine."""
 IMAGE_SCRIPT = Path(__file__).with_name("rabbitmq-image")
-LABEL = "org.lanekeeper.tests"
 
 
 def ask(folder: str, what: str, version: str) -> dict[str, str]:
@@ -104,7 +104,7 @@ class Keeper:
             image = self._image(version)["image"]
             from tests.support.containers import start_rabbitmq  # slow to import, and not always needed
 
-            self._brokers[version] = start_rabbitmq(image, label=LABEL, steps=self.steps, keep=self._containers.append)
+            self._brokers[version] = start_rabbitmq(image, steps=self.steps, keep=self._containers.append)
         started = self._brokers[version]
         return {"amqp_url": started.amqp_url, "management_url": started.management_url, "version": started.version}
 
@@ -121,6 +121,7 @@ class Keeper:
 
     def _found_or_built(self, version: str) -> str:
         self._engine.ensure()
+        container.sweep(self.steps)
         official, local = f"rabbitmq:{version}-management", f"debian-rabbitmq:{version}-management"
         if found := container.find_image(self.steps, official=official, local=local):
             return found
@@ -141,7 +142,9 @@ def _unmount_below(folder: Path) -> None:
 
 
 def main() -> None:
-    """Keep until standard input closes."""
+    """Keep until standard input closes; no signal cuts short what must be put in order then."""
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, lambda *_: None)  # not SIG_IGN, which all that is started here would inherit
     adopt_orphans()
     with tempfile.TemporaryDirectory(prefix="lanekeeper-tests-", ignore_cleanup_errors=True) as name:
         keeper = Keeper(Path(name))
