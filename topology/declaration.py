@@ -17,15 +17,13 @@ from dataclasses import dataclass
 from topology import delays
 from topology.lanes import LaneSpec
 from topology.model import Arguments, Binding, Exchange, Queue, Topology, Value
-from topology.names import Names
+from topology.names import CONTROL_KEYS, Names
 
 OLDEST = (3, 10)
 DELIVERY_LIMIT = 20
 """The backstop; a worker buries a request itself at its fifth delivery."""
 NO_DELIVERY_LIMIT = -1
 CLASSIC_PRIORITIES = 9
-CANCEL_KEY = "cancel"
-"""Of what is kept in `lane.control`; questions have keys of their own, and go to queues that the workers bind."""
 _VERSION = re.compile(r"(\d+)\.(\d+)")
 
 
@@ -78,7 +76,7 @@ def declare(lanes: Sequence[LaneSpec], *, names: Names, broker_version: str) -> 
             *delays.bindings(names),
             Binding(names.fallen, names.fallen),
             Binding(names.dead, names.dead, routing_key="#"),
-            Binding(names.control, names.control, routing_key=CANCEL_KEY),
+            *(Binding(names.control, names.control, routing_key=key) for key in CONTROL_KEYS),
         ),
         namespace=names.namespace,
         lanes=tuple(lane.name for lane in lanes),

@@ -16,7 +16,7 @@ _FLOW = """\
   worker -- "retry, delay" --> delays
   worker -- "hopeless" --> dead
   worker -. "life cycle" .-> events
-  control -- "status" --> worker
+  control -- "cancel, result, status" --> worker
   worker == "answer, by reply_to" ==> app"""
 
 

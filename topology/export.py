@@ -5,6 +5,7 @@
 | role | may |
 |---|---|
 | application | publish to `lane.requests` with keys `<its lanes>.<its name>.…`; make and read reply queues |
+| client | the same, and cancel its requests and fetch their results: publish to `lane.control` |
 | worker | read lanes and what fell out of them; write delays, dead letters, events and replies; make status queues |
 | operator | publish to any lane, cancel, watch events, read `lane.dead`; see all in the management UI |
 | deployer | configure, write and read everything of ours: `topology apply` |
@@ -12,6 +13,9 @@
 What was tried (facts.md, section 9): nobody but the deployer configures anything but queues that the broker names
 (`amq.gen-…`; names with `amq.` can be given by no client, so this allows no exchange). An application that could
 declare an exchange could dead-letter its way past every topic permission.
+
+Whoever may write `lane.control` is told by workers of its own tenant's requests alone, where requests have a tenant
+(`user_id`). Those without one belong to everybody who knows their id: give untrusted applications no `client` role.
 """
 
 import base64
@@ -23,15 +27,22 @@ from typing import Any, Literal
 
 from topology.lanes import BATCH, NORMAL
 from topology.model import Topology
-from topology.names import Names
+from topology.names import CONTROL_KEYS, Names
 
-Role = Literal["application", "worker", "operator", "deployer"]
+Role = Literal["application", "client", "worker", "operator", "deployer"]
 
 NOTHING = "^$"
 OWN_QUEUES = r"amq\.gen-.*"
 """Queues that the broker named."""
 DEFAULT_EXCHANGE = r"amq\.default"
-TAGS: dict[Role, str] = {"application": "", "worker": "", "operator": "monitoring", "deployer": "management"}
+TAGS: dict[Role, str] = {
+    "application": "",
+    "client": "",
+    "worker": "",
+    "operator": "monitoring",
+    "deployer": "management",
+}
+APPLICATIONS: tuple[Role, ...] = ("application", "client")
 HASHING = "rabbit_password_hashing_sha256"
 SALT_BYTES = 4
 _USER_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -48,7 +59,7 @@ class User:
     role: Role
     password_hash: str = field(repr=False)
     lanes: tuple[str, ...] = (NORMAL.name, BATCH.name)
-    """Of an application: the lanes that it may publish into. What may be critical, somebody has to decide."""
+    """Of an application or client: the lanes that it may publish into. What may be critical, somebody has to decide."""
 
     def __post_init__(self) -> None:
         # The broker puts the name into a regular expression, and it is one word of the key.
@@ -83,6 +94,10 @@ def rights(role: Role, topology: Topology) -> Rights:
     match role:
         case "application":
             return Rights(_any(OWN_QUEUES), _any(re.escape(names.requests)), _any(OWN_QUEUES))
+        case "client":
+            return Rights(
+                _any(OWN_QUEUES), _any(*map(re.escape, (names.requests, names.control))), _any(OWN_QUEUES)
+            )
         case "worker":
             return Rights(
                 _any(OWN_QUEUES),
@@ -120,7 +135,7 @@ def definitions(topology: Topology, vhost: str, users: Sequence[User] = ()) -> d
         ],
         "permissions": [_permission(user, topology, vhost) for user in users],
         "topic_permissions": [
-            _topic_permission(user, topology, vhost) for user in users if user.role in ("application", "operator")
+            permission for user in users for permission in _topic_permissions(user, topology, vhost)
         ],
         "exchanges": [
             {
@@ -169,17 +184,20 @@ def _permission(user: User, topology: Topology, vhost: str) -> dict[str, str]:
     }
 
 
-def _topic_permission(user: User, topology: Topology, vhost: str) -> dict[str, str]:
-    """Which keys a user may publish to `lane.requests` with. Without one a user may use any: they fail open."""
-    lanes = user.lanes if user.role == "application" else topology.lanes
-    whose = r"{username}\." if user.role == "application" else ""
-    return {
-        "user": user.name,
-        "vhost": vhost,
-        "exchange": Names(topology.namespace).requests,
-        "write": rf"^({'|'.join(map(re.escape, lanes))})\.{whose}",
-        "read": NOTHING,
-    }
+def _topic_permissions(user: User, topology: Topology, vhost: str) -> list[dict[str, str]]:
+    """Which keys a user may publish with, by exchange. Without one a user may use any: they fail open."""
+    names = Names(topology.namespace)
+    asks = user.role in APPLICATIONS
+    written: dict[str, str] = {}
+    if asks or user.role == "operator":
+        lanes = "|".join(map(re.escape, user.lanes if asks else topology.lanes))
+        written[names.requests] = rf"^({lanes})\." + (r"{username}\." if asks else "")
+    if user.role == "client":
+        written[names.control] = _any(*map(re.escape, CONTROL_KEYS))
+    return [
+        {"user": user.name, "vhost": vhost, "exchange": exchange, "write": pattern, "read": NOTHING}
+        for exchange, pattern in written.items()
+    ]
 
 
 def _any(*patterns: str) -> str:

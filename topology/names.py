@@ -56,7 +56,7 @@ class Names:
 
     @property
     def control(self) -> str:
-        """Exchange and queue of control messages (cancel; status, answered by every worker)."""
+        """Exchange and queue of control messages (cancel and result, answered by one worker; status, by every one)."""
         return f"{self.namespace}.control"
 
     @property
@@ -114,12 +114,13 @@ FIRST_SEEN_MS = "x-lane-first-seen-ms"
 DUE_MS = "x-lane-due-ms"
 USER_ID = "x-lane-user-id"
 EXPIRATION = "x-lane-expiration"
+REDELIVERED = "x-lane-redelivered"
 
 OURS = frozenset(
     {
         STATUS, PART, SEQ, REQUEST_ID, LANE_NAME, MODEL, PROVIDER, ATTEMPT, WAIT_MS, RUN_MS, REPLAYED,
         DEAD_CODE, DEAD_DETAIL, DEAD_AT, ROUTING_KEY, ERRORS,
-        FIRST_SEEN_MS, DUE_MS, USER_ID, EXPIRATION,
+        FIRST_SEEN_MS, DUE_MS, USER_ID, EXPIRATION, REDELIVERED,
     }
 )  # fmt: skip
 
@@ -135,4 +136,8 @@ DIRECT_REPLY_TO = "amq.rabbitmq.reply-to"
 
 # Keys on the control exchange.
 CANCEL_KEY = "cancel"
+RESULT_KEY = "result"
+CONTROL_KEYS = (CANCEL_KEY, RESULT_KEY)
+"""Of what any one worker answers, from `lane.control`: cancellations are kept until they are recorded, questions for
+results expire. What all workers answer has a key of its own, and goes to queues that they bind."""
 STATUS_KEY = "status"

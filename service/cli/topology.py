@@ -89,7 +89,7 @@ def export(
     users: Annotated[
         list[str] | None,
         typer.Option(
-            "--user", metavar="NAME:ROLE[:LANES]", help="application, worker, operator, deployer; repeatable."
+            "--user", metavar="NAME:ROLE[:LANES]", help="application, client, worker, operator, deployer; repeatable."
         ),
     ] = None,
     passwords: Annotated[

@@ -197,7 +197,7 @@ async def test_nobody_can_write_into_due_queues_past_the_cascade(connection: Abs
         await publish(connection, "lane.due", "critical.a.b")
 
 
-async def test_cancels_are_kept_and_questions_are_not(connection: AbstractConnection) -> None:
+async def test_cancels_are_kept_and_questions_to_all_workers_are_not(connection: AbstractConnection) -> None:
     await publish(connection, "lane.control", "cancel")
     with pytest.raises(DeliveryError):
         await publish(connection, "lane.control", "status")

@@ -44,6 +44,7 @@ class Broker:
         self.users = {
             "application": User(self.app, "application", HASH),
             "pager": User(f"pager-{mark}", "application", HASH, lanes=("critical",)),
+            "client": User(f"client-{mark}", "client", HASH, lanes=("critical",)),
             "worker": User(f"worker-{mark}", "worker", HASH),
             "operator": User(f"operator-{mark}", "operator", HASH),
             "deployer": User(f"deployer-{mark}", "deployer", HASH),
@@ -196,6 +197,23 @@ async def test_a_copy_to_another_lane_is_refused_from_4_0_on(broker_with_users: 
         assert await it.may("application", copied) == it.version.startswith("3.")
 
 
+async def test_a_client_may_cancel_and_fetch_as_well(broker_with_users: Broker) -> None:
+    it = broker_with_users
+    mine = f"critical.{it.users['client'].name}.chat"
+
+    assert [key for key in ("cancel", "result") if not await it.may("client", publish("lane.control", key))] == []
+    assert await it.may("client", publish("lane.requests", mine))
+    assert await it.may("client", own_queue())
+
+
+async def test_a_client_may_do_nothing_else(broker_with_users: Broker) -> None:
+    it = broker_with_users
+    forbidden = [act for act in NOT_FOR_APPLICATIONS if act.what != publish("lane.control", "cancel").what]
+
+    assert not await it.may("client", publish("lane.control", "status"))
+    assert [act.what for act in forbidden if await it.may("client", act)] == []
+
+
 FOR_WORKERS = [
     *(consume(f"lane.{lane}{due}") for lane in ("critical", "normal", "batch") for due in ("", ".due")),
     consume("lane.fallen"),
@@ -276,7 +294,7 @@ async def test_a_deployer_may_apply_all_of_it_and_look(broker_with_users: Broker
     assert not await it.may("deployer", declare_queue("orders"))
 
 
-@pytest.mark.parametrize("role", ["application", "worker", "operator"])
+@pytest.mark.parametrize("role", ["application", "client", "worker", "operator"])
 async def test_nobody_else_may_apply(role: str, broker_with_users: Broker) -> None:
     it = broker_with_users
 

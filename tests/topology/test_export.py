@@ -50,6 +50,14 @@ def test_a_password_hash_is_not_shown() -> None:
             ["lane.dead", "lane.delay.00", "lane.due", "lane.control", "lane.events", "lane.critical", "amq.default"],
         ),
         ("application", "read", ["amq.gen-x"], ["lane.critical", "lane.dead", "lane.events", "lane.requests"]),
+        ("client", "configure", ["amq.gen-x"], ["lane.requests", "lane.critical", "mine", "amq.direct"]),
+        (
+            "client",
+            "write",
+            ["lane.requests", "lane.control"],
+            ["lane.dead", "lane.delay.00", "lane.due", "lane.events", "lane.critical", "amq.default"],
+        ),
+        ("client", "read", ["amq.gen-x"], ["lane.critical", "lane.dead", "lane.control", "lane.requests"]),
         ("worker", "configure", ["amq.gen-x"], ["lane.critical", "lane.delay.00", "lane.dead"]),
         (
             "worker",
@@ -121,6 +129,13 @@ def test_the_recommended_topic_pattern_is_the_designs() -> None:
     (permission,) = definitions(TOPOLOGY, "/", [User("support", "application", HASH)])["topic_permissions"]
 
     assert permission["write"] == r"^(normal|batch)\.{username}\."
+
+
+def test_a_client_may_ask_its_lanes_as_an_application_and_on_the_control_exchange_cancel_and_fetch() -> None:
+    asked, control = definitions(TOPOLOGY, "/", [User("crm", "client", HASH, lanes=("batch",))])["topic_permissions"]
+
+    assert (asked["exchange"], asked["write"]) == ("lane.requests", r"^(batch)\.{username}\.")
+    assert (control["exchange"], control["write"]) == ("lane.control", "^(cancel|result)$")
 
 
 def test_definitions_are_json_and_hold_everything_once() -> None:
