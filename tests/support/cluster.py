@@ -1,0 +1,203 @@
+"""A RabbitMQ cluster of three in Docker, whose nodes tests may kill, freeze, cut off and restart.
+
+    async with cluster() as c:
+        c.amqp_urls, c.amqp_url         each node's; all of them, comma-joined
+        c.management_url                the first node's (each has its own: `node.management_url`)
+        node = await c.leader_of("lane.critical")
+        await node.kill()               SIGKILL; `start()` brings it back with its data, name and address
+        await node.pause()              frozen, as a machine that hangs; `unpause()`
+        await node.partition()          from its peers and from us; `heal()`
+        await node.drain()              as before an upgrade; `revive()`, or `restart()`
+        await c.whole()                 until all three run and know it
+
+Reached at the containers' own addresses, not at published ports: what is cut off by `partition` is cut off for clients
+too, and has the same address afterwards. Without a Docker engine or an image `cluster` raises Unavailable.
+"""
+
+import asyncio
+import json
+import os
+import secrets
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from service.demo import container
+from service.demo.source import ERLANG_ARGUMENTS, USER, Steps, Unavailable
+from tests.support import keeper
+from tests.support.nodes import COMMAND_S, READY_S, SIZE, Node, docker
+from tests.support.waiting import until
+
+KEEPER = "LANEKEEPER_TESTS_KEEPER"
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Three nodes, one user with all rights."""
+
+    nodes: tuple[Node, ...]
+    version: str
+
+    @property
+    def amqp_urls(self) -> tuple[str, ...]:
+        return tuple(each.amqp_url for each in self.nodes)
+
+    @property
+    def amqp_url(self) -> str:
+        """All of them, as LANEKEEPER_AMQP_URL takes them."""
+        return ",".join(self.amqp_urls)
+
+    @property
+    def management_url(self) -> str:
+        return self.nodes[0].management_url
+
+    def others(self, node: Node) -> tuple[Node, ...]:
+        """The two that are not this one."""
+        return tuple(each for each in self.nodes if each != node)
+
+    async def alive(self) -> tuple[Node, ...]:
+        """Those that are neither killed, frozen nor cut off."""
+        words = ("--filter=status=running", f"--filter=network={self.nodes[0].network}", "--format={{.Names}}")
+        running = (await docker("ps", *words)).split()
+        return tuple(each for each in self.nodes if each.host in running)
+
+    async def leader_of(self, queue: str, *, vhost: str = "/") -> Node:
+        """Where a quorum queue's leader is; waits while it has none that is alive."""
+        # From Ra's own table, local to each node: while a node hangs, the management API and `rabbitmqctl list_queues`
+        # wait for it. What a member is called: rabbit_quorum_queue, `qname_to_internal_name`.
+        member = f"{quote(vhost, safe='')}_{queue}"
+        expression = f"ra_leaderboard:lookup_leader('{member}')."
+
+        async def leads() -> Node | None:
+            alive = await self.alive()
+            for asked in alive:  # one that is drained knows of none
+                said = await asked.run("rabbitmqctl", "--quiet", "eval", expression)
+                if leader := next((each for each in alive if each.name in said), None):
+                    return leader
+            return None
+
+        found: Node = await until(leads, within_s=COMMAND_S)
+        return found
+
+    async def queue(self, queue: str, *, vhost: str = "/") -> dict[str, Any]:
+        """What the management API says of a queue: `leader`, `members`, `online`, …; all nodes have to answer."""
+        # Without statistics: those are up to 5 s old.
+        path = f"queues/{quote(vhost, safe='')}/{quote(queue, safe='')}?disable_stats=true&enable_queue_totals=true"
+        found: dict[str, Any] = await (await self.alive())[0].api("GET", path)
+        return found
+
+    async def rabbitmqctl(self, node: Node, *words: str) -> str:
+        """Run `rabbitmqctl` in a node's container."""
+        return await node.run("rabbitmqctl", "--quiet", *words)
+
+    async def whole(self, *, within_s: float = READY_S) -> None:
+        """Wait until every node runs and sees its peers."""
+        for node in self.nodes:
+            await node.ready(within_s=within_s)
+
+
+@asynccontextmanager
+async def cluster(*, image: str | None = None) -> AsyncIterator[Cluster]:
+    """Three nodes for as long as the block lasts; whatever way it ends, nothing of them stays.
+
+    What a killed owner left is removed here, by the next one.
+    """
+    steps = Steps()
+    image = await asyncio.to_thread(_image, steps) if image is None else image
+    await asyncio.to_thread(_sweep, steps)
+    name = f"lanekeeper-{secrets.token_hex(4)}"
+    hosts = [f"{name}-{number}" for number in range(1, SIZE + 1)]
+    password = secrets.token_hex(16)
+    with tempfile.TemporaryDirectory(prefix="lanekeeper-cluster-") as folder:
+        try:
+            prefix = await _network(name)
+            nodes = tuple(Node(host, f"{prefix}.{10 + at}", name, password) for at, host in enumerate(hosts))
+            settings, configuration = _files(Path(folder), nodes, password)
+            await asyncio.gather(*(_run(node, image, settings, configuration) for node in nodes))
+            made = Cluster(nodes, "")
+            await made.whole()
+            yield Cluster(nodes, str((await nodes[0].api("GET", "overview"))["rabbitmq_version"]))
+        finally:  # blocking, so that no cancellation ends it half-way
+            steps.run(["docker", "rm", "--force", "--volumes", *hosts], within_s=COMMAND_S)
+            steps.run(["docker", "network", "rm", name], within_s=COMMAND_S)
+
+
+def _image(steps: Steps) -> str:
+    if folder := os.environ.get(KEEPER):
+        return keeper.ask(folder, "image", "4.3")["image"]
+    if not container.engine_answers(steps):
+        raise Unavailable("a cluster needs Docker, and no engine answers")
+    if found := container.find_image(steps):
+        return found
+    raise Unavailable(
+        f"{container.OFFICIAL} is not here and cannot be pulled; tests/support/rabbitmq-image 4.3 makes one"
+    )
+
+
+def _sweep(steps: Steps) -> None:
+    container.sweep(steps)
+    # Networks of clusters, once they are empty; Docker itself refuses those that are not.
+    label = f"--filter=label={container.LABEL}"
+    listed = steps.run(["docker", "network", "ls", label, "--format={{.Name}}"], within_s=COMMAND_S)[1].split()
+    for name in listed:
+        found = steps.run(["docker", "ps", "--all", "--quiet", f"--filter=network={name}"], within_s=COMMAND_S)[1]
+        if not found:
+            steps.run(["docker", "network", "rm", name], within_s=COMMAND_S)
+
+
+async def _network(name: str) -> str:
+    """Make the network; its first three numbers. Docker knows a free subnet; addresses stay in a given one only."""
+    label = f"--label={container.LABEL}={container.owner()}"
+    for _ in range(5):
+        await docker("network", "create", label, name)
+        (found,) = json.loads(await docker("network", "inspect", "--format={{json .IPAM.Config}}", name))
+        await docker("network", "rm", name)
+        prefix = str(found["Subnet"]).rsplit(".", 1)[0]
+        try:
+            await docker("network", "create", label, f"--subnet={prefix}.0/24", name)
+            return prefix
+        except AssertionError:  # somebody else got it in between
+            continue
+    raise Unavailable("Docker gave no free subnet")
+
+
+def _files(folder: Path, nodes: tuple[Node, ...], password: str) -> tuple[Path, Path]:
+    """Settings by environment and RabbitMQ's configuration, as files: no list of processes shows the password."""
+    settings = folder / "settings.env"
+    settings.write_text(
+        f"RABBITMQ_DEFAULT_USER={USER}\n"
+        f"RABBITMQ_DEFAULT_PASS={password}\n"
+        f"RABBITMQ_ERLANG_COOKIE={secrets.token_hex(16)}\n"
+        f"RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS={ERLANG_ARGUMENTS}\n"
+    )
+    configuration = folder / "cluster.conf"
+    peers = "".join(
+        f"cluster_formation.classic_config.nodes.{at} = {node.name}\n" for at, node in enumerate(nodes, start=1)
+    )
+    configuration.write_text(
+        "cluster_formation.peer_discovery_backend = classic_config\n"
+        f"{peers}"
+        "cluster_partition_handling = pause_minority\n"
+    )
+    configuration.chmod(0o644)
+    return settings, configuration
+
+
+async def _run(node: Node, image: str, settings: Path, configuration: Path) -> None:
+    await docker(
+        "run",
+        "--detach",
+        "--pull=never",
+        f"--name={node.host}",
+        f"--hostname={node.host}",  # part of the node's name, and so of the path to its data
+        f"--network={node.network}",
+        f"--ip={node.address}",
+        f"--label={container.LABEL}={container.owner()}",
+        f"--env-file={settings}",
+        f"--volume={configuration}:/etc/rabbitmq/conf.d/20-cluster.conf:ro",
+        image,
+    )
