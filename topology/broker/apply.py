@@ -15,7 +15,7 @@ from aiormq.exceptions import (
     ChannelPreconditionFailed,
 )
 
-from topology.broker.connection import asks_to_stop, cancellations
+from topology.broker.border import asks_to_stop, cancellations
 from topology.contract.problems import AccessRefused, BrokerError, BrokerUnreachable, TopologyMismatch
 from topology.model import Binding, Exchange, Queue, Topology
 

@@ -7,13 +7,12 @@ Plain `aiormq.connect`, never a client's restoring objects: what is restored beh
 import asyncio
 import random
 import ssl
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 from urllib.parse import unquote
 
-import aiormq
 import structlog
 from aiormq.channel import Channel
 from aiormq.connection import Connection as Underlying
@@ -21,11 +20,17 @@ from aiormq.exceptions import AMQPError, AuthenticationError, InvalidFrameError,
 from yarl import URL
 
 from topology import signals
+from topology.broker.alarms import Alarmed
+from topology.broker.border import asks_to_stop, border, cancellations, said
 from topology.broker.frames import tolerate
-from topology.contract.problems import AccessRefused, BrokerError, BrokerUnreachable
+from topology.broker.urls import urls_of
+from topology.contract.problems import AccessRefused, BrokerBlocked, BrokerError, BrokerUnreachable
 
 CONNECT_TIMEOUT_S = 10
-BACKOFF_CAP_S = 5.0
+NEXT_TIMEOUT_S = 4
+"""Where there are several nodes, for each: one that has frozen accepts connections and says nothing."""
+BACKOFF_CAP_S = 2.5
+"""A broker that starts is found that soon; with a hundred workers it refuses as many connections a second till then."""
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 OnOpen = Callable[[Underlying], Awaitable[None]]
@@ -35,7 +40,9 @@ OnOpen = Callable[[Underlying], Awaitable[None]]
 class Connection:
     """A connection that its own task keeps open from `__aenter__` to `__aexit__`.
 
-    `heartbeat_s` 10: aiormq notices a silent broker after three times that and three seconds (facts.md, section 8).
+    `url`: one, or several with commas between them (`urls.py`), of which a random one comes first and the next one
+    whenever one fails. `heartbeat_s` 10: aiormq notices a silent broker after three times that and three seconds
+    (facts.md, section 8).
     """
 
     def __init__(
@@ -47,17 +54,25 @@ class Connection:
         ssl_context: ssl.SSLContext | None = None,
         on_open: OnOpen | None = None,
     ) -> None:
-        self._url = URL(url).update_query(heartbeat=str(heartbeat_s), name=name)
+        self._urls = [URL(each).update_query(heartbeat=str(heartbeat_s), name=name) for each in urls_of(url)]
+        self._at = random.randrange(len(self._urls))
         self._name = name
         self._ssl_context = ssl_context
         self._on_open = on_open
         self._current: Underlying | None = None
         self._opened = asyncio.Event()
+        self._flows = asyncio.Event()
+        self._flows.set()
+        self._blocked_since_s = 0.0
         self._supervisor: asyncio.Task[None] | None = None
         self.loss: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Done, with the reason, when the connection that is open now is lost; a new one has a new future."""
         self.trouble: str | None = "not connected yet"
         """Why it is not open; None while it is."""
+        self.blocked: str | None = None
+        """Why the broker takes nothing from it at present ("low on memory"); told only to who publishes."""
+        self.openings = 0
+        """How often it was opened: what was looked at on an earlier one may have changed."""
 
     @property
     def is_open(self) -> bool:
@@ -71,14 +86,21 @@ class Connection:
         return str(self._current.server_properties["version"])
 
     @property
+    def endpoint(self) -> tuple[str, int]:
+        """Host and port of the broker, or of the cluster's node, that it is connected to, or tries."""
+        url = self._urls[self._at]
+        return url.host or "localhost", url.port or (5671 if url.scheme == "amqps" else 5672)
+
+    @property
     def address(self) -> str:
         """Where the broker is, without credentials."""
-        return f"{self._url.host}:{self._url.port or (5671 if self._url.scheme == 'amqps' else 5672)}"
+        host, port = self.endpoint
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     async def __aenter__(self) -> Self:
         """Connect, and fail at once if that cannot be done: AccessRefused for credentials, else BrokerUnreachable."""
         tolerate()
-        await self._open()
+        await self._open_any()
         self._supervisor = asyncio.create_task(self._supervise(), name=f"connection {self._name}")
         return self
 
@@ -115,20 +137,53 @@ class Connection:
                 assert isinstance(channel, Channel)
                 return channel
 
+    async def flowing(self, *, timeout_s: float) -> None:
+        """Wait until it is open and the broker reads what is published. Raises BrokerBlocked, BrokerUnreachable."""
+        end = asyncio.get_running_loop().time() + timeout_s
+        while self.blocked is not None:
+            try:
+                async with asyncio.timeout_at(end):
+                    await self._flows.wait()
+            except TimeoutError as error:
+                raise BrokerBlocked(
+                    f"the broker at {self.address} takes nothing: {self.blocked} (a memory or disk alarm; "
+                    f"`rabbitmqctl status` says which); not published within {timeout_s:g} s"
+                ) from error
+        await self.underlying(timeout_s=max(0.0, end - asyncio.get_running_loop().time()))
+
+    async def _open_any(self) -> None:
+        """Open the first that can be opened; the error names all that were tried."""
+        failed: list[BrokerError] = []
+        for _ in self._urls:
+            try:
+                return await self._open()
+            except BrokerError as error:
+                failed.append(error)
+                self._next()
+        if len(failed) == 1:
+            raise failed[0]
+        kind = AccessRefused if any(isinstance(each, AccessRefused) for each in failed) else BrokerUnreachable
+        raise kind("none of the broker URLs can be used: " + "; ".join(map(str, failed)))
+
+    def _next(self) -> None:
+        self._at = (self._at + 1) % len(self._urls)
+
     async def _open(self) -> None:
+        url = self._urls[self._at]
         before = cancellations()
+        connection = Alarmed(url, context=self._ssl_context, on_alarm=self._on_alarm)
         try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                connection = await aiormq.connect(self._url, context=self._ssl_context)
+            async with asyncio.timeout(CONNECT_TIMEOUT_S if len(self._urls) == 1 else NEXT_TIMEOUT_S):
+                await connection.connect()
         except (ProbableAuthenticationError, AuthenticationError) as error:
             raise AccessRefused(
-                f"the broker at {self.address} refused user {self._url.user!r}: {error}; "
+                f"the broker at {self.address} refused user {url.user!r}: {error}; "
                 "check user, password and virtual host in LANEKEEPER_AMQP_URL"
             ) from error
         except InvalidFrameError as error:  # aiormq does not read the Close that comes for OpenOk, nor what it says
             raise AccessRefused(
-                f"the broker at {self.address} let user {self._url.user!r} in, but not into virtual host "
-                f"{unquote(self._url.raw_path[1:]) or '/'!r}: is it there, and has the user permissions in it?"
+                f"the broker at {self.address} let user {url.user!r} in, but not into virtual host "
+                f"{unquote(url.raw_path[1:]) or '/'!r}: is it there, and has the user permissions in it?"
             ) from error
         except (AMQPError, OSError, TimeoutError, RuntimeError) as error:
             raise BrokerUnreachable(
@@ -146,6 +201,7 @@ class Connection:
         self._current = connection
         if self.loss.done():
             self.loss = asyncio.get_running_loop().create_future()
+        self.openings += 1
         self.trouble = None
         self._opened.set()
         log.info(signals.BROKER_CONNECTED, connection=self._name, broker=self.address, version=self.version)
@@ -156,8 +212,11 @@ class Connection:
             reason = await _closed(self._current)
             self._opened.clear()
             self.trouble = f"connection lost: {reason}"
+            self.blocked = None
+            self._flows.set()
             self.loss.set_result(reason)
             log.warning(signals.BROKER_LOST, connection=self._name, broker=self.address, reason=reason)
+            self._next()
             await self._reopen()
 
     async def _reopen(self) -> None:
@@ -166,13 +225,26 @@ class Connection:
         while True:
             await asyncio.sleep(random.uniform(0.05, min(BACKOFF_CAP_S, 0.25 * 2**attempt)))
             try:
-                await self._open()
+                await self._open_any()
             except Exception as error:
                 self.trouble = str(error)
                 attempt += 1
                 log.warning(signals.BROKER_UNREACHABLE, connection=self._name, reason=str(error), attempt=attempt)
             else:
                 return
+
+    def _on_alarm(self, reason: str | None) -> None:
+        now_s = asyncio.get_running_loop().time()
+        if reason is None:
+            self.blocked = None
+            self._flows.set()
+            log.info(signals.BROKER_UNBLOCKED, connection=self._name, blocked_s=round(now_s - self._blocked_since_s, 1))
+            return
+        if self.blocked is None:
+            self._blocked_since_s = now_s
+            log.warning(signals.BROKER_BLOCKED, connection=self._name, broker=self.address, reason=reason)
+        self.blocked = reason
+        self._flows.clear()
 
 
 async def _closed(connection: Underlying) -> str:
@@ -186,40 +258,3 @@ async def _closed(connection: Underlying) -> str:
     except Exception as error:
         return said(error)
     return "closed"
-
-
-@contextmanager
-def border(what: str, *, lost: type[BrokerError] = BrokerUnreachable) -> Iterator[None]:
-    """Translate what aiormq raises inside when a channel or connection is lost, or does not answer, into `lost`."""
-    before = cancellations()
-    try:
-        yield
-    except (AMQPError, RuntimeError, OSError, TimeoutError) as error:
-        if cancellations() == before:
-            raise lost(f"{what}: {said(error)}") from error
-    except asyncio.CancelledError:
-        if asks_to_stop():
-            raise
-        raise lost(f"{what}: the connection was lost") from None
-    if cancellations() > before:
-        raise asyncio.CancelledError
-
-
-def said(error: BaseException) -> str:
-    """What an exception says, or, where that is nothing, what it is."""
-    return str(error) or type(error).__name__
-
-
-def asks_to_stop() -> bool:
-    """Whether a CancelledError was asked for: aiormq also raises it where a channel or connection closed."""
-    return cancellations() > 0
-
-
-def cancellations() -> int:
-    """How often this task was told to stop. Grown over a call of aiormq's, it says that the call lost one of them.
-
-    aiormq waits with `asyncio.wait_for`, and that forgets, before Python 3.12, a cancellation that comes in the same
-    moment as the answer: 20 of 400 that came while a queue was being declared, and whoever consumed it never ended.
-    """
-    task = asyncio.current_task()
-    return 0 if task is None else task.cancelling()

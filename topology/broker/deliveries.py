@@ -21,7 +21,8 @@ from aiormq.exceptions import ChannelNotFoundEntity
 from pamqp.commands import Basic
 
 from topology import names, signals
-from topology.broker.connection import Connection, border
+from topology.broker.border import border
+from topology.broker.connection import Connection
 from topology.broker.frames import message_of
 from topology.contract.messages import Message
 from topology.contract.problems import BrokerError, BrokerUnreachable

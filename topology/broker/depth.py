@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from aiormq.exceptions import ChannelAccessRefused
 
-from topology.broker.connection import Connection, border
+from topology.broker.border import border
+from topology.broker.connection import Connection
 from topology.contract.problems import AccessRefused, BrokerUnreachable
 
 RPC_TIMEOUT_S = 5

@@ -14,7 +14,8 @@ from aiormq.abc import DeliveredMessage
 from aiormq.channel import Channel
 from pamqp.commands import Basic
 
-from topology.broker.connection import Connection, border
+from topology.broker.border import border
+from topology.broker.connection import Connection
 from topology.broker.deliveries import ChannelLost
 from topology.broker.frames import message_of
 from topology.contract.messages import Message

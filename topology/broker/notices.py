@@ -17,7 +17,8 @@ from aiormq.exceptions import AMQPError
 from pamqp.commands import Basic
 
 from topology import signals
-from topology.broker.connection import Connection, asks_to_stop
+from topology.broker.border import asks_to_stop
+from topology.broker.connection import Connection
 from topology.contract.problems import BrokerUnreachable
 
 WAITING = 1000

@@ -5,6 +5,7 @@
 
 import asyncio
 import random
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,7 +19,8 @@ from aiormq.exceptions import (
     PublishError,
 )
 
-from topology.broker.connection import Connection, asks_to_stop
+from topology.broker.border import asks_to_stop
+from topology.broker.connection import Connection
 from topology.broker.frames import properties_of
 from topology.contract.messages import Message
 from topology.contract.problems import (
@@ -32,6 +34,8 @@ from topology.contract.problems import (
 from topology.tracing import Tracing
 
 CONFIRM_TIMEOUT_S = 10.0
+CONFIRM_LEAST_S = 1.0
+"""For the confirm of what could be published at last, after most of its time was waited for the broker."""
 SURELY_WITHIN_S = 600.0
 """Long enough for a memory alarm or a broker's restart, and well within the broker's consumer timeout (1800 s)."""
 DEFAULT_EXCHANGE = "amq.default"
@@ -47,6 +51,8 @@ class Publisher:
         self._confirming: Channel | None = None
         self._opening = asyncio.Lock()
         self._in_flight: dict[str, asyncio.Event] = {}
+        self.on_missing: Callable[[], None] = _nobody_asks
+        """Called when an exchange, or a queue behind it, is not there: somebody may look what else is missing."""
 
     async def publish(
         self,
@@ -61,13 +67,18 @@ class Publisher:
         """Publish once and wait for the confirm.
 
         Raises Unroutable (returned), PublishRefused (nack), ConfirmUnknown (no confirm: it may be there or not),
-        BrokerUnreachable, AccessRefused, TopologyMismatch (no such exchange). `traced` false: no span, for the parts
-        of a stream.
+        BrokerBlocked (an alarm, for all of the time: nothing was published), BrokerUnreachable, AccessRefused,
+        TopologyMismatch (no such exchange). `traced` false: no span, for the parts of a stream.
         """
         span: AbstractContextManager[Any] = (
             self._tracing.send(message, exchange=exchange, routing_key=routing_key) if traced else nullcontext()
         )
         with span:
+            if self.connection.blocked is not None or not self.connection.is_open:
+                # not handed to a connection that the broker does not read: it would go out with the alarm's end
+                end = asyncio.get_running_loop().time() + timeout_s
+                await self.connection.flowing(timeout_s=timeout_s)
+                timeout_s = max(CONFIRM_LEAST_S, end - asyncio.get_running_loop().time())
             channel = await self._confirm_channel(timeout_s=timeout_s)
             turn = await self._take_turn(message.message_id) if mandatory and message.message_id else None
             try:
@@ -93,7 +104,8 @@ class Publisher:
                     raise AccessRefused(str(error)) from error
                 raise TopologyMismatch(f"{error}; run: lanekeeper topology apply") from error
             except TimeoutError as error:
-                raise ConfirmUnknown(f"no confirm for {routing_key!r} within {timeout_s:g} s") from error
+                why = f": the broker reads nothing, {self.connection.blocked}" if self.connection.blocked else ""
+                raise ConfirmUnknown(f"no confirm for {routing_key!r} within {timeout_s:g} s{why}") from error
             except (AMQPError, ChannelInvalidStateError, RuntimeError, OSError) as error:
                 raise ConfirmUnknown(f"connection lost while publishing {routing_key!r}: {error}") from error
             except asyncio.CancelledError:
@@ -114,19 +126,22 @@ class Publisher:
         mandatory: bool = True,
         within_s: float = SURELY_WITHIN_S,
         refused_within_s: float = 60,
+        gives_up_on: tuple[type[BrokerError], ...] = (),
     ) -> None:
         """Publish until the broker has confirmed it, `within_s` at most; the last error is raised then.
 
         `refused_within_s`: how long a refusal (nack) is answered with another try. The message may be published more
-        than once. AccessRefused is raised at once, and so is Unroutable from the default exchange (a requester that
-        has gone); from an exchange of ours it means a queue that must come back.
+        than once. Raised at once: AccessRefused; what the caller names in `gives_up_on`; Unroutable from the default
+        exchange (a requester that has gone), while from an exchange of ours it means a queue that must come back.
+        The error's `maybe_published` says whether any of the tries was left without a confirm.
         """
         loop = asyncio.get_running_loop()
         began = loop.time()
         end = began + within_s
         pause_s = 0.05
+        maybe_published = False
         while True:
-            left_s = max(1.0, end - loop.time())
+            left_s = max(CONFIRM_LEAST_S, end - loop.time())
             try:
                 await self.publish(
                     message,
@@ -135,10 +150,11 @@ class Publisher:
                     mandatory=mandatory,
                     timeout_s=min(CONFIRM_TIMEOUT_S, left_s),
                 )
-            except AccessRefused:
-                raise
             except BrokerError as error:
-                if isinstance(error, Unroutable) and not exchange:
+                maybe_published = error.maybe_published = maybe_published or error.maybe_published
+                if isinstance(error, TopologyMismatch | Unroutable) and exchange:
+                    self.on_missing()
+                if isinstance(error, (AccessRefused, *gives_up_on)) or (isinstance(error, Unroutable) and not exchange):
                     raise
                 if isinstance(error, PublishRefused) and loop.time() + pause_s > began + refused_within_s:
                     raise
@@ -165,3 +181,6 @@ class Publisher:
             await other.wait()
         done = self._in_flight[message_id] = asyncio.Event()
         return done
+
+
+def _nobody_asks() -> None: ...

@@ -4,6 +4,7 @@ LanekeeperError                 everything of ours that a caller may catch
 ├── RequestProblem              a request's final error; its `code` is one of `PROBLEMS`
 ├── BrokerError                 the broker, or the way to it
 │   ├── BrokerUnreachable       no connection, or none in time
+│   ├── BrokerBlocked           a memory or disk alarm: nothing is taken, and nothing was published
 │   ├── PublishRefused          the broker answered nack: a queue on the way is full
 │   ├── Unroutable              no queue is bound for the key (mandatory publish)
 │   ├── ConfirmUnknown          no confirm in time: it may be published or not; publish again under the same id
@@ -25,9 +26,16 @@ class LanekeeperError(Exception):
 class BrokerError(LanekeeperError):
     """The broker, or the way to it, did not do what was asked."""
 
+    maybe_published = False
+    """Whether the message may be published all the same: by this try or an earlier one of the same call."""
+
 
 class BrokerUnreachable(BrokerError):
     """There is no connection to the broker, or none came in time."""
+
+
+class BrokerBlocked(BrokerError):
+    """The broker takes nothing from this connection, by an alarm; this try published nothing."""
 
 
 class PublishRefused(BrokerError):
@@ -40,6 +48,8 @@ class Unroutable(BrokerError):
 
 class ConfirmUnknown(BrokerError):
     """No confirm came: the message may be published or not. Publish it again under the same identity."""
+
+    maybe_published = True
 
 
 class AccessRefused(BrokerError):
