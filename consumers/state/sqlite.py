@@ -1,0 +1,89 @@
+"""The store in a SQLite file, for all processes of one machine."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+from consumers.state.base import (
+    Cancelling,
+    Completion,
+    Conflict,
+    Copy,
+    Ended,
+    Found,
+    Granted,
+    Held,
+    Identity,
+    Running,
+    Stop,
+    StoreUnavailable,
+    Taken,
+)
+from consumers.state.clock import Clock
+from consumers.state.spec import DEFAULT, StoreSpec
+from consumers.state.sqlite_file import probe
+from consumers.state.sqlite_writer import Writer
+
+
+class SqliteStore:
+    """See `Store`. Not over a network's file system: SQLite's locks and shared memory do not hold there."""
+
+    def __init__(self, path: Path, *, namespace: str, spec: StoreSpec = DEFAULT, clock: Clock | None = None) -> None:
+        self._writer = Writer(path, namespace=namespace, spec=spec, clock=clock or Clock())
+
+    @property
+    def trouble(self) -> str | None:
+        return self._writer.trouble
+
+    async def __aenter__(self) -> Self:
+        self._writer.start()
+        with suppress(StoreUnavailable):
+            await self.probe()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._writer.close()
+
+    async def probe(self) -> None:
+        await self._writer.do(lambda tables, at: probe(tables.connection, at.today))
+
+    async def claim(self, identity: Identity, copy: Copy) -> Granted | Running | Ended | Conflict:
+        return await self._writer.do(lambda tables, at: tables.requests.claim(at, identity, copy))
+
+    async def renew(self, held: Sequence[Held]) -> Mapping[Held, Stop]:
+        return await self._writer.do(lambda tables, at: tables.requests.renew(at, held))
+
+    async def release(self, held: Held, *, attempts: int = 0) -> None:
+        await self._writer.do(lambda tables, at: tables.requests.release(at, held, attempts))
+
+    async def complete(
+        self, identity: Identity, copy: Copy, completion: Completion, *, token: int | None
+    ) -> Completion | None:
+        return await self._writer.do(lambda tables, at: tables.requests.complete(at, identity, copy, completion, token))
+
+    async def note(self, identity: Identity, completion: Completion) -> None:
+        await self._writer.do(lambda tables, at: tables.requests.note(at, identity, completion))
+
+    async def cancel(self, identity: Identity, completion: Completion) -> Cancelling:
+        return await self._writer.do(lambda tables, at: tables.requests.cancel(at, identity, completion))
+
+    async def find(self, identity: Identity) -> Found | None:
+        return await self._writer.do(lambda tables, at: tables.requests.find(at, identity))
+
+    async def sweep(self) -> int:
+        return await self._writer.do(lambda tables, at: tables.requests.sweep(at) + tables.counters.sweep(at))
+
+    async def take(self, name: str, amount: float, *, limit: float, period_s: int) -> Taken:
+        return await self._writer.do(
+            lambda tables, at: tables.counters.take(at, name, amount, limit=limit, period_s=period_s)
+        )
+
+    async def give_back(self, name: str, amount: float, *, period_s: int) -> None:
+        await self._writer.do(lambda tables, at: tables.counters.correct(at, name, amount, period_s=period_s))
+
+    async def hold(self, name: str, owner: str, *, for_s: float) -> int | None:
+        return await self._writer.do(lambda tables, at: tables.counters.hold(at, name, owner, for_s=for_s))
+
+    async def let_go(self, name: str, owner: str) -> None:
+        await self._writer.do(lambda tables, _: tables.counters.let_go(name, owner))

@@ -1,0 +1,251 @@
+"""Claims and results as rows of a SQLite file: functions over an open transaction, without waiting for anything.
+
+Each reads its row once and writes it at most once. Times: `now` is since boot, `today` since 1970, both ms.
+"""
+
+import json
+import sqlite3
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from consumers.state.base import (
+    Cancelling,
+    Completion,
+    Conflict,
+    Copy,
+    Ended,
+    Found,
+    Granted,
+    Held,
+    Identity,
+    Running,
+    Stop,
+)
+from consumers.state.spec import LONGEST_WAIT_S, StoreSpec
+
+CANCELLED = "cancelled"
+"""The code of `PROBLEMS`."""
+STEP_ROWS = 200
+STEP_BYTES = 32 * 1024 * 1024
+"""What one step of sweeping removes at most, so that claims need not wait for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """Taken once for all that is done in one transaction."""
+
+    now: int
+    today: int
+
+
+class Row(NamedTuple):
+    """One request."""
+
+    body_hash: bytes | None
+    mark: bytes | None
+    token: int
+    lease_ms: int
+    claimed_ms: int
+    attempts: int
+    keep_ms: int
+    noted: int
+    cancelling: int
+    status: Literal["ok", "error"] | None = None
+    code: str | None = None
+    headers: str | None = None
+    ended_ms: int | None = None
+    body: bytes | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.status is not None and not self.cancelling
+
+    def is_held_against(self, copy: Copy, now: int) -> bool:
+        """By a live lease, unless this copy is the holder's own delivery, come back without it."""
+        return self.lease_ms > now and not (copy.redelivered and self.mark == copy.mark)
+
+    def ended_by(self, completion: Completion) -> "Row":
+        return self._replace(
+            status=completion.status,
+            code=completion.code,
+            headers=json.dumps(dict(completion.headers), ensure_ascii=False),
+            ended_ms=completion.ended_ms,
+            body=completion.body,
+        )
+
+    def completion(self) -> Completion:
+        assert self.status is not None
+        assert self.ended_ms is not None
+        return Completion(
+            status=self.status,
+            code=self.code or "",
+            body=self.body or b"",
+            headers=json.loads(self.headers or "{}"),
+            ended_ms=self.ended_ms,
+        )
+
+
+_READ = f"SELECT {', '.join(Row._fields)} FROM request WHERE tenant = ? AND id = ?"
+_WRITE = (
+    f"INSERT INTO request (tenant, id, {', '.join(Row._fields)}) VALUES (?, ?{', ?' * len(Row._fields)}) "
+    f"ON CONFLICT (tenant, id) DO UPDATE SET {', '.join(f'{name} = excluded.{name}' for name in Row._fields)}"
+)
+_RENEW = "UPDATE request SET lease_ms = ? WHERE tenant = ? AND id = ?"
+
+
+class Requests:
+    """What `Claims` and `Results` promise, over one connection."""
+
+    def __init__(self, connection: sqlite3.Connection, spec: StoreSpec) -> None:
+        self._execute = connection.execute
+        self._lease_ms = round(spec.lease_s * 1000)
+        self._keep_ms = round(spec.keep_s * 1000)
+        self._max_bytes = spec.max_bytes
+        self._page_bytes = int(connection.execute("PRAGMA page_size").fetchone()[0])
+
+    def claim(self, at: Times, identity: Identity, copy: Copy) -> Granted | Running | Ended | Conflict:
+        row = self._read(at, identity)
+        if row is None or row.noted or _runs_again(row, copy):
+            return self._grant(at, identity, copy, token=_next_token(at, row), attempts=0)
+        if row.body_hash not in (None, copy.body_hash):
+            return Conflict()
+        if row.ended:
+            return Ended(completion=row.completion(), same_copy=row.mark in (None, copy.mark))
+        if row.is_held_against(copy, at.now):
+            return Running(for_ms=at.now - row.claimed_ms)
+        if row.cancelling:  # its holder was told, and died
+            self._end_as_cancelled(at, identity, row)
+            return Ended(completion=row.completion(), same_copy=True)
+        return self._grant(at, identity, copy, token=_next_token(at, row), attempts=row.attempts)
+
+    def renew(self, at: Times, held: Sequence[Held]) -> dict[Held, Stop]:
+        stops = {}
+        for each in held:
+            row = self._read(at, each.identity)
+            if row is None:  # forgotten: nobody else holds it
+                continue
+            if row.token != each.token:
+                stops[each] = Stop.FENCED
+                continue
+            if row.cancelling or (row.ended and row.code == CANCELLED):
+                stops[each] = Stop.CANCELLED
+            if not row.ended:
+                self._execute(_RENEW, (at.now + self._lease_ms, each.identity.tenant, each.identity.id))
+        return stops
+
+    def release(self, at: Times, held: Held, attempts: int) -> None:
+        row = self._read(at, held.identity)
+        if row is None or row.token != held.token or row.ended:
+            return
+        if row.cancelling:
+            self._end_as_cancelled(at, held.identity, row)
+        else:
+            keep_ms = at.today + self._keep_ms
+            self._write(held.identity, row._replace(lease_ms=0, attempts=attempts, keep_ms=keep_ms))
+
+    def complete(
+        self, at: Times, identity: Identity, copy: Copy, completion: Completion, token: int | None
+    ) -> Completion | None:
+        row = self._read(at, identity)
+        keep_ms = at.today + self._keep_ms
+        if row is not None and row.token == token:
+            if row.ended:
+                return row.completion()
+            self._write(identity, row._replace(lease_ms=0, keep_ms=keep_ms, cancelling=0).ended_by(completion))
+            return completion
+        if row is not None and not row.noted and not (token is None and _runs_again(row, copy)):
+            if row.body_hash not in (None, copy.body_hash):
+                return completion if token is None else None
+            if row.ended:
+                return row.completion()
+            if token is not None or row.is_held_against(copy, at.now):
+                return None
+        ours = Row(copy.body_hash, copy.mark, _next_token(at, row), 0, at.now, 0, keep_ms, 0, 0)
+        self._write(identity, ours.ended_by(completion))
+        return completion
+
+    def note(self, at: Times, identity: Identity, completion: Completion) -> None:
+        row = self._read(at, identity)
+        if row is None or row.noted:
+            noted = Row(None, None, _next_token(at, row), 0, 0, 0, at.today + self._keep_ms, 1, 0)
+            self._write(identity, noted.ended_by(completion))
+
+    def cancel(self, at: Times, identity: Identity, completion: Completion) -> Cancelling:
+        row = self._read(at, identity)
+        if row is None or row.noted:
+            unseen = Row(None, None, _next_token(at, row), 0, 0, 0, 0, 0, 0)
+            self._end_as_cancelled(at, identity, unseen.ended_by(completion))
+            return Cancelling.RECORDED
+        if row.ended:
+            return Cancelling.ENDED
+        if row.lease_ms > at.now:
+            if not row.cancelling:
+                self._write(identity, row._replace(cancelling=1).ended_by(completion))
+            return Cancelling.TOLD
+        # The token stays: whoever held it, should it still be there, learns that it was cancelled, not taken over.
+        self._end_as_cancelled(at, identity, row.ended_by(completion))
+        return Cancelling.RECORDED
+
+    def find(self, at: Times, identity: Identity) -> Found | None:
+        row = self._read(at, identity)
+        if row is None:
+            return None
+        if row.ended:
+            return Found(completion=row.completion(), running=False, attempts=row.attempts)
+        return Found(completion=None, running=row.lease_ms > at.now, attempts=row.attempts)
+
+    def sweep(self, at: Times) -> int:
+        """One step: what was kept long enough, else of what is beyond the bound the oldest."""
+        removed = self._remove("keep_ms <= ? AND lease_ms <= ?", at.today, at.now)
+        if not removed and self._used_bytes() > self._max_bytes:
+            removed = self._remove("status IS NOT NULL AND lease_ms <= ?", at.now)
+        return removed
+
+    def _used_bytes(self) -> int:
+        (pages,) = self._execute("PRAGMA page_count").fetchone()
+        (free,) = self._execute("PRAGMA freelist_count").fetchone()
+        return int(pages - free) * self._page_bytes
+
+    def _remove(self, which: str, *values: int) -> int:
+        found = self._execute(
+            f"SELECT rowid, length(body) FROM request WHERE {which} ORDER BY keep_ms LIMIT {STEP_ROWS}", values
+        ).fetchall()
+        size = count = 0
+        for rowid, body_bytes in found:
+            if count and size > STEP_BYTES:
+                break
+            self._execute("DELETE FROM request WHERE rowid = ?", (rowid,))
+            size += body_bytes or 0
+            count += 1
+        return count
+
+    def _read(self, at: Times, identity: Identity) -> Row | None:
+        """None also of what was kept long enough, and not yet removed."""
+        found = self._execute(_READ, (identity.tenant, identity.id)).fetchone()
+        if found is None:
+            return None
+        row = Row._make(found)
+        return None if row.keep_ms <= at.today and row.lease_ms <= at.now else row
+
+    def _grant(self, at: Times, identity: Identity, copy: Copy, *, token: int, attempts: int) -> Granted:
+        lease_ms, keep_ms = at.now + self._lease_ms, at.today + self._keep_ms
+        self._write(identity, Row(copy.body_hash, copy.mark, token, lease_ms, at.now, attempts, keep_ms, 0, 0))
+        return Granted(token=token)
+
+    def _end_as_cancelled(self, at: Times, identity: Identity, row: Row) -> None:
+        """As the row has it. It may still wait in the broker: its ending is kept for as long as it can."""
+        self._write(identity, row._replace(lease_ms=0, keep_ms=at.today + LONGEST_WAIT_S * 1000, cancelling=0))
+
+    def _write(self, identity: Identity, row: Row) -> None:
+        self._execute(_WRITE, (identity.tenant, identity.id, *row))
+
+
+def _next_token(at: Times, row: Row | None) -> int:
+    """The first is the time: higher than that of a row that was removed, or lost with the whole store."""
+    return at.today if row is None else row.token + 1
+
+
+def _runs_again(row: Row, copy: Copy) -> bool:
+    """The dead letter of just this ending was published again."""
+    return row.ended and row.status == "error" and copy.dead_at_ms is not None and copy.dead_at_ms == row.ended_ms
