@@ -95,9 +95,7 @@ def rights(role: Role, topology: Topology) -> Rights:
         case "application":
             return Rights(_any(OWN_QUEUES), _any(re.escape(names.requests)), _any(OWN_QUEUES))
         case "client":
-            return Rights(
-                _any(OWN_QUEUES), _any(*map(re.escape, (names.requests, names.control))), _any(OWN_QUEUES)
-            )
+            return Rights(_any(OWN_QUEUES), _any(*map(re.escape, (names.requests, names.control))), _any(OWN_QUEUES))
         case "worker":
             return Rights(
                 _any(OWN_QUEUES),
@@ -134,9 +132,7 @@ def definitions(topology: Topology, vhost: str, users: Sequence[User] = ()) -> d
             for user in users
         ],
         "permissions": [_permission(user, topology, vhost) for user in users],
-        "topic_permissions": [
-            permission for user in users for permission in _topic_permissions(user, topology, vhost)
-        ],
+        "topic_permissions": [permission for user in users for permission in _topic_permissions(user, topology, vhost)],
         "exchanges": [
             {
                 "vhost": vhost,
