@@ -11,7 +11,7 @@ a TaskGroup around the inner loop, and with it the work).
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import suppress
 
 import structlog
@@ -31,6 +31,8 @@ RPC_TIMEOUT_S = 30
 OPEN_TIMEOUT_S = 5
 """How long a connection is waited for at a time: whoever stops meanwhile waits no longer."""
 BACKOFF_CAP_S = 5.0
+SHORT_S = 10
+"""A channel that is lost sooner was no success: the pause before the next one grows."""
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
@@ -94,26 +96,46 @@ class Session:
         self._channel = channel
         self._queue = queue
         self._counted = counted
-        self._tag = ""
+        self._tag: str | None = None
+        self._turn = asyncio.Lock()
         self._arrived: asyncio.Queue[Delivery | None] = asyncio.Queue()  # bounded by the prefetch
         self._lost: str | None = None
         self._stopped = False
+        self.cancelled = False
+        """The broker ended the consumer: its queue was deleted, or its leader moved, or it was idle for too long."""
 
     async def start(self, *, prefetch: int) -> None:
         self._channel.closing.add_done_callback(self._on_closed)
         self._channel.on_consumer_cancel_callbacks.add(self._on_cancelled)
         await self._channel.basic_qos(prefetch_count=prefetch, timeout=RPC_TIMEOUT_S)
-        consuming = await self._channel.basic_consume(self._queue, self._on_delivery, timeout=RPC_TIMEOUT_S)
-        self._tag = consuming.consumer_tag or ""
+        await self._consume()
 
     async def stop(self) -> None:
         """Take no more; what was delivered can still be settled."""
         if self._stopped or self._lost is not None:
             return
         self._stopped = True
-        with suppress(BrokerUnreachable), border("cancelling"):
-            await self._channel.basic_cancel(self._tag, timeout=RPC_TIMEOUT_S)
+        await self.pause()
         self._arrived.put_nowait(None)
+
+    async def pause(self) -> None:
+        """Have nothing delivered; what was can still be settled."""
+        async with self._turn:
+            if self._lost is None and (tag := self._tag) is not None:
+                self._tag = None
+                with suppress(BrokerUnreachable), border("cancelling"):
+                    await self._channel.basic_cancel(tag, timeout=RPC_TIMEOUT_S)
+
+    async def resume(self) -> None:
+        """After `pause`: consume again, under another tag; the one that was used the broker may not have forgotten."""
+        async with self._turn:
+            if self._lost is None and self._tag is None and not self._stopped:
+                with suppress(BrokerUnreachable), border(f"cannot consume {self._queue!r}"):
+                    await self._consume()  # where it cannot, the channel closes, and with it the session
+
+    async def _consume(self) -> None:
+        consuming = await self._channel.basic_consume(self._queue, self._on_delivery, timeout=RPC_TIMEOUT_S)
+        self._tag = consuming.consumer_tag or ""
 
     async def close(self) -> None:
         with suppress(BrokerUnreachable), border("closing"):
@@ -138,6 +160,7 @@ class Session:
         self._end(f"channel closed: {error or 'connection lost'}")
 
     def _on_cancelled(self, frame: Basic.Cancel) -> None:
+        self.cancelled = True
         self._end("the broker cancelled the consumer (queue deleted, or its leader moved)")
 
     def _end(self, reason: str) -> None:
@@ -149,52 +172,125 @@ class Session:
 class Deliveries:
     """A queue that is consumed for as long as it takes: over new channels, with backoff, whenever one is lost.
 
-    `counted`: the queue counts deliveries (quorum queues do).
+    `counted`: the queue counts deliveries (quorum queues do). `on_missing`: called when the queue is not there, or may
+    be gone: the broker ended its consumer.
     """
 
-    def __init__(self, connection: Connection, *, queue: str, prefetch: int, counted: bool = True) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        *,
+        queue: str,
+        prefetch: int,
+        counted: bool = True,
+        on_missing: Callable[[], None] = lambda: None,
+    ) -> None:
         self._connection = connection
         self.queue = queue
         self.prefetch = prefetch
         self._counted = counted
+        self._on_missing = on_missing
         self._session: Session | None = None
         self._stopping = asyncio.Event()
-        self.trouble: str | None = "not consuming yet"
+        self._paused: str | None = None
+        self._wanted = asyncio.Event()
+        self._wanted.set()
+        self._trouble: str | None = "not consuming yet"
+
+    @property
+    def trouble(self) -> str | None:
         """Why nothing is delivered at present; None while it is consumed."""
+        return self._trouble if self._paused is None or self._stopping.is_set() else f"paused: {self._paused}"
+
+    @property
+    def is_paused(self) -> bool:
+        return self._paused is not None
 
     async def sessions(self) -> AsyncGenerator[Session, None]:
         """One session after the other, until `stop`."""
         failures = 0
-        while not self._stopping.is_set():
+        loop = asyncio.get_running_loop()
+        while await self._may_open():
             try:
                 session = await self._open()
             except BrokerError as error:
                 failures += 1
-                if self.trouble != str(error):
-                    self.trouble = str(error)
-                    log.warning(signals.CONSUME_FAILED, queue=self.queue, reason=self.trouble)
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(random.uniform(0.05, min(BACKOFF_CAP_S, 0.1 * 2**failures))):
-                        await self._stopping.wait()
+                self._failed(str(error))
+                await self._back_off(failures)
                 continue
             if self._stopping.is_set():  # while it was opened
                 await session.close()
                 return
-            failures = 0
-            self.trouble = None
+            if self._paused is not None:
+                await session.pause()
+            self._trouble = None
             self._session = session
+            opened_s = loop.time()
             try:
                 yield session
             finally:
-                self.trouble = "stopped" if self._stopping.is_set() else "channel lost"
+                self._trouble = "stopped" if self._stopping.is_set() else "channel lost"
                 self._session = None
                 await session.close()
+            if session.cancelled:
+                log.warning(signals.CONSUMER_CANCELLED, queue=self.queue)
+                self._on_missing()
+            if self._connection.is_open:  # one that comes back has waited already
+                failures = failures + 1 if loop.time() < opened_s + SHORT_S else 1
+                await self._back_off(failures)
 
     async def stop(self) -> None:
         """Take no more; the session that runs ends as soon as what it delivered has been taken."""
         self._stopping.set()
         if self._session is not None:
             await self._session.stop()
+
+    async def pause(self, reason: str) -> None:
+        """Have nothing delivered until `resume`; what was delivered stays here and can be settled."""
+        self._paused = reason
+        self._wanted.clear()
+        if self._session is not None:
+            await self._session.pause()
+
+    async def resume(self) -> None:
+        """Consume again."""
+        self._paused = None
+        self._wanted.set()
+        if self._session is not None:
+            await self._session.resume()
+
+    async def _may_open(self) -> bool:
+        """Wait until there is a connection, and nobody wants a pause. False as soon as it is to stop."""
+        while not self._stopping.is_set():
+            if self._paused is not None:
+                await self._unless_stopped(self._wanted.wait())
+            elif not self._connection.is_open:
+                self._trouble = self._connection.trouble or "no connection"
+                await self._unless_stopped(self._connected())
+            else:
+                return True
+        return False
+
+    async def _connected(self) -> None:
+        with suppress(BrokerUnreachable):
+            await self._connection.underlying()
+
+    async def _back_off(self, failures: int) -> None:
+        await self._unless_stopped(asyncio.sleep(random.uniform(0.05, min(BACKOFF_CAP_S, 0.1 * 2**failures))))
+
+    async def _unless_stopped(self, waiting: Coroutine[object, object, object]) -> None:
+        """Wait for it, or for `stop`."""
+        tasks = (asyncio.create_task(waiting), asyncio.create_task(self._stopping.wait()))
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def _failed(self, why: str) -> None:
+        if self._trouble != why:
+            self._trouble = why
+            log.warning(signals.CONSUME_FAILED, queue=self.queue, reason=why)
 
     async def _open(self) -> Session:
         channel = await self._connection.channel(confirms=False, timeout_s=OPEN_TIMEOUT_S)
@@ -205,6 +301,7 @@ class Deliveries:
         except BrokerUnreachable as error:
             await session.close()
             if isinstance(error.__cause__, ChannelNotFoundEntity):
+                self._on_missing()
                 raise BrokerUnreachable(f"{error}; run: lanekeeper topology apply") from error
             raise
         return session

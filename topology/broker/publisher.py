@@ -45,14 +45,16 @@ DEFAULT_EXCHANGE = "amq.default"
 class Publisher:
     """Publishes over one connection, on a channel with confirms."""
 
-    def __init__(self, connection: Connection, *, tracing: Tracing) -> None:
+    def __init__(
+        self, connection: Connection, *, tracing: Tracing, on_missing: Callable[[], None] | None = None
+    ) -> None:
+        """`on_missing`: called when an exchange, or a queue behind it, is not there; somebody may look what else."""
         self.connection = connection
         self._tracing = tracing
         self._confirming: Channel | None = None
         self._opening = asyncio.Lock()
         self._in_flight: dict[str, asyncio.Event] = {}
-        self.on_missing: Callable[[], None] = _nobody_asks
-        """Called when an exchange, or a queue behind it, is not there: somebody may look what else is missing."""
+        self._on_missing = on_missing
 
     async def publish(
         self,
@@ -152,8 +154,8 @@ class Publisher:
                 )
             except BrokerError as error:
                 maybe_published = error.maybe_published = maybe_published or error.maybe_published
-                if isinstance(error, TopologyMismatch | Unroutable) and exchange:
-                    self.on_missing()
+                if isinstance(error, TopologyMismatch | Unroutable) and exchange and self._on_missing is not None:
+                    self._on_missing()
                 if isinstance(error, (AccessRefused, *gives_up_on)) or (isinstance(error, Unroutable) and not exchange):
                     raise
                 if isinstance(error, PublishRefused) and loop.time() + pause_s > began + refused_within_s:
@@ -181,6 +183,3 @@ class Publisher:
             await other.wait()
         done = self._in_flight[message_id] = asyncio.Event()
         return done
-
-
-def _nobody_asks() -> None: ...

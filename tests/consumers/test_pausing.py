@@ -1,0 +1,86 @@
+"""Nothing is taken while an answer could not be sent: who would take is told, and who would call waits."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from consumers.pausing import Pausing
+from tests.support.waiting import until
+
+
+class Taker:
+    """A pool that notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.hands_full = False
+
+    @property
+    def is_paused(self) -> bool:
+        return bool(self.told) and self.told[-1] != "resume"
+
+    async def pause(self, reason: str) -> None:
+        self.told.append(reason)
+
+    async def resume(self) -> None:
+        if not self.hands_full:
+            self.told.append("resume")
+
+
+class World:
+    def __init__(self) -> None:
+        self.broker: str | None = None
+        self.store: str | None = None
+        self.pausing = Pausing({"publish connection": lambda: self.broker, "store": lambda: self.store})
+        self.taker = Taker()
+
+    @asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        running = asyncio.create_task(self.pausing.run([self.taker]))
+        yield
+        running.cancel()
+        await asyncio.wait([running])
+
+
+async def test_while_nothing_holds_nobody_waits_even_where_nobody_watches() -> None:
+    world = World()
+    await asyncio.wait_for(world.pausing.opened(), 0.1)
+    assert world.pausing.reasons() == {}
+
+
+async def test_takers_are_paused_once_with_all_reasons_and_resumed_when_the_last_has_gone() -> None:
+    world = World()
+    async with world.watched():
+        world.broker, world.store = "connection lost", "locked"
+        await until(lambda: world.taker.told)
+        world.broker = None
+        await asyncio.sleep(0.12)
+        assert world.taker.told == ["publish connection: connection lost; store: locked"]
+        assert world.pausing.reasons() == {"store": "locked"}
+        world.store = None
+        await until(lambda: world.taker.told[1:] == ["resume"])
+
+
+async def test_who_would_call_a_provider_waits_from_the_moment_that_a_condition_holds() -> None:
+    world = World()
+    async with world.watched():
+        await asyncio.sleep(0)
+        world.store = "locked"
+        waiting = asyncio.create_task(world.pausing.opened())
+        await asyncio.sleep(0.12)
+        assert not waiting.done()
+        world.store = None
+        await asyncio.wait_for(waiting, 1)
+
+
+async def test_a_taker_that_had_its_hands_full_is_told_again() -> None:
+    world = World()
+    world.taker.hands_full = True
+    world.store = "locked"
+    async with world.watched():
+        await until(lambda: world.taker.told)
+        world.store = None
+        await asyncio.sleep(0.12)
+        assert world.taker.is_paused
+        world.taker.hands_full = False
+        await until(lambda: not world.taker.is_paused)
