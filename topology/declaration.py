@@ -24,6 +24,7 @@ DELIVERY_LIMIT = 20
 """The backstop; a worker buries a request itself at its fifth delivery."""
 NO_DELIVERY_LIMIT = -1
 CLASSIC_PRIORITIES = 9
+REPLICATION = "in a cluster, quorum queues are kept on three nodes"
 _VERSION = re.compile(r"(\d+)\.(\d+)")
 
 
@@ -54,6 +55,11 @@ class Broker:
         return self.major >= 4
 
     @property
+    def intakes(self) -> str:
+        """What the intakes are, and what that means in a cluster."""
+        return "quorum intakes" if self.quorum_intake else "classic intakes, each on one node alone"
+
+    @property
     def priorities(self) -> str:
         """What a requester may expect of `priority` inside a lane (contract, section 8)."""
         if (self.major, self.minor) >= (4, 3):
@@ -81,7 +87,7 @@ def declare(lanes: Sequence[LaneSpec], *, names: Names, broker_version: str) -> 
         namespace=names.namespace,
         lanes=tuple(lane.name for lane in lanes),
         broker_version=broker_version,
-        note=f"{'quorum' if broker.quorum_intake else 'classic'} intakes, priorities {broker.priorities}",
+        note=f"{broker.intakes}, priorities {broker.priorities}; {REPLICATION}",
     )
 
 

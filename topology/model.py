@@ -38,6 +38,8 @@ class Queue:
     exclusive: bool = False
     policy: Arguments = field(default_factory=dict)
     """What policies on the broker set beside the arguments (seen some 5 s later); never declared, only found."""
+    members: tuple[str, ...] = ()
+    """The nodes that keep a quorum queue (seen some 5 s later); never declared, only found."""
 
     @property
     def type(self) -> str:
@@ -76,6 +78,8 @@ class Topology:
     """Declared: the lanes that it was made for."""
     broker_version: str = ""
     """The version that it was declared for, or found on."""
+    nodes: tuple[str, ...] = ()
+    """Found: all of the cluster's, running or not; empty where one may not see them."""
     note: str = ""
     """Declared: what follows from the version, for people."""
 

@@ -5,6 +5,7 @@ ever deleted for them. What does not carry our namespace is somebody else's, and
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -12,6 +13,9 @@ from typing import Literal
 from topology.model import Arguments, Binding, Exchange, Queue, Topology, Value
 from topology.names import Names
 
+REPLICAS = 3
+"""Members of a quorum queue that is declared in a cluster of three or more: RabbitMQ's own default. The argument that
+would say so (`x-quorum-initial-group-size`) is compared: with it, no queue that exists could be declared again."""
 Change = Literal["missing", "differs", "extra"]
 What = Literal["exchange", "queue", "binding"]
 
@@ -45,6 +49,8 @@ class Difference:
     """None: nothing is declared for it."""
     found: Value | None = None
     """None: nothing was found for it."""
+    remedy: str | None = None
+    """The command that mends it, where it is not `topology apply`."""
 
     @property
     def line(self) -> str:
@@ -55,7 +61,8 @@ class Difference:
             case "extra":
                 return f"{self.what} {self.name} is on the broker, but not declared"
             case "differs":
-                return f"{self.what} {self.name}: {self.field} is {_said(self.found)}, declared is {_said(self.wanted)}"
+                said = f"{self.what} {self.name}: {self.field} is {_said(self.found)}, declared is {_said(self.wanted)}"
+                return said if self.remedy is None else f"{said}; mend it with: {self.remedy}"
 
     def as_json(self) -> dict[str, Value | None]:
         """All fields, as JSON has them."""
@@ -66,6 +73,7 @@ class Difference:
             "field": self.field,
             "wanted": self.wanted,
             "found": self.found,
+            "remedy": self.remedy,
         }
 
 
@@ -93,8 +101,19 @@ def _compare_queues(declared: Topology, found: Topology) -> Iterator[Difference]
     for queue in declared.queues:
         if queue.name in there:
             yield from _compare_fields("queue", queue.name, _fields(queue), _fields(there[queue.name]))
+            yield from _compare_members(there[queue.name], declared.namespace, found.nodes)
         else:
             yield Difference("missing", "queue", queue.name)
+
+
+def _compare_members(found: Queue, namespace: str, nodes: tuple[str, ...]) -> Iterator[Difference]:
+    """Whether a queue has all of its replicas; not so where the cluster has grown since it was declared."""
+    wanted = min(REPLICAS, len(nodes))
+    if found.members and len(found.members) < wanted:
+        others = [node for node in nodes if node not in found.members][: wanted - len(found.members)]
+        pattern = re.escape(f"{namespace}.")
+        grow = " && ".join(f"rabbitmq-queues grow {node} all --queue-pattern '^{pattern}'" for node in others)
+        yield Difference("differs", "queue", found.name, "members", wanted, len(found.members), grow)
 
 
 def _compare_bindings(declared: Topology, found: Topology) -> Iterator[Difference]:

@@ -175,3 +175,13 @@ def test_all_names_follow_the_namespace() -> None:
     assert all(each.startswith("acme.") for each in names)
     assert pointed_at <= names
     assert all(each.startswith("acme-d") for each in bits)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_no_argument_says_how_many_members_so_that_queues_that_exist_can_be_declared_again(version: str) -> None:
+    assert not any("x-quorum-initial-group-size" in queue.arguments for queue in declared(version).queues)
+
+
+def test_what_is_kept_on_one_node_alone_is_said() -> None:
+    assert "classic intakes, each on one node alone" in declared("3.10.8").note
+    assert "one node alone" not in declared("4.3.6").note

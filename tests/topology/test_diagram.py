@@ -28,7 +28,7 @@ def test_the_picture_in_the_readme_is_the_one_that_is_drawn() -> None:
 def test_the_list_has_every_thing_on_a_line_and_says_what_the_version_means() -> None:
     lines = render(TOPOLOGY).splitlines()
 
-    assert lines[0] == "RabbitMQ 4.3.6: quorum intakes, priorities strict, 0 to 31"
+    assert lines[0].startswith("RabbitMQ 4.3.6: quorum intakes, priorities strict, 0 to 31; in a cluster, ")
     shown = [each for each in (*TOPOLOGY.exchanges, *TOPOLOGY.queues) if not each.name.startswith("lane.delay.")]
     assert [each.name for each in shown if not any(line.startswith(f"  {each.name}: ") for line in lines)] == []
     assert len(lines) < 40

@@ -168,5 +168,41 @@ def test_a_difference_is_json() -> None:
         "field": "argument x-max-length",
         "wanted": 10000,
         "found": 5,
+        "remedy": None,
     }
     assert Difference("missing", "queue", "lane.dead").as_json()["field"] is None
+
+
+NODES = ("rabbit@a", "rabbit@b", "rabbit@c", "rabbit@d")
+
+
+def kept_on(queue: str, members: tuple[str, ...], nodes: tuple[str, ...]) -> list[Difference]:
+    return compare(DECLARED, replace(with_queue(queue, members=members), nodes=nodes))
+
+
+def test_a_queue_with_too_few_members_is_named_with_the_commands_that_add_them() -> None:
+    (difference,) = kept_on("lane.critical", NODES[1:2], NODES[:3])
+
+    assert (difference.field, difference.wanted, difference.found) == ("members", 3, 1)
+    assert difference.line == (
+        "queue lane.critical: members is 1, declared is 3; mend it with: "
+        r"rabbitmq-queues grow rabbit@a all --queue-pattern '^lane\.' && "
+        r"rabbitmq-queues grow rabbit@c all --queue-pattern '^lane\.'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("members", "nodes"),
+    [
+        (NODES[:1], NODES[:1]),
+        (NODES[:2], NODES[:2]),
+        (NODES[:3], NODES),
+        (NODES, NODES),
+        ((), NODES),  # a classic queue, or statistics that are not there yet
+        (NODES[:1], ()),  # a user who may not see the nodes
+    ],
+)
+def test_three_members_are_enough_and_no_more_than_there_are_nodes(
+    members: tuple[str, ...], nodes: tuple[str, ...]
+) -> None:
+    assert kept_on("lane.critical", members, nodes) == []

@@ -21,7 +21,7 @@ TIMEOUT_S = 10
 PORT = 15672
 TLS_PORT = 15671
 _REALM = "RabbitMQ"
-_QUEUE_COLUMNS = "name,arguments,durable,auto_delete,exclusive,effective_policy_definition"
+_QUEUE_COLUMNS = "name,arguments,durable,auto_delete,exclusive,effective_policy_definition,members"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +64,20 @@ class Management:
             queues=tuple(_queue(each) for each in queues),
             bindings=tuple(_binding(each) for each in bindings if each["source"]),
             broker_version=version,
+            nodes=await self._nodes(),
         )
 
     async def import_definitions(self, definitions: dict[str, Any]) -> None:
         """Make all of `definitions` (topology/export.py); needs the tag `administrator`."""
         await self._call("POST", "definitions", body=json.dumps(definitions).encode())
+
+    async def _nodes(self) -> tuple[str, ...]:
+        """All nodes of the cluster; none for a user without the tag `monitoring`."""
+        try:
+            found = await self._get("nodes", columns="name")
+        except AccessRefused:
+            return ()
+        return tuple(sorted(each["name"] for each in found))
 
     @property
     def address(self) -> str:
@@ -195,6 +204,7 @@ def _queue(found: dict[str, Any]) -> Queue:
         auto_delete=found["auto_delete"],
         exclusive=bool(found.get("exclusive", False)),
         policy=_arguments(found.get("effective_policy_definition")),
+        members=tuple(found.get("members", ())),
     )
 
 

@@ -16,6 +16,11 @@ from topology.contract.problems import BrokerError
 from topology.model import Exchange, Queue, Topology
 from topology.plan import Difference, compare
 
+NO_NODES = (
+    "the nodes of the cluster could not be seen, nor so whether each queue has its replicas; "
+    "the management API shows them to a user that has the tag `monitoring`"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Verification:
@@ -41,7 +46,8 @@ async def verify(topology: Topology, management: Management | None, connection: 
     if management is not None:
         try:
             if is_same_broker(await management.overview(), connection):
-                return Verification(tuple(compare(topology, await management.topology())), "everything")
+                found = await management.topology()
+                return Verification(tuple(compare(topology, found)), "everything", None if found.nodes else NO_NODES)
             note = f"the management API at {management.address} is another broker's"
         except BrokerError as error:
             note = str(error)
