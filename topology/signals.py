@@ -34,6 +34,7 @@ TOPOLOGY_VERIFIED: Final = "topology.verified"  # seen: "everything", or "existe
 TOPOLOGY_DIFFERS: Final = "topology.differs"  # difference, command: one event a difference
 PUBLISH_REPEATED: Final = "publish.repeated"  # exchange, routing_key, error, retry_in_s: no confirm, or refused
 NOTICE_DROPPED: Final = "notice.dropped"  # error: a life-cycle event could not be published, which is allowed
+STORE_VOLATILE: Final = "store.volatile"  # store, reason: what it has acknowledged could be lost, by its settings
 
 # Log events: lanes.
 LANE_STARTED: Final = "lane.started"  # lane, slots, due_slots

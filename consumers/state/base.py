@@ -22,7 +22,7 @@ itself, redelivered, takes over at once."""
 
 
 class StoreUnavailable(LanekeeperError):
-    """The store is away, locked, full, read-only, corrupt or of a newer version: the text says which, and what to do."""
+    """The store is away, locked, full, read-only, corrupt or of a newer version; the text says which, and the cure."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,25 @@
+"""Which engine a store's URL names.
+
+sqlite:///state/lane.sqlite            relative to the working folder
+sqlite:////var/lib/lane.sqlite         absolute
+redis://:password@host:6379/0          rediss:// with TLS
+"""
+
+from pathlib import Path
+from urllib.parse import unquote
+
+from consumers.state.base import Store
+from consumers.state.redis import RedisStore
+from consumers.state.spec import StoreSpec
+from consumers.state.sqlite import SqliteStore
+
+SQLITE = "sqlite:///"
+
+
+def open_store(url: str, *, namespace: str, spec: StoreSpec) -> Store:
+    """The store at this URL, to be entered. It is checked by the settings: ValueError is a fault of ours."""
+    if url.startswith(SQLITE):
+        return SqliteStore(Path(unquote(url.removeprefix(SQLITE))), namespace=namespace, spec=spec)
+    if url.startswith(("redis://", "rediss://")):
+        return RedisStore(url, namespace=namespace, spec=spec)
+    raise ValueError("a store's URL begins with sqlite:///, redis:// or rediss://")

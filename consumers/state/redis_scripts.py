@@ -1,0 +1,244 @@
+"""The steps of the Redis store as Lua scripts: each is atomic, takes one round trip, and reads Redis's own clock.
+
+A request is a hash; an empty field is what NULL is in SQLite. In every script the first write is the one that a Redis
+without memory or disk refuses, so that a refused step has changed nothing. What each step decides is what
+`sqlite_requests.py` decides, where it is easier to read.
+"""
+
+from dataclasses import dataclass, field
+from hashlib import sha1
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """Lua, and the name under which Redis keeps it once it has seen it."""
+
+    text: str
+    sha: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sha", sha1(self.text.encode(), usedforsecurity=False).hexdigest())
+
+
+_CLOCK = """
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+"""
+_REQUEST = (
+    _CLOCK
+    + """
+local FIELDS = {
+  'hash', 'mark', 'token', 'lease', 'claimed', 'attempts', 'noted', 'cancelling', 'status', 'code', 'ended',
+}
+local function read(key)
+  local values, row = redis.call('HMGET', key, unpack(FIELDS)), {}
+  if not values[3] then return nil end
+  for i, name in ipairs(FIELDS) do row[name] = values[i] or '' end
+  row.token, row.lease = tonumber(row.token), tonumber(row.lease)
+  row.cancelling = row.cancelling == '1'
+  row.noted = row.noted == '1'
+  row.over = row.status ~= '' and not row.cancelling
+  return row
+end
+local function next_token(row) if row then return row.token + 1 end return now end
+local function ending(key)
+  return redis.call('HMGET', key, 'status', 'code', 'headers', 'ended', 'body')
+end
+local function end_as_cancelled(key, longest_ms)
+  redis.call('HSET', key, 'lease', 0, 'cancelling', '')
+  redis.call('PEXPIRE', key, longest_ms)
+end
+"""
+)
+_COPY = """
+local function runs_again(row, dead_at)
+  return row.over and row.status == 'error' and dead_at ~= '' and dead_at == row.ended
+end
+local function other_body(row, hash) return row.hash ~= '' and row.hash ~= hash end
+local function is_held(row, mark, redelivered)
+  return row.lease > now and not (redelivered == '1' and row.mark == mark)
+end
+"""
+
+CLAIM: Final = Script(
+    _REQUEST
+    + _COPY
+    + """
+local key = KEYS[1]
+local hash, mark, redelivered, dead_at = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+local lease_ms, keep_ms, longest_ms = ARGV[5], ARGV[6], ARGV[7]
+local row, attempts = read(key), 0
+if row and not row.noted and not runs_again(row, dead_at) then
+  if other_body(row, hash) then return {'conflict'} end
+  if row.over then
+    return {'ended', (row.mark == '' or row.mark == mark) and 1 or 0, ending(key)}
+  end
+  if is_held(row, mark, redelivered) then return {'running', now - tonumber(row.claimed)} end
+  if row.cancelling then
+    end_as_cancelled(key, longest_ms)
+    return {'ended', 1, ending(key)}
+  end
+  attempts = row.attempts
+end
+local token = next_token(row)
+redis.call('HSET', key, 'hash', hash, 'mark', mark, 'token', token, 'lease', now + lease_ms, 'claimed', now,
+  'attempts', attempts, 'noted', '', 'cancelling', '', 'status', '', 'code', '', 'headers', '', 'ended', '', 'body', '')
+redis.call('PEXPIRE', key, keep_ms + lease_ms)
+return {'granted', token}
+"""
+)
+RENEW: Final = Script(
+    _REQUEST
+    + """
+local lease_ms, keep_ms = ARGV[1], ARGV[2]
+local stops = {}
+for i, key in ipairs(KEYS) do
+  local row = read(key)
+  stops[i] = ''
+  if row then
+    if row.token ~= tonumber(ARGV[i + 2]) then
+      stops[i] = 'fenced'
+    else
+      if row.cancelling or (row.over and row.code == 'cancelled') then stops[i] = 'cancelled' end
+      if not row.over then
+        redis.call('HSET', key, 'lease', now + lease_ms)
+        redis.call('PEXPIRE', key, keep_ms + lease_ms)
+      end
+    end
+  end
+end
+return stops
+"""
+)
+RELEASE: Final = Script(
+    _REQUEST
+    + """
+local key, token, attempts, keep_ms, longest_ms = KEYS[1], tonumber(ARGV[1]), ARGV[2], ARGV[3], ARGV[4]
+local row = read(key)
+if row and row.token == token and not row.over then
+  if row.cancelling then
+    end_as_cancelled(key, longest_ms)
+  else
+    redis.call('HSET', key, 'lease', 0, 'attempts', attempts)
+    redis.call('PEXPIRE', key, keep_ms)
+  end
+end
+"""
+)
+COMPLETE: Final = Script(
+    _REQUEST
+    + _COPY
+    + """
+local key, keep_ms = KEYS[1], ARGV[1]
+local hash, mark, redelivered, dead_at, token = ARGV[2], ARGV[3], ARGV[4], ARGV[5], tonumber(ARGV[6])
+local status, code, headers, ended, body = ARGV[7], ARGV[8], ARGV[9], ARGV[10], ARGV[11]
+local row = read(key)
+if row and row.token == token then
+  if row.over then return {'held', ending(key)} end
+  redis.call('HSET', key, 'lease', 0, 'cancelling', '',
+    'status', status, 'code', code, 'headers', headers, 'ended', ended, 'body', body)
+else
+  if row and not row.noted and not (not token and runs_again(row, dead_at)) then
+    if other_body(row, hash) then return {token and 'fenced' or 'given'} end
+    if row.over then return {'held', ending(key)} end
+    if token or is_held(row, mark, redelivered) then return {'fenced'} end
+  end
+  redis.call('HSET', key, 'hash', hash, 'mark', mark, 'token', next_token(row), 'lease', 0, 'claimed', now,
+    'attempts', 0, 'noted', '', 'cancelling', '',
+    'status', status, 'code', code, 'headers', headers, 'ended', ended, 'body', body)
+end
+redis.call('PEXPIRE', key, keep_ms)
+return {'given'}
+"""
+)
+NOTE: Final = Script(
+    _REQUEST
+    + """
+local key, keep_ms, row = KEYS[1], ARGV[1], read(KEYS[1])
+if row and not row.noted then return end
+redis.call('HSET', key, 'hash', '', 'mark', '', 'token', next_token(row), 'lease', 0, 'claimed', 0,
+  'attempts', 0, 'noted', '1', 'cancelling', '',
+  'status', ARGV[2], 'code', ARGV[3], 'headers', ARGV[4], 'ended', ARGV[5], 'body', ARGV[6])
+redis.call('PEXPIRE', key, keep_ms)
+"""
+)
+CANCEL: Final = Script(
+    _REQUEST
+    + """
+local key, longest_ms, row = KEYS[1], ARGV[1], read(KEYS[1])
+local ending = {'status', ARGV[2], 'code', ARGV[3], 'headers', ARGV[4], 'ended', ARGV[5], 'body', ARGV[6]}
+if not row or row.noted then
+  redis.call('HSET', key, 'hash', '', 'mark', '', 'token', next_token(row), 'lease', 0, 'claimed', 0,
+    'attempts', 0, 'noted', '', 'cancelling', '', unpack(ending))
+elseif row.over then
+  return 'ended'
+elseif row.lease > now then
+  if not row.cancelling then redis.call('HSET', key, 'cancelling', '1', unpack(ending)) end
+  return 'told'
+else
+  redis.call('HSET', key, 'lease', 0, 'cancelling', '', unpack(ending))
+end
+redis.call('PEXPIRE', key, longest_ms)
+return 'recorded'
+"""
+)
+FIND: Final = Script(
+    _REQUEST
+    + """
+local row = read(KEYS[1])
+if not row then return nil end
+if row.over then return {'ended', row.attempts, ending(KEYS[1])} end
+return {row.lease > now and 'running' or 'waiting', row.attempts}
+"""
+)
+TAKE: Final = Script(
+    _CLOCK
+    + """
+local key, amount, limit, period_ms = KEYS[1], tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3] * 1000
+local period = math.floor(now / period_ms)
+local found = redis.call('HMGET', key, 'period', 'used')
+local used = tonumber(found[1]) == period and tonumber(found[2]) or 0
+local granted = used + amount <= limit
+if granted then
+  used = used + amount
+  redis.call('HSET', key, 'period', period, 'used', used)
+  redis.call('PEXPIRE', key, 2 * period_ms)
+end
+return {granted and 1 or 0, string.format('%.17g', used), (period + 1) * period_ms - now}
+"""
+)
+CORRECT: Final = Script(
+    _CLOCK
+    + """
+local key, amount, period_ms = KEYS[1], tonumber(ARGV[1]), ARGV[2] * 1000
+local period = math.floor(now / period_ms)
+local found = redis.call('HMGET', key, 'period', 'used')
+local used = tonumber(found[1]) == period and tonumber(found[2]) or 0
+redis.call('HSET', key, 'period', period, 'used', math.max(0, used - amount))
+redis.call('PEXPIRE', key, 2 * period_ms)
+"""
+)
+HOLD: Final = Script(
+    _CLOCK
+    + """
+local key, owner, for_ms = KEYS[1], ARGV[1], tonumber(ARGV[2])
+local found = redis.call('HMGET', key, 'owner', 'token', 'lease')
+local token = now
+if found[1] then
+  token = tonumber(found[2])
+  if found[1] ~= owner then
+    if tonumber(found[3]) > now then return nil end
+    token = token + 1
+  end
+end
+redis.call('HSET', key, 'owner', owner, 'token', token, 'lease', now + for_ms)
+redis.call('PEXPIRE', key, for_ms + 86400000)
+return token
+"""
+)
+LET_GO: Final = Script(
+    """
+if redis.call('HGET', KEYS[1], 'owner') == ARGV[1] then redis.call('HSET', KEYS[1], 'lease', 0) end
+"""
+)
