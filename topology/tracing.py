@@ -14,6 +14,7 @@ is. On our hops it is not: a retry that kept its first publisher's context would
 Without an SDK, or sampled out, nothing is built that nobody will see, but the trace still passes through us.
 """
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Final
 
@@ -67,13 +68,13 @@ class Scope:
 
 
 class Tracing:
-    """Makes the spans. `provider` None: the global one, whenever it is set; `broker`: host and port, for the spans."""
+    """Makes the spans. `provider` None: the global one, whenever it is set; `broker`: its host and port at present."""
 
-    def __init__(self, provider: TracerProvider | None = None, *, broker: tuple[str, int] | None = None) -> None:
+    def __init__(
+        self, provider: TracerProvider | None = None, *, broker: Callable[[], tuple[str, int]] | None = None
+    ) -> None:
         self._tracer = None if provider is None else _tracer_of(provider)
-        self._common: Attributes = {signals.MESSAGING_SYSTEM: signals.RABBITMQ}
-        if broker is not None:
-            self._common |= {signals.SERVER_ADDRESS: broker[0], signals.SERVER_PORT: broker[1]}
+        self._broker = broker
 
     def send(self, message: Message, *, exchange: str, routing_key: str) -> Scope:
         """Publish `message` inside this; its headers then carry the context (a new dict, the old one is not touched).
@@ -185,11 +186,13 @@ class Tracing:
 
     def _of(self, message: Message, *, operation: str, type: str) -> Attributes:
         attributes: Attributes = {
-            **self._common,
+            signals.MESSAGING_SYSTEM: signals.RABBITMQ,
             signals.MESSAGING_OPERATION_NAME: operation,
             signals.MESSAGING_OPERATION_TYPE: type,
             signals.MESSAGING_BODY_SIZE: len(message.body),
         }
+        if self._broker is not None:
+            attributes[signals.SERVER_ADDRESS], attributes[signals.SERVER_PORT] = self._broker()
         if message.message_id is not None:
             attributes[signals.MESSAGING_MESSAGE_ID] = message.message_id
         if message.correlation_id is not None:

@@ -27,7 +27,7 @@ class Recorded:
         self.exporter = InMemorySpanExporter()
         self.provider = TracerProvider()
         self.provider.add_span_processor(SimpleSpanProcessor(self.exporter))
-        self.tracing = Tracing(self.provider, broker=("broker", 5672))
+        self.tracing = Tracing(self.provider, broker=lambda: ("broker", 5672))
 
     def span(self, name: str) -> ReadableSpan:
         (found,) = [span for span in self.exporter.get_finished_spans() if span.name == name]

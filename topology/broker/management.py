@@ -14,6 +14,7 @@ import aiohttp
 from aiormq.abc import AbstractConnection
 from yarl import URL
 
+from topology.broker.urls import urls_of
 from topology.contract.problems import AccessRefused, BrokerError, BrokerUnreachable
 from topology.model import Arguments, Binding, Exchange, Queue, Topology, Value
 
@@ -56,16 +57,20 @@ class Management:
         version = (await self.overview()).version
         exchanges = await self._get(f"exchanges/{self._vhost}")
         queues = await self._get(f"queues/{self._vhost}", columns=_QUEUE_COLUMNS)
-        bindings = await self._get(f"bindings/{self._vhost}")
         return Topology(
             exchanges=tuple(
                 _exchange(each) for each in exchanges if each["name"] and not each["name"].startswith("amq.")
             ),
             queues=tuple(_queue(each) for each in queues),
-            bindings=tuple(_binding(each) for each in bindings if each["source"]),
+            bindings=await self.bindings(),
             broker_version=version,
             nodes=await self._nodes(),
         )
+
+    async def bindings(self) -> tuple[Binding, ...]:
+        """All of the virtual host's bindings but those of the default exchange."""
+        found = await self._get(f"bindings/{self._vhost}")
+        return tuple(_binding(each) for each in found if each["source"])
 
     async def import_definitions(self, definitions: dict[str, Any]) -> None:
         """Make all of `definitions` (topology/export.py); needs the tag `administrator`."""
@@ -141,26 +146,40 @@ async def discover(
     connection: AbstractConnection | None = None,
     ssl_context: ssl.SSLContext | None = None,
 ) -> Management | None:
-    """Find the management API of a broker.
+    """Find the management API of a broker, or of the first of several (`urls.py`) that has one.
 
     With `management_url` it is that one, unasked (credentials of its own, if it has any, go before the AMQP ones).
     Without, it is looked for at the AMQP host: port 15672, or over TLS port 15671 for `amqps`. None where nothing
     answers as RabbitMQ there, where it does not let the AMQP user in, or where it is not the broker of `connection`
     (several brokers on one machine).
     """
-    amqp = URL(amqp_url)
-    user, password = amqp.user or "guest", amqp.password or "guest"
-    vhost = amqp.path[1:] or "/"
+    every = [URL(each) for each in urls_of(amqp_url)]
     if management_url is not None:
         own = URL(management_url)
+        user, password, vhost = _access(every[0])
         if own.user is not None:
             user, password = own.user, own.password or ""
         return Management(str(own.with_user(None)), user, password, vhost, ssl_context)
+    for amqp in every:
+        management = await _at_host(amqp, connection, ssl_context)
+        if management is not None:
+            return management
+    return None
+
+
+def _access(amqp: URL) -> tuple[str, str, str]:
+    """User, password and virtual host."""
+    return amqp.user or "guest", amqp.password or "guest", amqp.path[1:] or "/"
+
+
+async def _at_host(
+    amqp: URL, connection: AbstractConnection | None, ssl_context: ssl.SSLContext | None
+) -> Management | None:
     tls = amqp.scheme == "amqps"
     url = URL.build(scheme="https" if tls else "http", host=amqp.host or "localhost", port=TLS_PORT if tls else PORT)
     if not await _answers_as_rabbitmq(url, ssl_context):
         return None
-    management = Management(str(url), user, password, vhost, ssl_context)
+    management = Management(str(url), *_access(amqp), ssl_context)
     try:
         overview = await management.overview()
     except BrokerError:
