@@ -1,0 +1,39 @@
+"""`python -m tests.faults.broken COMMAND …`: `lanekeeper COMMAND …`, deliberately wrong: it acknowledges first.
+
+What many a worker does that was written in an afternoon. Whoever looks for lost requests must find some with it.
+"""
+
+import sys
+from typing import Any
+
+from consumers.pool import Pool
+from service.cli.main import run
+from topology.broker.deliveries import Delivery
+
+_work = Pool._work
+
+
+class _Acknowledged:
+    """A delivery that the broker has forgotten already."""
+
+    def __init__(self, delivery: Delivery) -> None:
+        self._delivery = delivery
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._delivery, name)
+
+    async def ack(self) -> None: ...
+
+    async def reject(self) -> None: ...
+
+    async def give_back(self) -> None: ...
+
+
+async def acknowledge_first(self: Pool, delivery: Delivery) -> None:
+    await delivery.ack()
+    await _work(self, _Acknowledged(delivery))  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    Pool._work = acknowledge_first  # type: ignore[method-assign]
+    sys.exit(run(sys.argv[1:]))

@@ -1,0 +1,222 @@
+"""Judges a history: what must never be in it, and how well the service did otherwise. A pure function.
+
+The promise (contract.md, section 2): what was confirmed ends in exactly one final outcome. A reply may come twice, the
+same; a provider may be called again, but not once an answer is out.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tests.faults.history import OK, Asked, Called, Disturbed, Event, Parked, Part, Published, Replied
+from tests.faults.stalls import Stall, longest, stalls_of
+
+LOST = "lost"
+TWO_OUTCOMES = "two outcomes"
+TWO_BODIES = "two bodies"
+NEVER_ASKED = "never asked"
+OF_ANOTHER = "answer to another question"
+UNEXPECTED = "unexpected outcome"
+CALLED_AFTER_END = "called after it had ended"
+NOT_PARKED = "not parked"
+KEPT_IN_LANE_DEAD = frozenset({"invalid_request", "provider_rejected", "attempts_exhausted", "poison", "internal"})
+"""Errors that are in `lane.dead` as well."""
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    kind: str
+    identity: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.identity}: {self.text}"
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """How the service came through one fault."""
+
+    fault: Disturbed
+    stall: Stall | None
+    """The longest of any lane that began before the next fault did."""
+    recovered_s: float
+    """From its end until everything confirmed before that was answered; a request's own time is in it."""
+    confirmed: int
+    lost: int
+    answered_twice: int
+    repeated_calls: int
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What came of a run."""
+
+    violations: tuple[Violation, ...]
+    asked: int
+    confirmed: int
+    """Questions, so that a request that was sent again on purpose counts once."""
+    answered_twice: int
+    """Replies beyond those that were asked for by publishing again: at-least-once, and excused."""
+    repeated_calls: int
+    """Calls beyond one that the provider did not refuse or break off itself."""
+    stalls: Mapping[str, Stall]
+    """The longest of each lane."""
+    recoveries: tuple[Recovery, ...]
+
+    def of(self, kind: str) -> tuple[Violation, ...]:
+        return tuple(each for each in self.violations if each.kind == kind)
+
+    @property
+    def lost(self) -> int:
+        return len(self.of(LOST))
+
+
+@dataclass(slots=True)
+class _Question:
+    asked: Asked
+    published: list[Published] = field(default_factory=list)
+    replies: list[Replied] = field(default_factory=list)
+
+    @property
+    def confirmed_s(self) -> float | None:
+        return min((each.at_s for each in self.published if each.told == "confirmed"), default=None)
+
+    @property
+    def is_lost(self) -> bool:
+        return self.confirmed_s is not None and self.asked.answered and not self.replies
+
+    @property
+    def doubled(self) -> tuple[Replied, ...]:
+        """Replies beyond as many as there were publishes that may have arrived."""
+        arrived = sum(each.told in ("confirmed", "unknown") for each in self.published)
+        return tuple(self.replies[max(1, arrived) :])
+
+
+def check(events: Iterable[Event], *, store_was_lost: bool = False, reads_dead: bool = True) -> Verdict:
+    """Judge a run that is over.
+
+    `store_was_lost`: what had ended may run once more, and differently. `reads_dead`: dead letters are in the history.
+    """
+    questions: dict[str, _Question] = {}
+    strangers: list[Replied] = []
+    calls: dict[str, list[Called]] = defaultdict(list)
+    parked: dict[str, list[Parked]] = defaultdict(list)
+    faults: list[Disturbed] = []
+    for event in sorted(events, key=lambda each: each.at_s):
+        match event:
+            case Asked():
+                questions[event.question] = _Question(event)
+            case Published():
+                questions[event.question].published.append(event)
+            case Replied():
+                if (found := questions.get(event.question)) is None:
+                    strangers.append(event)
+                else:
+                    found.replies.append(event)
+            case Called():
+                calls[event.identity].append(event)
+            case Parked():
+                parked[event.identity].append(event)
+            case Disturbed():
+                faults.append(event)
+            case Part():
+                pass
+    violations = [Violation(NEVER_ASKED, each.identity, f"a reply to {each.question!r}") for each in strangers]
+    by_identity: dict[str, list[_Question]] = defaultdict(list)
+    for each in questions.values():
+        by_identity[each.asked.identity].append(each)
+        violations += _of_question(each)
+    for identity, theirs in by_identity.items():
+        violations += _of_identity(identity, theirs, calls[identity], store_was_lost=store_was_lost)
+        if reads_dead:
+            violations += _of_dead_letters(identity, theirs, parked[identity])
+    for identity in calls.keys() - by_identity.keys():
+        violations.append(Violation(NEVER_ASKED, identity, "the provider was called"))
+    every = list(questions.values())
+    repeats = [call for theirs in calls.values() for call in _repeats(theirs)]
+    stalls = stalls_of(
+        (each.asked.lane, max(each.confirmed_s, each.asked.due_s), each.replies[0].at_s if each.replies else None)
+        for each in every
+        if each.confirmed_s is not None and each.asked.answered
+    )
+    return Verdict(
+        violations=tuple(violations),
+        asked=len(every),
+        confirmed=sum(each.confirmed_s is not None for each in every),
+        answered_twice=sum(len(each.doubled) for each in every),
+        repeated_calls=len(repeats),
+        stalls={lane: worst for lane, pauses in stalls.items() if (worst := longest(pauses)) is not None},
+        recoveries=_recoveries(faults, every, repeats, [each for pauses in stalls.values() for each in pauses]),
+    )
+
+
+def _of_question(each: _Question) -> list[Violation]:
+    asked, found = each.asked, []
+    if each.is_lost:
+        found.append(Violation(LOST, asked.identity, f"{asked.lane}: confirmed, and no outcome came"))
+    for reply in each.replies:
+        if reply.identity != asked.identity or (reply.code == OK and asked.words not in reply.text):
+            found.append(Violation(OF_ANOTHER, asked.identity, f"{reply.identity}: {reply.text[:80]!r}"))
+        if reply.code not in asked.expects:
+            found.append(Violation(UNEXPECTED, asked.identity, f"{reply.code}; right is {', '.join(asked.expects)}"))
+    return found
+
+
+def _of_identity(
+    identity: str, questions: Sequence[_Question], calls: Sequence[Called], *, store_was_lost: bool
+) -> list[Violation]:
+    # A question that may not be answered from the identity's own outcome (another body under its id) is apart.
+    bound = [each for each in questions if each.asked.expects != ("idempotency_conflict",)]
+    replies = [reply for each in bound for reply in each.replies]
+    found = []
+    if len(codes := {each.code for each in replies}) > 1:
+        found.append(Violation(TWO_OUTCOMES, identity, ", ".join(sorted(codes))))
+    if store_was_lost:
+        return found
+    if len({each.digest for each in replies}) > 1:
+        found.append(Violation(TWO_BODIES, identity, f"{len(replies)} replies"))
+    ended_s = min((each.at_s for each in replies), default=None)
+    if ended_s is not None and any(call.at_s > ended_s for call in calls):
+        late_s = max(call.at_s for call in calls) - ended_s
+        found.append(Violation(CALLED_AFTER_END, identity, f"{late_s:.3f} s after its reply had come"))
+    return found
+
+
+def _of_dead_letters(identity: str, questions: Sequence[_Question], parked: Sequence[Parked]) -> list[Violation]:
+    kept = {each.code for each in parked}
+    told = {reply.code for each in questions for reply in each.replies} & KEPT_IN_LANE_DEAD
+    return [Violation(NOT_PARKED, identity, code) for code in sorted(told - kept)]
+
+
+def _repeats(calls: Sequence[Called]) -> list[Called]:
+    """Calls after one that the provider answered, or could not because the worker had gone."""
+    return [call for n, call in enumerate(calls) if any(e.outcome in (OK, "client_gone", "running") for e in calls[:n])]
+
+
+def _recoveries(
+    faults: Sequence[Disturbed], questions: Sequence[_Question], repeats: Sequence[Called], stalls: Sequence[Stall]
+) -> tuple[Recovery, ...]:
+    found = []
+    for n, fault in enumerate(faults):
+        until_s = faults[n + 1].at_s if n + 1 < len(faults) else float("inf")
+        answers = [
+            (each.replies[0].at_s, max(fault.healed_s, each.asked.due_s))
+            for each in questions
+            if (confirmed_s := each.confirmed_s) is not None and confirmed_s <= fault.healed_s and each.replies
+        ]
+        inside = [
+            each for each in questions if each.confirmed_s is not None and fault.at_s <= each.confirmed_s < until_s
+        ]
+        found.append(
+            Recovery(
+                fault,
+                stall=longest([each for each in stalls if fault.at_s < each.ended_s and each.began_s < until_s]),
+                recovered_s=max((at_s - from_s for at_s, from_s in answers if at_s > from_s), default=0.0),
+                confirmed=len(inside),
+                lost=sum(each.is_lost for each in inside),
+                answered_twice=sum(fault.at_s <= reply.at_s < until_s for each in questions for reply in each.doubled),
+                repeated_calls=sum(fault.at_s <= call.at_s < until_s for call in repeats),
+            )
+        )
+    return tuple(found)

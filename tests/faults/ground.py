@@ -1,0 +1,154 @@
+"""Everything that faults are injected into: broker, provider, store, three workers, the lines between them, a load.
+
+async with ground("single", folder=…, seed=1, rate=25) as g:
+    async with g.load.asking(): …
+    g.verdict()
+"""
+
+import random
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit, urlunsplit
+
+from service.settings import LATER
+from service.simulated.app import SimulatedAPI
+from service.simulated.options import SimulatedOptions
+from tests.faults.broker import single
+from tests.faults.checker import Verdict, check
+from tests.faults.clients import EVERYTHING, Load, Mix
+from tests.faults.history import Called, Disturbed, History
+from tests.faults.proxy import LOOPBACK, Proxy
+from tests.faults.store import FileStore, file_store
+from tests.faults.workers import Crew, Worker
+from tests.support.cluster import Cluster, cluster
+from tests.support.nodes import Node
+from tests.support.processes import environment
+
+WORKERS = 3
+BROKERS = {"single": single, "cluster": cluster}
+SETTLED_S = 4.0
+"""How old a quorum queue must be to survive a SIGKILL of its broker: test_broker_killed.py."""
+PATIENT = {
+    f"LANEKEEPER_LANES__{lane}__{name}": value
+    for lane in ("CRITICAL", "NORMAL", "BATCH")
+    for name, value in (("MAX_ATTEMPTS", "100"), ("CALL_TIMEOUT_S", "4"), ("DEADLINE_S", "900"))
+}
+"""So that every fault is outlived: an attempt that hangs ends soon, and none is the last."""
+SETTINGS = {
+    **PATIENT,
+    "LANEKEEPER_LANES__BATCH__SLOTS": "8",
+    "LANEKEEPER_RETRY__BASE_S": "0.2",
+    "LANEKEEPER_RETRY__CAP_S": "2",
+    "LANEKEEPER_GRACE_S": "10",
+    "LANEKEEPER_GATEWAY__PORT": "0",
+    "LANEKEEPER_LOG_FORMAT": "json",
+}
+
+
+@dataclass
+class Ground:
+    """A service at work, and the handles by which it can be broken."""
+
+    on: str
+    """`single` or `cluster`."""
+    broker: Cluster
+    api: SimulatedAPI
+    provider_line: Proxy
+    lines: list[list[Proxy]]
+    """Of each worker, to each of the broker's nodes."""
+    store: FileStore
+    crew: Crew
+    load: Load
+    history: History
+    began_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def workers(self) -> list[Worker]:
+        return self.crew.workers
+
+    @property
+    def every_line(self) -> list[Proxy]:
+        return [line for lines in self.lines for line in lines]
+
+    def lines_of(self, worker: Worker) -> list[Proxy]:
+        return self.lines[worker.number]
+
+    def node(self, rng: random.Random) -> Node:
+        """One of the broker's, but not the one over which replies are read while there are others."""
+        nodes = self.broker.nodes
+        return rng.choice(nodes[:-1] or nodes)
+
+    def misbehave(self, **shares: float) -> None:
+        """Have the provider fail these shares of its calls (`service/simulated/faults.py`); without any: well again."""
+        self.api.configure(SimulatedOptions(faults=shares, keep_calls=self.api.options.keep_calls))
+
+    def calls(self) -> list[Called]:
+        """What the provider was asked so far."""
+        return [
+            Called(
+                at_s=call.started_s,
+                ended_s=call.ended_s,
+                identity=call.prompt.partition(" ")[0],
+                outcome=call.outcome,
+            )
+            for call in self.api.calls
+        ]
+
+    def verdict(self, *, store_was_lost: bool = False) -> Verdict:
+        return check([*self.history.events, *self.calls()], store_was_lost=store_was_lost)
+
+    def disturbances(self) -> list[Disturbed]:
+        return [each for each in self.history.events if isinstance(each, Disturbed)]
+
+
+@asynccontextmanager
+async def ground(
+    on: str,
+    *,
+    folder: Path,
+    seed: int,
+    rate: float,
+    mix: Mix = EVERYTHING,
+    workers: int = WORKERS,
+    module: str = "service.cli.main",
+    history: History | None = None,
+    **settings: str,
+) -> AsyncIterator[Ground]:
+    """All of it, ready for a load. `module` runs the workers (`broken.py`); `settings` are theirs."""
+    rng = random.Random(seed)
+    written = history or History()
+    async with AsyncExitStack() as stack:
+        broker = await stack.enter_async_context(BROKERS[on]())
+        api = await stack.enter_async_context(SimulatedAPI(SimulatedOptions(keep_calls=200_000)))
+        provider_line = await stack.enter_async_context(Proxy(LOOPBACK, api.port))
+        store = await stack.enter_async_context(file_store())
+        lines = [
+            [await stack.enter_async_context(_line_to(url, rng)) for url in broker.amqp_urls] for _ in range(workers)
+        ]
+        environs = []
+        for own in lines:
+            urls = [_through(url, line) for url, line in zip(broker.amqp_urls, own, strict=True)]
+            found = environment(",".join(urls), broker.management_url)
+            found["ANTHROPIC_BASE_URL"] = f"http://{LOOPBACK}:{provider_line.port}"
+            if ("store_url",) not in LATER:
+                found["LANEKEEPER_STORE_URL"] = store.url
+            environs.append({**found, **SETTINGS, **settings})
+        crew = await stack.enter_async_context(Crew(environs, folder=folder, module=module))
+        await crew.ready()
+        load = Load(broker.amqp_urls, written, rng=rng, rate=rate, mix=mix, name=f"{on[0]}{seed}")
+        await stack.enter_async_context(load)
+        yield Ground(on, broker, api, provider_line, lines, store, crew, load, written)
+
+
+def _line_to(url: str, rng: random.Random) -> Proxy:
+    parts = urlsplit(url)
+    return Proxy(parts.hostname or LOOPBACK, parts.port or 5672, rng=random.Random(rng.random()))
+
+
+def _through(url: str, line: Proxy) -> str:
+    parts = urlsplit(url)
+    who, _, _ = parts.netloc.rpartition("@")
+    return urlunsplit((parts.scheme, f"{who}@{LOOPBACK}:{line.port}", parts.path, parts.query, ""))

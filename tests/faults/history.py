@@ -1,0 +1,145 @@
+"""What applications were told, what the provider was asked, and what was broken meanwhile: written down as it happens.
+
+Append-only; one line of JSON an event where it goes into a file. Times are `time.monotonic()`, which all processes of
+a machine share. `checker.py` judges it.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, TextIO, get_args
+
+Told = Literal["confirmed", "refused", "returned", "unknown"]
+"""What came of one publish: `refused` by a nack, `returned` as unroutable, `unknown` where no confirm came."""
+OK = "ok"
+"""As an outcome's code, where it is no error."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """An application wants an answer; told apart from others by its correlation id."""
+
+    at_s: float
+    question: str
+    """The correlation id."""
+    identity: str
+    """The message id: several questions may share it."""
+    lane: str
+    words: str
+    """What an `ok` answer must hold."""
+    expects: tuple[str, ...] = (OK,)
+    """Codes of the outcomes that are right."""
+    answered: bool = True
+    """False where it named nobody to answer to."""
+    due_s: float = 0.0
+    """Not to be answered before, where it was delayed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """One publish of a question has come to its end."""
+
+    at_s: float
+    question: str
+    sent_s: float
+    told: Told
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replied:
+    """A final reply came."""
+
+    at_s: float
+    question: str
+    identity: str
+    """The header `x-lane-request-id`."""
+    code: str
+    """`ok`, or the problem's."""
+    digest: str
+    """Of the body: the same answer is the same bytes."""
+    text: str
+    """The beginning of what an `ok` answer says."""
+    replayed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A part of a streamed answer came: `event` or `restart`."""
+
+    at_s: float
+    question: str
+    kind: str
+    seq: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parked:
+    """A dead letter was seen."""
+
+    at_s: float
+    identity: str
+    code: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Called:
+    """The provider was called. `outcome`: `ok`, `client_gone`, `running`, or the fault that it met."""
+
+    at_s: float
+    ended_s: float | None
+    identity: str
+    outcome: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disturbed:
+    """A fault was injected, held and healed."""
+
+    at_s: float
+    healed_s: float
+    code: str
+    """In the catalogue: `A1`."""
+    title: str
+    against: str
+    in_flight: int
+    """Requests that were confirmed and not answered when it began."""
+
+
+Event = Asked | Published | Replied | Part | Parked | Called | Disturbed
+_KINDS = {kind.__name__: kind for kind in get_args(Event)}
+
+
+class History:
+    """Events in the order in which they were noticed."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.events: list[Event] = []
+        self._file: TextIO | None = None if path is None else path.open("w")
+
+    def add(self, event: Event) -> None:
+        self.events.append(event)
+        if self._file is not None:
+            self._file.write(as_line(event) + "\n")
+
+    def write(self, path: Path) -> None:
+        """All of it so far, into a file of its own."""
+        path.write_text("".join(f"{as_line(event)}\n" for event in self.events))
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def as_line(event: Event) -> str:
+    return json.dumps({"event": type(event).__name__, **asdict(event)})
+
+
+def read(lines: Iterable[str]) -> Iterator[Event]:
+    """Events from their lines."""
+    for line in lines:
+        fields = json.loads(line)
+        kind = _KINDS[fields.pop("event")]
+        if "expects" in fields:
+            fields["expects"] = tuple(fields["expects"])
+        yield kind(**fields)

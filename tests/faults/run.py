@@ -1,0 +1,170 @@
+"""The long run: a load, one fault after the other, and a verdict. `./dev faults`, or
+
+    python -m tests.faults.run --minutes 18 --seeds 1,2,3 --on both --rate 25
+
+Each seed has its own schedule, on each kind of broker. At the end the broken worker gets the first of them, and must be
+caught. Exits 1 where anything was lost, doubled differently or unasked for, a worker crashed, or the broken one passed.
+"""
+
+import argparse
+import asyncio
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from service.demo.source import Unavailable
+from tests.faults import report
+from tests.faults.faults import FAULTS
+from tests.faults.ground import SETTLED_S, Ground, ground
+from tests.faults.history import Disturbed, as_line
+from tests.faults.report import Run
+from tests.faults.schedule import Planned, plan
+
+ENOUGH_CONFIRMED = 15_000
+ENOUGH_FAULTS = 20
+ANSWERED_WITHIN_S = 90.0
+"""After the last fault, before what has no answer counts as lost."""
+BROKEN_MINUTES = 2.0
+LOSES_WITHIN_S = 15.0
+"""The broken worker's requests are not coming: no need to wait long."""
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+async def carry_out(found: Ground, planned: Sequence[Planned], *, seconds: float) -> None:
+    """Ask, and inject one fault after the other until the time is over."""
+    end_s = time.monotonic() + seconds
+    async with found.load.asking():
+        await asyncio.sleep(SETTLED_S)
+        for each in planned:
+            await asyncio.sleep(each.calm_s)
+            await found.crew.ready()
+            if time.monotonic() > end_s:
+                return
+            if each.fault.needs == "mount" and not found.store.is_mounted:
+                continue
+            in_flight, at_s = found.load.in_flight, time.monotonic()
+            against = await each.fault.inject(found, random.Random(each.seed), each.lasts_s)
+            healed_s = time.monotonic()
+            found.history.add(
+                Disturbed(
+                    at_s=at_s,
+                    healed_s=healed_s,
+                    code=each.fault.code,
+                    title=each.fault.title,
+                    against=against,
+                    in_flight=in_flight,
+                )
+            )
+            say(
+                f"  {at_s - found.began_s:6.1f} s  {each.fault.code:4} {each.fault.title} ({against}), "
+                f"{healed_s - at_s:.1f} s, {in_flight} in flight"
+            )
+
+
+async def one(
+    on: str,
+    *,
+    seed: int,
+    seconds: float,
+    rate: float,
+    part: tuple[int, int],
+    folder: Path,
+    codes: str | None = None,
+    broken: bool = False,
+) -> Run:
+    """One seed on one kind of broker. Its history, and its workers' logs, go into the folder."""
+    await asyncio.to_thread(folder.mkdir, parents=True)
+    wanted = None if codes is None else codes.split(",")
+    faults = [each for each in FAULTS if on in each.on and (wanted is None or each.code in wanted)]
+    planned = plan(faults, seed=seed, seconds=seconds, part=part)
+    module = "tests.faults.broken" if broken else "service.cli.main"
+    say(f"{on}, seed {seed}, {seconds / 60:.1f} minutes{', the broken worker' if broken else ''}: {folder}")
+    async with ground(on, folder=folder, seed=seed, rate=rate, module=module) as found:
+        began_s = time.monotonic()
+        await carry_out(found, planned, seconds=seconds)
+        minutes = (time.monotonic() - began_s) / 60
+        await found.load.answered(within_s=LOSES_WITHIN_S if broken else ANSWERED_WITHIN_S)
+        verdict = found.verdict()
+        events = sorted([*found.history.events, *found.calls()], key=lambda each: each.at_s)
+        (folder / "history.jsonl").write_text("".join(f"{as_line(event)}\n" for event in events))
+        made = Run(on, seed, minutes, verdict, tuple(found.crew.crashes), len(found.calls()))
+    say(f"  {verdict.confirmed} confirmed, {verdict.lost} lost, {len(made.failures)} violations")
+    for failure in made.failures[:20]:
+        say(f"  {failure}")
+    return made
+
+
+async def everything(given: argparse.Namespace) -> int:
+    """All seeds on all kinds of broker, then the broken worker; the exit code."""
+    seeds = [int(each) for each in given.seeds.split(",")]
+    kinds = ("single", "cluster") if given.on == "both" else (given.on,)
+    seconds = 60 * given.minutes / (len(seeds) * len(kinds))
+    folder = Path(given.folder or tempfile.mkdtemp(prefix="lanekeeper-faults-"))
+    runs = [
+        await one(
+            on,
+            seed=seed,
+            seconds=seconds,
+            rate=given.rate,
+            part=(n, len(seeds)),
+            codes=given.faults,
+            folder=folder / f"{on}-{seed}",
+        )
+        for on in kinds
+        for n, seed in enumerate(seeds)
+    ]
+    broken = None
+    if not given.without_broken:
+        broken = await one(
+            "single",
+            seed=seeds[0],
+            seconds=min(seconds, 60 * BROKEN_MINUTES),
+            rate=given.rate,
+            part=(0, len(seeds)),
+            codes=given.faults,
+            folder=folder / "broken",
+            broken=True,
+        )
+    found = report.text(runs, broken=broken)
+    print(found)
+    if given.write is not None:
+        report.write(given.write, found)
+    problems = [f"{run.on}, seed {run.seed}: {failure}" for run in runs for failure in run.failures]
+    if broken is not None and broken.verdict.lost == 0:
+        problems.append("the broken worker passed: nothing that this run says can be believed")
+    if given.minutes >= 15:
+        confirmed = sum(run.verdict.confirmed for run in runs)
+        hit = sum(each.fault.in_flight > 0 for run in runs for each in run.verdict.recoveries)
+        if confirmed < ENOUGH_CONFIRMED or hit < ENOUGH_FAULTS:
+            problems.append(f"too little: {confirmed} confirmed, {hit} faults that hit work in flight")
+    for problem in problems:
+        say(problem)
+    say(f"histories and logs: {folder}")
+    return 1 if problems else 0
+
+
+def main() -> int:
+    read = argparse.ArgumentParser(prog="./dev faults", description="Break everything under load, and count.")
+    read.add_argument("--minutes", type=float, default=24.0, help="of load, all seeds and brokers together")
+    read.add_argument("--seeds", default="1,2,3")
+    read.add_argument("--on", choices=("single", "cluster", "both"), default="both")
+    read.add_argument("--rate", type=float, default=20.0, help="requests a second")
+    read.add_argument("--faults", metavar="CODES", help="of the catalogue, these alone: A1,B2; default: all")
+    read.add_argument("--write", type=Path, metavar="FILE", help="put the table between its markers in this document")
+    read.add_argument("--folder", help="for histories and logs; default: a temporary one")
+    read.add_argument("--without-broken", action="store_true", help="leave out the worker that must be caught")
+    try:
+        return asyncio.run(everything(read.parse_args()))
+    except Unavailable as error:
+        say(f"./dev faults: {error}")
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""The workers' store, as far as faults can get at it."""
+
+import asyncio
+import random
+import shutil
+import sqlite3
+import subprocess
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+SIZE_MB = 64
+"""Of the file system of its own that the store's file lives on, where one can be mounted (as root)."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileStore:
+    """An SQLite file that all workers of this machine share."""
+
+    folder: Path
+    is_mounted: bool
+
+    @property
+    def path(self) -> Path:
+        return self.folder / "store.sqlite3"
+
+    @property
+    def url(self) -> str:
+        return f"sqlite:///{self.path}"
+
+    async def lock(self, lasts_s: float) -> None:
+        """Hold the one lock that writers need, from outside. Where the file is not there: nothing to lock."""
+        with suppress(sqlite3.OperationalError):
+            connection = await asyncio.to_thread(self._locked)
+            try:
+                await asyncio.sleep(lasts_s)
+            finally:
+                connection.close()
+
+    async def fill(self, lasts_s: float) -> None:
+        """Leave no room on its file system."""
+        ballast = self.folder / "ballast"
+        with ballast.open("wb", buffering=0) as file, suppress(OSError):
+            while True:
+                file.write(b"\0" * 65_536)
+        try:
+            await asyncio.sleep(lasts_s)
+        finally:
+            ballast.unlink()
+
+    async def make_read_only(self, lasts_s: float) -> None:
+        """The file system refuses writes; files that are open are no exception."""
+        await _mount("-o", "remount,ro", str(self.folder))
+        try:
+            await asyncio.sleep(lasts_s)
+        finally:
+            await _mount("-o", "remount,rw", str(self.folder))
+
+    def delete(self) -> None:
+        """As an operator might, while it is open."""
+        for each in self.folder.glob("store.sqlite3*"):
+            each.unlink(missing_ok=True)
+
+    def corrupt(self, rng: random.Random) -> None:
+        """Write over its beginning."""
+        with self.path.open("r+b") as file:
+            file.write(rng.randbytes(4096))
+
+    def _locked(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(self.path, timeout=10, isolation_level=None, check_same_thread=False)
+        connection.execute("BEGIN EXCLUSIVE")
+        return connection
+
+
+@asynccontextmanager
+async def file_store() -> AsyncIterator[FileStore]:
+    """A folder for the store, on a small file system of its own where that can be had."""
+    folder = Path(tempfile.mkdtemp(prefix="lanekeeper-store-"))
+    is_mounted = await _mount("-t", "tmpfs", "-o", f"size={SIZE_MB}m,mode=700", "faults", str(folder))
+    try:
+        yield FileStore(folder, is_mounted)
+    finally:
+        if is_mounted:
+            # Blocking, so that no cancellation ends it half-way.
+            subprocess.run(["umount", "--lazy", str(folder)], check=False)  # noqa: ASYNC221
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+async def _mount(*words: str) -> bool:
+    done = await asyncio.to_thread(subprocess.run, ["mount", *words], check=False, capture_output=True)
+    return done.returncode == 0

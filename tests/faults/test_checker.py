@@ -1,0 +1,147 @@
+"""The checker finds what must never happen, and passes what may."""
+
+import pytest
+
+from tests.faults import checker
+from tests.faults.checker import check
+from tests.faults.history import OK, Asked, Called, Disturbed, Event, Parked, Published, Replied, Told, as_line, read
+
+
+def asked(question: str = "q", *, at_s: float = 0.0, identity: str = "", **more) -> Asked:
+    return Asked(
+        at_s=at_s,
+        question=question,
+        identity=identity or question,
+        lane=more.pop("lane", "critical"),
+        words="hi",
+        **more,
+    )
+
+
+def published(question: str = "q", *, at_s: float = 0.1, told: Told = "confirmed") -> Published:
+    return Published(at_s=at_s, question=question, sent_s=at_s - 0.01, told=told)
+
+
+def replied(question: str = "q", *, at_s: float = 1.0, code: str = OK, digest: str = "d", **more) -> Replied:
+    return Replied(
+        at_s=at_s,
+        question=question,
+        identity=more.pop("identity", question),
+        code=code,
+        digest=digest,
+        text=more.pop("text", "echo: hi"),
+    )
+
+
+def called(identity: str = "q", *, at_s: float = 0.5, outcome: str = OK) -> Called:
+    return Called(at_s=at_s, ended_s=at_s + 0.1, identity=identity, outcome=outcome)
+
+
+def fault(at_s: float, healed_s: float) -> Disturbed:
+    return Disturbed(at_s=at_s, healed_s=healed_s, code="A1", title="killed", against="worker 1", in_flight=3)
+
+
+GOOD: tuple[Event, ...] = (asked(), published(), called(), replied())
+
+
+def kinds(*events: Event, **how) -> set[str]:
+    return {each.kind for each in check(events, **how).violations}
+
+
+def test_a_good_history_passes() -> None:
+    verdict = check(GOOD)
+    assert verdict.violations == ()
+    assert (verdict.asked, verdict.confirmed, verdict.answered_twice, verdict.repeated_calls) == (1, 1, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "events"),
+    [
+        (checker.LOST, (asked(), published())),
+        (checker.LOST, (asked(), published(told="unknown"), published(at_s=0.3), called())),
+        (checker.TWO_OUTCOMES, (*GOOD, replied(at_s=2, code="attempts_exhausted"))),
+        (checker.TWO_BODIES, (*GOOD, replied(at_s=2, digest="other"))),
+        (checker.TWO_BODIES, (*GOOD, asked("again", identity="q"), replied("again", identity="q", digest="other"))),
+        (checker.NEVER_ASKED, (*GOOD, replied("stranger"))),
+        (checker.NEVER_ASKED, (*GOOD, called("stranger"))),
+        (checker.OF_ANOTHER, (asked(), published(), replied(identity="other"))),
+        (checker.OF_ANOTHER, (asked(), published(), replied(text="echo: other"))),
+        (checker.UNEXPECTED, (asked(), published(), replied(code="internal"))),
+        (checker.CALLED_AFTER_END, (*GOOD, called(at_s=1.5))),
+        (checker.NOT_PARKED, (asked(expects=("provider_rejected",)), published(), replied(code="provider_rejected"))),
+    ],
+)
+def test_each_violation_is_found(kind: str, events: tuple[Event, ...]) -> None:
+    assert kind in kinds(*events)
+
+
+@pytest.mark.parametrize("told", ["refused", "returned", "unknown"])
+def test_what_was_never_confirmed_is_owed_no_answer(told: Told) -> None:
+    assert kinds(asked(), published(told=told)) == set()
+
+
+def test_a_reply_that_came_twice_the_same_is_counted_and_excused() -> None:
+    verdict = check((*GOOD, replied(at_s=2)))
+    assert verdict.violations == ()
+    assert verdict.answered_twice == 1
+
+
+def test_who_published_twice_is_owed_two_replies() -> None:
+    again = published(at_s=0.2)
+    assert check((*GOOD, again, replied(at_s=2))).answered_twice == 0
+    assert check((*GOOD, again, replied(at_s=2), replied(at_s=3))).answered_twice == 1
+
+
+def test_another_body_under_the_same_id_has_an_outcome_of_its_own() -> None:
+    other = asked("other", identity="q", expects=("idempotency_conflict",))
+    told = replied("other", identity="q", at_s=1.2, code="idempotency_conflict", digest="problem")
+    assert kinds(*GOOD, other, published("other"), told) == set()
+
+
+def test_what_is_parked_as_well_as_told_passes() -> None:
+    refused = (asked(expects=("provider_rejected",)), published(), replied(code="provider_rejected"))
+    assert kinds(*refused, Parked(at_s=1, identity="q", code="provider_rejected")) == set()
+
+
+def test_a_call_that_the_provider_failed_is_an_attempt_and_no_repetition() -> None:
+    assert check((*GOOD, called(at_s=0.2, outcome="overloaded"))).repeated_calls == 0
+    assert check((*GOOD, called(at_s=0.2, outcome="client_gone"))).repeated_calls == 1
+    assert check((*GOOD, called(at_s=0.2, outcome=OK))).repeated_calls == 1
+
+
+def test_a_lost_store_excuses_a_second_completion_and_no_second_outcome() -> None:
+    again = (*GOOD, called(at_s=1.5), replied(at_s=2, digest="other"))
+    assert kinds(*again, store_was_lost=True) == set()
+    assert kinds(*again, replied(at_s=3, code="internal"), store_was_lost=True) >= {checker.TWO_OUTCOMES}
+
+
+def test_a_stall_is_the_time_in_which_a_lane_owed_an_answer_and_gave_none() -> None:
+    def answered(question: str, from_s: float, to_s: float) -> tuple[Event, ...]:
+        return asked(question, at_s=from_s), published(question, at_s=from_s), replied(question, at_s=to_s)
+
+    verdict = check((*answered("a", 0, 1), *answered("b", 0.5, 4), *answered("c", 3, 4.5), *answered("d", 10, 10.2)))
+    assert verdict.stalls["critical"].lasted_s == 3, "from a's answer to b's; nothing was owed from 4.5 to 10"
+
+
+def test_recovery_is_counted_from_the_end_of_a_fault_to_the_last_answer_that_was_owed_then() -> None:
+    def answered(question: str, from_s: float, to_s: float) -> tuple[Event, ...]:
+        return asked(question, at_s=from_s), published(question, at_s=from_s), replied(question, at_s=to_s)
+
+    events = (*answered("a", 1, 7), *answered("b", 6, 9), fault(2, 5), called("a", at_s=1.1), called("a", at_s=5.5))
+    (recovery,) = check(events).recoveries
+    assert recovery.recovered_s == 2
+    assert recovery.stall is not None
+    assert recovery.stall.lasted_s == 6
+    assert (recovery.confirmed, recovery.repeated_calls) == (1, 1)
+
+
+def test_a_delayed_request_is_owed_from_its_due_time() -> None:
+    events = (asked(due_s=5.0), published(), called(at_s=5), replied(at_s=5.25), fault(0.5, 1))
+    verdict = check(events)
+    assert verdict.stalls["critical"].lasted_s == 0.25
+    assert verdict.recoveries[0].recovered_s == 0.25
+
+
+def test_a_history_survives_its_file() -> None:
+    events = (*GOOD, fault(1, 2), Parked(at_s=1, identity="q", code="poison"))
+    assert tuple(read(as_line(event) for event in events)) == events

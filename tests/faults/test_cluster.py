@@ -1,0 +1,177 @@
+"""A cluster of three loses its leaders, one after the other: nothing that was confirmed is lost, and the stall is short.
+
+Each test has a cluster of its own, two workers as processes, and applications that ask all the time. What is measured
+is printed (`-s`), and bounded.
+"""
+
+import asyncio
+import os
+import random
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from service.demo.source import Unavailable
+from service.simulated.app import SimulatedAPI
+from tests.faults.checker import Verdict, check
+from tests.faults.clients import Load, Mix
+from tests.faults.history import Called, History
+from tests.faults.workers import Crew
+from tests.support.cluster import Cluster, Node, cluster
+from tests.support.processes import environment, run
+
+RATE = 20.0
+"""Requests a second; what is measured is not the load, on two cores that the brokers share."""
+MIX = Mix(lanes={"critical": 0.6, "normal": 0.4}, latency_s=(0.05, 0.3), delayed=0.0, refused=0.0, conflicting=0.0)
+BEFORE_S = 3.0
+"""Of load before a fault, and after it: what is watched is how the service behaves in time."""
+AFTER_S = 6.0
+ANSWERED_S = 60.0
+
+KILLED_STALL_S = 2.0
+FROZEN_STALL_S = 20.0
+"""A node that hangs is told from a slow one by silence, which takes RabbitMQ's members some 7 to 12 s."""
+RESTARTED_STALL_S = 5.0
+
+
+@dataclass
+class Service:
+    """Two workers on a cluster, and a load."""
+
+    broker: Cluster
+    api: SimulatedAPI
+    crew: Crew
+    load: Load
+    history: History
+
+    async def verdict(self) -> Verdict:
+        """What came of it, once everything is answered."""
+        assert await self.load.answered(within_s=ANSWERED_S), "not answered in time"
+        calls = [
+            Called(
+                at_s=call.started_s, ended_s=call.ended_s, identity=call.prompt.partition(" ")[0], outcome=call.outcome
+            )
+            for call in self.api.calls
+        ]
+        return check([*self.history.events, *calls])
+
+
+@pytest.fixture
+async def broker() -> AsyncIterator[Cluster]:
+    try:
+        async with cluster() as started:
+            yield started
+    except Unavailable as error:
+        if os.environ.get("CI") == "true":
+            raise
+        pytest.skip(str(error))
+
+
+@asynccontextmanager
+async def at_work(broker: Cluster, nodes: Sequence[Node], folder: Path) -> AsyncIterator[Service]:
+    """Workers and applications that know these nodes; the topology is there already."""
+    urls = [each.amqp_url for each in nodes]
+    history = History()
+    async with AsyncExitStack() as stack:
+        api = await stack.enter_async_context(SimulatedAPI())
+        environ = environment(
+            ",".join(urls),
+            nodes[0].management_url,
+            ANTHROPIC_BASE_URL=api.base_url,
+            LANEKEEPER_GATEWAY__PORT="0",
+            LANEKEEPER_STORE_URL=f"sqlite:///{folder}/store.db",
+        )
+        crew = await stack.enter_async_context(Crew([environ, environ], folder=folder))
+        await crew.ready()
+        load = Load(urls, history, rng=random.Random(1), rate=RATE, mix=MIX)
+        await stack.enter_async_context(load)
+        yield Service(broker, api, crew, load, history)
+
+
+async def declared(broker: Cluster, folder: Path) -> Node:
+    """Declare everything; the leader of the critical lane."""
+    environ = environment(broker.amqp_url, broker.management_url)
+    assert (await run("topology", "apply", environ=environ, folder=folder))[0] == 0
+    return await broker.leader_of("lane.critical")
+
+
+def told(what: str, verdict: Verdict, **more: float) -> None:
+    stalls = ", ".join(f"{lane} {stall.lasted_s:.2f} s" for lane, stall in sorted(verdict.stalls.items()))
+    others = "".join(f", {name} {value:.2f} s" for name, value in more.items())
+    print(
+        f"\n{what}: {verdict.confirmed} confirmed, {verdict.lost} lost, {verdict.answered_twice} answered twice, "
+        f"{verdict.repeated_calls} calls repeated; longest stall {stalls}{others}"
+    )
+
+
+def longest_stall_s(verdict: Verdict) -> float:
+    return max(stall.lasted_s for stall in verdict.stalls.values())
+
+
+async def test_a_leader_that_dies_costs_less_than_two_seconds_and_no_request(broker: Cluster, tmp_path: Path) -> None:
+    leader = await declared(broker, tmp_path)
+    async with at_work(broker, broker.others(leader), tmp_path) as service:
+        async with service.load.asking():
+            await asyncio.sleep(BEFORE_S)
+            await leader.kill()
+            await asyncio.sleep(AFTER_S)
+        verdict = await service.verdict()
+
+    told("leader killed", verdict)
+    assert verdict.violations == ()
+    assert longest_stall_s(verdict) < KILLED_STALL_S
+
+
+async def test_whoever_was_on_a_node_that_dies_goes_on_at_another(broker: Cluster, tmp_path: Path) -> None:
+    leader = await declared(broker, tmp_path)
+    nodes = (leader, *broker.others(leader))  # workers connect to the first that answers
+    async with at_work(broker, nodes, tmp_path) as service:
+        async with service.load.asking():
+            await asyncio.sleep(BEFORE_S)
+            await leader.kill()
+            await asyncio.sleep(AFTER_S)
+            await leader.start()
+        verdict = await service.verdict()
+        crashes = service.crew.crashes
+
+    told("leader killed under its workers", verdict)
+    assert verdict.violations == ()
+    assert crashes == []
+
+
+async def test_a_leader_that_hangs_holds_its_lane_until_another_is_elected(broker: Cluster, tmp_path: Path) -> None:
+    leader = await declared(broker, tmp_path)
+    async with at_work(broker, broker.others(leader), tmp_path) as service:
+        async with service.load.asking():
+            await asyncio.sleep(BEFORE_S)
+            await leader.pause()
+            await asyncio.sleep(FROZEN_STALL_S)
+            await leader.unpause()
+            await asyncio.sleep(BEFORE_S)
+        verdict = await service.verdict()
+
+    told("leader frozen", verdict)
+    assert verdict.violations == ()
+    assert longest_stall_s(verdict) < FROZEN_STALL_S
+
+
+async def test_a_rolling_restart_loses_nothing(broker: Cluster, tmp_path: Path) -> None:
+    await declared(broker, tmp_path)
+    async with at_work(broker, broker.nodes, tmp_path) as service:
+        began_s = time.monotonic()
+        async with service.load.asking():
+            for node in broker.nodes:
+                await node.drain()
+                await node.restart()
+                await broker.whole()
+        verdict = await service.verdict()
+        crashes = service.crew.crashes
+
+    told("rolling restart", verdict, all_three=time.monotonic() - began_s)
+    assert verdict.violations == ()
+    assert crashes == []
+    assert longest_stall_s(verdict) < RESTARTED_STALL_S
