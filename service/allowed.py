@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, FilePath, Secre
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from consumers import failpoints
 from service.masking import mask, mask_url
 from service.sources import Known, Place, Reading
 
@@ -102,14 +103,49 @@ def _http_url(value: SecretStr) -> SecretStr:
     return SecretStr(parts.geturl().rstrip("/"))
 
 
+def _store_url(value: SecretStr) -> SecretStr:
+    text = value.get_secret_value().strip()
+    if text.startswith("sqlite:"):
+        file = text.removeprefix("sqlite:///")
+        if file in (text, "", "/") or file.endswith("/") or "?" in text or "#" in text or not text.isprintable():
+            raise _wrong("sqlite:///relative/file or sqlite:////absolute/file, with ?, # and % in it as %XX")
+        return SecretStr(text)
+    parts = _split(
+        SecretStr(text),
+        schemes=("redis", "rediss"),
+        example="redis://:password@host:6379/0 or sqlite:////absolute/file",
+    )
+    if parts.query or re.fullmatch(r"/?|/[0-9]{1,5}", parts.path) is None:
+        # `ssl_cert_reqs=none` among them would turn the check of the certificate off without a word.
+        raise _wrong("a URL with nothing after the address but the database's number, such as redis://host:6379/0")
+    return SecretStr(text)
+
+
+def _chances(value: Any) -> Any:
+    """`after_store:0.2,before_claim:1`, or a table: a probability for each place."""
+    if isinstance(value, str):
+        pairs = (each.partition(":") for each in value.split(",") if each.strip())
+        value = {name.strip(): chance.strip() or "1" for name, _, chance in pairs}
+    try:
+        chances = {name: float(chance) for name, chance in value.items()}
+    except (AttributeError, TypeError, ValueError):
+        chances = {"": 0.0}
+    if not chances.keys() <= failpoints.NAMES or not all(0 <= chance <= 1 for chance in chances.values()):
+        raise _wrong(f"name:probability from 0 to 1, separated by commas; names: {', '.join(sorted(failpoints.NAMES))}")
+    return chances
+
+
 Number = Annotated[N, BeforeValidator(_not_bool)]
 Namespace = Annotated[str, AfterValidator(_namespace)]
 ModelName = Annotated[str, AfterValidator(_model)]
 Words = Annotated[tuple[ModelName, ...], BeforeValidator(_words), AfterValidator(_not_empty)]
 Patterns = Annotated[tuple[str, ...], BeforeValidator(_words), AfterValidator(_not_empty)]
+UserNames = Annotated[tuple[str, ...], BeforeValidator(_words)]
 Key = Annotated[SecretStr, AfterValidator(_key)]
 AmqpUrl = Annotated[SecretStr, AfterValidator(_amqp_url)]
 HttpUrl = Annotated[SecretStr, AfterValidator(_http_url)]
+StoreUrl = Annotated[SecretStr, AfterValidator(_store_url)]
+Chances = Annotated[dict[str, float], BeforeValidator(_chances)]
 ReadableFile = FilePath
 
 

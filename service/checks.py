@@ -10,6 +10,8 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from consumers.state.base import StoreUnavailable
+from consumers.state.opening import open_store
 from service.settings import Settings
 from topology.broker.connection import Connection
 from topology.broker.inbox import Inbox
@@ -51,7 +53,7 @@ async def look(settings: Settings) -> AsyncIterator[Finding]:
         finally:
             await connection.__aexit__(None, None, None)
     yield await _provider(settings)
-    yield Finding("store", True, "none in this version: claims and results come with a later one")
+    yield await _store(settings)
 
 
 async def _broker(settings: Settings, connection: Connection) -> AsyncIterator[Finding]:
@@ -129,6 +131,16 @@ async def _provider(settings: Settings) -> Finding:
     if status == 404:
         return Finding("provider", True, f"{settings.provider} answers, and lists no models: the key was not tried")
     return Finding("provider", False, f"{settings.provider} answered {status} to GET /v1/models")
+
+
+async def _store(settings: Settings) -> Finding:
+    """Whether it can be opened and written; a SQLite file that is not there yet is made, as a worker would."""
+    try:
+        async with open_store(settings.store, namespace=settings.namespace, spec=settings.store_spec()) as store:
+            await store.probe()
+    except StoreUnavailable as error:
+        return Finding("store", False, str(error))
+    return Finding("store", True, f"{settings.shown_store} can be written")
 
 
 def _is_open_to_listeners(settings: Settings) -> bool:

@@ -14,14 +14,28 @@ import ssl
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from consumers.retry import RetryPolicy
+from consumers.state.spec import StoreSpec
 from service import allowed, sources
-from service.allowed import AmqpUrl, HttpUrl, Key, ModelName, Namespace, Number, Patterns, ReadableFile, Words
+from service.allowed import (
+    AmqpUrl,
+    Chances,
+    HttpUrl,
+    Key,
+    ModelName,
+    Namespace,
+    Number,
+    Patterns,
+    ReadableFile,
+    StoreUrl,
+    UserNames,
+    Words,
+)
 from service.masking import mask_url
 from topology.contract.problems import SettingsError
 from topology.lanes import BATCH, CRITICAL, DEFAULT_LANES, GIB, MIB, NORMAL, LaneSpec
@@ -31,7 +45,6 @@ CONFIG_FILE = Path("lanekeeper.toml")
 DOTENV_FILE = Path(".env")
 ANTHROPIC_URL = "https://api.anthropic.com"
 LATER = {
-    ("store_url",): "the store",
     ("providers",): "another provider",
     ("webhooks",): "the sending of webhooks",
     ("gateway", "keys"): "the HTTP gateway",
@@ -124,6 +137,13 @@ class ReplySettings(_Section):
     allow: Patterns | None = None
 
 
+class ResultSettings(_Section):
+    """How long results are kept, and how much of them; with them goes what is known of used message ids."""
+
+    keep_s: Number[float] = Field(default=StoreSpec().keep_s, ge=1, le=YEAR_S)
+    max_bytes: Number[int] = Field(default=StoreSpec().max_bytes, ge=MIB, le=1024 * GIB)
+
+
 class RetrySettings(_Section):
     """How long to wait between attempts; the defaults are argued in `consumers/retry.py`."""
 
@@ -159,6 +179,13 @@ class Settings(BaseSettings):
     tls: TlsSettings = TlsSettings()
     reply_to: ReplySettings = ReplySettings()
     retry: RetrySettings = RetrySettings()
+    store_url: StoreUrl | None = None
+    """None: a SQLite file in the user's state folder."""
+    results: ResultSettings = ResultSettings()
+    speakers: UserNames = ()
+    """AMQP users that may speak for other tenants (`x-lane-tenant`, cancelling, asking for results): a gateway's."""
+    failpoints: Chances = {}
+    """Where the process dies on purpose, and how probably: for the fault suite (`consumers/failpoints.py`)."""
     grace_s: Number[float] = Field(default=25, ge=0, le=3600)
     """How long running requests may finish when stopping; below the 30 s after which Kubernetes kills."""
     log_format: Literal["auto", "json", "console"] = "auto"
@@ -238,6 +265,21 @@ class Settings(BaseSettings):
         return None if self.anthropic_api_key is None else self.anthropic_api_key.get_secret_value()
 
     @property
+    def store(self) -> str:
+        """The store's URL, for whoever opens it; never shown."""
+        if self.store_url is not None:
+            return self.store_url.get_secret_value()
+        return f"sqlite:///{quote(str(state_folder() / f'{self.namespace}.sqlite'))}"
+
+    @property
+    def shown_store(self) -> str:
+        """The store's URL as it may be shown."""
+        return self.store if self.store.startswith("sqlite:") else mask_url(self.store)
+
+    def store_spec(self) -> StoreSpec:
+        return StoreSpec(keep_s=self.results.keep_s, max_bytes=self.results.max_bytes)
+
+    @property
     def otlp(self) -> tuple[str | None, str | None]:
         """The collector's base URL, and the whole URL for spans, which comes before it."""
         base, traces = self.otel_endpoint, self.otel_traces_endpoint
@@ -250,6 +292,10 @@ class Settings(BaseSettings):
         """The same, on another broker and under other names: a private one, for the demo."""
         return self.model_copy(update={"amqp_url": SecretStr(url), "namespace": namespace})
 
+    def kept_in(self, store_url: str) -> "Settings":
+        """The same, with another store."""
+        return self.model_copy(update={"store_url": SecretStr(store_url)})
+
     def answered_by(self, url: str, *, key: str) -> "Settings":
         """The same, with another provider: a simulated one."""
         return self.model_copy(update={"anthropic_base_url": SecretStr(url), "anthropic_api_key": SecretStr(key)})
@@ -257,6 +303,17 @@ class Settings(BaseSettings):
     def ssl_context(self) -> ssl.SSLContext | None:
         """For the broker; None without TLS."""
         return self.tls.context() if urlsplit(self.broker_url).scheme == "amqps" else None
+
+
+def state_folder() -> Path:
+    """Where this user's programs keep their state (XDG Base Directory Specification)."""
+    base = Path(os.environ.get("XDG_STATE_HOME", ""))
+    if not base.is_absolute():  # the specification says to pass over such a one
+        try:
+            base = Path.home() / ".local/state"
+        except RuntimeError:  # a user without name and home, in a container
+            base = Path("/var/lib")
+    return base / "lanekeeper"
 
 
 KNOWN = sources.Known(

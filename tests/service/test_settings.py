@@ -142,7 +142,7 @@ def test_a_value_in_place_of_a_table_does_not_vanish_under_a_variable() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["LANEKEEPER_STORE_URL", "LANEKEEPER_GATEWAY__KEYS", "LANEKEEPER_PROVIDERS__OTHER__URL", "LANEKEEPER_WEBHOOKS__X"],
+    ["LANEKEEPER_GATEWAY__KEYS", "LANEKEEPER_PROVIDERS__OTHER__URL", "LANEKEEPER_WEBHOOKS__X"],
 )
 def test_what_comes_in_a_later_version_is_refused(name: str) -> None:
     assert re.fullmatch(
@@ -151,7 +151,90 @@ def test_what_comes_in_a_later_version_is_refused(name: str) -> None:
 
 
 def test_a_later_versions_setting_in_toml_is_refused_too() -> None:
-    assert "store_url in given.toml: the store is not available in this version" in wrong("store_url = 'sqlite:///x'")
+    assert "webhooks in given.toml: the sending of webhooks is not available in this version" in wrong(
+        "[webhooks]\nx = 1"
+    )
+
+
+def test_the_store_is_a_file_in_the_users_state_folder_unless_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", "/state")
+    assert load(namespace="staging").store == "sqlite:////state/lanekeeper/staging.sqlite"
+
+    monkeypatch.setenv("XDG_STATE_HOME", "not/absolute")
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert load().store == "sqlite:////home/someone/.local/state/lanekeeper/lane.sqlite"
+
+    assert load(env={"LANEKEEPER_STORE_URL": "sqlite:///here.sqlite"}).store == "sqlite:///here.sqlite"
+
+
+def test_a_user_without_a_home_has_its_state_where_services_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", none)
+
+    assert load().store == "sqlite:////var/lib/lanekeeper/lane.sqlite"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"redis://:{SECRET}@host/first",
+        f"redis://:{SECRET}@host:0/0",
+        f"rediss://:{SECRET}@host/0?ssl_cert_reqs=none",
+        f"redis://:{SECRET}@",
+        f"postgres://u:{SECRET}@host/x",
+        "sqlite://relative",
+        "sqlite:///",
+        "sqlite:///folder/",
+        "sqlite:///a?mode=ro",
+        SECRET,
+    ],
+)
+def test_a_wrong_store_url_is_told_without_its_password(url: str) -> None:
+    told = wrong(env={"LANEKEEPER_STORE_URL": url})
+
+    assert told.startswith("wrong setting: LANEKEEPER_STORE_URL: found ")
+    assert SECRET not in told
+
+
+def test_the_stores_password_is_not_shown() -> None:
+    settings = load(env={"LANEKEEPER_STORE_URL": f"rediss://:{SECRET}@host:6380/2"})
+
+    assert settings.shown_store == "rediss://***@host:6380/2"
+    assert settings.store == f"rediss://:{SECRET}@host:6380/2"
+    assert SECRET not in repr(settings)
+
+
+def test_how_much_is_remembered_can_be_set() -> None:
+    env = {"LANEKEEPER_RESULTS__KEEP_S": "3600", "LANEKEEPER_RESULTS__MAX_BYTES": "10485760"}
+    spec = load(env=env).store_spec()
+
+    assert (spec.keep_s, spec.max_bytes) == (3600, 10 * 1024**2)
+    told = wrong(env={"LANEKEEPER_RESULTS__KEEP_S": "0", "LANEKEEPER_RESULTS__MAX_BYTES": "1"})
+    assert "LANEKEEPER_RESULTS__KEEP_S: found '0'" in told
+    assert "LANEKEEPER_RESULTS__MAX_BYTES: found '1'" in told
+
+
+def test_speakers_are_names_of_users() -> None:
+    assert load().speakers == ()
+    assert load(env={"LANEKEEPER_SPEAKERS": "gateway, other"}).speakers == ("gateway", "other")
+
+
+def test_failpoints_are_known_places_with_a_probability() -> None:
+    assert load().failpoints == {}
+    assert load(env={"LANEKEEPER_FAILPOINTS": "after_store:0.2, before_claim"}).failpoints == {
+        "after_store": 0.2,
+        "before_claim": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    "value", ["after_lunch", "after_store:2", "after_store:-1", "after_store:x", "after_store:nan"]
+)
+def test_a_failpoint_that_is_none_is_refused(value: str) -> None:
+    assert "before_claim" in wrong(env={"LANEKEEPER_FAILPOINTS": value})
 
 
 @pytest.mark.parametrize("namespace", ["amq", "amq-x", "x", "x-lane", "Lane", "a.b", "1a", "", "a" * 41, "a b", "ä"])
@@ -195,7 +278,7 @@ def test_no_secret_is_in_an_error_or_in_the_repr() -> None:
         "LANEKEEPER_MANAGEMENT_URL": f"ftp://u:{SECRET}@host",
         "ANTHROPIC_BASE_URL": f"https//u:{SECRET}@host",
         "LANEKEEPER_LANES__BATCH__MODEL": f"sk-ant-{SECRET} !",
-        "LANEKEEPER_STORE_URL": f"redis://:{SECRET}@host",
+        "LANEKEEPER_STORE_URL": f"redis://:{SECRET}@host/x",
         "LANEKEEPER_TYPO": SECRET,
     }
     assert SECRET not in wrong(env=env)
