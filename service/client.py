@@ -1,60 +1,37 @@
-"""Our own Python client: publish a request, wait for its answer, or read its parts as they come.
+"""Our own Python client: publish a request, wait for its answer or read its parts; cancel it, fetch how it ended.
 
 async with Client("amqp://guest:guest@localhost:5672/") as client:
     reply = await client.request({"prompt": "Name three rivers."}, key="critical.docs.example")
     print(reply.text)
+    id = await client.publish({"prompt": "Name all rivers."}, key="batch.docs.example")
+    later = await client.result(id, wait_s=600)
 """
 
 import asyncio
-import json
 import ssl
-import time
-import uuid
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, aclosing
-from datetime import datetime
 from types import TracebackType
-from typing import Any, Self, TypedDict, Unpack
+from typing import Any, Self, Unpack
+from urllib.parse import unquote, urlsplit
 
+from service.control import Cancelled, Control, ControlRefused, NoReply, NotEnded
 from service.replies import Final, Part, final_of, part_of
+from service.reply_queue import ReplyLost, ReplyQueue, next_of
+from service.wishes import Wishes, bound_s, message_of
 from topology import names as n
 from topology.broker.connection import Connection
-from topology.broker.inbox import Inbox
+from topology.broker.depth import Depth, depths
 from topology.broker.publisher import Publisher
 from topology.contract.messages import Message
-from topology.contract.problems import BrokerError, BrokerUnreachable, LanekeeperError
+from topology.contract.problems import BrokerError, PublishRefused, TopologyMismatch
 from topology.names import Names
 from topology.tracing import Tracing
 
-PRIORITY = 4
-"""Said, because a message without one is 4 on quorum queues and 0 on classic ones (contract, section 1)."""
+__all__ = ["Client", "ControlRefused", "NoReply", "NotEnded", "ReplyLost", "Wishes"]
 PUBLISH_WITHIN_S = 30.0
-RECONNECT_PAUSE_S = 0.2
-ANSWER_LATE_S = 5.0
-"""After a deadline its problem document should be here; waiting longer is in vain."""
-
-
-class ReplyLost(BrokerError):
-    """The connection was lost while the answer was awaited: the request goes on, its reply finds nobody."""
-
-
-class NoReply(LanekeeperError):
-    """No final reply came in the time that the caller gave it."""
-
-
-class Wishes(TypedDict, total=False):
-    """What a request may say beside its body; what is left out is left to the lane."""
-
-    message_id: str
-    """The request's id; one is made where it is left out."""
-    priority: int
-    deadline_s: float
-    delay_s: float
-    at: datetime
-    """Do not start before; with a time zone."""
-    beta: str
-    headers: Mapping[str, Any]
-    """Further headers, `traceparent` among them; they win over the ones above."""
+REFUSED_WITHIN_S = 2.0
+"""A lane that is full is seldom empty a moment later: whoever asks is told."""
 
 
 class Client:
@@ -70,12 +47,13 @@ class Client:
         publish_within_s: float = PUBLISH_WITHIN_S,
     ) -> None:
         self._names = names or Names()
+        self._user = unquote(urlsplit(url.partition(",")[0]).username or "guest")
         self._publishing = Connection(url, name="lanekeeper client: publish", ssl_context=ssl_context)
         self._consuming = Connection(url, name="lanekeeper client: replies", ssl_context=ssl_context)
         self._publisher = Publisher(self._publishing, tracing=tracing or Tracing())
         self._publish_within_s = publish_within_s
-        self._address: asyncio.Future[str] | None = None
-        self._waiting: dict[str, asyncio.Queue[Message | BrokerError]] = {}
+        self._replying = ReplyQueue(self._consuming, within_s=publish_within_s)
+        self._control = Control(self._publisher, self._replying, names=self._names, user=self._user)
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -83,9 +61,7 @@ class Client:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self._publishing)
             await stack.enter_async_context(self._consuming)
-            self._address = asyncio.get_running_loop().create_future()
-            listener = asyncio.create_task(self._listen(), name="client replies")
-            stack.push_async_callback(_ended, listener)
+            await stack.enter_async_context(self._replying)
             self._stack = stack.pop_all()
         return self
 
@@ -95,11 +71,11 @@ class Client:
         await self._stack.aclose()
 
     async def publish(self, body: Mapping[str, Any] | bytes, *, key: str, **wishes: Unpack[Wishes]) -> str:
-        """Publish and wait for no answer. The request's id.
+        """Publish and wait for no answer. The request's id, by which its `result` can be fetched.
 
         Raises PublishRefused (the lane is full), BrokerUnreachable, ConfirmUnknown, AccessRefused, TopologyMismatch.
         """
-        message = _message(body, wishes, stream=False)
+        message = message_of(body, wishes, stream=False, user=self._user)
         await self._publish(message, key=key)
         assert message.message_id is not None
         return message.message_id
@@ -112,12 +88,26 @@ class Client:
         timeout_s: float | None = None,
         **wishes: Unpack[Wishes],
     ) -> Final:
-        """Publish and wait for the answer. Raises as `publish`, and Problem, ReplyLost, NoReply (after `timeout_s`)."""
-        async with aclosing(self._replies(_message(body, wishes, stream=False), key, timeout_s)) as replies:
-            async for reply in replies:
-                if isinstance(reply, Final):
-                    return reply
-        raise AssertionError("the last reply is final, or an error")
+        """Publish and wait for the answer. Raises as `publish`, and Problem, NoReply (after `timeout_s`), ReplyLost.
+
+        Where the connection is lost meanwhile, the next one fetches what is kept under the request's id; or, where the
+        caller gave the id, publishes it again: only that tells whether the id was used with another body before.
+        ReplyLost where no connection comes in time, or the user may not ask.
+        """
+        message = message_of(body, wishes, stream=False, user=self._user)
+        timeout_s = bound_s(message) if timeout_s is None else timeout_s
+        end = _end(timeout_s)
+        while True:
+            try:
+                async with aclosing(self._replies(message, key, end)) as replies:
+                    async for reply in replies:
+                        if isinstance(reply, Final):
+                            return reply
+            except TimeoutError:
+                raise _no_answer(message, timeout_s) from None
+            except ReplyLost as lost:
+                if "message_id" not in wishes:
+                    return await self._kept(message, wishes.get("tenant"), timeout_s, end, lost)
 
     async def stream(
         self,
@@ -127,111 +117,94 @@ class Client:
         timeout_s: float | None = None,
         **wishes: Unpack[Wishes],
     ) -> AsyncGenerator[Part | Final, None]:
-        """Publish and yield the answer's parts as they come, the whole answer last. Raises as `request`."""
-        async with aclosing(self._replies(_message(body, wishes, stream=True), key, timeout_s)) as replies:
-            async for reply in replies:
-                yield reply
+        """Publish and yield the answer's parts as they come, the whole answer last.
 
-    async def _replies(self, message: Message, key: str, timeout_s: float | None) -> AsyncGenerator[Part | Final, None]:
-        if timeout_s is None:
-            timeout_s = _bound_s(message)
-        message.correlation_id = uuid.uuid4().hex
-        arrived = self._waiting[message.correlation_id] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-        end = None if timeout_s is None else loop.time() + timeout_s
+        Raises as `publish`, and Problem, NoReply, and ReplyLost where the connection is lost: parts are gone with it,
+        the whole answer can be fetched (`result`).
+        """
+        message = message_of(body, wishes, stream=True, user=self._user)
+        timeout_s = bound_s(message) if timeout_s is None else timeout_s
         try:
-            message.reply_to = await self._reply_address()
+            async with aclosing(self._replies(message, key, _end(timeout_s))) as replies:
+                async for reply in replies:
+                    yield reply
+        except TimeoutError:
+            raise _no_answer(message, timeout_s) from None
+
+    async def cancel(self, id: str, *, tenant: str | None = None) -> Cancelled:
+        """Cancel a request wherever it is: `recorded`, `told` to its worker, or `ended` before.
+
+        Raises ControlRefused, NoReply (no worker runs; the next one records it), AccessRefused, TopologyMismatch,
+        BrokerUnreachable.
+        """
+        return await self._control.cancel(id, tenant=tenant)
+
+    async def result(self, id: str, *, tenant: str | None = None, wait_s: float = 0) -> Final:
+        """How a request ended, whoever waited for it; for `wait_s` it is asked for again and again.
+
+        Raises Problem where it ended in an error, NotEnded, ControlRefused, NoReply (no worker runs), AccessRefused,
+        TopologyMismatch, BrokerUnreachable.
+        """
+        return await self._control.result(id, tenant=tenant, end=_end(wait_s))
+
+    async def depth(self, lane: str) -> Depth | None:
+        """What waits in a lane's intake, and how many workers take it; None where this user may not look at it."""
+        queue = self._names.intake(lane)
+        try:
+            return (await depths(self._consuming, [queue]))[queue]
+        except BrokerError:
+            return None
+
+    async def _replies(self, message: Message, key: str, end: float | None) -> AsyncGenerator[Part | Final, None]:
+        """Publish, and give what is replied. Raises TimeoutError at `end` (by the loop's clock), ReplyLost."""
+        with self._replying.expecting(message) as arrived:
+            message.reply_to = await self._replying.address()
             await self._publish(message, key=key)
             while True:
-                try:
-                    async with asyncio.timeout_at(end):
-                        reply = await arrived.get()
-                except TimeoutError:
-                    raise NoReply(
-                        f"no answer to {message.message_id} within {timeout_s:g} s; it may still come. "
-                        "Is a worker running? Ask: lanekeeper status"
-                    ) from None
-                if isinstance(reply, BrokerError):
-                    raise reply
+                reply = await next_of(arrived, end=end)
                 if n.STATUS in reply.headers:
                     yield final_of(reply)
                     return
                 yield part_of(reply)
-        finally:
-            del self._waiting[message.correlation_id]
+
+    async def _kept(
+        self, message: Message, tenant: str | None, timeout_s: float | None, end: float | None, lost: ReplyLost
+    ) -> Final:
+        """The answer to a request whose reply queue was lost, as soon as it is kept under its id."""
+        assert message.message_id is not None
+        try:
+            return await self._control.result(message.message_id, tenant=tenant, end=end)
+        except (NotEnded, NoReply):
+            raise _no_answer(message, timeout_s) from None
+        except (BrokerError, ControlRefused) as error:
+            raise ReplyLost(f"{lost}; fetching its result failed: {error}") from error
 
     async def _publish(self, message: Message, *, key: str) -> None:
-        await self._publisher.publish_surely(
-            message, exchange=self._names.requests, routing_key=key, within_s=self._publish_within_s
-        )
-
-    async def _reply_address(self) -> str:
-        assert self._address is not None, "use the client with `async with`"
         try:
-            async with asyncio.timeout(self._publish_within_s):
-                return await asyncio.shield(self._address)
-        except TimeoutError:
-            raise BrokerUnreachable(
-                f"no reply queue on {self._consuming.address} within {self._publish_within_s:g} s: "
-                f"{self._consuming.trouble or 'unknown'}"
-            ) from None
-
-    async def _listen(self) -> None:
-        """Keep a reply queue open. With its connection it goes, and with it every answer that it was to take."""
-        assert self._address is not None
-        while True:
-            try:
-                async with Inbox(self._consuming) as inbox:
-                    self._address.set_result(inbox.name)
-                    async for message in inbox:
-                        if (waiting := self._waiting.get(message.correlation_id or "")) is not None:
-                            waiting.put_nowait(message)
-            except BrokerError as error:
-                if self._address.done():
-                    self._address = asyncio.get_running_loop().create_future()
-                for waiting in self._waiting.values():
-                    waiting.put_nowait(
-                        ReplyLost(
-                            f"the connection was lost before the answer came ({error}); ask again under the same id"
-                        )
-                    )
-                await asyncio.sleep(RECONNECT_PAUSE_S)
+            await self._publisher.publish_surely(
+                message,
+                exchange=self._names.requests,
+                routing_key=key,
+                within_s=self._publish_within_s,
+                refused_within_s=min(REFUSED_WITHIN_S, self._publish_within_s),
+                gives_up_on=(TopologyMismatch,),
+            )
+        except PublishRefused as error:
+            lane = key.partition(".")[0]
+            depth = await self.depth(lane)
+            holds = "" if depth is None else f" holds {depth.ready} requests and"
+            full = PublishRefused(f"the lane is full: {self._names.intake(lane)}{holds} takes no more; try again later")
+            full.maybe_published = error.maybe_published
+            raise full from error
 
 
-def _bound_s(message: Message) -> float | None:
-    """How long an answer can take that says until when it must be there: where no worker runs, none says so."""
-    deadline_ms, at = message.headers.get(n.DEADLINE_MS), message.headers.get(n.AT)
-    if not isinstance(deadline_ms, int) or at is not None:
-        return None
-    return (deadline_ms + int(message.headers.get(n.DELAY_MS, 0))) / 1000 + ANSWER_LATE_S
+def _end(timeout_s: float | None) -> float | None:
+    """When a time that begins now is over, by the loop's clock."""
+    return None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
 
 
-def _message(body: Mapping[str, Any] | bytes, wishes: Wishes, *, stream: bool) -> Message:
-    headers: dict[str, Any] = {n.SENT_MS: int(time.time() * 1000)}
-    if stream:
-        headers[n.STREAM] = True
-    if (deadline_s := wishes.get("deadline_s")) is not None:
-        headers[n.DEADLINE_MS] = round(deadline_s * 1000)
-    if (delay_s := wishes.get("delay_s")) is not None:
-        headers[n.DELAY_MS] = round(delay_s * 1000)
-    if (at := wishes.get("at")) is not None:
-        headers[n.AT] = at.isoformat()
-    if (beta := wishes.get("beta")) is not None:
-        headers[n.ANTHROPIC_BETA] = beta
-    return Message(
-        body=body if isinstance(body, bytes) else json.dumps(body, ensure_ascii=False).encode(),
-        headers={**headers, **wishes.get("headers", {})},
-        content_type="application/json",
-        message_id=wishes.get("message_id") or uuid.uuid4().hex,
-        priority=wishes.get("priority", PRIORITY),
+def _no_answer(message: Message, timeout_s: float | None) -> NoReply:
+    return NoReply(
+        f"no answer to {message.message_id} within {timeout_s:g} s; it may still come, and is kept: "
+        f"lanekeeper result {message.message_id}. Is a worker running? Ask: lanekeeper status"
     )
-
-
-async def _ended(task: asyncio.Task[None]) -> None:
-    """End a task, asking until it has: `asyncio.wait_for` of Python 3.11, which aiormq calls, can lose a cancellation.
-
-    Seen where a client was left while its reply queue was being declared: one in some dozens then waited for ever.
-    """
-    while not task.done():
-        task.cancel()
-        await asyncio.wait([task], timeout=0.1)

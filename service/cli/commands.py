@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from service.cli import check, demo, later, send, serve, simulate, status, topology
+from service.cli import cancel, check, demo, later, result, send, serve, simulate, status, topology
 
 app = typer.Typer(
     name="lanekeeper",
@@ -18,6 +18,8 @@ app.command()(demo.demo)
 app.command()(serve.serve)
 app.command()(serve.consume)
 app.command()(send.send)
+app.command()(cancel.cancel)
+app.command()(result.result)
 app.command()(status.status)
 app.add_typer(topology.app, name="topology")
 app.command()(check.check)

@@ -3,6 +3,8 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from service import logs
+from service.client import Client
 from service.settings import Settings
 from topology.broker.connection import Connection
 from topology.broker.management import Management, discover
@@ -25,3 +27,11 @@ async def management_of(settings: Settings, connection: Connection) -> Managemen
         connection=await connection.underlying(),
         ssl_context=settings.tls.given_context(),
     )
+
+
+@asynccontextmanager
+async def client_of(settings: Settings) -> AsyncIterator[Client]:
+    """A client of the settings' broker; only errors are logged meanwhile. Raises BrokerUnreachable, AccessRefused."""
+    with logs.written(service="lanekeeper", level="error"):
+        async with Client(settings.broker_url, names=settings.names(), ssl_context=settings.ssl_context()) as client:
+            yield client

@@ -30,6 +30,10 @@ Set = Annotated[
         "--set", metavar="NAME=VALUE", help="Set one setting, as lanes.batch.slots=12; comes before all else."
     ),
 ]
+Tenant = Annotated[
+    str | None,
+    typer.Option("--tenant", metavar="TENANT", help="Whose request it is: yourself, or whom you may speak for."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 _UNITS_S = {"ms": 0.001, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}

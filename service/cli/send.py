@@ -1,18 +1,26 @@
 """`lanekeeper send`: publish one request, print its answer."""
 
+import asyncio
 import sys
-from datetime import datetime
+from collections.abc import AsyncGenerator
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from service.cli import options
+from service.cli.answers import print_answer, print_text, tell_problem
 from service.cli.ending import BAD_USE, FAILED, run
 from service.cli.options import LaneName
 
 if TYPE_CHECKING:
-    from service.client import Wishes
+    from service.client import Client
+    from service.replies import Final, Part
     from service.settings import Settings
+    from service.wishes import Wishes
+
+QUIET_S = 2.0
+"""So long nothing need be said: most answers are there by then."""
 
 
 def send(
@@ -35,6 +43,7 @@ def send(
         float | None,
         typer.Option("--deadline", parser=options.seconds, metavar="DURATION", help="Answer within: 30s."),
     ] = None,
+    tenant: options.Tenant = None,
     key: Annotated[
         str | None, typer.Option("--key", metavar="LANE.APP.TASK", help="The whole routing key, in place of --lane.")
     ] = None,
@@ -60,6 +69,8 @@ def send(
     wishes: Wishes = {"priority": priority}
     if id is not None:
         wishes["message_id"] = id
+    if tenant is not None:
+        wishes["tenant"] = tenant
     if deadline is not None:
         wishes["deadline_s"] = deadline
     if delay is not None:
@@ -82,43 +93,72 @@ def send(
 async def _send(
     settings: "Settings", body: dict[str, Any], *, key: str, wishes: "Wishes", wait: bool, stream: bool, json: bool
 ) -> None:
-    from service import logs
-    from service.client import Client
+    from service.cli.connecting import client_of
     from service.replies import Problem
 
-    with logs.written(service="lanekeeper", level="error"):
-        async with Client(settings.broker_url, names=settings.names(), ssl_context=settings.ssl_context()) as client:
+    async with client_of(settings) as client:
+        try:
+            if not wait:
+                print_text(await client.publish(body, key=key, **wishes), end="\n")
+                return
+            lane = key.partition(".")[0]
+            timeout_s = _bound_s(settings, lane, wishes)
+            watching = asyncio.create_task(_watch(client, lane), name="watch")
             try:
-                if not wait:
-                    _print(await client.publish(body, key=key, **wishes), end="\n")
-                elif stream:
-                    await _print_parts(client.stream(body, key=key, **wishes), json=json)
+                if stream:
+                    await _print_parts(client.stream(body, key=key, timeout_s=timeout_s, **wishes), json=json)
                 else:
-                    answer = await client.request(body, key=key, **wishes)
-                    _print(answer.body.decode() if json else answer.text, end="\n")
-            except Problem as problem:
-                print(
-                    f"lanekeeper: {problem.code} ({problem.status}): {printable(problem.detail)} "
-                    f"[request {printable(problem.request)}, {problem.attempts} attempts]",
-                    file=sys.stderr,
-                )
-                raise typer.Exit(FAILED) from None
+                    print_answer(await client.request(body, key=key, timeout_s=timeout_s, **wishes), json=json)
+            finally:
+                watching.cancel()
+                await asyncio.wait([watching])
+        except Problem as problem:
+            tell_problem(problem)
+            raise typer.Exit(FAILED) from None
 
 
-async def _print_parts(replies: "Any", *, json: bool) -> None:
+def _bound_s(settings: "Settings", lane: str, wishes: "Wishes") -> float:
+    """How long an answer can take, by the lane's deadline as the settings have it: where no worker runs, none says so.
+
+    A key of no lane is answered at once; the longest deadline will do for it.
+    """
+    from service.wishes import ANSWER_LATE_S
+
+    deadlines_s = {each.name: each.deadline_s for each in settings.lane_specs()}
+    deadline_s = wishes.get("deadline_s", deadlines_s.get(lane, max(deadlines_s.values())))
+    at = wishes.get("at")
+    until_at_s = 0.0 if at is None else max(0.0, (at - datetime.now(UTC)).total_seconds())
+    return max(wishes.get("delay_s", 0.0), until_at_s) + deadline_s + ANSWER_LATE_S
+
+
+async def _watch(client: "Client", lane: str) -> None:
+    """Say once that nobody takes the lane, instead of leaving a person to wonder; a look costs the broker little."""
+    await asyncio.sleep(QUIET_S)
+    depth = await client.depth(lane)
+    if depth is not None and not depth.consumers:
+        print(
+            f"lanekeeper: no worker takes the lane {lane}: the request waits; start one with `lanekeeper serve` or "
+            "`lanekeeper consume`",
+            file=sys.stderr,
+        )
+
+
+async def _print_parts(replies: "AsyncGenerator[Part | Final, None]", *, json: bool) -> None:
     from json import dumps
 
     from service.replies import Part
 
     async for reply in replies:
         if not isinstance(reply, Part):
-            _print(reply.body.decode() if json else "", end="\n")
+            print_text(reply.body.decode() if json else "", end="\n")
         elif json:
-            _print(dumps({"part": reply.kind, "seq": reply.seq, "event": reply.event}, ensure_ascii=False), end="\n")
+            print_text(
+                dumps({"part": reply.kind, "seq": reply.seq, "event": reply.event}, ensure_ascii=False), end="\n"
+            )
         elif reply.kind == "restart":
             print("\n[an attempt failed: from the beginning]", file=sys.stderr)
         else:
-            _print(reply.text, end="")
+            print_text(reply.text, end="")
 
 
 def _read() -> str:
@@ -131,12 +171,3 @@ def _read() -> str:
         print("lanekeeper: standard input is empty: there is nothing to ask", file=sys.stderr)
         raise typer.Exit(BAD_USE)
     return prompt
-
-
-def _print(text: str, *, end: str) -> None:
-    print(printable(text) if sys.stdout.isatty() else text, end=end, flush=True)
-
-
-def printable(text: str) -> str:
-    """Without control characters: what a model writes must not steer the terminal."""
-    return "".join(each if each in "\n\t" or each.isprintable() else "�" for each in text)

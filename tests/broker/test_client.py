@@ -11,10 +11,17 @@ import pytest
 from service.client import Client, NoReply, ReplyLost
 from service.replies import Final, Part, Problem
 from service.simulated.options import SimulatedOptions
+from service.wishes import Wishes
 from tests.support.house import house
 from tests.support.requester import requester
 from tests.support.waiting import until
+from topology.broker.apply import apply
+from topology.broker.connection import Connection
+from topology.broker.depth import depths
 from topology.contract.problems import AccessRefused, BrokerUnreachable, PublishRefused, TopologyMismatch
+from topology.declaration import declare
+from topology.lanes import DEFAULT_LANES
+from topology.names import Names
 
 
 @asynccontextmanager
@@ -63,7 +70,7 @@ async def test_a_stream_that_is_left_early_leaves_nothing_behind(vhost) -> None:
         await anext(stream)
         await stream.aclose()
 
-        assert client._waiting == {}
+        assert client._replying._expected == {}
         assert (await client.request({"prompt": "again"}, key="critical.tests.client")).text == "echo: again"
 
 
@@ -152,36 +159,105 @@ async def test_no_answer_in_the_callers_time_is_told_and_forgotten(vhost) -> Non
         with pytest.raises(NoReply, match=r"within 0\.2 s"):
             await client.request({"prompt": "slow"}, key="critical.tests.client", timeout_s=0.2)
 
-        assert client._waiting == {}
+        assert client._replying._expected == {}
 
 
-async def test_a_lost_reply_queue_is_told_at_once_and_the_next_request_has_a_new_one(vhost) -> None:
+async def test_a_stream_whose_reply_queue_is_lost_is_told_at_once_and_the_next_request_has_a_new_one(vhost) -> None:
     async with at_home(vhost.amqp_url, simulated=SimulatedOptions(latency_ms=1000)) as client:
-        asked = asyncio.create_task(client.request({"prompt": "slow"}, key="critical.tests.client"))
-        await asyncio.sleep(0.3)  # until it is published
+        stream = client.stream({"prompt": "slow"}, key="critical.tests.client")
+        await anext(stream)
         began = time.monotonic()
         await cut(client)
 
-        with pytest.raises(ReplyLost):
-            await asked
+        with pytest.raises(ReplyLost, match="ask again under the same id"):
+            async for _ in stream:
+                pass
         assert time.monotonic() - began < 1
         assert (
             await client.request({"prompt": "again"}, key="critical.tests.client", timeout_s=10)
         ).text == "echo: again"
 
 
-async def test_a_full_lane_refuses_in_the_time_that_was_given(vhost) -> None:
+@pytest.mark.parametrize("wishes", [{}, {"message_id": "mine"}])
+async def test_an_answer_whose_reply_queue_was_lost_is_fetched(vhost, wishes: Wishes) -> None:
+    async with (
+        house(vhost.amqp_url, simulated=SimulatedOptions(latency_ms=1000)) as home,
+        Client(vhost.amqp_url) as client,
+    ):
+        asked = asyncio.create_task(
+            client.request({"prompt": "slow"}, key="critical.tests.client", timeout_s=15, **wishes)
+        )
+        await until(lambda: home.calls("slow"))
+        await cut(client)
+
+        assert (await asked).text == "echo: slow"
+        assert len(home.calls("slow")) == 1
+
+
+async def test_a_lost_reply_queue_hides_no_conflict_of_ids(vhost) -> None:
+    async with (
+        house(vhost.amqp_url, lanes={"normal": {"slots": 1}}) as home,
+        Client(vhost.amqp_url) as client,
+    ):
+        await client.request({"prompt": "one"}, key="critical.tests.client", message_id="same")
+        await client.publish({"prompt": "[[latency: 1s]]"}, key="normal.tests.client")
+        await until(lambda: home.api.running == 1)
+        asked = asyncio.create_task(
+            client.request({"prompt": "two"}, key="normal.tests.client", message_id="same", timeout_s=15)
+        )
+        await until(lambda: client._replying._expected)
+        await cut(client)
+
+        with pytest.raises(Problem, match="idempotency_conflict"):
+            await asked
+
+
+async def test_a_full_lane_is_told_soon_and_by_name(vhost) -> None:
     async with (
         house(vhost.amqp_url, works=("critical",), lanes={"batch": {"max_length": 2}}),
-        Client(vhost.amqp_url, publish_within_s=0.5) as client,
+        Client(vhost.amqp_url) as client,
     ):
 
         async def fill() -> None:
+            nonlocal began
             for n in range(50):  # a quorum queue notices a little late that it is full
+                began = time.monotonic()
                 await client.publish({"prompt": f"{n}"}, key="batch.tests.client")
 
-        with pytest.raises(PublishRefused):
+        began = 0.0
+        with pytest.raises(PublishRefused, match=r"the lane is full: lane\.batch holds \d+ requests.* try again later"):
             await fill()
+        assert time.monotonic() - began < 3
+        assert (await client.request({"prompt": "x"}, key="critical.tests.client", timeout_s=10)).text == "echo: x"
+
+
+async def test_without_a_worker_a_question_is_given_up_and_a_cancellation_is_kept(vhost, monkeypatch) -> None:
+    monkeypatch.setattr("service.control.ANSWERED_WITHIN_S", 0.3)
+    async with Connection(vhost.amqp_url, name="test") as connection:
+        topology = declare(DEFAULT_LANES, names=Names(), broker_version=connection.version)
+        await apply(topology, await connection.underlying())
+        async with Client(vhost.amqp_url) as client:
+            with pytest.raises(NoReply, match="no worker answered"):
+                await client.result("id-1")
+            with pytest.raises(NoReply, match="it is recorded as soon as one runs"):
+                await client.cancel("id-1")
+
+        async def depth() -> int:
+            return (await depths(connection, ["lane.control"]))["lane.control"].ready
+
+        async def only_the_cancellation_is_left() -> bool:
+            return await depth() == 1
+
+        await until(only_the_cancellation_is_left)
+
+
+async def test_how_many_workers_take_a_lane_is_seen(vhost) -> None:
+    async with house(vhost.amqp_url, works=("critical",)), Client(vhost.amqp_url) as client:
+        critical, batch, none = [await client.depth(lane) for lane in ("critical", "batch", "nolane")]
+
+    assert critical is not None
+    assert batch is not None
+    assert (critical.consumers, batch.consumers, none) == (1, 0, None)
 
 
 async def test_a_client_can_be_left_at_any_moment(vhost) -> None:
@@ -190,10 +266,14 @@ async def test_a_client_can_be_left_at_any_moment(vhost) -> None:
             await asyncio.sleep(n / 3000)  # while its reply queue is being declared, too
 
 
-async def test_without_a_topology_the_error_says_what_to_run(vhost) -> None:
-    async with Client(vhost.amqp_url, publish_within_s=0.2) as client:
+async def test_without_a_topology_the_error_says_at_once_what_to_run(vhost) -> None:
+    async with Client(vhost.amqp_url) as client:
+        began = time.monotonic()
         with pytest.raises(TopologyMismatch, match="lanekeeper topology apply"):
             await client.publish({"prompt": "x"}, key="batch.tests.client")
+        with pytest.raises(TopologyMismatch, match="lanekeeper topology apply"):
+            await client.result("id-1", wait_s=30)
+        assert time.monotonic() - began < 2
 
 
 async def test_a_broker_that_is_not_there_and_a_wrong_password_are_told_apart(vhost) -> None:

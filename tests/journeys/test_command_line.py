@@ -102,7 +102,7 @@ async def test_serve_answers_what_send_asks_and_stops_on_demand(environment, tmp
         code, out, err = await run(environment, tmp_path, "send", "--id", "mine", "--model", "claude-nope", "x")
         assert (code, out) == (1, "")
         assert err.startswith("lanekeeper: provider_rejected (404): ")
-        assert err.endswith("[request mine, 1 attempts]\n")
+        assert err.endswith("[request mine, 1 attempt]\n")
 
         assert await run(environment, tmp_path, "send", "--no-wait", "--id", "later", "x") == (0, "later\n", "")
 

@@ -11,7 +11,7 @@ import pytest
 
 from service.cli import main
 
-COMMANDS = ("demo", "serve", "consume", "send", "status", "check", "simulate")
+COMMANDS = ("demo", "serve", "consume", "send", "cancel", "result", "status", "check", "simulate")
 TOPOLOGY = ("show", "plan", "apply", "verify", "export", "diagram")
 NOWHERE = "amqp://guest:s3cret@127.0.0.1:1/"
 
@@ -63,6 +63,9 @@ def test_help_imports_nothing_heavy() -> None:
         ["send", "--at", "2026-11-21T18:00:00", "x"],
         ["send", "--lane", "urgent", "x"],
         ["send", "--priority", "10", "x"],
+        ["cancel"],
+        ["result"],
+        ["result", "--wait", "long", "id-1"],
         ["status", "--set", "namespace"],
         ["simulate", "--fault", "overloaded"],
         ["simulate", "--fault", "overloaded=2"],
@@ -78,7 +81,7 @@ def test_bad_use_ends_with_2(line: list[str], capsys: pytest.CaptureFixture[str]
     assert "Traceback" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["gateway", "dead", "top", "cancel", "result"])
+@pytest.mark.parametrize("name", ["gateway", "dead", "top"])
 def test_commands_of_later_versions_say_so(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run([name, "list", "--json"]) == 2
     assert f"`{name}` is not available in this version" in one_line(capsys)
@@ -103,6 +106,8 @@ def test_a_wrong_setting_ends_every_command_with_one_line(
         ["consume", "--simulate", "--lane", "batch"],
         ["send", "x"],
         ["send", "--stream", "x"],
+        ["cancel", "id-1"],
+        ["result", "id-1"],
         ["status"],
         ["status", "--json"],
         *(["topology", each] for each in ("show", "plan", "apply", "verify", "export")),
@@ -221,6 +226,6 @@ def test_export_takes_passwords_from_a_file(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_what_a_model_writes_cannot_steer_the_terminal() -> None:
-    from service.cli.send import printable
+    from service.cli.answers import printable
 
     assert printable("a\x1b[2Jb\r\n\tç") == "a�[2Jb�\n\tç"

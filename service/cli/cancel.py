@@ -1,0 +1,44 @@
+"""`lanekeeper cancel`: cancel one request."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from service.cli import options
+from service.cli.ending import run
+
+if TYPE_CHECKING:
+    from service.settings import Settings
+
+TEXTS = {
+    "recorded": "{id} is cancelled: it ends so wherever it waits",
+    "told": "{id} is running: its worker has been told to stop",
+    "ended": "{id} had ended before; how: lanekeeper result {id}",
+}
+
+
+def cancel(
+    id: Annotated[str, typer.Argument(metavar="ID", help="The request's id: its message_id.")],
+    tenant: options.Tenant = None,
+    json: options.Json = False,
+    config: options.Config = None,
+    sets: options.Set = None,
+) -> None:
+    """Cancel a request wherever it is: queued, delayed, running.
+
+    Its requester is answered `cancelled`. Nothing happens to what has ended. A request that comes later under this id
+    is cancelled too.
+
+    Example:  lanekeeper cancel 5b0c2f6e
+    """
+    run(_cancel(options.settings_of(config, sets), id, tenant=tenant, json=json))
+
+
+async def _cancel(settings: "Settings", id: str, *, tenant: str | None, json: bool) -> None:
+    from json import dumps
+
+    from service.cli.connecting import client_of
+
+    async with client_of(settings) as client:
+        outcome = await client.cancel(id, tenant=tenant)
+    print(dumps({"id": id, "outcome": outcome}) if json else TEXTS[outcome].format(id=id))

@@ -1,0 +1,44 @@
+"""`lanekeeper result`: how one request ended."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from service.cli import options
+from service.cli.answers import print_answer, tell_problem
+from service.cli.ending import FAILED, run
+
+if TYPE_CHECKING:
+    from service.settings import Settings
+
+
+def result(
+    id: Annotated[str, typer.Argument(metavar="ID", help="The request's id: its message_id.")],
+    tenant: options.Tenant = None,
+    wait: Annotated[
+        float | None,
+        typer.Option("--wait", parser=options.seconds, metavar="DURATION", help="Wait so long for it to end: 20s."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the whole answer as JSON.")] = False,
+    config: options.Config = None,
+    sets: options.Set = None,
+) -> None:
+    """Print the answer to a request that was published before, whoever it was for.
+
+    Ends with 1 where the request ended in an error, and where it has not ended.
+
+    Example:  lanekeeper result --wait 20s 5b0c2f6e
+    """
+    run(_result(options.settings_of(config, sets), id, tenant=tenant, wait_s=wait or 0, json=json))
+
+
+async def _result(settings: "Settings", id: str, *, tenant: str | None, wait_s: float, json: bool) -> None:
+    from service.cli.connecting import client_of
+    from service.replies import Problem
+
+    async with client_of(settings) as client:
+        try:
+            print_answer(await client.result(id, tenant=tenant, wait_s=wait_s), json=json)
+        except Problem as problem:
+            tell_problem(problem)
+            raise typer.Exit(FAILED) from None

@@ -1,0 +1,161 @@
+"""What a requester says over `lane.control`, to cancel a request or to fetch its result, and how it is answered.
+
+    key     body                           any one worker answers
+    cancel  {"cancel": id, "tenant": "…"}  {"id", "outcome": "recorded" | "told" | "ended"}
+    result  {"result": id, "tenant": "…"}  the final reply again, or {"id", "status": "running" | "waiting" | "unknown"}
+    both    what is not allowed            {"id", "error": "…"} with `x-lane-status: error`
+
+A cancellation is kept until it has been recorded; a question that nobody awaits any more is dropped by the broker.
+A tenant is believed of the user that the broker has checked (`user_id`), and so it is said together with that one.
+"""
+
+import asyncio
+import json
+import uuid
+from typing import Any, Literal, TypeAlias
+
+from service.replies import Final, final_of
+from service.reply_queue import ReplyQueue, next_of
+from topology import names as n
+from topology.broker.publisher import Publisher
+from topology.contract.messages import Message
+from topology.contract.problems import AccessRefused, BrokerError, LanekeeperError, TopologyMismatch, Unroutable
+from topology.names import Names
+
+ANSWERED_WITHIN_S = 5.0
+"""A worker answers from its store, in milliseconds; where none does for so long, none takes control messages."""
+ASK_AGAIN_FIRST_S = 0.1
+ASK_AGAIN_CAP_S = 5.0
+"""Between two questions for one result."""
+PROBLEM_TYPE = "application/problem+json"
+"""Tells the error that a request ended in from the refusal to say."""
+
+Cancelled: TypeAlias = Literal["recorded", "told", "ended"]
+"""`recorded`: it ends as cancelled, wherever it waits. `told`: it runs, and its worker stops it. `ended`: too late."""
+_HINTS = {
+    "running": "a worker is at it",
+    "waiting": "it waits for its next attempt",
+    "unknown": "no worker has seen it: it waits in its lane, was never published, or ended too long ago",
+}
+
+
+class NoReply(LanekeeperError):
+    """No reply came in time: no final one to a request, or none from any worker to a control message."""
+
+
+class ControlRefused(LanekeeperError):
+    """A worker does not do what was asked over `lane.control`: the tenant is another's, or the id is none."""
+
+
+class NotEnded(LanekeeperError):
+    """There is no result yet. `status` says why: `running`, `waiting`, or `unknown`."""
+
+    def __init__(self, id: str, status: str, *, attempts: int = 0) -> None:
+        self.id = id
+        self.status = status
+        self.attempts = attempts
+        hint = _HINTS.get(status, "ask again later")
+        super().__init__(
+            f"request {id} has no result yet: {status}, {hint}; to wait: lanekeeper result --wait 20s {id}"
+        )
+
+
+class Control:
+    """Says it, as `user` (the connection's), and reads the answers."""
+
+    def __init__(self, publisher: Publisher, replies: ReplyQueue, *, names: Names, user: str) -> None:
+        self._publisher = publisher
+        self._replies = replies
+        self._names = names
+        self._user = user
+
+    async def cancel(self, id: str, *, tenant: str | None) -> Cancelled:
+        """Raises ControlRefused, NoReply (it is kept), AccessRefused, TopologyMismatch, other BrokerErrors."""
+        return outcome_of(await self._asked(cancellation(id, tenant=tenant, user=self._user)))
+
+    async def result(self, id: str, *, tenant: str | None, end: float | None) -> Final:
+        """Ask until it has ended, the last time at `end` (by the loop's clock).
+
+        None: for as long as the broker is there. Raises Problem, NotEnded, ControlRefused, NoReply, AccessRefused,
+        TopologyMismatch, other BrokerErrors.
+        """
+        loop = asyncio.get_running_loop()
+        pause_s = ASK_AGAIN_FIRST_S
+        while True:
+            try:
+                return result_of(await self._asked(question(id, tenant=tenant, user=self._user)))
+            except (AccessRefused, TopologyMismatch):
+                raise
+            except (NotEnded, NoReply, BrokerError) as error:
+                over = isinstance(error, BrokerError) if end is None else loop.time() >= end
+                if over:
+                    raise
+            await asyncio.sleep(pause_s if end is None else max(0.0, min(pause_s, end - loop.time())))
+            pause_s = min(ASK_AGAIN_CAP_S, pause_s * 1.5)
+
+    async def _asked(self, message: Message) -> Message:
+        """Any one worker's answer."""
+        with self._replies.expecting(message) as arrived:
+            message.reply_to = await self._replies.address()
+            try:
+                await self._publisher.publish_surely(
+                    message,
+                    exchange=self._names.control,
+                    routing_key=message.type or "",
+                    within_s=ANSWERED_WITHIN_S,
+                    gives_up_on=(TopologyMismatch, Unroutable),
+                )
+            except Unroutable as error:
+                raise TopologyMismatch(f"{error}; run: lanekeeper topology apply") from error
+            try:
+                return await next_of(arrived, end=asyncio.get_running_loop().time() + ANSWERED_WITHIN_S)
+            except TimeoutError:
+                kept = "; it is recorded as soon as one runs" if message.persistent else ""
+                raise NoReply(
+                    f"no worker answered within {ANSWERED_WITHIN_S:g} s{kept}: "
+                    "start one with `lanekeeper serve` or `lanekeeper consume`"
+                ) from None
+
+
+def cancellation(id: str, *, tenant: str | None, user: str) -> Message:
+    """Ask for a request to be cancelled."""
+    return _message(n.CANCEL_KEY, id, tenant=tenant, user=user)
+
+
+def question(id: str, *, tenant: str | None, user: str) -> Message:
+    """Ask how a request ended."""
+    message = _message(n.RESULT_KEY, id, tenant=tenant, user=user)
+    message.persistent = False
+    message.expiration = str(round(ANSWERED_WITHIN_S * 1000))
+    return message
+
+
+def outcome_of(reply: Message) -> Cancelled:
+    """What a cancellation came to. Raises ControlRefused."""
+    outcome: Cancelled = _read(reply)["outcome"]
+    return outcome
+
+
+def result_of(reply: Message) -> Final:
+    """How a request ended. Raises Problem where that was an error, NotEnded, ControlRefused."""
+    if reply.headers.get(n.STATUS) == "ok" or reply.content_type == PROBLEM_TYPE:
+        return final_of(reply)
+    found = _read(reply)
+    raise NotEnded(str(found["id"]), str(found["status"]), attempts=int(found.get("attempts", 0)))
+
+
+def _message(key: str, id: str, *, tenant: str | None, user: str) -> Message:
+    return Message(
+        body=json.dumps({key: id} if tenant is None else {key: id, "tenant": tenant}).encode(),
+        content_type="application/json",
+        type=key,
+        message_id=uuid.uuid4().hex,
+        user_id=None if tenant is None else user,
+    )
+
+
+def _read(reply: Message) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(reply.body)
+    if "error" in found:
+        raise ControlRefused(f"refused by the worker: {found['error']}")
+    return found
