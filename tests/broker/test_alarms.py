@@ -1,0 +1,91 @@
+"""A memory alarm: publishers are told, nothing is handed to a connection that the broker does not read."""
+
+import asyncio
+import time
+
+import pytest
+from aiormq.connection import Connection as Underlying
+from structlog.testing import capture_logs
+
+from service.demo.broker import PrivateBroker
+from tests.support.alarms import memory_alarm
+from tests.support.waiting import until
+from topology import signals
+from topology.broker import alarms
+from topology.broker.connection import Connection
+from topology.broker.depth import depths
+from topology.broker.publisher import Publisher
+from topology.contract.messages import Message
+from topology.contract.problems import BrokerBlocked, ConfirmUnknown
+from topology.tracing import Tracing
+
+MESSAGE = Message(body=b"x")
+
+
+def test_what_is_overridden_is_still_what_aiormq_calls() -> None:
+    for name in alarms.OVERRIDDEN:
+        assert name in vars(Underlying), "aiormq has changed: an alarm would not be noticed"
+        assert name in vars(alarms.Alarmed)
+
+
+@pytest.mark.default_broker_only
+async def test_while_blocked_nothing_is_published_and_afterwards_everything_is(own_broker: PrivateBroker) -> None:
+    async with (
+        Connection(own_broker.amqp_url, name="publish") as connection,
+        Connection(own_broker.amqp_url, name="look") as looking,
+    ):
+        channel = await looking.channel(confirms=False)
+        await channel.queue_declare("some", durable=True, arguments={"x-queue-type": "quorum"})
+        publisher = Publisher(connection, tracing=Tracing())
+        await publisher.publish(MESSAGE, exchange="", routing_key="some")
+
+        async def publish_surely() -> None:
+            await publisher.publish_surely(MESSAGE, exchange="", routing_key="some", within_s=60)
+
+        with capture_logs() as logs:
+            async with memory_alarm(own_broker.amqp_url):
+                # the first is on its way before the broker tells: what becomes of it is not known
+                with pytest.raises(ConfirmUnknown, match="low on memory"):
+                    await publisher.publish(MESSAGE, exchange="", routing_key="some", timeout_s=2)
+                assert connection.blocked == "low on memory"
+                assert looking.blocked is None, "who does not publish goes on"
+                began_s = time.monotonic()
+                with pytest.raises(BrokerBlocked, match="memory or disk alarm") as blocked:
+                    await publisher.publish(MESSAGE, exchange="", routing_key="some", timeout_s=0.5)
+                assert time.monotonic() - began_s < 1
+                assert not blocked.value.maybe_published
+                surely = asyncio.create_task(publish_surely())
+                with pytest.raises(BrokerBlocked):
+                    await publisher.publish_surely(
+                        MESSAGE, exchange="", routing_key="some", within_s=30, gives_up_on=(BrokerBlocked,)
+                    )
+                assert not surely.done()
+            ended_s = time.monotonic()
+            await asyncio.wait_for(surely, 10)
+            assert time.monotonic() - ended_s < 3
+            await publisher.publish(MESSAGE, exchange="", routing_key="some")
+        assert connection.blocked is None
+        assert connection.openings == 1, "the connection was kept"
+        told = [each["event"] for each in logs if each["event"] in (signals.BROKER_BLOCKED, signals.BROKER_UNBLOCKED)]
+        assert told == [signals.BROKER_BLOCKED, signals.BROKER_UNBLOCKED]
+
+        async def is_there() -> bool:
+            return (await depths(looking, ["some"]))["some"].ready == 4
+
+        await until(is_there)  # before, the one that was on its way, the sure one, after
+
+
+@pytest.mark.default_broker_only
+async def test_a_connection_that_is_lost_while_blocked_is_not_blocked_when_it_is_back(
+    own_broker: PrivateBroker,
+) -> None:
+    async with Connection(own_broker.amqp_url, name="publish") as connection:
+        publisher = Publisher(connection, tracing=Tracing())
+        async with memory_alarm(own_broker.amqp_url):
+            with pytest.raises(ConfirmUnknown):
+                await publisher.publish(MESSAGE, exchange="", routing_key="x", mandatory=False, timeout_s=1)
+            await until(lambda: connection.blocked)
+            await (await connection.underlying()).close()
+            await until(lambda: connection.openings == 2)
+            assert connection.blocked is None
+        await publisher.publish(MESSAGE, exchange="", routing_key="x", mandatory=False)
