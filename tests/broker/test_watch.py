@@ -1,0 +1,143 @@
+"""The topology is watched: what goes missing under a worker, or while it was away, is told; `serve` makes it again."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+from structlog.testing import capture_logs
+
+from tests.support.brokers import Vhost
+from tests.support.connections import close_connection
+from tests.support.waiting import until
+from topology import signals
+from topology.broker import watch as watching
+from topology.broker.apply import apply
+from topology.broker.connection import Connection
+from topology.broker.management import Management, discover
+from topology.broker.verify import verify
+from topology.broker.watch import TopologyWatch
+from topology.declaration import declare
+from topology.lanes import DEFAULT_LANES
+from topology.model import Topology
+from topology.names import Names
+
+COMMAND = "run: lanekeeper topology apply"
+
+
+class House:
+    def __init__(self, vhost: Vhost, connection: Connection, topology: Topology) -> None:
+        self.vhost = vhost
+        self.connection = connection
+        self.topology = topology
+        self.has_management = True
+
+    @asynccontextmanager
+    async def watched(self, *, declares: bool = False) -> AsyncIterator[TopologyWatch]:
+        watch = TopologyWatch(self.topology, self.connection, declares=declares, find_management=self._find)
+        assert watch.trouble is None, "it was applied just now"
+        running = asyncio.create_task(watch.run())
+        yield watch
+        running.cancel()
+        await asyncio.wait([running])
+
+    async def _find(self, connection: Connection) -> Management | None:
+        url = self.vhost.management_url if self.has_management else None
+        return await discover(self.vhost.amqp_url, url) if url else None
+
+    async def delete_queue(self, name: str) -> None:
+        channel = await self.connection.channel(confirms=False)
+        await channel.queue_delete(name)
+        await channel.close()
+
+    async def unbind(self) -> None:
+        """Take the binding of the critical lane away."""
+        channel = await self.connection.channel(confirms=False)
+        await channel.queue_unbind("lane.critical", "lane.requests", "critical.#")
+        await channel.close()
+
+    async def is_bound(self) -> bool:
+        found = await asyncio.to_thread(
+            self.vhost.api, "GET", f"bindings/{self.vhost.quoted}/e/lane.requests/q/lane.critical"
+        )
+        return bool(found)
+
+
+@pytest.fixture
+async def house(vhost: Vhost) -> AsyncIterator[House]:
+    async with Connection(vhost.amqp_url, name=vhost.name) as connection:
+        topology = declare(DEFAULT_LANES, names=Names(), broker_version=connection.version)
+        await apply(topology, await connection.underlying())
+        yield House(vhost, connection, topology)
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "LOOK_EVERY_S", 0.5)
+    monkeypatch.setattr(watching, "AGAIN_AFTER_S", 0.2)
+
+
+def mentions(watch: TopologyWatch, *words: str) -> Callable[[], bool]:
+    return lambda: all(word in (watch.trouble or "") for word in words)
+
+
+async def test_a_queue_that_was_deleted_is_told_once_and_until_it_is_back(house: House, often: None) -> None:
+    with capture_logs() as logs:
+        async with house.watched() as watch:
+            await house.delete_queue("lane.delay.03")
+            watch.look()
+            await until(mentions(watch, "lane.delay.03 is missing", COMMAND))
+            await asyncio.sleep(0.6)
+            await apply(house.topology, await house.connection.underlying())
+            await until(lambda: watch.trouble is None)
+    told = [each for each in logs if each["event"] == signals.QUEUE_DELETED]
+    assert [(each["log_level"], each["queues"]) for each in told] == [("error", ["lane.delay.03"])]
+
+
+async def test_who_declares_makes_a_deleted_queue_again_and_says_that_it_was_gone(house: House, often: None) -> None:
+    with capture_logs() as logs:
+        async with house.watched(declares=True) as watch:
+            await house.delete_queue("lane.critical")
+            watch.look()
+            await until(lambda: any(each["event"] == signals.TOPOLOGY_APPLIED for each in logs))
+            await until(lambda: watch.trouble is None)
+    assert any(each["event"] == signals.QUEUE_DELETED and each["queues"] == ["lane.critical"] for each in logs)
+    assert not (await verify(house.topology, None, await house.connection.underlying())).missing
+    assert await house.is_bound()
+
+
+async def test_a_binding_that_was_removed_is_noticed_where_the_management_api_shows_it(
+    house: House, often: None
+) -> None:
+    async with house.watched() as watch:
+        await house.unbind()
+        await until(mentions(watch, "lane.requests → queue lane.critical", "is missing", COMMAND))
+        await apply(house.topology, await house.connection.underlying())
+        await until(lambda: watch.trouble is None)
+
+
+async def test_who_declares_binds_again_even_where_it_cannot_see_bindings(house: House, often: None) -> None:
+    house.has_management = False
+    async with house.watched(declares=True) as watch:
+        await house.unbind()
+        await until(house.is_bound)
+        assert watch.trouble is None
+
+
+async def test_after_a_reconnect_it_is_not_believed_before_it_was_looked_at(house: House) -> None:
+    async with house.watched() as watch:
+        seen: list[str] = []
+
+        async def note() -> None:
+            while True:
+                if watch.trouble is not None:
+                    seen.append(watch.trouble)
+                await asyncio.sleep(0)
+
+        noting = asyncio.create_task(note())
+        await close_connection(house.vhost, house.vhost.name)
+        await until(lambda: house.connection.openings == 2)
+        await until(lambda: watch.trouble is None)
+        noting.cancel()
+        await asyncio.wait([noting])
+    assert set(seen) == {"not verified since the broker was back"}
