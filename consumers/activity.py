@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from consumers.job import Answered, Buried, Deferred, Outcome, Refused, Retried
+from consumers.job import Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried
 
 SAMPLES = 256
 """The waits and run times that are kept of each lane, the latest."""
@@ -25,6 +25,8 @@ class LaneActivity:
         self.failed = 0
         self.retried = 0
         self.deferred = 0
+        self.dropped = 0
+        self.replayed = 0
         self._waits_ms: deque[int] = deque(maxlen=SAMPLES)
         self._runs_ms: deque[int] = deque(maxlen=SAMPLES)
         self._ended_by_second: deque[tuple[int, int]] = deque(maxlen=WINDOW_S)
@@ -41,6 +43,10 @@ class LaneActivity:
             case Deferred():
                 self.deferred += 1
                 return
+            case Dropped():
+                self.dropped += 1
+            case Replayed():
+                self.replayed += 1
         if run_ms is not None:
             self._waits_ms.append(wait_ms)
             self._runs_ms.append(run_ms)
@@ -58,6 +64,8 @@ class LaneActivity:
             "failed": self.failed,
             "retried": self.retried,
             "deferred": self.deferred,
+            "dropped": self.dropped,
+            "replayed": self.replayed,
             "throughput_per_min": sum(count for second, count in self._ended_by_second if second > since),
             "waits_ms": list(self._waits_ms),
             "runs_ms": list(self._runs_ms),

@@ -1,6 +1,6 @@
 """What the broker itself took out of a queue, or could not route, is answered and parked as anything else."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from consumers.job import Job, NowMs, Outcome, ended_by, is_trusted
@@ -14,12 +14,15 @@ from topology.names import Names
 class Fallen:
     """Reads why a message lies in `lane.fallen`, from what the broker wrote on it."""
 
-    def __init__(self, lanes: Sequence[LaneSpec], *, names: Names, now_ms: NowMs) -> None:
+    def __init__(
+        self, lanes: Sequence[LaneSpec], *, names: Names, now_ms: NowMs, speakers: Collection[str] = ()
+    ) -> None:
         self._lane_by_queue = {names.intake(lane.name): lane for lane in lanes}
         self._lane_by_due = {names.due(lane.name): lane for lane in lanes}
         self._lane_by_name = {lane.name: lane for lane in lanes}
         self._names = names
         self._now_ms = now_ms
+        self._speakers = speakers
 
     def job_of(self, delivery: Delivery) -> Job:
         """The job of a fallen message; its internal headers are believed where it fell from a due queue or a delay."""
@@ -30,7 +33,7 @@ class Fallen:
         lane = self._lane_by_queue.get(queue) or self._lane_by_due.get(queue)
         if lane is None and trusted:
             lane = self._lane_by_name.get(message.routing_key.split(".", 1)[0])
-        return Job(delivery, lane=lane, trusted=trusted, taken_ms=self._now_ms())
+        return Job(delivery, lane=lane, trusted=trusted, taken_ms=self._now_ms(), speakers=self._speakers)
 
     async def handle(self, job: Job) -> Outcome:
         """Expired, over the delivery limit, without a lane, or something that should not be."""

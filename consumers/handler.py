@@ -5,20 +5,26 @@ import random
 from collections.abc import Sequence
 
 from consumers import retry
+from consumers.failpoints import Failpoints
 from consumers.failures import ProviderError
 from consumers.gates.base import Gate
 from consumers.gates.deadline import exceeded
-from consumers.job import Answered, Buried, Deferred, Job, NowMs, Outcome, Refused, ended_by
+from consumers.job import Answered, Buried, Deferred, Dropped, Job, NowMs, Outcome, Refused, ended_by
 from consumers.lifecycle import Lifecycle
+from consumers.pausing import Pausing
+from consumers.providers.base import Answer
 from consumers.providers.registry import Registry
 from consumers.reply import Replies
+from consumers.state.base import Stop
 from topology.contract import codec
 from topology.contract.messages import Request
 from topology.contract.problems import RequestProblem
+from topology.lanes import LaneSpec
 from topology.names import Names
 
 DELIVERIES_AT_MOST = 5
 """The delivery at which a request that was never settled is buried; the broker's own limit (20) is the backstop."""
+TAKEN_OVER_WAIT_MS = 1000
 
 
 class Handler:
@@ -31,15 +37,19 @@ class Handler:
         providers: Registry,
         replies: Replies,
         lifecycle: Lifecycle,
+        pausing: Pausing,
         policy: retry.RetryPolicy,
         names: Names,
         now_ms: NowMs,
         rng: random.Random,
+        failpoints: Failpoints,
     ) -> None:
         self._gates = gates
         self._providers = providers
         self._replies = replies
         self._lifecycle = lifecycle
+        self._pausing = pausing
+        self._failpoints = failpoints
         self._policy = policy
         self._names = names
         self._now_ms = now_ms
@@ -55,7 +65,8 @@ class Handler:
             return ended_by(problem)
         if job.delivery.times_delivered is None:
             # a classic intake (3.x) counts nothing: the due queue does
-            return Deferred(delay_ms=0, reason="redelivered")
+            return Deferred(delay_ms=0, reason="redelivered", redelivered=True)
+        self._failpoints.reach("before_claim")
         passed: list[Gate] = []
         outcome: Outcome | None = None
         try:
@@ -64,7 +75,9 @@ class Handler:
                 if outcome is not None:
                     return outcome
                 passed.append(gate)
+            self._failpoints.reach("after_claim")
             outcome = await self._attempt(job)
+            self._failpoints.reach("after_call")
             return outcome
         finally:
             for gate in reversed(passed):
@@ -103,25 +116,28 @@ class Handler:
         request, lane = job.request, job.lane
         assert request is not None
         assert lane is not None
-        job.attempt_started_ms = self._now_ms()
-        left_s = (request.deadline_ms - job.attempt_started_ms) / 1000
-        self._lifecycle.tell(job, "started", wait_ms=job.wait_ms)
-        parts = self._replies.parts(job) if request.stream else None
+        left_s = (request.deadline_ms - self._now_ms()) / 1000
+        if left_s <= 0:  # the store was waited for
+            return Refused(exceeded(job))
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         try:
-            async with asyncio.timeout(left_s) as limit:
-                answer = await self._providers.stream(request, timeout_s=min(lane.call_timeout_s, left_s), parts=parts)
+            async with asyncio.timeout(left_s) as job.limit:
+                if job.stopped is not None:
+                    job.stop(job.stopped)
+                await self._pausing.opened()  # an answer that could not be sent is not asked for
+                began_s = loop.time()
+                answer = await self._call(job, request, lane)
         except TimeoutError:
-            if not limit.expired():
+            if job.limit is None or not job.limit.expired():
                 raise
-            job.run_ms = round(1000 * (loop.time() - began_s))
-            return Refused(exceeded(job))
+            job.run_ms = self._run_ms(job, began_s)
+            return _ended_early(job)
         except RequestProblem as forbidden:  # nothing may be sent to its reply address: found out while streaming to it
-            job.run_ms = round(1000 * (loop.time() - began_s))
+            job.run_ms = self._run_ms(job, began_s)
             return ended_by(forbidden)
         except ProviderError as error:
-            job.run_ms = round(1000 * (loop.time() - began_s))
+            job.run_ms = self._run_ms(job, began_s)
             return retry.decide(
                 error,
                 attempts=job.attempts,
@@ -130,5 +146,27 @@ class Handler:
                 policy=self._policy,
                 rng=self._rng,
             )
-        job.run_ms = round(1000 * (loop.time() - began_s))
+        job.run_ms = self._run_ms(job, began_s)
         return Answered(body=answer.body, model=answer.model, provider=answer.provider)
+
+    async def _call(self, job: Job, request: Request, lane: LaneSpec) -> Answer:
+        job.attempt_started_ms = self._now_ms()
+        self._lifecycle.tell(job, "started", wait_ms=job.wait_ms)
+        parts = self._replies.parts(job) if request.stream else None
+        left_s = (request.deadline_ms - job.attempt_started_ms) / 1000
+        return await self._providers.stream(request, timeout_s=min(lane.call_timeout_s, left_s), parts=parts)
+
+    def _run_ms(self, job: Job, began_s: float) -> int:
+        """How long the call took; nothing where it was not made."""
+        return 0 if job.attempt_started_ms is None else round(1000 * (asyncio.get_running_loop().time() - began_s))
+
+
+def _ended_early(job: Job) -> Outcome:
+    """Its time was over, or it was told to stop."""
+    match job.stopped:
+        case Stop.CANCELLED:
+            return Dropped(RequestProblem("cancelled", "cancelled by its owner while it ran"))
+        case Stop.FENCED:
+            return Deferred(delay_ms=TAKEN_OVER_WAIT_MS, reason="running elsewhere", due_ms=job.hop.due_ms)
+        case None:
+            return Refused(exceeded(job))

@@ -1,10 +1,15 @@
 """A job is one delivery being worked; an outcome is what that came to. The outcomes are a closed set."""
 
+import asyncio
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from hashlib import blake2b
 
+from consumers.state.base import Completion, Copy, Held, Identity, Stop
+from topology import names as n
 from topology.broker.deliveries import Delivery
 from topology.contract.headers import HopHeaders, read_hop
 from topology.contract.messages import Message, Request
@@ -27,21 +32,72 @@ class Job:
     `trusted`: it came through the delay cascade, so that its internal headers are a worker's (design.md, section 3).
     """
 
-    __slots__ = ("attempt_started_ms", "delivery", "hop", "id", "lane", "request", "run_ms", "taken_ms", "trusted")
+    __slots__ = (
+        "_copy", "attempt_started_ms", "claim", "completion", "delivery", "hop", "id", "identity", "lane", "limit",
+        "request", "run_ms", "stopped", "taken_ms", "trusted",
+    )  # fmt: skip
 
-    def __init__(self, delivery: Delivery, *, lane: LaneSpec | None, trusted: bool, taken_ms: int) -> None:
+    def __init__(
+        self,
+        delivery: Delivery,
+        *,
+        lane: LaneSpec | None,
+        trusted: bool,
+        taken_ms: int,
+        speakers: Collection[str] = (),
+    ) -> None:
         self.delivery = delivery
         self.lane = lane
         """None for what fell out of no lane at all (an unknown routing key)."""
         self.trusted = trusted
         self.id = delivery.message.message_id or uuid.uuid4().hex
         self.hop = read_hop(delivery.message.headers) if trusted else HopHeaders()
+        self.identity = Identity(tenant_of(self.user_id, delivery.message.headers.get(n.TENANT), speakers), self.id)
         self.taken_ms = taken_ms
         self.request: Request | None = None
         """Set once the codec has read it."""
         self.attempt_started_ms: int | None = None
         self.run_ms = 0
         """How long the attempt of this delivery ran."""
+        self.claim: Held | None = None
+        self.limit: asyncio.Timeout | None = None
+        """Ends the attempt; there while it runs."""
+        self.completion: Completion | None = None
+        """How it ended, as it is stored and told."""
+        self._copy: Copy | None = None
+        self.stopped: Stop | None = None
+        """Why it must not go on, where that is so."""
+
+    def stop(self, why: Stop) -> None:
+        """Have the attempt end now: the provider's socket is closed with it."""
+        self.stopped = why
+        if self.limit is not None and not self.limit.expired():
+            self.limit.reschedule(asyncio.get_running_loop().time())
+
+    @property
+    def user_id(self) -> str | None:
+        """Who published it, as the broker has checked; kept by the worker that sent it through a delay."""
+        return self.hop.user_id if self.trusted else self.message.user_id
+
+    @property
+    def redelivered(self) -> bool:
+        """An earlier delivery of this message was never settled."""
+        return self.delivery.redelivered or self.hop.redelivered
+
+    def copy(self) -> Copy:
+        """What the store compares of this message."""
+        if self._copy is not None:
+            return self._copy
+        message = self.message
+        told = (message.reply_to, message.correlation_id, message.routing_key, message.headers.get(n.SENT_MS))
+        dead_at = message.headers.get(n.DEAD_AT) if not self.trusted else None
+        self._copy = Copy(
+            body_hash=blake2b(message.body, digest_size=16).digest(),
+            mark=blake2b(repr(told).encode(errors="replace"), digest_size=16).digest(),
+            redelivered=self.redelivered,
+            dead_at_ms=dead_at_ms(dead_at),
+        )
+        return self._copy
 
     @property
     def message(self) -> Message:
@@ -69,6 +125,29 @@ class Job:
         return max(0, (self.attempt_started_ms or self.taken_ms) - self.request.start_ms)
 
 
+def tenant_of(user_id: str | None, stated: object, speakers: Collection[str]) -> str:
+    """Whose request it is: its user's, or whose that user says, where it may speak for others. "" for nobody's."""
+    if user_id in speakers and isinstance(stated, str):
+        return stated
+    return user_id or ""
+
+
+def dead_at_text(ended_ms: int) -> str:
+    """The time of an ending, as a dead letter tells it."""
+    when = datetime.fromtimestamp(ended_ms / 1000, tz=UTC)
+    return when.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def dead_at_ms(text: object) -> int | None:
+    """The time that a dead letter tells, ms since 1970; None where there is none that can be read."""
+    if not isinstance(text, str):
+        return None
+    try:
+        return round(1000 * datetime.fromisoformat(text).timestamp())
+    except (ValueError, OverflowError):
+        return None
+
+
 def is_trusted(message: Message, names: Names) -> bool:
     """Whether a worker sent it: through `lane.due` (internal) or a delay exchange, which only workers may write."""
     return message.exchange == names.due_exchange or message.exchange.startswith(names.delay_prefix)
@@ -91,6 +170,8 @@ class Deferred:
     reason: str
     due_ms: int | None = None
     """When it is due, where that is what it waits for; ms since 1970."""
+    redelivered: bool = False
+    """It leaves a queue that counts nothing, where its last delivery was never settled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +197,23 @@ class Buried:
     problem: RequestProblem
 
 
-Outcome = Answered | Deferred | Retried | Refused | Buried
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """It was cancelled, or a newer one took its place: told so, and nothing is kept of it."""
+
+    problem: RequestProblem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """It had ended before: what the store keeps is told again."""
+
+    completion: Completion
+    buries: bool = False
+    """This very message was never settled: whether it was parked is not known, so it is parked (again)."""
+
+
+Outcome = Answered | Deferred | Retried | Refused | Buried | Dropped | Replayed
 
 
 def ended_by(problem: RequestProblem) -> Refused | Buried:

@@ -13,8 +13,9 @@ import structlog
 from opentelemetry.trace import Span
 
 from consumers.activity import LaneActivity
-from consumers.job import Answered, Buried, Deferred, Job, Outcome, Refused, Retried
+from consumers.job import Answered, Buried, Deferred, Dropped, Job, Outcome, Refused, Replayed, Retried
 from consumers.settle import Settler
+from consumers.state.base import StoreUnavailable
 from topology import recording, signals
 from topology.broker.deliveries import ChannelLost, Deliveries, Delivery, Session
 from topology.contract import codec
@@ -43,6 +44,8 @@ class Pool:
         self._settler = settler
         self._activity = activity
         self._tracing = tracing
+        self._free = asyncio.Semaphore(deliveries.prefetch)
+        self._in_hand = 0
         self._stopping = False
 
     @property
@@ -52,7 +55,7 @@ class Pool:
     @property
     def trouble(self) -> str | None:
         """Why nothing is delivered at present; None while the queue is consumed."""
-        return self._deliveries.trouble
+        return "stopping" if self._stopping else self._deliveries.trouble
 
     async def run(self) -> None:
         """Work until stopped: returns when what was running has ended. Cancel it to end at once."""
@@ -65,14 +68,46 @@ class Pool:
         self._stopping = True
         await self._deliveries.stop()
 
+    @property
+    def is_paused(self) -> bool:
+        return self._deliveries.is_paused
+
+    async def pause(self, reason: str) -> None:
+        """Take nothing new; what is in hand goes on, as far as it can."""
+        await self._deliveries.pause(reason)
+
+    async def resume(self) -> None:
+        """Take again; not yet where more is in hand than there are slots, as after several pauses: the broker does not
+        count what was delivered to a consumer that was cancelled against the prefetch of the next.
+        """
+        if self._in_hand <= self._deliveries.prefetch:
+            await self._deliveries.resume()
+
     async def _work_session(self, session: Session) -> None:
         """A lost channel ends the work on what it delivered: the broker delivers that again."""
         try:
             async with asyncio.TaskGroup() as running:
                 async for delivery in session:
-                    running.create_task(self._work(delivery), name=f"{self.queue} {delivery.tag}")
+                    running.create_task(self._take(delivery), name=f"{self.queue} {delivery.tag}")
         except* ChannelLost as lost:
             log.warning(signals.DELIVERY_LOST, queue=self.queue, error=str(lost.exceptions[0]))
+
+    async def _take(self, delivery: Delivery) -> None:
+        """Work one delivery as soon as there is a slot. There is, unless a pause has come between."""
+        self._in_hand += 1
+        try:
+            try:
+                await self._free.acquire()
+            except asyncio.CancelledError:
+                if self._stopping:
+                    await self._settler.release(delivery)
+                raise
+            try:
+                await self._work(delivery)
+            finally:
+                self._free.release()
+        finally:
+            self._in_hand -= 1
 
     async def _work(self, delivery: Delivery) -> None:
         """Work one delivery. Everything is caught here and in `_outcome`, and nowhere else."""
@@ -81,16 +116,19 @@ class Pool:
             job = self._job_of(delivery)
             with self._tracing.process(delivery.message, queue=self.queue, delivery_tag=delivery.tag) as span:
                 outcome = await self._outcome(job)
-                is_settled = await self._settler.settle(job, outcome)
+                settled = await self._settler.settle(job, outcome)
                 if span.is_recording():
-                    self._record(span, job, outcome)
-            if is_settled:
+                    self._record(span, job, settled or outcome)
+            if settled is not None:
                 attempted = job.attempt_started_ms is not None
-                self._activity.record(outcome, wait_ms=job.wait_ms, run_ms=job.run_ms if attempted else None)
+                self._activity.record(settled, wait_ms=job.wait_ms, run_ms=job.run_ms if attempted else None)
         except asyncio.CancelledError:
             if self._stopping:
                 await self._settler.release(delivery)
             raise
+        except StoreUnavailable as away:
+            log.error(signals.HANDLER_FAILED, request=delivery.message.message_id, where="store", error=str(away))
+            await self._settler.put_back(delivery)
         except Exception:  # one request that cannot even be buried must not end the lane for all others
             log.exception(
                 signals.HANDLER_FAILED, request=delivery.message.message_id, lane=self._activity.lane, where="settle"
@@ -115,9 +153,11 @@ class Pool:
                 recording.outcome(span, name, delay_ms=delay_ms)
             case Retried(delay_ms=delay_ms):
                 recording.outcome(span, name, delay_ms=delay_ms, error="attempt_failed")
-            case Refused(problem) | Buried(problem):
+            case Refused(problem) | Buried(problem) | Dropped(problem):
                 recording.outcome(span, name, error=problem.code)
-            case Answered():
+            case Replayed(completion=completion) if completion.code:
+                recording.outcome(span, name, error=completion.code)
+            case Answered() | Replayed():
                 recording.outcome(span, name)
             case _:
                 assert_never(outcome)
@@ -126,6 +166,8 @@ class Pool:
         """An unforeseen error is ours, and buries the request."""
         try:
             return await self._handle(job)
+        except StoreUnavailable:  # nothing is known of it, and nothing may be done without a claim
+            raise
         except Exception as error:
             log.exception(signals.HANDLER_FAILED, request=job.id, lane=job.lane_name, where="handle")
             return Buried(RequestProblem("internal", f"a fault of Lanekeeper: {type(error).__name__}; see its log"))

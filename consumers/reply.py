@@ -8,12 +8,14 @@ from typing import Any
 
 import structlog
 
-from consumers.job import Answered, Job
+from consumers.job import Job
+from consumers.state.base import Completion
 from topology import names as n
 from topology import signals
 from topology.broker.publisher import Publisher
 from topology.contract.messages import Message
 from topology.contract.problems import (
+    PROBLEMS,
     AccessRefused,
     BrokerError,
     ConfirmUnknown,
@@ -69,33 +71,22 @@ class Replies:
             f"{self._names.reply_prefix}…, or a queue of the application's own",
         )
 
-    async def answer(self, job: Job, outcome: Answered) -> None:
-        """Send the Message. Raises BrokerError where the broker does not take it.
+    async def final(self, job: Job, completion: Completion, *, replayed: bool = False) -> None:
+        """Send how a request ended. Raises BrokerError where the broker does not take it.
 
         A requester that has gone, or whose queue refuses what is sent to it, is no error.
         """
-        await self._final(
-            job,
-            body=outcome.body,
-            content_type="application/json",
-            headers={
-                n.STATUS: "ok",
-                n.MODEL: outcome.model,
-                n.PROVIDER: outcome.provider,
-                n.WAIT_MS: job.wait_ms,
-                n.RUN_MS: job.run_ms,
-            },
-        )
-
-    async def problem(self, job: Job, problem: RequestProblem) -> None:
-        """Send a problem document. Raises as `answer`."""
-        if not problem.type.answered:
+        if completion.code and not PROBLEMS[completion.code].answered:
             return
+        headers: dict[str, Any] = {n.STATUS: completion.status, n.REQUEST_ID: job.id, **completion.headers}
+        if replayed:
+            headers[n.REPLAYED] = True
+        is_answer = completion.status == "ok"
         await self._final(
             job,
-            body=problem.document(request=job.id, attempts=job.attempts),
-            content_type="application/problem+json",
-            headers={n.STATUS: "error"},
+            body=completion.body,
+            content_type="application/json" if is_answer else "application/problem+json",
+            headers=headers,
         )
 
     def parts(self, job: Job) -> Callable[[bytes], Awaitable[None]]:
@@ -105,9 +96,7 @@ class Replies:
         """
         seq = -1
         address = job.message.reply_to
-        # on 3.x what was redelivered comes by way of the due queue, where it is a first delivery
-        moved = job.trusted and job.hop.due_ms is None
-        restarted = job.attempts > 1 or job.delivery.redelivered or moved
+        restarted = job.attempts > 1 or job.redelivered
 
         async def send(event: bytes) -> None:
             nonlocal seq
@@ -131,12 +120,6 @@ class Replies:
             return False
         return self._allow is None or any(pattern.fullmatch(address) for pattern in self._allow)
 
-    def _headers(self, job: Job, extra: dict[str, Any]) -> dict[str, Any]:
-        headers: dict[str, Any] = {n.REQUEST_ID: job.id, n.ATTEMPT: job.attempts, **extra}
-        if job.lane is not None:
-            headers[n.LANE_NAME] = job.lane.name
-        return headers
-
     async def _final(self, job: Job, *, body: bytes, content_type: str, headers: dict[str, Any]) -> None:
         address = job.message.reply_to
         if address in self._deadly:
@@ -145,7 +128,7 @@ class Replies:
             return
         message = Message(
             body=body,
-            headers=self._headers(job, headers),
+            headers=headers,
             content_type=content_type,
             message_id=uuid.uuid4().hex,
             correlation_id=job.message.correlation_id,
@@ -204,9 +187,12 @@ class Replies:
 
         Raises RequestProblem for an address that nothing may be sent to: there is no sense in going on.
         """
+        headers: dict[str, Any] = {n.REQUEST_ID: job.id, n.ATTEMPT: job.attempts, n.PART: part, n.SEQ: seq}
+        if job.lane is not None:
+            headers[n.LANE_NAME] = job.lane.name
         message = Message(
             body=body,
-            headers=self._headers(job, {n.PART: part, n.SEQ: seq}),
+            headers=headers,
             content_type="application/json",
             correlation_id=job.message.correlation_id,
             persistent=False,

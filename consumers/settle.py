@@ -1,30 +1,53 @@
-"""The one place that settles: publish what comes next, wait for the broker's confirm, then acknowledge.
+"""The one place that settles: store how it ended, publish what comes next, wait for the confirm, then acknowledge.
 
-A crash between two steps repeats the later ones: the delivery is not acknowledged, so it comes again. Nothing is
-acknowledged whose outcome is not with the broker.
+A crash between two steps repeats the later ones from what is stored: the delivery is not acknowledged, so it comes
+again. Nothing is acknowledged whose outcome is not with the broker, and what is told is what is stored.
 """
 
 import asyncio
+import json
+from collections.abc import Mapping
 from contextlib import suppress
-from datetime import UTC, datetime
 from typing import Any, assert_never
 
 import structlog
 
-from consumers.job import Answered, Buried, Deferred, Job, NowMs, Outcome, Refused, Retried
+from consumers.claiming import Claiming
+from consumers.failpoints import Failpoints
+from consumers.job import (
+    Answered,
+    Buried,
+    Deferred,
+    Dropped,
+    Job,
+    NowMs,
+    Outcome,
+    Refused,
+    Replayed,
+    Retried,
+    dead_at_text,
+)
 from consumers.lifecycle import Lifecycle
 from consumers.reply import Replies
+from consumers.state.base import Completion, StoreUnavailable
 from topology import names as n
 from topology import signals
 from topology.broker.deliveries import ChannelLost, Delivery
 from topology.broker.publisher import Publisher
 from topology.contract.headers import ERRORS_KEPT, HopHeaders, carried, hop_headers
 from topology.contract.messages import Message
-from topology.contract.problems import BrokerError, RequestProblem
+from topology.contract.problems import PROBLEMS, BrokerError, RequestProblem
 from topology.delays import MAX_DELAY_MS, hop
 from topology.names import Names
 from topology.tracing import Tracing
 
+NEVER_KEPT = frozenset({"idempotency_conflict"})
+"""It is no ending of the request that has this id."""
+NOTED = frozenset(
+    {"invalid_request", "unsupported_media", "too_large", "forbidden_reply_to", "forbidden_model", "unroutable"}
+)
+"""Told of what is no request: its id is free for a better one."""
+TAKEN_OVER_WAIT_MS = 1000
 PUT_BACK_AFTER_S = 1.0
 """What fails at once comes back at once: not thousands of times a second."""
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
@@ -38,39 +61,56 @@ class Settler:
         publisher: Publisher,
         *,
         replies: Replies,
+        claiming: Claiming,
         lifecycle: Lifecycle,
         names: Names,
         tracing: Tracing,
         now_ms: NowMs,
+        failpoints: Failpoints,
     ) -> None:
         self._publisher = publisher
+        self._claiming = claiming
+        self._failpoints = failpoints
         self._replies = replies
         self._lifecycle = lifecycle
         self._names = names
         self._tracing = tracing
         self._now_ms = now_ms
 
-    async def settle(self, job: Job, outcome: Outcome) -> bool:
-        """Publish, confirm, acknowledge. False where that could not be done: the broker delivers it again."""
+    async def settle(self, job: Job, outcome: Outcome) -> Outcome | None:
+        """Store, publish, confirm, acknowledge. What it came to in the end: another one where the request had ended
+        already, or is worked on elsewhere; None where that could not be done: the broker delivers it again."""
         try:
+            outcome = await self._stored(job, outcome)
+            self._failpoints.reach("after_store")
             try:
                 await self._carry_out(job, outcome)
             except RequestProblem as forbidden:  # the reply address killed the connection that answered it
                 if not isinstance(outcome, Buried):
-                    await self._bury(job, forbidden)
+                    await self._bury(job, forbidden.code, forbidden.detail, ended_ms=self._now_ms())
                 outcome = Buried(forbidden)
-        except BrokerError as error:
+        except (BrokerError, StoreUnavailable) as error:
             log.error(signals.HANDLER_FAILED, request=job.id, lane=job.lane_name, where="settle", error=str(error))
+            await self._claiming.release(job)
             await self.put_back(job.delivery)
-            return False
+            return None
+        finally:
+            self._claiming.forget(job)
+        self._failpoints.reach("after_confirm")
         try:
             with self._tracing.settle("ack", job.message, queue=job.delivery.queue, delivery_tag=job.delivery.tag):
                 await job.delivery.ack()
         except ChannelLost as lost:
             log.warning(signals.DELIVERY_LOST, queue=job.delivery.queue, request=job.id, error=str(lost))
-            return False
+            return None
+        self._failpoints.reach("after_ack")
         self._tell(job, outcome)
-        return True
+        return outcome
+
+    async def dismiss(self, delivery: Delivery) -> None:
+        """Acknowledge what is no request: a control message that was recorded, or that nobody can read."""
+        with suppress(ChannelLost):
+            await delivery.ack()
 
     async def put_back(self, delivery: Delivery) -> None:
         """Put back what could not be settled. The broker counts it: what never can be ends at its delivery limit, in
@@ -84,25 +124,95 @@ class Settler:
                 signals.DELIVERY_LOST, queue=delivery.queue, request=delivery.message.message_id, error=str(lost)
             )
 
+    async def _stored(self, job: Job, outcome: Outcome) -> Outcome:
+        """Keep an ending, and say what it is: the first that was kept. Raises StoreUnavailable."""
+        match outcome:
+            case Deferred() | Retried() | Replayed():
+                return outcome
+            case Answered() | Refused() | Buried() | Dropped():
+                completion = self._completion(job, outcome)
+            case _:
+                assert_never(outcome)
+        if completion.code in NEVER_KEPT:
+            return outcome
+        if completion.code in NOTED and job.claim is None and not job.trusted:
+            await self._claiming.note(job, completion)
+            return outcome
+        holds = await self._claiming.complete(job, completion)
+        if holds is None:
+            return Deferred(delay_ms=TAKEN_OVER_WAIT_MS, reason="running elsewhere", due_ms=job.hop.due_ms)
+        if holds.ended_ms != completion.ended_ms or holds.body != completion.body:
+            return Replayed(completion=holds, buries=isinstance(outcome, Buried))
+        job.completion = completion
+        return outcome
+
     async def _carry_out(self, job: Job, outcome: Outcome) -> None:
         match outcome:
-            case Answered():
-                await self._replies.answer(job, outcome)
-            case Deferred(delay_ms=delay_ms, due_ms=due_ms):
-                await self._send_round(job, delay_ms, attempts=job.attempts, due_ms=due_ms, errors=job.hop.errors)
+            case Deferred(delay_ms=delay_ms, due_ms=due_ms, redelivered=redelivered):
+                await self._send_round(
+                    job,
+                    delay_ms,
+                    attempts=job.attempts,
+                    due_ms=due_ms,
+                    errors=job.hop.errors,
+                    redelivered=redelivered,
+                )
             case Retried(delay_ms=delay_ms, error=error):
                 errors = (f"attempt {job.attempts}: {error}", *job.hop.errors)[:ERRORS_KEPT]
                 await self._send_round(job, delay_ms, attempts=job.attempts, due_ms=job.hop.due_ms, errors=errors)
-            case Refused(problem):
-                await self._replies.problem(job, problem)
+            case Answered() | Refused() | Dropped():
+                await self._replies.final(job, self._completion(job, outcome))
             case Buried(problem):
-                await self._bury(job, problem)
-                await self._replies.problem(job, problem)
+                completion = self._completion(job, outcome)
+                await self._bury(job, problem.code, problem.detail, ended_ms=completion.ended_ms)
+                await self._replies.final(job, completion)
+            case Replayed(completion=completion, buries=buries):
+                if buries and completion.code and PROBLEMS[completion.code].parked:
+                    detail = str(json.loads(completion.body).get("detail", ""))
+                    await self._bury(job, completion.code, detail, ended_ms=completion.ended_ms)
+                await self._replies.final(job, completion, replayed=True)
             case _:
                 assert_never(outcome)
 
+    def _completion(self, job: Job, outcome: Answered | Refused | Buried | Dropped) -> Completion:
+        """How it is told, the same each time: made once."""
+        if job.completion is not None:
+            return job.completion
+        headers: dict[str, str | int] = {n.ATTEMPT: job.attempts}
+        if job.lane is not None:
+            headers[n.LANE_NAME] = job.lane.name
+        match outcome:
+            case Answered(body=body, model=model, provider=provider):
+                told: Mapping[str, str | int] = {
+                    n.MODEL: model,
+                    n.PROVIDER: provider,
+                    n.WAIT_MS: job.wait_ms,
+                    n.RUN_MS: job.run_ms,
+                }
+                job.completion = Completion(
+                    status="ok", body=body, headers={**headers, **told}, ended_ms=self._now_ms()
+                )
+            case Refused(problem) | Buried(problem) | Dropped(problem):
+                job.completion = Completion(
+                    status="error",
+                    code=problem.code,
+                    body=problem.document(request=job.id, attempts=job.attempts),
+                    headers=headers,
+                    ended_ms=self._now_ms(),
+                )
+            case _:
+                assert_never(outcome)
+        return job.completion
+
     async def _send_round(
-        self, job: Job, delay_ms: int, *, attempts: int, due_ms: int | None, errors: tuple[str, ...]
+        self,
+        job: Job,
+        delay_ms: int,
+        *,
+        attempts: int,
+        due_ms: int | None,
+        errors: tuple[str, ...],
+        redelivered: bool = False,
     ) -> None:
         """Send the request into the delay cascade; it comes back to the lane's due queue."""
         way = hop(min(max(0, delay_ms), MAX_DELAY_MS), self._names)
@@ -112,30 +222,31 @@ class Settler:
             errors=errors,
             first_seen_ms=job.hop.first_seen_ms or min(job.taken_ms, max(sent_ms, 0) or job.taken_ms),
             due_ms=due_ms,
-            user_id=job.hop.user_id if job.trusted else job.message.user_id,
+            user_id=job.user_id,
             expiration=job.hop.expiration if job.trusted else job.message.expiration,
+            redelivered=redelivered,
         )
         message = self._copy(job, {**hop_headers(past), **way.headers})
+        self._failpoints.reach_soon("after_publish")
         await self._publisher.publish_surely(message, exchange=way.exchange, routing_key=job.routing_key)
 
-    async def _bury(self, job: Job, problem: RequestProblem) -> None:
+    async def _bury(self, job: Job, code: str, detail: str, *, ended_ms: int) -> None:
         """Keep the request in `lane.dead`, as it was published, with the cause."""
-        now = datetime.fromtimestamp(self._now_ms() / 1000, tz=UTC)
-        errors = [f"{problem.code}: {problem.detail}", *job.hop.errors][:ERRORS_KEPT]
+        errors = [f"{code}: {detail}", *job.hop.errors][:ERRORS_KEPT]
         headers: dict[str, Any] = {
-            n.DEAD_CODE: problem.code,
-            n.DEAD_DETAIL: problem.detail,
-            n.DEAD_AT: now.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            n.DEAD_CODE: code,
+            n.DEAD_DETAIL: detail,
+            n.DEAD_AT: dead_at_text(ended_ms),
             n.ATTEMPT: job.attempts,
             n.ROUTING_KEY: job.routing_key,
             n.ERRORS: errors,
         }
-        user_id = job.hop.user_id if job.trusted else job.message.user_id
         expiration = job.hop.expiration if job.trusted else job.message.expiration
-        if user_id:
-            headers[n.USER_ID] = user_id
+        if job.user_id:
+            headers[n.USER_ID] = job.user_id
         if expiration:
             headers[n.EXPIRATION] = expiration
+        self._failpoints.reach_soon("after_publish")
         await self._publisher.publish_surely(
             self._copy(job, headers), exchange=self._names.dead, routing_key=job.routing_key
         )
@@ -190,5 +301,11 @@ class Settler:
                 self._lifecycle.tell(job, "failed", code=problem.code, status=problem.status)
                 if buried:
                     self._lifecycle.tell(job, "dead", code=problem.code)
+            case Dropped(problem):
+                log.info(signals.REQUEST_REFUSED, request=job.id, lane=job.lane_name, code=problem.code, detail="")
+                self._lifecycle.tell(job, problem.code)
+            case Replayed(completion=completion):
+                log.debug(signals.REQUEST_REPLAYED, request=job.id, lane=job.lane_name, code=completion.code)
+                self._lifecycle.tell(job, "replayed", status=completion.status)
             case _:
                 assert_never(outcome)

@@ -10,24 +10,33 @@ import structlog
 from opentelemetry.trace import TracerProvider
 
 from consumers.activity import LaneActivity
+from consumers.claiming import Claiming
+from consumers.control import Control
+from consumers.failpoints import Failpoints
 from consumers.fallen import Fallen
+from consumers.gates.claim import ClaimGate
 from consumers.gates.deadline import DeadlineGate
 from consumers.gates.schedule import ScheduleGate
 from consumers.handler import Handler
 from consumers.job import Job, is_trusted, now_ms
 from consumers.lifecycle import Lifecycle
+from consumers.pausing import Pausing
 from consumers.pool import Pool
 from consumers.providers.anthropic import AnthropicProvider
 from consumers.providers.registry import Registry
 from consumers.reply import Replies
 from consumers.settle import Settler
+from consumers.state.base import Store
+from consumers.state.opening import open_store
 from service.settings import Settings
 from topology.broker.apply import apply
 from topology.broker.connection import Connection
 from topology.broker.deliveries import Deliveries, Delivery
+from topology.broker.management import Management, discover
 from topology.broker.notices import Notices
 from topology.broker.publisher import Publisher
 from topology.broker.verify import verify
+from topology.broker.watch import FindManagement, TopologyWatch
 from topology.contract.messages import Message
 from topology.contract.problems import AccessRefused, SettingsError, TopologyMismatch
 from topology.declaration import declare
@@ -37,6 +46,7 @@ from topology.names import Names
 from topology.tracing import Tracing
 
 FALLEN_SLOTS = 8
+CONTROL_PREFETCH = 8
 DIRECT_REPLY_MENDED = (4, 3, 5)
 """From here on a forged direct reply-to address harms nobody (reliability.md, section 0, item 10)."""
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
@@ -52,6 +62,11 @@ class Parts:
     consuming: Connection
     publishing: Connection
     publisher: Publisher
+    store: Store
+    claiming: Claiming
+    control: Control
+    pausing: Pausing
+    watch: TopologyWatch
     pools: tuple[Pool, ...]
     activities: tuple[LaneActivity, ...]
 
@@ -64,7 +79,10 @@ class Parts:
         """What must be well for the worker to take work: each part with what is wrong with it, or None."""
         return {
             "consume connection": self.consuming.trouble,
-            "publish connection": self.publishing.trouble,
+            "publish connection": self.publishing.trouble or self.publishing.blocked,
+            "topology": self.watch.trouble,
+            "store": self.store.trouble,
+            "control queue": self.control.trouble,
             **{f"queue {pool.queue}": pool.trouble for pool in self.pools},
         }
 
@@ -81,33 +99,57 @@ async def assemble(
     names = settings.names()
     every = settings.lane_specs()
     worked = tuple(lane for lane in every if not lanes or lane.name in lanes)
-    tracing = Tracing(traces)
     async with AsyncExitStack() as stack:
         publishing = await stack.enter_async_context(_connection(settings, "publish"))
+        tracing = Tracing(traces, broker=lambda: publishing.endpoint)
         consuming = await stack.enter_async_context(_connection(settings, "consume"))
         topology = declare(every, names=names, broker_version=publishing.version)
         await _apply_or_check(topology, publishing, declares=declares)
-        publisher = Publisher(publishing, tracing=tracing)
+        watch = TopologyWatch(topology, consuming, declares=declares, find_management=_management_finder(settings))
+        publisher = Publisher(publishing, tracing=tracing, on_missing=watch.look)
         await _see_that_it_may_write(publisher, names)
         notices = await stack.enter_async_context(Notices(publishing))
         direct = None
         if _before(publishing.version, DIRECT_REPLY_MENDED):
             connection = await stack.enter_async_context(_connection(settings, "direct replies"))
             direct = Publisher(connection, tracing=tracing)
+        store = await stack.enter_async_context(
+            open_store(settings.store, namespace=names.namespace, spec=settings.store_spec())
+        )
+        claiming = Claiming(store)
+        failpoints = Failpoints(settings.failpoints)
+        pausing = Pausing(
+            {
+                "publish connection": lambda: publishing.trouble or publishing.blocked,
+                "store": lambda: store.trouble,
+                "topology": lambda: watch.trouble,
+            }
+        )
         provider = _provider(settings, tracing)
         stack.push_async_callback(provider.aclose)
         replies = Replies(publisher, names=names, direct=direct, allow=settings.reply_patterns())
         lifecycle = Lifecycle(notices, names=names, now_ms=now_ms)
-        settler = Settler(publisher, replies=replies, lifecycle=lifecycle, names=names, tracing=tracing, now_ms=now_ms)
+        settler = Settler(
+            publisher,
+            replies=replies,
+            claiming=claiming,
+            lifecycle=lifecycle,
+            names=names,
+            tracing=tracing,
+            now_ms=now_ms,
+            failpoints=failpoints,
+        )
         handler = Handler(
-            gates=(DeadlineGate(now_ms=now_ms), ScheduleGate(now_ms=now_ms)),
+            gates=(DeadlineGate(now_ms=now_ms), ScheduleGate(now_ms=now_ms), ClaimGate(claiming)),
             providers=Registry(provider, tracing=tracing),
             replies=replies,
             lifecycle=lifecycle,
+            pausing=pausing,
             policy=settings.retry_policy(),
             names=names,
             now_ms=now_ms,
             rng=random.Random(),
+            failpoints=failpoints,
         )
         counted = {queue.name for queue in topology.queues if queue.arguments.get("x-queue-type") == "quorum"}
         activities = []
@@ -118,18 +160,20 @@ async def assemble(
             for queue, slots in ((names.intake(lane.name), lane.slots), (names.due(lane.name), lane.due_slots)):
                 pools.append(
                     Pool(
-                        Deliveries(consuming, queue=queue, prefetch=slots, counted=queue in counted),
-                        job_of=_job_maker(lane, names),
+                        Deliveries(
+                            consuming, queue=queue, prefetch=slots, counted=queue in counted, on_missing=watch.look
+                        ),
+                        job_of=_job_maker(lane, names, settings.speakers),
                         handle=handler.handle,
                         settler=settler,
                         activity=activity,
                         tracing=tracing,
                     )
                 )
-        fallen = Fallen(every, names=names, now_ms=now_ms)
+        fallen = Fallen(every, names=names, now_ms=now_ms, speakers=settings.speakers)
         pools.append(
             Pool(
-                Deliveries(consuming, queue=names.fallen, prefetch=FALLEN_SLOTS),
+                Deliveries(consuming, queue=names.fallen, prefetch=FALLEN_SLOTS, on_missing=watch.look),
                 job_of=fallen.job_of,
                 handle=fallen.handle,
                 settler=settler,
@@ -144,6 +188,18 @@ async def assemble(
             consuming=consuming,
             publishing=publishing,
             publisher=publisher,
+            store=store,
+            claiming=claiming,
+            control=Control(
+                Deliveries(consuming, queue=names.control, prefetch=CONTROL_PREFETCH, on_missing=watch.look),
+                claiming=claiming,
+                settler=settler,
+                publisher=publisher,
+                now_ms=now_ms,
+                speakers=settings.speakers,
+            ),
+            pausing=pausing,
+            watch=watch,
             pools=tuple(pools),
             activities=tuple(activities),
         )
@@ -151,6 +207,18 @@ async def assemble(
 
 def _connection(settings: Settings, purpose: str) -> Connection:
     return Connection(settings.broker_url, name=f"lanekeeper {purpose}", ssl_context=settings.ssl_context())
+
+
+def _management_finder(settings: Settings) -> FindManagement:
+    async def find(connection: Connection) -> Management | None:
+        return await discover(
+            settings.broker_url,
+            settings.management,
+            connection=await connection.underlying(),
+            ssl_context=settings.tls.given_context(),
+        )
+
+    return find
 
 
 def _provider(settings: Settings, tracing: Tracing) -> AnthropicProvider:
@@ -162,8 +230,14 @@ def _provider(settings: Settings, tracing: Tracing) -> AnthropicProvider:
     return AnthropicProvider(api_key=key, base_url=settings.provider_url, traceparent=tracing.traceparent)
 
 
-def _job_maker(lane: LaneSpec, names: Names) -> Callable[[Delivery], Job]:
-    return lambda delivery: Job(delivery, lane=lane, trusted=is_trusted(delivery.message, names), taken_ms=now_ms())
+def _job_maker(lane: LaneSpec, names: Names, speakers: Sequence[str]) -> Callable[[Delivery], Job]:
+    return lambda delivery: Job(
+        delivery,
+        lane=lane,
+        trusted=is_trusted(delivery.message, names),
+        taken_ms=now_ms(),
+        speakers=speakers,
+    )
 
 
 async def _see_that_it_may_write(publisher: Publisher, names: Names) -> None:

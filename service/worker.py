@@ -11,6 +11,7 @@ from contextlib import suppress
 import structlog
 
 from consumers.activity import quantile
+from consumers.storekeeping import probing, sweeping
 from service.assembly import Parts
 from topology import signals
 from topology.broker.depth import depths
@@ -36,7 +37,13 @@ async def run(
         side = [
             group.create_task(_answer_status(parts), name="status"),
             group.create_task(_summarise(parts), name="summary"),
+            group.create_task(parts.claiming.run(), name="claims"),
+            group.create_task(probing(parts.store), name="probing"),
+            group.create_task(sweeping(parts.store, owner=uuid.uuid4().hex), name="sweeping"),
         ]
+        pools.append(group.create_task(parts.control.run(), name="control"))
+        side.append(group.create_task(parts.pausing.run(parts.pools), name="pausing"))
+        side.append(group.create_task(parts.watch.run(), name="topology watch"))
         announcing = group.create_task(_announce(parts, on_ready), name="announce")
         stopping = group.create_task(stop.wait(), name="stop")
         ended, _ = await asyncio.wait((stopping, *pools, *side), return_when=asyncio.FIRST_COMPLETED)
@@ -45,6 +52,7 @@ async def run(
         running = sum(activity.running for activity in parts.activities)
         log.info(signals.SERVICE_STOPPING, running=running, grace_s=grace_s)
         stops = [group.create_task(pool.stop(), name=f"stop {pool.queue}") for pool in parts.pools]
+        stops.append(group.create_task(parts.control.stop(), name="stop control"))
         _, late = await asyncio.wait((*stops, *pools), timeout=grace_s)
         orphaned = sum(activity.running for activity in parts.activities) if late else 0
         for task in (*late, *side, announcing):

@@ -20,6 +20,7 @@ from service.demo.broker import PrivateBroker, guarded_broker, private_broker
 from service.demo.source import Unavailable
 from tests.support import keeper
 from tests.support.brokers import RunningBroker, Vhost, fresh_vhost
+from tests.support.stores import stores
 
 DEFAULT = "default"
 ON_EVERY_VERSION = ("tests/broker/", "tests/journeys/")
@@ -76,6 +77,12 @@ def _version(version: str, missing: str | None) -> object:
     if missing is not None and os.environ.get("CI") != "true":  # there it fails, for that reason
         marks.append(pytest.mark.skip(reason=missing))
     return pytest.param(version, marks=marks)
+
+
+@pytest.fixture(autouse=True)
+def _own_stores() -> Iterator[None]:
+    with stores():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -86,7 +86,6 @@ def _request(prompt: str, *, sent_ms: int) -> Request:
     body = {"model": model, "max_tokens": 1024, "messages": [{"role": "user", "content": prompt}]}
     return Request(
         id=uuid.uuid4().hex,
-        tenant=None,
         lane="batch",
         app="demo",
         body=json.dumps(body).encode(),

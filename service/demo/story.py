@@ -4,6 +4,8 @@ import asyncio
 import secrets
 import signal
 from contextlib import AsyncExitStack
+from tempfile import TemporaryDirectory
+from urllib.parse import quote
 
 import uvloop
 from rich.console import Console
@@ -48,6 +50,8 @@ async def _tell(settings: Settings) -> bool:
             console.print("starting a broker …", style="dim")
             url = (await stack.enter_async_context(private_broker(say=console.print))).amqp_url
         settings = _fitted(settings.on_broker(url, namespace=f"demo-{secrets.token_hex(4)}"))
+        folder = stack.enter_context(TemporaryDirectory(prefix="lanekeeper-demo-"))
+        settings = settings.kept_in(f"sqlite:///{quote(folder)}/store.sqlite")
         api = await stack.enter_async_context(SimulatedAPI(SimulatedOptions(latency_ms=LATENCY_MS)))
         settings = settings.answered_by(api.base_url, key="simulated")
         await _taken_away_at_the_end(stack, settings)

@@ -8,15 +8,20 @@ from typing import Any
 
 import pytest
 
+from consumers.failpoints import Failpoints
 from consumers.failures import OverloadedError, RejectedError, TransientError
+from consumers.gates.claim import ClaimGate
 from consumers.gates.deadline import DeadlineGate
 from consumers.gates.schedule import ScheduleGate
 from consumers.handler import DELIVERIES_AT_MOST, Handler
-from consumers.job import Answered, Buried, Deferred, Job, Outcome, Refused, Retried
+from consumers.job import Answered, Buried, Deferred, Dropped, Job, Outcome, Refused, Replayed, Retried
+from consumers.pausing import Pausing
 from consumers.providers.base import Answer, Parts
 from consumers.providers.registry import Registry
 from consumers.retry import RetryPolicy
+from consumers.state.base import Completion
 from tests.support.jobs import BODY, NAMES, NOW_MS, Bench
+from tests.support.waiting import until
 from topology import names as n
 from topology.contract.messages import Message, Request
 from topology.contract.problems import ConfirmUnknown
@@ -58,6 +63,9 @@ class FakeGate:
         self._log.append(f"{self._name} leave {type(outcome).__name__}")
 
 
+CANCELLED = Completion(status="error", code="cancelled", body=b"{}", ended_ms=NOW_MS)
+
+
 @pytest.fixture
 def bench() -> Bench:
     return Bench()
@@ -71,10 +79,12 @@ def handler(
         providers=Registry(provider, tracing=Tracing()),
         replies=bench.replies,
         lifecycle=bench.lifecycle,
+        pausing=Pausing({}),
         policy=RetryPolicy(),
         names=NAMES,
         now_ms=now_ms,
         rng=random.Random(5),
+        failpoints=Failpoints(),
     )
 
 
@@ -134,8 +144,7 @@ async def test_what_came_through_a_delay_is_believed(bench: Bench, exchange: str
     job = bench.job(exchange=exchange, headers={n.ATTEMPT: 2, n.USER_ID: "shop"}, user_id="the-workers")
     assert isinstance(await handle(bench, job), Answered)
     assert job.attempts == 3
-    assert job.request is not None
-    assert job.request.tenant == "shop"
+    assert job.identity.tenant == "shop"
 
 
 @pytest.mark.parametrize("exchange", ["lane.requests", "", "lane.delayed", "lane.due2", "my.lane.due", "lane.fallen"])
@@ -143,7 +152,7 @@ async def test_from_anywhere_else_it_is_not(bench: Bench, exchange: str) -> None
     job = bench.job(exchange=exchange, headers={n.ATTEMPT: 2, n.USER_ID: "bank"}, user_id="shop")
     await handle(bench, job)
     assert job.attempts <= 1
-    assert job.request is None or job.request.tenant == "shop"
+    assert job.identity.tenant == "shop"
 
 
 @pytest.mark.parametrize("times", range(1, DELIVERIES_AT_MOST + 2))
@@ -164,7 +173,7 @@ async def test_what_came_again_where_nobody_counts_is_moved_to_where_it_is_count
     delivery.redelivered, delivery.times_delivered = True, None
     provider = FakeProvider()
     outcome = await handle(bench, bench.job(delivery=delivery), provider)
-    assert outcome == Deferred(delay_ms=0, reason="redelivered")
+    assert outcome == Deferred(delay_ms=0, reason="redelivered", redelivered=True)
     assert provider.asked == []
 
 
@@ -240,6 +249,61 @@ async def test_gates_are_left_in_reverse_by_all_that_passed_them(bench: Bench) -
     gates = (FakeGate(log, "a"), FakeGate(log, "b"), FakeGate(log, "c", end), FakeGate(log, "d"))
     assert await handle(bench, bench.job(), gates=gates) == end
     assert log == ["a enter", "b enter", "c enter", "b leave Deferred", "a leave Deferred"]
+
+
+# claims
+
+
+async def test_what_is_running_elsewhere_waits(bench: Bench) -> None:
+    await bench.claiming.claim(bench.job())
+    provider = FakeProvider()
+    outcome = await handle(bench, bench.job(), provider, gates=(ClaimGate(bench.claiming),))
+    assert isinstance(outcome, Deferred)
+    assert (outcome.reason, provider.asked) == ("running elsewhere", [])
+
+
+async def test_what_has_ended_is_answered_from_the_store(bench: Bench) -> None:
+    await bench.settler.settle(bench.job(), Answered(body=b"{}", model="m", provider="p"))
+    provider = FakeProvider()
+    outcome = await handle(bench, bench.job(), provider, gates=(ClaimGate(bench.claiming),))
+    assert isinstance(outcome, Replayed)
+    assert (outcome.completion.body, outcome.buries, provider.asked) == (b"{}", False, [])
+
+
+async def test_the_same_id_with_another_body_is_a_conflict(bench: Bench) -> None:
+    await bench.claiming.claim(bench.job())
+    outcome = await handle(bench, bench.job(body=BODY.replace(b"hi", b"ho")), gates=(ClaimGate(bench.claiming),))
+    assert code(outcome) == "idempotency_conflict"
+
+
+@pytest.mark.parametrize(("provider", "is_kept"), [(FakeProvider(), True), (FakeProvider(OverloadedError("x")), False)])
+async def test_only_what_ends_keeps_its_claim(bench: Bench, provider: FakeProvider, is_kept: bool) -> None:
+    job = bench.job()
+    await handle(bench, job, provider, gates=(ClaimGate(bench.claiming),))
+    assert (job.claim is not None) == is_kept
+
+
+async def test_a_cancellation_ends_a_running_attempt(bench: Bench) -> None:
+    job = bench.job()
+    working = asyncio.create_task(handle(bench, job, FakeProvider(takes_s=30), gates=(ClaimGate(bench.claiming),)))
+    await until(lambda: job.limit is not None)
+    assert await bench.claiming.cancel(job.identity, CANCELLED) == "told"
+    outcome = await working
+    assert isinstance(outcome, Dropped)
+    assert outcome.problem.code == "cancelled"
+
+
+async def test_whoever_is_fenced_off_stops_and_tells_nobody(bench: Bench) -> None:
+    job = bench.job()
+    working = asyncio.create_task(handle(bench, job, FakeProvider(takes_s=30), gates=(ClaimGate(bench.claiming),)))
+    await until(lambda: job.limit is not None)
+    heir = bench.job(delivery=bench.delivery())
+    heir.delivery.redelivered = True
+    await bench.claiming.claim(heir)
+    await bench.claiming.renew()
+    outcome = await working
+    assert isinstance(outcome, Deferred)
+    assert heir.stopped is None
 
 
 # streaming

@@ -5,8 +5,9 @@ import json
 
 import pytest
 
-from consumers import settle
-from consumers.job import Answered, Buried, Deferred, Outcome, Refused, Retried
+from consumers import claiming, settle
+from consumers.job import Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried
+from consumers.state.base import StoreUnavailable
 from tests.support.jobs import BODY, NOW_MS, Bench
 from topology import names as n
 from topology.contract.headers import HopHeaders, read_hop
@@ -24,7 +25,10 @@ DEFERRED = Deferred(delay_ms=300, reason="scheduled", due_ms=NOW_MS + 300)
 RETRIED = Retried(delay_ms=700, error="529 overloaded_error: …")
 REFUSED = Refused(RequestProblem("deadline_exceeded", "too late"))
 BURIED = Buried(RequestProblem("provider_rejected", "402 …", status=402))
-OUTCOMES = [ANSWERED, DEFERRED, RETRIED, REFUSED, BURIED]
+DROPPED = Dropped(RequestProblem("cancelled", "by its owner"))
+CONFLICT = Refused(RequestProblem("idempotency_conflict", "another body"))
+UNREADABLE = Buried(RequestProblem("invalid_request", "body: empty"))
+OUTCOMES = [ANSWERED, DEFERRED, RETRIED, REFUSED, BURIED, DROPPED]
 
 
 @pytest.fixture(autouse=True)
@@ -40,14 +44,17 @@ def bench() -> Bench:
 @pytest.mark.parametrize(
     ("outcome", "log"),
     [
-        (ANSWERED, ["confirmed: reply", "ack", "event: completed"]),
+        (ANSWERED, ["stored", "confirmed: reply", "ack", "event: completed"]),
         (DEFERRED, ["confirmed: lane.delay.01", "ack", "event: deferred"]),
         (RETRIED, ["confirmed: lane.delay.02", "ack", "event: retrying"]),
-        (REFUSED, ["confirmed: reply", "ack", "event: failed"]),
-        (BURIED, ["confirmed: lane.dead", "confirmed: reply", "ack", "event: failed", "event: dead"]),
+        (REFUSED, ["stored", "confirmed: reply", "ack", "event: failed"]),
+        (BURIED, ["stored", "confirmed: lane.dead", "confirmed: reply", "ack", "event: failed", "event: dead"]),
+        (DROPPED, ["stored", "confirmed: reply", "ack", "event: cancelled"]),
+        (CONFLICT, ["confirmed: reply", "ack", "event: failed"]),
+        (UNREADABLE, ["noted", "confirmed: lane.dead", "confirmed: reply", "ack", "event: failed", "event: dead"]),
     ],
 )
-async def test_it_is_published_and_confirmed_before_it_is_acknowledged(
+async def test_it_is_stored_published_and_confirmed_before_it_is_acknowledged(
     bench: Bench, outcome: Outcome, log: list[str]
 ) -> None:
     assert await bench.settler.settle(bench.job(), outcome)
@@ -61,46 +68,46 @@ async def test_nothing_is_acknowledged_or_told_whose_publish_failed(
 ) -> None:
     bench.publisher.failing = dict.fromkeys(("", "lane.delay.01", "lane.delay.02", "lane.dead"), error)
     assert not await bench.settler.settle(bench.job(), outcome)
-    assert [step for step in bench.log if not step.startswith("failed")] == ["reject"]
+    assert [step for step in bench.log if not step.startswith("failed")] in (["reject"], ["stored", "reject"])
 
 
 async def test_a_request_is_parked_before_it_is_answered(bench: Bench) -> None:
     bench.publisher.failing = {"lane.dead": PublishRefused("full")}
     assert not await bench.settler.settle(bench.job(), BURIED)
-    assert bench.log == ["failed: lane.dead", "reject"]
+    assert bench.log == ["stored", "failed: lane.dead", "reject"]
 
 
 @pytest.mark.parametrize("error", [Unroutable("gone"), PublishRefused("full")])
 async def test_a_requester_that_takes_no_reply_is_no_failure(bench: Bench, error: Exception) -> None:
     bench.publisher.failing = {"": error}
     assert await bench.settler.settle(bench.job(), ANSWERED)
-    assert bench.log == ["failed: reply", "ack", "event: completed"]
+    assert bench.log == ["stored", "failed: reply", "ack", "event: completed"]
 
 
 async def test_an_answer_that_the_worker_may_not_send_is_parked_as_our_fault(bench: Bench) -> None:
     bench.publisher.failing = {"": AccessRefused("403")}
     assert await bench.settler.settle(bench.job(), ANSWERED)
-    assert bench.log == ["failed: reply", "confirmed: lane.dead", "ack", "event: failed", "event: dead"]
+    assert bench.log == ["stored", "failed: reply", "confirmed: lane.dead", "ack", "event: failed", "event: dead"]
 
 
 async def test_a_publish_that_is_cancelled_settles_nothing(bench: Bench) -> None:
     bench.publisher.failing = {"": asyncio.CancelledError()}  # type: ignore[dict-item]
     with pytest.raises(asyncio.CancelledError):
         await bench.settler.settle(bench.job(), ANSWERED)
-    assert bench.log == ["failed: reply"]
+    assert bench.log == ["stored", "failed: reply"]
 
 
 async def test_a_channel_that_is_lost_before_the_acknowledgement_is_told_of_nowhere(bench: Bench) -> None:
     delivery = bench.delivery()
     delivery.is_lost = True
     assert not await bench.settler.settle(bench.job(delivery=delivery), ANSWERED)
-    assert bench.log == ["confirmed: reply"]
+    assert bench.log == ["stored", "confirmed: reply"]
 
 
 async def test_an_address_that_ends_the_connection_is_parked_and_acknowledged(bench: Bench) -> None:
     bench.publisher.failing = {"": RequestProblem("forbidden_reply_to", "forged")}
     assert await bench.settler.settle(bench.job(), ANSWERED)
-    assert bench.log == ["failed: reply", "confirmed: lane.dead", "ack", "event: failed", "event: dead"]
+    assert bench.log == ["stored", "failed: reply", "confirmed: lane.dead", "ack", "event: failed", "event: dead"]
     assert bench.to("lane.dead").headers[n.DEAD_CODE] == "forbidden_reply_to"
 
 
@@ -121,7 +128,59 @@ async def test_what_is_buried_already_is_parked_once(bench: Bench) -> None:
 
 async def test_fire_and_forget_is_acknowledged_without_a_reply(bench: Bench) -> None:
     assert await bench.settler.settle(bench.job(reply_to=None), ANSWERED)
-    assert bench.log == ["ack", "event: completed"]
+    assert bench.log == ["stored", "ack", "event: completed"]
+
+
+# what is stored is what is told
+
+
+async def test_what_had_ended_is_told_again_in_the_same_words(bench: Bench) -> None:
+    await bench.settler.settle(bench.job(), ANSWERED)
+    later = Answered(body=b'{"id":"another"}', model="claude-y", provider="anthropic")
+    assert isinstance(await bench.settler.settle(bench.job(), later), Replayed)
+    first, second = (each.message for each in bench.publisher.sent)
+    assert first.body == second.body == ANSWERED.body
+    assert second.headers == {**first.headers, n.REPLAYED: True}
+    assert bench.log[-2:] == ["ack", "event: replayed"]
+
+
+async def test_an_error_that_had_been_told_is_not_taken_back_by_an_answer(bench: Bench) -> None:
+    await bench.settler.settle(bench.job(), REFUSED)
+    await bench.settler.settle(bench.job(), ANSWERED)
+    assert [each.message.headers[n.STATUS] for each in bench.publisher.sent] == ["error", "error"]
+
+
+async def test_while_another_delivery_is_worked_on_nothing_is_told(bench: Bench) -> None:
+    running, late = bench.job(), bench.job()
+    await bench.claiming.claim(running)
+    settled = await bench.settler.settle(late, REFUSED)
+    assert isinstance(settled, Deferred)
+    assert [each.exchange for each in bench.publisher.sent] == ["lane.delay.03"]
+
+
+async def test_a_completion_of_whom_another_has_taken_over_from_is_thrown_away(bench: Bench) -> None:
+    zombie, heir = bench.job(), bench.job(delivery=bench.delivery())
+    await bench.claiming.claim(zombie)
+    heir.delivery.redelivered = True
+    await bench.claiming.claim(heir)
+    assert isinstance(await bench.settler.settle(zombie, ANSWERED), Deferred)
+    assert isinstance(await bench.settler.settle(heir, ANSWERED), Answered)
+
+
+async def test_a_store_that_is_away_is_waited_for_with_the_delivery_in_hand(bench: Bench) -> None:
+    bench.store.failing = StoreUnavailable("locked")
+    settling = asyncio.create_task(bench.settler.settle(bench.job(), ANSWERED))
+    await asyncio.sleep(0.02)
+    assert bench.log == []
+    bench.store.failing = None
+    assert await settling == ANSWERED
+
+
+async def test_one_that_stays_away_has_it_put_back(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claiming, "SURELY_WITHIN_S", 0)
+    bench.store.failing = StoreUnavailable("locked")
+    assert await bench.settler.settle(bench.job(), ANSWERED) is None
+    assert bench.log == ["reject"]
 
 
 # what is published

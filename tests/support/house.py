@@ -21,6 +21,7 @@ from service.settings import Settings
 from service.simulated.app import SimulatedAPI
 from service.simulated.calls import Call
 from service.simulated.options import SimulatedOptions
+from tests.support.stores import store_url
 from tests.support.waiting import until
 
 READY_S = 30
@@ -70,7 +71,7 @@ async def house(
             anthropic_base_url=SecretStr(api.base_url),
             lanes={} if lanes is None else lanes,
             retry=QUICK if retry is None else retry,
-            **settings,
+            **{"store_url": SecretStr(store_url(url)), **settings},
         )
         async with assemble(made, lanes=works, declares=True) as parts:
             home = House(made, api, parts, _losses=[parts.consuming.loss, parts.publishing.loss])

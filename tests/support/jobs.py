@@ -7,10 +7,13 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from consumers.claiming import Claiming
+from consumers.failpoints import Failpoints
 from consumers.job import Job, is_trusted
 from consumers.lifecycle import Lifecycle
 from consumers.reply import Replies
 from consumers.settle import Settler
+from tests.support.memory_store import MemoryStore
 from topology.broker.deliveries import ChannelLost
 from topology.contract.messages import Message
 from topology.lanes import CRITICAL, LaneSpec
@@ -92,13 +95,17 @@ class Bench:
         self.publisher = FakePublisher(self.log)
         self.lifecycle = Lifecycle(FakeNotices(self.log), names=NAMES, now_ms=lambda: NOW_MS)  # type: ignore[arg-type]
         self.replies = Replies(self.publisher, names=NAMES)  # type: ignore[arg-type]
+        self.store = MemoryStore(self.log)
+        self.claiming = Claiming(self.store)  # type: ignore[arg-type]
         self.settler = Settler(
             self.publisher,  # type: ignore[arg-type]
             replies=self.replies,
+            claiming=self.claiming,
             lifecycle=self.lifecycle,
             names=NAMES,
             tracing=Tracing(),
             now_ms=lambda: NOW_MS,
+            failpoints=Failpoints(),
         )
 
     def delivery(self, *, body: bytes = BODY, queue: str = "lane.critical", **properties: Any) -> FakeDelivery:

@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from tests.support.stores import store_url
 from tests.support.waiting import until
 
 HOUSE = Path(__file__).parents[2]
@@ -26,7 +27,11 @@ def environment(amqp_url: str | None, management_url: str | None = None, **setti
     """Ours without any setting but these. A key is there, so that `ANTHROPIC_BASE_URL` is all that a provider needs."""
     foreign = ("LANEKEEPER_", "ANTHROPIC_", "OTEL_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-    broker = {"LANEKEEPER_AMQP_URL": amqp_url, "LANEKEEPER_MANAGEMENT_URL": management_url}
+    broker = {
+        "LANEKEEPER_AMQP_URL": amqp_url,
+        "LANEKEEPER_MANAGEMENT_URL": management_url,
+        "LANEKEEPER_STORE_URL": store_url(amqp_url),
+    }
     given = {name: value for name, value in broker.items() if value is not None}
     return {**kept, "PYTHONPATH": str(HOUSE), "ANTHROPIC_API_KEY": "sk-ant-simulated", **QUICK, **given, **settings}
 

@@ -50,7 +50,6 @@ def decode(message: Message, *, lane: LaneSpec, request_id: str, hop: HopHeaders
     due_ms = _due_ms(said, past, sent_ms=sent_ms)
     return Request(
         id=request_id,
-        tenant=past.user_id if hop else message.user_id,
         lane=lane.name,
         app=app_of(message.routing_key),
         body=_filled(raw, checked, model=model, max_tokens=max_tokens, rewrite=lane.models is not None),

@@ -44,6 +44,8 @@ class HopHeaders:
     due_ms: int | None = None
     user_id: str | None = None
     expiration: str | None = None
+    redelivered: bool = False
+    """It was moved here from a queue that counts nothing, where its last delivery was never settled."""
 
 
 def read(headers: Mapping[str, Any]) -> RequestHeaders:
@@ -84,6 +86,7 @@ def read_hop(headers: Mapping[str, Any]) -> HopHeaders:
         due_ms=_whole(headers.get(names.DUE_MS)),
         user_id=_text(headers.get(names.USER_ID)),
         expiration=_text(headers.get(names.EXPIRATION)),
+        redelivered=headers.get(names.REDELIVERED) is True,
     )
 
 
@@ -110,6 +113,7 @@ def hop_headers(hop: HopHeaders) -> dict[str, Any]:
         names.DUE_MS: hop.due_ms,
         names.USER_ID: hop.user_id,
         names.EXPIRATION: hop.expiration,
+        names.REDELIVERED: hop.redelivered or None,
     }
     return {key: value for key, value in found.items() if value is not None}
 

@@ -29,10 +29,9 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A request that passed the codec: what is asked, of which lane, for whom, until when."""
+    """A request that passed the codec: what is asked, of which lane, until when."""
 
     id: str
-    tenant: str | None
     lane: str
     app: str
     body: bytes

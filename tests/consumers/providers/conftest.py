@@ -43,7 +43,6 @@ def asked() -> AskedFor:
         }
         return Request(
             id="1",
-            tenant=None,
             lane="normal",
             app="tests",
             body=json.dumps(fields).encode() if raw is None else raw,

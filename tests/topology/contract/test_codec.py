@@ -123,7 +123,7 @@ def test_only_models_that_the_lane_allows() -> None:
 
 def test_who_asks_and_for_what() -> None:
     request = decode(message(user_id="shop", headers={"anthropic-beta": "files-api"}))
-    assert (request.id, request.tenant, request.lane, request.app) == ("r-1", "shop", "critical", "shop")
+    assert (request.id, request.lane, request.app) == ("r-1", "critical", "shop")
     assert request.beta == "files-api"
 
 
@@ -248,14 +248,14 @@ def test_a_small_message_that_unpacks_to_a_million_of_something_is_refused_soon(
 
 def test_the_internal_headers_of_a_fresh_request_are_not_believed() -> None:
     request = decode(message(user_id="shop", headers={"x-lane-attempt": 3, "x-lane-user-id": "bank"}))
-    assert (request.attempts, request.tenant, request.errors) == (0, "shop", ())
+    assert (request.attempts, request.errors) == (0, ())
 
 
 def test_what_a_worker_wrote_is() -> None:
     hop = HopHeaders(attempts=2, errors=("b", "a"), first_seen_ms=NOW_MS - 5000, due_ms=NOW_MS - 10, user_id="shop")
     found = message(user_id="the-workers", headers={"x-death": [{"reason": "expired"}]})
     request = decode(found, hop=hop)
-    assert (request.attempts, request.errors, request.tenant) == (2, ("b", "a"), "shop")
+    assert (request.attempts, request.errors) == (2, ("b", "a"))
     assert (request.sent_ms, request.due_ms) == (NOW_MS - 5000, NOW_MS - 10)
     assert request.deadline_ms == NOW_MS - 10 + 120_000
 

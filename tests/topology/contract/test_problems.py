@@ -93,6 +93,7 @@ def test_every_error_is_of_one_tree() -> None:
         "PublishRefused",
         "Unroutable",
         "ConfirmUnknown",
+        "BrokerBlocked",
         "AccessRefused",
         "TopologyMismatch",
         "SettingsError",

@@ -1,0 +1,133 @@
+"""This worker's claims: taken before a provider is called, renewed while it runs, given back or completed at the end.
+
+A store that is away is waited for, with the delivery in hand: calling the provider without a claim would turn an
+outage of the store into calls paid twice, and acknowledging what is not recorded would break the promise.
+"""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import TypeVar
+
+import structlog
+
+from consumers.job import Job
+from consumers.state.base import (
+    Cancelling,
+    Completion,
+    Conflict,
+    Ended,
+    Found,
+    Granted,
+    Held,
+    Identity,
+    Running,
+    Store,
+    StoreUnavailable,
+)
+from topology import signals
+
+RENEW_EVERY_S = 0.5
+"""A twentieth of a lease; a cancelled request's provider is told within this time and a round trip."""
+SURELY_WITHIN_S = 600.0
+"""How long a store is waited for; as long as a publish is, and well within the broker's consumer timeout (1800 s)."""
+RELEASE_WITHIN_S = 1.0
+PAUSE_CAP_S = 1.0
+T = TypeVar("T")
+log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+class Claiming:
+    """Claims of one process. `run` renews them until it is cancelled."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._held: dict[Held, Job] = {}
+        self._taken = asyncio.Event()
+
+    async def run(self) -> None:
+        """Renew what is held, and stop the jobs whose claim is cancelled or was taken over."""
+        while True:
+            await self._taken.wait()
+            await asyncio.sleep(RENEW_EVERY_S)
+            await self.renew()
+
+    async def renew(self) -> None:
+        """Renew once, now."""
+        if not self._held:
+            self._taken.clear()
+            return
+        try:
+            stops = await self._store.renew(tuple(self._held))
+        except StoreUnavailable as error:  # whoever runs goes on: nobody else can be granted its claim meanwhile
+            log.debug(signals.RENEWAL_FAILED, error=str(error))
+            return
+        for held, why in stops.items():
+            if (job := self._held.get(held)) is not None and job.stopped is None:
+                log.info(signals.REQUEST_STOPPED, request=job.id, lane=job.lane_name, reason=why.value)
+                job.stop(why)
+
+    async def claim(self, job: Job) -> Granted | Running | Ended | Conflict:
+        """Ask for a job's request. Raises StoreUnavailable after `SURELY_WITHIN_S`."""
+        found = await _surely(lambda: self._store.claim(job.identity, job.copy()))
+        if isinstance(found, Granted):
+            job.claim = Held(job.identity, found.token)
+            self._held[job.claim] = job
+            self._taken.set()
+        return found
+
+    async def release(self, job: Job) -> None:
+        """Give a claim back: the request waits for its next delivery. Its lease ends it where that cannot be told."""
+        if job.claim is None:
+            return
+        held, job.claim = job.claim, None
+        self._held.pop(held, None)
+        with suppress(StoreUnavailable, TimeoutError):
+            async with asyncio.timeout(RELEASE_WITHIN_S):
+                await self._store.release(held, attempts=job.attempts)
+
+    async def complete(self, job: Job, completion: Completion) -> Completion | None:
+        """Keep how it ended: the completion that holds, or None where another delivery of it is being worked on.
+
+        Raises StoreUnavailable after `SURELY_WITHIN_S`.
+        """
+        token = None if job.claim is None else job.claim.token
+        holds = await _surely(lambda: self._store.complete(job.identity, job.copy(), completion, token=token))
+        self.forget(job)
+        return holds
+
+    async def note(self, job: Job, completion: Completion) -> None:
+        """Keep, for whoever asks, how a request ended that could not be claimed. Raises as `complete`."""
+        await _surely(lambda: self._store.note(job.identity, completion))
+
+    async def cancel(self, identity: Identity, completion: Completion) -> Cancelling:
+        """Record a cancellation; what runs in this process stops at once. Raises as `complete`."""
+        came_to = await _surely(lambda: self._store.cancel(identity, completion))
+        if came_to is Cancelling.TOLD:
+            await self.renew()
+        return came_to
+
+    async def find(self, identity: Identity) -> Found | None:
+        """What is known of a request. Raises as `complete`."""
+        return await _surely(lambda: self._store.find(identity))
+
+    def forget(self, job: Job) -> None:
+        """Renew a job's claim no more, whatever became of it."""
+        if job.claim is not None:
+            self._held.pop(job.claim, None)
+            job.claim = None
+
+
+async def _surely(call: Callable[[], Awaitable[T]]) -> T:
+    loop = asyncio.get_running_loop()
+    end = loop.time() + SURELY_WITHIN_S
+    pause_s = 0.05
+    while True:
+        try:
+            return await call()
+        except StoreUnavailable:
+            if loop.time() + pause_s > end:
+                raise
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1))
+            pause_s = min(PAUSE_CAP_S, 2 * pause_s)

@@ -1,0 +1,160 @@
+"""What is said on the control exchange: cancellations, which are recorded, and questions for results.
+
+One queue for all workers, so that one of them does it. A cancellation stays there until the store has it.
+"""
+
+import json
+import uuid
+from collections.abc import Collection, Mapping
+from contextlib import aclosing, suppress
+from typing import Any
+
+import structlog
+
+from consumers.claiming import Claiming
+from consumers.job import NowMs, tenant_of
+from consumers.settle import Settler
+from consumers.state.base import Completion, Identity, StoreUnavailable
+from topology import names as n
+from topology import signals
+from topology.broker.deliveries import ChannelLost, Deliveries, Delivery
+from topology.broker.publisher import Publisher
+from topology.contract.messages import Message
+from topology.contract.problems import BrokerError, LanekeeperError, RequestProblem
+
+MESSAGE_BYTES = 4096
+ID_CHARACTERS = 255
+DELIVERIES_AT_MOST = 5
+BROKER_NAMED = "amq.gen-"
+log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+class ControlRefused(LanekeeperError):
+    """A control message that says nothing we know, or asks for another tenant's request."""
+
+
+class Control:
+    """Reads the control queue, one message after the other."""
+
+    def __init__(
+        self,
+        deliveries: Deliveries,
+        *,
+        claiming: Claiming,
+        settler: Settler,
+        publisher: Publisher,
+        now_ms: NowMs,
+        speakers: Collection[str] = (),
+    ) -> None:
+        self._deliveries = deliveries
+        self._claiming = claiming
+        self._settler = settler
+        self._publisher = publisher
+        self._now_ms = now_ms
+        self._speakers = speakers
+
+    @property
+    def trouble(self) -> str | None:
+        return self._deliveries.trouble
+
+    async def run(self) -> None:
+        """Read until stopped."""
+        async with aclosing(self._deliveries.sessions()) as sessions:
+            async for session in sessions:
+                try:
+                    async for delivery in session:
+                        await self._read(delivery)
+                except ChannelLost as lost:
+                    log.warning(signals.DELIVERY_LOST, queue=self._deliveries.queue, error=str(lost))
+
+    async def stop(self) -> None:
+        """Read no more; `run` returns when what was taken has been recorded."""
+        await self._deliveries.stop()
+
+    async def _read(self, delivery: Delivery) -> None:
+        """What cannot be carried out is refused, and what cannot be recorded goes back: never lost, never a loop."""
+        message = delivery.message
+        try:
+            if (delivery.times_delivered or 1) >= DELIVERIES_AT_MOST:
+                raise ControlRefused("delivered again and again, and never recorded")
+            await self._answer(message, *await self._carry_out(message))
+        except ControlRefused as refused:
+            log.warning(signals.CONTROL_REFUSED, type=str(message.type)[:40], reason=str(refused))
+            await self._answer(message, {"error": str(refused)}, status="error")
+        except StoreUnavailable as away:
+            log.warning(signals.CONTROL_REFUSED, type=str(message.type)[:40], reason=str(away))
+            await self._settler.put_back(delivery)
+            return
+        await self._settler.dismiss(delivery)
+
+    async def _carry_out(self, message: Message) -> tuple[Mapping[str, Any] | Completion, str]:
+        """What to answer, and under which status. Raises ControlRefused, StoreUnavailable."""
+        match message.type:
+            case n.CANCEL_KEY:
+                identity = self._identity(message)
+                came_to = await self._claiming.cancel(identity, self._cancelled(identity.id))
+                return {"id": identity.id, "outcome": came_to.value}, "ok"
+            case n.RESULT_KEY:
+                identity = self._identity(message)
+                found = await self._claiming.find(identity)
+                if found is not None and found.completion is not None:
+                    return found.completion, found.completion.status
+                status = "unknown" if found is None else "running" if found.running else "waiting"
+                return {"id": identity.id, "status": status, "attempts": found.attempts if found else 0}, "pending"
+        raise ControlRefused(f"type {str(message.type)[:40]!r}: known are {n.CANCEL_KEY} and {n.RESULT_KEY}")
+
+    def _identity(self, message: Message) -> Identity:
+        """Of which request it speaks. Another's only for users that may speak for others."""
+        if len(message.body) > MESSAGE_BYTES:
+            raise ControlRefused(f"body: {len(message.body)} bytes, allowed are {MESSAGE_BYTES}")
+        try:
+            said = json.loads(message.body.decode())
+        except (ValueError, RecursionError):
+            raise ControlRefused("body: not a JSON object") from None
+        id = said.get(message.type) if isinstance(said, dict) else None
+        if not isinstance(id, str) or not 0 < len(id) <= ID_CHARACTERS:
+            raise ControlRefused(
+                f'body: allowed is {{"{message.type}": "<message_id>"}}, with "tenant" where it has one'
+            )
+        tenant = said.get("tenant")
+        if tenant is not None and not isinstance(tenant, str):
+            raise ControlRefused("tenant: allowed is a string")
+        believed = tenant_of(message.user_id, tenant, self._speakers)
+        if tenant is not None and believed != tenant:
+            raise ControlRefused(
+                f"user {message.user_id!r} may not speak for tenant {tenant[:80]!r}: publish with user_id, "
+                "as that tenant or as one of the setting `speakers`"
+            )
+        return Identity(believed, id)
+
+    def _cancelled(self, id: str) -> Completion:
+        problem = RequestProblem("cancelled", "cancelled by its owner")
+        return Completion(
+            status="error",
+            code=problem.code,
+            body=problem.document(request=id, attempts=0),
+            headers={n.ATTEMPT: 0},
+            ended_ms=self._now_ms(),
+        )
+
+    async def _answer(self, question: Message, found: Mapping[str, Any] | Completion, status: str) -> None:
+        """To a queue that the broker named, and to no other (threat T1). Whoever has gone wants no answer."""
+        address = question.reply_to or ""
+        if not address.startswith(BROKER_NAMED):
+            return
+        headers: dict[str, Any] = {n.STATUS: status}
+        if isinstance(found, Completion):
+            body = found.body
+            headers |= {**found.headers, n.REPLAYED: True, n.REQUEST_ID: self._identity(question).id}
+        else:
+            body = json.dumps(found).encode()
+        message = Message(
+            body=body,
+            headers=headers,
+            content_type="application/json",
+            message_id=uuid.uuid4().hex,
+            correlation_id=question.correlation_id,
+            persistent=False,
+        )
+        with suppress(BrokerError):
+            await self._publisher.publish(message, exchange="", routing_key=address, mandatory=False, traced=False)

@@ -1,0 +1,33 @@
+"""Places where the process can be made to die on purpose: for the fault suite, off unless a setting names them.
+
+before_claim  after_claim  after_call  after_store  after_publish  after_confirm  after_ack
+"""
+
+import asyncio
+import os
+import random
+from collections.abc import Mapping
+
+NAMES = frozenset(
+    {"before_claim", "after_claim", "after_call", "after_store", "after_publish", "after_confirm", "after_ack"}
+)
+EXIT_CODE = 86
+SOON_S = 0.0005
+"""Frames are written by then; a confirm takes the broker longer, mostly."""
+
+
+class Failpoints:
+    """`chances`: the probability of dying, by the place's name."""
+
+    def __init__(self, chances: Mapping[str, float] | None = None) -> None:
+        self._chances = dict(chances or {})
+
+    def reach(self, name: str) -> None:
+        """Die here, if chance has it: no clean-up, as a kill."""
+        if self._chances and random.random() < self._chances.get(name, 0):
+            os._exit(EXIT_CODE)
+
+    def reach_soon(self, name: str) -> None:
+        """Die as soon as what is published next has been written."""
+        if self._chances and random.random() < self._chances.get(name, 0):
+            asyncio.get_running_loop().call_later(SOON_S, os._exit, EXIT_CODE)

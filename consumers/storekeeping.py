@@ -1,0 +1,57 @@
+"""Keeping the store: seeing that it can be written, and sweeping out what was kept long enough."""
+
+import asyncio
+import random
+from contextlib import suppress
+
+import structlog
+
+from consumers.state.base import Store, StoreUnavailable
+from topology import signals
+
+PROBE_EVERY_S = 5.0
+PROBE_AGAIN_S = 0.5
+"""While it is in trouble: nothing is taken meanwhile, so that nobody else would find out that it is well again."""
+SWEEP_EVERY_S = 60.0
+STEP_PAUSE_S = 0.05
+"""Between two steps, for those who wait to write."""
+LEASE = "sweep"
+log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+async def probing(store: Store) -> None:
+    """Probe for ever; what is wrong is in `store.trouble`."""
+    told: str | None = None
+    while True:
+        with suppress(StoreUnavailable):
+            await store.probe()
+        if store.trouble != told:
+            told = store.trouble
+            if told is None:
+                log.info(signals.STORE_WELL)
+            else:
+                log.error(signals.STORE_AWAY, reason=told)
+        await asyncio.sleep(PROBE_EVERY_S if told is None else PROBE_AGAIN_S)
+
+
+async def sweeping(store: Store, *, owner: str, every_s: float = SWEEP_EVERY_S) -> None:
+    """Sweep for ever, one process at a time. `owner` names this one among those that share the store."""
+    while True:
+        await asyncio.sleep(every_s * random.uniform(0.8, 1.2))
+        try:
+            await sweep_once(store, owner=owner, for_s=2 * every_s)
+        except StoreUnavailable as error:
+            log.warning(signals.SWEEP_FAILED, error=str(error))
+
+
+async def sweep_once(store: Store, *, owner: str, for_s: float) -> int:
+    """Sweep, unless another process does. How many were removed. Raises StoreUnavailable."""
+    if await store.hold(LEASE, owner, for_s=for_s) is None:
+        return 0
+    removed = 0
+    while step := await store.sweep():
+        removed += step
+        await asyncio.sleep(STEP_PAUSE_S)
+    if removed:
+        log.info(signals.STORE_SWEPT, removed=removed)
+    return removed

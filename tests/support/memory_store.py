@@ -1,0 +1,68 @@
+"""A store in memory that does what SQLite's does, at once: for tests of what stands above it.
+
+`failing` is raised instead, as a store that is away raises it; `log` tells what was written, and in which order.
+"""
+
+import sqlite3
+from collections.abc import Mapping, Sequence
+
+from consumers.state.base import (
+    Cancelling,
+    Completion,
+    Conflict,
+    Copy,
+    Ended,
+    Found,
+    Granted,
+    Held,
+    Identity,
+    Running,
+    Stop,
+    StoreUnavailable,
+)
+from consumers.state.spec import StoreSpec
+from consumers.state.sqlite_file import SCHEMA
+from consumers.state.sqlite_requests import Requests, Times
+
+
+class MemoryStore:
+    """Claims and results. `now_ms` goes on only when a test says so."""
+
+    def __init__(self, log: list[str] | None = None) -> None:
+        connection = sqlite3.connect(":memory:", isolation_level=None)
+        connection.executescript(SCHEMA)
+        self._requests = Requests(connection, StoreSpec())
+        self.log = [] if log is None else log
+        self.now_ms = 1_000_000
+        self.failing: StoreUnavailable | None = None
+        self.trouble: str | None = None
+
+    async def claim(self, identity: Identity, copy: Copy) -> Granted | Running | Ended | Conflict:
+        return self._requests.claim(self._at("claim"), identity, copy)
+
+    async def renew(self, held: Sequence[Held]) -> Mapping[Held, Stop]:
+        return self._requests.renew(self._at(), held)
+
+    async def release(self, held: Held, *, attempts: int = 0) -> None:
+        self._requests.release(self._at("release"), held, attempts)
+
+    async def complete(
+        self, identity: Identity, copy: Copy, completion: Completion, *, token: int | None
+    ) -> Completion | None:
+        return self._requests.complete(self._at("stored"), identity, copy, completion, token)
+
+    async def note(self, identity: Identity, completion: Completion) -> None:
+        self._requests.note(self._at("noted"), identity, completion)
+
+    async def cancel(self, identity: Identity, completion: Completion) -> Cancelling:
+        return self._requests.cancel(self._at("cancel"), identity, completion)
+
+    async def find(self, identity: Identity) -> Found | None:
+        return self._requests.find(self._at(), identity)
+
+    def _at(self, step: str | None = None) -> Times:
+        if self.failing is not None:
+            raise self.failing
+        if step is not None:
+            self.log.append(step)
+        return Times(now=self.now_ms, today=1_790_000_000_000 + self.now_ms)

@@ -1,0 +1,27 @@
+"""A store of the test's own for each broker that it uses: all workers of one virtual host share it, as on one machine."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_folders: list[Path] = []
+
+
+@contextmanager
+def stores() -> Iterator[None]:
+    """Stores that are new now, and gone at the end."""
+    folder = Path(tempfile.mkdtemp(prefix="lanekeeper-stores-"))
+    _folders.append(folder)
+    try:
+        yield
+    finally:
+        _folders.remove(folder)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def store_url(amqp_url: str | None) -> str:
+    """The store of that virtual host in this test."""
+    name = "".join(each if each.isalnum() else "-" for each in amqp_url or "none")[-80:]
+    return f"sqlite:///{_folders[-1] / name}.sqlite"
