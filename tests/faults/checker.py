@@ -39,7 +39,7 @@ class Recovery:
 
     fault: Disturbed
     stall: Stall | None
-    """The longest of any lane that began before the next fault did."""
+    """The longest of any lane, as far as it lies between this fault's beginning and the next one's."""
     recovered_s: float
     """From its end until everything confirmed before that was answered; a request's own time is in it."""
     confirmed: int
@@ -211,7 +211,7 @@ def _recoveries(
         found.append(
             Recovery(
                 fault,
-                stall=longest([each for each in stalls if fault.at_s < each.ended_s and each.began_s < until_s]),
+                stall=longest([part for each in stalls if (part := each.within(fault.at_s, until_s)) is not None]),
                 recovered_s=max((at_s - from_s for at_s, from_s in answers if at_s > from_s), default=0.0),
                 confirmed=len(inside),
                 lost=sum(each.is_lost for each in inside),

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
-from service.settings import LATER
 from service.simulated.app import SimulatedAPI
 from service.simulated.options import SimulatedOptions
 from tests.faults.broker import single
@@ -26,6 +25,7 @@ from tests.faults.workers import Crew, Worker
 from tests.support.cluster import Cluster, cluster
 from tests.support.nodes import Node
 from tests.support.processes import environment
+from tests.support.stores import stores
 
 WORKERS = 3
 BROKERS = {"single": single, "cluster": cluster}
@@ -125,6 +125,7 @@ async def ground(
         api = await stack.enter_async_context(SimulatedAPI(SimulatedOptions(keep_calls=200_000)))
         provider_line = await stack.enter_async_context(Proxy(LOOPBACK, api.port))
         store = await stack.enter_async_context(file_store())
+        stack.enter_context(stores())  # `environment` names one of a test's own, which is another here
         lines = [
             [await stack.enter_async_context(_line_to(url, rng)) for url in broker.amqp_urls] for _ in range(workers)
         ]
@@ -133,9 +134,7 @@ async def ground(
             urls = [_through(url, line) for url, line in zip(broker.amqp_urls, own, strict=True)]
             found = environment(",".join(urls), broker.management_url)
             found["ANTHROPIC_BASE_URL"] = f"http://{LOOPBACK}:{provider_line.port}"
-            if ("store_url",) not in LATER:
-                found["LANEKEEPER_STORE_URL"] = store.url
-            environs.append({**found, **SETTINGS, **settings})
+            environs.append({**found, "LANEKEEPER_STORE_URL": store.url, **SETTINGS, **settings})
         crew = await stack.enter_async_context(Crew(environs, folder=folder, module=module))
         await crew.ready()
         load = Load(broker.amqp_urls, written, rng=rng, rate=rate, mix=mix, name=f"{on[0]}{seed}")

@@ -8,6 +8,7 @@ caught. Exits 1 where anything was lost, doubled differently or unasked for, a w
 
 import argparse
 import asyncio
+import logging
 import random
 import sys
 import tempfile
@@ -28,8 +29,13 @@ ENOUGH_FAULTS = 20
 ANSWERED_WITHIN_S = 90.0
 """After the last fault, before what has no answer counts as lost."""
 BROKEN_MINUTES = 2.0
+TOLD = 20
+"""Violations of a run that are printed; all are in its history."""
 LOSES_WITHIN_S = 15.0
 """The broken worker's requests are not coming: no need to wait long."""
+
+
+logging.getLogger("aiormq").setLevel(logging.CRITICAL)  # it tells of every connection that we break
 
 
 def say(text: str) -> None:
@@ -95,7 +101,7 @@ async def one(
         (folder / "history.jsonl").write_text("".join(f"{as_line(event)}\n" for event in events))
         made = Run(on, seed, minutes, verdict, tuple(found.crew.crashes), len(found.calls()))
     say(f"  {verdict.confirmed} confirmed, {verdict.lost} lost, {len(made.failures)} violations")
-    for failure in made.failures[:20]:
+    for failure in made.failures[:TOLD]:
         say(f"  {failure}")
     return made
 
@@ -135,7 +141,9 @@ async def everything(given: argparse.Namespace) -> int:
     print(found)
     if given.write is not None:
         report.write(given.write, found)
-    problems = [f"{run.on}, seed {run.seed}: {failure}" for run in runs for failure in run.failures]
+    problems = [
+        f"{run.on}, seed {run.seed}: {len(run.failures)} violations, {run.failures[0]}" for run in runs if run.failures
+    ]
     if broken is not None and broken.verdict.lost == 0:
         problems.append("the broken worker passed: nothing that this run says can be believed")
     if given.minutes >= 15:

@@ -15,6 +15,11 @@ class Stall:
     def lasted_s(self) -> float:
         return self.ended_s - self.began_s
 
+    def within(self, from_s: float, until_s: float) -> "Stall | None":
+        """The part of it between these times."""
+        began_s, ended_s = max(self.began_s, from_s), min(self.ended_s, until_s)
+        return Stall(self.lane, began_s, ended_s) if began_s < ended_s else None
+
 
 def stalls_of(owed: Iterable[tuple[str, float, float | None]]) -> dict[str, list[Stall]]:
     """The pauses of each lane while it owed something. `owed`: lane, owed since, answered at (None: never)."""

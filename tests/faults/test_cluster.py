@@ -26,7 +26,9 @@ from tests.support.processes import environment, run
 
 RATE = 20.0
 """Requests a second; what is measured is not the load, on two cores that the brokers share."""
-MIX = Mix(lanes={"critical": 0.6, "normal": 0.4}, latency_s=(0.05, 0.3), delayed=0.0, refused=0.0, conflicting=0.0)
+MIX = Mix(
+    lanes={"critical": 0.6, "normal": 0.4}, latency_s=(0.05, 0.3), delayed=0.0, refused=0.0, twice=0.0, conflicting=0.0
+)
 BEFORE_S = 3.0
 """Of load before a fault, and after it: what is watched is how the service behaves in time."""
 AFTER_S = 6.0
