@@ -1,10 +1,12 @@
 """The supervised connection: what is wrong is one clear line, and what is lost comes back."""
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 from yarl import URL
 
+from service.demo.broker import PrivateBroker
 from tests.support.brokers import Vhost
 from tests.support.connections import close_connection
 from tests.support.waiting import until
@@ -114,3 +116,40 @@ async def test_depths_count_what_waits_and_say_what_is_not_there(vhost: Vhost) -
         assert (found["some"].ready, found["some"].consumers) == (1, 0)
         with pytest.raises(BrokerUnreachable, match="not-there"):
             await depths(connection, ["not-there"])
+
+
+async def test_of_two_urls_the_one_that_answers_is_taken(vhost: Vhost, unused_tcp_port: int) -> None:
+    dead = f"amqp://guest:guest@127.0.0.1:{unused_tcp_port}/"
+    for _ in range(4):  # either may be tried first
+        async with Connection(f"{dead}, {vhost.amqp_url}", name="test") as connection:
+            assert connection.endpoint == (URL(vhost.amqp_url).host, URL(vhost.amqp_url).port)
+            assert connection.address == f"{URL(vhost.amqp_url).host}:{URL(vhost.amqp_url).port}"
+
+
+async def test_where_none_of_several_answers_all_are_named(unused_tcp_port_factory: Callable[[], int]) -> None:
+    ports = unused_tcp_port_factory(), unused_tcp_port_factory()
+    with pytest.raises(BrokerUnreachable) as error:
+        async with Connection(",".join(f"amqp://guest:secret@127.0.0.1:{port}/" for port in ports), name="test"):
+            pass
+    assert all(f"127.0.0.1:{port}" in str(error.value) for port in ports)
+    assert "secret" not in str(error.value)
+
+
+async def test_a_connection_that_is_lost_goes_on_at_the_next_url(vhost: Vhost) -> None:
+    """The same broker twice: as a cluster, of which each node is one URL."""
+    other = str(URL(vhost.amqp_url).with_host("localhost"))
+    async with Connection(f"{vhost.amqp_url},{other}", name=vhost.name) as connection:
+        first = connection.endpoint
+        await close_connection(vhost, vhost.name)
+        await until(lambda: connection.openings == 2)
+        assert connection.endpoint != first
+
+
+@pytest.mark.default_broker_only
+async def test_it_is_back_soon_after_the_broker_was_killed_and_started(own_broker: PrivateBroker) -> None:
+    async with Connection(own_broker.amqp_url, name="test") as connection:
+        loss = connection.loss
+        await own_broker.kill()
+        assert await asyncio.wait_for(loss, 5)
+        await own_broker.start()
+        await connection.underlying(timeout_s=5)

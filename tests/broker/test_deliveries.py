@@ -269,3 +269,111 @@ async def test_stopping_while_a_channel_is_opened_takes_nothing(lines: Lines) ->
     await asyncio.wait_for(running, 5)
     assert not taken
     await lines.until_ready(1)
+
+
+async def test_what_is_held_over_a_pause_and_all_that_comes_after_it_is_settled_once(lines: Lines) -> None:
+    settled: list[bytes] = []
+    go = asyncio.Event()
+
+    async def work(delivery: Delivery) -> None:
+        await go.wait()
+        await delivery.ack()
+        settled.append(delivery.message.body)
+
+    bodies = [b"%d" % at for at in range(12)]
+    async with lines.at_work(work, prefetch=4) as deliveries:
+        await lines.publish(*bodies[:6])
+        await lines.until_ready(2)
+        await deliveries.pause("store: away")
+        assert deliveries.trouble == "paused: store: away"
+        go.set()
+        await until(lambda: len(settled) == 4)
+        await lines.publish(*bodies[6:])
+        await lines.until_ready(8)
+        for _ in range(3):
+            await deliveries.resume()
+            await deliveries.pause("again")
+        await deliveries.resume()
+        assert deliveries.trouble is None
+        await until(lambda: len(settled) == 12)
+    assert sorted(settled) == sorted(bodies)
+    assert not lines.lost, "the channel was kept"
+    await lines.until_ready(0)
+
+
+async def test_a_connection_that_is_lost_over_a_pause_is_not_consumed_before_its_end(lines: Lines) -> None:
+    seen: list[bytes] = []
+
+    async def ack(delivery: Delivery) -> None:
+        seen.append(delivery.message.body)
+        await delivery.ack()
+
+    async with lines.at_work(ack) as deliveries:
+        await deliveries.pause("store: away")
+        await close_connection(lines.vhost, f"{lines.vhost.name} consume")
+        await until(lambda: lines.consuming.openings == 2, within_s=20)
+        await lines.publish(b"1")
+        await asyncio.sleep(0.2)
+        assert not seen
+        await deliveries.resume()
+        await until(lambda: seen == [b"1"])
+
+
+async def test_a_channel_error_brings_a_new_channel_and_what_it_held_comes_again(lines: Lines) -> None:
+    seen: list[bool] = []
+
+    async def settle_twice_at_first(delivery: Delivery) -> None:
+        seen.append(delivery.redelivered)
+        if not delivery.redelivered:
+            delivery._tag = 99  # one that the broker does not know: 406 PRECONDITION_FAILED
+        await delivery.ack()
+
+    async with lines.at_work(settle_twice_at_first):
+        await lines.publish(b"1")
+        await until(lambda: seen == [False, True])
+        await lines.until_ready(0)
+    assert "PRECONDITION_FAILED" in str(lines.lost[0])
+    assert lines.consuming.openings == 1, "the connection was kept"
+
+
+async def test_a_channel_that_is_lost_at_once_every_time_is_not_opened_without_end(lines: Lines) -> None:
+    opened = 0
+
+    async def refuse(delivery: Delivery) -> None:
+        nonlocal opened
+        opened += 1
+        delivery._tag = 99
+        await delivery.ack()
+
+    async with lines.at_work(refuse):
+        await lines.publish(b"1")
+        await asyncio.sleep(2)
+    assert 2 <= opened <= 12
+
+
+async def test_a_queue_whose_consumer_was_ended_is_reported_as_maybe_missing(lines: Lines) -> None:
+    asked = asyncio.Event()
+    deliveries = Deliveries(lines.consuming, queue="some", prefetch=1, on_missing=asked.set)
+
+    async def run() -> None:
+        async for session in deliveries.sessions():
+            with pytest.raises(ChannelLost):
+                await anext(session)
+
+    running = asyncio.create_task(run())
+    await until(lambda: deliveries.trouble is None)
+    channel = await lines.publisher.connection.channel(confirms=False)
+    await channel.queue_delete("some")
+    await asyncio.wait_for(asked.wait(), 5)
+    await deliveries.stop()
+    await asyncio.wait_for(running, 5)
+
+
+async def test_stopping_while_there_is_no_connection_does_not_wait_for_it(lines: Lines) -> None:
+    async with lines.at_work(lambda delivery: delivery.ack()) as deliveries:
+        lines.vhost.api("DELETE", f"permissions/{lines.vhost.quoted}/{lines.vhost.user}")
+        await (await lines.consuming.underlying()).close()
+        await until(lambda: "not into virtual host" in (deliveries.trouble or "") or not lines.consuming.is_open)
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+    assert loop.time() - began_s < 1

@@ -200,3 +200,32 @@ async def test_a_cancelled_publish_is_cancelled_and_the_next_of_its_id_goes_on(p
     assert [task.cancelled() for task in tasks] == [True, True, False]
     assert found[2] is None
     assert not publisher._in_flight
+
+
+async def test_what_the_caller_gives_up_on_is_raised_at_once(publisher: Publisher) -> None:
+    asked: list[None] = []
+    telling = Publisher(publisher.connection, tracing=Tracing(), on_missing=lambda: asked.append(None))
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    with pytest.raises(TopologyMismatch) as error:
+        await telling.publish_surely(
+            Message(body=b""), exchange="not-there", routing_key="k", gives_up_on=(TopologyMismatch,)
+        )
+    assert loop.time() - began_s < 1
+    assert not error.value.maybe_published
+    assert asked, "somebody may look what else is missing"
+
+
+async def test_an_error_says_whether_an_earlier_try_may_have_been_published(publisher: Publisher) -> None:
+    class Unsure(Publisher):
+        tries = 0
+
+        async def publish(self, message: Message, **how: Any) -> None:
+            self.tries += 1
+            raise ConfirmUnknown("no confirm") if self.tries == 1 else PublishRefused("full")
+
+    with pytest.raises(PublishRefused) as error:
+        await Unsure(publisher.connection, tracing=Tracing()).publish_surely(
+            Message(body=b""), exchange="x", routing_key="k", refused_within_s=0
+        )
+    assert error.value.maybe_published
