@@ -27,8 +27,8 @@ ANSWERED_WITHIN_S = 5.0
 ASK_AGAIN_FIRST_S = 0.1
 ASK_AGAIN_CAP_S = 5.0
 """Between two questions for one result."""
-PROBLEM_TYPE = "application/problem+json"
-"""Tells the error that a request ended in from the refusal to say."""
+PENDING = "pending"
+"""`x-lane-status` of what is answered about a request that has not ended."""
 
 Cancelled: TypeAlias = Literal["recorded", "told", "ended"]
 """`recorded`: it ends as cancelled, wherever it waits. `told`: it runs, and its worker stops it. `ended`: too late."""
@@ -138,10 +138,10 @@ def outcome_of(reply: Message) -> Cancelled:
 
 def result_of(reply: Message) -> Final:
     """How a request ended. Raises Problem where that was an error, NotEnded, ControlRefused."""
-    if reply.headers.get(n.STATUS) == "ok" or reply.content_type == PROBLEM_TYPE:
-        return final_of(reply)
     found = _read(reply)
-    raise NotEnded(str(found["id"]), str(found["status"]), attempts=int(found.get("attempts", 0)))
+    if reply.headers.get(n.STATUS) == PENDING:
+        raise NotEnded(str(found["id"]), str(found["status"]), attempts=int(found.get("attempts", 0)))
+    return final_of(reply)
 
 
 def _message(key: str, id: str, *, tenant: str | None, user: str) -> Message:
@@ -156,6 +156,6 @@ def _message(key: str, id: str, *, tenant: str | None, user: str) -> Message:
 
 def _read(reply: Message) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(reply.body)
-    if "error" in found:
+    if reply.headers.get(n.STATUS) == "error" and "error" in found:
         raise ControlRefused(f"refused by the worker: {found['error']}")
     return found

@@ -1,0 +1,285 @@
+"""A request is cancelled wherever it is, and ends so once."""
+
+import asyncio
+import json
+import time
+
+import pytest
+
+from service.client import Client, ControlRefused
+from tests.support.house import House, house
+from tests.support.requester import Got, Requester, requester
+from tests.support.waiting import until
+
+ONE_SLOT = {"normal": {"slots": 1}}
+LONG = "[[latency: 30s]]"
+
+
+def cancelled(reply: Got, id: str) -> bool:
+    """Whether it is the problem document of a cancelled request."""
+    document = reply.json
+    return (reply.status, document["code"], document["status"], document["request"]) == ("error", "cancelled", 499, id)
+
+
+async def ended_once(app: Requester, *correlations: str) -> bool:
+    """Whether each has one final reply, after everything that was on its way has come."""
+    await app.ask({"prompt": "after"})
+    await asyncio.sleep(0.3)  # for a second one that must not be there, nothing else can be waited for
+    return [len(app.finals(each)) for each in correlations] == [1] * len(correlations)
+
+
+async def control_is_empty(app: Requester) -> bool:
+    return await app.depth("lane.control") == 0
+
+
+async def test_what_is_queued_is_answered_cancelled_and_never_called(vhost) -> None:
+    async with house(vhost.amqp_url, lanes=ONE_SLOT) as home, requester(vhost.amqp_url) as app:
+        ahead = await app.publish({"prompt": "ahead [[latency: 1500ms]]"}, key="normal.tests.x")
+        await until(lambda: home.calls("ahead"))
+        queued = await app.publish({"prompt": "queued"}, key="normal.tests.x", message_id="q-1")
+        async with Client(vhost.amqp_url) as client:
+            assert await client.cancel("q-1") == "recorded"
+
+        assert cancelled(await app.final(queued), "q-1")
+        assert (await app.final(ahead)).status == "ok"
+        assert not home.calls("queued")
+        assert await ended_once(app, queued, ahead)
+        await until(lambda: control_is_empty(app))
+
+
+async def test_what_is_delayed_is_answered_cancelled_and_never_called(vhost) -> None:
+    async with (
+        house(vhost.amqp_url) as home,
+        requester(vhost.amqp_url) as app,
+        Client(vhost.amqp_url) as client,
+    ):
+        delayed = await app.publish({"prompt": "delayed"}, message_id="d-1", headers={"x-lane-delay-ms": 1500})
+        assert await client.cancel("d-1") == "recorded"
+
+        assert cancelled(await app.final(delayed), "d-1")
+        await asyncio.sleep(1.6)  # its time has come, and nothing is to happen then
+        assert not home.calls("delayed")
+        assert await ended_once(app, delayed)
+
+
+async def test_what_waits_for_its_next_attempt_makes_none(vhost) -> None:
+    async with (
+        house(vhost.amqp_url, retry={"base_s": 1, "cap_s": 2}) as home,
+        requester(vhost.amqp_url) as app,
+        Client(vhost.amqp_url) as client,
+    ):
+        failing = await app.publish({"prompt": "failing [[fault: rate_limited retry_after=2]]"}, message_id="r-1")
+        await until(lambda: home.api.running == 0 and home.calls("failing"))
+        assert await client.cancel("r-1") in ("recorded", "told")
+
+        assert cancelled(await app.final(failing), "r-1")
+        assert len(home.calls("failing")) == 1
+        assert await ended_once(app, failing)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_runs_is_broken_off_within_a_second(vhost, stream: bool) -> None:
+    async with (
+        house(vhost.amqp_url) as home,
+        requester(vhost.amqp_url) as app,
+        Client(vhost.amqp_url) as client,
+    ):
+        await app.read_events()
+        headers = {"x-lane-stream": True} if stream else None
+        running = await app.publish(
+            {"prompt": f"running, word by word, for a long time {LONG}"}, message_id="c-1", headers=headers
+        )
+        await until(lambda: home.calls("running"))
+        if stream:
+            await until(lambda: app.parts(running))
+        began = time.monotonic()
+        assert await client.cancel("c-1") == "told"
+        await until(lambda: home.calls("running")[0].outcome == "client_gone", within_s=5)
+        took_s = time.monotonic() - began
+
+        assert took_s < 1
+        assert cancelled(await app.final(running), "c-1")
+        assert await ended_once(app, running)
+        assert len(home.calls("running")) == 1
+        assert app.events_of("c-1") == ["started", "cancelled"]
+
+
+async def test_another_worker_tells_the_one_that_runs_it(vhost) -> None:
+    async with (
+        house(vhost.amqp_url, works=("normal",)) as first,
+        house(vhost.amqp_url, works=("critical",)) as second,
+        requester(vhost.amqp_url) as app,
+        Client(vhost.amqp_url) as client,
+    ):
+        asked = [
+            await app.publish({"prompt": f"{lane} {LONG}"}, key=f"{lane}.tests.x", message_id=lane)
+            for lane in ("normal", "critical")
+        ]
+        await until(lambda: first.calls("normal") and second.calls("critical"))
+        began = time.monotonic()
+        assert [await client.cancel(lane) for lane in ("normal", "critical")] == ["told", "told"]
+        calls = (*first.calls("normal"), *second.calls("critical"))
+        await until(lambda: all(call.outcome == "client_gone" for call in calls), within_s=5)
+
+        assert time.monotonic() - began < 1.5
+        for correlation, lane in zip(asked, ("normal", "critical"), strict=True):
+            assert cancelled(await app.final(correlation), lane)
+
+
+async def test_after_the_end_it_is_too_late(vhost) -> None:
+    async with (
+        house(vhost.amqp_url) as home,
+        requester(vhost.amqp_url) as app,
+        Client(vhost.amqp_url) as client,
+    ):
+        asked = await app.publish({"prompt": "quick"}, message_id="e-1")
+        assert (await app.final(asked)).status == "ok"
+
+        assert await client.cancel("e-1") == "ended"
+        assert (await client.result("e-1")).text == "echo: quick"
+        assert await ended_once(app, asked)
+        assert len(home.calls("quick")) == 1
+
+
+async def test_what_comes_after_its_cancellation_is_answered_cancelled(vhost) -> None:
+    async with (
+        house(vhost.amqp_url) as home,
+        requester(vhost.amqp_url) as app,
+        Client(vhost.amqp_url) as client,
+    ):
+        assert await client.cancel("u-1") == "recorded"
+        late = await app.publish({"prompt": "late"}, message_id="u-1")
+
+        assert cancelled(await app.final(late), "u-1")
+        assert not home.calls("late")
+        assert await ended_once(app, late)
+
+
+async def test_cancelled_twice_it_ends_once(vhost) -> None:
+    async with (
+        house(vhost.amqp_url) as home,
+        requester(vhost.amqp_url) as app,
+        Client(vhost.amqp_url) as client,
+    ):
+        running = await app.publish({"prompt": f"running {LONG}"}, message_id="c-1")
+        await until(lambda: home.calls("running"))
+        came_to = await asyncio.gather(client.cancel("c-1"), client.cancel("c-1"), client.cancel("c-1"))
+
+        assert came_to[0] == "told"
+        assert set(came_to) <= {"told", "ended"}
+        assert cancelled(await app.final(running), "c-1")
+        assert await ended_once(app, running)
+        assert await client.cancel("c-1") == "ended"
+
+
+async def test_a_cancellation_is_kept_while_no_worker_runs(vhost) -> None:
+    async with requester(vhost.amqp_url) as app:
+        async with house(vhost.amqp_url):
+            pass  # the topology is there, and no worker
+        await app.publish(
+            {"cancel": "k-1"},
+            exchange="lane.control",
+            key="cancel",
+            message_type="cancel",
+            reply_to=None,
+            mandatory=True,
+        )
+        assert await app.depth("lane.control") == 1
+
+        async with house(vhost.amqp_url) as home:
+            await until(lambda: control_is_empty(app))
+            assert cancelled(await app.ask({"prompt": "late"}, message_id="k-1"), "k-1")
+            assert not home.calls("late")
+
+
+async def test_another_tenants_request_goes_on(vhost) -> None:
+    async with (
+        house(vhost.amqp_url) as home,
+        requester(vhost.amqp_url) as app,
+        Client(vhost.amqp_url) as client,
+    ):
+        mine = await app.publish({"prompt": "mine [[latency: 1500ms]]"}, message_id="t-1", user_id=vhost.user)
+        await until(lambda: home.calls("mine"))
+
+        assert await client.cancel("t-1") == "recorded"  # that of nobody's, which may still come
+        with pytest.raises(ControlRefused, match=r"may not speak for tenant 'acme'.*speakers"):
+            await client.cancel("t-1", tenant="acme")
+        assert (await app.final(mine)).status == "ok"
+
+        again = await app.publish({"prompt": f"again {LONG}"}, message_id="t-2", user_id=vhost.user)
+        await until(lambda: home.calls("again"))
+        assert await client.cancel("t-2", tenant=vhost.user) == "told"
+        assert cancelled(await app.final(again), "t-2")
+        assert await ended_once(app, mine, again)
+
+
+async def test_who_speaks_for_others_cancels_theirs(vhost) -> None:
+    async with (
+        house(vhost.amqp_url, speakers=(vhost.user,)) as home,
+        Client(vhost.amqp_url) as client,
+    ):
+        asked = asyncio.create_task(
+            client.request({"prompt": f"theirs {LONG}"}, key="critical.tests.x", message_id="t-1", tenant="acme")
+        )
+        await until(lambda: home.calls("theirs"))
+        assert await client.cancel("t-1", tenant="acme") == "told"
+
+        with pytest.raises(Exception, match="cancelled"):
+            await asked
+
+
+MALFORMED = {
+    "no body": b"",
+    "not JSON": b"\xff{",
+    "deep": b"[" * 3000,
+    "a list": b"[]",
+    "a number": b"1",
+    "no id": b"{}",
+    "an empty id": b'{"cancel": ""}',
+    "an id that is no string": b'{"cancel": {"a": 1}}',
+    "null": b'{"cancel": null}',
+    "a huge id": json.dumps({"cancel": "x" * 100_000}).encode(),
+    "a huge body": json.dumps({"cancel": "m-1", "more": "x" * 1_000_000}).encode(),
+    "an odd tenant": b'{"cancel": "m-1", "tenant": 3}',
+    "a forged tenant": b'{"cancel": "m-1", "tenant": "acme"}',
+}
+
+
+async def test_what_cannot_be_understood_is_refused_and_goes(vhost) -> None:
+    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+        running = await app.publish({"prompt": "running [[latency: 2s]]"}, message_id="m-1")
+        await until(lambda: home.calls("running"))
+        how = {"exchange": "lane.control", "key": "cancel", "mandatory": True}
+        refused = [await app.publish(body, message_type="cancel", **how) for body in MALFORMED.values()]
+        refused += [await app.publish({"cancel": "m-1"}, message_type=type, **how) for type in (None, "", "reboot")]
+        for correlation in refused:
+            reply = await app.final(correlation)
+            assert (reply.status, bool(reply.json["error"])) == ("error", True)
+
+        assert (await app.final(running)).status == "ok"
+        await until(lambda: control_is_empty(app))
+        assert await ended_once(app, running)
+        assert home.is_well
+
+
+@pytest.mark.parametrize("reply_to", ["lane.critical", "lane.dead", "lane.control", "amq.rabbitmq.reply-to", "no.such"])
+async def test_a_control_message_is_answered_to_named_queues_alone(vhost, reply_to: str) -> None:
+    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url, direct=reply_to.startswith("amq")) as app:
+        await app.publish(
+            {"cancel": "z-1"},
+            exchange="lane.control",
+            key="cancel",
+            message_type="cancel",
+            reply_to=reply_to,
+            mandatory=True,
+        )
+        late = await app.publish({"prompt": "late"}, message_id="z-1")
+
+        assert cancelled(await app.final(late), "z-1")
+        await until(lambda: control_is_empty(app))
+        assert [await app.depth(queue) for queue in ("lane.critical", "lane.dead")] == [0, 0]
+        assert _is_quiet(home)
+
+
+def _is_quiet(home: House) -> bool:
+    return home.is_well and not home.api.calls

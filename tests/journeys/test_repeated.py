@@ -1,0 +1,93 @@
+"""A message id that comes again: the provider is called once, and everybody is told the same."""
+
+import asyncio
+from collections import Counter
+
+from service.client import Client
+from tests.support.house import house
+from tests.support.requester import requester
+
+
+async def test_the_same_request_again_is_answered_from_the_store(vhost) -> None:
+    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+        first = await app.ask({"prompt": "once"}, message_id="i-1")
+        second = await app.ask({"prompt": "once"}, message_id="i-1")
+        streamed = await app.ask({"prompt": "once"}, message_id="i-1", headers={"x-lane-stream": True})
+
+        assert second.body == streamed.body == first.body
+        assert [each.headers.get("x-lane-replayed") for each in (first, second, streamed)] == [None, True, True]
+        assert second.headers["x-lane-request-id"] == "i-1"
+        assert second.properties.message_id != first.properties.message_id
+        assert len(home.calls("once")) == 1
+
+
+async def test_an_error_again_is_told_again_and_parked_once(vhost) -> None:
+    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+        body = {"prompt": "hopeless [[fault: not_found]]"}
+        first = await app.ask(body, message_id="i-1")
+        second = await app.ask(body, message_id="i-1")
+
+        assert (first.code, second.json, second.headers["x-lane-replayed"]) == ("provider_rejected", first.json, True)
+        assert len(home.calls("hopeless")) == 1
+        assert await app.depth("lane.dead") == 1
+
+
+async def test_the_same_id_with_another_body_is_a_conflict_and_harms_nobody(vhost) -> None:
+    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app, Client(vhost.amqp_url) as client:
+        first = await app.ask({"prompt": "one"}, message_id="i-1")
+        other = await app.ask({"prompt": "two"}, message_id="i-1")
+
+        assert (other.code, other.json["status"]) == ("idempotency_conflict", 409)
+        assert not home.calls("two")
+        assert (await client.result("i-1")).body == first.body
+        assert await app.depth("lane.dead") == 0
+
+
+async def test_tenants_have_ids_of_their_own(vhost) -> None:
+    async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
+        nobodys = await app.ask({"prompt": "one"}, message_id="i-1")
+        mine = await app.ask({"prompt": "two"}, message_id="i-1", user_id=vhost.user)
+
+        assert (nobodys.text, mine.text) == ("echo: one", "echo: two")
+
+
+async def test_without_an_id_nothing_is_the_same(vhost) -> None:
+    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+        await app.ask({"prompt": "any"})
+        await app.ask({"prompt": "any"})
+
+        assert len(home.calls("any")) == 2
+
+
+async def test_fifty_at_once_over_two_workers_make_one_call(vhost) -> None:
+    async with (
+        house(vhost.amqp_url) as one,
+        house(vhost.amqp_url) as two,
+        requester(vhost.amqp_url) as app,
+    ):
+        body = {"prompt": "once [[latency: 500ms]]"}
+        asked = await asyncio.gather(*(app.publish(body, message_id="i-1") for _ in range(50)))
+        replies = [await app.final(each, within_s=30) for each in asked]
+
+        assert len(one.calls("once")) + len(two.calls("once")) == 1
+        assert len({reply.body for reply in replies}) == 1
+        assert Counter(reply.headers.get("x-lane-replayed") for reply in replies) == {None: 1, True: 49}
+        assert [len(app.finals(each)) for each in asked] == [1] * 50
+
+
+async def test_a_dead_letter_published_again_as_it_is_runs_again(vhost) -> None:
+    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app, Client(vhost.amqp_url) as client:
+        await app.read_dead()
+        failed = await app.ask({"prompt": "mend me [[fault: not_found x1]]"}, message_id="i-1")
+        dead = await app.buried("i-1")
+        again = await app.ask(
+            dead.body,
+            key=dead.headers["x-lane-routing-key"],
+            headers=dead.headers,
+            message_id="i-1",
+            correlation_id="again",
+        )
+
+        assert (failed.status, again.status) == ("error", "ok")
+        assert len(home.calls("mend me")) == 2
+        assert (await client.result("i-1")).body == again.body

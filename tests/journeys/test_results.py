@@ -1,0 +1,145 @@
+"""How a request ended can be read under its id, by whoever did not wait."""
+
+import asyncio
+import time
+
+import pytest
+
+from service.client import Client, ControlRefused, NotEnded
+from service.replies import Problem
+from tests.support.house import house
+from tests.support.requester import requester
+from tests.support.waiting import until
+
+
+async def test_an_answer_is_read_again_as_it_was_sent(vhost) -> None:
+    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app, Client(vhost.amqp_url) as client:
+        reply = await app.ask({"prompt": "three rivers"}, message_id="a-1")
+        result = await client.result("a-1")
+
+        assert result.body == reply.body
+        assert result.replayed
+        told = {"x-lane-name", "x-lane-model", "x-lane-provider", "x-lane-attempt", "x-lane-wait-ms", "x-lane-run-ms"}
+        assert {name: result.headers[name] for name in told} == {name: reply.headers[name] for name in told}
+        assert (result.request_id, result.lane) == ("a-1", "critical")
+        assert len(home.api.calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ({"prompt": "x", "model": "claude-nope"}, "provider_rejected"),
+        ({"prompt": "[[fault: overloaded]]"}, "attempts_exhausted"),
+        (b"not JSON", "invalid_request"),
+    ],
+)
+async def test_an_error_is_read_again_as_it_was_sent(vhost, body: object, code: str) -> None:
+    async with house(vhost.amqp_url), requester(vhost.amqp_url) as app, Client(vhost.amqp_url) as client:
+        reply = await app.ask(body, message_id="a-1")
+        with pytest.raises(Problem) as caught:
+            await client.result("a-1")
+
+        assert caught.value.code == code
+        assert caught.value.fields == reply.json
+
+
+async def test_nobody_need_have_asked_for_a_reply(vhost) -> None:
+    async with house(vhost.amqp_url), Client(vhost.amqp_url) as client:
+        id = await client.publish({"prompt": "fire and forget"}, key="batch.tests.x")
+
+        assert (await client.result(id, wait_s=15)).text == "echo: fire and forget"
+
+
+async def test_what_nobody_has_seen_is_unknown_and_says_so_at_once(vhost) -> None:
+    async with house(vhost.amqp_url), Client(vhost.amqp_url) as client:
+        began = time.monotonic()
+        with pytest.raises(NotEnded, match=r"request never has no result yet: unknown") as caught:
+            await client.result("never")
+
+        assert caught.value.status == "unknown"
+        assert time.monotonic() - began < 1
+
+
+async def test_what_runs_is_waited_for_as_long_as_was_said(vhost) -> None:
+    async with house(vhost.amqp_url) as home, Client(vhost.amqp_url) as client:
+        await client.publish({"prompt": "slow [[latency: 2s]]"}, key="critical.tests.x", message_id="s-1")
+        await until(lambda: home.calls("slow"))
+        with pytest.raises(NotEnded) as caught:
+            await client.result("s-1")
+        began = time.monotonic()
+        with pytest.raises(NotEnded):
+            await client.result("s-1", wait_s=0.5)
+
+        assert caught.value.status == "running"
+        assert 0.5 <= time.monotonic() - began < 1.2
+        assert (await client.result("s-1", wait_s=15)).text.startswith("echo: slow")
+
+
+async def test_what_waits_for_its_next_attempt_says_so(vhost) -> None:
+    async with house(vhost.amqp_url) as home, Client(vhost.amqp_url) as client:
+        prompt = "again [[fault: rate_limited retry_after=3 x1]]"
+        await client.publish({"prompt": prompt}, key="critical.tests.x", message_id="w-1")
+        await until(lambda: home.calls("again") and home.api.running == 0)
+
+        async def waits() -> bool:
+            with pytest.raises(NotEnded) as caught:
+                await client.result("w-1")
+            return (caught.value.status, caught.value.attempts) == ("waiting", 1)
+
+        await until(waits, within_s=2)
+        assert (await client.result("w-1", wait_s=15)).attempt == 2
+
+
+async def test_another_worker_knows_it_after_the_first_has_gone(vhost) -> None:
+    async with Client(vhost.amqp_url) as client:
+        async with house(vhost.amqp_url):
+            body = (await client.request({"prompt": "x"}, key="critical.tests.x", message_id="a-1")).body
+        async with house(vhost.amqp_url) as home:
+            assert (await client.result("a-1")).body == body
+            assert not home.api.calls
+
+
+async def test_another_tenants_result_is_not_told(vhost) -> None:
+    async with (
+        house(vhost.amqp_url),
+        requester(vhost.amqp_url) as app,
+        Client(vhost.amqp_url) as client,
+    ):
+        await app.ask({"prompt": "mine"}, message_id="t-1", user_id=vhost.user)
+
+        assert (await client.result("t-1", tenant=vhost.user)).text == "echo: mine"
+        with pytest.raises(NotEnded, match="unknown"):
+            await client.result("t-1")
+        with pytest.raises(ControlRefused, match="may not speak for tenant 'acme'"):
+            await client.result("t-1", tenant="acme")
+        forged = await app.publish(
+            {"result": "t-1", "tenant": vhost.user}, exchange="lane.control", key="result", message_type="result"
+        )
+        reply = await app.final(forged)
+        assert (reply.status, "may not speak" in reply.json["error"]) == ("error", True)
+
+
+async def test_who_speaks_for_others_reads_theirs(vhost) -> None:
+    async with house(vhost.amqp_url, speakers=(vhost.user,)), Client(vhost.amqp_url) as client:
+        for tenant in ("acme", "bell"):
+            await client.request({"prompt": tenant}, key="critical.tests.x", message_id="t-1", tenant=tenant)
+
+        assert [(await client.result("t-1", tenant=tenant)).text for tenant in ("acme", "bell")] == [
+            "echo: acme",
+            "echo: bell",
+        ]
+
+
+async def test_questions_are_answered_while_every_slot_is_taken(vhost) -> None:
+    async with (
+        house(vhost.amqp_url, lanes={"critical": {"slots": 1}}, works=("critical",)) as home,
+        Client(vhost.amqp_url) as client,
+    ):
+        await client.request({"prompt": "x"}, key="critical.tests.x", message_id="a-1")
+        await client.publish({"prompt": "[[latency: 3s]]"}, key="critical.tests.x")
+        await until(lambda: home.api.running == 1)
+        began = time.monotonic()
+        results = await asyncio.gather(*(client.result("a-1") for _ in range(50)))
+
+        assert {each.text for each in results} == {"echo: x"}
+        assert time.monotonic() - began < 2
