@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 import annotated_types
 import jiter
@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from consumers import failpoints
 from service.masking import mask, mask_url
 from service.sources import Known, Place, Reading
+from topology.broker.urls import urls_of
 
 ALLOWED = "allowed"
 """Type of our own errors; their context says what is allowed."""
@@ -86,14 +87,24 @@ def _split(value: SecretStr, *, schemes: tuple[str, ...], example: str) -> Split
     return parts
 
 
-def _amqp_url(value: SecretStr) -> SecretStr:
+def _amqp_urls(value: SecretStr) -> SecretStr:
+    """One URL, or several with commas between them: of one cluster, and so with one virtual host."""
+    every = [_amqp_url(SecretStr(each)) for each in urls_of(value.get_secret_value())]
+    if len({(parts.scheme, unquote(parts.path[1:]) or "/") for parts in every}) > 1:
+        raise _wrong("URLs of one cluster: all amqp:// or all amqps://, and with the same virtual host")
+    return SecretStr(",".join(parts.geturl() for parts in every))
+
+
+def _amqp_url(value: SecretStr) -> SplitResult:
     parts = _split(value, schemes=("amqp", "amqps"), example="amqps://user:password@host:5671/vhost")
     if parts.query:
         # `no_verify_ssl=1` among them would turn the check of the broker's certificate off without a word.
         raise _wrong("a URL without ?…: for certificates there are LANEKEEPER_TLS__CA_FILE, …__CERT_FILE, …__KEY_FILE")
     if parts.path.count("/") > 1:
         raise _wrong("a URL with one virtual host after the address; write / in its name as %2F")
-    return SecretStr(parts.geturl())
+    if "," in parts.path:
+        raise _wrong("a whole URL, amqp://…, after each comma; write , in a virtual host's name as %2C")
+    return parts
 
 
 def _http_url(value: SecretStr) -> SecretStr:
@@ -142,7 +153,7 @@ Words = Annotated[tuple[ModelName, ...], BeforeValidator(_words), AfterValidator
 Patterns = Annotated[tuple[str, ...], BeforeValidator(_words), AfterValidator(_not_empty)]
 UserNames = Annotated[tuple[str, ...], BeforeValidator(_words)]
 Key = Annotated[SecretStr, AfterValidator(_key)]
-AmqpUrl = Annotated[SecretStr, AfterValidator(_amqp_url)]
+AmqpUrl = Annotated[SecretStr, AfterValidator(_amqp_urls)]
 HttpUrl = Annotated[SecretStr, AfterValidator(_http_url)]
 StoreUrl = Annotated[SecretStr, AfterValidator(_store_url)]
 Chances = Annotated[dict[str, float], BeforeValidator(_chances)]

@@ -144,7 +144,11 @@ async def _store(settings: Settings) -> Finding:
 
 
 def _is_open_to_listeners(settings: Settings) -> bool:
-    parts = urlsplit(settings.broker_url)
+    return any(_is_open(url) for url in settings.broker_urls)
+
+
+def _is_open(url: str) -> bool:
+    parts = urlsplit(url)
     if parts.scheme == "amqps" or parts.hostname in (None, "localhost"):
         return False
     with suppress(ValueError):

@@ -37,6 +37,7 @@ from service.allowed import (
     Words,
 )
 from service.masking import mask_url
+from topology.broker.urls import urls_of
 from topology.contract.problems import SettingsError
 from topology.lanes import BATCH, CRITICAL, DEFAULT_LANES, GIB, MIB, NORMAL, LaneSpec
 from topology.names import Names
@@ -224,13 +225,18 @@ class Settings(BaseSettings):
 
     @property
     def broker_url(self) -> str:
-        """The AMQP URL with its password, for whoever connects; never shown."""
+        """The AMQP URL with its password, or several with commas between them, for who connects; never shown."""
         return self.amqp_url.get_secret_value()
 
     @property
+    def broker_urls(self) -> tuple[str, ...]:
+        """The same, one by one; they differ in host and port, maybe in user and password."""
+        return urls_of(self.broker_url)
+
+    @property
     def broker(self) -> str:
-        """The AMQP URL as it may be shown."""
-        return mask_url(self.broker_url)
+        """The AMQP URL, or all of them, as it may be shown."""
+        return ", ".join(mask_url(each) for each in self.broker_urls)
 
     @property
     def management(self) -> str | None:
@@ -240,12 +246,12 @@ class Settings(BaseSettings):
     @property
     def vhost(self) -> str:
         """The AMQP URL's virtual host."""
-        return unquote(urlsplit(self.broker_url).path[1:]) or "/"
+        return unquote(urlsplit(self.broker_urls[0]).path[1:]) or "/"
 
     @property
     def credentials(self) -> tuple[str, str]:
-        """User and password of the AMQP URL."""
-        parts = urlsplit(self.broker_url)
+        """User and password of the AMQP URL, the first where there are several."""
+        parts = urlsplit(self.broker_urls[0])
         return unquote(parts.username or "guest"), unquote(parts.password or "guest")
 
     @property
@@ -302,7 +308,7 @@ class Settings(BaseSettings):
 
     def ssl_context(self) -> ssl.SSLContext | None:
         """For the broker; None without TLS."""
-        return self.tls.context() if urlsplit(self.broker_url).scheme == "amqps" else None
+        return self.tls.context() if urlsplit(self.broker_urls[0]).scheme == "amqps" else None
 
 
 def state_folder() -> Path:

@@ -242,6 +242,31 @@ def test_a_namespace_that_would_break_names_is_refused(namespace: str) -> None:
     assert "namespace" in wrong(f"namespace = {namespace!r}")
 
 
+def test_several_broker_urls_are_the_nodes_of_one_cluster() -> None:
+    settings = load(env={"LANEKEEPER_AMQP_URL": "amqps://u:a,b@one/main , amqps://v:c@two:5680/main"})
+    assert settings.broker_urls == ("amqps://u:a,b@one/main", "amqps://v:c@two:5680/main")
+    assert (settings.vhost, settings.credentials) == ("main", ("u", "a,b"))
+    assert settings.broker == "amqps://***@one/main, amqps://***@two:5680/main"
+    assert settings.ssl_context() is not None
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        (f"amqp://u:{SECRET}@one/a,amqp://u:{SECRET}@two/b", "the same virtual host"),
+        (f"amqp://u:{SECRET}@one/,amqps://u:{SECRET}@two/", "all amqp:// or all amqps://"),
+        (f"amqp://u:{SECRET}@one/,two:5672/", "one virtual host"),
+        (f"amqp://u:{SECRET}@one/,two", "a whole URL, amqp://…, after each comma"),
+        (f"amqp://u:{SECRET}@one/,", "a whole URL, amqp://…, after each comma"),
+        (f"amqp://u:{SECRET}@one:5672,two:5672/", "a URL such as"),
+    ],
+)
+def test_several_broker_urls_that_cannot_be_one_cluster_are_told_without_passwords(url: str, expected: str) -> None:
+    told = wrong(env={"LANEKEEPER_AMQP_URL": url})
+    assert expected in told
+    assert SECRET not in told
+
+
 @pytest.mark.parametrize(
     "url",
     [
