@@ -35,9 +35,8 @@ class RedisClient:
             socket_connect_timeout=CONNECT_S,
             socket_timeout=CALL_S,
             retry=Retry(NoBackoff(), 0),  # whoever calls decides; a claim that is sent twice is refused the second time
-            protocol=2,  # says nothing at first: one round trip less for each connection
-            lib_name=None,
-            lib_version=None,
+            protocol=2,  # with the next line: no greeting, one round trip less for each connection
+            driver_info=None,
         )
         self._redis: Redis = Redis.from_pool(pool)
 

@@ -26,6 +26,8 @@ from consumers.state.spec import LONGEST_WAIT_S, StoreSpec
 
 CANCELLED = "cancelled"
 """The code of `PROBLEMS`."""
+ROW_BYTES = 300
+"""Of a row beside its body, roughly."""
 STEP_ROWS = 200
 STEP_BYTES = 32 * 1024 * 1024
 """What one step of sweeping removes at most, so that claims need not wait for it."""
@@ -197,9 +199,9 @@ class Requests:
 
     def sweep(self, at: Times) -> int:
         """One step: what was kept long enough, else of what is beyond the bound the oldest."""
-        removed = self._remove("keep_ms <= ? AND lease_ms <= ?", at.today, at.now)
-        if not removed and self._used_bytes() > self._max_bytes:
-            removed = self._remove("status IS NOT NULL AND lease_ms <= ?", at.now)
+        removed = self._remove("keep_ms <= ? AND lease_ms <= ?", at.today, at.now, up_to_bytes=STEP_BYTES)
+        if not removed and (beyond := self._used_bytes() - self._max_bytes) > 0:
+            removed = self._remove("status IS NOT NULL AND lease_ms <= ?", at.now, up_to_bytes=min(beyond, STEP_BYTES))
         return removed
 
     def _used_bytes(self) -> int:
@@ -207,16 +209,17 @@ class Requests:
         (free,) = self._execute("PRAGMA freelist_count").fetchone()
         return int(pages - free) * self._page_bytes
 
-    def _remove(self, which: str, *values: int) -> int:
+    def _remove(self, which: str, *values: int, up_to_bytes: int) -> int:
+        """The oldest first; those that go beyond so many bytes, or rows, are left for the next step."""
         found = self._execute(
             f"SELECT rowid, length(body) FROM request WHERE {which} ORDER BY keep_ms LIMIT {STEP_ROWS}", values
         ).fetchall()
         size = count = 0
         for rowid, body_bytes in found:
-            if count and size > STEP_BYTES:
+            if size >= up_to_bytes:
                 break
             self._execute("DELETE FROM request WHERE rowid = ?", (rowid,))
-            size += body_bytes or 0
+            size += ROW_BYTES + (body_bytes or 0)
             count += 1
         return count
 

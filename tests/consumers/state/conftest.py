@@ -1,0 +1,51 @@
+"""One suite over both engines: `store` is a fresh one, `opened` opens more over the same medium."""
+
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from consumers.state.base import Store
+from consumers.state.redis import RedisStore
+from consumers.state.spec import StoreSpec
+from consumers.state.sqlite import SqliteStore
+from tests.support.redis import RedisServer, redis_server
+
+Opened = Callable[..., Awaitable[Store]]
+
+
+@pytest.fixture(scope="session")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """Shared by the session; each test has a namespace of its own."""
+    with redis_server(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+def own_redis(tmp_path: Path) -> Iterator[RedisServer]:
+    """To be killed and changed by the test."""
+    with redis_server(tmp_path) as server:
+        yield server
+
+
+@pytest.fixture(params=["sqlite", "redis"])
+async def opened(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Opened]:
+    namespace = f"test-{secrets.token_hex(4)}"
+    url = request.getfixturevalue("redis").url if request.param == "redis" else ""
+    async with AsyncExitStack() as stack:
+
+        async def open_one(**spec: float) -> Store:
+            wanted = StoreSpec(**spec)  # type: ignore[arg-type]
+            if request.param == "redis":
+                return await stack.enter_async_context(RedisStore(url, namespace=namespace, spec=wanted))
+            file = tmp_path / "store.sqlite"
+            return await stack.enter_async_context(SqliteStore(file, namespace=namespace, spec=wanted))
+
+        yield open_one
+
+
+@pytest.fixture
+async def store(opened: Opened) -> Store:
+    return await opened()

@@ -1,0 +1,253 @@
+"""Claims: one live holder, one completion; what is promised by every engine."""
+
+import asyncio
+
+import pytest
+
+from consumers.state.base import Conflict, Ended, Granted, Held, Identity, Running, Stop, Store
+from tests.consumers.state.conftest import Opened
+from tests.support.completions import CANCELLED, ME, answered, copy, failed
+from tests.support.waiting import until
+
+SHORT = 0.2
+
+
+async def granted(store: Store, **of_copy: object) -> int:
+    found = await store.claim(ME, copy(**of_copy))  # type: ignore[arg-type]
+    assert isinstance(found, Granted), found
+    return found.token
+
+
+async def test_one_of_fifty_concurrent_claims_wins(store: Store) -> None:
+    found = await asyncio.gather(*(store.claim(ME, copy(mark=str(each))) for each in range(50)))
+
+    assert sum(isinstance(each, Granted) for each in found) == 1
+    assert sum(isinstance(each, Running) for each in found) == 49
+
+
+async def test_one_of_fifty_claims_through_two_stores_wins(opened: Opened) -> None:
+    stores = [await opened(), await opened()]
+    found = await asyncio.gather(*(stores[each % 2].claim(ME, copy(mark=str(each))) for each in range(50)))
+
+    assert sum(isinstance(each, Granted) for each in found) == 1
+
+
+async def test_tenants_do_not_share_ids(store: Store) -> None:
+    odd = ["", "a", "b", "a:b", "a%3Ab", "ä", "x" * 200, "a/'\";--"]
+    found = [await store.claim(Identity(tenant, "b:id"), copy(body=tenant[:16])) for tenant in odd]
+
+    assert all(isinstance(each, Granted) for each in found)
+
+
+async def test_a_redelivered_copy_takes_its_claim_over_at_once_with_a_higher_token(store: Store) -> None:
+    first = await granted(store)
+
+    assert await granted(store, redelivered=True) > first
+
+
+async def test_a_redelivered_message_of_another_publish_waits(store: Store) -> None:
+    await granted(store)
+
+    assert isinstance(await store.claim(ME, copy(mark="other", redelivered=True)), Running)
+
+
+async def test_the_same_copy_waits_unless_it_was_redelivered(store: Store) -> None:
+    await granted(store)
+
+    assert isinstance(await store.claim(ME, copy()), Running)
+
+
+async def test_another_body_under_the_same_id_is_a_conflict(store: Store) -> None:
+    token = await granted(store)
+    assert await store.claim(ME, copy("other body", redelivered=True)) == Conflict()
+
+    await store.complete(ME, copy(), answered(), token=token)
+    assert await store.claim(ME, copy("other body")) == Conflict()
+
+
+async def test_a_claim_that_is_not_renewed_can_be_had_by_others(opened: Opened) -> None:
+    store = await opened(lease_s=SHORT)
+    first = await granted(store)
+
+    async def taken() -> int | None:
+        found = await store.claim(ME, copy(mark="other"))
+        return found.token if isinstance(found, Granted) else None
+
+    assert await until(taken, within_s=5) > first
+
+
+async def test_a_claim_that_is_renewed_holds(opened: Opened) -> None:
+    store = await opened(lease_s=SHORT)
+    held = Held(ME, await granted(store))
+    end = asyncio.get_running_loop().time() + 4 * SHORT
+    while asyncio.get_running_loop().time() < end:
+        assert await store.renew([held]) == {}
+        assert isinstance(await store.claim(ME, copy(mark="other")), Running)
+        await asyncio.sleep(SHORT / 10)
+
+
+async def test_a_running_claim_says_for_how_long(store: Store) -> None:
+    await granted(store)
+    first = await store.claim(ME, copy())
+    assert isinstance(first, Running)
+
+    async def longer() -> bool:
+        found = await store.claim(ME, copy())
+        assert isinstance(found, Running)
+        return found.for_ms > first.for_ms
+
+    assert 0 <= first.for_ms < 5_000
+    await until(longer)
+
+
+async def test_renewing_tells_who_was_fenced_off_and_who_was_cancelled(store: Store) -> None:
+    others = [Identity("tenant", f"id-{each}") for each in (2, 3)]
+    tokens = [await granted(store)]
+    for each in others:
+        found = await store.claim(each, copy())
+        assert isinstance(found, Granted)
+        tokens.append(found.token)
+    fenced, cancelled, well = (Held(*each) for each in zip([ME, *others], tokens, strict=True))
+    await store.claim(ME, copy(redelivered=True))
+    await store.cancel(cancelled.identity, CANCELLED)
+
+    assert await store.renew([fenced, cancelled, well]) == {fenced: Stop.FENCED, cancelled: Stop.CANCELLED}
+    assert await store.renew([]) == {}
+
+
+async def test_what_was_forgotten_is_not_held_against_its_holder(store: Store) -> None:
+    held = Held(ME, 7)
+
+    assert await store.renew([held]) == {}
+    await store.release(held)
+    assert await store.complete(ME, copy(), answered(), token=7) == answered()
+    assert await store.complete(ME, copy(), answered("later"), token=7) == answered()
+
+
+async def test_the_first_completion_stays(store: Store) -> None:
+    token = await granted(store)
+
+    assert await store.complete(ME, copy(), answered("first"), token=token) == answered("first")
+    assert await store.complete(ME, copy(), answered("second"), token=token) == answered("first")
+    assert await store.claim(ME, copy()) == Ended(completion=answered("first"), same_copy=True)
+
+
+async def test_a_completion_is_given_back_as_it_was(store: Store) -> None:
+    token = await granted(store)
+    await store.complete(ME, copy(), failed("provider_rejected", ended_ms=1_790_000_000_123), token=token)
+
+    found = await store.claim(ME, copy(mark="other"))
+
+    assert found == Ended(completion=failed("provider_rejected", ended_ms=1_790_000_000_123), same_copy=False)
+
+
+async def test_a_zombies_completion_is_refused(store: Store) -> None:
+    zombie = await granted(store)
+    token = await granted(store, redelivered=True)
+
+    assert await store.complete(ME, copy(), answered("zombie"), token=zombie) is None
+    assert await store.complete(ME, copy(), answered("ours"), token=token) == answered("ours")
+    assert await store.complete(ME, copy(), answered("zombie"), token=zombie) == answered("ours")
+
+
+async def test_a_zombies_release_changes_nothing(store: Store) -> None:
+    zombie = await granted(store)
+    await granted(store, redelivered=True)
+    await store.release(Held(ME, zombie), attempts=9)
+
+    assert isinstance(await store.claim(ME, copy()), Running)
+
+
+async def test_what_was_released_can_be_claimed_again(store: Store) -> None:
+    first = await granted(store)
+    await store.release(Held(ME, first), attempts=2)
+
+    found = await store.find(ME)
+    assert found is not None
+    assert (found.completion, found.running, found.attempts) == (None, False, 2)
+    assert await granted(store) > first
+
+
+async def test_who_holds_no_claim_may_end_what_nobody_holds(store: Store) -> None:
+    assert await store.complete(ME, copy(), failed("deadline_exceeded"), token=None) == failed("deadline_exceeded")
+    assert await store.complete(ME, copy(), failed("poison"), token=None) == failed("deadline_exceeded")
+
+
+async def test_who_holds_no_claim_may_not_end_what_another_delivery_holds(store: Store) -> None:
+    token = await granted(store)
+
+    assert await store.complete(ME, copy(mark="other"), failed("deadline_exceeded"), token=None) is None
+    assert await store.complete(ME, copy(), answered(), token=token) == answered()
+
+
+async def test_a_redelivered_copy_ends_what_its_dead_holder_left_and_fences_it_off(store: Store) -> None:
+    zombie = await granted(store)
+
+    assert await store.complete(ME, copy(redelivered=True), failed("poison"), token=None) == failed("poison")
+    assert await store.complete(ME, copy(), answered(), token=zombie) == failed("poison")
+    assert await store.renew([Held(ME, zombie)]) == {Held(ME, zombie): Stop.FENCED}
+
+
+async def test_ending_another_body_under_a_used_id_binds_nobody(store: Store) -> None:
+    token = await granted(store)
+    other = copy("other body", mark="other")
+
+    assert await store.complete(ME, other, failed("deadline_exceeded"), token=None) == failed("deadline_exceeded")
+    assert await store.complete(ME, copy(), answered(), token=token) == answered()
+    assert await store.complete(ME, other, failed("deadline_exceeded"), token=None) == failed("deadline_exceeded")
+
+
+async def test_a_dead_letter_runs_again_once_for_each_ending(store: Store) -> None:
+    token = await granted(store)
+    await store.complete(ME, copy(), failed(ended_ms=100), token=token)
+    replayed = {"body": "edited", "mark": "replay", "dead_at_ms": 100}
+
+    again = await granted(store, **replayed)
+    assert again > token
+    assert isinstance(await store.claim(ME, copy("edited", "second replay", dead_at_ms=100)), Running)
+    await store.complete(ME, copy(**replayed), failed(ended_ms=200), token=again)
+
+    assert isinstance(await store.claim(ME, copy(**replayed)), Ended)
+    assert await granted(store, body="edited twice", dead_at_ms=200) > again
+
+
+async def test_an_answer_is_no_dead_letter(store: Store) -> None:
+    token = await granted(store)
+    await store.complete(ME, copy(), answered(ended_ms=100), token=token)
+
+    assert isinstance(await store.claim(ME, copy(dead_at_ms=100)), Ended)
+
+
+async def test_a_dead_letter_that_expires_before_it_is_claimed_ends_anew(store: Store) -> None:
+    token = await granted(store)
+    await store.complete(ME, copy(), failed(ended_ms=100), token=token)
+    expired = failed("deadline_exceeded", ended_ms=200)
+
+    assert await store.complete(ME, copy(mark="replay", dead_at_ms=100), expired, token=None) == expired
+
+
+async def test_a_note_is_found_and_binds_nobody(store: Store) -> None:
+    await store.note(ME, failed("invalid_request"))
+    await store.note(ME, failed("too_large"))
+    found = await store.find(ME)
+    assert found is not None
+    assert found.completion == failed("too_large")
+
+    token = await granted(store, body="a better one")
+    await store.note(ME, failed("invalid_request"))
+    assert await store.complete(ME, copy("a better one"), answered(), token=token) == answered()
+    await store.note(ME, failed("invalid_request"))
+    found = await store.find(ME)
+    assert found is not None
+    assert found.completion == answered()
+
+
+@pytest.mark.parametrize("size", [0, 1_000, 3_000_000])
+async def test_answers_of_any_size_are_kept(store: Store, size: int) -> None:
+    token = await granted(store)
+    await store.complete(ME, copy(), answered("x" * size), token=token)
+
+    found = await store.find(ME)
+
+    assert found is not None
+    assert found.completion == answered("x" * size)

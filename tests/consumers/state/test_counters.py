@@ -1,0 +1,92 @@
+"""Allowances and leases, by every engine."""
+
+import asyncio
+
+import pytest
+
+from consumers.state.base import Store
+from tests.consumers.state.conftest import Opened
+from tests.support.waiting import until
+
+DAY_S = 86_400
+
+
+async def test_an_allowance_is_never_exceeded_by_concurrent_takers(opened: Opened) -> None:
+    stores = [await opened(), await opened()]
+    taken = await asyncio.gather(*(stores[n % 2].take("calls", 3, limit=100, period_s=DAY_S) for n in range(50)))
+
+    assert sum(each.granted for each in taken) == 33
+    assert max(each.used for each in taken) == 99
+    assert all(0 < each.resets_in_s <= DAY_S for each in taken)
+
+
+async def test_what_is_too_much_takes_nothing(store: Store) -> None:
+    await store.take("tokens", 0.25, limit=1, period_s=DAY_S)
+
+    refused = await store.take("tokens", 0.8, limit=1, period_s=DAY_S)
+
+    assert (refused.granted, refused.used) == (False, 0.25)
+    assert (await store.take("tokens", 0.75, limit=1, period_s=DAY_S)).used == 1
+
+
+async def test_what_was_taken_is_corrected_in_both_directions(store: Store) -> None:
+    await store.take("tokens", 50, limit=100, period_s=DAY_S)
+    await store.give_back("tokens", 20, period_s=DAY_S)
+    assert (await store.take("tokens", 0, limit=100, period_s=DAY_S)).used == 30
+
+    await store.give_back("tokens", -200, period_s=DAY_S)
+    beyond = await store.take("tokens", 1, limit=100, period_s=DAY_S)
+    assert (beyond.granted, beyond.used) == (False, 230)
+
+
+async def test_nothing_is_gained_by_giving_back_what_an_earlier_period_took(store: Store) -> None:
+    await store.give_back("tokens", 500, period_s=DAY_S)
+
+    assert (await store.take("tokens", 0, limit=100, period_s=DAY_S)).used == 0
+
+
+async def test_a_new_period_begins_with_nothing_used(store: Store) -> None:
+    await store.take("calls", 1, limit=1, period_s=1)
+
+    async def granted() -> bool:
+        return (await store.take("calls", 1, limit=1, period_s=1)).granted
+
+    await until(granted)
+
+
+async def test_names_and_periods_do_not_share_an_allowance(store: Store) -> None:
+    for name, period_s in (("a", DAY_S), ("b", DAY_S), ("a", 3600)):
+        assert (await store.take(name, 1, limit=1, period_s=period_s)).granted
+
+
+async def test_one_owner_holds_a_lease_and_may_renew_it(store: Store) -> None:
+    token = await store.hold("sweep", "a", for_s=60)
+    assert token is not None
+
+    assert await store.hold("sweep", "b", for_s=60) is None
+    assert await store.hold("sweep", "a", for_s=60) == token
+    assert await store.hold("other", "b", for_s=60) is not None
+
+
+async def test_each_new_owner_gets_a_higher_token(store: Store) -> None:
+    first = await store.hold("sweep", "a", for_s=60)
+    await store.let_go("sweep", "b")
+    assert await store.hold("sweep", "b", for_s=60) is None
+    await store.let_go("sweep", "a")
+    second = await store.hold("sweep", "b", for_s=60)
+
+    assert first is not None
+    assert second is not None
+    assert second > first
+
+
+async def test_a_lease_ends_by_itself(store: Store) -> None:
+    await store.hold("sweep", "a", for_s=0.1)
+
+    assert await until(lambda: store.hold("sweep", "b", for_s=60))
+
+
+@pytest.mark.parametrize("name", ["", "ä:%", "x" * 500])
+async def test_any_name_will_do(store: Store, name: str) -> None:
+    assert (await store.take(name, 1, limit=1, period_s=DAY_S)).granted
+    assert await store.hold(name, name, for_s=1) is not None

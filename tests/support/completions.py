@@ -1,0 +1,26 @@
+"""Requests, copies and endings as tests of the store need them."""
+
+from consumers.state.base import Completion, Copy, Identity
+
+ME = Identity("tenant", "id-1")
+
+
+def copy(body: str = "body", mark: str = "mark", *, redelivered: bool = False, dead_at_ms: int | None = None) -> Copy:
+    return Copy(body_hash=_16(body), mark=_16(mark), redelivered=redelivered, dead_at_ms=dead_at_ms)
+
+
+def answered(text: str = "answer", *, ended_ms: int = 1_000) -> Completion:
+    return Completion(
+        status="ok", body=text.encode(), headers={"x-lane-model": "ä", "x-lane-attempt": 1}, ended_ms=ended_ms
+    )
+
+
+def failed(code: str = "attempts_exhausted", *, ended_ms: int = 1_000) -> Completion:
+    return Completion(status="error", code=code, body=b'{"code": "x"}\x00\xff', headers={}, ended_ms=ended_ms)
+
+
+CANCELLED = failed("cancelled", ended_ms=5)
+
+
+def _16(text: str) -> bytes:
+    return text.encode().ljust(16, b"\x00")

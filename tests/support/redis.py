@@ -1,0 +1,84 @@
+"""A Redis of the tests' own: on loopback, nothing kept on disk, gone with whoever started it."""
+
+import fcntl
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from service.demo.install import install
+from service.demo.source import LOOPBACK, Steps, Unavailable, free_ports
+
+SERVER = "redis-server"
+START_S = 10
+GUARD = 'redis-server "$@" & read _; kill -KILL $!; wait'
+"""Ends the server when its standard input is closed: by `kill`, or because we have ended."""
+
+
+class RedisServer:
+    """One server. `start` after `kill` has the same port, and nothing of what it had."""
+
+    def __init__(self, folder: Path) -> None:
+        (self.port,) = free_ports(1)
+        self.url = f"redis://{LOOPBACK}:{self.port}/0"
+        self._folder = folder
+        self._guard: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        command = ["--port", str(self.port), "--bind", LOOPBACK, "--save", "", "--appendonly", "no"]
+        self._guard = subprocess.Popen(
+            ["sh", "-c", GUARD, "guard", *command, "--dir", str(self._folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        end = time.monotonic() + START_S
+        while not self._answers():
+            assert time.monotonic() < end, f"{SERVER} does not answer"
+            time.sleep(0.01)
+
+    def kill(self) -> None:
+        if self._guard is not None:
+            self._guard.communicate()
+            self._guard = None
+
+    def _answers(self) -> bool:
+        try:
+            with socket.create_connection((LOOPBACK, self.port), timeout=1) as connection:
+                connection.sendall(b"PING\r\n")
+                return connection.recv(7) == b"+PONG\r\n"
+        except OSError:
+            return False
+
+
+@contextmanager
+def redis_server(folder: Path) -> Iterator[RedisServer]:
+    """A running one. Skips the test where there is none and none can be installed; in CI it fails."""
+    _see_that_it_is_installed()
+    server = RedisServer(folder)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.kill()
+
+
+def _see_that_it_is_installed() -> None:
+    if shutil.which(SERVER) is None:
+        with Path(tempfile.gettempdir(), "lanekeeper-tests-redis.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # one of the session's processes installs it
+            try:
+                if shutil.which(SERVER) is None:
+                    install(Steps(), SERVER)
+            except Unavailable as error:
+                if os.environ.get("CI") == "true":
+                    pytest.fail(str(error))
+                pytest.skip(f"{error} (apt install {SERVER})")
