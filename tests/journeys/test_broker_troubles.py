@@ -1,0 +1,62 @@
+"""A broker in trouble, short of its death: a worker asks no provider for an answer that it could not send."""
+
+import asyncio
+import time
+
+import pytest
+
+from tests.support.alarms import memory_alarm
+from tests.support.house import house
+from tests.support.requester import requester
+from tests.support.waiting import until
+
+SLOW = {"critical": {"slots": 2}}
+
+
+@pytest.mark.default_broker_only
+async def test_under_an_alarm_nothing_new_is_begun_and_afterwards_everybody_is_answered_once(own_broker) -> None:
+    async with house(own_broker.amqp_url, lanes=SLOW) as home, requester(own_broker.amqp_url) as app:
+        for n in range(12):
+            await app.publish({"prompt": f"ask {n} [[latency: 300ms]]"}, correlation_id=f"{n}")
+        await until(lambda: home.api.calls)
+        async with memory_alarm(own_broker.amqp_url):
+            await until(lambda: all(pool.is_paused for pool in home.parts.pools))
+            begun = len(home.api.calls)
+            await asyncio.sleep(2)
+            assert len(home.api.calls) == begun < 12, "a call was made whose answer could not be sent"
+            assert home.parts.reasons()["publish connection"] == "low on memory"
+        over_s = time.monotonic()
+        await until(lambda: home.is_well)
+        print(f"all queues consumed {time.monotonic() - over_s:.2f} s after the alarm")
+        for n in range(12):
+            assert (await app.final(f"{n}")).status == "ok"
+        assert len(home.api.calls) == 12
+
+
+async def test_while_it_cannot_publish_it_takes_nothing_and_says_why(vhost) -> None:
+    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+        assert (await app.ask({"prompt": "before"})).status == "ok"
+        rights = f"permissions/{vhost.quoted}/{vhost.user}"
+        vhost.api("DELETE", rights)  # so that the connection does not come back
+        await (await home.parts.publishing.underlying()).close()
+        await until(lambda: all(pool.is_paused for pool in home.parts.pools))
+        asked = await app.publish({"prompt": "meanwhile"})
+        await until(lambda: "not into virtual host" in (home.parts.reasons()["publish connection"] or ""))
+        await asyncio.sleep(0.5)
+        assert not home.calls("meanwhile")
+
+        vhost.api("PUT", rights, {"configure": ".*", "write": ".*", "read": ".*"})
+        assert (await app.final(asked)).status == "ok"
+        assert not any(home.parts.reasons().values())
+        assert len(home.calls("meanwhile")) == 1
+
+
+async def test_a_lane_whose_queue_was_deleted_is_declared_again_and_worked(vhost) -> None:
+    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+        assert (await app.ask({"prompt": "before"})).status == "ok"
+        deleted_s = time.monotonic()
+        vhost.api("DELETE", f"queues/{vhost.quoted}/lane.critical")
+        await until(lambda: not home.is_well)
+        await until(lambda: home.is_well, within_s=10)
+        print(f"consumed again {time.monotonic() - deleted_s:.2f} s after it was deleted")
+        assert (await app.ask({"prompt": "after"})).status == "ok"
