@@ -7,9 +7,11 @@ Write-ahead log with `synchronous=FULL`: what was committed survives a power cut
 and writers of several processes get along.
 """
 
+import fcntl
 import os
 import sqlite3
 import time
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import quote
 
@@ -158,6 +160,36 @@ def _run(connection: sqlite3.Connection, script: str) -> None:
 def _pragma(connection: sqlite3.Connection, name: str) -> int:
     (value,) = connection.execute(f"PRAGMA {name}").fetchone()
     return int(value)
+
+
+def inode(path: Path) -> tuple[int, int] | None:
+    """Which file it is now; None where there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return (found.st_dev, found.st_ino)
+
+
+def log_of(path: Path) -> Path:
+    """Where SQLite keeps the write-ahead log of a file."""
+    return path.with_name(path.name + "-wal")
+
+
+def drop_log(path: Path, log: tuple[int, int] | None) -> None:
+    """Remove the log of a file that was removed or replaced under us: SQLite would apply it to what is there now.
+
+    Not where another process has done so, and has its own log by now: `log` is the one that we had.
+    """
+    with suppress(FileNotFoundError, NotADirectoryError):
+        folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            if log is not None and inode(log_of(path)) == log:
+                log_of(path).unlink()
+                path.with_name(path.name + "-shm").unlink(missing_ok=True)
+        finally:
+            os.close(folder)
 
 
 def probe(connection: sqlite3.Connection, today: int) -> None:

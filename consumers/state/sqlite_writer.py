@@ -7,7 +7,6 @@ it was kept. The file is opened again after an error, and where it was removed o
 """
 
 import asyncio
-import os
 import queue
 import sqlite3
 import threading
@@ -22,7 +21,7 @@ from consumers.state.base import StoreUnavailable
 from consumers.state.clock import Clock
 from consumers.state.spec import StoreSpec
 from consumers.state.sqlite_counters import Counters
-from consumers.state.sqlite_file import explain, open_file
+from consumers.state.sqlite_file import drop_log, explain, inode, log_of, open_file
 from consumers.state.sqlite_requests import Requests, Times
 
 T = TypeVar("T")
@@ -44,8 +43,8 @@ class Tables:
     connection: sqlite3.Connection
     requests: Requests
     counters: Counters
-    file: tuple[int, int]
-    """Device and inode."""
+    file: tuple[int, int] | None
+    log: tuple[int, int] | None
 
 
 Operation = Callable[[Tables, Times], T]
@@ -155,22 +154,18 @@ class Writer:
         return done
 
     def _usable(self) -> Tables:
-        if self._tables is not None and self._tables.file != self._file():
+        tables = self._tables
+        if tables is not None and tables.file != inode(self._path):
             self._shut()
+            drop_log(self._path, tables.log)
         if self._tables is None:
             if time.monotonic() < self._reopen_at and self.trouble is not None:
                 raise StoreUnavailable(self.trouble)
             self._reopen_at = time.monotonic() + REOPEN_S
             connection = open_file(self._path, namespace=self._namespace, clock=self._clock)
-            self._tables = Tables(connection, Requests(connection, self._spec), Counters(connection), self._file())
+            requests, counters = Requests(connection, self._spec), Counters(connection)
+            self._tables = Tables(connection, requests, counters, inode(self._path), inode(log_of(self._path)))
         return self._tables
-
-    def _file(self) -> tuple[int, int]:
-        try:
-            found = os.stat(self._path)
-        except FileNotFoundError:
-            return (0, 0)
-        return (found.st_dev, found.st_ino)
 
     def _shut(self) -> None:
         if self._tables is not None:

@@ -1,0 +1,382 @@
+"""A SQLite file that is locked, read-only, full, corrupt, newer, gone: told as such, and well again by itself."""
+
+import asyncio
+import os
+import shutil
+import sqlite3
+import stat
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from consumers.state import sqlite_file
+from consumers.state.base import Ended, Granted, Identity, Running, Store, StoreUnavailable
+from consumers.state.clock import Clock
+from consumers.state.sqlite import SqliteStore
+from tests.support.completions import ME, answered, copy
+from tests.support.waiting import until
+
+HOUSE = Path(__file__).parents[3]
+NOBODY = 65534
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "state" / "lane.sqlite"
+
+
+@pytest.fixture
+def busy_for_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sqlite_file, "BUSY_S", 0.2)
+
+
+@pytest.fixture
+def as_anyone() -> Iterator[Callable[[], None]]:
+    """Be a user whom modes bind, which root is not."""
+    before = os.geteuid()
+
+    def become() -> None:
+        if before == 0:
+            os.seteuid(NOBODY)
+
+    yield become
+    os.seteuid(before)
+
+
+def a_store(path: Path, clock: Clock | None = None) -> SqliteStore:
+    return SqliteStore(path, namespace="lane", clock=clock)
+
+
+async def trouble_with(store: Store) -> str:
+    with pytest.raises(StoreUnavailable) as caught:
+        await store.claim(ME, copy())
+    assert store.trouble == str(caught.value)
+    return str(caught.value)
+
+
+async def is_well_again(store: Store, identity: Identity = ME) -> object:
+    """What a claim gives as soon as the store works; nobody does anything about it but calling it."""
+
+    async def claimed() -> object:
+        try:
+            return await store.claim(identity, copy(redelivered=True))
+        except StoreUnavailable:
+            return None
+
+    found = await until(claimed)
+    assert store.trouble is None
+    return found
+
+
+async def test_only_its_owner_may_read_it(path: Path) -> None:
+    umask = os.umask(0)
+    try:
+        async with a_store(path) as store:
+            await store.claim(ME, copy())
+            modes = {each.name: stat.S_IMODE(each.stat().st_mode) for each in path.parent.iterdir()}
+    finally:
+        os.umask(umask)
+
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert modes == {"lane.sqlite": 0o600, "lane.sqlite-wal": 0o600, "lane.sqlite-shm": 0o600}
+
+
+async def test_what_was_committed_survives_a_power_cut(path: Path) -> None:
+    async with a_store(path) as store:
+        found = await store._writer.do(
+            lambda tables, _: [
+                tables.connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("journal_mode", "synchronous")
+            ]
+        )
+
+    assert found == ["wal", 2]
+
+
+async def test_a_store_remembers_after_it_was_closed(path: Path) -> None:
+    async with a_store(path) as store:
+        await store.complete(ME, copy(), answered(), token=None)
+    async with a_store(path) as store:
+        assert isinstance(await store.claim(ME, copy()), Ended)
+
+
+async def test_closing_does_what_was_asked_before(path: Path) -> None:
+    store = await a_store(path).__aenter__()
+    asked = [asyncio.create_task(store.claim(Identity("", str(each)), copy())) for each in range(100)]
+    await asyncio.sleep(0)
+    await store.__aexit__()
+
+    assert all(isinstance(each, Granted) for each in await asyncio.gather(*asked))
+
+
+async def test_it_is_locked_by_another_process(path: Path, busy_for_less: None) -> None:
+    async with a_store(path) as store:
+        await store.claim(ME, copy())
+        with closing(sqlite3.connect(path, isolation_level=None)) as other:
+            other.execute("BEGIN EXCLUSIVE")
+            told = await trouble_with(store)
+            assert "locked by another process" in told
+            assert "fuser" in told
+        assert isinstance(await is_well_again(store), Granted)
+
+
+async def test_it_is_locked_at_the_start(path: Path, busy_for_less: None) -> None:
+    async with a_store(path):
+        pass
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        async with a_store(path) as store:
+            assert "locked by another process" in (store.trouble or "")
+            other.execute("ROLLBACK")
+            await is_well_again(store)
+
+
+async def test_the_loop_goes_on_while_it_is_locked(path: Path, busy_for_less: None) -> None:
+    async with a_store(path) as store:
+        with closing(sqlite3.connect(path, isolation_level=None)) as other:
+            other.execute("BEGIN EXCLUSIVE")
+            claim = asyncio.create_task(store.claim(ME, copy()))
+            rounds = 0
+            while not claim.done():
+                rounds += 1
+                await asyncio.sleep(0.001)
+        assert isinstance(claim.exception(), StoreUnavailable)
+
+    assert rounds > 20
+
+
+async def test_it_may_not_be_written(as_anyone: Callable[[], None]) -> None:
+    folder = Path(tempfile.mkdtemp(prefix="lanekeeper-read-only-"))
+    path = folder / "lane.sqlite"
+    try:
+        async with a_store(path):
+            pass
+        path.chmod(0o444)
+        folder.chmod(0o555)
+        as_anyone()
+        async with a_store(path) as store:
+            told = await trouble_with(store)
+            assert str(path) in told
+            assert "Permission denied" in told
+            assert "let this user write it" in told
+            if os.getuid() == 0:
+                os.seteuid(0)
+            folder.chmod(0o755)
+            path.chmod(0o666)
+            await is_well_again(store)
+    finally:
+        shutil.rmtree(folder)
+
+
+async def test_its_disk_is_full(path: Path) -> None:
+    async with a_store(path) as store:
+        await store._writer.do(lambda tables, _: tables.connection.execute("PRAGMA max_page_count = 20").fetchall())
+        with pytest.raises(StoreUnavailable, match=r"no room left.*free some space"):
+            await store.complete(ME, copy(), answered("x" * 200_000), token=None)
+        assert isinstance(await is_well_again(store), Granted), "nothing of it was kept"
+
+
+async def test_one_full_disk_fails_all_that_were_to_be_written_together(path: Path) -> None:
+    async with a_store(path) as store:
+        await store._writer.do(lambda tables, _: tables.connection.execute("PRAGMA max_page_count = 20").fetchall())
+        large = answered("x" * 200_000)
+        ends = [store.complete(Identity("", str(each)), copy(), large, token=None) for each in range(10)]
+        found = await asyncio.gather(*ends, return_exceptions=True)
+        await is_well_again(store)
+        kept = [await store.find(Identity("", str(each))) for each in range(10)]
+
+    assert isinstance(found[0], StoreUnavailable)
+    assert [each == large for each in found] == [each is not None for each in kept]
+
+
+@pytest.mark.parametrize("content", [b"garbage" * 1000, b"SQLite format 3\x00" + b"\xff" * 5000])
+async def test_it_is_corrupt(path: Path, content: bytes) -> None:
+    path.parent.mkdir()
+    path.write_bytes(content)
+    async with a_store(path) as store:
+        told = await trouble_with(store)
+        assert "is corrupt: stop every worker on it, move it away" in told
+        assert path.read_bytes() == content
+        path.rename(path.with_suffix(".away"))
+        assert isinstance(await is_well_again(store), Granted)
+
+
+async def test_it_becomes_corrupt_while_it_is_open(path: Path) -> None:
+    async with a_store(path) as store:
+        await asyncio.gather(*(store.note(Identity("", str(each)), answered("x" * 9_000)) for each in range(200)))
+        await store._writer.do(lambda tables, _: tables.connection.execute("PRAGMA cache_size = 1").fetchall())
+    async with a_store(path) as store:
+        with path.open("r+b") as file:
+            file.seek(4096)
+            file.write(b"\xff" * (path.stat().st_size - 4096))
+
+        async def told() -> bool:
+            with pytest.raises(StoreUnavailable):
+                await store.find(Identity("", "150"))
+            return "is corrupt" in (store.trouble or "")
+
+        await until(told)
+        for each in path.parent.iterdir():
+            each.unlink()
+        await is_well_again(store)
+
+
+async def test_a_newer_version_made_it(path: Path) -> None:
+    async with a_store(path):
+        pass
+    with closing(sqlite3.connect(path)) as other:
+        other.execute("PRAGMA user_version = 99")
+    before = path.read_bytes()
+    async with a_store(path) as store:
+        told = await trouble_with(store)
+    assert "newer version of Lanekeeper (schema 99" in told
+    assert path.read_bytes() == before
+
+
+async def test_it_is_a_database_of_something_else(path: Path) -> None:
+    path.parent.mkdir()
+    with closing(sqlite3.connect(path)) as other:
+        other.execute("CREATE TABLE theirs (x)")
+    async with a_store(path) as store:
+        assert "is a database of something else" in await trouble_with(store)
+
+
+async def test_it_belongs_to_another_namespace(path: Path) -> None:
+    async with a_store(path):
+        pass
+    async with SqliteStore(path, namespace="staging") as store:
+        assert "belongs to the namespace lane, this is staging" in await trouble_with(store)
+
+
+async def test_its_folder_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    async with a_store(tmp_path / "file" / "lane.sqlite") as store:
+        assert "cannot be opened (File exists)" in await trouble_with(store)
+        (tmp_path / "file").unlink()
+        await is_well_again(store)
+
+
+async def test_it_is_a_folder(path: Path) -> None:
+    path.mkdir(parents=True)
+    async with a_store(path) as store:
+        assert "cannot be opened (Is a directory)" in await trouble_with(store)
+
+
+async def test_it_is_removed_while_it_is_open(path: Path) -> None:
+    async with a_store(path) as store, a_store(path) as other:
+        await store.claim(ME, copy())
+        shutil.rmtree(path.parent)
+
+        assert isinstance(await is_well_again(store), Granted), "what was claimed is forgotten"
+        assert isinstance(await other.claim(ME, copy()), Running), "both have the new one"
+        await store.complete(ME, copy(redelivered=True), answered(), token=None)
+    async with a_store(path) as again:
+        assert isinstance(await again.claim(ME, copy()), Ended)
+
+
+async def test_only_the_file_is_removed_while_it_is_open(path: Path) -> None:
+    async with a_store(path) as store:
+        await store.claim(ME, copy())
+        path.unlink()
+
+        assert isinstance(await is_well_again(store), Granted)
+    async with a_store(path) as again:
+        assert isinstance(await again.claim(ME, copy()), Running)
+
+
+async def test_it_is_replaced_by_a_backup_while_it_is_open(path: Path) -> None:
+    async with a_store(path) as store:
+        await store.complete(ME, copy(), answered(), token=None)
+    backup = path.with_suffix(".backup")
+    shutil.copy(path, backup)
+    async with a_store(path) as store:
+        await asyncio.gather(*(store.note(Identity("", str(each)), answered("x" * 1000)) for each in range(300)))
+        backup.replace(path)
+
+        assert isinstance(await is_well_again(store), Ended)
+        assert await store.find(Identity("", "5")) is None
+    with closing(sqlite3.connect(path)) as looked:
+        assert looked.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+
+
+class Calendar(Clock):
+    """Can be set, and booted."""
+
+    def __init__(self) -> None:
+        self.ahead_ms = 0
+        self.booted = "1"
+        self.uptime_ms = 5_000
+
+    def since_1970_ms(self) -> int:
+        return 1_790_000_000_000 + self.ahead_ms
+
+    def since_boot_ms(self) -> int:
+        return self.uptime_ms
+
+    def boot(self) -> str:
+        return self.booted
+
+
+@pytest.mark.parametrize("hours", [1, -1])
+async def test_a_clock_that_jumps_changes_nothing_for_those_who_run(path: Path, hours: int) -> None:
+    clock = Calendar()
+    async with a_store(path, clock) as store:
+        found = await store.claim(ME, copy())
+        assert isinstance(found, Granted)
+        await store.complete(Identity("", "ended"), copy(), answered(), token=None)
+        clock.ahead_ms = hours * 3_600_000
+        clock.uptime_ms += 5
+
+        assert await store.claim(ME, copy(mark="other")) == Running(for_ms=5)
+        again = await store.claim(ME, copy(redelivered=True))
+        assert isinstance(again, Granted)
+        assert again.token > found.token
+        assert isinstance(await store.claim(Identity("", "ended"), copy()), Ended)
+        clock.uptime_ms += 10_001
+        assert isinstance(await store.claim(ME, copy(mark="other")), Granted), "nor is a lease stuck"
+
+
+@pytest.mark.parametrize(("before", "after"), [("1", "2"), ("", "")])
+async def test_a_reboot_ends_all_leases(path: Path, before: str, after: str) -> None:
+    clock = Calendar()
+    clock.booted, clock.uptime_ms = before, 100 * 86_400_000
+    async with a_store(path, clock) as store:
+        assert isinstance(await store.claim(ME, copy()), Granted)
+        assert await store.hold("sweep", "a", for_s=60) is not None
+    clock.booted, clock.uptime_ms = after, 1_000
+    async with a_store(path, clock) as store:
+        assert isinstance(await store.claim(ME, copy(mark="other")), Granted)
+        assert await store.hold("sweep", "b", for_s=60) is not None
+
+
+MANY = """
+import asyncio, sys
+from pathlib import Path
+from consumers.state.base import Granted, Identity
+from consumers.state.sqlite import SqliteStore
+from tests.support.completions import copy
+
+async def main():
+    async with SqliteStore(Path(sys.argv[1]), namespace="lane") as store:
+        assert store.trouble is None, store.trouble
+        sys.stdin.readline()
+        found = await asyncio.gather(*(store.claim(Identity("", str(n)), copy(mark=sys.argv[2])) for n in range(200)))
+        print(sum(isinstance(each, Granted) for each in found))
+
+asyncio.run(main())
+"""
+
+
+async def test_processes_that_start_at_once_share_a_file_that_is_new(path: Path) -> None:
+    processes = [
+        await asyncio.create_subprocess_exec(
+            sys.executable, "-c", MANY, path, name, stdin=-1, stdout=-1, stderr=-1, cwd=HOUSE
+        )
+        for name in ("a", "b", "c")
+    ]
+    ended = await asyncio.gather(*(each.communicate(b"go\n") for each in processes))
+
+    assert sum(int(out) for out, _ in ended) == 200, [err.decode() for _, err in ended]
