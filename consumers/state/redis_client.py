@@ -84,6 +84,8 @@ class RedisClient:
 
 def _explain(error: Exception) -> str:
     text = " ".join(str(error).split())[:SHOWN]
+    if "unauthenticated" in text:  # what Redis says to more than ten words without a password
+        error = exceptions.AuthenticationError(text)
     match error:
         case exceptions.AuthenticationError() | exceptions.AuthorizationError() | exceptions.NoPermissionError():
             return f"refuses this user or password, or what it wants to do: see LANEKEEPER_STORE_URL ({text})"

@@ -1,0 +1,201 @@
+"""A Redis that is gone, empty, full, a replica, loading, or none: told as such, and well again by itself."""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+from redis.asyncio import Redis
+from structlog.testing import capture_logs
+
+from consumers.state import redis_client
+from consumers.state.base import Ended, Granted, Held, Running, StoreUnavailable
+from consumers.state.redis import RedisStore
+from service.demo.source import LOOPBACK
+from tests.support.completions import ME, answered, copy
+from tests.support.redis import RedisServer
+from tests.support.waiting import until
+
+PASSWORD = "s3cret"
+
+
+def a_store(url: str) -> RedisStore:
+    return RedisStore(url, namespace="lane")
+
+
+async def trouble_with(store: RedisStore) -> str:
+    with pytest.raises(StoreUnavailable) as caught:
+        await store.claim(ME, copy())
+    assert store.trouble == str(caught.value)
+    return str(caught.value)
+
+
+async def is_well_again(store: RedisStore) -> object:
+    async def claimed() -> object:
+        try:
+            return await store.claim(ME, copy(redelivered=True))
+        except StoreUnavailable:
+            return None
+
+    found = await until(claimed)
+    assert store.trouble is None
+    return found
+
+
+@asynccontextmanager
+async def told(server: RedisServer, *words: str, back: tuple[str, ...]) -> AsyncIterator[None]:
+    """After a command of an administrator's; taken back at the end."""
+    async with Redis.from_url(server.url) as admin:
+        await admin.execute_command(*words)
+        yield
+        await admin.execute_command(*back)
+
+
+@asynccontextmanager
+async def listening(answer: Callable[[bytes], bytes]) -> AsyncIterator[str]:
+    """A server that is no Redis; its URL."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while asked := await reader.read(65_536):
+            writer.write(answer(asked))
+        writer.close()
+
+    async with await asyncio.start_server(serve, LOOPBACK, 0) as server:
+        yield f"redis://{LOOPBACK}:{server.sockets[0].getsockname()[1]}/0"
+
+
+async def test_it_is_gone_and_comes_back_empty(own_redis: RedisServer) -> None:
+    async with a_store(own_redis.url) as store:
+        found = await store.claim(ME, copy())
+        assert isinstance(found, Granted)
+        own_redis.kill()
+        trouble = await trouble_with(store)
+        assert f"Redis at redis://127.0.0.1:{own_redis.port} cannot be reached: see that it runs" in trouble
+
+        own_redis.start()
+        assert await store.renew([Held(ME, found.token)]) == {}, "nobody has fenced it off"
+        assert await store.complete(ME, copy(), answered(), token=found.token) == answered()
+        assert store.trouble is None
+
+
+async def test_it_is_gone_at_the_start(own_redis: RedisServer) -> None:
+    own_redis.kill()
+    async with a_store(own_redis.url) as store:
+        assert "cannot be reached" in (store.trouble or "")
+        own_redis.start()
+        assert isinstance(await is_well_again(store), Granted)
+
+
+async def test_many_who_wait_for_one_that_was_away_are_all_served(own_redis: RedisServer) -> None:
+    async with a_store(own_redis.url) as store:
+        await asyncio.gather(*(store.find(ME) for _ in range(100)))
+        own_redis.kill()
+        lost = await asyncio.gather(*(store.find(ME) for _ in range(100)), return_exceptions=True)
+        own_redis.start()
+        found = await asyncio.gather(*(store.find(ME) for _ in range(100)))
+
+    assert all(isinstance(each, StoreUnavailable) for each in lost)
+    assert found == [None] * 100
+
+
+async def test_it_has_forgotten_the_scripts(own_redis: RedisServer) -> None:
+    async with a_store(own_redis.url) as store:
+        await store.claim(ME, copy())
+        async with told(own_redis, "SCRIPT", "FLUSH", back=("PING",)):
+            assert isinstance(await store.claim(ME, copy()), Running)
+
+
+async def test_its_memory_is_full(own_redis: RedisServer) -> None:
+    async with a_store(own_redis.url) as store:
+        token = await store.claim(ME, copy())
+        assert isinstance(token, Granted)
+        async with told(own_redis, "CONFIG", "SET", "maxmemory", "1", back=("CONFIG", "SET", "maxmemory", "0")):
+            with pytest.raises(StoreUnavailable, match="refuses writes, its memory is full: raise maxmemory"):
+                await store.complete(ME, copy(), answered(), token=token.token)
+            with pytest.raises(StoreUnavailable, match="memory is full"):
+                await store.probe()
+        assert isinstance(await store.claim(ME, copy()), Running), "nothing of what was refused is there"
+        assert await store.complete(ME, copy(), answered(), token=token.token) == answered()
+
+
+async def test_it_may_not_be_written_without_replicas(own_redis: RedisServer) -> None:
+    name = "min-replicas-to-write"
+    async with a_store(own_redis.url) as store:
+        async with told(own_redis, "CONFIG", "SET", name, "1", back=("CONFIG", "SET", name, "0")):
+            assert "refuses writes: see its disk, its replicas and its log" in await trouble_with(store)
+        assert isinstance(await is_well_again(store), Granted)
+
+
+async def test_it_is_a_replica(own_redis: RedisServer) -> None:
+    async with a_store(own_redis.url) as store:
+        async with told(own_redis, "REPLICAOF", LOOPBACK, "1", back=("REPLICAOF", "NO", "ONE")):
+            assert "is a replica that may not be written: give the primary's address" in await trouble_with(store)
+        assert isinstance(await is_well_again(store), Granted)
+
+
+async def test_its_password_is_wrong_and_is_not_told(own_redis: RedisServer) -> None:
+    async with told(own_redis, "CONFIG", "SET", "requirepass", "right", back=("CONFIG", "SET", "requirepass", "")):
+        for credentials in ("", f":{PASSWORD}@"):
+            async with a_store(own_redis.url.replace("//", f"//{credentials}")) as store:
+                trouble = await trouble_with(store)
+                assert "refuses this user or password" in trouble
+                assert PASSWORD not in trouble
+        async with a_store(own_redis.url.replace("//", "//:right@")) as store:
+            assert isinstance(await store.claim(ME, copy()), Granted)
+
+
+@pytest.mark.parametrize(
+    ("answer", "what"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "is not a Redis"),
+        (b"-LOADING Redis is loading the dataset in memory\r\n", "is still loading its data"),
+        (
+            b"-MISCONF Redis is configured to save RDB snapshots, but it's unable to persist to disk.\r\n",
+            "refuses writes",
+        ),
+        (b"-ERR unknown command 'EVALSHA'\r\n", "answered: "),
+    ],
+)
+async def test_what_it_answers_is_told(answer: bytes, what: str) -> None:
+    async with listening(lambda _: answer) as url, a_store(url) as store:
+        assert what in await trouble_with(store)
+
+
+async def test_it_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_client, "CALL_S", 0.2)
+    async with listening(lambda _: b"") as url, a_store(url) as store:
+        assert "does not answer within 0.2 s" in await trouble_with(store)
+
+
+async def test_a_claim_that_is_given_up_does_not_get_anothers_answer(redis: RedisServer) -> None:
+    async with RedisStore(redis.url, namespace=f"test-{secrets.token_hex(4)}") as store:
+        await store.complete(ME, copy(), answered(), token=None)
+        for _ in range(20):
+            given_up = [asyncio.create_task(store.take("x", 1, limit=1, period_s=60)) for _ in range(5)]
+            await asyncio.sleep(0)
+            for each in given_up:
+                each.cancel()
+            assert isinstance(await store.claim(ME, copy()), Ended)
+
+
+async def test_it_warns_once_of_what_could_be_lost_by_its_settings(own_redis: RedisServer) -> None:
+    policy = ("CONFIG", "SET", "maxmemory-policy")
+    async with told(own_redis, *policy, "allkeys-lru", back=(*policy, "noeviction")):
+        with capture_logs() as logs:
+            async with a_store(own_redis.url) as store:
+                await store.probe()
+    reasons = [each["reason"] for each in logs if each["event"] == "store.volatile"]
+
+    assert reasons == [
+        "maxmemory-policy is allkeys-lru: set noeviction",
+        "appendonly is off: what was written is lost with a restart",
+    ]
+
+
+async def test_a_pool_of_few_connections_serves_many(redis: RedisServer) -> None:
+    async with RedisStore(redis.url, namespace=f"test-{secrets.token_hex(4)}") as store:
+        calls: list[Awaitable[object]] = [store.claim(ME, copy(mark=str(each))) for each in range(500)]
+        found = await asyncio.gather(*calls)
+
+    assert sum(isinstance(each, Granted) for each in found) == 1
