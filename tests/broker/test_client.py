@@ -1,10 +1,13 @@
 """Our own client against a worker and a real broker: answers, parts, problems, and a line that is cut."""
 
 import asyncio
+import sys
 import time
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 
@@ -287,3 +290,27 @@ async def test_a_broker_that_is_not_there_and_a_wrong_password_are_told_apart(vh
             else vhost.amqp_url.replace("@", "x@", 1)
         ):
             pass
+
+
+async def test_a_script_that_configures_no_logging_prints_its_own_lines_alone(vhost) -> None:
+    script = (
+        "import asyncio, sys\n"
+        "from service.client import Client\n"
+        "async def main():\n"
+        "    async with Client(sys.argv[1]) as client:\n"
+        "        await (await client._consuming.underlying()).close()\n"
+        "        await client._replying.address()\n"
+        "        print('mine')\n"
+        "asyncio.run(main())\n"
+    )
+
+    async def said(*before: str) -> tuple[str, str]:
+        line = (sys.executable, "-W", "ignore", "-c", "".join((*before, script)), vhost.amqp_url)
+        process = await asyncio.create_subprocess_exec(*line, stdout=PIPE, stderr=PIPE, cwd=Path(__file__).parents[2])
+        out, err = await process.communicate()
+        return out.decode(), err.decode()
+
+    assert await said() == ("mine\n", "")
+    out, err = await said("import logging; logging.basicConfig(level=logging.INFO)\n")
+    assert out == "mine\n"
+    assert "INFO:lanekeeper:event='broker.connected'" in err

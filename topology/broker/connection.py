@@ -13,13 +13,12 @@ from types import TracebackType
 from typing import Self
 from urllib.parse import unquote
 
-import structlog
 from aiormq.channel import Channel
 from aiormq.connection import Connection as Underlying
 from aiormq.exceptions import AMQPError, AuthenticationError, InvalidFrameError, ProbableAuthenticationError
 from yarl import URL
 
-from topology import signals
+from topology import logs, signals
 from topology.broker.alarms import Alarmed
 from topology.broker.border import asks_to_stop, border, cancellations, said
 from topology.broker.frames import tolerate
@@ -31,7 +30,7 @@ NEXT_TIMEOUT_S = 4
 """Where there are several nodes, for each: one that has frozen accepts connections and says nothing."""
 BACKOFF_CAP_S = 2.5
 """A broker that starts is found that soon; with a hundred workers it refuses as many connections a second till then."""
-log: structlog.stdlib.BoundLogger = structlog.get_logger()
+log = logs.logger()
 
 OnOpen = Callable[[Underlying], Awaitable[None]]
 """Called with each new connection before anybody else gets it; raising closes it again."""

@@ -14,13 +14,12 @@ import random
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import suppress
 
-import structlog
 from aiormq.abc import DeliveredMessage
 from aiormq.channel import Channel
 from aiormq.exceptions import ChannelNotFoundEntity
 from pamqp.commands import Basic
 
-from topology import names, signals
+from topology import logs, names, signals
 from topology.broker.border import border
 from topology.broker.connection import Connection
 from topology.broker.frames import message_of
@@ -33,7 +32,7 @@ OPEN_TIMEOUT_S = 5
 BACKOFF_CAP_S = 5.0
 SHORT_S = 10
 """A channel that is lost sooner was no success: the pause before the next one grows."""
-log: structlog.stdlib.BoundLogger = structlog.get_logger()
+log = logs.logger()
 
 
 class ChannelLost(BrokerError):

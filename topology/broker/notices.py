@@ -10,13 +10,12 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
-import structlog
 from aiormq.abc import ChannelFrame
 from aiormq.channel import Channel
 from aiormq.exceptions import AMQPError
 from pamqp.commands import Basic
 
-from topology import signals
+from topology import logs, signals
 from topology.broker.border import asks_to_stop
 from topology.broker.connection import Connection
 from topology.contract.problems import BrokerUnreachable
@@ -28,7 +27,7 @@ TOGETHER = 100
 GATHER_S = 0.005
 """How long the first of them waits for others."""
 WRITE_TIMEOUT_S = 5
-log: structlog.stdlib.BoundLogger = structlog.get_logger()
+log = logs.logger()
 
 
 class Notices:

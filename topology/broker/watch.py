@@ -11,10 +11,9 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
 
-import structlog
 from aiormq.abc import AbstractConnection
 
-from topology import signals
+from topology import logs, signals
 from topology.broker.apply import apply, bind, broker_errors
 from topology.broker.connection import Connection
 from topology.broker.management import Management, is_same_broker
@@ -31,7 +30,7 @@ SOONEST_S = 0.2
 """After a look, whoever asks for another: a hundred publishes that find no exchange ask at once."""
 MANAGEMENT_WITHIN_S = 5.0
 COMMAND = "lanekeeper topology apply"
-log: structlog.stdlib.BoundLogger = structlog.get_logger()
+log = logs.logger()
 
 FindManagement = Callable[[Connection], Awaitable[Management | None]]
 
