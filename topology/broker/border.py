@@ -22,8 +22,18 @@ def border(what: str, *, lost: type[BrokerError] = BrokerUnreachable) -> Iterato
         if asks_to_stop():
             raise
         raise lost(f"{what}: the connection was lost") from None
+    except Exception as error:
+        if not is_nameless(error):
+            raise
+        if cancellations() == before:
+            raise lost(f"{what}: the connection was lost") from error
     if cancellations() > before:
         raise asyncio.CancelledError
+
+
+def is_nameless(error: Exception) -> bool:
+    """Whether it is what aiormq raises in a call that begins just after its connection was closed: a bare `Exception`."""
+    return type(error) is Exception
 
 
 def said(error: BaseException) -> str:

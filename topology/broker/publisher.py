@@ -19,7 +19,7 @@ from aiormq.exceptions import (
     PublishError,
 )
 
-from topology.broker.border import asks_to_stop
+from topology.broker.border import asks_to_stop, is_nameless
 from topology.broker.connection import Connection
 from topology.broker.frames import properties_of
 from topology.contract.messages import Message
@@ -36,8 +36,8 @@ from topology.tracing import Tracing
 CONFIRM_TIMEOUT_S = 10.0
 CONFIRM_LEAST_S = 1.0
 """For the confirm of what could be published at last, after most of its time was waited for the broker."""
-SURELY_WITHIN_S = 600.0
-"""Long enough for a memory alarm or a broker's restart, and well within the broker's consumer timeout (1800 s)."""
+SURELY_WITHIN_S = 100.0
+"""Long enough for a broker's restart; after it the delivery goes back, and what is stored is told when it comes again."""
 DEFAULT_EXCHANGE = "amq.default"
 """The default exchange in the broker's errors. They name the exchange that is meant, and end the whole channel."""
 
@@ -114,6 +114,10 @@ class Publisher:
                 if asks_to_stop():
                     raise
                 raise ConfirmUnknown(f"connection lost while publishing {routing_key!r}") from None
+            except Exception as error:
+                if not is_nameless(error):
+                    raise
+                raise ConfirmUnknown(f"connection lost while publishing {routing_key!r}") from error
             finally:
                 if turn is not None:
                     del self._in_flight[message.message_id or ""]
