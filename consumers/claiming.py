@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import structlog
 
-from consumers.job import Job
+from consumers.job import CLAIM_WITHIN_S, STORE_WITHIN_S, Job
 from consumers.state.base import (
     Cancelling,
     Completion,
@@ -30,8 +30,6 @@ from topology import signals
 
 RENEW_EVERY_S = 0.5
 """A twentieth of a lease; a cancelled request's provider is told within this time and a round trip."""
-SURELY_WITHIN_S = 600.0
-"""How long a store is waited for; as long as a publish is, and well within the broker's consumer timeout (1800 s)."""
 RELEASE_WITHIN_S = 1.0
 PAUSE_CAP_S = 1.0
 T = TypeVar("T")
@@ -69,8 +67,8 @@ class Claiming:
                 job.stop(why)
 
     async def claim(self, job: Job) -> Granted | Running | Ended | Conflict:
-        """Ask for a job's request. Raises StoreUnavailable after `SURELY_WITHIN_S`."""
-        found = await _surely(lambda: self._store.claim(job.identity, job.copy()))
+        """Ask for a job's request. Raises StoreUnavailable after `CLAIM_WITHIN_S`."""
+        found = await _surely(lambda: self._store.claim(job.identity, job.copy()), within_s=CLAIM_WITHIN_S)
         if isinstance(found, Granted):
             job.claim = Held(job.identity, found.token)
             self._held[job.claim] = job
@@ -90,7 +88,7 @@ class Claiming:
     async def complete(self, job: Job, completion: Completion) -> Completion | None:
         """Keep how it ended: the completion that holds, or None where another delivery of it is being worked on.
 
-        Raises StoreUnavailable after `SURELY_WITHIN_S`.
+        Raises StoreUnavailable after `STORE_WITHIN_S`.
         """
         token = None if job.claim is None else job.claim.token
         holds = await _surely(lambda: self._store.complete(job.identity, job.copy(), completion, token=token))
@@ -119,9 +117,9 @@ class Claiming:
             job.claim = None
 
 
-async def _surely(call: Callable[[], Awaitable[T]]) -> T:
+async def _surely(call: Callable[[], Awaitable[T]], *, within_s: float | None = None) -> T:
     loop = asyncio.get_running_loop()
-    end = loop.time() + SURELY_WITHIN_S
+    end = loop.time() + (STORE_WITHIN_S if within_s is None else within_s)
     pause_s = 0.05
     while True:
         try:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from consumers import retry
 from consumers.failpoints import Failpoints
-from consumers.failures import ProviderError
+from consumers.failures import ProviderError, TransientError
 from consumers.gates.base import Gate
 from consumers.gates.deadline import exceeded
-from consumers.job import Answered, Buried, Deferred, Dropped, Job, NowMs, Outcome, Refused, ended_by
+from consumers.job import ATTEMPT_WITHIN_S, Answered, Buried, Deferred, Dropped, Job, NowMs, Outcome, Refused, ended_by
 from consumers.lifecycle import Lifecycle
 from consumers.pausing import Pausing
 from consumers.providers.base import Answer
@@ -24,7 +24,7 @@ from topology.names import Names
 
 DELIVERIES_AT_MOST = 5
 """The delivery at which a request that was never settled is buried; the broker's own limit (20) is the backstop."""
-TAKEN_OVER_WAIT_MS = 1000
+LATER_MS = 1000
 
 
 class Handler:
@@ -122,7 +122,7 @@ class Handler:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         try:
-            async with asyncio.timeout(left_s) as job.limit:
+            async with asyncio.timeout(min(left_s, ATTEMPT_WITHIN_S)) as job.limit:
                 if job.stopped is not None:
                     job.stop(job.stopped)
                 await self._pausing.opened()  # an answer that could not be sent is not asked for
@@ -132,20 +132,13 @@ class Handler:
             if job.limit is None or not job.limit.expired():
                 raise
             job.run_ms = self._run_ms(job, began_s)
-            return _ended_early(job)
+            return self._ended_early(job, request, lane, is_over=left_s <= ATTEMPT_WITHIN_S)
         except RequestProblem as forbidden:  # nothing may be sent to its reply address: found out while streaming to it
             job.run_ms = self._run_ms(job, began_s)
             return ended_by(forbidden)
         except ProviderError as error:
             job.run_ms = self._run_ms(job, began_s)
-            return retry.decide(
-                error,
-                attempts=job.attempts,
-                max_attempts=lane.max_attempts,
-                left_ms=request.deadline_ms - self._now_ms(),
-                policy=self._policy,
-                rng=self._rng,
-            )
+            return self._decide(error, job, request, lane)
         job.run_ms = self._run_ms(job, began_s)
         return Answered(body=answer.body, model=answer.model, provider=answer.provider)
 
@@ -160,13 +153,27 @@ class Handler:
         """How long the call took; nothing where it was not made."""
         return 0 if job.attempt_started_ms is None else round(1000 * (asyncio.get_running_loop().time() - began_s))
 
+    def _ended_early(self, job: Job, request: Request, lane: LaneSpec, *, is_over: bool) -> Outcome:
+        """It was told to stop, its time was over, or it was held as long as a delivery may be."""
+        match job.stopped:
+            case Stop.CANCELLED:
+                return Dropped(RequestProblem("cancelled", "cancelled by its owner while it ran"))
+            case Stop.FENCED:
+                return Deferred(delay_ms=LATER_MS, reason="running elsewhere", due_ms=job.hop.due_ms)
+            case None if is_over:
+                return Refused(exceeded(job))
+            case None if job.attempt_started_ms is None:
+                return Deferred(delay_ms=LATER_MS, reason="paused", due_ms=job.hop.due_ms)
+            case None:
+                late = TransientError(f"the answer was not whole after {ATTEMPT_WITHIN_S:g} s", type="timeout")
+                return self._decide(late, job, request, lane)
 
-def _ended_early(job: Job) -> Outcome:
-    """Its time was over, or it was told to stop."""
-    match job.stopped:
-        case Stop.CANCELLED:
-            return Dropped(RequestProblem("cancelled", "cancelled by its owner while it ran"))
-        case Stop.FENCED:
-            return Deferred(delay_ms=TAKEN_OVER_WAIT_MS, reason="running elsewhere", due_ms=job.hop.due_ms)
-        case None:
-            return Refused(exceeded(job))
+    def _decide(self, error: ProviderError, job: Job, request: Request, lane: LaneSpec) -> Outcome:
+        return retry.decide(
+            error,
+            attempts=job.attempts,
+            max_attempts=lane.max_attempts,
+            left_ms=request.deadline_ms - self._now_ms(),
+            policy=self._policy,
+            rng=self._rng,
+        )

@@ -19,6 +19,7 @@ from urllib.parse import quote, unquote, urlsplit
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from consumers.job import ATTEMPT_WITHIN_S
 from consumers.retry import RetryPolicy
 from consumers.state.spec import StoreSpec
 from service import allowed, sources
@@ -62,7 +63,7 @@ class LaneSettings(_Section):
     """One lane; defaults in `topology/lanes.py`."""
 
     slots: Number[int] = Field(ge=1, le=10_000)
-    call_timeout_s: Number[float] = Field(gt=0, le=1700)  # below the broker's consumer timeout, 1800 s
+    call_timeout_s: Number[float] = Field(gt=0, le=ATTEMPT_WITHIN_S)
     deadline_s: Number[float] = Field(gt=0, le=YEAR_S)
     max_attempts: Number[int] = Field(ge=1, le=100)
     model: ModelName

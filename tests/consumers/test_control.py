@@ -126,7 +126,7 @@ async def test_whose_request_it_is(bench: Bench, user: str, said: str | None) ->
 
 
 async def test_what_cannot_be_recorded_goes_back(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claiming, "SURELY_WITHIN_S", 0)
+    monkeypatch.setattr(claiming, "STORE_WITHIN_S", 0)
     bench.store.failing = StoreUnavailable("locked")
     await read(bench, {"cancel": "m-1"})
     assert bench.log == ["reject"]

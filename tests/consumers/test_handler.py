@@ -14,7 +14,20 @@ from consumers.gates.claim import ClaimGate
 from consumers.gates.deadline import DeadlineGate
 from consumers.gates.schedule import ScheduleGate
 from consumers.handler import DELIVERIES_AT_MOST, Handler
-from consumers.job import Answered, Buried, Deferred, Dropped, Job, Outcome, Refused, Replayed, Retried
+from consumers.job import (
+    ATTEMPT_WITHIN_S,
+    CLAIM_WITHIN_S,
+    STORE_WITHIN_S,
+    Answered,
+    Buried,
+    Deferred,
+    Dropped,
+    Job,
+    Outcome,
+    Refused,
+    Replayed,
+    Retried,
+)
 from consumers.pausing import Pausing
 from consumers.providers.base import Answer, Parts
 from consumers.providers.registry import Registry
@@ -23,6 +36,7 @@ from consumers.state.base import Completion
 from tests.support.jobs import BODY, NAMES, NOW_MS, Bench
 from tests.support.waiting import until
 from topology import names as n
+from topology.broker.publisher import SURELY_WITHIN_S
 from topology.contract.messages import Message, Request
 from topology.contract.problems import ConfirmUnknown
 from topology.lanes import CRITICAL
@@ -72,14 +86,19 @@ def bench() -> Bench:
 
 
 def handler(
-    bench: Bench, provider: FakeProvider, *, gates: Any = None, now_ms: Callable[[], int] = lambda: NOW_MS
+    bench: Bench,
+    provider: FakeProvider,
+    *,
+    gates: Any = None,
+    now_ms: Callable[[], int] = lambda: NOW_MS,
+    pausing: Pausing | None = None,
 ) -> Handler:
     return Handler(
         gates=gates if gates is not None else (DeadlineGate(now_ms=now_ms), ScheduleGate(now_ms=now_ms)),
         providers=Registry(provider, tracing=Tracing()),
         replies=bench.replies,
         lifecycle=bench.lifecycle,
-        pausing=Pausing({}),
+        pausing=pausing or Pausing({}),
         policy=RetryPolicy(),
         names=NAMES,
         now_ms=now_ms,
@@ -249,6 +268,23 @@ async def test_gates_are_left_in_reverse_by_all_that_passed_them(bench: Bench) -
     gates = (FakeGate(log, "a"), FakeGate(log, "b"), FakeGate(log, "c", end), FakeGate(log, "d"))
     assert await handle(bench, bench.job(), gates=gates) == end
     assert log == ["a enter", "b enter", "c enter", "b leave Deferred", "a leave Deferred"]
+
+
+async def test_no_delivery_is_held_until_the_broker_takes_it_back(bench: Bench, monkeypatch) -> None:
+    monkeypatch.setattr("consumers.handler.ATTEMPT_WITHIN_S", 0.02)
+    outcome = await handle(bench, bench.job(), FakeProvider(takes_s=30))
+    assert isinstance(outcome, Retried)
+    held_s = CLAIM_WITHIN_S + ATTEMPT_WITHIN_S + STORE_WITHIN_S + 2 * SURELY_WITHIN_S
+    assert held_s < 1800
+
+
+async def test_what_is_held_up_by_a_pause_is_no_attempt(bench: Bench, monkeypatch) -> None:
+    monkeypatch.setattr("consumers.handler.ATTEMPT_WITHIN_S", 0.02)
+    paused = Pausing({"store": lambda: "locked"})
+    job, provider = bench.job(), FakeProvider()
+    outcome = await handle(bench, job, provider, pausing=paused)
+    assert outcome == Deferred(delay_ms=1000, reason="paused")
+    assert (job.attempts, provider.asked) == (0, [])
 
 
 # claims

@@ -177,7 +177,7 @@ async def test_a_store_that_is_away_is_waited_for_with_the_delivery_in_hand(benc
 
 
 async def test_one_that_stays_away_has_it_put_back(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claiming, "SURELY_WITHIN_S", 0)
+    monkeypatch.setattr(claiming, "STORE_WITHIN_S", 0)
     bench.store.failing = StoreUnavailable("locked")
     assert await bench.settler.settle(bench.job(), ANSWERED) is None
     assert bench.log == ["reject"]
