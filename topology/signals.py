@@ -68,6 +68,12 @@ DELIVERY_LOST: Final = "delivery.lost"  # queue, error: its acknowledgement fail
 FALLEN_HANDLED: Final = "fallen.handled"  # code, queue, reason: what the broker took out of a queue was answered
 HANDLER_FAILED: Final = "handler.failed"  # error, where: a fault of ours; the request is buried as `internal`
 
+# Log events: the budget.
+ACCOUNT_PAUSED: Final = "account.paused"  # account, for_s: its spend limit is reached; a person has to act
+LIMITS_LEARNED: Final = (
+    "limits.learned"  # account, kind, requests, input_tokens, output_tokens: a minute's, from now on
+)
+
 # Spans: `<operation> <destination>`, the destination being of few values (an exchange, a queue of ours, a model).
 SEND: Final = "send"  # PRODUCER
 PROCESS: Final = "process"  # CONSUMER

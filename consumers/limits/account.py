@@ -1,0 +1,312 @@
+"""START HERE for the budget: one account's buckets, lines and calls, and whose turn it is. Pure; time is passed in.
+
+Whose turn it is, again after every change:
+
+1. The first of a lane that can be granted from its own lane's part alone: nobody else loses by it.
+2. Else the first of all (`order.py`), from its lane's part and the pool together. It keeps the pool until it is
+   granted, so that a large request is not starved by small ones.
+
+What is larger than the whole bucket is granted when that is full, and leaves a debt that all wait for.
+"""
+
+from collections.abc import Iterator
+from math import inf
+
+from consumers.limits.adaptive import Adaptive
+from consumers.limits.amounts import CONCURRENCY, PAUSED, REASONS, Amounts
+from consumers.limits.base import Heard, Kind, Reservation, Wait
+from consumers.limits.bucket import Bucket
+from consumers.limits.concurrency import Concurrency
+from consumers.limits.headers import ROUNDED_BY, RateHeaders
+from consumers.limits.order import Lines, Waiter
+from consumers.limits.spec import BudgetSpec
+
+HOLD_AT_MOST_S = 60.0
+"""What a `retry-after` is believed: the buckets are a minute's."""
+SPENT = 0.01
+"""A bucket with less of its limit left explains a refusal."""
+WHOLE = 1 - 1e-9
+
+
+class Account:
+    """Lanes are numbered by rank, as they stand in the spec."""
+
+    def __init__(self, name: str, spec: BudgetSpec, *, now_s: float) -> None:
+        self.name = name
+        self._spec = spec
+        self._names = tuple(spec.lanes)
+        self._shares = tuple(lane.share for lane in spec.lanes.values())
+        caps = spec.caps(name)
+        self._adaptive = Adaptive(spec.start, caps, now_s=now_s)
+        self.buckets = tuple(
+            Bucket(each, burst_s=spec.burst_s, shares=self._shares, now_s=now_s) for each in self._adaptive.per_minute()
+        )
+        self.lines = Lines([lane.boost_s for lane in spec.lanes.values()])
+        self.concurrency = Concurrency(caps.concurrency)
+        self._turns = [0.0 for _ in self._names]
+        """Where calls are what is short: each lane's share of them, saved up to one."""
+        self._paused_until_s = self._held_until_s = -inf
+        self._pressed = False
+
+    def paused_s(self, now_s: float) -> float:
+        """How long nothing is granted, because of a spend limit."""
+        return max(0.0, self._paused_until_s - now_s)
+
+    # ---- the line ----------------------------------------------------------------------------------------------------
+
+    def join(self, waiter: Waiter) -> bool:
+        """Whether it is the first of its lane, so that `grant` may find something to do."""
+        if not self.lines.join(waiter):
+            return False
+        self._head_changed(waiter.lane)
+        return True
+
+    def leave(self, waiter: Waiter) -> bool:
+        """Ungranted; whether another has become the first of its lane."""
+        if not self.lines.leave(waiter):
+            return False
+        self._head_changed(waiter.lane)
+        return True
+
+    def grant(self, now_s: float) -> Waiter | None:
+        """The next that may go, taken out of its line, with its reservation; None: nobody may."""
+        for bucket in self.buckets:
+            bucket.refill(now_s)
+        if now_s < self._paused_until_s or now_s < self._held_until_s or self.concurrency.is_full:
+            return None
+        is_owed = False
+        for waiter in self.lines.heads:
+            if waiter is not None and self._owns(waiter):
+                if self._holds(waiter.amounts):
+                    return self._granted(waiter, now_s, own=True)
+                is_owed = True
+        if is_owed:
+            return None
+        waiter = self.lines.first(now_s)
+        if waiter is not None and self._spares(waiter):
+            return self._granted(waiter, now_s, own=False)
+        return None
+
+    def next_in_s(self, now_s: float) -> float | None:
+        """When `grant` may find something to do again, if nothing happens before; None: not by time alone."""
+        first = self.lines.first(now_s)
+        if first is None:
+            return None
+        self._pressed = True
+        stopped_s = max(self._paused_until_s, self._held_until_s) - now_s
+        if stopped_s > 0:
+            return stopped_s
+        if self.concurrency.is_full:
+            return None
+        soonest, is_owed = self.lines.boost_in_s(now_s), False
+        for waiter in self.lines.heads:
+            if waiter is not None:
+                is_owed = is_owed or self._owns(waiter)
+                if self._has_turn(waiter.lane):
+                    soonest = min(soonest, self._own_wait_s(waiter)[0])
+        if not is_owed:
+            soonest = min(soonest, self._shared_wait_s(first)[0])
+        return soonest
+
+    # ---- after a call ------------------------------------------------------------------------------------------------
+
+    def settle(self, reservation: Reservation, used: Amounts | None, now_s: float) -> None:
+        """Give back what was not used, take what was used beyond it."""
+        if reservation.is_settled:
+            return
+        reservation.is_settled = True
+        self.concurrency.end(now_s - reservation.at_s)
+        lane = self._names.index(reservation.lane)
+        for each, bucket in enumerate(self.buckets):
+            over = reservation.amounts[each] - (used[each] if used else 0.0)
+            bucket.refill(now_s)
+            if over > 0:
+                bucket.give_back(lane, over, own=reservation.own[each])
+            elif over < 0:
+                bucket.charge(lane, -over)
+
+    def learn(self, heard: Heard, now_s: float) -> bool:
+        """From one response; whether there is less than before, so that what was predicted does not hold any more."""
+        for bucket in self.buckets:
+            bucket.refill(now_s)
+        before = self._adaptive.per_minute()
+        has_limits = heard.rate is not None and self._adaptive.hear(heard.rate)
+        if has_limits:
+            self._resize()
+        is_explained = heard.rate is not None and self._correct(heard.rate)
+        stopped = False
+        match heard.kind:
+            case Kind.ANSWERED:
+                self.concurrency.answered()
+                if self._adaptive.answered(now_s, pressed=self._pressed):
+                    self._resize()
+                    self._pressed = False
+            case Kind.RATE_LIMITED:
+                if not is_explained and not has_limits and self._adaptive.refused(now_s):
+                    self._resize()
+                if heard.retry_after_s is not None and heard.retry_after_s > 0:
+                    until_s = now_s + min(heard.retry_after_s, HOLD_AT_MOST_S)
+                    self._held_until_s = max(self._held_until_s, until_s)
+                    stopped = True
+            case Kind.OVERLOADED:
+                self.concurrency.overloaded(now_s)
+            case Kind.SPEND_LIMIT:
+                self._paused_until_s = now_s + self._spec.spend_pause_s
+                stopped = True
+            case Kind.FAILED:
+                pass
+        return stopped or any(new < old for new, old in zip(self._adaptive.per_minute(), before, strict=True))
+
+    def per_minute(self) -> Amounts:
+        """The limits as they are taken to be now."""
+        return self._adaptive.per_minute()
+
+    # ---- looking ahead -----------------------------------------------------------------------------------------------
+
+    def predicted(self, lane: int, amounts: Amounts, now_s: float) -> Wait:
+        """For one that came now."""
+        for bucket in self.buckets:
+            bucket.refill(now_s)
+        ahead = self.lines.sums(lane)
+        return self._predicted(lane, Amounts(*(x + y for x, y in zip(ahead, amounts, strict=True))), now_s)
+
+    def hopeless(self, now_s: float) -> Iterator[tuple[Waiter, Wait]]:
+        """Those in line that are predicted to go too late, with what they would wait. Dear: it looks at all of them."""
+        for bucket in self.buckets:
+            bucket.refill(now_s)
+        lane, ahead = -1, (0.0, 0.0, 0.0)
+        for waiter in list(self.lines):
+            if waiter.lane != lane:
+                lane, ahead = waiter.lane, (0.0, 0.0, 0.0)
+            requests, input_tokens, output_tokens = waiter.amounts
+            with_it = Amounts(ahead[0] + requests, ahead[1] + input_tokens, ahead[2] + output_tokens)
+            wait = self._predicted(lane, with_it, now_s)
+            if waiter.until_s is not None and now_s + wait.seconds > waiter.until_s:
+                yield waiter, wait
+            else:
+                ahead = with_it
+
+    def reason(self, waiter: Waiter, now_s: float) -> str:
+        """What the first of a lane waits for."""
+        if now_s < self._paused_until_s:
+            return PAUSED
+        if now_s >= self._held_until_s and self.concurrency.is_full:
+            return CONCURRENCY
+        return min(self._own_wait_s(waiter), self._shared_wait_s(waiter))[1]
+
+    # ---- inside ------------------------------------------------------------------------------------------------------
+
+    def _granted(self, waiter: Waiter, now_s: float, *, own: bool) -> Waiter:
+        lane = waiter.lane
+        if self.concurrency.is_limited:
+            self._turn_taken(lane)
+        self.lines.leave(waiter)
+        requests, input_tokens, output_tokens = self.buckets
+        amounts = waiter.amounts
+        waiter.reservation = Reservation(
+            account=self.name,
+            lane=self._names[lane],
+            amounts=amounts,
+            own=Amounts(
+                requests.take(lane, amounts.requests, own=own),
+                input_tokens.take(lane, amounts.input_tokens, own=own),
+                output_tokens.take(lane, amounts.output_tokens, own=own),
+            ),
+            at_s=now_s,
+        )
+        self.concurrency.begin()
+        self._head_changed(lane)
+        return waiter
+
+    def _turn_taken(self, lane: int) -> None:
+        if self._turns[lane] >= WHOLE:
+            self._turns[lane] -= 1
+        for each, waiter in enumerate(self.lines.heads):
+            if waiter is not None:
+                self._turns[each] = min(1.0, self._turns[each] + self._shares[each])
+
+    def _has_turn(self, lane: int) -> bool:
+        return not self.concurrency.is_limited or self._turns[lane] >= WHOLE
+
+    def _head_changed(self, lane: int) -> None:
+        waiter = self.lines.heads[lane]
+        for each, bucket in enumerate(self.buckets):
+            bucket.want(lane, waiter.amounts[each] if waiter else 0.0)
+
+    def _owns(self, waiter: Waiter) -> bool:
+        lane = waiter.lane
+        for bucket, amount in zip(self.buckets, waiter.amounts, strict=True):
+            if amount > 0 and not bucket.owns(lane, amount):
+                return False
+        return self._has_turn(lane)
+
+    def _holds(self, amounts: Amounts) -> bool:
+        for bucket, amount in zip(self.buckets, amounts, strict=True):
+            if amount > 0 and not bucket.holds(amount):
+                return False
+        return True
+
+    def _spares(self, waiter: Waiter) -> bool:
+        for bucket, amount in zip(self.buckets, waiter.amounts, strict=True):
+            if amount > 0 and not bucket.spares(waiter.lane, amount):
+                return False
+        return True
+
+    def _own_wait_s(self, waiter: Waiter) -> tuple[float, str]:
+        return max(
+            (bucket.own_wait_s(waiter.lane, amount) if amount > 0 else 0.0, reason)
+            for bucket, amount, reason in zip(self.buckets, waiter.amounts, REASONS, strict=True)
+        )
+
+    def _shared_wait_s(self, waiter: Waiter) -> tuple[float, str]:
+        return max(
+            (bucket.shared_wait_s(waiter.lane, amount) if amount > 0 else 0.0, reason)
+            for bucket, amount, reason in zip(self.buckets, waiter.amounts, REASONS, strict=True)
+        )
+
+    def _resize(self) -> None:
+        for bucket, limit in zip(self.buckets, self._adaptive.per_minute(), strict=True):
+            bucket.resize(limit, burst_s=self._spec.burst_s)
+        for lane in range(len(self._names)):
+            self._head_changed(lane)
+
+    def _correct(self, rate: RateHeaders) -> bool:
+        """Believe the provider where it has less than we thought; whether it has next to nothing."""
+        is_spent = False
+        for bucket, told, rounded_by in zip(self.buckets, rate.each(), ROUNDED_BY, strict=True):
+            if told.remaining is None:
+                continue
+            bucket.lower(told.remaining + rounded_by)
+            least = max(1.0, SPENT * (told.limit or bucket.per_s * 60))
+            is_spent = is_spent or told.remaining < least
+        return is_spent
+
+    def _predicted(self, lane: int, wanted: Amounts, now_s: float) -> Wait:
+        """`wanted`: its own and what is before it in its lane's line."""
+        if (paused_s := self._paused_until_s - now_s) > 0:
+            return Wait(paused_s, PAUSED)
+        longest, reason = 0.0, REASONS[0]
+        for each, bucket in enumerate(self.buckets):
+            if wanted[each] > 0 and (in_s := self._predicted_for(each, bucket, lane, wanted[each])) > longest:
+                longest, reason = in_s, REASONS[each]
+        longest = max(longest, self._held_until_s - now_s)
+        ahead = sum(self.lines.count(other) for other in range(lane + 1))
+        if (in_s := self.concurrency.wait_s(ahead)) > longest:
+            longest, reason = in_s, CONCURRENCY
+        return Wait(longest, reason)
+
+    def _predicted_for(self, each: int, bucket: Bucket, lane: int, wanted: float) -> float:
+        """From the lane's own part alone, or together with all that go before it from everything: what is sooner."""
+        share = self._shares[lane]
+        own_s = max(0.0, wanted - bucket.parts[lane]) / (share * bucket.per_s) if share else inf
+        work, free, lent = wanted, bucket.level, 1.0
+        for other, waiter in enumerate(self.lines.heads):
+            if other == lane:
+                continue
+            if waiter is not None and other < lane:
+                work += self.lines.sums(other)[each]
+                continue
+            free -= max(0.0, bucket.parts[other])
+            if waiter is not None:
+                lent -= self._shares[other]
+        return min(own_s, max(0.0, work - free) / (lent * bucket.per_s) if lent > 0 else inf)

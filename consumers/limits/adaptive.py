@@ -1,0 +1,77 @@
+"""What an account's limits are taken to be: told by the provider, capped by settings, else found out. Pure.
+
+Where nobody tells, they begin low and grow by a step for every few seconds in which they were reached and nothing was
+refused. A refusal (429) that neither our books nor the response's own figures explain halves them: somebody else uses
+the account, or the provider counts otherwise. They come back step by step.
+"""
+
+from math import inf
+
+from consumers.limits.amounts import Amounts
+from consumers.limits.headers import RateHeaders
+from consumers.limits.spec import Caps
+
+STEP = 0.1
+"""Of the first guess, or of what was lost by halving."""
+STEP_EVERY_S = 10.0
+PATIENCE_S = 5.0
+"""Refusals of calls that had begun before a halving are its own: within this time they count once."""
+LEAST_FACTOR = 1 / 64
+
+
+class Adaptive:
+    """The three limits of one account, a minute."""
+
+    __slots__ = ("_caps", "_factor", "_grown", "_halved_s", "_moved_s", "_start", "_told")
+
+    def __init__(self, start: Amounts, caps: Caps, *, now_s: float) -> None:
+        self._start = start
+        self._caps = caps.per_minute()
+        self._told: list[float | None] = [None, None, None]
+        self._grown = [0.0, 0.0, 0.0]
+        self._factor = 1.0
+        self._halved_s = -inf
+        self._moved_s = now_s
+
+    def per_minute(self) -> Amounts:
+        """What may be used now."""
+        return Amounts(*(self._of(each) * self._factor for each in range(3)))
+
+    def hear(self, rate: RateHeaders) -> bool:
+        """Whether a limit is another than before."""
+        changed = False
+        for each, told in enumerate(rate.each()):
+            if told.limit is not None and told.limit != self._told[each]:
+                self._told[each] = told.limit
+                changed = True
+        return changed
+
+    def refused(self, now_s: float) -> bool:
+        """Slow down; whether it did, or had just done so."""
+        self._moved_s = now_s
+        if now_s - self._halved_s < PATIENCE_S:
+            return False
+        self._halved_s = now_s
+        self._factor = max(LEAST_FACTOR, self._factor / 2)
+        return True
+
+    def answered(self, now_s: float, *, pressed: bool) -> bool:
+        """Recover, and grow what is a guess where it was reached (`pressed`); whether it did."""
+        if now_s - self._moved_s < STEP_EVERY_S:
+            return False
+        self._moved_s = now_s
+        if self._factor < 1:
+            self._factor = min(1.0, self._factor + STEP)
+            return True
+        guessed = [each for each in range(3) if self._told[each] is None and self._caps[each] is None]
+        if not pressed or not guessed:
+            return False
+        for each in guessed:
+            self._grown[each] += STEP * self._start[each]
+        return True
+
+    def _of(self, each: int) -> float:
+        cap, told = self._caps[each], self._told[each]
+        if told is not None:
+            return told if cap is None else min(told, cap)
+        return self._start[each] + self._grown[each] if cap is None else cap

@@ -1,0 +1,98 @@
+"""The seam to the budget: reserve before a call, settle after it, tell what was heard. One process, or many, share it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple, Protocol
+
+from consumers.limits.amounts import NOTHING, Amounts
+from consumers.limits.headers import RateHeaders
+from topology.contract.problems import LanekeeperError
+
+
+@dataclass(slots=True, kw_only=True)
+class Reservation:
+    """What a call may use. To be settled once, whatever became of it; a second time does nothing."""
+
+    account: str
+    lane: str
+    amounts: Amounts
+    own: Amounts = NOTHING
+    """What of it came from the lane's own part."""
+    at_s: float = 0.0
+    is_settled: bool = False
+
+
+class Wait(NamedTuple):
+    """How long a request would wait now, and mostly for what: rpm, itpm, otpm, concurrency or paused."""
+
+    seconds: float
+    reason: str
+
+
+class WaitTooLong(LanekeeperError):
+    """It would not be granted in time."""
+
+    def __init__(self, wait: Wait) -> None:
+        self.wait = wait
+        """From now on."""
+        super().__init__(f"{wait.seconds:.1f} s for {wait.reason}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """Those of one lane that wait for one account."""
+
+    count: int
+    reason: str
+    """What the first of them waits for, and so all."""
+    oldest_s: float
+
+
+class Kind(StrEnum):
+    """What a response says about the account."""
+
+    ANSWERED = "answered"
+    RATE_LIMITED = "rate_limited"
+    OVERLOADED = "overloaded"
+    SPEND_LIMIT = "spend_limit"
+    FAILED = "failed"
+    """Anything else: it says nothing but in its headers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heard:
+    """Of one response."""
+
+    kind: Kind
+    rate: RateHeaders | None = None
+    retry_after_s: float | None = None
+
+
+class Budgets(Protocol):
+    """The budgets of all accounts. Times are the event loop's."""
+
+    async def reserve(self, account: str, *, lane: str, amounts: Amounts, until: float | None) -> Reservation:
+        """Wait in order. Raises WaitTooLong as soon as it is predicted not to be granted before `until`; cancelling it
+        leaves the line."""
+        ...
+
+    async def try_reserve(self, account: str, *, lane: str, amounts: Amounts) -> Reservation | None:
+        """At once, or not at all."""
+        ...
+
+    def settle(self, reservation: Reservation, used: Amounts | None) -> None:
+        """After the call. None: the provider counted nothing."""
+        ...
+
+    def learn(self, account: str, heard: Heard) -> None:
+        """From every response, also errors."""
+        ...
+
+    async def predicted_wait(self, account: str, *, lane: str, amounts: Amounts) -> Wait:
+        """If nothing comes that goes before it."""
+        ...
+
+    def waiting(self) -> Mapping[str, Mapping[str, Waiting]]:
+        """By account and lane: who waits in this process, and for what."""
+        ...

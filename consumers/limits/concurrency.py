@@ -1,0 +1,66 @@
+"""How many calls an account may have at once: as many as come, until the provider says that it is overloaded (529).
+
+Then half of those that ran, and one more for each time as many were answered, as TCP does it. Pure.
+"""
+
+from math import inf
+
+PATIENCE_S = 1.0
+"""Calls that began before a backing-off tell of the same overload: within this time it counts once."""
+SMOOTHING = 0.1
+
+
+class Concurrency:
+    """`ceiling` None: as many as come."""
+
+    __slots__ = ("_backed_off_s", "_ceiling", "_peak", "call_s", "limit", "running")
+
+    def __init__(self, ceiling: int | None = None) -> None:
+        self._ceiling: float = inf if ceiling is None else ceiling
+        self._backed_off_s = -inf
+        self._peak = 1
+        self.limit = self._ceiling
+        self.running = 0
+        self.call_s = 0.0
+        """How long a call takes, smoothed."""
+
+    @property
+    def is_full(self) -> bool:
+        return self.running > 0 and self.running + 1 > self.limit
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether there may be fewer than would come."""
+        return self.limit < inf
+
+    def begin(self) -> None:
+        self.running += 1
+        if self.running > self._peak:
+            self._peak = self.running
+
+    def end(self, took_s: float) -> None:
+        self.running = max(0, self.running - 1)
+        self.call_s += (took_s - self.call_s) * (SMOOTHING if self.call_s else 1.0)
+
+    def overloaded(self, now_s: float) -> bool:
+        """Back off; whether it did, or had just done so."""
+        if now_s - self._backed_off_s < PATIENCE_S:
+            return False
+        self._backed_off_s = now_s
+        # the call that was refused has been counted as running
+        self.limit = max(1.0, min(self.limit, self.running) / 2)
+        return True
+
+    def answered(self) -> None:
+        """Recover: twice as many as ever ran are as good as no limit."""
+        if self.limit < self._ceiling:
+            self.limit = min(self._ceiling, self.limit + 1 / self.limit)
+            if self.limit > 2 * self._peak:
+                self.limit = self._ceiling
+
+    def wait_s(self, ahead: int) -> float:
+        """Roughly how long until one more may begin, behind `ahead` others; 0 where there is room."""
+        if self.limit == inf:
+            return 0.0
+        missing = self.running + ahead + 1 - self.limit // 1
+        return max(0.0, missing * self.call_s / self.limit)

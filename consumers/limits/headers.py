@@ -1,0 +1,76 @@
+"""What a response tells of the account's limits: `anthropic-ratelimit-{requests,input-tokens,output-tokens}-*`.
+
+Each has `limit` (a minute), `remaining` (tokens rounded to thousands) and `reset` (RFC 3339, when it is full again);
+facts.md, part two, A. What cannot be true is as if it had not been said.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+MOST = 1e12
+FARTHEST_RESET_S = 86_400.0
+"""A bucket that is refilled within a minute is never full only tomorrow."""
+ROUNDED_BY: tuple[float, float, float] = (0.0, 500.0, 500.0)
+"""By how much `remaining` may be less than there is, in the order of `Amounts`."""
+_NAMES = ("requests", "input-tokens", "output-tokens")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """Of one bucket. None: not said, or absurd."""
+
+    limit: float | None = None
+    remaining: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RateHeaders:
+    """Of one response, in the order of `Amounts`."""
+
+    requests: Told
+    input_tokens: Told
+    output_tokens: Told
+
+    def each(self) -> tuple[Told, Told, Told]:
+        return (self.requests, self.input_tokens, self.output_tokens)
+
+
+def read(headers: Mapping[str, str], *, now_s: float) -> RateHeaders | None:
+    """None where nothing is said. `headers`: names in lower case, or looked up in any; `now_s`: since 1970."""
+    found = [_told(headers, name, now_s) for name in _NAMES]
+    return RateHeaders(*found) if any(each.limit or each.remaining is not None for each in found) else None
+
+
+def _told(headers: Mapping[str, str], name: str, now_s: float) -> Told:
+    prefix = f"anthropic-ratelimit-{name}-"
+    reset = headers.get(f"{prefix}reset")
+    if reset is not None and not _is_near(reset, now_s):
+        return Told()
+    limit = _number(headers.get(f"{prefix}limit"))
+    remaining = _number(headers.get(f"{prefix}remaining"))
+    if limit == 0:
+        return Told()
+    if limit is not None and remaining is not None and remaining > limit:
+        remaining = None
+    return Told(limit=limit, remaining=remaining)
+
+
+def _number(text: str | None) -> float | None:
+    if text is None or len(text) > 20 or not text.isascii():
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) and 0 <= value < MOST else None
+
+
+def _is_near(text: str, now_s: float) -> bool:
+    try:
+        when = datetime.fromisoformat(text)
+        since = (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
+    except (ValueError, OverflowError):
+        return False
+    return abs(since - now_s) <= FARTHEST_RESET_S

@@ -1,0 +1,42 @@
+"""An event loop whose time passes only when nothing else is to be done, and then at once: five minutes in a second."""
+
+import asyncio
+import selectors
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class NothingLeft(AssertionError):
+    """Everything waits, and no timer is set: somebody was not woken."""
+
+
+class _Instant(selectors.SelectSelector):
+    def __init__(self) -> None:
+        super().__init__()
+        self.passed_s = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is None:
+            raise NothingLeft("everything waits, and no timer is set")
+        if timeout > 0:
+            self.passed_s += timeout
+        return super().select(0)
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """Begins at 1000 s."""
+
+    def __init__(self) -> None:
+        self._instant = _Instant()
+        super().__init__(self._instant)
+
+    def time(self) -> float:
+        return 1000.0 + self._instant.passed_s
+
+
+def virtually(story: Coroutine[Any, Any, T]) -> T:
+    """Run it to its end."""
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(story)
