@@ -122,7 +122,7 @@ async def assemble(
             {
                 "publish connection": lambda: publishing.trouble or publishing.blocked,
                 "store": lambda: store.trouble,
-                "topology": lambda: watch.trouble,
+                "topology": lambda: watch.hindrance,
             }
         )
         provider = _provider(settings, tracing)
