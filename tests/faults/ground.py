@@ -7,8 +7,8 @@ async with ground("single", folder=…, seed=1, rate=25) as g:
 
 import random
 import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
@@ -20,7 +20,7 @@ from tests.faults.checker import Verdict, check
 from tests.faults.clients import EVERYTHING, Load, Mix
 from tests.faults.history import Called, Disturbed, History
 from tests.faults.proxy import LOOPBACK, Proxy
-from tests.faults.store import FileStore, file_store
+from tests.faults.store import Store, file_store, redis_store
 from tests.faults.workers import Crew, Worker
 from tests.support.cluster import Cluster, cluster
 from tests.support.nodes import Node
@@ -29,6 +29,7 @@ from tests.support.stores import stores
 
 WORKERS = 3
 BROKERS = {"single": single, "cluster": cluster}
+STORES: dict[str, Callable[[], AbstractAsyncContextManager[Store]]] = {"sqlite": file_store, "redis": redis_store}
 SETTLED_S = 4.0
 """How old a quorum queue must be to survive a SIGKILL of its broker: test_broker_killed.py."""
 PATIENT = {
@@ -59,7 +60,7 @@ class Ground:
     provider_line: Proxy
     lines: list[list[Proxy]]
     """Of each worker, to each of the broker's nodes."""
-    store: FileStore
+    store: Store
     crew: Crew
     load: Load
     history: History
@@ -113,6 +114,7 @@ async def ground(
     rate: float,
     mix: Mix = EVERYTHING,
     workers: int = WORKERS,
+    store_is: str = "sqlite",
     module: str = "service.cli.main",
     history: History | None = None,
     **settings: str,
@@ -124,7 +126,7 @@ async def ground(
         broker = await stack.enter_async_context(BROKERS[on]())
         api = await stack.enter_async_context(SimulatedAPI(SimulatedOptions(keep_calls=200_000)))
         provider_line = await stack.enter_async_context(Proxy(LOOPBACK, api.port))
-        store = await stack.enter_async_context(file_store())
+        store = await stack.enter_async_context(STORES[store_is]())
         stack.enter_context(stores())  # `environment` names one of a test's own, which is another here
         lines = [
             [await stack.enter_async_context(_line_to(url, rng)) for url in broker.amqp_urls] for _ in range(workers)

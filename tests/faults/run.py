@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from service.demo.source import Unavailable
@@ -52,7 +53,7 @@ async def carry_out(found: Ground, planned: Sequence[Planned], *, seconds: float
             await found.crew.ready()
             if time.monotonic() > end_s:
                 return
-            if each.fault.needs == "mount" and not found.store.is_mounted:
+            if each.fault.needs is not None and each.fault.needs not in found.store.is_a:
                 continue
             in_flight, at_s = found.load.in_flight, time.monotonic()
             against = await each.fault.inject(found, random.Random(each.seed), each.lasts_s)
@@ -73,25 +74,33 @@ async def carry_out(found: Ground, planned: Sequence[Planned], *, seconds: float
             )
 
 
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """What all runs have in common."""
+
+    rate: float
+    """Requests a second."""
+    store: str
+    codes: frozenset[str] | None
+    """Of the faults that are wanted; None: all."""
+    folder: Path
+    """For histories and workers' logs."""
+
+
 async def one(
-    on: str,
-    *,
-    seed: int,
-    seconds: float,
-    rate: float,
-    part: tuple[int, int],
-    folder: Path,
-    codes: str | None = None,
-    broken: bool = False,
+    on: str, conditions: Conditions, *, seed: int, seconds: float, part: tuple[int, int], broken: bool = False
 ) -> Run:
-    """One seed on one kind of broker. Its history, and its workers' logs, go into the folder."""
+    """One seed on one kind of broker."""
+    folder = conditions.folder / ("broken" if broken else f"{on}-{seed}")
     await asyncio.to_thread(folder.mkdir, parents=True)
-    wanted = None if codes is None else codes.split(",")
-    faults = [each for each in FAULTS if on in each.on and (wanted is None or each.code in wanted)]
+    codes = conditions.codes
+    faults = [each for each in FAULTS if on in each.on and (codes is None or each.code in codes)]
     planned = plan(faults, seed=seed, seconds=seconds, part=part)
     module = "tests.faults.broken" if broken else "service.cli.main"
     say(f"{on}, seed {seed}, {seconds / 60:.1f} minutes{', the broken worker' if broken else ''}: {folder}")
-    async with ground(on, folder=folder, seed=seed, rate=rate, module=module) as found:
+    async with ground(
+        on, folder=folder, seed=seed, rate=conditions.rate, store_is=conditions.store, module=module
+    ) as found:
         began_s = time.monotonic()
         await carry_out(found, planned, seconds=seconds)
         minutes = (time.monotonic() - began_s) / 60
@@ -111,32 +120,21 @@ async def everything(given: argparse.Namespace) -> int:
     seeds = [int(each) for each in given.seeds.split(",")]
     kinds = ("single", "cluster") if given.on == "both" else (given.on,)
     seconds = 60 * given.minutes / (len(seeds) * len(kinds))
-    folder = Path(given.folder or tempfile.mkdtemp(prefix="lanekeeper-faults-"))
+    conditions = Conditions(
+        rate=given.rate,
+        store=given.store,
+        codes=None if given.faults is None else frozenset(given.faults.split(",")),
+        folder=Path(given.folder or tempfile.mkdtemp(prefix="lanekeeper-faults-")),
+    )
     runs = [
-        await one(
-            on,
-            seed=seed,
-            seconds=seconds,
-            rate=given.rate,
-            part=(n, len(seeds)),
-            codes=given.faults,
-            folder=folder / f"{on}-{seed}",
-        )
+        await one(on, conditions, seed=seed, seconds=seconds, part=(n, len(seeds)))
         for on in kinds
         for n, seed in enumerate(seeds)
     ]
     broken = None
     if not given.without_broken:
-        broken = await one(
-            "single",
-            seed=seeds[0],
-            seconds=min(seconds, 60 * BROKEN_MINUTES),
-            rate=given.rate,
-            part=(0, len(seeds)),
-            codes=given.faults,
-            folder=folder / "broken",
-            broken=True,
-        )
+        shorter = min(seconds, 60 * BROKEN_MINUTES)
+        broken = await one("single", conditions, seed=seeds[0], seconds=shorter, part=(0, len(seeds)), broken=True)
     found = report.text(runs, broken=broken)
     print(found)
     if given.write is not None:
@@ -153,7 +151,7 @@ async def everything(given: argparse.Namespace) -> int:
             problems.append(f"too little: {confirmed} confirmed, {hit} faults that hit work in flight")
     for problem in problems:
         say(problem)
-    say(f"histories and logs: {folder}")
+    say(f"histories and logs: {conditions.folder}")
     return 1 if problems else 0
 
 
@@ -162,6 +160,7 @@ def main() -> int:
     read.add_argument("--minutes", type=float, default=24.0, help="of load, all seeds and brokers together")
     read.add_argument("--seeds", default="1,2,3")
     read.add_argument("--on", choices=("single", "cluster", "both"), default="both")
+    read.add_argument("--store", choices=("sqlite", "redis"), default="sqlite")
     read.add_argument("--rate", type=float, default=20.0, help="requests a second")
     read.add_argument("--faults", metavar="CODES", help="of the catalogue, these alone: A1,B2; default: all")
     read.add_argument("--write", type=Path, metavar="FILE", help="put the table between its markers in this document")
