@@ -143,7 +143,10 @@ class Claims(Protocol):
         ...
 
     async def renew(self, held: Sequence[Held]) -> Mapping[Held, Stop]:
-        """Renew leases in one step. Those whose holder must stop; the others hold for another lease."""
+        """Renew leases in one step. Those whose holder must stop; the others hold for another lease.
+
+        What the store has forgotten is not among them: nobody else holds it, and its completion will be kept.
+        """
         ...
 
     async def release(self, held: Held, *, attempts: int = 0) -> None:
@@ -157,7 +160,8 @@ class Claims(Protocol):
 
         The completion that holds: the one given, or the one that was there before. None where it may not be ended now:
         another delivery holds the claim (with `token`: it was taken over). `token` None: whoever completes it holds no
-        claim (its time was over before it asked for one, or it is poison): as `claim` would be granted.
+        claim (its time was over before it asked for one, or it is poison): as `claim` would be granted. Where `claim`
+        would be a Conflict, the one given is given back and not kept: it is how this message ends, and binds nobody.
         """
         ...
 
