@@ -121,15 +121,16 @@ class Handler:
             return Refused(exceeded(job))
         loop = asyncio.get_running_loop()
         began_s = loop.time()
+        job.limit = limit = asyncio.timeout(min(left_s, ATTEMPT_WITHIN_S))
         try:
-            async with asyncio.timeout(min(left_s, ATTEMPT_WITHIN_S)) as job.limit:
+            async with limit:
                 if job.stopped is not None:
                     job.stop(job.stopped)
                 await self._pausing.opened()  # an answer that could not be sent is not asked for
                 began_s = loop.time()
                 answer = await self._call(job, request, lane)
         except TimeoutError:
-            if job.limit is None or not job.limit.expired():
+            if not limit.expired():
                 raise
             job.run_ms = self._run_ms(job, began_s)
             return self._ended_early(job, request, lane, is_over=left_s <= ATTEMPT_WITHIN_S)
@@ -139,6 +140,8 @@ class Handler:
         except ProviderError as error:
             job.run_ms = self._run_ms(job, began_s)
             return self._decide(error, job, request, lane)
+        finally:
+            job.limit = None  # what has ended cannot be made to end
         job.run_ms = self._run_ms(job, began_s)
         return Answered(body=answer.body, model=answer.model, provider=answer.provider)
 

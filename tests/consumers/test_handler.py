@@ -329,6 +329,13 @@ async def test_a_cancellation_ends_a_running_attempt(bench: Bench) -> None:
     assert outcome.problem.code == "cancelled"
 
 
+async def test_a_cancellation_that_comes_after_the_attempt_is_no_fault(bench: Bench) -> None:
+    job = bench.job()
+    assert isinstance(await handle(bench, job, gates=(ClaimGate(bench.claiming),)), Answered)
+    assert await bench.claiming.cancel(job.identity, CANCELLED) == "told"
+    assert job.stopped == "cancelled"
+
+
 async def test_whoever_is_fenced_off_stops_and_tells_nobody(bench: Bench) -> None:
     job = bench.job()
     working = asyncio.create_task(handle(bench, job, FakeProvider(takes_s=30), gates=(ClaimGate(bench.claiming),)))
