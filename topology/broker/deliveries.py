@@ -10,7 +10,6 @@ a TaskGroup around the inner loop, and with it the work).
 """
 
 import asyncio
-import random
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import suppress
 
@@ -20,6 +19,7 @@ from aiormq.exceptions import ChannelNotFoundEntity
 from pamqp.commands import Basic
 
 from topology import logs, names, signals
+from topology.broker.backoff import pause_s
 from topology.broker.border import border
 from topology.broker.connection import Connection
 from topology.broker.frames import message_of
@@ -220,12 +220,12 @@ class Deliveries:
             if self._stopping.is_set():  # while it was opened
                 await session.close()
                 return
-            if self._paused is not None:
-                await session.pause()
             self._trouble = None
-            self._session = session
+            self._session = session  # from here on `pause`, `resume` and `stop` reach it
             opened_s = loop.time()
             try:
+                if self._paused is not None:  # while it was opened
+                    await session.pause()
                 yield session
             finally:
                 self._trouble = "stopped" if self._stopping.is_set() else "channel lost"
@@ -275,7 +275,7 @@ class Deliveries:
             await self._connection.underlying()
 
     async def _back_off(self, failures: int) -> None:
-        await self._unless_stopped(asyncio.sleep(random.uniform(0.05, min(BACKOFF_CAP_S, 0.1 * 2**failures))))
+        await self._unless_stopped(asyncio.sleep(pause_s(failures, first_s=0.1, cap_s=BACKOFF_CAP_S)))
 
     async def _unless_stopped(self, waiting: Coroutine[object, object, object]) -> None:
         """Wait for it, or for `stop`."""
