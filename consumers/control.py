@@ -109,6 +109,7 @@ class Control:
             raise ControlRefused(f"body: {len(message.body)} bytes, allowed are {MESSAGE_BYTES}")
         try:
             said = json.loads(message.body.decode())
+            json.dumps(said, ensure_ascii=False).encode()  # "\ud800" is no character: no store could keep it
         except (ValueError, RecursionError):
             raise ControlRefused("body: not a JSON object") from None
         id = said.get(message.type) if isinstance(said, dict) else None
