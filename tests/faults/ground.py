@@ -64,6 +64,7 @@ class Ground:
     crew: Crew
     load: Load
     history: History
+    rng: random.Random
     began_s: float = field(default_factory=time.monotonic)
 
     @property
@@ -141,7 +142,7 @@ async def ground(
         await crew.ready()
         load = Load(broker.amqp_urls, written, rng=rng, rate=rate, mix=mix, name=f"{on[0]}{seed}")
         await stack.enter_async_context(load)
-        yield Ground(on, broker, api, provider_line, lines, store, crew, load, written)
+        yield Ground(on, broker, api, provider_line, lines, store, crew, load, written, rng)
 
 
 def _line_to(url: str, rng: random.Random) -> Proxy:

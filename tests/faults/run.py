@@ -21,14 +21,13 @@ from service.demo.source import Unavailable
 from tests.faults import report
 from tests.faults.faults import FAULTS
 from tests.faults.ground import SETTLED_S, Ground, ground
-from tests.faults.history import Disturbed, as_line
+from tests.faults.history import as_line
 from tests.faults.report import Run
 from tests.faults.schedule import Planned, plan
+from tests.faults.trial import ANSWERED_WITHIN_S, inject
 
 ENOUGH_CONFIRMED = 15_000
 ENOUGH_FAULTS = 20
-ANSWERED_WITHIN_S = 90.0
-"""After the last fault, before what has no answer counts as lost."""
 BROKEN_MINUTES = 2.0
 TOLD = 20
 """Violations of a run that are printed; all are in its history."""
@@ -50,27 +49,14 @@ async def carry_out(found: Ground, planned: Sequence[Planned], *, seconds: float
         await asyncio.sleep(SETTLED_S)
         for each in planned:
             await asyncio.sleep(each.calm_s)
-            await found.crew.ready()
             if time.monotonic() > end_s:
                 return
             if each.fault.needs is not None and each.fault.needs not in found.store.is_a:
                 continue
-            in_flight, at_s = found.load.in_flight, time.monotonic()
-            against = await each.fault.inject(found, random.Random(each.seed), each.lasts_s)
-            healed_s = time.monotonic()
-            found.history.add(
-                Disturbed(
-                    at_s=at_s,
-                    healed_s=healed_s,
-                    code=each.fault.code,
-                    title=each.fault.title,
-                    against=against,
-                    in_flight=in_flight,
-                )
-            )
+            done = await inject(found, each.fault, lasts_s=each.lasts_s, rng=random.Random(each.seed))
             say(
-                f"  {at_s - found.began_s:6.1f} s  {each.fault.code:4} {each.fault.title} ({against}), "
-                f"{healed_s - at_s:.1f} s, {in_flight} in flight"
+                f"  {done.at_s - found.began_s:6.1f} s  {done.code:4} {done.title} ({done.against}), "
+                f"{done.healed_s - done.at_s:.1f} s, {done.in_flight} in flight"
             )
 
 
