@@ -17,8 +17,9 @@ from consumers.settle import Settler
 from consumers.state.base import Completion, Identity, StoreUnavailable
 from topology import names as n
 from topology import signals
-from topology.broker.deliveries import ChannelLost, Deliveries, Delivery
+from topology.broker.deliveries import Deliveries
 from topology.broker.publisher import Publisher
+from topology.broker.session import ChannelLost, Delivery
 from topology.contract.messages import Message
 from topology.contract.problems import BrokerError, LanekeeperError, RequestProblem
 

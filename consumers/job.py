@@ -10,7 +10,7 @@ from hashlib import blake2b
 
 from consumers.state.base import Completion, Copy, Held, Identity, Stop
 from topology import names as n
-from topology.broker.deliveries import Delivery
+from topology.broker.session import Delivery
 from topology.contract.headers import HopHeaders, read_hop
 from topology.contract.messages import Message, Request
 from topology.contract.problems import RequestProblem

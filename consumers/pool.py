@@ -17,7 +17,8 @@ from consumers.job import Answered, Buried, Deferred, Dropped, Job, Outcome, Ref
 from consumers.settle import Settler
 from consumers.state.base import StoreUnavailable
 from topology import recording, signals
-from topology.broker.deliveries import ChannelLost, Deliveries, Delivery, Session
+from topology.broker.deliveries import Deliveries
+from topology.broker.session import ChannelLost, Delivery, Session
 from topology.contract import codec
 from topology.contract.problems import RequestProblem
 from topology.tracing import Tracing

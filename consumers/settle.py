@@ -32,8 +32,8 @@ from consumers.reply import Replies
 from consumers.state.base import Completion, StoreUnavailable
 from topology import names as n
 from topology import signals
-from topology.broker.deliveries import ChannelLost, Delivery
 from topology.broker.publisher import Publisher
+from topology.broker.session import ChannelLost, Delivery
 from topology.contract.headers import ERRORS_KEPT, HopHeaders, carried, hop_headers
 from topology.contract.messages import Message
 from topology.contract.problems import PROBLEMS, BrokerError, RequestProblem

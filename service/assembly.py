@@ -31,10 +31,11 @@ from consumers.state.opening import open_store
 from service.settings import Settings
 from topology.broker.apply import apply
 from topology.broker.connection import Connection
-from topology.broker.deliveries import Deliveries, Delivery
+from topology.broker.deliveries import Deliveries
 from topology.broker.management import Management, discover
 from topology.broker.notices import Notices
 from topology.broker.publisher import Publisher
+from topology.broker.session import Delivery
 from topology.broker.verify import verify
 from topology.broker.watch import FindManagement, TopologyWatch
 from topology.contract.messages import Message

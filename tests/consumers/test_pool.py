@@ -13,7 +13,7 @@ from consumers.pool import Pool
 from tests.support.jobs import Bench, FakeDelivery
 from tests.support.waiting import until
 from topology import names as n
-from topology.broker.deliveries import ChannelLost
+from topology.broker.session import ChannelLost
 from topology.contract.problems import BrokerUnreachable
 from topology.tracing import Tracing
 

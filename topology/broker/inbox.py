@@ -16,8 +16,8 @@ from pamqp.commands import Basic
 
 from topology.broker.border import border
 from topology.broker.connection import Connection
-from topology.broker.deliveries import ChannelLost
 from topology.broker.frames import message_of
+from topology.broker.session import ChannelLost
 from topology.contract.messages import Message
 from topology.contract.problems import BrokerUnreachable
 
