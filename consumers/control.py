@@ -145,15 +145,18 @@ class Control:
         if not address.startswith(BROKER_NAMED):
             return
         headers: dict[str, Any] = {n.STATUS: status}
+        content_type = "application/json"
         if isinstance(found, Completion):
             body = found.body
+            if found.status == "error":
+                content_type = "application/problem+json"
             headers |= {**found.headers, n.REPLAYED: True, n.REQUEST_ID: self._identity(question).id}
         else:
             body = json.dumps(found).encode()
         message = Message(
             body=body,
             headers=headers,
-            content_type="application/json",
+            content_type=content_type,
             message_id=uuid.uuid4().hex,
             correlation_id=question.correlation_id,
             persistent=False,

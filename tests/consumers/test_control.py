@@ -7,11 +7,12 @@ import pytest
 
 from consumers import claiming, settle
 from consumers.control import DELIVERIES_AT_MOST, Control
-from consumers.job import Answered
+from consumers.job import Answered, Refused
 from consumers.state.base import Identity, StoreUnavailable
 from tests.support.jobs import NOW_MS, Bench, FakeDelivery
 from topology import names as n
 from topology.contract.messages import Message
+from topology.contract.problems import RequestProblem
 
 ASKER = "amq.gen-abcdefghijklmnopqrstuv"
 
@@ -83,6 +84,14 @@ async def test_a_result_is_the_reply_again(bench: Bench) -> None:
     assert (answer.body, answer.correlation_id) == (b'{"id":"msg"}', "q-1")
     expected = {n.STATUS: "ok", n.REPLAYED: True, n.REQUEST_ID: "m-1", n.MODEL: "m", n.PROVIDER: "p"}
     assert expected.items() <= answer.headers.items()
+
+
+async def test_an_error_is_the_problem_document_again(bench: Bench) -> None:
+    await bench.settler.settle(bench.job(reply_to=None), Refused(RequestProblem("deadline_exceeded", "too late")))
+    await read(bench, {"result": "m-1"}, kind="result")
+    answer = bench.to("")
+    assert (answer.content_type, answer.headers[n.STATUS]) == ("application/problem+json", "error")
+    assert told(bench)["code"] == "deadline_exceeded"
 
 
 @pytest.mark.parametrize(("is_claimed", "status"), [(True, "running"), (False, "unknown")])
