@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from consumers.state import sqlite_file
-from consumers.state.base import Ended, Granted, Identity, Running, Store, StoreUnavailable
+from consumers.state.base import Ended, Found, Granted, Identity, Running, Store, StoreUnavailable
 from consumers.state.sqlite import SqliteStore
+from consumers.state.sqlite_writer import TOGETHER_AT_MOST
 from tests.support.completions import ME, answered, copy
 from tests.support.waiting import until
 
@@ -109,6 +110,24 @@ async def test_closing_does_what_was_asked_before(path: Path) -> None:
     await store.__aexit__()
 
     assert all(isinstance(each, Granted) for each in await asyncio.gather(*asked))
+
+
+async def test_however_many_wait_each_is_done(path: Path) -> None:
+    async with a_store(path) as store:
+        found = await asyncio.wait_for(
+            asyncio.gather(*(store.find(Identity("", str(i))) for i in range(TOGETHER_AT_MOST + 50))), 10
+        )
+    assert found == [None] * (TOGETHER_AT_MOST + 50)
+
+
+async def test_what_no_store_could_keep_fails_alone(path: Path) -> None:
+    async with a_store(path) as store:
+        before, wrong, after = await asyncio.gather(
+            store.claim(ME, copy()), store.find(Identity("", "\ud800")), store.find(ME), return_exceptions=True
+        )
+    assert isinstance(before, Granted)
+    assert isinstance(wrong, UnicodeEncodeError)
+    assert isinstance(after, Found)
 
 
 async def test_it_is_locked_by_another_process(path: Path, busy_for_less: None) -> None:
