@@ -24,7 +24,10 @@ def made(tmp_path: Path) -> Made:
     async def make(**how: Any) -> AsyncIterator[Ground]:
         try:
             async with ground("single", **{"folder": tmp_path, "seed": SEED, "rate": RATE, **how}) as service:
-                yield service
+                try:
+                    yield service
+                finally:
+                    service.write(tmp_path / "history.jsonl")
         except Unavailable as error:
             if os.environ.get("CI") == "true":
                 pytest.fail(str(error))

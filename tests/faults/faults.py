@@ -63,7 +63,6 @@ FAULTS = (
         "C9", "answers broken", provider.failing(html=0.1, broken_json=0.1, not_a_message=0.1, unfinished=0.1), LONGER
     ),
     Fault("D1", "store locked", store.locked, (4, 10), needs="file"),
-    Fault("D2", "store read-only", store.read_only, LONGER, needs="mount"),
     Fault("D3", "store's disk full", store.full, LONGER, needs="mount"),
     Fault("D4", "Redis cannot be reached", store.gone, LONGER, needs="redis"),
     Fault("D4", "line to Redis frozen", store.silent, LONGER, needs="redis"),

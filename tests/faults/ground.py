@@ -18,7 +18,7 @@ from service.simulated.options import SimulatedOptions
 from tests.faults.broker import single
 from tests.faults.checker import Verdict, check
 from tests.faults.clients import EVERYTHING, Load, Mix
-from tests.faults.history import Called, Disturbed, History
+from tests.faults.history import Called, Disturbed, History, as_line
 from tests.faults.proxy import LOOPBACK, Proxy
 from tests.faults.store import Store, file_store, redis_store
 from tests.faults.workers import Crew, Worker
@@ -101,6 +101,11 @@ class Ground:
 
     def verdict(self, *, store_was_lost: bool = False) -> Verdict:
         return check([*self.history.events, *self.calls()], store_was_lost=store_was_lost)
+
+    def write(self, path: Path) -> None:
+        """All that happened, in order, for whoever wants to know why."""
+        events = sorted([*self.history.events, *self.calls()], key=lambda each: each.at_s)
+        path.write_text("".join(f"{as_line(event)}\n" for event in events))
 
     def disturbances(self) -> list[Disturbed]:
         return [each for each in self.history.events if isinstance(each, Disturbed)]

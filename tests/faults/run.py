@@ -21,7 +21,6 @@ from service.demo.source import Unavailable
 from tests.faults import report
 from tests.faults.faults import FAULTS
 from tests.faults.ground import SETTLED_S, Ground, ground
-from tests.faults.history import as_line
 from tests.faults.report import Run
 from tests.faults.schedule import Planned, plan
 from tests.faults.trial import ANSWERED_WITHIN_S, inject
@@ -29,6 +28,8 @@ from tests.faults.trial import ANSWERED_WITHIN_S, inject
 ENOUGH_CONFIRMED = 15_000
 ENOUGH_FAULTS = 20
 BROKEN_MINUTES = 2.0
+RECOVERED_WITHIN_S = 15.0
+"""Before the next fault, which would be in the figures of this one."""
 TOLD = 20
 """Violations of a run that are printed; all are in its history."""
 LOSES_WITHIN_S = 15.0
@@ -54,6 +55,7 @@ async def carry_out(found: Ground, planned: Sequence[Planned], *, seconds: float
             if each.fault.needs is not None and each.fault.needs not in found.store.is_a:
                 continue
             done = await inject(found, each.fault, lasts_s=each.lasts_s, rng=random.Random(each.seed))
+            await found.load.answered(within_s=RECOVERED_WITHIN_S)
             say(
                 f"  {done.at_s - found.began_s:6.1f} s  {done.code:4} {done.title} ({done.against}), "
                 f"{done.healed_s - done.at_s:.1f} s, {done.in_flight} in flight"
@@ -92,8 +94,7 @@ async def one(
         minutes = (time.monotonic() - began_s) / 60
         await found.load.answered(within_s=LOSES_WITHIN_S if broken else ANSWERED_WITHIN_S)
         verdict = found.verdict()
-        events = sorted([*found.history.events, *found.calls()], key=lambda each: each.at_s)
-        (folder / "history.jsonl").write_text("".join(f"{as_line(event)}\n" for event in events))
+        found.write(folder / "history.jsonl")
         made = Run(on, seed, minutes, verdict, tuple(found.crew.crashes), len(found.calls()))
     say(f"  {verdict.confirmed} confirmed, {verdict.lost} lost, {len(made.failures)} violations")
     for failure in made.failures[:TOLD]:

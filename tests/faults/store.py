@@ -68,14 +68,6 @@ class FileStore:
         finally:
             ballast.unlink()
 
-    async def make_read_only(self, lasts_s: float) -> None:
-        """The file system refuses writes; files that are open are no exception."""
-        await _mount("-o", "remount,ro", str(self.folder))
-        try:
-            await asyncio.sleep(lasts_s)
-        finally:
-            await _mount("-o", "remount,rw", str(self.folder))
-
     def delete(self) -> None:
         """As an operator might, while it is open."""
         for each in self.folder.glob("store.sqlite3*"):

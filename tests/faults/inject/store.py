@@ -1,4 +1,4 @@
-"""The store is locked, full, read-only, or cannot be reached."""
+"""The store is locked or full, or cannot be reached."""
 
 import asyncio
 import random
@@ -14,11 +14,6 @@ async def locked(ground: Ground, rng: random.Random, lasts_s: float) -> str:
 
 async def full(ground: Ground, rng: random.Random, lasts_s: float) -> str:
     await _file(ground).fill(lasts_s)
-    return "store"
-
-
-async def read_only(ground: Ground, rng: random.Random, lasts_s: float) -> str:
-    await _file(ground).make_read_only(lasts_s)
     return "store"
 
 
