@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(240)
 def told(verdict: Verdict) -> str:
     """What came of each fault, for `-s`."""
     return "\n".join(
-        f"{each.fault.code} {each.fault.title}: {each.fault.in_flight} in flight, {each.repeated_calls} calls repeated, "
+        f"{each.fault.code} {each.fault.title}: {each.fault.in_flight} in flight, {each.repeated_calls} repeated, "
         f"stall {each.stall_s:.1f} s, recovered after {each.recovered_s:.1f} s"
         for each in verdict.recoveries
     )
