@@ -15,15 +15,13 @@ from hashlib import blake2b
 from typing import Any, Self
 
 from aiormq.abc import DeliveredMessage
-from aiormq.exceptions import AMQPError
 from pamqp.commands import Basic
 
+from tests.faults.connections import Publisher, connected, read
 from tests.faults.history import OK, Asked, History, Parked, Part, Published, Replied
-from tests.faults.publishers import CONFIRM_S, Publisher, asks_to_stop, connected
 
 REPLY_QUEUE = "lane.reply.faults"
 DEAD_QUEUE = "lane.dead"
-PREFETCH = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +83,8 @@ class Load:
         async with connected(self._urls[0]) as connection:
             channel = await connection.channel()
             await channel.queue_declare(REPLY_QUEUE, durable=True, arguments={"x-queue-type": "quorum"})
-        self._spawn(self._read(REPLY_QUEUE, self._on_reply), "reads replies")
-        self._spawn(self._read(DEAD_QUEUE, self._on_dead), "reads dead letters")
+        self._spawn(read(self._urls, REPLY_QUEUE, self._on_reply), "reads replies")
+        self._spawn(read(self._urls, DEAD_QUEUE, self._on_dead), "reads dead letters")
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -208,23 +206,7 @@ class Load:
             await asyncio.sleep(wait_s * self._rng.uniform(0.5, 1.5))
             wait_s = min(2.0, 2 * wait_s)
 
-    async def _read(self, queue: str, take: Any) -> None:
-        """From one node after the other, for ever. From the last one first: faults are injected from the first on."""
-        node = len(self._urls) - 1
-        while True:
-            try:
-                async with connected(self._urls[node], name="replies") as connection:
-                    channel = await connection.channel()
-                    await channel.basic_qos(prefetch_count=PREFETCH)
-                    await channel.basic_consume(queue, take, timeout=CONFIRM_S)
-                    await asyncio.shield(connection.closing)
-            except (AMQPError, OSError, TimeoutError, RuntimeError, asyncio.CancelledError) as error:
-                if asks_to_stop(error):
-                    raise
-            node = (node + 1) % len(self._urls)
-            await asyncio.sleep(0.1)
-
-    async def _on_reply(self, delivered: DeliveredMessage) -> None:
+    def _on_reply(self, delivered: DeliveredMessage) -> None:
         properties = delivered.header.properties
         headers = properties.headers or {}
         question = properties.correlation_id or ""
@@ -249,13 +231,11 @@ class Load:
             self._confirmed.discard(question)
             if (answered := self._waiting.pop(question, None)) is not None:
                 answered.set()
-        await _acknowledge(delivered)
 
-    async def _on_dead(self, delivered: DeliveredMessage) -> None:
+    def _on_dead(self, delivered: DeliveredMessage) -> None:
         properties = delivered.header.properties
         code = str((properties.headers or {}).get("x-lane-dead-code"))
         self._history.add(Parked(at_s=time.monotonic(), identity=properties.message_id or "", code=code))
-        await _acknowledge(delivered)
 
     def _is_new(self, message_id: str | None) -> bool:
         if message_id is None:
@@ -269,9 +249,3 @@ class Load:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-async def _acknowledge(delivered: DeliveredMessage) -> None:
-    with suppress(AMQPError, RuntimeError, OSError):
-        assert isinstance(delivered.delivery, Basic.Deliver)
-        await delivered.channel.basic_ack(delivered.delivery.delivery_tag or 0, wait=False)

@@ -43,8 +43,8 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-async def carry_out(found: Ground, planned: Sequence[Planned], *, seconds: float) -> None:
-    """Ask, and inject one fault after the other until the time is over."""
+async def carry_out(found: Ground, planned: Sequence[Planned], *, seconds: float, recovered_within_s: float) -> None:
+    """Ask, and inject one fault after the other, each once the last is recovered from, until the time is over."""
     end_s = time.monotonic() + seconds
     async with found.load.asking():
         await asyncio.sleep(SETTLED_S)
@@ -55,7 +55,7 @@ async def carry_out(found: Ground, planned: Sequence[Planned], *, seconds: float
             if each.fault.needs is not None and each.fault.needs not in found.store.is_a:
                 continue
             done = await inject(found, each.fault, lasts_s=each.lasts_s, rng=random.Random(each.seed))
-            await found.load.answered(within_s=RECOVERED_WITHIN_S)
+            await found.load.answered(within_s=recovered_within_s)
             say(
                 f"  {done.at_s - found.began_s:6.1f} s  {done.code:4} {done.title} ({done.against}), "
                 f"{done.healed_s - done.at_s:.1f} s, {done.in_flight} in flight"
@@ -90,7 +90,7 @@ async def one(
         on, folder=folder, seed=seed, rate=conditions.rate, store_is=conditions.store, module=module
     ) as found:
         began_s = time.monotonic()
-        await carry_out(found, planned, seconds=seconds)
+        await carry_out(found, planned, seconds=seconds, recovered_within_s=1.0 if broken else RECOVERED_WITHIN_S)
         minutes = (time.monotonic() - began_s) / 60
         await found.load.answered(within_s=LOSES_WITHIN_S if broken else ANSWERED_WITHIN_S)
         verdict = found.verdict()

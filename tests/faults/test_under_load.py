@@ -9,10 +9,11 @@ import time
 
 import pytest
 
-from tests.faults.checker import Verdict
+from tests.faults.checker import LOST, NOT_PARKED, Verdict
 from tests.faults.clients import Mix
 from tests.faults.ground import Ground
 from tests.faults.trial import Made, broken, fault, inject
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -137,6 +138,41 @@ async def test_a_store_that_is_corrupt_stops_the_work_and_loses_nothing(made: Ma
         assert await service.load.answered(within_s=60)
         print(f"caught up {time.monotonic() - moved_s:.1f} s after the store was moved away")
         assert is_kept(service, service.verdict(store_was_lost=True))
+
+
+async def test_a_lane_that_is_deleted_takes_with_it_what_was_queued_and_nothing_else_and_is_declared_again(
+    made: Made,
+) -> None:
+    """Nobody can help the loss (docs/reliability.md): it is said, and the lane works again by itself."""
+    async with made(mix=Mix(lanes={"batch": 1.0}, delayed=0, conflicting=0)) as service:
+        node = service.broker.nodes[0]
+        async with service.load.asking():
+            await asyncio.sleep(8)
+            before = service.load.in_flight
+            await node.run("rabbitmqctl", "--quiet", "delete_queue", "lane.batch")
+            deleted_s = time.monotonic()
+            await until(lambda: any(each.running.told("queue.deleted") for each in service.workers), within_s=40)
+            print(f"said {time.monotonic() - deleted_s:.1f} s after it was deleted")
+            await asyncio.sleep(10)
+        await service.load.answered(within_s=60)
+        verdict = service.verdict()
+        others = [str(each) for each in verdict.violations if each.kind != LOST]
+        assert others == []
+        assert verdict.lost <= before
+        assert service.crew.crashes == []
+
+
+async def test_without_the_queue_of_dead_letters_what_belongs_there_waits_until_it_is_back(made: Made) -> None:
+    async with made(mix=Mix(lanes={"normal": 1.0}, refused=0.3, delayed=0, conflicting=0)) as service:
+        async with service.load.asking():
+            await asyncio.sleep(8)
+            await service.broker.nodes[0].run("rabbitmqctl", "--quiet", "delete_queue", "lane.dead")
+            await asyncio.sleep(8)
+        assert await service.load.answered(within_s=90)
+        verdict = service.verdict()
+        # What lay in the queue when it was deleted was told, and is parked no more.
+        assert [str(each) for each in verdict.violations if each.kind != NOT_PARKED] == []
+        assert service.crew.crashes == []
 
 
 async def test_the_broken_worker_is_caught(made: Made) -> None:
