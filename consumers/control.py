@@ -25,7 +25,6 @@ from topology.contract.problems import BrokerError, LanekeeperError, RequestProb
 
 MESSAGE_BYTES = 4096
 ID_CHARACTERS = 255
-DELIVERIES_AT_MOST = 5
 BROKER_NAMED = "amq.gen-"
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
@@ -76,16 +75,16 @@ class Control:
         """What cannot be carried out is refused, and what cannot be recorded goes back: never lost, never a loop."""
         message = delivery.message
         try:
-            if (delivery.times_delivered or 1) >= DELIVERIES_AT_MOST:
-                raise ControlRefused("delivered again and again, and never recorded")
             await self._answer(message, *await self._carry_out(message))
         except ControlRefused as refused:
             log.warning(signals.CONTROL_REFUSED, type=str(message.type)[:40], reason=str(refused))
             await self._answer(message, {"error": str(refused)}, status="error")
         except StoreUnavailable as away:
             log.warning(signals.CONTROL_REFUSED, type=str(message.type)[:40], reason=str(away))
-            await self._settler.put_back(delivery)
+            await self._settler.postpone(delivery)
             return
+        except Exception:  # a fault of ours must not end the worker, and with the next one all the others
+            log.exception(signals.HANDLER_FAILED, where="control", type=str(message.type)[:40])
         await self._settler.dismiss(delivery)
 
     async def _carry_out(self, message: Message) -> tuple[Mapping[str, Any] | Completion, str]:

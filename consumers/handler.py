@@ -22,8 +22,6 @@ from topology.contract.problems import RequestProblem
 from topology.lanes import LaneSpec
 from topology.names import Names
 
-DELIVERIES_AT_MOST = 5
-"""The delivery at which a request that was never settled is buried; the broker's own limit (20) is the backstop."""
 LATER_MS = 1000
 
 
@@ -85,11 +83,6 @@ class Handler:
 
     def _unfit(self, job: Job) -> Outcome | None:
         """What ends a delivery before it is even read."""
-        times = job.delivery.times_delivered
-        if times is not None and times >= DELIVERIES_AT_MOST:
-            return Buried(
-                RequestProblem("poison", f"delivered {times} times and never settled: its worker died or hung under it")
-            )
         if not job.trusted and job.message.exchange != self._names.requests:
             return ended_by(
                 RequestProblem(

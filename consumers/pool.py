@@ -129,7 +129,7 @@ class Pool:
             raise
         except StoreUnavailable as away:
             log.error(signals.HANDLER_FAILED, request=delivery.message.message_id, where="store", error=str(away))
-            await self._settler.put_back(delivery)
+            await self._settler.postpone(delivery)
         except Exception:  # one request that cannot even be buried must not end the lane for all others
             log.exception(
                 signals.HANDLER_FAILED, request=delivery.message.message_id, lane=self._activity.lane, where="settle"

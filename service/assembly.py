@@ -48,6 +48,8 @@ from topology.tracing import Tracing
 
 FALLEN_SLOTS = 8
 CONTROL_PREFETCH = 8
+FINISH_WITHIN_S = 2.0
+"""How long an answer that the provider has given may take into the store, when all else has ended."""
 DIRECT_REPLY_MENDED = (4, 3, 5)
 """From here on a forged direct reply-to address harms nobody (reliability.md, section 0, item 10)."""
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
@@ -118,6 +120,7 @@ async def assemble(
             open_store(settings.store, namespace=names.namespace, spec=settings.store_spec())
         )
         claiming = Claiming(store)
+        stack.push_async_callback(claiming.finish, within_s=FINISH_WITHIN_S)
         failpoints = Failpoints(settings.failpoints)
         pausing = Pausing(
             {

@@ -45,6 +45,8 @@ class Copy:
     """16 bytes of what tells one publish of a request from another (where its reply goes, when it was sent)."""
     redelivered: bool
     """Its last delivery was never settled: whoever worked on it has died, or lost its channel."""
+    nonce: bytes = b""
+    """8 bytes of this delivery alone: its claim, asked for again because the answer was lost, is the one it has."""
     dead_at_ms: int | None = None
     """Of a dead letter that was published again: when it had ended (ms since 1970)."""
 
@@ -69,6 +71,8 @@ class Granted:
     """The request is ours to work on. A higher token than any before: what an earlier holder completes is refused."""
 
     token: int
+    deaths: int = 0
+    """Holders before this one that never let go: they died or hung under it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +154,8 @@ class Claims(Protocol):
         ...
 
     async def release(self, held: Held, *, attempts: int = 0) -> None:
-        """Give a claim up without a completion: it waits for its next attempt. Nothing where it was taken over."""
+        """Give a claim up without a completion: it waits for its next attempt. Where it was taken over meanwhile, it is
+        taken back that its holder had died."""
         ...
 
     async def complete(

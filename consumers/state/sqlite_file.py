@@ -43,6 +43,8 @@ CREATE TABLE request (
     keep_ms INTEGER NOT NULL,   -- since 1970: when it may be forgotten
     noted INTEGER NOT NULL,     -- it ended before it could be claimed: it binds nobody
     cancelling INTEGER NOT NULL,  -- what follows is how it ends unless its holder ends it otherwise
+    nonce BLOB,                 -- of the delivery that holds it, or held it last
+    deaths INTEGER NOT NULL,    -- holders that never let go
     status TEXT,                -- NULL: it has not ended, and nobody cancelled it
     code TEXT,
     headers TEXT,

@@ -15,6 +15,8 @@ from topology.contract.messages import Message
 from topology.contract.problems import BrokerError, BrokerUnreachable
 
 RPC_TIMEOUT_S = 30
+CLOSE_TIMEOUT_S = 3
+"""A broker that hangs is not waited for by whoever stops."""
 
 
 class ChannelLost(BrokerError):
@@ -120,7 +122,7 @@ class Session:
 
     async def close(self) -> None:
         with suppress(BrokerUnreachable), border("closing"):
-            await self._channel.close(timeout=RPC_TIMEOUT_S)
+            await self._channel.close(timeout=CLOSE_TIMEOUT_S)
 
     def __aiter__(self) -> "Session":
         return self
