@@ -19,8 +19,11 @@ RUN /opt/build/bin/pip wheel --quiet --no-deps --no-build-isolation --no-index -
 
 FROM ${PYTHON_IMAGE}
 COPY --from=build /opt/lanekeeper /opt/lanekeeper
+# For the store, unless LANEKEEPER_STORE_URL names another; to be a volume where it shall outlive the container.
+RUN install -d -o 10001 -g 10001 -m 700 /var/lib/lanekeeper
 ENV PATH=/opt/lanekeeper/bin:$PATH \
     PYTHONUNBUFFERED=1 \
+    XDG_STATE_HOME=/var/lib \
     LANEKEEPER_GATEWAY__HOST=0.0.0.0
 # By number, so that Kubernetes can see that it is not root; it needs no home and no name.
 USER 10001:10001

@@ -1,9 +1,12 @@
-"""What the benchmarks stand on: a broker, a provider that answers at once in a process of its own, settings."""
+"""What benchmarks stand on: a broker, a Redis, a provider that answers at once in a process of its own, settings."""
 
 import asyncio
+import atexit
 import logging
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,6 +16,7 @@ import structlog
 
 from consumers.providers.anthropic import AnthropicProvider
 from service.demo.broker import private_broker
+from service.demo.source import LOOPBACK, free_ports
 from service.settings import Settings, load_settings
 
 LANEKEEPER = Path(sys.executable).parent / "lanekeeper"
@@ -46,9 +50,33 @@ async def provider(*options: str) -> AsyncIterator[str]:
         await process.wait()
 
 
+@asynccontextmanager
+async def redis() -> AsyncIterator[str | None]:
+    """The URL of a Redis as it should be set, synced to disk every second; None where none is installed."""
+    if shutil.which("redis-server") is None:
+        yield None
+        return
+    (port,) = free_ports(1)
+    with tempfile.TemporaryDirectory(prefix="lanekeeper-bench-") as folder:
+        command = ["redis-server", "--port", str(port), "--bind", LOOPBACK, "--dir", folder]
+        process = await asyncio.create_subprocess_exec(
+            *command, "--save", "", "--appendonly", "yes", stdout=asyncio.subprocess.PIPE
+        )
+        try:
+            assert process.stdout is not None
+            while b"Ready to accept connections" not in await process.stdout.readline():
+                pass
+            yield f"redis://{LOOPBACK}:{port}/0"
+        finally:
+            process.terminate()
+            await process.wait()
+
+
 def settings(url: str, base_url: str, **options: Any) -> Settings:
-    """Settings for a worker on that broker and provider; nothing of the environment."""
-    made = load_settings(environ={"LANEKEEPER_AMQP_URL": url}, **options)
+    """Settings for a worker on that broker and provider, with a store of its own; nothing of the environment."""
+    folder = tempfile.mkdtemp(prefix="lanekeeper-bench-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    made = load_settings(environ={"LANEKEEPER_AMQP_URL": url}, store_url=f"sqlite:///{folder}/store.sqlite", **options)
     return made.answered_by(base_url, key="benchmark")
 
 

@@ -43,6 +43,7 @@ class Claiming:
         self._store = store
         self._held: dict[Held, Job] = {}
         self._taken = asyncio.Event()
+        self._completing: set[asyncio.Task[Completion | None]] = set()
 
     async def run(self) -> None:
         """Renew what is held, and stop the jobs whose claim is cancelled or was taken over."""
@@ -71,6 +72,7 @@ class Claiming:
         found = await _surely(lambda: self._store.claim(job.identity, job.copy()), within_s=CLAIM_WITHIN_S)
         if isinstance(found, Granted):
             job.claim = Held(job.identity, found.token)
+            job.deaths = found.deaths
             self._held[job.claim] = job
             self._taken.set()
         return found
@@ -88,12 +90,32 @@ class Claiming:
     async def complete(self, job: Job, completion: Completion) -> Completion | None:
         """Keep how it ended: the completion that holds, or None where another delivery of it is being worked on.
 
-        Raises StoreUnavailable after `STORE_WITHIN_S`.
+        Raises StoreUnavailable after `STORE_WITHIN_S`. Cancelled, it goes on by itself: what the provider has answered
+        is paid for, and a delivery that was lost meanwhile is answered with it when it comes again.
         """
         token = None if job.claim is None else job.claim.token
-        holds = await _surely(lambda: self._store.complete(job.identity, job.copy(), completion, token=token))
-        self.forget(job)
-        return holds
+        completing = asyncio.create_task(self._complete(job, completion, token), name=f"complete {job.id}")
+        self._completing.add(completing)
+        completing.add_done_callback(self._completed)
+        return await asyncio.shield(completing)
+
+    async def _complete(self, job: Job, completion: Completion, token: int | None) -> Completion | None:
+        try:
+            return await _surely(lambda: self._store.complete(job.identity, job.copy(), completion, token=token))
+        finally:
+            self.forget(job)
+
+    def _completed(self, completing: "asyncio.Task[Completion | None]") -> None:
+        self._completing.discard(completing)
+        if not completing.cancelled() and (error := completing.exception()) is not None:
+            log.debug(signals.RENEWAL_FAILED, error=str(error))  # told to whoever waits for it, if anybody still does
+
+    async def finish(self, *, within_s: float) -> None:
+        """Wait for what is still being completed; what is not by then is called again elsewhere."""
+        if self._completing:
+            _, late = await asyncio.wait(self._completing, timeout=within_s)
+            for each in late:
+                each.cancel()
 
     async def note(self, job: Job, completion: Completion) -> None:
         """Keep, for whoever asks, how a request ended that could not be claimed. Raises as `complete`."""

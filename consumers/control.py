@@ -17,14 +17,14 @@ from consumers.settle import Settler
 from consumers.state.base import Completion, Identity, StoreUnavailable
 from topology import names as n
 from topology import signals
-from topology.broker.deliveries import ChannelLost, Deliveries, Delivery
+from topology.broker.deliveries import Deliveries
 from topology.broker.publisher import Publisher
+from topology.broker.session import ChannelLost, Delivery
 from topology.contract.messages import Message
 from topology.contract.problems import BrokerError, LanekeeperError, RequestProblem
 
 MESSAGE_BYTES = 4096
 ID_CHARACTERS = 255
-DELIVERIES_AT_MOST = 5
 BROKER_NAMED = "amq.gen-"
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
@@ -75,16 +75,16 @@ class Control:
         """What cannot be carried out is refused, and what cannot be recorded goes back: never lost, never a loop."""
         message = delivery.message
         try:
-            if (delivery.times_delivered or 1) >= DELIVERIES_AT_MOST:
-                raise ControlRefused("delivered again and again, and never recorded")
             await self._answer(message, *await self._carry_out(message))
         except ControlRefused as refused:
             log.warning(signals.CONTROL_REFUSED, type=str(message.type)[:40], reason=str(refused))
             await self._answer(message, {"error": str(refused)}, status="error")
         except StoreUnavailable as away:
             log.warning(signals.CONTROL_REFUSED, type=str(message.type)[:40], reason=str(away))
-            await self._settler.put_back(delivery)
+            await self._settler.postpone(delivery)
             return
+        except Exception:  # a fault of ours must not end the worker, and with the next one all the others
+            log.exception(signals.HANDLER_FAILED, where="control", type=str(message.type)[:40])
         await self._settler.dismiss(delivery)
 
     async def _carry_out(self, message: Message) -> tuple[Mapping[str, Any] | Completion, str]:
@@ -109,6 +109,7 @@ class Control:
             raise ControlRefused(f"body: {len(message.body)} bytes, allowed are {MESSAGE_BYTES}")
         try:
             said = json.loads(message.body.decode())
+            json.dumps(said, ensure_ascii=False).encode()  # "\ud800" is no character: no store could keep it
         except (ValueError, RecursionError):
             raise ControlRefused("body: not a JSON object") from None
         id = said.get(message.type) if isinstance(said, dict) else None
@@ -143,15 +144,18 @@ class Control:
         if not address.startswith(BROKER_NAMED):
             return
         headers: dict[str, Any] = {n.STATUS: status}
+        content_type = "application/json"
         if isinstance(found, Completion):
             body = found.body
+            if found.status == "error":
+                content_type = "application/problem+json"
             headers |= {**found.headers, n.REPLAYED: True, n.REQUEST_ID: self._identity(question).id}
         else:
             body = json.dumps(found).encode()
         message = Message(
             body=body,
             headers=headers,
-            content_type="application/json",
+            content_type=content_type,
             message_id=uuid.uuid4().hex,
             correlation_id=question.correlation_id,
             persistent=False,

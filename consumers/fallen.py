@@ -5,7 +5,7 @@ from typing import Any
 
 from consumers.job import Job, NowMs, Outcome, ended_by, is_trusted
 from topology import names as n
-from topology.broker.deliveries import Delivery
+from topology.broker.session import Delivery
 from topology.contract.problems import RequestProblem
 from topology.lanes import LaneSpec
 from topology.names import Names

@@ -22,8 +22,6 @@ from topology.contract.problems import RequestProblem
 from topology.lanes import LaneSpec
 from topology.names import Names
 
-DELIVERIES_AT_MOST = 5
-"""The delivery at which a request that was never settled is buried; the broker's own limit (20) is the backstop."""
 LATER_MS = 1000
 
 
@@ -85,11 +83,6 @@ class Handler:
 
     def _unfit(self, job: Job) -> Outcome | None:
         """What ends a delivery before it is even read."""
-        times = job.delivery.times_delivered
-        if times is not None and times >= DELIVERIES_AT_MOST:
-            return Buried(
-                RequestProblem("poison", f"delivered {times} times and never settled: its worker died or hung under it")
-            )
         if not job.trusted and job.message.exchange != self._names.requests:
             return ended_by(
                 RequestProblem(
@@ -121,15 +114,16 @@ class Handler:
             return Refused(exceeded(job))
         loop = asyncio.get_running_loop()
         began_s = loop.time()
+        job.limit = limit = asyncio.timeout(min(left_s, ATTEMPT_WITHIN_S))
         try:
-            async with asyncio.timeout(min(left_s, ATTEMPT_WITHIN_S)) as job.limit:
+            async with limit:
                 if job.stopped is not None:
                     job.stop(job.stopped)
                 await self._pausing.opened()  # an answer that could not be sent is not asked for
                 began_s = loop.time()
                 answer = await self._call(job, request, lane)
         except TimeoutError:
-            if job.limit is None or not job.limit.expired():
+            if not limit.expired():
                 raise
             job.run_ms = self._run_ms(job, began_s)
             return self._ended_early(job, request, lane, is_over=left_s <= ATTEMPT_WITHIN_S)
@@ -139,6 +133,8 @@ class Handler:
         except ProviderError as error:
             job.run_ms = self._run_ms(job, began_s)
             return self._decide(error, job, request, lane)
+        finally:
+            job.limit = None  # what has ended cannot be made to end
         job.run_ms = self._run_ms(job, began_s)
         return Answered(body=answer.body, model=answer.model, provider=answer.provider)
 

@@ -10,7 +10,7 @@ from hashlib import blake2b
 
 from consumers.state.base import Completion, Copy, Held, Identity, Stop
 from topology import names as n
-from topology.broker.deliveries import Delivery
+from topology.broker.session import Delivery
 from topology.contract.headers import HopHeaders, read_hop
 from topology.contract.messages import Message, Request
 from topology.contract.problems import RequestProblem
@@ -39,7 +39,7 @@ class Job:
     """
 
     __slots__ = (
-        "_copy", "attempt_started_ms", "claim", "completion", "delivery", "hop", "id", "identity", "lane", "limit",
+        "_copy", "attempt_started_ms", "claim", "completion", "deaths", "delivery", "hop", "id", "identity", "lane", "limit",
         "request", "run_ms", "stopped", "taken_ms", "trusted",
     )  # fmt: skip
 
@@ -66,6 +66,8 @@ class Job:
         self.run_ms = 0
         """How long the attempt of this delivery ran."""
         self.claim: Held | None = None
+        self.deaths = 0
+        """Holders of its claim before this one that never let go."""
         self.limit: asyncio.Timeout | None = None
         """Ends the attempt; there while it runs."""
         self.completion: Completion | None = None
@@ -86,6 +88,12 @@ class Job:
         return self.hop.user_id if self.trusted else self.message.user_id
 
     @property
+    def dead_at(self) -> str | None:
+        """Of a dead letter that was published again: when it had ended, as it tells."""
+        told = self.hop.dead_at if self.trusted else self.message.headers.get(n.DEAD_AT)
+        return told if isinstance(told, str) else None
+
+    @property
     def redelivered(self) -> bool:
         """An earlier delivery of this message was never settled."""
         return self.delivery.redelivered or self.hop.redelivered
@@ -95,13 +103,16 @@ class Job:
         if self._copy is not None:
             return self._copy
         message = self.message
-        told = (message.reply_to, message.correlation_id, message.routing_key, message.headers.get(n.SENT_MS))
-        dead_at = message.headers.get(n.DEAD_AT) if not self.trusted else None
+        told = (
+            message.reply_to, message.correlation_id, message.routing_key, message.timestamp_s, message.priority,
+            message.app_id, message.headers.get(n.SENT_MS), message.headers.get(n.TRACEPARENT),
+        )  # fmt: skip
         self._copy = Copy(
             body_hash=blake2b(message.body, digest_size=16).digest(),
             mark=blake2b(repr(told).encode(errors="replace"), digest_size=16).digest(),
             redelivered=self.redelivered,
-            dead_at_ms=dead_at_ms(dead_at),
+            nonce=uuid.uuid4().bytes[:8],
+            dead_at_ms=dead_at_ms(self.dead_at),
         )
         return self._copy
 

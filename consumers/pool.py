@@ -17,7 +17,8 @@ from consumers.job import Answered, Buried, Deferred, Dropped, Job, Outcome, Ref
 from consumers.settle import Settler
 from consumers.state.base import StoreUnavailable
 from topology import recording, signals
-from topology.broker.deliveries import ChannelLost, Deliveries, Delivery, Session
+from topology.broker.deliveries import Deliveries
+from topology.broker.session import ChannelLost, Delivery, Session
 from topology.contract import codec
 from topology.contract.problems import RequestProblem
 from topology.tracing import Tracing
@@ -128,7 +129,7 @@ class Pool:
             raise
         except StoreUnavailable as away:
             log.error(signals.HANDLER_FAILED, request=delivery.message.message_id, where="store", error=str(away))
-            await self._settler.put_back(delivery)
+            await self._settler.postpone(delivery)
         except Exception:  # one request that cannot even be buried must not end the lane for all others
             log.exception(
                 signals.HANDLER_FAILED, request=delivery.message.message_id, lane=self._activity.lane, where="settle"

@@ -32,8 +32,8 @@ from consumers.reply import Replies
 from consumers.state.base import Completion, StoreUnavailable
 from topology import names as n
 from topology import signals
-from topology.broker.deliveries import ChannelLost, Delivery
 from topology.broker.publisher import Publisher
+from topology.broker.session import ChannelLost, Delivery
 from topology.contract.headers import ERRORS_KEPT, HopHeaders, carried, hop_headers
 from topology.contract.messages import Message
 from topology.contract.problems import PROBLEMS, BrokerError, RequestProblem
@@ -92,7 +92,7 @@ class Settler:
         except (BrokerError, StoreUnavailable) as error:
             log.error(signals.HANDLER_FAILED, request=job.id, lane=job.lane_name, where="settle", error=str(error))
             await self._claiming.release(job)
-            await self.put_back(job.delivery)
+            await self.postpone(job.delivery)
             return None
         finally:
             self._claiming.forget(job)
@@ -111,6 +111,12 @@ class Settler:
         """Acknowledge what is no request: a control message that was recorded, or that nobody can read."""
         with suppress(ChannelLost):
             await delivery.ack()
+
+    async def postpone(self, delivery: Delivery) -> None:
+        """Give back what the broker or the store did not let end: through no fault of its own, and uncounted on 4.3."""
+        await asyncio.sleep(PUT_BACK_AFTER_S)
+        with suppress(ChannelLost):
+            await delivery.give_back()
 
     async def put_back(self, delivery: Delivery) -> None:
         """Put back what could not be settled. The broker counts it: what never can be ends at its delivery limit, in
@@ -136,13 +142,17 @@ class Settler:
         if completion.code in NEVER_KEPT:
             return outcome
         if completion.code in NOTED and job.claim is None and not job.trusted:
+            if job.redelivered and (before := await self._claiming.find(job.identity)) and before.completion:
+                return Replayed(completion=before.completion, buries=True)  # whoever died had read it otherwise
             await self._claiming.note(job, completion)
             return outcome
         holds = await self._claiming.complete(job, completion)
         if holds is None:
             return Deferred(delay_ms=TAKEN_OVER_WAIT_MS, reason="running elsewhere", due_ms=job.hop.due_ms)
         if holds.ended_ms != completion.ended_ms or holds.body != completion.body:
-            return Replayed(completion=holds, buries=isinstance(outcome, Buried))
+            # one that came again, or that expired after it had, may be what was stored and never parked
+            came_again = job.redelivered or job.message.exchange == self._names.fallen
+            return Replayed(completion=holds, buries=came_again or isinstance(outcome, Buried))
         job.completion = completion
         return outcome
 
@@ -224,9 +234,13 @@ class Settler:
             due_ms=due_ms,
             user_id=job.user_id,
             expiration=job.hop.expiration if job.trusted else job.message.expiration,
+            dead_at=job.dead_at,
             redelivered=redelivered,
         )
-        message = self._copy(job, {**hop_headers(past), **way.headers})
+        headers = {**hop_headers(past), **way.headers}
+        if job.dead_at is not None:  # its time counts from now, not from when it was first sent
+            headers[n.SENT_MS] = sent_ms
+        message = self._copy(job, headers)
         self._failpoints.reach_soon("after_publish")
         await self._publisher.publish_surely(message, exchange=way.exchange, routing_key=job.routing_key)
 
@@ -306,6 +320,7 @@ class Settler:
                 self._lifecycle.tell(job, problem.code)
             case Replayed(completion=completion):
                 log.debug(signals.REQUEST_REPLAYED, request=job.id, lane=job.lane_name, code=completion.code)
-                self._lifecycle.tell(job, "replayed", status=completion.status)
+                never_told = completion.code == "cancelled" and not job.attempts
+                self._lifecycle.tell(job, "cancelled" if never_told else "replayed", status=completion.status)
             case _:
                 assert_never(outcome)

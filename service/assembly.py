@@ -31,10 +31,11 @@ from consumers.state.opening import open_store
 from service.settings import Settings
 from topology.broker.apply import apply
 from topology.broker.connection import Connection
-from topology.broker.deliveries import Deliveries, Delivery
+from topology.broker.deliveries import Deliveries
 from topology.broker.management import Management, discover
 from topology.broker.notices import Notices
 from topology.broker.publisher import Publisher
+from topology.broker.session import Delivery
 from topology.broker.verify import verify
 from topology.broker.watch import FindManagement, TopologyWatch
 from topology.contract.messages import Message
@@ -47,6 +48,8 @@ from topology.tracing import Tracing
 
 FALLEN_SLOTS = 8
 CONTROL_PREFETCH = 8
+FINISH_WITHIN_S = 2.0
+"""How long an answer that the provider has given may take into the store, when all else has ended."""
 DIRECT_REPLY_MENDED = (4, 3, 5)
 """From here on a forged direct reply-to address harms nobody (reliability.md, section 0, item 10)."""
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
@@ -117,12 +120,13 @@ async def assemble(
             open_store(settings.store, namespace=names.namespace, spec=settings.store_spec())
         )
         claiming = Claiming(store)
+        stack.push_async_callback(claiming.finish, within_s=FINISH_WITHIN_S)
         failpoints = Failpoints(settings.failpoints)
         pausing = Pausing(
             {
                 "publish connection": lambda: publishing.trouble or publishing.blocked,
                 "store": lambda: store.trouble,
-                "topology": lambda: watch.trouble,
+                "topology": lambda: watch.hindrance,
             }
         )
         provider = _provider(settings, tracing)

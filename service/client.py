@@ -23,6 +23,7 @@ from topology import names as n
 from topology.broker.connection import Connection
 from topology.broker.depth import Depth, depths
 from topology.broker.publisher import Publisher
+from topology.broker.urls import urls_of
 from topology.contract.messages import Message
 from topology.contract.problems import BrokerError, PublishRefused, TopologyMismatch
 from topology.names import Names
@@ -47,7 +48,7 @@ class Client:
         publish_within_s: float = PUBLISH_WITHIN_S,
     ) -> None:
         self._names = names or Names()
-        self._user = unquote(urlsplit(url.partition(",")[0]).username or "guest")
+        self._user = unquote(urlsplit(urls_of(url)[0]).username or "guest")
         self._publishing = Connection(url, name="lanekeeper client: publish", ssl_context=ssl_context)
         self._consuming = Connection(url, name="lanekeeper client: replies", ssl_context=ssl_context)
         self._publisher = Publisher(self._publishing, tracing=tracing or Tracing())

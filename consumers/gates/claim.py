@@ -5,6 +5,13 @@ from consumers.job import Answered, Buried, Deferred, Dropped, Job, Outcome, Ref
 from consumers.state.base import Conflict, Ended, Granted, Running
 from topology.contract.problems import RequestProblem
 
+DEATHS_AT_MOST = 4
+"""With so many holders that died under it a request is buried: it is delivered for the fifth time. Not the broker's
+count, which also counts lost connections: the worker lives then, and lets go."""
+SUSPECT_FROM = 2
+"""From so many deaths on a request is worked on while no other suspect is: the one that kills is found out by that, and
+whoever only stood beside it is answered."""
+SUSPECT_WAIT_MS = 1000
 LEAST_WAIT_MS = 200
 LONGEST_WAIT_MS = 5_000
 
@@ -14,10 +21,23 @@ class ClaimGate:
 
     def __init__(self, claiming: Claiming) -> None:
         self._claiming = claiming
+        self._suspect: Job | None = None
 
     async def enter(self, job: Job) -> Outcome | None:
         """Raises StoreUnavailable where the store stays away: no provider is called without a claim."""
         match await self._claiming.claim(job):
+            case Granted(deaths=deaths) if deaths >= DEATHS_AT_MOST:
+                return Buried(
+                    RequestProblem(
+                        "poison", f"delivered {deaths + 1} times and never settled: its worker died or hung under it"
+                    )
+                )
+            case Granted(deaths=deaths) if deaths >= SUSPECT_FROM:
+                if self._suspect is not None:
+                    await self._claiming.release(job)
+                    return Deferred(delay_ms=SUSPECT_WAIT_MS, reason="suspect", due_ms=job.hop.due_ms)
+                self._suspect = job
+                return None
             case Granted():
                 return None
             case Running(for_ms=for_ms):
@@ -36,6 +56,8 @@ class ClaimGate:
 
     async def leave(self, job: Job, outcome: Outcome | None) -> None:
         """What has ended keeps its claim until the store has the completion."""
+        if self._suspect is job:
+            self._suspect = None
         match outcome:
             case Answered() | Refused() | Buried() | Dropped() | Replayed():
                 return

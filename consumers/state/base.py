@@ -45,6 +45,8 @@ class Copy:
     """16 bytes of what tells one publish of a request from another (where its reply goes, when it was sent)."""
     redelivered: bool
     """Its last delivery was never settled: whoever worked on it has died, or lost its channel."""
+    nonce: bytes = b""
+    """8 bytes of this delivery alone: its claim, asked for again because the answer was lost, is the one it has."""
     dead_at_ms: int | None = None
     """Of a dead letter that was published again: when it had ended (ms since 1970)."""
 
@@ -69,6 +71,8 @@ class Granted:
     """The request is ours to work on. A higher token than any before: what an earlier holder completes is refused."""
 
     token: int
+    deaths: int = 0
+    """Holders before this one that never let go: they died or hung under it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,11 +147,15 @@ class Claims(Protocol):
         ...
 
     async def renew(self, held: Sequence[Held]) -> Mapping[Held, Stop]:
-        """Renew leases in one step. Those whose holder must stop; the others hold for another lease."""
+        """Renew leases in one step. Those whose holder must stop; the others hold for another lease.
+
+        What the store has forgotten is not among them: nobody else holds it, and its completion will be kept.
+        """
         ...
 
     async def release(self, held: Held, *, attempts: int = 0) -> None:
-        """Give a claim up without a completion: it waits for its next attempt. Nothing where it was taken over."""
+        """Give a claim up without a completion: it waits for its next attempt. Where it was taken over meanwhile, it is
+        taken back that its holder had died."""
         ...
 
     async def complete(
@@ -157,7 +165,8 @@ class Claims(Protocol):
 
         The completion that holds: the one given, or the one that was there before. None where it may not be ended now:
         another delivery holds the claim (with `token`: it was taken over). `token` None: whoever completes it holds no
-        claim (its time was over before it asked for one, or it is poison): as `claim` would be granted.
+        claim (its time was over before it asked for one, or it is poison): as `claim` would be granted. Where `claim`
+        would be a Conflict, the one given is given back and not kept: it is how this message ends, and binds nobody.
         """
         ...
 

@@ -70,8 +70,8 @@ class RedisStore:
     async def claim(self, identity: Identity, copy: Copy) -> Granted | Running | Ended | Conflict:
         times = (self._lease_ms, self._keep_ms, LONGEST_MS)
         match await self._client.run(scripts.CLAIM, [self._request(identity)], *_of_copy(copy), *times):
-            case [b"granted", token]:
-                return Granted(token=token)
+            case [b"granted", token, deaths]:
+                return Granted(token=token, deaths=deaths)
             case [b"running", for_ms]:
                 return Running(for_ms=for_ms)
             case [b"ended", same_copy, ending]:
@@ -149,7 +149,7 @@ class RedisStore:
 
 def _of_copy(copy: Copy) -> tuple[Argument, ...]:
     dead_at: Argument = "" if copy.dead_at_ms is None else copy.dead_at_ms
-    return (copy.body_hash, copy.mark, int(copy.redelivered), dead_at)
+    return (copy.body_hash, copy.mark, int(copy.redelivered), dead_at, copy.nonce)
 
 
 def _of_completion(completion: Completion) -> tuple[Argument, ...]:

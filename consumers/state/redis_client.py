@@ -11,7 +11,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from consumers.state.base import StoreUnavailable
-from consumers.state.redis_scripts import Script
+from consumers.state.redis_scripts import WRITE, Script
 
 CONNECT_S = 3.0
 CALL_S = 3.0
@@ -52,8 +52,9 @@ class RedisClient:
         return await self._told(step)
 
     async def write(self, key: str, value: str, *, for_s: int) -> None:
-        """Write something. Raises StoreUnavailable."""
-        await self._told(lambda: self._redis.set(key, value, ex=for_s))
+        """Write something, by a script as all else: a user may be allowed the one and not the other. Raises
+        StoreUnavailable."""
+        await self.run(WRITE, [key], value, for_s)
 
     async def risks(self) -> list[str]:
         """Why what is written could be lost, by its settings; nothing where Redis does not tell."""
@@ -75,7 +76,7 @@ class RedisClient:
         try:
             async with asyncio.timeout(CONNECT_S + CALL_S):
                 value = await step()
-        except (exceptions.RedisError, OSError, TimeoutError) as error:
+        except (exceptions.RedisError, OSError, TimeoutError, RuntimeError) as error:  # uvloop: RuntimeError, closed
             self.trouble = f"Redis at {self.address} {_explain(error)}"
             raise StoreUnavailable(self.trouble) from error
         self.trouble = None

@@ -29,13 +29,13 @@ _REQUEST = (
     _CLOCK
     + """
 local FIELDS = {
-  'hash', 'mark', 'token', 'lease', 'claimed', 'attempts', 'noted', 'cancelling', 'status', 'code', 'ended',
+  'hash', 'mark', 'token', 'nonce', 'deaths', 'lease', 'claimed', 'attempts', 'noted', 'cancelling', 'status', 'code', 'ended',
 }
 local function read(key)
   local values, row = redis.call('HMGET', key, unpack(FIELDS)), {}
   if not values[3] then return nil end
   for i, name in ipairs(FIELDS) do row[name] = values[i] or '' end
-  row.token, row.lease = tonumber(row.token), tonumber(row.lease)
+  row.token, row.lease, row.deaths = tonumber(row.token), tonumber(row.lease), tonumber(row.deaths) or 0
   row.cancelling = row.cancelling == '1'
   row.noted = row.noted == '1'
   row.over = row.status ~= '' and not row.cancelling
@@ -67,25 +67,26 @@ CLAIM: Final = Script(
     + """
 local key = KEYS[1]
 local hash, mark, redelivered, dead_at = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
-local lease_ms, keep_ms, longest_ms = ARGV[5], ARGV[6], ARGV[7]
-local row, attempts = read(key), 0
+local nonce, lease_ms, keep_ms, longest_ms = ARGV[5], ARGV[6], ARGV[7], ARGV[8]
+local row, attempts, deaths = read(key), 0, 0
 if row and not row.noted and not runs_again(row, dead_at) then
   if other_body(row, hash) then return {'conflict'} end
   if row.over then
     return {'ended', (row.mark == '' or row.mark == mark) and 1 or 0, ending(key)}
   end
+  if row.lease > 0 and nonce ~= '' and row.nonce == nonce then return {'granted', row.token, row.deaths} end
   if is_held(row, mark, redelivered) then return {'running', now - tonumber(row.claimed)} end
   if row.cancelling then
     end_as_cancelled(key, longest_ms)
     return {'ended', 1, ending(key)}
   end
-  attempts = row.attempts
+  attempts, deaths = row.attempts, row.deaths + (row.lease > 0 and 1 or 0)
 end
 local token = next_token(row)
-redis.call('HSET', key, 'hash', hash, 'mark', mark, 'token', token, 'lease', now + lease_ms, 'claimed', now,
+redis.call('HSET', key, 'hash', hash, 'mark', mark, 'token', token, 'nonce', nonce, 'deaths', deaths, 'lease', now + lease_ms, 'claimed', now,
   'attempts', attempts, 'noted', '', 'cancelling', '', 'status', '', 'code', '', 'headers', '', 'ended', '', 'body', '')
 redis.call('PEXPIRE', key, keep_ms + lease_ms)
-return {'granted', token}
+return {'granted', token, deaths}
 """
 )
 RENEW: Final = Script(
@@ -116,8 +117,10 @@ RELEASE: Final = Script(
     + """
 local key, token, attempts, keep_ms, longest_ms = KEYS[1], tonumber(ARGV[1]), ARGV[2], ARGV[3], ARGV[4]
 local row = read(key)
-if row and row.token == token and not row.over then
-  if row.cancelling then
+if row and not row.over then
+  if row.token ~= token then
+    redis.call('HSET', key, 'deaths', math.max(0, row.deaths - 1))
+  elseif row.cancelling then
     end_as_cancelled(key, longest_ms)
   else
     redis.call('HSET', key, 'lease', 0, 'attempts', attempts)
@@ -131,8 +134,8 @@ COMPLETE: Final = Script(
     + _COPY
     + """
 local key, keep_ms = KEYS[1], ARGV[1]
-local hash, mark, redelivered, dead_at, token = ARGV[2], ARGV[3], ARGV[4], ARGV[5], tonumber(ARGV[6])
-local status, code, headers, ended, body = ARGV[7], ARGV[8], ARGV[9], ARGV[10], ARGV[11]
+local hash, mark, redelivered, dead_at, nonce = ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
+local token, status, code, headers, ended, body = tonumber(ARGV[7]), ARGV[8], ARGV[9], ARGV[10], ARGV[11], ARGV[12]
 local row = read(key)
 if row and row.token == token then
   if row.over then return {'held', ending(key)} end
@@ -144,8 +147,8 @@ else
     if row.over then return {'held', ending(key)} end
     if token or is_held(row, mark, redelivered) then return {'fenced'} end
   end
-  redis.call('HSET', key, 'hash', hash, 'mark', mark, 'token', next_token(row), 'lease', 0, 'claimed', now,
-    'attempts', 0, 'noted', '', 'cancelling', '',
+  redis.call('HSET', key, 'hash', hash, 'mark', mark, 'token', next_token(row), 'nonce', nonce, 'deaths', 0,
+    'lease', 0, 'claimed', now, 'attempts', 0, 'noted', '', 'cancelling', '',
     'status', status, 'code', code, 'headers', headers, 'ended', ended, 'body', body)
 end
 redis.call('PEXPIRE', key, keep_ms)
@@ -157,7 +160,8 @@ NOTE: Final = Script(
     + """
 local key, keep_ms, row = KEYS[1], ARGV[1], read(KEYS[1])
 if row and not row.noted then return end
-redis.call('HSET', key, 'hash', '', 'mark', '', 'token', next_token(row), 'lease', 0, 'claimed', 0,
+redis.call('HSET', key, 'hash', '', 'mark', '', 'token', next_token(row), 'nonce', '', 'deaths', 0,
+    'lease', 0, 'claimed', 0,
   'attempts', 0, 'noted', '1', 'cancelling', '',
   'status', ARGV[2], 'code', ARGV[3], 'headers', ARGV[4], 'ended', ARGV[5], 'body', ARGV[6])
 redis.call('PEXPIRE', key, keep_ms)
@@ -169,7 +173,8 @@ CANCEL: Final = Script(
 local key, longest_ms, row = KEYS[1], ARGV[1], read(KEYS[1])
 local ending = {'status', ARGV[2], 'code', ARGV[3], 'headers', ARGV[4], 'ended', ARGV[5], 'body', ARGV[6]}
 if not row or row.noted then
-  redis.call('HSET', key, 'hash', '', 'mark', '', 'token', next_token(row), 'lease', 0, 'claimed', 0,
+  redis.call('HSET', key, 'hash', '', 'mark', '', 'token', next_token(row), 'nonce', '', 'deaths', 0,
+    'lease', 0, 'claimed', 0,
     'attempts', 0, 'noted', '', 'cancelling', '', unpack(ending))
 elseif row.over then
   return 'ended'
@@ -242,3 +247,4 @@ LET_GO: Final = Script(
 if redis.call('HGET', KEYS[1], 'owner') == ARGV[1] then redis.call('HSET', KEYS[1], 'lease', 0) end
 """
 )
+WRITE: Final = Script("redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2])")

@@ -22,7 +22,7 @@ from consumers.state.base import (
 )
 from consumers.state.clock import Clock
 from consumers.state.spec import DEFAULT, StoreSpec
-from consumers.state.sqlite_file import probe
+from consumers.state.sqlite_file import ROOM_BYTES, probe
 from consumers.state.sqlite_writer import Writer
 
 
@@ -30,11 +30,13 @@ class SqliteStore:
     """See `Store`. Not over a network's file system: SQLite's locks and shared memory do not hold there."""
 
     def __init__(self, path: Path, *, namespace: str, spec: StoreSpec = DEFAULT, clock: Clock | None = None) -> None:
+        self._path = path
+        self._no_room: str | None = None
         self._writer = Writer(path, namespace=namespace, spec=spec, clock=clock or Clock())
 
     @property
     def trouble(self) -> str | None:
-        return self._writer.trouble
+        return self._writer.trouble or self._no_room
 
     async def __aenter__(self) -> Self:
         self._writer.start()
@@ -46,7 +48,11 @@ class SqliteStore:
         await self._writer.close()
 
     async def probe(self) -> None:
-        await self._writer.do(lambda tables, at: probe(tables.connection, at.today))
+        left = await self._writer.do(lambda tables, at: probe(tables.connection, self._path, at.today))
+        self._no_room = None
+        if left < ROOM_BYTES:
+            self._no_room = f"{self._path} has no room left, its disk is full ({left} bytes): free some space"
+            raise StoreUnavailable(self._no_room)
 
     async def claim(self, identity: Identity, copy: Copy) -> Granted | Running | Ended | Conflict:
         return await self._writer.do(lambda tables, at: tables.requests.claim(at, identity, copy))

@@ -25,6 +25,8 @@ APPLICATION = 0x4C616E65
 BUSY_S = 3.0
 """How long to wait for another process's transaction: they last milliseconds, so that this means that one hangs."""
 LEASE_AT_MOST_MS = 3_600_000
+ROOM_BYTES = 1024 * 1024
+"""What the disk must have left: an answer is larger than what `probe` writes, and its provider would have been paid."""
 WAL_BYTES = 64 * 1024 * 1024
 """What is left of the log after a checkpoint."""
 
@@ -41,6 +43,8 @@ CREATE TABLE request (
     keep_ms INTEGER NOT NULL,   -- since 1970: when it may be forgotten
     noted INTEGER NOT NULL,     -- it ended before it could be claimed: it binds nobody
     cancelling INTEGER NOT NULL,  -- what follows is how it ends unless its holder ends it otherwise
+    nonce BLOB,                 -- of the delivery that holds it, or held it last
+    deaths INTEGER NOT NULL,    -- holders that never let go
     status TEXT,                -- NULL: it has not ended, and nobody cancelled it
     code TEXT,
     headers TEXT,
@@ -192,9 +196,11 @@ def drop_log(path: Path, log: tuple[int, int] | None) -> None:
             os.close(folder)
 
 
-def probe(connection: sqlite3.Connection, today: int) -> None:
-    """Write something, as any operation would."""
+def probe(connection: sqlite3.Connection, path: Path, today: int) -> int:
+    """Write something, as any operation would; how many bytes its disk has left."""
     connection.execute("UPDATE store SET probed_ms = ?", (today,))
+    disk = os.statvfs(path)
+    return disk.f_bavail * disk.f_frsize
 
 
 def explain(error: Exception, path: Path) -> str:

@@ -53,6 +53,8 @@ class Row(NamedTuple):
     keep_ms: int
     noted: int
     cancelling: int
+    nonce: bytes | None = None
+    deaths: int = 0
     status: Literal["ok", "error"] | None = None
     code: str | None = None
     headers: str | None = None
@@ -109,17 +111,20 @@ class Requests:
     def claim(self, at: Times, identity: Identity, copy: Copy) -> Granted | Running | Ended | Conflict:
         row = self._read(at, identity)
         if row is None or row.noted or _runs_again(row, copy):
-            return self._grant(at, identity, copy, token=_next_token(at, row), attempts=0)
+            return self._grant(at, identity, copy, token=_next_token(at, row))
         if row.body_hash not in (None, copy.body_hash):
             return Conflict()
         if row.ended:
             return Ended(completion=row.completion(), same_copy=row.mark in (None, copy.mark))
+        if row.lease_ms and copy.nonce and row.nonce == copy.nonce:  # granted before, and the answer was lost
+            return Granted(token=row.token, deaths=row.deaths)
         if row.is_held_against(copy, at.now):
             return Running(for_ms=at.now - row.claimed_ms)
         if row.cancelling:  # its holder was told, and died
             self._end_as_cancelled(at, identity, row)
             return Ended(completion=row.completion(), same_copy=True)
-        return self._grant(at, identity, copy, token=_next_token(at, row), attempts=row.attempts)
+        deaths = row.deaths + bool(row.lease_ms)
+        return self._grant(at, identity, copy, token=row.token + 1, attempts=row.attempts, deaths=deaths)
 
     def renew(self, at: Times, held: Sequence[Held]) -> dict[Held, Stop]:
         stops = {}
@@ -138,9 +143,11 @@ class Requests:
 
     def release(self, at: Times, held: Held, attempts: int) -> None:
         row = self._read(at, held.identity)
-        if row is None or row.token != held.token or row.ended:
+        if row is None or row.ended:
             return
-        if row.cancelling:
+        if row.token != held.token:
+            self._write(held.identity, row._replace(deaths=max(0, row.deaths - 1)))
+        elif row.cancelling:
             self._end_as_cancelled(at, held.identity, row)
         else:
             keep_ms = at.today + self._keep_ms
@@ -231,10 +238,13 @@ class Requests:
         row = Row._make(found)
         return None if row.keep_ms <= at.today and row.lease_ms <= at.now else row
 
-    def _grant(self, at: Times, identity: Identity, copy: Copy, *, token: int, attempts: int) -> Granted:
+    def _grant(
+        self, at: Times, identity: Identity, copy: Copy, *, token: int, attempts: int = 0, deaths: int = 0
+    ) -> Granted:
         lease_ms, keep_ms = at.now + self._lease_ms, at.today + self._keep_ms
-        self._write(identity, Row(copy.body_hash, copy.mark, token, lease_ms, at.now, attempts, keep_ms, 0, 0))
-        return Granted(token=token)
+        held = Row(copy.body_hash, copy.mark, token, lease_ms, at.now, attempts, keep_ms, 0, 0, copy.nonce, deaths)
+        self._write(identity, held)
+        return Granted(token=token, deaths=deaths)
 
     def _end_as_cancelled(self, at: Times, identity: Identity, row: Row) -> None:
         """As the row has it. It may still wait in the broker: its ending is kept for as long as it can."""

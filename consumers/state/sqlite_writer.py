@@ -32,8 +32,15 @@ TOGETHER_AT_MOST = 500
 REOPEN_S = 0.5
 CLOSE_S = 10.0
 """How long what waits may take at the end: a lock is waited for once (`BUSY_S`), then the last fsync."""
-_OF_ITS_OWN = (sqlite3.DataError, sqlite3.IntegrityError, sqlite3.InterfaceError, sqlite3.ProgrammingError)
-"""A fault of one operation (too large for SQLite), not of the file."""
+_OF_ITS_OWN = (
+    sqlite3.DataError,
+    sqlite3.IntegrityError,
+    sqlite3.InterfaceError,
+    sqlite3.ProgrammingError,
+    ValueError,
+    OverflowError,
+)
+"""A fault of one operation (too large for SQLite, a text that is no Unicode), not of the file or of its neighbours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +112,12 @@ class Writer:
             together: list[_Waiting] = []
             each = self._queue.get()
             with suppress(queue.Empty):
-                while each is not None and len(together) < TOGETHER_AT_MOST:
+                while each is not None:
                     together.append(each)
+                    if len(together) == TOGETHER_AT_MOST:
+                        break
                     each = self._queue.get_nowait()
-                ending = each is None
+            ending = each is None
             if together:
                 self._tell(self._hand_back, self._do_all(together))
         self._shut()

@@ -34,4 +34,4 @@ for _method, properties, body in channel.consume(replies, auto_ack=True):
         sys.exit(f"{answer['title']}: {answer['detail']}")
     print("".join(block.get("text", "") for block in answer["content"]))
     break
-connection.close()
+connection.close()  # before the answer came? It is kept for a day: `lanekeeper result` with the request's id

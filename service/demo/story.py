@@ -4,6 +4,7 @@ import asyncio
 import secrets
 import signal
 from contextlib import AsyncExitStack
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from urllib.parse import quote
 
@@ -14,10 +15,11 @@ from consumers.providers.anthropic import AnthropicProvider
 from service import worker
 from service.assembly import Parts, assemble
 from service.client import Client
-from service.demo import first_come, load
+from service.demo import first_come, load, unbroken
 from service.demo.broker import private_broker
 from service.demo.load import Ask, Board, Result
-from service.demo.table import show_verdict, watching
+from service.demo.table import show_unbroken, show_verdict, watching
+from service.demo.unbroken import Unbroken
 from service.settings import Settings
 from service.simulated.app import SimulatedAPI
 from service.simulated.options import SimulatedOptions
@@ -62,15 +64,16 @@ async def _tell(settings: Settings) -> bool:
             style="dim",
             highlight=False,
         )
-        lanes = await _through_lanes(settings, parts, console)
+        lanes, unbroken_act = await _through_lanes(settings, parts, console, api=api, folder=Path(folder))
         console.print("the same through one first-come queue …", style="dim")
         api.configure(api.options)  # the same faults again
         provider = AnthropicProvider(api_key="simulated", base_url=api.base_url, traceparent=lambda: None)
         stack.push_async_callback(provider.aclose)
         workers = sum(lane.slots + lane.due_slots for lane in parts.lanes)
         queued = await first_come.run(settings.broker_url, provider, workers=workers)
+        show_unbroken(console, unbroken_act)
         show_verdict(console, lanes, queued)
-        return lanes.all_right
+        return lanes.all_right and unbroken_act.is_well
 
 
 def _end_on_signals() -> None:
@@ -106,14 +109,16 @@ def _fitted(settings: Settings) -> Settings:
     )
 
 
-async def _through_lanes(settings: Settings, parts: Parts, console: Console) -> Board:
+async def _through_lanes(
+    settings: Settings, parts: Parts, console: Console, *, api: SimulatedAPI, folder: Path
+) -> tuple[Board, Unbroken]:
     scores = load.board()
     stop = asyncio.Event()
     activities = {activity.lane: activity for activity in parts.activities}
     async with asyncio.TaskGroup() as group:
         group.create_task(worker.run(parts, stop=stop, grace_s=5), name="worker")
         try:
-            async with Client(settings.broker_url, names=parts.names) as client, watching(console, scores, activities):
+            async with Client(settings.broker_url, names=parts.names) as client:
 
                 async def asking(ask: Ask) -> Result:
                     try:
@@ -122,7 +127,10 @@ async def _through_lanes(settings: Settings, parts: Parts, console: Console) -> 
                         return Result(error=str(error))
                     return Result(text=final.text, wait_ms=final.wait_ms, attempts=final.attempt)
 
-                await load.send(asking, scores)
+                async with watching(console, scores, activities):
+                    await load.send(asking, scores)
+                console.print("a second worker, which is killed in the middle of its work …", style="dim")
+                act = await unbroken.run(settings, client, api, folder=folder)
         finally:
             stop.set()
-    return scores
+    return scores, act

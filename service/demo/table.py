@@ -10,6 +10,7 @@ from rich.table import Column, Table
 
 from consumers.activity import LaneActivity
 from service.demo.load import BATCH_JOBS, Board
+from service.demo.unbroken import JOBS, TWICE, Unbroken
 
 REDRAW_S = 0.25
 LINE_EVERY_S = 2.0
@@ -99,6 +100,18 @@ def show_verdict(console: Console, lanes: Board, first_come: Board) -> None:
         f"{BATCH_JOBS} batch jobs; in one first-come queue {_ms(queued.wait_ms(0.5))} "
         f"(p95 {_ms(queued.wait_ms(0.95))}).",
         style="bold green",
+        highlight=False,
+    )
+
+
+def show_unbroken(console: Console, act: Unbroken) -> None:
+    """What became of the requests of a worker that was killed, of those that were sent twice, of one cancelled."""
+    lost = JOBS - act.answered
+    console.print(
+        f"killed at work: {act.cut} calls broken off, {lost} of {JOBS} requests lost, {act.calls} calls made; "
+        f"sent again: {act.replayed} of {TWICE} answered from the store, {act.calls_again} calls made; "
+        f"cancelled in a delay: {act.cancelled}",
+        style="green" if act.is_well else "bold red",
         highlight=False,
     )
 

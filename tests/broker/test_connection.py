@@ -10,6 +10,7 @@ from service.demo.broker import PrivateBroker
 from tests.support.brokers import Vhost
 from tests.support.connections import close_connection
 from tests.support.waiting import until
+from topology.broker import management
 from topology.broker.connection import Connection
 from topology.broker.depth import depths
 from topology.broker.inbox import Inbox
@@ -153,3 +154,15 @@ async def test_it_is_back_soon_after_the_broker_was_killed_and_started(own_broke
         assert await asyncio.wait_for(loss, 5)
         await own_broker.start()
         await connection.underlying(timeout_s=5)
+
+
+async def test_the_management_api_is_found_at_the_first_of_several_hosts_that_has_one(
+    vhost: Vhost, unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = URL(vhost.management_url).port
+    assert port is not None
+    monkeypatch.setattr(management, "PORT", port)
+    dead = str(URL(vhost.amqp_url).with_host("127.0.0.99"))  # of loopback, where nothing of ours listens
+    found = await management.discover(f"{dead},{vhost.amqp_url}")
+    assert found is not None
+    assert (await found.overview()).version.startswith(vhost.version.split("+")[0])

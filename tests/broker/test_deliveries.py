@@ -12,9 +12,10 @@ from tests.support.brokers import Vhost
 from tests.support.connections import close_connection
 from tests.support.waiting import until
 from topology.broker.connection import Connection
-from topology.broker.deliveries import ChannelLost, Deliveries, Delivery
+from topology.broker.deliveries import Deliveries
 from topology.broker.depth import depths
 from topology.broker.publisher import Publisher
+from topology.broker.session import ChannelLost, Delivery
 from topology.contract.messages import Message
 from topology.tracing import Tracing
 

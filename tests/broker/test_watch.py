@@ -87,6 +87,7 @@ async def test_a_queue_that_was_deleted_is_told_once_and_until_it_is_back(house:
             await house.delete_queue("lane.delay.03")
             watch.look()
             await until(mentions(watch, "lane.delay.03 is missing", COMMAND))
+            assert watch.hindrance == watch.trouble, "what is to be retried would go nowhere"
             await asyncio.sleep(0.6)
             await apply(house.topology, await house.connection.underlying())
             await until(lambda: watch.trouble is None)
@@ -106,12 +107,21 @@ async def test_who_declares_makes_a_deleted_queue_again_and_says_that_it_was_gon
     assert await house.is_bound()
 
 
+async def test_a_lane_without_its_intake_does_not_keep_the_others_from_work(house: House, often: None) -> None:
+    async with house.watched() as watch:
+        await house.delete_queue("lane.normal")
+        watch.look()
+        await until(mentions(watch, "lane.normal is missing", COMMAND))
+        assert watch.hindrance is None
+
+
 async def test_a_binding_that_was_removed_is_noticed_where_the_management_api_shows_it(
     house: House, often: None
 ) -> None:
     async with house.watched() as watch:
         await house.unbind()
         await until(mentions(watch, "lane.requests → queue lane.critical", "is missing", COMMAND))
+        assert watch.hindrance is None
         await apply(house.topology, await house.connection.underlying())
         await until(lambda: watch.trouble is None)
 
@@ -140,4 +150,4 @@ async def test_after_a_reconnect_it_is_not_believed_before_it_was_looked_at(hous
         await until(lambda: watch.trouble is None)
         noting.cancel()
         await asyncio.wait([noting])
-    assert set(seen) == {"not verified since the broker was back"}
+    assert set(seen) == {"not verified since the connection was lost"}

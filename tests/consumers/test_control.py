@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 
 from consumers import claiming, settle
-from consumers.control import DELIVERIES_AT_MOST, Control
-from consumers.job import Answered
+from consumers.control import Control
+from consumers.job import Answered, Refused
 from consumers.state.base import Identity, StoreUnavailable
 from tests.support.jobs import NOW_MS, Bench, FakeDelivery
 from topology import names as n
 from topology.contract.messages import Message
+from topology.contract.problems import RequestProblem
 
 ASKER = "amq.gen-abcdefghijklmnopqrstuv"
 
@@ -85,6 +86,14 @@ async def test_a_result_is_the_reply_again(bench: Bench) -> None:
     assert expected.items() <= answer.headers.items()
 
 
+async def test_an_error_is_the_problem_document_again(bench: Bench) -> None:
+    await bench.settler.settle(bench.job(reply_to=None), Refused(RequestProblem("deadline_exceeded", "too late")))
+    await read(bench, {"result": "m-1"}, kind="result")
+    answer = bench.to("")
+    assert (answer.content_type, answer.headers[n.STATUS]) == ("application/problem+json", "error")
+    assert told(bench)["code"] == "deadline_exceeded"
+
+
 @pytest.mark.parametrize(("is_claimed", "status"), [(True, "running"), (False, "unknown")])
 async def test_what_has_not_ended_is_said_to_be_pending(bench: Bench, is_claimed: bool, status: str) -> None:
     if is_claimed:
@@ -106,6 +115,9 @@ async def test_what_has_not_ended_is_said_to_be_pending(bench: Bench, is_claimed
         ({"cancel": ""}, {}),
         ({"cancel": "x" * 256}, {}),
         ({"cancel": "m-1", "tenant": 5}, {}),
+        ({"cancel": "\ud800"}, {}),
+        ({"result": "\ud800"}, {"kind": "result"}),
+        ({"cancel": "m-1", "tenant": "\ud800"}, {"user_id": "gateway"}),
         ({"cancel": "m-1"}, {"kind": None}),
         ({"cancel": "m-1"}, {"kind": "status"}),
         ({"cancel": "m-1", "tenant": "bank"}, {}),
@@ -129,13 +141,12 @@ async def test_what_cannot_be_recorded_goes_back(bench: Bench, monkeypatch: pyte
     monkeypatch.setattr(claiming, "STORE_WITHIN_S", 0)
     bench.store.failing = StoreUnavailable("locked")
     await read(bench, {"cancel": "m-1"})
-    assert bench.log == ["reject"]
+    assert bench.log == ["give back"]
 
 
-async def test_one_that_comes_again_and_again_is_given_up(bench: Bench) -> None:
-    message = Message(body=b'{"cancel": "m-1"}', type="cancel")
-    delivery = FakeDelivery(message, bench.log, times_delivered=DELIVERIES_AT_MOST)
-    await control(bench)._read(delivery)  # type: ignore[arg-type]
+async def test_a_fault_of_ours_ends_neither_the_worker_nor_comes_again(bench: Bench) -> None:
+    bench.store.failing = RuntimeError("a fault")  # type: ignore[assignment]
+    await read(bench, {"cancel": "m-1"})
     assert bench.log == ["ack"]
 
 

@@ -10,10 +10,10 @@ import pytest
 
 from consumers.failpoints import Failpoints
 from consumers.failures import OverloadedError, RejectedError, TransientError
-from consumers.gates.claim import ClaimGate
+from consumers.gates.claim import DEATHS_AT_MOST, SUSPECT_FROM, ClaimGate
 from consumers.gates.deadline import DeadlineGate
 from consumers.gates.schedule import ScheduleGate
-from consumers.handler import DELIVERIES_AT_MOST, Handler
+from consumers.handler import Handler
 from consumers.job import (
     ATTEMPT_WITHIN_S,
     CLAIM_WITHIN_S,
@@ -111,6 +111,13 @@ async def handle(bench: Bench, job: Job, provider: FakeProvider | None = None, *
     return await handler(bench, provider or FakeProvider(), **how).handle(job)
 
 
+def again(bench: Bench, **properties: Any) -> Job:
+    """The request's next delivery, after one that was never settled."""
+    delivery = bench.delivery(**properties)
+    delivery.redelivered = True
+    return bench.job(delivery=delivery)
+
+
 def code(outcome: Outcome) -> str:
     assert isinstance(outcome, Buried | Refused)
     return outcome.problem.code
@@ -174,17 +181,49 @@ async def test_from_anywhere_else_it_is_not(bench: Bench, exchange: str) -> None
     assert job.identity.tenant == "shop"
 
 
-@pytest.mark.parametrize("times", range(1, DELIVERIES_AT_MOST + 2))
-async def test_a_request_that_is_delivered_again_and_again_is_poison(bench: Bench, times: int) -> None:
-    delivery = bench.delivery()
-    delivery.times_delivered = times
-    outcome = await handle(bench, bench.job(delivery=delivery))
-    if times < DELIVERIES_AT_MOST:
+@pytest.mark.parametrize("deaths", range(DEATHS_AT_MOST + 2))
+async def test_a_request_under_which_worker_after_worker_dies_is_poison(bench: Bench, deaths: int) -> None:
+    for _ in range(deaths):
+        await bench.claiming.claim(again(bench))
+    outcome = await handle(bench, again(bench), gates=(ClaimGate(bench.claiming),))
+    if deaths < DEATHS_AT_MOST:
         assert isinstance(outcome, Answered)
     else:
         assert isinstance(outcome, Buried)
         assert code(outcome) == "poison"
-        assert f"delivered {times} times" in outcome.problem.detail
+        assert f"delivered {deaths + 1} times" in outcome.problem.detail
+
+
+async def test_workers_that_live_and_only_lost_their_channel_make_no_poison(bench: Bench) -> None:
+    for _ in range(20):
+        job = again(bench)
+        await bench.claiming.claim(job)
+        await bench.claiming.release(job)
+    assert isinstance(await handle(bench, again(bench), gates=(ClaimGate(bench.claiming),)), Answered)
+
+
+async def test_nor_do_those_that_say_so_only_after_another_has_taken_over(bench: Bench) -> None:
+    before = again(bench)
+    await bench.claiming.claim(before)
+    for _ in range(20):
+        job = again(bench)
+        await bench.claiming.claim(job)
+        await bench.claiming.release(before)
+        before = job
+    assert isinstance(await handle(bench, again(bench), gates=(ClaimGate(bench.claiming),)), Answered)
+
+
+async def test_suspects_are_worked_one_at_a_time(bench: Bench) -> None:
+    gate = ClaimGate(bench.claiming)
+    for id in ("m-1", "m-2"):
+        for _ in range(SUSPECT_FROM):
+            await bench.claiming.claim(again(bench, message_id=id))
+    first, second = again(bench, message_id="m-1"), again(bench, message_id="m-2")
+    assert await gate.enter(first) is None
+    assert await gate.enter(second) == Deferred(delay_ms=1000, reason="suspect")
+    assert await gate.enter(bench.job(message_id="m-3")) is None
+    await gate.leave(first, None)
+    assert await gate.enter(again(bench, message_id="m-2")) is None
 
 
 async def test_what_came_again_where_nobody_counts_is_moved_to_where_it_is_counted(bench: Bench) -> None:
@@ -327,6 +366,13 @@ async def test_a_cancellation_ends_a_running_attempt(bench: Bench) -> None:
     outcome = await working
     assert isinstance(outcome, Dropped)
     assert outcome.problem.code == "cancelled"
+
+
+async def test_a_cancellation_that_comes_after_the_attempt_is_no_fault(bench: Bench) -> None:
+    job = bench.job()
+    assert isinstance(await handle(bench, job, gates=(ClaimGate(bench.claiming),)), Answered)
+    assert await bench.claiming.cancel(job.identity, CANCELLED) == "told"
+    assert job.stopped == "cancelled"
 
 
 async def test_whoever_is_fenced_off_stops_and_tells_nobody(bench: Bench) -> None:

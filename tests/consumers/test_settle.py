@@ -10,6 +10,7 @@ from consumers.job import Answered, Buried, Deferred, Dropped, Outcome, Refused,
 from consumers.state.base import StoreUnavailable
 from tests.support.jobs import BODY, NOW_MS, Bench
 from topology import names as n
+from topology.contract import codec
 from topology.contract.headers import HopHeaders, read_hop
 from topology.contract.problems import (
     AccessRefused,
@@ -19,6 +20,7 @@ from topology.contract.problems import (
     RequestProblem,
     Unroutable,
 )
+from topology.lanes import CRITICAL
 
 ANSWERED = Answered(body=b'{"id":"msg"}', model="claude-x", provider="anthropic")
 DEFERRED = Deferred(delay_ms=300, reason="scheduled", due_ms=NOW_MS + 300)
@@ -68,13 +70,13 @@ async def test_nothing_is_acknowledged_or_told_whose_publish_failed(
 ) -> None:
     bench.publisher.failing = dict.fromkeys(("", "lane.delay.01", "lane.delay.02", "lane.dead"), error)
     assert not await bench.settler.settle(bench.job(), outcome)
-    assert [step for step in bench.log if not step.startswith("failed")] in (["reject"], ["stored", "reject"])
+    assert [step for step in bench.log if not step.startswith("failed")] in (["give back"], ["stored", "give back"])
 
 
 async def test_a_request_is_parked_before_it_is_answered(bench: Bench) -> None:
     bench.publisher.failing = {"lane.dead": PublishRefused("full")}
     assert not await bench.settler.settle(bench.job(), BURIED)
-    assert bench.log == ["stored", "failed: lane.dead", "reject"]
+    assert bench.log == ["stored", "failed: lane.dead", "give back"]
 
 
 @pytest.mark.parametrize("error", [Unroutable("gone"), PublishRefused("full")])
@@ -117,7 +119,7 @@ async def test_such_an_address_that_cannot_be_parked_either_is_put_back(bench: B
         "lane.dead": BrokerUnreachable("down"),
     }
     assert not await bench.settler.settle(bench.job(), ANSWERED)
-    assert bench.log[-1] == "reject"
+    assert bench.log[-1] == "give back"
 
 
 async def test_what_is_buried_already_is_parked_once(bench: Bench) -> None:
@@ -180,7 +182,46 @@ async def test_one_that_stays_away_has_it_put_back(bench: Bench, monkeypatch: py
     monkeypatch.setattr(claiming, "STORE_WITHIN_S", 0)
     bench.store.failing = StoreUnavailable("locked")
     assert await bench.settler.settle(bench.job(), ANSWERED) is None
-    assert bench.log == ["reject"]
+    assert bench.log == ["give back"]
+
+
+async def test_an_answer_is_kept_although_its_delivery_is_lost_meanwhile(bench: Bench) -> None:
+    bench.store.failing = StoreUnavailable("locked")
+    job = bench.job()
+    settling = asyncio.create_task(bench.settler.settle(job, ANSWERED))
+    await asyncio.sleep(0.01)
+    settling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await settling
+    bench.store.failing = None
+    await bench.claiming.finish(within_s=5)
+    assert bench.log == ["stored"]
+
+
+@pytest.mark.parametrize("outcome", [UNREADABLE, BURIED])
+async def test_a_redelivered_message_that_had_ended_ends_as_it_had(bench: Bench, outcome: Outcome) -> None:
+    """Also where the next worker has other settings, and would refuse it."""
+    await bench.settler.settle(bench.job(), ANSWERED)
+    delivery = bench.delivery()
+    delivery.redelivered = True
+    assert isinstance(await bench.settler.settle(bench.job(delivery=delivery), outcome), Replayed)
+    assert {each.message.headers[n.STATUS] for each in bench.publisher.sent} == {"ok"}
+
+
+# a dead letter, published again
+
+
+async def test_its_time_counts_from_now_and_its_ending_goes_along_on_a_hop(bench: Bench) -> None:
+    headers = {n.DEAD_AT: "2026-09-21T13:00:00.000Z", n.SENT_MS: NOW_MS - 5_000_000}
+    job = bench.job(headers=headers, timestamp_s=5.0)
+    job.request = codec.decode(job.message, lane=CRITICAL, request_id=job.id, hop=None, now_ms=NOW_MS)
+    assert job.request.sent_ms == NOW_MS
+    await bench.settler.settle(job, DEFERRED)
+    copy = bench.to("lane.delay.01")
+    back = bench.job(exchange="lane.due", headers=copy.headers, timestamp_s=5.0)
+    assert back.copy().dead_at_ms == job.copy().dead_at_ms is not None
+    request = codec.decode(back.message, lane=CRITICAL, request_id=back.id, hop=back.hop, now_ms=NOW_MS + 900)
+    assert request.sent_ms == NOW_MS
 
 
 # what is published

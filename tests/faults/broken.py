@@ -8,7 +8,7 @@ from typing import Any
 
 from consumers.pool import Pool
 from service.cli.main import run
-from topology.broker.deliveries import Delivery
+from topology.broker.session import Delivery
 
 _work = Pool._work
 

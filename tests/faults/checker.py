@@ -47,6 +47,10 @@ class Recovery:
     answered_twice: int
     repeated_calls: int
 
+    @property
+    def stall_s(self) -> float:
+        return 0.0 if self.stall is None else self.stall.lasted_s
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:

@@ -14,18 +14,14 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Self
 
-import aiormq
-from aiormq.abc import AbstractChannel, AbstractConnection, DeliveredMessage
-from aiormq.exceptions import AMQPError, DeliveryError, PublishError
+from aiormq.abc import DeliveredMessage
 from pamqp.commands import Basic
 
-from tests.faults.history import OK, Asked, History, Parked, Part, Published, Replied, Told
+from tests.faults.connections import Publisher, connected, read
+from tests.faults.history import OK, Asked, History, Parked, Part, Published, Replied
 
 REPLY_QUEUE = "lane.reply.faults"
 DEAD_QUEUE = "lane.dead"
-CONFIRM_S = 10.0
-HEARTBEAT_S = 3
-PREFETCH = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +61,7 @@ class Load:
         self._rate = rate
         self._mix = mix
         self._name = name
-        self._publishers = [_Publisher(urls, n) for n in range(publishers)]
+        self._publishers = [Publisher(urls, n) for n in range(publishers)]
         self._waiting: dict[str, asyncio.Event] = {}
         """Confirmed or on its way, and not answered; set when it is."""
         self._confirmed: set[str] = set()
@@ -84,11 +80,11 @@ class Load:
         return sum(isinstance(each, Published) and each.told == "confirmed" for each in self._history.events)
 
     async def __aenter__(self) -> Self:
-        async with _connected(self._urls[0]) as connection:
+        async with connected(self._urls[0]) as connection:
             channel = await connection.channel()
             await channel.queue_declare(REPLY_QUEUE, durable=True, arguments={"x-queue-type": "quorum"})
-        self._spawn(self._read(REPLY_QUEUE, self._on_reply), "reads replies")
-        self._spawn(self._read(DEAD_QUEUE, self._on_dead), "reads dead letters")
+        self._spawn(read(self._urls, REPLY_QUEUE, self._on_reply), "reads replies")
+        self._spawn(read(self._urls, DEAD_QUEUE, self._on_dead), "reads dead letters")
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -210,23 +206,7 @@ class Load:
             await asyncio.sleep(wait_s * self._rng.uniform(0.5, 1.5))
             wait_s = min(2.0, 2 * wait_s)
 
-    async def _read(self, queue: str, take: Any) -> None:
-        """From one node after the other, for ever. From the last one first: faults are injected from the first on."""
-        node = len(self._urls) - 1
-        while True:
-            try:
-                async with _connected(self._urls[node], name="replies") as connection:
-                    channel = await connection.channel()
-                    await channel.basic_qos(prefetch_count=PREFETCH)
-                    await channel.basic_consume(queue, take, timeout=CONFIRM_S)
-                    await asyncio.shield(connection.closing)
-            except (AMQPError, OSError, TimeoutError, RuntimeError, asyncio.CancelledError) as error:
-                if _asks_to_stop(error):
-                    raise
-            node = (node + 1) % len(self._urls)
-            await asyncio.sleep(0.1)
-
-    async def _on_reply(self, delivered: DeliveredMessage) -> None:
+    def _on_reply(self, delivered: DeliveredMessage) -> None:
         properties = delivered.header.properties
         headers = properties.headers or {}
         question = properties.correlation_id or ""
@@ -251,13 +231,11 @@ class Load:
             self._confirmed.discard(question)
             if (answered := self._waiting.pop(question, None)) is not None:
                 answered.set()
-        await _acknowledge(delivered)
 
-    async def _on_dead(self, delivered: DeliveredMessage) -> None:
+    def _on_dead(self, delivered: DeliveredMessage) -> None:
         properties = delivered.header.properties
         code = str((properties.headers or {}).get("x-lane-dead-code"))
         self._history.add(Parked(at_s=time.monotonic(), identity=properties.message_id or "", code=code))
-        await _acknowledge(delivered)
 
     def _is_new(self, message_id: str | None) -> bool:
         if message_id is None:
@@ -271,82 +249,3 @@ class Load:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-class _Publisher:
-    """One connection with one confirming channel, opened anew at the next node after any doubt."""
-
-    def __init__(self, urls: Sequence[str], node: int) -> None:
-        self._urls = urls
-        self._node = node
-        self._connection: AbstractConnection | None = None
-        self._channel: AbstractChannel | None = None
-        self._opening = asyncio.Lock()
-
-    async def publish(self, body: bytes, *, key: str, properties: Basic.Properties) -> Told:
-        channel: AbstractChannel | None = None
-        try:
-            channel = await self._open()
-            await channel.basic_publish(
-                body,
-                exchange="lane.requests",
-                routing_key=key,
-                properties=properties,
-                mandatory=True,
-                timeout=CONFIRM_S,
-            )
-            return "confirmed"
-        except PublishError:
-            return "returned"
-        except DeliveryError:
-            return "refused"
-        except (AMQPError, OSError, TimeoutError, RuntimeError, asyncio.CancelledError) as error:
-            if _asks_to_stop(error):
-                raise
-            # Not on the same channel again: aiormq tells returns apart by message id alone.
-            if channel is self._channel:
-                await self.close()
-            return "unknown"
-
-    async def close(self) -> None:
-        connection, self._connection, self._channel = self._connection, None, None
-        if connection is not None:
-            with suppress(Exception):
-                await asyncio.wait_for(connection.close(), timeout=0.5)
-
-    async def _open(self) -> AbstractChannel:
-        async with self._opening:
-            if self._channel is None or self._channel.is_closed:
-                await self.close()
-                self._node = (self._node + 1) % len(self._urls)
-                async with asyncio.timeout(CONFIRM_S):
-                    self._connection = await aiormq.connect(_named(self._urls[self._node], "asks"))
-                    self._channel = await self._connection.channel(publisher_confirms=True, on_return_raises=True)
-            return self._channel
-
-
-@asynccontextmanager
-async def _connected(url: str, name: str = "declares") -> AsyncIterator[AbstractConnection]:
-    async with asyncio.timeout(CONFIRM_S):
-        connection = await aiormq.connect(_named(url, name))
-    try:
-        yield connection
-    finally:
-        with suppress(Exception):
-            await asyncio.wait_for(connection.close(), timeout=1)
-
-
-def _named(url: str, name: str) -> str:
-    return f"{url}?heartbeat={HEARTBEAT_S}&name=faults+{name}"
-
-
-def _asks_to_stop(error: BaseException) -> bool:
-    """aiormq cancels whoever waits on a connection that is lost: such a cancellation was asked for by nobody."""
-    task = asyncio.current_task()
-    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
-
-
-async def _acknowledge(delivered: DeliveredMessage) -> None:
-    with suppress(AMQPError, RuntimeError, OSError):
-        assert isinstance(delivered.delivery, Basic.Deliver)
-        await delivered.channel.basic_ack(delivered.delivery.delivery_tag or 0, wait=False)

@@ -7,8 +7,8 @@ async with ground("single", folder=…, seed=1, rate=25) as g:
 
 import random
 import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
@@ -18,9 +18,9 @@ from service.simulated.options import SimulatedOptions
 from tests.faults.broker import single
 from tests.faults.checker import Verdict, check
 from tests.faults.clients import EVERYTHING, Load, Mix
-from tests.faults.history import Called, Disturbed, History
+from tests.faults.history import Called, Disturbed, History, as_line
 from tests.faults.proxy import LOOPBACK, Proxy
-from tests.faults.store import FileStore, file_store
+from tests.faults.store import Store, file_store, redis_store
 from tests.faults.workers import Crew, Worker
 from tests.support.cluster import Cluster, cluster
 from tests.support.nodes import Node
@@ -29,6 +29,7 @@ from tests.support.stores import stores
 
 WORKERS = 3
 BROKERS = {"single": single, "cluster": cluster}
+STORES: dict[str, Callable[[], AbstractAsyncContextManager[Store]]] = {"sqlite": file_store, "redis": redis_store}
 SETTLED_S = 4.0
 """How old a quorum queue must be to survive a SIGKILL of its broker: test_broker_killed.py."""
 PATIENT = {
@@ -59,10 +60,11 @@ class Ground:
     provider_line: Proxy
     lines: list[list[Proxy]]
     """Of each worker, to each of the broker's nodes."""
-    store: FileStore
+    store: Store
     crew: Crew
     load: Load
     history: History
+    rng: random.Random
     began_s: float = field(default_factory=time.monotonic)
 
     @property
@@ -100,6 +102,11 @@ class Ground:
     def verdict(self, *, store_was_lost: bool = False) -> Verdict:
         return check([*self.history.events, *self.calls()], store_was_lost=store_was_lost)
 
+    def write(self, path: Path) -> None:
+        """All that happened, in order, for whoever wants to know why."""
+        events = sorted([*self.history.events, *self.calls()], key=lambda each: each.at_s)
+        path.write_text("".join(f"{as_line(event)}\n" for event in events))
+
     def disturbances(self) -> list[Disturbed]:
         return [each for each in self.history.events if isinstance(each, Disturbed)]
 
@@ -113,6 +120,7 @@ async def ground(
     rate: float,
     mix: Mix = EVERYTHING,
     workers: int = WORKERS,
+    store_is: str = "sqlite",
     module: str = "service.cli.main",
     history: History | None = None,
     **settings: str,
@@ -124,7 +132,7 @@ async def ground(
         broker = await stack.enter_async_context(BROKERS[on]())
         api = await stack.enter_async_context(SimulatedAPI(SimulatedOptions(keep_calls=200_000)))
         provider_line = await stack.enter_async_context(Proxy(LOOPBACK, api.port))
-        store = await stack.enter_async_context(file_store())
+        store = await stack.enter_async_context(STORES[store_is]())
         stack.enter_context(stores())  # `environment` names one of a test's own, which is another here
         lines = [
             [await stack.enter_async_context(_line_to(url, rng)) for url in broker.amqp_urls] for _ in range(workers)
@@ -139,7 +147,7 @@ async def ground(
         await crew.ready()
         load = Load(broker.amqp_urls, written, rng=rng, rate=rate, mix=mix, name=f"{on[0]}{seed}")
         await stack.enter_async_context(load)
-        yield Ground(on, broker, api, provider_line, lines, store, crew, load, written)
+        yield Ground(on, broker, api, provider_line, lines, store, crew, load, written, rng)
 
 
 def _line_to(url: str, rng: random.Random) -> Proxy:

@@ -1,14 +1,13 @@
 """What applications were told, what the provider was asked, and what was broken meanwhile: written down as it happens.
 
-Append-only; one line of JSON an event where it goes into a file. Times are `time.monotonic()`, which all processes of
+Append-only; in a file, a line of JSON an event. Times are `time.monotonic()`, which all processes of
 a machine share. `checker.py` judges it.
 """
 
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Literal, TextIO, get_args
+from typing import Literal, get_args
 
 Told = Literal["confirmed", "refused", "returned", "unknown"]
 """What came of one publish: `refused` by a nack, `returned` as unroutable, `unknown` where no confirm came."""
@@ -113,22 +112,11 @@ _KINDS = {kind.__name__: kind for kind in get_args(Event)}
 class History:
     """Events in the order in which they were noticed."""
 
-    def __init__(self, path: Path | None = None) -> None:
+    def __init__(self) -> None:
         self.events: list[Event] = []
-        self._file: TextIO | None = None if path is None else path.open("w")
 
     def add(self, event: Event) -> None:
         self.events.append(event)
-        if self._file is not None:
-            self._file.write(as_line(event) + "\n")
-
-    def write(self, path: Path) -> None:
-        """All of it so far, into a file of its own."""
-        path.write_text("".join(f"{as_line(event)}\n" for event in self.events))
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
 
 
 def as_line(event: Event) -> str:

@@ -105,7 +105,7 @@ def write(path: Path, found: str) -> None:
 
 
 def _figures(found: Sequence[Recovery]) -> tuple[object, ...]:
-    stall_s = max((each.stall.lasted_s for each in found if each.stall is not None), default=0.0)
+    stall_s = max((each.stall_s for each in found), default=0.0)
     return (
         len(found),
         sum(each.fault.in_flight > 0 for each in found),

@@ -14,21 +14,22 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from service.demo.source import Unavailable
 from tests.faults import report
 from tests.faults.faults import FAULTS
 from tests.faults.ground import SETTLED_S, Ground, ground
-from tests.faults.history import Disturbed, as_line
 from tests.faults.report import Run
 from tests.faults.schedule import Planned, plan
+from tests.faults.trial import ANSWERED_WITHIN_S, inject
 
 ENOUGH_CONFIRMED = 15_000
 ENOUGH_FAULTS = 20
-ANSWERED_WITHIN_S = 90.0
-"""After the last fault, before what has no answer counts as lost."""
 BROKEN_MINUTES = 2.0
+RECOVERED_WITHIN_S = 15.0
+"""Before the next fault, which would be in the figures of this one."""
 TOLD = 20
 """Violations of a run that are printed; all are in its history."""
 LOSES_WITHIN_S = 15.0
@@ -42,63 +43,58 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-async def carry_out(found: Ground, planned: Sequence[Planned], *, seconds: float) -> None:
-    """Ask, and inject one fault after the other until the time is over."""
+async def carry_out(found: Ground, planned: Sequence[Planned], *, seconds: float, recovered_within_s: float) -> None:
+    """Ask, and inject one fault after the other, each once the last is recovered from, until the time is over."""
     end_s = time.monotonic() + seconds
     async with found.load.asking():
         await asyncio.sleep(SETTLED_S)
         for each in planned:
             await asyncio.sleep(each.calm_s)
-            await found.crew.ready()
             if time.monotonic() > end_s:
                 return
-            if each.fault.needs == "mount" and not found.store.is_mounted:
+            if each.fault.needs is not None and each.fault.needs not in found.store.is_a:
                 continue
-            in_flight, at_s = found.load.in_flight, time.monotonic()
-            against = await each.fault.inject(found, random.Random(each.seed), each.lasts_s)
-            healed_s = time.monotonic()
-            found.history.add(
-                Disturbed(
-                    at_s=at_s,
-                    healed_s=healed_s,
-                    code=each.fault.code,
-                    title=each.fault.title,
-                    against=against,
-                    in_flight=in_flight,
-                )
-            )
+            done = await inject(found, each.fault, lasts_s=each.lasts_s, rng=random.Random(each.seed))
+            await found.load.answered(within_s=recovered_within_s)
             say(
-                f"  {at_s - found.began_s:6.1f} s  {each.fault.code:4} {each.fault.title} ({against}), "
-                f"{healed_s - at_s:.1f} s, {in_flight} in flight"
+                f"  {done.at_s - found.began_s:6.1f} s  {done.code:4} {done.title} ({done.against}), "
+                f"{done.healed_s - done.at_s:.1f} s, {done.in_flight} in flight"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """What all runs have in common."""
+
+    rate: float
+    """Requests a second."""
+    store: str
+    codes: frozenset[str] | None
+    """Of the faults that are wanted; None: all."""
+    folder: Path
+    """For histories and workers' logs."""
 
 
 async def one(
-    on: str,
-    *,
-    seed: int,
-    seconds: float,
-    rate: float,
-    part: tuple[int, int],
-    folder: Path,
-    codes: str | None = None,
-    broken: bool = False,
+    on: str, conditions: Conditions, *, seed: int, seconds: float, part: tuple[int, int], broken: bool = False
 ) -> Run:
-    """One seed on one kind of broker. Its history, and its workers' logs, go into the folder."""
+    """One seed on one kind of broker."""
+    folder = conditions.folder / ("broken" if broken else f"{on}-{seed}")
     await asyncio.to_thread(folder.mkdir, parents=True)
-    wanted = None if codes is None else codes.split(",")
-    faults = [each for each in FAULTS if on in each.on and (wanted is None or each.code in wanted)]
+    codes = conditions.codes
+    faults = [each for each in FAULTS if on in each.on and (codes is None or each.code in codes)]
     planned = plan(faults, seed=seed, seconds=seconds, part=part)
     module = "tests.faults.broken" if broken else "service.cli.main"
     say(f"{on}, seed {seed}, {seconds / 60:.1f} minutes{', the broken worker' if broken else ''}: {folder}")
-    async with ground(on, folder=folder, seed=seed, rate=rate, module=module) as found:
+    async with ground(
+        on, folder=folder, seed=seed, rate=conditions.rate, store_is=conditions.store, module=module
+    ) as found:
         began_s = time.monotonic()
-        await carry_out(found, planned, seconds=seconds)
+        await carry_out(found, planned, seconds=seconds, recovered_within_s=1.0 if broken else RECOVERED_WITHIN_S)
         minutes = (time.monotonic() - began_s) / 60
         await found.load.answered(within_s=LOSES_WITHIN_S if broken else ANSWERED_WITHIN_S)
         verdict = found.verdict()
-        events = sorted([*found.history.events, *found.calls()], key=lambda each: each.at_s)
-        (folder / "history.jsonl").write_text("".join(f"{as_line(event)}\n" for event in events))
+        found.write(folder / "history.jsonl")
         made = Run(on, seed, minutes, verdict, tuple(found.crew.crashes), len(found.calls()))
     say(f"  {verdict.confirmed} confirmed, {verdict.lost} lost, {len(made.failures)} violations")
     for failure in made.failures[:TOLD]:
@@ -111,32 +107,21 @@ async def everything(given: argparse.Namespace) -> int:
     seeds = [int(each) for each in given.seeds.split(",")]
     kinds = ("single", "cluster") if given.on == "both" else (given.on,)
     seconds = 60 * given.minutes / (len(seeds) * len(kinds))
-    folder = Path(given.folder or tempfile.mkdtemp(prefix="lanekeeper-faults-"))
+    conditions = Conditions(
+        rate=given.rate,
+        store=given.store,
+        codes=None if given.faults is None else frozenset(given.faults.split(",")),
+        folder=Path(given.folder or tempfile.mkdtemp(prefix="lanekeeper-faults-")),
+    )
     runs = [
-        await one(
-            on,
-            seed=seed,
-            seconds=seconds,
-            rate=given.rate,
-            part=(n, len(seeds)),
-            codes=given.faults,
-            folder=folder / f"{on}-{seed}",
-        )
+        await one(on, conditions, seed=seed, seconds=seconds, part=(n, len(seeds)))
         for on in kinds
         for n, seed in enumerate(seeds)
     ]
     broken = None
     if not given.without_broken:
-        broken = await one(
-            "single",
-            seed=seeds[0],
-            seconds=min(seconds, 60 * BROKEN_MINUTES),
-            rate=given.rate,
-            part=(0, len(seeds)),
-            codes=given.faults,
-            folder=folder / "broken",
-            broken=True,
-        )
+        shorter = min(seconds, 60 * BROKEN_MINUTES)
+        broken = await one("single", conditions, seed=seeds[0], seconds=shorter, part=(0, len(seeds)), broken=True)
     found = report.text(runs, broken=broken)
     print(found)
     if given.write is not None:
@@ -153,7 +138,7 @@ async def everything(given: argparse.Namespace) -> int:
             problems.append(f"too little: {confirmed} confirmed, {hit} faults that hit work in flight")
     for problem in problems:
         say(problem)
-    say(f"histories and logs: {folder}")
+    say(f"histories and logs: {conditions.folder}")
     return 1 if problems else 0
 
 
@@ -162,6 +147,7 @@ def main() -> int:
     read.add_argument("--minutes", type=float, default=24.0, help="of load, all seeds and brokers together")
     read.add_argument("--seeds", default="1,2,3")
     read.add_argument("--on", choices=("single", "cluster", "both"), default="both")
+    read.add_argument("--store", choices=("sqlite", "redis"), default="sqlite")
     read.add_argument("--rate", type=float, default=20.0, help="requests a second")
     read.add_argument("--faults", metavar="CODES", help="of the catalogue, these alone: A1,B2; default: all")
     read.add_argument("--write", type=Path, metavar="FILE", help="put the table between its markers in this document")

@@ -1,4 +1,4 @@
-"""The workers' store, as far as faults can get at it."""
+"""The workers' store, as far as faults can get at it: a file that they share, or a Redis."""
 
 import asyncio
 import random
@@ -10,9 +10,23 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
+
+from tests.faults.proxy import LOOPBACK, Proxy
+from tests.support.redis import RedisServer, redis_server
 
 SIZE_MB = 64
 """Of the file system of its own that the store's file lives on, where one can be mounted (as root)."""
+
+
+class Store(Protocol):
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def is_a(self) -> frozenset[str]:
+        """What faults may need it to be."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +35,10 @@ class FileStore:
 
     folder: Path
     is_mounted: bool
+
+    @property
+    def is_a(self) -> frozenset[str]:
+        return frozenset({"file", "mount"} if self.is_mounted else {"file"})
 
     @property
     def path(self) -> Path:
@@ -50,14 +68,6 @@ class FileStore:
         finally:
             ballast.unlink()
 
-    async def make_read_only(self, lasts_s: float) -> None:
-        """The file system refuses writes; files that are open are no exception."""
-        await _mount("-o", "remount,ro", str(self.folder))
-        try:
-            await asyncio.sleep(lasts_s)
-        finally:
-            await _mount("-o", "remount,rw", str(self.folder))
-
     def delete(self) -> None:
         """As an operator might, while it is open."""
         for each in self.folder.glob("store.sqlite3*"):
@@ -72,6 +82,35 @@ class FileStore:
         connection = sqlite3.connect(self.path, timeout=10, isolation_level=None, check_same_thread=False)
         connection.execute("BEGIN EXCLUSIVE")
         return connection
+
+
+@dataclass(frozen=True, slots=True)
+class RedisStore:
+    """A Redis, and the line to it."""
+
+    server: RedisServer
+    line: Proxy
+
+    @property
+    def is_a(self) -> frozenset[str]:
+        return frozenset({"redis"})
+
+    @property
+    def url(self) -> str:
+        return f"redis://{LOOPBACK}:{self.line.port}/0"
+
+    async def restart_empty(self) -> None:
+        """All that it knew is gone."""
+        await asyncio.to_thread(self.server.kill)
+        await asyncio.to_thread(self.server.start)
+
+
+@asynccontextmanager
+async def redis_store() -> AsyncIterator[RedisStore]:
+    """One for as long as the block lasts."""
+    with tempfile.TemporaryDirectory() as folder, redis_server(Path(folder)) as server:
+        async with Proxy(LOOPBACK, server.port) as line:
+            yield RedisStore(server, line)
 
 
 @asynccontextmanager

@@ -119,9 +119,11 @@ class Crew:
                 self._command, environ=worker.environ, folder=self._folder, module=self._module
             ) as running:
                 worker.running = running
-                code = await running.process.wait()
-                self.endings.append(Ending(time.monotonic(), worker.number, code, frozenset(worker.told)))
-                self._write_down(worker, life, running)
+                try:
+                    code = await running.process.wait()
+                    self.endings.append(Ending(time.monotonic(), worker.number, code, frozenset(worker.told)))
+                finally:
+                    self._write_down(worker, life, running)
             await asyncio.sleep(PAUSE_S)
 
     def _write_down(self, worker: Worker, life: int, running: Running) -> None:

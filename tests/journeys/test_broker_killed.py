@@ -188,15 +188,16 @@ async def test_a_consumer_channel_that_closes_is_opened_again_on_the_same_connec
 
 async def test_a_queue_that_is_deleted_makes_the_worker_unready_until_it_is_applied_again(vhost) -> None:
     """What was in it is lost, and nobody can help that; that it is gone must not go unnoticed."""
-    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+    async with house(vhost.amqp_url, declares=False) as home, requester(vhost.amqp_url) as app:
         await asyncio.to_thread(vhost.api, "DELETE", f"queues/{vhost.quoted}/lane.normal")
         trouble = await until(lambda: "topology apply" in (home.parts.reasons()["queue lane.normal"] or ""))
         assert trouble
+        await until(lambda: "lane.normal is missing" in (home.parts.reasons()["topology"] or ""))
         assert (await app.ask({"prompt": "the others go on"}, key="batch.tests.x")).status == "ok"
         lost = await app.ask({"prompt": "nowhere to go"}, key="normal.tests.x")
         assert lost.code == "unroutable"
         await apply(home.parts.topology, await home.parts.publishing.underlying())
-        await until(lambda: home.parts.reasons()["queue lane.normal"] is None)
+        await until(lambda: not any(home.parts.reasons().values()))
         assert (await app.ask({"prompt": "back"}, key="normal.tests.x")).status == "ok"
 
 

@@ -119,6 +119,59 @@ async def test_serve_answers_what_send_asks_and_stops_on_demand(environment, tmp
         assert service.told("service.stopped")[0]["orphaned"] == 0
 
 
+async def test_what_was_sent_without_waiting_is_fetched_and_what_runs_is_cancelled(environment, tmp_path) -> None:
+    async with serving(environment, tmp_path, "serve", "--simulate", "--port", "0"):
+        await run(environment, tmp_path, "send", "--no-wait", "--id", "later", "x")
+        assert await run(environment, tmp_path, "result", "--wait", "10s", "later") == (0, "echo: x\n", "")
+        code, out, _ = await run(environment, tmp_path, "result", "--json", "later")
+        assert (code, json.loads(out)["role"]) == (0, "assistant")
+
+        running = await begin(environment, tmp_path, "send", "--id", "slow", "[[latency: 30s]]")
+        await until(lambda: _running(environment, tmp_path), within_s=20)
+        code, out, err = await run(environment, tmp_path, "result", "slow")
+        assert (code, out) == (1, "")
+        assert err.startswith("lanekeeper: request slow has no result yet: running, ")
+        code, out, _ = await run(environment, tmp_path, "cancel", "--json", "slow")
+        assert (code, json.loads(out)) == (0, {"id": "slow", "outcome": "told"})
+
+        _, err_of_send = await asyncio.wait_for(running.communicate(), timeout=20)
+        assert (running.returncode, err_of_send[:28]) == (1, b"lanekeeper: cancelled (499):")
+        code, out, err = await run(environment, tmp_path, "result", "slow")
+        assert (code, out, err[:28]) == (1, "", "lanekeeper: cancelled (499):")
+        code, out, _ = await run(environment, tmp_path, "cancel", "slow")
+        assert (code, out) == (0, "slow had ended before; how: lanekeeper result slow\n")
+        code, _, err = await run(environment, tmp_path, "cancel", "--tenant", "acme", "slow")
+        assert (code, "may not speak for tenant 'acme'" in err) == (1, True)
+
+
+async def test_without_a_worker_everything_says_so_and_ends(environment, tmp_path) -> None:
+    code, _, err = await run(environment, tmp_path, "send", "x")
+    assert (code, err.count("\n")) == (1, 1)
+    assert "run: lanekeeper topology apply" in err
+
+    assert (await run(environment, tmp_path, "topology", "apply"))[0] == 0
+    short = ["--set", "lanes.critical.deadline_s=0.5", "--set", "lanes.critical.call_timeout_s=0.5"]
+    code, out, err = await run(environment, tmp_path, "send", *short, "--id", "alone", "x")
+    assert (code, out) == (1, "")
+    waits, ends = err.splitlines()
+    assert waits.startswith("lanekeeper: no worker takes the lane critical: ")
+    assert ends.startswith("lanekeeper: no answer to alone within 5.5 s; ")
+    code, _, err = await run(environment, tmp_path, "result", "alone")
+    assert (code, "no worker answered" in err) == (1, True)
+
+
+async def test_a_full_lane_is_told_soon(environment, tmp_path) -> None:
+    few = ["--set", "lanes.critical.max_length=1"]
+    assert (await run(environment, tmp_path, "topology", "apply", *few))[0] == 0
+
+    async def refused() -> str:
+        code, _, err = await run(environment, tmp_path, "send", "--no-wait", "x")
+        return err if code else ""
+
+    told = await until(refused, within_s=30)
+    assert told.startswith("lanekeeper: the lane is full: lane.critical holds ")
+
+
 async def test_stopping_lets_what_runs_finish(environment, tmp_path) -> None:
     async with serving(environment, tmp_path, "serve", "--simulate", "--port", "0") as service:
         asked = asyncio.create_task(run(environment, tmp_path, "send", "[[latency: 2s]] slow"))

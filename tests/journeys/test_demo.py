@@ -31,6 +31,9 @@ async def test_all_is_answered_and_the_verdict_says_so(vhost, tmp_path) -> None:
         assert told.count(f"{row}") >= 2
     assert told.count("40/40") >= 4, "with lanes, and first come first served"
     assert told.count("500/500") == 2
+    assert "0 of 60 requests lost" in told
+    assert "20 of 20 answered from the store, 0 calls made" in told
+    assert "cancelled in a delay: recorded, cancelled" in told
     await until(lambda: not left_on(vhost))
 
 

@@ -70,8 +70,6 @@ async def test_what_a_killed_worker_was_working_on_is_taken_over(vhost, api, env
 async def test_a_request_that_kills_its_worker_every_time_is_buried_and_its_neighbours_are_answered(
     vhost, api, environ, tmp_path
 ) -> None:
-    """On a broker with classic intakes the due queue counts: there it takes one worker more."""
-    classic = vhost.version.startswith("3.")
     lives: list[int] = []
     async with (
         requester(vhost.amqp_url) as app,
@@ -99,7 +97,7 @@ async def test_a_request_that_kills_its_worker_every_time_is_buried_and_its_neig
         assert reply.code == "poison"
         assert reply.json["status"] == 500
         assert "5 times" in reply.json["detail"]
-        assert len(prompts(api, "bang")) == len(lives) == (5 if classic else 4)
+        assert len(prompts(api, "bang")) == len(lives) == 4
         buried = await app.buried("poison-1")
         assert buried.headers["x-lane-dead-code"] == "poison"
         assert buried.json == {"prompt": "bang [[fault: hang]]"}

@@ -101,10 +101,10 @@ class Cluster:
 
 
 @asynccontextmanager
-async def cluster(*, image: str | None = None) -> AsyncIterator[Cluster]:
+async def cluster(*, image: str | None = None, more: str = "") -> AsyncIterator[Cluster]:
     """Three nodes for as long as the block lasts; whatever way it ends, nothing of them stays.
 
-    What a killed owner left is removed here, by the next one.
+    `more`: lines of rabbitmq.conf. What a killed owner left is removed here, by the next one.
     """
     steps = Steps()
     image = await asyncio.to_thread(_image, steps) if image is None else image
@@ -116,7 +116,7 @@ async def cluster(*, image: str | None = None) -> AsyncIterator[Cluster]:
         try:
             prefix = await _network(name)
             nodes = tuple(Node(host, f"{prefix}.{10 + at}", name, password) for at, host in enumerate(hosts))
-            settings, configuration = _files(Path(folder), nodes, password)
+            settings, configuration = _files(Path(folder), nodes, password, more)
             await asyncio.gather(*(_run(node, image, settings, configuration) for node in nodes))
             made = Cluster(nodes, "")
             await made.whole()
@@ -165,7 +165,7 @@ async def _network(name: str) -> str:
     raise Unavailable("Docker gave no free subnet")
 
 
-def _files(folder: Path, nodes: tuple[Node, ...], password: str) -> tuple[Path, Path]:
+def _files(folder: Path, nodes: tuple[Node, ...], password: str, more: str) -> tuple[Path, Path]:
     """Settings by environment and RabbitMQ's configuration, as files: no list of processes shows the password."""
     settings = folder / "settings.env"
     settings.write_text(
@@ -181,7 +181,8 @@ def _files(folder: Path, nodes: tuple[Node, ...], password: str) -> tuple[Path, 
     configuration.write_text(
         "cluster_formation.peer_discovery_backend = classic_config\n"
         f"{peers}"
-        "cluster_partition_handling = pause_minority\n"
+        "cluster_partition_handling = pause_minority\n"  # 4.3 ignores it, and does no other
+        f"{more}\n"
     )
     configuration.chmod(0o644)
     return settings, configuration

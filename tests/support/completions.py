@@ -5,8 +5,15 @@ from consumers.state.base import Completion, Copy, Identity
 ME = Identity("tenant", "id-1")
 
 
-def copy(body: str = "body", mark: str = "mark", *, redelivered: bool = False, dead_at_ms: int | None = None) -> Copy:
-    return Copy(body_hash=_16(body), mark=_16(mark), redelivered=redelivered, dead_at_ms=dead_at_ms)
+def copy(
+    body: str = "body",
+    mark: str = "mark",
+    *,
+    redelivered: bool = False,
+    nonce: bytes = b"",
+    dead_at_ms: int | None = None,
+) -> Copy:
+    return Copy(body_hash=_16(body), mark=_16(mark), redelivered=redelivered, nonce=nonce, dead_at_ms=dead_at_ms)
 
 
 def answered(text: str = "answer", *, ended_ms: int = 1_000) -> Completion:

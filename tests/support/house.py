@@ -23,6 +23,9 @@ from service.simulated.calls import Call
 from service.simulated.options import SimulatedOptions
 from tests.support.stores import store_url
 from tests.support.waiting import until
+from topology.broker.apply import apply
+from topology.broker.connection import Connection
+from topology.declaration import declare
 
 READY_S = 30
 QUICK = {"base_s": 0.05, "cap_s": 0.2}
@@ -61,9 +64,13 @@ async def house(
     lanes: Mapping[str, Mapping[str, Any]] | None = None,
     retry: Mapping[str, float] | None = None,
     works: tuple[str, ...] = (),
+    declares: bool = True,
     **settings: Any,
 ) -> AsyncIterator[House]:
-    """A worker that is ready; stopped well at the end, and what went wrong in it is raised then."""
+    """A worker that is ready; stopped well at the end, and what went wrong in it is raised then.
+
+    `declares` false: the topology is applied once, before, by somebody else.
+    """
     async with SimulatedAPI(simulated) as api:
         made = Settings(
             amqp_url=SecretStr(url),
@@ -73,7 +80,9 @@ async def house(
             retry=QUICK if retry is None else retry,
             **{"store_url": SecretStr(store_url(url)), **settings},
         )
-        async with assemble(made, lanes=works, declares=True) as parts:
+        if not declares:
+            await _applied(made)
+        async with assemble(made, lanes=works, declares=declares) as parts:
             home = House(made, api, parts, _losses=[parts.consuming.loss, parts.publishing.loss])
             working = asyncio.create_task(worker.run(parts, stop=home._stop, grace_s=5), name="worker")
             try:
@@ -82,3 +91,9 @@ async def house(
             finally:
                 home._stop.set()
                 await asyncio.wait_for(working, timeout=20)
+
+
+async def _applied(settings: Settings) -> None:
+    async with Connection(settings.broker_url, name="deploy") as connection:
+        topology = declare(settings.lane_specs(), names=settings.names(), broker_version=connection.version)
+        await apply(topology, await connection.underlying())

@@ -14,7 +14,7 @@ from consumers.lifecycle import Lifecycle
 from consumers.reply import Replies
 from consumers.settle import Settler
 from tests.support.memory_store import MemoryStore
-from topology.broker.deliveries import ChannelLost
+from topology.broker.session import ChannelLost
 from topology.contract.messages import Message
 from topology.lanes import CRITICAL, LaneSpec
 from topology.names import Names

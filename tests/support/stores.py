@@ -1,4 +1,4 @@
-"""A store of the test's own for each broker that it uses: all workers of one virtual host share it, as on one machine."""
+"""A store of the test's own for each broker: all workers of one virtual host share it, as on one machine."""
 
 import shutil
 import tempfile

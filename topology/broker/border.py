@@ -32,7 +32,7 @@ def border(what: str, *, lost: type[BrokerError] = BrokerUnreachable) -> Iterato
 
 
 def is_nameless(error: Exception) -> bool:
-    """Whether it is what aiormq raises in a call that begins just after its connection was closed: a bare `Exception`."""
+    """Whether it is what aiormq raises in a call that begins just after its connection closed: a bare `Exception`."""
     return type(error) is Exception
 
 

@@ -20,6 +20,7 @@ from yarl import URL
 
 from topology import logs, signals
 from topology.broker.alarms import Alarmed
+from topology.broker.backoff import pause_s
 from topology.broker.border import asks_to_stop, border, cancellations, said
 from topology.broker.frames import tolerate
 from topology.broker.urls import urls_of
@@ -222,7 +223,7 @@ class Connection:
         """Try until it is open again; full jitter, so that a hundred workers do not come back in one instant."""
         attempt = 0
         while True:
-            await asyncio.sleep(random.uniform(0.05, min(BACKOFF_CAP_S, 0.25 * 2**attempt)))
+            await asyncio.sleep(pause_s(attempt, first_s=0.25, cap_s=BACKOFF_CAP_S))
             try:
                 await self._open_any()
             except Exception as error:

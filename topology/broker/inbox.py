@@ -16,12 +16,14 @@ from pamqp.commands import Basic
 
 from topology.broker.border import border
 from topology.broker.connection import Connection
-from topology.broker.deliveries import ChannelLost
 from topology.broker.frames import message_of
+from topology.broker.session import ChannelLost
 from topology.contract.messages import Message
 from topology.contract.problems import BrokerUnreachable
 
 RPC_TIMEOUT_S = 30
+CLOSE_TIMEOUT_S = 3
+"""A broker that hangs is not waited for by whoever stops."""
 WAITING = 1000
 """Messages that may wait to be read before the broker is asked to hold the rest (its prefetch)."""
 TOGETHER = 50
@@ -59,7 +61,7 @@ class Inbox:
     ) -> None:
         if self._channel is not None:
             with suppress(BrokerUnreachable), border("closing"):
-                await self._channel.close(timeout=RPC_TIMEOUT_S)
+                await self._channel.close(timeout=CLOSE_TIMEOUT_S)
 
     def __aiter__(self) -> Self:
         return self

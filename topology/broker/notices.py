@@ -18,7 +18,7 @@ from pamqp.commands import Basic
 from topology import logs, signals
 from topology.broker.border import asks_to_stop
 from topology.broker.connection import Connection
-from topology.contract.problems import BrokerUnreachable
+from topology.contract.problems import BrokerBlocked, BrokerError
 
 WAITING = 1000
 """Notices that may wait to be written; more are dropped."""
@@ -74,13 +74,15 @@ class Notices:
             except asyncio.CancelledError:
                 if asks_to_stop():
                     raise
-            except (BrokerUnreachable, AMQPError, RuntimeError, OSError, TimeoutError, ValueError) as error:
+            except (BrokerError, AMQPError, RuntimeError, OSError, TimeoutError, ValueError) as error:
                 log.debug(signals.NOTICE_DROPPED, error=str(error))
             finally:
                 for _ in together:
                     self._waiting.task_done()
 
     async def _send(self, together: list[tuple[str, str, bytes]]) -> None:
+        if self._connection.blocked is not None:  # it would all wait in our memory until the alarm ends
+            raise BrokerBlocked(self._connection.blocked)
         if self._channel is None or self._channel.is_closed:
             self._channel = await self._connection.channel(confirms=False, timeout_s=WRITE_TIMEOUT_S)
         number = self._channel.number

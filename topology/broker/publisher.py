@@ -37,7 +37,7 @@ CONFIRM_TIMEOUT_S = 10.0
 CONFIRM_LEAST_S = 1.0
 """For the confirm of what could be published at last, after most of its time was waited for the broker."""
 SURELY_WITHIN_S = 100.0
-"""Long enough for a broker's restart; after it the delivery goes back, and what is stored is told when it comes again."""
+"""Long enough for a broker's restart; then the delivery goes back, and what is stored is told when it comes again."""
 DEFAULT_EXCHANGE = "amq.default"
 """The default exchange in the broker's errors. They name the exchange that is meant, and end the whole channel."""
 

@@ -1,6 +1,6 @@
 """The topology is looked at again whenever it may have changed: without it, what we publish may go nowhere.
 
-After each reconnect, when a queue's consumer was ended or a publish found no exchange, and about twice a minute. What
+After each reconnect, when a queue's consumer was ended or a publish found no exchange, and every 45 s. What
 exists is asked over AMQP; bindings are shown by the management API alone, and where it does not answer soon they are
 made again by a process that declares, which changes nothing where they are there.
 """
@@ -20,10 +20,11 @@ from topology.broker.management import Management, is_same_broker
 from topology.broker.verify import verify
 from topology.contract.problems import BrokerError
 from topology.model import Topology
+from topology.names import Names
 from topology.plan import Difference, compare
 
-LOOK_EVERY_S = 25.0
-"""So that an exchange deleted or a binding removed is noticed within a minute: 75 questions, 30 ms of our CPU."""
+LOOK_EVERY_S = 45.0
+"""So that an exchange deleted or a binding removed is noticed within a minute: 75 questions, 30 ms of CPU."""
 AGAIN_AFTER_S = 2.0
 """While something is wrong."""
 SOONEST_S = 0.2
@@ -57,6 +58,8 @@ class TopologyWatch:
         self._reported: dict[str, frozenset[str]] = {}
         self._heard = 0
         self._asked = asyncio.Event()
+        names = Names(topology.namespace)
+        self._intakes = tuple(names.intake(lane) for lane in topology.lanes)
 
     @property
     def trouble(self) -> str | None:
@@ -66,11 +69,30 @@ class TopologyWatch:
         if missing := (*self._missing, *self._unbound):
             more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
             return f"{missing[0].line.removeprefix(missing[0].what).strip()}{more}; run: {COMMAND}"
-        return None if self._looked_at == self._connection.openings else "not verified since the broker was back"
+        return None if self._is_looked_at else "not verified since the connection was lost"
+
+    @property
+    def hindrance(self) -> str | None:
+        """Why no work should be taken; None where it is well, or all that is missing is the intake of a lane.
+
+        Then nothing comes in there, and the other lanes go on. Without anything else what is worked goes nowhere.
+        """
+        if all(self._is_an_intake(each) for each in (*self._missing, *self._unbound)) and self._failed is None:
+            return None if self._is_looked_at else self.trouble
+        return self.trouble
 
     def look(self) -> None:
         """Have it looked at soon."""
         self._asked.set()
+
+    @property
+    def _is_looked_at(self) -> bool:
+        return self._connection.is_open and self._looked_at == self._connection.openings
+
+    def _is_an_intake(self, missing: Difference) -> bool:
+        return missing.what != "exchange" and any(
+            missing.name == intake or f" → queue {intake}," in missing.name for intake in self._intakes
+        )
 
     async def run(self) -> None:
         """Look, until cancelled."""

@@ -13,7 +13,7 @@ from topology.contract.headers import HopHeaders, RequestHeaders
 from topology.contract.messages import Message, Request
 from topology.contract.problems import RequestProblem
 from topology.lanes import MIB, LaneSpec
-from topology.names import BROKER_TIMESTAMP_MS, DEADLINE_MS, DEATH, STREAM
+from topology.names import BROKER_TIMESTAMP_MS, DEAD_AT, DEADLINE_MS, DEATH, STREAM
 
 PACKED_BYTES = MIB
 UNPACKED_BYTES = 8 * MIB
@@ -134,6 +134,8 @@ def _sent_ms(message: Message, said: RequestHeaders, past: HopHeaders, *, now_ms
     stamped = message.headers.get(BROKER_TIMESTAMP_MS)
     if isinstance(stamped, int) and not isinstance(stamped, bool) and stamped > 0:
         sent = stamped
+    elif DEAD_AT in message.headers and not past.first_seen_ms:  # a dead letter, published again: now
+        sent = now_ms
     elif said.sent_ms is not None:
         sent = said.sent_ms
     elif message.timestamp_s is not None and message.timestamp_s > 0:

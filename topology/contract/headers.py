@@ -44,6 +44,8 @@ class HopHeaders:
     due_ms: int | None = None
     user_id: str | None = None
     expiration: str | None = None
+    dead_at: str | None = None
+    """Of a dead letter that was published again."""
     redelivered: bool = False
     """It was moved here from a queue that counts nothing, where its last delivery was never settled."""
 
@@ -86,6 +88,7 @@ def read_hop(headers: Mapping[str, Any]) -> HopHeaders:
         due_ms=_whole(headers.get(names.DUE_MS)),
         user_id=_text(headers.get(names.USER_ID)),
         expiration=_text(headers.get(names.EXPIRATION)),
+        dead_at=_text(headers.get(names.DEAD_AT)),
         redelivered=headers.get(names.REDELIVERED) is True,
     )
 
@@ -113,6 +116,7 @@ def hop_headers(hop: HopHeaders) -> dict[str, Any]:
         names.DUE_MS: hop.due_ms,
         names.USER_ID: hop.user_id,
         names.EXPIRATION: hop.expiration,
+        names.DEAD_AT: hop.dead_at,
         names.REDELIVERED: hop.redelivered or None,
     }
     return {key: value for key, value in found.items() if value is not None}

@@ -251,3 +251,37 @@ async def test_answers_of_any_size_are_kept(store: Store, size: int) -> None:
 
     assert found is not None
     assert found.completion == answered("x" * size)
+
+
+async def deaths(store: Store) -> int:
+    found = await store.claim(ME, copy(redelivered=True))
+    assert isinstance(found, Granted)
+    return found.deaths
+
+
+async def test_holders_that_never_let_go_are_counted(store: Store) -> None:
+    await granted(store)
+
+    assert [await deaths(store) for _ in range(4)] == [1, 2, 3, 4]
+
+
+async def test_one_that_let_go_is_not_counted(store: Store) -> None:
+    token = await granted(store)
+    await store.release(Held(ME, token))
+
+    assert await deaths(store) == 0
+
+
+async def test_one_that_lets_go_after_it_was_taken_over_is_counted_no_more(store: Store) -> None:
+    token = await granted(store)
+    await deaths(store)
+    await store.release(Held(ME, token))
+
+    assert await deaths(store) == 1, "the second holder alone"
+
+
+async def test_a_claim_whose_answer_was_lost_is_granted_again_to_the_same_delivery(store: Store) -> None:
+    token = await granted(store, nonce=b"n" * 8)
+
+    assert await granted(store, nonce=b"n" * 8) == token
+    assert isinstance(await store.claim(ME, copy(nonce=b"m" * 8)), Running)

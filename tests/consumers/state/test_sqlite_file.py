@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from consumers.state import sqlite_file
-from consumers.state.base import Ended, Granted, Identity, Running, Store, StoreUnavailable
-from consumers.state.clock import Clock
+from consumers.state.base import Ended, Found, Granted, Identity, Running, Store, StoreUnavailable
 from consumers.state.sqlite import SqliteStore
+from consumers.state.sqlite_writer import TOGETHER_AT_MOST
 from tests.support.completions import ME, answered, copy
 from tests.support.waiting import until
 
@@ -47,8 +47,8 @@ def as_anyone() -> Iterator[Callable[[], None]]:
     os.seteuid(before)
 
 
-def a_store(path: Path, clock: Clock | None = None) -> SqliteStore:
-    return SqliteStore(path, namespace="lane", clock=clock)
+def a_store(path: Path) -> SqliteStore:
+    return SqliteStore(path, namespace="lane")
 
 
 async def trouble_with(store: Store) -> str:
@@ -110,6 +110,24 @@ async def test_closing_does_what_was_asked_before(path: Path) -> None:
     await store.__aexit__()
 
     assert all(isinstance(each, Granted) for each in await asyncio.gather(*asked))
+
+
+async def test_however_many_wait_each_is_done(path: Path) -> None:
+    async with a_store(path) as store:
+        found = await asyncio.wait_for(
+            asyncio.gather(*(store.find(Identity("", str(i))) for i in range(TOGETHER_AT_MOST + 50))), 10
+        )
+    assert found == [None] * (TOGETHER_AT_MOST + 50)
+
+
+async def test_what_no_store_could_keep_fails_alone(path: Path) -> None:
+    async with a_store(path) as store:
+        before, wrong, after = await asyncio.gather(
+            store.claim(ME, copy()), store.find(Identity("", "\ud800")), store.find(ME), return_exceptions=True
+        )
+    assert isinstance(before, Granted)
+    assert isinstance(wrong, UnicodeEncodeError)
+    assert isinstance(after, Found)
 
 
 async def test_it_is_locked_by_another_process(path: Path, busy_for_less: None) -> None:
@@ -190,6 +208,19 @@ async def test_one_full_disk_fails_all_that_were_to_be_written_together(path: Pa
 
     assert isinstance(found[0], StoreUnavailable)
     assert [each == large for each in found] == [each is not None for each in kept]
+
+
+async def test_no_work_is_taken_while_its_disk_has_next_to_no_room(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with a_store(path) as store:
+        monkeypatch.setattr("consumers.state.sqlite.ROOM_BYTES", 2**62)
+        with pytest.raises(StoreUnavailable, match="no room left"):
+            await store.probe()
+        await store.complete(ME, copy(), answered(), token=None)
+        assert "no room left" in (store.trouble or ""), "what is small enough is stored, and does not hide it"
+
+        monkeypatch.undo()
+        await store.probe()
+        assert store.trouble is None
 
 
 @pytest.mark.parametrize("content", [b"garbage" * 1000, b"SQLite format 3\x00" + b"\xff" * 5000])
@@ -300,56 +331,6 @@ async def test_it_is_replaced_by_a_backup_while_it_is_open(path: Path) -> None:
         assert await store.find(Identity("", "5")) is None
     with closing(sqlite3.connect(path)) as looked:
         assert looked.execute("PRAGMA integrity_check").fetchone() == ("ok",)
-
-
-class Calendar(Clock):
-    """Can be set, and booted."""
-
-    def __init__(self) -> None:
-        self.ahead_ms = 0
-        self.booted = "1"
-        self.uptime_ms = 5_000
-
-    def since_1970_ms(self) -> int:
-        return 1_790_000_000_000 + self.ahead_ms
-
-    def since_boot_ms(self) -> int:
-        return self.uptime_ms
-
-    def boot(self) -> str:
-        return self.booted
-
-
-@pytest.mark.parametrize("hours", [1, -1])
-async def test_a_clock_that_jumps_changes_nothing_for_those_who_run(path: Path, hours: int) -> None:
-    clock = Calendar()
-    async with a_store(path, clock) as store:
-        found = await store.claim(ME, copy())
-        assert isinstance(found, Granted)
-        await store.complete(Identity("", "ended"), copy(), answered(), token=None)
-        clock.ahead_ms = hours * 3_600_000
-        clock.uptime_ms += 5
-
-        assert await store.claim(ME, copy(mark="other")) == Running(for_ms=5)
-        again = await store.claim(ME, copy(redelivered=True))
-        assert isinstance(again, Granted)
-        assert again.token > found.token
-        assert isinstance(await store.claim(Identity("", "ended"), copy()), Ended)
-        clock.uptime_ms += 10_001
-        assert isinstance(await store.claim(ME, copy(mark="other")), Granted), "nor is a lease stuck"
-
-
-@pytest.mark.parametrize(("before", "after"), [("1", "2"), ("", "")])
-async def test_a_reboot_ends_all_leases(path: Path, before: str, after: str) -> None:
-    clock = Calendar()
-    clock.booted, clock.uptime_ms = before, 100 * 86_400_000
-    async with a_store(path, clock) as store:
-        assert isinstance(await store.claim(ME, copy()), Granted)
-        assert await store.hold("sweep", "a", for_s=60) is not None
-    clock.booted, clock.uptime_ms = after, 1_000
-    async with a_store(path, clock) as store:
-        assert isinstance(await store.claim(ME, copy(mark="other")), Granted)
-        assert await store.hold("sweep", "b", for_s=60) is not None
 
 
 MANY = """

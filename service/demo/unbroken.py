@@ -1,0 +1,127 @@
+"""The demo's second act: a worker is killed in the middle of its work, requests are sent twice, one is cancelled."""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from service.client import Client
+from service.replies import Final
+from service.settings import Settings
+from service.simulated.app import SimulatedAPI
+from topology import signals
+from topology.contract.problems import LanekeeperError
+from topology.lanes import BATCH
+
+JOBS = 60
+TWICE = 20
+ANSWER_WITHIN_S = 60.0
+READY_WITHIN_S = 30.0
+WORKS_FIRST_S = 0.45
+"""How long the second worker works before it is killed: it has answered some by then, and is at others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unbroken:
+    """What became of it."""
+
+    answered: int
+    cut: int
+    """Calls that the killed worker had begun: the provider saw them break off."""
+    calls: int
+    """Of the provider, for `JOBS` requests."""
+    replayed: int
+    """Of `TWICE` requests that were sent again, those that were answered from the store, in the same words."""
+    calls_again: int
+    cancelled: str
+    """What the cancellation of a delayed request came to, and its result: "recorded, cancelled"."""
+
+    @property
+    def is_well(self) -> bool:
+        return (self.answered, self.replayed, self.calls_again) == (JOBS, TWICE, 0) and "cancelled" in self.cancelled
+
+
+async def run(settings: Settings, client: Client, api: SimulatedAPI, *, folder: Path) -> Unbroken:
+    """Tell the act, on the broker and the store of the worker that is running already."""
+    before = len(api.calls)
+    async with _second_worker(settings, folder) as second:
+        asking = [asyncio.create_task(_ask(client, number)) for number in range(JOBS)]
+        await asyncio.sleep(WORKS_FIRST_S)
+        second.kill()
+        finals = await asyncio.gather(*asking)
+    calls = list(api.calls)[before:]
+    answered = [each for each in finals if each is not None]
+    again = [await _ask(client, number) for number in range(TWICE)]
+    replayed = sum(
+        1 for first, second_time in zip(finals, again, strict=False) if first and _is_replay(first, second_time)
+    )
+    return Unbroken(
+        answered=len(answered),
+        cut=sum(call.outcome == "client_gone" for call in calls),
+        calls=len(calls),
+        replayed=replayed,
+        calls_again=len(api.calls) - before - len(calls),
+        cancelled=await _cancelled(client),
+    )
+
+
+async def _ask(client: Client, number: int) -> Final | None:
+    try:
+        return await client.request(
+            {"prompt": f"job {number} of the second act"},
+            key=f"{BATCH.name}.demo.unbroken",
+            message_id=f"unbroken-{number}",
+            timeout_s=ANSWER_WITHIN_S,
+        )
+    except LanekeeperError:
+        return None
+
+
+def _is_replay(first: Final, again: Final | None) -> bool:
+    return again is not None and again.replayed and again.body == first.body
+
+
+async def _cancelled(client: Client) -> str:
+    id = await client.publish({"prompt": "never asked"}, key=f"{BATCH.name}.demo.unbroken", delay_s=3600)
+    try:
+        came_to = await client.cancel(id)
+        await client.result(id, wait_s=5)
+    except LanekeeperError as problem:
+        return f"{came_to}, {getattr(problem, 'code', problem)}"
+    return f"{came_to}, answered"
+
+
+@asynccontextmanager
+async def _second_worker(settings: Settings, folder: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A worker process beside ours. What may hold a password is in a file that only we can read."""
+    config = folder / "second-worker.toml"
+    config.touch(mode=0o600)
+    told = {"amqp_url": settings.broker_url, "store_url": settings.store}
+    config.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in told.items()), encoding="utf-8")
+    sets = {
+        "namespace": settings.namespace,
+        "anthropic_base_url": settings.provider_url,
+        "anthropic_api_key": "simulated",
+        "gateway.port": "0",
+        "log_format": "json",
+    }
+    command = [sys.executable, "-m", "service.cli.main", "consume", "--lane", BATCH.name, "--config", str(config)]
+    for name, value in sets.items():
+        command += ["--set", f"{name}={value}"]
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        assert process.stderr is not None
+        async with asyncio.timeout(READY_WITHIN_S):
+            async for line in process.stderr:
+                if signals.SERVICE_READY.encode() in line:
+                    break
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.communicate()

@@ -1,0 +1,64 @@
+"""Leases in a SQLite file go by the time since the machine was booted: the calendar may jump."""
+
+from pathlib import Path
+
+import pytest
+
+from consumers.state.base import Ended, Granted, Identity, Running
+from consumers.state.clock import Clock
+from consumers.state.sqlite import SqliteStore
+from tests.support.completions import ME, answered, copy
+
+
+class Calendar(Clock):
+    """Can be set, and booted."""
+
+    def __init__(self) -> None:
+        self.ahead_ms = 0
+        self.booted = "1"
+        self.uptime_ms = 5_000
+
+    def since_1970_ms(self) -> int:
+        return 1_790_000_000_000 + self.ahead_ms
+
+    def since_boot_ms(self) -> int:
+        return self.uptime_ms
+
+    def boot(self) -> str:
+        return self.booted
+
+
+def a_store(folder: Path, clock: Clock) -> SqliteStore:
+    return SqliteStore(folder / "lane.sqlite", namespace="lane", clock=clock)
+
+
+@pytest.mark.parametrize("hours", [1, -1])
+async def test_a_clock_that_jumps_changes_nothing_for_those_who_run(tmp_path: Path, hours: int) -> None:
+    clock = Calendar()
+    async with a_store(tmp_path, clock) as store:
+        found = await store.claim(ME, copy())
+        assert isinstance(found, Granted)
+        await store.complete(Identity("", "ended"), copy(), answered(), token=None)
+        clock.ahead_ms = hours * 3_600_000
+        clock.uptime_ms += 5
+
+        assert await store.claim(ME, copy(mark="other")) == Running(for_ms=5)
+        again = await store.claim(ME, copy(redelivered=True))
+        assert isinstance(again, Granted)
+        assert again.token > found.token
+        assert isinstance(await store.claim(Identity("", "ended"), copy()), Ended)
+        clock.uptime_ms += 10_001
+        assert isinstance(await store.claim(ME, copy(mark="other")), Granted), "nor is a lease stuck"
+
+
+@pytest.mark.parametrize(("before", "after"), [("1", "2"), ("", "")])
+async def test_a_reboot_ends_all_leases(tmp_path: Path, before: str, after: str) -> None:
+    clock = Calendar()
+    clock.booted, clock.uptime_ms = before, 100 * 86_400_000
+    async with a_store(tmp_path, clock) as store:
+        assert isinstance(await store.claim(ME, copy()), Granted)
+        assert await store.hold("sweep", "a", for_s=60) is not None
+    clock.booted, clock.uptime_ms = after, 1_000
+    async with a_store(tmp_path, clock) as store:
+        assert isinstance(await store.claim(ME, copy(mark="other")), Granted)
+        assert await store.hold("sweep", "b", for_s=60) is not None

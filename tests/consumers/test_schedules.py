@@ -1,0 +1,222 @@
+"""The promise (docs/reliability.md), under whatever may befall workers, channels, store and clock between two awaits.
+
+The real pools, handler, gates, claiming, settler and rows of the store run on a clock of their own in a world that goes
+as a schedule says (tests/support/schedules): a few thousand turns a second, the same each time. A failing schedule is
+printed with what happened in it; give its bytes to `run` to see it again. `--schedules 20000` takes some minutes.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+import structlog
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from consumers.failures import RejectedError
+from consumers.job import Job, Outcome
+from consumers.settle import Settler
+from consumers.state.base import Completion, Copy, Identity
+from consumers.state.sqlite_requests import Requests, Times
+from tests.support.schedules.faults import FAULTS
+from tests.support.schedules.operation import Operation
+from tests.support.schedules.schedule import run, with_faults
+from tests.support.schedules.worker import SPEC
+from tests.support.schedules.world import Violation, World
+from topology import names as n
+from topology.broker.session import ChannelLost, Delivery
+
+TURNS = 80
+"""Of a schedule, before it has to come to its end: enough for what befalls a request to befall it twice."""
+CALLS_OF_A_KILLER = 4
+"""At its fifth delivery it is not called any more."""
+TURN = st.integers(0, 40)
+FAULT = st.tuples(st.integers(0, len(FAULTS) - 1), st.integers(0, 255))
+
+
+@pytest.fixture(autouse=True)
+def _silent() -> Iterator[None]:
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    yield
+    structlog.reset_defaults()
+
+
+@pytest.fixture
+def searching(pytestconfig: pytest.Config) -> settings:
+    return settings(
+        max_examples=pytestconfig.option.schedules,
+        deadline=None,
+        print_blob=True,
+        suppress_health_check=list(HealthCheck),
+        phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink),
+    )
+
+
+@pytest.mark.timeout(3600)
+def test_whatever_befalls_them_every_request_has_one_ending(searching: settings) -> None:
+    @searching
+    @given(schedule=st.binary(min_size=2 * TURNS, max_size=2 * TURNS))
+    def kept(schedule: bytes) -> None:
+        run(schedule)
+
+    kept()
+
+
+@pytest.mark.timeout(3600)
+def test_a_few_faults_do_no_better(searching: settings) -> None:
+    @searching
+    @given(faults=st.dictionaries(TURN, FAULT, min_size=2, max_size=6))
+    def kept(faults: dict[int, tuple[int, int]]) -> None:
+        run(with_faults(faults))
+
+    kept()
+
+
+@pytest.mark.parametrize("fault", range(len(set(FAULTS))))
+def test_any_single_fault_at_any_moment(fault: int) -> None:
+    for at in range(16):
+        for choice in range(3):
+            run(with_faults({at: (fault, choice)}))
+
+
+@pytest.mark.parametrize("is_done", [False, True])
+@pytest.mark.parametrize("step", ["claim", "call"])
+def test_what_kills_every_worker_is_buried_and_its_neighbours_are_answered(step: str, is_done: bool) -> None:
+    def kills(operation: Operation) -> bool:
+        if (operation.what, operation.about) != (step, "deadly"):
+            return False
+        if is_done:
+            operation.do()
+        return True
+
+    world = World()
+    try:
+        for id in ("a", "deadly", "b", "c"):
+            world.publish(world.request(id))
+        world.end(kills=kills)
+    finally:
+        world.close()
+    ended = {id: [each.code for each in endings] for id, endings in world.promise.endings.items()}
+    assert ended == {"a": [""], "deadly": ["poison"], "b": [""], "c": [""]}
+    assert world.promise.calls["deadly"] <= CALLS_OF_A_KILLER
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_slow_request_beside_one_that_kills_is_answered(workers: int) -> None:
+    world = World(workers=workers)
+
+    def kills(operation: Operation) -> bool:
+        if operation.what == "call" and operation.about == "slow":
+            operation.is_hung = not world.promise.endings["deadly"]
+        return operation.what == "call" and operation.about == "deadly"
+
+    try:
+        for id in ("slow", "deadly", "a"):
+            world.publish(world.request(id))
+        world.end(kills=kills)
+    finally:
+        world.close()
+    assert [[each.code for each in world.promise.endings[id]] for id in ("slow", "a")] == [[""], [""]]
+
+
+def test_what_is_to_be_parked_is_parked_although_its_time_is_over_when_it_comes_again() -> None:
+    world = World()
+    died = []
+
+    def kills(operation: Operation) -> bool:
+        if operation.what == "call":
+            operation.fail(RejectedError("no"))
+        if operation.what != "publish lane.dead" or died:
+            return False
+        died.append(operation.owner)
+        operation.stays = False
+        world.jump(SPEC.deadline_s)
+        return True
+
+    try:
+        world.publish(world.request("m"))
+        world.end(kills=kills)
+    finally:
+        world.close()
+    assert died
+    assert [(each.message_id, each.headers[n.DEAD_CODE]) for each in world.broker.dead] == [("m", "provider_rejected")]
+
+
+# It can fail.
+
+
+class AcknowledgesFirst(Settler):
+    async def settle(self, job: Job, outcome: Outcome) -> Outcome | None:
+        with suppress(ChannelLost):
+            await job.delivery.ack()
+        job.delivery = Settled(job.delivery)
+        return await super().settle(job, outcome)
+
+
+class Settled(Delivery):
+    """It was; doing so again does nothing."""
+
+    def __init__(self, delivery: Delivery) -> None:
+        self.message, self.queue, self.redelivered = delivery.message, delivery.queue, delivery.redelivered
+        self._tag = delivery.tag
+
+    async def ack(self) -> None: ...
+
+    async def reject(self) -> None: ...
+
+
+class Unfenced(Requests):
+    """Believes every token."""
+
+    def complete(
+        self, at: Times, identity: Identity, copy: Copy, completion: Completion, token: int | None
+    ) -> Completion | None:
+        row = self._read(at, identity)
+        believed = row.token if row is not None and token is not None else token
+        return super().complete(at, identity, copy, completion, believed)
+
+
+class LastOneStays(Requests):
+    """Keeps the last completion instead of the first."""
+
+    def complete(
+        self, at: Times, identity: Identity, copy: Copy, completion: Completion, token: int | None
+    ) -> Completion | None:
+        row = self._read(at, identity)
+        if row is None or not row.ended:
+            return super().complete(at, identity, copy, completion, token)
+        self._write(identity, row.ended_by(completion))
+        return completion
+
+
+@pytest.mark.parametrize(
+    ("broken", "told"),
+    [
+        ({"settler": AcknowledgesFirst}, "acknowledged, and nothing came of it"),
+        ({"rows": Unfenced}, "completed by a worker that was fenced off"),
+        ({"rows": LastOneStays}, "was replaced by"),
+    ],
+)
+def test_what_breaks_the_promise_is_found(broken: dict[str, type], told: str) -> None:
+    @settings(max_examples=2000, deadline=None, database=None, phases=(Phase.generate,), derandomize=True)
+    @given(schedule=st.binary(min_size=2 * TURNS, max_size=2 * TURNS))
+    def kept(schedule: bytes) -> None:
+        run(schedule, **broken)
+
+    with pytest.raises(Violation, match=told):
+        kept()
+
+
+def test_what_is_acknowledged_first_is_lost_also_for_whoever_sees_only_the_replies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tests.support.schedules.promise.Promise.on_settle", lambda *_: None)
+
+    @settings(max_examples=2000, deadline=None, database=None, phases=(Phase.generate,), derandomize=True)
+    @given(schedule=st.binary(min_size=2 * TURNS, max_size=2 * TURNS))
+    def kept(schedule: bytes) -> None:
+        run(schedule, settler=AcknowledgesFirst)
+
+    with pytest.raises(Violation, match="never answered"):
+        kept()

@@ -1,0 +1,105 @@
+"""The broker, or a node of it, is restarted, killed, frozen, cut off; raises alarms; is full."""
+
+import asyncio
+import random
+import signal
+
+from tests.faults.ground import Ground
+
+VERY_LITTLE_MEMORY = "0.00001"
+MEMORY = "0.6"
+EVERY_BYTE = "999TB"
+DISK = "50MB"
+
+
+async def node_restarted(ground: Ground, rng: random.Random, _: float) -> str:
+    node = ground.node(rng)
+    await node.restart()
+    return node.name
+
+
+async def node_killed(ground: Ground, rng: random.Random, lasts_s: float) -> str:
+    node = ground.node(rng)
+    await node.kill()
+    await asyncio.sleep(lasts_s)
+    await node.start()
+    return node.name
+
+
+async def leader_killed(ground: Ground, rng: random.Random, lasts_s: float) -> str:
+    lane = rng.choice(("lane.critical", "lane.normal", "lane.batch"))
+    node = await ground.broker.leader_of(lane)
+    await node.kill()
+    await asyncio.sleep(lasts_s)
+    await node.start()
+    return f"leader of {lane}"
+
+
+async def node_frozen(ground: Ground, rng: random.Random, lasts_s: float) -> str:
+    node = ground.node(rng)
+    await node.pause()
+    try:
+        await asyncio.sleep(lasts_s)
+    finally:
+        await node.unpause()
+    return node.name
+
+
+async def node_partitioned(ground: Ground, rng: random.Random, lasts_s: float) -> str:
+    node = ground.node(rng)
+    await node.partition()
+    try:
+        await asyncio.sleep(lasts_s)
+    finally:
+        await node.heal()
+    return node.name
+
+
+async def rolling_restart(ground: Ground, rng: random.Random, _: float) -> str:
+    for node in ground.broker.nodes:
+        await node.drain()
+        await node.restart()
+        await ground.broker.whole()
+    return "each node in turn"
+
+
+async def connections_closed(ground: Ground, rng: random.Random, _: float) -> str:
+    for node in ground.broker.nodes:
+        await node.run("rabbitmqctl", "--quiet", "close_all_connections", "fault suite")
+    return "all connections, clients' too"
+
+
+async def memory_alarm(ground: Ground, rng: random.Random, lasts_s: float) -> str:
+    node = ground.node(rng)
+    await node.run("rabbitmqctl", "set_vm_memory_high_watermark", VERY_LITTLE_MEMORY)
+    try:
+        await asyncio.sleep(lasts_s)
+    finally:
+        await node.run("rabbitmqctl", "set_vm_memory_high_watermark", MEMORY)
+    return node.name
+
+
+async def disk_alarm(ground: Ground, rng: random.Random, lasts_s: float) -> str:
+    node = ground.node(rng)
+    await node.run("rabbitmqctl", "set_disk_free_limit", EVERY_BYTE)
+    try:
+        await asyncio.sleep(lasts_s)
+    finally:
+        await node.run("rabbitmqctl", "set_disk_free_limit", DISK)
+    return node.name
+
+
+async def lane_full(ground: Ground, rng: random.Random, lasts_s: float) -> str:
+    """All workers hang, and a lane takes next to nothing more: who publishes is refused, and tries again."""
+    node, lane = ground.broker.nodes[0], rng.choice(("critical", "normal", "batch"))
+    policy = '{"max-length": 2, "overflow": "reject-publish"}'
+    await node.run("rabbitmqctl", "--quiet", "set_policy", "--apply-to", "queues", "full", f"^lane\\.{lane}$", policy)
+    for worker in ground.workers:
+        worker.send(signal.SIGSTOP)
+    try:
+        await asyncio.sleep(lasts_s)
+    finally:
+        for worker in ground.workers:
+            worker.send(signal.SIGCONT)
+        await node.run("rabbitmqctl", "--quiet", "clear_policy", "full")
+    return f"lane.{lane}"

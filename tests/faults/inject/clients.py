@@ -1,0 +1,9 @@
+"""Applications that ask for one thing very often."""
+
+import random
+
+from tests.faults.ground import Ground
+
+
+async def many_of_one(ground: Ground, rng: random.Random, lasts_s: float) -> str:
+    return await ground.load.burst(50)

@@ -1,0 +1,183 @@
+"""Workers, broker, lines, provider and store are broken under load: nothing that was confirmed is lost or told twice
+differently.
+
+A selection of what `./dev faults` does for longer. Each test has a broker of its own and three workers.
+"""
+
+import asyncio
+import time
+
+import pytest
+
+from tests.faults.checker import LOST, NOT_PARKED, Verdict
+from tests.faults.clients import Mix
+from tests.faults.ground import Ground
+from tests.faults.trial import Made, broken, fault, inject
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def told(verdict: Verdict) -> str:
+    """What came of each fault, for `-s`."""
+    return "\n".join(
+        f"{each.fault.code} {each.fault.title}: {each.fault.in_flight} in flight, {each.repeated_calls} repeated, "
+        f"stall {each.stall_s:.1f} s, recovered after {each.recovered_s:.1f} s"
+        for each in verdict.recoveries
+    )
+
+
+def is_kept(service: Ground, verdict: Verdict) -> bool:
+    """The promise; what was told is printed."""
+    print(told(verdict))
+    assert [str(each) for each in verdict.violations] == []
+    assert service.crew.crashes == []
+    assert all(each.fault.in_flight for each in verdict.recoveries), "each fault hit work"
+    return verdict.confirmed > 0
+
+
+TRIALS = {
+    "workers die": [("worker killed", 0), ("worker dies between any two steps", 6), ("all workers killed", 0)],
+    "workers hang": [("worker frozen, then awake again", 14), ("worker hangs for a moment", 3)],
+    "the broker dies": [("broker killed", 1), ("broker restarted", 0)],
+    "connections end": [("connections closed by the broker", 0), ("connections reset", 0), ("bytes garbled", 0)],
+    "lines are silent": [("blackhole before all workers", 6), ("half-open line", 8)],
+    "the broker takes nothing": [("disk alarm", 4), ("lane full", 2)],
+    "the provider fails": [("answers cut", 4), ("answers broken", 4), ("provider hangs", 4), ("provider down", 4)],
+}
+
+
+@pytest.mark.parametrize("faults", TRIALS.values(), ids=TRIALS.keys())
+async def test_nothing_is_lost_when(made: Made, faults: list[tuple[str, float]]) -> None:
+    async with made() as service:
+        assert is_kept(service, await broken(service, *faults))
+
+
+async def test_a_killed_worker_is_stood_in_for_within_two_seconds(made: Made) -> None:
+    async with made(
+        mix=Mix(lanes={"critical": 1.0}, latency_s=(0.2, 0.5), delayed=0, refused=0, conflicting=0)
+    ) as service:
+        verdict = await broken(service, ("worker killed", 0), ("worker killed", 0))
+        assert is_kept(service, verdict)
+        assert max(each.recovered_s for each in verdict.recoveries) < 2.5, "two seconds, and the request's own time"
+
+
+async def test_a_worker_that_is_told_to_stop_under_load_repeats_no_call(made: Made) -> None:
+    async with made() as service:
+        verdict = await broken(service, ("worker told to stop", 0), ("worker told to stop", 0))
+        assert is_kept(service, verdict)
+        assert verdict.repeated_calls == 0
+        assert [each.code for each in service.crew.endings] == [0, 0]
+
+
+async def test_no_provider_is_called_while_an_alarm_forbids_to_publish_its_answer(made: Made) -> None:
+    async with made() as service:
+        alarm_s = 6.0
+        verdict = await broken(service, ("memory alarm", alarm_s))
+        assert is_kept(service, verdict)
+        (alarm,) = service.disturbances()
+        raised_s = alarm.healed_s - alarm_s  # the commands themselves take a second
+        during = [call for call in service.calls() if raised_s + 0.5 < call.at_s < raised_s + alarm_s - 0.5]
+        assert during == []
+
+
+async def test_a_retry_storm_is_over_soon_after_its_cause(made: Made) -> None:
+    async with made() as service:
+        verdict = await broken(service, ("retry storm", 6))
+        assert is_kept(service, verdict)
+        (storm,) = verdict.recoveries
+        failed = sum(call.outcome == "overloaded" for call in service.calls())
+        print(f"{failed} calls failed in the storm, of {storm.fault.in_flight} requests and {15 * 6} more")
+        assert storm.recovered_s < 2 * 6
+
+
+async def test_fifty_at_once_of_one_id_are_one_call_and_fifty_same_answers(made: Made) -> None:
+    async with made(mix=Mix(lanes={"normal": 1.0}, twice=0.5)) as service:
+        verdict = await broken(service, ("50 of one id at once", 0))
+        assert is_kept(service, verdict)
+        (burst,) = service.disturbances()
+        assert sum(call.identity == burst.against for call in service.calls()) == 1
+        assert verdict.repeated_calls == 0, "nor is any of the others that were sent twice called twice"
+
+
+@pytest.mark.parametrize("title", ["store locked", "store's disk full"])
+async def test_without_its_store_nothing_is_called_and_nothing_is_lost(made: Made, title: str) -> None:
+    async with made() as service:
+        found = fault(title)
+        if found.needs not in service.store.is_a:
+            pytest.skip("a file system of the store's own needs root")
+        verdict = await broken(service, (title, 6))
+        assert is_kept(service, verdict)
+        assert verdict.repeated_calls == 0
+        (away,) = service.disturbances()
+        during = [call for call in service.calls() if away.at_s + 1 < call.at_s < away.healed_s - 0.5]
+        assert during == [], "no call without a claim"
+
+
+async def test_a_store_that_is_deleted_costs_no_request(made: Made) -> None:
+    async with made() as service:
+        async with service.load.asking():
+            await asyncio.sleep(6)
+            service.store.delete()
+            await asyncio.sleep(8)
+            await inject(service, fault("worker killed"), lasts_s=0, rng=service.rng)
+            await asyncio.sleep(4)
+        await service.load.answered(within_s=60)
+        assert is_kept(service, service.verdict(store_was_lost=True))
+
+
+async def test_a_store_that_is_corrupt_stops_the_work_and_loses_nothing(made: Made) -> None:
+    """Until somebody moves it away; then it goes on by itself."""
+    async with made() as service:
+        async with service.load.asking():
+            await asyncio.sleep(6)
+            service.store.corrupt(service.rng)
+            await asyncio.sleep(6)
+            service.store.delete()
+            moved_s = time.monotonic()
+        assert await service.load.answered(within_s=60)
+        print(f"caught up {time.monotonic() - moved_s:.1f} s after the store was moved away")
+        assert is_kept(service, service.verdict(store_was_lost=True))
+
+
+async def test_a_lane_that_is_deleted_takes_with_it_what_was_queued_and_nothing_else_and_is_declared_again(
+    made: Made,
+) -> None:
+    """Nobody can help the loss (docs/reliability.md): it is said, and the lane works again by itself."""
+    async with made(mix=Mix(lanes={"batch": 1.0}, delayed=0, conflicting=0)) as service:
+        node = service.broker.nodes[0]
+        async with service.load.asking():
+            await asyncio.sleep(8)
+            before = service.load.in_flight
+            await node.run("rabbitmqctl", "--quiet", "delete_queue", "lane.batch")
+            deleted_s = time.monotonic()
+            await until(lambda: any(each.running.told("queue.deleted") for each in service.workers), within_s=40)
+            print(f"said {time.monotonic() - deleted_s:.1f} s after it was deleted")
+            await asyncio.sleep(10)
+        await service.load.answered(within_s=60)
+        verdict = service.verdict()
+        others = [str(each) for each in verdict.violations if each.kind != LOST]
+        assert others == []
+        assert verdict.lost <= before
+        assert service.crew.crashes == []
+
+
+async def test_without_the_queue_of_dead_letters_what_belongs_there_waits_until_it_is_back(made: Made) -> None:
+    async with made(mix=Mix(lanes={"normal": 1.0}, refused=0.3, delayed=0, conflicting=0)) as service:
+        async with service.load.asking():
+            await asyncio.sleep(8)
+            await service.broker.nodes[0].run("rabbitmqctl", "--quiet", "delete_queue", "lane.dead")
+            await asyncio.sleep(8)
+        assert await service.load.answered(within_s=90)
+        verdict = service.verdict()
+        # What lay in the queue when it was deleted was told, and is parked no more.
+        assert [str(each) for each in verdict.violations if each.kind != NOT_PARKED] == []
+        assert service.crew.crashes == []
+
+
+async def test_the_broken_worker_is_caught(made: Made) -> None:
+    async with made(module="tests.faults.broken") as service:
+        killed = [("worker killed", 0.0)] * 3
+        verdict = await broken(service, *killed, ("connections closed by the broker", 0), answered_within_s=10)
+        print(f"{verdict.lost} of {verdict.confirmed} lost")
+        assert verdict.lost > 0

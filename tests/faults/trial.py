@@ -1,0 +1,54 @@
+"""Faults under load, one after the other, and what came of it."""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+
+from tests.faults.checker import Verdict
+from tests.faults.faults import FAULTS, Fault
+from tests.faults.ground import SETTLED_S, Ground
+from tests.faults.history import Disturbed
+
+Made = Callable[..., AbstractAsyncContextManager[Ground]]
+"""`ground` for a test (`conftest.py`)."""
+ANSWERED_WITHIN_S = 90.0
+"""After the last fault, before what has no answer counts as lost."""
+
+
+def fault(title: str) -> Fault:
+    """The fault of that name."""
+    return next(each for each in FAULTS if each.title == title)
+
+
+async def inject(ground: Ground, found: Fault, *, lasts_s: float, rng: random.Random) -> Disturbed:
+    """One fault, written down; once all workers are at work, so that it hits them."""
+    await ground.crew.ready()
+    in_flight, at_s = ground.load.in_flight, time.monotonic()
+    against = await found.inject(ground, rng, lasts_s)
+    made = Disturbed(
+        at_s=at_s,
+        healed_s=time.monotonic(),
+        code=found.code,
+        title=found.title,
+        against=against,
+        in_flight=in_flight,
+    )
+    ground.history.add(made)
+    return made
+
+
+async def broken(
+    ground: Ground, *faults: tuple[str, float], calm_s: float = 4.0, answered_within_s: float = ANSWERED_WITHIN_S
+) -> Verdict:
+    """Ask all the time, inject each of the faults (title, seconds), and judge. `calm_s`: before each, and after."""
+    rng = random.Random(len(faults))
+    async with ground.load.asking():
+        await asyncio.sleep(SETTLED_S)
+        for title, lasts_s in faults:
+            await asyncio.sleep(calm_s)
+            await inject(ground, fault(title), lasts_s=lasts_s, rng=rng)
+        await asyncio.sleep(calm_s)
+    await ground.load.answered(within_s=answered_within_s)
+    return ground.verdict()

@@ -1,0 +1,200 @@
+"""A broker in memory: as much of what RabbitMQ 4.3 does with quorum queues as the promise depends on (facts.md).
+
+A message is with one consumer at a time, within its prefetch. What comes back is served first: a lost channel and
+`reject` count a delivery, `nack` does not, and all count an acquisition. Acknowledgements are frames under way: they
+arrive later, or are lost with their channel. A delay hands on to the due queue when its time has come. What expires,
+or was delivered more than the limit allows, falls into `lane.fallen`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from aiormq.exceptions import ChannelInvalidStateError
+
+from topology import names as n
+from topology.broker.session import Delivery
+from topology.contract.messages import Message
+from topology.declaration import DELIVERY_LIMIT
+from topology.delays import LEVELS, wait_ms
+from topology.names import Names
+
+NAMES = Names()
+LANE = "critical"
+ABSENT_PRIORITY = 4
+Settled = Callable[["Channel", "Entry", str], None]
+
+
+@dataclass(eq=False)
+class Entry:
+    """A message in a queue."""
+
+    message: Message
+    expires_s: float | None = None
+    counted: int = 0
+    """`x-delivery-count`."""
+    acquired: int = 0
+    is_returned: bool = False
+
+
+@dataclass(eq=False)
+class Queue:
+    name: str
+    ready: list[Entry] = field(default_factory=list)
+
+    def take(self) -> Entry:
+        """What was returned first, then by priority."""
+        found = max(self.ready, key=lambda each: (each.is_returned, _priority(each)))
+        self.ready.remove(found)
+        return found
+
+
+class Channel:
+    """A consumer of one queue; what a `Delivery` settles on. The broker and the worker learn of its end apart."""
+
+    def __init__(self, broker: "Broker", queue: Queue, *, prefetch: int, owner: str) -> None:
+        self._broker = broker
+        self.queue = queue
+        self.prefetch = prefetch
+        self.owner = owner
+        self.unacked: dict[int, Entry] = {}
+        self.frames: list[tuple[str, int]] = []
+        self.settled: set[int] = set()
+        self.is_broken = False
+        """Nothing gets through any more."""
+        self.is_open = True
+        """As far as the broker knows."""
+        self.is_known_lost = False
+        """To the worker."""
+        self.is_consuming = True
+        self.arrive: Callable[[Delivery], None] = lambda _: None
+        self._tags = 0
+        self._delivered: dict[int, Entry] = {}
+
+    @property
+    def has_room(self) -> bool:
+        waiting = len(self.unacked) < self.prefetch
+        return self.is_open and self.is_consuming and not self.is_broken and waiting and bool(self.queue.ready)
+
+    def deliver(self) -> None:
+        entry = self.queue.take()
+        self._tags += 1
+        self.unacked[self._tags] = self._delivered[self._tags] = entry
+        headers = dict(entry.message.headers)
+        if entry.acquired:
+            headers[n.ACQUIRED_COUNT] = entry.acquired
+        if entry.counted:
+            headers[n.DELIVERY_COUNT] = entry.counted
+        delivery = Delivery.__new__(Delivery)
+        delivery.message = replace(entry.message, headers=headers)
+        delivery.queue = self.queue.name
+        delivery.redelivered = entry.acquired > 0
+        delivery._tag, delivery._channel, delivery._counted = self._tags, self, True  # type: ignore[assignment]
+        entry.acquired += 1
+        self.arrive(delivery)
+
+    async def basic_ack(self, tag: int, **_: Any) -> None:
+        self._write("ack", tag)
+
+    async def basic_reject(self, tag: int, **_: Any) -> None:
+        self._write("reject", tag)
+
+    async def basic_nack(self, tag: int, **_: Any) -> None:
+        self._write("nack", tag)
+
+    def _write(self, how: str, tag: int) -> None:
+        if self.is_known_lost:
+            raise ChannelInvalidStateError("closed")
+        self._broker.on_settle(self, self._delivered[tag], "twice" if tag in self.settled else how)
+        self.settled.add(tag)
+        if not self.is_broken:
+            self.frames.append((how, tag))
+
+    def read_frame(self) -> None:
+        """The broker reads what was written."""
+        how, tag = self.frames.pop(0)
+        entry = self.unacked.pop(tag, None)
+        if entry is not None and how != "ack":
+            self._broker.give_back(self.queue, entry, counts=how == "reject")
+
+    def lose(self) -> None:
+        """The broker finds that it is gone."""
+        self.is_open = False
+        self.is_broken = True
+        self.frames.clear()
+        for entry in self.unacked.values():
+            self._broker.give_back(self.queue, entry, counts=True)
+        self.unacked.clear()
+
+
+class Broker:
+    """Exchanges and queues of one lane."""
+
+    def __init__(self, *, time_s: Callable[[], float], on_settle: Settled) -> None:
+        self._time_s = time_s
+        self.on_settle = on_settle
+        self.intake, self.due, self.fallen = (
+            Queue(name) for name in (NAMES.intake(LANE), NAMES.due(LANE), NAMES.fallen)
+        )
+        self.queues = {queue.name: queue for queue in (self.intake, self.due, self.fallen)}
+        self.channels: list[Channel] = []
+        self.delayed: list[tuple[float, Message]] = []
+        self.dead: list[Message] = []
+        self.replies: dict[str, list[Message]] = {}
+
+    def open(self, queue: str, *, prefetch: int, owner: str) -> Channel:
+        self.channels.append(Channel(self, self.queues[queue], prefetch=prefetch, owner=owner))
+        return self.channels[-1]
+
+    def publish(self, message: Message, *, exchange: str, routing_key: str) -> None:
+        kept = replace(message, headers=dict(message.headers), exchange=exchange, routing_key=routing_key)
+        if exchange == "":
+            self.replies.setdefault(routing_key, []).append(kept)
+        elif exchange == NAMES.requests:
+            life_s = None if kept.expiration is None else int(kept.expiration) / 1000
+            self.intake.ready.append(Entry(kept, None if life_s is None else self._time_s() + life_s))
+        elif exchange == NAMES.dead:
+            self.dead.append(kept)
+        else:
+            assert exchange.startswith(NAMES.delay_prefix), exchange
+            levels = [level for level in range(LEVELS) if kept.headers.get(NAMES.delay_bit(level)) is True]
+            headers = {**kept.headers, n.DEATH: [{"queue": exchange, "reason": "expired"}]} if levels else kept.headers
+            due_s = self._time_s() + sum(wait_ms(level) for level in levels) / 1000
+            self.delayed.append((due_s, replace(kept, exchange=NAMES.due_exchange, headers=headers)))
+
+    def give_back(self, queue: Queue, entry: Entry, *, counts: bool) -> None:
+        entry.counted += counts
+        entry.is_returned = True
+        if entry.counted > DELIVERY_LIMIT and queue is not self.fallen:
+            self._fall(queue, entry, "delivery_limit")
+        else:
+            queue.ready.append(entry)
+
+    def next_timer_s(self) -> float | None:
+        """When something is to happen by itself."""
+        times = [due_s for due_s, _ in self.delayed]
+        times += [each.expires_s for each in self.intake.ready if each.expires_s is not None]
+        return min(times, default=None)
+
+    def on_time(self) -> None:
+        """Do what the time has come for."""
+        now_s = self._time_s()
+        for each in [each for each in self.delayed if each[0] <= now_s]:
+            self.delayed.remove(each)
+            self.due.ready.append(Entry(each[1]))
+        for entry in [each for each in self.intake.ready if each.expires_s is not None and each.expires_s <= now_s]:
+            self.intake.ready.remove(entry)
+            self._fall(self.intake, entry, "expired")
+
+    def _fall(self, queue: Queue, entry: Entry, reason: str) -> None:
+        message = entry.message
+        death = {"queue": queue.name, "reason": reason, "exchange": message.exchange}
+        if reason == "expired":
+            death["original-expiration"] = str(message.expiration)
+        headers = {**message.headers, n.DEATH: [death]}
+        fallen = replace(message, headers=headers, exchange=NAMES.fallen, expiration=None)
+        self.fallen.ready.append(Entry(fallen))
+
+
+def _priority(entry: Entry) -> int:
+    return ABSENT_PRIORITY if entry.message.priority is None else entry.message.priority

@@ -1,0 +1,217 @@
+"""The edges of a worker: the store, the publisher, the provider and the queues as the core knows them."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+from consumers.failures import TransientError
+from consumers.providers.base import Answer, Parts
+from consumers.state.base import (
+    Completion,
+    Conflict,
+    Copy,
+    Ended,
+    Granted,
+    Held,
+    Identity,
+    Running,
+    Stop,
+    StoreUnavailable,
+)
+from consumers.state.sqlite_requests import Requests, Times
+from tests.support.schedules.broker import Broker, Channel
+from tests.support.schedules.loop import SteppedLoop
+from tests.support.schedules.operation import Edge
+from tests.support.schedules.promise import Promise
+from topology import names as n
+from topology.broker.publisher import Publisher
+from topology.broker.session import ChannelLost, Delivery
+from topology.contract.messages import Message, Request
+from topology.contract.problems import ConfirmUnknown
+
+REOPEN_AFTER_S = 0.1
+T = TypeVar("T")
+
+
+class World(Protocol):
+    """What processes share."""
+
+    broker: Broker
+    rows: Requests
+    promise: Promise
+    store_away_until_s: float
+
+    def time_s(self) -> float: ...
+    def now_ms(self) -> int: ...
+    def times(self) -> Times: ...
+
+
+class StoreEdge:
+    """`Claims` over rows that all workers share."""
+
+    def __init__(self, world: World, edge: Edge) -> None:
+        self._world = world
+        self._edge = edge
+
+    async def claim(self, identity: Identity, copy: Copy) -> Granted | Running | Ended | Conflict:
+        def ask(at: Times) -> Granted | Running | Ended | Conflict:
+            found = self._world.rows.claim(at, identity, copy)
+            if isinstance(found, Granted):
+                self._world.promise.on_granted(Held(identity, found.token))
+            return found
+
+        found = await self._do("claim", identity, ask, copy)
+        if isinstance(found, Granted):
+            self._world.promise.on_claimed(asyncio.current_task(), Held(identity, found.token))
+        return found
+
+    async def renew(self, held: Sequence[Held]) -> Mapping[Held, Stop]:
+        return await self._do("renew", None, lambda at: self._world.rows.renew(at, held))
+
+    async def release(self, held: Held, *, attempts: int = 0) -> None:
+        await self._do("release", held.identity, lambda at: self._world.rows.release(at, held, attempts))
+
+    async def complete(
+        self, identity: Identity, copy: Copy, completion: Completion, *, token: int | None
+    ) -> Completion | None:
+        def keep(at: Times) -> Completion | None:
+            holds = self._world.rows.complete(at, identity, copy, completion, token)
+            if token is not None:
+                self._world.promise.on_completed(Held(identity, token), is_own=holds == completion)
+            return holds
+
+        return await self._do("complete", identity, keep, copy)
+
+    async def note(self, identity: Identity, completion: Completion) -> None:
+        await self._do("note", identity, lambda at: self._world.rows.note(at, identity, completion))
+
+    async def _do(
+        self, what: str, identity: Identity | None, call: Callable[[Times], T], copy: Copy | None = None
+    ) -> T:
+        def effect() -> T:
+            result = call(self._world.times())
+            self._world.promise.on_stored(copy)
+            return result
+
+        if self._world.time_s() < self._world.store_away_until_s:
+            raise StoreUnavailable("away")
+        return await self._edge.reach(what, identity.id if identity else "", effect, lost=StoreUnavailable)  # type: ignore[no-any-return]
+
+
+class PublisherEdge(Publisher):
+    """The real repetition, over one try that the world decides on."""
+
+    def __init__(self, world: World, edge: Edge) -> None:
+        self._world = world
+        self._edge = edge
+        self._on_missing = None
+
+    async def publish(
+        self, message: Message, *, exchange: str, routing_key: str, timeout_s: float = 10, **_: Any
+    ) -> None:
+        task = asyncio.current_task()
+        about = message.headers.get(n.REQUEST_ID, message.message_id)
+
+        def effect() -> None:
+            self._world.broker.publish(message, exchange=exchange, routing_key=routing_key)
+            self._world.promise.on_published(task, message, exchange, routing_key)
+
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._edge.reach(f"publish {exchange or 'reply'}", str(about), effect, lost=ConfirmUnknown)
+        except TimeoutError:
+            raise ConfirmUnknown("no confirm in time") from None
+
+
+class ProviderEdge:
+    """Answers each call in other words."""
+
+    name = "model"
+
+    def __init__(self, world: World, edge: Edge) -> None:
+        self._world = world
+        self._edge = edge
+
+    async def stream(self, request: Request, *, timeout_s: float, parts: Parts | None) -> Answer:
+        task = asyncio.current_task()
+        body = b'{"answer":%d}' % self._world.promise.on_call(task, self._edge.owner, request)
+
+        def effect() -> Answer:
+            return Answer(body=body, model="m", provider="model")
+
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer: Answer = await self._edge.reach("call", request.id, effect, lost=TransientError, stays=False)
+                return answer
+        except TimeoutError:
+            raise TransientError("timed out") from None
+
+    async def aclose(self) -> None: ...
+
+
+class SessionEdge:
+    """The deliveries of one channel."""
+
+    def __init__(self, channel: Channel, loop: SteppedLoop) -> None:
+        self._channel = channel
+        self._arrived: asyncio.Queue[Delivery | None] = asyncio.Queue()
+        channel.arrive = lambda delivery: void(loop.call_soon(self._arrived.put_nowait, delivery))
+        self.wake = lambda: void(loop.call_soon(self._arrived.put_nowait, None))
+
+    def stop(self) -> None:
+        self._channel.is_consuming = False
+        self.wake()
+
+    def __aiter__(self) -> "SessionEdge":
+        return self
+
+    async def __anext__(self) -> Delivery:
+        delivery = await self._arrived.get()
+        if self._channel.is_known_lost:
+            raise ChannelLost("channel lost")
+        if delivery is None:
+            raise StopAsyncIteration
+        return delivery
+
+
+class Hosting(Protocol):
+    """The worker that deliveries come to."""
+
+    edge: Edge
+    loop: SteppedLoop
+    sessions: dict[Channel, SessionEdge]
+
+
+class DeliveriesEdge:
+    """One channel after the other."""
+
+    trouble = None
+    is_paused = False
+
+    def __init__(self, world: World, worker: "Hosting", queue: str, prefetch: int) -> None:
+        self._world = world
+        self._worker = worker
+        self.queue = queue
+        self.prefetch = prefetch
+        self._stopping = False
+        self._session: SessionEdge | None = None
+
+    async def sessions(self) -> AsyncIterator[SessionEdge]:
+        while not self._stopping and not self._worker.edge.is_cut:
+            channel = self._world.broker.open(self.queue, prefetch=self.prefetch, owner=self._worker.edge.owner)
+            session = self._session = self._worker.sessions[channel] = SessionEdge(channel, self._worker.loop)
+            try:
+                yield session
+            finally:
+                self._session = None
+                channel.is_consuming = False
+                channel.is_known_lost = True  # frames that were written still arrive, then its end
+            await asyncio.sleep(REOPEN_AFTER_S)
+
+    async def stop(self) -> None:
+        self._stopping = True
+        if self._session is not None:
+            self._session.stop()
+
+
+def void(_: object) -> None: ...

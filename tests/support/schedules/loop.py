@@ -1,0 +1,101 @@
+"""A small event loop that somebody else drives: one of a process, so that a process can be halted between two steps.
+
+Its time is the world's. It runs what is ready and never waits: what it waits for is for its driver to decide.
+"""
+
+import asyncio
+import heapq
+from collections import deque
+from collections.abc import Callable, Coroutine
+from contextvars import Context
+from typing import Any
+
+
+class SteppedLoop(asyncio.AbstractEventLoop):
+    """As much of an event loop as tasks, futures, locks and timeouts need."""
+
+    def __init__(self, time_s: Callable[[], float]) -> None:
+        self._time_s = time_s
+        self._ready: deque[asyncio.Handle] = deque()
+        self._timers: list[asyncio.TimerHandle] = []
+        self.tasks: list[asyncio.Task[Any]] = []
+        self.unhandled: list[str] = []
+
+    def step(self) -> None:
+        """Run until everything waits."""
+        asyncio._set_running_loop(self)
+        try:
+            now_s = self._time_s()
+            while self._timers and self._timers[0].when() <= now_s:
+                self._ready.append(heapq.heappop(self._timers))
+            while self._ready:
+                handle = self._ready.popleft()
+                if not handle.cancelled():
+                    handle._run()
+        finally:
+            asyncio._set_running_loop(None)
+
+    def next_timer_s(self) -> float | None:
+        """When something is to happen by itself."""
+        while self._timers and self._timers[0].cancelled():
+            heapq.heappop(self._timers)
+        return self._timers[0].when() if self._timers else None
+
+    def discard(self) -> None:
+        """End every task. What they do at their end must not matter any more."""
+        for _ in range(5):
+            left = [task for task in self.tasks if not task.done()]
+            for task in left:
+                task.cancel()
+            self.step()
+            if not left:
+                break
+        self.tasks.clear()
+        self._timers.clear()
+
+    # what asyncio asks of a loop
+
+    def time(self) -> float:
+        return self._time_s()
+
+    def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> asyncio.Handle:
+        handle = asyncio.Handle(callback, args, self, context)
+        self._ready.append(handle)
+        return handle
+
+    def call_at(
+        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        handle = asyncio.TimerHandle(when, callback, args, self, context)
+        heapq.heappush(self._timers, handle)
+        return handle
+
+    def call_later(
+        self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        return self.call_at(self._time_s() + delay, callback, *args, context=context)
+
+    def create_future(self) -> asyncio.Future[Any]:
+        return asyncio.Future(loop=self)
+
+    def create_task(
+        self, coro: Coroutine[Any, Any, Any], *, name: str | None = None, context: Context | None = None, **_: Any
+    ) -> asyncio.Task[Any]:
+        task = asyncio.Task(coro, loop=self, name=name, context=context)
+        self.tasks.append(task)
+        return task
+
+    def get_debug(self) -> bool:
+        return False
+
+    def is_running(self) -> bool:
+        return True
+
+    def is_closed(self) -> bool:
+        return False
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        self.unhandled.append(f"{context.get('message')}: {context.get('exception')!r}")
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """It stays in the heap until its time has come."""

@@ -1,0 +1,150 @@
+"""What is promised of every request, looked at after each thing that happens (docs/decisions/0004)."""
+
+import asyncio
+import json
+import sqlite3
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from consumers.job import dead_at_text
+from consumers.state.base import Copy, Held, Identity
+from tests.support.schedules.broker import NAMES, Channel, Entry
+from topology import names as n
+from topology.contract.messages import Message, Request
+from topology.contract.problems import PROBLEMS
+
+NOT_KEPT = "idempotency_conflict"
+UNKNOWN_BODY = ("poison", "deadline_exceeded")
+"""What a copy may be told that has another body than the request of its id, without its being kept."""
+
+
+class Ending(NamedTuple):
+    status: str
+    code: str
+    body: bytes
+    ended_ms: int
+
+
+class Promise:
+    """Collects every violation; `bodies` are those that were published under each id."""
+
+    def __init__(self, connection: sqlite3.Connection, bodies: Mapping[str, set[bytes]]) -> None:
+        self._execute = connection.execute
+        self._bodies = bodies
+        self.violations: list[str] = []
+        self.calls: dict[str, int] = defaultdict(int)
+        self.doomed: set[str] = set()
+        """Workers that a request has killed."""
+        self.endings: dict[str, list[Ending]] = defaultdict(list)
+        """Of each id, in order; those that were only noted beside them."""
+        self.noted: dict[str, list[Ending]] = defaultdict(list)
+        self._holds: dict[str, Ending] = {}
+        self._granted: dict[object, Held] = {}
+        self._latest: dict[Identity, int] = {}
+        self._told: dict[object, set[tuple[str, str]]] = defaultdict(set)
+        self._numbers = 0
+
+    def on_stored(self, copy: Copy | None) -> None:
+        """At most one ending of an id, unless the dead letter of just that ending runs again."""
+        found = self._execute("SELECT id, noted, cancelling, status, code, body, ended_ms FROM request").fetchall()
+        for id, noted, cancelling, *ending in found:
+            now = Ending(*ending) if ending[0] is not None and not cancelling else None
+            if noted:
+                if now is not None and now not in self.noted[id]:
+                    self.noted[id].append(now)
+                continue
+            before = self._holds.get(id)
+            if now == before:
+                continue
+            if before is not None:
+                again = copy is not None and copy.dead_at_ms == before.ended_ms and before.status == "error"
+                if not again:
+                    self.violations.append(f"{id}: {_short(before)} was replaced by {_short(now)}")
+                del self._holds[id]
+            if now is not None:
+                self._holds[id] = now
+                self.endings[id].append(now)
+                if now.code == "internal":
+                    self.violations.append(f"{id}: an unforeseen error buried it: {now.body.decode()}")
+
+    def on_granted(self, held: Held) -> None:
+        """In the store; whoever asked may never hear of it."""
+        self._latest[held.identity] = held.token
+
+    def on_claimed(self, task: object, held: Held) -> None:
+        """Whoever asked has heard of it."""
+        self._granted[task] = held
+
+    def on_completed(self, held: Held, *, is_own: bool) -> None:
+        """Whoever was fenced off completes nothing."""
+        if is_own and held.token < self._latest[held.identity]:
+            self.violations.append(f"{held.identity.id}: completed by a worker that was fenced off")
+
+    def on_call(self, task: object, owner: str, request: Request) -> int:
+        """No call without a claim that was granted to this very delivery."""
+        held = self._granted.get(task)
+        if held is None or held.identity.id != request.id:
+            self.violations.append(f"{request.id}: its provider was called without a claim")
+        self.calls[request.id] += 1
+        self._numbers += 1
+        if request.id.startswith("poison"):
+            self.doomed.add(owner)
+        return self._numbers
+
+    def on_published(self, task: object, message: Message, exchange: str, routing_key: str) -> None:
+        """What is told is what is stored."""
+        if exchange == "":
+            self._told[task].add(("reply", routing_key))
+            self._check_reply(message)
+        elif exchange == NAMES.dead:
+            self._check_dead(message)
+        else:
+            self._told[task].add(("delay", message.message_id or ""))
+
+    def on_settle(self, channel: Channel, entry: Entry, how: str) -> None:
+        """Acknowledged is only what was answered, or sent round, by whoever acknowledges it; and settled only once."""
+        message = entry.message
+        told = self._told[asyncio.current_task()]
+        if how == "twice":
+            self.violations.append(f"{message.message_id}: settled twice")
+        done = ("reply", message.reply_to or "") in told or ("delay", message.message_id or "") in told
+        if how == "ack" and not done:
+            self.violations.append(f"{message.message_id}: acknowledged, and nothing came of it")
+
+    def _check_reply(self, message: Message) -> None:
+        id, status = str(message.headers[n.REQUEST_ID]), message.headers[n.STATUS]
+        code = "" if status == "ok" else json.loads(message.body)["code"]
+        if code == NOT_KEPT or self._is_foreign(id, code):
+            return
+        if (status, message.body) not in {(each.status, each.body) for each in self._kept(id)}:
+            self.violations.append(f"{id}: told {status} {code} {message.body[:80]!r}, which is not stored")
+
+    def _check_dead(self, message: Message) -> None:
+        id, code, at = message.message_id or "", message.headers[n.DEAD_CODE], message.headers[n.DEAD_AT]
+        if self._is_foreign(id, code):
+            return
+        if code not in {each.code for each in self.noted[id]} and not any(
+            (each.code, dead_at_text(each.ended_ms)) == (code, at) for each in self.endings[id]
+        ):
+            self.violations.append(f"{id}: buried with {code} at {at}, which is not stored")
+
+    def _kept(self, id: str) -> list[Ending]:
+        return self.endings[id] + self.noted[id]
+
+    def _is_foreign(self, id: str, code: str) -> bool:
+        return code == "invalid_request" or (len(self._bodies[id]) > 1 and code in UNKNOWN_BODY)
+
+    def unburied(self, dead: list[Message]) -> list[str]:
+        """Endings that should have a dead letter, and have none."""
+        there = {(each.message_id, each.headers[n.DEAD_CODE]) for each in dead}
+        return [
+            f"{id}: ended as {each.code}, and lies nowhere"
+            for id, kept in self.endings.items()
+            for each in kept
+            if each.code and PROBLEMS[each.code].parked and (id, each.code) not in there
+        ]
+
+
+def _short(ending: Ending | None) -> str:
+    return "nothing" if ending is None else f"{ending.status} {ending.code} {ending.body[:40]!r}"

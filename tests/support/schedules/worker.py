@@ -1,0 +1,126 @@
+"""A worker process: the real pools, handler, gates, claiming and settler on an event loop of its own, and edges."""
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from consumers.activity import LaneActivity
+from consumers.claiming import Claiming
+from consumers.failpoints import Failpoints
+from consumers.fallen import Fallen
+from consumers.gates.claim import ClaimGate
+from consumers.gates.deadline import DeadlineGate
+from consumers.gates.schedule import ScheduleGate
+from consumers.handler import Handler
+from consumers.job import Job, is_trusted
+from consumers.lifecycle import Lifecycle
+from consumers.pausing import Pausing
+from consumers.pool import Pool
+from consumers.providers.registry import Registry
+from consumers.reply import Replies
+from consumers.retry import RetryPolicy
+from consumers.settle import Settler
+from tests.support.schedules.broker import LANE, NAMES, Channel
+from tests.support.schedules.edges import DeliveriesEdge, ProviderEdge, PublisherEdge, SessionEdge, StoreEdge, World
+from tests.support.schedules.loop import SteppedLoop
+from tests.support.schedules.operation import Edge
+from topology.broker.session import Delivery
+from topology.lanes import CRITICAL
+from topology.tracing import Tracing
+
+SPEC = replace(CRITICAL, name=LANE, slots=2)
+GRACE_S = 5.0
+TRACING = Tracing()
+
+
+class NoNotices:
+    def publish(self, body: bytes, **_: Any) -> None: ...
+
+
+class Worker:
+    """One process. `loop.step` lets it go on; what it waits for is in `edge.under_way`."""
+
+    def __init__(self, world: World, name: str, *, settler: type[Settler] = Settler) -> None:
+        self.name = name
+        self.is_suspended = False
+        self.is_stopping = False
+        self.is_over = False
+        self.sessions: dict[Channel, SessionEdge] = {}
+        self.loop = SteppedLoop(world.time_s)
+        self.edge = Edge(name)
+        self._world = world
+        publisher = PublisherEdge(world, self.edge)
+        claiming = Claiming(StoreEdge(world, self.edge))  # type: ignore[arg-type]
+        replies = Replies(publisher, names=NAMES)
+        lifecycle = Lifecycle(NoNotices(), names=NAMES, now_ms=world.now_ms)  # type: ignore[arg-type]
+        self._settler = settler(
+            publisher,
+            replies=replies,
+            claiming=claiming,
+            lifecycle=lifecycle,
+            names=NAMES,
+            tracing=TRACING,
+            now_ms=world.now_ms,
+            failpoints=Failpoints(),
+        )
+        handler = Handler(
+            gates=(DeadlineGate(now_ms=world.now_ms), ScheduleGate(now_ms=world.now_ms), ClaimGate(claiming)),
+            providers=Registry(ProviderEdge(world, self.edge), tracing=TRACING),
+            replies=replies,
+            lifecycle=lifecycle,
+            pausing=Pausing({}),
+            policy=RetryPolicy(),
+            names=NAMES,
+            now_ms=world.now_ms,
+            rng=random.Random(1),
+            failpoints=Failpoints(),
+        )
+        fallen = Fallen((SPEC,), names=NAMES, now_ms=world.now_ms)
+        self._pools = (
+            self._pool(world.broker.intake.name, SPEC.slots, self._job_of, handler.handle),
+            self._pool(world.broker.due.name, SPEC.due_slots, self._job_of, handler.handle),
+            self._pool(world.broker.fallen.name, 1, fallen.job_of, fallen.handle),
+        )
+        self._running = [self.loop.create_task(pool.run()) for pool in self._pools]
+        self.loop.create_task(claiming.run())
+
+    def stop(self) -> None:
+        """As on SIGTERM."""
+        self.is_stopping = True
+        self.loop.create_task(self._stop())
+
+    def learn_lost(self, channel: Channel) -> None:
+        channel.is_known_lost = True
+        self.sessions.pop(channel).wake()
+
+    def kill(self) -> None:
+        """Nothing that it does from now on is seen by anybody."""
+        self.edge.is_cut = self.is_over = True
+        for channel in self.sessions:
+            channel.is_known_lost = True
+        self.loop.discard()
+
+    async def _stop(self) -> None:
+        for pool in self._pools:
+            await pool.stop()
+        _, late = await asyncio.wait(self._running, timeout=GRACE_S)
+        for task in late:
+            task.cancel()
+        await asyncio.wait(self._running)
+        self.is_over = True
+
+    def _pool(self, queue: str, slots: int, job_of: Callable[[Delivery], Job], handle: Any) -> Pool:
+        return Pool(
+            DeliveriesEdge(self._world, self, queue, slots),  # type: ignore[arg-type]
+            job_of=job_of,
+            handle=handle,
+            settler=self._settler,
+            activity=LaneActivity(LANE, slots=slots, due_slots=0),
+            tracing=TRACING,
+        )
+
+    def _job_of(self, delivery: Delivery) -> Job:
+        trusted = is_trusted(delivery.message, NAMES)
+        return Job(delivery, lane=SPEC, trusted=trusted, taken_ms=self._world.now_ms())

@@ -1,0 +1,246 @@
+"""A world of two workers, one broker, one store and one clock, in which one thing happens after the other.
+
+world.happen(*move)     one of `world.moves()`, or a fault (faults.py); raises Violation where a promise is broken
+world.end()             everything has to come to its end now, without faults
+"""
+
+import functools
+import json
+import sqlite3
+from collections import defaultdict
+from collections.abc import Callable
+from typing import NamedTuple
+
+from consumers.settle import Settler
+from consumers.state.base import Completion, Identity
+from consumers.state.spec import StoreSpec
+from consumers.state.sqlite_file import SCHEMA
+from consumers.state.sqlite_requests import Requests, Times
+from tests.support.schedules.broker import NAMES, Broker
+from tests.support.schedules.operation import Operation
+from tests.support.schedules.promise import Promise
+from tests.support.schedules.worker import Worker
+from topology.contract.messages import Message
+
+BEGAN_MS = 1_790_000_000_000
+TURN_S = 0.001
+TURNS_TO_THE_END = 6000
+BODY = b'{"model":"m","max_tokens":5,"messages":[{"role":"user","content":"hi"}]}'
+
+
+class Violation(AssertionError):
+    """A promise was not kept; the text tells what happened until then."""
+
+
+class Move(NamedTuple):
+    what: str
+    do: Callable[[], object]
+
+
+class Owed(NamedTuple):
+    """Somebody waits for an answer."""
+
+    id: str
+    reply_to: str
+    told_before: int
+
+
+@functools.cache
+def _store() -> sqlite3.Connection:
+    connection = sqlite3.connect(":memory:", isolation_level=None)
+    connection.executescript(SCHEMA)
+    return connection
+
+
+def _empty_store() -> sqlite3.Connection:
+    """The one of the last world, emptied: to make it takes longer than a world lasts."""
+    connection = _store()
+    connection.execute("DELETE FROM request")
+    return connection
+
+
+class World:
+    """See above. `told` is what has happened in it."""
+
+    def __init__(self, *, settler: type[Settler] = Settler, rows: type[Requests] = Requests, workers: int = 2) -> None:
+        self._now_s = 0.0
+        self._settler = settler
+        connection = _empty_store()
+        self.rows = rows(connection, StoreSpec())
+        self.store_away_until_s = 0.0
+        self.bodies: dict[str, set[bytes]] = defaultdict(set)
+        self.promise = Promise(connection, self.bodies)
+        self.broker = Broker(time_s=self.time_s, on_settle=self.promise.on_settle)
+        self.told: list[str] = []
+        self.published: list[Message] = []
+        self._owed: list[Owed] = []
+        self._orphans: list[Operation] = []
+        self._count = 0
+        self.workers = [self._started() for _ in range(workers)]
+        for worker in self.workers:
+            worker.loop.step()
+
+    def time_s(self) -> float:
+        return self._now_s
+
+    def now_ms(self) -> int:
+        return BEGAN_MS + round(self._now_s * 1000)
+
+    def times(self) -> Times:
+        return Times(now=1_000_000 + round(self._now_s * 1000), today=self.now_ms())
+
+    # what happens
+
+    def happen(self, what: str, do: Callable[[], object] = lambda: None) -> None:
+        """It does, and everybody goes on until they wait again."""
+        self.told.append(f"{self._now_s:9.3f}  {what}")
+        do()
+        self._now_s += TURN_S
+        self.broker.on_time()
+        for worker in self.workers:
+            if not worker.is_suspended and not worker.is_over:
+                worker.loop.step()
+            for error in worker.loop.unhandled:
+                self.promise.violations.append(error)
+            if worker.name in self.promise.doomed and not worker.is_over:
+                self.told.append(f"{self._now_s:9.3f}  {worker.name} dies of what it works on")
+                self.crash(worker)
+        if self.promise.violations:
+            raise self._violation(self.promise.violations[0])
+
+    def moves(self) -> list[Move]:
+        """What would happen anyway; the passing of time last."""
+        moves = []
+        for operation in self.operations():
+            if operation.is_hung:
+                continue
+            if operation.is_done:
+                moves.append(Move(f"{operation}: told", operation.tell))
+            else:
+                moves.append(Move(str(operation), operation.do_and_tell))
+        for channel in self.broker.channels:
+            what = f"{channel.owner} {channel.queue.name}"
+            if channel.frames:
+                moves.append(Move(f"{what} {channel.frames[0]} arrives", channel.read_frame))
+            elif channel.is_open and (channel.is_broken or channel.is_known_lost):
+                moves.append(Move(f"the broker finds {what} gone", channel.lose))
+            if channel.is_broken and not channel.is_known_lost:
+                owner = self._worker(channel.owner)
+                moves.append(Move(f"{what}: told of the loss", lambda o=owner, c=channel: o.learn_lost(c)))  # type: ignore[misc]
+            if channel.has_room:
+                moves.append(Move(f"delivery to {what}", channel.deliver))
+        self.broker.channels = [each for each in self.broker.channels if each.is_open or not each.is_known_lost]
+        for at, worker in enumerate(self.workers):
+            if worker.is_over:
+                moves.append(Move(f"{worker.name} is started anew", lambda at=at: self._start_anew(at)))  # type: ignore[misc]
+            elif worker.is_suspended:
+                moves.append(Move(f"{worker.name} goes on", lambda worker=worker: self.suspend(worker, False)))  # type: ignore[misc]
+        next_s = self._next_timer_s()
+        what = "nothing" if next_s is None else f"time passes, {max(0.0, next_s - self._now_s):.3f} s"
+        moves.append(Move(what, lambda: self.jump((next_s or self._now_s) - self._now_s)))
+        return moves
+
+    def end(self, *, kills: Callable[[Operation], bool] = lambda _: False) -> None:
+        """No more faults: everything comes to its end, and everybody has been answered.
+
+        All the same, whoever has an operation under way dies where `kills` says so.
+        """
+        self.told.append("--- no more faults")
+        self.store_away_until_s = 0.0
+        for operation in self.operations():
+            operation.is_hung = False
+        for _ in range(TURNS_TO_THE_END):
+            if fatal := next((each for each in self.operations() if each.is_waited_for and kills(each)), None):
+                victim = self._worker(fatal.owner)
+                self.happen(f"{fatal} kills", lambda victim=victim: self.crash(victim))  # type: ignore[misc]
+                continue
+            move = (moves := self.moves())[0]
+            if len(moves) == 1 and self._next_timer_s() is None:
+                break
+            self.happen(*move)
+        else:
+            raise self._violation(f"not at its end after {TURNS_TO_THE_END} turns")
+        self._see_that_all_is_done()
+
+    def _see_that_all_is_done(self) -> None:
+        left = [each.message.message_id for queue in self.broker.queues.values() for each in queue.ready]
+        left += [each.message.message_id for channel in self.broker.channels for each in channel.unacked.values()]
+        if left:
+            raise self._violation(f"left lying: {left}")
+        for id, reply_to, before in self._owed:
+            if len(self.broker.replies.get(reply_to, ())) <= before:
+                raise self._violation(f"{id}: never answered to {reply_to}")
+        if unburied := self.promise.unburied(self.broker.dead):
+            raise self._violation(unburied[0])
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.kill()
+
+    # what can be done to it
+
+    def publish(self, message: Message) -> None:
+        """A requester does, and has its confirm."""
+        reply_to, id = message.reply_to or "", message.message_id or ""
+        self.published.append(message)
+        self.bodies[id].add(message.body)
+        self._owed.append(Owed(id, reply_to, len(self.broker.replies.get(reply_to, ()))))
+        self.broker.publish(message, exchange=NAMES.requests, routing_key=message.routing_key)
+
+    def request(self, id: str | None = None, *, body: bytes = BODY, **properties: object) -> Message:
+        self._count += 1
+        fields: dict[str, object] = {
+            "routing_key": "critical.shop.chat",
+            "message_id": id or f"m-{self._count}",
+            "reply_to": f"shop.{self._count}",
+            "correlation_id": f"c-{self._count}",
+        }
+        return Message(body=body, **{**fields, **properties})  # type: ignore[arg-type]
+
+    def operations(self) -> list[Operation]:
+        """All that is under way; what was asked by whoever waits no more may still take effect."""
+        self._orphans = [each for each in self._orphans if not each.is_over]
+        found = list(self._orphans)
+        for edge in (worker.edge for worker in self.workers if not worker.is_over):
+            edge.under_way = [each for each in edge.under_way if not each.is_over]
+            found += edge.under_way
+        return found
+
+    def crash(self, worker: Worker) -> None:
+        """It is gone, in the middle of whatever it did. Its connections are found gone later."""
+        worker.kill()
+        self._orphans += worker.edge.under_way
+        for channel in self.broker.channels:
+            if channel.owner == worker.name:
+                channel.is_known_lost = True
+
+    def suspend(self, worker: Worker, is_suspended: bool) -> None:
+        worker.is_suspended = is_suspended
+
+    def jump(self, by_s: float) -> None:
+        self._now_s += max(0.0, by_s)
+
+    def cancel(self, id: str) -> None:
+        """Another process has recorded it."""
+        body = json.dumps({"code": "cancelled", "told by": "its owner"}).encode()
+        completion = Completion(status="error", code="cancelled", body=body, ended_ms=self.now_ms())
+        self.rows.cancel(self.times(), Identity("", id), completion)
+        self.promise.on_stored(None)
+
+    def _started(self) -> Worker:
+        self._count += 1
+        return Worker(self, f"worker {self._count}", settler=self._settler)
+
+    def _start_anew(self, at: int) -> None:
+        self.crash(self.workers[at])
+        self.workers[at] = self._started()
+
+    def _worker(self, name: str) -> Worker:
+        return next(worker for worker in self.workers if worker.name == name)
+
+    def _next_timer_s(self) -> float | None:
+        times = [worker.loop.next_timer_s() for worker in self.workers if not worker.is_suspended]
+        return min((each for each in (*times, self.broker.next_timer_s()) if each is not None), default=None)
+
+    def _violation(self, what: str) -> Violation:
+        return Violation("\n".join([what, *self.told]))

@@ -1,0 +1,152 @@
+"""What one channel of a queue delivers: a session; and each of it, a delivery that waits to be settled."""
+
+import asyncio
+from collections.abc import Awaitable
+from contextlib import suppress
+
+from aiormq.abc import DeliveredMessage
+from aiormq.channel import Channel
+from pamqp.commands import Basic
+
+from topology import names
+from topology.broker.border import border
+from topology.broker.frames import message_of
+from topology.contract.messages import Message
+from topology.contract.problems import BrokerError, BrokerUnreachable
+
+RPC_TIMEOUT_S = 30
+CLOSE_TIMEOUT_S = 3
+"""A broker that hangs is not waited for by whoever stops."""
+
+
+class ChannelLost(BrokerError):
+    """The channel of a delivery is gone: the broker delivers again what was not acknowledged on it."""
+
+
+class Delivery:
+    """One message that the broker delivered and waits to hear of."""
+
+    __slots__ = ("_channel", "_counted", "_tag", "message", "queue", "redelivered")
+
+    def __init__(self, delivered: DeliveredMessage, *, queue: str, channel: Channel, counted: bool = True) -> None:
+        assert isinstance(delivered.delivery, Basic.Deliver)
+        self.message: Message = message_of(delivered)
+        self.queue = queue
+        self.redelivered = bool(delivered.delivery.redelivered)
+        self._tag = delivered.delivery.delivery_tag
+        self._channel = channel
+        self._counted = counted
+
+    @property
+    def tag(self) -> int:
+        return self._tag or 0
+
+    @property
+    def times_delivered(self) -> int | None:
+        """How often it was delivered without being settled or given back, this time included; None where the broker
+        does not count (classic queues).
+
+        Believed only on a redelivered message of a queue that counts: elsewhere the header can be forged (facts.md,
+        section 7). On 4.3 a message that was only given back has an acquired count and no delivery count.
+        """
+        if not self.redelivered:
+            return 1
+        headers = self.message.headers
+        count = headers.get(names.DELIVERY_COUNT, 0 if names.ACQUIRED_COUNT in headers else None)
+        return count + 1 if self._counted and isinstance(count, int) else None
+
+    async def ack(self) -> None:
+        """Tell the broker to forget it. Raises ChannelLost where that cannot be told: it comes again."""
+        await self._settle(self._channel.basic_ack(self.tag, wait=False))
+
+    async def reject(self) -> None:
+        """Give it back and have the broker count that (facts.md: nack is not counted on 4.3)."""
+        await self._settle(self._channel.basic_reject(self.tag, requeue=True, wait=False))
+
+    async def give_back(self) -> None:
+        """Give it back without fault of its own (stopping); not counted on 4.3."""
+        await self._settle(self._channel.basic_nack(self.tag, requeue=True, wait=False))
+
+    async def _settle(self, call: Awaitable[None]) -> None:
+        with border(f"channel lost before {self.queue} delivery {self._tag} was settled", lost=ChannelLost):
+            await call
+
+
+class Session:
+    """The deliveries of one channel. Iterating ends when it is stopped, and raises ChannelLost when it is lost."""
+
+    def __init__(self, channel: Channel, *, queue: str, counted: bool) -> None:
+        self._channel = channel
+        self._queue = queue
+        self._counted = counted
+        self._tag: str | None = None
+        self._turn = asyncio.Lock()
+        self._arrived: asyncio.Queue[Delivery | None] = asyncio.Queue()  # bounded by the prefetch
+        self._lost: str | None = None
+        self._stopped = False
+        self.cancelled = False
+        """The broker ended the consumer: its queue was deleted, or its leader moved, or it was idle for too long."""
+
+    async def start(self, *, prefetch: int) -> None:
+        self._channel.closing.add_done_callback(self._on_closed)
+        self._channel.on_consumer_cancel_callbacks.add(self._on_cancelled)
+        await self._channel.basic_qos(prefetch_count=prefetch, timeout=RPC_TIMEOUT_S)
+        await self._consume()
+
+    async def stop(self) -> None:
+        """Take no more; what was delivered can still be settled."""
+        if self._stopped or self._lost is not None:
+            return
+        self._stopped = True
+        await self.pause()
+        self._arrived.put_nowait(None)
+
+    async def pause(self) -> None:
+        """Have nothing delivered; what was can still be settled."""
+        async with self._turn:
+            if self._lost is None and (tag := self._tag) is not None:
+                self._tag = None
+                with suppress(BrokerUnreachable), border("cancelling"):
+                    await self._channel.basic_cancel(tag, timeout=RPC_TIMEOUT_S)
+
+    async def resume(self) -> None:
+        """After `pause`: consume again, under another tag; the one that was used the broker may not have forgotten."""
+        async with self._turn:
+            if self._lost is None and self._tag is None and not self._stopped:
+                with suppress(BrokerUnreachable), border(f"cannot consume {self._queue!r}"):
+                    await self._consume()  # where it cannot, the channel closes, and with it the session
+
+    async def _consume(self) -> None:
+        consuming = await self._channel.basic_consume(self._queue, self._on_delivery, timeout=RPC_TIMEOUT_S)
+        self._tag = consuming.consumer_tag or ""
+
+    async def close(self) -> None:
+        with suppress(BrokerUnreachable), border("closing"):
+            await self._channel.close(timeout=CLOSE_TIMEOUT_S)
+
+    def __aiter__(self) -> "Session":
+        return self
+
+    async def __anext__(self) -> Delivery:
+        delivery = await self._arrived.get()
+        if self._lost is not None:  # what has arrived before is delivered again as well
+            raise ChannelLost(f"{self._queue}: {self._lost}")
+        if delivery is None:
+            raise StopAsyncIteration
+        return delivery
+
+    async def _on_delivery(self, delivered: DeliveredMessage) -> None:
+        self._arrived.put_nowait(Delivery(delivered, queue=self._queue, channel=self._channel, counted=self._counted))
+
+    def _on_closed(self, closing: "asyncio.Future[object]") -> None:
+        error = None if closing.cancelled() else closing.exception()
+        self._end(f"channel closed: {error or 'connection lost'}")
+
+    def _on_cancelled(self, frame: Basic.Cancel) -> None:
+        self.cancelled = True
+        self._end("the broker cancelled the consumer (queue deleted, or its leader moved)")
+
+    def _end(self, reason: str) -> None:
+        if self._lost is None:
+            self._lost = reason
+            self._arrived.put_nowait(None)
