@@ -7,7 +7,10 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from hashlib import blake2b
+from typing import Protocol
 
+from consumers.limits.amounts import Amounts
+from consumers.limits.base import Reservation
 from consumers.state.base import Completion, Copy, Held, Identity, Stop
 from topology import names as n
 from topology.broker.session import Delivery
@@ -32,6 +35,19 @@ def now_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
+class Route(Protocol):
+    """One provider that may be called, with the model that it is asked for and the account that pays."""
+
+    @property
+    def provider(self) -> str: ...
+
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def account(self) -> str: ...
+
+
 class Job:
     """One delivery on its way through the pipeline.
 
@@ -39,8 +55,8 @@ class Job:
     """
 
     __slots__ = (
-        "_copy", "attempt_started_ms", "claim", "completion", "deaths", "delivery", "hop", "id", "identity", "lane", "limit",
-        "request", "run_ms", "stopped", "taken_ms", "trusted",
+        "_copy", "attempt_started_ms", "claim", "completion", "deaths", "delivery", "hop", "id", "identity", "lane",
+        "limit", "request", "reservation", "route", "run_ms", "stopped", "taken_ms", "trusted", "usage",
     )  # fmt: skip
 
     def __init__(
@@ -69,7 +85,12 @@ class Job:
         self.deaths = 0
         """Holders of its claim before this one that never let go."""
         self.limit: asyncio.Timeout | None = None
-        """Ends the attempt; there while it runs."""
+        """Ends the attempt, or the wait for its budget; there while it runs."""
+        self.route: Route | None = None
+        """Where it is called, and whose budget it uses."""
+        self.reservation: Reservation | None = None
+        self.usage: Amounts | None = None
+        """What the provider counted of the attempt; None: that is not known."""
         self.completion: Completion | None = None
         """How it ended, as it is stored and told."""
         self._copy: Copy | None = None

@@ -181,7 +181,7 @@ class Account:
             requests, input_tokens, output_tokens = waiter.amounts
             with_it = Amounts(ahead[0] + requests, ahead[1] + input_tokens, ahead[2] + output_tokens)
             wait = self._predicted(lane, with_it, now_s)
-            if waiter.until_s is not None and now_s + wait.seconds > waiter.until_s:
+            if wait.reason == PAUSED or (waiter.until_s is not None and now_s + wait.seconds > waiter.until_s):
                 yield waiter, wait
             else:
                 ahead = with_it

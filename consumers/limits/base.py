@@ -1,6 +1,6 @@
-"""The seam to the budget: reserve before a call, settle after it, tell what was heard. One process, or many, share it."""
+"""The seam to the budget: reserve before a call, settle after it, tell what was heard. All processes may share one."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, Protocol
@@ -72,9 +72,20 @@ class Heard:
 class Budgets(Protocol):
     """The budgets of all accounts. Times are the event loop's."""
 
-    async def reserve(self, account: str, *, lane: str, amounts: Amounts, until: float | None) -> Reservation:
-        """Wait in order. Raises WaitTooLong as soon as it is predicted not to be granted before `until`; cancelling it
-        leaves the line."""
+    async def reserve(
+        self,
+        account: str,
+        *,
+        lane: str,
+        amounts: Amounts,
+        until: float | None,
+        on_wait: Callable[[Wait], None] | None = None,
+    ) -> Reservation:
+        """Wait in order; `on_wait` is told, where it is not granted at once.
+
+        Raises WaitTooLong as soon as it is predicted not to be granted before `until`, and where the account is paused.
+        Cancelling it leaves the line.
+        """
         ...
 
     async def try_reserve(self, account: str, *, lane: str, amounts: Amounts) -> Reservation | None:

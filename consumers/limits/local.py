@@ -1,12 +1,12 @@
 """The budgets of one process: requests wait in order and are woken when it is their turn, by one timer an account."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import structlog
 
 from consumers.limits.account import Account
-from consumers.limits.amounts import Amounts
+from consumers.limits.amounts import NOTHING, PAUSED, Amounts
 from consumers.limits.base import Heard, Kind, Reservation, Wait, Waiting, WaitTooLong
 from consumers.limits.order import Waiter
 from consumers.limits.spec import BudgetSpec
@@ -38,27 +38,38 @@ class LocalBudgets:
         self.wake_ups = 0
         """How often a timer fired."""
 
-    async def reserve(self, account: str, *, lane: str, amounts: Amounts, until: float | None) -> Reservation:
+    async def reserve(
+        self,
+        account: str,
+        *,
+        lane: str,
+        amounts: Amounts,
+        until: float | None,
+        on_wait: Callable[[Wait], None] | None = None,
+    ) -> Reservation:
         loop = asyncio.get_running_loop()
         books, now_s = self._books(account), loop.time()
         waiter = Sleeper(self._ranks[lane], amounts, arrived_s=now_s, until_s=until)
-        wait = None if until is None else books.predicted(waiter.lane, amounts, now_s)
+        if (paused_s := books.paused_s(now_s)) > 0:
+            raise WaitTooLong(Wait(paused_s, PAUSED))
         if books.join(waiter):
             self._step(books)
             if waiter.reservation is not None:
                 return waiter.reservation
-        if until is not None and wait is not None and now_s + wait.seconds > until:
+        wait = books.predicted(waiter.lane, NOTHING, now_s)  # it is the last of its line
+        if until is not None and now_s + wait.seconds > until:
             self._leave(books, waiter)
             raise WaitTooLong(wait)
+        if on_wait is not None:
+            on_wait(wait)
         waiter.granted = loop.create_future()
         try:
             async with asyncio.timeout_at(until):
                 await waiter.granted
         except TimeoutError:
             if waiter.reservation is None:
-                wait = books.predicted(waiter.lane, amounts, loop.time())
                 self._leave(books, waiter)
-                raise WaitTooLong(wait) from None
+                raise WaitTooLong(books.predicted(waiter.lane, amounts, loop.time())) from None
         except BaseException:
             if waiter.reservation is not None:
                 self.settle(waiter.reservation, None)

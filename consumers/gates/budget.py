@@ -1,0 +1,161 @@
+"""The budget gate: before its call a request waits for its turn, and for enough of the account that pays.
+
+A wait that the whole lane shares keeps its slot: what is behind would wait as well. Whoever cannot be in time is
+refused at once, with the figures.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from consumers.job import Answered, Deferred, Dropped, Job, NowMs, Outcome, Refused, Route
+from consumers.limits.amounts import PAUSED, Amounts
+from consumers.limits.base import Budgets, Reservation, Wait, WaitTooLong
+from consumers.limits.estimates import Estimates, Kind, task_of
+from consumers.limits.spec import BudgetSpec
+from consumers.state.base import Stop
+from topology.contract.messages import Request
+from topology.contract.problems import RequestProblem
+
+TOLD_FROM_S = 1.0
+"""A shorter wait is told nobody."""
+LATER_MS = 1000
+OnWait = Callable[[Job, Wait], None]
+
+
+class Routes(Protocol):
+    """Which providers may be called, the best first; at least one."""
+
+    def of(self, lane: str, tenant: str, model: str) -> Sequence[Route]: ...
+
+
+class BudgetGate:
+    """Sets the job's route and reservation. `on_wait` is told of each wait that is not short, when it begins."""
+
+    def __init__(
+        self,
+        budgets: Budgets,
+        routes: Routes,
+        estimates: Estimates,
+        *,
+        spec: BudgetSpec,
+        now_ms: NowMs,
+        on_wait: OnWait | None = None,
+    ) -> None:
+        self._budgets = budgets
+        self._routes = routes
+        self._estimates = estimates
+        self._spec = spec
+        self._now_ms = now_ms
+        self._on_wait = on_wait
+
+    async def enter(self, job: Job) -> Outcome | None:
+        assert job.request is not None
+        now_s = asyncio.get_running_loop().time()
+        until = now_s + (job.request.deadline_ms - self._now_ms()) / 1000
+        routes = self._routes.of(job.lane_name, job.identity.tenant, job.request.model)
+        route = routes[0]
+        try:
+            # `job.stop` ends the wait as it ends an attempt
+            async with asyncio.timeout(self._spec.hold_s) as job.limit:
+                if job.stopped is not None:
+                    job.stop(job.stopped)
+                if len(routes) > 1 and (found := await self._overflowing(job, job.request, routes, until)) is not None:
+                    job.route, job.reservation = found
+                    return None
+                route = await self._soonest(job, job.request, routes)
+                job.reservation = await self._reserve(job, job.request, route, until)
+                job.route = route
+        except WaitTooLong as too_long:
+            return self._too_long(job, job.request, route, too_long.wait, until)
+        except TimeoutError:
+            if job.limit is None or not job.limit.expired():
+                raise
+            return await self._held(job, job.request, route)
+        finally:
+            job.limit = None
+        return None
+
+    async def leave(self, job: Job, outcome: Outcome | None) -> None:
+        """Give back what was not used. What the provider counted of a failure that is not known is as reserved."""
+        reservation, job.reservation = job.reservation, None
+        if reservation is None:
+            return
+        if job.attempt_started_ms is None:
+            self._budgets.settle(reservation, None)
+            return
+        self._budgets.settle(reservation, reservation.amounts if job.usage is None else job.usage)
+        if isinstance(outcome, Answered) and job.usage is not None and job.request and job.route:
+            self._estimates.learn(
+                self._kind(job, job.route),
+                body_bytes=len(job.request.body),
+                input_tokens=job.usage.input_tokens,
+                output_tokens=job.usage.output_tokens,
+            )
+
+    def amounts(self, job: Job, request: Request, route: Route) -> Amounts:
+        """What it is expected to use there."""
+        return Amounts(
+            1.0,
+            self._estimates.input_tokens(route.model, len(request.body)),
+            self._estimates.output_tokens(self._kind(job, route), max_tokens=request.max_tokens),
+        )
+
+    async def _overflowing(
+        self, job: Job, request: Request, routes: Sequence[Route], until: float
+    ) -> tuple[Route, Reservation] | None:
+        """The first that has room soon enough."""
+        for route in routes:
+            soon = min(until, asyncio.get_running_loop().time() + self._spec.overflow_s)
+            try:
+                return route, await self._reserve(job, request, route, soon)
+            except WaitTooLong:
+                continue
+        return None
+
+    async def _soonest(self, job: Job, request: Request, routes: Sequence[Route]) -> Route:
+        if len(routes) == 1:
+            return routes[0]
+        waits = [await self._wait(job, request, route) for route in routes]
+        return routes[min(range(len(routes)), key=lambda each: waits[each].seconds)]
+
+    async def _reserve(self, job: Job, request: Request, route: Route, until: float) -> Reservation:
+        def on_wait(wait: Wait) -> None:
+            if self._on_wait is not None and wait.seconds >= TOLD_FROM_S:
+                self._on_wait(job, wait)
+
+        amounts = self.amounts(job, request, route)
+        return await self._budgets.reserve(
+            route.account, lane=job.lane_name, amounts=amounts, until=until, on_wait=on_wait
+        )
+
+    async def _wait(self, job: Job, request: Request, route: Route) -> Wait:
+        amounts = self.amounts(job, request, route)
+        return await self._budgets.predicted_wait(route.account, lane=job.lane_name, amounts=amounts)
+
+    def _too_long(self, job: Job, request: Request, route: Route, wait: Wait, until: float) -> Outcome:
+        left_s = until - asyncio.get_running_loop().time()
+        if wait.reason == PAUSED and wait.seconds < left_s:
+            return Deferred(delay_ms=round(1000 * wait.seconds), reason=PAUSED, due_ms=job.hop.due_ms)
+        bound_ms = request.deadline_ms - request.start_ms
+        return Refused(
+            RequestProblem(
+                "deadline_exceeded",
+                f"not answered within {bound_ms} ms: it could start in {round(1000 * wait.seconds)} ms at the earliest "
+                f"(waiting for {wait.reason} of {route.account}), and {max(0, round(1000 * left_s))} ms are left",
+            )
+        )
+
+    async def _held(self, job: Job, request: Request, route: Route) -> Outcome:
+        """It was told to stop, or has waited as long as a delivery may be held."""
+        match job.stopped:
+            case Stop.CANCELLED:
+                return Dropped(RequestProblem("cancelled", "cancelled by its owner while it waited for the budget"))
+            case Stop.FENCED:
+                return Deferred(delay_ms=LATER_MS, reason="running elsewhere", due_ms=job.hop.due_ms)
+            case None:
+                wait = await self._wait(job, request, route)
+                return Deferred(delay_ms=LATER_MS, reason=wait.reason, due_ms=job.hop.due_ms)
+
+    def _kind(self, job: Job, route: Route) -> Kind:
+        return Kind(job.lane_name, task_of(job.routing_key), route.model)

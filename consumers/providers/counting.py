@@ -1,0 +1,52 @@
+"""What a provider's answers and failures mean for the budget: what it counted, and what it says about the account."""
+
+from consumers.failures import (
+    OverloadedError,
+    ProviderError,
+    RateLimitedError,
+    RejectedError,
+    SpendLimitError,
+)
+from consumers.limits.amounts import NOTHING, Amounts
+from consumers.limits.base import Heard, Kind
+from consumers.limits.headers import RateHeaders
+from consumers.providers.base import Usage
+
+ONE_REQUEST = Amounts(requests=1)
+
+
+def counted(usage: Usage) -> Amounts:
+    """Of an answer: what was read from the cache counts against no limit (facts.md, part two, A)."""
+    return Amounts(1, usage.input_tokens + usage.cache_creation_input_tokens, usage.output_tokens)
+
+
+def spent(error: ProviderError, reserved: Amounts) -> Amounts:
+    """Of a failure. Refused with a status of its own: the request, and no tokens. Never connected: nothing. An answer
+    that broke off or did not come in time was counted as far as it got, which is not known: what was reserved."""
+    match error:
+        case RateLimitedError() | OverloadedError() | SpendLimitError() | RejectedError():
+            return ONE_REQUEST
+        case ProviderError(status=status) if status >= 400:
+            return ONE_REQUEST
+        case ProviderError(type="connection", status=0) if error.detail.startswith("no connection"):
+            return NOTHING
+        case _:
+            return reserved
+
+
+def answered(rate: RateHeaders | None) -> Heard:
+    """What an answer says."""
+    return Heard(kind=Kind.ANSWERED, rate=rate)
+
+
+def failed(error: ProviderError, rate: RateHeaders | None) -> Heard:
+    """What a failure says."""
+    match error:
+        case RateLimitedError(retry_after_s=retry_after_s):
+            return Heard(kind=Kind.RATE_LIMITED, rate=rate, retry_after_s=retry_after_s)
+        case OverloadedError(retry_after_s=retry_after_s):
+            return Heard(kind=Kind.OVERLOADED, rate=rate, retry_after_s=retry_after_s)
+        case SpendLimitError():
+            return Heard(kind=Kind.SPEND_LIMIT, rate=rate)
+        case _:
+            return Heard(kind=Kind.FAILED, rate=rate)
