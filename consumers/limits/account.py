@@ -9,12 +9,11 @@ Whose turn it is, again after every change:
 What is larger than the whole bucket is granted when that is full, and leaves a debt that all wait for.
 """
 
-from collections.abc import Iterator
 from math import inf
 
 from consumers.limits.adaptive import Adaptive
 from consumers.limits.amounts import CONCURRENCY, PAUSED, REASONS, Amounts
-from consumers.limits.base import Heard, Kind, Reservation, Wait
+from consumers.limits.base import Heard, Kind, Reservation
 from consumers.limits.bucket import Bucket
 from consumers.limits.concurrency import Concurrency
 from consumers.limits.headers import ROUNDED_BY, RateHeaders
@@ -35,22 +34,27 @@ class Account:
         self.name = name
         self._spec = spec
         self._names = tuple(spec.lanes)
-        self._shares = tuple(lane.share for lane in spec.lanes.values())
+        self.shares = tuple(lane.share for lane in spec.lanes.values())
         caps = spec.caps(name)
         self._adaptive = Adaptive(spec.start, caps, now_s=now_s)
         self.buckets = tuple(
-            Bucket(each, burst_s=spec.burst_s, shares=self._shares, now_s=now_s) for each in self._adaptive.per_minute()
+            Bucket(each, burst_s=spec.burst_s, shares=self.shares, now_s=now_s) for each in self._adaptive.per_minute()
         )
         self.lines = Lines([lane.boost_s for lane in spec.lanes.values()])
         self.concurrency = Concurrency(caps.concurrency)
         self._turns = [0.0 for _ in self._names]
         """Where calls are what is short: each lane's share of them, saved up to one."""
-        self._paused_until_s = self._held_until_s = -inf
+        self.paused_until_s = self.held_until_s = -inf
         self._pressed = False
+
+    def refill(self, now_s: float) -> None:
+        """What has come in since."""
+        for bucket in self.buckets:
+            bucket.refill(now_s)
 
     def paused_s(self, now_s: float) -> float:
         """How long nothing is granted, because of a spend limit."""
-        return max(0.0, self._paused_until_s - now_s)
+        return max(0.0, self.paused_until_s - now_s)
 
     # ---- the line ----------------------------------------------------------------------------------------------------
 
@@ -70,9 +74,8 @@ class Account:
 
     def grant(self, now_s: float) -> Waiter | None:
         """The next that may go, taken out of its line, with its reservation; None: nobody may."""
-        for bucket in self.buckets:
-            bucket.refill(now_s)
-        if now_s < self._paused_until_s or now_s < self._held_until_s or self.concurrency.is_full:
+        self.refill(now_s)
+        if now_s < self.paused_until_s or now_s < self.held_until_s or self.concurrency.is_full:
             return None
         is_owed = False
         for waiter in self.lines.heads:
@@ -93,7 +96,7 @@ class Account:
         if first is None:
             return None
         self._pressed = True
-        stopped_s = max(self._paused_until_s, self._held_until_s) - now_s
+        stopped_s = max(self.paused_until_s, self.held_until_s) - now_s
         if stopped_s > 0:
             return stopped_s
         if self.concurrency.is_full:
@@ -127,8 +130,7 @@ class Account:
 
     def learn(self, heard: Heard, now_s: float) -> bool:
         """From one response; whether there is less than before, so that what was predicted does not hold any more."""
-        for bucket in self.buckets:
-            bucket.refill(now_s)
+        self.refill(now_s)
         before = self._adaptive.per_minute()
         has_limits = heard.rate is not None and self._adaptive.hear(heard.rate)
         if has_limits:
@@ -146,12 +148,12 @@ class Account:
                     self._resize()
                 if heard.retry_after_s is not None and heard.retry_after_s > 0:
                     until_s = now_s + min(heard.retry_after_s, HOLD_AT_MOST_S)
-                    self._held_until_s = max(self._held_until_s, until_s)
+                    self.held_until_s = max(self.held_until_s, until_s)
                     stopped = True
             case Kind.OVERLOADED:
                 self.concurrency.overloaded(now_s)
             case Kind.SPEND_LIMIT:
-                self._paused_until_s = now_s + self._spec.spend_pause_s
+                self.paused_until_s = now_s + self._spec.spend_pause_s
                 stopped = True
             case Kind.FAILED:
                 pass
@@ -161,36 +163,11 @@ class Account:
         """The limits as they are taken to be now."""
         return self._adaptive.per_minute()
 
-    # ---- looking ahead -----------------------------------------------------------------------------------------------
-
-    def predicted(self, lane: int, amounts: Amounts, now_s: float) -> Wait:
-        """For one that came now."""
-        for bucket in self.buckets:
-            bucket.refill(now_s)
-        ahead = self.lines.sums(lane)
-        return self._predicted(lane, Amounts(*(x + y for x, y in zip(ahead, amounts, strict=True))), now_s)
-
-    def hopeless(self, now_s: float) -> Iterator[tuple[Waiter, Wait]]:
-        """Those in line that are predicted to go too late, with what they would wait. Dear: it looks at all of them."""
-        for bucket in self.buckets:
-            bucket.refill(now_s)
-        lane, ahead = -1, (0.0, 0.0, 0.0)
-        for waiter in list(self.lines):
-            if waiter.lane != lane:
-                lane, ahead = waiter.lane, (0.0, 0.0, 0.0)
-            requests, input_tokens, output_tokens = waiter.amounts
-            with_it = Amounts(ahead[0] + requests, ahead[1] + input_tokens, ahead[2] + output_tokens)
-            wait = self._predicted(lane, with_it, now_s)
-            if wait.reason == PAUSED or (waiter.until_s is not None and now_s + wait.seconds > waiter.until_s):
-                yield waiter, wait
-            else:
-                ahead = with_it
-
     def reason(self, waiter: Waiter, now_s: float) -> str:
         """What the first of a lane waits for."""
-        if now_s < self._paused_until_s:
+        if now_s < self.paused_until_s:
             return PAUSED
-        if now_s >= self._held_until_s and self.concurrency.is_full:
+        if now_s >= self.held_until_s and self.concurrency.is_full:
             return CONCURRENCY
         return min(self._own_wait_s(waiter), self._shared_wait_s(waiter))[1]
 
@@ -223,7 +200,7 @@ class Account:
             self._turns[lane] -= 1
         for each, waiter in enumerate(self.lines.heads):
             if waiter is not None:
-                self._turns[each] = min(1.0, self._turns[each] + self._shares[each])
+                self._turns[each] = min(1.0, self._turns[each] + self.shares[each])
 
     def _has_turn(self, lane: int) -> bool:
         return not self.concurrency.is_limited or self._turns[lane] >= WHOLE
@@ -280,33 +257,3 @@ class Account:
             least = max(1.0, SPENT * (told.limit or bucket.per_s * 60))
             is_spent = is_spent or told.remaining < least
         return is_spent
-
-    def _predicted(self, lane: int, wanted: Amounts, now_s: float) -> Wait:
-        """`wanted`: its own and what is before it in its lane's line."""
-        if (paused_s := self._paused_until_s - now_s) > 0:
-            return Wait(paused_s, PAUSED)
-        longest, reason = 0.0, REASONS[0]
-        for each, bucket in enumerate(self.buckets):
-            if wanted[each] > 0 and (in_s := self._predicted_for(each, bucket, lane, wanted[each])) > longest:
-                longest, reason = in_s, REASONS[each]
-        longest = max(longest, self._held_until_s - now_s)
-        ahead = sum(self.lines.count(other) for other in range(lane + 1))
-        if (in_s := self.concurrency.wait_s(ahead)) > longest:
-            longest, reason = in_s, CONCURRENCY
-        return Wait(longest, reason)
-
-    def _predicted_for(self, each: int, bucket: Bucket, lane: int, wanted: float) -> float:
-        """From the lane's own part alone, or together with all that go before it from everything: what is sooner."""
-        share = self._shares[lane]
-        own_s = max(0.0, wanted - bucket.parts[lane]) / (share * bucket.per_s) if share else inf
-        work, free, lent = wanted, bucket.level, 1.0
-        for other, waiter in enumerate(self.lines.heads):
-            if other == lane:
-                continue
-            if waiter is not None and other < lane:
-                work += self.lines.sums(other)[each]
-                continue
-            free -= max(0.0, bucket.parts[other])
-            if waiter is not None:
-                lent -= self._shares[other]
-        return min(own_s, max(0.0, work - free) / (lent * bucket.per_s) if lent > 0 else inf)

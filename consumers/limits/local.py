@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 
 import structlog
 
+from consumers.limits import forecast
 from consumers.limits.account import Account
 from consumers.limits.amounts import NOTHING, PAUSED, Amounts
 from consumers.limits.base import Heard, Kind, Reservation, Wait, Waiting, WaitTooLong
@@ -56,7 +57,7 @@ class LocalBudgets:
             self._step(books)
             if waiter.reservation is not None:
                 return waiter.reservation
-        wait = books.predicted(waiter.lane, NOTHING, now_s)  # it is the last of its line
+        wait = forecast.wait(books, waiter.lane, NOTHING, now_s)  # it is the last of its line
         if until is not None and now_s + wait.seconds > until:
             self._leave(books, waiter)
             raise WaitTooLong(wait)
@@ -69,7 +70,7 @@ class LocalBudgets:
         except TimeoutError:
             if waiter.reservation is None:
                 self._leave(books, waiter)
-                raise WaitTooLong(books.predicted(waiter.lane, amounts, loop.time())) from None
+                raise WaitTooLong(forecast.wait(books, waiter.lane, amounts, loop.time())) from None
         except BaseException:
             if waiter.reservation is not None:
                 self.settle(waiter.reservation, None)
@@ -102,13 +103,13 @@ class LocalBudgets:
         if (after := books.per_minute()) != before:
             log.info(signals.LIMITS_LEARNED, account=account, kind=str(heard.kind), **after._asdict())
         if is_less:
-            for waiter, wait in list(books.hopeless(now_s)):
+            for waiter, wait in list(forecast.hopeless(books, now_s)):
                 self._refuse(books, waiter, wait)
         self._step(books)
 
     async def predicted_wait(self, account: str, *, lane: str, amounts: Amounts) -> Wait:
         now_s = asyncio.get_running_loop().time()
-        return self._books(account).predicted(self._ranks[lane], amounts, now_s)
+        return forecast.wait(self._books(account), self._ranks[lane], amounts, now_s)
 
     def waiting(self) -> Mapping[str, Mapping[str, Waiting]]:
         now_s = asyncio.get_running_loop().time()

@@ -1,0 +1,275 @@
+"""The parts of the budget by themselves: pure, with time passed in."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from consumers.limits import headers
+from consumers.limits.adaptive import Adaptive
+from consumers.limits.amounts import Amounts
+from consumers.limits.bucket import Bucket
+from consumers.limits.concurrency import Concurrency
+from consumers.limits.estimates import Estimates, Kind, task_of
+from consumers.limits.headers import RateHeaders, Told
+from consumers.limits.spec import BudgetSpec, Caps, LaneBudget
+
+SHARES = (0.3, 0.2, 0.05)
+CRITICAL, NORMAL, BATCH = 0, 1, 2
+NOW_S = 1_790_000_000.0
+SOON = "2026-09-21T14:13:30Z"
+
+
+def bucket(per_minute: float = 60) -> Bucket:
+    return Bucket(per_minute, burst_s=10, shares=SHARES, now_s=0)
+
+
+# ---- buckets ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_lanes_part_stays_when_another_has_taken_all_it_can() -> None:
+    some = bucket()
+    while some.spares(BATCH, 1):
+        some.take(BATCH, 1, own=False)
+
+    assert some.owns(CRITICAL, 3)
+    assert some.owns(NORMAL, 2)
+    assert some.holds(4.99)
+
+
+def test_what_a_full_part_does_not_take_is_lent() -> None:
+    some = bucket()
+    some.level = 5.0
+    some.parts = [3.0, 2.0, 0.0]
+    some.refill(2.0)
+
+    assert some.parts == [3.0, 2.0, pytest.approx(0.1)]
+    assert some.free(BATCH) == pytest.approx(2.0)
+
+
+@given(
+    level=st.floats(0, 10),
+    parts=st.tuples(st.floats(0, 3), st.floats(0, 2), st.floats(0, 0.5)),
+    amount=st.floats(0.1, 20),
+    lane=st.integers(0, 2),
+)
+def test_the_wait_that_is_told_is_just_long_enough(
+    level: float, parts: tuple[float, ...], amount: float, lane: int
+) -> None:
+    for told, holds in ((Bucket.own_wait_s, "own"), (Bucket.shared_wait_s, "shared")):
+        some = bucket()
+        some.level, some.parts = level, list(parts)
+        some.want(lane, amount)
+        in_s = told(some, lane, amount)
+
+        def granted(at: Bucket, which: str = holds) -> bool:
+            return at.owns(lane, amount) and at.holds(amount) if which == "own" else at.spares(lane, amount)
+
+        if in_s > 0.01:
+            some.refill(in_s - 0.005)
+            assert not granted(some)
+        some.refill(in_s + 0.001)
+        assert granted(some)
+
+
+# ---- headers ---------------------------------------------------------------------------------------------------------
+
+
+def test_limits_and_what_remains_are_read_from_a_response() -> None:
+    found = headers.read(
+        {
+            "anthropic-ratelimit-requests-limit": "1000",
+            "anthropic-ratelimit-requests-remaining": "999",
+            "anthropic-ratelimit-requests-reset": SOON,
+            "anthropic-ratelimit-input-tokens-limit": "2000000",
+            "anthropic-ratelimit-output-tokens-remaining": "17000",
+        },
+        now_s=NOW_S,
+    )
+
+    assert found == RateHeaders(Told(limit=1000, remaining=999), Told(limit=2_000_000), Told(remaining=17_000))
+
+
+@pytest.mark.parametrize("absurd", ["-1", "nan", "inf", "1e400", "many", "", "0", "9" * 19, "٣", "1,000"])
+def test_an_absurd_limit_says_nothing(absurd: str) -> None:
+    assert headers.read({"anthropic-ratelimit-requests-limit": absurd}, now_s=NOW_S) is None
+
+
+def test_a_bucket_that_is_full_again_in_the_year_3000_says_nothing() -> None:
+    for reset in ("3000-01-01T00:00:00Z", "yesterday", "1970-01-01T00:00:00Z", "9999-12-31T23:59:59-14:00"):
+        told = {"anthropic-ratelimit-requests-limit": "5", "anthropic-ratelimit-requests-reset": reset}
+        assert headers.read(told, now_s=NOW_S) is None
+
+
+def test_more_remaining_than_there_can_be_is_not_believed() -> None:
+    told = {"anthropic-ratelimit-requests-limit": "5", "anthropic-ratelimit-requests-remaining": "6"}
+    found = headers.read(told, now_s=NOW_S)
+
+    assert found is not None
+    assert found.requests == Told(limit=5)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(
+            [
+                f"anthropic-ratelimit-{name}-{what}"
+                for name in ("requests", "input-tokens")
+                for what in ("limit", "remaining", "reset")
+            ]
+        ),
+        st.text(max_size=30),
+    )
+)
+def test_whatever_stands_in_the_headers_they_are_read(told: dict[str, str]) -> None:
+    found = headers.read(told, now_s=NOW_S)
+    for each in found.each() if found else ():
+        assert each.limit is None or each.limit > 0
+        assert each.remaining is None or each.remaining >= 0
+
+
+# ---- learning --------------------------------------------------------------------------------------------------------
+
+START = Amounts(50, 30_000, 8_000)
+
+
+def test_what_the_provider_tells_is_taken_and_capped_by_settings() -> None:
+    limits = Adaptive(START, Caps(requests=500), now_s=0)
+    assert limits.per_minute() == (500, 30_000, 8_000)
+
+    assert limits.hear(RateHeaders(Told(limit=1000), Told(limit=2_000_000), Told()))
+    assert limits.per_minute() == (500, 2_000_000, 8_000)
+    assert not limits.hear(RateHeaders(Told(limit=1000), Told(), Told()))
+    limits.hear(RateHeaders(Told(limit=100), Told(), Told()))
+    assert limits.per_minute() == (100, 2_000_000, 8_000)
+
+
+def test_where_nobody_tells_limits_grow_while_they_are_reached_and_nothing_is_refused() -> None:
+    limits = Adaptive(START, Caps(), now_s=0)
+    for second in range(100):
+        limits.answered(second, pressed=True)
+    grown = limits.per_minute()
+    for second in range(100, 200):
+        limits.answered(second, pressed=False)
+
+    assert grown.requests == pytest.approx(50 + 9 * 5)
+    assert limits.per_minute() == grown
+
+
+def test_a_refusal_that_nothing_explains_halves_once_and_comes_back_step_by_step() -> None:
+    limits = Adaptive(START, Caps(requests=100, input_tokens=1, output_tokens=1), now_s=0)
+    assert [limits.refused(each) for each in (10.0, 10.1, 12.0)] == [True, False, False]
+    assert limits.per_minute().requests == 50
+
+    found = []
+    for second in range(13, 100):
+        limits.answered(second, pressed=False)
+        found.append(limits.per_minute().requests)
+    assert found == sorted(found)
+    assert found[-1] == 100
+    assert found[8] == 50
+    assert found[40] < 100
+
+
+def test_an_overload_halves_what_runs_and_each_round_of_answers_lets_one_more() -> None:
+    calls = Concurrency()
+    for _ in range(10):
+        calls.begin()
+    assert not calls.is_full
+    assert calls.overloaded(0.0)
+    assert not calls.overloaded(0.5)
+    assert calls.limit == 5
+    for _ in range(6):
+        calls.end(1.0)
+    assert not calls.is_full
+    calls.begin()
+    assert calls.is_full
+
+    for _ in range(5):
+        calls.answered()
+    assert calls.limit == pytest.approx(6, abs=0.2)
+    for _ in range(1000):
+        calls.answered()
+    assert not calls.is_limited
+
+
+def test_one_call_may_always_be_made() -> None:
+    calls = Concurrency(1)
+    for second in range(10):
+        calls.overloaded(2.0 * second)
+
+    assert not calls.is_full
+    calls.begin()
+    assert calls.is_full
+    assert math.isfinite(calls.wait_s(3))
+
+
+# ---- estimates -------------------------------------------------------------------------------------------------------
+
+CHAT = Kind("critical", "support.chat", "m")
+
+
+def estimates() -> Estimates:
+    return Estimates(first_output_tokens=512, first_bytes_per_token=3.5)
+
+
+def test_a_first_guess_is_by_size_and_never_more_than_may_be_written() -> None:
+    assert estimates().input_tokens("m", 3500) == 1000
+    assert estimates().output_tokens(CHAT, max_tokens=4096) == 512
+    assert estimates().output_tokens(CHAT, max_tokens=100) == 100
+
+
+def test_what_a_kind_used_before_is_what_it_is_expected_to_use() -> None:
+    some = estimates()
+    for tokens in (90, 110) * 50:
+        some.learn(CHAT, body_bytes=1000, input_tokens=250, output_tokens=tokens)
+
+    assert 100 <= some.output_tokens(CHAT, max_tokens=4096) <= 120
+    assert some.input_tokens("m", 2000) == pytest.approx(500)
+    assert some.output_tokens(Kind("batch", "support.chat", "m"), max_tokens=4096) == 512
+
+
+def test_a_kind_is_the_first_two_words_after_the_lane() -> None:
+    assert task_of("critical.support.chat.eu.7") == "support.chat"
+    assert task_of("batch.crm") == "crm"
+    assert task_of("batch") == ""
+
+
+# ---- settings --------------------------------------------------------------------------------------------------------
+
+
+def test_the_defaults_are_right() -> None:
+    assert BudgetSpec().problems(lanes=["critical", "normal", "batch"]) == []
+
+
+def test_everything_that_is_wrong_is_named_at_once() -> None:
+    wrong = BudgetSpec(
+        lanes={
+            "critical": LaneBudget(share=0.9),
+            "normal": LaneBudget(share=0.2, boost_s=-1),
+            "bulk": LaneBudget(share=2),
+        },
+        accounts={"a": Caps(requests=0, input_tokens=-5), "b": Caps(output_tokens=math.nan)},
+        burst_s=0,
+        start=Amounts(0, 1, 1),
+        hold_s=math.inf,
+    )
+    found = wrong.problems(lanes=["critical", "normal", "batch"], accounts=["a"])
+    named = [each.split(":")[0] for each in found]
+
+    assert named == [
+        "lanes.normal.boost_s",
+        "lanes.bulk",
+        "lanes.bulk.share",
+        "lanes.batch",
+        "lanes",
+        "accounts.a.requests",
+        "accounts.a.input_tokens",
+        "accounts.b",
+        "accounts.b.output_tokens",
+        "burst_s",
+        "start.requests",
+        "hold_s",
+    ]
+    assert "310%" in found[4]

@@ -1,0 +1,320 @@
+"""Waiting in one process: who leaves makes room, changes are noticed, and what cannot be in time is told at once."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from consumers.limits.account import Account
+from consumers.limits.amounts import Amounts
+from consumers.limits.base import Heard, Kind, Reservation, Wait, WaitTooLong
+from consumers.limits.headers import RateHeaders, Told
+from consumers.limits.local import LocalBudgets
+from tests.support.budget import ACCOUNT, spec
+from tests.support.virtual_time import virtually
+
+ONE = Amounts(1, 1, 1)
+
+
+class Bench:
+    """60 requests and 40,000 input tokens a minute, of which nothing is left."""
+
+    def __init__(self, **given: object) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.budgets = LocalBudgets(spec(**given))  # type: ignore[arg-type]
+        self.order: list[str] = []
+
+    def empty(self) -> None:
+        """The lanes' parts too."""
+        for bucket in self.books.buckets:
+            bucket.level = 0.0
+            bucket.parts = [0.0, 0.0, 0.0]
+
+    @property
+    def books(self) -> Account:
+        return self.budgets._books(ACCOUNT)
+
+    def ask(
+        self, lane: str, name: str = "", *, amounts: Amounts = ONE, until: float | None = None
+    ) -> asyncio.Task[Reservation]:
+        async def wait() -> Reservation:
+            reservation = await self.budgets.reserve(ACCOUNT, lane=lane, amounts=amounts, until=until)
+            self.order.append(name or lane)
+            return reservation
+
+        return asyncio.ensure_future(wait())
+
+    def hear(self, kind: Kind, *, retry_after_s: float | None = None, rate: RateHeaders | None = None) -> None:
+        self.budgets.learn(ACCOUNT, Heard(kind=kind, rate=rate, retry_after_s=retry_after_s))
+
+    async def since(self, began_s: float, *tasks: asyncio.Task[Reservation]) -> float:
+        await asyncio.gather(*tasks)
+        return self.loop.time() - began_s
+
+
+def story(tell: Callable[[Bench], Awaitable[None]], **given: object) -> None:
+    async def told() -> None:
+        bench = Bench(**given)
+        bench.empty()
+        await tell(bench)
+
+    virtually(told())
+
+
+def test_lanes_go_in_the_order_of_rank_and_a_lane_in_the_order_of_arrival() -> None:
+    async def tell(on: Bench) -> None:
+        asked = [on.ask("batch"), on.ask("normal", "n1"), on.ask("normal", "n2"), on.ask("critical")]
+        await asyncio.gather(*asked)
+
+        assert on.order == ["critical", "n1", "n2", "batch"]
+
+    story(tell)
+
+
+def test_whoever_has_waited_longer_than_its_boost_goes_before_younger_ones_of_the_lane_above() -> None:
+    async def tell(on: Bench) -> None:
+        old = on.ask("normal", "old", amounts=Amounts(1, 6_000, 1))  # of 6,666 that the bucket holds
+        await asyncio.sleep(0)
+        for number in range(60):
+            on.ask("critical", f"c{number}", amounts=Amounts(1, 1_000, 1))
+            await asyncio.sleep(0.5)
+        await old
+
+        place = on.order.index("old")
+        before = [int(each[1:]) for each in on.order[:place]]
+        assert before  # at first they went before it
+        # from ten seconds on it had the pool for itself: others went by their own part alone, 0.2 a second
+        assert on.order.index("old") < 12
+
+    story(tell)
+
+
+def test_batch_does_not_overtake_critical_however_long_it_has_waited() -> None:
+    async def tell(on: Bench) -> None:
+        on.ask("batch", "old", amounts=Amounts(1, 6_000, 1))
+        await asyncio.sleep(31)  # boosted, and not yet granted
+        assert on.order == ["old"] or not on.order
+        began_s = on.loop.time()
+        assert await on.since(began_s, on.ask("critical")) < 1
+
+    story(tell)
+
+
+def test_one_that_is_cancelled_leaves_no_hole() -> None:
+    async def tell(on: Bench) -> None:
+        big = on.ask("normal", "big", amounts=Amounts(1, 6_000, 1))
+        small = [on.ask("normal", "small") for _ in range(3)]
+        await asyncio.sleep(2)
+        assert on.order == []
+        began_s = on.loop.time()
+        big.cancel()
+
+        assert await on.since(began_s, *small) < 3
+        with pytest.raises(asyncio.CancelledError):
+            await big
+
+    story(tell)
+
+
+@pytest.mark.parametrize("granted_first", [True, False])
+def test_a_grant_and_a_cancellation_in_one_turn_of_the_loop_lose_nothing(granted_first: bool) -> None:
+    async def tell(on: Bench) -> None:
+        first, second = on.ask("critical", "first"), on.ask("critical", "second")
+        await asyncio.sleep(0)
+        if not granted_first:
+            first.cancel()
+        for bucket in on.books.buckets:
+            bucket.level = bucket.parts[0] = 1.5  # enough for one, at once
+        on.budgets._step(on.books)
+        if granted_first:
+            first.cancel()
+        began_s = on.loop.time()
+
+        assert await on.since(began_s, second) < 0.01
+        assert on.order == ["second"]
+        assert on.books.concurrency.running == 1
+
+    story(tell)
+
+
+def test_a_higher_limit_is_used_by_those_who_wait_already() -> None:
+    async def tell(on: Bench) -> None:
+        asked = [on.ask("batch") for _ in range(20)]
+        await asyncio.sleep(5)
+        on.hear(Kind.ANSWERED, rate=RateHeaders(Told(limit=600), Told(), Told()))
+        began_s = on.loop.time()
+
+        assert await on.since(began_s, *asked) < 4  # 20 at 10 a second, after what the other lanes keep
+
+    story(tell, requests=None)
+
+
+def test_a_lower_limit_holds_for_those_who_wait_already() -> None:
+    async def tell(on: Bench) -> None:
+        asked = [on.ask("batch") for _ in range(6)]
+        await asyncio.sleep(0)
+        on.hear(Kind.ANSWERED, rate=RateHeaders(Told(limit=6), Told(), Told()))
+        began_s = on.loop.time()
+
+        assert await on.since(began_s, *asked) >= 50
+
+    story(tell)
+
+
+def test_what_was_not_used_is_there_for_the_next() -> None:
+    async def tell(on: Bench) -> None:
+        reservation = await on.ask("critical", amounts=Amounts(1, 5_000, 1))
+        next_ = on.ask("critical", amounts=Amounts(1, 5_000, 1))
+        await asyncio.sleep(2)
+        assert not next_.done()
+        began_s = on.loop.time()
+        on.budgets.settle(reservation, Amounts(1, 10, 1))
+        on.budgets.settle(reservation, None)  # a second time does nothing
+
+        assert await on.since(began_s, next_) < 0.5
+
+    story(tell)
+
+
+def test_one_that_cannot_be_in_time_is_told_at_once_how_long_and_for_what() -> None:
+    async def tell(on: Bench) -> None:
+        for _ in range(30):
+            on.ask("batch")
+        await asyncio.sleep(0)
+        began_s = on.loop.time()
+        with pytest.raises(WaitTooLong) as caught:
+            await on.budgets.reserve(ACCOUNT, lane="batch", amounts=ONE, until=began_s + 10)
+
+        assert on.loop.time() == began_s
+        assert caught.value.wait.reason == "rpm"
+        assert caught.value.wait.seconds == pytest.approx(36)  # 31, and what the other lanes keep
+
+    story(tell)
+
+
+def test_what_is_predicted_is_what_happens_if_nothing_comes_between() -> None:
+    async def tell(on: Bench) -> None:
+        for _ in range(30):
+            on.ask("normal", amounts=Amounts(1, 1_500, 1))
+        await asyncio.sleep(0)
+        told: list[Wait] = []
+        began_s = on.loop.time()
+        await on.budgets.reserve(
+            ACCOUNT, lane="normal", amounts=Amounts(1, 1_500, 1), until=began_s + 600, on_wait=told.append
+        )
+
+        assert told[0].reason == "itpm"
+        assert on.loop.time() - began_s == pytest.approx(told[0].seconds, rel=0.05)
+
+    story(tell)
+
+
+def test_one_whose_prediction_fails_is_told_when_its_time_is_over() -> None:
+    async def tell(on: Bench) -> None:
+        late = on.ask("batch", until=on.loop.time() + 3, amounts=Amounts(1, 1_500, 1))
+        for _ in range(20):
+            on.ask("critical", amounts=Amounts(1, 1_500, 1))
+        with pytest.raises(WaitTooLong):
+            await late
+        assert on.budgets.waiting()[ACCOUNT].keys() == {"critical"}
+
+    story(tell)
+
+
+def test_a_limit_that_falls_ends_the_waits_that_became_hopeless() -> None:
+    async def tell(on: Bench) -> None:
+        began_s = on.loop.time()
+        asked = [on.ask("batch", until=began_s + 30) for _ in range(20)]
+        await asyncio.sleep(0)
+        on.hear(Kind.RATE_LIMITED)  # nothing explains it: 30 a minute from now on
+        found = await asyncio.gather(*asked, return_exceptions=True)
+
+        hopeless = [each for each in found if isinstance(each, WaitTooLong)]
+        assert 5 <= len(hopeless) <= 9
+        assert on.loop.time() - began_s <= 30
+
+    story(tell)
+
+
+def test_a_spend_limit_sends_everybody_away_at_once_until_the_pause_is_over() -> None:
+    async def tell(on: Bench) -> None:
+        asked = [on.ask("batch") for _ in range(3)]
+        await asyncio.sleep(0)
+        on.hear(Kind.SPEND_LIMIT)
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        began_s = on.loop.time()
+        with pytest.raises(WaitTooLong) as caught:
+            await on.budgets.reserve(ACCOUNT, lane="critical", amounts=ONE, until=None)
+        assert await on.budgets.try_reserve(ACCOUNT, lane="critical", amounts=ONE) is None
+
+        assert all(isinstance(each, WaitTooLong) and each.wait.reason == "paused" for each in found)
+        assert caught.value.wait == Wait(900, "paused")
+        assert on.loop.time() == began_s
+        await asyncio.sleep(900)
+        await on.budgets.reserve(ACCOUNT, lane="critical", amounts=ONE, until=None)
+
+    story(tell)
+
+
+def test_a_retry_after_is_kept_by_all() -> None:
+    async def tell(on: Bench) -> None:
+        began_s = on.loop.time()
+        on.hear(Kind.RATE_LIMITED, retry_after_s=20)
+        assert await on.since(began_s, on.ask("critical")) == pytest.approx(20, abs=0.1)
+
+    story(tell)
+
+
+def test_an_overload_lets_fewer_run_and_each_end_wakes_the_next() -> None:
+    async def tell(on: Bench) -> None:
+        await asyncio.sleep(60)
+        running = [await on.ask("normal") for _ in range(6)]
+        on.hear(Kind.OVERLOADED)
+        waits = on.ask("critical")
+        await asyncio.sleep(30)
+        assert not waits.done()
+        assert on.budgets.waiting()[ACCOUNT]["critical"].reason == "concurrency"
+        for reservation in running[:4]:
+            on.budgets.settle(reservation, ONE)
+
+        await asyncio.wait_for(waits, 0.1)
+
+    story(tell)
+
+
+def test_where_calls_are_short_a_flood_of_critical_leaves_batch_its_share_of_them() -> None:
+    async def tell(on: Bench) -> None:
+        served = {"critical": 0, "batch": 0}
+
+        async def worker(lane: str) -> None:
+            while True:
+                reservation = await on.budgets.reserve(ACCOUNT, lane=lane, amounts=ONE, until=None)
+                served[lane] += 1
+                await asyncio.sleep(1)
+                on.budgets.settle(reservation, ONE)
+
+        workers = [asyncio.ensure_future(worker(lane)) for lane in ("critical", "batch") for _ in range(8)]
+        await asyncio.sleep(600)
+        for each in workers:
+            each.cancel()
+
+        assert served["batch"] >= 0.045 * sum(served.values())
+        assert served["critical"] >= 0.9 * sum(served.values())
+
+    story(tell, requests=6_000, concurrency=4)
+
+
+def test_status_tells_how_many_wait_for_what() -> None:
+    async def tell(on: Bench) -> None:
+        on.ask("critical", amounts=Amounts(1, 6_000, 1))
+        for _ in range(3):
+            on.ask("batch")
+        await asyncio.sleep(0.5)
+        waiting = on.budgets.waiting()[ACCOUNT]
+
+        assert (waiting["critical"].count, waiting["critical"].reason) == (1, "itpm")
+        assert (waiting["batch"].count, waiting["batch"].reason) == (3, "rpm")
+        assert waiting["batch"].oldest_s == pytest.approx(0.5)
+        assert "normal" not in waiting
+
+    story(tell)
