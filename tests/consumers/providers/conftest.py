@@ -25,7 +25,7 @@ async def api() -> AsyncIterator[SimulatedAPI]:
 
 @pytest.fixture
 async def provider(api: SimulatedAPI) -> AsyncIterator[AnthropicProvider]:
-    adapter = AnthropicProvider(api_key=KEY, base_url=api.base_url)
+    adapter = AnthropicProvider.at(api.base_url, api_key=KEY)
     yield adapter
     await adapter.aclose()
 

@@ -165,7 +165,7 @@ async def test_what_may_take_longer_than_ten_minutes_is_streamed(
 async def test_headers_are_key_version_beta_and_traceparent_alone(api: SimulatedAPI, asked: AskedFor) -> None:
     parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     parents: list[str | None] = [parent, None]
-    provider = AnthropicProvider(api_key=KEY, base_url=api.base_url, traceparent=lambda: parents.pop(0))
+    provider = AnthropicProvider.at(api.base_url, api_key=KEY, traceparent=lambda: parents.pop(0))
 
     await provider.stream(asked(beta="one-2026-01-01,two"), timeout_s=5, parts=None)
     await provider.stream(asked(), timeout_s=5, parts=None)
@@ -187,7 +187,7 @@ async def test_the_environment_changes_neither_key_nor_address_nor_the_way_to_th
     monkeypatch.setenv("ANTHROPIC_PROFILE", "another")
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
     monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:1")
-    provider = AnthropicProvider(api_key=KEY, base_url=api.base_url)
+    provider = AnthropicProvider.at(api.base_url, api_key=KEY)
 
     await provider.stream(asked(), timeout_s=5, parts=None)
     await provider.aclose()
@@ -348,7 +348,7 @@ async def test_a_proxy_of_the_environment_is_used_for_what_is_elsewhere(
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{runner.addresses[0][1]}")
-    provider = AnthropicProvider(api_key=KEY, base_url="http://elsewhere.invalid")
+    provider = AnthropicProvider.at("http://elsewhere.invalid", api_key=KEY)
 
     await provider.stream(asked(), timeout_s=5, parts=None)
     await provider.aclose()
@@ -358,7 +358,7 @@ async def test_a_proxy_of_the_environment_is_used_for_what_is_elsewhere(
 
 
 async def test_no_connection_is_a_transient_failure(asked: AskedFor, unused_tcp_port: int) -> None:
-    provider = AnthropicProvider(api_key=KEY, base_url=f"http://127.0.0.1:{unused_tcp_port}")
+    provider = AnthropicProvider.at(f"http://127.0.0.1:{unused_tcp_port}", api_key=KEY)
 
     with pytest.raises(TransientError, match="no connection to the provider"):
         await provider.stream(asked(), timeout_s=5, parts=None)
@@ -367,7 +367,7 @@ async def test_no_connection_is_a_transient_failure(asked: AskedFor, unused_tcp_
 
 async def test_an_unknown_host_and_a_failed_handshake_are_transient(api: SimulatedAPI, asked: AskedFor) -> None:
     for address in ("http://no-such-host.invalid", api.base_url.replace("http:", "https:")):
-        provider = AnthropicProvider(api_key=KEY, base_url=address)
+        provider = AnthropicProvider.at(address, api_key=KEY)
         with pytest.raises(TransientError, match="no connection"):
             await provider.stream(asked(), timeout_s=5, parts=None)
         await provider.aclose()

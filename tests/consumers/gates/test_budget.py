@@ -1,0 +1,258 @@
+"""The budget gate: which account pays, who waits, who is refused, and what is given back."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple
+
+import pytest
+
+from consumers.gates.budget import BudgetGate
+from consumers.job import Answered, Deferred, Dropped, Job, Outcome, Refused
+from consumers.limits.amounts import Amounts
+from consumers.limits.base import Heard, Kind, Wait
+from consumers.limits.estimates import Estimates
+from consumers.limits.local import LocalBudgets
+from consumers.limits.spec import BudgetSpec, Caps
+from consumers.state.base import Stop
+from tests.support.jobs import NOW_MS, Bench
+from tests.support.virtual_time import virtually
+from topology.contract import codec
+from topology.lanes import BATCH, CRITICAL, LaneSpec
+
+BODY = json.dumps({"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "hi " * 100}]}).encode()
+DONE = Answered(body=b"{}", model="m", provider="one")
+
+
+class Route(NamedTuple):
+    provider: str
+    model: str
+    account: str
+
+
+ONE, TWO = Route("one", "m", "one/m"), Route("two", "m2", "two/m2")
+
+
+class Chain:
+    def __init__(self, *routes: Route) -> None:
+        self.routes = routes
+        self.asked: list[tuple[str, str, str]] = []
+
+    def of(self, lane: str, tenant: str, model: str) -> Sequence[Route]:
+        self.asked.append((lane, tenant, model))
+        return self.routes
+
+
+class Ground:
+    """A gate over two accounts of 60 requests a minute."""
+
+    def __init__(self, *routes: Route) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._began_s = self.loop.time()
+        caps = Caps(requests=60, input_tokens=60_000, output_tokens=60_000)
+        self.spec = BudgetSpec(accounts={"one/m": caps, "two/m2": caps})
+        self.budgets = LocalBudgets(self.spec)
+        self.chain = Chain(*(routes or (ONE,)))
+        self.told: list[tuple[str, Wait]] = []
+        self.gate = BudgetGate(
+            self.budgets,
+            self.chain,
+            Estimates(first_output_tokens=512, first_bytes_per_token=3.5),
+            spec=self.spec,
+            now_ms=self.now_ms,
+            on_wait=lambda job, wait: self.told.append((job.id, wait)),
+        )
+
+    def now_ms(self) -> int:
+        return NOW_MS + round(1000 * (self.loop.time() - self._began_s))
+
+    def job(self, lane: LaneSpec = CRITICAL, *, deadline_ms: int | None = None) -> Job:
+        headers = {} if deadline_ms is None else {"x-lane-deadline-ms": deadline_ms}
+        key = f"{lane.name}.shop.chat.eu"
+        job = Bench().job(lane=lane, body=BODY, headers=headers, routing_key=key, user_id="shop", reply_to=None)
+        job.request = codec.decode(job.message, lane=lane, request_id=job.id, hop=None, now_ms=self.now_ms())
+        return job
+
+    async def spend(self, account: str, requests: int = 0) -> None:
+        """All of it, and so many requests more."""
+        books = self.budgets._books(account)
+        for bucket in books.buckets:
+            bucket.parts = [0.0, 0.0, 0.0]
+            bucket.level = 0.0
+        books.buckets[0].level = -requests
+
+    async def enter(self, job: Job) -> Outcome | None:
+        return await self.gate.enter(job)
+
+
+def story(tell: Callable[[Ground], Awaitable[None]], *routes: Route) -> None:
+    async def told() -> None:
+        await tell(Ground(*routes))
+
+    virtually(told())
+
+
+def test_a_request_that_there_is_budget_for_passes_with_its_route_and_a_reservation_by_estimate() -> None:
+    async def tell(on: Ground) -> None:
+        job = on.job()
+
+        assert await on.enter(job) is None
+        assert on.chain.asked == [("critical", "shop", "m")]
+        assert job.route == ONE
+        assert job.reservation is not None
+        assert job.reservation.amounts == Amounts(1, pytest.approx(len(BODY) / 3.5), 5)  # max_tokens
+        assert on.told == []
+
+    story(tell)
+
+
+def test_what_was_used_is_settled_and_what_was_not_is_given_back() -> None:
+    async def tell(on: Ground) -> None:
+        job = on.job()
+        await on.enter(job)
+        job.attempt_started_ms, job.usage = on.now_ms(), Amounts(1, 7, 2)
+        await on.gate.leave(job, DONE)
+
+        books = on.budgets._books("one/m")
+        assert [bucket.burst - bucket.level for bucket in books.buckets] == [1, 7, 2]
+        assert books.concurrency.running == 0
+
+    story(tell)
+
+
+def test_a_request_that_was_never_sent_gives_everything_back() -> None:
+    async def tell(on: Ground) -> None:
+        job = on.job()
+        await on.enter(job)
+        await on.gate.leave(job, None)
+
+        assert [bucket.burst - bucket.level for bucket in on.budgets._books("one/m").buckets] == [0, 0, 0]
+
+    story(tell)
+
+
+def test_what_an_answer_used_is_what_the_next_of_its_kind_reserves() -> None:
+    async def tell(on: Ground) -> None:
+        first, second = on.job(), on.job()
+        await on.enter(first)
+        first.attempt_started_ms, first.usage = on.now_ms(), Amounts(1, 50, 2)
+        await on.gate.leave(first, DONE)
+        await on.enter(second)
+
+        assert second.reservation is not None
+        assert second.reservation.amounts == Amounts(1, pytest.approx(50), pytest.approx(3))
+
+    story(tell)
+
+
+def test_one_that_has_to_wait_keeps_its_place_and_is_told_why() -> None:
+    async def tell(on: Ground) -> None:
+        await on.spend("one/m", requests=5)
+        job, began_s = on.job(), on.loop.time()
+
+        assert await on.enter(job) is None
+        assert on.loop.time() - began_s >= 6
+        assert [(request, wait.reason) for request, wait in on.told] == [(job.id, "rpm")]
+        assert on.told[0][1].seconds == pytest.approx(on.loop.time() - began_s, rel=0.5)
+
+    story(tell)
+
+
+def test_one_that_cannot_be_in_time_is_refused_at_once_with_the_figures() -> None:
+    async def tell(on: Ground) -> None:
+        await on.spend("one/m", requests=100)
+        began_s = on.loop.time()
+        outcome = await on.enter(on.job(deadline_ms=30_000))
+
+        assert on.loop.time() == began_s
+        assert isinstance(outcome, Refused)
+        assert outcome.problem.code == "deadline_exceeded"
+        assert "30000 ms" in outcome.problem.detail
+        assert "rpm of one/m" in outcome.problem.detail
+        assert on.budgets.waiting() == {}
+
+    story(tell)
+
+
+def test_one_that_waits_longer_than_a_delivery_may_be_held_is_put_off_with_what_it_waits_for() -> None:
+    async def tell(on: Ground) -> None:
+        await on.spend("one/m", requests=1000)
+        began_s = on.loop.time()
+        outcome = await on.enter(on.job(BATCH))
+
+        assert on.loop.time() - began_s == pytest.approx(on.spec.hold_s)
+        assert outcome == Deferred(delay_ms=1000, reason="rpm")
+        assert on.budgets.waiting() == {}
+
+    story(tell)
+
+
+def test_a_paused_account_defers_what_can_wait_and_refuses_what_cannot() -> None:
+    async def tell(on: Ground) -> None:
+        on.budgets.learn("one/m", Heard(kind=Kind.SPEND_LIMIT))
+        assert await on.enter(on.job(BATCH)) == Deferred(delay_ms=900_000, reason="paused")
+        assert isinstance(await on.enter(on.job(CRITICAL)), Refused)
+
+    story(tell)
+
+
+def test_a_wait_that_is_too_long_goes_to_the_next_provider() -> None:
+    async def tell(on: Ground) -> None:
+        await on.spend("one/m", requests=30)
+        job, began_s = on.job(), on.loop.time()
+
+        assert await on.enter(job) is None
+        assert on.loop.time() == began_s
+        assert job.route == TWO
+        assert job.reservation is not None
+        assert job.reservation.account == "two/m2"
+        assert "one/m" not in on.budgets.waiting()
+
+    story(tell, ONE, TWO)
+
+
+def test_a_short_wait_does_not_go_to_the_next_provider() -> None:
+    async def tell(on: Ground) -> None:
+        await on.spend("one/m")
+        job = on.job()
+        assert await on.enter(job) is None
+        assert job.route == ONE
+
+    story(tell, ONE, TWO)
+
+
+def test_where_all_have_long_waits_the_shortest_is_taken() -> None:
+    async def tell(on: Ground) -> None:
+        await on.spend("one/m", requests=60)
+        await on.spend("two/m2", requests=20)
+        job = on.job()
+        assert await on.enter(job) is None
+        assert job.route == TWO
+
+    story(tell, ONE, TWO)
+
+
+def test_a_paused_account_is_passed_over() -> None:
+    async def tell(on: Ground) -> None:
+        on.budgets.learn("one/m", Heard(kind=Kind.SPEND_LIMIT))
+        job = on.job()
+        assert await on.enter(job) is None
+        assert job.route == TWO
+
+    story(tell, ONE, TWO)
+
+
+@pytest.mark.parametrize(("why", "outcome"), [(Stop.CANCELLED, Dropped), (Stop.FENCED, Deferred)])
+def test_one_that_must_not_go_on_stops_waiting(why: Stop, outcome: type) -> None:
+    async def tell(on: Ground) -> None:
+        await on.spend("one/m", requests=50)
+        job, began_s = on.job(), on.loop.time()
+        entering = asyncio.ensure_future(on.enter(job))
+        await asyncio.sleep(3)
+        job.stop(why)
+
+        assert isinstance(await entering, outcome)
+        assert on.loop.time() - began_s == pytest.approx(3)
+        assert on.budgets.waiting() == {}
+
+    story(tell)

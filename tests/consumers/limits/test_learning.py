@@ -1,0 +1,117 @@
+"""What an account's books make of a response."""
+
+import time
+
+import pytest
+
+from consumers.limits import headers
+from consumers.limits.account import Account
+from consumers.limits.amounts import Amounts
+from consumers.limits.base import Heard, Kind
+from consumers.limits.headers import RateHeaders, Told
+from consumers.limits.order import Waiter
+from consumers.limits.spec import BudgetSpec
+from service.simulated.buckets import make_limits
+
+NOTHING_SAID = Told()
+
+
+def account() -> Account:
+    """Told 60 requests, 6000 input and 600 output tokens a minute."""
+    made = Account("a", BudgetSpec(), now_s=0)
+    made.learn(Heard(kind=Kind.ANSWERED, rate=RateHeaders(Told(limit=60), Told(limit=6000), Told(limit=600))), 0)
+    made.refill(100)
+    return made
+
+
+def heard(kind: Kind = Kind.ANSWERED, *, requests: Told = NOTHING_SAID, input_tokens: Told = NOTHING_SAID) -> Heard:
+    return Heard(kind=kind, rate=RateHeaders(requests, input_tokens, NOTHING_SAID))
+
+
+def levels(of: Account) -> list[float]:
+    return [bucket.level for bucket in of.buckets]
+
+
+def test_it_knows_what_the_simulated_provider_tells() -> None:
+    judge = make_limits(requests=120, input_tokens=60_000, output_tokens=6_000, burst_s=60)
+    rate = headers.read(judge.headers(), now_s=time.time())
+    made = Account("a", BudgetSpec(), now_s=0)
+    made.learn(Heard(kind=Kind.ANSWERED, rate=rate), 0)
+
+    assert made.per_minute() == (120, 60_000, 6_000)
+
+
+def test_where_the_provider_has_less_than_we_thought_ours_is_corrected_downwards_only() -> None:
+    books = account()
+    books.learn(heard(requests=Told(limit=60, remaining=2)), 100)
+    assert levels(books) == [2, 1000, 100]
+    books.learn(heard(requests=Told(limit=60, remaining=50)), 100)
+    assert levels(books) == [2, 1000, 100]
+
+
+def test_what_was_rounded_to_thousands_is_read_as_the_most_that_it_can_mean() -> None:
+    books = account()
+    books.learn(heard(input_tokens=Told(limit=6000, remaining=1000)), 100)
+    assert levels(books)[1] == 1000
+    books.learn(heard(input_tokens=Told(limit=6000, remaining=0)), 100)
+    assert levels(books)[1] == 500
+
+
+def test_a_refusal_without_a_cause_in_the_books_slows_down() -> None:
+    books = account()
+    assert books.learn(Heard(kind=Kind.RATE_LIMITED), 100)
+    assert books.per_minute() == (30, 3000, 300)
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [
+        {"requests": Told(limit=60, remaining=0)},
+        {"input_tokens": Told(limit=6000, remaining=0)},
+        {"requests": Told(limit=30)},
+    ],
+    ids=["requests are spent", "tokens are spent", "the limit is lower"],
+)
+def test_a_refusal_that_its_own_figures_explain_is_only_believed(cause: dict[str, Told]) -> None:
+    books = account()
+    books.learn(heard(Kind.RATE_LIMITED, **cause), 100)
+
+    assert books.per_minute().input_tokens == 6000
+
+
+def test_absurd_headers_change_nothing() -> None:
+    books = account()
+    before = (books.per_minute(), levels(books))
+    for name in ("requests", "input-tokens", "output-tokens"):
+        for what in ("limit", "remaining"):
+            for value in ("-1", "NaN", "inf", "none", ""):
+                told = {f"anthropic-ratelimit-{name}-{what}": value}
+                books.learn(Heard(kind=Kind.ANSWERED, rate=headers.read(told, now_s=0)), 100)
+        told = {f"anthropic-ratelimit-{name}-limit": "0", f"anthropic-ratelimit-{name}-remaining": "0"}
+        books.learn(Heard(kind=Kind.ANSWERED, rate=headers.read(told, now_s=0)), 100)
+        told = {f"anthropic-ratelimit-{name}-limit": "7", f"anthropic-ratelimit-{name}-reset": "3000-01-01T00:00:00Z"}
+        books.learn(Heard(kind=Kind.ANSWERED, rate=headers.read(told, now_s=0)), 100)
+
+    assert (books.per_minute(), levels(books)) == before
+
+
+def test_more_than_was_reserved_is_owed_and_less_is_given_back() -> None:
+    books = account()
+    for used, left in ((Amounts(1, 500, 10), 500), (Amounts(1, 0, 10), 500)):
+        books.join(waiter := Waiter(0, Amounts(1, 90, 10), arrived_s=100))
+        assert books.grant(100) is waiter
+        assert waiter.reservation is not None
+        books.settle(waiter.reservation, used, 100)
+        assert levels(books)[1] == pytest.approx(left)
+
+
+def test_what_is_larger_than_the_bucket_leaves_a_debt_that_all_wait_for() -> None:
+    books = account()
+    books.join(Waiter(1, Amounts(1, 3000, 1), arrived_s=100))
+    assert books.grant(100) is not None
+    assert levels(books)[1] == -2000
+    books.join(critical := Waiter(0, Amounts(1, 100, 1), arrived_s=100))
+
+    assert books.grant(119) is None
+    assert books.next_in_s(119) == pytest.approx(2.0, abs=0.01)
+    assert books.grant(121.1) is critical
