@@ -1,6 +1,6 @@
 """What the budget gate costs: CPU of one process for each grant, with nobody waiting and with 10,000 that wait.
 
-No provider, no broker: reserve, grant, settle, as `consumers/gates/budget.py` does it for every request. "at once" finds
+No provider, no broker: reserve, grant, settle, as `consumers/gates/budget.py` does it for each. "at once" finds
 room; "woken" waits in line until what came in, or what another gave back, is enough. Time is virtual, so that the limit
 does not slow the measurement, and CPU is that of the whole process, the event loop's part included.
 

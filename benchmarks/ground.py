@@ -82,4 +82,4 @@ def settings(url: str, base_url: str, **options: Any) -> Settings:
 
 def adapter(base_url: str) -> AnthropicProvider:
     """The adapter by itself: the same form of SDK call that a worker makes."""
-    return AnthropicProvider(api_key="benchmark", base_url=base_url, traceparent=lambda: None)
+    return AnthropicProvider.at(base_url, api_key="benchmark", traceparent=lambda: None)

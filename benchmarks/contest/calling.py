@@ -1,0 +1,57 @@
+"""One call with the vendor's own client, its retries off; and what the answer or the refusal says."""
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from anthropic import APIConnectionError, APIStatusError, AsyncAnthropic
+
+CONNECTING_S = 1.0
+"""Before another try, where nobody listens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Said:
+    """By the provider; status 0: there was no connection."""
+
+    status: int
+    headers: Mapping[str, str]
+    input_tokens: int = 0
+    output_tokens: int = 0
+
+    @property
+    def retry_after_s(self) -> float | None:
+        told = self.headers.get("retry-after")
+        return None if told is None else float(told)
+
+
+Call = Callable[[bytes], Awaitable[Said]]
+
+
+@asynccontextmanager
+async def calling(base_url: str) -> AsyncIterator[Call]:
+    async with AsyncAnthropic(api_key="benchmark", base_url=base_url, max_retries=0) as client:
+
+        async def call(body: bytes) -> Said:
+            try:
+                response = await client.messages.with_raw_response.create(**json.loads(body))
+            except APIStatusError as error:
+                return Said(status=error.status_code, headers=error.response.headers)
+            except APIConnectionError:
+                return Said(status=0, headers={})
+            usage = json.loads(await _text(response))["usage"]
+            return Said(
+                status=200,
+                headers=response.headers,
+                input_tokens=usage["input_tokens"],
+                output_tokens=usage["output_tokens"],
+            )
+
+        yield call
+
+
+async def _text(response: object) -> str:
+    http = response.http_response  # type: ignore[attr-defined]
+    await http.aread()
+    return str(http.text)

@@ -1,0 +1,73 @@
+"""The gate by itself, in this process: Lanekeeper's budget around the same calls, without broker, store and worker."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+from contest.calling import CONNECTING_S, Call, Said, calling
+from contest.load import MAX_TOKENS, MODEL, Ask, Asking, Load
+from consumers.limits import headers
+from consumers.limits.amounts import NOTHING, Amounts
+from consumers.limits.base import Heard, Kind
+from consumers.limits.estimates import Estimates
+from consumers.limits.estimates import Kind as Task
+from consumers.limits.local import LocalBudgets
+from consumers.limits.spec import DEFAULT_LANES as SHARES
+from consumers.limits.spec import BudgetSpec
+from topology.lanes import DEFAULT_LANES
+
+ACCOUNT = "benchmark"
+_KINDS = {200: Kind.ANSWERED, 429: Kind.RATE_LIMITED, 529: Kind.OVERLOADED}
+
+
+def spec(load: Load) -> BudgetSpec:
+    """The defaults, with times scaled. Limits are learned from the provider's headers."""
+    usual = BudgetSpec()
+    start = Amounts(*(load.speed * each for each in usual.start))
+    lanes = {
+        name: replace(lane, boost_s=None if lane.boost_s is None else lane.boost_s / load.speed)
+        for name, lane in SHARES.items()
+    }
+    return BudgetSpec(lanes=lanes, burst_s=usual.burst_s / load.speed, start=start)
+
+
+@asynccontextmanager
+async def gate_alone(base_url: str, load: Load) -> AsyncIterator[Asking]:
+    slots = {lane.name: asyncio.Semaphore(lane.slots) for lane in DEFAULT_LANES}
+    settled = spec(load)
+    budgets = LocalBudgets(settled)
+    estimates = Estimates(
+        first_output_tokens=settled.first_output_tokens, first_bytes_per_token=settled.first_bytes_per_token
+    )
+    async with calling(base_url) as call:
+
+        async def ask(ask: Ask) -> None:
+            async with slots[ask.lane]:
+                while (await _attempt(call, ask, budgets, estimates, load.speed)).status != 200:
+                    await asyncio.sleep(CONNECTING_S / load.speed)
+
+        yield ask
+
+
+async def _attempt(call: Call, ask: Ask, budgets: LocalBudgets, estimates: Estimates, speed: float) -> Said:
+    task = Task(ask.lane, "benchmark.budget", MODEL)
+    amounts = Amounts(
+        1.0, estimates.input_tokens(MODEL, len(ask.body)), estimates.output_tokens(task, max_tokens=MAX_TOKENS)
+    )
+    reservation = await budgets.reserve(ACCOUNT, lane=ask.lane, amounts=amounts, until=None)
+    said, used = Said(status=0, headers={}), reservation.amounts
+    try:
+        said = await call(ask.body)
+        used = Amounts(float(said.status != 0), said.input_tokens, said.output_tokens)
+    finally:
+        budgets.settle(reservation, used if said.status else NOTHING)
+    rate = headers.read(said.headers, now_s=time.time())
+    after_s = None if said.retry_after_s is None else said.retry_after_s / speed
+    budgets.learn(ACCOUNT, Heard(kind=_KINDS.get(said.status, Kind.FAILED), rate=rate, retry_after_s=after_s))
+    if said.status == 200:
+        estimates.learn(
+            task, body_bytes=len(ask.body), input_tokens=said.input_tokens, output_tokens=said.output_tokens
+        )
+    return said

@@ -1,0 +1,134 @@
+"""LiteLLM's proxy with its priority scheduler, in a process and a virtual environment of its own; not a dependency.
+
+    python3 -m venv .cache/litellm && .cache/litellm/bin/pip install 'litellm[proxy]'
+
+As its documentation has it: the deployment's limits, enforced before the call (`enforce_model_rate_limits`), and a
+`priority` with each request, the lower the sooner (0 is as good as none in this version, so they begin at 1). Requests
+that it refuses (429) come again when it says, through its queue: its own retries do not go through that. Since it has
+one deployment to choose from, it lets everybody through until that one "cools down"; so it is told to cool down on the
+first 429 of the provider, without which `priority` changes nothing.
+"""
+
+import asyncio
+import json
+import os
+import secrets
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+
+from contest.load import MODEL, Ask, Asking, Load
+from service.demo.source import LOOPBACK, free_ports
+
+PROGRAM = Path(".cache/litellm/bin/litellm")
+PRIORITIES = {"critical": 1, "normal": 50, "batch": 100}
+START_WITHIN_S = 90
+AGAIN_S = 1.0
+"""Where it refuses and does not say when to come again."""
+_CONFIG = """\
+model_list:
+  - model_name: {model}
+    litellm_params:
+      model: anthropic/{model}
+      api_base: {base_url}
+      api_key: benchmark
+      rpm: {requests}
+      itpm: {input_tokens}
+router_settings:
+  optional_pre_call_checks: [enforce_model_rate_limits]
+  allowed_fails_policy: {{RateLimitErrorAllowedFails: 0}}
+  cooldown_time: 1
+  num_retries: 0
+  timeout: 3600
+"""
+
+
+def why_not(load: Load, program: Path) -> str | None:
+    """Why it cannot take part."""
+    if not program.exists():
+        return f"no {program}; see benchmarks/contest/litellm.py"
+    if load.speed != 1:
+        return "it counts by the minute of the wall clock, which cannot be made faster; use --speed 1"
+    return None
+
+
+async def version(program: Path) -> str:
+    """Of the package; asked of its own Python."""
+    code = "from importlib.metadata import version; print(version('litellm'))"
+    asked = await asyncio.create_subprocess_exec(
+        str(program.parent / "python"), "-c", code, env=_environment(), stdout=asyncio.subprocess.PIPE
+    )
+    return (await asked.communicate())[0].decode().strip()
+
+
+@asynccontextmanager
+async def proxy(base_url: str, load: Load, program: Path) -> AsyncIterator[Asking]:
+    (port,) = free_ports(1)
+    url, key = f"http://{LOOPBACK}:{port}", f"sk-{secrets.token_hex(16)}"
+    with tempfile.TemporaryDirectory(prefix="lanekeeper-bench-") as folder:
+        config = Path(folder, "config.yaml")
+        config.write_text(  # noqa: ASYNC240  small, and nothing runs yet
+            _CONFIG.format(
+                model=MODEL,
+                base_url=base_url,
+                requests=load.requests_per_minute,
+                input_tokens=load.input_tokens_per_minute,
+            )
+        )
+        with Path(folder, "log").open("wb") as log:  # noqa: ASYNC230
+            process = await asyncio.create_subprocess_exec(
+                *(str(program.absolute()), "--config", str(config), "--host", LOOPBACK, "--port", str(port)),
+                env={**_environment(), "LITELLM_MASTER_KEY": key},
+                stdout=log,
+                stderr=log,
+                cwd=folder,
+            )
+        try:
+            connector = aiohttp.TCPConnector(limit=0)
+            headers = {"authorization": f"Bearer {key}"}
+            async with aiohttp.ClientSession(connector=connector, headers=headers) as session:
+                await _started(session, url)
+
+                async def ask(ask: Ask) -> None:
+                    body = {**json.loads(ask.body), "priority": PRIORITIES[ask.lane]}
+                    while (again_s := await _attempt(session, url, body)) is not None:
+                        await asyncio.sleep(again_s)
+
+                yield ask
+        finally:
+            process.terminate()
+            await process.wait()
+
+
+async def _attempt(session: aiohttp.ClientSession, url: str, body: dict[str, object]) -> float | None:
+    """How long until another; None where it was answered."""
+    timeout = aiohttp.ClientTimeout(total=None)
+    async with session.post(f"{url}/v1/chat/completions", json=body, timeout=timeout) as response:
+        await response.read()
+        if response.status == 200:
+            return None
+        return float(response.headers.get("retry-after", AGAIN_S))
+
+
+async def _started(session: aiohttp.ClientSession, url: str) -> None:
+    async with asyncio.timeout(START_WITHIN_S):
+        while True:
+            try:
+                async with session.get(f"{url}/health/liveliness") as response:
+                    if response.status == 200:
+                        return
+            except aiohttp.ClientConnectionError:
+                pass
+            await asyncio.sleep(0.2)
+
+
+def _environment() -> dict[str, str]:
+    ours = {"PATH", "HOME", "LANG", "TMPDIR"}
+    return {
+        **{name: value for name, value in os.environ.items() if name in ours},
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "LITELLM_TELEMETRY": "False",
+    }

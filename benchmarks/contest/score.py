@@ -1,0 +1,68 @@
+"""One row of the table: how a contestant fared, by its requests and by the provider's books."""
+
+from dataclasses import dataclass
+
+from contest.load import Board, Load
+from contest.provider import Books
+
+HEAD = (
+    "", "critical wait: p50", "p99", "max", "critical answered", "batch answered", "429s", "requests used",
+    "input used", "calls per answer",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Of one contestant; without a board it did not run."""
+
+    name: str
+    board: Board | None = None
+    books: Books | None = None
+    why_not: str = ""
+
+    def cells(self) -> tuple[str, ...]:
+        if self.board is None or self.books is None:
+            return (self.name, f"not run: {self.why_not}")
+        waits = self.board.waits_s("critical")
+        asked = len(waits)
+        return (
+            self.name,
+            *(_seconds(quantile(waits, q)) for q in (0.5, 0.99, 1.0)),
+            f"{self.board.answered('critical')} of {asked}" if asked else "-",
+            str(self.board.answered("batch")),
+            str(self.books.refused),
+            f"{100 * used(self.books.requests, self.board.load.requests_per_minute, self.board.load):.1f} %",
+            f"{100 * used(self.books.input_tokens, self.board.load.input_tokens_per_minute, self.board.load):.1f} %",
+            f"{(self.books.calls - self.books.running) / max(1, self.board.answered()):.2f}",
+        )
+
+
+def used(amount: float, per_minute: float, load: Load) -> float:
+    """Of all that could be used: what the bucket held at the beginning, and what came in."""
+    return amount / (per_minute * (load.window_s + load.burst_s) / 60)
+
+
+def quantile(values: list[float], q: float) -> float | None:
+    """Of sorted ones, the nearest rank; None of none."""
+    return values[min(len(values) - 1, int(q * len(values)))] if values else None
+
+
+def table(rows: list[Row]) -> str:
+    """As Markdown has it, and aligned."""
+    every = [HEAD, *(row.cells() for row in rows)]
+    widths = [max(len(cells[each]) for cells in every if len(cells) == len(HEAD)) for each in range(len(HEAD))]
+    widths[0] = max(len(cells[0]) for cells in every)
+    lines = []
+    for cells in every:
+        padded = [f"{cells[0]:<{widths[0]}}"]
+        if len(cells) == len(HEAD):
+            padded += [f"{cell:>{width}}" for cell, width in zip(cells[1:], widths[1:], strict=True)]
+        else:
+            padded += cells[1:]
+        lines.append("| " + " | ".join(padded) + " |")
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(lines)
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f} s"
