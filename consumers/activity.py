@@ -20,6 +20,10 @@ class LaneActivity:
         self.lane = lane
         self._slots = slots
         self._due_slots = due_slots
+        self.extra_slots = 0
+        """Lent and grown ones, of both queues."""
+        self.slots_limit: str | None = None
+        """It waits longer than it should, and gets no more slots: what limits it."""
         self.running = 0
         self.answered = 0
         self.failed = 0
@@ -59,6 +63,8 @@ class LaneActivity:
         return {
             "slots": self._slots,
             "due_slots": self._due_slots,
+            "extra_slots": self.extra_slots,
+            "slots_limit": self.slots_limit,
             "running": self.running,
             "answered": self.answered,
             "failed": self.failed,

@@ -5,7 +5,7 @@ overtake (facts.md, section 2).
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import aclosing
 from typing import assert_never
 
@@ -47,11 +47,26 @@ class Pool:
         self._tracing = tracing
         self._free = asyncio.Semaphore(deliveries.prefetch)
         self._in_hand = 0
+        self._jobs: set[Job] = set()
         self._stopping = False
 
     @property
     def queue(self) -> str:
         return self._deliveries.queue
+
+    @property
+    def slots(self) -> int:
+        return self._deliveries.prefetch
+
+    @property
+    def in_hand(self) -> int:
+        """What was delivered and has not ended; no more than its slots, unless a pause has come between."""
+        return self._in_hand
+
+    @property
+    def jobs(self) -> Collection[Job]:
+        """What is being worked."""
+        return self._jobs
 
     @property
     def trouble(self) -> str | None:
@@ -113,8 +128,10 @@ class Pool:
     async def _work(self, delivery: Delivery) -> None:
         """Work one delivery. Everything is caught here and in `_outcome`, and nowhere else."""
         self._activity.running += 1
+        job: Job | None = None
         try:
             job = self._job_of(delivery)
+            self._jobs.add(job)
             with self._tracing.process(delivery.message, queue=self.queue, delivery_tag=delivery.tag) as span:
                 outcome = await self._outcome(job)
                 settled = await self._settler.settle(job, outcome)
@@ -137,6 +154,8 @@ class Pool:
             await self._settler.put_back(delivery)
         finally:
             self._activity.running -= 1
+            if job is not None:
+                self._jobs.discard(job)
 
     def _record(self, span: Span, job: Job, outcome: Outcome) -> None:
         app = codec.app_of(job.routing_key)

@@ -63,6 +63,9 @@ class LaneSettings(_Section):
     """One lane; defaults in `topology/lanes.py`."""
 
     slots: Number[int] = Field(ge=1, le=10_000)
+    slots_min: Number[int] | None = Field(default=None, ge=0, le=10_000)
+    slots_max: Number[int] | None = Field(default=None, ge=1, le=10_000)
+    target_wait_s: Number[float] = Field(gt=0, le=YEAR_S)
     call_timeout_s: Number[float] = Field(gt=0, le=ATTEMPT_WITHIN_S)
     deadline_s: Number[float] = Field(gt=0, le=YEAR_S)
     max_attempts: Number[int] = Field(ge=1, le=100)
@@ -76,6 +79,17 @@ class LaneSettings(_Section):
     def _its_own_model_is_allowed(self) -> "LaneSettings":
         if self.models is not None and self.model not in self.models:
             raise ValueError(f"models leaves out the lane's own model, {self.model}")
+        return self
+
+    @model_validator(mode="after")
+    def _its_slots_are_in_order(self) -> "LaneSettings":
+        wrong = []
+        if self.slots_min is not None and self.slots_min > self.slots:
+            wrong.append(f"slots_min ({self.slots_min}) is above slots ({self.slots})")
+        if self.slots_max is not None and self.slots_max < self.slots:
+            wrong.append(f"slots_max ({self.slots_max}) is below slots ({self.slots})")
+        if wrong:
+            raise ValueError("; ".join(wrong))
         return self
 
     @classmethod

@@ -40,7 +40,12 @@ class LaneStatus:
     """Processes that work the lane and answered."""
     running: int | None
     slots: int | None
-    """Of the intake and of the due queue, over all workers."""
+    """Of the intake and of the due queue, over all workers; lent and grown ones included."""
+    extra_slots: int | None
+    """Of these, the lent and grown ones."""
+    slots_limit: str | None
+    """Why it gets no more slots, though its requests wait longer than they should: rpm, itpm, otpm, … where that is the
+    provider's limit, or slots_max; None where that is not so."""
     wait_p50_ms: int | None
     wait_p95_ms: int | None
     answered: int | None
@@ -133,7 +138,7 @@ def _lane(lane: str, figures: Sequence[Mapping[str, Any]], *, intake: Depth | No
     waits = sorted(wait for each in figures for wait in each["waits_ms"])
 
     def total(*fields: str) -> int | None:
-        return sum(each[field] for each in figures for field in fields) if figures else None
+        return sum(each.get(field, 0) for each in figures for field in fields) if figures else None
 
     return LaneStatus(
         lane=lane,
@@ -141,7 +146,9 @@ def _lane(lane: str, figures: Sequence[Mapping[str, Any]], *, intake: Depth | No
         consumers=None if intake is None else intake.consumers,
         workers=len(figures),
         running=total("running"),
-        slots=total("slots", "due_slots"),
+        slots=total("slots", "due_slots", "extra_slots"),
+        extra_slots=total("extra_slots"),
+        slots_limit=", ".join(sorted({limit for each in figures if (limit := each.get("slots_limit"))})) or None,
         wait_p50_ms=quantile(waits, 0.5),
         wait_p95_ms=quantile(waits, 0.95),
         answered=total("answered"),

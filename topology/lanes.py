@@ -15,7 +15,16 @@ class LaneSpec:
 
     name: str
     slots: int
-    """Requests of the intake that one process works on at the same time; its consumer's prefetch."""
+    """Requests of the intake that one process works on at the same time; its consumer's prefetch. Slots are added while
+    other lanes lend theirs, or waits exceed the target, and are gone again when idle (`consumers/lending.py`)."""
+    slots_min: int | None = None
+    """Of its idle slots, those that it never lends. None: an eighth of its slots, at least one; two of critical's."""
+    slots_max: int | None = None
+    """What its slots may come to, and its due slots in proportion; the same as `slots`: none are added. None: eight times
+    its slots. A slot costs little, and how many are of use the provider's budget says: at 30 s a call batch's four work
+    eight requests a minute, and eight times as many one a second."""
+    target_wait_s: float = 10
+    """A lane whose requests wait longer for a slot gets more of them, as long as the provider is not what limits it."""
     call_timeout_s: float
     """Bounds one attempt; streamed, its first token and every pause after it."""
     deadline_s: float
@@ -34,10 +43,26 @@ class LaneSpec:
         """Slots of the due queue, beside those of the intake: a quarter of the lane's, at least one."""
         return max(1, self.slots // 4)
 
+    @property
+    def kept_slots(self) -> int:
+        """Idle slots of the intake that are never lent."""
+        return max(1, self.slots // 8) if self.slots_min is None else self.slots_min
+
+    @property
+    def most_slots(self) -> int:
+        """Slots of the intake, added ones included."""
+        return 8 * self.slots if self.slots_max is None else self.slots_max
+
+    @property
+    def most_due_slots(self) -> int:
+        """The same of the due queue."""
+        return max(1, self.most_slots // 4)
+
 
 CRITICAL = LaneSpec(
     name="critical",
     slots=16,
+    target_wait_s=1,  # somebody sits before it
     call_timeout_s=60,
     deadline_s=120,
     max_attempts=4,
@@ -47,6 +72,7 @@ CRITICAL = LaneSpec(
 NORMAL = LaneSpec(
     name="normal",
     slots=8,
+    target_wait_s=10,
     call_timeout_s=120,
     deadline_s=600,
     max_attempts=5,
@@ -56,6 +82,7 @@ NORMAL = LaneSpec(
 BATCH = LaneSpec(
     name="batch",
     slots=4,
+    target_wait_s=60,  # nobody waits for one of them, but for all
     call_timeout_s=300,
     deadline_s=86_400,
     max_attempts=8,

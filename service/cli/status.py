@@ -61,6 +61,9 @@ def _show(found: "Status") -> None:
         )
     console = Console()
     console.print(table)
+    for lane in found.lanes:
+        if lane.slots_limit is not None:
+            console.print(f"{lane.lane} waits too long and gets no more slots: the limit is {lane.slots_limit}")
     if found.workers:
         console.print(f"answered by {', '.join(found.workers)}", highlight=False, soft_wrap=True)
     else:

@@ -1,0 +1,180 @@
+"""What each queue gets beside its own slots: lent ones first, then growth; never another's reserve; no flapping."""
+
+from collections import deque
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from consumers.lending import AT_MOST, Seen, Share, decide
+
+CRITICAL = Seen(slots=16, kept=2, most=128, target_wait_s=1)
+NORMAL = Seen(slots=8, kept=1, most=64, target_wait_s=10)
+BATCH = Seen(slots=4, kept=1, most=32, target_wait_s=60)
+FULL = {"critical": replace(CRITICAL, busiest=16), "normal": replace(NORMAL, busiest=8)}
+
+
+def shares(**seen: Seen) -> dict[str, Share]:
+    lanes = {"critical": CRITICAL, "normal": NORMAL, "batch": BATCH, **seen}
+    return dict(zip(lanes, decide(list(lanes.values())), strict=True))
+
+
+def flooded(lane: Seen, **given: object) -> Seen:
+    return replace(lane, **{"busiest": lane.slots, "waiting": 500, **given})  # type: ignore[arg-type]
+
+
+def test_nothing_is_lent_where_nothing_waits() -> None:
+    assert set(shares().values()) == {Share()}
+
+
+def test_a_flood_gets_the_idle_slots_of_all_others_but_what_they_keep() -> None:
+    assert shares(batch=flooded(BATCH))["batch"] == Share(lent=14 + 7)
+
+
+def test_slots_in_use_are_not_lent_and_what_is_kept_is_kept_beside_them() -> None:
+    found = shares(critical=replace(CRITICAL, busiest=9), normal=FULL["normal"], batch=flooded(BATCH))
+    assert found["batch"] == Share(lent=16 - 9 - 2)
+
+
+def test_no_more_is_lent_than_waits() -> None:
+    assert shares(batch=flooded(BATCH, waiting=3))["batch"] == Share(lent=3)
+
+
+def test_the_most_urgent_is_lent_to_first() -> None:
+    found = shares(normal=flooded(NORMAL, waiting=10), batch=flooded(BATCH))
+    assert (found["normal"], found["batch"]) == (Share(lent=10), Share(lent=4))
+
+
+def test_what_was_lent_is_back_as_soon_as_it_is_wanted() -> None:
+    found = shares(critical=FULL["critical"], normal=FULL["normal"], batch=flooded(BATCH, extra=21, busiest=25))
+    assert found["batch"] == Share()
+
+
+def test_what_was_taken_back_and_still_runs_is_lent_to_nobody_else() -> None:
+    batch = replace(BATCH, extra=14, ending=14, busiest=18)
+    assert shares(normal=flooded(NORMAL), batch=batch)["normal"] == Share(lent=0)
+
+
+def test_slots_that_were_unused_for_a_while_are_given_up() -> None:
+    assert shares(batch=replace(BATCH, extra=10, grown=10, busiest=6))["batch"] == Share(lent=2)
+    assert shares(batch=replace(BATCH, extra=10, grown=10, busiest=3))["batch"] == Share()
+
+
+@pytest.mark.parametrize(("slots", "grown", "grows_to"), [(4, 0, 1), (4, 4, 6), (16, 0, 4), (16, 100, 112)])
+def test_a_queue_that_waits_too_long_grows_by_a_quarter(slots: int, grown: int, grows_to: int) -> None:
+    seen = Seen(
+        slots=slots, kept=1, most=128, target_wait_s=10, extra=grown, grown=grown, waiting=500, wait_s=10.1,
+        busiest=slots + grown,
+    )  # fmt: skip
+    assert shares(**FULL, batch=seen)["batch"] == Share(grown=grows_to)
+
+
+def test_it_does_not_grow_while_it_waits_no_longer_than_it_may() -> None:
+    assert shares(**FULL, batch=flooded(BATCH, wait_s=60))["batch"] == Share()
+
+
+def test_it_does_not_grow_where_the_provider_is_the_limit_and_says_so() -> None:
+    found = shares(**FULL, batch=flooded(BATCH, extra=5, grown=5, busiest=9, wait_s=300, held="itpm"))
+    assert found["batch"] == Share(grown=5, limit="itpm")
+
+
+def test_nor_is_anything_lent_to_it_there() -> None:
+    assert shares(batch=flooded(BATCH, held="itpm"))["batch"] == Share()
+
+
+def test_it_does_not_grow_beyond_its_most_and_says_so() -> None:
+    at_most = flooded(BATCH, extra=28, grown=28, busiest=32, wait_s=300)
+    assert shares(**FULL, batch=at_most)["batch"] == Share(grown=28, limit=AT_MOST)
+
+
+def test_a_lane_whose_most_are_its_slots_gets_none_but_lends() -> None:
+    fixed = replace(CRITICAL, most=16)
+    found = shares(critical=flooded(fixed, wait_s=5), batch=flooded(BATCH))
+    assert found["critical"] == Share(limit=AT_MOST)
+    assert shares(critical=fixed, batch=flooded(BATCH))["batch"].lent == 21
+
+
+def test_lent_slots_come_before_grown_ones() -> None:
+    before = flooded(BATCH, extra=6, grown=6, busiest=10, waiting=0)
+    assert shares(batch=before)["batch"] == Share(lent=6, grown=0)
+
+
+@st.composite
+def seen(draw: st.DrawFn) -> Seen:
+    slots = draw(st.integers(1, 20))
+    extra = draw(st.integers(0, 40))
+    ending = draw(st.integers(0, extra))
+    return Seen(
+        slots=slots,
+        kept=draw(st.integers(0, slots)),
+        most=slots + draw(st.integers(0, 60)),
+        target_wait_s=10,
+        extra=extra,
+        grown=draw(st.integers(0, extra)),
+        ending=ending,
+        busiest=draw(st.integers(ending, slots + extra)),
+        waiting=draw(st.integers(0, 50)),
+        wait_s=draw(st.sampled_from([0.0, 10.0, 11.0])),
+        held=draw(st.sampled_from([None, None, "rpm"])),
+    )
+
+
+@given(st.lists(seen(), min_size=1, max_size=6))
+def test_no_lanes_reserve_is_lent_no_slot_twice_and_none_beyond_the_most(queues: list[Seen]) -> None:
+    found = decide(queues)
+
+    lendable = sum(max(0, each.slots - each.kept - each.busiest) for each in queues)
+    ending = sum(each.ending for each in queues)
+    newly = sum(max(0, share.lent - each.ending) for each, share in zip(queues, found, strict=True))
+    assert newly <= max(0, lendable - ending)
+    for each, share in zip(queues, found, strict=True):
+        assert share.lent >= 0
+        assert share.grown >= 0
+        assert each.slots + share.extra <= each.most
+        if each.held is not None or not each.waiting:
+            assert share.extra <= each.extra
+            assert share.grown <= each.grown
+        if each.wait_s <= each.target_wait_s:
+            assert share.grown <= each.grown
+
+
+@st.composite
+def lanes_and_demands(draw: st.DrawFn) -> list[tuple[Seen, int]]:
+    lanes = []
+    for _ in range(draw(st.integers(1, 4))):
+        slots = draw(st.integers(1, 16))
+        lane = Seen(
+            slots=slots,
+            kept=draw(st.integers(0, slots)),
+            most=slots + draw(st.integers(0, 30)),
+            target_wait_s=1,
+            held=draw(st.sampled_from([None, None, "otpm"])),
+        )
+        lanes.append((lane, draw(st.integers(0, 60))))
+    return lanes
+
+
+@settings(deadline=None, max_examples=60)
+@given(lanes_and_demands(), st.sampled_from([0.0, 5.0]), st.integers(1, 4))
+def test_under_a_constant_load_it_comes_to_rest(world: list[tuple[Seen, int]], wait_s: float, ask_every: int) -> None:
+    """Each lane has so many requests that would run at the same time; looked at as the loop does it."""
+    given_now = [Share()] * len(world)
+    used = [deque([lane.slots], maxlen=6) for lane, _ in world]
+    history = []
+    for look in range(160):
+        found = []
+        for (lane, demand), share, past in zip(world, given_now, used, strict=True):
+            room = lane.slots + share.extra
+            past.append(min(demand, room))
+            waits = max(0, demand - room) if look % ask_every == 0 else 0
+            state = {"extra": share.extra, "grown": share.grown, "busiest": max(past), "waiting": waits}
+            found.append(replace(lane, wait_s=wait_s, **state))  # type: ignore[arg-type]
+        before, given_now = given_now, decide(found)
+        for (lane, _), was, share, past in zip(world, before, given_now, used, strict=True):
+            if share.extra > was.extra:
+                past.append(lane.slots + share.extra)
+        history.append([(share.lent, share.grown) for share in given_now])
+    assert all(each == history[-1] for each in history[-40:])
+    lent = sum(share.lent for share in given_now)
+    assert lent <= sum(max(0, lane.slots - lane.kept - min(demand, lane.slots)) for lane, demand in world)
