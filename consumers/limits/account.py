@@ -59,7 +59,7 @@ class Account:
     # ---- the line ----------------------------------------------------------------------------------------------------
 
     def join(self, waiter: Waiter) -> bool:
-        """Whether it is the first of its lane, so that `grant` may find something to do."""
+        """Whether it is the first of its lane, so that `turn` may find something to do."""
         if not self.lines.join(waiter):
             return False
         self._head_changed(waiter.lane)
@@ -72,44 +72,37 @@ class Account:
         self._head_changed(waiter.lane)
         return True
 
-    def grant(self, now_s: float) -> Waiter | None:
-        """The next that may go, taken out of its line, with its reservation; None: nobody may."""
+    def turn(self, now_s: float) -> tuple[Waiter | None, float]:
+        """The next that may go, taken out of its line, with its reservation; else when to look again, if nothing
+        happens before: in so many seconds, or not by time alone.
+        """
         self.refill(now_s)
-        if now_s < self.paused_until_s or now_s < self.held_until_s or self.concurrency.is_full:
-            return None
-        is_owed = False
-        for waiter in self.lines.heads:
-            if waiter is not None and self._owns(waiter):
-                if self._holds(waiter.amounts):
-                    return self._granted(waiter, now_s, own=True)
-                is_owed = True
-        if is_owed:
-            return None
-        waiter = self.lines.first(now_s)
-        if waiter is not None and self._spares(waiter):
-            return self._granted(waiter, now_s, own=False)
-        return None
-
-    def next_in_s(self, now_s: float) -> float | None:
-        """When `grant` may find something to do again, if nothing happens before; None: not by time alone."""
-        first = self.lines.first(now_s)
-        if first is None:
-            return None
-        self._pressed = True
         stopped_s = max(self.paused_until_s, self.held_until_s) - now_s
         if stopped_s > 0:
-            return stopped_s
-        if self.concurrency.is_full:
-            return None
-        soonest, is_owed = self.lines.boost_in_s(now_s), False
+            return None, stopped_s
+        first = self.lines.first(now_s)
+        if first is None or self.concurrency.is_full:
+            return None, inf
+        self._pressed = True
+        soonest_s, is_owed = self.lines.boost_in_s(now_s), False
         for waiter in self.lines.heads:
-            if waiter is not None:
-                is_owed = is_owed or self._owns(waiter)
-                if self._has_turn(waiter.lane):
-                    soonest = min(soonest, self._own_wait_s(waiter)[0])
+            if waiter is None or not self._has_turn(waiter.lane):
+                continue
+            in_s = self._part_wait_s(waiter)
+            if in_s == 0:
+                in_s = self._level_wait_s(waiter)
+                if in_s == 0:
+                    return self._granted(waiter, now_s, own=True), 0.0
+                is_owed = True  # nobody may take from the pool what others have saved for
+            if in_s < soonest_s:
+                soonest_s = in_s
         if not is_owed:
-            soonest = min(soonest, self._shared_wait_s(first)[0])
-        return soonest
+            in_s = self._shared_wait_s(first)
+            if in_s == 0:
+                return self._granted(first, now_s, own=False), 0.0
+            if in_s < soonest_s:
+                soonest_s = in_s
+        return None, soonest_s
 
     # ---- after a call ------------------------------------------------------------------------------------------------
 
@@ -169,7 +162,14 @@ class Account:
             return PAUSED
         if now_s >= self.held_until_s and self.concurrency.is_full:
             return CONCURRENCY
-        return min(self._own_wait_s(waiter), self._shared_wait_s(waiter))[1]
+        self.refill(now_s)
+        lane, amounts = waiter.lane, waiter.amounts
+        buckets = [(each, amount) for each, amount in zip(self.buckets, amounts, strict=True) if amount > 0]
+        reasons = [reason for reason, amount in zip(REASONS, amounts, strict=True) if amount > 0]
+        own_s = [max(bucket.part_wait_s(lane, amount), bucket.level_wait_s(amount)) for bucket, amount in buckets]
+        shared_s = [bucket.shared_wait_s(lane, amount) for bucket, amount in buckets]
+        sooner = min(own_s, shared_s, key=lambda each: max(each, default=0.0))
+        return reasons[sooner.index(max(sooner))] if sooner else REASONS[0]
 
     # ---- inside ------------------------------------------------------------------------------------------------------
 
@@ -210,36 +210,26 @@ class Account:
         for each, bucket in enumerate(self.buckets):
             bucket.want(lane, waiter.amounts[each] if waiter else 0.0)
 
-    def _owns(self, waiter: Waiter) -> bool:
-        lane = waiter.lane
-        for bucket, amount in zip(self.buckets, waiter.amounts, strict=True):
-            if amount > 0 and not bucket.owns(lane, amount):
-                return False
-        return self._has_turn(lane)
+    def _part_wait_s(self, waiter: Waiter) -> float:
+        longest_s = 0.0
+        for bucket, amount in zip(self.buckets, waiter.amounts):  # noqa: B905  checking costs a tenth of a grant
+            if amount > 0 and (in_s := bucket.part_wait_s(waiter.lane, amount)) > longest_s:
+                longest_s = in_s
+        return longest_s
 
-    def _holds(self, amounts: Amounts) -> bool:
-        for bucket, amount in zip(self.buckets, amounts, strict=True):
-            if amount > 0 and not bucket.holds(amount):
-                return False
-        return True
+    def _level_wait_s(self, waiter: Waiter) -> float:
+        longest_s = 0.0
+        for bucket, amount in zip(self.buckets, waiter.amounts):  # noqa: B905
+            if amount > 0 and (in_s := bucket.level_wait_s(amount)) > longest_s:
+                longest_s = in_s
+        return longest_s
 
-    def _spares(self, waiter: Waiter) -> bool:
-        for bucket, amount in zip(self.buckets, waiter.amounts, strict=True):
-            if amount > 0 and not bucket.spares(waiter.lane, amount):
-                return False
-        return True
-
-    def _own_wait_s(self, waiter: Waiter) -> tuple[float, str]:
-        return max(
-            (bucket.own_wait_s(waiter.lane, amount) if amount > 0 else 0.0, reason)
-            for bucket, amount, reason in zip(self.buckets, waiter.amounts, REASONS, strict=True)
-        )
-
-    def _shared_wait_s(self, waiter: Waiter) -> tuple[float, str]:
-        return max(
-            (bucket.shared_wait_s(waiter.lane, amount) if amount > 0 else 0.0, reason)
-            for bucket, amount, reason in zip(self.buckets, waiter.amounts, REASONS, strict=True)
-        )
+    def _shared_wait_s(self, waiter: Waiter) -> float:
+        longest_s = 0.0
+        for bucket, amount in zip(self.buckets, waiter.amounts):  # noqa: B905
+            if amount > 0 and (in_s := bucket.shared_wait_s(waiter.lane, amount)) > longest_s:
+                longest_s = in_s
+        return longest_s
 
     def _resize(self) -> None:
         for bucket, limit in zip(self.buckets, self._adaptive.per_minute(), strict=True):

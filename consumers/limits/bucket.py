@@ -58,18 +58,6 @@ class Bucket:
         full = self._full[lane]
         self._caps[lane] = max(full, amount if amount < self.burst else self.burst)
 
-    def owns(self, lane: int, amount: float) -> bool:
-        """Whether the lane's own part is enough; of what is larger than the bucket, the whole bucket."""
-        return self.parts[lane] >= (amount if amount < self.burst else self.burst)
-
-    def holds(self, amount: float) -> bool:
-        """Whether the provider will take it."""
-        return self.level >= amount + LEAST or self.level >= self.burst
-
-    def spares(self, lane: int, amount: float) -> bool:
-        """Whether the lane's own part and the pool are enough together; a full bucket is."""
-        return self.free(lane) >= amount + LEAST or self.level >= self.burst
-
     def free(self, lane: int) -> float:
         """What no other lane's part claims."""
         free = self.level
@@ -99,21 +87,27 @@ class Bucket:
         """The provider has less than we thought."""
         self.level = min(self.level, level)
 
-    def own_wait_s(self, lane: int, amount: float) -> float:
-        """Seconds until `owns` and `holds`, if nobody takes anything before."""
-        missing = min(amount, self.burst) - self.parts[lane]
-        wait_s = 0.0
-        if missing > 0:
-            per_s = self._shares[lane] * self.per_s
-            wait_s = missing / per_s if per_s else inf
-        return max(wait_s, self._level_wait_s(amount))
+    def part_wait_s(self, lane: int, amount: float) -> float:
+        """Seconds until the lane's own part is enough; of what is larger than the bucket, the whole bucket."""
+        missing = (amount if amount < self.burst else self.burst) - self.parts[lane]
+        if missing <= 0:
+            return 0.0
+        per_s = self._shares[lane] * self.per_s
+        return missing / per_s if per_s else inf
+
+    def level_wait_s(self, amount: float) -> float:
+        """Seconds until the provider will take it; of what is larger than the bucket, until that is full."""
+        need = amount + LEAST
+        missing = (need if need < self.burst else self.burst) - self.level
+        return missing / self.per_s if missing > 0 else 0.0
 
     def shared_wait_s(self, lane: int, amount: float) -> float:
-        """Seconds until `spares`, if nobody takes anything before."""
+        """Seconds until the lane's own part and the pool are enough together, or everything is full; if nobody takes
+        anything before."""
         need, free = amount + LEAST, self.free(lane)
-        if free >= need:
+        if free >= need or self.level >= self.burst:
             return 0.0
-        full_in_s = max(0.0, (self.burst - self.level) / self.per_s)
+        full_in_s = (self.burst - self.level) / self.per_s
         filling = []  # parts of other lanes take what comes until they are full, then leave it to the pool
         for other, part in enumerate(self.parts):
             share = self._shares[other]
@@ -130,10 +124,6 @@ class Bucket:
             free, passed_s, slope = reached, in_s, slope + share
         per_s = slope * self.per_s
         return min(full_in_s, passed_s + (need - free) / per_s) if per_s > 0 else full_in_s
-
-    def _level_wait_s(self, amount: float) -> float:
-        missing = min(amount + LEAST, self.burst) - self.level
-        return missing / self.per_s if missing > 0 else 0.0
 
 
 def _burst(per_minute: float, burst_s: float) -> float:

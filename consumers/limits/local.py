@@ -9,12 +9,12 @@ from consumers.limits import forecast
 from consumers.limits.account import Account
 from consumers.limits.amounts import NOTHING, PAUSED, Amounts
 from consumers.limits.base import Heard, Kind, Reservation, Wait, Waiting, WaitTooLong
-from consumers.limits.order import Waiter
+from consumers.limits.order import NEVER, Waiter
 from consumers.limits.spec import BudgetSpec
 from topology import signals
 
-LEAST_SLEEP_S = 0.001
-"""A timer's own inexactness: shorter ones would only fire twice."""
+LATE_S = 0.0005
+"""A timer fires so much later than what it waits for is there: a moment too early it would have to fire twice."""
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
@@ -57,12 +57,13 @@ class LocalBudgets:
             self._step(books)
             if waiter.reservation is not None:
                 return waiter.reservation
-        wait = forecast.wait(books, waiter.lane, NOTHING, now_s)  # it is the last of its line
-        if until is not None and now_s + wait.seconds > until:
-            self._leave(books, waiter)
-            raise WaitTooLong(wait)
-        if on_wait is not None:
-            on_wait(wait)
+        if until is not None or on_wait is not None:
+            wait = forecast.wait(books, waiter.lane, NOTHING, now_s)  # it is the last of its line
+            if until is not None and now_s + wait.seconds > until:
+                self._leave(books, waiter)
+                raise WaitTooLong(wait)
+            if on_wait is not None:
+                on_wait(wait)
         waiter.granted = loop.create_future()
         try:
             async with asyncio.timeout_at(until):
@@ -142,26 +143,25 @@ class LocalBudgets:
     def _step(self, books: Account) -> None:
         """Grant whatever may be granted, and see to it that somebody looks again when time brings more."""
         now_s = asyncio.get_running_loop().time()
-        while (waiter := books.grant(now_s)) is not None:
+        waiter, in_s = books.turn(now_s)
+        while waiter is not None:
             granted = waiter.granted if isinstance(waiter, Sleeper) else None
-            if granted is None:
-                continue  # still in `reserve`, which looks
-            if granted.done():  # cancelled, and not yet run: whoever is next gets it
+            if granted is not None and granted.done():  # cancelled, and not yet run: whoever is next gets it
                 assert waiter.reservation is not None
                 books.settle(waiter.reservation, None, now_s)
-            else:
+            elif granted is not None:
                 granted.set_result(None)
-        self._sleep(books, now_s)
+            waiter, in_s = books.turn(now_s)
+        self._sleep(books, now_s + in_s + LATE_S)
 
-    def _sleep(self, books: Account, now_s: float) -> None:
-        in_s, timer = books.next_in_s(now_s), self._timers.get(books.name)
-        when = None if in_s is None else now_s + max(LEAST_SLEEP_S, in_s)
+    def _sleep(self, books: Account, when: float) -> None:
+        timer = self._timers.get(books.name)
         if timer is not None:
-            if when is not None and abs(timer.when() - when) < LEAST_SLEEP_S / 2:
+            if abs(timer.when() - when) < LATE_S:
                 return
             timer.cancel()
             del self._timers[books.name]
-        if when is not None and when < float("inf"):
+        if when < NEVER:
             self._timers[books.name] = asyncio.get_running_loop().call_at(when, self._wake, books)
 
     def _wake(self, books: Account) -> None:

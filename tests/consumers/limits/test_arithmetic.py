@@ -30,12 +30,11 @@ def bucket(per_minute: float = 60) -> Bucket:
 
 def test_a_lanes_part_stays_when_another_has_taken_all_it_can() -> None:
     some = bucket()
-    while some.spares(BATCH, 1):
+    while some.shared_wait_s(BATCH, 1) == 0:
         some.take(BATCH, 1, own=False)
 
-    assert some.owns(CRITICAL, 3)
-    assert some.owns(NORMAL, 2)
-    assert some.holds(4.99)
+    assert some.part_wait_s(CRITICAL, 3) == some.part_wait_s(NORMAL, 2) == 0
+    assert some.level_wait_s(4.99) == 0
 
 
 def test_what_a_full_part_does_not_take_is_lent() -> None:
@@ -57,20 +56,19 @@ def test_what_a_full_part_does_not_take_is_lent() -> None:
 def test_the_wait_that_is_told_is_just_long_enough(
     level: float, parts: tuple[float, ...], amount: float, lane: int
 ) -> None:
-    for told, holds in ((Bucket.own_wait_s, "own"), (Bucket.shared_wait_s, "shared")):
+    for told in (
+        lambda at: max(at.part_wait_s(lane, amount), at.level_wait_s(amount)),
+        lambda at: at.shared_wait_s(lane, amount),
+    ):
         some = bucket()
         some.level, some.parts = level, list(parts)
         some.want(lane, amount)
-        in_s = told(some, lane, amount)
-
-        def granted(at: Bucket, which: str = holds) -> bool:
-            return at.owns(lane, amount) and at.holds(amount) if which == "own" else at.spares(lane, amount)
-
+        in_s = told(some)
         if in_s > 0.01:
             some.refill(in_s - 0.005)
-            assert not granted(some)
+            assert told(some) > 0
         some.refill(in_s + 0.001)
-        assert granted(some)
+        assert told(some) == 0
 
 
 # ---- headers ---------------------------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ def test_more_than_was_reserved_is_owed_and_less_is_given_back() -> None:
     books = account()
     for used, left in ((Amounts(1, 500, 10), 500), (Amounts(1, 0, 10), 500)):
         books.join(waiter := Waiter(0, Amounts(1, 90, 10), arrived_s=100))
-        assert books.grant(100) is waiter
+        assert books.turn(100)[0] is waiter
         assert waiter.reservation is not None
         books.settle(waiter.reservation, used, 100)
         assert levels(books)[1] == pytest.approx(left)
@@ -108,10 +108,9 @@ def test_more_than_was_reserved_is_owed_and_less_is_given_back() -> None:
 def test_what_is_larger_than_the_bucket_leaves_a_debt_that_all_wait_for() -> None:
     books = account()
     books.join(Waiter(1, Amounts(1, 3000, 1), arrived_s=100))
-    assert books.grant(100) is not None
+    assert books.turn(100)[0] is not None
     assert levels(books)[1] == -2000
     books.join(critical := Waiter(0, Amounts(1, 100, 1), arrived_s=100))
 
-    assert books.grant(119) is None
-    assert books.next_in_s(119) == pytest.approx(2.0, abs=0.01)
-    assert books.grant(121.1) is critical
+    assert books.turn(119) == (None, pytest.approx(2.0, abs=0.01))
+    assert books.turn(121.1)[0] is critical
