@@ -6,8 +6,11 @@ ProviderError
 ├── OverloadedError         529: back off
 ├── SpendLimitError         the account's or workspace's spend limit: never try again
 └── RejectedError           the provider refused it for good (400, 401, 403, 404, 413, 422, other 4xx)
+
+BreakerOpen                 no call was made: every provider that may be called is known to fail now
 """
 
+from consumers.limits.headers import RateHeaders
 from topology.contract.problems import LanekeeperError
 
 
@@ -21,6 +24,8 @@ class ProviderError(LanekeeperError):
         self.type = type
         """Anthropic's error type (`overloaded_error`, …) or our own word for what happened."""
         self.request_id = request_id
+        self.rate: RateHeaders | None = None
+        """What the response told of the account's limits; set by the adapter."""
 
 
 class TransientError(ProviderError):
@@ -65,3 +70,12 @@ class SpendLimitError(ProviderError):
 
 class RejectedError(ProviderError):
     """The provider refused the request for good."""
+
+
+class BreakerOpen(LanekeeperError):
+    """No call was made, and no attempt is counted: every breaker on the way is open (`providers/breaker.py`)."""
+
+    def __init__(self, retry_in_s: float) -> None:
+        self.retry_in_s = retry_in_s
+        """Until the first of them lets a call through again."""
+        super().__init__(f"no provider may be called for {retry_in_s:.1f} s: their last calls failed")

@@ -55,8 +55,8 @@ class Job:
     """
 
     __slots__ = (
-        "_copy", "attempt_started_ms", "claim", "completion", "deaths", "delivery", "hop", "id", "identity", "lane",
-        "limit", "request", "reservation", "route", "run_ms", "stopped", "taken_ms", "trusted", "usage",
+        "_copy", "attempt_started_ms", "claim", "completion", "cost_usd", "deaths", "delivery", "hop", "id", "identity",
+        "lane", "limit", "request", "reservation", "route", "run_ms", "stopped", "taken_ms", "trusted", "usage",
     )  # fmt: skip
 
     def __init__(
@@ -91,6 +91,8 @@ class Job:
         self.reservation: Reservation | None = None
         self.usage: Amounts | None = None
         """What the provider counted of the attempt; None: that is not known."""
+        self.cost_usd: float | None = None
+        """What the answer cost; None: no answer, or its model has no price."""
         self.completion: Completion | None = None
         """How it ended, as it is stored and told."""
         self._copy: Copy | None = None

@@ -3,7 +3,7 @@
 import asyncio
 import re
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import structlog
@@ -89,26 +89,9 @@ class Replies:
             headers=headers,
         )
 
-    def parts(self, job: Job) -> Callable[[bytes], Awaitable[None]]:
-        """A function that sends one event of the stream each time it is called, counted from 0.
-
-        An attempt after the first announces itself before its first event: forget what came so far.
-        """
-        seq = -1
-        address = job.message.reply_to
-        restarted = job.attempts > 1 or job.redelivered
-
-        async def send(event: bytes) -> None:
-            nonlocal seq
-            if not address:
-                return
-            if seq < 0 and restarted:
-                seq += 1
-                await self._part(job, address, part="restart", seq=seq, body=b"{}")
-            seq += 1
-            await self._part(job, address, part="event", seq=seq, body=event)
-
-        return send
+    def parts(self, job: Job) -> "Parts":
+        """Sends one event of the stream each time it is called."""
+        return Parts(self, job)
 
     def _may_answer(self, address: str) -> bool:
         if len(address) > 255 or address in self._deadly:
@@ -182,7 +165,7 @@ class Replies:
                     del self._deadly[next(iter(self._deadly))]
                 raise _deadly() from error
 
-    async def _part(self, job: Job, address: str, *, part: str, seq: int, body: bytes) -> None:
+    async def part(self, job: Job, address: str, *, part: str, seq: int, body: bytes) -> None:
         """A part that cannot be sent is no failure of the attempt: the final reply is what counts.
 
         Raises RequestProblem for an address that nothing may be sent to: there is no sense in going on.
@@ -205,6 +188,36 @@ class Replies:
                 await self._publisher.publish(message, exchange="", routing_key=address, mandatory=False, **how)
         except BrokerError as error:
             log.info(signals.PART_LOST, id=job.id, lane=job.lane_name, reason=str(error))
+
+
+class Parts:
+    """The parts of one attempt, counted from 0.
+
+    An attempt after the first announces itself before its first event: forget what came so far. So does what begins
+    again within an attempt.
+    """
+
+    def __init__(self, replies: Replies, job: Job) -> None:
+        self._replies = replies
+        self._job = job
+        self._seq = -1
+        self._restarted = job.attempts > 1 or job.redelivered
+
+    async def __call__(self, event: bytes, /) -> None:
+        if not (address := self._job.message.reply_to):
+            return
+        if self._seq < 0 and self._restarted:
+            self._seq += 1
+            await self._replies.part(self._job, address, part="restart", seq=self._seq, body=b"{}")
+        self._seq += 1
+        await self._replies.part(self._job, address, part="event", seq=self._seq, body=event)
+
+    def restart(self) -> bool:
+        """What comes now is of another call; whether anything had been sent."""
+        had_begun = self._seq >= 0
+        if had_begun:
+            self._seq, self._restarted = -1, True
+        return had_begun
 
 
 def _deadly() -> RequestProblem:

@@ -231,7 +231,7 @@ def _provider(settings: Settings, tracing: Tracing) -> AnthropicProvider:
         raise SettingsError(
             "ANTHROPIC_API_KEY is not set: set it, or answer without a provider: lanekeeper serve --simulate"
         )
-    return AnthropicProvider(api_key=key, base_url=settings.provider_url, traceparent=tracing.traceparent)
+    return AnthropicProvider.at(settings.provider_url, api_key=key, traceparent=tracing.traceparent)
 
 
 def _job_maker(lane: LaneSpec, names: Names, speakers: Sequence[str]) -> Callable[[Delivery], Job]:

@@ -76,6 +76,12 @@ LIMITS_LEARNED: Final = (
     "limits.learned"  # account, kind, requests, input_tokens, output_tokens: a minute's, from now on
 )
 
+# Log events: providers and spending.
+BREAKER_CHANGED: Final = "breaker.changed"  # provider, model, state, error, retry_in_s: open pauses its calls
+FAILED_OVER: Final = "failed.over"  # provider, model, to_provider, to_model, error: and another is asked
+CAP_REACHED: Final = "cap.reached"  # cap, percent (50, 80, 100), used, limit: of what a lane or tenant may use a day
+CAP_UNCORRECTED: Final = "cap.uncorrected"  # cap, error: it stays counted by its estimate
+
 # Spans: `<operation> <destination>`, the destination being of few values (an exchange, a queue of ours, a model).
 SEND: Final = "send"  # PRODUCER
 PROCESS: Final = "process"  # CONSUMER
@@ -127,3 +133,4 @@ LANE_WAIT_MS: Final = "lane.wait_ms"  # from publishing, or the due time, to the
 LANE_REDELIVERED: Final = "lane.redelivered"  # only where it is true
 LANE_OUTCOME: Final = "lane.outcome"  # answered, deferred, retried, refused, buried, dropped, replayed
 LANE_DELAY_MS: Final = "lane.delay_ms"  # how long it was put off
+LANE_COST_USD: Final = "lane.cost_usd"  # on chat spans: by the table of prices

@@ -5,6 +5,7 @@ from typing import Any
 import jiter
 
 from consumers.failures import TransientError
+from consumers.limits.headers import RateHeaders
 from consumers.providers.base import Answer, Usage
 
 
@@ -20,7 +21,9 @@ def parse_message(body: bytes, content_type: str) -> dict[str, Any]:
     return message if isinstance(message, dict) else {}
 
 
-def read_answer(message: dict[str, Any], body: bytes, *, provider: str, request_id: str | None) -> Answer:
+def read_answer(
+    message: dict[str, Any], body: bytes, *, provider: str, request_id: str | None, rate: RateHeaders | None = None
+) -> Answer:
     """The answer, if `message` is a whole one; `body` is its JSON. Raises `TransientError` otherwise."""
     stop_reason = message.get("stop_reason")
     if message.get("type") != "message" or not isinstance(message.get("content"), list):
@@ -34,6 +37,7 @@ def read_answer(message: dict[str, Any], body: bytes, *, provider: str, request_
         usage=_usage(message.get("usage")),
         request_id=request_id,
         stop_reason=stop_reason,
+        rate=rate,
     )
 
 

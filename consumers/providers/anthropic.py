@@ -1,4 +1,4 @@
-"""Anthropic's Messages API through the vendor's own client: bytes in, bytes out.
+"""Anthropic's Messages API through the vendor's own clients: bytes in, bytes out.
 
 The client makes the HTTP call (authentication, version, pool, TLS) and chooses the exception class; what it would do
 beyond that is switched off or left out, because it costs several times the call: its retries (one place decides to
@@ -7,21 +7,24 @@ retry), its spans (`topology/tracing.py` makes them), its models of requests and
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from ipaddress import ip_address
-from typing import Any, Final
+from typing import Any, Final, Protocol, Self
 from urllib.parse import urlsplit
 
 import httpx2
 from anthropic import AsyncAnthropic, DefaultAioHttpClient
 
 from consumers.failures import ProviderError, TransientError
+from consumers.limits import headers as rate_headers
 from consumers.providers.answers import parse_message, read_answer
 from consumers.providers.assembly import Assembly, parse_event, to_json
 from consumers.providers.base import Answer, Parts
 from consumers.providers.events import EventSplitter
-from consumers.providers.translation import NETWORK_ERRORS, border, from_event
+from consumers.providers.translation import NETWORK_ERRORS, border, from_event, one_line
 from topology.contract.messages import Request
 
 MAX_TOKENS_AT_ONCE: Final = 128_000 * 600 // 3600
@@ -29,47 +32,81 @@ MAX_TOKENS_AT_ONCE: Final = 128_000 * 600 // 3600
 _ERROR_BODY_BYTES: Final = 64 * 1024
 _DRAIN_S: Final = 0.1
 _MIB: Final = 1024 * 1024
+CONNECT_TIMEOUT_S: Final = 5.0
+
+
+class Client(Protocol):
+    """Any of the vendor's clients."""
+
+    @property
+    def post(self) -> Callable[..., Any]: ...
+
+    async def close(self) -> None: ...
+
+
+class Splitter(Protocol):
+    """As `EventSplitter`."""
+
+    def feed(self, chunk: bytes) -> list[bytes]: ...
+
+
+def sse(max_event_bytes: int) -> Splitter:
+    """Server-Sent Events, as Anthropic streams."""
+    return EventSplitter(max_event_bytes=max_event_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """What another house does otherwise than Anthropic. The client knows URL and signature (`cloud.py`)."""
+
+    as_fields: bool = False
+    """The client takes the body apart to say it in its own way, so that it wants it as fields, not as bytes."""
+    splitter: Callable[[int], Splitter] = sse
+    signing_errors: tuple[type[Exception], ...] = ()
+    """What comes out of the client where there are no credentials at present."""
+
+
+ANTHROPIC: Final = Dialect()
 
 
 class AnthropicProvider:
-    """Adapter for Anthropic, and for anything that answers like it at `base_url`.
+    """Adapter for Anthropic, and for everything that its vendor has a client for.
 
-    `traceparent` gives the current span's; nothing else of the trace leaves the house.
+    `secret` appears in no error. `traceparent` gives the current span's; nothing else of the trace leaves the house.
     """
 
     def __init__(
         self,
+        client: Client,
         *,
-        api_key: str,
-        base_url: str,
-        name: str = "anthropic",
+        name: str,
+        secret: str,
+        dialect: Dialect = ANTHROPIC,
         traceparent: Callable[[], str | None] = lambda: None,
-        connect_timeout_s: float = 5.0,
         max_answer_bytes: int = 64 * _MIB,
     ) -> None:
         self.name = name
-        self._key = api_key
+        self._client = client
+        self._key = secret
+        self._dialect = dialect
         self._traceparent = traceparent
         self._max_answer_bytes = max_answer_bytes
+
+    @classmethod
+    def at(cls, base_url: str, *, api_key: str, name: str = "anthropic", **more: Any) -> Self:
+        """Anthropic, or anything that answers like it there."""
         # key and address are given, so that neither the environment nor a profile of the client's changes them
-        self._client = AsyncAnthropic(
-            api_key=api_key,
-            base_url=base_url,
-            max_retries=0,
-            open_telemetry=False,
-            timeout=httpx2.Timeout(None, connect=connect_timeout_s),
-            # the environment's proxy is not for this machine itself
-            http_client=DefaultAioHttpClient(
-                event_hooks={"response": [_bound_error_body]}, trust_env=not _is_here(base_url)
-            ),
-        )
+        client = AsyncAnthropic(api_key=api_key, base_url=base_url, **client_options(base_url))
+        return cls(client, name=name, secret=api_key, **more)
 
     async def stream(self, request: Request, *, timeout_s: float, parts: Parts | None) -> Answer:
         streamed = parts is not None or request.max_tokens > MAX_TOKENS_AT_ONCE
         asked = say_stream(request.body, streamed)
+        response: httpx2.Response | None = None
         try:
             async with asyncio.timeout(timeout_s) as limit:
                 response = await self._send(asked, beta=request.beta)
+                rate = rate_headers.read(response.headers, now_s=time.time())
                 try:
                     if streamed:
                         message = await self._read_stream(response, limit=limit, pause_s=timeout_s, parts=parts)
@@ -77,7 +114,7 @@ class AnthropicProvider:
                     else:
                         body = await self._read_whole(response)
                         message = parse_message(body, response.headers.get("content-type", ""))
-                    return read_answer(message, body, provider=self.name, request_id=_request_id(response))
+                    return read_answer(message, body, provider=self.name, request_id=_request_id(response), rate=rate)
                 finally:
                     with suppress(*NETWORK_ERRORS):
                         await response.aclose()
@@ -86,6 +123,10 @@ class AnthropicProvider:
                 raise
             what = "no event" if streamed else "no whole answer"
             raise TransientError(f"{what} from the provider within {timeout_s:g} s", type="timeout") from error
+        except ProviderError as error:
+            if response is not None:
+                error.rate = rate_headers.read(response.headers, now_s=time.time())
+            raise
 
     async def aclose(self) -> None:
         await self._client.close()
@@ -97,10 +138,14 @@ class AnthropicProvider:
             headers["traceparent"] = traceparent
         if beta is not None:
             headers["anthropic-beta"] = beta
-        with border(secret=self._key):
-            response = await self._client.post(
-                "/v1/messages", cast_to=httpx2.Response, content=body, options={"headers": headers}, stream=True
-            )
+        said: dict[str, Any] = {"body": json.loads(body)} if self._dialect.as_fields else {"content": body}
+        try:
+            with border(secret=self._key):
+                response = await self._client.post(
+                    "/v1/messages", cast_to=httpx2.Response, options={"headers": headers}, stream=True, **said
+                )
+        except self._dialect.signing_errors as error:
+            raise TransientError(f"no credentials for {self.name}: {one_line(error)}", type="credentials") from error
         assert isinstance(response, httpx2.Response)
         return response
 
@@ -120,7 +165,7 @@ class AnthropicProvider:
         self, response: httpx2.Response, *, limit: asyncio.Timeout, pause_s: float, parts: Parts | None
     ) -> dict[str, Any]:
         """Forward the events and put them together. The time that `parts` takes is not the provider's."""
-        splitter = EventSplitter(max_event_bytes=self._max_answer_bytes)
+        splitter = self._dialect.splitter(self._max_answer_bytes)
         assembly = Assembly()
         clock = asyncio.get_running_loop().time
         async with aclosing(self._chunks(response)) as chunks:
@@ -169,6 +214,19 @@ def say_stream(body: bytes, streamed: bool) -> bytes:
         if "stream" in fields:
             return body if fields["stream"] is streamed else json.dumps({**fields, "stream": streamed}).encode()
     return body.replace(b"{", b'{"stream":true,', 1) if streamed else body
+
+
+def client_options(base_url: str) -> dict[str, Any]:
+    """How every client of the vendor's is made: no retries and spans of its own, the fastest transport."""
+    return {
+        "max_retries": 0,
+        "open_telemetry": False,
+        "timeout": httpx2.Timeout(None, connect=CONNECT_TIMEOUT_S),
+        # the environment's proxy is not for this machine itself
+        "http_client": DefaultAioHttpClient(
+            event_hooks={"response": [_bound_error_body]}, trust_env=not _is_here(base_url)
+        ),
+    }
 
 
 def _is_here(url: str) -> bool:

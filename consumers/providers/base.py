@@ -12,6 +12,7 @@ from consumers.failures import (
     SpendLimitError,
     TransientError,
 )
+from consumers.limits.headers import RateHeaders
 from topology.contract.messages import Request
 
 __all__ = [
@@ -49,10 +50,24 @@ class Answer:
     usage: Usage = field(default_factory=Usage)
     request_id: str | None = None
     stop_reason: str | None = None
+    rate: RateHeaders | None = None
+    """What the response told of the account's limits."""
+    cost_usd: float | None = None
+    """By the table of prices; None where the model has no price."""
 
 
 Parts = Callable[[bytes], Awaitable[None]]
 """Takes one event of the stream, as JSON. Called in order, awaited before the next event is read."""
+
+
+class Restartable(Protocol):
+    """Parts that can begin again: the next event is announced as the first of another attempt."""
+
+    async def __call__(self, event: bytes, /) -> None: ...
+
+    def restart(self) -> bool:
+        """Whether events had been sent, which the requester is now told to forget."""
+        ...
 
 
 class Provider(Protocol):

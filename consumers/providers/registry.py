@@ -1,24 +1,164 @@
-"""Which provider is called, under one CLIENT span an attempt."""
+"""An attempt at a request: its provider is called, and where that one fails another, under one CLIENT span a call.
 
-from consumers.providers.base import Answer, Parts, Provider
-from topology import recording
+At most two calls an attempt: retries (`consumers/retry.py`) come on top, and two layers that repeat multiply. Who is
+asked next must not be known to fail (`breaker.py`) and must have room at once: an attempt does not stand in line again.
+
+    the provider is down, broken or cut off   another provider, the same model
+    it is overloaded, or says 429 for long    another provider, or the fallback model
+    it refuses our key, or the account is     another provider
+    at its spend limit
+"""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from math import inf
+
+import structlog
+
+from consumers.failures import (
+    BreakerOpen,
+    OverloadedError,
+    ProviderError,
+    RateLimitedError,
+    RejectedError,
+    SpendLimitError,
+    TransientError,
+)
+from consumers.limits.base import Heard
+from consumers.prices import Prices
+from consumers.providers import counting
+from consumers.providers.base import Answer, Parts, Provider, Restartable
+from consumers.providers.breaker import Breakers, Pass
+from consumers.providers.routes import Route
+from topology import recording, signals
 from topology.contract.messages import Request
 from topology.tracing import Tracing
 
+LONG_S = 5.0
+"""A 429 that tells a shorter wait is waited for: its retry goes to the same provider."""
+LEAST_LEFT_S = 1.0
+"""With less left until its deadline nobody else is asked."""
+Move = Callable[[Route, ProviderError | None], Awaitable[bool]]
+"""Reserve for another route at once, or not at all; whether it could. Then what was reserved for the one before is
+settled: by the error of its call, or given back where none was made (None)."""
+log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+async def stay(_: Route, __: ProviderError | None) -> bool:
+    """Nobody else is asked."""
+    return False
+
 
 class Registry:
-    """The providers of this process. One, so far."""
+    """The providers of this process. `learn` is told, by account, what every response says of its limits."""
 
-    def __init__(self, provider: Provider, *, tracing: Tracing) -> None:
-        self._provider = provider
+    def __init__(
+        self,
+        *providers: Provider,
+        tracing: Tracing,
+        breakers: Breakers | None = None,
+        prices: Prices | None = None,
+        learn: Callable[[str, Heard], None] = lambda _, __: None,
+    ) -> None:
+        self._providers = {each.name: each for each in providers}
         self._tracing = tracing
+        self._breakers = breakers or Breakers()
+        self._prices = prices or Prices()
+        self._learn = learn
 
-    async def stream(self, request: Request, *, timeout_s: float, parts: Parts | None) -> Answer:
-        """Make one attempt; as `Provider.stream`."""
+    async def stream(
+        self,
+        request: Request,
+        *,
+        timeout_s: float,
+        parts: Restartable | None,
+        routes: Sequence[Route] = (),
+        until_s: float = inf,
+        move: Move = stay,
+    ) -> Answer:
+        """Make one attempt; as `Provider.stream`.
+
+        `routes`: the one that is reserved for, then those that may be asked instead; none: the first provider.
+        `until_s`: its deadline, by the event loop's clock. Raises BreakerOpen, where no call was made.
+        """
+        routes = routes or (self._only(request),)
+        entered, others = await self._enter(routes, move)
+        try:
+            return await self._call(entered, request, timeout_s=timeout_s, parts=parts)
+        except ProviderError as error:
+            left_s = until_s - asyncio.get_running_loop().time()
+            candidates = [each for each in others if _helps(error, entered.route, each)]
+            if left_s < LEAST_LEFT_S or (other := await self._next(candidates, move, error)) is None:
+                raise
+            first = error
+        log.info(
+            signals.FAILED_OVER,
+            request=request.id,
+            provider=entered.route.provider,
+            model=entered.route.model,
+            to_provider=other.route.provider,
+            to_model=other.route.model,
+            error=first.detail,
+        )
+        if parts is not None and parts.restart():
+            log.info(signals.STREAM_RESTARTED, request=request.id, error=first.detail)
+        try:
+            return await self._call(other, request, timeout_s=min(timeout_s, left_s), parts=parts)
+        except (RejectedError, SpendLimitError) as error:
+            if isinstance(first, (RejectedError, SpendLimitError)):
+                raise
+            # what the second refuses, the first may answer yet
+            raise first from error
+
+    async def aclose(self) -> None:
+        for each in self._providers.values():
+            await each.aclose()
+
+    async def _enter(self, routes: Sequence[Route], move: Move) -> tuple[Pass, Sequence[Route]]:
+        """The first that may be called, and those after it."""
+        now_s = asyncio.get_running_loop().time()
+        if (entered := await self._breakers.enter(routes[0], now_s)) is not None:
+            return entered, routes[1:]
+        if (entered := await self._next(routes[1:], move, None)) is None:
+            raise BreakerOpen(min(self._breakers.wait_s(each, now_s) for each in routes))
+        return entered, routes[routes.index(entered.route) + 1 :]
+
+    async def _next(self, routes: Sequence[Route], move: Move, error: ProviderError | None) -> Pass | None:
+        now_s = asyncio.get_running_loop().time()
+        for route in routes:
+            if (entered := await self._breakers.enter(route, now_s)) is None:
+                continue
+            moved = False
+            try:
+                moved = await move(route, error)
+            finally:
+                if not moved:
+                    await self._breakers.unknown(entered, now_s)
+            if moved:
+                return entered
+        return None
+
+    async def _call(self, entered: Pass, request: Request, *, timeout_s: float, parts: Parts | None) -> Answer:
+        route, clock = entered.route, asyncio.get_running_loop().time
         with self._tracing.chat(
-            model=request.model, provider=self._provider.name, stream=parts is not None, max_tokens=request.max_tokens
+            model=route.name, provider=route.provider, stream=parts is not None, max_tokens=request.max_tokens
         ) as span:
-            answer = await self._provider.stream(request, timeout_s=timeout_s, parts=parts)
+            try:
+                answer = await self._providers[route.provider].stream(
+                    asking_for(request, route.name), timeout_s=timeout_s, parts=parts
+                )
+            except ProviderError as error:
+                self._learn(route.account, counting.failed(error, error.rate))
+                await self._breakers.failed(entered, error, clock(), timeout_s=timeout_s)
+                raise
+            except BaseException:  # cancelled, or a fault of ours
+                await self._breakers.unknown(entered, clock())
+                raise
+            self._learn(route.account, counting.answered(answer.rate))
+            await self._breakers.answered(entered, clock())
+            answer = replace(answer, cost_usd=self._prices.cost_usd(route.model, answer.usage))
             recording.answer(
                 span,
                 model=answer.model,
@@ -28,5 +168,34 @@ class Registry:
                 cache_write_tokens=answer.usage.cache_creation_input_tokens,
                 stop_reason=answer.stop_reason,
                 request_id=answer.request_id,
+                cost_usd=answer.cost_usd,
             )
             return answer
+
+    def _only(self, request: Request) -> Route:
+        name = next(iter(self._providers))
+        return Route(provider=name, model=request.model, name=request.model, account=name)
+
+
+def asking_for(request: Request, model: str) -> Request:
+    """The same request for a model of another name; itself where it has that name."""
+    if model == request.model:
+        return request
+    body = json.dumps({**json.loads(request.body), "model": model}).encode()
+    return replace(request, model=model, body=body)
+
+
+def _helps(error: ProviderError, failed: Route, other: Route) -> bool:
+    """Whether another may answer where one failed so."""
+    is_elsewhere = other.provider != failed.provider
+    match error:
+        case TransientError():
+            return is_elsewhere and other.model == failed.model
+        case OverloadedError():
+            return other.account != failed.account
+        case RateLimitedError(retry_after_s=told):
+            return told is not None and told > LONG_S and other.account != failed.account
+        case SpendLimitError() | RejectedError(status=401 | 403):
+            return is_elsewhere
+        case _:
+            return False

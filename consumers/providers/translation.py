@@ -24,6 +24,7 @@ from consumers.failures import (
     SpendLimitError,
     TransientError,
 )
+from consumers.limits import headers as rate_headers
 
 _STATUS_OF_TYPE: Final[Mapping[str, int]] = {
     "invalid_request_error": 400,
@@ -38,8 +39,9 @@ _STATUS_OF_TYPE: Final[Mapping[str, int]] = {
     "timeout_error": 504,
     "overloaded_error": 529,
 }
-_PASSING: Final = frozenset({408, 409, 425})
-"""4xx that another try may pass: a timeout, a conflict with a call that is still running, a replayed handshake."""
+_PASSING: Final = frozenset({408, 409, 424, 425})
+"""4xx that another try may pass: a timeout, a conflict with a call that is still running, a fault of the model's
+(Bedrock), a replayed handshake."""
 _USAGE_LIMIT: Final = "You have reached your specified API usage limits"
 _LONGEST_WAIT_S: Final = 86_400.0
 _MESSAGE_CHARACTERS: Final = 300
@@ -132,18 +134,26 @@ def read_retry_after_s(headers: Mapping[str, str], *, now_s: float) -> float | N
 
 def _from_status(error: anthropic.APIStatusError, *, secret: str) -> ProviderError:
     headers = error.response.headers
+    now_s = time.time()
     if error.api_message:
         message = _line(str(error.api_message), secret)
     else:
         message = f"not an error body of Anthropic's ({_line(headers.get('content-type', 'no content type'), secret)})"
-    return classify(
+    found = classify(
         status=error.status_code,
         type=str(error.type or ""),
         code=str(error.error_code or ""),
         message=message,
-        retry_after_s=read_retry_after_s(headers, now_s=time.time()),
+        retry_after_s=read_retry_after_s(headers, now_s=now_s),
         request_id=error.request_id,
     )
+    found.rate = rate_headers.read(headers, now_s=now_s)
+    return found
+
+
+def one_line(error: BaseException) -> str:
+    """What an exception says, on one line; for those that know no key."""
+    return _line(_said(error), "")
 
 
 def _said(error: BaseException | None) -> str:

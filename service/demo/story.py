@@ -67,7 +67,7 @@ async def _tell(settings: Settings) -> bool:
         lanes, unbroken_act = await _through_lanes(settings, parts, console, api=api, folder=Path(folder))
         console.print("the same through one first-come queue …", style="dim")
         api.configure(api.options)  # the same faults again
-        provider = AnthropicProvider(api_key="simulated", base_url=api.base_url, traceparent=lambda: None)
+        provider = AnthropicProvider.at(api.base_url, api_key="simulated", traceparent=lambda: None)
         stack.push_async_callback(provider.aclose)
         workers = sum(lane.slots + lane.due_slots for lane in parts.lanes)
         queued = await first_come.run(settings.broker_url, provider, workers=workers)

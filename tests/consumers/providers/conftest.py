@@ -68,8 +68,8 @@ def answering() -> Answering:
         runner = web.ServerRunner(web.Server(handler), shutdown_timeout=0.05)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        adapter = AnthropicProvider(
-            api_key=KEY, base_url=f"http://127.0.0.1:{runner.addresses[0][1]}", max_answer_bytes=1_000_000
+        adapter = AnthropicProvider.at(
+            f"http://127.0.0.1:{runner.addresses[0][1]}", api_key=KEY, max_answer_bytes=1_000_000
         )
         try:
             yield adapter

@@ -1,0 +1,71 @@
+"""The route gate: who may be asked at all, and whether one of them is known to answer.
+
+A short wait for a breaker is waited for here; a longer one is the request's own, and others pass it meanwhile.
+"""
+
+import asyncio
+import random
+from collections.abc import Sequence
+
+from consumers.job import Deferred, Job, NowMs, Outcome, Refused, ended_by
+from consumers.providers.breaker import Breakers
+from consumers.providers.routes import Route, Routes
+from topology.contract.problems import RequestProblem
+
+REASON = "breaker"
+HOLD_S = 3.0
+SPREAD = 0.5
+"""Those that wait for the same probe come back over half as long again: one of them makes it."""
+
+
+class RouteGate:
+    """Ends what asks for a model that its lane or tenant may not have. `of`: as `Routes.of`, with those alone that are
+    not known to fail now, or all of them where that is none."""
+
+    def __init__(self, routes: Routes, breakers: Breakers, *, now_ms: NowMs, rng: random.Random) -> None:
+        self._routes = routes
+        self._breakers = breakers
+        self._now_ms = now_ms
+        self._rng = rng
+
+    def of(self, lane: str, tenant: str, model: str) -> Sequence[Route]:
+        routes = self._routes.of(lane, tenant, model)
+        now_s = asyncio.get_running_loop().time()
+        return [each for each in routes if self._breakers.wait_s(each, now_s) <= 0] or routes
+
+    def after(self, job: Job) -> Sequence[Route]:
+        """The job's route, then those that may be asked instead of it: what `Registry.stream` takes."""
+        assert job.request is not None
+        routes = self._routes.of(job.lane_name, job.identity.tenant, job.request.model)
+        at = next((index for index, each in enumerate(routes) if each == job.route), 0)
+        return routes[at:]
+
+    async def enter(self, job: Job) -> Outcome | None:
+        assert job.request is not None
+        try:
+            routes = self._routes.of(job.lane_name, job.identity.tenant, job.request.model)
+        except RequestProblem as forbidden:
+            return ended_by(forbidden)
+        clock = asyncio.get_running_loop().time
+        until_s = clock() + HOLD_S
+        while (wait_s := min(self._breakers.wait_s(each, clock()) for each in routes)) > 0 and job.stopped is None:
+            if clock() + wait_s > until_s:
+                return self._later(job, wait_s, job.request.deadline_ms - self._now_ms())
+            await asyncio.sleep(wait_s)
+        return None
+
+    async def leave(self, job: Job, outcome: Outcome | None) -> None:
+        """Nothing was taken."""
+
+    def _later(self, job: Job, wait_s: float, left_ms: int) -> Outcome:
+        wait_ms = round(1000 * wait_s)
+        if wait_ms >= left_ms:
+            return Refused(
+                RequestProblem(
+                    "deadline_exceeded",
+                    f"no provider may be called for {wait_ms} ms (their last calls failed), "
+                    f"and {max(0, left_ms)} ms are left",
+                )
+            )
+        spread_ms = round(wait_ms * self._rng.uniform(0, SPREAD))
+        return Deferred(delay_ms=min(wait_ms + spread_ms, left_ms), reason=REASON, due_ms=job.hop.due_ms)

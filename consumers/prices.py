@@ -1,0 +1,81 @@
+"""What a call costs: prices per million tokens, by model, as of a date. Pure."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final, Protocol
+
+AS_OF: Final = "2026-11-21"
+"""When the defaults were read (facts.md, part two, A)."""
+MILLION: Final = 1_000_000
+_DATED: Final = re.compile(r"[-@]\d{8}$")
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """US dollars per million tokens."""
+
+    input: float
+    output: float
+    cache_read: float | None = None
+    """None: a tenth of the input's."""
+    cache_write: float | None = None
+    """For five minutes. None: a quarter more than the input's."""
+
+
+class Counts(Protocol):
+    """Tokens as the provider counted them; `input_tokens` without the cached ones."""
+
+    @property
+    def input_tokens(self) -> int: ...
+    @property
+    def output_tokens(self) -> int: ...
+    @property
+    def cache_creation_input_tokens(self) -> int: ...
+    @property
+    def cache_read_input_tokens(self) -> int: ...
+
+
+DEFAULTS: Final[Mapping[str, Price]] = MappingProxyType(
+    {
+        "claude-fable-5-2": Price(8, 40),  # told by a reseller only
+        "claude-fable-5-1": Price(10, 50),
+        "claude-opus-5-5": Price(4, 20, 0.20, 5),
+        "claude-opus-5": Price(5, 25),
+        "claude-sonnet-5-5": Price(2, 10, 0.20, 2.50),
+        "claude-sonnet-5": Price(2, 10, 0.20, 2.50),
+        "claude-haiku-5-5": Price(0.10, 0.50),  # "from": its tiers were not seen
+        "claude-haiku-4-5": Price(1, 5),
+    }
+)
+
+
+class Prices:
+    """The table: the defaults, with the given ones added or in their place."""
+
+    def __init__(self, given: Mapping[str, Price] | None = None, *, as_of: str = AS_OF) -> None:
+        self.as_of = as_of
+        self._table = {**DEFAULTS, **(given or {})}
+
+    @property
+    def models(self) -> frozenset[str]:
+        """Those that have a price."""
+        return frozenset(self._table)
+
+    def of(self, model: str) -> Price | None:
+        """A dated name (`claude-haiku-4-5-20251001`) has its model's price."""
+        return self._table.get(model) or self._table.get(_DATED.sub("", model))
+
+    def cost_usd(self, model: str, counts: Counts) -> float | None:
+        """Of one call; None without a price."""
+        if (price := self.of(model)) is None:
+            return None
+        cache_read = price.input / 10 if price.cache_read is None else price.cache_read
+        cache_write = price.input * 1.25 if price.cache_write is None else price.cache_write
+        return (
+            counts.input_tokens * price.input
+            + counts.output_tokens * price.output
+            + counts.cache_read_input_tokens * cache_read
+            + counts.cache_creation_input_tokens * cache_write
+        ) / MILLION
