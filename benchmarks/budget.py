@@ -1,57 +1,119 @@
 """Who spends a small budget best: Lanekeeper, no gate, a semaphore, LiteLLM's proxy; the same load, in the same run.
 
-    ./dev bench budget [--minutes 5] [--speed 10] [--only gate,semaphore] [--plot waits.svg]
+    ./dev bench budget [--minutes 5] [--speed 10] [--only gate,semaphore] [--scenarios all]
 
 60 requests and 40,000 input tokens a minute, enforced by a simulated provider of each contestant's own; 500 batch jobs
-wait, a critical request comes every two seconds. `--speed 10`: all rates and intervals scaled alike, so that ten
-minutes take one. A wait is the time until the answer without the provider's own; of what has no answer in the end, how
-long it has waited so far.
+wait, a critical request comes every two seconds. A wait is the time until the answer without the provider's own; of
+what has no answer in the end, how long it has waited so far. What is used is of all that could be: what the provider's
+buckets held at the beginning, and what came in. `--speed 10`: all rates and intervals scaled alike, so that ten minutes
+take one; what costs time by itself then looks ten times as dear.
 """
 
 import argparse
 import asyncio
 import os
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from functools import partial
+from pathlib import Path
 
-import ground  # noqa: F401  sets up logging
+import ground
 import uvloop
-from contest import gate, rivals
-from contest.load import Asking, Load, send
-from contest.provider import provider
+from contest import gate, litellm, plot, rivals, workers
+from contest.load import Load
+from contest.running import Contestant, run
+from contest.scenarios import SCENARIOS
 from contest.score import Row, table
 
-Contestant = Callable[[str, Load], AbstractAsyncContextManager[Asking]]
-CONTESTANTS: dict[str, tuple[str, Contestant]] = {
-    "gate": ("Lanekeeper's gate alone", gate.gate_alone),
-    "nogate": ("no gate, again on 429", rivals.no_gate),
-    "semaphore": (f"semaphore of {rivals.AT_ONCE}, again on 429", rivals.semaphore),
+RIVALS: dict[str, tuple[str, Contestant]] = {
+    "nogate": ("No gate, again on 429", rivals.no_gate),
+    "semaphore": (f"Semaphore of {rivals.AT_ONCE}, again on 429", rivals.semaphore),
 }
+NAMES = ("lanekeeper", "gate", *RIVALS, "litellm")
+NOT_WIRED = "this version's worker has no gate yet"
 
 
-async def main(load: Load, names: list[str]) -> None:
-    print(_described(load))
-    rows = await asyncio.gather(*(_row(*CONTESTANTS[name], load) for name in names))
-    print(table(list(rows)))
+async def main(load: Load, *, only: list[str], scenarios: list[str], program: Path, picture: Path) -> None:
+    async with ground.broker() as broker_url:
+        ours: Contestant = partial(workers.lanekeeper, broker_url=broker_url)
+        if only:
+            print(_described(load))
+            rows = await _contest(load, only=only, ours=ours, program=program)
+            print(table(rows))
+            picture.parent.mkdir(parents=True, exist_ok=True)
+            picture.write_text(plot.svg(rows, load))  # noqa: ASYNC240  nothing runs any more
+            print(f"Waits over time: {picture}")
+        for name in scenarios:
+            await _scenario(name, load, broker_url=broker_url)
     print(f"Load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores.")
 
 
-async def _row(name: str, contestant: Contestant, load: Load) -> Row:
-    async with provider(load) as by, contestant(by.base_url, load) as asking:
-        sending = asyncio.create_task(send(asking, load))
-        await asyncio.sleep(load.real_s)
-        books = await by.books()
-        return Row(name=name, board=await sending, books=books)
+async def _contest(load: Load, *, only: list[str], ours: Contestant, program: Path) -> list[Row]:
+    """Together, but for LiteLLM's, which would take the processor from the others."""
+    known: dict[str, tuple[str, Contestant]] = {
+        "lanekeeper": ("Lanekeeper", ours),
+        "gate": ("Lanekeeper's gate alone", gate.gate_alone),
+        **RIVALS,
+    }
+    lanekeeper = [] if "lanekeeper" not in only or workers.IS_WIRED else [Row(name="Lanekeeper", why_not=NOT_WIRED)]
+    running = [name for name in known if name in only and (name != "lanekeeper" or workers.IS_WIRED)]
+    rows = lanekeeper + list(await asyncio.gather(*(run(*known[name], load) for name in running)))
+    if "litellm" in only:
+        rows.append(await _litellm(load, program))
+    return rows
+
+
+async def _litellm(load: Load, program: Path) -> Row:
+    if (reason := litellm.why_not(load, program)) is not None:
+        return Row(name="LiteLLM's proxy", why_not=reason)
+    name = f"LiteLLM {await litellm.version(program)}, priorities"
+    try:
+        return await run(name, partial(litellm.proxy, program=program), load)
+    except TimeoutError:
+        return Row(name=name, why_not=f"did not start within {litellm.START_WITHIN_S} s")
+
+
+async def _scenario(name: str, load: Load, *, broker_url: str) -> None:
+    scenario = SCENARIOS[name]
+    load = scenario.load(load)
+    async with ground.redis() as redis_url:
+        contestant: Contestant = gate.gate_alone
+        if workers.IS_WIRED:
+            shared = redis_url if scenario.workers > 1 else None
+            contestant = partial(workers.lanekeeper, broker_url=broker_url, workers=scenario.workers, redis_url=shared)
+        why_not = NOT_WIRED if scenario.needs_workers and not workers.IS_WIRED else None
+        if scenario.workers > 1 and redis_url is None:
+            why_not = "no redis-server is installed"
+        if why_not is not None:
+            print(f"\n{name}: not run: {why_not}")
+            return
+        row = await run(
+            "Lanekeeper" if workers.IS_WIRED else "Lanekeeper's gate alone",
+            contestant,
+            load,
+            options=scenario.options,
+            trouble=scenario.trouble,
+        )
+    print(f"\n{name}: {scenario.holds(row) or 'as it must be'}; {_described(load)}\n{table([row])}")
 
 
 def _described(load: Load) -> str:
     scaled = "" if load.speed == 1 else f" (clock {load.speed:g} times as fast: {load.real_s:g} s)"
+    critical = f"a critical request every {load.critical_every_s:g} s" if load.critical_every_s else "none is critical"
     return (
         f"{load.window_s:g} s{scaled}; provider: {load.requests_per_minute} requests and "
         f"{load.input_tokens_per_minute:,} input tokens a minute, buckets of {load.burst_s:g} s, an answer in "
-        f"{load.latency_s:g} s. {load.jobs} batch jobs of {load.job_tokens[0]} to {load.job_tokens[1]} tokens wait; "
-        f"a critical request of {load.critical_tokens} every {load.critical_every_s or 0:g} s."
+        f"{load.latency_s:g} s; {load.jobs} batch jobs wait, {critical}; {load.tokens[0]} to {load.tokens[1]} input "
+        "tokens each."
     )
+
+
+def _names(known: tuple[str, ...]) -> object:
+    def names(text: str) -> list[str]:
+        found = [name for name in text.split(",") if name]
+        if unknown := [name for name in found if name not in (*known, "all", "none")]:
+            raise argparse.ArgumentTypeError(f"no {', '.join(unknown)}; known are {', '.join(known)}, all, none")
+        return list(known) if "all" in found else [name for name in found if name != "none"]
+
+    return names
 
 
 if __name__ == "__main__":
@@ -59,6 +121,17 @@ if __name__ == "__main__":
     parser.add_argument("--minutes", type=float, default=1)
     parser.add_argument("--speed", type=float, default=1)
     parser.add_argument("--burst", type=float, default=10, help="seconds' worth that the provider's buckets hold")
-    parser.add_argument("--only", type=lambda text: text.split(","), default=list(CONTESTANTS))
+    parser.add_argument("--only", type=_names(NAMES), default=list(NAMES), help=", ".join(NAMES))
+    parser.add_argument("--scenarios", type=_names(tuple(SCENARIOS)), default=[], help=", ".join(SCENARIOS))
+    parser.add_argument("--litellm", type=Path, default=litellm.PROGRAM, help="its program")
+    parser.add_argument("--plot", type=Path, default=Path(".cache/budget.svg"))
     options = parser.parse_args()
-    uvloop.run(main(Load(window_s=60 * options.minutes, speed=options.speed, burst_s=options.burst), options.only))
+    uvloop.run(
+        main(
+            Load(window_s=60 * options.minutes, speed=options.speed, burst_s=options.burst),
+            only=options.only,
+            scenarios=options.scenarios,
+            program=options.litellm,
+            picture=options.plot,
+        )
+    )

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from contest.calling import CONNECTING_S, Call, Said, calling
 from contest.load import MAX_TOKENS, MODEL, Ask, Asking, Load
+
 from consumers.limits import headers
 from consumers.limits.amounts import NOTHING, Amounts
 from consumers.limits.base import Heard, Kind
@@ -45,8 +46,9 @@ async def gate_alone(base_url: str, load: Load) -> AsyncIterator[Asking]:
 
         async def ask(ask: Ask) -> None:
             async with slots[ask.lane]:
-                while (await _attempt(call, ask, budgets, estimates, load.speed)).status != 200:
-                    await asyncio.sleep(CONNECTING_S / load.speed)
+                while (said := await _attempt(call, ask, budgets, estimates, load.speed)).status != 200:
+                    if said.status == 0:
+                        await asyncio.sleep(CONNECTING_S / load.speed)
 
         yield ask
 

@@ -19,8 +19,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
-
 from contest.load import MODEL, Ask, Asking, Load
+
 from service.demo.source import LOOPBACK, free_ports
 
 PROGRAM = Path(".cache/litellm/bin/litellm")
@@ -66,7 +66,7 @@ async def version(program: Path) -> str:
 
 @asynccontextmanager
 async def proxy(base_url: str, load: Load, program: Path) -> AsyncIterator[Asking]:
-    (port,) = free_ports(1)
+    (port,), program = free_ports(1), program.absolute()  # noqa: ASYNC240  a question of text
     url, key = f"http://{LOOPBACK}:{port}", f"sk-{secrets.token_hex(16)}"
     with tempfile.TemporaryDirectory(prefix="lanekeeper-bench-") as folder:
         config = Path(folder, "config.yaml")
@@ -80,7 +80,7 @@ async def proxy(base_url: str, load: Load, program: Path) -> AsyncIterator[Askin
         )
         with Path(folder, "log").open("wb") as log:  # noqa: ASYNC230
             process = await asyncio.create_subprocess_exec(
-                *(str(program.absolute()), "--config", str(config), "--host", LOOPBACK, "--port", str(port)),
+                *(str(program), "--config", str(config), "--host", LOOPBACK, "--port", str(port)),
                 env={**_environment(), "LITELLM_MASTER_KEY": key},
                 stdout=log,
                 stderr=log,
@@ -94,7 +94,10 @@ async def proxy(base_url: str, load: Load, program: Path) -> AsyncIterator[Askin
 
                 async def ask(ask: Ask) -> None:
                     body = {**json.loads(ask.body), "priority": PRIORITIES[ask.lane]}
-                    while (again_s := await _attempt(session, url, body)) is not None:
+                    while True:
+                        again_s = await _attempt(session, url, body)
+                        if again_s is None:
+                            return
                         await asyncio.sleep(again_s)
 
                 yield ask

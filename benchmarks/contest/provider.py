@@ -1,4 +1,4 @@
-"""The provider of one contestant: `lanekeeper simulate` in a process of its own, with enforced buckets, and its books."""
+"""A contestant's provider: `lanekeeper simulate` in a process of its own, its buckets enforced; and its books."""
 
 import asyncio
 import sys
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
-
 from contest.load import OUTPUT_TOKENS, Load
+
 from service.demo.source import LOOPBACK, free_ports
 
 START_WITHIN_S = 30

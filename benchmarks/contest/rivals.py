@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 
 from contest.calling import CONNECTING_S, Call, calling
 from contest.load import Ask, Asking, Load
+
 from topology.lanes import DEFAULT_LANES
 
 AT_ONCE = 8
@@ -39,6 +40,9 @@ async def semaphore(base_url: str, load: Load) -> AsyncIterator[Asking]:
 
 
 async def _until_answered(call: Call, body: bytes, *, speed: float) -> None:
-    while (said := await call(body)).status != 200:
-        # whole seconds of the clock: scaled like every other interval
+    while True:
+        said = await call(body)
+        if said.status == 200:
+            return
+        # told in whole seconds of the clock: scaled like every other interval
         await asyncio.sleep((said.retry_after_s or CONNECTING_S) / speed)

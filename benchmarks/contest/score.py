@@ -33,8 +33,16 @@ class Row:
             str(self.books.refused),
             f"{100 * used(self.books.requests, self.board.load.requests_per_minute, self.board.load):.1f} %",
             f"{100 * used(self.books.input_tokens, self.board.load.input_tokens_per_minute, self.board.load):.1f} %",
-            f"{(self.books.calls - self.books.running) / max(1, self.board.answered()):.2f}",
+            f"{self.calls_per_answer():.2f}",
         )
+
+    def calls_per_answer(self) -> float:
+        """By the provider's books, or the contestant's where these count more: a call may not arrive."""
+        assert self.board is not None
+        assert self.books is not None
+        answered = max(1, self.board.answered())
+        told = sum(ask.attempts for ask in self.board.asks if ask.answered_s is not None)
+        return max(self.books.calls - self.books.running, told) / answered
 
 
 def used(amount: float, per_minute: float, load: Load) -> float:

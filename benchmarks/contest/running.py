@@ -1,0 +1,28 @@
+"""One contestant's run: its provider, its load, and the books at the end of the window."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+
+from contest.load import Asking, Load, send
+from contest.provider import SimulatedProvider, provider
+from contest.score import Row
+
+Contestant = Callable[[str, Load], AbstractAsyncContextManager[Asking]]
+"""Takes the provider's URL and the load."""
+Trouble = Callable[[SimulatedProvider, Load], Awaitable[None]]
+
+
+async def run(
+    name: str, contestant: Contestant, load: Load, *, options: Sequence[str] = (), trouble: Trouble | None = None
+) -> Row:
+    """`options` are the provider's (faults, say); `trouble` is what befalls it meanwhile."""
+    async with provider(load, *options) as by, contestant(by.base_url, load) as asking:
+        async with asyncio.TaskGroup() as group:
+            sending = group.create_task(send(asking, load))
+            if trouble is not None:
+                group.create_task(trouble(by, load))
+            if not load.finish_s:
+                await asyncio.sleep(load.real_s)
+                books = await by.books()  # before the rest is cut off
+        return Row(name=name, board=sending.result(), books=await by.books() if load.finish_s else books)

@@ -1,0 +1,101 @@
+"""What else Lanekeeper must stand: each scenario with the load, what befalls the provider, and what must hold then."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from contest.load import Load
+from contest.provider import SimulatedProvider
+from contest.running import Trouble
+from contest.score import Row, used
+
+MOST_CALLS_PER_ANSWER = 1.5
+LEAST_USED = 0.95
+BATCH_SHARE = 0.05
+MOST_OVERSPENT = 0.02
+DOWN_AFTER_S = 10.0
+DOWN_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """`holds` says what is not as it must be; nothing where all is well."""
+
+    name: str
+    load: Callable[[Load], Load]
+    holds: Callable[[Row], str | None]
+    options: Sequence[str] = ()
+    trouble: Trouble | None = None
+    workers: int = 1
+    needs_workers: bool = field(default=False)
+    """The gate alone is not enough: it has no retries and no breaker."""
+
+
+async def _down_and_back(by: SimulatedProvider, load: Load) -> None:
+    await asyncio.sleep(DOWN_AFTER_S / load.speed)
+    await by.stop()
+    await asyncio.sleep(DOWN_S / load.speed)
+    await by.start()
+
+
+def _few(load: Load, **changes: float) -> Load:
+    """So few that all of them can be answered."""
+    return replace(load, window_s=90, jobs=40, critical_every_s=5.0, finish_s=240, **changes)  # type: ignore[arg-type]
+
+
+def _budget_is_used(row: Row) -> str | None:
+    assert row.board is not None
+    assert row.books is not None
+    load = row.board.load
+    share = max(
+        used(row.books.requests, load.requests_per_minute, load),
+        used(row.books.input_tokens, load.input_tokens_per_minute, load),
+    )
+    return None if share >= LEAST_USED else f"{share:.1%} of the budget used, not {LEAST_USED:.0%}"
+
+
+def _batch_has_its_share(row: Row) -> str | None:
+    assert row.board is not None
+    load = row.board.load
+    least = int(BATCH_SHARE * load.requests_per_minute * load.window_s / 60)
+    answered = row.board.answered("batch")
+    return None if answered >= least else f"{answered} batch jobs answered, not {least}"
+
+
+def _all_answered(row: Row) -> str | None:
+    assert row.board is not None
+    missing = len(row.board.asks) - row.board.answered()
+    if missing:
+        why = next((ask.failed for ask in row.board.asks if ask.failed), "no answer came")
+        return f"{missing} of {len(row.board.asks)} not answered: {why}"
+    calls = row.calls_per_answer()
+    return None if calls <= MOST_CALLS_PER_ANSWER else f"{calls:.2f} calls per answer, not {MOST_CALLS_PER_ANSWER}"
+
+
+def _not_overspent(row: Row) -> str | None:
+    assert row.books is not None
+    share = row.books.refused / max(1, row.books.requests)
+    return None if share <= MOST_OVERSPENT else f"{share:.1%} more than there was, not {MOST_OVERSPENT:.0%}"
+
+
+SCENARIOS: Mapping[str, Scenario] = {
+    each.name: each
+    for each in (
+        Scenario(name="batch alone", load=lambda load: replace(load, critical_every_s=None), holds=_budget_is_used),
+        Scenario(
+            name="critical flood", load=lambda load: replace(load, critical_every_s=0.25), holds=_batch_has_its_share
+        ),
+        Scenario(name="provider down", load=_few, holds=_all_answered, trouble=_down_and_back, needs_workers=True),
+        Scenario(
+            name="30 % overloaded",
+            load=_few,
+            holds=_all_answered,
+            options=("--fault", "overloaded=0.3"),
+            needs_workers=True,
+        ),
+        Scenario(
+            name="provider slow", load=lambda load: _few(load, latency_s=20.0), holds=_all_answered, needs_workers=True
+        ),
+        Scenario(name="three workers", load=lambda load: load, holds=_not_overspent, workers=3, needs_workers=True),
+    )
+}

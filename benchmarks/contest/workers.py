@@ -1,0 +1,85 @@
+"""Lanekeeper itself: workers in processes of their own, on a real broker; requests go in and come out at the edge."""
+
+import asyncio
+import os
+import sys
+import tempfile
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from contest.gate import spec
+from contest.load import Ask, Asking, Load
+
+from service.client import Client
+from service.settings import Settings
+from topology.broker.connection import Connection
+from topology.broker.remove import remove
+from topology.declaration import declare
+from topology.lanes import DEFAULT_LANES
+from topology.names import Names
+
+START_WITHIN_S = 60
+IS_WIRED = "budget" in Settings.model_fields
+"""Whether workers have the gate."""
+
+
+@asynccontextmanager
+async def lanekeeper(
+    base_url: str, load: Load, *, broker_url: str, workers: int = 1, redis_url: str | None = None
+) -> AsyncIterator[Asking]:
+    """`workers` processes that share their store: the one Redis, or, if it is one process, a file."""
+    names = Names(f"contest-{uuid.uuid4().hex[:8]}")
+    with tempfile.TemporaryDirectory(prefix="lanekeeper-bench-") as folder:
+        environ = _environment(load) | {
+            "LANEKEEPER_AMQP_URL": broker_url,
+            "LANEKEEPER_NAMESPACE": names.namespace,
+            "LANEKEEPER_STORE_URL": redis_url or f"sqlite:///{folder}/store.sqlite",
+            "ANTHROPIC_BASE_URL": base_url,
+            "ANTHROPIC_API_KEY": "benchmark",
+        }
+        processes: list[asyncio.subprocess.Process] = []
+        try:
+            async with Client(broker_url, names=names) as client:
+                with Path(folder, "log").open("wb") as log:  # noqa: ASYNC230
+                    for number in range(workers):
+                        processes.append(
+                            await asyncio.create_subprocess_exec(
+                                *(sys.executable, "-m", "service.cli.main", "serve", "--port", "0"),
+                                env=environ,
+                                stdout=log,
+                                stderr=log,
+                            )
+                        )
+                        await _consuming(client, workers=number + 1)
+
+                async def ask(ask: Ask) -> None:
+                    final = await client.request(ask.body, key=f"{ask.lane}.benchmark.budget")
+                    ask.attempts = final.attempt
+
+                yield ask
+        finally:
+            for process in processes:
+                process.terminate()
+            await asyncio.gather(*(process.wait() for process in processes))
+            await _leave_nothing(broker_url, names)
+
+
+def _environment(load: Load) -> Mapping[str, str]:
+    """Ours without any setting, and with the gate's times scaled."""
+    foreign = ("LANEKEEPER_", "ANTHROPIC_", "OTEL_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    return kept if load.speed == 1 else {**kept, "LANEKEEPER_BUDGET__BURST_S": f"{spec(load).burst_s:g}"}
+
+
+async def _consuming(client: Client, *, workers: int) -> None:
+    async with asyncio.timeout(START_WITHIN_S):
+        for lane in DEFAULT_LANES:
+            while (depth := await client.depth(lane.name)) is None or depth.consumers < workers:  # noqa: ASYNC110
+                await asyncio.sleep(0.2)
+
+
+async def _leave_nothing(broker_url: str, names: Names) -> None:
+    async with Connection(broker_url, name="benchmark") as connection:
+        await remove(declare(DEFAULT_LANES, names=names, broker_version=connection.version), connection)
