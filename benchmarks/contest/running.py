@@ -1,7 +1,7 @@
 """One contestant's run: its provider, its load, and the books at the end of the window."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 
 from contest.load import Asking, Load, send
@@ -10,7 +10,7 @@ from contest.score import Row
 
 Contestant = Callable[[str, Load], AbstractAsyncContextManager[Asking]]
 """Takes the provider's URL and the load."""
-Trouble = Callable[[SimulatedProvider, Load], Awaitable[None]]
+Trouble = Callable[[SimulatedProvider, Load], Coroutine[None, None, None]]
 
 
 async def run(

@@ -5,7 +5,7 @@ import os
 import sys
 import tempfile
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -66,7 +66,7 @@ async def lanekeeper(
             await _leave_nothing(broker_url, names)
 
 
-def _environment(load: Load) -> Mapping[str, str]:
+def _environment(load: Load) -> dict[str, str]:
     """Ours without any setting, and with the gate's times scaled."""
     foreign = ("LANEKEEPER_", "ANTHROPIC_", "OTEL_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
