@@ -1,4 +1,4 @@
-"""Circuit breakers: a provider whose calls fail is left alone for a while, then asked by one call. Pure but for a lease.
+"""Circuit breakers: a provider whose calls fail is left alone a while, then asked by one call. Pure but for the lease.
 
     closed ──FAILURES in a row, within WINDOW_S──> open ──its time is over──> probing ──answered──> closed
                                                     ^                            │

@@ -112,13 +112,13 @@ class Routes:
         if allowed is not None and model not in allowed:
             raise RequestProblem(
                 "forbidden_model",
-                f"model {model[:80]!r} is not allowed for tenant {tenant[:80]!r}; allowed: {', '.join(sorted(allowed))}",
+                f"model {model[:80]!r} is not for tenant {tenant[:80]!r}; allowed: {', '.join(sorted(allowed))}",
             )
         in_lane = spec.lane_models.get(lane)
         chain: list[Route] = []
         following: str | None = model
         while following is not None:
-            if following == model or _may(following, in_lane) and _may(following, allowed):
+            if following == model or (_may(following, in_lane) and _may(following, allowed)):
                 chain += self._with(lane, following)
             following = spec.fallbacks.get(following)
         if not chain:

@@ -1,0 +1,97 @@
+"""The gate of the caps: what a lane or a tenant may use in a day is taken by estimate, and corrected after the call."""
+
+import random
+from collections.abc import Callable
+
+from consumers.gates.route import RouteGate
+from consumers.job import Answered, Deferred, Job, NowMs, Outcome, Refused, Route, ended_by
+from consumers.limits.amounts import Amounts
+from consumers.prices import MILLION, Price, Prices
+from consumers.spending import Hold, Over, Spending, Spent
+from consumers.state.base import StoreUnavailable
+from topology.contract.messages import Request
+from topology.contract.problems import RequestProblem
+
+SPREAD_MS = 60_000
+"""Those that wait for the next day come back over so long a time."""
+STORE_AWAY_MS = 1000
+Estimate = Callable[[Job, Request, Route], Amounts]
+
+
+class CapsGate:
+    """`estimate`: what a request is expected to use there (`BudgetGate.amounts`)."""
+
+    def __init__(
+        self,
+        spending: Spending,
+        routes: RouteGate,
+        *,
+        prices: Prices,
+        estimate: Estimate,
+        now_ms: NowMs,
+        rng: random.Random,
+    ) -> None:
+        self._spending = spending
+        self._routes = routes
+        self._prices = prices
+        self._estimate = estimate
+        self._now_ms = now_ms
+        self._rng = rng
+        self._held: dict[Job, Hold] = {}
+
+    async def enter(self, job: Job) -> Outcome | None:
+        assert job.request is not None
+        tenant = job.identity.tenant
+        bounds = self._spending.bounds(job.lane_name, tenant)
+        if not bounds:
+            return None
+        route = self._routes.of(job.lane_name, tenant, job.request.model)[0]
+        price = self._prices.of(route.model)
+        if price is None and any(each.what == "usd" for each in bounds):
+            return ended_by(
+                RequestProblem(
+                    "forbidden_model",
+                    f"model {route.model[:80]!r} has no price, and what is spent here is capped in dollars; "
+                    f"allowed: {', '.join(sorted(self._prices.models))}",
+                )
+            )
+        try:
+            found = await self._spending.take(bounds, _spent(self._estimate(job, job.request, route), price))
+        except StoreUnavailable:  # a cap that cannot be looked at holds
+            return Deferred(delay_ms=STORE_AWAY_MS, reason="store", due_ms=job.hop.due_ms)
+        if isinstance(found, Over):
+            return self._over(job, job.request, found)
+        self._held[job] = found
+        return None
+
+    async def leave(self, job: Job, outcome: Outcome | None) -> None:
+        """An answer counts as what it was. A failure counts nothing, but where it may have been paid: as estimated."""
+        hold = self._held.pop(job, None)
+        used = Spent()
+        if isinstance(outcome, Answered):
+            tokens = 0.0 if job.usage is None else job.usage.input_tokens + job.usage.output_tokens
+            used = Spent(1, tokens, job.cost_usd or 0.0)
+            self._spending.count(job.lane_name, job.identity.tenant, used)
+        elif job.attempt_started_ms is not None and job.usage is not None and job.usage.output_tokens > 0:
+            return
+        if hold is not None:
+            await self._spending.correct(hold, used)
+
+    def _over(self, job: Job, request: Request, over: Over) -> Outcome:
+        left_ms = request.deadline_ms - self._now_ms()
+        wait_ms = round(1000 * over.resets_in_s)
+        if wait_ms >= left_ms or over.wanted > over.bound.limit:
+            return Refused(
+                RequestProblem(
+                    "deadline_exceeded", f"{over}; the next day begins in {wait_ms} ms, and {left_ms} ms are left"
+                )
+            )
+        delay_ms = min(wait_ms + round(self._rng.uniform(0, SPREAD_MS)), left_ms)
+        return Deferred(delay_ms=delay_ms, reason=over.bound.reason, due_ms=job.hop.due_ms)
+
+
+def _spent(amounts: Amounts, price: Price | None) -> Spent:
+    usd = 0.0
+    if price is not None:
+        usd = (amounts.input_tokens * price.input + amounts.output_tokens * price.output) / MILLION
+    return Spent(1, amounts.input_tokens + amounts.output_tokens, usd)

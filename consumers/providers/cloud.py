@@ -1,0 +1,94 @@
+"""Claude in other houses: Amazon Bedrock, Google Vertex AI, Microsoft Foundry, through the vendor's own clients.
+
+What these clients change (read in anthropic 2.12, `lib/{bedrock,vertex,foundry}`):
+
+    Bedrock   POST /model/{model}/invoke[-with-response-stream]; the body without `model` and `stream`, with
+              `anthropic_version` and `anthropic_beta`; signed (SigV4), or a Bedrock API key as bearer; streams come in
+              AWS's frames (`frames.py`), not as Server-Sent Events
+    Vertex    POST …/publishers/anthropic/models/{model}:[stream]rawPredict; the body without `model`, with
+              `anthropic_version`; a Google access token as bearer
+    Foundry   Anthropic's own API at the resource's URL; the key as `x-api-key` and `api-key`
+
+Credentials of Amazon and Google are found as their own libraries find them: environment, files, the machine's role.
+"""
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, Final
+
+from anthropic import AsyncAnthropicFoundry
+
+from consumers.providers.anthropic import AnthropicProvider, Dialect, client_options
+from consumers.providers.frames import FrameSplitter
+
+MISSING: Final = "needs packages that are not installed; run: pip install 'lanekeeper[{extra}]'"
+
+
+class ExtraMissing(Exception):
+    """A kind of provider needs packages that are not installed. The text names the extra that brings them."""
+
+
+def bedrock(
+    *, name: str, region: str, api_key: str | None = None, base_url: str | None = None, **more: Any
+) -> AnthropicProvider:
+    """Amazon Bedrock. Without a key (a Bedrock API key) requests are signed; that needs `lanekeeper[bedrock]`."""
+    url = base_url or f"https://bedrock-runtime.{region}.amazonaws.com"
+    errors: tuple[type[Exception], ...] = ()
+    if api_key is None:
+        errors = (RuntimeError, _imported("botocore.exceptions", "bedrock").BotoCoreError)
+        _imported("boto3", "bedrock")
+    client_of = import_module("anthropic.lib.bedrock").AsyncAnthropicBedrock
+    client = client_of(api_key=api_key, aws_region=region, base_url=url, **client_options(url))
+    dialect = Dialect(as_fields=True, splitter=_frames, signing_errors=errors)
+    return AnthropicProvider(client, name=name, secret=api_key or "", dialect=dialect, **more)
+
+
+def vertex(
+    *, name: str, region: str, project: str, api_key: str | None = None, base_url: str | None = None, **more: Any
+) -> AnthropicProvider:
+    """Google Vertex AI. Without a key (an access token, which is good for an hour at most) the machine's credentials
+    are used, and renewed; that needs `lanekeeper[vertex]`."""
+    errors: tuple[type[Exception], ...] = ()
+    if api_key is None:
+        errors = (RuntimeError, _imported("google.auth.exceptions", "vertex").GoogleAuthError)
+        _imported("google.auth.transport.requests", "vertex")
+    url = base_url or _vertex_url(region)
+    client_of = import_module("anthropic.lib.vertex").AsyncAnthropicVertex
+    client = client_of(region=region, project_id=project, access_token=api_key, base_url=url, **client_options(url))
+    dialect = Dialect(as_fields=True, signing_errors=errors)
+    return AnthropicProvider(client, name=name, secret=api_key or "", dialect=dialect, **more)
+
+
+def foundry(*, name: str, api_key: str, base_url: str, **more: Any) -> AnthropicProvider:
+    """Microsoft Foundry, by key: `https://<resource>.services.ai.azure.com/anthropic`."""
+    client = AsyncAnthropicFoundry(api_key=api_key, base_url=base_url, **client_options(base_url))
+    return AnthropicProvider(client, name=name, secret=api_key, **more)
+
+
+KINDS: Final[dict[str, Callable[..., AnthropicProvider]]] = {
+    "anthropic": AnthropicProvider.at,
+    "bedrock": bedrock,
+    "vertex": vertex,
+    "foundry": foundry,
+}
+
+
+def _imported(module: str, extra: str) -> Any:
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ExtraMissing(MISSING.format(extra=extra)) from error
+
+
+def _frames(max_event_bytes: int) -> FrameSplitter:
+    return FrameSplitter(max_event_bytes=max_event_bytes)
+
+
+def _vertex_url(region: str) -> str:
+    match region:
+        case "global":
+            return "https://aiplatform.googleapis.com/v1"
+        case "us" | "eu":
+            return f"https://aiplatform.{region}.rep.googleapis.com/v1"
+        case _:
+            return f"https://{region}-aiplatform.googleapis.com/v1"
