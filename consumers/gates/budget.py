@@ -8,11 +8,13 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from consumers.failures import ProviderError
 from consumers.job import Answered, Deferred, Dropped, Job, NowMs, Outcome, Refused, Route
 from consumers.limits.amounts import PAUSED, Amounts
 from consumers.limits.base import Budgets, Reservation, Wait, WaitTooLong
 from consumers.limits.estimates import Estimates, Kind, task_of
 from consumers.limits.spec import BudgetSpec
+from consumers.providers.counting import spent
 from consumers.state.base import Stop
 from topology.contract.messages import Request
 from topology.contract.problems import RequestProblem
@@ -92,6 +94,20 @@ class BudgetGate:
                 input_tokens=job.usage.input_tokens,
                 output_tokens=job.usage.output_tokens,
             )
+
+    async def move(self, job: Job, route: Route, error: ProviderError | None) -> bool:
+        """Reserve for another route at once, or not at all; whether it could. Then what was reserved for the one before
+        is settled: by the error of its call, or given back where none was made (None).
+        """
+        assert job.request is not None
+        amounts = self.amounts(job, job.request, route)
+        found = await self._budgets.try_reserve(route.account, lane=job.lane_name, amounts=amounts)
+        if found is None:
+            return False
+        before, job.reservation, job.route = job.reservation, found, route
+        if before is not None:
+            self._budgets.settle(before, None if error is None else spent(error, before.amounts))
+        return True
 
     def amounts(self, job: Job, request: Request, route: Route) -> Amounts:
         """What it is expected to use there."""

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
+from consumers.failures import OverloadedError
 from consumers.gates.budget import BudgetGate
 from consumers.job import Answered, Deferred, Dropped, Job, Outcome, Refused
 from consumers.limits.amounts import Amounts
@@ -75,7 +76,7 @@ class Ground:
 
     async def spend(self, account: str, requests: int = 0) -> None:
         """All of it, and so many requests more."""
-        books = self.budgets._books(account)
+        books = self.budgets._desk.books(account)
         for bucket in books.buckets:
             bucket.parts = [0.0, 0.0, 0.0]
             bucket.level = 0.0
@@ -113,7 +114,7 @@ def test_what_was_used_is_settled_and_what_was_not_is_given_back() -> None:
         job.attempt_started_ms, job.usage = on.now_ms(), Amounts(1, 7, 2)
         await on.gate.leave(job, DONE)
 
-        books = on.budgets._books("one/m")
+        books = on.budgets._desk.books("one/m")
         assert [bucket.burst - bucket.level for bucket in books.buckets] == [1, 7, 2]
         assert books.concurrency.running == 0
 
@@ -126,7 +127,7 @@ def test_a_request_that_was_never_sent_gives_everything_back() -> None:
         await on.enter(job)
         await on.gate.leave(job, None)
 
-        assert [bucket.burst - bucket.level for bucket in on.budgets._books("one/m").buckets] == [0, 0, 0]
+        assert [bucket.burst - bucket.level for bucket in on.budgets._desk.books("one/m").buckets] == [0, 0, 0]
 
     story(tell)
 
@@ -238,6 +239,35 @@ def test_a_paused_account_is_passed_over() -> None:
         job = on.job()
         assert await on.enter(job) is None
         assert job.route == TWO
+
+    story(tell, ONE, TWO)
+
+
+def test_a_failed_call_moves_to_another_account_that_has_room_and_is_settled_where_it_was() -> None:
+    async def tell(on: Ground) -> None:
+        job = on.job()
+        await on.enter(job)
+        assert await on.gate.move(job, TWO, OverloadedError("529"))
+
+        assert job.route == TWO
+        assert job.reservation is not None
+        assert job.reservation.account == "two/m2"
+        spent = [bucket.burst - bucket.level for bucket in on.budgets._desk.books("one/m").buckets]
+        assert spent == [1, 0, 0]  # the request was counted, its tokens were not
+
+    story(tell, ONE, TWO)
+
+
+def test_a_failed_call_stays_where_it_is_when_the_other_account_has_no_room() -> None:
+    async def tell(on: Ground) -> None:
+        await on.spend("two/m2")
+        job = on.job()
+        await on.enter(job)
+        kept = job.reservation
+        assert not await on.gate.move(job, TWO, None)
+
+        assert (job.route, job.reservation) == (ONE, kept)
+        assert on.budgets.waiting() == {}
 
     story(tell, ONE, TWO)
 

@@ -32,7 +32,7 @@ class Bench:
 
     @property
     def books(self) -> Account:
-        return self.budgets._books(ACCOUNT)
+        return self.budgets._desk.books(ACCOUNT)
 
     def ask(
         self, lane: str, name: str = "", *, amounts: Amounts = ONE, until: float | None = None
