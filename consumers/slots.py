@@ -81,8 +81,12 @@ class Line:
     said_s: float | None = None
 
     @property
+    def open(self) -> list[_Added]:
+        return [each for each in self.added if not each.is_ending]
+
+    @property
     def open_slots(self) -> int:
-        return sum(each.pool.slots for each in self.added if not each.is_ending)
+        return sum(each.pool.slots for each in self.open)
 
     @property
     def ending(self) -> int:
@@ -113,9 +117,7 @@ class Line:
 class Slots:
     """Adds slots to queues and takes them back. `lines`: the most urgent first."""
 
-    def __init__(
-        self, lines: Sequence[Line], *, depths: Depths, now_ms: NowMs, waiting_for: WaitingFor = dict
-    ) -> None:
+    def __init__(self, lines: Sequence[Line], *, depths: Depths, now_ms: NowMs, waiting_for: WaitingFor = dict) -> None:
         self._lines = lines
         self._depths = depths
         self._now_ms = now_ms
@@ -196,7 +198,7 @@ class Slots:
             kept=line.kept,
             most=line.most,
             target_wait_s=line.target_wait_s,
-            extra=line.open_slots + line.ending,
+            extra=max(line.open_slots + line.ending, line.share.extra),  # the latter where many ended since
             grown=line.share.grown,
             ending=line.ending,
             busiest=max(line.used),
@@ -206,12 +208,13 @@ class Slots:
         )
 
     def _carry_out(self, line: Line, share: Share) -> None:
-        for each in reversed(line.added):
-            if line.open_slots > share.extra and not each.is_ending:
-                each.is_ending = True
-                self._group.create_task(each.pool.stop(), name=f"take back {line.pool.queue}")
-        if (room := share.extra - line.open_slots - line.ending) > 0:
-            added = _Added(line.more(room))
+        while (excess := line.open_slots - share.extra) > 0:
+            least = min(line.open, key=lambda each: (each.pool.slots < excess, abs(each.pool.slots - excess)))
+            least.is_ending = True
+            self._group.create_task(least.pool.stop(), name=f"take back {line.pool.queue}")
+        while (room := share.extra - line.open_slots - line.ending) > 0:
+            # by powers of two, so that only few more have to be taken back than are wanted
+            added = _Added(line.more(1 << room.bit_length() - 1))
             line.added.append(added)
             line.used.append(line.pool.slots + line.open_slots + line.ending)  # not idle before they are consumed
             self._group.create_task(self._work(line, added), name=f"added slots {line.pool.queue}")
@@ -233,13 +236,13 @@ class Slots:
             line.added.remove(added)
 
     async def _take_all_back(self) -> None:
-        open_ = [each for line in self._lines for each in line.added if not each.is_ending]
-        for each in open_:
+        ending = [each for line in self._lines for each in line.open]
+        for each in ending:
             each.is_ending = True
         for line in self._lines:
             line.share = Share()
         self._show()
-        await asyncio.gather(*(each.pool.stop() for each in open_))
+        await asyncio.gather(*(each.pool.stop() for each in ending))
 
     def _say(self, line: Line, limit: str, now_s: float) -> None:
         if line.said_s is None or now_s >= line.said_s + SAY_EVERY_S:

@@ -16,22 +16,30 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote, unquote, urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from consumers.job import ATTEMPT_WITHIN_S
+from consumers.prices import AS_OF, Prices
+from consumers.providers.routes import ProviderModels, RoutesSpec
 from consumers.retry import RetryPolicy
+from consumers.spending import Cap, CapsSpec
 from consumers.state.spec import StoreSpec
 from service import allowed, sources
 from service.allowed import (
     AmqpUrl,
+    CapTable,
     Chances,
+    Day,
     HttpUrl,
     Key,
+    ModelLists,
     ModelName,
+    ModelNames,
     Namespace,
     Number,
     Patterns,
+    PriceTable,
     ReadableFile,
     StoreUrl,
     UserNames,
@@ -47,12 +55,20 @@ CONFIG_FILE = Path("lanekeeper.toml")
 DOTENV_FILE = Path(".env")
 ANTHROPIC_URL = "https://api.anthropic.com"
 LATER = {
-    ("providers",): "another provider",
     ("webhooks",): "the sending of webhooks",
     ("gateway", "keys"): "the HTTP gateway",
 }
 """Settings that come with later versions: refused, never ignored."""
 YEAR_S = 365 * 86_400
+FIRST = "anthropic"
+"""The provider of ANTHROPIC_API_KEY and ANTHROPIC_BASE_URL."""
+_PROVIDER_NAME = re.compile(r"[a-z][a-z0-9_-]{0,39}")
+_NEEDS = {
+    "anthropic": ("api_key", "base_url"),
+    "bedrock": ("region",),
+    "vertex": ("region", "project"),
+    "foundry": ("api_key", "base_url"),
+}
 
 
 class _Section(BaseModel):
@@ -72,6 +88,8 @@ class LaneSettings(_Section):
     model: ModelName
     max_tokens: Number[int] = Field(ge=1, le=1_000_000)
     models: Words | None = None
+    providers: Words | None = None
+    """Which it asks, in this order; none: all, the first provider first, then the others by name."""
     max_length: Number[int] = Field(ge=1, le=1_000_000_000)
     max_length_bytes: Number[int] = Field(ge=MIB, le=1024 * GIB)  # at least the largest request
 
@@ -94,11 +112,11 @@ class LaneSettings(_Section):
 
     @classmethod
     def of(cls, spec: LaneSpec) -> "LaneSettings":
-        fields = {name: getattr(spec, name) for name in cls.model_fields if name != "models"}
+        fields = {name: getattr(spec, name) for name in cls.model_fields if name not in ("models", "providers")}
         return cls(**fields, models=None if spec.models is None else tuple(sorted(spec.models)))
 
     def spec(self, name: str) -> LaneSpec:
-        values = self.model_dump()
+        values = self.model_dump(exclude={"providers"})
         return LaneSpec(name=name, **{**values, "models": None if self.models is None else frozenset(self.models)})
 
 
@@ -108,6 +126,66 @@ class LanesSettings(_Section):
     critical: LaneSettings = LaneSettings.of(CRITICAL)
     normal: LaneSettings = LaneSettings.of(NORMAL)
     batch: LaneSettings = LaneSettings.of(BATCH)
+
+
+class ProviderSettings(_Section):
+    """A provider beside the first, under a name that its author chooses. Credentials of Amazon and Google that are not
+    given here are found as their own libraries find them."""
+
+    kind: Literal["anthropic", "bedrock", "vertex", "foundry"] = "anthropic"
+    """`anthropic`: anything that answers like Anthropic's API at `base_url`."""
+    api_key: Key | None = None
+    base_url: HttpUrl | None = None
+    region: ModelName | None = None
+    project: ModelName | None = None
+    models: ModelNames | None = None
+    """Its own name for each model that it has; none: all, under Anthropic's names."""
+
+    @model_validator(mode="after")
+    def _has_what_its_kind_needs(self) -> "ProviderSettings":
+        needs = _NEEDS[self.kind]
+        if missing := [name for name in needs if getattr(self, name) is None]:
+            raise ValueError(f"a provider of kind {self.kind} needs {' and '.join(missing)}")
+        if idle := [name for name in ("region", "project") if name not in needs and getattr(self, name) is not None]:
+            raise ValueError(f"a provider of kind {self.kind} has no {' and no '.join(idle)}")
+        return self
+
+
+class ModelsSettings(_Section):
+    """Which model answers where one cannot, and which tenants may use some only."""
+
+    fallbacks: ModelNames = {}
+    tenants: ModelLists = {}
+
+
+class PricesSettings(_Section):
+    """What tokens cost, as of a day. `models` adds to the table of `consumers/prices.py`, or changes it."""
+
+    as_of: Day = AS_OF
+    models: PriceTable = {}
+
+
+class CapSettings(_Section):
+    """What may be used in a day (UTC)."""
+
+    requests: Number[float] | None = Field(default=None, gt=0)
+    tokens: Number[float] | None = Field(default=None, gt=0)
+    usd: Number[float] | None = Field(default=None, gt=0)
+
+
+class LaneCapsSettings(_Section):
+    """Of each lane."""
+
+    critical: CapSettings = CapSettings()
+    normal: CapSettings = CapSettings()
+    batch: CapSettings = CapSettings()
+
+
+class CapsSettings(_Section):
+    """Whose day is capped."""
+
+    lanes: LaneCapsSettings = LaneCapsSettings()
+    tenants: CapTable = {}
 
 
 class GatewaySettings(_Section):
@@ -190,6 +268,10 @@ class Settings(BaseSettings):
     namespace: Namespace = "lane"
     anthropic_api_key: Key | None = None
     anthropic_base_url: HttpUrl | None = None
+    providers: dict[str, ProviderSettings] = {}
+    models: ModelsSettings = ModelsSettings()
+    prices: PricesSettings = PricesSettings()
+    caps: CapsSettings = CapsSettings()
     lanes: LanesSettings = LanesSettings()
     gateway: GatewaySettings = GatewaySettings()
     tls: TlsSettings = TlsSettings()
@@ -225,8 +307,59 @@ class Settings(BaseSettings):
         """Only what is given: `Settings()` is the defaults, whatever the environment holds."""
         return (init_settings,)
 
+    @field_validator("providers")
+    @classmethod
+    def _their_names_are_names(cls, value: dict[str, ProviderSettings]) -> dict[str, ProviderSettings]:
+        for name in value:
+            if name == FIRST:
+                raise ValueError(f"the name {FIRST} is taken: by ANTHROPIC_API_KEY and ANTHROPIC_BASE_URL")
+            if _PROVIDER_NAME.fullmatch(name) is None:
+                raise ValueError(f"{name[:80]!r} is no name: a to z, 0 to 9, _ and -, up to 40, a letter first")
+        return value
+
+    def routes_spec(self) -> RoutesSpec:
+        """Who is asked for what. The first provider is there where it has a key, where a lane names it, and where there
+        is no other."""
+        orders = {lane.name: each.providers for lane in DEFAULT_LANES if (each := self._lane(lane)).providers}
+        is_wanted = any(FIRST in (names or ()) for names in orders.values())
+        first = [ProviderModels(name=FIRST)] if self.api_key or is_wanted or not self.providers else []
+        return RoutesSpec(
+            providers=(
+                *first,
+                *(ProviderModels(name=name, models=self.providers[name].models) for name in sorted(self.providers)),
+            ),
+            lanes={lane: names for lane, names in orders.items() if names},
+            lane_models={lane.name: lane.models for lane in self.lane_specs()},
+            fallbacks=self.models.fallbacks,
+            tenants=self.models.tenants,
+        )
+
+    def price_table(self) -> Prices:
+        return Prices(self.prices.models, as_of=self.prices.as_of)
+
+    def caps_spec(self) -> CapsSpec:
+        lanes = {name: Cap(**cap) for name, cap in self.caps.lanes.model_dump().items()}
+        return CapsSpec(lanes=lanes, tenants=self.caps.tenants)
+
+    def disagreements(self) -> list[str]:
+        """What is wrong with settings that are each right by themselves."""
+        lanes, prices = self.lane_specs(), self.price_table()
+        used = {model for lane in lanes for model in (lane.model, *(lane.models or ()))}
+        problems = self.routes_spec().problems(known=prices.models | used)
+        if self.caps_spec().in_money:
+            problems += [
+                f"prices.models: {model!r} has no price, and what is spent is capped in dollars"
+                for model in sorted(used)
+                if prices.of(model) is None
+            ]
+        return problems
+
+    def _lane(self, lane: LaneSpec) -> LaneSettings:
+        found: LaneSettings = getattr(self.lanes, lane.name)
+        return found
+
     def lane_specs(self) -> tuple[LaneSpec, ...]:
-        return tuple(getattr(self.lanes, lane.name).spec(lane.name) for lane in DEFAULT_LANES)
+        return tuple(self._lane(lane).spec(lane.name) for lane in DEFAULT_LANES)
 
     def names(self) -> Names:
         return Names(self.namespace)
@@ -318,8 +451,16 @@ class Settings(BaseSettings):
         return self.model_copy(update={"store_url": SecretStr(store_url)})
 
     def answered_by(self, url: str, *, key: str) -> "Settings":
-        """The same, with another provider: a simulated one."""
-        return self.model_copy(update={"anthropic_base_url": SecretStr(url), "anthropic_api_key": SecretStr(key)})
+        """The same, with this provider alone: a simulated one."""
+        lanes = {lane.name: self._lane(lane).model_copy(update={"providers": None}) for lane in DEFAULT_LANES}
+        return self.model_copy(
+            update={
+                "anthropic_base_url": SecretStr(url),
+                "anthropic_api_key": SecretStr(key),
+                "providers": {},
+                "lanes": self.lanes.model_copy(update=lanes),
+            }
+        )
 
     def ssl_context(self) -> ssl.SSLContext | None:
         """For the broker; None without TLS."""
@@ -368,7 +509,7 @@ def load_settings(
     sources.read_environment(reading, KNOWN, os.environ if environ is None else environ)
     sources.read_options(reading, KNOWN, options)
     settings, problems = allowed.validate(Settings, reading, KNOWN)
-    problems = [*reading.problems, *problems]
+    problems = [*reading.problems, *problems, *(settings.disagreements() if settings is not None else ())]
     if settings is None or problems:
         raise SettingsError(_told(problems))
     return settings

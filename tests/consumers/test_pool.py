@@ -214,12 +214,14 @@ async def test_what_still_runs_when_it_is_cancelled_is_given_back_once() -> None
     working = Working(bench, hang)
     working.deliver(bench.delivery(message_id="1"), bench.delivery(message_id="2"))
     await until(lambda: working.activity.running == 2)
+    assert (working.pool.slots, working.pool.in_hand) == (4, 2)
+    assert {job.id for job in working.pool.jobs} == {"1", "2"}
     await working.pool.stop()
     working.running.cancel()
     await asyncio.wait([working.running])
     assert working.running.cancelled()
     assert bench.log == ["give back", "give back"]
-    assert working.activity.running == 0
+    assert (working.activity.running, working.pool.in_hand, len(working.pool.jobs)) == (0, 0, 0)
 
 
 async def test_what_more_is_delivered_after_a_pause_waits_for_a_slot() -> None:

@@ -51,6 +51,22 @@ def test_one_field_of_a_lane_can_be_set_alone() -> None:
     assert lane(settings, "batch").max_attempts == 8
 
 
+def test_the_slots_that_are_kept_and_the_most_follow_from_the_slots_where_they_are_not_set() -> None:
+    critical = lane(load(), "critical")
+    assert (critical.kept_slots, critical.most_slots, critical.most_due_slots) == (2, 128, 32)
+    batch = lane(load(lanes={"batch": {"slots": 1}}), "batch")
+    assert (batch.kept_slots, batch.most_slots, batch.most_due_slots) == (1, 8, 2)
+    fixed = lane(load(lanes={"batch": {"slots": 1, "slots_min": 0, "slots_max": 1, "target_wait_s": 5}}), "batch")
+    assert (fixed.kept_slots, fixed.most_slots, fixed.most_due_slots, fixed.target_wait_s) == (0, 1, 1, 5)
+
+
+def test_slots_that_are_out_of_order_are_told_together() -> None:
+    told = wrong("[lanes.batch]\nslots = 4\nslots_min = 5\nslots_max = 3\n[lanes.normal]\ntarget_wait_s = 0")
+    assert "slots_min (5) is above slots (4); slots_max (3) is below slots (4)" in told
+    assert "lanes.batch.slots_min" in told
+    assert "lanes.normal.target_wait_s in given.toml: found 0, allowed is a number above 0" in told
+
+
 def test_options_come_before_the_environment_before_dotenv_before_toml() -> None:
     toml = "[lanes.batch]\nslots = 1\nmax_tokens = 1\nmax_attempts = 1\ncall_timeout_s = 1"
     Path(".env").write_text(
@@ -142,7 +158,7 @@ def test_a_value_in_place_of_a_table_does_not_vanish_under_a_variable() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["LANEKEEPER_GATEWAY__KEYS", "LANEKEEPER_PROVIDERS__OTHER__URL", "LANEKEEPER_WEBHOOKS__X"],
+    ["LANEKEEPER_GATEWAY__KEYS", "LANEKEEPER_WEBHOOKS__X"],
 )
 def test_what_comes_in_a_later_version_is_refused(name: str) -> None:
     assert re.fullmatch(

@@ -32,6 +32,17 @@ def test_figures_of_several_workers_are_added_up() -> None:
     assert status.workers == ("a:1", "b:2")
 
 
+def test_slots_that_were_added_count_and_what_limits_them_is_told() -> None:
+    answers = [
+        {"worker": "a", "lanes": {"batch": figures(slots=4, due_slots=1, extra_slots=14, slots_limit="itpm")}},
+        {"worker": "b", "lanes": {"batch": figures(slots=4, due_slots=1, extra_slots=2, slots_limit=None)}},
+    ]
+
+    batch = merge(answers, EMPTY, lanes=LANES, names=NAMES).lanes[1]
+
+    assert (batch.slots, batch.extra_slots, batch.slots_limit) == (26, 16, "itpm")
+
+
 def test_quantiles_are_those_of_all_waits_together() -> None:
     answers = [
         {"worker": "a", "lanes": {"critical": figures(waits_ms=list(range(1, 51)))}},
