@@ -1,19 +1,22 @@
 """What a setting may be: the types of its values, and one line for each value that is none of them."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from datetime import date
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 from urllib.parse import SplitResult, unquote, urlsplit
 
 import annotated_types
 import jiter
-from pydantic import AfterValidator, BaseModel, BeforeValidator, FilePath, SecretStr, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, FilePath, PlainValidator, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from consumers import failpoints
+from consumers.prices import Price
+from consumers.spending import Cap, Spent
 from service.masking import mask, mask_url
-from service.sources import Known, Place, Reading
+from service.sources import Known, Place, Reading, is_section
 from topology.broker.urls import urls_of
 
 ALLOWED = "allowed"
@@ -146,6 +149,104 @@ def _chances(value: Any) -> Any:
     return chances
 
 
+def _table(value: Any) -> Any:
+    """A table; in the environment a JSON object, or `name=value` separated by commas."""
+    if not isinstance(value, str):
+        return value
+    if not value.lstrip().startswith("{"):
+        pairs = (each.partition("=") for each in value.split(",") if each.strip())
+        return {name.strip(): said.strip() for name, _, said in pairs}
+    try:
+        return jiter.from_json(value.encode())
+    except (ValueError, UnicodeEncodeError):
+        return None
+
+
+def _each(read: Callable[[Any], Any], what: str) -> Callable[[Any], dict[str, Any]]:
+    """A validator of tables whose values `read` reads; it raises where one cannot be read."""
+
+    def validate(value: Any) -> dict[str, Any]:
+        table = _table(value)
+        try:
+            found = {name: read(said) for name, said in table.items()}
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise _wrong(what) from None
+        if not all(isinstance(name, str) and name for name in found):
+            raise _wrong(what)
+        return found
+
+    return validate
+
+
+def _one_model(value: Any) -> str:
+    if not isinstance(value, str) or _MODEL.fullmatch(value) is None:
+        raise ValueError
+    return value
+
+
+def _some_models(value: Any) -> tuple[str, ...]:
+    return tuple(_one_model(each) for each in _not_empty(tuple(_words(value))))
+
+
+def _figure(value: Any) -> float:
+    found = float(_not_bool(value))
+    if not 0 <= found < 1e15:
+        raise ValueError
+    return found
+
+
+def _figures(value: Mapping[str, Any], fields: tuple[str, ...]) -> dict[str, float]:
+    if not value or not value.keys() <= set(fields):
+        raise ValueError
+    return {name: _figure(said) for name, said in value.items()}
+
+
+def _price(value: Any) -> Price:
+    return Price(**_figures(value, ("input", "output", "cache_read", "cache_write")))
+
+
+def _cap(value: Any) -> Cap:
+    found = _figures(value, Spent._fields)
+    if not all(found.values()):
+        raise ValueError
+    return Cap(**found)
+
+
+def _day(value: Any) -> str:
+    try:
+        return date.fromisoformat(str(value).strip()).isoformat()
+    except ValueError:
+        raise _wrong("a date such as 2026-11-21") from None
+
+
+Day = Annotated[str, PlainValidator(_day)]
+ModelNames = Annotated[
+    Mapping[str, str], PlainValidator(_each(_one_model, "a table model = model, or model=model, separated by commas"))
+]
+ModelLists = Annotated[
+    Mapping[str, tuple[str, ...]],
+    PlainValidator(_each(_some_models, "a table name = [models], in the environment as JSON")),
+]
+PriceTable = Annotated[
+    Mapping[str, Price],
+    PlainValidator(
+        _each(
+            _price,
+            "for each model a table of US dollars per million tokens: input, output, and perhaps cache_read and "
+            "cache_write; in the environment as JSON",
+        )
+    ),
+]
+CapTable = Annotated[
+    Mapping[str, Cap],
+    PlainValidator(
+        _each(
+            _cap,
+            "for each tenant (* for every other) a table of numbers above 0: requests, tokens, usd, what is used in a "
+            "day; in the environment as JSON",
+        )
+    ),
+]
 Number = Annotated[N, BeforeValidator(_not_bool)]
 Namespace = Annotated[str, AfterValidator(_namespace)]
 ModelName = Annotated[str, AfterValidator(_model)]
@@ -170,11 +271,11 @@ def validate(kind: type[S], reading: Reading, known: Known) -> tuple[S | None, l
 
 def _line(kind: type[BaseModel], error: ErrorDetails, reading: Reading, known: Known) -> str:
     place = _place(error, known)
-    if place not in known.env_names:  # a section whose values do not fit together
+    if known.pattern(place) not in known.env_names:  # a section whose values do not fit together
         names = [each.name for path, each in reading.found.items() if path[: len(place)] == place]
         return f"{', '.join(names)}: {error['msg'].removeprefix('Value error, ')}"
     found = reading.found.get(place)
-    name = known.env_names[place] if found is None else found.name
+    name = known.env_names[known.pattern(place)] if found is None else found.name
     field = _field(kind, place)
     allowed = error["ctx"]["what"] if error["type"] == ALLOWED else _allowed(field)
     return f"{name}: found {_shown(field, error['input'] if found is None else found.value)}, allowed is {allowed}"
@@ -183,15 +284,17 @@ def _line(kind: type[BaseModel], error: ErrorDetails, reading: Reading, known: K
 def _place(error: ErrorDetails, known: Known) -> Place:
     """The setting that an error is about: its location can go on into the items of a list."""
     location = tuple(str(step) for step in error["loc"])
-    return next((location[:n] for n in range(len(location), 0, -1) if location[:n] in known.env_names), location)
+    places = (location[:n] for n in range(len(location), 0, -1))
+    return next((each for each in places if known.pattern(each) in known.env_names), location)
 
 
 def _field(kind: type[BaseModel], place: Place) -> FieldInfo:
     field = kind.model_fields[place[0]]
     if len(place) == 1:
         return field
-    assert isinstance(field.annotation, type)
-    return _field(field.annotation, place[1:])
+    if is_section(field.annotation):
+        return _field(field.annotation, place[1:])  # type: ignore[arg-type]
+    return _field(get_args(field.annotation)[1], place[2:])
 
 
 def _types(field: FieldInfo) -> Iterator[Any]:

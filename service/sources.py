@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from dotenv import dotenv_values
 from pydantic import BaseModel
@@ -20,6 +20,8 @@ from topology.contract.problems import SettingsError
 PREFIX = "LANEKEEPER_"
 Place = tuple[str, ...]
 """A setting's place: ("lanes", "critical", "slots")."""
+ANY = "*"
+"""In the place of a known setting: the name of a section that its author chooses, ("providers", "*", "kind")."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,12 @@ class Known:
     later: Mapping[Place, str]
     """Place -> what it belongs to ("the store")."""
 
+    def pattern(self, place: Place) -> Place:
+        """The place as it stands in `env_names`."""
+        if len(place) > 1 and (*place[:1], ANY) in self.sections:
+            return (place[0], ANY, *place[2:])
+        return place
+
     @property
     def sections(self) -> frozenset[Place]:
         return frozenset(path[:depth] for path in self.env_names for depth in range(1, len(path)))
@@ -51,11 +59,18 @@ def env_names(kind: type[BaseModel], place: Place = ()) -> dict[Place, str]:
     found: dict[Place, str] = {}
     for name, info in kind.model_fields.items():
         here = (*place, name)
-        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            found |= env_names(info.annotation, here)
+        if get_origin(info.annotation) is dict and is_section(inside := get_args(info.annotation)[1]):
+            found |= env_names(inside, (*here, ANY))
+        elif is_section(info.annotation):
+            found |= env_names(info.annotation, here)  # type: ignore[arg-type]
         else:
             found[here] = PREFIX + "__".join(here).upper()
     return found
+
+
+def is_section(kind: object) -> bool:
+    """Whether it is a model, with settings in it."""
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
 @dataclass(slots=True)
@@ -107,11 +122,17 @@ def read_environment(reading: Reading, known: Known, environ: Mapping[str, str],
     """Add environment variables. An empty one counts as not set: Compose writes `${NAME:-}` so."""
     paths = {name: path for path, name in known.env_names.items()}
     for name, value in environ.items():
-        if (path := paths.get(name)) is not None:
+        if (path := paths.get(name, _in_named_section(known, name))) is not None:
             if value.strip():
                 reading.found[path] = Found(value, name + where)
         elif name.upper().startswith(PREFIX):
             reading.problems.append(_unknown_variable(known, name, where=where))
+
+
+def _in_named_section(known: Known, name: str) -> Place | None:
+    place = tuple(name.removeprefix(PREFIX).lower().split("__"))
+    is_ours = name.startswith(PREFIX) and name == name.upper() and ANY not in place
+    return place if is_ours and ANY in known.pattern(place) and known.pattern(place) in known.env_names else None
 
 
 def _unknown_variable(known: Known, name: str, *, where: str) -> str:
@@ -132,18 +153,18 @@ def _walk(reading: Reading, known: Known, node: Mapping[str, Any], path: Place, 
         name = ".".join(place) + where
         if value is None:
             continue
-        if place in known.env_names:
+        if known.pattern(place) in known.env_names:
             reading.found[place] = Found(value, name)
         elif (what := known.belongs_to_later(place)) is not None:
             reading.problems.append(f"{name}: {what} is not available in this version; remove it")
-        elif place in known.sections:
+        elif known.pattern(place) in known.sections:
             if isinstance(value, Mapping):
                 _walk(reading, known, value, place, where=where)
             else:
-                inside = ", ".join(_inside(known, place))
+                inside = ", ".join(_inside(known, known.pattern(place)))
                 reading.problems.append(f"{name}: found {mask(value)}, allowed is a table with {inside}")
         else:
-            near = get_close_matches(key, _inside(known, path), n=1, cutoff=0.7)
+            near = get_close_matches(key, _inside(known, known.pattern(path)), n=1, cutoff=0.7)
             reading.problems.append(f"{name}: no such setting" + (f"; did you mean {near[0]}?" if near else ""))
 
 

@@ -1,0 +1,42 @@
+"""The providers of the settings, made: those that requests can be routed to, and no other."""
+
+from collections.abc import Callable
+
+from consumers.providers.anthropic import AnthropicProvider
+from consumers.providers.cloud import KINDS, ExtraMissing
+from service.settings import FIRST, Settings
+from topology.contract.problems import SettingsError
+
+
+def open_providers(settings: Settings, *, traceparent: Callable[[], str | None]) -> tuple[AnthropicProvider, ...]:
+    """In the order in which they are asked. Raises SettingsError, with everything that is missing."""
+    found: list[AnthropicProvider] = []
+    problems: list[str] = []
+    for each in settings.routes_spec().providers:
+        try:
+            found.append(_open(settings, each.name, traceparent))
+        except ExtraMissing as missing:
+            problems.append(f"providers.{each.name}: {missing}")
+        except SettingsError as wrong:
+            problems.append(str(wrong))
+    if problems:
+        raise SettingsError("\n".join(problems))
+    return tuple(found)
+
+
+def _open(settings: Settings, name: str, traceparent: Callable[[], str | None]) -> AnthropicProvider:
+    if name == FIRST:
+        if settings.api_key is None:
+            raise SettingsError(
+                "ANTHROPIC_API_KEY is not set: set it, or answer without a provider: lanekeeper serve --simulate"
+            )
+        return AnthropicProvider.at(settings.provider_url, api_key=settings.api_key, traceparent=traceparent)
+    section = settings.providers[name]
+    given = {
+        "api_key": None if section.api_key is None else section.api_key.get_secret_value(),
+        "base_url": None if section.base_url is None else section.base_url.get_secret_value(),
+        "region": section.region,
+        "project": section.project,
+    }
+    said = {what: value for what, value in given.items() if value is not None}
+    return KINDS[section.kind](name=name, traceparent=traceparent, **said)
