@@ -9,7 +9,9 @@ Whose turn it is, again after every change:
 What is larger than the whole bucket is granted when that is full, and leaves a debt that all wait for.
 """
 
+from collections.abc import Sequence
 from math import inf
+from typing import Any
 
 from consumers.limits.adaptive import Adaptive
 from consumers.limits.amounts import CONCURRENCY, PAUSED, REASONS, Amounts
@@ -46,6 +48,38 @@ class Account:
         """Where calls are what is short: each lane's share of them, saved up to one."""
         self.paused_until_s = self.held_until_s = -inf
         self._pressed = False
+        self.elsewhere: list[Sequence[float]] = [(0.0, 0.0, 0.0) for _ in self._names]
+        """What those of each lane wait for that wait in other processes."""
+
+    def dump(self) -> list[Any]:
+        """What was learned, for other processes; as JSON has it."""
+        return [self._adaptive.dump(), self.paused_until_s, self.held_until_s]
+
+    def load(self, learned: Sequence[Any]) -> None:
+        """What other processes have learned."""
+        limits, self.paused_until_s, self.held_until_s = learned
+        self._adaptive.load(limits)
+        self._resize()
+
+    def lane_to_start(self) -> int | None:
+        """Where calls are what is short, and a lane's turn has come: that lane alone."""
+        if not self.concurrency.is_limited:
+            return None
+        return next(
+            (lane for lane, head in enumerate(self.lines.heads) if head is not None and self._has_turn(lane)), None
+        )
+
+    def begin(self, waiter: Waiter, reservation: Reservation) -> bool:
+        """Somebody else has granted it: it leaves its line. False where it is no longer there."""
+        if waiter.number not in self.lines:
+            return False
+        waiter.reservation = reservation
+        if self.concurrency.is_limited:
+            self._turn_taken(waiter.lane)
+        self.lines.leave(waiter)
+        self.concurrency.begin()
+        self._head_changed(waiter.lane)
+        return True
 
     def refill(self, now_s: float) -> None:
         """What has come in since."""

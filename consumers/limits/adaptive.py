@@ -5,7 +5,9 @@ refused. A refusal (429) that neither our books nor the response's own figures e
 the account, or the provider counts otherwise. They come back step by step.
 """
 
+from collections.abc import Sequence
 from math import inf
+from typing import Any
 
 from consumers.limits.amounts import Amounts
 from consumers.limits.headers import RateHeaders
@@ -32,6 +34,15 @@ class Adaptive:
         self._factor = 1.0
         self._halved_s = -inf
         self._moved_s = now_s
+
+    def dump(self) -> list[Any]:
+        """Everything that was learned, as JSON has it."""
+        return [list(self._told), list(self._grown), self._factor, self._halved_s, self._moved_s]
+
+    def load(self, learned: Sequence[Any]) -> None:
+        """What another process learned."""
+        told, grown, self._factor, self._halved_s, self._moved_s = learned
+        self._told, self._grown = list(told), list(grown)
 
     def per_minute(self) -> Amounts:
         """What may be used now."""

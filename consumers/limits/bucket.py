@@ -38,6 +38,10 @@ class Bucket:
         self.level = min(self.level, self.burst)
         self._full = [share * self.burst for share in self._shares]
 
+    def correct(self, level: float, parts: Sequence[float], now_s: float) -> None:
+        """What another has counted."""
+        self.level, self.parts, self._at_s = level, list(parts), now_s
+
     def refill(self, now_s: float) -> None:
         """What has come in since the last time."""
         passed_s = now_s - self._at_s

@@ -17,8 +17,15 @@ from consumers.limits.order import Waiter
 def wait(account: Account, lane: int, amounts: Amounts, now_s: float) -> Wait:
     """For one that joined the end of its lane's line now."""
     account.refill(now_s)
-    ahead = account.lines.sums(lane)
-    return _wait(account, lane, Amounts(*(x + y for x, y in zip(ahead, amounts, strict=True))), now_s)
+    ahead, others = account.lines.sums(lane), account.elsewhere[lane]
+    wanted = Amounts(*(x + y + z for x, y, z in zip(ahead, others, amounts, strict=True)))
+    return _wait(account, lane, wanted, now_s)
+
+
+def first(account: Account, lane: int, amounts: Amounts, now_s: float) -> Wait:
+    """For the first of a lane's line."""
+    account.refill(now_s)
+    return _wait(account, lane, amounts, now_s)
 
 
 def hopeless(account: Account, now_s: float) -> Iterator[tuple[Waiter, Wait]]:
@@ -60,15 +67,16 @@ def _for(account: Account, each: int, bucket: Bucket, lane: int, wanted: float) 
     own_s = max(0.0, own_s, (wanted - bucket.level) / bucket.per_s)  # after a debt the part is there before the level
     work, free, lent = wanted, bucket.level, 1.0
     filling, filling_share = 0.0, 0.0
-    for other, waiter in enumerate(lines.heads):
+    for other in range(len(shares)):
         if other == lane:
             continue
-        if waiter is not None and other < lane:
-            work += lines.sums(other)[each]
+        waits_for = lines.sums(other)[each] + account.elsewhere[other][each]
+        if waits_for > 0 and other < lane:
+            work += waits_for
             continue
         part = max(0.0, bucket.parts[other])
         free -= part
-        if waiter is not None:
+        if waits_for > 0:
             lent -= shares[other]
         elif (missing := shares[other] * bucket.burst - part) > 0:  # nobody waits for it, and yet it is filled first
             filling += missing

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Final
 
 from consumers.limits.amounts import Amounts
@@ -42,6 +43,9 @@ class Lines:
     def __len__(self) -> int:
         return sum(len(line) for line in self._lines)
 
+    def __contains__(self, number: int) -> bool:
+        return any(number in line for line in self._lines)
+
     def __iter__(self) -> Iterator[Waiter]:
         """Lane by lane, in order."""
         for line in self._lines:
@@ -49,6 +53,10 @@ class Lines:
 
     def count(self, lane: int) -> int:
         return len(self._lines[lane])
+
+    def firsts(self, lane: int, most: int) -> Sequence[Waiter]:
+        """Of one lane, in order."""
+        return list(islice(self._lines[lane].values(), most))
 
     def sums(self, lane: int) -> Sequence[float]:
         """What all of a lane wait for together, in the order of `Amounts`."""

@@ -1,0 +1,298 @@
+"""The budgets of all processes, in Redis: one script a step, for all that happened in this process since the last one.
+
+Requests wait here as they do in one process (`Desk`); whose turn it is the script decides. What is given back and what
+was learned goes along with the next step. Where Redis is away nobody is granted anything, and it is tried again.
+"""
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any
+
+from consumers.limits import forecast
+from consumers.limits.account import Account
+from consumers.limits.amounts import Amounts
+from consumers.limits.base import Heard, Reservation, Wait, Waiting
+from consumers.limits.desk import Desk, Sleeper
+from consumers.limits.headers import ROUNDED_BY
+from consumers.limits.local import LATE_S, tell
+from consumers.limits.order import Waiter
+from consumers.limits.spec import BudgetSpec
+from consumers.state.base import StoreUnavailable
+from consumers.state.redis_budget_script import STEP
+from consumers.state.redis_client import RedisClient
+
+LOOK_EVERY_S = 0.5
+"""While somebody waits: what other processes give back is noticed, and they know that we wait still. Redis could tell
+(publish and subscribe), at the price of a connection more and of what is lost with it."""
+FORGOTTEN_AFTER_S = 4 * LOOK_EVERY_S
+SETTLE_WITHIN_S = 0.05
+RETRY_S = 0.5
+AT_ONCE = 16
+"""So many of each lane may be granted in one step."""
+
+
+@dataclass(slots=True)
+class _Ledger:
+    """Of one account: what Redis has not been told yet."""
+
+    books: Account
+    back: list[dict[str, Any]] = field(default_factory=list)
+    lower: list[float] = field(default_factory=lambda: [inf, inf, inf])
+    heard: list[Heard] = field(default_factory=list)
+    """Since what we know of what was learned."""
+    version: int = 0
+    has_changed: bool = False
+    is_due: bool = False
+    stepped: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
+    timer: asyncio.TimerHandle | None = None
+    told_s: float = -inf
+
+
+class RedisBudgets:
+    """See `Budgets`. `client` is its caller's to close, after `aclose`."""
+
+    def __init__(self, client: RedisClient, *, namespace: str, spec: BudgetSpec) -> None:
+        self._client = client
+        self._namespace = namespace
+        self._spec = spec
+        self._process = secrets.token_hex(6)
+        self._offset_s = 0.0
+        """Redis's clock less the event loop's; by our own clock until it has told."""
+        self._lanes = tuple(spec.lanes)
+        self._shares = [lane.share for lane in spec.lanes.values()]
+        self._boosts = [-1 if lane.boost_s is None else lane.boost_s for lane in spec.lanes.values()]
+        self._desk = Desk(
+            spec, clock=self._now_s, step=self._step, give_back=lambda unwanted: self.settle(unwanted, None)
+        )
+        self._ledgers: dict[str, _Ledger] = {}
+        self.steps = 0
+        """Round trips."""
+
+    async def reserve(
+        self,
+        account: str,
+        *,
+        lane: str,
+        amounts: Amounts,
+        until: float | None,
+        on_wait: Callable[[Wait], None] | None = None,
+    ) -> Reservation:
+        return await self._desk.reserve(account, lane=lane, amounts=amounts, until=until, on_wait=on_wait)
+
+    async def try_reserve(self, account: str, *, lane: str, amounts: Amounts) -> Reservation | None:
+        """Nothing where Redis is away."""
+        books, waiter = self._desk.join(account, lane=lane, amounts=amounts)
+        ledger = self._ledger(books)
+        try:
+            # the step that is under way may have begun before we joined
+            while books.lines.heads[waiter.lane] is waiter and ledger.task is not None:
+                was_due = ledger.is_due
+                await ledger.stepped.wait()
+                if not was_due:
+                    break
+        finally:
+            if waiter.reservation is None:
+                self._desk.leave(books, waiter)
+        return waiter.reservation
+
+    def settle(self, reservation: Reservation, used: Amounts | None) -> None:
+        if reservation.is_settled:
+            return
+        ledger = self._ledger(self._desk.books(reservation.account))
+        over = [amount - (used[each] if used else 0.0) for each, amount in enumerate(reservation.amounts)]
+        ledger.books.settle(reservation, used, self._now_s())
+        if any(over):
+            lane = self._lanes.index(reservation.lane) + 1
+            ledger.back.append({"lane": lane, "over": over, "own": list(reservation.own)})
+        if any(over) or len(ledger.books.lines):
+            self._look_in(ledger, SETTLE_WITHIN_S)
+
+    def learn(self, account: str, heard: Heard) -> None:
+        ledger = self._ledger(self._desk.books(account))
+        books = ledger.books
+        before, known = books.per_minute(), books.dump()
+        is_less = books.learn(heard, self._now_s())
+        tell(account, heard, before=before, after=books.per_minute(), pause_s=self._spec.spend_pause_s)
+        for each, (told, rounded_by) in enumerate(
+            zip(heard.rate.each() if heard.rate else (), ROUNDED_BY, strict=False)
+        ):
+            if told.remaining is not None:
+                ledger.lower[each] = min(ledger.lower[each], told.remaining + rounded_by)
+        if books.dump() != known:
+            ledger.heard.append(heard)
+            ledger.has_changed = True
+            self._step(books)
+        if is_less:
+            self._desk.refuse_hopeless(books)
+
+    async def predicted_wait(self, account: str, *, lane: str, amounts: Amounts) -> Wait:
+        """By what Redis told last."""
+        return self._desk.predicted_wait(account, lane=lane, amounts=amounts)
+
+    def waiting(self) -> Mapping[str, Mapping[str, Waiting]]:
+        return self._desk.waiting()
+
+    async def aclose(self) -> None:
+        """Tell Redis what it has not been told; whoever waits must have gone."""
+        for ledger in self._ledgers.values():
+            if ledger.timer is not None:
+                ledger.timer.cancel()
+            if ledger.back or ledger.has_changed:
+                self._step(ledger.books)
+            if ledger.task is not None:
+                await ledger.task
+            if ledger.timer is not None:
+                ledger.timer.cancel()
+
+    # ---- stepping ----------------------------------------------------------------------------------------------------
+
+    def _now_s(self) -> float:
+        """Redis's time, as far as we know it."""
+        loop_s = asyncio.get_running_loop().time()
+        if not self._offset_s:
+            self._offset_s = time.time() - loop_s
+        return loop_s + self._offset_s
+
+    def _ledger(self, books: Account) -> _Ledger:
+        if (ledger := self._ledgers.get(books.name)) is None:
+            ledger = self._ledgers[books.name] = _Ledger(books)
+        return ledger
+
+    def _step(self, books: Account) -> None:
+        """Ask Redis, as soon as it has answered what was asked before."""
+        ledger = self._ledger(books)
+        ledger.is_due = True
+        if self._now_s() - ledger.told_s > FORGOTTEN_AFTER_S:
+            books.elsewhere = [(0.0, 0.0, 0.0) for _ in self._lanes]
+        if ledger.task is None:
+            ledger.task = asyncio.get_running_loop().create_task(self._steps(ledger), name=f"budget {books.name}")
+
+    async def _steps(self, ledger: _Ledger) -> None:
+        try:
+            in_s = inf
+            while ledger.is_due:
+                ledger.is_due = False
+                in_s = await self._one(ledger)
+                ledger.stepped.set()
+                ledger.stepped = asyncio.Event()
+        except StoreUnavailable:  # whoever waits goes on waiting; `Pausing` tells why
+            in_s = RETRY_S
+        finally:
+            ledger.task = None
+            ledger.stepped.set()
+            ledger.stepped = asyncio.Event()
+        if len(ledger.books.lines) or ledger.back:
+            self._look_in(ledger, min(in_s + LATE_S, LOOK_EVERY_S))
+
+    def _look_in(self, ledger: _Ledger, in_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        if ledger.timer is not None and ledger.timer.when() > loop.time():
+            if ledger.timer.when() <= loop.time() + in_s:
+                return
+            ledger.timer.cancel()
+        ledger.timer = loop.call_later(in_s, self._step, ledger.books)
+
+    async def _one(self, ledger: _Ledger) -> float:
+        """One round trip; in how many seconds to ask again."""
+        books = ledger.books
+        waiters, room = self._candidates(books)
+        back, ledger.back = ledger.back, []
+        lower, ledger.lower = ledger.lower, [inf, inf, inf]
+        heard, had_changed, ledger.has_changed = len(ledger.heard), ledger.has_changed, False
+        now_s = self._now_s()
+        asked = {
+            "process": self._process,
+            "expires_s": FORGOTTEN_AFTER_S,
+            "burst_s": self._spec.burst_s,
+            "shares": self._shares,
+            "boosts": self._boosts,
+            "limits": list(books.per_minute()),
+            "version": ledger.version,
+            "changed": had_changed,
+            "back": back,
+            "lower": [-1 if each == inf else each for each in lower],
+            "waiters": [
+                {"lane": each.lane + 1, "age": now_s - each.arrived_s, "amounts": list(each.amounts)}
+                for each in waiters
+            ],
+            "sums": [list(books.lines.sums(lane)) for lane in range(len(self._lanes))],
+            "room": room,
+        }
+        key = f"{self._namespace}:budget:{books.name}"
+        self.steps += 1
+        try:
+            told = await self._client.run(STEP, [key], json.dumps(asked), json.dumps(books.dump()))
+        except StoreUnavailable:
+            # whether it was counted is not known: what was given back is given up, which spends nothing twice
+            ledger.has_changed = ledger.has_changed or had_changed
+            raise
+        redis_s, reply, learned = float(told[0]), json.loads(told[1]), told[2]
+        self._offset_s = redis_s - asyncio.get_running_loop().time()
+        ledger.told_s = redis_s
+        self._believe(ledger, reply, learned, heard, redis_s)
+        return self._grant(ledger, waiters, reply, redis_s)
+
+    def _candidates(self, books: Account) -> tuple[Sequence[Waiter], int]:
+        """Who may be granted in one step, in order by lane, and how many of them."""
+        now_s, calls = self._now_s(), books.concurrency
+        if max(books.paused_until_s, books.held_until_s) > now_s or calls.is_full:
+            return (), 0
+        only = books.lane_to_start()
+        lanes = range(len(self._lanes)) if only is None else (only,)
+        waiters = [each for lane in lanes for each in books.lines.firsts(lane, AT_ONCE)]
+        if not calls.is_limited:
+            return waiters, len(waiters)
+        return waiters, 1 if only is not None else max(1, int(calls.limit) - calls.running)
+
+    def _believe(self, ledger: _Ledger, reply: Mapping[str, Any], learned: bytes, heard: int, redis_s: float) -> None:
+        """What Redis counts, and what others have learned."""
+        books = ledger.books
+        if learned:
+            books.load(json.loads(learned))
+            for each in ledger.heard:  # what we have learned meanwhile is not there yet
+                books.learn(each, redis_s)
+            ledger.has_changed = bool(ledger.heard)
+            ledger.is_due = ledger.is_due or ledger.has_changed
+            self._desk.refuse_hopeless(books)
+        else:
+            del ledger.heard[:heard]
+        ledger.version = reply["version"]
+        for bucket, level, parts in zip(books.buckets, reply["levels"], reply["parts"], strict=True):
+            bucket.correct(level, parts, redis_s)
+        books.elsewhere = reply["elsewhere"]
+
+    def _grant(self, ledger: _Ledger, waiters: Sequence[Waiter], reply: Mapping[str, Any], redis_s: float) -> float:
+        books = ledger.books
+        for index, *own in reply["granted"]:
+            waiter = waiters[index - 1]
+            reservation = Reservation(
+                account=books.name,
+                lane=self._lanes[waiter.lane],
+                amounts=waiter.amounts,
+                own=Amounts(*own),
+                at_s=redis_s,
+            )
+            if not books.begin(waiter, reservation):  # gone while we asked
+                over = {"lane": waiter.lane + 1, "over": list(waiter.amounts), "own": own}
+                ledger.back.append(over)
+                ledger.is_due = True
+            elif not self._desk.wake(waiter):
+                self.settle(reservation, None)
+        if reply["granted"] and len(books.lines):
+            ledger.is_due = True  # there may be more behind those that we asked for
+        self._refuse_late_firsts(books, redis_s)
+        return float(reply["look_in"]) if reply["look_in"] >= 0 else LOOK_EVERY_S
+
+    def _refuse_late_firsts(self, books: Account, now_s: float) -> None:
+        """Those that nobody of this process is before: what was predicted when they came was known by others only."""
+        for lane, head in enumerate(books.lines.heads):
+            if isinstance(head, Sleeper) and head.until_s is not None:
+                wait = forecast.first(books, lane, head.amounts, now_s)
+                if now_s + wait.seconds > head.until_s:
+                    self._desk.refuse(books, head, wait)

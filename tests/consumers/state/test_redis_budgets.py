@@ -1,0 +1,260 @@
+"""One budget for several processes: what one process promises holds for all of them together."""
+
+import asyncio
+import random
+import secrets
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+
+import pytest
+
+from consumers.limits.account import Account
+from consumers.limits.amounts import Amounts
+from consumers.limits.base import Heard, Kind, Reservation, WaitTooLong
+from consumers.limits.headers import RateHeaders, Told
+from consumers.limits.order import Waiter
+from consumers.state.base import StoreUnavailable
+from consumers.state.redis_budgets import FORGOTTEN_AFTER_S, RedisBudgets
+from consumers.state.redis_client import RedisClient
+from tests.support.budget import ACCOUNT, spec
+from tests.support.redis import RedisServer
+from tests.support.waiting import until
+
+ONE = Amounts(1, 1, 1)
+Opened = Callable[..., RedisBudgets]
+
+
+@pytest.fixture
+async def opened(redis: RedisServer) -> AsyncIterator[Opened]:
+    """More and more processes over the same budget, of 600 requests a minute and a burst of a second where nothing else
+    is said."""
+    namespace = f"test-{secrets.token_hex(4)}"
+    async with AsyncExitStack() as stack:
+
+        def open_one(*, url: str = redis.url, **given: object) -> RedisBudgets:
+            client = RedisClient(url)
+            wanted: dict[str, object] = {"requests": 600, "burst_s": 1.0, **given}
+            budgets = RedisBudgets(client, namespace=namespace, spec=spec(**wanted))  # type: ignore[arg-type]
+            stack.push_async_callback(client.aclose)
+            stack.push_async_callback(budgets.aclose)
+            return budgets
+
+        yield open_one
+
+
+async def empty(budgets: RedisBudgets) -> None:
+    for lane in ("critical", "normal", "batch"):
+        while await budgets.try_reserve(ACCOUNT, lane=lane, amounts=ONE) is not None:
+            pass
+
+
+def ask(budgets: RedisBudgets, lane: str, *, amounts: Amounts = ONE) -> asyncio.Task[Reservation]:
+    return asyncio.ensure_future(budgets.reserve(ACCOUNT, lane=lane, amounts=amounts, until=None))
+
+
+def now_s() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def gone(*tasks: "asyncio.Task[object]") -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_the_script_decides_as_one_process_does(opened: Opened, seed: int) -> None:
+    rng = random.Random(seed)
+    slow = {"requests": 30, "input_tokens": 6_000, "output_tokens": 600, "burst_s": 60}
+    wanted = [
+        (rng.randrange(3), Amounts(1, rng.choice([311, 707, 1303, 2011]), rng.choice([7, 31, 83])))
+        for _ in range(rng.randint(3, 40))
+    ]
+    alone = Account(ACCOUNT, spec(**slow), now_s=0.0)  # type: ignore[arg-type]
+    for lane, amounts in wanted:
+        alone.join(Waiter(lane, amounts, arrived_s=0.0))
+    expected = []
+    while (waiter := alone.turn(0.0)[0]) is not None:
+        expected.append(waiter.number)
+
+    shared = opened(**slow)
+    order: list[int] = []
+
+    async def one(number: int, lane: int, amounts: Amounts) -> None:
+        await shared.reserve(ACCOUNT, lane=("critical", "normal", "batch")[lane], amounts=amounts, until=None)
+        order.append(number)
+
+    tasks = [asyncio.ensure_future(one(each, *given)) for each, given in enumerate(wanted, start=1)]
+    await until(lambda: shared.steps > 0 and shared._ledger(shared._desk.books(ACCOUNT)).task is None)
+
+    assert order == expected
+    await gone(*tasks)
+
+
+async def test_several_processes_spend_one_budget_and_use_it(opened: Opened) -> None:
+    processes = [opened() for _ in range(3)]
+    began_s = now_s()
+    granted: list[float] = []
+
+    async def worker(budgets: RedisBudgets, lane: str) -> None:
+        while True:
+            reservation = await budgets.reserve(ACCOUNT, lane=lane, amounts=ONE, until=None)
+            granted.append(now_s())
+            await asyncio.sleep(0.05)
+            budgets.settle(reservation, ONE)
+
+    tasks = [asyncio.ensure_future(worker(each, lane)) for each in processes for lane in ("critical", "batch", "batch")]
+    await asyncio.sleep(4)
+    took_s = now_s() - began_s
+    await gone(*tasks)
+
+    there_was = 10 + 10 * took_s
+    assert len(granted) <= there_was * 1.02
+    left = processes[0]._desk.books(ACCOUNT).buckets[0].level
+    assert len(granted) >= there_was * 0.95 - left  # nothing has overflowed
+    assert len(granted) >= there_was * 0.85
+
+
+async def test_the_most_urgent_goes_first_whichever_process_it_waits_in(opened: Opened) -> None:
+    one, other = opened(), opened()
+    await empty(one)
+    batch = [ask(one, "batch") for _ in range(30)]
+    await asyncio.sleep(0.2)
+    began_s = now_s()
+    for _ in range(5):
+        await ask(other, "critical")
+
+    assert now_s() - began_s < 1.5  # 5 of 10 a second
+    assert sum(each.done() for each in batch) <= 8
+    await gone(*batch)
+
+
+async def test_a_flood_of_critical_in_one_process_leaves_batch_in_another_its_share(opened: Opened) -> None:
+    one, other = opened(), opened()
+    await empty(one)
+    flood = [ask(one, "critical") for _ in range(200)]
+    batch = [ask(other, "batch") for _ in range(10)]
+    await asyncio.sleep(5)
+
+    assert 2 <= sum(each.done() for each in batch) <= 5  # 5 % of 10 a second are 2.5
+    await gone(*flood, *batch)
+
+
+async def test_a_process_that_died_in_line_is_forgotten(opened: Opened) -> None:
+    dead, living = opened(), opened()
+    await empty(dead)
+    waits = ask(dead, "critical", amounts=Amounts(8, 1, 1))
+    await asyncio.sleep(0.1)
+
+    async def never(*_: object) -> object:
+        raise StoreUnavailable("it is dead")
+
+    dead._client.run = never  # type: ignore[method-assign]
+    began_s = now_s()
+    for _ in range(10):
+        await ask(living, "batch")
+
+    assert now_s() - began_s < FORGOTTEN_AFTER_S + 1
+    assert not waits.done()
+    await gone(waits)
+
+
+async def test_one_that_is_cancelled_leaves_no_hole(opened: Opened) -> None:
+    one, other = opened(), opened()
+    await empty(one)
+    big = ask(one, "critical", amounts=Amounts(30, 1, 1))
+    small = [ask(one, "critical"), ask(other, "normal")]
+    await asyncio.sleep(0.3)
+    await gone(big)
+    began_s = now_s()
+    await asyncio.gather(*small)
+
+    assert now_s() - began_s < 1
+
+
+async def test_what_one_process_gives_back_another_gets(opened: Opened) -> None:
+    slow = {"requests": 6_000, "input_tokens": 600, "burst_s": 60}
+    one, other = opened(**slow), opened(**slow)
+    taken = await one.reserve(ACCOUNT, lane="normal", amounts=Amounts(1, 400, 1), until=None)
+    waits = ask(other, "normal", amounts=Amounts(1, 300, 1))
+    await asyncio.sleep(0.2)
+    assert not waits.done()
+    one.settle(taken, Amounts(1, 50, 1))
+
+    await asyncio.wait_for(waits, 1)
+
+
+async def test_what_one_process_learns_holds_for_all(opened: Opened) -> None:
+    one, other = opened(requests=None), opened(requests=None)
+    await empty(one)
+    await empty(other)
+    one.learn(ACCOUNT, Heard(kind=Kind.ANSWERED, rate=RateHeaders(Told(limit=6_000), Told(), Told())))
+    began_s = now_s()
+    await asyncio.gather(*(ask(other, "critical") for _ in range(50)))
+
+    assert now_s() - began_s < 1.5  # at the 50 a minute of the beginning: 60 s
+    assert other._desk.books(ACCOUNT).per_minute().requests == 6_000
+
+
+async def test_two_that_learn_at_the_same_time_both_are_heard(opened: Opened) -> None:
+    one, other = opened(requests=None, input_tokens=None), opened(requests=None, input_tokens=None)
+    await empty(one)
+    await empty(other)
+    one.learn(ACCOUNT, Heard(kind=Kind.ANSWERED, rate=RateHeaders(Told(limit=700), Told(), Told())))
+    other.learn(ACCOUNT, Heard(kind=Kind.ANSWERED, rate=RateHeaders(Told(), Told(limit=70_000), Told())))
+    for each in (one, other, one, other):
+        await each.try_reserve(ACCOUNT, lane="critical", amounts=ONE)
+
+    for each in (one, other):
+        learned = each._desk.books(ACCOUNT).per_minute()
+        assert (learned.requests, learned.input_tokens) == (700, 70_000)
+
+
+async def test_a_spend_limit_that_one_process_meets_stops_all(opened: Opened) -> None:
+    one, other = opened(), opened()
+    await empty(one)
+    waits = ask(other, "batch", amounts=Amounts(9, 1, 1))
+    await asyncio.sleep(0.1)
+    one.learn(ACCOUNT, Heard(kind=Kind.SPEND_LIMIT))
+
+    with pytest.raises(WaitTooLong) as caught:
+        await asyncio.wait_for(waits, 2)
+    assert caught.value.wait.reason == "paused"
+    with pytest.raises(WaitTooLong):
+        await other.reserve(ACCOUNT, lane="critical", amounts=ONE, until=None)
+
+
+async def test_one_that_cannot_be_in_time_is_told_at_once_also_where_others_are_before_it(opened: Opened) -> None:
+    one, other = opened(), opened()
+    await empty(one)
+    before = [ask(one, "critical") for _ in range(100)]
+    await asyncio.sleep(0.3)
+    began_s = now_s()
+    with pytest.raises(WaitTooLong) as caught:
+        await other.reserve(ACCOUNT, lane="batch", amounts=Amounts(5, 1, 1), until=began_s + 3)
+
+    assert now_s() - began_s < 1
+    assert caught.value.wait.seconds > 3
+    await gone(*before)
+
+
+async def test_while_redis_is_away_nobody_is_granted_and_then_all_are(opened: Opened, own_redis: RedisServer) -> None:
+    budgets = opened(url=own_redis.url)
+    await empty(budgets)
+    own_redis.kill()
+    waits = [ask(budgets, "critical") for _ in range(3)]
+    assert await budgets.try_reserve(ACCOUNT, lane="normal", amounts=ONE) is None
+    await asyncio.sleep(0.5)
+    assert not any(each.done() for each in waits)
+    own_redis.start()  # and has forgotten what was spent
+
+    await asyncio.wait_for(asyncio.gather(*waits), 5)
+
+
+async def test_a_request_takes_one_round_trip_and_settling_goes_with_others(opened: Opened) -> None:
+    budgets = opened(requests=600_000, burst_s=10.0)
+    for _ in range(50):
+        reservation = await budgets.reserve(ACCOUNT, lane="normal", amounts=ONE, until=None)
+        budgets.settle(reservation, Amounts(1, 0, 0))
+
+    assert budgets.steps <= 65
