@@ -1,0 +1,216 @@
+"""Bedrock, Vertex and Foundry: what their clients send, to a server that writes it down. The houses themselves cannot be
+reached from here; the vendor's clients make URL, body and signature as they do for them."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from consumers.failures import OverloadedError, RateLimitedError, RejectedError, TransientError
+from consumers.providers import cloud
+
+from .conftest import AskedFor
+from .test_anthropic import MESSAGE, Received
+from .test_frames import event, fault
+
+EVENTS = [
+    {
+        "type": "message_start",
+        "message": {"type": "message", "model": "m", "content": [], "usage": {"input_tokens": 2}},
+    },
+    {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": {"output_tokens": 3}},
+    {"type": "message_stop"},
+]
+
+
+class Recorder:
+    """Answers everything with `answer`, and keeps what was asked."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[str, dict[str, str], dict[str, Any]]] = []
+        self.answer = web.Response(body=MESSAGE, content_type="application/json")
+        self.url = ""
+
+    async def handle(self, request: web.BaseRequest) -> web.Response:
+        self.requests.append((request.raw_path, dict(request.headers), json.loads(await request.read())))
+        return self.answer
+
+
+@pytest.fixture
+async def recorder() -> AsyncIterator[Recorder]:
+    found = Recorder()
+    runner = web.ServerRunner(web.Server(found.handle), shutdown_timeout=0.05)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    found.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield found
+    await runner.cleanup()
+
+
+async def test_bedrock_has_the_model_in_the_url_and_the_version_in_the_body(
+    recorder: Recorder, asked: AskedFor
+) -> None:
+    provider = cloud.bedrock(name="aws", region="eu-central-1", api_key="bedrock-key", base_url=recorder.url)
+
+    got = await provider.stream(asked(beta="a-1,b-2", unknown={"x": 1}), timeout_s=5, parts=None)
+    await provider.aclose()
+
+    ((path, headers, body),) = recorder.requests
+    assert path == "/model/claude-haiku-5-5/invoke"
+    assert headers["Authorization"] == "Bearer bedrock-key"
+    assert body.pop("anthropic_version")
+    assert body.pop("anthropic_beta") == ["a-1", "b-2"]
+    assert body == {"max_tokens": 500, "messages": [{"role": "user", "content": "hello"}], "unknown": {"x": 1}}
+    assert (got.body, got.provider) == (MESSAGE, "aws")
+
+
+async def test_bedrock_streams_in_amazons_frames(recorder: Recorder, asked: AskedFor) -> None:
+    provider = cloud.bedrock(name="aws", region="eu-central-1", api_key="bedrock-key", base_url=recorder.url)
+    recorder.answer = web.Response(
+        body=b"".join(event(json.dumps(each).encode()) for each in EVENTS),
+        content_type="application/vnd.amazon.eventstream",
+    )
+    received = Received()
+
+    got = await provider.stream(asked(), timeout_s=5, parts=received)
+    await provider.aclose()
+
+    assert recorder.requests[0][0] == "/model/claude-haiku-5-5/invoke-with-response-stream"
+    assert "stream" not in recorder.requests[0][2]
+    assert received.kinds == ["message_start", "message_delta", "message_stop"]
+    assert (got.stop_reason, got.usage.output_tokens) == ("end_turn", 3)
+
+
+async def test_a_fault_in_the_middle_of_bedrocks_stream_is_a_failure(recorder: Recorder, asked: AskedFor) -> None:
+    provider = cloud.bedrock(name="aws", region="eu-central-1", api_key="bedrock-key", base_url=recorder.url)
+    recorder.answer = web.Response(
+        body=event(json.dumps(EVENTS[0]).encode()) + fault("serviceUnavailableException"),
+        content_type="application/vnd.amazon.eventstream",
+    )
+
+    with pytest.raises(OverloadedError):
+        await provider.stream(asked(), timeout_s=5, parts=Received())
+    await provider.aclose()
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [(429, RateLimitedError), (424, TransientError), (500, TransientError), (403, RejectedError), (400, RejectedError)],
+)
+async def test_amazons_errors_are_told_by_their_status(
+    recorder: Recorder, asked: AskedFor, status: int, error: type[Exception]
+) -> None:
+    provider = cloud.bedrock(name="aws", region="eu-central-1", api_key="bedrock-key", base_url=recorder.url)
+    recorder.answer = web.Response(status=status, body=b'{"message":"said bedrock-key"}')
+
+    with pytest.raises(error) as caught:
+        await provider.stream(asked(), timeout_s=5, parts=None)
+    await provider.aclose()
+
+    assert "bedrock-key" not in str(caught.value)
+
+
+async def test_bedrock_without_a_key_of_its_own_is_signed(
+    recorder: Recorder, asked: AskedFor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("boto3")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIDEXAMPLE")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    provider = cloud.bedrock(name="aws", region="eu-central-1", base_url=recorder.url)
+
+    await provider.stream(asked(), timeout_s=20, parts=None)
+    await provider.aclose()
+
+    signed = recorder.requests[0][1]["Authorization"]
+    assert signed.startswith("AWS4-HMAC-SHA256 Credential=AKIDEXAMPLE/")
+    assert "/eu-central-1/bedrock/aws4_request" in signed
+
+
+async def test_where_there_are_no_credentials_at_present_another_try_may_help(
+    recorder: Recorder, asked: AskedFor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("boto3")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/not/there")
+    monkeypatch.setenv("AWS_CONFIG_FILE", "/not/there")
+    provider = cloud.bedrock(name="aws", region="eu-west-9", base_url=recorder.url)
+
+    with pytest.raises(TransientError, match="no credentials for aws"):
+        await provider.stream(asked(), timeout_s=20, parts=None)
+    await provider.aclose()
+
+    assert recorder.requests == []
+
+
+@pytest.mark.parametrize(("streamed", "verb"), [(False, "rawPredict"), (True, "streamRawPredict")])
+async def test_vertex_has_project_region_and_model_in_the_url(
+    recorder: Recorder, asked: AskedFor, streamed: bool, verb: str
+) -> None:
+    provider = cloud.vertex(name="gcp", region="europe-west1", project="p-1", api_key="token", base_url=recorder.url)
+    if streamed:
+        body = "".join(f"event: {each['type']}\ndata: {json.dumps(each)}\n\n" for each in EVENTS)
+        recorder.answer = web.Response(text=body, content_type="text/event-stream")
+    received = Received()
+
+    got = await provider.stream(asked(), timeout_s=5, parts=received if streamed else None)
+    await provider.aclose()
+
+    ((path, headers, sent),) = recorder.requests
+    assert path.endswith(f"/projects/p-1/locations/europe-west1/publishers/anthropic/models/claude-haiku-5-5:{verb}")
+    assert headers["Authorization"] == "Bearer token"
+    assert sent["anthropic_version"]
+    assert "model" not in sent
+    assert got.stop_reason == "end_turn"
+    assert bool(received.parts) is streamed
+
+
+async def test_vertex_without_a_token_uses_the_machines_credentials(
+    recorder: Recorder, asked: AskedFor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("google.auth.transport.requests")
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/not/there.json")
+    provider = cloud.vertex(name="gcp", region="europe-west1", project="p-1", base_url=recorder.url)
+
+    with pytest.raises(TransientError, match="no credentials for gcp"):
+        await provider.stream(asked(), timeout_s=20, parts=None)
+    await provider.aclose()
+
+
+async def test_foundry_takes_anthropics_own_bytes_and_its_key(recorder: Recorder, asked: AskedFor) -> None:
+    provider = cloud.foundry(name="azure", api_key="foundry-key", base_url=f"{recorder.url}/anthropic")
+
+    await provider.stream(asked(), timeout_s=5, parts=None)
+    await provider.aclose()
+
+    ((path, headers, body),) = recorder.requests
+    assert path == "/anthropic/v1/messages"
+    assert headers["x-api-key"] == headers["api-key"] == "foundry-key"
+    assert "Authorization" not in headers
+    assert body == json.loads(asked().body)
+
+
+@pytest.mark.parametrize(
+    ("make", "module", "extra"),
+    [
+        (lambda: cloud.bedrock(name="aws", region="eu-central-1"), "boto", "bedrock"),
+        (lambda: cloud.vertex(name="gcp", region="eu", project="p"), "google", "vertex"),
+    ],
+)
+def test_packages_that_are_missing_are_named_by_their_extra(
+    monkeypatch: pytest.MonkeyPatch, make: Any, module: str, extra: str
+) -> None:
+    found = cloud.import_module
+
+    def absent(name: str) -> Any:
+        if name.startswith(module):
+            raise ImportError(name)
+        return found(name)
+
+    monkeypatch.setattr(cloud, "import_module", absent)
+
+    with pytest.raises(cloud.ExtraMissing, match=rf"pip install 'lanekeeper\[{extra}\]'"):
+        make()

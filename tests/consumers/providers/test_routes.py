@@ -1,0 +1,111 @@
+"""Chains: who is asked for a model, in which order, and what is wrong with a table of them."""
+
+import pytest
+
+from consumers.providers.routes import ProviderModels, Route, Routes, RoutesSpec, model_class
+from topology.contract.problems import RequestProblem
+
+OPUS, SONNET, HAIKU = "claude-opus-5-5", "claude-sonnet-5-5", "claude-haiku-5-5"
+FIRST = ProviderModels(name="anthropic")
+BEDROCK = ProviderModels(name="bedrock", models={SONNET: "eu.anthropic.sonnet", HAIKU: "eu.anthropic.haiku"})
+KNOWN = frozenset({OPUS, SONNET, HAIKU})
+
+
+def names(routes: tuple[Route, ...]) -> list[str]:
+    return [f"{each.provider}:{each.name}" for each in routes]
+
+
+def test_every_provider_that_has_the_model_is_asked_in_order() -> None:
+    routes = Routes(RoutesSpec(providers=(FIRST, BEDROCK)))
+
+    assert names(routes.of("normal", "", SONNET)) == [f"anthropic:{SONNET}", "bedrock:eu.anthropic.sonnet"]
+    assert names(routes.of("normal", "", OPUS)) == [f"anthropic:{OPUS}"]
+
+
+def test_a_lane_may_ask_others_or_in_another_order() -> None:
+    routes = Routes(
+        RoutesSpec(providers=(FIRST, BEDROCK), lanes={"batch": ("bedrock",), "critical": ("bedrock", "anthropic")})
+    )
+
+    assert names(routes.of("batch", "", HAIKU)) == ["bedrock:eu.anthropic.haiku"]
+    assert names(routes.of("critical", "", HAIKU)) == ["bedrock:eu.anthropic.haiku", f"anthropic:{HAIKU}"]
+    assert names(routes.of("normal", "", HAIKU)) == [f"anthropic:{HAIKU}", "bedrock:eu.anthropic.haiku"]
+
+
+def test_fallbacks_come_after_all_providers_of_the_model() -> None:
+    routes = Routes(RoutesSpec(providers=(FIRST, BEDROCK), fallbacks={OPUS: SONNET, SONNET: HAIKU}))
+
+    assert names(routes.of("normal", "", OPUS)) == [
+        f"anthropic:{OPUS}",
+        f"anthropic:{SONNET}",
+        "bedrock:eu.anthropic.sonnet",
+        f"anthropic:{HAIKU}",
+        "bedrock:eu.anthropic.haiku",
+    ]
+
+
+def test_a_fallback_that_lane_or_tenant_may_not_use_is_left_out() -> None:
+    spec = RoutesSpec(
+        providers=(FIRST,),
+        fallbacks={OPUS: SONNET, SONNET: HAIKU},
+        lane_models={"critical": {OPUS, HAIKU}},
+        tenants={"shop": (OPUS, SONNET)},
+    )
+
+    assert names(Routes(spec).of("critical", "", OPUS)) == [f"anthropic:{OPUS}", f"anthropic:{HAIKU}"]
+    assert names(Routes(spec).of("normal", "shop", OPUS)) == [f"anthropic:{OPUS}", f"anthropic:{SONNET}"]
+
+
+def test_a_model_that_the_tenant_may_not_use_is_forbidden_and_the_allowed_are_named() -> None:
+    routes = Routes(RoutesSpec(providers=(FIRST,), tenants={"shop": (SONNET, HAIKU)}))
+
+    with pytest.raises(RequestProblem) as caught:
+        routes.of("normal", "shop", OPUS)
+
+    assert caught.value.code == "forbidden_model"
+    assert f"allowed: {HAIKU}, {SONNET}" in caught.value.detail
+    assert routes.of("normal", "other", OPUS)
+
+
+def test_a_model_that_no_provider_has_is_forbidden() -> None:
+    with pytest.raises(RequestProblem, match=f"no provider of lane normal has model '{OPUS}'; there are {HAIKU}"):
+        Routes(RoutesSpec(providers=(BEDROCK,))).of("normal", "", OPUS)
+
+
+def test_all_models_of_a_class_use_one_account_of_their_provider() -> None:
+    routes = Routes(RoutesSpec(providers=(FIRST, BEDROCK)))
+
+    assert [each.account for each in routes.of("normal", "", SONNET)] == ["anthropic/sonnet", "bedrock/sonnet"]
+    assert routes.of("normal", "", "claude-sonnet-4-5")[0].account == "anthropic/sonnet"
+    assert model_class("other-house-1") == "other-house-1"
+
+
+def test_everything_that_is_wrong_is_told_at_once_by_name() -> None:
+    spec = RoutesSpec(
+        providers=(BEDROCK, ProviderModels(name="eu", models={"claude-sonet": "x"})),
+        lanes={"batch": ("bedrok",)},
+        lane_models={"critical": {OPUS}},
+        fallbacks={OPUS: SONNET, SONNET: OPUS, HAIKU: HAIKU, "typo-1": HAIKU},
+        tenants={"shop": ("typo-2",)},
+    )
+
+    told = "\n".join(spec.problems(known=KNOWN))
+
+    assert "lanes.batch.providers: no provider 'bedrok'; there are bedrock, eu" in told
+    assert f"models.fallbacks: {OPUS} -> {SONNET} -> {OPUS} goes in a circle" in told
+    assert f"models.fallbacks: {HAIKU} -> {HAIKU} goes in a circle" in told
+    assert "models.fallbacks: unknown model 'typo-1'" in told
+    assert "models.tenants.shop: unknown model 'typo-2'" in told
+    assert "providers.eu.models: unknown model 'claude-sonet'" in told
+    assert f"lanes.critical.models: no provider of the lane has '{OPUS}'" in told
+    assert len(told.splitlines()) == 7
+
+
+def test_a_table_without_a_fault_tells_none() -> None:
+    spec = RoutesSpec(
+        providers=(FIRST, BEDROCK),
+        fallbacks={OPUS: SONNET, SONNET: HAIKU},
+        lane_models={"batch": {HAIKU}, "normal": None},
+    )
+
+    assert spec.problems(known=KNOWN) == []
