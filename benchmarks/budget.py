@@ -12,6 +12,7 @@ take one; what costs time by itself then looks ten times as dear.
 import argparse
 import asyncio
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -47,26 +48,33 @@ async def main(load: Load, *, only: list[str], scenarios: list[str], program: Pa
 
 
 async def _contest(load: Load, *, only: list[str], ours: Contestant, program: Path) -> list[Row]:
-    """Together, but for LiteLLM's, which would take the processor from the others."""
+    """All at the same time."""
     known: dict[str, tuple[str, Contestant]] = {
         "lanekeeper": ("Lanekeeper", ours),
         "gate": ("Lanekeeper's gate alone", gate.gate_alone),
         **RIVALS,
     }
-    lanekeeper = [] if "lanekeeper" not in only or workers.IS_WIRED else [Row(name="Lanekeeper", why_not=NOT_WIRED)]
-    running = [name for name in known if name in only and (name != "lanekeeper" or workers.IS_WIRED)]
-    rows = lanekeeper + list(await asyncio.gather(*(run(*known[name], load) for name in running)))
+    rows = [
+        _not_run("Lanekeeper", NOT_WIRED) if name == "lanekeeper" and not workers.IS_WIRED else run(*known[name], load)
+        for name in known
+        if name in only
+    ]
     if "litellm" in only:
-        rows.append(await _litellm(load, program))
-    return rows
+        rows += [_litellm(load, program), _litellm(load, program, further=litellm.STRICT)]
+    return list(await asyncio.gather(*rows))
 
 
-async def _litellm(load: Load, program: Path) -> Row:
+async def _not_run(name: str, why_not: str) -> Row:
+    return Row(name=name, why_not=why_not)
+
+
+async def _litellm(load: Load, program: Path, *, further: str = "") -> Row:
+    kind = "priorities, strict" if further else "priorities"
     if (reason := litellm.why_not(load, program)) is not None:
-        return Row(name="LiteLLM's proxy", why_not=reason)
-    name = f"LiteLLM {await litellm.version(program)}, priorities"
+        return Row(name=f"LiteLLM's proxy, {kind}", why_not=reason)
+    name = f"LiteLLM {await litellm.version(program)}, {kind}"
     try:
-        return await run(name, partial(litellm.proxy, program=program), load)
+        return await run(name, partial(litellm.proxy, program=program, further=further), load)
     except TimeoutError:
         return Row(name=name, why_not=f"did not start within {litellm.START_WITHIN_S} s")
 
@@ -106,7 +114,7 @@ def _described(load: Load) -> str:
     )
 
 
-def _names(known: tuple[str, ...]) -> object:
+def _names(known: tuple[str, ...]) -> Callable[[str], list[str]]:
     def names(text: str) -> list[str]:
         found = [name for name in text.split(",") if name]
         if unknown := [name for name in found if name not in (*known, "all", "none")]:

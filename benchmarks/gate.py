@@ -4,14 +4,16 @@ No provider, no broker: reserve, grant, settle, as `consumers/gates/budget.py` d
 room; "woken" waits in line until what came in, or what another gave back, is enough. Time is virtual, so that the limit
 does not slow the measurement, and CPU is that of the whole process, the event loop's part included.
 
-    .venv/bin/python benchmarks/gate.py [--grants 20000] [--waiting 10000] [--rounds 5]
+    .venv/bin/python benchmarks/gate.py [--grants 20000] [--waiting 10000] [--rounds 5] [--redis redis://…]
 
-Aim: under 50 µs a grant, under 100 µs with 10,000 waiters.
+Aim: under 50 µs a grant, under 100 µs with 10,000 waiters. With `--redis` the same shared through that Redis, in real
+time, one after another and 100 at once: aim one round trip.
 """
 
 import argparse
 import asyncio
 import gc
+import secrets
 import selectors
 import statistics
 import time
@@ -19,6 +21,8 @@ import time
 from consumers.limits.amounts import Amounts
 from consumers.limits.local import LocalBudgets
 from consumers.limits.spec import BudgetSpec, Caps
+from consumers.state.redis_budgets import RedisBudgets
+from consumers.state.redis_client import RedisClient
 
 LANES = ("critical", "normal", "batch")
 RESERVED, USED = Amounts(1, 800, 300), Amounts(1, 790, 120)
@@ -50,7 +54,7 @@ def budgets(per_minute: float) -> LocalBudgets:
     return LocalBudgets(BudgetSpec(accounts={"a": caps}))
 
 
-async def at_once(grants: int) -> float:
+async def with_room(grants: int) -> float:
     """Microseconds of CPU each."""
     some = budgets(1e9)
     began = time.process_time()
@@ -78,11 +82,37 @@ async def woken(grants: int, waiting: int, *, until_s: float | None) -> tuple[fl
     return 1e6 * (time.process_time() - began) / grants, some.wake_ups / grants
 
 
+async def shared(url: str, grants: int, at_once: int) -> str:
+    """Through Redis, where there is always room."""
+    client = RedisClient(url)
+    caps = Caps(requests=1e9, input_tokens=1e12, output_tokens=1e12)
+    some = RedisBudgets(client, namespace=f"benchmark-{secrets.token_hex(4)}", spec=BudgetSpec(accounts={"a": caps}))
+    left = iter(range(grants))
+    took_ms: list[float] = []
+
+    async def always() -> None:
+        for number in left:
+            began_s = time.perf_counter()
+            reservation = await some.reserve("a", lane=LANES[number % 3], amounts=RESERVED, until=None)
+            took_ms.append(1000 * (time.perf_counter() - began_s))
+            some.settle(reservation, USED)
+
+    cpu, wall = time.process_time(), time.perf_counter()
+    await asyncio.gather(*(always() for _ in range(at_once)))
+    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    await some.aclose()
+    await client.aclose()
+    return (
+        f"{1e6 * cpu / grants:7.1f} CPU-µs, {some.steps / grants:.2f} round trips, "
+        f"{statistics.median(took_ms):.2f} ms each, {grants / wall:.0f}/s"
+    )
+
+
 def main(grants: int, waiting: int, rounds: int) -> None:
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         print(f"{rounds} rounds of {grants} grants; medians (fastest) of CPU-µs a grant: reserve, grant, settle")
         for what, story in (
-            ("at once", lambda: runner.run(at_once(grants))),
+            ("at once", lambda: runner.run(with_room(grants))),
             ("woken, 10 wait", lambda: runner.run(woken(grants, 10, until_s=None))[0]),
             (f"woken, {waiting} wait", lambda: runner.run(woken(grants + waiting, waiting, until_s=None))[0]),
             ("the same, with deadlines", lambda: runner.run(woken(grants + waiting, waiting, until_s=1e6))[0]),
@@ -101,5 +131,10 @@ if __name__ == "__main__":
     parser.add_argument("--grants", type=int, default=20_000)
     parser.add_argument("--waiting", type=int, default=10_000)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--redis", metavar="URL")
     options = parser.parse_args()
     main(options.grants, options.waiting, options.rounds)
+    if options.redis:
+        for at_once in (1, 100):
+            figures = asyncio.run(shared(options.redis, options.grants // 10, at_once))
+            print(f"  through Redis, {at_once:3} at once  {figures}")

@@ -2,11 +2,14 @@
 
     python3 -m venv .cache/litellm && .cache/litellm/bin/pip install 'litellm[proxy]'
 
-As its documentation has it: the deployment's limits, enforced before the call (`enforce_model_rate_limits`), and a
-`priority` with each request, the lower the sooner (0 is as good as none in this version, so they begin at 1). Requests
-that it refuses (429) come again when it says, through its queue: its own retries do not go through that. Since it has
-one deployment to choose from, it lets everybody through until that one "cools down"; so it is told to cool down on the
-first 429 of the provider, without which `priority` changes nothing.
+A `priority` goes with each request, the lower the sooner (in 1.106 0 is as good as none, so they begin at 1). What the
+proxy refuses comes again after a second, through its queue, which its own retries do not pass. As many requests stand
+before it at once as Lanekeeper has slots: with all 500 before it, it answered next to no critical one.
+
+It takes part twice. As its page about priorities has it: its queue lets everybody through while a deployment is
+healthy, and one that has no alternative stays healthy, whatever it answers. And strictly (`STRICT`): the limits enforced before
+each call, and the deployment cools down on the first 429, so that the queue comes into play. Limits are counted by the
+minute of the clock, and refused calls count as well: a minute's calls are made at its beginning.
 """
 
 import asyncio
@@ -22,6 +25,7 @@ import aiohttp
 from contest.load import MODEL, Ask, Asking, Load
 
 from service.demo.source import LOOPBACK, free_ports
+from topology.lanes import DEFAULT_LANES
 
 PROGRAM = Path(".cache/litellm/bin/litellm")
 PRIORITIES = {"critical": 1, "normal": 50, "batch": 100}
@@ -38,11 +42,13 @@ model_list:
       rpm: {requests}
       itpm: {input_tokens}
 router_settings:
-  optional_pre_call_checks: [enforce_model_rate_limits]
-  allowed_fails_policy: {{RateLimitErrorAllowedFails: 0}}
-  cooldown_time: 1
   num_retries: 0
   timeout: 3600
+"""
+STRICT = """\
+  optional_pre_call_checks: [enforce_model_rate_limits]
+  allowed_fails_policy: {RateLimitErrorAllowedFails: 0}
+  cooldown_time: 1
 """
 
 
@@ -65,8 +71,9 @@ async def version(program: Path) -> str:
 
 
 @asynccontextmanager
-async def proxy(base_url: str, load: Load, program: Path) -> AsyncIterator[Asking]:
+async def proxy(base_url: str, load: Load, *, program: Path, further: str = "") -> AsyncIterator[Asking]:
     (port,), program = free_ports(1), program.absolute()  # noqa: ASYNC240  a question of text
+    slots = {lane.name: asyncio.Semaphore(lane.slots) for lane in DEFAULT_LANES}
     url, key = f"http://{LOOPBACK}:{port}", f"sk-{secrets.token_hex(16)}"
     with tempfile.TemporaryDirectory(prefix="lanekeeper-bench-") as folder:
         config = Path(folder, "config.yaml")
@@ -77,6 +84,7 @@ async def proxy(base_url: str, load: Load, program: Path) -> AsyncIterator[Askin
                 requests=load.requests_per_minute,
                 input_tokens=load.input_tokens_per_minute,
             )
+            + further
         )
         with Path(folder, "log").open("wb") as log:  # noqa: ASYNC230
             process = await asyncio.create_subprocess_exec(
@@ -94,11 +102,12 @@ async def proxy(base_url: str, load: Load, program: Path) -> AsyncIterator[Askin
 
                 async def ask(ask: Ask) -> None:
                     body = {**json.loads(ask.body), "priority": PRIORITIES[ask.lane]}
-                    while True:
-                        again_s = await _attempt(session, url, body)
-                        if again_s is None:
-                            return
-                        await asyncio.sleep(again_s)
+                    async with slots[ask.lane]:
+                        while True:
+                            again_s = await _attempt(session, url, body)
+                            if again_s is None:
+                                return
+                            await asyncio.sleep(again_s)
 
                 yield ask
         finally:
