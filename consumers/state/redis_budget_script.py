@@ -19,8 +19,10 @@ local raw = redis.call('GET', KEYS[1])
 local account = raw and cmsgpack.unpack(raw)
 local function burst_of(limits, d) return math.max(1, limits[d] / 60 * asked.burst_s) end
 if not account then
-  account = {at = now, version = asked.version, learned = ARGV[2], limits = asked.limits,
-    levels = {}, parts = {}, waiting = {}}
+  account = {
+    at = now, levels = {}, parts = {}, waiting = {},
+    version = asked.version, learned = ARGV[2], limits = asked.limits, stopped_until = asked.stopped_until,
+  }
   for d = 1, 3 do
     account.levels[d] = burst_of(asked.limits, d)
     account.parts[d] = {}
@@ -91,6 +93,7 @@ end
 local is_news = asked.version ~= account.version
 if asked.changed and not is_news then
   account.version, account.learned, account.limits = account.version + 1, ARGV[2], asked.limits
+  account.stopped_until = asked.stopped_until
   size()
 end
 for _, back in ipairs(asked.back) do
@@ -161,7 +164,7 @@ local function rank(l, first)
   return l
 end
 
-local granted, ours_left = {}, asked.room
+local granted, ours_left = {}, now < account.stopped_until and 0 or asked.room
 local lent = {}
 local function take(l, first, all)
   local from_parts = {}

@@ -116,14 +116,16 @@ class RedisBudgets:
     def learn(self, account: str, heard: Heard) -> None:
         ledger = self._ledger(self._desk.books(account))
         books = ledger.books
-        before, known = books.per_minute(), books.dump()
+        books.refill(self._now_s())
+        before, known, levels = books.per_minute(), books.dump(), [bucket.level for bucket in books.buckets]
         is_less = books.learn(heard, self._now_s())
         tell(account, heard, before=before, after=books.per_minute(), pause_s=self._spec.spend_pause_s)
         for each, (told, rounded_by) in enumerate(
             zip(heard.rate.each() if heard.rate else (), ROUNDED_BY, strict=False)
         ):
-            if told.remaining is not None:
+            if told.remaining is not None and told.remaining + rounded_by < levels[each]:
                 ledger.lower[each] = min(ledger.lower[each], told.remaining + rounded_by)
+                self._look_in(ledger, SETTLE_WITHIN_S)  # later it would not be true any more
         if books.dump() != known:
             ledger.heard.append(heard)
             ledger.has_changed = True
@@ -213,6 +215,7 @@ class RedisBudgets:
             "shares": self._shares,
             "boosts": self._boosts,
             "limits": list(books.per_minute()),
+            "stopped_until": max(books.paused_until_s, books.held_until_s, 0.0),
             "version": ledger.version,
             "changed": had_changed,
             "back": back,
@@ -229,7 +232,10 @@ class RedisBudgets:
         try:
             told = await self._client.run(STEP, [key], json.dumps(asked), json.dumps(books.dump()))
         except StoreUnavailable:
-            # whether it was counted is not known: what was given back is given up, which spends nothing twice
+            # whether it was counted is not known: what was given back is given up, what was used beyond is told again
+            for each in back:
+                each["over"] = [min(0.0, over) for over in each["over"]]
+            ledger.back = [each for each in back if any(each["over"])] + ledger.back
             ledger.has_changed = ledger.has_changed or had_changed
             raise
         redis_s, reply, learned = float(told[0]), json.loads(told[1]), told[2]

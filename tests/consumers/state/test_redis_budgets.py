@@ -1,8 +1,10 @@
 """One budget for several processes: what one process promises holds for all of them together."""
 
 import asyncio
+import json
 import random
 import secrets
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 
@@ -16,8 +18,10 @@ from consumers.limits.order import Waiter
 from consumers.state.base import StoreUnavailable
 from consumers.state.redis_budgets import FORGOTTEN_AFTER_S, RedisBudgets
 from consumers.state.redis_client import RedisClient
+from service.simulated.buckets import Bucket
 from tests.support.budget import ACCOUNT, spec
 from tests.support.redis import RedisServer
+from tests.support.spender import BURST_S, PER_MINUTE
 from tests.support.waiting import until
 
 ONE = Amounts(1, 1, 1)
@@ -113,6 +117,34 @@ async def test_several_processes_spend_one_budget_and_use_it(opened: Opened) -> 
     left = processes[0]._desk.books(ACCOUNT).buckets[0].level
     assert len(granted) >= there_was * 0.95 - left  # nothing has overflowed
     assert len(granted) >= there_was * 0.85
+
+
+async def test_three_processes_spend_no_more_than_there_is_and_every_lane_has_its_share(redis: RedisServer) -> None:
+    namespace = f"test-{secrets.token_hex(4)}"
+
+    async def spender() -> list[tuple[float, str]]:
+        command = (sys.executable, "-m", "tests.support.spender", redis.url, namespace, "6")
+        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+        written, _ = await process.communicate()
+        found: list[tuple[float, str]] = json.loads(written)
+        return found
+
+    granted = sorted(each for found in await asyncio.gather(*(spender() for _ in range(3))) for each in found)
+    began_s = granted[0][0]
+    clock_s = 0.0
+    judge = Bucket(PER_MINUTE, burst_s=BURST_S, clock=lambda: clock_s)
+    deepest = 0.0
+    for at_s, _ in granted:
+        clock_s = at_s - began_s
+        judge.take(1)
+        deepest = min(deepest, judge.level())
+    there_was = PER_MINUTE / 60 * (BURST_S + clock_s)
+
+    assert len(granted) <= 1.02 * there_was
+    assert deepest >= -0.02 * there_was
+    assert len(granted) >= 0.85 * there_was
+    for lane, share in (("critical", 0.30), ("normal", 0.20), ("batch", 0.05)):
+        assert sum(of == lane for _, of in granted) >= 0.85 * share * there_was
 
 
 async def test_the_most_urgent_goes_first_whichever_process_it_waits_in(opened: Opened) -> None:
@@ -222,6 +254,16 @@ async def test_a_spend_limit_that_one_process_meets_stops_all(opened: Opened) ->
     assert caught.value.wait.reason == "paused"
     with pytest.raises(WaitTooLong):
         await other.reserve(ACCOUNT, lane="critical", amounts=ONE, until=None)
+
+
+async def test_a_process_that_has_not_heard_of_a_pause_is_granted_nothing(opened: Opened) -> None:
+    one, other = opened(), opened()
+    assert await one.try_reserve(ACCOUNT, lane="normal", amounts=ONE) is not None
+    one.learn(ACCOUNT, Heard(kind=Kind.SPEND_LIMIT))
+    assert await one.try_reserve(ACCOUNT, lane="normal", amounts=ONE) is None
+
+    with pytest.raises(WaitTooLong):
+        await asyncio.wait_for(other.reserve(ACCOUNT, lane="critical", amounts=ONE, until=None), 1)
 
 
 async def test_one_that_cannot_be_in_time_is_told_at_once_also_where_others_are_before_it(opened: Opened) -> None:
