@@ -1,5 +1,7 @@
-"""Bedrock, Vertex and Foundry: what their clients send, to a server that writes it down. The houses themselves cannot be
-reached from here; the vendor's clients make URL, body and signature as they do for them."""
+"""Bedrock, Vertex and Foundry: what their clients send, to a server that writes it down.
+
+The houses themselves cannot be reached from here; URL, body and signature are made by the vendor's clients as for them.
+"""
 
 import json
 from collections.abc import AsyncIterator

@@ -1,0 +1,137 @@
+"""The route gate: forbidden models, and waiting for a breaker."""
+
+import asyncio
+import random
+from typing import Any
+
+from consumers.failures import TransientError
+from consumers.gates.route import HOLD_S, RouteGate
+from consumers.job import Buried, Deferred, Job, Refused
+from consumers.providers.breaker import FAILURES, Breakers
+from consumers.providers.routes import ProviderModels, Route, Routes, RoutesSpec
+from consumers.state.base import Stop
+from tests.support.jobs import NOW_MS, Bench
+from tests.support.virtual_time import virtually
+from topology.contract import codec
+
+MODEL = "claude-sonnet-5-5"
+
+
+class Ground:
+    """A gate before two providers, or some others."""
+
+    def __init__(self, *names: str, **more: Any) -> None:
+        providers = tuple(ProviderModels(name=name) for name in names or ("one", "two"))
+        self.routes = Routes(RoutesSpec(providers=providers, **more))
+        self.breakers = Breakers(rng=random.Random(1))
+        self.gate = RouteGate(self.routes, self.breakers, now_ms=lambda: NOW_MS, rng=random.Random(1))
+
+    def job(self, **headers: Any) -> Job:
+        body = b'{"model":"%s","max_tokens":5,"messages":[{"role":"user","content":"hi"}]}' % MODEL.encode()
+        job = Bench().job(body=body, headers=headers)
+        assert job.lane
+        job.request = codec.decode(job.message, lane=job.lane, request_id=job.id, hop=None, now_ms=NOW_MS)
+        return job
+
+    @property
+    def all(self) -> tuple[Route, ...]:
+        return self.routes.of("critical", "", MODEL)
+
+    async def break_(self, route: Route, *, times: int = 1) -> None:
+        """Open its breaker, and fail so many probes: `times` 7 leaves it open for 15 to 30 s."""
+        clock = asyncio.get_running_loop().time
+        for _ in range(FAILURES + times - 1):
+            await asyncio.sleep(self.breakers.wait_s(route, clock()))
+            entered = await self.breakers.enter(route, clock())
+            assert entered
+            await self.breakers.failed(entered, TransientError("down"), clock(), timeout_s=60)
+
+
+async def test_a_model_that_is_forbidden_is_parked() -> None:
+    ground = Ground(tenants={"": ("claude-haiku-5-5",)})
+
+    outcome = await ground.gate.enter(ground.job())
+
+    assert isinstance(outcome, Buried)
+    assert outcome.problem.code == "forbidden_model"
+
+
+def test_one_that_is_known_to_fail_is_not_among_those_that_are_asked() -> None:
+    async def story() -> None:
+        ground = Ground()
+        one, two = ground.all
+        await ground.break_(one)
+
+        assert await ground.gate.enter(ground.job()) is None
+        assert ground.gate.of("critical", "", MODEL) == [two]
+
+    virtually(story())
+
+
+def test_a_short_wait_is_waited_for() -> None:
+    async def story() -> None:
+        ground = Ground()
+        for route in ground.all:
+            await ground.break_(route)
+        began_s = asyncio.get_running_loop().time()
+
+        assert await ground.gate.enter(ground.job()) is None
+
+        assert 0 < asyncio.get_running_loop().time() - began_s <= HOLD_S
+
+    virtually(story())
+
+
+def test_a_long_one_is_the_requests_own_and_tells_its_reason() -> None:
+    async def story() -> None:
+        ground = Ground("one")
+        for route in ground.all:
+            await ground.break_(route, times=7)
+
+        outcome = await ground.gate.enter(ground.job())
+
+        assert isinstance(outcome, Deferred)
+        assert outcome.reason == "breaker"
+        wait_s = min(ground.breakers.wait_s(each, asyncio.get_running_loop().time()) for each in ground.all)
+        assert wait_s - 0.001 <= outcome.delay_ms / 1000 <= 1.5 * wait_s + 0.001
+
+    virtually(story())
+
+
+def test_one_that_reaches_its_deadline_before_is_refused_at_once() -> None:
+    async def story() -> None:
+        ground = Ground("one")
+        for route in ground.all:
+            await ground.break_(route, times=7)
+
+        outcome = await ground.gate.enter(ground.job(**{"x-lane-deadline-ms": 5000}))
+
+        assert isinstance(outcome, Refused)
+        assert outcome.problem.code == "deadline_exceeded"
+        assert "and 5000 ms are left" in outcome.problem.detail
+
+    virtually(story())
+
+
+def test_what_was_told_to_stop_does_not_wait() -> None:
+    async def story() -> None:
+        ground = Ground("one")
+        for route in ground.all:
+            await ground.break_(route, times=7)
+        job = ground.job()
+        job.stopped = Stop.CANCELLED
+
+        assert await ground.gate.enter(job) is None
+
+    virtually(story())
+
+
+async def test_after_a_jobs_route_come_those_that_may_be_asked_instead() -> None:
+    ground = Ground()
+    job = ground.job()
+    one, two = ground.all
+
+    job.route = two
+    assert ground.gate.after(job) == (two,)
+    job.route = one
+    assert ground.gate.after(job) == (one, two)

@@ -1,0 +1,218 @@
+"""What a day may cost: prices, caps of lanes and tenants, and what becomes of a request that is over one."""
+
+import random
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from consumers.gates.caps import CapsGate
+from consumers.gates.route import RouteGate
+from consumers.job import Answered, Deferred, Job, Outcome, Refused, Retried
+from consumers.limits.amounts import Amounts
+from consumers.prices import Price, Prices
+from consumers.providers.base import Usage
+from consumers.providers.breaker import Breakers
+from consumers.providers.routes import ProviderModels, Routes, RoutesSpec
+from consumers.spending import Cap, CapsSpec, Hold, Over, Spending, Spent
+from tests.support.allowances import MemoryAllowances
+from tests.support.jobs import NOW_MS, Bench
+from topology import signals
+from topology.contract import codec
+from topology.lanes import CRITICAL
+
+MODEL = "claude-sonnet-5-5"
+ESTIMATE = Amounts(1, 1000, 500)
+COST = (1000 * 2 + 500 * 10) / 1_000_000
+ANSWERED = Answered(body=b"{}", model=MODEL, provider="anthropic")
+RETRIED = Retried(delay_ms=0, error="")
+
+
+def test_a_call_costs_what_its_tokens_cost_the_cached_ones_too() -> None:
+    usage = Usage(input_tokens=1000, output_tokens=100, cache_read_input_tokens=10_000, cache_creation_input_tokens=200)
+
+    assert Prices().cost_usd(MODEL, usage) == pytest.approx((1000 * 2 + 100 * 10 + 10_000 * 0.20 + 200 * 2.50) / 1e6)
+    assert Prices({"m": Price(10, 20)}).cost_usd("m", usage) == pytest.approx(
+        (1000 * 10 + 100 * 20 + 10_000 * 1 + 200 * 12.5) / 1e6
+    )
+
+
+def test_a_dated_name_has_its_models_price_and_an_unknown_model_none() -> None:
+    assert Prices().of("claude-haiku-4-5-20251001") == Prices().of("claude-haiku-4-5")
+    assert Prices().of("claude-haiku-4-5@20251001") == Price(1, 5)
+    assert Prices().cost_usd("claude-haiku-4", Usage()) is None
+
+
+async def test_a_cap_takes_all_or_nothing() -> None:
+    store = MemoryAllowances()
+    spending = Spending(store, CapsSpec(lanes={"batch": Cap(requests=10, tokens=100)}, tenants={"shop": Cap(usd=1)}))
+    bounds = spending.bounds("batch", "shop")
+
+    assert isinstance(await spending.take(bounds, Spent(1, 60, 0.4)), Hold)
+    over = await spending.take(bounds, Spent(1, 60, 0.4))
+
+    assert isinstance(over, Over)
+    assert "lane 'batch' has used 60 tokens of 100 tokens today (UTC), and this takes 60 tokens" in str(over)
+    assert store.used == {"cap lane batch requests": 1, "cap lane batch tokens": 60, "cap tenant shop usd": 0.4}
+
+
+async def test_each_tenant_without_a_cap_of_its_own_has_the_one_for_all() -> None:
+    spending = Spending(MemoryAllowances(), CapsSpec(tenants={"shop": Cap(requests=5), "*": Cap(requests=1)}))
+
+    assert [each.limit for each in spending.bounds("normal", "shop")] == [5]
+    assert [(each.limit, each.who) for each in spending.bounds("normal", "other")] == [(1, "other")]
+
+
+async def test_half_four_fifths_and_all_of_a_cap_are_told_once_each_day() -> None:
+    store = MemoryAllowances()
+    spending = Spending(store, CapsSpec(lanes={"batch": Cap(requests=10)}))
+    bounds = spending.bounds("batch", "")
+
+    with capture_logs() as logs:
+        for _ in range(13):
+            await spending.take(bounds, Spent(1))
+        store.used.clear()
+        for _ in range(6):
+            await spending.take(bounds, Spent(1))
+
+    told = [(each["percent"], each["used"]) for each in logs if each["event"] == signals.CAP_REACHED]
+    assert told == [(50, 5), (80, 8), (100, 10), (50, 5)]
+
+
+async def test_a_store_that_is_away_leaves_the_estimate_counted() -> None:
+    store = MemoryAllowances()
+    spending = Spending(store, CapsSpec(lanes={"batch": Cap(requests=10)}))
+    hold = await spending.take(spending.bounds("batch", ""), Spent(1))
+    store.is_away = True
+
+    assert isinstance(hold, Hold)
+    await spending.correct(hold, Spent())
+
+    assert store.used == {"cap lane batch requests": 1}
+
+
+class Ground:
+    """A gate of caps, and jobs that go through it."""
+
+    def __init__(self, **caps: Any) -> None:
+        self.store = MemoryAllowances()
+        self.spending = Spending(self.store, CapsSpec(**caps))
+        routes = Routes(RoutesSpec(providers=(ProviderModels(name="anthropic"),)))
+        rng = random.Random(1)
+        self.gate = CapsGate(
+            self.spending,
+            RouteGate(routes, Breakers(), now_ms=lambda: NOW_MS, rng=rng),
+            prices=Prices(),
+            estimate=lambda _, __, ___: ESTIMATE,
+            now_ms=lambda: NOW_MS,
+            rng=rng,
+        )
+
+    def job(self, model: str = MODEL, **properties: Any) -> Job:
+        body = b'{"model":"%s","max_tokens":5,"messages":[{"role":"user","content":"hi"}]}' % model.encode()
+        job = Bench().job(body=body, **properties)
+        assert job.lane
+        job.request = codec.decode(job.message, lane=job.lane, request_id=job.id, hop=None, now_ms=NOW_MS)
+        return job
+
+    async def through(
+        self, job: Job, outcome: Outcome, *, usage: Amounts | None, cost_usd: float | None = None
+    ) -> None:
+        assert await self.gate.enter(job) is None
+        job.attempt_started_ms, job.usage, job.cost_usd = NOW_MS, usage, cost_usd
+        await self.gate.leave(job, outcome)
+
+
+async def test_what_was_taken_by_estimate_is_corrected_by_the_answer() -> None:
+    ground = Ground(lanes={"critical": Cap(requests=10, tokens=10_000, usd=1)})
+
+    await ground.through(ground.job(), ANSWERED, usage=Amounts(1, 1500, 700), cost_usd=0.02)
+
+    assert ground.store.used["cap lane critical requests"] == 1
+    assert ground.store.used["cap lane critical tokens"] == 2200
+    assert ground.store.used["cap lane critical usd"] == pytest.approx(0.02)
+    assert ground.spending.totals()["lane"]["critical"] == Spent(1, 2200, 0.02)
+
+
+async def test_a_failure_counts_nothing_unless_it_may_have_been_paid() -> None:
+    ground = Ground(lanes={"critical": Cap(tokens=10_000, usd=1)})
+
+    await ground.through(ground.job(), RETRIED, usage=Amounts(1, 0, 0))
+    assert set(ground.store.used.values()) == {0}
+    await ground.through(ground.job(), RETRIED, usage=ESTIMATE)
+
+    assert ground.store.used["cap lane critical usd"] == pytest.approx(COST)
+
+
+async def test_what_was_not_called_gives_back_all() -> None:
+    ground = Ground(lanes={"critical": Cap(requests=10)})
+    job = ground.job()
+
+    assert await ground.gate.enter(job) is None
+    await ground.gate.leave(job, None)
+
+    assert ground.store.used == {"cap lane critical requests": 0}
+
+
+async def test_over_a_cap_it_waits_for_the_next_day_where_its_deadline_allows() -> None:
+    ground = Ground(tenants={"shop": Cap(requests=1)})
+    ground.store.resets_in_s = 30
+    await ground.through(ground.job(user_id="shop"), ANSWERED, usage=ESTIMATE)
+
+    outcome = await ground.gate.enter(ground.job(user_id="shop"))
+
+    assert isinstance(outcome, Deferred)
+    assert outcome.reason == "tenant"
+    assert 30_000 <= outcome.delay_ms <= 90_000
+    assert await ground.gate.enter(ground.job(user_id="other")) is None
+
+
+async def test_over_a_cap_until_after_its_deadline_it_is_refused_with_the_figures() -> None:
+    ground = Ground(lanes={"critical": Cap(usd=COST * 1.5)})
+    ground.store.resets_in_s = CRITICAL.deadline_s + 1
+    await ground.through(ground.job(), ANSWERED, usage=ESTIMATE, cost_usd=COST)
+
+    outcome = await ground.gate.enter(ground.job())
+
+    assert isinstance(outcome, Refused)
+    assert outcome.problem.code == "deadline_exceeded"
+    assert outcome.problem.detail == (
+        "lane 'critical' has used $0.0070 of $0.0105 today (UTC), and this takes $0.0070; "
+        "the next day begins in 121000 ms, and 120000 ms are left"
+    )
+
+
+async def test_a_request_larger_than_the_whole_cap_does_not_wait_for_a_day_that_will_not_help() -> None:
+    ground = Ground(lanes={"critical": Cap(tokens=100)})
+    ground.store.resets_in_s = 1
+
+    assert isinstance(await ground.gate.enter(ground.job()), Refused)
+
+
+async def test_a_model_without_a_price_does_not_slip_through_a_cap_in_dollars() -> None:
+    ground = Ground(lanes={"critical": Cap(usd=1)})
+
+    outcome = await ground.gate.enter(ground.job(model="unpriced-1"))
+
+    assert outcome is not None
+    assert outcome.problem.code == "forbidden_model"  # type: ignore[union-attr]
+    assert await Ground(lanes={"critical": Cap(tokens=5000)}).gate.enter(ground.job(model="unpriced-1")) is None
+
+
+async def test_a_cap_that_cannot_be_looked_at_holds() -> None:
+    ground = Ground(lanes={"critical": Cap(usd=1)})
+    ground.store.is_away = True
+
+    outcome = await ground.gate.enter(ground.job())
+
+    assert isinstance(outcome, Deferred)
+    assert outcome.reason == "store"
+
+
+async def test_without_a_cap_the_store_is_not_asked_and_what_is_used_is_counted() -> None:
+    ground = Ground()
+    ground.store.is_away = True
+
+    await ground.through(ground.job(user_id="shop"), ANSWERED, usage=ESTIMATE, cost_usd=0.5)
+
+    assert ground.spending.totals()["tenant"]["shop"] == Spent(1, 1500, 0.5)

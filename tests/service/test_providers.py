@@ -1,0 +1,50 @@
+"""The providers of the settings, made; and what is told where one cannot be."""
+
+from typing import Any
+
+import pytest
+
+from consumers.providers import cloud
+from service.providers import open_providers
+from service.settings import load_settings
+from topology.contract.problems import SettingsError
+
+AWS = {"LANEKEEPER_PROVIDERS__AWS__KIND": "bedrock", "LANEKEEPER_PROVIDERS__AWS__REGION": "eu-central-1"}
+
+
+def opened(env: dict[str, str]) -> list[str]:
+    return [each.name for each in open_providers(load_settings(environ=env), traceparent=lambda: None)]
+
+
+def test_each_is_made_by_its_kind() -> None:
+    env = {
+        "ANTHROPIC_API_KEY": "k",
+        **AWS,
+        "LANEKEEPER_PROVIDERS__AWS__API_KEY": "k",
+        "LANEKEEPER_PROVIDERS__AZURE__KIND": "foundry",
+        "LANEKEEPER_PROVIDERS__AZURE__API_KEY": "k",
+        "LANEKEEPER_PROVIDERS__AZURE__BASE_URL": "https://r.services.ai.azure.com/anthropic",
+        "LANEKEEPER_PROVIDERS__GCP__KIND": "vertex",
+        "LANEKEEPER_PROVIDERS__GCP__API_KEY": "token",
+        "LANEKEEPER_PROVIDERS__GCP__REGION": "global",
+        "LANEKEEPER_PROVIDERS__GCP__PROJECT": "p",
+        "LANEKEEPER_PROVIDERS__OTHER__API_KEY": "k",
+        "LANEKEEPER_PROVIDERS__OTHER__BASE_URL": "https://claude.example",
+    }
+
+    assert opened(env) == ["anthropic", "aws", "azure", "gcp", "other"]
+
+
+def test_all_that_is_missing_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> Any:
+        raise ImportError(name)
+
+    monkeypatch.setattr(cloud, "import_module", absent)
+
+    with pytest.raises(SettingsError) as caught:
+        opened({**AWS, "LANEKEEPER_LANES__BATCH__PROVIDERS": "anthropic"})
+
+    assert "ANTHROPIC_API_KEY is not set" in str(caught.value)
+    assert "providers.aws: needs packages that are not installed; run: pip install 'lanekeeper[bedrock]'" in str(
+        caught.value
+    )
