@@ -21,7 +21,7 @@ import uvloop
 from contest import gate, litellm, plot, rivals, workers
 from contest.load import Load
 from contest.running import Contestant, run
-from contest.scenarios import SCENARIOS
+from contest.scenarios import SCENARIOS, Scenario
 from contest.score import Row, table
 
 RIVALS: dict[str, tuple[str, Contestant]] = {
@@ -83,24 +83,29 @@ async def _scenario(name: str, load: Load, *, broker_url: str) -> None:
     scenario = SCENARIOS[name]
     load = scenario.load(load)
     async with ground.redis() as redis_url:
-        contestant: Contestant = gate.gate_alone
-        if workers.IS_WIRED:
-            shared = redis_url if scenario.workers > 1 else None
-            contestant = partial(workers.lanekeeper, broker_url=broker_url, workers=scenario.workers, redis_url=shared)
-        why_not = NOT_WIRED if scenario.needs_workers and not workers.IS_WIRED else None
-        if scenario.workers > 1 and redis_url is None:
-            why_not = "no redis-server is installed"
-        if why_not is not None:
+        if (why_not := _hindrance(scenario, redis_url)) is not None:
             print(f"\n{name}: not run: {why_not}")
             return
-        row = await run(
-            "Lanekeeper" if workers.IS_WIRED else "Lanekeeper's gate alone",
-            contestant,
-            load,
-            options=scenario.options,
-            trouble=scenario.trouble,
-        )
+        called, contestant = _for(scenario, broker_url=broker_url, redis_url=redis_url or "")
+        row = await run(called, contestant, load, options=scenario.options, trouble=scenario.trouble)
     print(f"\n{name}: {scenario.holds(row) or 'as it must be'}; {_described(load)}\n{table([row])}")
+
+
+def _hindrance(scenario: Scenario, redis_url: str | None) -> str | None:
+    if scenario.needs_workers and not workers.IS_WIRED:
+        return NOT_WIRED
+    return "no redis-server is installed" if scenario.workers > 1 and redis_url is None else None
+
+
+def _for(scenario: Scenario, *, broker_url: str, redis_url: str) -> tuple[str, Contestant]:
+    is_shared = scenario.workers > 1
+    if workers.IS_WIRED:
+        store = redis_url if is_shared else None
+        made = partial(workers.lanekeeper, broker_url=broker_url, workers=scenario.workers, redis_url=store)
+        return "Lanekeeper", made
+    if is_shared:
+        return "Gates on Redis", partial(gate.gates_on_redis, redis_url=redis_url, gates=scenario.workers)
+    return "Lanekeeper's gate alone", gate.gate_alone
 
 
 def _described(load: Load) -> str:

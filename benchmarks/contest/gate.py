@@ -3,20 +3,23 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from itertools import cycle
 
 from contest.calling import CONNECTING_S, Call, Said, calling
 from contest.load import MAX_TOKENS, MODEL, Ask, Asking, Load
 
 from consumers.limits import headers
 from consumers.limits.amounts import NOTHING, Amounts
-from consumers.limits.base import Heard, Kind
+from consumers.limits.base import Budgets, Heard, Kind
 from consumers.limits.estimates import Estimates
 from consumers.limits.estimates import Kind as Task
 from consumers.limits.local import LocalBudgets
 from consumers.limits.spec import DEFAULT_LANES as SHARES
 from consumers.limits.spec import BudgetSpec
+from consumers.state.redis_budgets import RedisBudgets
+from consumers.state.redis_client import RedisClient
 from topology.lanes import DEFAULT_LANES
 
 ACCOUNT = "benchmark"
@@ -36,24 +39,50 @@ def spec(load: Load) -> BudgetSpec:
 
 @asynccontextmanager
 async def gate_alone(base_url: str, load: Load) -> AsyncIterator[Asking]:
-    slots = {lane.name: asyncio.Semaphore(lane.slots) for lane in DEFAULT_LANES}
-    settled = spec(load)
-    budgets = LocalBudgets(settled)
-    estimates = Estimates(
-        first_output_tokens=settled.first_output_tokens, first_bytes_per_token=settled.first_bytes_per_token
-    )
     async with calling(base_url) as call:
+        yield _gate(call, LocalBudgets(spec(load)), load)
+
+
+@asynccontextmanager
+async def gates_on_redis(base_url: str, load: Load, *, redis_url: str, gates: int) -> AsyncIterator[Asking]:
+    """As many as there would be processes, each with its own part of the requests; they know of each other by Redis."""
+    async with AsyncExitStack() as stack:
+        call, askings = await stack.enter_async_context(calling(base_url)), []
+        for _ in range(gates):
+            client = RedisClient(redis_url)
+            stack.push_async_callback(client.aclose)
+            budgets = RedisBudgets(client, namespace="contest", spec=spec(load))
+            stack.push_async_callback(budgets.aclose)
+            askings.append(_gate(call, budgets, load))
+        turns = cycle(askings)
 
         async def ask(ask: Ask) -> None:
-            async with slots[ask.lane]:
-                while (said := await _attempt(call, ask, budgets, estimates, load.speed)).status != 200:
-                    if said.status == 0:
-                        await asyncio.sleep(CONNECTING_S / load.speed)
+            await next(turns)(ask)
 
         yield ask
 
 
-async def _attempt(call: Call, ask: Ask, budgets: LocalBudgets, estimates: Estimates, speed: float) -> Said:
+def _gate(call: Call, budgets: Budgets, load: Load) -> Asking:
+    """With the slots of one worker."""
+    slots = {lane.name: asyncio.Semaphore(lane.slots) for lane in DEFAULT_LANES}
+    usual = BudgetSpec()
+    estimates = Estimates(
+        first_output_tokens=usual.first_output_tokens, first_bytes_per_token=usual.first_bytes_per_token
+    )
+
+    async def ask(ask: Ask) -> None:
+        async with slots[ask.lane]:
+            while True:
+                said = await _attempt(call, ask, budgets, estimates, load.speed)
+                if said.status == 200:
+                    return
+                if said.status == 0:
+                    await asyncio.sleep(CONNECTING_S / load.speed)
+
+    return ask
+
+
+async def _attempt(call: Call, ask: Ask, budgets: Budgets, estimates: Estimates, speed: float) -> Said:
     task = Task(ask.lane, "benchmark.budget", MODEL)
     amounts = Amounts(
         1.0, estimates.input_tokens(MODEL, len(ask.body)), estimates.output_tokens(task, max_tokens=MAX_TOKENS)

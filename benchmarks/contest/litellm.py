@@ -7,9 +7,9 @@ proxy refuses comes again after a second, through its queue, which its own retri
 before it at once as Lanekeeper has slots: with all 500 before it, it answered next to no critical one.
 
 It takes part twice. As its page about priorities has it: its queue lets everybody through while a deployment is
-healthy, and one that has no alternative stays healthy, whatever it answers. And strictly (`STRICT`): the limits enforced before
-each call, and the deployment cools down on the first 429, so that the queue comes into play. Limits are counted by the
-minute of the clock, and refused calls count as well: a minute's calls are made at its beginning.
+healthy, and one that has no alternative stays healthy, whatever it answers. And strictly (`STRICT`): the limits are
+enforced before each call, and the deployment cools down on the first 429, so that the queue comes into play. Limits are
+counted by the minute of the clock, and refused calls count as well: a minute's calls are made at its beginning.
 """
 
 import asyncio

@@ -101,6 +101,6 @@ SCENARIOS: Mapping[str, Scenario] = {
         Scenario(
             name="provider slow", load=lambda load: _few(load, latency_s=20.0), holds=_all_answered, needs_workers=True
         ),
-        Scenario(name="three workers", load=lambda load: load, holds=_not_overspent, workers=3, needs_workers=True),
+        Scenario(name="three workers", load=lambda load: load, holds=_not_overspent, workers=3),
     )
 }
