@@ -14,18 +14,15 @@ from math import inf
 from typing import Any
 
 from consumers.limits.adaptive import Adaptive
-from consumers.limits.amounts import CONCURRENCY, PAUSED, REASONS, Amounts
+from consumers.limits.amounts import CONCURRENCY, NOTHING, PAUSED, Amounts
 from consumers.limits.base import Heard, Kind, Reservation
-from consumers.limits.bucket import Bucket
+from consumers.limits.buckets import Buckets
 from consumers.limits.concurrency import Concurrency
-from consumers.limits.headers import ROUNDED_BY, RateHeaders
 from consumers.limits.order import Lines, Waiter
 from consumers.limits.spec import BudgetSpec
 
 HOLD_AT_MOST_S = 60.0
 """What a `retry-after` is believed: the buckets are a minute's."""
-SPENT = 0.01
-"""A bucket with less of its limit left explains a refusal."""
 WHOLE = 1 - 1e-9
 
 
@@ -39,52 +36,20 @@ class Account:
         self.shares = tuple(lane.share for lane in spec.lanes.values())
         caps = spec.caps(name)
         self._adaptive = Adaptive(spec.start, caps, now_s=now_s)
-        self.buckets = tuple(
-            Bucket(each, burst_s=spec.burst_s, shares=self.shares, now_s=now_s) for each in self._adaptive.per_minute()
-        )
+        self.buckets = Buckets(self._adaptive.per_minute(), burst_s=spec.burst_s, shares=self.shares, now_s=now_s)
         self.lines = Lines([lane.boost_s for lane in spec.lanes.values()])
         self.concurrency = Concurrency(caps.concurrency)
         self._turns = [0.0 for _ in self._names]
         """Where calls are what is short: each lane's share of them, saved up to one."""
         self.paused_until_s = self.held_until_s = -inf
-        self._pressed = False
+        self.is_pressed = False
+        """Somebody had to wait since a guessed limit was last raised."""
         self.elsewhere: list[Sequence[float]] = [(0.0, 0.0, 0.0) for _ in self._names]
         """What those of each lane wait for that wait in other processes."""
 
-    def dump(self) -> list[Any]:
-        """What was learned, for other processes; as JSON has it."""
-        return [self._adaptive.dump(), self.paused_until_s, self.held_until_s]
-
-    def load(self, learned: Sequence[Any]) -> None:
-        """What other processes have learned."""
-        limits, self.paused_until_s, self.held_until_s = learned
-        self._adaptive.load(limits)
-        self._resize()
-
-    def lane_to_start(self) -> int | None:
-        """Where calls are what is short, and a lane's turn has come: that lane alone."""
-        if not self.concurrency.is_limited:
-            return None
-        return next(
-            (lane for lane, head in enumerate(self.lines.heads) if head is not None and self._has_turn(lane)), None
-        )
-
-    def begin(self, waiter: Waiter, reservation: Reservation) -> bool:
-        """Somebody else has granted it: it leaves its line. False where it is no longer there."""
-        if waiter.number not in self.lines:
-            return False
-        waiter.reservation = reservation
-        if self.concurrency.is_limited:
-            self._turn_taken(waiter.lane)
-        self.lines.leave(waiter)
-        self.concurrency.begin()
-        self._head_changed(waiter.lane)
-        return True
-
     def refill(self, now_s: float) -> None:
         """What has come in since."""
-        for bucket in self.buckets:
-            bucket.refill(now_s)
+        self.buckets.refill(now_s)
 
     def paused_s(self, now_s: float) -> float:
         """How long nothing is granted, because of a spend limit."""
@@ -117,25 +82,25 @@ class Account:
         first = self.lines.first(now_s)
         if first is None or self.concurrency.is_full:
             return None, inf
-        self._pressed = True
         soonest_s, is_owed = self.lines.boost_in_s(now_s), False
         for waiter in self.lines.heads:
             if waiter is None or not self._has_turn(waiter.lane):
                 continue
-            in_s = self._part_wait_s(waiter)
+            in_s = self.buckets.part_wait_s(waiter.lane, waiter.amounts)
             if in_s == 0:
-                in_s = self._level_wait_s(waiter)
+                in_s = self.buckets.level_wait_s(waiter.amounts)
                 if in_s == 0:
                     return self._granted(waiter, now_s, own=True), 0.0
                 is_owed = True  # nobody may take from the pool what others have saved for
             if in_s < soonest_s:
                 soonest_s = in_s
         if not is_owed:
-            in_s = self._shared_wait_s(first)
+            in_s = self.buckets.shared_wait_s(first.lane, first.amounts)
             if in_s == 0:
                 return self._granted(first, now_s, own=False), 0.0
             if in_s < soonest_s:
                 soonest_s = in_s
+        self.is_pressed = True
         return None, soonest_s
 
     # ---- after a call ------------------------------------------------------------------------------------------------
@@ -147,13 +112,8 @@ class Account:
         reservation.is_settled = True
         self.concurrency.end(now_s - reservation.at_s)
         lane = self._names.index(reservation.lane)
-        for each, bucket in enumerate(self.buckets):
-            over = reservation.amounts[each] - (used[each] if used else 0.0)
-            bucket.refill(now_s)
-            if over > 0:
-                bucket.give_back(lane, over, own=reservation.own[each])
-            elif over < 0:
-                bucket.charge(lane, -over)
+        self.refill(now_s)
+        self.buckets.settle(lane, reservation.amounts, own=reservation.own, used=used or NOTHING)
 
     def learn(self, heard: Heard, now_s: float) -> bool:
         """From one response; whether there is less than before, so that what was predicted does not hold any more."""
@@ -162,14 +122,14 @@ class Account:
         has_limits = heard.rate is not None and self._adaptive.hear(heard.rate)
         if has_limits:
             self._resize()
-        is_explained = heard.rate is not None and self._correct(heard.rate)
+        is_explained = heard.rate is not None and self.buckets.believe(heard.rate)
         stopped = False
         match heard.kind:
             case Kind.ANSWERED:
                 self.concurrency.answered()
-                if self._adaptive.answered(now_s, pressed=self._pressed):
+                if self._adaptive.answered(now_s, pressed=self.is_pressed):
                     self._resize()
-                    self._pressed = False
+                    self.is_pressed = False
             case Kind.RATE_LIMITED:
                 if not is_explained and not has_limits and self._adaptive.refused(now_s):
                     self._resize()
@@ -197,13 +157,39 @@ class Account:
         if now_s >= self.held_until_s and self.concurrency.is_full:
             return CONCURRENCY
         self.refill(now_s)
-        lane, amounts = waiter.lane, waiter.amounts
-        buckets = [(each, amount) for each, amount in zip(self.buckets, amounts, strict=True) if amount > 0]
-        reasons = [reason for reason, amount in zip(REASONS, amounts, strict=True) if amount > 0]
-        own_s = [max(bucket.part_wait_s(lane, amount), bucket.level_wait_s(amount)) for bucket, amount in buckets]
-        shared_s = [bucket.shared_wait_s(lane, amount) for bucket, amount in buckets]
-        sooner = min(own_s, shared_s, key=lambda each: max(each, default=0.0))
-        return reasons[sooner.index(max(sooner))] if sooner else REASONS[0]
+        return self.buckets.reason(waiter.lane, waiter.amounts)
+
+    # ---- shared with other processes ---------------------------------------------------------------------------------
+
+    def dump(self) -> list[Any]:
+        """What was learned, for other processes; as JSON has it."""
+        return [self._adaptive.dump(), self.paused_until_s, self.held_until_s]
+
+    def load(self, learned: Sequence[Any]) -> None:
+        """What other processes have learned."""
+        limits, self.paused_until_s, self.held_until_s = learned
+        self._adaptive.load(limits)
+        self._resize()
+
+    def lane_to_start(self) -> int | None:
+        """Where calls are what is short, and a lane's turn has come: that lane alone."""
+        if not self.concurrency.is_limited:
+            return None
+        return next(
+            (lane for lane, head in enumerate(self.lines.heads) if head is not None and self._has_turn(lane)), None
+        )
+
+    def begin(self, waiter: Waiter, reservation: Reservation) -> bool:
+        """Somebody else has granted it: it leaves its line. False where it is no longer there."""
+        if waiter.number not in self.lines:
+            return False
+        waiter.reservation = reservation
+        if self.concurrency.is_limited:
+            self._turn_taken(waiter.lane)
+        self.lines.leave(waiter)
+        self.concurrency.begin()
+        self._head_changed(waiter.lane)
+        return True
 
     # ---- inside ------------------------------------------------------------------------------------------------------
 
@@ -212,17 +198,11 @@ class Account:
         if self.concurrency.is_limited:
             self._turn_taken(lane)
         self.lines.leave(waiter)
-        requests, input_tokens, output_tokens = self.buckets
-        amounts = waiter.amounts
         waiter.reservation = Reservation(
             account=self.name,
             lane=self._names[lane],
-            amounts=amounts,
-            own=Amounts(
-                requests.take(lane, amounts.requests, own=own),
-                input_tokens.take(lane, amounts.input_tokens, own=own),
-                output_tokens.take(lane, amounts.output_tokens, own=own),
-            ),
+            amounts=waiter.amounts,
+            own=self.buckets.take(lane, waiter.amounts, own=own),
             at_s=now_s,
         )
         self.concurrency.begin()
@@ -241,43 +221,9 @@ class Account:
 
     def _head_changed(self, lane: int) -> None:
         waiter = self.lines.heads[lane]
-        for each, bucket in enumerate(self.buckets):
-            bucket.want(lane, waiter.amounts[each] if waiter else 0.0)
-
-    def _part_wait_s(self, waiter: Waiter) -> float:
-        longest_s = 0.0
-        for bucket, amount in zip(self.buckets, waiter.amounts):  # noqa: B905  checking costs a tenth of a grant
-            if amount > 0 and (in_s := bucket.part_wait_s(waiter.lane, amount)) > longest_s:
-                longest_s = in_s
-        return longest_s
-
-    def _level_wait_s(self, waiter: Waiter) -> float:
-        longest_s = 0.0
-        for bucket, amount in zip(self.buckets, waiter.amounts):  # noqa: B905
-            if amount > 0 and (in_s := bucket.level_wait_s(amount)) > longest_s:
-                longest_s = in_s
-        return longest_s
-
-    def _shared_wait_s(self, waiter: Waiter) -> float:
-        longest_s = 0.0
-        for bucket, amount in zip(self.buckets, waiter.amounts):  # noqa: B905
-            if amount > 0 and (in_s := bucket.shared_wait_s(waiter.lane, amount)) > longest_s:
-                longest_s = in_s
-        return longest_s
+        self.buckets.want(lane, waiter.amounts if waiter else NOTHING)
 
     def _resize(self) -> None:
-        for bucket, limit in zip(self.buckets, self._adaptive.per_minute(), strict=True):
-            bucket.resize(limit, burst_s=self._spec.burst_s)
+        self.buckets.resize(self._adaptive.per_minute())
         for lane in range(len(self._names)):
             self._head_changed(lane)
-
-    def _correct(self, rate: RateHeaders) -> bool:
-        """Believe the provider where it has less than we thought; whether it has next to nothing."""
-        is_spent = False
-        for bucket, told, rounded_by in zip(self.buckets, rate.each(), ROUNDED_BY, strict=True):
-            if told.remaining is None:
-                continue
-            bucket.lower(told.remaining + rounded_by)
-            least = max(1.0, SPENT * (told.limit or bucket.per_s * 60))
-            is_spent = is_spent or told.remaining < least
-        return is_spent

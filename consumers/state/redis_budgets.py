@@ -290,6 +290,8 @@ class RedisBudgets:
                 ledger.is_due = True
             elif not self._desk.wake(waiter):
                 self.settle(reservation, None)
+        if len(books.lines):
+            books.is_pressed = True
         if reply["granted"] and len(books.lines):
             ledger.is_due = True  # there may be more behind those that we asked for
         self._refuse_late_firsts(books, redis_s)

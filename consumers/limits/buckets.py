@@ -1,0 +1,102 @@
+"""The three buckets of an account, asked together: a request waits for the one that keeps it longest. Pure."""
+
+from collections.abc import Iterator, Sequence
+
+from consumers.limits.amounts import REASONS, Amounts
+from consumers.limits.bucket import Bucket
+from consumers.limits.headers import ROUNDED_BY, RateHeaders
+
+SPENT = 0.01
+"""A bucket of which the provider has less left than this part of its limit explains a refusal."""
+
+
+class Buckets:
+    """In the order of `Amounts`."""
+
+    __slots__ = ("_all", "_burst_s")
+
+    def __init__(self, per_minute: Amounts, *, burst_s: float, shares: Sequence[float], now_s: float) -> None:
+        self._burst_s = burst_s
+        self._all = tuple(Bucket(each, burst_s=burst_s, shares=shares, now_s=now_s) for each in per_minute)
+
+    def __iter__(self) -> Iterator[Bucket]:
+        return iter(self._all)
+
+    def __getitem__(self, each: int) -> Bucket:
+        return self._all[each]
+
+    def resize(self, per_minute: Amounts) -> None:
+        for bucket, limit in zip(self._all, per_minute, strict=True):
+            bucket.resize(limit, burst_s=self._burst_s)
+
+    def refill(self, now_s: float) -> None:
+        """What has come in since."""
+        for bucket in self._all:
+            bucket.refill(now_s)
+
+    def want(self, lane: int, amounts: Amounts) -> None:
+        """What the first of a lane needs; nothing: nobody waits."""
+        for bucket, amount in zip(self._all, amounts, strict=True):
+            bucket.want(lane, amount)
+
+    def part_wait_s(self, lane: int, amounts: Amounts) -> float:
+        """Until the lane's own parts are enough."""
+        longest_s = 0.0
+        for bucket, amount in zip(self._all, amounts):  # noqa: B905  checking costs a tenth of a grant
+            if amount > 0 and (in_s := bucket.part_wait_s(lane, amount)) > longest_s:
+                longest_s = in_s
+        return longest_s
+
+    def level_wait_s(self, amounts: Amounts) -> float:
+        """Until the provider will take it."""
+        longest_s = 0.0
+        for bucket, amount in zip(self._all, amounts):  # noqa: B905
+            if amount > 0 and (in_s := bucket.level_wait_s(amount)) > longest_s:
+                longest_s = in_s
+        return longest_s
+
+    def shared_wait_s(self, lane: int, amounts: Amounts) -> float:
+        """Until the lane's own parts and the pools are enough together."""
+        longest_s = 0.0
+        for bucket, amount in zip(self._all, amounts):  # noqa: B905
+            if amount > 0 and (in_s := bucket.shared_wait_s(lane, amount)) > longest_s:
+                longest_s = in_s
+        return longest_s
+
+    def reason(self, lane: int, amounts: Amounts) -> str:
+        """Which keeps the first of a lane, on the way that is sooner."""
+        own_s, shared_s = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]
+        for each, (bucket, amount) in enumerate(zip(self._all, amounts, strict=True)):
+            if amount > 0:
+                own_s[each] = max(bucket.part_wait_s(lane, amount), bucket.level_wait_s(amount))
+                shared_s[each] = bucket.shared_wait_s(lane, amount)
+        sooner = min(own_s, shared_s, key=max)
+        return REASONS[sooner.index(max(sooner))]
+
+    def take(self, lane: int, amounts: Amounts, *, own: bool) -> Amounts:
+        """Spend it; what of it came from the lane's own parts."""
+        requests, input_tokens, output_tokens = self._all
+        return Amounts(
+            requests.take(lane, amounts.requests, own=own),
+            input_tokens.take(lane, amounts.input_tokens, own=own),
+            output_tokens.take(lane, amounts.output_tokens, own=own),
+        )
+
+    def settle(self, lane: int, taken: Amounts, *, own: Amounts, used: Amounts) -> None:
+        """Give back what was not used, take what was used beyond it."""
+        for bucket, amount, from_part, spent in zip(self._all, taken, own, used, strict=True):
+            if amount > spent:
+                bucket.give_back(lane, amount - spent, own=from_part)
+            elif spent > amount:
+                bucket.charge(lane, spent - amount)
+
+    def believe(self, rate: RateHeaders) -> bool:
+        """The provider, where it has less than we thought; whether it has next to nothing."""
+        is_spent = False
+        for bucket, told, rounded_by in zip(self._all, rate.each(), ROUNDED_BY, strict=True):
+            if told.remaining is None:
+                continue
+            bucket.lower(told.remaining + rounded_by)
+            least = max(1.0, SPENT * (told.limit or bucket.per_s * 60))
+            is_spent = is_spent or told.remaining < least
+        return is_spent
