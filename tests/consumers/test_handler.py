@@ -411,6 +411,18 @@ async def test_another_attempt_or_worker_announces_itself(bench: Bench, again: d
     assert parts_of(bench) == [("restart", 0), ("event", 1), ("event", 2)]
 
 
+async def test_what_begins_again_within_an_attempt_announces_itself_where_anything_was_sent(bench: Bench) -> None:
+    parts = bench.replies.parts(bench.job())
+
+    assert not parts.restart()
+    await parts(b"{}")
+    assert parts.restart()
+    await parts(b"{}")
+    await parts(b"{}")
+
+    assert parts_of(bench) == [("event", 0), ("restart", 0), ("event", 1), ("event", 2)]
+
+
 async def test_without_the_header_or_an_address_no_part_is_sent(bench: Bench) -> None:
     await handle(bench, bench.job())
     await handle(bench, bench.job(headers={n.STREAM: True}, reply_to=None))
