@@ -82,9 +82,9 @@ class Account:
         first = self.lines.first(now_s)
         if first is None or self.concurrency.is_full:
             return None, inf
-        soonest_s, is_owed = self.lines.boost_in_s(now_s), False
+        soonest_s, is_owed, is_limited = self.lines.boost_in_s(now_s), False, self.concurrency.is_limited
         for waiter in self.lines.heads:
-            if waiter is None or not self._has_turn(waiter.lane):
+            if waiter is None or (is_limited and not self._has_turn(waiter.lane)):
                 continue
             in_s = self.buckets.part_wait_s(waiter.lane, waiter.amounts)
             if in_s == 0:
