@@ -31,6 +31,7 @@ TURNS = 80
 """Of a schedule, before it has to come to its end: enough for what befalls a request to befall it twice."""
 CALLS_OF_A_KILLER = 4
 """At its fifth delivery it is not called any more."""
+SLOW_S = 5.0
 TURN = st.integers(0, 40)
 FAULT = st.tuples(st.integers(0, len(FAULTS) - 1), st.integers(0, 255))
 
@@ -106,9 +107,11 @@ def test_what_kills_every_worker_is_buried_and_its_neighbours_are_answered(step:
 def test_a_slow_request_beside_one_that_kills_is_answered(workers: int) -> None:
     world = World(workers=workers)
 
+    began_s: dict[Operation, float] = {}
+
     def kills(operation: Operation) -> bool:
         if operation.what == "call" and operation.about == "slow":
-            operation.is_hung = not world.promise.endings["deadly"]
+            operation.is_hung = world.time_s() < began_s.setdefault(operation, world.time_s()) + SLOW_S
         return operation.what == "call" and operation.about == "deadly"
 
     try:
