@@ -23,7 +23,7 @@ from tests.faults.faults import FAULTS
 from tests.faults.ground import SETTLED_S, Ground, ground
 from tests.faults.report import Run
 from tests.faults.schedule import Planned, plan
-from tests.faults.trial import ANSWERED_WITHIN_S, inject
+from tests.faults.trial import ANSWERED_WITHIN_S, inject, judged
 
 ENOUGH_CONFIRMED = 15_000
 ENOUGH_FAULTS = 20
@@ -92,8 +92,7 @@ async def one(
         began_s = time.monotonic()
         await carry_out(found, planned, seconds=seconds, recovered_within_s=1.0 if broken else RECOVERED_WITHIN_S)
         minutes = (time.monotonic() - began_s) / 60
-        await found.load.answered(within_s=LOSES_WITHIN_S if broken else ANSWERED_WITHIN_S)
-        verdict = found.verdict()
+        verdict = await judged(found, answered_within_s=LOSES_WITHIN_S if broken else ANSWERED_WITHIN_S)
         found.write(folder / "history.jsonl")
         made = Run(on, seed, minutes, verdict, tuple(found.crew.crashes), len(found.calls()))
     say(f"  {verdict.confirmed} confirmed, {verdict.lost} lost, {len(made.failures)} violations")

@@ -10,9 +10,9 @@ import time
 import pytest
 
 from tests.faults.checker import LOST, NOT_PARKED, Verdict
-from tests.faults.clients import Mix
 from tests.faults.ground import Ground
-from tests.faults.trial import Made, broken, fault, inject
+from tests.faults.mix import Mix
+from tests.faults.trial import Made, broken, fault, inject, judged
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(240)
@@ -122,8 +122,7 @@ async def test_a_store_that_is_deleted_costs_no_request(made: Made) -> None:
             await asyncio.sleep(8)
             await inject(service, fault("worker killed"), lasts_s=0, rng=service.rng)
             await asyncio.sleep(4)
-        await service.load.answered(within_s=60)
-        assert is_kept(service, service.verdict(store_was_lost=True))
+        assert is_kept(service, await judged(service, store_was_lost=True))
 
 
 async def test_a_store_that_is_corrupt_stops_the_work_and_loses_nothing(made: Made) -> None:
@@ -137,7 +136,7 @@ async def test_a_store_that_is_corrupt_stops_the_work_and_loses_nothing(made: Ma
             moved_s = time.monotonic()
         assert await service.load.answered(within_s=60)
         print(f"caught up {time.monotonic() - moved_s:.1f} s after the store was moved away")
-        assert is_kept(service, service.verdict(store_was_lost=True))
+        assert is_kept(service, await judged(service, store_was_lost=True))
 
 
 async def test_a_lane_that_is_deleted_takes_with_it_what_was_queued_and_nothing_else_and_is_declared_again(
