@@ -8,7 +8,7 @@ from tests.faults.ground import Ground
 
 VERY_LITTLE_MEMORY = "0.00001"
 MEMORY = "0.6"
-EVERY_BYTE = "999TB"
+EVERY_BYTE = "999000GB"
 DISK = "50MB"
 
 
