@@ -5,7 +5,6 @@ as a schedule says (tests/support/schedules): a few thousand turns a second, the
 printed with what happened in it; give its bytes to `run` to see it again. `--schedules 20000` takes some minutes.
 """
 
-import logging
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -23,7 +22,7 @@ from tests.support.schedules.faults import FAULTS
 from tests.support.schedules.operation import Operation
 from tests.support.schedules.schedule import run, with_faults
 from tests.support.schedules.worker import SPEC
-from tests.support.schedules.world import Violation, World
+from tests.support.schedules.world import Violation, World, reads_logs
 from topology import names as n
 from topology.broker.session import ChannelLost, Delivery
 
@@ -37,8 +36,8 @@ FAULT = st.tuples(st.integers(0, len(FAULTS) - 1), st.integers(0, 255))
 
 
 @pytest.fixture(autouse=True)
-def _silent() -> Iterator[None]:
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+def _logs() -> Iterator[None]:
+    reads_logs()
     yield
     structlog.reset_defaults()
 
@@ -55,11 +54,12 @@ def searching(pytestconfig: pytest.Config) -> settings:
 
 
 @pytest.mark.timeout(3600)
-def test_whatever_befalls_them_every_request_has_one_ending(searching: settings) -> None:
+@pytest.mark.parametrize("counts", [True, False], ids=["quorum intake", "classic intake"])
+def test_whatever_befalls_them_every_request_has_one_ending(searching: settings, counts: bool) -> None:
     @searching
     @given(schedule=st.binary(min_size=2 * TURNS, max_size=2 * TURNS))
     def kept(schedule: bytes) -> None:
-        run(schedule)
+        run(schedule, counts=counts)
 
     kept()
 

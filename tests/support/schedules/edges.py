@@ -11,6 +11,7 @@ from consumers.state.base import (
     Conflict,
     Copy,
     Ended,
+    Found,
     Granted,
     Held,
     Identity,
@@ -84,6 +85,9 @@ class StoreEdge:
 
     async def note(self, identity: Identity, completion: Completion) -> None:
         await self._do("note", identity, lambda at: self._world.rows.note(at, identity, completion))
+
+    async def find(self, identity: Identity) -> Found | None:
+        return await self._do("find", identity, lambda at: self._world.rows.find(at, identity))
 
     async def _do(
         self, what: str, identity: Identity | None, call: Callable[[Times], T], copy: Copy | None = None

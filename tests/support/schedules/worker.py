@@ -84,7 +84,12 @@ class Worker:
             self._pool(world.broker.fallen.name, 1, fallen.job_of, fallen.handle),
         )
         self._running = [self.loop.create_task(pool.run()) for pool in self._pools]
-        self.loop.create_task(claiming.run())
+        self._running.append(self.loop.create_task(claiming.run()))
+
+    @property
+    def fell_over(self) -> bool:
+        """Something that should run for ever has ended by itself."""
+        return not (self.is_stopping or self.is_over) and any(task.done() for task in self._running)
 
     def stop(self) -> None:
         """As on SIGTERM."""
@@ -105,8 +110,9 @@ class Worker:
     async def _stop(self) -> None:
         for pool in self._pools:
             await pool.stop()
-        _, late = await asyncio.wait(self._running, timeout=GRACE_S)
-        for task in late:
+        *pools, claims = self._running
+        _, late = await asyncio.wait(pools, timeout=GRACE_S)
+        for task in (*late, claims):
             task.cancel()
         await asyncio.wait(self._running)
         self.is_over = True
