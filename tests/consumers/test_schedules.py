@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from consumers.failures import RejectedError
-from consumers.job import Job, Outcome
+from consumers.job import Job, Outcome, Replayed
 from consumers.settle import Settler
 from consumers.state.base import Completion, Copy, Identity
 from consumers.state.sqlite_requests import Requests, Times
@@ -169,6 +169,12 @@ class Settled(Delivery):
     async def reject(self) -> None: ...
 
 
+class TellsItsOwn(Settler):
+    async def _stored(self, job: Job, outcome: Outcome) -> Outcome:
+        stored = await super()._stored(job, outcome)
+        return outcome if isinstance(stored, Replayed) else stored
+
+
 class Unfenced(Requests):
     """Believes every token."""
 
@@ -197,6 +203,7 @@ class LastOneStays(Requests):
     ("broken", "told"),
     [
         ({"settler": AcknowledgesFirst}, "acknowledged, and nothing came of it"),
+        ({"settler": TellsItsOwn}, "which is not stored"),
         ({"rows": Unfenced}, "completed by a worker that was fenced off"),
         ({"rows": LastOneStays}, "was replaced by"),
     ],
