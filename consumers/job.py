@@ -98,6 +98,11 @@ class Job:
         """An earlier delivery of this message was never settled."""
         return self.delivery.redelivered or self.hop.redelivered
 
+    @property
+    def came_before(self) -> bool:
+        """It was worked on before, and perhaps ended by whoever had it then: what follows the store may not be done."""
+        return self.redelivered or self.trusted
+
     def copy(self) -> Copy:
         """What the store compares of this message."""
         if self._copy is not None:

@@ -5,7 +5,7 @@ as a schedule says (tests/support/schedules): a few thousand turns a second, the
 printed with what happened in it; give its bytes to `run` to see it again. `--schedules 20000` takes some minutes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import pytest
@@ -31,6 +31,7 @@ TURNS = 80
 CALLS_OF_A_KILLER = 4
 """At its fifth delivery it is not called any more."""
 SLOW_S = 5.0
+LOSSES = 7
 TURN = st.integers(0, 40)
 FAULT = st.tuples(st.integers(0, len(FAULTS) - 1), st.integers(0, 255))
 
@@ -121,6 +122,32 @@ def test_a_slow_request_beside_one_that_kills_is_answered(workers: int) -> None:
     finally:
         world.close()
     assert [[each.code for each in world.promise.endings[id]] for id in ("slow", "a")] == [[""], [""]]
+
+
+@pytest.mark.parametrize("step", ["claim", "complete"])
+def test_lost_channels_alone_make_nobody_a_killer(step: str) -> None:
+    world = World()
+    held_up: dict[Operation, Callable[[], bool]] = {}
+
+    def breaks_its_channel(operation: Operation) -> bool:
+        if (operation.what, operation.about) == (step, "m") and len(held_up) < LOSSES and operation not in held_up:
+            (channel,) = (each for each in world.broker.channels if each.unacked and each.owner == operation.owner)
+            channel.is_broken = True
+            calls = world.promise.calls["m"]
+            held_up[operation] = lambda: (
+                not channel.is_known_lost if step == "claim" else world.promise.calls["m"] == calls
+            )
+        for each, is_held_up in held_up.items():
+            each.is_hung = is_held_up()
+        return False
+
+    try:
+        world.publish(world.request("m"))
+        world.end(kills=breaks_its_channel)
+    finally:
+        world.close()
+    assert len(held_up) == LOSSES
+    assert [each.code for each in world.promise.endings["m"]] == [""]
 
 
 def test_what_is_to_be_parked_is_parked_although_its_time_is_over_when_it_comes_again() -> None:

@@ -25,7 +25,7 @@ from consumers.settle import Settler
 from tests.support.schedules.broker import LANE, NAMES, Channel
 from tests.support.schedules.edges import DeliveriesEdge, ProviderEdge, PublisherEdge, SessionEdge, StoreEdge, World
 from tests.support.schedules.loop import SteppedLoop
-from tests.support.schedules.operation import Edge
+from tests.support.schedules.operation import DELIVERY, Edge
 from topology.broker.session import Delivery
 from topology.lanes import CRITICAL
 from topology.tracing import Tracing
@@ -120,7 +120,7 @@ class Worker:
     def _pool(self, queue: str, slots: int, job_of: Callable[[Delivery], Job], handle: Any) -> Pool:
         return Pool(
             DeliveriesEdge(self._world, self, queue, slots),  # type: ignore[arg-type]
-            job_of=job_of,
+            job_of=lambda delivery: _noted(job_of, delivery),
             handle=handle,
             settler=self._settler,
             activity=LaneActivity(LANE, slots=slots, due_slots=0),
@@ -130,3 +130,8 @@ class Worker:
     def _job_of(self, delivery: Delivery) -> Job:
         trusted = is_trusted(delivery.message, NAMES)
         return Job(delivery, lane=SPEC, trusted=trusted, taken_ms=self._world.now_ms())
+
+
+def _noted(job_of: Callable[[Delivery], Job], delivery: Delivery) -> Job:
+    DELIVERY.set(delivery)
+    return job_of(delivery)
