@@ -41,7 +41,7 @@ async def inject(ground: Ground, found: Fault, *, lasts_s: float, rng: random.Ra
 
 
 async def broken(
-    ground: Ground, *faults: tuple[str, float], calm_s: float = 4.0, answered_within_s: float = ANSWERED_WITHIN_S
+    ground: Ground, *faults: tuple[str, float], calm_s: float = 3.0, answered_within_s: float = ANSWERED_WITHIN_S
 ) -> Verdict:
     """Ask all the time, inject each of the faults (title, seconds), and judge. `calm_s`: before each, and after."""
     rng = random.Random(len(faults))
