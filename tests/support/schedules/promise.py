@@ -140,8 +140,8 @@ class Promise:
         there = {(each.message_id, each.headers[n.DEAD_CODE]) for each in dead}
         return [
             f"{id}: ended as {each.code}, and lies nowhere"
-            for id in {*self.endings, *self.noted}
-            for each in self._kept(id)
+            for id, kept in self.endings.items()  # what was only noted may have ended otherwise since
+            for each in kept
             if each.code and PROBLEMS[each.code].parked and (id, each.code) not in there
         ]
 
