@@ -39,8 +39,8 @@ class Job:
     """
 
     __slots__ = (
-        "_copy", "attempt_started_ms", "claim", "completion", "deaths", "delivery", "hop", "id", "identity", "lane", "limit",
-        "request", "run_ms", "stopped", "taken_ms", "trusted",
+        "_copy", "attempt_started_ms", "claim", "completion", "deaths", "delivery", "hop", "id", "identity",
+        "lane", "limit", "request", "run_ms", "stopped", "taken_ms", "trusted",
     )  # fmt: skip
 
     def __init__(
