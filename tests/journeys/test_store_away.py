@@ -67,22 +67,25 @@ async def readiness(health: Health) -> tuple[int, dict[str, str]]:
 async def test_from_the_start(vhost, spoil: Callable[[Path], None], word: str) -> None:
     path = Path(unquote(store_url(vhost.amqp_url).removeprefix("sqlite:///")))
     spoil(path)
-    async with house(vhost.amqp_url, waits=False) as home, requester(vhost.amqp_url) as app:
-        async with Health(home.parts.reasons, host="127.0.0.1", port=0) as health:
-            await until(lambda: home.parts.store.trouble)
-            asked = await app.publish({"prompt": "hello"}, message_id="m-1")
-            await until(lambda: home.parts.pausing.reasons())
-            status, reasons = await readiness(health)
-            assert status == 503
-            assert word in reasons["store"], reasons
-            assert str(path.name) in reasons["store"], "which file"
-            assert not home.api.calls
-            assert not app.finals(asked)
-            remove(path)
-            assert (await app.final(asked, within_s=20)).status == "ok"
-            await until(lambda: home.is_well)
-            assert (await readiness(health))[0] == 200
-            assert len(home.api.calls) == 1
+    async with (
+        house(vhost.amqp_url, waits=False) as home,
+        requester(vhost.amqp_url) as app,
+        Health(home.parts.reasons, host="127.0.0.1", port=0) as health,
+    ):
+        await until(lambda: home.parts.store.trouble)
+        asked = await app.publish({"prompt": "hello"}, message_id="m-1")
+        await until(lambda: home.parts.pausing.reasons())
+        status, reasons = await readiness(health)
+        assert status == 503
+        assert word in reasons["store"], reasons
+        assert str(path.name) in reasons["store"], "which file"
+        assert not home.api.calls
+        assert not app.finals(asked)
+        remove(path)
+        assert (await app.final(asked, within_s=20)).status == "ok"
+        await until(lambda: home.is_well)
+        assert (await readiness(health))[0] == 200
+        assert len(home.api.calls) == 1
 
 
 async def test_locked_while_it_works(vhost) -> None:

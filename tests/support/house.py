@@ -68,7 +68,9 @@ async def house(
     declares: bool = True,
     **settings: Any,
 ) -> AsyncIterator[House]:
-    """A worker that is ready (or, without `waits`, that has begun); stopped well at the end, and what went wrong in it is raised then.
+    """A worker that is ready; stopped well at the end, and what went wrong in it is raised then.
+
+    `waits` false: it has begun, and may never be ready.
 
     `declares` false: the topology is applied once, before, by somebody else.
     """
