@@ -11,6 +11,7 @@ import pytest
 
 from tests.faults.checker import LOST, NOT_PARKED, Verdict
 from tests.faults.ground import Ground
+from tests.faults.history import Asked
 from tests.faults.mix import Mix
 from tests.faults.trial import Made, broken, fault, inject, judged
 from tests.support.waiting import until
@@ -145,7 +146,6 @@ async def test_a_lane_that_is_deleted_takes_with_it_what_was_queued_and_nothing_
         node = service.broker.nodes[0]
         async with service.load.asking():
             await asyncio.sleep(8)
-            before = service.load.in_flight
             await node.run("rabbitmqctl", "--quiet", "delete_queue", "lane.batch")
             deleted_s = time.monotonic()
             await until(lambda: any(each.running.told("queue.deleted") for each in service.workers), within_s=40)
@@ -156,7 +156,8 @@ async def test_a_lane_that_is_deleted_takes_with_it_what_was_queued_and_nothing_
         # While it was not there, whoever asked was told so.
         others = [str(each) for each in verdict.violations if each.kind != LOST and "unroutable" not in each.text]
         assert others == []
-        assert verdict.lost <= before
+        asked_s = {each.identity: each.at_s for each in service.history.events if isinstance(each, Asked)}
+        assert all(asked_s[each.identity] < deleted_s for each in verdict.of(LOST)), "only what was there is lost"
         assert service.crew.crashes == []
 
 
