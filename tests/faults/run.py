@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import logging
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -103,6 +104,9 @@ async def one(
 
 async def everything(given: argparse.Namespace) -> int:
     """All seeds on all kinds of broker, then the broken worker; the exit code."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # so that containers and mounts go
     seeds = [int(each) for each in given.seeds.split(",")]
     kinds = ("single", "cluster") if given.on == "both" else (given.on,)
     seconds = 60 * given.minutes / (len(seeds) * len(kinds))
@@ -157,6 +161,8 @@ def main() -> int:
     except Unavailable as error:
         say(f"./dev faults: {error}")
         return 2
+    except asyncio.CancelledError:
+        return 128 + signal.SIGTERM
 
 
 if __name__ == "__main__":
