@@ -6,9 +6,9 @@ outage of the store into calls paid twice, and acknowledging what is not recorde
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import structlog
 
@@ -43,7 +43,7 @@ class Claiming:
         self._store = store
         self._held: dict[Held, Job] = {}
         self._taken = asyncio.Event()
-        self._completing: set[asyncio.Task[Completion | None]] = set()
+        self._background: set[asyncio.Task[Any]] = set()
 
     async def run(self) -> None:
         """Renew what is held, and stop the jobs whose claim is cancelled or was taken over."""
@@ -68,8 +68,16 @@ class Claiming:
                 job.stop(why)
 
     async def claim(self, job: Job) -> Granted | Running | Ended | Conflict:
-        """Ask for a job's request. Raises StoreUnavailable after `CLAIM_WITHIN_S`."""
-        found = await _surely(lambda: self._store.claim(job.identity, job.copy()), within_s=CLAIM_WITHIN_S)
+        """Ask for a job's request. Raises StoreUnavailable after `CLAIM_WITHIN_S`.
+
+        Cancelled, what may have been granted is given back: a holder that never lets go counts as dead.
+        """
+        asking = self._in_background(self._ask(job), name=f"claim {job.id}")
+        try:
+            found = await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            self._in_background(self._unask(job, asking), name=f"give back {job.id}")
+            raise
         if isinstance(found, Granted):
             job.claim = Held(job.identity, found.token)
             job.deaths = found.deaths
@@ -82,10 +90,21 @@ class Claiming:
         if job.claim is None:
             return
         held, job.claim = job.claim, None
+        await self._let_go(held, attempts=job.attempts)
+
+    async def _ask(self, job: Job) -> Granted | Running | Ended | Conflict:
+        return await _surely(lambda: self._store.claim(job.identity, job.copy()), within_s=CLAIM_WITHIN_S)
+
+    async def _unask(self, job: Job, asking: "asyncio.Task[Granted | Running | Ended | Conflict]") -> None:
+        with suppress(StoreUnavailable):
+            if isinstance(found := await asking, Granted):
+                await self._let_go(Held(job.identity, found.token), attempts=job.attempts)
+
+    async def _let_go(self, held: Held, *, attempts: int) -> None:
         self._held.pop(held, None)
         with suppress(StoreUnavailable, TimeoutError):
             async with asyncio.timeout(RELEASE_WITHIN_S):
-                await self._store.release(held, attempts=job.attempts)
+                await self._store.release(held, attempts=attempts)
 
     async def complete(self, job: Job, completion: Completion) -> Completion | None:
         """Keep how it ended: the completion that holds, or None where another delivery of it is being worked on.
@@ -93,27 +112,36 @@ class Claiming:
         Raises StoreUnavailable after `STORE_WITHIN_S`. Cancelled, it goes on by itself: what the provider has answered
         is paid for, and a delivery that was lost meanwhile is answered with it when it comes again.
         """
-        token = None if job.claim is None else job.claim.token
-        completing = asyncio.create_task(self._complete(job, completion, token), name=f"complete {job.id}")
-        self._completing.add(completing)
-        completing.add_done_callback(self._completed)
-        return await asyncio.shield(completing)
+        return await asyncio.shield(
+            self._in_background(self._complete(job, completion, job.claim), name=f"complete {job.id}")
+        )
 
-    async def _complete(self, job: Job, completion: Completion, token: int | None) -> Completion | None:
+    async def _complete(self, job: Job, completion: Completion, held: Held | None) -> Completion | None:
+        token = None if held is None else held.token
         try:
-            return await _surely(lambda: self._store.complete(job.identity, job.copy(), completion, token=token))
+            holds = await _surely(lambda: self._store.complete(job.identity, job.copy(), completion, token=token))
+            if holds is None and held is not None:
+                await self._let_go(held, attempts=job.attempts)  # it was taken over, and its holder has not died
+            return holds
         finally:
             self.forget(job)
 
-    def _completed(self, completing: "asyncio.Task[Completion | None]") -> None:
-        self._completing.discard(completing)
-        if not completing.cancelled() and (error := completing.exception()) is not None:
+    def _in_background(self, doing: Coroutine[Any, Any, T], *, name: str) -> "asyncio.Task[T]":
+        """It goes on where whoever waits for it is cancelled."""
+        task = asyncio.create_task(doing, name=name)
+        self._background.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: "asyncio.Task[Any]") -> None:
+        self._background.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
             log.debug(signals.RENEWAL_FAILED, error=str(error))  # told to whoever waits for it, if anybody still does
 
     async def finish(self, *, within_s: float) -> None:
         """Wait for what is still being completed; what is not by then is called again elsewhere."""
-        if self._completing:
-            _, late = await asyncio.wait(self._completing, timeout=within_s)
+        if self._background:
+            _, late = await asyncio.wait(self._background, timeout=within_s)
             for each in late:
                 each.cancel()
 

@@ -1,6 +1,7 @@
 """What the broker itself took out of a queue, or could not route, is answered and parked as anything else."""
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 from consumers.job import Job, NowMs, Outcome, ended_by, is_trusted
@@ -33,7 +34,10 @@ class Fallen:
         lane = self._lane_by_queue.get(queue) or self._lane_by_due.get(queue)
         if lane is None and trusted:
             lane = self._lane_by_name.get(message.routing_key.split(".", 1)[0])
-        return Job(delivery, lane=lane, trusted=trusted, taken_ms=self._now_ms(), speakers=self._speakers)
+        job = Job(delivery, lane=lane, trusted=trusted, taken_ms=self._now_ms(), speakers=self._speakers)
+        if dead_lettered and _death(delivery).get("reason") == "delivery_limit":
+            job.hop = replace(job.hop, redelivered=True)  # what claims it still has are of those that it killed
+        return job
 
     async def handle(self, job: Job) -> Outcome:
         """Expired, over the delivery limit, without a lane, or something that should not be."""

@@ -9,7 +9,7 @@ from consumers.failpoints import Failpoints
 from consumers.failures import ProviderError, TransientError
 from consumers.gates.base import Gate
 from consumers.gates.deadline import exceeded
-from consumers.job import ATTEMPT_WITHIN_S, Answered, Buried, Deferred, Dropped, Job, NowMs, Outcome, Refused, ended_by
+from consumers.job import ATTEMPT_WITHIN_S, Answered, Deferred, Dropped, Job, NowMs, Outcome, Refused, ended_by
 from consumers.lifecycle import Lifecycle
 from consumers.pausing import Pausing
 from consumers.providers.base import Answer

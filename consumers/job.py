@@ -55,8 +55,9 @@ class Job:
     """
 
     __slots__ = (
-        "_copy", "attempt_started_ms", "claim", "completion", "cost_usd", "deaths", "delivery", "hop", "id", "identity",
-        "lane", "limit", "request", "reservation", "route", "run_ms", "stopped", "taken_ms", "trusted", "usage",
+        "_copy", "attempt_started_ms", "claim", "completion", "cost_usd", "deaths", "delivery", "hop", "id",
+        "identity", "lane", "limit", "request", "reservation", "route", "run_ms", "stopped", "taken_ms",
+        "trusted", "usage",
     )  # fmt: skip
 
     def __init__(
@@ -120,6 +121,11 @@ class Job:
     def redelivered(self) -> bool:
         """An earlier delivery of this message was never settled."""
         return self.delivery.redelivered or self.hop.redelivered
+
+    @property
+    def came_before(self) -> bool:
+        """It was worked on before, and perhaps ended by whoever had it then: what follows the store may not be done."""
+        return self.redelivered or self.trusted
 
     def copy(self) -> Copy:
         """What the store compares of this message."""

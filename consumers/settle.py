@@ -150,9 +150,9 @@ class Settler:
         if holds is None:
             return Deferred(delay_ms=TAKEN_OVER_WAIT_MS, reason="running elsewhere", due_ms=job.hop.due_ms)
         if holds.ended_ms != completion.ended_ms or holds.body != completion.body:
-            # one that came again, or that expired after it had, may be what was stored and never parked
-            came_again = job.redelivered or job.message.exchange == self._names.fallen
-            return Replayed(completion=holds, buries=came_again or isinstance(outcome, Buried))
+            # one that came before, or that expired after it had, may be what was stored and never parked
+            came_before = job.came_before or job.message.exchange == self._names.fallen
+            return Replayed(completion=holds, buries=came_before or isinstance(outcome, Buried))
         job.completion = completion
         return outcome
 

@@ -5,7 +5,7 @@ import json
 import os
 import platform
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 import structlog
@@ -22,6 +22,7 @@ from topology.names import STATUS_KEY
 
 SUMMARY_EVERY_S = 60
 LOOK_EVERY_S = 0.02
+CANCEL_AGAIN_S = 2.0
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
@@ -55,9 +56,18 @@ async def run(
         stops.append(group.create_task(parts.control.stop(), name="stop control"))
         _, late = await asyncio.wait((*stops, *pools), timeout=grace_s)
         orphaned = sum(activity.running for activity in parts.activities) if late else 0
-        for task in (*late, *side, announcing):
-            task.cancel()
+        await _end((*late, *side, announcing))
         log.info(signals.SERVICE_STOPPED, orphaned=orphaned)
+
+
+async def _end(tasks: Iterable[asyncio.Task[object]]) -> None:
+    """Cancel tasks until they have ended: a cancellation that comes while aiormq waits can be lost (topology/broker/
+    border.py)."""
+    pending = {task for task in tasks if not task.done()}
+    while pending:
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
 
 
 async def _announce(parts: Parts, on_ready: Callable[[], None]) -> None:

@@ -34,7 +34,7 @@ _STACK = pytest.StashKey[ExitStack]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--every-version` and `--schedules`."""
     parser.addoption("--every-version", action="store_true", help="on RabbitMQ 3.10, 4.0 and 4.3 in containers")
-    parser.addoption("--schedules", type=int, default=300, metavar="N", help="of faults, in test_schedules.py")
+    parser.addoption("--schedules", type=int, default=200, metavar="N", help="of faults, in test_schedules.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:

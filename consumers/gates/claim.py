@@ -45,7 +45,7 @@ class ClaimGate:
                 wait_ms = min(LONGEST_WAIT_MS, max(LEAST_WAIT_MS, for_ms))
                 return Deferred(delay_ms=wait_ms, reason="running elsewhere", due_ms=job.hop.due_ms)
             case Ended(completion=completion, same_copy=same_copy):
-                return Replayed(completion=completion, buries=same_copy and job.redelivered)
+                return Replayed(completion=completion, buries=same_copy and job.came_before)
             case Conflict():
                 return Refused(
                     RequestProblem(

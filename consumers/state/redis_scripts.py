@@ -29,7 +29,8 @@ _REQUEST = (
     _CLOCK
     + """
 local FIELDS = {
-  'hash', 'mark', 'token', 'nonce', 'deaths', 'lease', 'claimed', 'attempts', 'noted', 'cancelling', 'status', 'code', 'ended',
+  'hash', 'mark', 'token', 'nonce', 'deaths', 'lease', 'claimed', 'attempts', 'noted', 'cancelling',
+  'status', 'code', 'ended',
 }
 local function read(key)
   local values, row = redis.call('HMGET', key, unpack(FIELDS)), {}
@@ -83,7 +84,8 @@ if row and not row.noted and not runs_again(row, dead_at) then
   attempts, deaths = row.attempts, row.deaths + (row.lease > 0 and 1 or 0)
 end
 local token = next_token(row)
-redis.call('HSET', key, 'hash', hash, 'mark', mark, 'token', token, 'nonce', nonce, 'deaths', deaths, 'lease', now + lease_ms, 'claimed', now,
+redis.call('HSET', key, 'hash', hash, 'mark', mark, 'token', token, 'nonce', nonce, 'deaths', deaths,
+  'lease', now + lease_ms, 'claimed', now,
   'attempts', attempts, 'noted', '', 'cancelling', '', 'status', '', 'code', '', 'headers', '', 'ended', '', 'body', '')
 redis.call('PEXPIRE', key, keep_ms + lease_ms)
 return {'granted', token, deaths}

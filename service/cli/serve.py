@@ -1,6 +1,7 @@
 """`lanekeeper serve` and `lanekeeper consume`: the service at work."""
 
 import asyncio
+import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from service.cli import options
-from service.cli.ending import run
+from service.cli.ending import STOPPED, run
 from service.cli.options import LaneName
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from service.settings import Settings
 
+AT_ONCE_S = 5.0
 Simulate = Annotated[bool, typer.Option("--simulate", help="Answer without a provider: a simulated one runs inside.")]
 Host = Annotated[str | None, typer.Option("--host", help="Where /healthz and /readyz listen.")]
 Port = Annotated[int | None, typer.Option("--port", min=0, max=65_535, help="Their port; 0: any free one.")]
@@ -132,6 +134,8 @@ class _Stop:
             self.event.set()
         else:
             self._task.cancel()
+            # whatever does not heed that is not waited for
+            asyncio.get_running_loop().call_later(AT_ONCE_S, os._exit, STOPPED)
 
 
 @contextmanager

@@ -99,9 +99,9 @@ async def _second_worker(settings: Settings, folder: Path) -> AsyncIterator[asyn
     """A worker process beside ours. What may hold a password is in a file that only we can read."""
     config = folder / "second-worker.toml"
     config.touch(mode=0o600)
-    told = {"amqp_url": settings.broker_url, "store_url": settings.store}
-    config.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in told.items()), encoding="utf-8")
-    sets = {
+    config.write_text(f"amqp_url = {json.dumps(settings.broker_url)}\n", encoding="utf-8")
+    sets = {  # what the environment says must not win
+        "store_url": settings.store,
         "namespace": settings.namespace,
         "anthropic_base_url": settings.provider_url,
         "anthropic_api_key": "simulated",

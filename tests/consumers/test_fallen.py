@@ -87,3 +87,9 @@ def test_internal_headers_are_believed_of_what_fell_from_a_delay_or_a_due_queue(
     assert (job.lane.name if job.lane else None) == lane
     assert job.trusted is trusted
     assert job.attempts == (3 if trusted else 0)
+
+
+@pytest.mark.parametrize(("reason", "expected"), [("delivery_limit", True), ("expired", False)])
+def test_what_was_delivered_too_often_is_in_nobodys_hands(reason: str, expected: bool) -> None:
+    delivery = Bench().delivery(exchange="lane.fallen", headers=death("lane.critical", reason), queue="lane.fallen")
+    assert FALLEN.job_of(delivery).redelivered is expected  # type: ignore[arg-type]

@@ -5,8 +5,7 @@ as a schedule says (tests/support/schedules): a few thousand turns a second, the
 printed with what happened in it; give its bytes to `run` to see it again. `--schedules 20000` takes some minutes.
 """
 
-import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import pytest
@@ -15,7 +14,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from consumers.failures import RejectedError
-from consumers.job import Job, Outcome
+from consumers.job import Job, Outcome, Replayed
 from consumers.settle import Settler
 from consumers.state.base import Completion, Copy, Identity
 from consumers.state.sqlite_requests import Requests, Times
@@ -23,7 +22,7 @@ from tests.support.schedules.faults import FAULTS
 from tests.support.schedules.operation import Operation
 from tests.support.schedules.schedule import run, with_faults
 from tests.support.schedules.worker import SPEC
-from tests.support.schedules.world import Violation, World
+from tests.support.schedules.world import Violation, World, reads_logs
 from topology import names as n
 from topology.broker.session import ChannelLost, Delivery
 
@@ -31,13 +30,15 @@ TURNS = 80
 """Of a schedule, before it has to come to its end: enough for what befalls a request to befall it twice."""
 CALLS_OF_A_KILLER = 4
 """At its fifth delivery it is not called any more."""
+SLOW_S = 5.0
+LOSSES = 7
 TURN = st.integers(0, 40)
 FAULT = st.tuples(st.integers(0, len(FAULTS) - 1), st.integers(0, 255))
 
 
 @pytest.fixture(autouse=True)
-def _silent() -> Iterator[None]:
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+def _logs() -> Iterator[None]:
+    reads_logs()
     yield
     structlog.reset_defaults()
 
@@ -54,11 +55,12 @@ def searching(pytestconfig: pytest.Config) -> settings:
 
 
 @pytest.mark.timeout(3600)
-def test_whatever_befalls_them_every_request_has_one_ending(searching: settings) -> None:
+@pytest.mark.parametrize("counts", [True, False], ids=["quorum intake", "classic intake"])
+def test_whatever_befalls_them_every_request_has_one_ending(searching: settings, counts: bool) -> None:
     @searching
     @given(schedule=st.binary(min_size=2 * TURNS, max_size=2 * TURNS))
     def kept(schedule: bytes) -> None:
-        run(schedule)
+        run(schedule, counts=counts)
 
     kept()
 
@@ -106,9 +108,11 @@ def test_what_kills_every_worker_is_buried_and_its_neighbours_are_answered(step:
 def test_a_slow_request_beside_one_that_kills_is_answered(workers: int) -> None:
     world = World(workers=workers)
 
+    began_s: dict[Operation, float] = {}
+
     def kills(operation: Operation) -> bool:
         if operation.what == "call" and operation.about == "slow":
-            operation.is_hung = not world.promise.endings["deadly"]
+            operation.is_hung = world.time_s() < began_s.setdefault(operation, world.time_s()) + SLOW_S
         return operation.what == "call" and operation.about == "deadly"
 
     try:
@@ -118,6 +122,32 @@ def test_a_slow_request_beside_one_that_kills_is_answered(workers: int) -> None:
     finally:
         world.close()
     assert [[each.code for each in world.promise.endings[id]] for id in ("slow", "a")] == [[""], [""]]
+
+
+@pytest.mark.parametrize("step", ["claim", "complete"])
+def test_lost_channels_alone_make_nobody_a_killer(step: str) -> None:
+    world = World()
+    held_up: dict[Operation, Callable[[], bool]] = {}
+
+    def breaks_its_channel(operation: Operation) -> bool:
+        if (operation.what, operation.about) == (step, "m") and len(held_up) < LOSSES and operation not in held_up:
+            (channel,) = (each for each in world.broker.channels if each.unacked and each.owner == operation.owner)
+            channel.is_broken = True
+            calls = world.promise.calls["m"]
+            held_up[operation] = lambda: (
+                not channel.is_known_lost if step == "claim" else world.promise.calls["m"] == calls
+            )
+        for each, is_held_up in held_up.items():
+            each.is_hung = is_held_up()
+        return False
+
+    try:
+        world.publish(world.request("m"))
+        world.end(kills=breaks_its_channel)
+    finally:
+        world.close()
+    assert len(held_up) == LOSSES
+    assert [each.code for each in world.promise.endings["m"]] == [""]
 
 
 def test_what_is_to_be_parked_is_parked_although_its_time_is_over_when_it_comes_again() -> None:
@@ -166,6 +196,12 @@ class Settled(Delivery):
     async def reject(self) -> None: ...
 
 
+class TellsItsOwn(Settler):
+    async def _stored(self, job: Job, outcome: Outcome) -> Outcome:
+        stored = await super()._stored(job, outcome)
+        return outcome if isinstance(stored, Replayed) else stored
+
+
 class Unfenced(Requests):
     """Believes every token."""
 
@@ -194,6 +230,7 @@ class LastOneStays(Requests):
     ("broken", "told"),
     [
         ({"settler": AcknowledgesFirst}, "acknowledged, and nothing came of it"),
+        ({"settler": TellsItsOwn}, "which is not stored"),
         ({"rows": Unfenced}, "completed by a worker that was fenced off"),
         ({"rows": LastOneStays}, "was replaced by"),
     ],

@@ -88,7 +88,7 @@ class _Question:
 
     @property
     def is_lost(self) -> bool:
-        return self.confirmed_s is not None and self.asked.answered and not self.replies
+        return self.confirmed_s is not None and not self.replies
 
     @property
     def doubled(self) -> tuple[Replied, ...]:
@@ -142,7 +142,7 @@ def check(events: Iterable[Event], *, store_was_lost: bool = False, reads_dead: 
     stalls = stalls_of(
         (each.asked.lane, max(each.confirmed_s, each.asked.due_s), each.replies[0].at_s if each.replies else None)
         for each in every
-        if each.confirmed_s is not None and each.asked.answered
+        if each.confirmed_s is not None and each.asked.heard
     )
     return Verdict(
         violations=tuple(violations),
@@ -207,7 +207,10 @@ def _recoveries(
         answers = [
             (each.replies[0].at_s, max(fault.healed_s, each.asked.due_s))
             for each in questions
-            if (confirmed_s := each.confirmed_s) is not None and confirmed_s <= fault.healed_s and each.replies
+            if (confirmed_s := each.confirmed_s) is not None
+            and confirmed_s <= fault.healed_s
+            and each.replies
+            and each.asked.heard
         ]
         inside = [
             each for each in questions if each.confirmed_s is not None and fault.at_s <= each.confirmed_s < until_s

@@ -17,8 +17,9 @@ from service.simulated.app import SimulatedAPI
 from service.simulated.options import SimulatedOptions
 from tests.faults.broker import single
 from tests.faults.checker import Verdict, check
-from tests.faults.clients import EVERYTHING, Load, Mix
+from tests.faults.clients import Load
 from tests.faults.history import Called, Disturbed, History, as_line
+from tests.faults.mix import EVERYTHING, Mix
 from tests.faults.proxy import LOOPBACK, Proxy
 from tests.faults.store import Store, file_store, redis_store
 from tests.faults.workers import Crew, Worker

@@ -29,8 +29,8 @@ class Asked:
     """What an `ok` answer must hold."""
     expects: tuple[str, ...] = (OK,)
     """Codes of the outcomes that are right."""
-    answered: bool = True
-    """False where it named nobody to answer to."""
+    heard: bool = True
+    """False where it named nobody to answer to, or one who is not there: its outcome is fetched at the end."""
     due_s: float = 0.0
     """Not to be answered before, where it was delayed."""
 

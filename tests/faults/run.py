@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import logging
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -23,7 +24,7 @@ from tests.faults.faults import FAULTS
 from tests.faults.ground import SETTLED_S, Ground, ground
 from tests.faults.report import Run
 from tests.faults.schedule import Planned, plan
-from tests.faults.trial import ANSWERED_WITHIN_S, inject
+from tests.faults.trial import ANSWERED_WITHIN_S, inject, judged
 
 ENOUGH_CONFIRMED = 15_000
 ENOUGH_FAULTS = 20
@@ -92,8 +93,7 @@ async def one(
         began_s = time.monotonic()
         await carry_out(found, planned, seconds=seconds, recovered_within_s=1.0 if broken else RECOVERED_WITHIN_S)
         minutes = (time.monotonic() - began_s) / 60
-        await found.load.answered(within_s=LOSES_WITHIN_S if broken else ANSWERED_WITHIN_S)
-        verdict = found.verdict()
+        verdict = await judged(found, answered_within_s=LOSES_WITHIN_S if broken else ANSWERED_WITHIN_S)
         found.write(folder / "history.jsonl")
         made = Run(on, seed, minutes, verdict, tuple(found.crew.crashes), len(found.calls()))
     say(f"  {verdict.confirmed} confirmed, {verdict.lost} lost, {len(made.failures)} violations")
@@ -104,6 +104,9 @@ async def one(
 
 async def everything(given: argparse.Namespace) -> int:
     """All seeds on all kinds of broker, then the broken worker; the exit code."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # so that containers and mounts go
     seeds = [int(each) for each in given.seeds.split(",")]
     kinds = ("single", "cluster") if given.on == "both" else (given.on,)
     seconds = 60 * given.minutes / (len(seeds) * len(kinds))
@@ -158,6 +161,8 @@ def main() -> int:
     except Unavailable as error:
         say(f"./dev faults: {error}")
         return 2
+    except asyncio.CancelledError:
+        return 128 + signal.SIGTERM
 
 
 if __name__ == "__main__":

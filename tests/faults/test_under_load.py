@@ -10,9 +10,10 @@ import time
 import pytest
 
 from tests.faults.checker import LOST, NOT_PARKED, Verdict
-from tests.faults.clients import Mix
 from tests.faults.ground import Ground
-from tests.faults.trial import Made, broken, fault, inject
+from tests.faults.history import Asked
+from tests.faults.mix import Mix
+from tests.faults.trial import Made, broken, fault, inject, judged
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(240)
@@ -100,17 +101,15 @@ async def test_fifty_at_once_of_one_id_are_one_call_and_fifty_same_answers(made:
         assert verdict.repeated_calls == 0, "nor is any of the others that were sent twice called twice"
 
 
-@pytest.mark.parametrize("title", ["store locked", "store's disk full"])
-async def test_without_its_store_nothing_is_called_and_nothing_is_lost(made: Made, title: str) -> None:
+async def test_without_its_store_nothing_is_called_and_nothing_is_lost(made: Made) -> None:
     async with made() as service:
-        found = fault(title)
-        if found.needs not in service.store.is_a:
-            pytest.skip("a file system of the store's own needs root")
-        verdict = await broken(service, (title, 6))
+        titles = [each for each in ("store locked", "store's disk full") if fault(each).needs in service.store.is_a]
+        verdict = await broken(service, *((title, 5.0) for title in titles))
         assert is_kept(service, verdict)
         assert verdict.repeated_calls == 0
-        (away,) = service.disturbances()
-        during = [call for call in service.calls() if away.at_s + 1 < call.at_s < away.healed_s - 0.5]
+        # On a full disk some claims are still granted: what has room in the file already can be written durably.
+        locked = service.disturbances()[0]
+        during = [call for call in service.calls() if locked.at_s + 1 < call.at_s < locked.healed_s - 0.5]
         assert during == [], "no call without a claim"
 
 
@@ -122,8 +121,7 @@ async def test_a_store_that_is_deleted_costs_no_request(made: Made) -> None:
             await asyncio.sleep(8)
             await inject(service, fault("worker killed"), lasts_s=0, rng=service.rng)
             await asyncio.sleep(4)
-        await service.load.answered(within_s=60)
-        assert is_kept(service, service.verdict(store_was_lost=True))
+        assert is_kept(service, await judged(service, store_was_lost=True))
 
 
 async def test_a_store_that_is_corrupt_stops_the_work_and_loses_nothing(made: Made) -> None:
@@ -137,7 +135,7 @@ async def test_a_store_that_is_corrupt_stops_the_work_and_loses_nothing(made: Ma
             moved_s = time.monotonic()
         assert await service.load.answered(within_s=60)
         print(f"caught up {time.monotonic() - moved_s:.1f} s after the store was moved away")
-        assert is_kept(service, service.verdict(store_was_lost=True))
+        assert is_kept(service, await judged(service, store_was_lost=True))
 
 
 async def test_a_lane_that_is_deleted_takes_with_it_what_was_queued_and_nothing_else_and_is_declared_again(
@@ -148,17 +146,18 @@ async def test_a_lane_that_is_deleted_takes_with_it_what_was_queued_and_nothing_
         node = service.broker.nodes[0]
         async with service.load.asking():
             await asyncio.sleep(8)
-            before = service.load.in_flight
             await node.run("rabbitmqctl", "--quiet", "delete_queue", "lane.batch")
             deleted_s = time.monotonic()
             await until(lambda: any(each.running.told("queue.deleted") for each in service.workers), within_s=40)
             print(f"said {time.monotonic() - deleted_s:.1f} s after it was deleted")
-            await asyncio.sleep(10)
-        await service.load.answered(within_s=60)
+            await asyncio.sleep(6)
+        await service.load.answered(within_s=10)
         verdict = service.verdict()
-        others = [str(each) for each in verdict.violations if each.kind != LOST]
+        # While it was not there, whoever asked was told so.
+        others = [str(each) for each in verdict.violations if each.kind != LOST and "unroutable" not in each.text]
         assert others == []
-        assert verdict.lost <= before
+        asked_s = {each.identity: each.at_s for each in service.history.events if isinstance(each, Asked)}
+        assert all(asked_s[each.identity] < deleted_s for each in verdict.of(LOST)), "only what was there is lost"
         assert service.crew.crashes == []
 
 
@@ -177,7 +176,7 @@ async def test_without_the_queue_of_dead_letters_what_belongs_there_waits_until_
 
 async def test_the_broken_worker_is_caught(made: Made) -> None:
     async with made(module="tests.faults.broken") as service:
-        killed = [("worker killed", 0.0)] * 3
-        verdict = await broken(service, *killed, ("connections closed by the broker", 0), answered_within_s=10)
+        faults = [("worker killed", 0.0), ("connections closed by the broker", 0.0), ("all workers killed", 0.0)]
+        verdict = await broken(service, *faults, answered_within_s=5)
         print(f"{verdict.lost} of {verdict.confirmed} lost")
         assert verdict.lost > 0

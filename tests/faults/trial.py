@@ -15,6 +15,7 @@ Made = Callable[..., AbstractAsyncContextManager[Ground]]
 """`ground` for a test (`conftest.py`)."""
 ANSWERED_WITHIN_S = 90.0
 """After the last fault, before what has no answer counts as lost."""
+FETCHED_WITHIN_S = 10.0
 
 
 def fault(title: str) -> Fault:
@@ -40,7 +41,7 @@ async def inject(ground: Ground, found: Fault, *, lasts_s: float, rng: random.Ra
 
 
 async def broken(
-    ground: Ground, *faults: tuple[str, float], calm_s: float = 4.0, answered_within_s: float = ANSWERED_WITHIN_S
+    ground: Ground, *faults: tuple[str, float], calm_s: float = 3.0, answered_within_s: float = ANSWERED_WITHIN_S
 ) -> Verdict:
     """Ask all the time, inject each of the faults (title, seconds), and judge. `calm_s`: before each, and after."""
     rng = random.Random(len(faults))
@@ -50,5 +51,13 @@ async def broken(
             await asyncio.sleep(calm_s)
             await inject(ground, fault(title), lasts_s=lasts_s, rng=rng)
         await asyncio.sleep(calm_s)
+    return await judged(ground, answered_within_s=answered_within_s)
+
+
+async def judged(
+    ground: Ground, *, answered_within_s: float = ANSWERED_WITHIN_S, store_was_lost: bool = False
+) -> Verdict:
+    """Once nobody asks any more: wait for what is owed, fetch what could not be told, and judge."""
     await ground.load.answered(within_s=answered_within_s)
-    return ground.verdict()
+    await ground.load.fetched(within_s=FETCHED_WITHIN_S)
+    return ground.verdict(store_was_lost=store_was_lost)

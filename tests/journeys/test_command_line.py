@@ -13,6 +13,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from tests.support.stores import store_url
 from tests.support.waiting import until
 
 HOUSE = Path(__file__).parents[2]
@@ -27,6 +28,7 @@ def environment(vhost) -> dict[str, str]:
         **kept,
         "LANEKEEPER_AMQP_URL": vhost.amqp_url,
         "LANEKEEPER_MANAGEMENT_URL": vhost.management_url,
+        "LANEKEEPER_STORE_URL": store_url(vhost.amqp_url),
         "PYTHONPATH": str(HOUSE),
     }
 

@@ -64,10 +64,13 @@ async def house(
     lanes: Mapping[str, Mapping[str, Any]] | None = None,
     retry: Mapping[str, float] | None = None,
     works: tuple[str, ...] = (),
+    waits: bool = True,
     declares: bool = True,
     **settings: Any,
 ) -> AsyncIterator[House]:
     """A worker that is ready; stopped well at the end, and what went wrong in it is raised then.
+
+    `waits` false: it has begun, and may never be ready.
 
     `declares` false: the topology is applied once, before, by somebody else.
     """
@@ -86,7 +89,8 @@ async def house(
             home = House(made, api, parts, _losses=[parts.consuming.loss, parts.publishing.loss])
             working = asyncio.create_task(worker.run(parts, stop=home._stop, grace_s=5), name="worker")
             try:
-                await until(lambda: working.done() or home.is_well, within_s=READY_S)
+                if waits:
+                    await until(lambda: working.done() or home.is_well, within_s=READY_S)
                 yield home
             finally:
                 home._stop.set()

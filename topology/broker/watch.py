@@ -15,6 +15,7 @@ from aiormq.abc import AbstractConnection
 
 from topology import logs, signals
 from topology.broker.apply import apply, bind, broker_errors
+from topology.broker.border import asks_to_stop
 from topology.broker.connection import Connection
 from topology.broker.management import Management, is_same_broker
 from topology.broker.verify import verify
@@ -97,6 +98,8 @@ class TopologyWatch:
     async def run(self) -> None:
         """Look, until cancelled."""
         while True:
+            if asks_to_stop():  # told while aiormq waited: it may have forgotten
+                raise asyncio.CancelledError
             self._asked.clear()
             try:
                 await self._look()

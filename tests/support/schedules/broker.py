@@ -40,6 +40,8 @@ class Entry:
 @dataclass(eq=False)
 class Queue:
     name: str
+    counts: bool = True
+    """Quorum queues count deliveries, the classic intake of RabbitMQ 3.x does not."""
     ready: list[Entry] = field(default_factory=list)
 
     def take(self) -> Entry:
@@ -81,15 +83,15 @@ class Channel:
         self._tags += 1
         self.unacked[self._tags] = self._delivered[self._tags] = entry
         headers = dict(entry.message.headers)
-        if entry.acquired:
+        if entry.acquired and self.queue.counts:
             headers[n.ACQUIRED_COUNT] = entry.acquired
-        if entry.counted:
+        if entry.counted and self.queue.counts:
             headers[n.DELIVERY_COUNT] = entry.counted
         delivery = Delivery.__new__(Delivery)
         delivery.message = replace(entry.message, headers=headers)
         delivery.queue = self.queue.name
         delivery.redelivered = entry.acquired > 0
-        delivery._tag, delivery._channel, delivery._counted = self._tags, self, True  # type: ignore[assignment]
+        delivery._tag, delivery._channel, delivery._counted = self._tags, self, self.queue.counts  # type: ignore[assignment]
         entry.acquired += 1
         self.arrive(delivery)
 
@@ -130,12 +132,13 @@ class Channel:
 class Broker:
     """Exchanges and queues of one lane."""
 
-    def __init__(self, *, time_s: Callable[[], float], on_settle: Settled) -> None:
+    def __init__(self, *, time_s: Callable[[], float], on_settle: Settled, counts: bool = True) -> None:
         self._time_s = time_s
         self.on_settle = on_settle
         self.intake, self.due, self.fallen = (
             Queue(name) for name in (NAMES.intake(LANE), NAMES.due(LANE), NAMES.fallen)
         )
+        self.intake.counts = counts
         self.queues = {queue.name: queue for queue in (self.intake, self.due, self.fallen)}
         self.channels: list[Channel] = []
         self.delayed: list[tuple[float, Message]] = []
@@ -165,7 +168,7 @@ class Broker:
     def give_back(self, queue: Queue, entry: Entry, *, counts: bool) -> None:
         entry.counted += counts
         entry.is_returned = True
-        if entry.counted > DELIVERY_LIMIT and queue is not self.fallen:
+        if entry.counted > DELIVERY_LIMIT and queue.counts and queue is not self.fallen:
             self._fall(queue, entry, "delivery_limit")
         else:
             queue.ready.append(entry)

@@ -11,6 +11,7 @@ from consumers.state.base import (
     Conflict,
     Copy,
     Ended,
+    Found,
     Granted,
     Held,
     Identity,
@@ -21,7 +22,7 @@ from consumers.state.base import (
 from consumers.state.sqlite_requests import Requests, Times
 from tests.support.schedules.broker import Broker, Channel
 from tests.support.schedules.loop import SteppedLoop
-from tests.support.schedules.operation import Edge
+from tests.support.schedules.operation import DELIVERY, Edge
 from tests.support.schedules.promise import Promise
 from topology import names as n
 from topology.broker.publisher import Publisher
@@ -62,7 +63,7 @@ class StoreEdge:
 
         found = await self._do("claim", identity, ask, copy)
         if isinstance(found, Granted):
-            self._world.promise.on_claimed(asyncio.current_task(), Held(identity, found.token))
+            self._world.promise.on_claimed(DELIVERY.get(), Held(identity, found.token))
         return found
 
     async def renew(self, held: Sequence[Held]) -> Mapping[Held, Stop]:
@@ -84,6 +85,9 @@ class StoreEdge:
 
     async def note(self, identity: Identity, completion: Completion) -> None:
         await self._do("note", identity, lambda at: self._world.rows.note(at, identity, completion))
+
+    async def find(self, identity: Identity) -> Found | None:
+        return await self._do("find", identity, lambda at: self._world.rows.find(at, identity))
 
     async def _do(
         self, what: str, identity: Identity | None, call: Callable[[Times], T], copy: Copy | None = None
@@ -109,12 +113,12 @@ class PublisherEdge(Publisher):
     async def publish(
         self, message: Message, *, exchange: str, routing_key: str, timeout_s: float = 10, **_: Any
     ) -> None:
-        task = asyncio.current_task()
+        delivery = DELIVERY.get()
         about = message.headers.get(n.REQUEST_ID, message.message_id)
 
         def effect() -> None:
             self._world.broker.publish(message, exchange=exchange, routing_key=routing_key)
-            self._world.promise.on_published(task, message, exchange, routing_key)
+            self._world.promise.on_published(delivery, message, exchange, routing_key)
 
         try:
             async with asyncio.timeout(timeout_s):
@@ -133,8 +137,7 @@ class ProviderEdge:
         self._edge = edge
 
     async def stream(self, request: Request, *, timeout_s: float, parts: Parts | None) -> Answer:
-        task = asyncio.current_task()
-        body = b'{"answer":%d}' % self._world.promise.on_call(task, self._edge.owner, request)
+        body = b'{"answer":%d}' % self._world.promise.on_call(DELIVERY.get(), self._edge.owner, request)
 
         def effect() -> Answer:
             return Answer(body=body, model="m", provider="model")

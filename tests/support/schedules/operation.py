@@ -6,8 +6,12 @@ be gone by then; what was asked may take effect all the same.
 
 import asyncio
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
+
+DELIVERY: ContextVar[object] = ContextVar("delivery")
+"""Whose work this is, whatever task does it."""
 
 
 @dataclass(eq=False)

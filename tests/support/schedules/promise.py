@@ -1,6 +1,5 @@
 """What is promised of every request, looked at after each thing that happens (docs/decisions/0004)."""
 
-import asyncio
 import json
 import sqlite3
 from collections import defaultdict
@@ -10,6 +9,7 @@ from typing import NamedTuple
 from consumers.job import dead_at_text
 from consumers.state.base import Copy, Held, Identity
 from tests.support.schedules.broker import NAMES, Channel, Entry
+from tests.support.schedules.operation import DELIVERY
 from topology import names as n
 from topology.contract.messages import Message, Request
 from topology.contract.problems import PROBLEMS
@@ -72,18 +72,18 @@ class Promise:
         """In the store; whoever asked may never hear of it."""
         self._latest[held.identity] = held.token
 
-    def on_claimed(self, task: object, held: Held) -> None:
+    def on_claimed(self, delivery: object, held: Held) -> None:
         """Whoever asked has heard of it."""
-        self._granted[task] = held
+        self._granted[delivery] = held
 
     def on_completed(self, held: Held, *, is_own: bool) -> None:
         """Whoever was fenced off completes nothing."""
         if is_own and held.token < self._latest[held.identity]:
             self.violations.append(f"{held.identity.id}: completed by a worker that was fenced off")
 
-    def on_call(self, task: object, owner: str, request: Request) -> int:
+    def on_call(self, delivery: object, owner: str, request: Request) -> int:
         """No call without a claim that was granted to this very delivery."""
-        held = self._granted.get(task)
+        held = self._granted.get(delivery)
         if held is None or held.identity.id != request.id:
             self.violations.append(f"{request.id}: its provider was called without a claim")
         self.calls[request.id] += 1
@@ -92,20 +92,20 @@ class Promise:
             self.doomed.add(owner)
         return self._numbers
 
-    def on_published(self, task: object, message: Message, exchange: str, routing_key: str) -> None:
+    def on_published(self, delivery: object, message: Message, exchange: str, routing_key: str) -> None:
         """What is told is what is stored."""
         if exchange == "":
-            self._told[task].add(("reply", routing_key))
+            self._told[delivery].add(("reply", routing_key))
             self._check_reply(message)
         elif exchange == NAMES.dead:
             self._check_dead(message)
         else:
-            self._told[task].add(("delay", message.message_id or ""))
+            self._told[delivery].add(("delay", message.message_id or ""))
 
     def on_settle(self, channel: Channel, entry: Entry, how: str) -> None:
         """Acknowledged is only what was answered, or sent round, by whoever acknowledges it; and settled only once."""
         message = entry.message
-        told = self._told[asyncio.current_task()]
+        told = self._told[DELIVERY.get()]
         if how == "twice":
             self.violations.append(f"{message.message_id}: settled twice")
         done = ("reply", message.reply_to or "") in told or ("delay", message.message_id or "") in told
@@ -140,7 +140,7 @@ class Promise:
         there = {(each.message_id, each.headers[n.DEAD_CODE]) for each in dead}
         return [
             f"{id}: ended as {each.code}, and lies nowhere"
-            for id, kept in self.endings.items()
+            for id, kept in self.endings.items()  # what was only noted may have ended otherwise since
             for each in kept
             if each.code and PROBLEMS[each.code].parked and (id, each.code) not in there
         ]

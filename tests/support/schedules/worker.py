@@ -25,7 +25,7 @@ from consumers.settle import Settler
 from tests.support.schedules.broker import LANE, NAMES, Channel
 from tests.support.schedules.edges import DeliveriesEdge, ProviderEdge, PublisherEdge, SessionEdge, StoreEdge, World
 from tests.support.schedules.loop import SteppedLoop
-from tests.support.schedules.operation import Edge
+from tests.support.schedules.operation import DELIVERY, Edge
 from topology.broker.session import Delivery
 from topology.lanes import CRITICAL
 from topology.tracing import Tracing
@@ -84,7 +84,12 @@ class Worker:
             self._pool(world.broker.fallen.name, 1, fallen.job_of, fallen.handle),
         )
         self._running = [self.loop.create_task(pool.run()) for pool in self._pools]
-        self.loop.create_task(claiming.run())
+        self._running.append(self.loop.create_task(claiming.run()))
+
+    @property
+    def fell_over(self) -> bool:
+        """Something that should run for ever has ended by itself."""
+        return not (self.is_stopping or self.is_over) and any(task.done() for task in self._running)
 
     def stop(self) -> None:
         """As on SIGTERM."""
@@ -105,8 +110,9 @@ class Worker:
     async def _stop(self) -> None:
         for pool in self._pools:
             await pool.stop()
-        _, late = await asyncio.wait(self._running, timeout=GRACE_S)
-        for task in late:
+        *pools, claims = self._running
+        _, late = await asyncio.wait(pools, timeout=GRACE_S)
+        for task in (*late, claims):
             task.cancel()
         await asyncio.wait(self._running)
         self.is_over = True
@@ -114,7 +120,7 @@ class Worker:
     def _pool(self, queue: str, slots: int, job_of: Callable[[Delivery], Job], handle: Any) -> Pool:
         return Pool(
             DeliveriesEdge(self._world, self, queue, slots),  # type: ignore[arg-type]
-            job_of=job_of,
+            job_of=lambda delivery: _noted(job_of, delivery),
             handle=handle,
             settler=self._settler,
             activity=LaneActivity(LANE, slots=slots, due_slots=0),
@@ -124,3 +130,8 @@ class Worker:
     def _job_of(self, delivery: Delivery) -> Job:
         trusted = is_trusted(delivery.message, NAMES)
         return Job(delivery, lane=SPEC, trusted=trusted, taken_ms=self._world.now_ms())
+
+
+def _noted(job_of: Callable[[Delivery], Job], delivery: Delivery) -> Job:
+    DELIVERY.set(delivery)
+    return job_of(delivery)

@@ -6,10 +6,14 @@ world.end()             everything has to come to its end now, without faults
 
 import functools
 import json
+import logging
 import sqlite3
+import traceback
 from collections import defaultdict
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, MutableMapping
+from typing import Any, NamedTuple, NoReturn
+
+import structlog
 
 from consumers.settle import Settler
 from consumers.state.base import Completion, Identity
@@ -26,6 +30,21 @@ BEGAN_MS = 1_790_000_000_000
 TURN_S = 0.001
 TURNS_TO_THE_END = 6000
 BODY = b'{"model":"m","max_tokens":5,"messages":[{"role":"user","content":"hi"}]}'
+
+
+UNFORESEEN: list[str] = []
+"""Errors that the core caught and did not foresee: it logs them, and goes on."""
+
+
+def reads_logs() -> None:
+    """Keep what is logged to ourselves, and see what was not foreseen."""
+
+    def read(_: object, __: str, event: MutableMapping[str, Any]) -> NoReturn:
+        if event.get("exc_info"):
+            UNFORESEEN.append("\n".join(["not foreseen", traceback.format_exc()]))
+        raise structlog.DropEvent
+
+    structlog.configure(processors=[read], wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
 
 
 class Violation(AssertionError):
@@ -62,15 +81,24 @@ def _empty_store() -> sqlite3.Connection:
 class World:
     """See above. `told` is what has happened in it."""
 
-    def __init__(self, *, settler: type[Settler] = Settler, rows: type[Requests] = Requests, workers: int = 2) -> None:
+    def __init__(
+        self,
+        *,
+        settler: type[Settler] = Settler,
+        rows: type[Requests] = Requests,
+        workers: int = 2,
+        counts: bool = True,
+    ) -> None:
+        """`counts`: the intake counts deliveries; that of RabbitMQ 3.x does not."""
         self._now_s = 0.0
         self._settler = settler
+        UNFORESEEN.clear()
         connection = _empty_store()
         self.rows = rows(connection, StoreSpec())
         self.store_away_until_s = 0.0
         self.bodies: dict[str, set[bytes]] = defaultdict(set)
         self.promise = Promise(connection, self.bodies)
-        self.broker = Broker(time_s=self.time_s, on_settle=self.promise.on_settle)
+        self.broker = Broker(time_s=self.time_s, on_settle=self.promise.on_settle, counts=counts)
         self.told: list[str] = []
         self.published: list[Message] = []
         self._owed: list[Owed] = []
@@ -100,16 +128,18 @@ class World:
         for worker in self.workers:
             if not worker.is_suspended and not worker.is_over:
                 worker.loop.step()
-            for error in worker.loop.unhandled:
-                self.promise.violations.append(error)
+            self.promise.violations += worker.loop.unhandled
+            if worker.fell_over:
+                self.promise.violations.append(f"{worker.name}: one of its tasks has ended by itself")
             if worker.name in self.promise.doomed and not worker.is_over:
                 self.told.append(f"{self._now_s:9.3f}  {worker.name} dies of what it works on")
                 self.crash(worker)
+        self.promise.violations += UNFORESEEN
         if self.promise.violations:
             raise self._violation(self.promise.violations[0])
 
     def moves(self) -> list[Move]:
-        """What would happen anyway; the passing of time last."""
+        """What would happen anyway; the passing of time last. Nothing where all has come to its end."""
         moves = []
         for operation in self.operations():
             if operation.is_hung:
@@ -135,9 +165,9 @@ class World:
                 moves.append(Move(f"{worker.name} is started anew", lambda at=at: self._start_anew(at)))  # type: ignore[misc]
             elif worker.is_suspended:
                 moves.append(Move(f"{worker.name} goes on", lambda worker=worker: self.suspend(worker, False)))  # type: ignore[misc]
-        next_s = self._next_timer_s()
-        what = "nothing" if next_s is None else f"time passes, {max(0.0, next_s - self._now_s):.3f} s"
-        moves.append(Move(what, lambda: self.jump((next_s or self._now_s) - self._now_s)))
+        if (next_s := self._next_timer_s()) is not None:
+            by_s = max(0.0, next_s - self._now_s)
+            moves.append(Move(f"time passes, {by_s:.3f} s", lambda: self.jump(by_s)))
         return moves
 
     def end(self, *, kills: Callable[[Operation], bool] = lambda _: False) -> None:
@@ -154,10 +184,9 @@ class World:
                 victim = self._worker(fatal.owner)
                 self.happen(f"{fatal} kills", lambda victim=victim: self.crash(victim))  # type: ignore[misc]
                 continue
-            move = (moves := self.moves())[0]
-            if len(moves) == 1 and self._next_timer_s() is None:
+            if not (moves := self.moves()):
                 break
-            self.happen(*move)
+            self.happen(*moves[0])
         else:
             raise self._violation(f"not at its end after {TURNS_TO_THE_END} turns")
         self._see_that_all_is_done()

@@ -1,0 +1,107 @@
+"""A store that cannot be used: the worker says so and is unready, no provider is called, nothing is acknowledged, and
+when the store is well again it goes on by itself."""
+
+import asyncio
+import json
+import sqlite3
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+from service.health import Health
+from tests.support.house import house
+from tests.support.requester import requester
+from tests.support.stores import store_url
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.default_broker_only
+
+
+def newer(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as file:
+        file.execute("PRAGMA user_version = 99")
+
+
+def corrupt(path: Path) -> None:
+    path.write_bytes(b"this is no database. " * 500)
+
+
+def a_folder(path: Path) -> None:
+    path.mkdir()
+
+
+def of_somebody_else(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as file:
+        file.execute("CREATE TABLE theirs (a)")
+
+
+def remove(path: Path) -> None:
+    if path.is_dir():
+        path.rmdir()
+    else:
+        path.unlink()
+
+
+async def readiness(health: Health) -> tuple[int, dict[str, str]]:
+    def ask() -> tuple[int, dict[str, str]]:
+        try:
+            with urllib.request.urlopen(f"{health.url}/readyz") as answer:
+                return answer.status, json.loads(answer.read())["reasons"]
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, json.loads(error.read())["reasons"]
+
+    return await asyncio.to_thread(ask)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "word"),
+    [(newer, "newer"), (corrupt, "not a"), (a_folder, "open"), (of_somebody_else, "something else")],
+    ids=["newer version", "corrupt", "a folder", "another program's"],
+)
+async def test_from_the_start(vhost, spoil: Callable[[Path], None], word: str) -> None:
+    path = Path(unquote(store_url(vhost.amqp_url).removeprefix("sqlite:///")))
+    spoil(path)
+    async with (
+        house(vhost.amqp_url, waits=False) as home,
+        requester(vhost.amqp_url) as app,
+        Health(home.parts.reasons, host="127.0.0.1", port=0) as health,
+    ):
+        await until(lambda: home.parts.store.trouble)
+        asked = await app.publish({"prompt": "hello"}, message_id="m-1")
+        await until(lambda: home.parts.pausing.reasons())
+        status, reasons = await readiness(health)
+        assert status == 503
+        assert word in reasons["store"], reasons
+        assert str(path.name) in reasons["store"], "which file"
+        assert not home.api.calls
+        assert not app.finals(asked)
+        remove(path)
+        assert (await app.final(asked, within_s=20)).status == "ok"
+        await until(lambda: home.is_well)
+        assert (await readiness(health))[0] == 200
+        assert len(home.api.calls) == 1
+
+
+async def test_locked_while_it_works(vhost) -> None:
+    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+        first = await app.publish({"prompt": "long [[latency: 1500ms]]"})
+        await until(lambda: home.api.running == 1)
+        path = Path(unquote(store_url(vhost.amqp_url).removeprefix("sqlite:///")))
+        with closing(sqlite3.connect(path, isolation_level=None)) as other:
+            other.execute("BEGIN EXCLUSIVE")
+            await until(lambda: home.parts.store.trouble, within_s=20)
+            second = await app.publish({"prompt": "later"})
+            await until(lambda: home.api.running == 0)
+            await asyncio.sleep(0.5)  # nothing happens meanwhile: there is no condition to wait for
+            assert not app.finals(first), "an answer that is not recorded is not told"
+            assert len(home.api.calls) == 1, "no call without a claim"
+            other.execute("ROLLBACK")
+        assert (await app.final(first, within_s=20)).status == "ok"
+        assert (await app.final(second, within_s=20)).status == "ok"
+        assert len(home.api.calls) == 2, "what was answered meanwhile was kept in hand"
