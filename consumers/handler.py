@@ -3,17 +3,21 @@
 import asyncio
 import random
 from collections.abc import Sequence
+from functools import partial
+from typing import Protocol
 
 from consumers import retry
 from consumers.failpoints import Failpoints
-from consumers.failures import ProviderError, TransientError
+from consumers.failures import BreakerOpen, ProviderError, TransientError
 from consumers.gates.base import Gate
 from consumers.gates.deadline import exceeded
 from consumers.job import ATTEMPT_WITHIN_S, Answered, Deferred, Dropped, Job, NowMs, Outcome, Refused, ended_by
 from consumers.lifecycle import Lifecycle
 from consumers.pausing import Pausing
 from consumers.providers.base import Answer
+from consumers.providers.counting import counted, spent
 from consumers.providers.registry import Registry
+from consumers.providers.routes import Route
 from consumers.reply import Replies
 from consumers.state.base import Stop
 from topology.contract import codec
@@ -25,6 +29,18 @@ from topology.names import Names
 LATER_MS = 1000
 
 
+class Elsewhere(Protocol):
+    """Who may be asked beside the one that the request's budget was reserved at (`RouteGate`)."""
+
+    def after(self, job: Job) -> Sequence[Route]: ...
+
+
+class Purse(Protocol):
+    """Whose budget is used (`BudgetGate`)."""
+
+    async def move(self, job: Job, route: Route, error: ProviderError | None) -> bool: ...
+
+
 class Handler:
     """From a delivery to its outcome. It settles nothing (`settle.py`) and decides no retry (`retry.py`)."""
 
@@ -33,6 +49,8 @@ class Handler:
         *,
         gates: Sequence[Gate],
         providers: Registry,
+        elsewhere: Elsewhere,
+        purse: Purse,
         replies: Replies,
         lifecycle: Lifecycle,
         pausing: Pausing,
@@ -44,6 +62,8 @@ class Handler:
     ) -> None:
         self._gates = gates
         self._providers = providers
+        self._elsewhere = elsewhere
+        self._purse = purse
         self._replies = replies
         self._lifecycle = lifecycle
         self._pausing = pausing
@@ -130,12 +150,18 @@ class Handler:
         except RequestProblem as forbidden:  # nothing may be sent to its reply address: found out while streaming to it
             job.run_ms = self._run_ms(job, began_s)
             return ended_by(forbidden)
+        except BreakerOpen as closed:
+            job.attempt_started_ms = None  # no call was made
+            return Deferred(delay_ms=round(1000 * closed.retry_in_s), reason="breaker", due_ms=job.hop.due_ms)
         except ProviderError as error:
             job.run_ms = self._run_ms(job, began_s)
+            if job.reservation is not None:
+                job.usage = spent(error, job.reservation.amounts)
             return self._decide(error, job, request, lane)
         finally:
             job.limit = None  # what has ended cannot be made to end
         job.run_ms = self._run_ms(job, began_s)
+        job.usage, job.cost_usd = counted(answer.usage), answer.cost_usd
         return Answered(body=answer.body, model=answer.model, provider=answer.provider)
 
     async def _call(self, job: Job, request: Request, lane: LaneSpec) -> Answer:
@@ -143,7 +169,14 @@ class Handler:
         self._lifecycle.tell(job, "started", wait_ms=job.wait_ms)
         parts = self._replies.parts(job) if request.stream else None
         left_s = (request.deadline_ms - job.attempt_started_ms) / 1000
-        return await self._providers.stream(request, timeout_s=min(lane.call_timeout_s, left_s), parts=parts)
+        return await self._providers.stream(
+            request,
+            timeout_s=min(lane.call_timeout_s, left_s),
+            parts=parts,
+            routes=self._elsewhere.after(job),
+            until_s=asyncio.get_running_loop().time() + left_s,
+            move=partial(self._purse.move, job),
+        )
 
     def _run_ms(self, job: Job, began_s: float) -> int:
         """How long the call took; nothing where it was not made."""

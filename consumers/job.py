@@ -22,7 +22,7 @@ from topology.names import Names
 
 CLAIM_WITHIN_S = 60.0
 ATTEMPT_WITHIN_S = 1200.0
-STORE_WITHIN_S = 300.0
+STORE_WITHIN_S = 180.0
 """How long a delivery may wait for its claim, be worked on, and wait for the store to take how it ended. With the time
 that two publishes may take after that (100 s each) it is less than the broker's consumer timeout, 1800 s: what is held
 longer the broker takes back, counts for nothing, and hands out again and again (reliability.md, section 0)."""

@@ -20,6 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, m
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from consumers.job import ATTEMPT_WITHIN_S
+from consumers.limits.spec import DEFAULT_LANES as LANE_BUDGETS
+from consumers.limits.spec import BudgetSpec, Caps, LaneBudget
 from consumers.prices import AS_OF, Prices
 from consumers.providers.routes import ProviderModels, RoutesSpec
 from consumers.retry import RetryPolicy
@@ -140,6 +142,11 @@ class ProviderSettings(_Section):
     project: ModelName | None = None
     models: ModelNames | None = None
     """Its own name for each model that it has; none: all, under Anthropic's names."""
+    requests_per_min: Number[float] | None = Field(default=None, gt=0)
+    input_tokens_per_min: Number[float] | None = Field(default=None, gt=0)
+    output_tokens_per_min: Number[float] | None = Field(default=None, gt=0)
+    concurrency: Number[int] | None = Field(default=None, ge=1)
+    """What may be used of each of its accounts at most, whatever it allows."""
 
     @model_validator(mode="after")
     def _has_what_its_kind_needs(self) -> "ProviderSettings":
@@ -171,6 +178,45 @@ class CapSettings(_Section):
     requests: Number[float] | None = Field(default=None, gt=0)
     tokens: Number[float] | None = Field(default=None, gt=0)
     usd: Number[float] | None = Field(default=None, gt=0)
+
+
+class LaneBudgetSettings(_Section):
+    """What a lane may count on; argued in `consumers/limits/spec.py`."""
+
+    share: Number[float] = Field(ge=0, le=1)
+    boost_s: Number[float] | None = Field(default=None, gt=0)
+
+    @classmethod
+    def of(cls, lane: str) -> "LaneBudgetSettings":
+        return cls(share=LANE_BUDGETS[lane].share, boost_s=LANE_BUDGETS[lane].boost_s)
+
+
+class LaneBudgetsSettings(_Section):
+    """Of each lane."""
+
+    critical: LaneBudgetSettings = LaneBudgetSettings.of(CRITICAL.name)
+    normal: LaneBudgetSettings = LaneBudgetSettings.of(NORMAL.name)
+    batch: LaneBudgetSettings = LaneBudgetSettings.of(BATCH.name)
+
+    @model_validator(mode="after")
+    def _shares_of_a_whole(self) -> "LaneBudgetsSettings":
+        total = self.critical.share + self.normal.share + self.batch.share
+        if total > 1 + 1e-9:
+            raise ValueError(f"the shares are {total:.0%} together, allowed are 100 %")
+        return self
+
+
+class BudgetSettings(_Section):
+    """How the providers' budgets are spent. The four limits are of the first provider's accounts; the others have their
+    own. What the provider tells in its headers is kept to in any case."""
+
+    lanes: LaneBudgetsSettings = LaneBudgetsSettings()
+    requests_per_min: Number[float] | None = Field(default=None, gt=0)
+    input_tokens_per_min: Number[float] | None = Field(default=None, gt=0)
+    output_tokens_per_min: Number[float] | None = Field(default=None, gt=0)
+    concurrency: Number[int] | None = Field(default=None, ge=1)
+    burst_s: Number[float] = Field(default=BudgetSpec().burst_s, gt=0, le=60)
+    overflow_s: Number[float] = Field(default=BudgetSpec().overflow_s, gt=0, le=3600)
 
 
 class LaneCapsSettings(_Section):
@@ -272,6 +318,7 @@ class Settings(BaseSettings):
     models: ModelsSettings = ModelsSettings()
     prices: PricesSettings = PricesSettings()
     caps: CapsSettings = CapsSettings()
+    budget: BudgetSettings = BudgetSettings()
     lanes: LanesSettings = LanesSettings()
     gateway: GatewaySettings = GatewaySettings()
     tls: TlsSettings = TlsSettings()
@@ -316,6 +363,30 @@ class Settings(BaseSettings):
             if _PROVIDER_NAME.fullmatch(name) is None:
                 raise ValueError(f"{name[:80]!r} is no name: a to z, 0 to 9, _ and -, up to 40, a letter first")
         return value
+
+    def budget_spec(self) -> BudgetSpec:
+        """How the budgets of all accounts are spent."""
+        each: dict[str, BudgetSettings | ProviderSettings] = {FIRST: self.budget, **self.providers}
+        return BudgetSpec(
+            lanes={
+                lane.name: LaneBudget(
+                    share=getattr(self.budget.lanes, lane.name).share,
+                    boost_s=getattr(self.budget.lanes, lane.name).boost_s,
+                )
+                for lane in DEFAULT_LANES
+            },
+            burst_s=self.budget.burst_s,
+            overflow_s=self.budget.overflow_s,
+            accounts={
+                name: Caps(
+                    requests=given.requests_per_min,
+                    input_tokens=given.input_tokens_per_min,
+                    output_tokens=given.output_tokens_per_min,
+                    concurrency=given.concurrency,
+                )
+                for name, given in each.items()
+            },
+        )
 
     def routes_spec(self) -> RoutesSpec:
         """Who is asked for what. The first provider is there where it has a key, where a lane names it, and where there

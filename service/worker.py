@@ -43,7 +43,8 @@ async def run(
             group.create_task(sweeping(parts.store, owner=uuid.uuid4().hex), name="sweeping"),
         ]
         pools.append(group.create_task(parts.control.run(), name="control"))
-        side.append(group.create_task(parts.pausing.run(parts.pools), name="pausing"))
+        pools.append(group.create_task(parts.slots.run(), name="slots"))
+        side.append(group.create_task(parts.pausing.run((*parts.pools, parts.slots)), name="pausing"))
         side.append(group.create_task(parts.watch.run(), name="topology watch"))
         announcing = group.create_task(_announce(parts, on_ready), name="announce")
         stopping = group.create_task(stop.wait(), name="stop")
@@ -54,6 +55,7 @@ async def run(
         log.info(signals.SERVICE_STOPPING, running=running, grace_s=grace_s)
         stops = [group.create_task(pool.stop(), name=f"stop {pool.queue}") for pool in parts.pools]
         stops.append(group.create_task(parts.control.stop(), name="stop control"))
+        stops.append(group.create_task(parts.slots.stop(), name="stop slots"))
         _, late = await asyncio.wait((*stops, *pools), timeout=grace_s)
         orphaned = sum(activity.running for activity in parts.activities) if late else 0
         await _end((*late, *side, announcing))

@@ -127,6 +127,8 @@ class Account:
         match heard.kind:
             case Kind.ANSWERED:
                 self.concurrency.answered()
+                if heard.rate is None and self._adaptive.heard_nothing():
+                    self._resize()
                 if self._adaptive.answered(now_s, pressed=self.is_pressed):
                     self._resize()
                     self.is_pressed = False

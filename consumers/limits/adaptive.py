@@ -1,8 +1,10 @@
 """What an account's limits are taken to be: told by the provider, capped by settings, else found out. Pure.
 
 Where nobody tells, they begin low and grow by a step for every few seconds in which they were reached and nothing was
-refused. A refusal (429) that neither our books nor the response's own figures explain halves them: somebody else uses
-the account, or the provider counts otherwise. They come back step by step.
+refused. A provider that answers without a word about limits is thought to have none, until it refuses: a model of one's
+own behind a compatible API has slots, and no budget. A refusal (429) that neither our books nor the response's own
+figures explain halves them: somebody else uses the account, or the provider counts otherwise. They come back step by
+step.
 """
 
 from collections.abc import Sequence
@@ -19,29 +21,32 @@ STEP_EVERY_S = 10.0
 PATIENCE_S = 5.0
 """Refusals of calls that had begun before a halving are its own: within this time they count once."""
 LEAST_FACTOR = 1 / 64
+NO_LIMIT = 1e9
+"""A number, so that a bucket of it is one."""
 
 
 class Adaptive:
     """The three limits of one account, a minute."""
 
-    __slots__ = ("_caps", "_factor", "_grown", "_halved_s", "_moved_s", "_start", "_told")
+    __slots__ = ("_caps", "_factor", "_grown", "_halved_s", "_is_silent", "_moved_s", "_start", "_told")
 
     def __init__(self, start: Amounts, caps: Caps, *, now_s: float) -> None:
         self._start = start
         self._caps = caps.per_minute()
         self._told: list[float | None] = [None, None, None]
         self._grown = [0.0, 0.0, 0.0]
+        self._is_silent = False
         self._factor = 1.0
         self._halved_s = -inf
         self._moved_s = now_s
 
     def dump(self) -> list[Any]:
         """Everything that was learned, as JSON has it."""
-        return [list(self._told), list(self._grown), self._factor, self._halved_s, self._moved_s]
+        return [list(self._told), list(self._grown), self._is_silent, self._factor, self._halved_s, self._moved_s]
 
     def load(self, learned: Sequence[Any]) -> None:
         """What another process learned."""
-        told, grown, self._factor, self._halved_s, self._moved_s = learned
+        told, grown, self._is_silent, self._factor, self._halved_s, self._moved_s = learned
         self._told, self._grown = list(told), list(grown)
 
     def per_minute(self) -> Amounts:
@@ -57,9 +62,19 @@ class Adaptive:
                 changed = True
         return changed
 
+    def heard_nothing(self) -> bool:
+        """An answer that says nothing of limits; whether that changes them."""
+        if self._is_silent or any(told is not None for told in self._told) or self._factor < 1 or self._halved_s > -inf:
+            return False
+        self._is_silent = True
+        return True
+
     def refused(self, now_s: float) -> bool:
         """Slow down; whether it did, or had just done so."""
         self._moved_s = now_s
+        if self._is_silent:
+            self._is_silent, self._halved_s = False, now_s
+            return True
         if now_s - self._halved_s < PATIENCE_S:
             return False
         self._halved_s = now_s
@@ -85,4 +100,6 @@ class Adaptive:
         cap, told = self._caps[each], self._told[each]
         if told is not None:
             return told if cap is None else min(told, cap)
+        if self._is_silent:
+            return NO_LIMIT if cap is None else cap
         return self._start[each] + self._grown[each] if cap is None else cap

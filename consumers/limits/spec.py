@@ -53,7 +53,7 @@ class BudgetSpec:
     """How many seconds' worth a bucket holds. The provider's holds up to 60; the less, the later a lull is made up for,
     and the less a burst finds."""
     accounts: Mapping[str, Caps] = field(default_factory=dict)
-    """By the account's name (`Route.account`)."""
+    """By the account's name (`Route.account`), or by that of its provider, for each of its accounts."""
     start: Amounts = Amounts(50, 30_000, 8_000)  # noqa: RUF009  a value that cannot change
     """A minute's limits, until the provider has told its own: of the smallest accounts."""
     first_output_tokens: int = 512
@@ -61,14 +61,14 @@ class BudgetSpec:
     first_bytes_per_token: float = 3.5
     overflow_s: float = 10.0
     """A wait longer than this goes to the next provider of the chain, if that one's is shorter."""
-    hold_s: float = 300.0
+    hold_s: float = 120.0
     """How long a request may wait at the gate; then it is put off, so that the broker does not take it back."""
     spend_pause_s: float = 900.0
     """How long an account is left alone that has reached its spend limit."""
 
     def caps(self, account: str) -> Caps:
         """Of one account."""
-        return self.accounts.get(account, NO_CAPS)
+        return self.accounts.get(account) or self.accounts.get(account.partition("/")[0], NO_CAPS)
 
     def problems(self, *, lanes: Collection[str], accounts: Collection[str] | None = None) -> list[str]:
         """Everything that is wrong, each with its name, what was found and what is allowed."""

@@ -33,7 +33,7 @@ from consumers.providers.base import Answer, Parts
 from consumers.providers.registry import Registry
 from consumers.retry import RetryPolicy
 from consumers.state.base import Completion
-from tests.support.jobs import BODY, NAMES, NOW_MS, Bench
+from tests.support.jobs import BODY, NAMES, NOW_MS, Bench, NobodyElse
 from tests.support.waiting import until
 from topology import names as n
 from topology.broker.publisher import SURELY_WITHIN_S
@@ -96,6 +96,8 @@ def handler(
     return Handler(
         gates=gates if gates is not None else (DeadlineGate(now_ms=now_ms), ScheduleGate(now_ms=now_ms)),
         providers=Registry(provider, tracing=Tracing()),
+        elsewhere=NobodyElse(),
+        purse=NobodyElse(),
         replies=bench.replies,
         lifecycle=bench.lifecycle,
         pausing=pausing or Pausing({}),

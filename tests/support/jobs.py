@@ -127,3 +127,13 @@ class Bench:
         """The one message that was published there."""
         (found,) = (each.message for each in self.publisher.sent if each.exchange == exchange)
         return found
+
+
+class NobodyElse:
+    """One provider, and nothing to be moved."""
+
+    def after(self, job: Job) -> tuple[()]:
+        return ()
+
+    async def move(self, job: Job, route: object, error: object) -> bool:
+        return False

@@ -22,6 +22,7 @@ from consumers.providers.registry import Registry
 from consumers.reply import Replies
 from consumers.retry import RetryPolicy
 from consumers.settle import Settler
+from tests.support.jobs import NobodyElse
 from tests.support.schedules.broker import LANE, NAMES, Channel
 from tests.support.schedules.edges import DeliveriesEdge, ProviderEdge, PublisherEdge, SessionEdge, StoreEdge, World
 from tests.support.schedules.loop import SteppedLoop
@@ -68,6 +69,8 @@ class Worker:
         handler = Handler(
             gates=(DeadlineGate(now_ms=world.now_ms), ScheduleGate(now_ms=world.now_ms), ClaimGate(claiming)),
             providers=Registry(ProviderEdge(world, self.edge), tracing=TRACING),
+            elsewhere=NobodyElse(),
+            purse=NobodyElse(),
             replies=replies,
             lifecycle=lifecycle,
             pausing=Pausing({}),
