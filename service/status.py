@@ -7,9 +7,9 @@ control exchange, every worker answers from memory, and the depths come from the
 import asyncio
 import json
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from consumers.activity import quantile
@@ -60,9 +60,16 @@ class Status:
 
     lanes: tuple[LaneStatus, ...]
     workers: tuple[str, ...]
+    waiting: tuple[str, ...] = ()
+    """Who waits for a provider's budget, and for what: a line an account, lane and worker."""
+    breakers: tuple[str, ...] = ()
+    """Providers that are not called at present."""
+    spent: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
+    """By "lane" and "tenant", then by name: requests, tokens and dollars since the workers began."""
+    prices_as_of: str | None = None
 
     def as_json(self) -> str:
-        return json.dumps({"lanes": [asdict(lane) for lane in self.lanes], "workers": self.workers}, indent=2)
+        return json.dumps(asdict(self), indent=2)
 
 
 async def look(
@@ -131,7 +138,36 @@ def merge(
             for lane in lanes
         ),
         workers=tuple(sorted(str(answer.get("worker", "?")) for answer in answers)),
+        waiting=tuple(sorted(line for answer in answers for line in _waiting(answer))),
+        breakers=tuple(
+            sorted(
+                {
+                    f"{name}: {each['state']}, asked again in {each['retry_in_s']} s"
+                    for answer in answers
+                    for name, each in answer.get("breakers", {}).items()
+                }
+            )
+        ),
+        spent=_spent(answers),
+        prices_as_of=next((answer["prices_as_of"] for answer in answers if "prices_as_of" in answer), None),
     )
+
+
+def _waiting(answer: Mapping[str, Any]) -> Iterator[str]:
+    for account, lanes in answer.get("waiting", {}).items():
+        for lane, each in lanes.items():
+            yield f"{lane}: {each['count']} wait for {each['reason']} of {account}, the first for {each['oldest_s']:.1f} s"
+
+
+def _spent(answers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
+    total: dict[str, dict[str, dict[str, float]]] = {}
+    for answer in answers:
+        for kind, names in answer.get("spent", {}).items():
+            for name, figures in names.items():
+                sums = total.setdefault(kind, {}).setdefault(name, {})
+                for what, amount in figures.items():
+                    sums[what] = round(sums.get(what, 0) + amount, 6)
+    return total
 
 
 def _lane(lane: str, figures: Sequence[Mapping[str, Any]], *, intake: Depth | None, due: Depth | None) -> LaneStatus:

@@ -7,6 +7,7 @@ import platform
 import uuid
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import asdict
 
 import structlog
 
@@ -96,7 +97,20 @@ async def _answer_status(parts: Parts) -> None:
 
 
 async def _tell(parts: Parts, question: Message, me: str) -> None:
-    figures = {"worker": me, "lanes": {activity.lane: dict(activity.snapshot()) for activity in parts.activities}}
+    figures = {
+        "worker": me,
+        "lanes": {activity.lane: dict(activity.snapshot()) for activity in parts.activities},
+        "waiting": {
+            account: {lane: asdict(waiting) for lane, waiting in lanes.items()}
+            for account, lanes in parts.budgets.waiting().items()
+        },
+        "breakers": dict(parts.breakers.states(asyncio.get_running_loop().time())),
+        "spent": {
+            kind: {name: spent._asdict() for name, spent in each.items()}
+            for kind, each in parts.spending.totals().items()
+        },
+        "prices_as_of": parts.prices_as_of,
+    }
     answer = Message(
         body=json.dumps(figures).encode(),
         content_type="application/json",

@@ -64,6 +64,11 @@ def _show(found: "Status") -> None:
     for lane in found.lanes:
         if lane.slots_limit is not None:
             console.print(f"{lane.lane} waits too long and gets no more slots: the limit is {lane.slots_limit}")
+    for line in (*found.waiting, *found.breakers):
+        console.print(line, highlight=False, soft_wrap=True)
+    if dollars := {lane: each["usd"] for lane, each in found.spent.get("lane", {}).items() if each.get("usd")}:
+        told = ", ".join(f"{lane} ${usd:.4f}" for lane, usd in dollars.items())
+        console.print(f"spent since the workers began, at prices of {found.prices_as_of}: {told}", highlight=False)
     if found.workers:
         console.print(f"answered by {', '.join(found.workers)}", highlight=False, soft_wrap=True)
     else:
