@@ -77,6 +77,9 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+_BY_NAME = {lane.name: lane for lane in DEFAULT_LANES}
+
+
 class LaneSettings(_Section):
     """One lane; defaults in `topology/lanes.py`."""
 
@@ -119,6 +122,8 @@ class LaneSettings(_Section):
 
     def spec(self, name: str) -> LaneSpec:
         values = self.model_dump(exclude={"providers"})
+        if self.slots_max is None and self.slots != _BY_NAME[name].slots:
+            values["slots_max"] = self.slots  # who says how many means it
         return LaneSpec(name=name, **{**values, "models": None if self.models is None else frozenset(self.models)})
 
 

@@ -156,7 +156,8 @@ def merge(
 def _waiting(answer: Mapping[str, Any]) -> Iterator[str]:
     for account, lanes in answer.get("waiting", {}).items():
         for lane, each in lanes.items():
-            yield f"{lane}: {each['count']} wait for {each['reason']} of {account}, the first for {each['oldest_s']:.1f} s"
+            oldest = f"the first for {each['oldest_s']:.1f} s"
+            yield f"{lane}: {each['count']} wait for {each['reason']} of {account}, {oldest}"
 
 
 def _spent(answers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:

@@ -21,8 +21,9 @@ class LaneSpec:
     """Of its idle slots, those that it never lends. None: an eighth of its slots, at least one; two of critical's."""
     slots_max: int | None = None
     """What its slots may come to, and its due slots in proportion; the same as `slots`: none are added. None: eight
-    times its slots. A slot costs little, and how many are of use the provider's budget says: at 30 s a call batch's
-    four work eight requests a minute, and eight times as many one a second."""
+    times its slots (the settings say `slots`, where those were set). A slot costs little, and how many are of use the
+    provider's budget says: at 30 s a call batch's four work eight requests a minute, and eight times as many one a
+    second."""
     target_wait_s: float = 10
     """A lane whose requests wait longer for a slot gets more of them, as long as the provider is not what limits it."""
     call_timeout_s: float

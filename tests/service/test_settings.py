@@ -57,8 +57,10 @@ def test_one_field_of_a_lane_can_be_set_alone() -> None:
 def test_the_slots_that_are_kept_and_the_most_follow_from_the_slots_where_they_are_not_set() -> None:
     critical = lane(load(), "critical")
     assert (critical.kept_slots, critical.most_slots, critical.most_due_slots) == (2, 128, 32)
-    batch = lane(load(lanes={"batch": {"slots": 1}}), "batch")
-    assert (batch.kept_slots, batch.most_slots, batch.most_due_slots) == (1, 8, 2)
+    batch = lane(load(lanes={"batch": {"slots": 3}}), "batch")
+    assert (batch.kept_slots, batch.most_slots, batch.most_due_slots) == (1, 3, 1), "who says how many means it"
+    batch = lane(load(lanes={"batch": {"slots": 3, "slots_max": 24}}), "batch")
+    assert (batch.kept_slots, batch.most_slots, batch.most_due_slots) == (1, 24, 6)
     fixed = lane(load(lanes={"batch": {"slots": 1, "slots_min": 0, "slots_max": 1, "target_wait_s": 5}}), "batch")
     assert (fixed.kept_slots, fixed.most_slots, fixed.most_due_slots, fixed.target_wait_s) == (0, 1, 1, 5)
 
