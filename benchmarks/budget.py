@@ -134,6 +134,7 @@ if __name__ == "__main__":
     parser.add_argument("--minutes", type=float, default=1)
     parser.add_argument("--speed", type=float, default=1)
     parser.add_argument("--burst", type=float, default=10, help="seconds' worth that the provider's buckets hold")
+    parser.add_argument("--latency", type=float, default=1, help="seconds that the provider takes for an answer")
     parser.add_argument("--only", type=_names(NAMES), default=list(NAMES), help=", ".join(NAMES))
     parser.add_argument("--scenarios", type=_names(tuple(SCENARIOS)), default=[], help=", ".join(SCENARIOS))
     parser.add_argument("--litellm", type=Path, default=litellm.PROGRAM, help="its program")
@@ -141,7 +142,12 @@ if __name__ == "__main__":
     options = parser.parse_args()
     uvloop.run(
         main(
-            Load(window_s=60 * options.minutes, speed=options.speed, burst_s=options.burst),
+            Load(
+                window_s=60 * options.minutes,
+                speed=options.speed,
+                burst_s=options.burst,
+                latency_s=options.latency,
+            ),
             only=options.only,
             scenarios=options.scenarios,
             program=options.litellm,
