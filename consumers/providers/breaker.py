@@ -28,7 +28,9 @@ from consumers.providers.routes import Route
 from consumers.state.base import Leases, StoreUnavailable
 from topology import signals
 
-FAILURES = 5
+FAILURES = 10
+REQUESTS = 5
+"""So many different ones must be among the failures: one that the provider cannot digest closes it to nobody else."""
 WINDOW_S = 30.0
 OPEN_S = 1.0
 OPEN_MOST_S = 30.0
@@ -52,11 +54,11 @@ class State(StrEnum):
 class Breaker:
     """One provider and model, from its first failure until it answers; times are the event loop's."""
 
-    __slots__ = ("_failed_at", "_openings", "_rng", "_until_s", "state")
+    __slots__ = ("_failed", "_openings", "_rng", "_until_s", "state")
 
     def __init__(self, rng: random.Random) -> None:
         self.state = State.CLOSED
-        self._failed_at: deque[float] = deque(maxlen=FAILURES)
+        self._failed: deque[tuple[float, str]] = deque(maxlen=FAILURES)
         self._openings = 0
         self._until_s = -inf
         self._rng = rng
@@ -79,11 +81,12 @@ class Breaker:
         self.state = State.OPEN
         self._until_s = now_s + LOOK_S * self._rng.uniform(0.5, 1.5)
 
-    def failed(self, now_s: float, *, probe: bool) -> None:
+    def failed(self, now_s: float, *, request: str, probe: bool) -> None:
         """Open, where that was the last of too many, or the probe."""
         if self.state is State.CLOSED:
-            self._failed_at.append(now_s)
-            if len(self._failed_at) == FAILURES and now_s - self._failed_at[0] <= WINDOW_S:
+            self._failed.append((now_s, request))
+            is_too_many = len(self._failed) == FAILURES and now_s - self._failed[0][0] <= WINDOW_S
+            if is_too_many and len({each for _, each in self._failed}) >= REQUESTS:
                 self._open(now_s)
         elif probe and self.state is State.PROBING:
             self._open(now_s)
@@ -97,7 +100,7 @@ class Breaker:
     def _open(self, now_s: float) -> None:
         step_s = min(OPEN_MOST_S, OPEN_S * 2**self._openings)
         self._openings = min(self._openings + 1, 16)
-        self._failed_at.clear()
+        self._failed.clear()
         self.state = State.OPEN
         self._until_s = now_s + self._rng.uniform(step_s / 2, step_s)
 
@@ -153,7 +156,9 @@ class Breakers:
         if entered.is_probe:
             await self._let_go(entered.route)
 
-    async def failed(self, entered: Pass, error: ProviderError, now_s: float, *, timeout_s: float) -> None:
+    async def failed(
+        self, entered: Pass, error: ProviderError, now_s: float, *, request: str, timeout_s: float
+    ) -> None:
         """The call failed: that is counted where it is the provider's doing. A failed probe keeps the lease: nobody
         else need ask."""
         if not _is_its_own(error):
@@ -164,7 +169,7 @@ class Breakers:
             return
         breaker = self._all.setdefault(_key(entered.route), Breaker(self._rng))
         was = breaker.state
-        breaker.failed(now_s, probe=entered.is_probe)
+        breaker.failed(now_s, request=request, probe=entered.is_probe)
         if breaker.state is not was:
             self._tell(entered.route, breaker, now_s, error)
 

@@ -26,7 +26,7 @@ from consumers.failures import (
     SpendLimitError,
     TransientError,
 )
-from consumers.limits.base import Heard
+from consumers.limits.base import Heard, Kind
 from consumers.prices import Prices
 from consumers.providers import counting
 from consumers.providers.base import Answer, Parts, Provider, Restartable
@@ -38,6 +38,8 @@ from topology.tracing import Tracing
 
 LONG_S = 5.0
 """A 429 that tells a shorter wait is waited for: its retry goes to the same provider."""
+SPEND_REFUSALS = 10
+"""In a row, from one account: then it is left alone until a person has acted."""
 LEAST_LEFT_S = 1.0
 """With less left until its deadline nobody else is asked."""
 Move = Callable[[Route, ProviderError | None], Awaitable[bool]]
@@ -67,6 +69,7 @@ class Registry:
         self._breakers = breakers or Breakers()
         self._prices = prices or Prices()
         self._learn = learn
+        self._spend_refusals: dict[str, int] = {}
 
     async def stream(
         self,
@@ -150,12 +153,13 @@ class Registry:
                     asking_for(request, route.name), timeout_s=timeout_s, parts=parts
                 )
             except ProviderError as error:
-                self._learn(route.account, counting.failed(error, error.rate))
-                await self._breakers.failed(entered, error, clock(), timeout_s=timeout_s)
+                self._learn(route.account, self._heard(route.account, error))
+                await self._breakers.failed(entered, error, clock(), request=request.id, timeout_s=timeout_s)
                 raise
             except BaseException:  # cancelled, or a fault of ours
                 await self._breakers.unknown(entered, clock())
                 raise
+            self._spend_refusals.pop(route.account, None)
             self._learn(route.account, counting.answered(answer.rate))
             await self._breakers.answered(entered, clock())
             answer = replace(answer, cost_usd=self._prices.cost_usd(route.model, answer.usage))
@@ -171,6 +175,14 @@ class Registry:
                 cost_usd=answer.cost_usd,
             )
             return answer
+
+    def _heard(self, account: str, error: ProviderError) -> Heard:
+        """A spend limit that is met once is told to whoever met it; met again and again, it is the account's."""
+        heard = counting.failed(error, error.rate)
+        if heard.kind is not Kind.SPEND_LIMIT:
+            return heard
+        self._spend_refusals[account] = self._spend_refusals.get(account, 0) + 1
+        return heard if self._spend_refusals[account] >= SPEND_REFUSALS else replace(heard, kind=Kind.FAILED)
 
     def _only(self, request: Request) -> Route:
         name = next(iter(self._providers))

@@ -40,11 +40,11 @@ class Ground:
     async def break_(self, route: Route, *, times: int = 1) -> None:
         """Open its breaker, and fail so many probes: `times` 7 leaves it open for 15 to 30 s."""
         clock = asyncio.get_running_loop().time
-        for _ in range(FAILURES + times - 1):
+        for each in range(FAILURES + times - 1):
             await asyncio.sleep(self.breakers.wait_s(route, clock()))
             entered = await self.breakers.enter(route, clock())
             assert entered
-            await self.breakers.failed(entered, TransientError("down"), clock(), timeout_s=60)
+            await self.breakers.failed(entered, TransientError("down"), clock(), request=str(each), timeout_s=60)
 
 
 async def test_a_model_that_is_forbidden_is_parked() -> None:

@@ -1,4 +1,5 @@
 import json
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
@@ -42,7 +43,7 @@ def asked() -> AskedFor:
             **more,
         }
         return Request(
-            id="1",
+            id=uuid.uuid4().hex,
             lane="normal",
             app="tests",
             body=json.dumps(fields).encode() if raw is None else raw,

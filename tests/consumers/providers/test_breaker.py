@@ -20,10 +20,10 @@ def breakers(leases: object = None) -> Breakers:
 async def fail(
     these: Breakers, at_s: float, *, error: ProviderError = DOWN, times: int = 1, timeout_s: float = 60
 ) -> None:
-    for _ in range(times):
+    for each in range(times):
         entered = await these.enter(HERE, at_s)
         assert entered is not None
-        await these.failed(entered, error, at_s, timeout_s=timeout_s)
+        await these.failed(entered, error, at_s, request=str(each), timeout_s=timeout_s)
 
 
 async def opened(leases: object = None) -> Breakers:
@@ -135,7 +135,7 @@ async def test_calls_that_began_before_it_opened_do_not_open_it_again() -> None:
 
     for each in entered:
         assert each is not None
-        await these.failed(each, DOWN, 1, timeout_s=60)
+        await these.failed(each, DOWN, 1, request="late", timeout_s=60)
 
     assert these.wait_s(HERE, 1) <= OPEN_S
 
@@ -168,7 +168,7 @@ async def test_of_several_processes_one_probes_and_the_others_after_its_answer()
     assert probe is not None
     assert await two.enter(HERE, 2) is None
     assert two.wait_s(HERE, 2) > 0
-    await one.failed(probe, DOWN, 3, timeout_s=60)
+    await one.failed(probe, DOWN, 3, request="probe", timeout_s=60)
     assert await two.enter(HERE, 5) is None, "it is known to be down"
 
     probe = await one.enter(HERE, 10)
@@ -192,6 +192,15 @@ async def test_models_that_never_failed_are_not_remembered() -> None:
         route = Route(provider="p", model=str(each), name="", account="")
         entered = await these.enter(route, 0)
         assert entered is not None
-        await these.failed(entered, RejectedError("404", status=404), 0, timeout_s=60)
+        await these.failed(entered, RejectedError("404", status=404), 0, request="r", timeout_s=60)
 
     assert not these._all
+
+
+async def test_one_request_that_fails_each_time_opens_nothing() -> None:
+    these = breakers()
+    for _ in range(3 * FAILURES):
+        entered = await these.enter(HERE, 0)
+        assert entered is not None
+        await these.failed(entered, DOWN, 0, request="indigestible", timeout_s=60)
+    assert these.wait_s(HERE, 0) == 0
