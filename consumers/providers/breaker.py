@@ -28,8 +28,8 @@ from consumers.providers.routes import Route
 from consumers.state.base import Leases, StoreUnavailable
 from topology import signals
 
-FAILURES = 10
-REQUESTS = 5
+FAILURES = 30
+REQUESTS = 15
 """So many different ones must be among the failures: one that the provider cannot digest closes it to nobody else."""
 WINDOW_S = 30.0
 OPEN_S = 1.0
