@@ -6,8 +6,11 @@ from typing import Any
 import pytest
 
 from consumers.activity import LaneActivity
+from consumers.claiming import Claiming
+from consumers.pausing import Pausing
 from service import worker
 from service.assembly import Parts
+from tests.support.memory_store import MemoryStore
 from topology.contract.problems import BrokerUnreachable
 from topology.names import Names
 
@@ -38,6 +41,10 @@ class FakePool:
             self.was_cancelled = True
             raise
 
+    @property
+    def is_paused(self) -> bool:
+        return False
+
     async def stop(self) -> None:
         if not self._stops:
             await asyncio.sleep(60)
@@ -52,6 +59,11 @@ def parts(*pools: FakePool) -> Parts:
         consuming=NoConnection(),  # type: ignore[arg-type]
         publishing=None,  # type: ignore[arg-type]
         publisher=None,  # type: ignore[arg-type]
+        store=MemoryStore(),  # type: ignore[arg-type]
+        claiming=Claiming(MemoryStore()),  # type: ignore[arg-type]
+        control=FakePool("control"),  # type: ignore[arg-type]
+        pausing=Pausing({}),
+        watch=FakePool("watch"),  # type: ignore[arg-type]
         pools=pools,  # type: ignore[arg-type]
         activities=(LaneActivity("critical", slots=1, due_slots=1),),
     )

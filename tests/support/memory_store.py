@@ -57,6 +57,9 @@ class MemoryStore:
     async def cancel(self, identity: Identity, completion: Completion) -> Cancelling:
         return self._requests.cancel(self._at("cancel"), identity, completion)
 
+    async def probe(self) -> None:
+        self._at()
+
     async def find(self, identity: Identity) -> Found | None:
         return self._requests.find(self._at(), identity)
 
