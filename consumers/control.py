@@ -92,7 +92,9 @@ class Control:
         match message.type:
             case n.CANCEL_KEY:
                 identity = self._identity(message)
-                came_to = await self._claiming.cancel(identity, self._cancelled(identity.id))
+                known = await self._claiming.find(identity)
+                ending = self._cancelled(identity.id, attempts=known.attempts if known else 0)
+                came_to = await self._claiming.cancel(identity, ending)
                 return {"id": identity.id, "outcome": came_to.value}, "ok"
             case n.RESULT_KEY:
                 identity = self._identity(message)
@@ -128,13 +130,13 @@ class Control:
             )
         return Identity(believed, id)
 
-    def _cancelled(self, id: str) -> Completion:
+    def _cancelled(self, id: str, *, attempts: int) -> Completion:
         problem = RequestProblem("cancelled", "cancelled by its owner")
         return Completion(
             status="error",
             code=problem.code,
-            body=problem.document(request=id, attempts=0),
-            headers={n.ATTEMPT: 0},
+            body=problem.document(request=id, attempts=attempts),
+            headers={n.ATTEMPT: attempts},
             ended_ms=self._now_ms(),
         )
 

@@ -39,7 +39,7 @@ from topology.broker.session import Delivery
 from topology.broker.verify import verify
 from topology.broker.watch import FindManagement, TopologyWatch
 from topology.contract.messages import Message
-from topology.contract.problems import AccessRefused, SettingsError, TopologyMismatch
+from topology.contract.problems import AccessRefused, BrokerBlocked, ConfirmUnknown, SettingsError, TopologyMismatch
 from topology.declaration import declare
 from topology.lanes import LaneSpec
 from topology.model import Topology
@@ -250,6 +250,8 @@ async def _see_that_it_may_write(publisher: Publisher, names: Names) -> None:
     for exchange, routing_key in (("", f"{names.reply_prefix}nobody"), (names.events, "nobody")):
         try:
             await publisher.publish(nothing, exchange=exchange, routing_key=routing_key, mandatory=False, traced=False)
+        except (BrokerBlocked, ConfirmUnknown):
+            return  # an alarm: it is known when it is over, and nothing is taken until then
         except AccessRefused as error:
             raise AccessRefused(
                 f"a worker must be allowed to write: {error}; "
