@@ -45,6 +45,11 @@ class Claiming:
         self._taken = asyncio.Event()
         self._background: set[asyncio.Task[Any]] = set()
 
+    @property
+    def is_away(self) -> bool:
+        """Whether the store could not answer last."""
+        return self._store.trouble is not None
+
     async def run(self) -> None:
         """Renew what is held, and stop the jobs whose claim is cancelled or was taken over."""
         while True:

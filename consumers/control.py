@@ -3,9 +3,10 @@
 One queue for all workers, so that one of them does it. A cancellation stays there until the store has it.
 """
 
+import asyncio
 import json
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import aclosing, suppress
 from typing import Any
 
@@ -19,13 +20,16 @@ from topology import names as n
 from topology import signals
 from topology.broker.deliveries import Deliveries
 from topology.broker.publisher import Publisher
-from topology.broker.session import ChannelLost, Delivery
+from topology.broker.session import ChannelLost, Delivery, Session
 from topology.contract.messages import Message
-from topology.contract.problems import BrokerError, LanekeeperError, RequestProblem
+from topology.contract.problems import AccessRefused, BrokerError, LanekeeperError, RequestProblem
 
 MESSAGE_BYTES = 4096
 ID_CHARACTERS = 255
 BROKER_NAMED = "amq.gen-"
+LOOK_EVERY_S = 0.05
+Ready = Callable[[], Awaitable[int]]
+"""How many messages wait in the control queue. Raises BrokerError."""
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
@@ -44,6 +48,7 @@ class Control:
         settler: Settler,
         publisher: Publisher,
         now_ms: NowMs,
+        ready: Ready,
         speakers: Collection[str] = (),
     ) -> None:
         self._deliveries = deliveries
@@ -52,20 +57,53 @@ class Control:
         self._publisher = publisher
         self._now_ms = now_ms
         self._speakers = speakers
+        self._ready = ready
+        self._is_behind = True
+        self._is_reading = False
 
     @property
     def trouble(self) -> str | None:
         return self._deliveries.trouble
 
+    @property
+    def behind(self) -> str | None:
+        """Why no request should be worked on yet: it may have been cancelled, while no worker or no store was there."""
+        return "cancellations are waiting to be recorded" if self._is_behind else None
+
     async def run(self) -> None:
         """Read until stopped."""
         async with aclosing(self._deliveries.sessions()) as sessions:
             async for session in sessions:
+                self._is_behind = True
+                catching_up = asyncio.create_task(self._catch_up(session), name="control backlog")
                 try:
                     async for delivery in session:
+                        self._is_reading = True
                         await self._read(delivery)
+                        self._is_reading = False
                 except ChannelLost as lost:
                     log.warning(signals.DELIVERY_LOST, queue=self._deliveries.queue, error=str(lost))
+                finally:
+                    self._is_reading = False
+                    catching_up.cancel()
+
+    async def _catch_up(self, session: Session) -> None:
+        """See when all that waited has been read: at first, and again after the store was away. Looked at, because a
+        queue does not tell when it is empty."""
+        while True:
+            while not self._is_behind:
+                await asyncio.sleep(LOOK_EVERY_S)
+                self._is_behind = self._claiming.is_away
+            try:
+                waiting = await self._ready()
+            except AccessRefused:
+                waiting = 0  # a user that may not look at it
+            except BrokerError:
+                waiting = 1
+            is_done = not (waiting or session.waiting or self._is_reading or self._claiming.is_away)
+            self._is_behind = not is_done
+            if not is_done:
+                await asyncio.sleep(LOOK_EVERY_S)
 
     async def stop(self) -> None:
         """Read no more; `run` returns when what was taken has been recorded."""

@@ -2,7 +2,7 @@
 
 import random
 import re
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
@@ -32,6 +32,7 @@ from service.settings import Settings
 from topology.broker.apply import apply
 from topology.broker.connection import Connection
 from topology.broker.deliveries import Deliveries
+from topology.broker.depth import depths
 from topology.broker.management import Management, discover
 from topology.broker.notices import Notices
 from topology.broker.publisher import Publisher
@@ -127,6 +128,7 @@ async def assemble(
                 "publish connection": lambda: publishing.trouble or publishing.blocked,
                 "store": lambda: store.trouble,
                 "topology": lambda: watch.hindrance,
+                "control queue": lambda: control.behind,
             }
         )
         provider = _provider(settings, tracing)
@@ -185,6 +187,15 @@ async def assemble(
                 tracing=tracing,
             )
         )
+        control = Control(
+            Deliveries(consuming, queue=names.control, prefetch=CONTROL_PREFETCH, on_missing=watch.look),
+            claiming=claiming,
+            settler=settler,
+            publisher=publisher,
+            now_ms=now_ms,
+            ready=_ready(consuming, names.control),
+            speakers=settings.speakers,
+        )
         yield Parts(
             names=names,
             lanes=worked,
@@ -194,14 +205,7 @@ async def assemble(
             publisher=publisher,
             store=store,
             claiming=claiming,
-            control=Control(
-                Deliveries(consuming, queue=names.control, prefetch=CONTROL_PREFETCH, on_missing=watch.look),
-                claiming=claiming,
-                settler=settler,
-                publisher=publisher,
-                now_ms=now_ms,
-                speakers=settings.speakers,
-            ),
+            control=control,
             pausing=pausing,
             watch=watch,
             pools=tuple(pools),
@@ -232,6 +236,13 @@ def _provider(settings: Settings, tracing: Tracing) -> AnthropicProvider:
             "ANTHROPIC_API_KEY is not set: set it, or answer without a provider: lanekeeper serve --simulate"
         )
     return AnthropicProvider(api_key=key, base_url=settings.provider_url, traceparent=tracing.traceparent)
+
+
+def _ready(connection: Connection, queue: str) -> Callable[[], Awaitable[int]]:
+    async def ready() -> int:
+        return (await depths(connection, [queue]))[queue].ready
+
+    return ready
 
 
 def _job_maker(lane: LaneSpec, names: Names, speakers: Sequence[str]) -> Callable[[Delivery], Job]:

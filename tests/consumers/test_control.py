@@ -34,6 +34,7 @@ def control(bench: Bench) -> Control:
         settler=bench.settler,
         publisher=bench.publisher,  # type: ignore[arg-type]
         now_ms=lambda: NOW_MS,
+        ready=None,  # type: ignore[arg-type]
         speakers=("gateway",),
     )
 

@@ -148,7 +148,7 @@ class Publisher:
         pause_s = 0.05
         maybe_published = False
         while True:
-            if self.connection.blocked is not None and BrokerBlocked in gives_up_on:
+            if BrokerBlocked in gives_up_on and self.connection.blocked is not None:
                 blocked = BrokerBlocked(
                     f"the broker at {self.connection.address} takes nothing: {self.connection.blocked} (a memory or "
                     "disk alarm; `rabbitmqctl status` says which); try again later, under the same message_id"
