@@ -23,4 +23,3 @@ async def test_what_was_cancelled_while_no_worker_ran_is_never_called(vhost) -> 
             assert {final.code for final in finals} == {"cancelled"}
             assert (await app.final(kept, within_s=30)).status == "ok"
             assert [call.prompt for call in home.api.calls] == ["wanted"]
-
