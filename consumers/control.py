@@ -27,6 +27,8 @@ from topology.contract.problems import AccessRefused, BrokerError, LanekeeperErr
 MESSAGE_BYTES = 4096
 ID_CHARACTERS = 255
 BROKER_NAMED = "amq.gen-"
+FAULTS_AT_MOST = 5
+"""The delivery at which a message that we fail at is given up: all requests wait for those that are not recorded."""
 LOOK_EVERY_S = 0.05
 Ready = Callable[[], Awaitable[int]]
 """How many messages wait in the control queue. Raises BrokerError."""
@@ -60,6 +62,7 @@ class Control:
         self._ready = ready
         self._is_behind = True
         self._is_reading = False
+        self._session: Session | None = None
 
     @property
     def trouble(self) -> str | None:
@@ -74,7 +77,7 @@ class Control:
         """Read until stopped."""
         async with aclosing(self._deliveries.sessions()) as sessions:
             async for session in sessions:
-                self._is_behind = True
+                self._is_behind, self._session = True, session
                 catching_up = asyncio.create_task(self._catch_up(session), name="control backlog")
                 try:
                     async for delivery in session:
@@ -84,16 +87,17 @@ class Control:
                 except ChannelLost as lost:
                     log.warning(signals.DELIVERY_LOST, queue=self._deliveries.queue, error=str(lost))
                 finally:
-                    self._is_reading = False
+                    self._is_reading, self._session = False, None
                     catching_up.cancel()
 
     async def _catch_up(self, session: Session) -> None:
         """See when all that waited has been read: at first, and again after the store was away. Looked at, because a
         queue does not tell when it is empty."""
-        while True:
-            while not self._is_behind:
+        while self._session is session:
+            if not self._is_behind:
                 await asyncio.sleep(LOOK_EVERY_S)
                 self._is_behind = self._claiming.is_away
+                continue
             try:
                 waiting = await self._ready()
             except AccessRefused:
@@ -123,6 +127,9 @@ class Control:
             return
         except Exception:  # a fault of ours must not end the worker, and with the next one all the others
             log.exception(signals.HANDLER_FAILED, where="control", type=str(message.type)[:40])
+            if (delivery.times_delivered or 1) < FAULTS_AT_MOST:
+                await self._settler.put_back(delivery)
+                return
         await self._settler.dismiss(delivery)
 
     async def _carry_out(self, message: Message) -> tuple[Mapping[str, Any] | Completion, str]:
