@@ -105,7 +105,6 @@ def _rate(rounds: list[Round]) -> str:
 def _request(body: bytes) -> Request:
     return Request(
         id=uuid.uuid4().hex,
-        tenant=None,
         lane="critical",
         app="benchmark",
         body=body,

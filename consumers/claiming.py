@@ -8,6 +8,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import structlog
@@ -44,6 +45,11 @@ class Claiming:
         self._held: dict[Held, Job] = {}
         self._taken = asyncio.Event()
         self._background: set[asyncio.Task[Any]] = set()
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the store could not answer last."""
+        return self._store.trouble is not None
 
     async def run(self) -> None:
         """Renew what is held, and stop the jobs whose claim is cancelled or was taken over."""
@@ -112,9 +118,12 @@ class Claiming:
         Raises StoreUnavailable after `STORE_WITHIN_S`. Cancelled, it goes on by itself: what the provider has answered
         is paid for, and a delivery that was lost meanwhile is answered with it when it comes again.
         """
-        return await asyncio.shield(
-            self._in_background(self._complete(job, completion, job.claim), name=f"complete {job.id}")
-        )
+        completing = self._in_background(self._complete(job, completion, job.claim), name=f"complete {job.id}")
+        try:
+            return await asyncio.shield(completing)
+        except asyncio.CancelledError:
+            completing.add_done_callback(partial(_tell_of_loss, job.id))
+            raise
 
     async def _complete(self, job: Job, completion: Completion, held: Held | None) -> Completion | None:
         token = None if held is None else held.token
@@ -135,8 +144,8 @@ class Claiming:
 
     def _done(self, task: "asyncio.Task[Any]") -> None:
         self._background.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.debug(signals.RENEWAL_FAILED, error=str(error))  # told to whoever waits for it, if anybody still does
+        if not task.cancelled():
+            task.exception()  # told to whoever waits for it
 
     async def finish(self, *, within_s: float) -> None:
         """Wait for what is still being completed; what is not by then is called again elsewhere."""
@@ -165,6 +174,13 @@ class Claiming:
         if job.claim is not None:
             self._held.pop(job.claim, None)
             job.claim = None
+
+
+def _tell_of_loss(request: str, completing: "asyncio.Task[Completion | None]") -> None:
+    """Of an ending that nobody waits for any more, and that could not be kept: its provider is called again."""
+    if completing.cancelled() or completing.exception() is not None:
+        why = "" if completing.cancelled() else str(completing.exception())
+        log.warning(signals.COMPLETION_LOST, request=request, error=why)
 
 
 async def _surely(call: Callable[[], Awaitable[T]], *, within_s: float | None = None) -> T:

@@ -3,9 +3,10 @@
 One queue for all workers, so that one of them does it. A cancellation stays there until the store has it.
 """
 
+import asyncio
 import json
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import aclosing, suppress
 from typing import Any
 
@@ -19,13 +20,18 @@ from topology import names as n
 from topology import signals
 from topology.broker.deliveries import Deliveries
 from topology.broker.publisher import Publisher
-from topology.broker.session import ChannelLost, Delivery
+from topology.broker.session import ChannelLost, Delivery, Session
 from topology.contract.messages import Message
-from topology.contract.problems import BrokerError, LanekeeperError, RequestProblem
+from topology.contract.problems import AccessRefused, BrokerError, LanekeeperError, RequestProblem
 
 MESSAGE_BYTES = 4096
 ID_CHARACTERS = 255
 BROKER_NAMED = "amq.gen-"
+FAULTS_AT_MOST = 5
+"""The delivery at which a message that we fail at is given up: all requests wait for those that are not recorded."""
+LOOK_EVERY_S = 0.05
+Ready = Callable[[], Awaitable[int]]
+"""How many messages wait in the control queue. Raises BrokerError."""
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
@@ -44,6 +50,7 @@ class Control:
         settler: Settler,
         publisher: Publisher,
         now_ms: NowMs,
+        ready: Ready,
         speakers: Collection[str] = (),
     ) -> None:
         self._deliveries = deliveries
@@ -52,20 +59,55 @@ class Control:
         self._publisher = publisher
         self._now_ms = now_ms
         self._speakers = speakers
+        self._ready = ready
+        self._is_behind = True
+        self._is_reading = False
+        self._session: Session | None = None
 
     @property
     def trouble(self) -> str | None:
         return self._deliveries.trouble
 
+    @property
+    def behind(self) -> str | None:
+        """Why no request should be worked on yet: it may have been cancelled, while no worker or no store was there."""
+        return "cancellations are waiting to be recorded" if self._is_behind else None
+
     async def run(self) -> None:
         """Read until stopped."""
         async with aclosing(self._deliveries.sessions()) as sessions:
             async for session in sessions:
+                self._is_behind, self._session = True, session
+                catching_up = asyncio.create_task(self._catch_up(session), name="control backlog")
                 try:
                     async for delivery in session:
+                        self._is_reading = True
                         await self._read(delivery)
+                        self._is_reading = False
                 except ChannelLost as lost:
                     log.warning(signals.DELIVERY_LOST, queue=self._deliveries.queue, error=str(lost))
+                finally:
+                    self._is_reading, self._session = False, None
+                    catching_up.cancel()
+
+    async def _catch_up(self, session: Session) -> None:
+        """See when all that waited has been read: at first, and again after the store was away. Looked at, because a
+        queue does not tell when it is empty."""
+        while self._session is session:
+            if not self._is_behind:
+                await asyncio.sleep(LOOK_EVERY_S)
+                self._is_behind = self._claiming.is_away
+                continue
+            try:
+                waiting = await self._ready()
+            except AccessRefused:
+                waiting = 0  # a user that may not look at it
+            except BrokerError:
+                waiting = 1
+            is_done = not (waiting or session.waiting or self._is_reading or self._claiming.is_away)
+            self._is_behind = not is_done
+            if not is_done:
+                await asyncio.sleep(LOOK_EVERY_S)
 
     async def stop(self) -> None:
         """Read no more; `run` returns when what was taken has been recorded."""
@@ -85,6 +127,9 @@ class Control:
             return
         except Exception:  # a fault of ours must not end the worker, and with the next one all the others
             log.exception(signals.HANDLER_FAILED, where="control", type=str(message.type)[:40])
+            if (delivery.times_delivered or 1) < FAULTS_AT_MOST:
+                await self._settler.put_back(delivery)
+                return
         await self._settler.dismiss(delivery)
 
     async def _carry_out(self, message: Message) -> tuple[Mapping[str, Any] | Completion, str]:
@@ -92,7 +137,9 @@ class Control:
         match message.type:
             case n.CANCEL_KEY:
                 identity = self._identity(message)
-                came_to = await self._claiming.cancel(identity, self._cancelled(identity.id))
+                known = await self._claiming.find(identity)
+                ending = self._cancelled(identity.id, attempts=known.attempts if known else 0)
+                came_to = await self._claiming.cancel(identity, ending)
                 return {"id": identity.id, "outcome": came_to.value}, "ok"
             case n.RESULT_KEY:
                 identity = self._identity(message)
@@ -128,13 +175,13 @@ class Control:
             )
         return Identity(believed, id)
 
-    def _cancelled(self, id: str) -> Completion:
+    def _cancelled(self, id: str, *, attempts: int) -> Completion:
         problem = RequestProblem("cancelled", "cancelled by its owner")
         return Completion(
             status="error",
             code=problem.code,
-            body=problem.document(request=id, attempts=0),
-            headers={n.ATTEMPT: 0},
+            body=problem.document(request=id, attempts=attempts),
+            headers={n.ATTEMPT: attempts},
             ended_ms=self._now_ms(),
         )
 

@@ -75,7 +75,10 @@ class Job:
         self.trusted = trusted
         self.id = delivery.message.message_id or uuid.uuid4().hex
         self.hop = read_hop(delivery.message.headers) if trusted else HopHeaders()
-        self.identity = Identity(tenant_of(self.user_id, delivery.message.headers.get(n.TENANT), speakers), self.id)
+        headers = delivery.message.headers
+        # a dead letter that is published again tells whose it was; whoever may speak for others is believed
+        stated = headers.get(n.TENANT) or (headers.get(n.USER_ID) if n.DEAD_AT in headers else None)
+        self.identity = Identity(tenant_of(self.user_id, stated, speakers), self.id)
         self.taken_ms = taken_ms
         self.request: Request | None = None
         """Set once the codec has read it."""

@@ -115,8 +115,7 @@ class Settler:
     async def postpone(self, delivery: Delivery) -> None:
         """Give back what the broker or the store did not let end: through no fault of its own, and uncounted on 4.3."""
         await asyncio.sleep(PUT_BACK_AFTER_S)
-        with suppress(ChannelLost):
-            await delivery.give_back()
+        await self.release(delivery)
 
     async def put_back(self, delivery: Delivery) -> None:
         """Put back what could not be settled. The broker counts it: what never can be ends at its delivery limit, in
@@ -153,7 +152,6 @@ class Settler:
             # one that came before, or that expired after it had, may be what was stored and never parked
             came_before = job.came_before or job.message.exchange == self._names.fallen
             return Replayed(completion=holds, buries=came_before or isinstance(outcome, Buried))
-        job.completion = completion
         return outcome
 
     async def _carry_out(self, job: Job, outcome: Outcome) -> None:

@@ -2,7 +2,7 @@
 
 import random
 import re
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -54,7 +54,7 @@ from topology.broker.session import Delivery
 from topology.broker.verify import verify
 from topology.broker.watch import FindManagement, TopologyWatch
 from topology.contract.messages import Message
-from topology.contract.problems import AccessRefused, TopologyMismatch
+from topology.contract.problems import AccessRefused, BrokerBlocked, ConfirmUnknown, TopologyMismatch
 from topology.declaration import declare
 from topology.lanes import LaneSpec
 from topology.model import Topology
@@ -148,6 +148,7 @@ async def assemble(
                 "publish connection": lambda: publishing.trouble or publishing.blocked,
                 "store": lambda: store.trouble,
                 "topology": lambda: watch.hindrance,
+                "control queue": lambda: control.behind,
             }
         )
         rng = random.Random()
@@ -252,6 +253,15 @@ async def assemble(
                 tracing=tracing,
             )
         )
+        control = Control(
+            Deliveries(consuming, queue=names.control, prefetch=CONTROL_PREFETCH, on_missing=watch.look),
+            claiming=claiming,
+            settler=settler,
+            publisher=publisher,
+            now_ms=now_ms,
+            ready=_ready_in(names.control, _ready(consuming)),
+            speakers=settings.speakers,
+        )
         yield Parts(
             names=names,
             lanes=worked,
@@ -261,14 +271,7 @@ async def assemble(
             publisher=publisher,
             store=store,
             claiming=claiming,
-            control=Control(
-                Deliveries(consuming, queue=names.control, prefetch=CONTROL_PREFETCH, on_missing=watch.look),
-                claiming=claiming,
-                settler=settler,
-                publisher=publisher,
-                now_ms=now_ms,
-                speakers=settings.speakers,
-            ),
+            control=control,
             pausing=pausing,
             watch=watch,
             pools=tuple(pools),
@@ -330,6 +333,13 @@ def _ready(connection: Connection) -> Depths:
     return ready
 
 
+def _ready_in(queue: str, ready: Depths) -> Callable[[], Awaitable[int]]:
+    async def ready_in() -> int:
+        return (await ready([queue]))[queue]
+
+    return ready_in
+
+
 def _job_maker(lane: LaneSpec, names: Names, speakers: Sequence[str]) -> Callable[[Delivery], Job]:
     return lambda delivery: Job(
         delivery,
@@ -346,6 +356,8 @@ async def _see_that_it_may_write(publisher: Publisher, names: Names) -> None:
     for exchange, routing_key in (("", f"{names.reply_prefix}nobody"), (names.events, "nobody")):
         try:
             await publisher.publish(nothing, exchange=exchange, routing_key=routing_key, mandatory=False, traced=False)
+        except (BrokerBlocked, ConfirmUnknown):
+            return  # an alarm: it is known when it is over, and nothing is taken until then
         except AccessRefused as error:
             raise AccessRefused(
                 f"a worker must be allowed to write: {error}; "

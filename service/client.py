@@ -25,7 +25,7 @@ from topology.broker.depth import Depth, depths
 from topology.broker.publisher import Publisher
 from topology.broker.urls import urls_of
 from topology.contract.messages import Message
-from topology.contract.problems import BrokerError, PublishRefused, TopologyMismatch
+from topology.contract.problems import BrokerBlocked, BrokerError, PublishRefused, TopologyMismatch
 from topology.names import Names
 from topology.tracing import Tracing
 
@@ -181,14 +181,18 @@ class Client:
             raise ReplyLost(f"{lost}; fetching its result failed: {error}") from error
 
     async def _publish(self, message: Message, *, key: str) -> None:
+        deadline_ms = message.headers.get(n.DEADLINE_MS)
+        within_s = self._publish_within_s
+        if isinstance(deadline_ms, int):
+            within_s = min(within_s, deadline_ms / 1000)  # later it would be answered that it is too late
         try:
             await self._publisher.publish_surely(
                 message,
                 exchange=self._names.requests,
                 routing_key=key,
-                within_s=self._publish_within_s,
-                refused_within_s=min(REFUSED_WITHIN_S, self._publish_within_s),
-                gives_up_on=(TopologyMismatch,),
+                within_s=within_s,
+                refused_within_s=min(REFUSED_WITHIN_S, within_s),
+                gives_up_on=(TopologyMismatch, BrokerBlocked),
             )
         except PublishRefused as error:
             lane = key.partition(".")[0]

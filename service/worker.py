@@ -24,6 +24,7 @@ from topology.names import STATUS_KEY
 SUMMARY_EVERY_S = 60
 LOOK_EVERY_S = 0.02
 CANCEL_AGAIN_S = 2.0
+BIND_EVERY_S = 30
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
@@ -89,11 +90,22 @@ async def _answer_status(parts: Parts) -> None:
     while True:
         with suppress(BrokerError):
             async with Inbox(parts.consuming, bindings=((parts.names.control, STATUS_KEY),)) as inbox:
-                async for question in inbox:
-                    # told to a queue that the broker named, as `status` has one, and to no other (threat T1)
-                    if question.reply_to and question.reply_to.startswith("amq.gen-"):
-                        await _tell(parts, question, me)
+                binding = asyncio.create_task(_bind_again(inbox), name="status binding")
+                try:
+                    async for question in inbox:
+                        # told to a queue that the broker named, as `status` has one, and to no other (threat T1)
+                        if question.reply_to and question.reply_to.startswith("amq.gen-"):
+                            await _tell(parts, question, me)
+                finally:
+                    await _end((binding,))
         await asyncio.sleep(1)  # the connection itself comes back with its own backoff
+
+
+async def _bind_again(inbox: Inbox) -> None:
+    while True:
+        await asyncio.sleep(BIND_EVERY_S)
+        with suppress(BrokerError):  # lost with its channel: whoever reads it hears of that
+            await inbox.bind()
 
 
 async def _tell(parts: Parts, question: Message, me: str) -> None:

@@ -17,7 +17,6 @@ from typing import Final
 SERVICE_READY: Final = "service.ready"  # version, lanes, broker, provider: all parts work, requests are taken
 SERVICE_STOPPING: Final = "service.stopping"  # reason, running: no more is taken, what runs may finish
 SERVICE_STOPPED: Final = "service.stopped"  # orphaned: deliveries left unacknowledged, which come back elsewhere
-SERVICE_FAILED: Final = "service.failed"  # part, error: a part ended that should not have; the process ends
 HEALTH_ABSENT: Final = "health.absent"  # reason: another worker has the address; /healthz and /readyz are not served
 TRACES_EXPORTED_TO: Final = "traces.exported_to"  # endpoint: spans are sent there
 TRACES_LOST: Final = "traces.lost"  # endpoint, error, suppressed: spans could not be sent; requests are not affected
@@ -30,15 +29,12 @@ BROKER_UNREACHABLE: Final = "broker.unreachable"  # connection, reason, retry_in
 BROKER_BLOCKED: Final = "broker.blocked"  # connection, reason: memory or disk alarm, publishes wait
 BROKER_UNBLOCKED: Final = "broker.unblocked"  # connection, blocked_s
 TOPOLOGY_APPLIED: Final = "topology.applied"  # exchanges, queues, bindings: how many were declared
-TOPOLOGY_VERIFIED: Final = "topology.verified"  # seen: "everything", or "existence" without the management API
 TOPOLOGY_DIFFERS: Final = "topology.differs"  # difference, command: one event a difference
-PUBLISH_REPEATED: Final = "publish.repeated"  # exchange, routing_key, error, retry_in_s: no confirm, or refused
 NOTICE_DROPPED: Final = "notice.dropped"  # error: a life-cycle event could not be published, which is allowed
 STORE_VOLATILE: Final = "store.volatile"  # store, reason: what it has acknowledged could be lost, by its settings
 
 # Log events: lanes.
 LANE_STARTED: Final = "lane.started"  # lane, slots, due_slots
-LANE_STOPPED: Final = "lane.stopped"  # lane, finished, orphaned
 LANE_SUMMARY: Final = "lane.summary"  # every minute: lane, depth, consumers, running, wait_p50_ms, wait_p95_ms, per_s
 SLOTS_CHANGED: Final = "slots.changed"  # lane, queue, slots, lent, grown: its own, and those added to them
 SLOTS_LIMITED: Final = "slots.limited"  # lane, queue, limit, wait_s: it waits too long, and more slots are of no use
@@ -57,6 +53,7 @@ REQUEST_REFUSED: Final = "request.refused"  # code, detail: final error, nothing
 REQUEST_BURIED: Final = "request.buried"  # code, detail: final error, parked in the dead letters
 REQUEST_REPLAYED: Final = "request.replayed"  # code: it had ended before, and was answered from the store
 REQUEST_STOPPED: Final = "request.stopped"  # reason: cancelled, or taken over by another delivery; its call is ended
+COMPLETION_LOST: Final = "completion.lost"  # request, error: an ending could not be kept; its provider is called again
 RENEWAL_FAILED: Final = "renewal.failed"  # error: claims could not be renewed; nobody else can take them either
 STORE_AWAY: Final = "store.away"  # reason: nothing is taken, and nothing acknowledged, until it is well again
 STORE_WELL: Final = "store.well"  # the store can be written again
@@ -67,7 +64,6 @@ REPLY_UNROUTABLE: Final = "reply.unroutable"  # reply_to: the requester has gone
 REPLY_REFUSED: Final = "reply.refused"  # reason: the reply queue is full, or we may not write to it; not sent
 PART_LOST: Final = "part.lost"  # reason: an event of a stream could not be sent on; the final reply still is
 DELIVERY_LOST: Final = "delivery.lost"  # queue, error: its acknowledgement failed; the broker delivers it again
-FALLEN_HANDLED: Final = "fallen.handled"  # code, queue, reason: what the broker took out of a queue was answered
 HANDLER_FAILED: Final = "handler.failed"  # error, where: a fault of ours; the request is buried as `internal`
 
 # Log events: the budget.

@@ -75,7 +75,9 @@ MIGRATIONS: dict[int, str] = {}
 def open_file(path: Path, *, namespace: str, clock: Clock) -> sqlite3.Connection:
     """Open the file as it may be used: ours, of this version, leases of an earlier boot ended. Made if it is not."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # SQLite itself would make it readable by all
+    with suppress(FileExistsError):  # opened and closed, it would lose the locks that this process has on it already
+        # SQLite itself would make it readable by all
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     connection = sqlite3.connect(
         f"file:{quote(str(path))}?mode=rw", uri=True, timeout=BUSY_S, isolation_level=None, cached_statements=64
     )

@@ -34,6 +34,7 @@ def control(bench: Bench) -> Control:
         settler=bench.settler,
         publisher=bench.publisher,  # type: ignore[arg-type]
         now_ms=lambda: NOW_MS,
+        ready=None,  # type: ignore[arg-type]
         speakers=("gateway",),
     )
 
@@ -144,10 +145,13 @@ async def test_what_cannot_be_recorded_goes_back(bench: Bench, monkeypatch: pyte
     assert bench.log == ["give back"]
 
 
-async def test_a_fault_of_ours_ends_neither_the_worker_nor_comes_again(bench: Bench) -> None:
+async def test_a_fault_of_ours_loses_no_cancellation_and_holds_up_nothing_for_ever(bench: Bench) -> None:
     bench.store.failing = RuntimeError("a fault")  # type: ignore[assignment]
     await read(bench, {"cancel": "m-1"})
-    assert bench.log == ["ack"]
+    assert bench.log == ["reject"]
+    message = Message(body=b'{"cancel": "m-1"}', type="cancel")
+    await control(bench)._read(FakeDelivery(message, bench.log, times_delivered=5))  # type: ignore[arg-type]
+    assert bench.log == ["reject", "ack"]
 
 
 async def test_nothing_is_answered_to_a_queue_that_somebody_named(bench: Bench) -> None:

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from consumers.state.base import Identity
 from service.client import Client, ControlRefused
 from tests.support.house import House, house
 from tests.support.requester import Got, Requester, requester
@@ -273,6 +274,7 @@ async def test_a_control_message_is_answered_to_named_queues_alone(vhost, reply_
             reply_to=reply_to,
             mandatory=True,
         )
+        await until(lambda: home.parts.store.find(Identity("", "z-1")))
         late = await app.publish({"prompt": "late"}, message_id="z-1")
 
         assert cancelled(await app.final(late), "z-1")

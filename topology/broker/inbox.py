@@ -50,11 +50,18 @@ class Inbox:
         with border("no queue of one's own"):
             declared = await channel.queue_declare(exclusive=True, auto_delete=True, timeout=RPC_TIMEOUT_S)
             self.name = declared.queue or ""
-            for exchange, routing_key in self._bindings:
-                await channel.queue_bind(self.name, exchange, routing_key, timeout=RPC_TIMEOUT_S)
+            await self.bind()
             await channel.basic_qos(prefetch_count=WAITING, timeout=RPC_TIMEOUT_S)
             await channel.basic_consume(self.name, self._on_delivery, timeout=RPC_TIMEOUT_S)
         return self
+
+    async def bind(self) -> None:
+        """Bind it, once more where it is bound: an exchange that was deleted has taken its bindings along. Raises
+        BrokerUnreachable."""
+        assert self._channel is not None
+        with border("cannot bind"):
+            for exchange, routing_key in self._bindings:
+                await self._channel.queue_bind(self.name, exchange, routing_key, timeout=RPC_TIMEOUT_S)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

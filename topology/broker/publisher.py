@@ -25,6 +25,7 @@ from topology.broker.frames import properties_of
 from topology.contract.messages import Message
 from topology.contract.problems import (
     AccessRefused,
+    BrokerBlocked,
     BrokerError,
     ConfirmUnknown,
     PublishRefused,
@@ -147,6 +148,13 @@ class Publisher:
         pause_s = 0.05
         maybe_published = False
         while True:
+            if BrokerBlocked in gives_up_on and self.connection.blocked is not None:
+                blocked = BrokerBlocked(
+                    f"the broker at {self.connection.address} takes nothing: {self.connection.blocked} (a memory or "
+                    "disk alarm; `rabbitmqctl status` says which); try again later, under the same message_id"
+                )
+                blocked.maybe_published = maybe_published
+                raise blocked
             left_s = max(CONFIRM_LEAST_S, end - loop.time())
             try:
                 await self.publish(

@@ -124,6 +124,11 @@ class Session:
         with suppress(BrokerUnreachable), border("closing"):
             await self._channel.close(timeout=CLOSE_TIMEOUT_S)
 
+    @property
+    def waiting(self) -> int:
+        """Deliveries that have arrived, and that nobody has taken."""
+        return self._arrived.qsize()
+
     def __aiter__(self) -> "Session":
         return self
 

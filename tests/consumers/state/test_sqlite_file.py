@@ -178,7 +178,7 @@ async def test_it_may_not_be_written(as_anyone: Callable[[], None]) -> None:
         async with a_store(path) as store:
             told = await trouble_with(store)
             assert str(path) in told
-            assert "Permission denied" in told
+            assert "read-only" in told
             assert "let this user write it" in told
             if os.getuid() == 0:
                 os.seteuid(0)
@@ -293,7 +293,7 @@ async def test_its_folder_cannot_be_made(tmp_path: Path) -> None:
 async def test_it_is_a_folder(path: Path) -> None:
     path.mkdir(parents=True)
     async with a_store(path) as store:
-        assert "cannot be opened (Is a directory)" in await trouble_with(store)
+        assert "cannot be opened" in await trouble_with(store)
 
 
 async def test_it_is_removed_while_it_is_open(path: Path) -> None:

@@ -1,0 +1,25 @@
+"""A cancellation that was confirmed while nobody worked is recorded before the requests are taken up."""
+
+import asyncio
+
+from tests.support.house import house
+from tests.support.requester import requester
+
+MANY = 40
+
+
+async def test_what_was_cancelled_while_no_worker_ran_is_never_called(vhost) -> None:
+    async with house(vhost.amqp_url):
+        pass  # the topology is there, and nobody works
+    async with requester(vhost.amqp_url) as app:
+        asked = [await app.publish({"prompt": f"in vain {n}"}, message_id=f"c-{n}") for n in range(MANY)]
+        kept = await app.publish({"prompt": "wanted"}, message_id="wanted")
+        for n in range(MANY):
+            await app.publish(
+                {"cancel": f"c-{n}"}, exchange="lane.control", key="cancel", message_type="cancel", mandatory=True
+            )
+        async with house(vhost.amqp_url) as home:
+            finals = await asyncio.gather(*(app.final(each, within_s=30) for each in asked))
+            assert {final.code for final in finals} == {"cancelled"}
+            assert (await app.final(kept, within_s=30)).status == "ok"
+            assert [call.prompt for call in home.api.calls] == ["wanted"]
