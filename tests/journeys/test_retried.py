@@ -96,7 +96,7 @@ async def test_an_overload_backs_off_exponentially(vhost) -> None:
 
 async def test_the_lane_works_on_while_one_waits_for_its_retry(vhost) -> None:
     async with house(vhost.amqp_url, lanes={"critical": {"slots": 1}}), requester(vhost.amqp_url) as app:
-        waiting = await app.publish({"prompt": "later [[fault: rate_limited retry_after=2 x1]]"})
+        waiting = await app.publish({"prompt": "later [[fault: unavailable retry_after=2 x1]]"})
         others = await asyncio.gather(*(app.ask({"prompt": f"now {n}"}, within_s=1.9) for n in range(5)))
         assert [each.status for each in others] == ["ok"] * 5
         assert not app.finals(waiting)

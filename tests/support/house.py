@@ -29,6 +29,8 @@ from topology.declaration import declare
 
 READY_S = 30
 QUICK = {"base_s": 0.05, "cap_s": 0.2}
+PLENTY = {"requests_per_min": 1e6, "input_tokens_per_min": 1e9, "output_tokens_per_min": 1e9}
+"""What the provider allows, so that none waits until the first answer has told it."""
 
 
 @dataclass
@@ -63,6 +65,7 @@ async def house(
     simulated: SimulatedOptions | None = None,
     lanes: Mapping[str, Mapping[str, Any]] | None = None,
     retry: Mapping[str, float] | None = None,
+    budget: Mapping[str, Any] = PLENTY,
     works: tuple[str, ...] = (),
     waits: bool = True,
     declares: bool = True,
@@ -81,6 +84,7 @@ async def house(
             anthropic_base_url=SecretStr(api.base_url),
             lanes={} if lanes is None else lanes,
             retry=QUICK if retry is None else retry,
+            budget=budget,
             **{"store_url": SecretStr(store_url(url)), **settings},
         )
         if not declares:

@@ -16,11 +16,13 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from tests.support import house
 from tests.support.stores import store_url
 from tests.support.waiting import until
 
 HOUSE = Path(__file__).parents[2]
 QUICK = {"LANEKEEPER_RETRY__BASE_S": "0.05", "LANEKEEPER_RETRY__CAP_S": "0.2"}
+PLENTY = {f"LANEKEEPER_BUDGET__{name.upper()}": f"{each:.0f}" for name, each in house.PLENTY.items()}
 
 
 def environment(amqp_url: str | None, management_url: str | None = None, **settings: str) -> dict[str, str]:
@@ -33,7 +35,8 @@ def environment(amqp_url: str | None, management_url: str | None = None, **setti
         "LANEKEEPER_STORE_URL": store_url(amqp_url),
     }
     given = {name: value for name, value in broker.items() if value is not None}
-    return {**kept, "PYTHONPATH": str(HOUSE), "ANTHROPIC_API_KEY": "sk-ant-simulated", **QUICK, **given, **settings}
+    key = {"ANTHROPIC_API_KEY": "sk-ant-simulated"}
+    return {**kept, "PYTHONPATH": str(HOUSE), **key, **QUICK, **PLENTY, **given, **settings}
 
 
 class Running:
