@@ -1,6 +1,7 @@
 """How many calls an account may have at once: as many as come, until the provider says that it is overloaded (529).
 
-Then half of those that ran, and one more for each time as many were answered, as TCP does it. Pure.
+Then half of those that ran, and one more for each time as many were answered, as TCP does it. A stray 529 says nothing
+of the account's calls: it must not make a chat wait for the end of another. Pure.
 """
 
 from math import inf
@@ -8,16 +9,19 @@ from math import inf
 PATIENCE_S = 1.0
 """Calls that began before a backing-off tell of the same overload: within this time it counts once."""
 SMOOTHING = 0.1
+OFTEN = 0.25
+"""Of the latest responses (smoothed), so many must be 529: the third in a row, where none was before."""
 
 
 class Concurrency:
     """`ceiling` None: as many as come."""
 
-    __slots__ = ("_backed_off_s", "_ceiling", "_peak", "call_s", "limit", "running")
+    __slots__ = ("_backed_off_s", "_ceiling", "_overloads", "_peak", "call_s", "limit", "running")
 
     def __init__(self, ceiling: int | None = None) -> None:
         self._ceiling: float = inf if ceiling is None else ceiling
         self._backed_off_s = -inf
+        self._overloads = 0.0
         self._peak = 1
         self.limit = self._ceiling
         self.running = 0
@@ -44,7 +48,8 @@ class Concurrency:
 
     def overloaded(self, now_s: float) -> bool:
         """Back off; whether it did, or had just done so."""
-        if now_s - self._backed_off_s < PATIENCE_S:
+        self._overloads += (1 - self._overloads) * SMOOTHING
+        if self._overloads < OFTEN or now_s - self._backed_off_s < PATIENCE_S:
             return False
         self._backed_off_s = now_s
         # the call that was refused has been counted as running
@@ -53,6 +58,7 @@ class Concurrency:
 
     def answered(self) -> None:
         """Recover: twice as many as ever ran are as good as no limit."""
+        self._overloads -= self._overloads * SMOOTHING
         if self.limit < self._ceiling:
             self.limit = min(self._ceiling, self.limit + 1 / self.limit)
             if self.limit > 2 * self._peak:

@@ -41,7 +41,7 @@ async def ask_all(ledger: Ledger) -> None:
         await ledger.ask("normal", f"delayed long {n}", id=f"long-{n}", headers={"x-lane-delay-ms": LONG_MS + 100 * n})
     for n in range(4):
         await ledger.ask("critical", f"running {n} [[latency: 5s]]", id=f"running-{n}")
-        retried = "[[fault: unavailable retry_after=3 x1]]"
+        retried = "[[fault: server_error retry_after=3 x1]]"
         await ledger.ask("normal", f"retried {n} {retried}", id=f"retried-{n}")
     for n in range(40):
         await ledger.ask("batch", f"queued {n} [[latency: 100ms]]", id=f"queued-{n}")

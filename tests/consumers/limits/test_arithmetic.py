@@ -175,7 +175,7 @@ def test_an_overload_halves_what_runs_and_each_round_of_answers_lets_one_more() 
     for _ in range(10):
         calls.begin()
     assert not calls.is_full
-    assert calls.overloaded(0.0)
+    assert [calls.overloaded(0.0) for _ in range(3)] == [False, False, True]
     assert not calls.overloaded(0.5)
     assert calls.limit == 5
     for _ in range(6):
@@ -189,6 +189,16 @@ def test_an_overload_halves_what_runs_and_each_round_of_answers_lets_one_more() 
     assert calls.limit == pytest.approx(6, abs=0.2)
     for _ in range(1000):
         calls.answered()
+    assert not calls.is_limited
+
+
+def test_a_stray_overload_makes_nobody_wait() -> None:
+    calls = Concurrency()
+    calls.begin()
+    for second in range(100):
+        assert not calls.overloaded(10.0 * second)
+        for _ in range(9):
+            calls.answered()
     assert not calls.is_limited
 
 

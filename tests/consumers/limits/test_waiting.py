@@ -269,7 +269,8 @@ def test_an_overload_lets_fewer_run_and_each_end_wakes_the_next() -> None:
     async def tell(on: Bench) -> None:
         await asyncio.sleep(60)
         running = [await on.ask("normal") for _ in range(6)]
-        on.hear(Kind.OVERLOADED)
+        for _ in range(3):
+            on.hear(Kind.OVERLOADED)
         waits = on.ask("critical")
         await asyncio.sleep(30)
         assert not waits.done()
