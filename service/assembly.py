@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import structlog
 from opentelemetry.trace import TracerProvider
@@ -15,33 +14,24 @@ from consumers.activity import LaneActivity
 from consumers.claiming import Claiming
 from consumers.control import Control
 from consumers.failpoints import Failpoints
-from consumers.fallen import Fallen
-from consumers.gates.budget import BudgetGate
-from consumers.gates.caps import CapsGate
 from consumers.gates.claim import ClaimGate
 from consumers.gates.deadline import DeadlineGate
-from consumers.gates.route import RouteGate
 from consumers.gates.schedule import ScheduleGate
 from consumers.handler import Handler
-from consumers.job import Job, is_trusted, now_ms
+from consumers.job import now_ms
 from consumers.lifecycle import Lifecycle
 from consumers.limits.base import Budgets
-from consumers.limits.estimates import Estimates
-from consumers.limits.local import LocalBudgets
 from consumers.pausing import Pausing
 from consumers.pool import Pool
 from consumers.providers.breaker import Breakers
-from consumers.providers.registry import Registry
-from consumers.providers.routes import Routes
 from consumers.reply import Replies
 from consumers.settle import Settler
-from consumers.slots import Depths, Line, Slots
+from consumers.slots import Depths, Slots
 from consumers.spending import Spending
 from consumers.state.base import Store
 from consumers.state.opening import open_store
-from consumers.state.redis_budgets import RedisBudgets
-from consumers.state.redis_client import RedisClient
-from service.providers import open_providers
+from service.budgeting import open_budgeting
+from service.pools import Pools
 from service.settings import Settings
 from topology.broker.apply import apply
 from topology.broker.connection import Connection
@@ -50,7 +40,6 @@ from topology.broker.depth import depths
 from topology.broker.management import Management, discover
 from topology.broker.notices import Notices
 from topology.broker.publisher import Publisher
-from topology.broker.session import Delivery
 from topology.broker.verify import verify
 from topology.broker.watch import FindManagement, TopologyWatch
 from topology.contract.messages import Message
@@ -61,9 +50,7 @@ from topology.model import Topology
 from topology.names import Names
 from topology.tracing import Tracing
 
-FALLEN_SLOTS = 8
 CONTROL_PREFETCH = 8
-HELD_FROM_S = 0.5
 FINISH_WITHIN_S = 2.0
 """How long an answer that the provider has given may take into the store, when all else has ended."""
 DIRECT_REPLY_MENDED = (4, 3, 5)
@@ -152,32 +139,10 @@ async def assemble(
             }
         )
         rng = random.Random()
-        budgets = await _budgets(settings, stack)
-        breakers, prices, caps = Breakers(store), settings.price_table(), settings.caps_spec()
-        spending = Spending(store, caps)
-        registry = Registry(
-            *open_providers(settings, traceparent=tracing.traceparent),
-            tracing=tracing,
-            breakers=breakers,
-            prices=prices,
-            learn=budgets.learn,
-        )
-        stack.push_async_callback(registry.aclose)
-        route_gate = RouteGate(Routes(settings.routes_spec()), breakers, now_ms=now_ms, rng=rng)
         replies = Replies(publisher, names=names, direct=direct, allow=settings.reply_patterns())
         lifecycle = Lifecycle(notices, names=names, now_ms=now_ms)
-        budget_gate = BudgetGate(
-            budgets,
-            route_gate,
-            Estimates(
-                first_output_tokens=settings.budget_spec().first_output_tokens,
-                first_bytes_per_token=settings.budget_spec().first_bytes_per_token,
-            ),
-            spec=settings.budget_spec(),
-            now_ms=now_ms,
-            on_wait=lambda job, wait: lifecycle.tell(
-                job, "deferred", delay_ms=round(1000 * wait.seconds), reason=wait.reason
-            ),
+        budgeting = await stack.enter_async_context(
+            open_budgeting(settings, store=store, lifecycle=lifecycle, tracing=tracing, rng=rng)
         )
         settler = Settler(
             publisher,
@@ -194,13 +159,13 @@ async def assemble(
                 DeadlineGate(now_ms=now_ms),
                 ScheduleGate(now_ms=now_ms),
                 ClaimGate(claiming),
-                route_gate,
-                CapsGate(spending, route_gate, prices=prices, estimate=budget_gate.amounts, now_ms=now_ms, rng=rng),
-                budget_gate,
+                budgeting.route_gate,
+                budgeting.caps_gate,
+                budgeting.budget_gate,
             ),
-            providers=registry,
-            elsewhere=route_gate,
-            purse=budget_gate,
+            providers=budgeting.registry,
+            elsewhere=budgeting.route_gate,
+            purse=budgeting.budget_gate,
             replies=replies,
             lifecycle=lifecycle,
             pausing=pausing,
@@ -210,49 +175,17 @@ async def assemble(
             rng=rng,
             failpoints=failpoints,
         )
-        counted = {queue.name for queue in topology.queues if queue.arguments.get("x-queue-type") == "quorum"}
-        activities = []
-        pools = []
-        lines = []
-        for lane in worked:
-            activity = LaneActivity(lane.name, slots=lane.slots, due_slots=lane.due_slots)
-            activities.append(activity)
-            for queue, own, kept, most in (  # what comes back goes ahead of its peers; none of its slots is lent
-                (names.due(lane.name), lane.due_slots, lane.due_slots, lane.most_due_slots),
-                (names.intake(lane.name), lane.slots, lane.kept_slots, lane.most_slots),
-            ):
-                pool = partial(
-                    _pool,
-                    partial(Deliveries, consuming, queue=queue, counted=queue in counted, on_missing=watch.look),
-                    job_of=_job_maker(lane, names, settings.speakers),
-                    handle=handler.handle,
-                    settler=settler,
-                    activity=activity,
-                    tracing=tracing,
-                )
-                pools.append(pool(own))
-                lines.append(
-                    Line(
-                        lane=lane.name,
-                        pool=pools[-1],
-                        more=pool,
-                        kept=kept,
-                        most=most,
-                        target_wait_s=lane.target_wait_s,
-                        activity=activity,
-                    )
-                )
-        fallen = Fallen(every, names=names, now_ms=now_ms, speakers=settings.speakers)
-        pools.append(
-            Pool(
-                Deliveries(consuming, queue=names.fallen, prefetch=FALLEN_SLOTS, on_missing=watch.look),
-                job_of=fallen.job_of,
-                handle=fallen.handle,
-                settler=settler,
-                activity=LaneActivity("fallen", slots=FALLEN_SLOTS, due_slots=0),
-                tracing=tracing,
-            )
+        pools = Pools(
+            deliveries=partial(Deliveries, consuming, on_missing=watch.look),
+            counted={queue.name for queue in topology.queues if queue.arguments.get("x-queue-type") == "quorum"},
+            names=names,
+            speakers=settings.speakers,
+            settler=settler,
+            tracing=tracing,
         )
+        for lane in worked:
+            pools.add_lane(lane, handler)
+        pools.add_fallen(every)
         control = Control(
             Deliveries(consuming, queue=names.control, prefetch=CONTROL_PREFETCH, on_missing=watch.look),
             claiming=claiming,
@@ -274,13 +207,13 @@ async def assemble(
             control=control,
             pausing=pausing,
             watch=watch,
-            pools=tuple(pools),
-            slots=Slots(lines, depths=_ready(consuming), now_ms=now_ms, waiting_for=partial(_waiting_for, budgets)),
-            budgets=budgets,
-            breakers=breakers,
-            spending=spending,
-            prices_as_of=prices.as_of,
-            activities=tuple(activities),
+            pools=tuple(pools.made),
+            slots=Slots(pools.lines, depths=_ready(consuming), now_ms=now_ms, waiting_for=budgeting.waiting_for),
+            budgets=budgeting.budgets,
+            breakers=budgeting.breakers,
+            spending=budgeting.spending,
+            prices_as_of=budgeting.prices_as_of,
+            activities=tuple(pools.activities),
         )
 
 
@@ -300,32 +233,6 @@ def _management_finder(settings: Settings) -> FindManagement:
     return find
 
 
-async def _budgets(settings: Settings, stack: AsyncExitStack) -> Budgets:
-    """One budget for all processes where they share a Redis, else this process's own."""
-    spec, names = settings.budget_spec(), settings.names()
-    if not settings.store.startswith(("redis://", "rediss://")):
-        return LocalBudgets(spec)
-    client = RedisClient(settings.store)
-    stack.push_async_callback(client.aclose)
-    shared = RedisBudgets(client, namespace=names.namespace, spec=spec)
-    stack.push_async_callback(shared.aclose)
-    return shared
-
-
-def _waiting_for(budgets: Budgets) -> Mapping[str, str]:
-    """What each lane waits for at its provider, where that is longer than a moment."""
-    return {
-        lane: waiting.reason
-        for lanes in budgets.waiting().values()
-        for lane, waiting in lanes.items()
-        if waiting.oldest_s >= HELD_FROM_S
-    }
-
-
-def _pool(deliveries: Callable[..., Deliveries], slots: int, **of: Any) -> Pool:
-    return Pool(deliveries(prefetch=slots), **of)
-
-
 def _ready(connection: Connection) -> Depths:
     async def ready(queues: list[str]) -> Mapping[str, int]:
         return {queue: depth.ready for queue, depth in (await depths(connection, queues)).items()}
@@ -338,16 +245,6 @@ def _ready_in(queue: str, ready: Depths) -> Callable[[], Awaitable[int]]:
         return (await ready([queue]))[queue]
 
     return ready_in
-
-
-def _job_maker(lane: LaneSpec, names: Names, speakers: Sequence[str]) -> Callable[[Delivery], Job]:
-    return lambda delivery: Job(
-        delivery,
-        lane=lane,
-        trusted=is_trusted(delivery.message, names),
-        taken_ms=now_ms(),
-        speakers=speakers,
-    )
 
 
 async def _see_that_it_may_write(publisher: Publisher, names: Names) -> None:

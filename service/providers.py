@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 from consumers.providers.anthropic import AnthropicProvider
 from consumers.providers.cloud import KINDS, ExtraMissing
-from service.settings import FIRST, Settings
+from service.budget_sections import FIRST
+from service.settings import Settings
 from topology.contract.problems import SettingsError
 
 

@@ -16,41 +16,38 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote, unquote, urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from consumers.job import ATTEMPT_WITHIN_S
-from consumers.limits.spec import DEFAULT_LANES as LANE_BUDGETS
-from consumers.limits.spec import BudgetSpec, Caps, LaneBudget
-from consumers.prices import AS_OF, Prices
+from consumers.limits.spec import BudgetSpec
+from consumers.prices import Prices
 from consumers.providers.routes import ProviderModels, RoutesSpec
 from consumers.retry import RetryPolicy
-from consumers.spending import Cap, CapsSpec
+from consumers.spending import CapsSpec
 from consumers.state.spec import StoreSpec
 from service import allowed, sources
-from service.allowed import (
-    AmqpUrl,
-    CapTable,
-    Chances,
-    Day,
-    HttpUrl,
-    Key,
-    ModelLists,
-    ModelName,
-    ModelNames,
-    Namespace,
-    Number,
-    Patterns,
-    PriceTable,
-    ReadableFile,
-    StoreUrl,
-    UserNames,
-    Words,
+from service.allowed import AmqpUrl, Chances, HttpUrl, Key, Namespace, Number, StoreUrl, UserNames
+from service.budget_sections import (
+    FIRST,
+    BudgetSettings,
+    CapsSettings,
+    ModelsSettings,
+    PricesSettings,
+    Providers,
 )
 from service.masking import mask_url
+from service.sections import (
+    GatewaySettings,
+    LaneSettings,
+    LanesSettings,
+    ReplySettings,
+    ResultSettings,
+    RetrySettings,
+    TlsSettings,
+)
 from topology.broker.urls import urls_of
 from topology.contract.problems import SettingsError
-from topology.lanes import BATCH, CRITICAL, DEFAULT_LANES, GIB, MIB, NORMAL, LaneSpec
+from topology.lanes import DEFAULT_LANES, LaneSpec
 from topology.names import Names
 
 CONFIG_FILE = Path("lanekeeper.toml")
@@ -61,245 +58,6 @@ LATER = {
     ("gateway", "keys"): "the HTTP gateway",
 }
 """Settings that come with later versions: refused, never ignored."""
-YEAR_S = 365 * 86_400
-FIRST = "anthropic"
-"""The provider of ANTHROPIC_API_KEY and ANTHROPIC_BASE_URL."""
-_PROVIDER_NAME = re.compile(r"[a-z][a-z0-9_-]{0,39}")
-_NEEDS = {
-    "anthropic": ("api_key", "base_url"),
-    "bedrock": ("region",),
-    "vertex": ("region", "project"),
-    "foundry": ("api_key", "base_url"),
-}
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-_BY_NAME = {lane.name: lane for lane in DEFAULT_LANES}
-
-
-class LaneSettings(_Section):
-    """One lane; defaults in `topology/lanes.py`."""
-
-    slots: Number[int] = Field(ge=1, le=10_000)
-    slots_min: Number[int] | None = Field(default=None, ge=0, le=10_000)
-    slots_max: Number[int] | None = Field(default=None, ge=1, le=10_000)
-    target_wait_s: Number[float] = Field(gt=0, le=YEAR_S)
-    call_timeout_s: Number[float] = Field(gt=0, le=ATTEMPT_WITHIN_S)
-    deadline_s: Number[float] = Field(gt=0, le=YEAR_S)
-    max_attempts: Number[int] = Field(ge=1, le=100)
-    model: ModelName
-    max_tokens: Number[int] = Field(ge=1, le=1_000_000)
-    models: Words | None = None
-    providers: Words | None = None
-    """Which it asks, in this order; none: all, the first provider first, then the others by name."""
-    max_length: Number[int] = Field(ge=1, le=1_000_000_000)
-    max_length_bytes: Number[int] = Field(ge=MIB, le=1024 * GIB)  # at least the largest request
-
-    @model_validator(mode="after")
-    def _its_own_model_is_allowed(self) -> "LaneSettings":
-        if self.models is not None and self.model not in self.models:
-            raise ValueError(f"models leaves out the lane's own model, {self.model}")
-        return self
-
-    @model_validator(mode="after")
-    def _its_slots_are_in_order(self) -> "LaneSettings":
-        wrong = []
-        if self.slots_min is not None and self.slots_min > self.slots:
-            wrong.append(f"slots_min ({self.slots_min}) is above slots ({self.slots})")
-        if self.slots_max is not None and self.slots_max < self.slots:
-            wrong.append(f"slots_max ({self.slots_max}) is below slots ({self.slots})")
-        if wrong:
-            raise ValueError("; ".join(wrong))
-        return self
-
-    @classmethod
-    def of(cls, spec: LaneSpec) -> "LaneSettings":
-        fields = {name: getattr(spec, name) for name in cls.model_fields if name not in ("models", "providers")}
-        return cls(**fields, models=None if spec.models is None else tuple(sorted(spec.models)))
-
-    def spec(self, name: str) -> LaneSpec:
-        values = self.model_dump(exclude={"providers"})
-        if self.slots_max is None and self.slots != _BY_NAME[name].slots:
-            values["slots_max"] = self.slots  # who says how many means it
-        return LaneSpec(name=name, **{**values, "models": None if self.models is None else frozenset(self.models)})
-
-
-class LanesSettings(_Section):
-    """The three lanes. Fixed fields, so that one value of one lane can be set alone."""
-
-    critical: LaneSettings = LaneSettings.of(CRITICAL)
-    normal: LaneSettings = LaneSettings.of(NORMAL)
-    batch: LaneSettings = LaneSettings.of(BATCH)
-
-
-class ProviderSettings(_Section):
-    """A provider beside the first, under a name that its author chooses. Credentials of Amazon and Google that are not
-    given here are found as their own libraries find them."""
-
-    kind: Literal["anthropic", "bedrock", "vertex", "foundry"] = "anthropic"
-    """`anthropic`: anything that answers like Anthropic's API at `base_url`."""
-    api_key: Key | None = None
-    base_url: HttpUrl | None = None
-    region: ModelName | None = None
-    project: ModelName | None = None
-    models: ModelNames | None = None
-    """Its own name for each model that it has; none: all, under Anthropic's names."""
-    requests_per_min: Number[float] | None = Field(default=None, gt=0)
-    input_tokens_per_min: Number[float] | None = Field(default=None, gt=0)
-    output_tokens_per_min: Number[float] | None = Field(default=None, gt=0)
-    concurrency: Number[int] | None = Field(default=None, ge=1)
-    """What may be used of each of its accounts at most, whatever it allows."""
-
-    @model_validator(mode="after")
-    def _has_what_its_kind_needs(self) -> "ProviderSettings":
-        needs = _NEEDS[self.kind]
-        if missing := [name for name in needs if getattr(self, name) is None]:
-            raise ValueError(f"a provider of kind {self.kind} needs {' and '.join(missing)}")
-        if idle := [name for name in ("region", "project") if name not in needs and getattr(self, name) is not None]:
-            raise ValueError(f"a provider of kind {self.kind} has no {' and no '.join(idle)}")
-        return self
-
-
-class ModelsSettings(_Section):
-    """Which model answers where one cannot, and which tenants may use some only."""
-
-    fallbacks: ModelNames = {}
-    tenants: ModelLists = {}
-
-
-class PricesSettings(_Section):
-    """What tokens cost, as of a day. `models` adds to the table of `consumers/prices.py`, or changes it."""
-
-    as_of: Day = AS_OF
-    models: PriceTable = {}
-
-
-class CapSettings(_Section):
-    """What may be used in a day (UTC)."""
-
-    requests: Number[float] | None = Field(default=None, gt=0)
-    tokens: Number[float] | None = Field(default=None, gt=0)
-    usd: Number[float] | None = Field(default=None, gt=0)
-
-
-class LaneBudgetSettings(_Section):
-    """What a lane may count on; argued in `consumers/limits/spec.py`."""
-
-    share: Number[float] = Field(ge=0, le=1)
-    boost_s: Number[float] | None = Field(default=None, gt=0)
-
-    @classmethod
-    def of(cls, lane: str) -> "LaneBudgetSettings":
-        return cls(share=LANE_BUDGETS[lane].share, boost_s=LANE_BUDGETS[lane].boost_s)
-
-
-class LaneBudgetsSettings(_Section):
-    """Of each lane."""
-
-    critical: LaneBudgetSettings = LaneBudgetSettings.of(CRITICAL.name)
-    normal: LaneBudgetSettings = LaneBudgetSettings.of(NORMAL.name)
-    batch: LaneBudgetSettings = LaneBudgetSettings.of(BATCH.name)
-
-    @model_validator(mode="after")
-    def _shares_of_a_whole(self) -> "LaneBudgetsSettings":
-        total = self.critical.share + self.normal.share + self.batch.share
-        if total > 1 + 1e-9:
-            raise ValueError(f"the shares are {total:.0%} together, allowed are 100 %")
-        return self
-
-
-class BudgetSettings(_Section):
-    """How the providers' budgets are spent. The four limits are of the first provider's accounts; the others have their
-    own. What the provider tells in its headers is kept to in any case."""
-
-    lanes: LaneBudgetsSettings = LaneBudgetsSettings()
-    requests_per_min: Number[float] | None = Field(default=None, gt=0)
-    input_tokens_per_min: Number[float] | None = Field(default=None, gt=0)
-    output_tokens_per_min: Number[float] | None = Field(default=None, gt=0)
-    concurrency: Number[int] | None = Field(default=None, ge=1)
-    burst_s: Number[float] = Field(default=BudgetSpec().burst_s, gt=0, le=60)
-    overflow_s: Number[float] = Field(default=BudgetSpec().overflow_s, gt=0, le=3600)
-
-
-class LaneCapsSettings(_Section):
-    """Of each lane."""
-
-    critical: CapSettings = CapSettings()
-    normal: CapSettings = CapSettings()
-    batch: CapSettings = CapSettings()
-
-
-class CapsSettings(_Section):
-    """Whose day is capped."""
-
-    lanes: LaneCapsSettings = LaneCapsSettings()
-    tenants: CapTable = {}
-
-
-class GatewaySettings(_Section):
-    """Where HTTP is served; in this version, health alone. Port 0: any free one."""
-
-    host: str = Field(default="127.0.0.1", min_length=1, max_length=255)
-    port: Number[int] = Field(default=8080, ge=0, le=65_535)
-
-
-class TlsSettings(_Section):
-    """For `amqps://` and the management API over https. The broker's certificate is always verified."""
-
-    ca_file: ReadableFile | None = None
-    cert_file: ReadableFile | None = None
-    key_file: ReadableFile | None = None
-
-    @model_validator(mode="after")
-    def _loads(self) -> "TlsSettings":
-        if self.key_file is not None and self.cert_file is None:
-            raise ValueError("key_file is given without cert_file")
-        try:
-            self.given_context()
-        except (ssl.SSLError, OSError) as error:
-            raise ValueError(f"ca_file, cert_file or key_file cannot be used: {error}") from None
-        return self
-
-    def given_context(self) -> ssl.SSLContext | None:
-        """For https; None where nothing is set, and the system's certificates need not be read for it."""
-        return None if self.ca_file is None and self.cert_file is None else self.context()
-
-    def context(self) -> ssl.SSLContext:
-        """Verifies the other side, by `ca_file` if given, and shows it our certificate, if there is one."""
-        context = ssl.create_default_context(cafile=self.ca_file)
-        if self.cert_file is not None:
-            # An encrypted key would ask for its password on the terminal; a service has none.
-            context.load_cert_chain(self.cert_file, self.key_file, password=lambda: "")
-        return context
-
-
-class ReplySettings(_Section):
-    """Narrows where replies may go: shell patterns (`amq.gen-*`); none: all that the contract allows."""
-
-    allow: Patterns | None = None
-
-
-class ResultSettings(_Section):
-    """How long results are kept, and how much of them; with them goes what is known of used message ids."""
-
-    keep_s: Number[float] = Field(default=StoreSpec().keep_s, ge=1, le=YEAR_S)
-    max_bytes: Number[int] = Field(default=StoreSpec().max_bytes, ge=MIB, le=1024 * GIB)
-
-
-class RetrySettings(_Section):
-    """How long to wait between attempts; the defaults are argued in `consumers/retry.py`."""
-
-    base_s: Number[float] = Field(default=RetryPolicy().base_s, gt=0, le=3600)
-    cap_s: Number[float] = Field(default=RetryPolicy().cap_s, gt=0, le=86_400)
-
-    @model_validator(mode="after")
-    def _base_below_cap(self) -> "RetrySettings":
-        if self.base_s > self.cap_s:
-            raise ValueError(f"base_s ({self.base_s:g}) is above cap_s ({self.cap_s:g})")
-        return self
 
 
 class Settings(BaseSettings):
@@ -319,7 +77,7 @@ class Settings(BaseSettings):
     namespace: Namespace = "lane"
     anthropic_api_key: Key | None = None
     anthropic_base_url: HttpUrl | None = None
-    providers: dict[str, ProviderSettings] = {}
+    providers: Providers = {}
     models: ModelsSettings = ModelsSettings()
     prices: PricesSettings = PricesSettings()
     caps: CapsSettings = CapsSettings()
@@ -359,39 +117,9 @@ class Settings(BaseSettings):
         """Only what is given: `Settings()` is the defaults, whatever the environment holds."""
         return (init_settings,)
 
-    @field_validator("providers")
-    @classmethod
-    def _their_names_are_names(cls, value: dict[str, ProviderSettings]) -> dict[str, ProviderSettings]:
-        for name in value:
-            if name == FIRST:
-                raise ValueError(f"the name {FIRST} is taken: by ANTHROPIC_API_KEY and ANTHROPIC_BASE_URL")
-            if _PROVIDER_NAME.fullmatch(name) is None:
-                raise ValueError(f"{name[:80]!r} is no name: a to z, 0 to 9, _ and -, up to 40, a letter first")
-        return value
-
     def budget_spec(self) -> BudgetSpec:
         """How the budgets of all accounts are spent."""
-        each: dict[str, BudgetSettings | ProviderSettings] = {FIRST: self.budget, **self.providers}
-        return BudgetSpec(
-            lanes={
-                lane.name: LaneBudget(
-                    share=getattr(self.budget.lanes, lane.name).share,
-                    boost_s=getattr(self.budget.lanes, lane.name).boost_s,
-                )
-                for lane in DEFAULT_LANES
-            },
-            burst_s=self.budget.burst_s,
-            overflow_s=self.budget.overflow_s,
-            accounts={
-                name: Caps(
-                    requests=given.requests_per_min,
-                    input_tokens=given.input_tokens_per_min,
-                    output_tokens=given.output_tokens_per_min,
-                    concurrency=given.concurrency,
-                )
-                for name, given in each.items()
-            },
-        )
+        return self.budget.spec(self.providers)
 
     def routes_spec(self) -> RoutesSpec:
         """Who is asked for what. The first provider is there where it has a key, where a lane names it, and where there
@@ -411,11 +139,10 @@ class Settings(BaseSettings):
         )
 
     def price_table(self) -> Prices:
-        return Prices(self.prices.models, as_of=self.prices.as_of)
+        return self.prices.table()
 
     def caps_spec(self) -> CapsSpec:
-        lanes = {name: Cap(**cap) for name, cap in self.caps.lanes.model_dump().items()}
-        return CapsSpec(lanes=lanes, tenants=self.caps.tenants)
+        return self.caps.spec()
 
     def disagreements(self) -> list[str]:
         """What is wrong with settings that are each right by themselves."""

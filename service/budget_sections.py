@@ -1,0 +1,184 @@
+"""The sections of what is bought: providers, their budget, models, prices, caps."""
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from consumers.limits.spec import DEFAULT_LANES as LANE_BUDGETS
+from consumers.limits.spec import BudgetSpec, Caps, LaneBudget
+from consumers.prices import AS_OF, Prices
+from consumers.spending import Cap, CapsSpec
+from service.allowed import (
+    CapTable,
+    Day,
+    HttpUrl,
+    Key,
+    ModelLists,
+    ModelName,
+    ModelNames,
+    Number,
+    PriceTable,
+)
+from service.sections import Section
+from topology.lanes import BATCH, CRITICAL, DEFAULT_LANES, NORMAL
+
+FIRST = "anthropic"
+"""The provider of ANTHROPIC_API_KEY and ANTHROPIC_BASE_URL."""
+_PROVIDER_NAME = re.compile(r"[a-z][a-z0-9_-]{0,39}")
+_NEEDS = {
+    "anthropic": ("api_key", "base_url"),
+    "bedrock": ("region",),
+    "vertex": ("region", "project"),
+    "foundry": ("api_key", "base_url"),
+}
+
+
+class LimitsSettings(Section):
+    """What may be used of each of a provider's accounts at most, whatever it allows."""
+
+    requests_per_min: Number[float] | None = Field(default=None, gt=0)
+    input_tokens_per_min: Number[float] | None = Field(default=None, gt=0)
+    output_tokens_per_min: Number[float] | None = Field(default=None, gt=0)
+    concurrency: Number[int] | None = Field(default=None, ge=1)
+
+    def limits(self) -> Caps:
+        return Caps(
+            requests=self.requests_per_min,
+            input_tokens=self.input_tokens_per_min,
+            output_tokens=self.output_tokens_per_min,
+            concurrency=self.concurrency,
+        )
+
+
+class ProviderSettings(LimitsSettings):
+    """A provider beside the first, under a name that its author chooses. Credentials of Amazon and Google that are not
+    given here are found as their own libraries find them."""
+
+    kind: Literal["anthropic", "bedrock", "vertex", "foundry"] = "anthropic"
+    """`anthropic`: anything that answers like Anthropic's API at `base_url`."""
+    api_key: Key | None = None
+    base_url: HttpUrl | None = None
+    region: ModelName | None = None
+    project: ModelName | None = None
+    models: ModelNames | None = None
+    """Its own name for each model that it has; none: all, under Anthropic's names."""
+
+    @model_validator(mode="after")
+    def _has_what_its_kind_needs(self) -> "ProviderSettings":
+        needs = _NEEDS[self.kind]
+        if missing := [name for name in needs if getattr(self, name) is None]:
+            raise ValueError(f"a provider of kind {self.kind} needs {' and '.join(missing)}")
+        if idle := [name for name in ("region", "project") if name not in needs and getattr(self, name) is not None]:
+            raise ValueError(f"a provider of kind {self.kind} has no {' and no '.join(idle)}")
+        return self
+
+
+def _their_names_are_names(value: dict[str, ProviderSettings]) -> dict[str, ProviderSettings]:
+    for name in value:
+        if name == FIRST:
+            raise ValueError(f"the name {FIRST} is taken: by ANTHROPIC_API_KEY and ANTHROPIC_BASE_URL")
+        if _PROVIDER_NAME.fullmatch(name) is None:
+            raise ValueError(f"{name[:80]!r} is no name: a to z, 0 to 9, _ and -, up to 40, a letter first")
+    return value
+
+
+Providers = Annotated[dict[str, ProviderSettings], AfterValidator(_their_names_are_names)]
+
+
+class ModelsSettings(Section):
+    """Which model answers where one cannot, and which tenants may use some only."""
+
+    fallbacks: ModelNames = Field(default_factory=dict)
+    tenants: ModelLists = Field(default_factory=dict)
+
+
+class PricesSettings(Section):
+    """What tokens cost, as of a day. `models` adds to the table of `consumers/prices.py`, or changes it."""
+
+    as_of: Day = AS_OF
+    models: PriceTable = Field(default_factory=dict)
+
+    def table(self) -> Prices:
+        return Prices(self.models, as_of=self.as_of)
+
+
+class CapSettings(Section):
+    """What may be used in a day (UTC)."""
+
+    requests: Number[float] | None = Field(default=None, gt=0)
+    tokens: Number[float] | None = Field(default=None, gt=0)
+    usd: Number[float] | None = Field(default=None, gt=0)
+
+
+class LaneBudgetSettings(Section):
+    """What a lane may count on; argued in `consumers/limits/spec.py`."""
+
+    share: Number[float] = Field(ge=0, le=1)
+    boost_s: Number[float] | None = Field(default=None, gt=0)
+
+    @classmethod
+    def of(cls, lane: str) -> "LaneBudgetSettings":
+        return cls(share=LANE_BUDGETS[lane].share, boost_s=LANE_BUDGETS[lane].boost_s)
+
+    def spec(self) -> LaneBudget:
+        return LaneBudget(share=self.share, boost_s=self.boost_s)
+
+
+class LaneBudgetsSettings(Section):
+    """Of each lane."""
+
+    critical: LaneBudgetSettings = LaneBudgetSettings.of(CRITICAL.name)
+    normal: LaneBudgetSettings = LaneBudgetSettings.of(NORMAL.name)
+    batch: LaneBudgetSettings = LaneBudgetSettings.of(BATCH.name)
+
+    def specs(self) -> dict[str, LaneBudget]:
+        """By the lane's name, the most urgent first."""
+        return {lane.name: getattr(self, lane.name).spec() for lane in DEFAULT_LANES}
+
+    @model_validator(mode="after")
+    def _shares_of_a_whole(self) -> "LaneBudgetsSettings":
+        total = self.critical.share + self.normal.share + self.batch.share
+        if total > 1 + 1e-9:
+            raise ValueError(f"the shares are {total:.0%} together, allowed are 100 %")
+        return self
+
+
+class BudgetSettings(LimitsSettings):
+    """How the providers' budgets are spent. The four limits are of the first provider's accounts; the others have their
+    own. What the provider tells in its headers is kept to in any case."""
+
+    lanes: LaneBudgetsSettings = LaneBudgetsSettings()
+    burst_s: Number[float] = Field(default=BudgetSpec().burst_s, gt=0, le=60)
+    overflow_s: Number[float] = Field(default=BudgetSpec().overflow_s, gt=0, le=3600)
+
+    def spec(self, others: Mapping[str, ProviderSettings]) -> BudgetSpec:
+        """Of all accounts: the first provider's, and those of the others."""
+        return BudgetSpec(
+            lanes=self.lanes.specs(),
+            burst_s=self.burst_s,
+            overflow_s=self.overflow_s,
+            accounts={FIRST: self.limits(), **{name: other.limits() for name, other in others.items()}},
+        )
+
+
+class LaneCapsSettings(Section):
+    """Of each lane."""
+
+    critical: CapSettings = CapSettings()
+    normal: CapSettings = CapSettings()
+    batch: CapSettings = CapSettings()
+
+
+class CapsSettings(Section):
+    """Whose day is capped."""
+
+    lanes: LaneCapsSettings = LaneCapsSettings()
+    tenants: CapTable = Field(default_factory=dict)
+
+    def spec(self) -> CapsSpec:
+        return CapsSpec(
+            lanes={name: Cap(**cap) for name, cap in self.lanes.model_dump().items()},
+            tenants=self.tenants,
+        )

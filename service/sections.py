@@ -1,0 +1,138 @@
+"""The settings' sections, but for those of providers and their budget (`service/budget_sections.py`)."""
+
+import ssl
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from consumers.job import ATTEMPT_WITHIN_S
+from consumers.retry import RetryPolicy
+from consumers.state.spec import StoreSpec
+from service.allowed import ModelName, Number, Patterns, ReadableFile, Words
+from topology.lanes import BATCH, CRITICAL, DEFAULT_LANES, GIB, MIB, NORMAL, LaneSpec
+
+YEAR_S = 365 * 86_400
+_BY_NAME = {lane.name: lane for lane in DEFAULT_LANES}
+
+
+class Section(BaseModel):
+    """A group of settings; nothing else may be in it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class LaneSettings(Section):
+    """One lane; defaults in `topology/lanes.py`."""
+
+    slots: Number[int] = Field(ge=1, le=10_000)
+    slots_min: Number[int] | None = Field(default=None, ge=0, le=10_000)
+    slots_max: Number[int] | None = Field(default=None, ge=1, le=10_000)
+    target_wait_s: Number[float] = Field(gt=0, le=YEAR_S)
+    call_timeout_s: Number[float] = Field(gt=0, le=ATTEMPT_WITHIN_S)
+    deadline_s: Number[float] = Field(gt=0, le=YEAR_S)
+    max_attempts: Number[int] = Field(ge=1, le=100)
+    model: ModelName
+    max_tokens: Number[int] = Field(ge=1, le=1_000_000)
+    models: Words | None = None
+    providers: Words | None = None
+    """Which it asks, in this order; none: all, the first provider first, then the others by name."""
+    max_length: Number[int] = Field(ge=1, le=1_000_000_000)
+    max_length_bytes: Number[int] = Field(ge=MIB, le=1024 * GIB)  # at least the largest request
+
+    @model_validator(mode="after")
+    def _its_own_model_is_allowed(self) -> "LaneSettings":
+        if self.models is not None and self.model not in self.models:
+            raise ValueError(f"models leaves out the lane's own model, {self.model}")
+        return self
+
+    @model_validator(mode="after")
+    def _its_slots_are_in_order(self) -> "LaneSettings":
+        wrong = []
+        if self.slots_min is not None and self.slots_min > self.slots:
+            wrong.append(f"slots_min ({self.slots_min}) is above slots ({self.slots})")
+        if self.slots_max is not None and self.slots_max < self.slots:
+            wrong.append(f"slots_max ({self.slots_max}) is below slots ({self.slots})")
+        if wrong:
+            raise ValueError("; ".join(wrong))
+        return self
+
+    @classmethod
+    def of(cls, spec: LaneSpec) -> "LaneSettings":
+        fields = {name: getattr(spec, name) for name in cls.model_fields if name not in ("models", "providers")}
+        return cls(**fields, models=None if spec.models is None else tuple(sorted(spec.models)))
+
+    def spec(self, name: str) -> LaneSpec:
+        values = self.model_dump(exclude={"providers"})
+        if self.slots_max is None and self.slots != _BY_NAME[name].slots:
+            values["slots_max"] = self.slots  # who says how many means it
+        return LaneSpec(name=name, **{**values, "models": None if self.models is None else frozenset(self.models)})
+
+
+class LanesSettings(Section):
+    """The three lanes. Fixed fields, so that one value of one lane can be set alone."""
+
+    critical: LaneSettings = LaneSettings.of(CRITICAL)
+    normal: LaneSettings = LaneSettings.of(NORMAL)
+    batch: LaneSettings = LaneSettings.of(BATCH)
+
+
+class GatewaySettings(Section):
+    """Where HTTP is served; in this version, health alone. Port 0: any free one."""
+
+    host: str = Field(default="127.0.0.1", min_length=1, max_length=255)
+    port: Number[int] = Field(default=8080, ge=0, le=65_535)
+
+
+class TlsSettings(Section):
+    """For `amqps://` and the management API over https. The broker's certificate is always verified."""
+
+    ca_file: ReadableFile | None = None
+    cert_file: ReadableFile | None = None
+    key_file: ReadableFile | None = None
+
+    @model_validator(mode="after")
+    def _loads(self) -> "TlsSettings":
+        if self.key_file is not None and self.cert_file is None:
+            raise ValueError("key_file is given without cert_file")
+        try:
+            self.given_context()
+        except (ssl.SSLError, OSError) as error:
+            raise ValueError(f"ca_file, cert_file or key_file cannot be used: {error}") from None
+        return self
+
+    def given_context(self) -> ssl.SSLContext | None:
+        """For https; None where nothing is set, and the system's certificates need not be read for it."""
+        return None if self.ca_file is None and self.cert_file is None else self.context()
+
+    def context(self) -> ssl.SSLContext:
+        """Verifies the other side, by `ca_file` if given, and shows it our certificate, if there is one."""
+        context = ssl.create_default_context(cafile=self.ca_file)
+        if self.cert_file is not None:
+            # An encrypted key would ask for its password on the terminal; a service has none.
+            context.load_cert_chain(self.cert_file, self.key_file, password=lambda: "")
+        return context
+
+
+class ReplySettings(Section):
+    """Narrows where replies may go: shell patterns (`amq.gen-*`); none: all that the contract allows."""
+
+    allow: Patterns | None = None
+
+
+class ResultSettings(Section):
+    """How long results are kept, and how much of them; with them goes what is known of used message ids."""
+
+    keep_s: Number[float] = Field(default=StoreSpec().keep_s, ge=1, le=YEAR_S)
+    max_bytes: Number[int] = Field(default=StoreSpec().max_bytes, ge=MIB, le=1024 * GIB)
+
+
+class RetrySettings(Section):
+    """How long to wait between attempts; the defaults are argued in `consumers/retry.py`."""
+
+    base_s: Number[float] = Field(default=RetryPolicy().base_s, gt=0, le=3600)
+    cap_s: Number[float] = Field(default=RetryPolicy().cap_s, gt=0, le=86_400)
+
+    @model_validator(mode="after")
+    def _base_below_cap(self) -> "RetrySettings":
+        if self.base_s > self.cap_s:
+            raise ValueError(f"base_s ({self.base_s:g}) is above cap_s ({self.cap_s:g})")
+        return self
