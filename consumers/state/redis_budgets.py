@@ -194,11 +194,16 @@ class RedisBudgets:
 
     def _look_in(self, ledger: _Ledger, in_s: float) -> None:
         loop = asyncio.get_running_loop()
-        if ledger.timer is not None and ledger.timer.when() > loop.time():
+        if ledger.timer is not None:
             if ledger.timer.when() <= loop.time() + in_s:
                 return
             ledger.timer.cancel()
-        ledger.timer = loop.call_later(in_s, self._step, ledger.books)
+        ledger.timer = loop.call_later(in_s, self._look, ledger)
+
+    def _look(self, ledger: _Ledger) -> None:
+        # not told by the time: uvloop's timers may fire half a millisecond early
+        ledger.timer = None
+        self._step(ledger.books)
 
     async def _one(self, ledger: _Ledger) -> float:
         """One round trip; in how many seconds to ask again."""

@@ -1,0 +1,146 @@
+"""What a provider allows a minute is spent in the lanes' order, and nobody provokes its refusals.
+
+The simulated provider enforces its limits by buckets of its own; it is the judge.
+"""
+
+import asyncio
+from statistics import quantiles
+
+from service.client import Client
+from service.simulated.app import SimulatedAPI
+from service.simulated.options import SimulatedOptions
+from service.status import look
+from tests.support.house import PLENTY, House, house
+from tests.support.processes import environment, lanekeeper
+from tests.support.redis import redis_server
+from tests.support.requester import Requester, requester
+from tests.support.waiting import until
+
+MODEL = "claude-sonnet-5-5"
+"""The same for all lanes: one account."""
+UNKNOWN: dict[str, float] = {}
+TEN_A_SECOND = SimulatedOptions(requests_per_minute=600, burst_s=10, latency_ms=100)
+ONE_A_SECOND = SimulatedOptions(requests_per_minute=60, burst_s=10, latency_ms=50)
+KNOWN = {**PLENTY, "requests_per_min": 60}
+WIDE = {"batch": {"slots": 32}, "normal": {"slots": 32}}
+
+
+def refused(api: SimulatedAPI) -> int:
+    return sum(call.status == 429 for call in api.calls)
+
+
+def body(prompt: str, **more: object) -> dict[str, object]:
+    return {"prompt": prompt, "model": MODEL, **more}
+
+
+async def flood(app: Requester, jobs: int, *, key: str = "batch.tests.flood") -> list[str]:
+    return [await app.publish(body(f"job {n}"), key=key, message_id=f"job-{n}") for n in range(jobs)]
+
+
+async def status_of(home: House) -> tuple[str, ...]:
+    parts = home.parts
+    return (await look(parts.publishing, parts.publisher, lanes=parts.lanes, names=parts.names)).waiting
+
+
+async def test_a_flood_leaves_critical_its_share_and_the_provider_refuses_nobody(vhost) -> None:
+    """Nothing is known of the provider's limits but what its answers tell."""
+    async with (
+        house(vhost.amqp_url, simulated=TEN_A_SECOND, lanes=WIDE, budget=UNKNOWN) as home,
+        requester(vhost.amqp_url) as app,
+    ):
+        jobs = await flood(app, 200)
+        await until(lambda: len(home.calls("job")) > 100, within_s=30)  # the burst is spent: ten a second from here on
+        waits = []
+        for n in range(20):
+            reply = await app.ask(body(f"chat {n}"))
+            assert reply.status == "ok"
+            waits.append(int(reply.headers["x-lane-wait-ms"]))
+            await asyncio.sleep(0.2)
+        left = sum(not app.finals(each) for each in jobs)
+        assert left > 0, "the chats were answered among the flood, not after it"
+        for each in jobs:
+            assert (await app.final(each, within_s=40)).status == "ok"
+
+        print(f"critical waited p50 {sorted(waits)[10]} ms, p95 {quantiles(waits, n=20)[-1]:.0f} ms; {left} jobs left")
+        assert quantiles(waits, n=20)[-1] < 1000
+        assert refused(home.api) == 0
+        assert len(home.api.calls) == 220, "one call for each"
+
+
+async def test_who_cannot_be_in_time_is_told_at_once_with_the_figures_and_never_called(vhost) -> None:
+    async with (
+        house(vhost.amqp_url, simulated=ONE_A_SECOND, lanes=WIDE, budget=KNOWN) as home,
+        requester(vhost.amqp_url) as app,
+    ):
+        await flood(app, 25, key="normal.tests.flood")
+        await until(lambda: len(home.api.calls) >= 7)
+        hasty = await app.ask(body("hasty"), key="normal.tests.x", headers={"x-lane-deadline-ms": 2000}, within_s=1.5)
+        assert hasty.code == "deadline_exceeded"
+        assert "waiting for rpm of anthropic/sonnet" in hasty.json["detail"]
+        assert "ms are left" in hasty.json["detail"]
+        assert not home.calls("hasty")
+        assert (await app.ask(body("urgent"), headers={"x-lane-deadline-ms": 3000})).status == "ok"
+        assert refused(home.api) == 0
+
+
+async def test_why_a_request_waits_is_in_its_event_and_in_the_status(vhost) -> None:
+    async with (
+        house(vhost.amqp_url, simulated=ONE_A_SECOND, lanes=WIDE, budget=KNOWN) as home,
+        requester(vhost.amqp_url) as app,
+    ):
+        await app.read_events()
+        await flood(app, 16)
+        await until(lambda: any(each.json["event"] == "deferred" for each in app.events))
+        told = [each.json for each in app.events if each.json["event"] == "deferred"]
+        assert {each["reason"] for each in told} == {"rpm"}
+        assert all(each["delay_ms"] >= 1000 for each in told)
+
+        async def waits() -> bool:
+            return any("wait for rpm of anthropic/sonnet" in line for line in await status_of(home))
+
+        await until(waits)
+
+
+async def test_what_waits_at_the_gate_can_be_cancelled(vhost) -> None:
+    async with (
+        house(vhost.amqp_url, simulated=ONE_A_SECOND, lanes=WIDE, budget=KNOWN) as home,
+        requester(vhost.amqp_url) as app,
+        Client(vhost.amqp_url) as client,
+    ):
+        jobs = await flood(app, 20)
+        await until(lambda: len(home.api.calls) >= 5)
+        assert await client.cancel("job-19") == "told"
+        assert (await app.final(jobs[19])).code == "cancelled"
+        assert not home.calls("job 19")
+
+
+async def test_two_processes_on_one_redis_spend_one_budget(vhost, tmp_path) -> None:
+    with redis_server(tmp_path) as redis:
+        async with SimulatedAPI(TEN_A_SECOND) as api:
+            environ = environment(
+                vhost.amqp_url,
+                vhost.management_url,
+                ANTHROPIC_BASE_URL=api.base_url,
+                LANEKEEPER_GATEWAY__PORT="0",
+                LANEKEEPER_LOG_LEVEL="debug",
+                LANEKEEPER_STORE_URL=redis.url,
+                LANEKEEPER_LANES__BATCH__SLOTS="16",
+                LANEKEEPER_BUDGET__REQUESTS_PER_MIN="600",
+            )
+            async with (
+                lanekeeper("serve", environ=environ, folder=tmp_path) as one,
+                lanekeeper("serve", environ=environ, folder=tmp_path) as other,
+                requester(vhost.amqp_url) as app,
+            ):
+                await asyncio.gather(one.ready(), other.ready())
+                jobs = await flood(app, 180)
+                for each in jobs:
+                    assert (await app.final(each, within_s=40)).status == "ok"
+
+                answered = [len(worker.told("request.answered")) for worker in (one, other)]
+                assert min(answered) > 20, "both took their part"
+                assert refused(api) == 0
+                assert len(api.calls) == 180
+                print(answered, len(api.calls))
+                times = sorted(call.started_s for call in api.calls)
+                assert times[-1] - times[0] > 7, "a hundred at once, then ten a second"
