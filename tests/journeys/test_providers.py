@@ -1,0 +1,115 @@
+"""Several providers, fallbacks, caps: who asks is answered by another provider, and nobody spends more than may be."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from service.simulated.app import SimulatedAPI
+from service.simulated.options import SimulatedOptions
+from service.status import Status, look
+from tests.support.house import PLENTY, House, house
+from tests.support.requester import requester
+from tests.support.waiting import until
+
+DOWN = SimulatedOptions(faults={"unavailable": 1.0})
+
+
+@pytest.fixture
+async def spare() -> AsyncIterator[SimulatedAPI]:
+    async with SimulatedAPI() as started:
+        yield started
+
+
+def chain(spare: SimulatedAPI, **more: Any) -> dict[str, Any]:
+    """A second provider, asked where the first is of no help."""
+    return {"providers": {"spare": {"api_key": "sk-ant-spare", "base_url": spare.base_url, **more}}}
+
+
+async def status(home: House) -> Status:
+    parts = home.parts
+    return await look(parts.publishing, parts.publisher, lanes=parts.lanes, names=parts.names)
+
+
+async def test_while_the_first_is_down_the_second_answers_and_the_first_is_asked_again_when_it_is_back(
+    vhost, spare
+) -> None:
+    with capture_logs() as logs:
+        async with house(vhost.amqp_url, **chain(spare)) as home, requester(vhost.amqp_url) as app:
+            assert (await app.ask({"prompt": "before"})).headers["x-lane-provider"] == "anthropic"
+            home.api.configure(DOWN)
+            asked = [await app.publish({"prompt": f"meanwhile {n}"}) for n in range(60)]
+            for each in asked:
+                reply = await app.final(each)
+                assert (reply.status, reply.headers["x-lane-provider"]) == ("ok", "spare")
+                assert reply.headers["x-lane-attempt"] == 1, "within the attempt"
+            calls = len(home.api.calls) + len(spare.calls)
+            assert calls <= 1.5 * 61 + 15, "until the breaker opened, each was asked twice"
+
+            home.api.configure(SimulatedOptions())
+
+            async def is_back() -> bool:
+                return (await app.ask({"prompt": "back?"})).headers["x-lane-provider"] == "anthropic"
+
+            await until(is_back, within_s=40)
+    states = [each["state"] for each in logs if each["event"] == "breaker.changed" and each["provider"] == "anthropic"]
+    assert states[0] == "open"
+    assert states[-1] == "closed"
+    assert "probing" in states
+
+
+async def test_where_all_are_down_requests_wait_as_deferred_others_pass_and_all_are_answered_when_they_are_back(
+    vhost,
+) -> None:
+    async with (
+        house(vhost.amqp_url, lanes={"critical": {"max_attempts": 20}}) as home,
+        requester(vhost.amqp_url) as app,
+    ):
+        await app.read_events()
+        home.api.configure(DOWN)
+        asked = [await app.publish({"prompt": f"patient {n}"}) for n in range(40)]
+        await until(lambda: home.parts.breakers.states(asyncio.get_running_loop().time()), within_s=20)
+        assert any("anthropic claude-sonnet-5-5: open" in line for line in (await status(home)).breakers)
+        # another lane's model has a breaker of its own
+        home.api.configure(SimulatedOptions(faults={"unavailable": 0.0}))
+        assert (await app.ask({"prompt": "batch goes on"}, key="batch.tests.x")).status == "ok"
+        for each in asked:
+            assert (await app.final(each, within_s=60)).status == "ok"
+        assert not (await status(home)).breakers
+        print(f"{len(home.calls('patient'))} calls for 40 requests")
+        assert len(home.calls("patient")) <= 40 * 2.5, "not asked again and again while it was down"
+
+
+async def test_a_stream_that_breaks_off_begins_again_elsewhere_and_says_so(vhost, spare) -> None:
+    async with house(vhost.amqp_url, **chain(spare)) as home, requester(vhost.amqp_url) as app:
+        home.api.configure(SimulatedOptions(faults={"cut": 1.0}))
+        asked = await app.publish({"prompt": "one two three four five"}, headers={"x-lane-stream": True})
+        reply = await app.final(asked)
+        assert (reply.status, reply.headers["x-lane-provider"]) == ("ok", "spare")
+        parts = app.parts(asked)
+        at = [each.headers["x-lane-part"] for each in parts].index("restart")
+        assert at > 0, "it had begun"
+        assert parts[at + 1].json["type"] == "message_start"
+        assert not [each for each in parts[at + 1 :] if each.headers["x-lane-part"] == "restart"]
+
+
+async def test_what_exceeds_a_tenants_cap_is_refused_with_the_figures_or_waits_for_the_next_day(vhost) -> None:
+    caps = {"tenants": {"*": {"requests": 3}}}
+    with capture_logs() as logs:
+        async with house(vhost.amqp_url, caps=caps, budget=PLENTY) as home, requester(vhost.amqp_url) as app:
+            await app.read_events()
+            for n in range(3):
+                assert (await app.ask({"prompt": f"within {n}"})).status == "ok"
+            over = await app.ask({"prompt": "over"})
+            assert over.code == "deadline_exceeded"
+            assert "has used 3 requests of 3 requests today (UTC)" in over.json["detail"]
+            await app.publish({"prompt": "tomorrow"}, key="batch.tests.x", message_id="tomorrow-1")
+            await until(lambda: "deferred" in app.events_of("tomorrow-1") or home.calls("tomorrow"))
+            (told,) = [each.json for each in app.events if each.json["id"] == "tomorrow-1"]
+            assert told["reason"] == "tenant"
+            assert not home.calls("over")
+            assert not home.calls("tomorrow")
+            assert (await status(home)).spent["lane"]["critical"]["requests"] == 3
+    assert [each["percent"] for each in logs if each["event"] == "cap.reached"] == [50, 100]
