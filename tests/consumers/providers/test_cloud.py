@@ -5,10 +5,13 @@ The houses themselves cannot be reached from here; URL, body and signature are m
 
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
+from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from consumers.failures import OverloadedError, RateLimitedError, RejectedError, TransientError
 from consumers.providers import cloud
@@ -36,6 +39,8 @@ class Recorder:
         self.url = ""
 
     async def handle(self, request: web.BaseRequest) -> web.Response:
+        if request.path == "/token":
+            return web.json_response({"access_token": "googles-token", "expires_in": 3600})
         self.requests.append((request.raw_path, dict(request.headers), json.loads(await request.read())))
         return self.answer
 
@@ -117,7 +122,6 @@ async def test_amazons_errors_are_told_by_their_status(
 async def test_bedrock_without_a_key_of_its_own_is_signed(
     recorder: Recorder, asked: AskedFor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("boto3")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIDEXAMPLE")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     provider = cloud.bedrock(name="aws", region="eu-central-1", base_url=recorder.url)
@@ -133,7 +137,6 @@ async def test_bedrock_without_a_key_of_its_own_is_signed(
 async def test_where_there_are_no_credentials_at_present_another_try_may_help(
     recorder: Recorder, asked: AskedFor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("boto3")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
@@ -173,13 +176,33 @@ async def test_vertex_has_project_region_and_model_in_the_url(
 async def test_vertex_without_a_token_uses_the_machines_credentials(
     recorder: Recorder, asked: AskedFor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("google.auth.transport.requests")
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/not/there.json")
     provider = cloud.vertex(name="gcp", region="europe-west1", project="p-1", base_url=recorder.url)
 
     with pytest.raises(TransientError, match="no credentials for gcp"):
         await provider.stream(asked(), timeout_s=20, parts=None)
     await provider.aclose()
+
+
+async def test_vertex_has_its_token_from_googles_library(
+    recorder: Recorder, asked: AskedFor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    account = {
+        "type": "service_account",
+        "client_email": "lanekeeper@p-1.example",
+        "private_key": key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode(),
+        "token_uri": f"{recorder.url}/token",
+    }
+    (tmp_path / "account.json").write_text(json.dumps(account))
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "account.json"))
+    provider = cloud.vertex(name="gcp", region="europe-west1", project="p-1", base_url=recorder.url)
+
+    await provider.stream(asked(), timeout_s=20, parts=None)
+    await provider.aclose()
+
+    ((_, headers, _),) = recorder.requests
+    assert headers["Authorization"] == "Bearer googles-token"
 
 
 async def test_foundry_takes_anthropics_own_bytes_and_its_key(recorder: Recorder, asked: AskedFor) -> None:

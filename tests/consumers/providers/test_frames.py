@@ -7,6 +7,7 @@ import zlib
 from contextlib import suppress
 
 import pytest
+from botocore.eventstream import EventStreamBuffer
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -51,8 +52,7 @@ def test_the_events_are_the_same_in_whatever_pieces_they_come(sizes: list[int]) 
 
 
 def test_botocore_reads_these_frames_so_too() -> None:
-    eventstream = pytest.importorskip("botocore.eventstream")
-    buffer = eventstream.EventStreamBuffer()
+    buffer = EventStreamBuffer()
     buffer.add_data(b"".join(map(event, EVENTS)))
 
     assert [base64.b64decode(json.loads(each.payload)["bytes"]) for each in buffer] == EVENTS
