@@ -12,6 +12,7 @@ take one; what costs time by itself then looks ten times as dear.
 import argparse
 import asyncio
 import os
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ import uvloop
 from contest import gate, litellm, plot, rivals, workers
 from contest.load import Load
 from contest.running import Contestant, run
-from contest.scenarios import SCENARIOS, Scenario
+from contest.scenarios import SCENARIOS
 from contest.score import Row, table
 
 RIVALS: dict[str, tuple[str, Contestant]] = {
@@ -29,7 +30,6 @@ RIVALS: dict[str, tuple[str, Contestant]] = {
     "semaphore": (f"Semaphore of {rivals.AT_ONCE}, again on 429", rivals.semaphore),
 }
 NAMES = ("lanekeeper", "gate", *RIVALS, "litellm")
-NOT_WIRED = "this version's worker has no gate yet"
 
 
 async def main(load: Load, *, only: list[str], scenarios: list[str], program: Path, picture: Path) -> None:
@@ -54,18 +54,10 @@ async def _contest(load: Load, *, only: list[str], ours: Contestant, program: Pa
         "gate": ("Lanekeeper's gate alone", gate.gate_alone),
         **RIVALS,
     }
-    rows = [
-        _not_run("Lanekeeper", NOT_WIRED) if name == "lanekeeper" and not workers.IS_WIRED else run(*known[name], load)
-        for name in known
-        if name in only
-    ]
+    rows = [run(*known[name], load) for name in known if name in only]
     if "litellm" in only:
         rows += [_litellm(load, program), _litellm(load, program, further=litellm.STRICT)]
     return list(await asyncio.gather(*rows))
-
-
-async def _not_run(name: str, why_not: str) -> Row:
-    return Row(name=name, why_not=why_not)
 
 
 async def _litellm(load: Load, program: Path, *, further: str = "") -> Row:
@@ -80,32 +72,21 @@ async def _litellm(load: Load, program: Path, *, further: str = "") -> Row:
 
 
 async def _scenario(name: str, load: Load, *, broker_url: str) -> None:
-    scenario = SCENARIOS[name]
+    scenario, events = SCENARIOS[name], Counter[str]()
     load = scenario.load(load)
     async with ground.redis() as redis_url:
-        if (why_not := _hindrance(scenario, redis_url)) is not None:
-            print(f"\n{name}: not run: {why_not}")
+        if scenario.workers > 1 and redis_url is None:
+            print(f"\n{name}: not run: no redis-server is installed")
             return
-        called, contestant = _for(scenario, broker_url=broker_url, redis_url=redis_url or "")
-        row = await run(called, contestant, load, options=scenario.options, trouble=scenario.trouble)
+        store = redis_url if scenario.workers > 1 else None
+        contestant = partial(
+            workers.lanekeeper, broker_url=broker_url, workers=scenario.workers, redis_url=store, events=events
+        )
+        row = await run("Lanekeeper", contestant, load, options=scenario.options, trouble=scenario.trouble)
     print(f"\n{name}: {scenario.holds(row) or 'as it must be'}; {_described(load)}\n{table([row])}")
-
-
-def _hindrance(scenario: Scenario, redis_url: str | None) -> str | None:
-    if scenario.needs_workers and not workers.IS_WIRED:
-        return NOT_WIRED
-    return "no redis-server is installed" if scenario.workers > 1 and redis_url is None else None
-
-
-def _for(scenario: Scenario, *, broker_url: str, redis_url: str) -> tuple[str, Contestant]:
-    is_shared = scenario.workers > 1
-    if workers.IS_WIRED:
-        store = redis_url if is_shared else None
-        made = partial(workers.lanekeeper, broker_url=broker_url, workers=scenario.workers, redis_url=store)
-        return "Lanekeeper", made
-    if is_shared:
-        return "Gates on Redis", partial(gate.gates_on_redis, redis_url=redis_url, gates=scenario.workers)
-    return "Lanekeeper's gate alone", gate.gate_alone
+    print(
+        "Told by the workers: " + (", ".join(f"{each} {count}" for each, count in sorted(events.items())) or "nothing")
+    )
 
 
 def _described(load: Load) -> str:
@@ -136,7 +117,9 @@ if __name__ == "__main__":
     parser.add_argument("--burst", type=float, default=10, help="seconds' worth that the provider's buckets hold")
     parser.add_argument("--latency", type=float, default=1, help="seconds that the provider takes for an answer")
     parser.add_argument("--only", type=_names(NAMES), default=list(NAMES), help=", ".join(NAMES))
-    parser.add_argument("--scenarios", type=_names(tuple(SCENARIOS)), default=[], help=", ".join(SCENARIOS))
+    parser.add_argument(
+        "--scenarios", type=_names(tuple(SCENARIOS)), default=[], help=", ".join(SCENARIOS).replace("%", "%%")
+    )
     parser.add_argument("--litellm", type=Path, default=litellm.PROGRAM, help="its program")
     parser.add_argument("--plot", type=Path, default=Path(".cache/budget.svg"))
     options = parser.parse_args()

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from contest.load import Load
 from contest.provider import SimulatedProvider
@@ -27,8 +27,6 @@ class Scenario:
     options: Sequence[str] = ()
     trouble: Trouble | None = None
     workers: int = 1
-    needs_workers: bool = field(default=False)
-    """The gate alone is not enough: it has no retries and no breaker."""
 
 
 async def _down_and_back(by: SimulatedProvider, load: Load) -> None:
@@ -90,17 +88,14 @@ SCENARIOS: Mapping[str, Scenario] = {
         Scenario(
             name="critical flood", load=lambda load: replace(load, critical_every_s=0.25), holds=_batch_has_its_share
         ),
-        Scenario(name="provider down", load=_few, holds=_all_answered, trouble=_down_and_back, needs_workers=True),
+        Scenario(name="provider down", load=_few, holds=_all_answered, trouble=_down_and_back),
         Scenario(
             name="30 % overloaded",
             load=_few,
             holds=_all_answered,
             options=("--fault", "overloaded=0.3"),
-            needs_workers=True,
         ),
-        Scenario(
-            name="provider slow", load=lambda load: _few(load, latency_s=20.0), holds=_all_answered, needs_workers=True
-        ),
+        Scenario(name="provider slow", load=lambda load: _few(load, latency_s=20.0), holds=_all_answered),
         Scenario(name="three workers", load=lambda load: load, holds=_not_overspent, workers=3),
     )
 }

@@ -1,11 +1,13 @@
 """Lanekeeper itself: workers in processes of their own, on a real broker; requests go in and come out at the edge."""
 
 import asyncio
+import json
 import os
 import sys
 import tempfile
 import uuid
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -13,7 +15,6 @@ from contest.gate import spec
 from contest.load import Ask, Asking, Load
 
 from service.client import Client
-from service.settings import Settings
 from topology.broker.connection import Connection
 from topology.broker.remove import remove
 from topology.declaration import declare
@@ -21,15 +22,22 @@ from topology.lanes import DEFAULT_LANES
 from topology.names import Names
 
 START_WITHIN_S = 60
-IS_WIRED = "budget" in Settings.model_fields
-"""Whether workers have the gate."""
+TOLD = ("breaker.changed", "account.paused", "limits.learned", "request.retried", "request.deferred")
+"""Events of theirs that are counted."""
 
 
 @asynccontextmanager
 async def lanekeeper(
-    base_url: str, load: Load, *, broker_url: str, workers: int = 1, redis_url: str | None = None
+    base_url: str,
+    load: Load,
+    *,
+    broker_url: str,
+    workers: int = 1,
+    redis_url: str | None = None,
+    events: Counter[str] | None = None,
 ) -> AsyncIterator[Asking]:
-    """`workers` processes that share their store: the one Redis, or, if it is one process, a file."""
+    """`workers` processes that share their store: the one Redis, or, if it is one process, a file. `events` takes how
+    often they told what, in the end."""
     names = Names(f"contest-{uuid.uuid4().hex[:8]}")
     with tempfile.TemporaryDirectory(prefix="lanekeeper-bench-") as folder:
         environ = _environment(load) | {
@@ -38,6 +46,8 @@ async def lanekeeper(
             "LANEKEEPER_STORE_URL": redis_url or f"sqlite:///{folder}/store.sqlite",
             "ANTHROPIC_BASE_URL": base_url,
             "ANTHROPIC_API_KEY": "benchmark",
+            "LANEKEEPER_LOG_FORMAT": "json",
+            "LANEKEEPER_LOG_LEVEL": "debug" if events is not None else "info",
         }
         processes: list[asyncio.subprocess.Process] = []
         try:
@@ -63,7 +73,15 @@ async def lanekeeper(
             for process in processes:
                 process.terminate()
             await asyncio.gather(*(process.wait() for process in processes))
+            if events is not None:
+                events.update(_told(Path(folder, "log")))
             await _leave_nothing(broker_url, names)
+
+
+def _told(log: Path) -> Iterator[str]:
+    for line in log.read_text().splitlines():
+        if line.startswith("{") and (event := json.loads(line))["event"] in TOLD:
+            yield " ".join([event["event"], *(event[what] for what in ("state", "reason") if what in event)])
 
 
 def _environment(load: Load) -> dict[str, str]:
