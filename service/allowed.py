@@ -1,28 +1,30 @@
-"""What a setting may be: the types of its values, and one line for each value that is none of them."""
+"""What a setting may be: the types of its values."""
 
+import math
 import re
-from collections.abc import Callable, Iterator, Mapping
-from datetime import date
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from collections.abc import Callable, Mapping, Sequence
+from datetime import date, datetime, timedelta, timezone
+from typing import Annotated, Any, TypeVar
 from urllib.parse import SplitResult, unquote, urlsplit
 
-import annotated_types
 import jiter
-from pydantic import AfterValidator, BaseModel, BeforeValidator, FilePath, PlainValidator, SecretStr, ValidationError
-from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, FilePath, PlainValidator, SecretStr
+from pydantic_core import PydanticCustomError
 
 from consumers import failpoints
 from consumers.prices import Price
-from consumers.spending import Cap, Spent
-from service.masking import mask, mask_url
-from service.sources import Known, Place, Reading, is_section
+from consumers.spending import EVERY_TENANT, Cap, Spent
+from service.masking import mask
 from topology.broker.urls import urls_of
 
 ALLOWED = "allowed"
 """Type of our own errors; their context says what is allowed."""
 _NAMESPACE = re.compile(r"[a-z][a-z0-9_-]{0,39}")
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}")
+_PROVIDER = re.compile(r"[a-z][a-z0-9_-]{0,39}")
+_PLACE = re.compile(r"[a-z0-9][a-z0-9.:-]{0,99}")
+_EARLIEST = timezone(timedelta(hours=14))
+"""Where a day begins first."""
 _PRINTABLE = re.compile(r"[!-~]{1,2000}")
 N = TypeVar("N", int, float)
 S = TypeVar("S", bound=BaseModel)
@@ -39,6 +41,12 @@ def _not_bool(value: Any) -> Any:
     return value.strip() if isinstance(value, str) else value
 
 
+def _finite(value: N) -> N:
+    if not math.isfinite(value):
+        raise ValueError
+    return value
+
+
 def _namespace(value: str) -> str:
     # `x-` would begin the delay bits' headers, which headers exchanges then pass over; `amq` belongs to the broker.
     if _NAMESPACE.fullmatch(value) is None or value.startswith(("x-", "amq")) or value == "x":
@@ -49,6 +57,23 @@ def _namespace(value: str) -> str:
 def _model(value: str) -> str:
     if _MODEL.fullmatch(value) is None:
         raise _wrong("the name of a model, such as claude-haiku-5-5")
+    return value
+
+
+def _place(value: str) -> str:
+    if _PLACE.fullmatch(value) is None:  # it becomes a part of the provider's address
+        raise _wrong("the name of a region, such as eu-central-1, or of a project: a to z, 0 to 9, - . :")
+    return value
+
+
+def is_provider_name(value: str) -> bool:
+    """As it can stand in an environment variable, in an account's name and in the log."""
+    return _PROVIDER.fullmatch(value) is not None
+
+
+def _provider(value: str) -> str:
+    if not is_provider_name(value):
+        raise _wrong("a list of providers' names: a to z, 0 to 9, _ and -, up to 40, a letter first")
     return value
 
 
@@ -67,6 +92,12 @@ def _words(value: Any) -> Any:
 def _not_empty(value: tuple[str, ...]) -> tuple[str, ...]:
     if not value or any(not word.strip() for word in value):
         raise _wrong("at least one name")
+    return value
+
+
+def _each_once(value: tuple[str, ...]) -> tuple[str, ...]:
+    if twice := [name for name in dict.fromkeys(value) if value.count(name) > 1]:
+        raise _wrong(f"each name once, and {_list(twice)} is there again")
     return value
 
 
@@ -149,33 +180,67 @@ def _chances(value: Any) -> Any:
     return chances
 
 
+class _OddError(ValueError):
+    """What is odd about a table, in words."""
+
+
 def _table(value: Any) -> Any:
-    """A table; in the environment a JSON object, or `name=value` separated by commas."""
+    """A table; in the environment a JSON object, or `name=value` separated by commas. Raises ValueError."""
     if not isinstance(value, str):
         return value
-    if not value.lstrip().startswith("{"):
-        pairs = (each.partition("=") for each in value.split(",") if each.strip())
-        return {name.strip(): said.strip() for name, _, said in pairs}
-    try:
-        return jiter.from_json(value.encode())
-    except (ValueError, UnicodeEncodeError):
-        return None
+    if value.lstrip().startswith("{"):
+        try:
+            return jiter.from_json(value.encode(), catch_duplicate_keys=True)
+        except ValueError as error:
+            raise _OddError("a name is there twice" if "duplicate" in str(error) else "this is no JSON") from None
+    found: dict[str, str] = {}
+    for name, _, said in (each.partition("=") for each in value.split(",") if each.strip()):
+        if name.strip() in found:
+            raise _OddError(f"{name.strip()[:80]!r} is there twice")
+        found[name.strip()] = said.strip()
+    return found
 
 
-def _each(read: Callable[[Any], Any], what: str) -> Callable[[Any], dict[str, Any]]:
-    """A validator of tables whose values `read` reads; it raises where one cannot be read."""
+def _each(name_of: Callable[[Any], str], read: Callable[[Any], Any], what: str) -> Callable[[Any], dict[str, Any]]:
+    """A validator of tables whose names and values are read by these; they raise where one cannot be."""
 
     def validate(value: Any) -> dict[str, Any]:
-        table = _table(value)
         try:
-            found = {name: read(said) for name, said in table.items()}
-        except (AttributeError, KeyError, TypeError, ValueError):
-            raise _wrong(what) from None
-        if not all(isinstance(name, str) and name for name in found):
+            table = _table(value)
+        except _OddError as odd:
+            raise _wrong(f"{what}; {odd}") from None
+        if not isinstance(table, Mapping):
             raise _wrong(what)
+        found: dict[str, Any] = {}
+        wrong: list[str] = []
+        for name, said in table.items():
+            try:
+                found[name_of(name)] = read(said)
+            except (AttributeError, KeyError, TypeError, ValueError):
+                wrong.append(name)
+        if wrong:
+            raise _wrong(f"{what}; not so: {_list(wrong)}")
         return found
 
     return validate
+
+
+def _list(names: Sequence[Any]) -> str:
+    """A few of them, shown."""
+    return ", ".join(mask(each) for each in names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _tenant(value: Any) -> str:
+    """A broker's user, as it is written there."""
+    if not isinstance(value, str) or not value.isprintable() or value != value.strip() or not 0 < len(value) < 256:
+        raise ValueError
+    if "*" in value:
+        raise ValueError
+    return value
+
+
+def _tenant_or_every(value: Any) -> str:
+    return EVERY_TENANT if value == EVERY_TENANT else _tenant(value)
 
 
 def _one_model(value: Any) -> str:
@@ -214,23 +279,28 @@ def _cap(value: Any) -> Cap:
 
 def _day(value: Any) -> str:
     try:
-        return date.fromisoformat(str(value).strip()).isoformat()
+        found = date.fromisoformat(str(value).strip())
     except ValueError:
         raise _wrong("a date such as 2026-11-21") from None
+    if found > (today := datetime.now(_EARLIEST).date()):
+        raise _wrong(f"the day from which these prices are known, {today} at the latest")
+    return found.isoformat()
 
 
 Day = Annotated[str, PlainValidator(_day)]
 ModelNames = Annotated[
-    Mapping[str, str], PlainValidator(_each(_one_model, "a table model = model, or model=model, separated by commas"))
+    Mapping[str, str],
+    PlainValidator(_each(_one_model, _one_model, "a table model = model, or model=model, separated by commas")),
 ]
 ModelLists = Annotated[
     Mapping[str, tuple[str, ...]],
-    PlainValidator(_each(_some_models, "a table name = [models], in the environment as JSON")),
+    PlainValidator(_each(_tenant, _some_models, "a table tenant = [models], in the environment as JSON, without *")),
 ]
 PriceTable = Annotated[
     Mapping[str, Price],
     PlainValidator(
         _each(
+            _one_model,
             _price,
             "for each model a table of US dollars per million tokens: input, output, and perhaps cache_read and "
             "cache_write; in the environment as JSON",
@@ -241,16 +311,21 @@ CapTable = Annotated[
     Mapping[str, Cap],
     PlainValidator(
         _each(
+            _tenant_or_every,
             _cap,
-            "for each tenant (* for every other) a table of numbers above 0: requests, tokens, usd, what is used in a "
-            "day; in the environment as JSON",
+            "for each tenant (* alone: for every other) a table of numbers above 0: requests, tokens, usd, what is "
+            "used in a day; in the environment as JSON",
         )
     ),
 ]
-Number = Annotated[N, BeforeValidator(_not_bool)]
+Number = Annotated[N, BeforeValidator(_not_bool), AfterValidator(_finite)]
 Namespace = Annotated[str, AfterValidator(_namespace)]
 ModelName = Annotated[str, AfterValidator(_model)]
-Words = Annotated[tuple[ModelName, ...], BeforeValidator(_words), AfterValidator(_not_empty)]
+ProviderName = Annotated[str, AfterValidator(_provider)]
+PlaceName = Annotated[str, AfterValidator(_place)]
+_Once = (BeforeValidator(_words), AfterValidator(_not_empty), AfterValidator(_each_once))
+ModelWords = Annotated[tuple[ModelName, ...], *_Once]
+ProviderNames = Annotated[tuple[ProviderName, ...], *_Once]
 Patterns = Annotated[tuple[str, ...], BeforeValidator(_words), AfterValidator(_not_empty)]
 UserNames = Annotated[tuple[str, ...], BeforeValidator(_words)]
 Key = Annotated[SecretStr, AfterValidator(_key)]
@@ -259,85 +334,3 @@ HttpUrl = Annotated[SecretStr, AfterValidator(_http_url)]
 StoreUrl = Annotated[SecretStr, AfterValidator(_store_url)]
 Chances = Annotated[dict[str, float], BeforeValidator(_chances)]
 ReadableFile = FilePath
-
-
-def validate(kind: type[S], reading: Reading, known: Known) -> tuple[S | None, list[str]]:
-    """The settings, or one line for each wrong value."""
-    try:
-        return kind(**reading.nested()), []
-    except ValidationError as error:
-        return None, list(dict.fromkeys(_line(kind, each, reading, known) for each in error.errors()))
-
-
-def _line(kind: type[BaseModel], error: ErrorDetails, reading: Reading, known: Known) -> str:
-    place = _place(error, known)
-    if known.pattern(place) not in known.env_names:  # a section whose values do not fit together
-        names = [each.name for path, each in reading.found.items() if path[: len(place)] == place]
-        return f"{', '.join(names)}: {error['msg'].removeprefix('Value error, ')}"
-    found = reading.found.get(place)
-    name = known.env_names[known.pattern(place)] if found is None else found.name
-    field = _field(kind, place)
-    allowed = error["ctx"]["what"] if error["type"] == ALLOWED else _allowed(field)
-    return f"{name}: found {_shown(field, error['input'] if found is None else found.value)}, allowed is {allowed}"
-
-
-def _place(error: ErrorDetails, known: Known) -> Place:
-    """The setting that an error is about: its location can go on into the items of a list."""
-    location = tuple(str(step) for step in error["loc"])
-    places = (location[:n] for n in range(len(location), 0, -1))
-    return next((each for each in places if known.pattern(each) in known.env_names), location)
-
-
-def _field(kind: type[BaseModel], place: Place) -> FieldInfo:
-    field = kind.model_fields[place[0]]
-    if len(place) == 1:
-        return field
-    if is_section(field.annotation):
-        return _field(field.annotation, place[1:])  # type: ignore[arg-type]
-    return _field(get_args(field.annotation)[1], place[2:])
-
-
-def _types(field: FieldInfo) -> Iterator[Any]:
-    """What a field's annotation is made of, `None` left out."""
-    todo: list[Any] = [field.annotation]
-    while todo:
-        each = todo.pop(0)
-        if each is not type(None):
-            yield each
-            if get_origin(each) is not Literal:
-                todo.extend(get_args(each))
-
-
-def _shown(field: FieldInfo, value: Any) -> str:
-    if SecretStr not in _types(field):
-        return mask(value)
-    if isinstance(value, str) and "://" in value:
-        return mask_url(value.strip())
-    return "(hidden)"
-
-
-def _allowed(field: FieldInfo) -> str:
-    types = list(_types(field))
-    for each in types:
-        if get_origin(each) is Literal:
-            return " or ".join(get_args(each))
-    if bool in types:
-        return "true or false"
-    if int in types or float in types:
-        return ("a whole number" if int in types else "a number") + _limits(field)
-    if SecretStr in types or str in types:
-        return "text" if tuple not in {get_origin(each) for each in types} else "a list of names"
-    return "a file that is there and can be read"
-
-
-def _limits(field: FieldInfo) -> str:
-    said = ""
-    for each in field.metadata:
-        match each:
-            case annotated_types.Ge(ge=low):
-                said += f" from {low}"
-            case annotated_types.Gt(gt=low):
-                said += f" above {low}"
-            case annotated_types.Le(le=high):
-                said += f" to {high}" if " from " in said else f", at most {high}"
-    return said

@@ -32,6 +32,7 @@ from consumers.state.base import Store
 from consumers.state.opening import open_store
 from service.budgeting import open_budgeting
 from service.pools import Pools
+from service.providers import open_providers
 from service.settings import Settings
 from topology.broker.apply import apply
 from topology.broker.connection import Connection
@@ -111,8 +112,12 @@ async def assemble(
     every = settings.lane_specs()
     worked = tuple(lane for lane in every if not lanes or lane.name in lanes)
     async with AsyncExitStack() as stack:
-        publishing = await stack.enter_async_context(_connection(settings, "publish"))
         tracing = Tracing(traces, broker=lambda: publishing.endpoint)
+        # First, because what is missing for them no broker can mend.
+        providers = open_providers(settings, traceparent=tracing.traceparent)
+        for each in providers:
+            stack.push_async_callback(each.aclose)
+        publishing = await stack.enter_async_context(_connection(settings, "publish"))
         consuming = await stack.enter_async_context(_connection(settings, "consume"))
         topology = declare(every, names=names, broker_version=publishing.version)
         await _apply_or_check(topology, publishing, declares=declares)
@@ -142,7 +147,7 @@ async def assemble(
         replies = Replies(publisher, names=names, direct=direct, allow=settings.reply_patterns())
         lifecycle = Lifecycle(notices, names=names, now_ms=now_ms)
         budgeting = await stack.enter_async_context(
-            open_budgeting(settings, store=store, lifecycle=lifecycle, tracing=tracing, rng=rng)
+            open_budgeting(settings, providers, store=store, lifecycle=lifecycle, tracing=tracing, rng=rng)
         )
         settler = Settler(
             publisher,

@@ -1,10 +1,9 @@
 """The sections of what is bought: providers, their budget, models, prices, caps."""
 
-import re
-from collections.abc import Mapping
-from typing import Annotated, Literal
+from collections.abc import Iterator, Mapping
+from typing import Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field
 
 from consumers.limits.spec import DEFAULT_LANES as LANE_BUDGETS
 from consumers.limits.spec import BudgetSpec, Caps, LaneBudget
@@ -16,17 +15,17 @@ from service.allowed import (
     HttpUrl,
     Key,
     ModelLists,
-    ModelName,
     ModelNames,
     Number,
+    PlaceName,
     PriceTable,
 )
 from service.sections import Section
+from service.validation import Disagreement
 from topology.lanes import BATCH, CRITICAL, DEFAULT_LANES, NORMAL
 
 FIRST = "anthropic"
 """The provider of ANTHROPIC_API_KEY and ANTHROPIC_BASE_URL."""
-_PROVIDER_NAME = re.compile(r"[a-z][a-z0-9_-]{0,39}")
 _NEEDS = {
     "anthropic": ("api_key", "base_url"),
     "bedrock": ("region",),
@@ -60,31 +59,27 @@ class ProviderSettings(LimitsSettings):
     """`anthropic`: anything that answers like Anthropic's API at `base_url`."""
     api_key: Key | None = None
     base_url: HttpUrl | None = None
-    region: ModelName | None = None
-    project: ModelName | None = None
+    region: PlaceName | None = None
+    project: PlaceName | None = None
     models: ModelNames | None = None
     """Its own name for each model that it has; none: all, under Anthropic's names."""
 
-    @model_validator(mode="after")
-    def _has_what_its_kind_needs(self) -> "ProviderSettings":
-        needs = _NEEDS[self.kind]
-        if missing := [name for name in needs if getattr(self, name) is None]:
-            raise ValueError(f"a provider of kind {self.kind} needs {' and '.join(missing)}")
-        if idle := [name for name in ("region", "project") if name not in needs and getattr(self, name) is not None]:
-            raise ValueError(f"a provider of kind {self.kind} has no {' and no '.join(idle)}")
-        return self
+    def disagreements(self) -> Iterator[Disagreement]:
+        needs, kind = _NEEDS[self.kind], (("kind",),)
+        for name in needs:
+            if name != "api_key" and getattr(self, name) is None:
+                yield Disagreement(f"not set; a provider of kind {self.kind} needs it", at=((name,),), by=kind)
+        for name in ("region", "project"):
+            if name not in needs and getattr(self, name) is not None:
+                yield Disagreement(f"a provider of kind {self.kind} has none; remove it", at=((name,),), by=kind)
 
+        if self.models is not None and not self.models:
+            yield Disagreement("names no model; where it has all of them, leave it out", at=(("models",),))
 
-def _their_names_are_names(value: dict[str, ProviderSettings]) -> dict[str, ProviderSettings]:
-    for name in value:
-        if name == FIRST:
-            raise ValueError(f"the name {FIRST} is taken: by ANTHROPIC_API_KEY and ANTHROPIC_BASE_URL")
-        if _PROVIDER_NAME.fullmatch(name) is None:
-            raise ValueError(f"{name[:80]!r} is no name: a to z, 0 to 9, _ and -, up to 40, a letter first")
-    return value
-
-
-Providers = Annotated[dict[str, ProviderSettings], AfterValidator(_their_names_are_names)]
+    def lacks(self) -> Iterator[Disagreement]:
+        """What only a caller needs: applications may have the same file, and not the key."""
+        if "api_key" in _NEEDS[self.kind] and self.api_key is None:
+            yield Disagreement(f"not set; a provider of kind {self.kind} needs it", at=(("api_key",),), by=(("kind",),))
 
 
 class ModelsSettings(Section):
@@ -137,12 +132,14 @@ class LaneBudgetsSettings(Section):
         """By the lane's name, the most urgent first."""
         return {lane.name: getattr(self, lane.name).spec() for lane in DEFAULT_LANES}
 
-    @model_validator(mode="after")
-    def _shares_of_a_whole(self) -> "LaneBudgetsSettings":
-        total = self.critical.share + self.normal.share + self.batch.share
-        if total > 1 + 1e-9:
-            raise ValueError(f"the shares are {total:.0%} together, allowed are 100 %")
-        return self
+    def disagreements(self) -> Iterator[Disagreement]:
+        shares = {lane.name: getattr(self, lane.name).share for lane in DEFAULT_LANES}
+        if (total := sum(shares.values())) > 1 + 1e-9:
+            each = ", ".join(f"{lane} {share * 100:g} %" for lane, share in shares.items())
+            yield Disagreement(
+                f"the shares are {total * 100:g} % together ({each}), allowed are 100 %",
+                at=tuple((lane, "share") for lane in shares),
+            )
 
 
 class BudgetSettings(LimitsSettings):

@@ -1,7 +1,7 @@
 """Who is asked, when, and at whose expense: providers, budgets and caps, and the gates before them, made."""
 
 import random
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
@@ -13,6 +13,7 @@ from consumers.lifecycle import Lifecycle
 from consumers.limits.base import Budgets
 from consumers.limits.estimates import Estimates
 from consumers.limits.local import LocalBudgets
+from consumers.providers.base import Provider
 from consumers.providers.breaker import Breakers
 from consumers.providers.registry import Registry
 from consumers.providers.routes import Routes
@@ -20,7 +21,6 @@ from consumers.spending import Spending
 from consumers.state.base import Store
 from consumers.state.redis_budgets import RedisBudgets
 from consumers.state.redis_client import RedisClient
-from service.providers import open_providers
 from service.settings import Settings
 from topology.tracing import Tracing
 
@@ -52,21 +52,25 @@ class Budgeting:
 
 @asynccontextmanager
 async def open_budgeting(
-    settings: Settings, *, store: Store, lifecycle: Lifecycle, tracing: Tracing, rng: random.Random
+    settings: Settings,
+    providers: Sequence[Provider],
+    *,
+    store: Store,
+    lifecycle: Lifecycle,
+    tracing: Tracing,
+    rng: random.Random,
 ) -> AsyncIterator[Budgeting]:
-    """Make all of it. Raises SettingsError, with everything that is missing."""
+    """Make all of it."""
     spec, prices = settings.budget_spec(), settings.price_table()
-    async with AsyncExitStack() as stack:
-        budgets = await stack.enter_async_context(_budgets(settings))
+    async with _budgets(settings) as budgets:
         breakers, spending = Breakers(store), Spending(store, settings.caps_spec())
         registry = Registry(
-            *open_providers(settings, traceparent=tracing.traceparent),
+            *providers,
             tracing=tracing,
             breakers=breakers,
             prices=prices,
             learn=budgets.learn,
         )
-        stack.push_async_callback(registry.aclose)
         route_gate = RouteGate(Routes(settings.routes_spec()), breakers, now_ms=now_ms, rng=rng)
         budget_gate = BudgetGate(
             budgets,

@@ -1,13 +1,15 @@
 """The settings' sections, but for those of providers and their budget (`service/budget_sections.py`)."""
 
 import ssl
+from collections.abc import Iterator
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from consumers.job import ATTEMPT_WITHIN_S
 from consumers.retry import RetryPolicy
 from consumers.state.spec import StoreSpec
-from service.allowed import ModelName, Number, Patterns, ReadableFile, Words
+from service.allowed import ModelName, ModelWords, Number, Patterns, ProviderNames, ReadableFile
+from service.validation import Disagreement
 from topology.lanes import BATCH, CRITICAL, DEFAULT_LANES, GIB, MIB, NORMAL, LaneSpec
 
 YEAR_S = 365 * 86_400
@@ -18,6 +20,10 @@ class Section(BaseModel):
     """A group of settings; nothing else may be in it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    def disagreements(self) -> Iterator[Disagreement]:
+        """What is wrong with values that are each right by themselves."""
+        return iter(())
 
 
 class LaneSettings(Section):
@@ -32,28 +38,28 @@ class LaneSettings(Section):
     max_attempts: Number[int] = Field(ge=1, le=100)
     model: ModelName
     max_tokens: Number[int] = Field(ge=1, le=1_000_000)
-    models: Words | None = None
-    providers: Words | None = None
+    models: ModelWords | None = None
+    providers: ProviderNames | None = None
     """Which it asks, in this order; none: all, the first provider first, then the others by name."""
     max_length: Number[int] = Field(ge=1, le=1_000_000_000)
     max_length_bytes: Number[int] = Field(ge=MIB, le=1024 * GIB)  # at least the largest request
 
-    @model_validator(mode="after")
-    def _its_own_model_is_allowed(self) -> "LaneSettings":
+    def disagreements(self) -> Iterator[Disagreement]:
         if self.models is not None and self.model not in self.models:
-            raise ValueError(f"models leaves out the lane's own model, {self.model}")
-        return self
-
-    @model_validator(mode="after")
-    def _its_slots_are_in_order(self) -> "LaneSettings":
-        wrong = []
+            yield Disagreement(
+                f"models leaves out the lane's own model, {self.model}; add it, or set another model",
+                at=(("models",), ("model",)),
+            )
         if self.slots_min is not None and self.slots_min > self.slots:
-            wrong.append(f"slots_min ({self.slots_min}) is above slots ({self.slots})")
+            yield Disagreement(
+                f"slots_min ({self.slots_min}) is above slots ({self.slots}); lower it, or set more slots",
+                at=(("slots_min",), ("slots",)),
+            )
         if self.slots_max is not None and self.slots_max < self.slots:
-            wrong.append(f"slots_max ({self.slots_max}) is below slots ({self.slots})")
-        if wrong:
-            raise ValueError("; ".join(wrong))
-        return self
+            yield Disagreement(
+                f"slots_max ({self.slots_max}) is below slots ({self.slots}); raise it, or set fewer slots",
+                at=(("slots_max",), ("slots",)),
+            )
 
     @classmethod
     def of(cls, spec: LaneSpec) -> "LaneSettings":
@@ -89,15 +95,16 @@ class TlsSettings(Section):
     cert_file: ReadableFile | None = None
     key_file: ReadableFile | None = None
 
-    @model_validator(mode="after")
-    def _loads(self) -> "TlsSettings":
+    def disagreements(self) -> Iterator[Disagreement]:
         if self.key_file is not None and self.cert_file is None:
-            raise ValueError("key_file is given without cert_file")
+            yield Disagreement("key_file is given without cert_file", at=(("key_file",),), by=(("cert_file",),))
         try:
             self.given_context()
         except (ssl.SSLError, OSError) as error:
-            raise ValueError(f"ca_file, cert_file or key_file cannot be used: {error}") from None
-        return self
+            yield Disagreement(
+                f"ca_file, cert_file or key_file cannot be used: {error}",
+                at=(("ca_file",), ("cert_file",), ("key_file",)),
+            )
 
     def given_context(self) -> ssl.SSLContext | None:
         """For https; None where nothing is set, and the system's certificates need not be read for it."""
@@ -131,8 +138,8 @@ class RetrySettings(Section):
     base_s: Number[float] = Field(default=RetryPolicy().base_s, gt=0, le=3600)
     cap_s: Number[float] = Field(default=RetryPolicy().cap_s, gt=0, le=86_400)
 
-    @model_validator(mode="after")
-    def _base_below_cap(self) -> "RetrySettings":
+    def disagreements(self) -> Iterator[Disagreement]:
         if self.base_s > self.cap_s:
-            raise ValueError(f"base_s ({self.base_s:g}) is above cap_s ({self.cap_s:g})")
-        return self
+            yield Disagreement(
+                f"base_s ({self.base_s:g}) is above cap_s ({self.cap_s:g})", at=(("base_s",), ("cap_s",))
+            )

@@ -11,12 +11,12 @@ import fnmatch
 import os
 import re
 import ssl
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote, unquote, urlsplit
 
-from pydantic import Field, SecretStr
+from pydantic import BaseModel, Field, SecretStr
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from consumers.limits.spec import BudgetSpec
@@ -25,15 +25,15 @@ from consumers.providers.routes import ProviderModels, RoutesSpec
 from consumers.retry import RetryPolicy
 from consumers.spending import CapsSpec
 from consumers.state.spec import StoreSpec
-from service import allowed, sources
-from service.allowed import AmqpUrl, Chances, HttpUrl, Key, Namespace, Number, StoreUrl, UserNames
+from service import agreement, sources, validation
+from service.allowed import AmqpUrl, Chances, HttpUrl, Key, Namespace, Number, StoreUrl, UserNames, is_provider_name
 from service.budget_sections import (
     FIRST,
     BudgetSettings,
     CapsSettings,
     ModelsSettings,
     PricesSettings,
-    Providers,
+    ProviderSettings,
 )
 from service.masking import mask_url
 from service.sections import (
@@ -43,8 +43,10 @@ from service.sections import (
     ReplySettings,
     ResultSettings,
     RetrySettings,
+    Section,
     TlsSettings,
 )
+from service.validation import Disagreement
 from topology.broker.urls import urls_of
 from topology.contract.problems import SettingsError
 from topology.lanes import DEFAULT_LANES, LaneSpec
@@ -77,7 +79,7 @@ class Settings(BaseSettings):
     namespace: Namespace = "lane"
     anthropic_api_key: Key | None = None
     anthropic_base_url: HttpUrl | None = None
-    providers: Providers = {}
+    providers: dict[str, ProviderSettings] = {}
     models: ModelsSettings = ModelsSettings()
     prices: PricesSettings = PricesSettings()
     caps: CapsSettings = CapsSettings()
@@ -144,18 +146,40 @@ class Settings(BaseSettings):
     def caps_spec(self) -> CapsSpec:
         return self.caps.spec()
 
-    def disagreements(self) -> list[str]:
+    def disagreements(self) -> Iterator[Disagreement]:
         """What is wrong with settings that are each right by themselves."""
-        lanes, prices = self.lane_specs(), self.price_table()
-        used = {model for lane in lanes for model in (lane.model, *(lane.models or ()))}
-        problems = self.routes_spec().problems(known=prices.models | used)
-        if self.caps_spec().in_money:
-            problems += [
-                f"prices.models: {model!r} has no price, and what is spent is capped in dollars"
-                for model in sorted(used)
-                if prices.of(model) is None
-            ]
-        return problems
+        for place, section in _sections(self):
+            yield from (each.under(place) for each in section.disagreements())
+        yield from self._of_names()
+        yield from agreement.disagreements(
+            lanes=self.lane_specs(),
+            routes=self.routes_spec(),
+            prices=self.price_table(),
+            in_money=self.caps_spec().in_money,
+        )
+
+    def lacks(self) -> Iterator[Disagreement]:
+        """What who calls providers needs besides."""
+        if any(each.name == FIRST for each in self.routes_spec().providers) and self.api_key is None:
+            yield Disagreement(
+                "not set; set it, or answer without a provider: lanekeeper serve --simulate",
+                at=(("anthropic_api_key",),),
+            )
+        for name, provider in self.providers.items():
+            yield from (each.under(("providers", name)) for each in provider.lacks())
+
+    def _of_names(self) -> Iterator[Disagreement]:
+        for name in self.providers:
+            if name == FIRST:
+                yield Disagreement(
+                    f"the name {FIRST} is taken: by ANTHROPIC_API_KEY and ANTHROPIC_BASE_URL; choose another",
+                    at=(("providers", name),),
+                )
+            elif not is_provider_name(name):
+                yield Disagreement(
+                    f"{name[:80]!r} is no name: a to z, 0 to 9, _ and -, up to 40, a letter first",
+                    at=(("providers", name),),
+                )
 
     def _lane(self, lane: LaneSpec) -> LaneSettings:
         found: LaneSettings = getattr(self.lanes, lane.name)
@@ -298,12 +322,14 @@ def load_settings(
     *,
     environ: Mapping[str, str] | None = None,
     dotenv: Path = DOTENV_FILE,
+    for_calls: bool = False,
     **options: Any,
 ) -> Settings:
     """Read all sources and validate them together.
 
     `config`: a TOML file that must exist; None: `lanekeeper.toml`, if there. `options`: nested as `Settings` is
-    (`lanes={"batch": {"slots": 12}}`), None for what was not given. Raises SettingsError that names every wrong value.
+    (`lanes={"batch": {"slots": 12}}`), None for what was not given. `for_calls`: providers will be called,
+    and so their keys must be there. Raises SettingsError that names everything that is wrong.
     """
     reading = sources.Reading()
     if config is not None or CONFIG_FILE.is_file():
@@ -311,11 +337,28 @@ def load_settings(
     sources.read_dotenv(reading, KNOWN, dotenv)
     sources.read_environment(reading, KNOWN, os.environ if environ is None else environ)
     sources.read_options(reading, KNOWN, options)
-    settings, problems = allowed.validate(Settings, reading, KNOWN)
-    problems = [*reading.problems, *problems, *(settings.disagreements() if settings is not None else ())]
-    if settings is None or problems:
+    settings, wrong = validation.validate(Settings, reading, KNOWN)
+    disagreements = [*settings.disagreements(), *(settings.lacks() if for_calls else ())]
+    problems = [
+        *reading.problems,
+        *wrong.values(),
+        *validation.disagreed(disagreements, reading, KNOWN, wrong=wrong.keys()),
+    ]
+    if problems:
         raise SettingsError(_told(problems))
     return settings
+
+
+def _sections(node: BaseModel, place: sources.Place = ()) -> Iterator[tuple[sources.Place, Section]]:
+    """All sections, and where they lie."""
+    if isinstance(node, Section):
+        yield place, node
+    for name, value in node:
+        if isinstance(value, Section):
+            yield from _sections(value, (*place, name))
+    if isinstance(node, Settings):
+        for name, provider in node.providers.items():
+            yield from _sections(provider, ("providers", name))
 
 
 def _told(problems: list[str]) -> str:

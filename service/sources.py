@@ -5,7 +5,7 @@ wrote it. What is not a setting, or is one only in a later version, is a problem
 """
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -68,6 +68,11 @@ def env_names(kind: type[BaseModel], place: Place = ()) -> dict[Place, str]:
     return found
 
 
+def _filled_in(name: str, place: Place) -> str:
+    """An environment name, with the name of the section that its author chose."""
+    return name.replace(f"__{ANY}__", f"__{place[1].upper()}__") if f"__{ANY}__" in name else name
+
+
 def is_section(kind: object) -> bool:
     """Whether it is a model, with settings in it."""
     return isinstance(kind, type) and issubclass(kind, BaseModel)
@@ -80,15 +85,23 @@ class Reading:
     found: dict[Place, Found] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
-    def nested(self) -> dict[str, Any]:
-        """The values as nested dicts."""
+    def nested(self, *, without: Collection[Place] = ()) -> dict[str, Any]:
+        """The values as nested dicts; of those left out, the sections alone."""
         root: dict[str, Any] = {}
         for path, each in self.found.items():
             node = root
             for step in path[:-1]:
                 node = node.setdefault(step, {})
-            node[path[-1]] = each.value
+            if path not in without:
+                node[path[-1]] = each.value
         return root
+
+    def name_of(self, place: Place, known: Known) -> str:
+        """Of a setting that was not given: as the author of its neighbours would write it."""
+        for near, each in self.found.items():
+            if near[:-1] == place[:-1] and each.name.startswith(".".join(near)):
+                return each.name.replace(".".join(near), ".".join(place), 1)
+        return _filled_in(known.env_names[known.pattern(place)], place)
 
 
 def read_toml(reading: Reading, known: Known, path: Path) -> None:
@@ -142,9 +155,14 @@ def _unknown_variable(known: Known, name: str, *, where: str) -> str:
     if path in known.sections:
         inside = next(env for place, env in known.env_names.items() if place[: len(path)] == path)
         return f"{name}{where}: is a group of settings; set one of them, such as {inside}"
-    known_names = {env.removeprefix(PREFIX): env for env in known.env_names.values()}
+    known_names = {_filled_in(env, path).removeprefix(PREFIX): _filled_in(env, path) for env in _near(known, path)}
     near = get_close_matches(name.upper().removeprefix(PREFIX), known_names, n=1, cutoff=0.7)
     return f"{name}{where}: no such setting" + (f"; did you mean {known_names[near[0]]}?" if near else "")
+
+
+def _near(known: Known, path: Place) -> Iterator[str]:
+    """Names that may be meant; those in named sections only where there is such a name."""
+    return (env for env in known.env_names.values() if len(path) > 1 or ANY not in env)
 
 
 def _walk(reading: Reading, known: Known, node: Mapping[str, Any], path: Place, *, where: str) -> None:
@@ -161,7 +179,7 @@ def _walk(reading: Reading, known: Known, node: Mapping[str, Any], path: Place, 
             if isinstance(value, Mapping):
                 _walk(reading, known, value, place, where=where)
             else:
-                inside = ", ".join(_inside(known, known.pattern(place)))
+                inside = ", ".join(_inside(known, known.pattern(place))).replace(ANY, "a table for each name")
                 reading.problems.append(f"{name}: found {mask(value)}, allowed is a table with {inside}")
         else:
             near = get_close_matches(key, _inside(known, known.pattern(path)), n=1, cutoff=0.7)

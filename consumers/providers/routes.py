@@ -6,7 +6,9 @@ its fallback, and with that one's fallback. What the lane or the tenant may not 
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import lru_cache
+from typing import NamedTuple
 
 from topology.contract.problems import RequestProblem
 
@@ -37,6 +39,13 @@ class ProviderModels:
     """Its own name for each model that it has; None: all, under the names that they have."""
 
 
+class Problem(NamedTuple):
+    """What is wrong with one of the settings that chains are made of."""
+
+    place: tuple[str, ...]
+    text: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutesSpec:
     """What is settled about the chains."""
@@ -52,18 +61,19 @@ class RoutesSpec:
     tenants: Mapping[str, Collection[str]] = field(default_factory=dict)
     """Tenants that may use some models only."""
 
-    def problems(self, *, known: Collection[str]) -> list[str]:
-        """Everything that is wrong, each with its name. `known`: models that a lane uses or that have a price."""
-        return [*self._of_lanes(), *self._of_fallbacks(), *self._of_models(known)]
+    def problems(self, *, known: Collection[str]) -> list[Problem]:
+        """What is wrong, but for circles. `known`: models that a lane uses or that have a price."""
+        return [*self._of_lanes(), *self._of_models(known), *self._of_lane_models()]
 
-    def _of_lanes(self) -> Iterator[str]:
+    def _of_lanes(self) -> Iterator[Problem]:
         names = [each.name for each in self.providers]
         for lane, wanted in self.lanes.items():
             for name in wanted:
                 if name not in names:
-                    yield f"lanes.{lane}.providers: no provider {name!r}; there are {', '.join(names)}"
+                    yield Problem(("lanes", lane, "providers"), f"no provider {name!r}; there are {', '.join(names)}")
 
-    def _of_fallbacks(self) -> Iterator[str]:
+    def circles(self) -> Iterator[str]:
+        """Fallbacks that have no end."""
         told: set[str] = set()
         for model in self.fallbacks:
             way = [model]
@@ -71,30 +81,42 @@ class RoutesSpec:
                 way.append(following)
             if following == model and model not in told:
                 told.update(way)
-                yield f"models.fallbacks: {' -> '.join([*way, model])} goes in a circle"
+                yield f"{' -> '.join([*way, model])} goes in a circle; take one of them out"
 
-    def _of_models(self, known: Collection[str]) -> Iterator[str]:
-        named = [(f"providers.{each.name}.models", tuple(each.models or ())) for each in self.providers]
-        named.append(("models.fallbacks", tuple(dict.fromkeys([*self.fallbacks, *self.fallbacks.values()]))))
-        named += [(f"models.tenants.{tenant}", tuple(models)) for tenant, models in self.tenants.items()]
-        for where, models in named:
+    def _of_models(self, known: Collection[str]) -> Iterator[Problem]:
+        for each in self.providers:
+            for model in each.models or ():
+                if model not in known:
+                    yield Problem(("providers", each.name, "models"), unknown(model, known))
+        known = {*known, *(model for each in self.providers for model in each.models or ())}
+        for model in dict.fromkeys([*self.fallbacks, *self.fallbacks.values()]):
+            if model not in known:
+                yield Problem(("models", "fallbacks"), unknown(model, known))
+        for tenant, models in self.tenants.items():
             for model in models:
                 if model not in known:
-                    yield (
-                        f"{where}: unknown model {model!r}; known are those with a price (prices.models) "
-                        f"and those that lanes name: {', '.join(sorted(known))}"
-                    )
+                    yield Problem(("models", "tenants"), f"of {tenant[:80]!r}: {unknown(model, known)}")
+
+    def _of_lane_models(self) -> Iterator[Problem]:
         for lane, allowed in self.lane_models.items():
             for model in allowed or ():
                 if not self._has(lane, model):
-                    yield f"lanes.{lane}.models: no provider of the lane has {model!r}"
+                    yield Problem(("lanes", lane, "models"), f"no provider of the lane has {model!r}")
 
     def _has(self, lane: str, model: str) -> bool:
+        """Whether a provider of the lane has it."""
         names = self.lanes.get(lane)
         return any(
             (names is None or each.name in names) and (each.models is None or model in each.models)
             for each in self.providers
         )
+
+
+def unknown(model: str, known: Collection[str]) -> str:
+    """What is told of a model that nobody else speaks of."""
+    near = get_close_matches(model, known, n=1, cutoff=0.8)
+    meant = f"did you mean {near[0]}? Else" if near else f"known are {', '.join(sorted(known))};"
+    return f"unknown model {model!r}; {meant} give it a price in prices.models (LANEKEEPER_PRICES__MODELS)"
 
 
 class Routes:

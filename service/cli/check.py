@@ -1,6 +1,7 @@
 """`lanekeeper check`: what is wrong and how to mend it."""
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -23,10 +24,19 @@ def check(json: options.Json = False, config: options.Config = None, sets: optio
 
     try:
         settings = options.settings_of(config, sets)
-    except SettingsError as error:
-        _show([Finding("settings", False, str(error))], json=json)
+    except SettingsError:
+        _show([Finding("settings", False, _all_that_is_wrong(config, sets))], json=json)
         raise typer.Exit(FAILED) from None
     run(_check(settings, json=json))
+
+
+def _all_that_is_wrong(config: Path | None, sets: list[str] | None) -> str:
+    """With the providers' keys that are missing: where nothing else is wrong each is a finding of its own."""
+    try:
+        options.settings_of(config, sets, for_calls=True)
+    except SettingsError as error:
+        return str(error)
+    return ""
 
 
 async def _check(settings: "Settings", *, json: bool) -> None:

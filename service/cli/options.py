@@ -40,8 +40,9 @@ _UNITS_S = {"ms": 0.001, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(ms|s|m|h|d|)")
 
 
-def settings_of(config: Path | None, sets: list[str] | None, **options: Any) -> "Settings":
+def settings_of(config: Path | None, sets: list[str] | None, *, for_calls: bool = False, **options: Any) -> "Settings":
     """The settings that a command works with; `options` are its own, nested as `Settings` is, None for not given.
+    `for_calls`: it calls providers.
 
     Raises SettingsError, typer.BadParameter.
     """
@@ -60,7 +61,7 @@ def settings_of(config: Path | None, sets: list[str] | None, **options: Any) -> 
                     _put(given, [name, inner], inner_value)
         elif value is not None:
             given[name] = value
-    return load_settings(config, **given)
+    return load_settings(config, for_calls=for_calls, **given)
 
 
 def _put(given: dict[str, Any], path: list[str], value: object) -> None:

@@ -39,7 +39,7 @@ def serve(
 
       ANTHROPIC_API_KEY=… lanekeeper serve --set lanes.batch.slots=12
     """
-    settings = options.settings_of(config, sets, gateway={"host": host, "port": port})
+    settings = options.settings_of(config, sets, for_calls=not simulate, gateway={"host": host, "port": port})
     _work(settings, lanes=(), declares=True, simulate=simulate)
 
 
@@ -59,7 +59,7 @@ def consume(
 
     Example:  lanekeeper consume --lane critical --lane normal --port 8081
     """
-    settings = options.settings_of(config, sets, gateway={"host": host, "port": port})
+    settings = options.settings_of(config, sets, for_calls=not simulate, gateway={"host": host, "port": port})
     _work(settings, lanes=tuple(lane.value for lane in lanes or ()), declares=False, simulate=simulate)
 
 

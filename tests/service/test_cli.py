@@ -94,9 +94,47 @@ def test_a_wrong_setting_ends_every_command_with_one_line(
     command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("LANEKEEPER_LANES__BATCH__SLOTS", "0")
+    monkeypatch.setenv("ANTHROPIC_API_KEY", "s3cret")
 
     assert main.run(command) == 2
     assert "LANEKEEPER_LANES__BATCH__SLOTS: found '0', allowed is" in one_line(capsys)
+
+
+@pytest.mark.parametrize("command", [["serve"], ["consume"], ["serve", "--config", "x.toml"]])
+def test_who_calls_providers_needs_their_keys_and_is_told_before_a_broker_is_looked_for(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "x.toml").write_text("[lanes.batch]\nproviders = ['anthropic', 'eu']")
+    monkeypatch.setenv("LANEKEEPER_PROVIDERS__EU__BASE_URL", "https://claude.example")
+    monkeypatch.setenv("LANEKEEPER_BUDGET__REQUESTS_PER_MIN", "0")
+
+    assert main.run(command) == 2
+    out, told = capsys.readouterr()
+    assert out == ""
+    assert "LANEKEEPER_PROVIDERS__EU__API_KEY: not set; a provider of kind anthropic needs it" in told
+    assert "LANEKEEPER_BUDGET__REQUESTS_PER_MIN: found '0', allowed is a number above 0" in told
+    assert ("ANTHROPIC_API_KEY: not set; set it, or answer without a provider" in told) == ("--config" in command)
+    assert "broker" not in told
+    assert "Traceback" not in told
+
+
+def test_a_provider_whose_packages_are_missing_is_told_before_a_broker_is_looked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    monkeypatch.setenv("LANEKEEPER_PROVIDERS__AWS__KIND", "bedrock")
+    monkeypatch.setenv("LANEKEEPER_PROVIDERS__AWS__REGION", "eu-central-1")
+
+    assert main.run(["serve"]) == 2
+    assert "providers.aws: needs packages that are not installed; run: pip install 'lanekeeper[bedrock]'" in one_line(
+        capsys
+    )
+
+
+def test_who_calls_no_provider_needs_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LANEKEEPER_PROVIDERS__EU__BASE_URL", "https://claude.example")
+
+    assert main.run(["topology", "show", "--for", "4.3"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -134,8 +172,21 @@ def test_check_tells_what_is_wrong_in_a_line_each(capsys: pytest.CaptureFixture[
 def test_check_tells_wrong_settings(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("LANEKEEPER_TYPO", "1")
 
+    monkeypatch.setenv("ANTHROPIC_API_KEY", "s3cret")
+
     assert main.run(["check"]) == 1
     assert capsys.readouterr().out.startswith("wrong  settings     wrong setting: LANEKEEPER_TYPO: no such setting")
+
+
+def test_check_tells_keys_that_are_missing_with_the_wrong_settings(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LANEKEEPER_TYPO", "1")
+
+    assert main.run(["check"]) == 1
+    told = capsys.readouterr().out
+    assert "LANEKEEPER_TYPO: no such setting" in told
+    assert "ANTHROPIC_API_KEY: not set" in told
 
 
 def test_an_unexpected_error_is_one_line_and_a_traceback_only_on_demand(

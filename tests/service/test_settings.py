@@ -1,16 +1,14 @@
 """Settings: which source wins, what is wrong and under which name it is told, and what is never shown."""
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 
-from consumers.prices import Price
-from consumers.spending import Cap
 from service.settings import Settings, load_settings
+from tests.support.settings import lane, load, wrong
 from topology.contract.problems import SettingsError
-from topology.lanes import DEFAULT_LANES, LaneSpec
+from topology.lanes import DEFAULT_LANES
 
 SECRET = "s3cret"
 
@@ -19,25 +17,6 @@ SECRET = "s3cret"
 def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def load(toml: str | None = None, *, env: dict[str, str] | None = None, **options: object) -> Settings:
-    config = None
-    if toml is not None:
-        config = Path("given.toml")
-        config.write_text(toml)
-    return load_settings(config, environ=env or {}, **options)
-
-
-def wrong(toml: str | None = None, *, env: dict[str, str] | None = None, **options: object) -> str:
-    with pytest.raises(SettingsError) as caught:
-        load(toml, env=env, **options)
-    assert caught.value.__cause__ is None, "a cause would bring the values into a traceback"
-    return str(caught.value)
-
-
-def lane(settings: Settings, name: str) -> LaneSpec:
-    return next(each for each in settings.lane_specs() if each.name == name)
 
 
 def test_without_any_source_the_lanes_are_the_defaults() -> None:
@@ -67,8 +46,12 @@ def test_the_slots_that_are_kept_and_the_most_follow_from_the_slots_where_they_a
 
 def test_slots_that_are_out_of_order_are_told_together() -> None:
     told = wrong("[lanes.batch]\nslots = 4\nslots_min = 5\nslots_max = 3\n[lanes.normal]\ntarget_wait_s = 0")
-    assert "slots_min (5) is above slots (4); slots_max (3) is below slots (4)" in told
-    assert "lanes.batch.slots_min" in told
+    assert (
+        "lanes.batch.slots_min in given.toml, lanes.batch.slots in given.toml: slots_min (5) is above slots (4)" in told
+    )
+    assert (
+        "lanes.batch.slots_max in given.toml, lanes.batch.slots in given.toml: slots_max (3) is below slots (4)" in told
+    )
     assert "lanes.normal.target_wait_s in given.toml: found 0, allowed is a number above 0" in told
 
 
@@ -439,172 +422,3 @@ def test_answered_by_changes_the_provider_alone() -> None:
     after = before.answered_by("http://127.0.0.1:1234", key="simulated")
 
     assert (after.provider_url, after.api_key, after.namespace) == ("http://127.0.0.1:1234", "simulated", "staging")
-
-
-PROVIDERS = {
-    "LANEKEEPER_PROVIDERS__AWS__KIND": "bedrock",
-    "LANEKEEPER_PROVIDERS__AWS__REGION": "eu-central-1",
-    "LANEKEEPER_PROVIDERS__AWS__MODELS": "claude-sonnet-5-5=eu.anthropic.claude-sonnet-5-5-v1:0",
-    "LANEKEEPER_PROVIDERS__EU_2__API_KEY": SECRET,
-    "LANEKEEPER_PROVIDERS__EU_2__BASE_URL": "https://claude.example",
-}
-
-
-def test_providers_have_names_of_their_own_and_come_after_the_first_by_name() -> None:
-    spec = load(env={**PROVIDERS, "ANTHROPIC_API_KEY": SECRET}).routes_spec()
-
-    assert [each.name for each in spec.providers] == ["anthropic", "aws", "eu_2"]
-    assert spec.providers[1].models == {"claude-sonnet-5-5": "eu.anthropic.claude-sonnet-5-5-v1:0"}
-    assert spec.providers[2].models is None
-
-
-def test_the_first_provider_is_left_out_where_others_are_named_and_it_has_no_key() -> None:
-    assert [each.name for each in load(env=PROVIDERS).routes_spec().providers] == ["aws", "eu_2"]
-    assert [each.name for each in load().routes_spec().providers] == ["anthropic"]
-
-
-def test_a_provider_in_toml_is_overridden_field_by_field() -> None:
-    toml = (
-        f"[providers.eu]\napi_key = '{SECRET}'\nbase_url = 'https://a'\n[providers.eu.models]\n'claude-opus-5-5' = 'o'"
-    )
-
-    settings = load(toml, env={"LANEKEEPER_PROVIDERS__EU__BASE_URL": "https://b.example"})
-
-    base_url = settings.providers["eu"].base_url
-    assert base_url is not None
-    assert base_url.get_secret_value() == "https://b.example"
-    assert settings.routes_spec().providers[0].models == {"claude-opus-5-5": "o"}
-    assert SECRET not in repr(settings)
-
-
-def test_a_lane_asks_in_its_own_order() -> None:
-    settings = load(env={**PROVIDERS, "LANEKEEPER_LANES__BATCH__PROVIDERS": "aws"})
-
-    assert settings.routes_spec().lanes == {"batch": ("aws",)}
-    assert settings.lane_specs() == DEFAULT_LANES
-
-
-def test_wrong_providers_are_told_by_name_and_show_no_key() -> None:
-    told = wrong(
-        "[providers.Eu]\nbase_url = 'https://a'\napi_key = 'k'\n[providers.anthropic]\nkind='foundry'",
-        env={
-            "LANEKEEPER_PROVIDERS__A__KIND": "bedrok",
-            "LANEKEEPER_PROVIDERS__B__KIND": "vertex",
-            "LANEKEEPER_PROVIDERS__C__API_KEY": SECRET,
-            "LANEKEEPER_PROVIDERS__D__KIND": "bedrock",
-            "LANEKEEPER_PROVIDERS__D__REGION": "eu",
-            "LANEKEEPER_PROVIDERS__D__PROJECT": "p",
-            "LANEKEEPER_PROVIDERS__E__MODELS": "claude-sonnet-5-5",
-            "LANEKEEPER_PROVIDERS__E__KEY": SECRET,
-            "LANEKEEPER_PROVIDERS": "x",
-        },
-    )
-
-    assert "LANEKEEPER_PROVIDERS__A__KIND: found 'bedrok', allowed is anthropic or bedrock or vertex or foundry" in told
-    assert "LANEKEEPER_PROVIDERS__B__KIND: a provider of kind vertex needs region and project" in told
-    assert "LANEKEEPER_PROVIDERS__C__API_KEY: a provider of kind anthropic needs base_url" in told
-    assert "LANEKEEPER_PROVIDERS__D__PROJECT: a provider of kind bedrock has no project" in told
-    assert "LANEKEEPER_PROVIDERS__E__MODELS: found 'claude-sonnet-5-5', allowed is a table model = model" in told
-    assert "LANEKEEPER_PROVIDERS__E__KEY: no such setting; did you mean LANEKEEPER_PROVIDERS__*__API_KEY?" in told
-    assert "LANEKEEPER_PROVIDERS: is a group of settings" in told
-    assert "providers.anthropic.kind in given.toml: a provider of kind foundry needs api_key and base_url" in told
-    assert SECRET not in told
-
-
-@pytest.mark.parametrize("name", ["Eu", "anthropic"])
-def test_a_name_that_a_provider_cannot_have(name: str) -> None:
-    told = wrong(f"[providers.{name}]\napi_key = 'k'\nbase_url = 'https://a'")
-
-    assert "is taken: by ANTHROPIC_API_KEY" in told or "'Eu' is no name" in told
-
-
-def test_settings_that_do_not_fit_together_are_told_at_once() -> None:
-    told = wrong(
-        """
-        [lanes.batch]
-        model = "house-model-1"
-        providers = ["nobody"]
-        [models.fallbacks]
-        "claude-sonnet-5-5" = "claude-haiku-5-5"
-        "claude-haiku-5-5" = "claude-sonnet-5-5"
-        "claude-sonet" = "claude-haiku-5-5"
-        [models.tenants]
-        shop = ["claude-opus-9"]
-        [caps.tenants."*"]
-        usd = 5
-        """
-    )
-
-    assert told.startswith("5 wrong settings:")
-    assert "lanes.batch.providers: no provider 'nobody'; there are anthropic" in told
-    assert "models.fallbacks: claude-sonnet-5-5 -> claude-haiku-5-5 -> claude-sonnet-5-5 goes in a circle" in told
-    assert "models.fallbacks: unknown model 'claude-sonet'" in told
-    assert "models.tenants.shop: unknown model 'claude-opus-9'" in told
-    assert "prices.models: 'house-model-1' has no price, and what is spent is capped in dollars" in told
-
-
-def test_prices_add_to_the_table_and_have_a_date() -> None:
-    settings = load(
-        env={
-            "LANEKEEPER_PRICES__MODELS": json.dumps(
-                {
-                    "house-model-1": {"input": 1, "output": 2},
-                    "claude-opus-5-5": {"input": 3, "output": 9, "cache_read": 0},
-                }
-            ),
-            "LANEKEEPER_PRICES__AS_OF": "2026-12-01",
-        }
-    )
-
-    prices = settings.price_table()
-    assert prices.as_of == "2026-12-01"
-    assert prices.of("house-model-1") == Price(1, 2)
-    assert prices.of("claude-opus-5-5") == Price(3, 9, 0)
-    assert prices.of("claude-sonnet-5-5") == Price(2, 10, 0.20, 2.50)
-
-
-def test_caps_of_lanes_and_tenants() -> None:
-    settings = load(
-        '[caps.tenants.shop]\nusd = 5\nrequests = 100\n[caps.tenants."*"]\ntokens = 1000',
-        env={"LANEKEEPER_CAPS__LANES__BATCH__USD": "50"},
-    )
-
-    spec = settings.caps_spec()
-    assert spec.lanes["batch"] == Cap(usd=50)
-    assert spec.lanes["critical"] == Cap()
-    assert spec.tenants == {"shop": Cap(usd=5, requests=100), "*": Cap(tokens=1000)}
-    assert spec.in_money
-    assert not load().caps_spec().in_money
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("LANEKEEPER_PRICES__MODELS", '{"m": {"input": -1, "output": 2}}'),
-        ("LANEKEEPER_PRICES__MODELS", '{"m": {"input": 1}}'),
-        ("LANEKEEPER_PRICES__MODELS", '{"m": 5}'),
-        ("LANEKEEPER_PRICES__MODELS", "[1]"),
-        ("LANEKEEPER_PRICES__MODELS", "{"),
-        ("LANEKEEPER_PRICES__AS_OF", "yesterday"),
-        ("LANEKEEPER_CAPS__LANES__BATCH__USD", "0"),
-        ("LANEKEEPER_CAPS__LANES__BATCH__TOKENS", "-1"),
-        ("LANEKEEPER_CAPS__TENANTS", '{"shop": {"usd": 0}}'),
-        ("LANEKEEPER_CAPS__TENANTS", '{"shop": {"euro": 1}}'),
-        ("LANEKEEPER_CAPS__TENANTS", '{"shop": {"usd": true}}'),
-        ("LANEKEEPER_CAPS__TENANTS", '{"shop": {"usd": "nan"}}'),
-        ("LANEKEEPER_MODELS__FALLBACKS", "a"),
-        ("LANEKEEPER_MODELS__TENANTS", '{"shop": []}'),
-        ("LANEKEEPER_MODELS__TENANTS", '{"shop": 5}'),
-    ],
-)
-def test_a_table_that_cannot_be_read_is_told_with_what_is_allowed(name: str, value: str) -> None:
-    assert re.match(rf"wrong setting: {name}: found .*, allowed is ", wrong(env={name: value}))
-
-
-def test_a_simulated_provider_is_asked_alone() -> None:
-    settings = load(env={**PROVIDERS, "LANEKEEPER_LANES__BATCH__PROVIDERS": "aws"})
-
-    spec = settings.answered_by("http://127.0.0.1:1", key="k").routes_spec()
-
-    assert [each.name for each in spec.providers] == ["anthropic"]
-    assert spec.lanes == {}

@@ -1,0 +1,362 @@
+"""Settings of providers, models, prices, caps and the budget: what they say, and what may be wrong with them."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from consumers.prices import Price
+from consumers.spending import Cap
+from tests.support.settings import load, wrong
+from topology.lanes import DEFAULT_LANES
+
+SECRET = "s3cret"
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+PROVIDERS = {
+    "LANEKEEPER_PROVIDERS__AWS__KIND": "bedrock",
+    "LANEKEEPER_PROVIDERS__AWS__REGION": "eu-central-1",
+    "LANEKEEPER_PROVIDERS__AWS__MODELS": "claude-sonnet-5-5=eu.anthropic.claude-sonnet-5-5-v1:0",
+    "LANEKEEPER_PROVIDERS__EU_2__API_KEY": SECRET,
+    "LANEKEEPER_PROVIDERS__EU_2__BASE_URL": "https://claude.example",
+}
+
+
+def test_providers_have_names_of_their_own_and_come_after_the_first_by_name() -> None:
+    spec = load(env={**PROVIDERS, "ANTHROPIC_API_KEY": SECRET}).routes_spec()
+
+    assert [each.name for each in spec.providers] == ["anthropic", "aws", "eu_2"]
+    assert spec.providers[1].models == {"claude-sonnet-5-5": "eu.anthropic.claude-sonnet-5-5-v1:0"}
+    assert spec.providers[2].models is None
+
+
+def test_the_first_provider_is_left_out_where_others_are_named_and_it_has_no_key() -> None:
+    assert [each.name for each in load(env=PROVIDERS).routes_spec().providers] == ["aws", "eu_2"]
+    assert [each.name for each in load().routes_spec().providers] == ["anthropic"]
+
+
+def test_a_provider_in_toml_is_overridden_field_by_field() -> None:
+    toml = (
+        f"[providers.eu]\napi_key = '{SECRET}'\nbase_url = 'https://a'\n[providers.eu.models]\n'claude-opus-5-5' = 'o'"
+    )
+
+    settings = load(toml, env={"LANEKEEPER_PROVIDERS__EU__BASE_URL": "https://b.example"})
+
+    base_url = settings.providers["eu"].base_url
+    assert base_url is not None
+    assert base_url.get_secret_value() == "https://b.example"
+    assert settings.routes_spec().providers[0].models == {"claude-opus-5-5": "o"}
+    assert SECRET not in repr(settings)
+
+
+def test_a_lane_asks_in_its_own_order() -> None:
+    settings = load(env={**PROVIDERS, "LANEKEEPER_LANES__BATCH__PROVIDERS": "aws"})
+
+    assert settings.routes_spec().lanes == {"batch": ("aws",)}
+    assert settings.lane_specs() == DEFAULT_LANES
+
+
+def test_wrong_providers_are_told_by_name_and_show_no_key() -> None:
+    told = wrong(
+        "[providers.Eu]\nbase_url = 'https://a'\napi_key = 'k'\n[providers.anthropic]\nkind='foundry'",
+        env={
+            "LANEKEEPER_PROVIDERS__A__KIND": "bedrok",
+            "LANEKEEPER_PROVIDERS__B__KIND": "vertex",
+            "LANEKEEPER_PROVIDERS__C__API_KEY": SECRET,
+            "LANEKEEPER_PROVIDERS__D__KIND": "bedrock",
+            "LANEKEEPER_PROVIDERS__D__REGION": "eu",
+            "LANEKEEPER_PROVIDERS__D__PROJECT": "p",
+            "LANEKEEPER_PROVIDERS__E__MODELS": "claude-sonnet-5-5",
+            "LANEKEEPER_PROVIDERS__E__KEY": SECRET,
+            "LANEKEEPER_PROVIDERS": "x",
+        },
+    )
+
+    assert "LANEKEEPER_PROVIDERS__A__KIND: found 'bedrok', allowed is anthropic or bedrock or vertex or foundry" in told
+    assert "LANEKEEPER_PROVIDERS__B__REGION: not set; a provider of kind vertex needs it" in told
+    assert "LANEKEEPER_PROVIDERS__B__PROJECT: not set; a provider of kind vertex needs it" in told
+    assert "LANEKEEPER_PROVIDERS__C__BASE_URL: not set; a provider of kind anthropic needs it" in told
+    assert "LANEKEEPER_PROVIDERS__D__PROJECT: a provider of kind bedrock has none; remove it" in told
+    assert "LANEKEEPER_PROVIDERS__E__MODELS: found 'claude-sonnet-5-5', allowed is a table model = model" in told
+    assert "LANEKEEPER_PROVIDERS__E__KEY: no such setting; did you mean LANEKEEPER_PROVIDERS__E__API_KEY?" in told
+    assert "LANEKEEPER_PROVIDERS: is a group of settings" in told
+    assert "providers.anthropic.base_url in given.toml: not set; a provider of kind foundry needs it" in told
+    assert "providers.anthropic.kind in given.toml: the name anthropic is taken: by ANTHROPIC_API_KEY" in told
+    assert "providers.Eu.api_key in given.toml: 'Eu' is no name" in told
+    assert SECRET not in told
+
+
+@pytest.mark.parametrize("name", ["Eu", "anthropic"])
+def test_a_name_that_a_provider_cannot_have(name: str) -> None:
+    told = wrong(f"[providers.{name}]\napi_key = 'k'\nbase_url = 'https://a'")
+
+    assert "is taken: by ANTHROPIC_API_KEY" in told or "'Eu' is no name" in told
+
+
+def test_settings_that_do_not_fit_together_are_told_at_once() -> None:
+    told = wrong(
+        """
+        [lanes.batch]
+        model = "house-model-1"
+        providers = ["nobody"]
+        [models.fallbacks]
+        "claude-sonnet-5-5" = "claude-haiku-5-5"
+        "claude-haiku-5-5" = "claude-sonnet-5-5"
+        "claude-sonet" = "claude-haiku-5-5"
+        [models.tenants]
+        shop = ["claude-opus-9"]
+        [caps.tenants."*"]
+        usd = 5
+        """
+    )
+
+    assert told.startswith("5 wrong settings:")
+    assert "lanes.batch.providers in given.toml: no provider 'nobody'; there are anthropic" in told
+    assert (
+        "models.fallbacks in given.toml: claude-sonnet-5-5 -> claude-haiku-5-5 -> claude-sonnet-5-5 goes in a circle"
+        in told
+    )
+    assert "models.fallbacks in given.toml: unknown model 'claude-sonet'; did you mean claude-sonnet-5?" in told
+    assert "models.tenants in given.toml: of 'shop': unknown model 'claude-opus-9'" in told
+    assert "lanes.batch.model in given.toml: unknown model 'house-model-1'" in told
+
+
+def test_prices_add_to_the_table_and_have_a_date() -> None:
+    settings = load(
+        env={
+            "LANEKEEPER_PRICES__MODELS": json.dumps(
+                {
+                    "house-model-1": {"input": 1, "output": 2},
+                    "claude-opus-5-5": {"input": 3, "output": 9, "cache_read": 0},
+                }
+            ),
+            "LANEKEEPER_PRICES__AS_OF": "2026-11-01",
+        }
+    )
+
+    prices = settings.price_table()
+    assert prices.as_of == "2026-11-01"
+    assert prices.of("house-model-1") == Price(1, 2)
+    assert prices.of("claude-opus-5-5") == Price(3, 9, 0)
+    assert prices.of("claude-sonnet-5-5") == Price(2, 10, 0.20, 2.50)
+
+
+def test_caps_of_lanes_and_tenants() -> None:
+    settings = load(
+        '[caps.tenants.shop]\nusd = 5\nrequests = 100\n[caps.tenants."*"]\ntokens = 1000',
+        env={"LANEKEEPER_CAPS__LANES__BATCH__USD": "50"},
+    )
+
+    spec = settings.caps_spec()
+    assert spec.lanes["batch"] == Cap(usd=50)
+    assert spec.lanes["critical"] == Cap()
+    assert spec.tenants == {"shop": Cap(usd=5, requests=100), "*": Cap(tokens=1000)}
+    assert spec.in_money
+    assert not load().caps_spec().in_money
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("LANEKEEPER_PRICES__MODELS", '{"m": {"input": -1, "output": 2}}'),
+        ("LANEKEEPER_PRICES__MODELS", '{"m": {"input": 1}}'),
+        ("LANEKEEPER_PRICES__MODELS", '{"m": 5}'),
+        ("LANEKEEPER_PRICES__MODELS", "[1]"),
+        ("LANEKEEPER_PRICES__MODELS", "{"),
+        ("LANEKEEPER_PRICES__AS_OF", "yesterday"),
+        ("LANEKEEPER_CAPS__LANES__BATCH__USD", "0"),
+        ("LANEKEEPER_CAPS__LANES__BATCH__TOKENS", "-1"),
+        ("LANEKEEPER_CAPS__TENANTS", '{"shop": {"usd": 0}}'),
+        ("LANEKEEPER_CAPS__TENANTS", '{"shop": {"euro": 1}}'),
+        ("LANEKEEPER_CAPS__TENANTS", '{"shop": {"usd": true}}'),
+        ("LANEKEEPER_CAPS__TENANTS", '{"shop": {"usd": "nan"}}'),
+        ("LANEKEEPER_MODELS__FALLBACKS", "a"),
+        ("LANEKEEPER_MODELS__TENANTS", '{"shop": []}'),
+        ("LANEKEEPER_MODELS__TENANTS", '{"shop": 5}'),
+    ],
+)
+def test_a_table_that_cannot_be_read_is_told_with_what_is_allowed(name: str, value: str) -> None:
+    assert re.match(rf"wrong setting: {name}: found .*, allowed is ", wrong(env={name: value}))
+
+
+def test_a_simulated_provider_is_asked_alone() -> None:
+    settings = load(env={**PROVIDERS, "LANEKEEPER_LANES__BATCH__PROVIDERS": "aws"})
+
+    spec = settings.answered_by("http://127.0.0.1:1", key="k").routes_spec()
+
+    assert [each.name for each in spec.providers] == ["anthropic"]
+    assert spec.lanes == {}
+
+
+def test_everything_that_is_wrong_is_told_at_once_wherever_it_was_given() -> None:
+    told = wrong(
+        """
+        [budget.lanes.critical]
+        share = 0.9
+        [models.fallbacks]
+        "claude-opus-5-5" = "claude-opus-5-5"
+        [lanes.batch]
+        providers = ["nobody"]
+        [caps.lanes.batch]
+        usd = 0
+        """,
+        env={
+            **PROVIDERS,
+            "LANEKEEPER_BUDGET__REQUESTS_PER_MIN": "0",
+            "LANEKEEPER_BUDGET__INPUT_TOKENS_PER_MIN": "-5",
+            "LANEKEEPER_PROVIDERS__US__BASE_URL": "https://us.example",
+            "LANEKEEPER_PROVIDERS__US__CONCURRENCY": "0",
+            "LANEKEEPER_LANES__NORMAL__MODEL": "claude-sonet-5-5",
+            "LANEKEEPER_PRICES__AS_OF": "2199-01-01",
+        },
+        for_calls=True,
+    )
+
+    assert told.startswith("10 wrong settings:")
+    for line in (
+        "LANEKEEPER_BUDGET__REQUESTS_PER_MIN: found '0', allowed is a number above 0",
+        "LANEKEEPER_BUDGET__INPUT_TOKENS_PER_MIN: found '-5', allowed is a number above 0",
+        "LANEKEEPER_PROVIDERS__US__CONCURRENCY: found '0', allowed is a whole number from 1",
+        "LANEKEEPER_PROVIDERS__US__API_KEY: not set; a provider of kind anthropic needs it",
+        "LANEKEEPER_LANES__NORMAL__MODEL: unknown model 'claude-sonet-5-5'; did you mean claude-sonnet-5-5?",
+        "LANEKEEPER_PRICES__AS_OF: found '2199-01-01', allowed is the day from which these prices are known",
+        "budget.lanes.critical.share in given.toml: the shares are 115 % together (critical 90 %, normal 20 %",
+        "models.fallbacks in given.toml: claude-opus-5-5 -> claude-opus-5-5 goes in a circle",
+        "lanes.batch.providers in given.toml: no provider 'nobody'; there are aws, eu_2",
+        "caps.lanes.batch.usd in given.toml: found 0, allowed is a number above 0",
+    ):
+        assert line in told
+    assert SECRET not in told
+
+
+def test_what_follows_from_another_wrong_setting_is_not_told_besides() -> None:
+    assert wrong(env={"LANEKEEPER_BUDGET__LANES__CRITICAL__SHARE": "1.2"}).count(":") == 2
+    told = wrong(env={"LANEKEEPER_PROVIDERS__EU__KIND": "bedrok"})
+    assert told.startswith("wrong setting: LANEKEEPER_PROVIDERS__EU__KIND: found 'bedrok', allowed is")
+    told = wrong(env={"LANEKEEPER_LANES__BATCH__SLOTS": "0", "LANEKEEPER_LANES__BATCH__SLOTS_MAX": "2"})
+    assert told.startswith("wrong setting: LANEKEEPER_LANES__BATCH__SLOTS: found '0'")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "LANEKEEPER_BUDGET__REQUESTS_PER_MIN",
+        "LANEKEEPER_BUDGET__OUTPUT_TOKENS_PER_MIN",
+        "LANEKEEPER_PROVIDERS__EU_2__INPUT_TOKENS_PER_MIN",
+        "LANEKEEPER_BUDGET__LANES__BATCH__BOOST_S",
+        "LANEKEEPER_CAPS__LANES__BATCH__TOKENS",
+    ],
+)
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "-inf", "1e400", "true", "many"])
+def test_a_limit_is_a_finite_number_above_zero(name: str, value: str) -> None:
+    assert wrong(env={**PROVIDERS, name: value}).startswith(f"wrong setting: {name}: found ")
+
+
+def test_a_limit_in_a_file_is_a_finite_number_too() -> None:
+    told = wrong("[budget]\nrequests_per_min = inf\ninput_tokens_per_min = nan\noutput_tokens_per_min = true")
+
+    assert told.startswith("3 wrong settings:")
+
+
+def test_a_lanes_model_is_known_by_its_price_or_by_a_providers_table() -> None:
+    env = {"LANEKEEPER_LANES__BATCH__MODEL": "house-1"}
+    assert "LANEKEEPER_LANES__BATCH__MODEL: unknown model 'house-1'; known are claude-" in wrong(env=env)
+    assert "give it a price in prices.models (LANEKEEPER_PRICES__MODELS)" in wrong(env=env)
+
+    load("[prices.models.house-1]\ninput = 0\noutput = 0", env=env)
+    load(env={**PROVIDERS, **env, "LANEKEEPER_PROVIDERS__EU_2__MODELS": "house-1=llama,claude-sonnet-5-5=s"})
+    load(env={"LANEKEEPER_LANES__BATCH__MODEL": "claude-haiku-4-5-20251001"})
+    load(env={"LANEKEEPER_MODELS__FALLBACKS": "claude-sonnet-5-5=claude-haiku-4-5-20251001"})
+
+
+def test_where_dollars_are_capped_every_model_has_a_price() -> None:
+    env = {
+        **PROVIDERS,
+        "LANEKEEPER_LANES__BATCH__MODEL": "house-1",
+        "LANEKEEPER_PROVIDERS__EU_2__MODELS": "house-1=llama",
+        "LANEKEEPER_CAPS__LANES__CRITICAL__USD": "1",
+    }
+
+    told = wrong(env=env)
+    assert told.startswith(
+        "wrong setting: LANEKEEPER_LANES__BATCH__MODEL: 'house-1' has no price, and what is spent is"
+    )
+
+
+@pytest.mark.parametrize("name", ["LANEKEEPER_LANES__BATCH__PROVIDERS", "LANEKEEPER_LANES__BATCH__MODELS"])
+def test_a_list_names_each_once(name: str) -> None:
+    assert f"{name}: found 'x,y,x', allowed is each name once, and 'x' is there again" in wrong(env={name: "x,y,x"})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "what"),
+    [
+        ("LANEKEEPER_MODELS__FALLBACKS", "a=b,a=c", "'a' is there twice"),
+        ("LANEKEEPER_MODELS__FALLBACKS", '{"a": "b", "a": "c"}', "a name is there twice"),
+        ("LANEKEEPER_CAPS__TENANTS", '{"a": {"usd": 1}, "a": {"usd": 2}}', "a name is there twice"),
+        ("LANEKEEPER_CAPS__TENANTS", '{"a": {"usd": 1}, "b": {"usd": 0}, "c": {}}', "not so: 'b', 'c'"),
+        ("LANEKEEPER_CAPS__TENANTS", '{"shop*": {"usd": 1}}', "not so: 'shop*'"),
+        ("LANEKEEPER_CAPS__TENANTS", '{" ": {"usd": 1}, "a\\u0000": {"usd": 1}}', "not so: ' ', 'a\\x00'"),
+        ("LANEKEEPER_MODELS__TENANTS", '{"*": ["claude-opus-5-5"]}', "without *; not so: '*'"),
+        ("LANEKEEPER_PRICES__MODELS", '{"a b": {"input": 1, "output": 1}}', "not so: 'a b'"),
+        ("LANEKEEPER_PROVIDERS__EU_2__MODELS", '{"a\\tb": "c"}', "not so: 'a\\tb'"),
+    ],
+)
+def test_a_table_with_a_wrong_entry_is_told_with_the_entry(name: str, value: str, what: str) -> None:
+    told = wrong(env={**PROVIDERS, name: value})
+
+    assert told.startswith(f"wrong setting: {name}: found ")
+    assert told.endswith(what)
+
+
+@pytest.mark.parametrize("name", ["EU.1", "1", "", "É", "A" * 41])
+def test_a_provider_whose_name_is_none_is_told_in_the_environment_too(name: str) -> None:
+    env = {f"LANEKEEPER_PROVIDERS__{name}__API_KEY": SECRET, f"LANEKEEPER_PROVIDERS__{name}__BASE_URL": "https://a"}
+
+    told = wrong(env=env)
+    assert f"LANEKEEPER_PROVIDERS__{name}__API_KEY" in told
+    assert "is no name: a to z, 0 to 9" in told
+    assert SECRET not in told
+
+
+@pytest.mark.parametrize("name", ["EU 1", "b.c", "*", ""])
+def test_a_provider_whose_name_is_none_is_told_in_a_file(name: str) -> None:
+    assert "is no name" in wrong(f"[providers.'{name}']\napi_key = 'k'\nbase_url = 'https://a'")
+
+
+def test_a_provider_without_its_key_is_refused_where_providers_are_called_and_nowhere_else() -> None:
+    env = {"LANEKEEPER_PROVIDERS__EU__BASE_URL": "https://a.example"}
+
+    assert load(env=env).routes_spec().providers[0].name == "eu"
+    told = wrong(env=env, for_calls=True)
+    assert told == "wrong setting: LANEKEEPER_PROVIDERS__EU__API_KEY: not set; a provider of kind anthropic needs it"
+    assert "ANTHROPIC_API_KEY: not set" in wrong(for_calls=True)
+    assert "providers.eu.api_key in given.toml: not set" in wrong(
+        "[providers.eu]\nbase_url = 'https://a.example'", for_calls=True
+    )
+
+
+def test_a_provider_without_any_model_is_told() -> None:
+    told = wrong(env={**PROVIDERS, "LANEKEEPER_PROVIDERS__EU_2__MODELS": "{}"})
+
+    assert told == (
+        "wrong setting: LANEKEEPER_PROVIDERS__EU_2__MODELS: names no model; where it has all of them, leave it out"
+    )
+
+
+@pytest.mark.parametrize("region", ["eu/../x", "example.com/a@b", "EU", "a b"])
+def test_a_region_that_would_lead_elsewhere_is_refused(region: str) -> None:
+    assert "LANEKEEPER_PROVIDERS__AWS__REGION: found " in wrong(
+        env={**PROVIDERS, "LANEKEEPER_PROVIDERS__AWS__REGION": region}
+    )
+
+
+@pytest.mark.parametrize("toml", ["providers = 5", "[providers]\neu = 5", "[models]\nfallbacks = 5", "caps = []"])
+def test_a_value_in_place_of_a_table_is_told(toml: str) -> None:
+    assert re.match(r"wrong setting: [a-z.]+ in given.toml: found (5|\[\]), allowed is a table", wrong(toml))

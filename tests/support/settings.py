@@ -1,0 +1,29 @@
+"""Settings from a file and an environment of the test's own, and what is told where they are wrong."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.settings import Settings, load_settings
+from topology.contract.problems import SettingsError
+from topology.lanes import LaneSpec
+
+
+def load(toml: str | None = None, *, env: dict[str, str] | None = None, **options: Any) -> Settings:
+    config = None
+    if toml is not None:
+        config = Path("given.toml")
+        config.write_text(toml)
+    return load_settings(config, environ=env or {}, **options)
+
+
+def wrong(toml: str | None = None, *, env: dict[str, str] | None = None, **options: Any) -> str:
+    with pytest.raises(SettingsError) as caught:
+        load(toml, env=env, **options)
+    assert caught.value.__cause__ is None, "a cause would bring the values into a traceback"
+    return str(caught.value)
+
+
+def lane(settings: Settings, name: str) -> LaneSpec:
+    return next(each for each in settings.lane_specs() if each.name == name)
