@@ -50,7 +50,9 @@ class _Ledger:
     is_due: bool = False
     stepped: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
-    timer: asyncio.TimerHandle | None = None
+    timer: asyncio.Handle | None = None
+    fires_s: float = -inf
+    """When; uvloop's handle of what is due within half a millisecond does not tell."""
     told_s: float = -inf
 
 
@@ -194,10 +196,12 @@ class RedisBudgets:
 
     def _look_in(self, ledger: _Ledger, in_s: float) -> None:
         loop = asyncio.get_running_loop()
+        fires_s = loop.time() + in_s
         if ledger.timer is not None:
-            if ledger.timer.when() <= loop.time() + in_s:
+            if ledger.fires_s <= fires_s:
                 return
             ledger.timer.cancel()
+        ledger.fires_s = fires_s
         ledger.timer = loop.call_later(in_s, self._look, ledger)
 
     def _look(self, ledger: _Ledger) -> None:

@@ -7,16 +7,16 @@ from service.cli.ending import FAILED
 
 
 def demo(config: options.Config = None, sets: options.Set = None) -> None:
-    """Flood the batch lane, let chats overtake it, and say how it went.
+    """Flood the batch lane, let chats overtake it, spend a small budget, and say how it went.
 
-    A broker of its own and a simulated provider are started for it, and end with it. Exit code 0 only if every
-    request was answered right.
+    A broker of its own and simulated providers are started for it, and end with it. Exit code 0 only if every request
+    was answered right, and every act kept what it promises.
     """
     from service import logs
     from service.demo.story import run
 
     settings = options.settings_of(config, sets)
     with logs.written(service="lanekeeper demo", level="error", format="console"):  # the table tells the rest
-        all_right = run(settings)
-    if not all_right:
+        is_well = run(settings)
+    if not is_well:
         raise typer.Exit(FAILED)

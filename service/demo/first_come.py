@@ -61,7 +61,7 @@ async def _work(queue: Inbox, publisher: Publisher, provider: Provider) -> None:
 
 
 async def _answer(asked: dict[str, Any], provider: Provider, *, wait_ms: int) -> dict[str, Any]:
-    request = _request(asked["prompt"], sent_ms=asked["sent_ms"])
+    request = request_of(asked["prompt"])
     error = ""
     for attempt in range(1, ATTEMPTS + 1):
         try:
@@ -81,9 +81,10 @@ async def _listen(replies: Inbox, answers: dict[str, asyncio.Future[Result]]) ->
             answer.set_result(Result(**json.loads(message.body)))
 
 
-def _request(prompt: str, *, sent_ms: int) -> Request:
-    model = "claude-haiku-5-5"
+def request_of(prompt: str, *, model: str = "claude-haiku-5-5") -> Request:
+    """As a worker of plain queues would make it."""
     body = {"model": model, "max_tokens": 1024, "messages": [{"role": "user", "content": prompt}]}
+    sent_ms = now_ms()
     return Request(
         id=uuid.uuid4().hex,
         lane="batch",

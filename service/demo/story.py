@@ -1,4 +1,6 @@
-"""The whole story on one machine: a flood of batch jobs, chats that overtake it, and what one queue would have done."""
+"""The whole story on one machine: a flood of batch jobs, chats that overtake it, and what one queue would have done; a
+worker that is killed; a small budget, and what would have become of it without a gate; a provider that goes down.
+"""
 
 import asyncio
 import secrets
@@ -12,14 +14,14 @@ import uvloop
 from rich.console import Console
 
 from consumers.providers.anthropic import AnthropicProvider
-from service import worker
-from service.assembly import Parts, assemble
+from service.assembly import Parts
+from service.budget_sections import BudgetSettings, CapsSettings
 from service.client import Client
-from service.demo import first_come, load, unbroken
+from service.demo import budget, first_come, load, outage, unbroken
 from service.demo.broker import private_broker
 from service.demo.load import Ask, Board, Result
-from service.demo.table import show_unbroken, show_verdict, watching
-from service.demo.unbroken import Unbroken
+from service.demo.table import show_budget, show_outage, show_unbroken, show_verdict, watching
+from service.demo.working import working
 from service.settings import Settings
 from service.simulated.app import SimulatedAPI
 from service.simulated.options import SimulatedOptions
@@ -57,23 +59,36 @@ async def _tell(settings: Settings) -> bool:
         api = await stack.enter_async_context(SimulatedAPI(SimulatedOptions(latency_ms=LATENCY_MS)))
         settings = settings.answered_by(api.base_url, key="simulated")
         await _taken_away_at_the_end(stack, settings)
-        parts = await stack.enter_async_context(assemble(settings, declares=True))
-        console.print(
-            f"RabbitMQ {parts.version} at {settings.broker}, a simulated provider that answers in {LATENCY_MS} ms; "
-            f"{load.BATCH_JOBS} batch jobs, then {load.CHATS} critical and {load.CHATS} normal chats among them",
-            style="dim",
-            highlight=False,
-        )
-        lanes, unbroken_act = await _through_lanes(settings, parts, console, api=api, folder=Path(folder))
-        console.print("the same through one first-come queue …", style="dim")
+        async with working(settings) as (parts, client):
+            console.print(
+                f"RabbitMQ {parts.version} at {settings.broker}, a simulated provider that answers in {LATENCY_MS} ms; "
+                f"{load.BATCH_JOBS} batch jobs, then {load.CHATS} critical and {load.CHATS} normal chats among them",
+                style="dim",
+                highlight=False,
+            )
+            lanes = await _through_lanes(client, parts, console)
+            console.print("a second worker, which is killed in the middle of its work …", style="dim")
+            unbroken_act = await unbroken.run(settings, client, api, folder=Path(folder))
+        console.print("the first load again, through one first-come queue …", style="dim")
         api.configure(api.options)  # the same faults again
         provider = AnthropicProvider.at(api.base_url, api_key="simulated", traceparent=lambda: None)
         stack.push_async_callback(provider.aclose)
         workers = sum(lane.slots + lane.due_slots for lane in parts.lanes)
         queued = await first_come.run(settings.broker_url, provider, workers=workers)
+        console.print(
+            f"a provider that allows {budget.ACCOUNT.requests_per_minute} requests a minute, {budget.JOBS} batch jobs "
+            "and a critical request now and then; the same without a gate …",
+            style="dim",
+            highlight=False,
+        )
+        gated, ungated = await budget.run(settings)
+        console.print("two providers, of which the first goes down and comes back …", style="dim")
+        outage_act = await outage.run(settings)
         show_unbroken(console, unbroken_act)
+        show_outage(console, outage_act)
+        show_budget(console, gated, ungated)
         show_verdict(console, lanes, queued)
-        return lanes.all_right and unbroken_act.is_well
+        return lanes.all_right and unbroken_act.is_well and gated.is_well and outage_act.is_well
 
 
 def _end_on_signals() -> None:
@@ -97,7 +112,9 @@ async def _taken_away_at_the_end(stack: AsyncExitStack, settings: Settings) -> N
 
 
 def _fitted(settings: Settings) -> Settings:
-    """The user's settings, with a lively retry and twelve slots for the flood, unless its slots were set."""
+    """The user's settings but for what the real account may spend, with a lively retry and twelve slots for the flood,
+    unless its slots were set.
+    """
     lanes = settings.lanes
     if "batch" not in lanes.model_fields_set or "slots" not in lanes.batch.model_fields_set:
         lanes = lanes.model_copy(update={"batch": lanes.batch.model_copy(update={"slots": BATCH_SLOTS})})
@@ -105,32 +122,22 @@ def _fitted(settings: Settings) -> Settings:
         update={
             "lanes": lanes,
             "retry": settings.retry.model_copy(update={"base_s": RETRY_BASE_S}),
+            "budget": BudgetSettings(),
+            "caps": CapsSettings(),
         }
     )
 
 
-async def _through_lanes(
-    settings: Settings, parts: Parts, console: Console, *, api: SimulatedAPI, folder: Path
-) -> tuple[Board, Unbroken]:
+async def _through_lanes(client: Client, parts: Parts, console: Console) -> Board:
     scores = load.board()
-    stop = asyncio.Event()
-    activities = {activity.lane: activity for activity in parts.activities}
-    async with asyncio.TaskGroup() as group:
-        group.create_task(worker.run(parts, stop=stop, grace_s=5), name="worker")
+
+    async def asking(ask: Ask) -> Result:
         try:
-            async with Client(settings.broker_url, names=parts.names) as client:
+            final = await client.request({"prompt": ask.prompt}, key=ask.key, timeout_s=ANSWER_WITHIN_S)
+        except LanekeeperError as error:
+            return Result(error=str(error))
+        return Result(text=final.text, wait_ms=final.wait_ms, attempts=final.attempt)
 
-                async def asking(ask: Ask) -> Result:
-                    try:
-                        final = await client.request({"prompt": ask.prompt}, key=ask.key, timeout_s=ANSWER_WITHIN_S)
-                    except LanekeeperError as error:
-                        return Result(error=str(error))
-                    return Result(text=final.text, wait_ms=final.wait_ms, attempts=final.attempt)
-
-                async with watching(console, scores, activities):
-                    await load.send(asking, scores)
-                console.print("a second worker, which is killed in the middle of its work …", style="dim")
-                act = await unbroken.run(settings, client, api, folder=folder)
-        finally:
-            stop.set()
-    return scores, act
+    async with watching(console, scores, {activity.lane: activity for activity in parts.activities}):
+        await load.send(asking, scores)
+    return scores

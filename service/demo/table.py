@@ -9,8 +9,10 @@ from rich.live import Live
 from rich.table import Column, Table
 
 from consumers.activity import LaneActivity
+from service.demo import unbroken
+from service.demo.budget import ACCOUNT, JOBS, SOON_S, USED_LEAST, Spending
 from service.demo.load import BATCH_JOBS, Board
-from service.demo.unbroken import JOBS, TWICE, Unbroken
+from service.demo.outage import CALLS_MOST, Outage
 
 REDRAW_S = 0.25
 LINE_EVERY_S = 2.0
@@ -104,13 +106,53 @@ def show_verdict(console: Console, lanes: Board, first_come: Board) -> None:
     )
 
 
-def show_unbroken(console: Console, act: Unbroken) -> None:
+def show_unbroken(console: Console, act: unbroken.Unbroken) -> None:
     """What became of the requests of a worker that was killed, of those that were sent twice, of one cancelled."""
-    lost = JOBS - act.answered
+    lost = unbroken.JOBS - act.answered
     console.print(
-        f"killed at work: {act.cut} calls broken off, {lost} of {JOBS} requests lost, {act.calls} calls made; "
-        f"sent again: {act.replayed} of {TWICE} answered from the store, {act.calls_again} calls made; "
+        f"killed at work: {act.cut} calls broken off, {lost} of {unbroken.JOBS} requests lost, {act.calls} calls made; "
+        f"sent again: {act.replayed} of {unbroken.TWICE} answered from the store, {act.calls_again} calls made; "
         f"cancelled in a delay: {act.cancelled}",
+        style="green" if act.is_well else "bold red",
+        highlight=False,
+    )
+
+
+def show_budget(console: Console, gated: Spending, ungated: Spending) -> None:
+    """What became of a small budget, by the provider's own books, side by side."""
+    table = Table(
+        "",
+        *_right("critical p50", "p95", "answered", "429s", "calls per answer", "budget used"),
+        title=f"{ACCOUNT.requests_per_minute} requests a minute, {JOBS} batch jobs waiting, the same workers",
+    )
+    for name, spent in (("the budget gate", gated), ("whoever calls first", ungated)):
+        table.add_row(
+            name,
+            _ms(spent.wait_ms(0.5)),
+            _ms(spent.wait_ms(0.95)),
+            str(spent.answered),
+            str(spent.refused),
+            f"{spent.calls_per_answer:.2f}",
+            f"{spent.used:.0%}",
+        )
+    console.print(table)
+    console.print("What the gate leaves is kept for the lanes above batch, so that they find it at once.", style="dim")
+    for each in gated.wrong[:5]:
+        console.print(f"  not answered: {each}", style="red", highlight=False)
+    if not gated.is_well:
+        console.print(
+            f"FAILED: promised is no 429, a critical p95 below {SOON_S:g} s, and {USED_LEAST:.0%} of the budget used",
+            style="bold red",
+            highlight=False,
+        )
+
+
+def show_outage(console: Console, act: Outage) -> None:
+    """What was noticed of a provider that was down."""
+    console.print(
+        f"a provider down: {act.asked - act.answered} of {act.asked} requests lost, {act.elsewhere} answered by the "
+        f"next, {act.calls_per_answer:.2f} calls an answer (at most {CALLS_MOST:g}), its breaker "
+        f"{', '.join(act.breaker) or 'closed all the time'}",
         style="green" if act.is_well else "bold red",
         highlight=False,
     )

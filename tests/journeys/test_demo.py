@@ -1,6 +1,7 @@
 """`lanekeeper demo`: the verdict is true, and nothing is left of it, however it ended."""
 
 import asyncio
+import re
 import signal
 from asyncio.subprocess import DEVNULL, PIPE
 
@@ -11,7 +12,7 @@ from tests.support.processes import environment, lanekeeper, run
 from tests.support.waiting import until
 
 QUICK = {"LANEKEEPER_LANES__BATCH__SLOTS": "100"}
-"""The flood is through in two seconds instead of ten; the story is the same."""
+"""The flood is through in two seconds instead of twelve; the story is the same."""
 pytestmark = pytest.mark.default_broker_only
 
 
@@ -22,7 +23,8 @@ def left_on(vhost) -> list[str]:
 
 
 async def test_all_is_answered_and_the_verdict_says_so(vhost, tmp_path) -> None:
-    environ = environment(vhost.amqp_url, vhost.management_url, **QUICK)
+    of_the_real_account = {"LANEKEEPER_BUDGET__REQUESTS_PER_MIN": "30"}
+    environ = environment(vhost.amqp_url, vhost.management_url, **QUICK, **of_the_real_account)
     code, lines = await run("demo", environ=environ, folder=tmp_path, within_s=100)
     told = " ".join(" ".join(lines).split())
     assert code == 0, told
@@ -34,6 +36,10 @@ async def test_all_is_answered_and_the_verdict_says_so(vhost, tmp_path) -> None:
     assert "0 of 60 requests lost" in told
     assert "20 of 20 answered from the store, 0 calls made" in told
     assert "cancelled in a delay: recorded, cancelled" in told
+    assert re.search(r"a provider down: 0 of \d+ requests lost", told)
+    assert re.search(r"its breaker open, .*, closed", told)
+    assert re.search(r"the budget gate │ +\d+ ms │ +\d+ ms │ +\d+ │ +0 │ +1\.00 │", told), "no 429"
+    assert re.search(r"whoever calls first │[^│]+│[^│]+│ +\d+ │ +[1-9]\d* │", told), "and without a gate, many"
     await until(lambda: not left_on(vhost))
 
 

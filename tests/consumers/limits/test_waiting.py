@@ -4,10 +4,12 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
+import uvloop
 
 from consumers.limits.account import Account
 from consumers.limits.amounts import Amounts
 from consumers.limits.base import Heard, Kind, Reservation, Wait, WaitTooLong
+from consumers.limits.bucket import LEAST
 from consumers.limits.headers import RateHeaders, Told
 from consumers.limits.local import LocalBudgets
 from tests.support.budget import ACCOUNT, spec
@@ -319,3 +321,19 @@ def test_status_tells_how_many_wait_for_what() -> None:
         assert "normal" not in waiting
 
     story(tell)
+
+
+def test_a_turn_that_is_a_blink_away_is_waited_for_on_uvloop_too() -> None:
+    """What is to happen within half a millisecond is no timer there, and cannot tell when it will."""
+
+    async def tell() -> None:
+        on = Bench()
+        for _ in range(20):  # half of the time the rounding of the clock makes it less
+            on.books.refill(on.loop.time())
+            on.empty()
+            for bucket in on.books.buckets:
+                bucket.level = 1 + LEAST * (1 - 1e-9)
+            assert await on.budgets.try_reserve(ACCOUNT, lane="critical", amounts=ONE) is None
+            assert await asyncio.wait_for(on.ask("critical"), 5)
+
+    uvloop.run(tell())

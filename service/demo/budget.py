@@ -1,0 +1,151 @@
+"""The demo's third act: a small budget, a batch job that could use all of it, and a critical request now and then.
+
+The same load at the same time on two accounts of simulated providers, which enforce their limits and count their 429s:
+through Lanekeeper, and with as many workers a lane, but no gate: whoever calls first wins, and what is answered 429
+calls again when `retry-after` says, as the vendor's client does.
+"""
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+
+from consumers.activity import quantile
+from consumers.failures import RateLimitedError
+from consumers.providers.anthropic import AnthropicProvider
+from service.budget_sections import BudgetSettings
+from service.demo import first_come
+from service.demo.working import working
+from service.settings import Settings
+from service.simulated.app import SimulatedAPI
+from service.simulated.options import SimulatedOptions
+from topology.lanes import BATCH, CRITICAL
+
+WINDOW_S = 15.0
+JOBS = 300
+CRITICAL_FROM_S = 1.0
+"""The batch jobs are all waiting by then."""
+CRITICAL_EVERY_S = 0.5
+"""On average: at regular intervals all would meet the same moment of the 429s' whole seconds."""
+LATENCY_MS = (200, 600)
+BURST_S = 1.0
+"""What the buckets hold: in a run as short as this more would be a good part of what can be used."""
+ACCOUNT = SimulatedOptions(
+    output_tokens=80,
+    requests_per_minute=300,
+    input_tokens_per_minute=36_000,
+    output_tokens_per_minute=30_000,
+    burst_s=BURST_S,
+)
+TEXT = "the quick brown fox jumps over the lazy dog and thinks of lanes again, " * 4
+SOON_S = 1.0
+USED_LEAST = 0.85
+Asking = Callable[[str, str], Awaitable[object]]
+"""Takes the lane and the prompt; returns when it is answered, raises where it is given up."""
+
+
+@dataclass(slots=True)
+class Spending:
+    """How one of the two fared, by its requests and by the provider's books."""
+
+    waits_ms: list[int] = field(default_factory=list)
+    """Of critical requests, without the provider's own time; without an answer, how long one has waited so far."""
+    answered: int = 0
+    refused: int = 0
+    """By the provider, with 429."""
+    calls: int = 0
+    used: float = 0.0
+    """Of what the tightest bucket held and gained, 0 to 1."""
+    wrong: list[str] = field(default_factory=list)
+
+    @property
+    def calls_per_answer(self) -> float:
+        return self.calls / max(1, self.answered)
+
+    def wait_ms(self, share: float) -> int:
+        return quantile(sorted(self.waits_ms), share) or 0
+
+    @property
+    def is_well(self) -> bool:
+        is_soon = self.wait_ms(0.95) < SOON_S * 1000
+        return is_soon and not self.wrong and self.refused == 0 and self.used >= USED_LEAST
+
+
+async def run(settings: Settings) -> tuple[Spending, Spending]:
+    """Lanekeeper, and no gate."""
+    async with AsyncExitStack() as stack:
+        gated, ungated = [await stack.enter_async_context(SimulatedAPI(ACCOUNT)) for _ in range(2)]
+        settings = settings.answered_by(gated.base_url, key="simulated")
+        settings = settings.model_copy(update={"budget": BudgetSettings(burst_s=BURST_S)})
+        model = settings.lanes.batch.model  # one for both lanes: one account
+        provider = AnthropicProvider.at(ungated.base_url, api_key="simulated", traceparent=lambda: None)
+        stack.push_async_callback(provider.aclose)
+        parts, client = await stack.enter_async_context(working(settings))
+        slots = {lane.name: asyncio.Semaphore(lane.slots + lane.due_slots) for lane in parts.lanes}
+
+        async def through_lanes(lane: str, prompt: str) -> None:
+            await client.request({"prompt": prompt, "model": model}, key=f"{lane}.demo.budget", timeout_s=600)
+
+        async def whoever_comes(lane: str, prompt: str) -> None:
+            async with slots[lane]:
+                while True:
+                    try:
+                        await provider.stream(first_come.request_of(prompt, model=model), timeout_s=60, parts=None)
+                        break
+                    except RateLimitedError as limited:
+                        await asyncio.sleep(limited.retry_after_s or first_come.PAUSE_S)
+
+        both = await asyncio.gather(_spend(through_lanes, gated), _spend(whoever_comes, ungated))
+        return both[0], both[1]
+
+
+async def _spend(asking: Asking, api: SimulatedAPI) -> Spending:
+    """Send the load until the window is over; what has no answer then is given up."""
+    found, clock, rng = Spending(), asyncio.get_running_loop().time, random.Random(1)
+    waits_ms: dict[str, list[int]] = {CRITICAL.name: found.waits_ms, BATCH.name: []}
+
+    async def ask(lane: str, number: int) -> None:
+        asked_s, takes_ms = clock(), rng.randint(*LATENCY_MS)
+        try:
+            await asking(lane, f"{lane} {number}: {TEXT}[[latency: {takes_ms}ms]]")
+        except Exception as error:
+            found.wrong.append(f"{lane} {number}: {error}")
+        finally:
+            waits_ms[lane].append(max(0, round(1000 * (clock() - asked_s)) - takes_ms))
+
+    await asyncio.gather(ask(CRITICAL.name, 0), ask(BATCH.name, 0))  # limits and sizes are learned from these
+    found.waits_ms.clear()
+    before, began_s = _books(api), clock()
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(ask(BATCH.name, number)) for number in range(JOBS)]
+        await asyncio.sleep(CRITICAL_FROM_S)
+        while clock() < began_s + WINDOW_S:
+            tasks.append(group.create_task(ask(CRITICAL.name, len(tasks))))
+            await asyncio.sleep(rng.uniform(0.5, 1.5) * CRITICAL_EVERY_S)
+        books, could_s = _books(api) - before, clock() - began_s + BURST_S
+        for task in tasks:
+            task.cancel()
+    found.answered, found.refused, found.calls = books["ok"], books["rate_limited"], books["calls"]
+    found.used = max(
+        books[what] / (per_minute * could_s / 60)
+        for what, per_minute in (
+            ("requests", ACCOUNT.requests_per_minute),
+            ("input_tokens", ACCOUNT.input_tokens_per_minute),
+            ("output_tokens", ACCOUNT.output_tokens_per_minute),
+        )
+    )
+    return found
+
+
+def _books(api: SimulatedAPI) -> Counter[str]:
+    """The provider's. `calls` have ended, `requests` were taken off the budget."""
+    stats = api.stats()
+    return Counter(
+        stats["outcomes"],
+        calls=stats["calls"] - stats["running"],
+        requests=stats["calls"] - stats["outcomes"].get("rate_limited", 0),
+        input_tokens=stats["input_tokens"],
+        output_tokens=stats["output_tokens"],
+    )

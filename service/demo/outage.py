@@ -1,0 +1,106 @@
+"""The demo's fourth act: the first provider goes down and comes back, the next of the chain answers meanwhile."""
+
+import asyncio
+import io
+import json
+from contextlib import suppress
+from dataclasses import dataclass
+
+from service import logs
+from service.budget_sections import ProviderSettings
+from service.client import Client
+from service.demo.working import working
+from service.replies import Final
+from service.settings import Settings
+from service.simulated.app import SimulatedAPI
+from service.simulated.options import SimulatedOptions
+from topology import signals
+from topology.contract.problems import LanekeeperError
+from topology.lanes import CRITICAL
+
+UP = SimulatedOptions(latency_ms=300)
+DOWN = SimulatedOptions(faults={"unavailable": 1.0})
+EVERY_S = 0.025
+UP_S = 0.5
+DOWN_S = 2.0
+UP_AGAIN_CALLS = 20
+"""The act ends when the first provider has answered so many again."""
+UP_AGAIN_WITHIN_S = 10.0
+ANSWER_WITHIN_S = 60.0
+CALLS_MOST = 1.5
+"""An answer: it is what a provider's bill shows of an outage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outage:
+    """What the requesters and the providers saw of it."""
+
+    asked: int
+    answered: int
+    elsewhere: int
+    """Answered by the second provider."""
+    calls: int
+    """Of both, by their own books."""
+    breaker: tuple[str, ...]
+    """The states of the first one's, as they were logged."""
+
+    @property
+    def calls_per_answer(self) -> float:
+        return self.calls / max(1, self.answered)
+
+    @property
+    def is_well(self) -> bool:
+        closed_again = self.breaker[:1] == ("open",) and self.breaker[-1:] == ("closed",)
+        return self.answered == self.asked and self.calls_per_answer <= CALLS_MOST and closed_again
+
+
+async def run(settings: Settings) -> Outage:
+    """Tell the act, with a worker of the critical lane."""
+    told = io.StringIO()
+    async with SimulatedAPI(UP) as first, SimulatedAPI(UP) as second:
+        settings = settings.answered_by(first.base_url, key="simulated")
+        next_one = ProviderSettings.model_validate({"base_url": second.base_url, "api_key": "simulated"})
+        settings = settings.model_copy(update={"providers": {"second": next_one}})
+        with logs.written(service="lanekeeper demo", level="info", format="json", stream=told):
+            async with working(settings, lanes=(CRITICAL.name,)) as (_, client):
+                finals = await _ask_meanwhile(client, first)
+        return Outage(
+            asked=len(finals),
+            answered=sum(final is not None for final in finals),
+            elsewhere=sum(final is not None and final.provider == "second" for final in finals),
+            calls=first.stats()["calls"] + second.stats()["calls"],
+            breaker=tuple(
+                event["state"]
+                for event in map(json.loads, told.getvalue().splitlines())
+                if event["event"] == signals.BREAKER_CHANGED
+            ),
+        )
+
+
+async def _ask_meanwhile(client: Client, first: SimulatedAPI) -> list[Final | None]:
+    async def ask(number: int) -> Final | None:
+        with suppress(LanekeeperError):
+            prompt = {"prompt": f"request {number} of the fourth act"}
+            return await client.request(prompt, key=f"{CRITICAL.name}.demo.outage", timeout_s=ANSWER_WITHIN_S)
+        return None
+
+    async def keep_asking() -> None:
+        while True:
+            tasks.append(group.create_task(ask(len(tasks))))
+            await asyncio.sleep(EVERY_S)
+
+    def answered() -> int:
+        return int(first.stats()["outcomes"].get("ok", 0))
+
+    tasks: list[asyncio.Task[Final | None]] = []
+    async with asyncio.TaskGroup() as group:
+        asking = group.create_task(keep_asking())
+        await asyncio.sleep(UP_S)
+        first.configure(DOWN)
+        await asyncio.sleep(DOWN_S)
+        first.configure(UP)
+        enough = answered() + UP_AGAIN_CALLS
+        with suppress(TimeoutError):
+            await first.until(lambda: answered() >= enough, timeout_s=UP_AGAIN_WITHIN_S)
+        asking.cancel()
+    return [task.result() for task in tasks]

@@ -1,0 +1,29 @@
+"""A worker in the demo's own process, and a client to ask it."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from service import worker
+from service.assembly import Parts, assemble
+from service.client import Client
+from service.settings import Settings
+
+GRACE_S = 1.0
+
+
+@asynccontextmanager
+async def working(settings: Settings, *, lanes: tuple[str, ...] = ()) -> AsyncIterator[tuple[Parts, Client]]:
+    """Work the lanes, all where empty, for the length of a `with`; it begins when every queue is consumed."""
+    stop, ready = asyncio.Event(), asyncio.Event()
+    async with (
+        assemble(settings, lanes=lanes, declares=True) as parts,
+        Client(settings.broker_url, names=parts.names) as client,
+        asyncio.TaskGroup() as group,
+    ):
+        group.create_task(worker.run(parts, stop=stop, grace_s=GRACE_S, on_ready=ready.set), name="worker")
+        try:
+            await ready.wait()
+            yield parts, client
+        finally:
+            stop.set()

@@ -1,0 +1,28 @@
+"""The demo's acts on the budget and on a provider that is down: a promise that is not kept fails them."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from service.demo.budget import Spending
+from service.demo.outage import Outage
+
+SPENT = Spending(waits_ms=[10] * 20, answered=75, refused=0, calls=75, used=0.94)
+NOTICED_BY_NOBODY = Outage(asked=100, answered=100, elsewhere=60, calls=130, breaker=("open", "probing", "closed"))
+
+
+@pytest.mark.parametrize(
+    "broken", [{"refused": 1}, {"used": 0.5}, {"waits_ms": [10] * 18 + [5000] * 2}, {"wrong": ["critical 1: refused"]}]
+)
+def test_a_budget_is_well_spent_without_a_429_soon_and_nearly_all_of_it(broken: dict[str, Any]) -> None:
+    assert SPENT.is_well
+    assert not replace(SPENT, **broken).is_well
+
+
+@pytest.mark.parametrize(
+    "broken", [{"answered": 99}, {"calls": 151}, {"breaker": ()}, {"breaker": ("open", "probing", "open")}]
+)
+def test_an_outage_is_well_where_all_is_answered_by_few_calls_and_its_breaker_closes(broken: dict[str, Any]) -> None:
+    assert NOTICED_BY_NOBODY.is_well
+    assert not replace(NOTICED_BY_NOBODY, **broken).is_well
