@@ -1,6 +1,7 @@
 """What a provider's answers and failures mean for the budget: what it counted, and what it says about the account."""
 
 from consumers.failures import (
+    UNREACHABLE,
     OverloadedError,
     ProviderError,
     RateLimitedError,
@@ -28,7 +29,7 @@ def spent(error: ProviderError, reserved: Amounts) -> Amounts:
             return ONE_REQUEST
         case ProviderError(status=status) if status >= 400:
             return ONE_REQUEST
-        case ProviderError(type="connection", status=0) if error.detail.startswith("no connection"):
+        case ProviderError(type=type) if type == UNREACHABLE:
             return NOTHING
         case _:
             return reserved
