@@ -7,6 +7,7 @@ from consumers.failures import (
     RateLimitedError,
     RejectedError,
     SpendLimitError,
+    TransientError,
 )
 from consumers.limits.amounts import NOTHING, Amounts
 from consumers.limits.base import Heard, Kind
@@ -14,6 +15,7 @@ from consumers.limits.headers import RateHeaders
 from consumers.providers.base import Usage
 
 ONE_REQUEST = Amounts(requests=1)
+_SOMETHING = Amounts(1, 1, 1)
 
 
 def counted(usage: Usage) -> Amounts:
@@ -33,6 +35,11 @@ def spent(error: ProviderError, reserved: Amounts) -> Amounts:
             return NOTHING
         case _:
             return reserved
+
+
+def is_unpaid(error: ProviderError) -> bool:
+    """The provider's own failure, before it has done anything that it counts: none was reached, or a 5xx."""
+    return isinstance(error, (TransientError, OverloadedError)) and not spent(error, _SOMETHING).output_tokens
 
 
 def answered(rate: RateHeaders | None) -> Heard:
