@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import Protocol
 
@@ -93,21 +94,21 @@ class Handler:
             # a classic intake (3.x) counts nothing: the due queue does
             return Deferred(delay_ms=0, reason="redelivered", redelivered=True)
         self._failpoints.reach("before_claim")
-        passed: list[Gate] = []
         outcome: Outcome | None = None
-        try:
+
+        async def leave(gate: Gate) -> None:
+            await gate.leave(job, outcome)
+
+        async with AsyncExitStack() as passed:  # all are left, though one of them raises, or is cancelled
             for gate in self._gates:
                 outcome = await gate.enter(job)
                 if outcome is not None:
                     return outcome
-                passed.append(gate)
+                passed.push_async_callback(leave, gate)
             self._failpoints.reach("after_claim")
             outcome = await self._attempt(job)
             self._failpoints.reach("after_call")
             return outcome
-        finally:
-            for gate in reversed(passed):
-                await gate.leave(job, outcome)
 
     def _unfit(self, job: Job) -> Outcome | None:
         """What ends a delivery before it is even read."""

@@ -348,6 +348,22 @@ async def test_gates_are_left_in_reverse_by_all_that_passed_them(bench: Bench) -
     assert log == ["a enter", "b enter", "c enter", "b leave Deferred", "a leave Deferred"]
 
 
+async def test_all_gates_are_left_though_one_is_cancelled_while_it_gives_back(bench: Bench) -> None:
+    log: list[str] = []
+
+    class Slow(FakeGate):
+        async def leave(self, job: Job, outcome: Outcome | None) -> None:
+            await super().leave(job, outcome)
+            await asyncio.sleep(30)
+
+    working = asyncio.create_task(handle(bench, bench.job(), gates=(FakeGate(log, "a"), Slow(log, "b"))))
+    await until(lambda: "b leave Answered" in log)
+    working.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await working
+    assert log[-1] == "a leave Answered"
+
+
 async def test_no_delivery_is_held_until_the_broker_takes_it_back(bench: Bench, monkeypatch) -> None:
     monkeypatch.setattr("consumers.handler.ATTEMPT_WITHIN_S", 0.02)
     outcome = await handle(bench, bench.job(), FakeProvider(takes_s=30))
