@@ -155,6 +155,7 @@ async def assemble(
         budgets = await _budgets(settings, stack)
         breakers, prices, caps = Breakers(store), settings.price_table(), settings.caps_spec()
         spending = Spending(store, caps)
+        stack.push_async_callback(spending.finish, within_s=FINISH_WITHIN_S)
         registry = Registry(
             *open_providers(settings, traceparent=tracing.traceparent),
             tracing=tracing,
@@ -195,7 +196,15 @@ async def assemble(
                 ScheduleGate(now_ms=now_ms),
                 ClaimGate(claiming),
                 route_gate,
-                CapsGate(spending, route_gate, prices=prices, estimate=budget_gate.amounts, now_ms=now_ms, rng=rng),
+                CapsGate(
+                    spending,
+                    route_gate,
+                    prices=prices,
+                    estimate=budget_gate.amounts,
+                    now_ms=now_ms,
+                    rng=rng,
+                    tell=lifecycle.tell,
+                ),
                 budget_gate,
             ),
             providers=registry,
