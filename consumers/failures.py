@@ -13,6 +13,9 @@ BreakerOpen                 no call was made: every provider that may be called 
 from consumers.limits.headers import RateHeaders
 from topology.contract.problems import LanekeeperError
 
+UNREACHABLE = "unreachable"
+"""The type of a failure before anything was sent: there was no connection. What was sent and lost is `connection`."""
+
 
 class ProviderError(LanekeeperError):
     """An attempt failed. `detail` is one line without content of the request; `status` the provider's, 0 if none."""

@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import Protocol
 
@@ -15,7 +16,7 @@ from consumers.job import ATTEMPT_WITHIN_S, Answered, Deferred, Dropped, Job, No
 from consumers.lifecycle import Lifecycle
 from consumers.pausing import Pausing
 from consumers.providers.base import Answer
-from consumers.providers.counting import counted, spent
+from consumers.providers.counting import counted, is_unpaid, spent
 from consumers.providers.registry import Registry
 from consumers.providers.routes import Route
 from consumers.reply import Replies
@@ -33,6 +34,14 @@ class Elsewhere(Protocol):
     """Who may be asked beside the one that the request's budget was reserved at (`RouteGate`)."""
 
     def after(self, job: Job) -> Sequence[Route]: ...
+
+    def closed_s(self, job: Job) -> float:
+        """How long nobody may be asked for it; 0: somebody may."""
+        ...
+
+    def later(self, job: Job, wait_s: float) -> Outcome:
+        """What becomes of it then."""
+        ...
 
 
 class Purse(Protocol):
@@ -85,21 +94,21 @@ class Handler:
             # a classic intake (3.x) counts nothing: the due queue does
             return Deferred(delay_ms=0, reason="redelivered", redelivered=True)
         self._failpoints.reach("before_claim")
-        passed: list[Gate] = []
         outcome: Outcome | None = None
-        try:
+
+        async def leave(gate: Gate) -> None:
+            await gate.leave(job, outcome)
+
+        async with AsyncExitStack() as passed:  # all are left, though one of them raises, or is cancelled
             for gate in self._gates:
                 outcome = await gate.enter(job)
                 if outcome is not None:
                     return outcome
-                passed.append(gate)
+                passed.push_async_callback(leave, gate)
             self._failpoints.reach("after_claim")
             outcome = await self._attempt(job)
             self._failpoints.reach("after_call")
             return outcome
-        finally:
-            for gate in reversed(passed):
-                await gate.leave(job, outcome)
 
     def _unfit(self, job: Job) -> Outcome | None:
         """What ends a delivery before it is even read."""
@@ -152,11 +161,14 @@ class Handler:
             return ended_by(forbidden)
         except BreakerOpen as closed:
             job.attempt_started_ms = None  # no call was made
-            return Deferred(delay_ms=round(1000 * closed.retry_in_s), reason="breaker", due_ms=job.hop.due_ms)
+            return self._elsewhere.later(job, closed.retry_in_s)
         except ProviderError as error:
             job.run_ms = self._run_ms(job, began_s)
             if job.reservation is not None:
                 job.usage = spent(error, job.reservation.amounts)
+            if is_unpaid(error) and (wait_s := self._elsewhere.closed_s(job)) > 0:
+                job.attempt_started_ms = None  # by its breaker the provider is down: that is no failure of the request
+                return self._elsewhere.later(job, wait_s)
             return self._decide(error, job, request, lane)
         finally:
             job.limit = None  # what has ended cannot be made to end
@@ -176,6 +188,7 @@ class Handler:
             routes=self._elsewhere.after(job),
             until_s=asyncio.get_running_loop().time() + left_s,
             move=partial(self._purse.move, job),
+            tell=partial(self._lifecycle.tell, job),
         )
 
     def _run_ms(self, job: Job, began_s: float) -> int:

@@ -2,12 +2,17 @@
 
 Caps are kept in the store, so that all processes share them: taken by estimate before a call, corrected after it. What
 was used without a cap is counted in this process alone.
+
+Taking and correcting go on by themselves where whoever wanted them is cancelled: what was taken for it is given back,
+and no answer waits for a correction, or is lost with it.
 """
 
+import asyncio
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from math import inf
+from typing import Any, NamedTuple, TypeVar
 
 import structlog
 
@@ -15,11 +20,14 @@ from consumers.state.base import Allowances, StoreUnavailable
 from topology import signals
 
 DAY_S = 86_400
-LEVELS = (100, 80, 50)
-"""Per cent of a cap that are told once they are reached."""
+LEVELS = (50, 80, 100)
+"""Per cent of a cap that are told when they are reached: each once a day, by one of all processes."""
 EVERY_TENANT = "*"
 TENANTS_COUNTED = 10_000
 LANE, TENANT = "lane", "tenant"
+T = TypeVar("T")
+Tell = Callable[..., None]
+"""Takes the name of a life-cycle event, and its figures."""
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
@@ -93,6 +101,8 @@ class Hold:
 
     bounds: tuple[Bound, ...]
     spent: Spent
+    ends_s: float = inf
+    """When its day does, by the event loop's clock."""
 
 
 class Spending:
@@ -101,35 +111,34 @@ class Spending:
     def __init__(self, allowances: Allowances, spec: CapsSpec) -> None:
         self._allowances = allowances
         self._spec = spec
-        self._told: dict[str, int] = {}
+        self._told: OrderedDict[str, tuple[int, float]] = OrderedDict()
+        """By a bound's name: the highest level that is told, and when its day ends."""
         self._totals: OrderedDict[tuple[str, str], Spent] = OrderedDict()
+        self._background: set[asyncio.Task[Any]] = set()
 
     def bounds(self, lane: str, tenant: str) -> tuple[Bound, ...]:
         """All that a request must keep within."""
         return (*self._of(LANE, lane, self._spec.lanes.get(lane)), *self._of(TENANT, tenant, self._tenants(tenant)))
 
-    async def take(self, bounds: tuple[Bound, ...], spent: Spent) -> Hold | Over:
-        """All or nothing. Raises StoreUnavailable."""
-        for each, bound in enumerate(bounds):
-            wanted = getattr(spent, bound.what)
-            taken = await self._allowances.take(bound.name, wanted, limit=bound.limit, period_s=DAY_S)
-            self._tell(bound, taken.used if taken.granted else bound.limit)
-            if not taken.granted:
-                await self.correct(Hold(bounds[:each], spent), Spent())
-                return Over(bound=bound, wanted=wanted, used=taken.used, resets_in_s=taken.resets_in_s)
-        return Hold(bounds, spent)
+    async def take(self, bounds: tuple[Bound, ...], spent: Spent, *, tell: Tell) -> Hold | Over:
+        """All or nothing; `tell` is told of the levels that are reached by that. Raises StoreUnavailable."""
+        taking = self._in_background(self._take(bounds, spent, tell))
+        try:
+            return await asyncio.shield(taking)
+        except asyncio.CancelledError:
+            taking.add_done_callback(self._unwanted)
+            raise
 
-    async def correct(self, hold: Hold, used: Spent) -> None:
-        """After the call. Where the store is away the estimate stays counted."""
-        for bound in hold.bounds:
-            over = getattr(hold.spent, bound.what) - getattr(used, bound.what)
-            if not over:
-                continue
-            try:
-                await self._allowances.give_back(bound.name, over, period_s=DAY_S)
-            except StoreUnavailable as error:
-                log.warning(signals.CAP_UNCORRECTED, cap=bound.name, error=str(error))
-                return
+    def correct(self, hold: Hold, used: Spent) -> None:
+        """After the call. Where the store is away the estimate stays counted; what yesterday was estimated stays."""
+        self._in_background(self._correct(hold, used))
+
+    async def finish(self, *, within_s: float) -> None:
+        """Wait for what is still being corrected; what is not by then stays counted as it was estimated."""
+        if self._background:
+            _, late = await asyncio.wait(self._background, timeout=within_s)
+            for each in late:
+                each.cancel()
 
     def count(self, lane: str, tenant: str, spent: Spent) -> None:
         """Of an answer."""
@@ -156,14 +165,73 @@ class Spending:
             if limit is not None:
                 yield Bound(reason, who, what, limit)
 
-    def _tell(self, bound: Bound, used: float) -> None:
-        level = next((each for each in LEVELS if used >= bound.limit * each / 100), 0)
-        before = self._told.get(bound.name, 0)
-        if not level:  # another day
-            self._told.pop(bound.name, None)
-        elif level > before:
-            self._told[bound.name] = level
-            log.warning(signals.CAP_REACHED, cap=bound.name, percent=level, used=round(used, 4), limit=bound.limit)
+    async def _take(self, bounds: tuple[Bound, ...], spent: Spent, tell: Tell) -> Hold | Over:
+        hold = Hold((), spent)
+        try:
+            for bound in bounds:
+                wanted = getattr(spent, bound.what)
+                taken = await self._allowances.take(bound.name, wanted, limit=bound.limit, period_s=DAY_S)
+                ends_s = asyncio.get_running_loop().time() + taken.resets_in_s
+                is_full = not taken.granted and wanted <= bound.limit
+                await self._tell(bound, taken.used, is_full=is_full, ends_s=ends_s, tell=tell)
+                if not taken.granted:
+                    await self._correct(hold, Spent())
+                    return Over(bound=bound, wanted=wanted, used=taken.used, resets_in_s=taken.resets_in_s)
+                hold = Hold((*hold.bounds, bound), spent, ends_s)
+        except StoreUnavailable:
+            await self._correct(hold, Spent())
+            raise
+        return hold
+
+    async def _correct(self, hold: Hold, used: Spent) -> None:
+        for bound in hold.bounds:
+            over = getattr(hold.spent, bound.what) - getattr(used, bound.what)
+            if not over or asyncio.get_running_loop().time() >= hold.ends_s:
+                continue
+            try:
+                await self._allowances.give_back(bound.name, over, period_s=DAY_S)
+            except StoreUnavailable as error:
+                log.warning(signals.CAP_UNCORRECTED, cap=bound.name, error=str(error))
+                return
+
+    def _unwanted(self, taking: "asyncio.Task[Hold | Over]") -> None:
+        if not taking.cancelled() and taking.exception() is None and isinstance(hold := taking.result(), Hold):
+            self.correct(hold, Spent())
+
+    def _in_background(self, doing: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+        task = asyncio.create_task(doing, name="caps")
+        self._background.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: "asyncio.Task[Any]") -> None:
+        self._background.discard(task)
+        if not task.cancelled():
+            task.exception()  # told to whoever waits for it
+
+    async def _tell(self, bound: Bound, used: float, *, is_full: bool, ends_s: float, tell: Tell) -> None:
+        level = next((each for each in reversed(LEVELS) if is_full or used >= bound.limit * each / 100), 0)
+        before, until_s = self._told.get(bound.name, (0, inf))
+        if asyncio.get_running_loop().time() >= until_s:  # another day
+            before = 0
+        if level <= before:
+            return
+        self._told[bound.name] = level, ends_s
+        self._told.move_to_end(bound.name)
+        if len(self._told) > TENANTS_COUNTED:
+            self._told.popitem(last=False)
+        for each in LEVELS:
+            if before < each <= level and await self._is_news(bound, each):
+                figures = {"cap": bound.name, "percent": each, "used": round(used, 4), "limit": bound.limit}
+                log.warning(signals.CAP_REACHED, **figures)
+                tell("cap", **figures)
+
+    async def _is_news(self, bound: Bound, level: int) -> bool:
+        """No process has told it today."""
+        try:
+            return (await self._allowances.take(f"told {level} {bound.name}", 1, limit=1, period_s=DAY_S)).granted
+        except StoreUnavailable:
+            return True
 
 
 def _figure(amount: float, bound: Bound) -> str:

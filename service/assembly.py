@@ -149,6 +149,7 @@ async def assemble(
         budgeting = await stack.enter_async_context(
             open_budgeting(settings, providers, store=store, lifecycle=lifecycle, tracing=tracing, rng=rng)
         )
+        stack.push_async_callback(budgeting.spending.finish, within_s=FINISH_WITHIN_S)
         settler = Settler(
             publisher,
             replies=replies,

@@ -90,7 +90,13 @@ async def open_budgeting(
             registry=registry,
             route_gate=route_gate,
             caps_gate=CapsGate(
-                spending, route_gate, prices=prices, estimate=budget_gate.amounts, now_ms=now_ms, rng=rng
+                spending,
+                route_gate,
+                prices=prices,
+                estimate=budget_gate.amounts,
+                now_ms=now_ms,
+                rng=rng,
+                tell=lifecycle.tell,
             ),
             budget_gate=budget_gate,
         )

@@ -83,7 +83,7 @@ class BudgetGate:
         reservation, job.reservation = job.reservation, None
         if reservation is None:
             return
-        if job.attempt_started_ms is None:
+        if job.attempt_started_ms is None and job.usage is None:
             self._budgets.settle(reservation, None)
             return
         self._budgets.settle(reservation, reservation.amounts if job.usage is None else job.usage)

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from functools import partial
 
 from consumers.gates.route import RouteGate
 from consumers.job import Answered, Deferred, Job, NowMs, Outcome, Refused, Route, ended_by
@@ -19,7 +20,7 @@ Estimate = Callable[[Job, Request, Route], Amounts]
 
 
 class CapsGate:
-    """`estimate`: what a request is expected to use there (`BudgetGate.amounts`)."""
+    """`estimate`: what a request is expected to use there (`BudgetGate.amounts`). `tell`: as `Lifecycle.tell`."""
 
     def __init__(
         self,
@@ -30,8 +31,10 @@ class CapsGate:
         estimate: Estimate,
         now_ms: NowMs,
         rng: random.Random,
+        tell: Callable[..., None],
     ) -> None:
         self._spending = spending
+        self._tell = tell
         self._routes = routes
         self._prices = prices
         self._estimate = estimate
@@ -43,7 +46,7 @@ class CapsGate:
         assert job.request is not None
         tenant = job.identity.tenant
         bounds = self._spending.bounds(job.lane_name, tenant)
-        if not bounds:
+        if not bounds or job.stopped is not None:
             return None
         route = self._routes.of(job.lane_name, tenant, job.request.model)[0]
         price = self._prices.of(route.model)
@@ -56,7 +59,8 @@ class CapsGate:
                 )
             )
         try:
-            found = await self._spending.take(bounds, _spent(self._estimate(job, job.request, route), price))
+            wanted = _spent(self._estimate(job, job.request, route), price)
+            found = await self._spending.take(bounds, wanted, tell=partial(self._tell, job))
         except StoreUnavailable:  # a cap that cannot be looked at holds
             return Deferred(delay_ms=STORE_AWAY_MS, reason="store", due_ms=job.hop.due_ms)
         if isinstance(found, Over):
@@ -72,10 +76,10 @@ class CapsGate:
             tokens = 0.0 if job.usage is None else job.usage.input_tokens + job.usage.output_tokens
             used = Spent(1, tokens, job.cost_usd or 0.0)
             self._spending.count(job.lane_name, job.identity.tenant, used)
-        elif job.attempt_started_ms is not None and job.usage is not None and job.usage.output_tokens > 0:
-            return
+        elif (job.attempt_started_ms is not None) if job.usage is None else job.usage.output_tokens > 0:
+            return  # it was cut off, by the provider, its deadline or its owner
         if hold is not None:
-            await self._spending.correct(hold, used)
+            self._spending.correct(hold, used)
 
     def _over(self, job: Job, request: Request, over: Over) -> Outcome:
         left_ms = request.deadline_ms - self._now_ms()

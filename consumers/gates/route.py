@@ -14,6 +14,7 @@ from topology.contract.problems import RequestProblem
 
 REASON = "breaker"
 HOLD_S = 3.0
+LEAST_WAIT_MS = 200
 SPREAD = 0.5
 """Those that wait for the same probe come back over half as long again: one of them makes it."""
 
@@ -47,18 +48,27 @@ class RouteGate:
         except RequestProblem as forbidden:
             return ended_by(forbidden)
         clock = asyncio.get_running_loop().time
-        until_s = clock() + HOLD_S
-        while (wait_s := min(self._breakers.wait_s(each, clock()) for each in routes)) > 0 and job.stopped is None:
-            if clock() + wait_s > until_s:
-                return self._later(job, wait_s, job.request.deadline_ms - self._now_ms())
-            await asyncio.sleep(wait_s)
+        left_s = (job.request.deadline_ms - self._now_ms()) / 1000
+        until_s = clock() + min(HOLD_S, left_s)
+        while (wait_s := self._wait_s(routes)) > 0 and job.stopped is None:
+            if clock() + wait_s >= until_s:
+                return self.later(job, wait_s)
+            await _sleep(job, wait_s)
         return None
 
     async def leave(self, job: Job, outcome: Outcome | None) -> None:
         """Nothing was taken."""
 
-    def _later(self, job: Job, wait_s: float, left_ms: int) -> Outcome:
-        wait_ms = round(1000 * wait_s)
+    def closed_s(self, job: Job) -> float:
+        """How long no provider may be called for it, as far as is known; 0: one may."""
+        assert job.request is not None
+        return self._wait_s(self._routes.of(job.lane_name, job.identity.tenant, job.request.model))
+
+    def later(self, job: Job, wait_s: float) -> Outcome:
+        """What becomes of a job that no provider may be called for."""
+        assert job.request is not None
+        left_ms = job.request.deadline_ms - self._now_ms()
+        wait_ms = max(LEAST_WAIT_MS, round(1000 * wait_s))
         if wait_ms >= left_ms:
             return Refused(
                 RequestProblem(
@@ -69,3 +79,18 @@ class RouteGate:
             )
         spread_ms = round(wait_ms * self._rng.uniform(0, SPREAD))
         return Deferred(delay_ms=min(wait_ms + spread_ms, left_ms), reason=REASON, due_ms=job.hop.due_ms)
+
+    def _wait_s(self, routes: Sequence[Route]) -> float:
+        now_s = asyncio.get_running_loop().time()
+        return min(self._breakers.wait_s(each, now_s) for each in routes)
+
+
+async def _sleep(job: Job, seconds: float) -> None:
+    """`job.stop` ends it as it ends an attempt."""
+    try:
+        async with asyncio.timeout(None) as job.limit:
+            await asyncio.sleep(seconds)
+    except TimeoutError:
+        pass
+    finally:
+        job.limit = None

@@ -1,45 +1,61 @@
 """Circuit breakers: a provider whose calls fail is left alone a while, then asked by one call. Pure but for the lease.
 
-    closed ──FAILURES in a row, within WINDOW_S──> open ──its time is over──> probing ──answered──> closed
-                                                    ^                            │
-                                                    └───────── failed: twice as long
+    closed ──failures in a row──> open ──its time is over──> probing ──answered──> closed
+                                   ^                            │
+                                   └───────── failed: twice as long
 
 One for each provider and model. In a row, not a share: of calls that fail by chance (30 % of 529, say) a retry answers
 most, and a breaker that opens on them would only add waiting. What a provider refuses (a 4xx of the request's own, a
 429) shows that it is there. A timeout counts only where the call had time: a requester with a short deadline closes no
-lane.
+lane. That no connection could be made is no request's doing and nobody's chance: a few of those are enough.
 
-Each process finds out for itself, by its own calls, that a provider is down. A probe is one process's at a time, by a
-lease in the store; the others stay open meanwhile. Where the store is away each probes by itself.
+Whoever opens one says so by a lease in the store, for as long as it is open: another process opens its own as soon as
+it meets a few failures itself, and one of them probes. Where the store is away each process finds out by itself.
 """
 
+import asyncio
 import random
 import uuid
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
+from typing import Any, NamedTuple
 
 import structlog
 
-from consumers.failures import OverloadedError, ProviderError, RejectedError, TransientError
+from consumers.failures import UNREACHABLE, OverloadedError, ProviderError, RejectedError, TransientError
 from consumers.providers.routes import Route
 from consumers.state.base import Leases, StoreUnavailable
 from topology import signals
 
-FAILURES = 30
-REQUESTS = 15
+FAILURES = 10
+"""In a row. Of calls of which 30 % fail by chance, every 240,000th meets so many."""
+REQUESTS = 3
 """So many different ones must be among the failures: one that the provider cannot digest closes it to nobody else."""
-WINDOW_S = 30.0
+UNREACHED = 3
+"""In a row, of whichever requests."""
+DOUBTED_FROM = 3
+"""Failures in a row, from which on each asks whether another process has opened its breaker."""
+WINDOW_S = 120.0
+"""Longer than a call may take that hangs (60 s in critical, 120 s in normal)."""
 OPEN_S = 1.0
-OPEN_MOST_S = 30.0
+OPEN_MOST_S = 10.0
+"""What waits for a provider that is back waits no longer than this."""
 FAIR_S = 5.0
 """A call that was given less time than this says nothing by not being in time."""
 PROBE_WITHIN_S = 30.0
 """A probe that takes longer holds nobody back any more."""
 LOOK_S = 1.0
-"""While another probes."""
+"""While another call probes."""
+STORE_WITHIN_S = 1.0
+"""No call waits longer for the store."""
+REMEMBERED = 1000
+"""Requesters name models: what failed is not remembered of more."""
+Tell = Callable[..., None]
+"""Takes the name of a life-cycle event, and its figures."""
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
@@ -51,6 +67,14 @@ class State(StrEnum):
     PROBING = "probing"
 
 
+class Failure(NamedTuple):
+    """A call's."""
+
+    at_s: float
+    request: str
+    is_unreached: bool
+
+
 class Breaker:
     """One provider and model, from its first failure until it answers; times are the event loop's."""
 
@@ -58,7 +82,7 @@ class Breaker:
 
     def __init__(self, rng: random.Random) -> None:
         self.state = State.CLOSED
-        self._failed: deque[tuple[float, str]] = deque(maxlen=FAILURES)
+        self._failed: deque[Failure] = deque(maxlen=FAILURES)
         self._openings = 0
         self._until_s = -inf
         self._rng = rng
@@ -71,25 +95,26 @@ class Breaker:
             return min(LOOK_S, self._until_s - now_s)
         return max(0.0, self._until_s - now_s)
 
+    @property
+    def is_doubted(self) -> bool:
+        """Closed, and not for the first time in a row its call failed."""
+        return self.state is State.CLOSED and len(self._failed) >= DOUBTED_FROM
+
     def probe(self, now_s: float) -> None:
         """Its time is over, and the call that is made now is the one that finds out."""
         self.state = State.PROBING
         self._until_s = now_s + PROBE_WITHIN_S
 
-    def hold(self, now_s: float) -> None:
-        """Another process finds out."""
-        self.state = State.OPEN
-        self._until_s = now_s + LOOK_S * self._rng.uniform(0.5, 1.5)
-
-    def failed(self, now_s: float, *, request: str, probe: bool) -> None:
+    def failed(self, failure: Failure, *, probe: bool) -> None:
         """Open, where that was the last of too many, or the probe."""
         if self.state is State.CLOSED:
-            self._failed.append((now_s, request))
-            is_too_many = len(self._failed) == FAILURES and now_s - self._failed[0][0] <= WINDOW_S
-            if is_too_many and len({each for _, each in self._failed}) >= REQUESTS:
-                self._open(now_s)
+            while self._failed and failure.at_s - self._failed[0].at_s > WINDOW_S:
+                self._failed.popleft()
+            self._failed.append(failure)
+            if self._is_too_many():
+                self.open(failure.at_s)
         elif probe and self.state is State.PROBING:
-            self._open(now_s)
+            self.open(failure.at_s)
 
     def unknown(self, now_s: float, *, probe: bool) -> None:
         """The call ended without telling anything: the next one finds out."""
@@ -97,12 +122,19 @@ class Breaker:
             self.state = State.OPEN
             self._until_s = now_s
 
-    def _open(self, now_s: float) -> None:
+    def open(self, now_s: float) -> None:
+        """For a while, and longer than the last time."""
         step_s = min(OPEN_MOST_S, OPEN_S * 2**self._openings)
         self._openings = min(self._openings + 1, 16)
         self._failed.clear()
         self.state = State.OPEN
         self._until_s = now_s + self._rng.uniform(step_s / 2, step_s)
+
+    def _is_too_many(self) -> bool:
+        latest = list(self._failed)[-UNREACHED:]
+        if len(latest) == UNREACHED and all(each.is_unreached for each in latest):
+            return True
+        return len(self._failed) == FAILURES and len({each.request for each in self._failed}) >= REQUESTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,67 +143,77 @@ class Pass:
 
     route: Route
     is_probe: bool
+    request: str
+    tell: Tell
+
+
+def nobody(_: str, /, **__: Any) -> None:
+    """Is told."""
 
 
 class Breakers:
-    """All of this process."""
+    """All of this process. What changes is logged, and told as the event `breaker` of the request that changed it."""
 
     def __init__(self, leases: Leases | None = None, *, rng: random.Random | None = None) -> None:
         self._leases = leases
         self._rng = rng or random.Random()
         self._owner = uuid.uuid4().hex
         self._all: dict[tuple[str, str], Breaker] = {}
-        """Those that have failed and not answered since: few, whatever models requests name."""
+        """Those that have failed and not answered since."""
 
     def wait_s(self, route: Route, now_s: float) -> float:
         """Until a call may be made there, as far as is known; 0: now."""
         found = self._all.get(_key(route))
         return 0.0 if found is None else found.wait_s(now_s)
 
-    async def enter(self, route: Route, now_s: float) -> Pass | None:
+    async def enter(self, route: Route, now_s: float, *, request: str, tell: Tell = nobody) -> Pass | None:
         """None: no call may be made there now."""
         breaker = self._all.get(_key(route))
         if breaker is None or breaker.state is State.CLOSED:
-            return Pass(route, is_probe=False)
+            return Pass(route, False, request, tell)
         if breaker.wait_s(now_s) > 0:
             return None
         breaker.probe(now_s)
-        leased = False
         try:
-            leased = await self._leased(route)
-        finally:
-            if not leased:
-                breaker.hold(now_s)
-        if not leased:
+            is_ours = await self._lease(route, for_s=PROBE_WITHIN_S)
+        except BaseException:
+            breaker.unknown(now_s, probe=True)
+            raise
+        if not is_ours:  # another process has it open, or finds out
+            breaker.open(now_s)
             return None
-        self._tell(route, breaker, now_s)
-        return Pass(route, is_probe=True)
+        self._tell(tell, route, breaker, now_s)
+        return Pass(route, True, request, tell)
 
     async def answered(self, entered: Pass, now_s: float) -> None:
         """The provider answered, if only to refuse."""
         breaker = self._all.pop(_key(entered.route), None)
-        if breaker is not None and breaker.state is not State.CLOSED:
+        was_open = breaker is not None and breaker.state is not State.CLOSED
+        if breaker is not None and was_open:
             breaker.state = State.CLOSED
-            self._tell(entered.route, breaker, now_s)
-        if entered.is_probe:
+            self._tell(entered.tell, entered.route, breaker, now_s)
+        if was_open or entered.is_probe:
             await self._let_go(entered.route)
 
-    async def failed(
-        self, entered: Pass, error: ProviderError, now_s: float, *, request: str, timeout_s: float
-    ) -> None:
-        """The call failed: that is counted where it is the provider's doing. A failed probe keeps the lease: nobody
-        else need ask."""
+    async def failed(self, entered: Pass, error: ProviderError, now_s: float, *, timeout_s: float) -> None:
+        """The call failed: that is counted where it is the provider's doing."""
         if not _is_its_own(error):
             await self.answered(entered, now_s)
             return
         if error.type == "timeout" and timeout_s < FAIR_S:
             await self.unknown(entered, now_s)
             return
-        breaker = self._all.setdefault(_key(entered.route), Breaker(self._rng))
+        route = entered.route
+        breaker = self._of(route)
         was = breaker.state
-        breaker.failed(now_s, request=request, probe=entered.is_probe)
+        failure = Failure(now_s, entered.request, is_unreached=error.type == UNREACHABLE)
+        breaker.failed(failure, probe=entered.is_probe)
         if breaker.state is not was:
-            self._tell(entered.route, breaker, now_s, error)
+            self._tell(entered.tell, route, breaker, now_s, error)
+            await self._lease(route, for_s=breaker.wait_s(now_s))
+        elif breaker.is_doubted and not await self._lease(route, for_s=0) and breaker.state is State.CLOSED:
+            breaker.open(now_s)
+            self._tell(entered.tell, route, breaker, now_s, error)
 
     async def unknown(self, entered: Pass, now_s: float) -> None:
         """It was cancelled, or had no time."""
@@ -188,26 +230,38 @@ class Breakers:
             if each.state is not State.CLOSED
         }
 
-    async def _leased(self, route: Route) -> bool:
+    def _of(self, route: Route) -> Breaker:
+        if (found := self._all.get(_key(route))) is None:
+            if len(self._all) >= REMEMBERED:
+                closed = (key for key, each in self._all.items() if each.state is State.CLOSED)
+                del self._all[next(closed, next(iter(self._all)))]
+            found = self._all[_key(route)] = Breaker(self._rng)
+        return found
+
+    async def _lease(self, route: Route, *, for_s: float) -> bool:
+        """False: another process has it."""
         if self._leases is None:
             return True
         try:
-            return await self._leases.hold(_lease(route), self._owner, for_s=OPEN_MOST_S) is not None
-        except StoreUnavailable:
+            async with asyncio.timeout(STORE_WITHIN_S):
+                return await self._leases.hold(_name(route), self._owner, for_s=for_s) is not None
+        except (StoreUnavailable, TimeoutError):
             return True
 
     async def _let_go(self, route: Route) -> None:
         if self._leases is not None:
-            try:
-                await self._leases.let_go(_lease(route), self._owner)
-            except StoreUnavailable:
-                return
+            with suppress(StoreUnavailable, TimeoutError):
+                async with asyncio.timeout(STORE_WITHIN_S):
+                    await self._leases.let_go(_name(route), self._owner)
 
     @staticmethod
-    def _tell(route: Route, breaker: Breaker, now_s: float, error: ProviderError | None = None) -> None:
+    def _tell(tell: Tell, route: Route, breaker: Breaker, now_s: float, error: ProviderError | None = None) -> None:
         how = log.warning if breaker.state is State.OPEN else log.info
-        more = {"error": error.detail, "retry_in_s": round(breaker.wait_s(now_s), 1)} if error is not None else {}
-        how(signals.BREAKER_CHANGED, provider=route.provider, model=route.model, state=breaker.state.value, **more)
+        figures: dict[str, Any] = {"provider": route.provider, "model": route.model, "state": breaker.state.value}
+        if error is not None:
+            figures |= {"error": error.detail, "retry_in_s": round(breaker.wait_s(now_s), 1)}
+        how(signals.BREAKER_CHANGED, **figures)
+        tell("breaker", **figures)
 
 
 def _is_its_own(error: ProviderError) -> bool:
@@ -224,5 +278,5 @@ def _key(route: Route) -> tuple[str, str]:
     return (route.provider, route.model)
 
 
-def _lease(route: Route) -> str:
-    return f"probe {route.provider} {route.model}"
+def _name(route: Route) -> str:
+    return f"breaker {route.provider} {route.model}"

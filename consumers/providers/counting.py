@@ -1,11 +1,13 @@
 """What a provider's answers and failures mean for the budget: what it counted, and what it says about the account."""
 
 from consumers.failures import (
+    UNREACHABLE,
     OverloadedError,
     ProviderError,
     RateLimitedError,
     RejectedError,
     SpendLimitError,
+    TransientError,
 )
 from consumers.limits.amounts import NOTHING, Amounts
 from consumers.limits.base import Heard, Kind
@@ -13,6 +15,7 @@ from consumers.limits.headers import RateHeaders
 from consumers.providers.base import Usage
 
 ONE_REQUEST = Amounts(requests=1)
+_SOMETHING = Amounts(1, 1, 1)
 
 
 def counted(usage: Usage) -> Amounts:
@@ -28,10 +31,15 @@ def spent(error: ProviderError, reserved: Amounts) -> Amounts:
             return ONE_REQUEST
         case ProviderError(status=status) if status >= 400:
             return ONE_REQUEST
-        case ProviderError(type="connection", status=0) if error.detail.startswith("no connection"):
+        case ProviderError(type=type) if type == UNREACHABLE:
             return NOTHING
         case _:
             return reserved
+
+
+def is_unpaid(error: ProviderError) -> bool:
+    """The provider's own failure, before it has done anything that it counts: none was reached, or a 5xx."""
+    return isinstance(error, (TransientError, OverloadedError)) and not spent(error, _SOMETHING).output_tokens
 
 
 def answered(rate: RateHeaders | None) -> Heard:

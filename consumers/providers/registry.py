@@ -13,6 +13,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from math import inf
 
 import structlog
@@ -30,7 +31,7 @@ from consumers.limits.base import Heard, Kind
 from consumers.prices import Prices
 from consumers.providers import counting
 from consumers.providers.base import Answer, Parts, Provider, Restartable
-from consumers.providers.breaker import Breakers, Pass
+from consumers.providers.breaker import Breakers, Pass, Tell, nobody
 from consumers.providers.routes import Route
 from topology import recording, signals
 from topology.contract.messages import Request
@@ -42,6 +43,10 @@ SPEND_REFUSALS = 10
 """In a row, from one account: then it is left alone until a person has acted."""
 LEAST_LEFT_S = 1.0
 """With less left until its deadline nobody else is asked."""
+DEADLINE_ABOUT_S = 0.1
+LATE = TransientError("no answer before the request's deadline", type="timeout")
+"""What a deadline ended may be a provider that hangs, though nobody waited until its call had timed out."""
+Enter = Callable[[Route, float], Awaitable[Pass | None]]
 Move = Callable[[Route, ProviderError | None], Awaitable[bool]]
 """Reserve for another route at once, or not at all; whether it could. Then what was reserved for the one before is
 settled: by the error of its call, or given back where none was made (None)."""
@@ -80,20 +85,23 @@ class Registry:
         routes: Sequence[Route] = (),
         until_s: float = inf,
         move: Move = stay,
+        tell: Tell = nobody,
     ) -> Answer:
         """Make one attempt; as `Provider.stream`.
 
         `routes`: the one that is reserved for, then those that may be asked instead; none: the first provider.
-        `until_s`: its deadline, by the event loop's clock. Raises BreakerOpen, where no call was made.
+        `until_s`: its deadline, by the event loop's clock. `tell` is told how breakers change. Raises BreakerOpen,
+        where no call was made.
         """
         routes = routes or (self._only(request),)
-        entered, others = await self._enter(routes, move)
+        enter = partial(self._breakers.enter, request=request.id, tell=tell)
+        entered, others = await self._enter(routes, enter, move)
         try:
-            return await self._call(entered, request, timeout_s=timeout_s, parts=parts)
+            return await self._call(entered, request, timeout_s=timeout_s, parts=parts, until_s=until_s)
         except ProviderError as error:
             left_s = until_s - asyncio.get_running_loop().time()
             candidates = [each for each in others if _helps(error, entered.route, each)]
-            if left_s < LEAST_LEFT_S or (other := await self._next(candidates, move, error)) is None:
+            if left_s < LEAST_LEFT_S or (other := await self._next(candidates, enter, move, error)) is None:
                 raise
             first = error
         log.info(
@@ -108,7 +116,7 @@ class Registry:
         if parts is not None and parts.restart():
             log.info(signals.STREAM_RESTARTED, request=request.id, error=first.detail)
         try:
-            return await self._call(other, request, timeout_s=min(timeout_s, left_s), parts=parts)
+            return await self._call(other, request, timeout_s=min(timeout_s, left_s), parts=parts, until_s=until_s)
         except (RejectedError, SpendLimitError) as error:
             if isinstance(first, (RejectedError, SpendLimitError)):
                 raise
@@ -119,32 +127,37 @@ class Registry:
         for each in self._providers.values():
             await each.aclose()
 
-    async def _enter(self, routes: Sequence[Route], move: Move) -> tuple[Pass, Sequence[Route]]:
+    async def _enter(self, routes: Sequence[Route], enter: Enter, move: Move) -> tuple[Pass, Sequence[Route]]:
         """The first that may be called, and those after it."""
-        now_s = asyncio.get_running_loop().time()
-        if (entered := await self._breakers.enter(routes[0], now_s)) is not None:
+        clock = asyncio.get_running_loop().time
+        if (entered := await enter(routes[0], clock())) is not None:
             return entered, routes[1:]
-        if (entered := await self._next(routes[1:], move, None)) is None:
-            raise BreakerOpen(min(self._breakers.wait_s(each, now_s) for each in routes))
+        if (entered := await self._next(routes[1:], enter, move, None)) is None:
+            raise BreakerOpen(min(self._breakers.wait_s(each, clock()) for each in routes))
         return entered, routes[routes.index(entered.route) + 1 :]
 
-    async def _next(self, routes: Sequence[Route], move: Move, error: ProviderError | None) -> Pass | None:
-        now_s = asyncio.get_running_loop().time()
+    async def _next(
+        self, routes: Sequence[Route], enter: Enter, move: Move, error: ProviderError | None
+    ) -> Pass | None:
+        clock = asyncio.get_running_loop().time
         for route in routes:
-            if (entered := await self._breakers.enter(route, now_s)) is None:
+            if (entered := await enter(route, clock())) is None:
                 continue
             moved = False
             try:
                 moved = await move(route, error)
             finally:
                 if not moved:
-                    await self._breakers.unknown(entered, now_s)
+                    await self._breakers.unknown(entered, clock())
             if moved:
                 return entered
         return None
 
-    async def _call(self, entered: Pass, request: Request, *, timeout_s: float, parts: Parts | None) -> Answer:
+    async def _call(
+        self, entered: Pass, request: Request, *, timeout_s: float, parts: Parts | None, until_s: float
+    ) -> Answer:
         route, clock = entered.route, asyncio.get_running_loop().time
+        began_s = clock()
         with self._tracing.chat(
             model=route.name, provider=route.provider, stream=parts is not None, max_tokens=request.max_tokens
         ) as span:
@@ -154,10 +167,13 @@ class Registry:
                 )
             except ProviderError as error:
                 self._learn(route.account, self._heard(route.account, error))
-                await self._breakers.failed(entered, error, clock(), request=request.id, timeout_s=timeout_s)
+                await self._breakers.failed(entered, error, clock(), timeout_s=timeout_s)
                 raise
             except BaseException:  # cancelled, or a fault of ours
-                await self._breakers.unknown(entered, clock())
+                if parts is None and clock() >= until_s - DEADLINE_ABOUT_S:
+                    await self._breakers.failed(entered, LATE, clock(), timeout_s=clock() - began_s)
+                else:
+                    await self._breakers.unknown(entered, clock())
                 raise
             self._spend_refusals.pop(route.account, None)
             self._learn(route.account, counting.answered(answer.rate))

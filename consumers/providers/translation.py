@@ -17,6 +17,7 @@ import anthropic
 import httpx2
 
 from consumers.failures import (
+    UNREACHABLE,
     OverloadedError,
     ProviderError,
     RateLimitedError,
@@ -57,15 +58,18 @@ def border(*, secret: str) -> Iterator[None]:
     except anthropic.APIStatusError as error:
         raise _from_status(error, secret=secret) from error
     except anthropic.APITimeoutError as error:
-        raise TransientError("timed out while connecting to the provider", type="timeout") from error
+        raise TransientError("timed out while connecting to the provider", type=UNREACHABLE) from error
     except anthropic.APIConnectionError as error:
         cause = error.__cause__
         if cause is not None and not isinstance(cause, NETWORK_ERRORS):
             raise RejectedError(
                 f"the request cannot be sent: {_line(repr(cause), secret)}", type="unsendable"
             ) from error
+        is_there = not isinstance(getattr(cause, "__cause__", None) or cause, aiohttp.ClientConnectorError)
         raise TransientError(
-            f"no connection to the provider: {_line(_said(cause), secret)}", type="connection"
+            f"{'the connection to the provider was lost' if is_there else 'no connection to the provider'}: "
+            f"{_line(_said(cause), secret)}",
+            type="connection" if is_there else UNREACHABLE,
         ) from error
     except httpx2.TimeoutException as error:
         raise TransientError("the provider's answer stopped coming", type="timeout") from error

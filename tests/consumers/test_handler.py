@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from consumers.failpoints import Failpoints
-from consumers.failures import OverloadedError, RejectedError, TransientError
+from consumers.failures import UNREACHABLE, OverloadedError, RejectedError, TransientError
 from consumers.gates.claim import DEATHS_AT_MOST, SUSPECT_FROM, ClaimGate
 from consumers.gates.deadline import DeadlineGate
 from consumers.gates.schedule import ScheduleGate
-from consumers.handler import Handler
+from consumers.handler import Elsewhere, Handler
 from consumers.job import (
     ATTEMPT_WITHIN_S,
     CLAIM_WITHIN_S,
@@ -92,11 +92,12 @@ def handler(
     gates: Any = None,
     now_ms: Callable[[], int] = lambda: NOW_MS,
     pausing: Pausing | None = None,
+    elsewhere: Elsewhere | None = None,
 ) -> Handler:
     return Handler(
         gates=gates if gates is not None else (DeadlineGate(now_ms=now_ms), ScheduleGate(now_ms=now_ms)),
         providers=Registry(provider, tracing=Tracing()),
-        elsewhere=NobodyElse(),
+        elsewhere=elsewhere or NobodyElse(),
         purse=NobodyElse(),
         replies=bench.replies,
         lifecycle=bench.lifecycle,
@@ -281,6 +282,42 @@ async def test_a_failed_attempt_is_decided_on(bench: Bench, error: Exception, ki
     assert isinstance(await handle(bench, bench.job(), FakeProvider(error)), kind)
 
 
+class Down:
+    """Every provider's breaker is open."""
+
+    def after(self, job: Job) -> tuple[()]:
+        return ()
+
+    def closed_s(self, job: Job) -> float:
+        return 2.0
+
+    def later(self, job: Job, wait_s: float) -> Outcome:
+        return Deferred(delay_ms=round(1000 * wait_s), reason="breaker")
+
+
+@pytest.mark.parametrize(
+    "error", [TransientError("x", type=UNREACHABLE), TransientError("500", status=500), OverloadedError("529")]
+)
+async def test_what_fails_because_the_provider_is_down_waits_and_counts_no_attempt(
+    bench: Bench, error: Exception
+) -> None:
+    job = bench.job(exchange="lane.due", headers={n.ATTEMPT: CRITICAL.max_attempts - 1, n.FIRST_SEEN_MS: NOW_MS})
+
+    outcome = await handle(bench, job, FakeProvider(error), elsewhere=Down())
+
+    assert outcome == Deferred(delay_ms=2000, reason="breaker")
+    assert job.attempts == CRITICAL.max_attempts - 1
+
+
+@pytest.mark.parametrize("error", [TransientError("cut", type="cut"), TransientError("hangs", type="timeout")])
+async def test_but_what_may_have_been_paid_counts_so_that_it_is_not_paid_for_ever(
+    bench: Bench, error: Exception
+) -> None:
+    job = bench.job(exchange="lane.due", headers={n.ATTEMPT: CRITICAL.max_attempts - 1, n.FIRST_SEEN_MS: NOW_MS})
+
+    assert code(await handle(bench, job, FakeProvider(error), elsewhere=Down())) == "attempts_exhausted"
+
+
 async def test_attempts_are_those_of_all_deliveries(bench: Bench) -> None:
     job = bench.job(exchange="lane.due", headers={n.ATTEMPT: CRITICAL.max_attempts - 1, n.FIRST_SEEN_MS: NOW_MS})
     assert code(await handle(bench, job, FakeProvider(TransientError("x")))) == "attempts_exhausted"
@@ -309,6 +346,22 @@ async def test_gates_are_left_in_reverse_by_all_that_passed_them(bench: Bench) -
     gates = (FakeGate(log, "a"), FakeGate(log, "b"), FakeGate(log, "c", end), FakeGate(log, "d"))
     assert await handle(bench, bench.job(), gates=gates) == end
     assert log == ["a enter", "b enter", "c enter", "b leave Deferred", "a leave Deferred"]
+
+
+async def test_all_gates_are_left_though_one_is_cancelled_while_it_gives_back(bench: Bench) -> None:
+    log: list[str] = []
+
+    class Slow(FakeGate):
+        async def leave(self, job: Job, outcome: Outcome | None) -> None:
+            await super().leave(job, outcome)
+            await asyncio.sleep(30)
+
+    working = asyncio.create_task(handle(bench, bench.job(), gates=(FakeGate(log, "a"), Slow(log, "b"))))
+    await until(lambda: "b leave Answered" in log)
+    working.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await working
+    assert log[-1] == "a leave Answered"
 
 
 async def test_no_delivery_is_held_until_the_broker_takes_it_back(bench: Bench, monkeypatch) -> None:

@@ -4,6 +4,8 @@ import asyncio
 import random
 from typing import Any
 
+import pytest
+
 from consumers.failures import TransientError
 from consumers.gates.route import HOLD_S, RouteGate
 from consumers.job import Buried, Deferred, Job, Refused
@@ -42,9 +44,9 @@ class Ground:
         clock = asyncio.get_running_loop().time
         for each in range(FAILURES + times - 1):
             await asyncio.sleep(self.breakers.wait_s(route, clock()))
-            entered = await self.breakers.enter(route, clock())
+            entered = await self.breakers.enter(route, clock(), request=str(each))
             assert entered
-            await self.breakers.failed(entered, TransientError("down"), clock(), request=str(each), timeout_s=60)
+            await self.breakers.failed(entered, TransientError("down"), clock(), timeout_s=60)
 
 
 async def test_a_model_that_is_forbidden_is_parked() -> None:
@@ -122,6 +124,38 @@ def test_what_was_told_to_stop_does_not_wait() -> None:
         job.stopped = Stop.CANCELLED
 
         assert await ground.gate.enter(job) is None
+
+    virtually(story())
+
+
+def test_one_whose_deadline_comes_before_a_short_wait_is_over_is_refused_at_once_too() -> None:
+    async def story() -> None:
+        ground = Ground("one")
+        for route in ground.all:
+            await ground.break_(route)
+        began_s = asyncio.get_running_loop().time()
+
+        outcome = await ground.gate.enter(ground.job(**{"x-lane-deadline-ms": 100}))
+
+        assert isinstance(outcome, Refused)
+        assert asyncio.get_running_loop().time() == began_s
+
+    virtually(story())
+
+
+def test_one_that_is_told_to_stop_while_it_waits_stops_waiting() -> None:
+    async def story() -> None:
+        ground = Ground("one")
+        for route in ground.all:
+            await ground.break_(route, times=2)
+        job = ground.job()
+        began_s = asyncio.get_running_loop().time()
+        entering = asyncio.create_task(ground.gate.enter(job))
+        await asyncio.sleep(0.1)
+        job.stop(Stop.CANCELLED)
+
+        assert await entering is None
+        assert asyncio.get_running_loop().time() == pytest.approx(began_s + 0.1)
 
     virtually(story())
 

@@ -1,6 +1,8 @@
 """What a day may cost: prices, caps of lanes and tenants, and what becomes of a request that is over one."""
 
+import asyncio
 import random
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -8,17 +10,20 @@ from structlog.testing import capture_logs
 
 from consumers.gates.caps import CapsGate
 from consumers.gates.route import RouteGate
-from consumers.job import Answered, Deferred, Job, Outcome, Refused, Retried
+from consumers.job import Answered, Deferred, Dropped, Job, Outcome, Refused, Retried
 from consumers.limits.amounts import Amounts
 from consumers.prices import Price, Prices
 from consumers.providers.base import Usage
 from consumers.providers.breaker import Breakers
 from consumers.providers.routes import ProviderModels, Routes, RoutesSpec
-from consumers.spending import Cap, CapsSpec, Hold, Over, Spending, Spent
+from consumers.spending import Bound, Cap, CapsSpec, Hold, Over, Spending, Spent
+from consumers.state.base import Stop, StoreUnavailable
 from tests.support.allowances import MemoryAllowances
 from tests.support.jobs import NOW_MS, Bench
+from tests.support.virtual_time import virtually
 from topology import signals
 from topology.contract import codec
+from topology.contract.problems import RequestProblem
 from topology.lanes import CRITICAL
 
 MODEL = "claude-sonnet-5-5"
@@ -43,17 +48,25 @@ def test_a_dated_name_has_its_models_price_and_an_unknown_model_none() -> None:
     assert Prices().cost_usd("claude-haiku-4", Usage()) is None
 
 
+async def take(spending: Spending, bounds: tuple[Bound, ...], spent: Spent) -> Hold | Over:
+    return await spending.take(bounds, spent, tell=lambda _, **__: None)
+
+
+def counted(store: MemoryAllowances) -> dict[str, float]:
+    return {name: used for name, used in store.used.items() if name.startswith("cap ")}
+
+
 async def test_a_cap_takes_all_or_nothing() -> None:
     store = MemoryAllowances()
     spending = Spending(store, CapsSpec(lanes={"batch": Cap(requests=10, tokens=100)}, tenants={"shop": Cap(usd=1)}))
     bounds = spending.bounds("batch", "shop")
 
-    assert isinstance(await spending.take(bounds, Spent(1, 60, 0.4)), Hold)
-    over = await spending.take(bounds, Spent(1, 60, 0.4))
+    assert isinstance(await take(spending, bounds, Spent(1, 60, 0.4)), Hold)
+    over = await take(spending, bounds, Spent(1, 60, 0.4))
 
     assert isinstance(over, Over)
     assert "lane 'batch' has used 60 tokens of 100 tokens today (UTC), and this takes 60 tokens" in str(over)
-    assert store.used == {"cap lane batch requests": 1, "cap lane batch tokens": 60, "cap tenant shop usd": 0.4}
+    assert counted(store) == {"cap lane batch requests": 1, "cap lane batch tokens": 60, "cap tenant shop usd": 0.4}
 
 
 async def test_each_tenant_without_a_cap_of_its_own_has_the_one_for_all() -> None:
@@ -63,30 +76,103 @@ async def test_each_tenant_without_a_cap_of_its_own_has_the_one_for_all() -> Non
     assert [(each.limit, each.who) for each in spending.bounds("normal", "other")] == [(1, "other")]
 
 
-async def test_half_four_fifths_and_all_of_a_cap_are_told_once_each_day() -> None:
-    store = MemoryAllowances()
-    spending = Spending(store, CapsSpec(lanes={"batch": Cap(requests=10)}))
-    bounds = spending.bounds("batch", "")
+def told(logs: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:
+    return [(each["percent"], each["used"]) for each in logs if each["event"] == signals.CAP_REACHED]
+
+
+def test_half_four_fifths_and_all_of_a_cap_are_told_once_each_day() -> None:
+    async def story() -> None:
+        store = MemoryAllowances()
+        store.resets_in_s = 100
+        spending = Spending(store, CapsSpec(lanes={"batch": Cap(requests=10)}))
+        bounds = spending.bounds("batch", "")
+
+        with capture_logs() as logs:
+            for _ in range(13):
+                await take(spending, bounds, Spent(1))
+            await asyncio.sleep(100)
+            store.used.clear()
+            for _ in range(2):  # the next day begins with what is more than half
+                await take(spending, bounds, Spent(8))
+
+        assert told(logs) == [(50, 5), (80, 8), (100, 10), (50, 8), (80, 8), (100, 8)]
+
+    virtually(story())
+
+
+async def test_what_is_larger_than_a_whole_cap_has_reached_nothing() -> None:
+    spending = Spending(MemoryAllowances(), CapsSpec(lanes={"batch": Cap(tokens=10)}))
 
     with capture_logs() as logs:
-        for _ in range(13):
-            await spending.take(bounds, Spent(1))
-        store.used.clear()
-        for _ in range(6):
-            await spending.take(bounds, Spent(1))
+        assert isinstance(await take(spending, spending.bounds("batch", ""), Spent(1, 11)), Over)
 
-    told = [(each["percent"], each["used"]) for each in logs if each["event"] == signals.CAP_REACHED]
-    assert told == [(50, 5), (80, 8), (100, 10), (50, 5)]
+    assert told(logs) == []
+
+
+async def test_a_level_is_told_as_an_event_of_the_request_that_reached_it() -> None:
+    ground = Ground(tenants={"shop": Cap(requests=2)})
+
+    await ground.gate.enter(ground.job(user_id="shop"))
+
+    ((id, event, figures),) = ground.told
+    assert (id, event) == ("m-1", "cap")
+    assert figures == {"cap": "cap tenant shop requests", "percent": 50, "used": 1, "limit": 2}
+
+
+async def test_where_the_store_goes_away_in_between_what_was_taken_is_given_back() -> None:
+    store = MemoryAllowances()
+    spending = Spending(store, CapsSpec(lanes={"batch": Cap(requests=10, tokens=100)}))
+    store.fails_at = 2
+
+    with pytest.raises(StoreUnavailable):
+        await take(spending, spending.bounds("batch", ""), Spent(1, 10))
+
+    assert counted(store) == {"cap lane batch requests": 0}
+
+
+@pytest.mark.parametrize("steps", range(4))
+async def test_whoever_is_cancelled_while_it_takes_leaves_nothing_taken(steps: int) -> None:
+    store = MemoryAllowances()
+    spending = Spending(store, CapsSpec(lanes={"batch": Cap(requests=10, tokens=100)}))
+    taking = asyncio.create_task(take(spending, spending.bounds("batch", ""), Spent(1, 10)))
+    for _ in range(steps):
+        await asyncio.sleep(0)
+    taking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await taking
+    for _ in range(2):
+        await spending.finish(within_s=1)
+
+    assert sum(counted(store).values()) == 0
+
+
+def test_what_was_taken_yesterday_is_not_given_back_today() -> None:
+    async def story() -> None:
+        store = MemoryAllowances()
+        store.resets_in_s = 100
+        spending = Spending(store, CapsSpec(lanes={"batch": Cap(tokens=100)}))
+        hold = await take(spending, spending.bounds("batch", ""), Spent(1, 60))
+        assert isinstance(hold, Hold)
+        await asyncio.sleep(100)
+        store.used["cap lane batch tokens"] = 50
+
+        spending.correct(hold, Spent(1, 10))
+        await spending.finish(within_s=1)
+
+        assert store.used["cap lane batch tokens"] == 50
+
+    virtually(story())
 
 
 async def test_a_store_that_is_away_leaves_the_estimate_counted() -> None:
     store = MemoryAllowances()
     spending = Spending(store, CapsSpec(lanes={"batch": Cap(requests=10)}))
-    hold = await spending.take(spending.bounds("batch", ""), Spent(1))
+    hold = await take(spending, spending.bounds("batch", ""), Spent(1))
     store.is_away = True
 
     assert isinstance(hold, Hold)
-    await spending.correct(hold, Spent())
+    spending.correct(hold, Spent())
+    await spending.finish(within_s=1)
 
     assert store.used == {"cap lane batch requests": 1}
 
@@ -106,7 +192,9 @@ class Ground:
             estimate=lambda _, __, ___: ESTIMATE,
             now_ms=lambda: NOW_MS,
             rng=rng,
+            tell=lambda job, event, **figures: self.told.append((job.id, event, figures)),
         )
+        self.told: list[tuple[str, str, dict[str, Any]]] = []
 
     def job(self, model: str = MODEL, **properties: Any) -> Job:
         body = b'{"model":"%s","max_tokens":5,"messages":[{"role":"user","content":"hi"}]}' % model.encode()
@@ -121,6 +209,7 @@ class Ground:
         assert await self.gate.enter(job) is None
         job.attempt_started_ms, job.usage, job.cost_usd = NOW_MS, usage, cost_usd
         await self.gate.leave(job, outcome)
+        await self.spending.finish(within_s=1)
 
 
 async def test_what_was_taken_by_estimate_is_corrected_by_the_answer() -> None:
@@ -144,12 +233,45 @@ async def test_a_failure_counts_nothing_unless_it_may_have_been_paid() -> None:
     assert ground.store.used["cap lane critical usd"] == pytest.approx(COST)
 
 
+@pytest.mark.parametrize(
+    "outcome", [None, Refused(RequestProblem("deadline_exceeded", "")), Dropped(RequestProblem("cancelled", ""))]
+)
+async def test_a_call_that_was_cut_off_may_have_been_paid(outcome: Outcome) -> None:
+    ground = Ground(lanes={"critical": Cap(usd=1)})
+
+    await ground.through(ground.job(), outcome, usage=None)
+
+    assert ground.store.used["cap lane critical usd"] == pytest.approx(COST)
+
+
+async def test_leaving_waits_for_no_store() -> None:
+    ground = Ground(lanes={"critical": Cap(usd=1)})
+    job = ground.job()
+    assert await ground.gate.enter(job) is None
+    job.attempt_started_ms, job.usage, job.cost_usd = NOW_MS, ESTIMATE, 0.5
+    ground.store.is_away = True
+
+    await ground.gate.leave(job, ANSWERED)
+
+    assert ground.spending.totals()["lane"]["critical"].usd == 0.5
+
+
+async def test_what_must_stop_takes_nothing() -> None:
+    ground = Ground(lanes={"critical": Cap(requests=1)})
+    job = ground.job()
+    job.stopped = Stop.CANCELLED
+
+    assert await ground.gate.enter(job) is None
+    assert ground.store.used == {}
+
+
 async def test_what_was_not_called_gives_back_all() -> None:
     ground = Ground(lanes={"critical": Cap(requests=10)})
     job = ground.job()
 
     assert await ground.gate.enter(job) is None
     await ground.gate.leave(job, None)
+    await ground.spending.finish(within_s=1)
 
     assert ground.store.used == {"cap lane critical requests": 0}
 

@@ -112,4 +112,4 @@ async def test_what_exceeds_a_tenants_cap_is_refused_with_the_figures_or_waits_f
             assert not home.calls("over")
             assert not home.calls("tomorrow")
             assert (await status(home)).spent["lane"]["critical"]["requests"] == 3
-    assert [each["percent"] for each in logs if each["event"] == "cap.reached"] == [50, 100]
+    assert [each["percent"] for each in logs if each["event"] == "cap.reached"] == [50, 80, 100]

@@ -1,4 +1,4 @@
-"""Allowances in memory, as SQLite keeps them; `resets_in_s` and `is_away` are as a test says."""
+"""Allowances in memory, as SQLite keeps them; it is away when a test says so."""
 
 from consumers.state.base import StoreUnavailable, Taken
 
@@ -8,6 +8,9 @@ class MemoryAllowances:
         self.used: dict[str, float] = {}
         self.resets_in_s = 3600.0
         self.is_away = False
+        self.fails_at = 0
+        """The number of the call that finds it away, and no other does."""
+        self._calls = 0
 
     async def take(self, name: str, amount: float, *, limit: float, period_s: int) -> Taken:
         self._look()
@@ -22,5 +25,6 @@ class MemoryAllowances:
         self.used[name] = max(0.0, self.used.get(name, 0.0) - amount)
 
     def _look(self) -> None:
-        if self.is_away:
+        self._calls += 1
+        if self.is_away or self._calls == self.fails_at:
             raise StoreUnavailable("away")

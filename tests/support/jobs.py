@@ -9,7 +9,7 @@ from typing import Any
 
 from consumers.claiming import Claiming
 from consumers.failpoints import Failpoints
-from consumers.job import Job, is_trusted
+from consumers.job import Deferred, Job, Outcome, is_trusted
 from consumers.lifecycle import Lifecycle
 from consumers.reply import Replies
 from consumers.settle import Settler
@@ -134,6 +134,12 @@ class NobodyElse:
 
     def after(self, job: Job) -> tuple[()]:
         return ()
+
+    def closed_s(self, job: Job) -> float:
+        return 0.0
+
+    def later(self, job: Job, wait_s: float) -> Outcome:
+        return Deferred(delay_ms=round(1000 * wait_s), reason="breaker")
 
     async def move(self, job: Job, route: object, error: object) -> bool:
         return False

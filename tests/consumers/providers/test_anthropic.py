@@ -15,6 +15,8 @@ from consumers.failures import (
     SpendLimitError,
     TransientError,
 )
+from consumers.limits.amounts import NOTHING, Amounts
+from consumers.providers import counting
 from consumers.providers.anthropic import MAX_TOKENS_AT_ONCE, AnthropicProvider, say_stream
 from service.simulated.app import SimulatedAPI
 from service.simulated.faults import BROKEN, REFUSED
@@ -25,6 +27,7 @@ MESSAGE = (
     b'{ "type":"message", "model":"claude-x","content":[{"type":"text","text":"h\\u00e9","new":1.50}],\n'
     b'"stop_reason": "end_turn","usage":{"input_tokens":3,"output_tokens":4,"cache_read_input_tokens":null},"x":1e2}'
 )
+RESERVED = Amounts(1, 10, 10)
 LONG = " and a prompt that is long enough for an answer in several pieces"
 
 REFUSED_AS: dict[str, tuple[type[ProviderError], int]] = {
@@ -360,9 +363,21 @@ async def test_a_proxy_of_the_environment_is_used_for_what_is_elsewhere(
 async def test_no_connection_is_a_transient_failure(asked: AskedFor, unused_tcp_port: int) -> None:
     provider = AnthropicProvider.at(f"http://127.0.0.1:{unused_tcp_port}", api_key=KEY)
 
-    with pytest.raises(TransientError, match="no connection to the provider"):
+    with pytest.raises(TransientError, match="no connection to the provider") as caught:
         await provider.stream(asked(), timeout_s=5, parts=None)
     await provider.aclose()
+
+    assert counting.spent(caught.value, RESERVED) == NOTHING
+
+
+async def test_what_was_sent_before_the_connection_was_lost_may_have_been_counted(
+    api: SimulatedAPI, provider: AnthropicProvider, asked: AskedFor
+) -> None:
+    with pytest.raises(TransientError, match="connection to the provider was lost") as caught:
+        await provider.stream(asked("[[fault: reset at=start]]"), timeout_s=5, parts=None)
+
+    assert len(api.calls) == 1
+    assert counting.spent(caught.value, RESERVED) == RESERVED
 
 
 async def test_an_unknown_host_and_a_failed_handshake_are_transient(api: SimulatedAPI, asked: AskedFor) -> None:

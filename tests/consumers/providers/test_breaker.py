@@ -1,11 +1,32 @@
 """Breakers: when one opens, who may find out whether the provider is back, and what says nothing about it."""
 
+import asyncio
 import random
 
-from consumers.failures import OverloadedError, ProviderError, RateLimitedError, RejectedError, TransientError
-from consumers.providers.breaker import FAILURES, OPEN_MOST_S, OPEN_S, PROBE_WITHIN_S, WINDOW_S, Breakers
+import pytest
+
+from consumers.failures import (
+    UNREACHABLE,
+    OverloadedError,
+    ProviderError,
+    RateLimitedError,
+    RejectedError,
+    TransientError,
+)
+from consumers.providers.breaker import (
+    FAILURES,
+    OPEN_MOST_S,
+    OPEN_S,
+    PROBE_WITHIN_S,
+    REMEMBERED,
+    UNREACHED,
+    WINDOW_S,
+    Breakers,
+    Pass,
+)
 from consumers.providers.routes import Route
 from consumers.state.base import StoreUnavailable
+from tests.support.virtual_time import virtually
 
 HERE = Route(provider="anthropic", model="m", name="m", account="anthropic/m")
 ELSEWHERE = Route(provider="eu", model="m", name="m", account="eu/m")
@@ -17,13 +38,17 @@ def breakers(leases: object = None) -> Breakers:
     return Breakers(leases, rng=random.Random(1))  # type: ignore[arg-type]
 
 
+async def enter(these: Breakers, at_s: float, route: Route = HERE, *, request: str = "r") -> Pass | None:
+    return await these.enter(route, at_s, request=request)
+
+
 async def fail(
     these: Breakers, at_s: float, *, error: ProviderError = DOWN, times: int = 1, timeout_s: float = 60
 ) -> None:
     for each in range(times):
-        entered = await these.enter(HERE, at_s)
+        entered = await enter(these, at_s, request=str(each))
         assert entered is not None
-        await these.failed(entered, error, at_s, request=str(each), timeout_s=timeout_s)
+        await these.failed(entered, error, at_s, timeout_s=timeout_s)
 
 
 async def opened(leases: object = None) -> Breakers:
@@ -37,19 +62,19 @@ async def test_it_opens_after_failures_in_a_row_and_for_this_provider_alone() ->
     these = breakers()
 
     await fail(these, 0, times=FAILURES - 1)
-    assert await these.enter(HERE, 0)
+    assert await enter(these, 0)
     await fail(these, 0)
 
-    assert await these.enter(HERE, 0) is None
+    assert await enter(these, 0) is None
     assert OPEN_S / 2 <= these.wait_s(HERE, 0) <= OPEN_S
-    assert await these.enter(ELSEWHERE, 0)
+    assert await enter(these, 0, ELSEWHERE)
     assert these.states(0)["anthropic m"]["state"] == "open"
 
 
 async def test_an_answer_in_between_begins_the_row_again() -> None:
     these = breakers()
     await fail(these, 0, times=FAILURES - 1)
-    entered = await these.enter(HERE, 0)
+    entered = await enter(these, 0)
     assert entered is not None
     await these.answered(entered, 0)
 
@@ -61,10 +86,10 @@ async def test_an_answer_in_between_begins_the_row_again() -> None:
 async def test_failures_far_apart_do_not_open_it() -> None:
     these = breakers()
 
-    for at_s in range(20):
+    for at_s in range(3 * FAILURES):
         await fail(these, at_s * WINDOW_S / 3)
 
-    assert these.wait_s(HERE, 20 * WINDOW_S) == 0
+    assert these.wait_s(HERE, 3 * FAILURES * WINDOW_S) == 0
 
 
 async def test_what_is_the_requests_own_or_the_budgets_opens_nothing() -> None:
@@ -87,11 +112,11 @@ async def test_overloads_timeouts_and_a_key_that_is_refused_open_it() -> None:
 async def test_one_call_finds_out_and_its_answer_closes_it() -> None:
     these = await opened()
 
-    probe = await these.enter(HERE, OPEN_S)
+    probe = await enter(these, OPEN_S)
 
     assert probe is not None
     assert probe.is_probe
-    assert await these.enter(HERE, OPEN_S) is None, "the others wait for it"
+    assert await enter(these, OPEN_S) is None, "the others wait for it"
     await these.answered(probe, OPEN_S + 1)
     assert these.wait_s(HERE, OPEN_S + 1) == 0
     assert these.states(OPEN_S + 1) == {}
@@ -112,95 +137,131 @@ async def test_it_stays_open_longer_each_time_up_to_a_bound() -> None:
 
 async def test_a_probe_that_was_cancelled_leaves_the_next_one_to_find_out() -> None:
     these = await opened()
-    probe = await these.enter(HERE, OPEN_S)
+    probe = await enter(these, OPEN_S)
     assert probe is not None
 
     await these.unknown(probe, OPEN_S)
 
-    again = await these.enter(HERE, OPEN_S)
+    again = await enter(these, OPEN_S)
     assert again is not None
     assert again.is_probe
 
 
 async def test_a_probe_that_never_ends_holds_nobody_back_for_ever() -> None:
     these = await opened()
-    assert await these.enter(HERE, OPEN_S)
+    assert await enter(these, OPEN_S)
 
-    assert await these.enter(HERE, OPEN_S + PROBE_WITHIN_S + 0.1)
+    assert await enter(these, OPEN_S + PROBE_WITHIN_S + 0.1)
 
 
 async def test_calls_that_began_before_it_opened_do_not_open_it_again() -> None:
     these = breakers()
-    entered = [await these.enter(HERE, 0) for _ in range(3 * FAILURES)]
+    entered = [await enter(these, 0) for _ in range(3 * FAILURES)]
 
     for each in entered:
         assert each is not None
-        await these.failed(each, DOWN, 1, request="late", timeout_s=60)
+        await these.failed(each, DOWN, 1, timeout_s=60)
 
     assert these.wait_s(HERE, 1) <= OPEN_S
 
 
-class OneLease:
-    """The store's leases, as far as this needs them."""
+class Away:
+    """A store's leases, while it is away: `hangs`, until it is given up."""
 
-    def __init__(self) -> None:
-        self.owner: str | None = None
-        self.is_away = False
+    def __init__(self, *, hangs: bool) -> None:
+        self._hangs = hangs
 
     async def hold(self, name: str, owner: str, *, for_s: float) -> int | None:
-        if self.is_away:
-            raise StoreUnavailable("away")
-        if self.owner not in (None, owner):
-            return None
-        self.owner = owner
-        return 1
+        if self._hangs:
+            await asyncio.sleep(3600)
+        raise StoreUnavailable("away")
 
     async def let_go(self, name: str, owner: str) -> None:
-        if self.owner == owner:
-            self.owner = None
+        await self.hold(name, owner, for_s=0)
 
 
-async def test_of_several_processes_one_probes_and_the_others_after_its_answer() -> None:
-    lease = OneLease()
-    one, two = await opened(lease), await opened(lease)
+@pytest.mark.parametrize("hangs", [False, True])
+def test_where_the_store_is_away_each_process_finds_out_by_itself(hangs: bool) -> None:
+    async def story() -> None:
+        these = await opened(Away(hangs=hangs))
 
-    probe = await one.enter(HERE, 2)
-    assert probe is not None
-    assert await two.enter(HERE, 2) is None
-    assert two.wait_s(HERE, 2) > 0
-    await one.failed(probe, DOWN, 3, request="probe", timeout_s=60)
-    assert await two.enter(HERE, 5) is None, "it is known to be down"
+        probe = await enter(these, OPEN_S)
+        assert probe is not None
+        await these.answered(probe, OPEN_S)
 
-    probe = await one.enter(HERE, 10)
-    assert probe is not None
-    await one.answered(probe, 11)
-    assert await two.enter(HERE, 20)
+        assert these.wait_s(HERE, OPEN_S) == 0
 
-
-async def test_where_the_store_is_away_each_process_probes_by_itself() -> None:
-    lease = OneLease()
-    one, two = await opened(lease), await opened(lease)
-    lease.is_away = True
-
-    assert await one.enter(HERE, 2)
-    assert await two.enter(HERE, 2)
+    virtually(story())
 
 
 async def test_models_that_never_failed_are_not_remembered() -> None:
     these = breakers()
     for each in range(1000):
         route = Route(provider="p", model=str(each), name="", account="")
-        entered = await these.enter(route, 0)
+        entered = await enter(these, 0, route)
         assert entered is not None
-        await these.failed(entered, RejectedError("404", status=404), 0, request="r", timeout_s=60)
+        await these.failed(entered, RejectedError("404", status=404), 0, timeout_s=60)
 
     assert not these._all
+
+
+async def test_nor_are_more_than_there_is_room_for_and_those_that_are_open_the_longest() -> None:
+    these = await opened()
+    for each in range(2 * REMEMBERED):
+        route = Route(provider="anthropic", model=f"made up {each}", name="", account="")
+        entered = await enter(these, 0, route)
+        assert entered is not None
+        await these.failed(entered, DOWN, 0, timeout_s=60)
+
+    assert len(these._all) == REMEMBERED
+    assert these.wait_s(HERE, 0) > 0
+
+
+async def test_that_no_connection_could_be_made_opens_it_after_three_whichever_request_met_it() -> None:
+    these = breakers()
+    for _ in range(UNREACHED):
+        assert these.wait_s(HERE, 0) == 0
+        entered = await enter(these, 0, request="the only one")
+        assert entered is not None
+        await these.failed(entered, TransientError("no connection", type=UNREACHABLE), 0, timeout_s=60)
+
+    assert these.wait_s(HERE, 0) > 0
+
+
+async def test_calls_that_hang_open_it_though_each_takes_a_minute_to_fail() -> None:
+    these = breakers()
+
+    for wave in (1, 2):
+        await fail(these, 60 * wave, error=SLOW, times=FAILURES // 2)
+
+    assert these.wait_s(HERE, 120) > 0
+
+
+async def test_how_it_changes_is_told_as_an_event_of_the_request_that_changed_it() -> None:
+    these, told = breakers(), []
+
+    for each in range(FAILURES):
+        entered = await these.enter(
+            HERE, 0, request=str(each), tell=lambda event, **figures: told.append((event, figures))
+        )
+        assert entered is not None
+        await these.failed(entered, DOWN, 0, timeout_s=60)
+    probe = await these.enter(HERE, OPEN_S, request="p", tell=lambda event, **figures: told.append((event, figures)))
+    assert probe is not None
+    await these.answered(probe, OPEN_S)
+
+    assert [(event, figures["state"]) for event, figures in told] == [
+        ("breaker", "open"),
+        ("breaker", "probing"),
+        ("breaker", "closed"),
+    ]
+    assert (told[0][1]["provider"], told[0][1]["model"], told[0][1]["error"]) == ("anthropic", "m", "500")
 
 
 async def test_one_request_that_fails_each_time_opens_nothing() -> None:
     these = breakers()
     for _ in range(3 * FAILURES):
-        entered = await these.enter(HERE, 0)
+        entered = await enter(these, 0)
         assert entered is not None
-        await these.failed(entered, DOWN, 0, request="indigestible", timeout_s=60)
+        await these.failed(entered, DOWN, 0, timeout_s=60)
     assert these.wait_s(HERE, 0) == 0

@@ -278,6 +278,25 @@ async def test_where_all_are_open_no_call_is_made(open_house: Open, asked: Asked
     assert house.calls == (FAILURES, 0)
 
 
+async def test_a_provider_that_hangs_is_known_though_deadlines_end_its_calls(
+    open_house: Open, asked: AskedFor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("consumers.providers.breaker.FAIR_S", 0.1)
+    house: House = await open_house(failing("hang"))  # type: ignore[misc]
+    clock = asyncio.get_running_loop().time
+
+    async def ask(number: int) -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await house.registry.stream(
+                    replace(asked(), id=str(number)), timeout_s=60, parts=None, routes=BOTH, until_s=clock() + 0.2
+                )
+
+    await asyncio.gather(*map(ask, range(FAILURES)))
+
+    assert house.breakers.wait_s(BOTH[0], clock()) > 0
+
+
 async def test_a_cancelled_probe_leaves_the_breaker_to_the_next(open_house: Open, asked: AskedFor) -> None:
     house: House = await open_house()  # type: ignore[misc]
     down = asked("[[fault: server_error]]")

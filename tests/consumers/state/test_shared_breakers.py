@@ -1,0 +1,79 @@
+"""Breakers of several processes over one store, by every engine: what one knows the others need not pay for."""
+
+import random
+
+from consumers.failures import TransientError
+from consumers.providers.breaker import DOUBTED_FROM, FAILURES, OPEN_MOST_S, OPEN_S, Breakers, Pass
+from consumers.providers.routes import Route
+from tests.consumers.state.conftest import Opened
+from tests.support.waiting import until
+
+HERE = Route(provider="anthropic", model="m", name="m", account="anthropic/m")
+DOWN = TransientError("500", status=500)
+
+
+async def enter(these: Breakers, at_s: float, *, request: str = "r") -> Pass | None:
+    return await these.enter(HERE, at_s, request=request)
+
+
+async def fail(these: Breakers, at_s: float, *, times: int) -> None:
+    for each in range(times):
+        entered = await enter(these, at_s, request=str(each))
+        assert entered is not None
+        await these.failed(entered, DOWN, at_s, timeout_s=60)
+
+
+async def two(opened: Opened) -> tuple[Breakers, Breakers]:
+    return Breakers(await opened(), rng=random.Random(1)), Breakers(await opened(), rng=random.Random(2))
+
+
+async def test_what_one_process_has_opened_another_opens_after_a_few_failures_of_its_own(opened: Opened) -> None:
+    one, other = await two(opened)
+    await fail(one, 0, times=FAILURES)
+    assert one.wait_s(HERE, 0) > 0
+
+    await fail(other, 0, times=DOUBTED_FROM)
+
+    assert other.wait_s(HERE, 0) > 0
+
+
+async def test_a_few_failures_alone_open_nothing(opened: Opened) -> None:
+    one, other = await two(opened)
+
+    await fail(one, 0, times=DOUBTED_FROM + 1)
+    await fail(other, 0, times=DOUBTED_FROM + 1)
+
+    assert (one.wait_s(HERE, 0), other.wait_s(HERE, 0)) == (0, 0)
+
+
+async def test_one_process_probes_and_the_other_learns_of_its_answer(opened: Opened) -> None:
+    one, other = await two(opened)
+    await fail(one, 0, times=FAILURES)
+    await fail(other, 0, times=DOUBTED_FROM)
+
+    probe = await enter(one, OPEN_S)
+    assert probe is not None
+    assert await enter(other, OPEN_S) is None
+    assert 0 < other.wait_s(HERE, OPEN_S) <= OPEN_MOST_S
+
+    await one.answered(probe, OPEN_S)
+    assert one.wait_s(HERE, OPEN_S) == 0
+    last = await enter(other, OPEN_S + OPEN_MOST_S)
+    assert last is not None
+    assert last.is_probe
+
+
+async def test_a_process_that_has_died_while_it_probed_is_followed_by_another(opened: Opened, monkeypatch) -> None:
+    monkeypatch.setattr("consumers.providers.breaker.PROBE_WITHIN_S", 0.2)
+    one, other = await two(opened)
+    await fail(one, 0, times=FAILURES)
+    await fail(other, 0, times=DOUBTED_FROM)
+    assert await enter(one, OPEN_S)
+    now_s = OPEN_S
+
+    async def probed() -> bool:
+        nonlocal now_s
+        now_s += OPEN_MOST_S
+        return await enter(other, now_s) is not None
+
+    await until(probed)
