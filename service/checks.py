@@ -3,15 +3,13 @@
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from dataclasses import dataclass
 from ipaddress import ip_address
 from textwrap import shorten
 from urllib.parse import urlsplit
 
-import aiohttp
-
 from consumers.state.base import StoreUnavailable
 from consumers.state.opening import open_store
+from service.provider_checks import Finding, providers
 from service.settings import Settings
 from topology.broker.connection import Connection
 from topology.broker.inbox import Inbox
@@ -23,19 +21,8 @@ from topology.contract.problems import BrokerError
 from topology.declaration import Broker, declare
 from topology.tracing import Tracing
 
-PROVIDER_TIMEOUT_S = 10
-API_VERSION = "2023-06-01"
 SHOWN = 5  # differences
 NOTE = 300  # characters
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that was looked at."""
-
-    what: str
-    well: bool
-    text: str
 
 
 async def look(settings: Settings) -> AsyncIterator[Finding]:
@@ -52,7 +39,8 @@ async def look(settings: Settings) -> AsyncIterator[Finding]:
                 yield finding
         finally:
             await connection.__aexit__(None, None, None)
-    yield await _provider(settings)
+    for finding in await providers(settings):
+        yield finding
     yield await _store(settings)
 
 
@@ -106,31 +94,6 @@ async def _replies(connection: Connection) -> Finding:
     except BrokerError as error:
         return Finding("permissions", False, f"{error}; see the users in: lanekeeper topology export")
     return Finding("permissions", True, "replies can be sent and taken")
-
-
-async def _provider(settings: Settings) -> Finding:
-    """A cheap call that needs the key and costs nothing."""
-    if settings.api_key is None:
-        return Finding("provider", False, "ANTHROPIC_API_KEY is not set; set it, or run: lanekeeper serve --simulate")
-    url = f"{settings.provider_url}/v1/models"
-    headers = {"Authorization": f"Bearer {settings.api_key}", "anthropic-version": API_VERSION}
-    timeout = aiohttp.ClientTimeout(total=PROVIDER_TIMEOUT_S)
-    try:
-        async with (
-            aiohttp.ClientSession(timeout=timeout, trust_env=True) as session,
-            session.get(url, headers=headers, allow_redirects=False) as response,
-        ):
-            status = response.status
-    except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
-        why = "no answer in time" if isinstance(error, TimeoutError) else str(error)
-        return Finding("provider", False, f"{settings.provider}: {why}; is ANTHROPIC_BASE_URL right?")
-    if status == 200:
-        return Finding("provider", True, f"{settings.provider} takes the key")
-    if status in (401, 403):
-        return Finding("provider", False, f"{settings.provider} answered {status}: it refuses ANTHROPIC_API_KEY")
-    if status == 404:
-        return Finding("provider", True, f"{settings.provider} answers, and lists no models: the key was not tried")
-    return Finding("provider", False, f"{settings.provider} answered {status} to GET /v1/models")
 
 
 async def _store(settings: Settings) -> Finding:

@@ -15,9 +15,7 @@ def open_providers(settings: Settings, *, traceparent: Callable[[], str | None])
     problems: list[str] = []
     for each in settings.routes_spec().providers:
         try:
-            found.append(_open(settings, each.name, traceparent))
-        except ExtraMissing as missing:
-            problems.append(f"providers.{each.name}: {missing}")
+            found.append(open_provider(settings, each.name, traceparent=traceparent))
         except SettingsError as wrong:
             problems.append(str(wrong))
     if problems:
@@ -25,7 +23,10 @@ def open_providers(settings: Settings, *, traceparent: Callable[[], str | None])
     return tuple(found)
 
 
-def _open(settings: Settings, name: str, traceparent: Callable[[], str | None]) -> AnthropicProvider:
+def open_provider(
+    settings: Settings, name: str, *, traceparent: Callable[[], str | None] = lambda: None
+) -> AnthropicProvider:
+    """One of them. Raises SettingsError."""
     if name == FIRST:
         if settings.api_key is None:
             raise SettingsError(
@@ -33,6 +34,8 @@ def _open(settings: Settings, name: str, traceparent: Callable[[], str | None]) 
             )
         return AnthropicProvider.at(settings.provider_url, api_key=settings.api_key, traceparent=traceparent)
     section = settings.providers[name]
+    for lack in section.lacks():
+        raise SettingsError(f"{key_setting(name)} is {lack.text}")
     given = {
         "api_key": None if section.api_key is None else section.api_key.get_secret_value(),
         "base_url": None if section.base_url is None else section.base_url.get_secret_value(),
@@ -40,4 +43,12 @@ def _open(settings: Settings, name: str, traceparent: Callable[[], str | None]) 
         "project": section.project,
     }
     said = {what: value for what, value in given.items() if value is not None}
-    return KINDS[section.kind](name=name, traceparent=traceparent, **said)
+    try:
+        return KINDS[section.kind](name=name, traceparent=traceparent, **said)
+    except ExtraMissing as missing:
+        raise SettingsError(f"providers.{name}: {missing}") from None
+
+
+def key_setting(name: str) -> str:
+    """Where a provider's key is set."""
+    return "ANTHROPIC_API_KEY" if name == FIRST else f"LANEKEEPER_PROVIDERS__{name.upper()}__API_KEY"

@@ -11,16 +11,18 @@ from service.cli.ending import FAILED, run
 from topology.contract.problems import SettingsError
 
 if TYPE_CHECKING:
-    from service.checks import Finding
+    from service.provider_checks import Finding
     from service.settings import Settings
 
 
 def check(json: options.Json = False, config: options.Config = None, sets: options.Set = None) -> None:
-    """Look at settings, broker, topology, permissions, provider and store; exit code 1 if anything is wrong.
+    """Look at settings, broker, topology, permissions, providers and store; exit code 1 if anything is wrong.
+
+    Each provider is asked for one token of each model that the lanes ask it for.
 
     Example:  lanekeeper check --set namespace=staging
     """
-    from service.checks import Finding
+    from service.provider_checks import Finding
 
     try:
         settings = options.settings_of(config, sets)
@@ -62,4 +64,4 @@ def _show(findings: list["Finding"], *, json: bool) -> None:
         print(dumps([asdict(finding) for finding in findings], indent=2))
         return
     for finding in findings:
-        print(f"{'ok   ' if finding.well else 'wrong'}  {finding.what:<12} {finding.text}", flush=True)
+        print(f"{'ok   ' if finding.well else 'wrong'}  {finding.what:<18} {finding.text}", flush=True)

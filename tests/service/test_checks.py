@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from service.checks import Finding, look
+from service.checks import look
+from service.provider_checks import Finding
 from service.settings import load_settings
 
 NOBODY_LISTENS = "amqp://guest:guest@127.0.0.1:1/"

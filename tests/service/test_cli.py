@@ -166,7 +166,7 @@ def test_check_tells_what_is_wrong_in_a_line_each(capsys: pytest.CaptureFixture[
 
     assert found["settings"]["well"]
     assert not found["broker"]["well"]
-    assert "ANTHROPIC_API_KEY is not set" in found["provider"]["text"]
+    assert "ANTHROPIC_API_KEY is not set" in found["provider anthropic"]["text"]
 
 
 def test_check_tells_wrong_settings(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,7 +175,9 @@ def test_check_tells_wrong_settings(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.setenv("ANTHROPIC_API_KEY", "s3cret")
 
     assert main.run(["check"]) == 1
-    assert capsys.readouterr().out.startswith("wrong  settings     wrong setting: LANEKEEPER_TYPO: no such setting")
+    assert capsys.readouterr().out.startswith(
+        "wrong  settings           wrong setting: LANEKEEPER_TYPO: no such setting"
+    )
 
 
 def test_check_tells_keys_that_are_missing_with_the_wrong_settings(
