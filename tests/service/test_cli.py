@@ -175,9 +175,7 @@ def test_check_tells_wrong_settings(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.setenv("ANTHROPIC_API_KEY", "s3cret")
 
     assert main.run(["check"]) == 1
-    assert capsys.readouterr().out.startswith(
-        "wrong  settings           wrong setting: LANEKEEPER_TYPO: no such setting"
-    )
+    assert capsys.readouterr().out.startswith("wrong  settings           wrong setting: LANEKEEPER_TYPO: no such")
 
 
 def test_check_tells_keys_that_are_missing_with_the_wrong_settings(
