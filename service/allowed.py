@@ -196,7 +196,7 @@ def _table(value: Any) -> Any:
     found: dict[str, str] = {}
     for name, _, said in (each.partition("=") for each in value.split(",") if each.strip()):
         if name.strip() in found:
-            raise _OddError(f"{name.strip()[:80]!r} is there twice")
+            raise _OddError(f"{mask(name.strip())} is there twice")
         found[name.strip()] = said.strip()
     return found
 

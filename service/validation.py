@@ -12,6 +12,7 @@ from pydantic import BaseModel, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from service import redaction
 from service.allowed import ALLOWED
 from service.masking import mask, mask_url
 from service.sources import ANY, Known, Place, Reading, is_section
@@ -54,7 +55,7 @@ def disagreed(
 ) -> list[str]:
     """One line for each, but for what follows from settings that are wrong."""
     return [
-        f"{_names(each.at, reading, known)}: {each.text}"
+        redaction.text(f"{_names(each.at, reading, known)}: {each.text}")  # a key may stand where a name belongs
         for each in disagreements
         if not any(_overlap(place, other) for place in (*each.at, *each.by) for other in wrong)
     ]

@@ -235,6 +235,22 @@ def test_everything_that_is_wrong_is_told_at_once_wherever_it_was_given() -> Non
     assert SECRET not in told
 
 
+def test_a_key_in_place_of_a_name_is_not_shown() -> None:
+    key = "sk-ant-api03-" + "Ab3dE" * 8
+    told = wrong(
+        env={
+            "LANEKEEPER_LANES__BATCH__MODEL": key,
+            "LANEKEEPER_MODELS__FALLBACKS": f"{key}={key}",
+            "LANEKEEPER_MODELS__TENANTS": json.dumps({"shop": [key]}),
+            "LANEKEEPER_PROVIDERS__AWS__KIND": "bedrock",
+            "LANEKEEPER_PROVIDERS__AWS__REGION": key,
+            "LANEKEEPER_PRICES__MODELS": f"{key}=1,{key}=2",
+        }
+    )
+
+    assert "Ab3dE" not in told
+
+
 def test_what_follows_from_another_wrong_setting_is_not_told_besides() -> None:
     assert wrong(env={"LANEKEEPER_BUDGET__LANES__CRITICAL__SHARE": "1.2"}).count(":") == 2
     told = wrong(env={"LANEKEEPER_PROVIDERS__EU__KIND": "bedrok"})
