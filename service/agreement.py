@@ -1,9 +1,11 @@
-"""Whether models, lanes, providers, prices and caps go together. Pure."""
+"""Whether providers, models, lanes, prices and caps go together. Pure."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from consumers.prices import Prices
 from consumers.providers.routes import RoutesSpec, unknown
+from service.allowed import is_provider_name
+from service.budget_sections import FIRST
 from service.sources import ANY
 from service.validation import Disagreement
 from topology.lanes import LaneSpec
@@ -12,9 +14,19 @@ _SPOKEN_OF = (("prices", "models"), ("providers", ANY, "models"), ("lanes", ANY,
 """Where models are. Which are unknown follows from all of it."""
 
 
-def disagreements(
-    *, lanes: Sequence[LaneSpec], routes: RoutesSpec, prices: Prices, in_money: bool
-) -> Iterator[Disagreement]:
+def names(providers: Collection[str]) -> Iterator[Disagreement]:
+    """Of providers, as their author chose them."""
+    for name in providers:
+        at = (("providers", name),)
+        if name == FIRST:
+            yield Disagreement(
+                f"the name {FIRST} is taken: by ANTHROPIC_API_KEY and ANTHROPIC_BASE_URL; choose another", at=at
+            )
+        elif not is_provider_name(name):
+            yield Disagreement(f"{name[:80]!r} is no name: a to z, 0 to 9, _ and -, up to 40, a letter first", at=at)
+
+
+def models(*, lanes: Sequence[LaneSpec], routes: RoutesSpec, prices: Prices, in_money: bool) -> Iterator[Disagreement]:
     """A model is known that has a price, or that both a lane and a provider's table speak of. `in_money`: dollars are
     capped."""
     in_lanes = {model for lane in lanes for model in (lane.model, *(lane.models or ()))}

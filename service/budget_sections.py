@@ -9,18 +9,9 @@ from consumers.limits.spec import DEFAULT_LANES as LANE_BUDGETS
 from consumers.limits.spec import BudgetSpec, Caps, LaneBudget
 from consumers.prices import AS_OF, Prices
 from consumers.spending import Cap, CapsSpec
-from service.allowed import (
-    CapTable,
-    Day,
-    HttpUrl,
-    Key,
-    ModelLists,
-    ModelNames,
-    Number,
-    PlaceName,
-    PriceTable,
-)
+from service.allowed import HttpUrl, Key, Number, PlaceName
 from service.sections import Section
+from service.tables import CapTable, Day, ModelLists, ModelNames, PriceTable
 from service.validation import Disagreement
 from topology.lanes import BATCH, CRITICAL, DEFAULT_LANES, NORMAL
 

@@ -26,7 +26,7 @@ from consumers.retry import RetryPolicy
 from consumers.spending import CapsSpec
 from consumers.state.spec import StoreSpec
 from service import agreement, sources, validation
-from service.allowed import AmqpUrl, Chances, HttpUrl, Key, Namespace, Number, StoreUrl, UserNames, is_provider_name
+from service.allowed import AmqpUrl, Chances, HttpUrl, Key, Namespace, Number, StoreUrl, UserNames
 from service.budget_sections import (
     FIRST,
     BudgetSettings,
@@ -150,8 +150,8 @@ class Settings(BaseSettings):
         """What is wrong with settings that are each right by themselves."""
         for place, section in _sections(self):
             yield from (each.under(place) for each in section.disagreements())
-        yield from self._of_names()
-        yield from agreement.disagreements(
+        yield from agreement.names(self.providers)
+        yield from agreement.models(
             lanes=self.lane_specs(),
             routes=self.routes_spec(),
             prices=self.price_table(),
@@ -167,19 +167,6 @@ class Settings(BaseSettings):
             )
         for name, provider in self.providers.items():
             yield from (each.under(("providers", name)) for each in provider.lacks())
-
-    def _of_names(self) -> Iterator[Disagreement]:
-        for name in self.providers:
-            if name == FIRST:
-                yield Disagreement(
-                    f"the name {FIRST} is taken: by ANTHROPIC_API_KEY and ANTHROPIC_BASE_URL; choose another",
-                    at=(("providers", name),),
-                )
-            elif not is_provider_name(name):
-                yield Disagreement(
-                    f"{name[:80]!r} is no name: a to z, 0 to 9, _ and -, up to 40, a letter first",
-                    at=(("providers", name),),
-                )
 
     def _lane(self, lane: LaneSpec) -> LaneSettings:
         found: LaneSettings = getattr(self.lanes, lane.name)
