@@ -23,7 +23,7 @@ from service.simulated.app import SimulatedAPI
 from service.simulated.options import SimulatedOptions
 from topology.lanes import BATCH, CRITICAL
 
-WINDOW_S = 15.0
+WINDOW_S = 12.0
 JOBS = 300
 CRITICAL_FROM_S = 1.0
 """The batch jobs are all waiting by then."""
