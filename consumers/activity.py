@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,6 +29,8 @@ class LaneActivity:
         self.failed = 0
         self.retried = 0
         self.deferred = 0
+        self.deferred_for: Counter[str] = Counter()
+        """The same by reason."""
         self.dropped = 0
         self.replayed = 0
         self._waits_ms: deque[int] = deque(maxlen=SAMPLES)
@@ -44,8 +46,9 @@ class LaneActivity:
                 self.failed += 1
             case Retried():
                 self.retried += 1
-            case Deferred():
+            case Deferred(reason=reason):
                 self.deferred += 1
+                self.deferred_for[reason] += 1
                 return
             case Dropped():
                 self.dropped += 1
@@ -70,6 +73,7 @@ class LaneActivity:
             "failed": self.failed,
             "retried": self.retried,
             "deferred": self.deferred,
+            "deferred_for": dict(self.deferred_for),
             "dropped": self.dropped,
             "replayed": self.replayed,
             "throughput_per_min": sum(count for second, count in self._ended_by_second if second > since),

@@ -27,6 +27,8 @@ class ProviderError(LanekeeperError):
         self.type = type
         """Anthropic's error type (`overloaded_error`, …) or our own word for what happened."""
         self.request_id = request_id
+        self.had_begun = False
+        """It came in the middle of an answer."""
         self.rate: RateHeaders | None = None
         """What the response told of the account's limits; set by the adapter."""
 

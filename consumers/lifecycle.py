@@ -14,7 +14,8 @@ ID_LENGTH = 128
 
 
 class Lifecycle:
-    """Tells of the steps of a request: deferred, started, retrying, completed, failed, dead."""
+    """Tells of the steps of a request (deferred, started, retrying, completed, failed, dead), and of what it brought
+    about: breaker, cap."""
 
     def __init__(self, notices: Notices, *, names: Names, now_ms: NowMs) -> None:
         self._notices = notices

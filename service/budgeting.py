@@ -78,6 +78,7 @@ async def open_budgeting(
             Estimates(first_output_tokens=spec.first_output_tokens, first_bytes_per_token=spec.first_bytes_per_token),
             spec=spec,
             now_ms=now_ms,
+            rng=rng,
             on_wait=lambda job, wait: lifecycle.tell(
                 job, "deferred", delay_ms=round(1000 * wait.seconds), reason=wait.reason
             ),

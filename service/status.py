@@ -7,6 +7,7 @@ control exchange, every worker answers from memory, and the depths come from the
 import asyncio
 import json
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -52,6 +53,8 @@ class LaneStatus:
     failed: int | None
     retried: int | None
     throughput_per_min: int | None
+    deferred_for: Mapping[str, int] | None
+    """How often requests were put off, by reason: scheduled, breaker, tenant, …"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,4 +195,7 @@ def _lane(lane: str, figures: Sequence[Mapping[str, Any]], *, intake: Depth | No
         failed=total("failed"),
         retried=total("retried"),
         throughput_per_min=total("throughput_per_min"),
+        deferred_for=dict(sum((Counter(each.get("deferred_for", {})) for each in figures), Counter()))
+        if figures
+        else None,
     )

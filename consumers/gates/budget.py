@@ -5,6 +5,7 @@ refused at once, with the figures.
 """
 
 import asyncio
+import random
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -22,6 +23,9 @@ from topology.contract.problems import RequestProblem
 TOLD_FROM_S = 1.0
 """A shorter wait is told nobody."""
 LATER_MS = 1000
+SPREAD_S = 60.0
+"""Those that wait for an account that is paused come back over so long a time: the first finds out for all. A call that
+is refused again ends its request."""
 OnWait = Callable[[Job, Wait], None]
 
 
@@ -42,8 +46,10 @@ class BudgetGate:
         *,
         spec: BudgetSpec,
         now_ms: NowMs,
+        rng: random.Random,
         on_wait: OnWait | None = None,
     ) -> None:
+        self._rng = rng
         self._budgets = budgets
         self._routes = routes
         self._estimates = estimates
@@ -152,7 +158,8 @@ class BudgetGate:
     def _too_long(self, job: Job, request: Request, route: Route, wait: Wait, until: float) -> Outcome:
         left_s = until - asyncio.get_running_loop().time()
         if wait.reason == PAUSED and wait.seconds < left_s:
-            return Deferred(delay_ms=round(1000 * wait.seconds), reason=PAUSED, due_ms=job.hop.due_ms)
+            back_s = min(left_s, wait.seconds + self._rng.uniform(0, SPREAD_S))
+            return Deferred(delay_ms=round(1000 * back_s), reason=PAUSED, due_ms=job.hop.due_ms)
         bound_ms = request.deadline_ms - request.start_ms
         return Refused(
             RequestProblem(

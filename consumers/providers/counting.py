@@ -27,6 +27,8 @@ def spent(error: ProviderError, reserved: Amounts) -> Amounts:
     """Of a failure. Refused with a status of its own: the request, and no tokens. Never connected: nothing. An answer
     that broke off or did not come in time was counted as far as it got, which is not known: what was reserved."""
     match error:
+        case ProviderError(had_begun=True):
+            return reserved
         case RateLimitedError() | OverloadedError() | SpendLimitError() | RejectedError():
             return ONE_REQUEST
         case ProviderError(status=status) if status >= 400:

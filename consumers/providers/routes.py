@@ -15,6 +15,9 @@ from topology.contract.problems import RequestProblem
 MODEL_CLASSES = ("fable", "mythos", "opus", "sonnet", "haiku")
 """Anthropic counts by class: all Sonnets share one limit (facts.md, part two, A)."""
 CACHED = 10_000
+MADE_UP = 256
+"""Models that only requests name have limits of their own up to so many; the rest share one account a provider: whoever
+asks for ever new ones must not fill our books."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +128,12 @@ class Routes:
     def __init__(self, spec: RoutesSpec) -> None:
         self._spec = spec
         self._by_name = {each.name: each for each in spec.providers}
+        self._settled = {*spec.fallbacks, *spec.fallbacks.values()}.union(
+            *(each.models or () for each in spec.providers),
+            *spec.tenants.values(),
+            *(models or () for models in spec.lane_models.values()),
+        )
+        self._made_up: set[str] = set()
         self.of = lru_cache(maxsize=CACHED)(self._of)
 
     def _of(self, lane: str, tenant: str, model: str) -> tuple[Route, ...]:
@@ -155,7 +164,16 @@ class Routes:
             provider = self._by_name[name]
             if provider.models is None or model in provider.models:
                 called = model if provider.models is None else provider.models[model]
-                yield Route(provider=name, model=model, name=called, account=f"{name}/{model_class(model)}")
+                yield Route(provider=name, model=model, name=called, account=f"{name}/{self._class(model)}")
+
+    def _class(self, model: str) -> str:
+        found = model_class(model)
+        if found != model or model in self._settled or model in self._made_up:
+            return found
+        if len(self._made_up) >= MADE_UP:
+            return "other"
+        self._made_up.add(model)
+        return model
 
 
 def model_class(model: str) -> str:

@@ -85,7 +85,7 @@ def from_event(event: Mapping[str, Any], *, request_id: str | None, secret: str)
     fields = error if isinstance(error, dict) else {}
     kind = str(fields.get("type") or "")
     details = fields.get("details")
-    return classify(
+    found = classify(
         status=_STATUS_OF_TYPE.get(kind, 500),
         type=kind,
         code=str(details.get("error_code") or "") if isinstance(details, dict) else "",
@@ -93,6 +93,8 @@ def from_event(event: Mapping[str, Any], *, request_id: str | None, secret: str)
         retry_after_s=None,
         request_id=request_id,
     )
+    found.had_begun = True
+    return found
 
 
 def classify(

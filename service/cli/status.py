@@ -64,6 +64,10 @@ def _show(found: "Status") -> None:
     for lane in found.lanes:
         if lane.slots_limit is not None:
             console.print(f"{lane.lane} waits too long and gets no more slots: the limit is {lane.slots_limit}")
+    for lane in found.lanes:
+        if lane.deferred_for:
+            told = ", ".join(f"{reason} {count}" for reason, count in sorted(lane.deferred_for.items()))
+            console.print(f"{lane.lane} was put off since the workers began, for: {told}", highlight=False)
     for line in (*found.waiting, *found.breakers):
         console.print(line, highlight=False, soft_wrap=True)
     if dollars := {lane: each["usd"] for lane, each in found.spent.get("lane", {}).items() if each.get("usd")}:

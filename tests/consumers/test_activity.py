@@ -27,6 +27,7 @@ def test_each_outcome_is_counted_once(outcome: Outcome, figures: tuple[int, ...]
     told = activity.snapshot()
     assert tuple(told[name] for name in FIGURES) == figures
     assert (told["waits_ms"], told["runs_ms"]) == ([], [])
+    assert told["deferred_for"] == ({"x": 1} if isinstance(outcome, Deferred) else {})
 
 
 def test_waits_and_run_times_are_of_attempts() -> None:

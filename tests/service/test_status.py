@@ -43,6 +43,18 @@ def test_slots_that_were_added_count_and_what_limits_them_is_told() -> None:
     assert (batch.slots, batch.extra_slots, batch.slots_limit) == (26, 16, "itpm")
 
 
+def test_why_requests_were_put_off_is_told_of_all_workers_together() -> None:
+    answers = [
+        {"worker": "a", "lanes": {"batch": figures(deferred_for={"breaker": 2, "tenant": 1})}},
+        {"worker": "b", "lanes": {"batch": figures(deferred_for={"breaker": 3})}},
+        {"worker": "of an older version", "lanes": {"batch": figures()}},
+    ]
+
+    batch = merge(answers, EMPTY, lanes=LANES, names=NAMES).lanes[1]
+
+    assert batch.deferred_for == {"breaker": 5, "tenant": 1}
+
+
 def test_quantiles_are_those_of_all_waits_together() -> None:
     answers = [
         {"worker": "a", "lanes": {"critical": figures(waits_ms=list(range(1, 51)))}},

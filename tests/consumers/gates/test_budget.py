@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
@@ -61,6 +62,7 @@ class Ground:
             Estimates(first_output_tokens=512, first_bytes_per_token=3.5),
             spec=self.spec,
             now_ms=self.now_ms,
+            rng=random.Random(1),
             on_wait=lambda job, wait: self.told.append((job.id, wait)),
         )
 
@@ -191,7 +193,11 @@ def test_one_that_waits_longer_than_a_delivery_may_be_held_is_put_off_with_what_
 def test_a_paused_account_defers_what_can_wait_and_refuses_what_cannot() -> None:
     async def tell(on: Ground) -> None:
         on.budgets.learn("one/m", Heard(kind=Kind.SPEND_LIMIT))
-        assert await on.enter(on.job(BATCH)) == Deferred(delay_ms=900_000, reason="paused")
+        waits = [await on.enter(on.job(BATCH)) for _ in range(50)]
+        assert {each.reason for each in waits if isinstance(each, Deferred)} == {"paused"}
+        delays = sorted(each.delay_ms for each in waits if isinstance(each, Deferred))
+        assert (len(delays), delays[0] >= 900_000, delays[-1] <= 960_000) == (50, True, True)
+        assert delays[1] - delays[0] > 50, "the first finds out before the next is back"
         assert isinstance(await on.enter(on.job(CRITICAL)), Refused)
 
     story(tell)

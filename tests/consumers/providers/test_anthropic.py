@@ -380,6 +380,16 @@ async def test_what_was_sent_before_the_connection_was_lost_may_have_been_counte
     assert counting.spent(caught.value, RESERVED) == RESERVED
 
 
+async def test_what_failed_in_the_middle_of_an_answer_may_have_been_counted(
+    provider: AnthropicProvider, asked: AskedFor
+) -> None:
+    with pytest.raises(OverloadedError) as caught:
+        await provider.stream(asked("a story [[fault: error_mid_stream]]"), timeout_s=5, parts=Received())
+
+    assert counting.spent(caught.value, RESERVED) == RESERVED
+    assert not counting.is_unpaid(caught.value)
+
+
 async def test_an_unknown_host_and_a_failed_handshake_are_transient(api: SimulatedAPI, asked: AskedFor) -> None:
     for address in ("http://no-such-host.invalid", api.base_url.replace("http:", "https:")):
         provider = AnthropicProvider.at(address, api_key=KEY)

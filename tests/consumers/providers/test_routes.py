@@ -2,7 +2,7 @@
 
 import pytest
 
-from consumers.providers.routes import ProviderModels, Route, Routes, RoutesSpec, model_class
+from consumers.providers.routes import MADE_UP, ProviderModels, Route, Routes, RoutesSpec, model_class
 from topology.contract.problems import RequestProblem
 
 OPUS, SONNET, HAIKU = "claude-opus-5-5", "claude-sonnet-5-5", "claude-haiku-5-5"
@@ -78,6 +78,17 @@ def test_all_models_of_a_class_use_one_account_of_their_provider() -> None:
     assert [each.account for each in routes.of("normal", "", SONNET)] == ["anthropic/sonnet", "bedrock/sonnet"]
     assert routes.of("normal", "", "claude-sonnet-4-5")[0].account == "anthropic/sonnet"
     assert model_class("other-house-1") == "other-house-1"
+
+
+def test_names_that_requests_make_up_share_an_account_beyond_a_bound() -> None:
+    routes = Routes(RoutesSpec(providers=(FIRST,), lane_models={"batch": {"house-1"}, "normal": None}))
+
+    accounts = {routes.of("normal", "", f"made-up-{each}")[0].account for each in range(2 * MADE_UP)}
+
+    assert len(accounts) == MADE_UP + 1
+    assert "anthropic/other" in accounts
+    assert routes.of("batch", "", "house-1")[0].account == "anthropic/house-1"
+    assert routes.of("normal", "", SONNET)[0].account == "anthropic/sonnet"
 
 
 def test_everything_that_is_wrong_is_told_at_once_by_name() -> None:
