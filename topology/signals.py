@@ -67,6 +67,7 @@ DELIVERY_LOST: Final = "delivery.lost"  # queue, error: its acknowledgement fail
 HANDLER_FAILED: Final = "handler.failed"  # error, where: a fault of ours; the request is buried as `internal`
 
 # Log events: the budget.
+SPEND_LIMIT_MET: Final = "account.spend_limit"  # account, pauses_after, error: for the first time since it answered
 ACCOUNT_PAUSED: Final = "account.paused"  # account, for_s: its spend limit is reached; a person has to act
 LIMITS_LEARNED: Final = (
     "limits.learned"  # account, kind, requests, input_tokens, output_tokens: a minute's, from now on

@@ -193,12 +193,15 @@ class Registry:
             return answer
 
     def _heard(self, account: str, error: ProviderError) -> Heard:
-        """A spend limit that is met once is told to whoever met it; met again and again, it is the account's."""
+        """A spend limit that is met once is told to whoever met it, and in the log; met again and again, it is the
+        account's."""
         heard = counting.failed(error, error.rate)
         if heard.kind is not Kind.SPEND_LIMIT:
             return heard
-        self._spend_refusals[account] = self._spend_refusals.get(account, 0) + 1
-        return heard if self._spend_refusals[account] >= SPEND_REFUSALS else replace(heard, kind=Kind.FAILED)
+        met = self._spend_refusals[account] = self._spend_refusals.get(account, 0) + 1
+        if met == 1:
+            log.error(signals.SPEND_LIMIT_MET, account=account, pauses_after=SPEND_REFUSALS, error=error.detail)
+        return heard if met >= SPEND_REFUSALS else replace(heard, kind=Kind.FAILED)
 
     def _only(self, request: Request) -> Route:
         name = next(iter(self._providers))

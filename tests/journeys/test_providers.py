@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from consumers.providers.registry import SPEND_REFUSALS
 from service.simulated.app import SimulatedAPI
 from service.simulated.options import SimulatedOptions
 from service.status import Status, look
@@ -113,3 +114,19 @@ async def test_what_exceeds_a_tenants_cap_is_refused_with_the_figures_or_waits_f
             assert not home.calls("tomorrow")
             assert (await status(home)).spent["lane"]["critical"]["requests"] == 3
     assert [each["percent"] for each in logs if each["event"] == "cap.reached"] == [50, 80, 100]
+
+
+async def test_a_spend_limit_alarms_at_once_pauses_the_account_and_is_no_loop_of_calls(vhost) -> None:
+    spent = SimulatedOptions(faults={"spend_limit": 1.0})
+    with capture_logs() as logs:
+        async with house(vhost.amqp_url, simulated=spent) as home, requester(vhost.amqp_url) as app:
+            first = await app.ask({"prompt": "first"})
+            assert (first.code, first.json["attempts"]) == ("provider_rejected", 1)
+            assert [each["event"] for each in logs if each["log_level"] == "error"] == ["account.spend_limit"]
+            for n in range(20):
+                await app.ask({"prompt": f"next {n}"})
+            assert len(home.api.calls) == SPEND_REFUSALS
+            late = await app.ask({"prompt": "late"})
+            assert late.code == "deadline_exceeded"
+            assert "waiting for paused of anthropic/sonnet" in late.json["detail"]
+    assert [each["event"] for each in logs if each["log_level"] == "error"] == ["account.spend_limit", "account.paused"]
