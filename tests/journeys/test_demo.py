@@ -44,7 +44,10 @@ async def test_all_is_answered_and_the_verdict_says_so(vhost, tmp_path) -> None:
 
 
 async def test_a_broken_lane_is_a_failed_demo(vhost, tmp_path) -> None:
-    broken = {"LANEKEEPER_LANES__CRITICAL__MODEL": "claude-no-such-model"}
+    broken = {
+        "LANEKEEPER_LANES__CRITICAL__MODEL": "claude-no-such-model",
+        "LANEKEEPER_PRICES__MODELS": '{"claude-no-such-model": {"input": 1, "output": 5}}',  # known, but not there
+    }
     environ = environment(vhost.amqp_url, vhost.management_url, **QUICK, **broken)
     code, lines = await run("demo", environ=environ, folder=tmp_path, within_s=100)
     told = "\n".join(lines)
