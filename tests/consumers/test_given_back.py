@@ -1,0 +1,255 @@
+"""What a request took on its way (claim, allowance of caps, budget, a breaker's probe) is given back, however it ends."""
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+
+from consumers.failpoints import Failpoints
+from consumers.failures import (
+    UNREACHABLE,
+    OverloadedError,
+    RateLimitedError,
+    RejectedError,
+    SpendLimitError,
+    TransientError,
+)
+from consumers.gates.budget import BudgetGate
+from consumers.gates.caps import CapsGate
+from consumers.gates.claim import ClaimGate
+from consumers.gates.deadline import DeadlineGate
+from consumers.gates.route import RouteGate
+from consumers.handler import Handler
+from consumers.job import Answered, Buried, Deferred, Dropped, Job, Refused, Retried
+from consumers.limits.estimates import Estimates
+from consumers.limits.local import LocalBudgets
+from consumers.limits.spec import BudgetSpec, Caps
+from consumers.pausing import Pausing
+from consumers.prices import Prices
+from consumers.providers.base import Answer, Parts, Usage
+from consumers.providers.breaker import FAILURES, Breakers
+from consumers.providers.registry import Registry
+from consumers.providers.routes import ProviderModels, Routes, RoutesSpec
+from consumers.retry import RetryPolicy
+from consumers.spending import Cap, CapsSpec, Spending
+from consumers.state.base import Granted, Identity, Stop
+from tests.support.allowances import MemoryAllowances
+from tests.support.jobs import NAMES, NOW_MS, Bench
+from tests.support.virtual_time import virtually
+from tests.support.waiting import until
+from topology import names as n
+from topology.contract.messages import Request
+from topology.tracing import Tracing
+
+MODEL = "claude-sonnet-5-5"
+BODY = b'{"model":"claude-sonnet-5-5","max_tokens":5,"messages":[{"role":"user","content":"hi"}]}'
+
+
+class Provider:
+    """Answers after a few turns of the loop, or fails."""
+
+    name = "anthropic"
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.takes_s = 0.0
+        self.calls = 0
+
+    async def stream(self, request: Request, *, timeout_s: float, parts: Parts | None) -> Answer:
+        self.calls += 1
+        for _ in range(3):
+            await asyncio.sleep(0)
+        await asyncio.sleep(self.takes_s)
+        if self.error is not None:
+            raise self.error
+        return Answer(body=b"{}", model=MODEL, provider=self.name, usage=Usage(input_tokens=9, output_tokens=4))
+
+    async def aclose(self) -> None: ...
+
+
+class Ground:
+    """The whole pipeline, over one account."""
+
+    def __init__(self) -> None:
+        self.bench = Bench()
+        self.provider = Provider()
+        limits = Caps(requests=6000, input_tokens=600_000, output_tokens=600_000)
+        spec = BudgetSpec(accounts={"anthropic": limits})
+        self.budgets = LocalBudgets(spec)
+        self.breakers = Breakers(rng=random.Random(1))
+        self.store = MemoryAllowances()
+        self.spending = Spending(self.store, CapsSpec(lanes={"critical": Cap(requests=10, usd=1)}))
+        rng = random.Random(1)
+        routes = RouteGate(
+            Routes(RoutesSpec(providers=(ProviderModels(name="anthropic"),))),
+            self.breakers,
+            now_ms=lambda: NOW_MS,
+            rng=rng,
+        )
+        budget = BudgetGate(
+            self.budgets,
+            routes,
+            Estimates(first_output_tokens=5, first_bytes_per_token=3.5),
+            spec=spec,
+            now_ms=lambda: NOW_MS,
+            rng=rng,
+        )
+        self.caps = CapsGate(
+            self.spending,
+            routes,
+            prices=Prices(),
+            estimate=budget.amounts,
+            now_ms=lambda: NOW_MS,
+            rng=rng,
+            tell=lambda _, __, **___: None,
+        )
+        self.handler = Handler(
+            gates=(DeadlineGate(now_ms=lambda: NOW_MS), ClaimGate(self.bench.claiming), routes, self.caps, budget),
+            providers=Registry(self.provider, tracing=Tracing(), breakers=self.breakers),
+            elsewhere=routes,
+            purse=budget,
+            replies=self.bench.replies,
+            lifecycle=self.bench.lifecycle,
+            pausing=Pausing({}),
+            policy=RetryPolicy(),
+            names=NAMES,
+            now_ms=lambda: NOW_MS,
+            rng=rng,
+            failpoints=Failpoints(),
+        )
+
+    def job(self, **headers: Any) -> Job:
+        return self.bench.job(body=BODY, headers=headers)
+
+    async def held(self, job: Job) -> dict[str, Any]:
+        """What is still held for it, after what goes on by itself has ended; nothing: an empty one."""
+        for _ in range(3):
+            await self.spending.finish(within_s=1)
+            await self.bench.claiming.finish(within_s=1)
+        books = self.budgets._desk.books("anthropic/sonnet")
+        found = {
+            "running": books.concurrency.running,
+            "waiting": len(books.lines),
+            "reservation": job.reservation,
+            "caps": len(self.caps._held),
+            "limit": job.limit,
+            "probing": [each for each in self.breakers._all.values() if each.state == "probing"],
+        }
+        return {what: value for what, value in found.items() if value}
+
+    @property
+    def counted(self) -> float:
+        return self.store.used.get("cap lane critical requests", 0)
+
+    async def deaths(self) -> int:
+        """How many of its holders never let go, as the next one is told."""
+        delivery = self.bench.delivery(body=BODY)
+        delivery.redelivered = True
+        found = await self.bench.store.claim(Identity("", "m-1"), self.bench.job(delivery=delivery).copy())
+        assert isinstance(found, Granted)
+        return found.deaths
+
+    async def open_breaker(self) -> None:
+        """And wait until it may be probed."""
+        clock = asyncio.get_running_loop().time
+        (route,) = Routes(RoutesSpec(providers=(ProviderModels(name="anthropic"),))).of("critical", "", MODEL)
+        for each in range(FAILURES):
+            entered = await self.breakers.enter(route, clock(), request=str(each))
+            assert entered
+            await self.breakers.failed(entered, TransientError("down"), clock(), timeout_s=60)
+        wait_s = self.breakers.wait_s(route, clock())
+        assert wait_s > 0
+        await asyncio.sleep(wait_s)
+
+
+CUT = TransientError("cut", type="cut")
+FAULT = ValueError("a fault of ours")
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome", "counted"),
+    [
+        (None, Answered, 1),
+        (OverloadedError("529"), Retried, 0),
+        (TransientError("down", type=UNREACHABLE), Retried, 0),
+        (RateLimitedError("429"), Retried, 0),
+        (CUT, Retried, 1),
+        (RejectedError("400", status=400), Buried, 0),
+        (SpendLimitError("429", status=429), Buried, 0),
+    ],
+)
+async def test_what_was_taken_is_given_back_after_a_call(error: Exception | None, outcome: type, counted: int) -> None:
+    ground = Ground()
+    ground.provider.error, job = error, ground.job()
+
+    assert isinstance(await ground.handler.handle(job), outcome)
+
+    assert await ground.held(job) == {}
+    assert ground.counted == counted
+    assert (job.claim is not None) == (outcome in (Answered, Buried)), "what has ended keeps it until it is stored"
+
+
+async def test_and_after_a_fault_of_ours() -> None:
+    ground = Ground()
+    ground.provider.error, job = FAULT, ground.job()
+
+    with pytest.raises(ValueError, match="a fault of ours"):
+        await ground.handler.handle(job)
+
+    assert await ground.held(job) == {}
+    assert await ground.deaths() == 0
+
+
+@pytest.mark.parametrize(("why", "outcome"), [(Stop.CANCELLED, Dropped), (Stop.FENCED, Deferred)])
+async def test_and_where_it_is_told_to_stop(why: Stop, outcome: type) -> None:
+    ground = Ground()
+    ground.provider.takes_s, job = 30, ground.job()
+    working = asyncio.create_task(ground.handler.handle(job))
+    await until(lambda: ground.provider.calls)
+    job.stop(why)
+
+    assert isinstance(await working, outcome)
+
+    assert await ground.held(job) == {}
+    assert ground.counted == 1, "it may have been paid"
+
+
+@pytest.mark.parametrize("is_probe", [False, True])
+def test_and_wherever_it_is_cancelled(is_probe: bool) -> None:
+    async def story(turns: int) -> bool:
+        ground = Ground()
+        if is_probe:
+            await ground.open_breaker()
+        ground.provider.takes_s, job = 30, ground.job()
+        working = asyncio.create_task(ground.handler.handle(job))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        working.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await working
+
+        assert await ground.held(job) == {}, turns
+        assert ground.counted == (1 if ground.provider.calls else 0), turns
+        assert await ground.deaths() == 0, turns
+        return ground.provider.calls > 0
+
+    called = [virtually(story(turns)) for turns in range(30)]
+    assert called[-1]
+    assert not called[0]
+
+
+async def test_where_no_provider_may_be_called_nothing_is_taken_for_it() -> None:
+    ground = Ground()
+    ground.provider.error = TransientError("500", status=500)
+    for each in range(FAILURES):
+        job = ground.bench.job(body=BODY, message_id=f"m-{each}")
+        await ground.handler.handle(job)
+        assert await ground.held(job) == {}
+
+    calls, job = ground.provider.calls, ground.job(**{n.DEADLINE_MS: 300})
+    outcome = await ground.handler.handle(job)
+
+    assert isinstance(outcome, Refused)
+    assert "no provider may be called for" in outcome.problem.detail
+    assert (await ground.held(job), ground.counted, ground.provider.calls) == ({}, 0, calls)
