@@ -1,4 +1,4 @@
-"""What a request took on its way (claim, allowance of caps, budget, a breaker's probe) is given back, however it ends."""
+"""What a request took on its way (claim, caps, budget, a breaker's probe) is given back, however it ends."""
 
 import asyncio
 import random
