@@ -123,10 +123,6 @@ class Registry:
             # what the second refuses, the first may answer yet
             raise first from error
 
-    async def aclose(self) -> None:
-        for each in self._providers.values():
-            await each.aclose()
-
     async def _enter(self, routes: Sequence[Route], enter: Enter, move: Move) -> tuple[Pass, Sequence[Route]]:
         """The first that may be called, and those after it."""
         clock = asyncio.get_running_loop().time

@@ -101,9 +101,9 @@ async def open_house() -> AsyncIterator[Open]:
                 AnthropicProvider.at(api.base_url, api_key=KEY, name=name)
                 for api, name in zip(apis, ("one", "two"), strict=True)
             ]
-            house = House(apis[0], apis[1], *providers)
-            stack.push_async_callback(house.registry.aclose)
-            return house
+            for each in providers:
+                stack.push_async_callback(each.aclose)
+            return House(apis[0], apis[1], *providers)
 
         yield run
 
