@@ -19,7 +19,7 @@ from consumers.providers.base import Answer
 from consumers.providers.counting import counted, is_unpaid, spent
 from consumers.providers.registry import Registry
 from consumers.providers.routes import Route
-from consumers.reply import Replies
+from consumers.reply import Parts, Replies
 from consumers.state.base import Stop
 from topology.contract import codec
 from topology.contract.messages import Request
@@ -143,6 +143,7 @@ class Handler:
             return Refused(exceeded(job))
         loop = asyncio.get_running_loop()
         began_s = loop.time()
+        parts = self._replies.parts(job) if request.stream else None
         job.limit = limit = asyncio.timeout(min(left_s, ATTEMPT_WITHIN_S))
         try:
             async with limit:
@@ -150,7 +151,7 @@ class Handler:
                     job.stop(job.stopped)
                 await self._pausing.opened()  # an answer that could not be sent is not asked for
                 began_s = loop.time()
-                answer = await self._call(job, request, lane)
+                answer = await self._call(job, request, lane, parts)
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -160,13 +161,13 @@ class Handler:
             job.run_ms = self._run_ms(job, began_s)
             return ended_by(forbidden)
         except BreakerOpen as closed:
-            job.attempt_started_ms = None  # no call was made
             return self._elsewhere.later(job, closed.retry_in_s)
         except ProviderError as error:
             job.run_ms = self._run_ms(job, began_s)
             if job.reservation is not None:
                 job.usage = spent(error, job.reservation.amounts)
-            if is_unpaid(error) and (wait_s := self._elsewhere.closed_s(job)) > 0:
+            has_sent = parts is not None and parts.has_sent
+            if is_unpaid(error) and not has_sent and (wait_s := self._elsewhere.closed_s(job)) > 0:
                 job.attempt_started_ms = None  # by its breaker the provider is down: that is no failure of the request
                 return self._elsewhere.later(job, wait_s)
             return self._decide(error, job, request, lane)
@@ -176,11 +177,12 @@ class Handler:
         job.usage, job.cost_usd = counted(answer.usage), answer.cost_usd
         return Answered(body=answer.body, model=answer.model, provider=answer.provider)
 
-    async def _call(self, job: Job, request: Request, lane: LaneSpec) -> Answer:
-        job.attempt_started_ms = self._now_ms()
-        self._lifecycle.tell(job, "started", wait_ms=job.wait_ms)
-        parts = self._replies.parts(job) if request.stream else None
-        left_s = (request.deadline_ms - job.attempt_started_ms) / 1000
+    async def _call(self, job: Job, request: Request, lane: LaneSpec, parts: Parts | None) -> Answer:
+        def begin() -> None:
+            job.attempt_started_ms = self._now_ms()
+            self._lifecycle.tell(job, "started", wait_ms=job.wait_ms)
+
+        left_s = (request.deadline_ms - self._now_ms()) / 1000
         return await self._providers.stream(
             request,
             timeout_s=min(lane.call_timeout_s, left_s),
@@ -188,6 +190,7 @@ class Handler:
             routes=self._elsewhere.after(job),
             until_s=asyncio.get_running_loop().time() + left_s,
             move=partial(self._purse.move, job),
+            begin=begin,
             tell=partial(self._lifecycle.tell, job),
         )
 

@@ -201,12 +201,15 @@ class Parts:
         self._replies = replies
         self._job = job
         self._seq = -1
-        self._restarted = job.attempts > 1 or job.redelivered
+        self._restarted = False
+        self.has_sent = False
+        """Whether the requester was sent anything that an attempt after this one must have it forget."""
 
     async def __call__(self, event: bytes, /) -> None:
         if not (address := self._job.message.reply_to):
             return
-        if self._seq < 0 and self._restarted:
+        self.has_sent = True
+        if self._seq < 0 and (self._restarted or self._job.attempts > 1 or self._job.redelivered):
             self._seq += 1
             await self._replies.part(self._job, address, part="restart", seq=self._seq, body=b"{}")
         self._seq += 1

@@ -15,6 +15,8 @@ from topology.contract.problems import RequestProblem
 REASON = "breaker"
 HOLD_S = 3.0
 LEAST_WAIT_MS = 200
+STAGGER_S = 0.2
+"""Of those that wait here one goes first, and the others see that it finds out."""
 SPREAD = 0.5
 """Those that wait for the same probe come back over half as long again: one of them makes it."""
 
@@ -53,7 +55,7 @@ class RouteGate:
         while (wait_s := self._wait_s(routes)) > 0 and job.stopped is None:
             if clock() + wait_s >= until_s:
                 return self.later(job, wait_s)
-            await _sleep(job, wait_s)
+            await _sleep(job, wait_s + self._rng.uniform(0, STAGGER_S))
         return None
 
     async def leave(self, job: Job, outcome: Outcome | None) -> None:

@@ -85,17 +85,19 @@ class Registry:
         routes: Sequence[Route] = (),
         until_s: float = inf,
         move: Move = stay,
+        begin: Callable[[], None] = lambda: None,
         tell: Tell = nobody,
     ) -> Answer:
         """Make one attempt; as `Provider.stream`.
 
         `routes`: the one that is reserved for, then those that may be asked instead; none: the first provider.
-        `until_s`: its deadline, by the event loop's clock. `tell` is told how breakers change. Raises BreakerOpen,
-        where no call was made.
+        `until_s`: its deadline, by the event loop's clock. `begin` is called before a call is made; `tell` is told how
+        breakers change. Raises BreakerOpen, where no call was made.
         """
         routes = routes or (self._only(request),)
         enter = partial(self._breakers.enter, request=request.id, tell=tell)
         entered, others = await self._enter(routes, enter, move)
+        begin()
         try:
             return await self._call(entered, request, timeout_s=timeout_s, parts=parts, until_s=until_s)
         except ProviderError as error:

@@ -30,6 +30,7 @@ from consumers.job import (
 )
 from consumers.pausing import Pausing
 from consumers.providers.base import Answer, Parts
+from consumers.providers.breaker import Breakers
 from consumers.providers.registry import Registry
 from consumers.retry import RetryPolicy
 from consumers.state.base import Completion
@@ -93,10 +94,11 @@ def handler(
     now_ms: Callable[[], int] = lambda: NOW_MS,
     pausing: Pausing | None = None,
     elsewhere: Elsewhere | None = None,
+    breakers: Breakers | None = None,
 ) -> Handler:
     return Handler(
         gates=gates if gates is not None else (DeadlineGate(now_ms=now_ms), ScheduleGate(now_ms=now_ms)),
-        providers=Registry(provider, tracing=Tracing()),
+        providers=Registry(provider, tracing=Tracing(), breakers=breakers),
         elsewhere=elsewhere or NobodyElse(),
         purse=NobodyElse(),
         replies=bench.replies,
@@ -307,6 +309,26 @@ async def test_what_fails_because_the_provider_is_down_waits_and_counts_no_attem
 
     assert outcome == Deferred(delay_ms=2000, reason="breaker")
     assert job.attempts == CRITICAL.max_attempts - 1
+
+
+async def test_an_attempt_that_sent_parts_counts_so_that_the_next_has_them_forgotten(bench: Bench) -> None:
+    job = bench.job(headers={n.STREAM: True})
+
+    outcome = await handle(bench, job, FakeProvider(OverloadedError("529")), elsewhere=Down())
+
+    assert isinstance(outcome, Retried)
+    assert job.attempts == 1
+
+
+async def test_where_no_call_is_made_nothing_has_started(bench: Bench) -> None:
+    class Shut(Breakers):
+        async def enter(self, *_: Any, **__: Any) -> None: ...
+
+    job = bench.job()
+    outcome = await handle(bench, job, elsewhere=Down(), breakers=Shut())
+
+    assert isinstance(outcome, Deferred)
+    assert (job.attempts, bench.log) == (0, [])
 
 
 @pytest.mark.parametrize("error", [TransientError("cut", type="cut"), TransientError("hangs", type="timeout")])
