@@ -14,7 +14,9 @@ from consumers.limits.headers import RateHeaders
 from topology.contract.problems import LanekeeperError
 
 UNREACHABLE = "unreachable"
-"""The type of a failure before anything was sent: there was no connection. What was sent and lost is `connection`."""
+"""The type of a failure to connect. What was sent and lost is `connection`."""
+NEVER_SENT = frozenset({UNREACHABLE, "credentials"})
+"""Types of failures before anything was sent: there was no connection, or nothing to sign with."""
 
 
 class ProviderError(LanekeeperError):

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import structlog
 
-from consumers.failures import UNREACHABLE, OverloadedError, ProviderError, RejectedError, TransientError
+from consumers.failures import NEVER_SENT, OverloadedError, ProviderError, RejectedError, TransientError
 from consumers.providers.routes import Route
 from consumers.state.base import Leases, StoreUnavailable
 from topology import signals
@@ -206,7 +206,7 @@ class Breakers:
         route = entered.route
         breaker = self._of(route)
         was = breaker.state
-        failure = Failure(now_s, entered.request, is_unreached=error.type == UNREACHABLE)
+        failure = Failure(now_s, entered.request, is_unreached=error.type in NEVER_SENT)
         breaker.failed(failure, probe=entered.is_probe)
         if breaker.state is not was:
             self._tell(entered.tell, route, breaker, now_s, error)

@@ -1,7 +1,7 @@
 """What a provider's answers and failures mean for the budget: what it counted, and what it says about the account."""
 
 from consumers.failures import (
-    UNREACHABLE,
+    NEVER_SENT,
     OverloadedError,
     ProviderError,
     RateLimitedError,
@@ -33,7 +33,7 @@ def spent(error: ProviderError, reserved: Amounts) -> Amounts:
             return ONE_REQUEST
         case ProviderError(status=status) if status >= 400:
             return ONE_REQUEST
-        case ProviderError(type=type) if type == UNREACHABLE:
+        case ProviderError(type=type) if type in NEVER_SENT:
             return NOTHING
         case _:
             return reserved

@@ -17,7 +17,7 @@ from consumers.failures import (
 )
 from consumers.limits.amounts import NOTHING, Amounts
 from consumers.providers import counting
-from consumers.providers.anthropic import MAX_TOKENS_AT_ONCE, AnthropicProvider, say_stream
+from consumers.providers.anthropic import MAX_TOKENS_AT_ONCE, AnthropicProvider, Dialect, say_stream
 from service.simulated.app import SimulatedAPI
 from service.simulated.faults import BROKEN, REFUSED
 
@@ -378,6 +378,21 @@ async def test_what_was_sent_before_the_connection_was_lost_may_have_been_counte
 
     assert len(api.calls) == 1
     assert counting.spent(caught.value, RESERVED) == RESERVED
+
+
+async def test_what_could_not_be_signed_was_not_sent(asked: AskedFor) -> None:
+    class Unsigned:
+        async def post(self, *_: Any, **__: Any) -> None:
+            raise RuntimeError("no credentials")
+
+        async def close(self) -> None: ...
+
+    provider = AnthropicProvider(Unsigned(), name="aws", secret="", dialect=Dialect(signing_errors=(RuntimeError,)))
+
+    with pytest.raises(TransientError, match="no credentials for aws") as caught:
+        await provider.stream(asked(), timeout_s=5, parts=None)
+
+    assert counting.spent(caught.value, RESERVED) == NOTHING
 
 
 async def test_what_failed_in_the_middle_of_an_answer_may_have_been_counted(
