@@ -56,7 +56,7 @@ class Job:
 
     __slots__ = (
         "_copy", "attempt_started_ms", "claim", "completion", "cost_usd", "deaths", "delivery", "hop", "id",
-        "identity", "lane", "limit", "request", "reservation", "route", "run_ms", "stopped", "taken_ms",
+        "identity", "lane", "limit", "lost", "request", "reservation", "route", "run_ms", "stopped", "taken_ms",
         "trusted", "usage",
     )  # fmt: skip
 
@@ -95,6 +95,8 @@ class Job:
         self.reservation: Reservation | None = None
         self.usage: Amounts | None = None
         """What the provider counted of the attempt; None: that is not known."""
+        self.lost: list[tuple[str, Amounts]] = []
+        """Calls within the attempt before the last one that may have been paid: their models, and what was expected."""
         self.cost_usd: float | None = None
         """What the answer cost; None: no answer, or its model has no price."""
         self.completion: Completion | None = None

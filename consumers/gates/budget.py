@@ -110,9 +110,13 @@ class BudgetGate:
         found = await self._budgets.try_reserve(route.account, lane=job.lane_name, amounts=amounts)
         if found is None:
             return False
-        before, job.reservation, job.route = job.reservation, found, route
+        before, model = job.reservation, job.route.model if job.route else ""
+        job.reservation, job.route = found, route
         if before is not None:
-            self._budgets.settle(before, None if error is None else spent(error, before.amounts))
+            used = None if error is None else spent(error, before.amounts)
+            if used is not None and used.output_tokens > 0:
+                job.lost.append((model, used))
+            self._budgets.settle(before, used)
         return True
 
     def amounts(self, job: Job, request: Request, route: Route) -> Amounts:

@@ -76,8 +76,11 @@ class CapsGate:
             tokens = 0.0 if job.usage is None else job.usage.input_tokens + job.usage.output_tokens
             used = Spent(1, tokens, job.cost_usd or 0.0)
             self._spending.count(job.lane_name, job.identity.tenant, used)
-        elif (job.attempt_started_ms is not None) if job.usage is None else job.usage.output_tokens > 0:
-            return  # it was cut off, by the provider, its deadline or its owner
+        elif hold is not None and _may_be_paid(job):
+            used = hold.spent
+        for model, amounts in job.lost:
+            _, tokens, usd = _spent(amounts, self._prices.of(model))
+            used = Spent(used.requests, used.tokens + tokens, used.usd + usd)
         if hold is not None:
             self._spending.correct(hold, used)
 
@@ -92,6 +95,11 @@ class CapsGate:
             )
         delay_ms = min(wait_ms + round(self._rng.uniform(0, SPREAD_MS)), left_ms)
         return Deferred(delay_ms=delay_ms, reason=over.bound.reason, due_ms=job.hop.due_ms)
+
+
+def _may_be_paid(job: Job) -> bool:
+    """A call that was cut off, by the provider, its deadline or its owner."""
+    return job.attempt_started_ms is not None if job.usage is None else job.usage.output_tokens > 0
 
 
 def _spent(amounts: Amounts, price: Price | None) -> Spent:

@@ -244,6 +244,18 @@ async def test_a_call_that_was_cut_off_may_have_been_paid(outcome: Outcome) -> N
     assert ground.store.used["cap lane critical usd"] == pytest.approx(COST)
 
 
+async def test_a_call_that_was_cut_off_before_another_provider_answered_counts_too() -> None:
+    ground = Ground(lanes={"critical": Cap(requests=10, tokens=10_000, usd=1)})
+    job = ground.job()
+    job.lost.append((MODEL, ESTIMATE))
+
+    await ground.through(job, ANSWERED, usage=Amounts(1, 100, 50), cost_usd=0.01)
+
+    assert ground.store.used["cap lane critical requests"] == 1
+    assert ground.store.used["cap lane critical tokens"] == 1650
+    assert ground.store.used["cap lane critical usd"] == pytest.approx(0.01 + COST)
+
+
 async def test_leaving_waits_for_no_store() -> None:
     ground = Ground(lanes={"critical": Cap(usd=1)})
     job = ground.job()

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
-from consumers.failures import OverloadedError
+from consumers.failures import OverloadedError, TransientError
 from consumers.gates.budget import BudgetGate
 from consumers.job import Answered, Deferred, Dropped, Job, Outcome, Refused
 from consumers.limits.amounts import Amounts
@@ -260,6 +260,20 @@ def test_a_failed_call_moves_to_another_account_that_has_room_and_is_settled_whe
         assert job.reservation.account == "two/m2"
         spent = [bucket.burst - bucket.level for bucket in on.budgets._desk.books("one/m").buckets]
         assert spent == [1, 0, 0]  # the request was counted, its tokens were not
+        assert job.lost == []
+
+    story(tell, ONE, TWO)
+
+
+def test_a_call_that_was_cut_off_and_may_have_been_paid_is_remembered_with_its_model() -> None:
+    async def tell(on: Ground) -> None:
+        job = on.job()
+        await on.enter(job)
+        assert job.reservation is not None
+        reserved = job.reservation.amounts
+        assert await on.gate.move(job, TWO, TransientError("cut", type="cut"))
+
+        assert job.lost == [("m", reserved)]
 
     story(tell, ONE, TWO)
 
