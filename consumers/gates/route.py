@@ -17,6 +17,11 @@ HOLD_S = 3.0
 LEAST_WAIT_MS = 200
 STAGGER_S = 0.2
 """Of those that wait here one goes first, and the others see that it finds out."""
+SHARE_OF_OUTAGE = 0.25
+"""So much longer they stay away as the provider has been down: a flood of batch jobs does not go round the delays every
+few seconds while it is down for an hour, and all are back soon after a minute."""
+MOST_TARGETS = 5
+"""But no longer than so many times what their lane should wait at most: a chat is back in five seconds."""
 SPREAD = 0.5
 """Those that wait for the same probe come back over half as long again: one of them makes it."""
 
@@ -79,8 +84,16 @@ class RouteGate:
                     f"and {max(0, left_ms)} ms are left",
                 )
             )
-        spread_ms = round(wait_ms * self._rng.uniform(0, SPREAD))
-        return Deferred(delay_ms=min(wait_ms + spread_ms, left_ms), reason=REASON, due_ms=job.hop.due_ms)
+        assert job.lane is not None
+        stay_s = min(SHARE_OF_OUTAGE * self._down_s(job), MOST_TARGETS * job.lane.target_wait_s)
+        delay_ms = round(max(wait_ms, 1000 * stay_s) * (1 + self._rng.uniform(0, SPREAD)))
+        return Deferred(delay_ms=min(delay_ms, max(wait_ms, left_ms // 2)), reason=REASON, due_ms=job.hop.due_ms)
+
+    def _down_s(self, job: Job) -> float:
+        assert job.request is not None
+        now_s = asyncio.get_running_loop().time()
+        routes = self._routes.of(job.lane_name, job.identity.tenant, job.request.model)
+        return min(self._breakers.down_s(each, now_s) for each in routes)
 
     def _wait_s(self, routes: Sequence[Route]) -> float:
         now_s = asyncio.get_running_loop().time()

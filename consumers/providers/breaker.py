@@ -42,7 +42,7 @@ DOUBTED_FROM = 3
 WINDOW_S = 120.0
 """Longer than a call may take that hangs (60 s in critical, 120 s in normal)."""
 OPEN_S = 1.0
-OPEN_MOST_S = 10.0
+OPEN_MOST_S = 5.0
 """What waits for a provider that is back waits no longer than this."""
 FAIR_S = 5.0
 """A call that was given less time than this says nothing by not being in time."""
@@ -78,13 +78,15 @@ class Failure(NamedTuple):
 class Breaker:
     """One provider and model, from its first failure until it answers; times are the event loop's."""
 
-    __slots__ = ("_failed", "_openings", "_rng", "_until_s", "state")
+    __slots__ = ("_failed", "_openings", "_rng", "_until_s", "down_since_s", "state")
 
     def __init__(self, rng: random.Random) -> None:
         self.state = State.CLOSED
         self._failed: deque[Failure] = deque(maxlen=FAILURES)
         self._openings = 0
         self._until_s = -inf
+        self.down_since_s = inf
+        """When it was opened first."""
         self._rng = rng
 
     def wait_s(self, now_s: float) -> float:
@@ -128,6 +130,7 @@ class Breaker:
         self._openings = min(self._openings + 1, 16)
         self._failed.clear()
         self.state = State.OPEN
+        self.down_since_s = min(self.down_since_s, now_s)
         self._until_s = now_s + self._rng.uniform(step_s / 2, step_s)
 
     def _is_too_many(self) -> bool:
@@ -165,6 +168,11 @@ class Breakers:
         """Until a call may be made there, as far as is known; 0: now."""
         found = self._all.get(_key(route))
         return 0.0 if found is None else found.wait_s(now_s)
+
+    def down_s(self, route: Route, now_s: float) -> float:
+        """For how long no call could be made there; 0: one may."""
+        found = self._all.get(_key(route))
+        return 0.0 if found is None else max(0.0, now_s - found.down_since_s)
 
     async def enter(self, route: Route, now_s: float, *, request: str, tell: Tell = nobody) -> Pass | None:
         """None: no call may be made there now."""

@@ -15,6 +15,7 @@ from consumers.state.base import Stop
 from tests.support.jobs import NOW_MS, Bench
 from tests.support.virtual_time import virtually
 from topology.contract import codec
+from topology.lanes import BATCH, CRITICAL, LaneSpec
 
 MODEL = "claude-sonnet-5-5"
 
@@ -40,7 +41,7 @@ class Ground:
         return self.routes.of("critical", "", MODEL)
 
     async def break_(self, route: Route, *, times: int = 1) -> None:
-        """Open its breaker, and fail so many probes: `times` 7 leaves it open for 15 to 30 s."""
+        """Open its breaker, and fail so many probes: `times` 7 leaves it open for 2.5 to 5 s."""
         clock = asyncio.get_running_loop().time
         for each in range(FAILURES + times - 1):
             await asyncio.sleep(self.breakers.wait_s(route, clock()))
@@ -100,17 +101,37 @@ def test_a_long_one_is_the_requests_own_and_tells_its_reason() -> None:
     virtually(story())
 
 
+@pytest.mark.parametrize(("lane", "least_s", "most_s"), [(CRITICAL, 5, 7.5), (BATCH, 30, 45)])
+def test_the_longer_the_provider_is_down_the_longer_they_stay_away_as_their_lane_may(
+    lane: LaneSpec, least_s: float, most_s: float
+) -> None:
+    async def story() -> None:
+        ground = Ground("one")
+        (route,) = ground.all
+        while ground.breakers.down_s(route, asyncio.get_running_loop().time()) < 120:
+            await ground.break_(route)
+        job = ground.job()
+        job.lane = lane
+
+        outcome = ground.gate.later(job, 1.0)
+
+        assert isinstance(outcome, Deferred)
+        assert least_s <= outcome.delay_ms / 1000 <= most_s + 2
+
+    virtually(story())
+
+
 def test_one_that_reaches_its_deadline_before_is_refused_at_once() -> None:
     async def story() -> None:
         ground = Ground("one")
         for route in ground.all:
             await ground.break_(route, times=7)
 
-        outcome = await ground.gate.enter(ground.job(**{"x-lane-deadline-ms": 5000}))
+        outcome = await ground.gate.enter(ground.job(**{"x-lane-deadline-ms": 2000}))
 
         assert isinstance(outcome, Refused)
         assert outcome.problem.code == "deadline_exceeded"
-        assert "and 5000 ms are left" in outcome.problem.detail
+        assert "and 2000 ms are left" in outcome.problem.detail
 
     virtually(story())
 
