@@ -5,7 +5,8 @@ at the lane's share and full at the share of the burst, so that it is there at o
 is the level's alone, and so lent to whoever waits. The pool is what no part claims.
 
 A part holds as much more as its lane's first waiter needs (`want`): a request that is larger than the share of the
-burst is saved for, and cannot be starved by smaller ones.
+burst is saved for, and cannot be starved by smaller ones; and nothing of the share is lost while the level makes it
+wait.
 """
 
 from collections.abc import Sequence
@@ -59,8 +60,8 @@ class Bucket:
 
     def want(self, lane: int, amount: float) -> None:
         """What the first waiter of a lane needs; 0: nobody waits."""
-        full = self._full[lane]
-        self._caps[lane] = max(full, amount if amount < self.burst else self.burst)
+        cap = self._full[lane] + amount
+        self._caps[lane] = cap if cap < self.burst else self.burst
 
     def free(self, lane: int) -> float:
         """What no other lane's part claims."""

@@ -67,7 +67,7 @@ local function want()
   for l = 1, lanes do
     local first = first_of(l)
     for d = 1, 3 do
-      caps[d][l] = math.max(full[d][l], first and math.min(first.amounts[d], burst[d]) or 0)
+      caps[d][l] = math.min(full[d][l] + (first and first.amounts[d] or 0), burst[d])
     end
   end
 end
