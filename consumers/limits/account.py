@@ -59,7 +59,11 @@ class Account:
 
     def paused_s(self, now_s: float) -> float:
         """How long nothing is granted, because of a spend limit."""
-        return max(0.0, self.paused_until_s - now_s)
+        return _left_s(self.paused_until_s, now_s, self._spec.spend_pause_s)
+
+    def stopped_s(self, now_s: float) -> float:
+        """How long nothing is granted, because of that or of a refusal."""
+        return max(self.paused_s(now_s), _left_s(self.held_until_s, now_s, HOLD_AT_MOST_S))
 
     # ---- the line ----------------------------------------------------------------------------------------------------
 
@@ -82,8 +86,7 @@ class Account:
         happens before: in so many seconds, or not by time alone.
         """
         self.refill(now_s)
-        stopped_s = max(self.paused_until_s, self.held_until_s) - now_s
-        if stopped_s > 0:
+        if (stopped_s := self.stopped_s(now_s)) > 0:
             return None, stopped_s
         first = self.lines.first(now_s)
         if first is None or self.concurrency.is_full:
@@ -163,9 +166,9 @@ class Account:
 
     def reason(self, waiter: Waiter, now_s: float) -> str:
         """What the first of a lane waits for."""
-        if now_s < self.paused_until_s:
+        if self.paused_s(now_s) > 0:
             return PAUSED
-        if now_s >= self.held_until_s and self.concurrency.is_full:
+        if self.stopped_s(now_s) == 0 and self.concurrency.is_full:
             return CONCURRENCY
         self.refill(now_s)
         return self.buckets.reason(waiter.lane, waiter.amounts)
@@ -259,3 +262,9 @@ class Account:
         self.buckets.resize(self._adaptive.per_minute(), sizes=sizes, fills=fills)
         for lane in range(len(self._names)):
             self._head_changed(lane)
+
+
+def _left_s(until_s: float, now_s: float, most_s: float) -> float:
+    """Longer than any stop can be: the clock was put back since, and it is over."""
+    left_s = until_s - now_s
+    return left_s if 0 < left_s < most_s + 1 else 0.0

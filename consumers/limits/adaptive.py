@@ -95,7 +95,7 @@ class Adaptive:
         if self._is_silent:
             self._is_silent, self._halved_s = False, now_s
             return True
-        if now_s - self._halved_s < PATIENCE_S:
+        if 0 <= now_s - self._halved_s < PATIENCE_S:
             return False
         self._halved_s = now_s
         for each, factor in enumerate(self._factors):
@@ -105,7 +105,7 @@ class Adaptive:
 
     def answered(self, now_s: float, *, pressed: bool) -> bool:
         """Recover, and grow what is a guess where it was reached (`pressed`); whether it did."""
-        if now_s - self._moved_s < STEP_EVERY_S:
+        if 0 <= now_s - self._moved_s < STEP_EVERY_S:  # less than 0: the clock was put back
             return False
         self._moved_s = now_s
         if min(self._factors) < 1:

@@ -98,7 +98,7 @@ class Bursts:
 
     def refused(self, is_spent: Sequence[bool], now_s: float) -> bool:
         """Use less at once of what is spent, of all where nothing is; False where that has not helped."""
-        if now_s - self._cut_s < PATIENCE_S:
+        if 0 <= now_s - self._cut_s < PATIENCE_S:
             return True
         cut = [each for each in range(3) if is_spent[each]] or range(3)
         if all(self._cut[each] <= LEAST for each in cut):
@@ -110,7 +110,7 @@ class Bursts:
 
     def answered(self, now_s: float) -> bool:
         """Recover; whether it did."""
-        if now_s - self._moved_s < BACK_EVERY_S or min(self._cut) == 1:
+        if 0 <= now_s - self._moved_s < BACK_EVERY_S or min(self._cut) == 1:
             return False
         self._moved_s = now_s
         self._cut = [min(1.0, BACK * each) for each in self._cut]

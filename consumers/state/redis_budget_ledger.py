@@ -12,8 +12,8 @@ from consumers.limits.order import Waiter
 
 
 @dataclass(slots=True)
-class Told:
-    """What one step takes along."""
+class Sent:
+    """What one step has taken along."""
 
     back: list[dict[str, Any]]
     lower: list[float]
@@ -54,10 +54,10 @@ class Ledger:
                 found = True
         return found
 
-    def asked(self, waiters: Sequence[Waiter], *, room: int, now_s: float) -> tuple[dict[str, Any], Told]:
+    def asked(self, waiters: Sequence[Waiter], *, room: int, now_s: float) -> tuple[dict[str, Any], Sent]:
         """What the script is told, and from then on is told no more. `room`: so many may be granted."""
         books = self.books
-        told = Told(self.back, self.lower, len(self.heard), self.has_changed)
+        told = Sent(self.back, self.lower, len(self.heard), self.has_changed)
         self.back, self.lower, self.has_changed = [], [inf, inf, inf], False
         return {
             "limits": list(books.per_minute()),
@@ -77,7 +77,7 @@ class Ledger:
             "room": room,
         }, told
 
-    def failed(self, told: Told) -> None:
+    def failed(self, told: Sent) -> None:
         """Whether it was counted is not known: what was given back is given up, what was used beyond is told again."""
         for each in told.back:
             each["over"] = [min(0.0, over) for over in each["over"]]

@@ -230,8 +230,8 @@ class RedisBudgets:
 
     def _candidates(self, books: Account) -> tuple[Sequence[Waiter], int]:
         """Who may be granted in one step, in order by lane, and how many of them."""
-        now_s, calls = self._now_s(), books.concurrency
-        if max(books.paused_until_s, books.held_until_s) > now_s or calls.is_full:
+        calls = books.concurrency
+        if books.stopped_s(self._now_s()) > 0 or calls.is_full:
             return (), 0
         only = books.lane_to_start()
         lanes = range(len(self._lanes)) if only is None else (only,)

@@ -137,3 +137,16 @@ def test_what_is_larger_than_the_bucket_leaves_a_debt_that_all_wait_for() -> Non
 
     assert books.turn(119) == (None, pytest.approx(2.0, abs=0.01))
     assert books.turn(121.1)[0] is critical
+
+
+def test_a_clock_that_is_put_back_holds_nothing_up() -> None:
+    books = account()
+    books.learn(Heard(kind=Kind.RATE_LIMITED, retry_after_s=20), 10_000)
+    books.learn(Heard(kind=Kind.SPEND_LIMIT), 10_000)
+    assert books.stopped_s(10_000) == 900
+    assert books.stopped_s(100) == 0
+    assert books.per_minute().requests == 30
+    for second in range(100, 300):
+        books.learn(Heard(kind=Kind.ANSWERED), second)
+
+    assert books.per_minute().requests == 60
