@@ -88,7 +88,7 @@ async def _attempt(call: Call, ask: Ask, budgets: Budgets, estimates: Estimates,
         1.0, estimates.input_tokens(MODEL, len(ask.body)), estimates.output_tokens(task, max_tokens=MAX_TOKENS)
     )
     reservation = await budgets.reserve(ACCOUNT, lane=ask.lane, amounts=amounts, until=None)
-    said, used = Said(status=0, headers={}), reservation.amounts
+    said, used, began_s = Said(status=0, headers={}), reservation.amounts, time.monotonic()
     try:
         said = await call(ask.body)
         used = Amounts(float(said.status != 0), said.input_tokens, said.output_tokens)
@@ -96,7 +96,10 @@ async def _attempt(call: Call, ask: Ask, budgets: Budgets, estimates: Estimates,
         budgets.settle(reservation, used if said.status else NOTHING)
     rate = headers.read(said.headers, now_s=time.time())
     after_s = None if said.retry_after_s is None else said.retry_after_s / speed
-    budgets.learn(ACCOUNT, Heard(kind=_KINDS.get(said.status, Kind.FAILED), rate=rate, retry_after_s=after_s))
+    kind = _KINDS.get(said.status, Kind.FAILED)
+    counted = used._replace(output_tokens=0) if kind is Kind.ANSWERED else NOTHING
+    took_s = time.monotonic() - began_s
+    budgets.learn(ACCOUNT, Heard(kind=kind, rate=rate, retry_after_s=after_s, counted=counted, took_s=took_s))
     if said.status == 200:
         estimates.learn(
             task, body_bytes=len(ask.body), input_tokens=said.input_tokens, output_tokens=said.output_tokens

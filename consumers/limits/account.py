@@ -17,7 +17,9 @@ from consumers.limits.adaptive import Adaptive
 from consumers.limits.amounts import CONCURRENCY, NOTHING, PAUSED, Amounts
 from consumers.limits.base import Heard, Kind, Reservation
 from consumers.limits.buckets import Buckets
+from consumers.limits.burst import Bursts
 from consumers.limits.concurrency import Concurrency
+from consumers.limits.headers import RateHeaders
 from consumers.limits.order import Lines, Waiter
 from consumers.limits.spec import BudgetSpec
 
@@ -36,7 +38,11 @@ class Account:
         self.shares = tuple(lane.share for lane in spec.lanes.values())
         caps = spec.caps(name)
         self._adaptive = Adaptive(spec.start, caps, now_s=now_s)
-        self.buckets = Buckets(self._adaptive.per_minute(), burst_s=spec.burst_s, shares=self.shares, now_s=now_s)
+        self._bursts = Bursts(spec.burst_s)
+        self.guessed = self._adaptive.guessed()
+        """Which limits nobody has told or set."""
+        sizes = self._bursts.sizes(guessed=self.guessed)
+        self.buckets = Buckets(self._adaptive.per_minute(), sizes=sizes, shares=self.shares, now_s=now_s)
         self.lines = Lines([lane.boost_s for lane in spec.lanes.values()])
         self.concurrency = Concurrency(caps.concurrency)
         self._turns = [0.0 for _ in self._names]
@@ -53,7 +59,11 @@ class Account:
 
     def paused_s(self, now_s: float) -> float:
         """How long nothing is granted, because of a spend limit."""
-        return max(0.0, self.paused_until_s - now_s)
+        return _left_s(self.paused_until_s, now_s, self._spec.spend_pause_s)
+
+    def stopped_s(self, now_s: float) -> float:
+        """How long nothing is granted, because of that or of a refusal."""
+        return max(self.paused_s(now_s), _left_s(self.held_until_s, now_s, HOLD_AT_MOST_S))
 
     # ---- the line ----------------------------------------------------------------------------------------------------
 
@@ -76,8 +86,7 @@ class Account:
         happens before: in so many seconds, or not by time alone.
         """
         self.refill(now_s)
-        stopped_s = max(self.paused_until_s, self.held_until_s) - now_s
-        if stopped_s > 0:
+        if (stopped_s := self.stopped_s(now_s)) > 0:
             return None, stopped_s
         first = self.lines.first(now_s)
         if first is None or self.concurrency.is_full:
@@ -119,11 +128,12 @@ class Account:
         """From one response; whether there is less than before, so that what was predicted does not hold any more."""
         self.refill(now_s)
         before = self._adaptive.per_minute()
-        has_limits = heard.rate is not None and self._adaptive.hear(heard.rate)
-        if has_limits:
-            self._resize()
-        is_explained = heard.rate is not None and self.buckets.believe(heard.rate)
-        stopped = False
+        has_limits = stopped = False
+        if heard.rate is not None:
+            has_limits = self._adaptive.hear(heard.rate)
+            if self._bursts.hear(heard.rate, heard.counted) or has_limits:
+                self._resize()
+            self.buckets.believe(heard.rate, took_s=heard.took_s, of_refusal=heard.kind is Kind.RATE_LIMITED)
         match heard.kind:
             case Kind.ANSWERED:
                 self.concurrency.answered()
@@ -132,9 +142,11 @@ class Account:
                 if self._adaptive.answered(now_s, pressed=self.is_pressed):
                     self._resize()
                     self.is_pressed = False
-            case Kind.RATE_LIMITED:
-                if not is_explained and not has_limits and self._adaptive.refused(now_s):
+                if self._bursts.answered(now_s):
                     self._resize()
+            case Kind.RATE_LIMITED:
+                if not has_limits:
+                    self._refused(heard.rate, now_s)
                 if heard.retry_after_s is not None and heard.retry_after_s > 0:
                     until_s = now_s + min(heard.retry_after_s, HOLD_AT_MOST_S)
                     self.held_until_s = max(self.held_until_s, until_s)
@@ -154,9 +166,9 @@ class Account:
 
     def reason(self, waiter: Waiter, now_s: float) -> str:
         """What the first of a lane waits for."""
-        if now_s < self.paused_until_s:
+        if self.paused_s(now_s) > 0:
             return PAUSED
-        if now_s >= self.held_until_s and self.concurrency.is_full:
+        if self.stopped_s(now_s) == 0 and self.concurrency.is_full:
             return CONCURRENCY
         self.refill(now_s)
         return self.buckets.reason(waiter.lane, waiter.amounts)
@@ -165,13 +177,23 @@ class Account:
 
     def dump(self) -> list[Any]:
         """What was learned, for other processes; as JSON has it."""
-        return [self._adaptive.dump(), self.paused_until_s, self.held_until_s]
+        return [self._adaptive.dump(), self._bursts.dump(), self.paused_until_s, self.held_until_s]
 
     def load(self, learned: Sequence[Any]) -> None:
         """What other processes have learned."""
-        limits, self.paused_until_s, self.held_until_s = learned
+        limits, bursts, self.paused_until_s, self.held_until_s = learned
         self._adaptive.load(limits)
+        self._bursts.load(bursts)
         self._resize()
+
+    def shift(self, jump_s: float) -> None:
+        """The clock that it is asked by has jumped."""
+        for waiter in self.lines:
+            waiter.arrived_s += jump_s
+            if waiter.until_s is not None:
+                waiter.until_s += jump_s
+        self.paused_until_s += jump_s
+        self.held_until_s += jump_s
 
     def lane_to_start(self) -> int | None:
         """Where calls are what is short, and a lane's turn has come: that lane alone."""
@@ -225,7 +247,24 @@ class Account:
         waiter = self.lines.heads[lane]
         self.buckets.want(lane, waiter.amounts if waiter else NOTHING)
 
+    def _refused(self, rate: RateHeaders | None, now_s: float) -> None:
+        """Where the provider tells what is left, first less at once, then less altogether."""
+        if rate is None or all(told.remaining is None for told in rate.each()):
+            self._adaptive.refused(now_s)
+        elif not self._bursts.refused(is_spent := self._bursts.spent(rate), now_s):
+            self._adaptive.refused(now_s, is_spent)
+        self._resize()
+
     def _resize(self) -> None:
-        self.buckets.resize(self._adaptive.per_minute())
+        was_guessed, self.guessed = self.guessed, self._adaptive.guessed()
+        fills = [was and not now for was, now in zip(was_guessed, self.guessed, strict=True)]
+        sizes = self._bursts.sizes(guessed=self.guessed)
+        self.buckets.resize(self._adaptive.per_minute(), sizes=sizes, fills=fills)
         for lane in range(len(self._names)):
             self._head_changed(lane)
+
+
+def _left_s(until_s: float, now_s: float, most_s: float) -> float:
+    """Longer than any stop can be: the clock was put back since, and it is over."""
+    left_s = until_s - now_s
+    return left_s if 0 < left_s < most_s + 1 else 0.0

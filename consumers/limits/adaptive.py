@@ -2,9 +2,9 @@
 
 Where nobody tells, they begin low and grow by a step for every few seconds in which they were reached and nothing was
 refused. A provider that answers without a word about limits is thought to have none, until it refuses: a model of one's
-own behind a compatible API has slots, and no budget. A refusal (429) that neither our books nor the response's own
-figures explain halves them: somebody else uses the account, or the provider counts otherwise. They come back step by
-step.
+own behind a compatible API has slots, and no budget. A refusal (429) without figures halves them, and so does one with
+figures that goes on although less was used at once (`burst.py`): somebody else uses the account, or the provider counts
+otherwise. They come back step by step.
 """
 
 from collections.abc import Sequence
@@ -21,6 +21,12 @@ STEP_EVERY_S = 10.0
 PATIENCE_S = 5.0
 """Refusals of calls that had begun before a halving are its own: within this time they count once."""
 LEAST_FACTOR = 1 / 64
+LESS = 0.8
+"""Of what the refusal's own figures show to be spent, where taking less of it at once has not helped."""
+NEAR = 0.7
+NEAR_STEP = STEP / 4
+"""From there on, where it may be too much again."""
+NOTHING_IS = (False, False, False)
 NO_LIMIT = 1e9
 """A number, so that a bucket of it is one."""
 
@@ -28,7 +34,7 @@ NO_LIMIT = 1e9
 class Adaptive:
     """The three limits of one account, a minute."""
 
-    __slots__ = ("_caps", "_factor", "_grown", "_halved_s", "_is_silent", "_moved_s", "_start", "_told")
+    __slots__ = ("_caps", "_factors", "_grown", "_halved_s", "_is_silent", "_moved_s", "_start", "_told")
 
     def __init__(self, start: Amounts, caps: Caps, *, now_s: float) -> None:
         self._start = start
@@ -36,22 +42,36 @@ class Adaptive:
         self._told: list[float | None] = [None, None, None]
         self._grown = [0.0, 0.0, 0.0]
         self._is_silent = False
-        self._factor = 1.0
+        self._factors = [1.0, 1.0, 1.0]
         self._halved_s = -inf
         self._moved_s = now_s
 
     def dump(self) -> list[Any]:
         """Everything that was learned, as JSON has it."""
-        return [list(self._told), list(self._grown), self._is_silent, self._factor, self._halved_s, self._moved_s]
+        return [
+            list(self._told),
+            list(self._grown),
+            self._is_silent,
+            list(self._factors),
+            self._halved_s,
+            self._moved_s,
+        ]
 
     def load(self, learned: Sequence[Any]) -> None:
         """What another process learned."""
-        told, grown, self._is_silent, self._factor, self._halved_s, self._moved_s = learned
-        self._told, self._grown = list(told), list(grown)
+        told, grown, self._is_silent, factors, self._halved_s, self._moved_s = learned
+        self._told, self._grown, self._factors = list(told), list(grown), list(factors)
 
     def per_minute(self) -> Amounts:
         """What may be used now."""
-        return Amounts(*(self._of(each) * self._factor for each in range(3)))
+        return Amounts(*(self._of(each) * self._factors[each] for each in range(3)))
+
+    def guessed(self) -> tuple[bool, ...]:
+        """Which of them nobody has told or set, the provider by saying nothing."""
+        return tuple(
+            told is None and cap is None and not self._is_silent
+            for told, cap in zip(self._told, self._caps, strict=True)
+        )
 
     def hear(self, rate: RateHeaders) -> bool:
         """Whether a limit is another than before."""
@@ -64,30 +84,32 @@ class Adaptive:
 
     def heard_nothing(self) -> bool:
         """An answer that says nothing of limits; whether that changes them."""
-        if self._is_silent or any(told is not None for told in self._told) or self._factor < 1 or self._halved_s > -inf:
+        if self._is_silent or any(told is not None for told in self._told) or self._halved_s > -inf:
             return False
         self._is_silent = True
         return True
 
-    def refused(self, now_s: float) -> bool:
-        """Slow down; whether it did, or had just done so."""
+    def refused(self, now_s: float, is_spent: Sequence[bool] = NOTHING_IS) -> bool:
+        """Slow down: what is spent a little, by half where nothing explains it; whether it did, or had just done so."""
         self._moved_s = now_s
         if self._is_silent:
             self._is_silent, self._halved_s = False, now_s
             return True
-        if now_s - self._halved_s < PATIENCE_S:
+        if 0 <= now_s - self._halved_s < PATIENCE_S:
             return False
         self._halved_s = now_s
-        self._factor = max(LEAST_FACTOR, self._factor / 2)
+        for each, factor in enumerate(self._factors):
+            if is_spent[each] or not any(is_spent):
+                self._factors[each] = max(LEAST_FACTOR, factor * (LESS if is_spent[each] else 0.5))
         return True
 
     def answered(self, now_s: float, *, pressed: bool) -> bool:
         """Recover, and grow what is a guess where it was reached (`pressed`); whether it did."""
-        if now_s - self._moved_s < STEP_EVERY_S:
+        if 0 <= now_s - self._moved_s < STEP_EVERY_S:  # less than 0: the clock was put back
             return False
         self._moved_s = now_s
-        if self._factor < 1:
-            self._factor = min(1.0, self._factor + STEP)
+        if min(self._factors) < 1:
+            self._factors = [min(1.0, factor + (STEP if factor < NEAR else NEAR_STEP)) for factor in self._factors]
             return True
         guessed = [each for each in range(3) if self._told[each] is None and self._caps[each] is None]
         if not pressed or not guessed:

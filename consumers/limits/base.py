@@ -67,6 +67,10 @@ class Heard:
     kind: Kind
     rate: RateHeaders | None = None
     retry_after_s: float | None = None
+    counted: Amounts = NOTHING
+    """Of the call: what `rate` says is left, is left after it."""
+    took_s: float = 0.0
+    """Since the call began, and so how old `rate` is at most: it is told before the answer is."""
 
 
 class Budgets(Protocol):

@@ -5,7 +5,8 @@ at the lane's share and full at the share of the burst, so that it is there at o
 is the level's alone, and so lent to whoever waits. The pool is what no part claims.
 
 A part holds as much more as its lane's first waiter needs (`want`): a request that is larger than the share of the
-burst is saved for, and cannot be starved by smaller ones.
+burst is saved for, and cannot be starved by smaller ones; and nothing of the share is lost while the level makes it
+wait.
 """
 
 from collections.abc import Sequence
@@ -19,24 +20,32 @@ LEAST: Final = 1e-6
 class Bucket:
     """Lanes are numbered in the order of their rank."""
 
-    __slots__ = ("_at_s", "_caps", "_full", "_shares", "burst", "level", "parts", "per_s")
+    __slots__ = ("_at_s", "_caps", "_full", "_shares", "burst", "level", "most", "parts", "per_s")
 
-    def __init__(self, per_minute: float, *, burst_s: float, shares: Sequence[float], now_s: float) -> None:
+    def __init__(
+        self, per_minute: float, *, burst_s: float, shares: Sequence[float], now_s: float, late: float = 0.0
+    ) -> None:
         self._shares = tuple(shares)
         self._at_s = now_s
         self.per_s = per_minute / 60
         self.burst = _burst(per_minute, burst_s)
+        self.most = (1 - late) * self.burst
         self.level = self.burst
         self._full = [share * self.burst for share in self._shares]
         self._caps = list(self._full)
         self.parts = list(self._full)
 
-    def resize(self, per_minute: float, *, burst_s: float) -> None:
-        """Another limit from now on (refilled before); what no longer fits is gone."""
+    def resize(self, per_minute: float, *, burst_s: float, late: float, fills: bool) -> None:
+        """Another limit from now on (refilled before); what no longer fits is gone. With `fills` there was more in it
+        from the beginning than we thought. `late`: see `Size`."""
         self.per_s = per_minute / 60
-        self.burst = _burst(per_minute, burst_s)
-        self.level = min(self.level, self.burst)
+        before, self.burst = self.burst, _burst(per_minute, burst_s)
+        self.most = (1 - late) * self.burst
         self._full = [share * self.burst for share in self._shares]
+        if fills and (more := self.burst - before) > 0:
+            self.level += more
+            self.parts = [part + share * more for part, share in zip(self.parts, self._shares, strict=True)]
+        self.lower(self.burst)
 
     def correct(self, level: float, parts: Sequence[float], now_s: float) -> None:
         """What another has counted."""
@@ -59,8 +68,8 @@ class Bucket:
 
     def want(self, lane: int, amount: float) -> None:
         """What the first waiter of a lane needs; 0: nobody waits."""
-        full = self._full[lane]
-        self._caps[lane] = max(full, amount if amount < self.burst else self.burst)
+        cap = self._full[lane] + amount
+        self._caps[lane] = cap if cap < self.burst else self.burst
 
     def free(self, lane: int) -> float:
         """What no other lane's part claims."""
@@ -72,9 +81,9 @@ class Bucket:
 
     def take(self, lane: int, amount: float, *, own: bool) -> float:
         """Spend it; what of it came from the lane's part. With `own` all of it, even if that leaves a debt."""
-        part = self.parts[lane]
+        part, level, most = self.parts[lane], self.level, self.most
         taken = amount if own else min(max(part, 0.0), amount)
-        self.level -= amount
+        self.level = (level if level < most else most) - amount
         self.parts[lane] = part - taken
         return taken
 
@@ -88,8 +97,13 @@ class Bucket:
         self.take(lane, amount, own=False)
 
     def lower(self, level: float) -> None:
-        """The provider has less than we thought."""
-        self.level = min(self.level, level)
+        """The provider has less than we thought; no more than that is claimed."""
+        if level >= self.level:
+            return
+        self.level = level
+        claimed = sum(part for part in self.parts if part > 0)
+        if claimed > level:
+            self.parts = [part * level / claimed if part > 0 else part for part in self.parts]
 
     def part_wait_s(self, lane: int, amount: float) -> float:
         """Seconds until the lane's own part is enough; of what is larger than the bucket, the whole bucket."""

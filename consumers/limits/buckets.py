@@ -4,20 +4,20 @@ from collections.abc import Iterator, Sequence
 
 from consumers.limits.amounts import REASONS, Amounts
 from consumers.limits.bucket import Bucket
+from consumers.limits.burst import Size
 from consumers.limits.headers import ROUNDED_BY, RateHeaders
-
-SPENT = 0.01
-"""A bucket of which the provider has less left than this part of its limit explains a refusal."""
 
 
 class Buckets:
     """In the order of `Amounts`."""
 
-    __slots__ = ("_all", "_burst_s")
+    __slots__ = ("_all",)
 
-    def __init__(self, per_minute: Amounts, *, burst_s: float, shares: Sequence[float], now_s: float) -> None:
-        self._burst_s = burst_s
-        self._all = tuple(Bucket(each, burst_s=burst_s, shares=shares, now_s=now_s) for each in per_minute)
+    def __init__(self, per_minute: Amounts, *, sizes: Sequence[Size], shares: Sequence[float], now_s: float) -> None:
+        self._all = tuple(
+            Bucket(limit, burst_s=size.burst_s, late=size.late, shares=shares, now_s=now_s)
+            for limit, size in zip(per_minute, sizes, strict=True)
+        )
 
     def __iter__(self) -> Iterator[Bucket]:
         return iter(self._all)
@@ -25,9 +25,9 @@ class Buckets:
     def __getitem__(self, each: int) -> Bucket:
         return self._all[each]
 
-    def resize(self, per_minute: Amounts) -> None:
-        for bucket, limit in zip(self._all, per_minute, strict=True):
-            bucket.resize(limit, burst_s=self._burst_s)
+    def resize(self, per_minute: Amounts, *, sizes: Sequence[Size], fills: Sequence[bool]) -> None:
+        for bucket, limit, size, fill in zip(self._all, per_minute, sizes, fills, strict=True):
+            bucket.resize(limit, burst_s=size.burst_s, late=size.late, fills=fill)
 
     def refill(self, now_s: float) -> None:
         """What has come in since."""
@@ -90,13 +90,9 @@ class Buckets:
             elif spent > amount:
                 bucket.charge(lane, spent - amount)
 
-    def believe(self, rate: RateHeaders) -> bool:
-        """The provider, where it has less than we thought; whether it has next to nothing."""
-        is_spent = False
+    def believe(self, rate: RateHeaders, *, took_s: float, of_refusal: bool) -> None:
+        """The provider, where it has less than we thought. `took_s`: what was told may be so old, and what has come in
+        since is there as well. A refusal had less than it needed, so that its figures need no allowance."""
         for bucket, told, rounded_by in zip(self._all, rate.each(), ROUNDED_BY, strict=True):
-            if told.remaining is None:
-                continue
-            bucket.lower(told.remaining + rounded_by)
-            least = max(1.0, SPENT * (told.limit or bucket.per_s * 60))
-            is_spent = is_spent or told.remaining < least
-        return is_spent
+            if told.remaining is not None:
+                bucket.lower(told.remaining + (0 if of_refusal else rounded_by) + took_s * bucket.per_s)

@@ -44,12 +44,12 @@ class Concurrency:
 
     def end(self, took_s: float) -> None:
         self.running = max(0, self.running - 1)
-        self.call_s += (took_s - self.call_s) * (SMOOTHING if self.call_s else 1.0)
+        self.call_s += (max(0.0, took_s) - self.call_s) * (SMOOTHING if self.call_s else 1.0)
 
     def overloaded(self, now_s: float) -> bool:
         """Back off; whether it did, or had just done so."""
         self._overloads += (1 - self._overloads) * SMOOTHING
-        if self._overloads < OFTEN or now_s - self._backed_off_s < PATIENCE_S:
+        if self._overloads < OFTEN or 0 <= now_s - self._backed_off_s < PATIENCE_S:
             return False
         self._backed_off_s = now_s
         # the call that was refused has been counted as running

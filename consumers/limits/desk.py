@@ -10,6 +10,9 @@ from consumers.limits.base import Reservation, Wait, Waiting, WaitTooLong
 from consumers.limits.order import Waiter
 from consumers.limits.spec import BudgetSpec
 
+ACCOUNTS = 256
+"""Of more than so many those are forgotten that nobody uses."""
+
 
 class Sleeper(Waiter):
     """A waiter that has begun to wait; `granted` is cancelled with the task that awaits it."""
@@ -44,8 +47,16 @@ class Desk:
     def books(self, account: str) -> Account:
         """Of an account; opened where there are none."""
         if (books := self.accounts.get(account)) is None:
+            if len(self.accounts) >= ACCOUNTS:
+                self._forget_idle()
             books = self.accounts[account] = Account(account, self._spec, now_s=self._clock())
         return books
+
+    def _forget_idle(self) -> None:
+        """Models are named by requests: anything may be."""
+        for name, books in list(self.accounts.items()):
+            if not len(books.lines) and not books.concurrency.running:
+                del self.accounts[name]
 
     async def reserve(
         self,

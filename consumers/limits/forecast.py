@@ -52,7 +52,7 @@ def _wait(account: Account, lane: int, wanted: Amounts, now_s: float) -> Wait:
     for each, bucket in enumerate(account.buckets):
         if wanted[each] > 0 and (in_s := _for(account, each, bucket, lane, wanted[each])) > longest_s:
             longest_s, reason = in_s, REASONS[each]
-    longest_s = max(longest_s, account.held_until_s - now_s)
+    longest_s = max(longest_s, account.stopped_s(now_s))
     ahead = sum(account.lines.count(other) for other in range(lane + 1))
     if (in_s := account.concurrency.wait_s(ahead)) > longest_s:
         longest_s, reason = in_s, CONCURRENCY

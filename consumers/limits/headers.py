@@ -12,8 +12,10 @@ from datetime import UTC, datetime
 MOST = 1e12
 FARTHEST_RESET_S = 86_400.0
 """A bucket that is refilled within a minute is never full only tomorrow."""
-ROUNDED_BY: tuple[float, float, float] = (0.0, 500.0, 500.0)
-"""By how much `remaining` may be less than there is, in the order of `Amounts`."""
+ROUNDED_BY: tuple[float, float, float] = (1.0, 500.0, 500.0)
+"""By how much `remaining` may be less than there is, in the order of `Amounts`: requests are told as whole ones."""
+ROUNDED_UP_BY: tuple[float, float, float] = (0.0, 500.0, 500.0)
+"""And by how much it may be more."""
 _NAMES = ("requests", "input-tokens", "output-tokens")
 
 

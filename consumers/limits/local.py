@@ -85,12 +85,13 @@ class LocalBudgets:
             handle.cancel()
             del self._timers[books.name]
         if when < NEVER:
-            self._timers[books.name] = when, asyncio.get_running_loop().call_at(when, self._wake, books)
+            self._timers[books.name] = when, asyncio.get_running_loop().call_at(when, self._wake, books.name)
 
-    def _wake(self, books: Account) -> None:
-        self._timers.pop(books.name, None)
+    def _wake(self, account: str) -> None:
+        self._timers.pop(account, None)
         self.wake_ups += 1
-        self._step(books)
+        if (books := self._desk.accounts.get(account)) is not None:  # else nobody uses it any more
+            self._step(books)
 
 
 def tell(account: str, heard: Heard, *, before: Amounts, after: Amounts, pause_s: float) -> None:

@@ -12,7 +12,7 @@ from consumers.failures import (
 from consumers.limits.amounts import NOTHING, Amounts
 from consumers.limits.base import Heard, Kind
 from consumers.limits.headers import RateHeaders
-from consumers.providers.base import Usage
+from consumers.providers.base import Answer, Usage
 
 ONE_REQUEST = Amounts(requests=1)
 _SOMETHING = Amounts(1, 1, 1)
@@ -44,19 +44,20 @@ def is_unpaid(error: ProviderError) -> bool:
     return isinstance(error, (TransientError, OverloadedError)) and not spent(error, _SOMETHING).output_tokens
 
 
-def answered(rate: RateHeaders | None) -> Heard:
-    """What an answer says."""
-    return Heard(kind=Kind.ANSWERED, rate=rate)
+def answered(answer: Answer, *, took_s: float) -> Heard:
+    """What an answer says. Its output is counted as it is produced: after its headers."""
+    counts = counted(answer.usage)._replace(output_tokens=0)
+    return Heard(kind=Kind.ANSWERED, rate=answer.rate, counted=counts, took_s=took_s)
 
 
-def failed(error: ProviderError, rate: RateHeaders | None) -> Heard:
+def failed(error: ProviderError, rate: RateHeaders | None, *, took_s: float) -> Heard:
     """What a failure says."""
     match error:
         case RateLimitedError(retry_after_s=retry_after_s):
-            return Heard(kind=Kind.RATE_LIMITED, rate=rate, retry_after_s=retry_after_s)
+            return Heard(kind=Kind.RATE_LIMITED, rate=rate, retry_after_s=retry_after_s, took_s=took_s)
         case OverloadedError(retry_after_s=retry_after_s):
-            return Heard(kind=Kind.OVERLOADED, rate=rate, retry_after_s=retry_after_s)
+            return Heard(kind=Kind.OVERLOADED, rate=rate, retry_after_s=retry_after_s, took_s=took_s)
         case SpendLimitError():
-            return Heard(kind=Kind.SPEND_LIMIT, rate=rate)
+            return Heard(kind=Kind.SPEND_LIMIT, rate=rate, took_s=took_s)
         case _:
-            return Heard(kind=Kind.FAILED, rate=rate)
+            return Heard(kind=Kind.FAILED, rate=rate, took_s=took_s)

@@ -164,7 +164,7 @@ class Registry:
                     asking_for(request, route.name), timeout_s=timeout_s, parts=parts
                 )
             except ProviderError as error:
-                self._learn(route.account, self._heard(route.account, error))
+                self._learn(route.account, self._heard(route.account, error, took_s=clock() - began_s))
                 await self._breakers.failed(entered, error, clock(), timeout_s=timeout_s)
                 raise
             except BaseException:  # cancelled, or a fault of ours
@@ -174,7 +174,7 @@ class Registry:
                     await self._breakers.unknown(entered, clock())
                 raise
             self._spend_refusals.pop(route.account, None)
-            self._learn(route.account, counting.answered(answer.rate))
+            self._learn(route.account, counting.answered(answer, took_s=clock() - began_s))
             await self._breakers.answered(entered, clock())
             answer = replace(answer, cost_usd=self._prices.cost_usd(route.model, answer.usage))
             recording.answer(
@@ -190,10 +190,10 @@ class Registry:
             )
             return answer
 
-    def _heard(self, account: str, error: ProviderError) -> Heard:
+    def _heard(self, account: str, error: ProviderError, *, took_s: float) -> Heard:
         """A spend limit that is met once is told to whoever met it, and in the log; met again and again, it is the
         account's."""
-        heard = counting.failed(error, error.rate)
+        heard = counting.failed(error, error.rate, took_s=took_s)
         if heard.kind is not Kind.SPEND_LIMIT:
             return heard
         met = self._spend_refusals[account] = self._spend_refusals.get(account, 0) + 1

@@ -17,19 +17,23 @@ local asked = cjson.decode(ARGV[1])
 local shares, boosts, lanes = asked.shares, asked.boosts, #asked.shares
 local raw = redis.call('GET', KEYS[1])
 local account = raw and cmsgpack.unpack(raw)
-local function burst_of(limits, d) return math.max(1, limits[d] / 60 * asked.burst_s) end
 if not account then
   account = {
     at = now, levels = {}, parts = {}, waiting = {},
-    version = asked.version, learned = ARGV[2], limits = asked.limits, stopped_until = asked.stopped_until,
+    version = asked.version, learned = ARGV[2], stopped_until = asked.stopped_until,
+    limits = asked.limits, bursts = asked.bursts, most = asked.most, guessed = asked.guessed,
   }
   for d = 1, 3 do
-    account.levels[d] = burst_of(asked.limits, d)
+    account.levels[d] = asked.bursts[d]
     account.parts[d] = {}
     for l = 1, lanes do account.parts[d][l] = shares[l] * account.levels[d] end
   end
 end
-local levels, parts, waiting = account.levels, account.parts, account.waiting
+local levels, parts = account.levels, account.parts
+if now < account.at - 1 then  -- the clock was put back: what was to be later would be very late
+  account.stopped_until, account.waiting = account.stopped_until - (account.at - now), {}
+end
+local waiting = account.waiting
 for process, its in pairs(waiting) do
   if its.expires < now then waiting[process] = nil end
 end
@@ -54,11 +58,20 @@ local function first_of(l)
   return first
 end
 
+local function lower(d, level)
+  if level >= levels[d] then return end
+  levels[d] = level
+  local claimed = 0
+  for l = 1, lanes do claimed = claimed + math.max(0, parts[d][l]) end
+  for l = 1, lanes do
+    if claimed > level and parts[d][l] > 0 then parts[d][l] = parts[d][l] * level / claimed end
+  end
+end
 local burst, full, caps, per_s = {}, {}, {}, {}
 local function size()
   for d = 1, 3 do
-    burst[d], per_s[d] = burst_of(account.limits, d), account.limits[d] / 60
-    levels[d] = math.min(levels[d], burst[d])
+    burst[d], per_s[d] = account.bursts[d], account.limits[d] / 60
+    lower(d, burst[d])
     full[d], caps[d] = {}, caps[d] or {}
     for l = 1, lanes do full[d][l] = shares[l] * burst[d] end
   end
@@ -67,7 +80,7 @@ local function want()
   for l = 1, lanes do
     local first = first_of(l)
     for d = 1, 3 do
-      caps[d][l] = math.max(full[d][l], first and math.min(first.amounts[d], burst[d]) or 0)
+      caps[d][l] = math.min(full[d][l] + (first and first.amounts[d] or 0), burst[d])
     end
   end
 end
@@ -80,7 +93,7 @@ for l = 1, lanes do
 end
 want()
 local passed = math.max(0, now - account.at)
-account.at = math.max(now, account.at)
+account.at = now
 for d = 1, 3 do
   local gained = passed * per_s[d]
   levels[d] = math.min(burst[d], levels[d] + gained)
@@ -92,8 +105,16 @@ end
 -- What was learned, given back, and found to be wrong.
 local is_news = asked.version ~= account.version
 if asked.changed and not is_news then
-  account.version, account.learned, account.limits = account.version + 1, ARGV[2], asked.limits
-  account.stopped_until = asked.stopped_until
+  for d = 1, 3 do
+    local more = asked.bursts[d] - account.bursts[d]
+    if account.guessed[d] and not asked.guessed[d] and more > 0 then  -- it was there, and nobody knew
+      levels[d] = levels[d] + more
+      for l = 1, lanes do parts[d][l] = parts[d][l] + shares[l] * more end
+    end
+  end
+  account.version, account.learned, account.stopped_until = account.version + 1, ARGV[2], asked.stopped_until
+  account.limits, account.bursts = asked.limits, asked.bursts
+  account.most, account.guessed = asked.most, asked.guessed
   size()
 end
 for _, back in ipairs(asked.back) do
@@ -109,7 +130,7 @@ for _, back in ipairs(asked.back) do
   end
 end
 for d = 1, 3 do
-  if asked.lower[d] >= 0 then levels[d] = math.min(levels[d], asked.lower[d]) end
+  if asked.lower[d] >= 0 then lower(d, asked.lower[d]) end
 end
 
 -- Whose turn it is.
@@ -167,11 +188,12 @@ end
 local granted, ours_left = {}, now < account.stopped_until and 0 or asked.room
 local lent = {}
 local function take(l, first, all)
-  local from_parts = {}
+  local from_parts, before = {}, {levels[1], levels[2], levels[3]}
   for d = 1, 3 do
     local part, amount = parts[d][l], first.amounts[d]
     local taken = all and amount or math.min(math.max(part, 0), amount)
-    levels[d], parts[d][l], from_parts[d] = levels[d] - amount, part - taken, taken
+    levels[d] = math.min(levels[d], account.most[d]) - amount
+    parts[d][l], from_parts[d] = part - taken, taken
   end
   if first.index then
     table.remove(own[l], 1)
@@ -182,7 +204,7 @@ local function take(l, first, all)
     end
   else  -- another process's: it comes for it, and until then it is kept for it
     gone[first.process .. l] = true
-    lent[#lent + 1] = {l, first.amounts, from_parts}
+    lent[#lent + 1] = {l, {before[1] - levels[1], before[2] - levels[2], before[3] - levels[3]}, from_parts}
   end
   want()
 end

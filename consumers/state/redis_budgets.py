@@ -9,8 +9,6 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from math import inf
 from typing import Any
 
 from consumers.limits import forecast
@@ -18,11 +16,11 @@ from consumers.limits.account import Account
 from consumers.limits.amounts import Amounts
 from consumers.limits.base import Heard, Reservation, Wait, Waiting
 from consumers.limits.desk import Desk, Sleeper
-from consumers.limits.headers import ROUNDED_BY
 from consumers.limits.local import LATE_S, tell
 from consumers.limits.order import Waiter
 from consumers.limits.spec import BudgetSpec
 from consumers.state.base import StoreUnavailable
+from consumers.state.redis_budget_ledger import Ledger
 from consumers.state.redis_budget_script import STEP
 from consumers.state.redis_client import RedisClient
 
@@ -32,28 +30,12 @@ LOOK_EVERY_S = 0.5
 FORGOTTEN_AFTER_S = 4 * LOOK_EVERY_S
 SETTLE_WITHIN_S = 0.05
 RETRY_S = 0.5
-AT_ONCE = 16
+TOGETHER = 16
 """So many of each lane may be granted in one step."""
-
-
-@dataclass(slots=True)
-class _Ledger:
-    """Of one account: what Redis has not been told yet."""
-
-    books: Account
-    back: list[dict[str, Any]] = field(default_factory=list)
-    lower: list[float] = field(default_factory=lambda: [inf, inf, inf])
-    heard: list[Heard] = field(default_factory=list)
-    """Since what we know of what was learned."""
-    version: int = 0
-    has_changed: bool = False
-    is_due: bool = False
-    stepped: asyncio.Event = field(default_factory=asyncio.Event)
-    task: asyncio.Task[None] | None = None
-    timer: asyncio.Handle | None = None
-    fires_s: float = -inf
-    """When; uvloop's handle of what is due within half a millisecond does not tell."""
-    told_s: float = -inf
+AT_ONCE_S = 1.0
+"""Whoever will not wait has waited long enough then."""
+JUMP_S = 0.5
+"""What the two clocks differ by from one step to the next is the time that the answer took, and less."""
 
 
 class RedisBudgets:
@@ -63,16 +45,20 @@ class RedisBudgets:
         self._client = client
         self._namespace = namespace
         self._spec = spec
-        self._process = secrets.token_hex(6)
         self._offset_s = 0.0
         """Redis's clock less the event loop's; by our own clock until it has told."""
         self._lanes = tuple(spec.lanes)
-        self._shares = [lane.share for lane in spec.lanes.values()]
-        self._boosts = [-1 if lane.boost_s is None else lane.boost_s for lane in spec.lanes.values()]
+        self._usual = {
+            "process": secrets.token_hex(6),
+            "expires_s": FORGOTTEN_AFTER_S,
+            "shares": [lane.share for lane in spec.lanes.values()],
+            "boosts": [-1 if lane.boost_s is None else lane.boost_s for lane in spec.lanes.values()],
+        }
+        """What every step tells."""
         self._desk = Desk(
             spec, clock=self._now_s, step=self._step, give_back=lambda unwanted: self.settle(unwanted, None)
         )
-        self._ledgers: dict[str, _Ledger] = {}
+        self._ledgers: dict[str, Ledger] = {}
         self.steps = 0
         """Round trips."""
 
@@ -88,16 +74,23 @@ class RedisBudgets:
         return await self._desk.reserve(account, lane=lane, amounts=amounts, until=until, on_wait=on_wait)
 
     async def try_reserve(self, account: str, *, lane: str, amounts: Amounts) -> Reservation | None:
-        """Nothing where Redis is away."""
+        """Nothing where Redis is away, or slow."""
         books, waiter = self._desk.join(account, lane=lane, amounts=amounts)
         ledger = self._ledger(books)
         try:
-            # the step that is under way may have begun before we joined
-            while books.lines.heads[waiter.lane] is waiter and ledger.task is not None:
-                was_due = ledger.is_due
-                await ledger.stepped.wait()
-                if not was_due:
-                    break
+            async with asyncio.timeout(AT_ONCE_S):
+                # the step that is under way may have begun before we joined
+                while books.lines.heads[waiter.lane] is waiter and ledger.task is not None:
+                    was_due = ledger.is_due
+                    await ledger.stepped.wait()
+                    if not was_due:
+                        break
+        except TimeoutError:
+            pass
+        except BaseException:
+            if waiter.reservation is not None:
+                self.settle(waiter.reservation, None)
+            raise
         finally:
             if waiter.reservation is None:
                 self._desk.leave(books, waiter)
@@ -110,8 +103,7 @@ class RedisBudgets:
         over = [amount - (used[each] if used else 0.0) for each, amount in enumerate(reservation.amounts)]
         ledger.books.settle(reservation, used, self._now_s())
         if any(over):
-            lane = self._lanes.index(reservation.lane) + 1
-            ledger.back.append({"lane": lane, "over": over, "own": list(reservation.own)})
+            ledger.give_back(self._lanes.index(reservation.lane), over, reservation.own)
         if any(over) or len(ledger.books.lines):
             self._look_in(ledger, SETTLE_WITHIN_S)
 
@@ -122,12 +114,8 @@ class RedisBudgets:
         before, known, levels = books.per_minute(), books.dump(), [bucket.level for bucket in books.buckets]
         is_less = books.learn(heard, self._now_s())
         tell(account, heard, before=before, after=books.per_minute(), pause_s=self._spec.spend_pause_s)
-        for each, (told, rounded_by) in enumerate(
-            zip(heard.rate.each() if heard.rate else (), ROUNDED_BY, strict=False)
-        ):
-            if told.remaining is not None and told.remaining + rounded_by < levels[each]:
-                ledger.lower[each] = min(ledger.lower[each], told.remaining + rounded_by)
-                self._look_in(ledger, SETTLE_WITHIN_S)  # later it would not be true any more
+        if ledger.lowered(levels):
+            self._look_in(ledger, SETTLE_WITHIN_S)  # later it would not be true any more
         if books.dump() != known:
             ledger.heard.append(heard)
             ledger.has_changed = True
@@ -144,7 +132,7 @@ class RedisBudgets:
 
     async def aclose(self) -> None:
         """Tell Redis what it has not been told; whoever waits must have gone."""
-        for ledger in self._ledgers.values():
+        for ledger in list(self._ledgers.values()):
             if ledger.timer is not None:
                 ledger.timer.cancel()
             if ledger.back or ledger.has_changed:
@@ -163,13 +151,26 @@ class RedisBudgets:
             self._offset_s = time.time() - loop_s
         return loop_s + self._offset_s
 
-    def _ledger(self, books: Account) -> _Ledger:
-        if (ledger := self._ledgers.get(books.name)) is None:
-            ledger = self._ledgers[books.name] = _Ledger(books)
+    def _set_clock(self, redis_s: float) -> None:
+        """By what Redis says. Its clock may be another than ours, or jump: whoever waits has waited no longer by it."""
+        offset_s = redis_s - asyncio.get_running_loop().time()
+        jump_s, self._offset_s = offset_s - self._offset_s, offset_s
+        if abs(jump_s) > JUMP_S:
+            for books in self._desk.accounts.values():
+                books.shift(jump_s)
+
+    def _ledger(self, books: Account) -> Ledger:
+        ledger = self._ledgers.get(books.name)
+        if ledger is None or ledger.books is not books:  # forgotten meanwhile, and opened again
+            for name in self._ledgers.keys() - self._desk.accounts.keys():
+                del self._ledgers[name]
+            ledger = self._ledgers[books.name] = Ledger(books)
         return ledger
 
     def _step(self, books: Account) -> None:
         """Ask Redis, as soon as it has answered what was asked before."""
+        if self._desk.accounts.get(books.name) is not books:  # forgotten: nobody waits for it
+            return
         ledger = self._ledger(books)
         ledger.is_due = True
         if self._now_s() - ledger.told_s > FORGOTTEN_AFTER_S:
@@ -177,9 +178,9 @@ class RedisBudgets:
         if ledger.task is None:
             ledger.task = asyncio.get_running_loop().create_task(self._steps(ledger), name=f"budget {books.name}")
 
-    async def _steps(self, ledger: _Ledger) -> None:
+    async def _steps(self, ledger: Ledger) -> None:
+        in_s = RETRY_S
         try:
-            in_s = inf
             while ledger.is_due:
                 ledger.is_due = False
                 in_s = await self._one(ledger)
@@ -191,10 +192,10 @@ class RedisBudgets:
             ledger.task = None
             ledger.stepped.set()
             ledger.stepped = asyncio.Event()
-        if len(ledger.books.lines) or ledger.back:
-            self._look_in(ledger, min(in_s + LATE_S, LOOK_EVERY_S))
+            if len(ledger.books.lines) or ledger.back:
+                self._look_in(ledger, min(in_s + LATE_S, LOOK_EVERY_S))
 
-    def _look_in(self, ledger: _Ledger, in_s: float) -> None:
+    def _look_in(self, ledger: Ledger, in_s: float) -> None:
         loop = asyncio.get_running_loop()
         fires_s = loop.time() + in_s
         if ledger.timer is not None:
@@ -204,68 +205,42 @@ class RedisBudgets:
         ledger.fires_s = fires_s
         ledger.timer = loop.call_later(in_s, self._look, ledger)
 
-    def _look(self, ledger: _Ledger) -> None:
+    def _look(self, ledger: Ledger) -> None:
         # not told by the time: uvloop's timers may fire half a millisecond early
         ledger.timer = None
         self._step(ledger.books)
 
-    async def _one(self, ledger: _Ledger) -> float:
+    async def _one(self, ledger: Ledger) -> float:
         """One round trip; in how many seconds to ask again."""
         books = ledger.books
         waiters, room = self._candidates(books)
-        back, ledger.back = ledger.back, []
-        lower, ledger.lower = ledger.lower, [inf, inf, inf]
-        heard, had_changed, ledger.has_changed = len(ledger.heard), ledger.has_changed, False
-        now_s = self._now_s()
-        asked = {
-            "process": self._process,
-            "expires_s": FORGOTTEN_AFTER_S,
-            "burst_s": self._spec.burst_s,
-            "shares": self._shares,
-            "boosts": self._boosts,
-            "limits": list(books.per_minute()),
-            "stopped_until": max(books.paused_until_s, books.held_until_s, 0.0),
-            "version": ledger.version,
-            "changed": had_changed,
-            "back": back,
-            "lower": [-1 if each == inf else each for each in lower],
-            "waiters": [
-                {"lane": each.lane + 1, "age": now_s - each.arrived_s, "amounts": list(each.amounts)}
-                for each in waiters
-            ],
-            "sums": [list(books.lines.sums(lane)) for lane in range(len(self._lanes))],
-            "room": room,
-        }
+        asked, told = ledger.asked(waiters, room=room, now_s=self._now_s())
         key = f"{self._namespace}:budget:{books.name}"
         self.steps += 1
         try:
-            told = await self._client.run(STEP, [key], json.dumps(asked), json.dumps(books.dump()))
-        except StoreUnavailable:
-            # whether it was counted is not known: what was given back is given up, what was used beyond is told again
-            for each in back:
-                each["over"] = [min(0.0, over) for over in each["over"]]
-            ledger.back = [each for each in back if any(each["over"])] + ledger.back
-            ledger.has_changed = ledger.has_changed or had_changed
+            said = await self._client.run(STEP, [key], json.dumps(self._usual | asked), json.dumps(books.dump()))
+        except BaseException:
+            ledger.failed(told)
             raise
-        redis_s, reply, learned = float(told[0]), json.loads(told[1]), told[2]
-        self._offset_s = redis_s - asyncio.get_running_loop().time()
+        redis_s, reply, learned = float(said[0]), json.loads(said[1]), said[2]
+        self._set_clock(redis_s)
         ledger.told_s = redis_s
-        self._believe(ledger, reply, learned, heard, redis_s)
+        self._believe(ledger, reply, learned, told.heard, redis_s)
         return self._grant(ledger, waiters, reply, redis_s)
 
     def _candidates(self, books: Account) -> tuple[Sequence[Waiter], int]:
         """Who may be granted in one step, in order by lane, and how many of them."""
-        now_s, calls = self._now_s(), books.concurrency
-        if max(books.paused_until_s, books.held_until_s) > now_s or calls.is_full:
+        calls = books.concurrency
+        if books.stopped_s(self._now_s()) > 0 or calls.is_full:
             return (), 0
         only = books.lane_to_start()
         lanes = range(len(self._lanes)) if only is None else (only,)
-        waiters = [each for lane in lanes for each in books.lines.firsts(lane, AT_ONCE)]
+        waiters = [each for lane in lanes for each in books.lines.firsts(lane, TOGETHER)]
         if not calls.is_limited:
             return waiters, len(waiters)
         return waiters, 1 if only is not None else max(1, int(calls.limit) - calls.running)
 
-    def _believe(self, ledger: _Ledger, reply: Mapping[str, Any], learned: bytes, heard: int, redis_s: float) -> None:
+    def _believe(self, ledger: Ledger, reply: Mapping[str, Any], learned: bytes, heard: int, redis_s: float) -> None:
         """What Redis counts, and what others have learned."""
         books = ledger.books
         if learned:
@@ -282,7 +257,7 @@ class RedisBudgets:
             bucket.correct(level, parts, redis_s)
         books.elsewhere = reply["elsewhere"]
 
-    def _grant(self, ledger: _Ledger, waiters: Sequence[Waiter], reply: Mapping[str, Any], redis_s: float) -> float:
+    def _grant(self, ledger: Ledger, waiters: Sequence[Waiter], reply: Mapping[str, Any], redis_s: float) -> float:
         books = ledger.books
         for index, *own in reply["granted"]:
             waiter = waiters[index - 1]
@@ -294,8 +269,7 @@ class RedisBudgets:
                 at_s=redis_s,
             )
             if not books.begin(waiter, reservation):  # gone while we asked
-                over = {"lane": waiter.lane + 1, "over": list(waiter.amounts), "own": own}
-                ledger.back.append(over)
+                ledger.give_back(waiter.lane, waiter.amounts, own)
                 ledger.is_due = True
             elif not self._desk.wake(waiter):
                 self.settle(reservation, None)

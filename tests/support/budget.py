@@ -2,12 +2,14 @@
 
 import asyncio
 import random
+import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from consumers.limits.amounts import Amounts
-from consumers.limits.base import Budgets
+from consumers.limits import headers
+from consumers.limits.amounts import NOTHING, Amounts
+from consumers.limits.base import Budgets, Heard, Kind
 from consumers.limits.local import LocalBudgets
 from consumers.limits.spec import BudgetSpec, Caps
 from service.simulated.buckets import Limits, make_limits
@@ -38,9 +40,12 @@ class Traffic:
     input_tokens: int = 40_000
     burst_s: float = 10.0
     call_s: tuple[float, float] = (0.5, 2.0)
+    travel_s: tuple[float, float] | None = None
+    """How long a call is on its way; then its answer tells of limits, and it is made again where it is refused."""
     waits_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     used: dict[str, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
     refused: int = 0
+    refused_at_s: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -57,6 +62,9 @@ class Traffic:
 
     async def call(self, lane: str, tokens: int) -> None:
         began_s = self.loop.time()
+        if self.travel_s is not None:
+            await self._until_answered(lane, tokens, self.travel_s)
+            return
         reservation = await self.budgets.reserve(ACCOUNT, lane=lane, amounts=Amounts(1, tokens, 100), until=None)
         self.waits_s[lane].append(self.loop.time() - began_s)
         try:
@@ -68,6 +76,38 @@ class Traffic:
         await asyncio.sleep(self._rng.uniform(*self.call_s))
         self.judge.settle(input_tokens=0, output_tokens=50)
         self.budgets.settle(reservation, Amounts(1, tokens, 50))
+
+    async def _until_answered(self, lane: str, tokens: int, travel_s: tuple[float, float]) -> None:
+        asked_s = self.loop.time()
+        while True:
+            reservation = await self.budgets.reserve(ACCOUNT, lane=lane, amounts=Amounts(1, tokens, 100), until=None)
+            began_s = self.loop.time()
+            await asyncio.sleep(self._rng.uniform(*travel_s))
+            estimated = tokens * 4 // 3  # as Anthropic: more at first, and corrected at the end
+            try:
+                self.judge.enter(estimated)
+            except Refusal as refusal:
+                self._learn(Kind.RATE_LIMITED, began_s, refusal.headers)
+                self.budgets.settle(reservation, Amounts(1, 0, 0))
+                self.refused += 1
+                self.refused_at_s.append(self.loop.time())
+                continue
+            told = self.judge.headers()
+            self.waits_s[lane].append(self.loop.time() - asked_s)
+            self.used[lane][0] += 1
+            self.used[lane][1] += tokens
+            await asyncio.sleep(self._rng.uniform(*self.call_s))
+            self.judge.settle(input_tokens=tokens - estimated, output_tokens=50)
+            self._learn(Kind.ANSWERED, began_s, told, counted=Amounts(1, tokens, 0))
+            self.budgets.settle(reservation, Amounts(1, tokens, 50))
+            return
+
+    def _learn(self, kind: Kind, began_s: float, told: Mapping[str, str], *, counted: Amounts = NOTHING) -> None:
+        rate = headers.read(told, now_s=time.time())
+        retry_after_s = float(told["retry-after"]) if "retry-after" in told else None
+        took_s = self.loop.time() - began_s
+        heard = Heard(kind=kind, rate=rate, retry_after_s=retry_after_s, counted=counted, took_s=took_s)
+        self.budgets.learn(ACCOUNT, heard)
 
     def slots(self, lane: str, count: int, tokens: Callable[[random.Random], int]) -> None:
         """So many requests of a lane at any time."""

@@ -43,18 +43,41 @@ def test_it_knows_what_the_simulated_provider_tells() -> None:
 
 def test_where_the_provider_has_less_than_we_thought_ours_is_corrected_downwards_only() -> None:
     books = account()
+    books.learn(heard(requests=Told(limit=60, remaining=59)), 100)
+    assert levels(books) == [10, 1000, 100]
     books.learn(heard(requests=Told(limit=60, remaining=2)), 100)
-    assert levels(books) == [2, 1000, 100]
+    assert levels(books) == [3, 1000, 100]  # nearly three are told as two
     books.learn(heard(requests=Told(limit=60, remaining=50)), 100)
-    assert levels(books) == [2, 1000, 100]
+    assert levels(books) == [3, 1000, 100]
 
 
 def test_what_was_rounded_to_thousands_is_read_as_the_most_that_it_can_mean() -> None:
     books = account()
-    books.learn(heard(input_tokens=Told(limit=6000, remaining=1000)), 100)
-    assert levels(books)[1] == 1000
-    books.learn(heard(input_tokens=Told(limit=6000, remaining=0)), 100)
+    books.learn(heard(input_tokens=Told(limit=60_000, remaining=10_000)), 100)
+    books.refill(200)
+    books.learn(heard(input_tokens=Told(limit=60_000, remaining=1000)), 200)
+    assert levels(books)[1] == 1500
+    books.learn(heard(input_tokens=Told(limit=60_000, remaining=0)), 200)
     assert levels(books)[1] == 500
+
+
+def test_what_came_in_since_it_was_told_is_there_as_well() -> None:
+    books = account()
+    told = RateHeaders(Told(limit=60, remaining=2), NOTHING_SAID, NOTHING_SAID)
+    books.learn(Heard(kind=Kind.ANSWERED, rate=told, counted=Amounts(1, 0, 0), took_s=3.0), 100)
+    assert books.buckets[0].burst == 3  # and no more than has been proven
+    assert levels(books)[0] == 3
+
+
+def test_no_more_is_claimed_by_the_lanes_than_the_provider_has() -> None:
+    books = account()
+    books.buckets[1].lower(100)
+    parts = books.buckets[1].parts
+    assert sum(parts) <= 100
+    assert parts[0] == pytest.approx(6 * parts[2])
+    books.join(batch := Waiter(2, Amounts(0, 100, 0), arrived_s=100))
+
+    assert books.turn(102)[0] is batch  # and not in five seconds, when all that is claimed otherwise were there again
 
 
 def test_a_refusal_without_a_cause_in_the_books_slows_down() -> None:
@@ -114,3 +137,16 @@ def test_what_is_larger_than_the_bucket_leaves_a_debt_that_all_wait_for() -> Non
 
     assert books.turn(119) == (None, pytest.approx(2.0, abs=0.01))
     assert books.turn(121.1)[0] is critical
+
+
+def test_a_clock_that_is_put_back_holds_nothing_up() -> None:
+    books = account()
+    books.learn(Heard(kind=Kind.RATE_LIMITED, retry_after_s=20), 10_000)
+    books.learn(Heard(kind=Kind.SPEND_LIMIT), 10_000)
+    assert books.stopped_s(10_000) == 900
+    assert books.stopped_s(100) == 0
+    assert books.per_minute().requests == 30
+    for second in range(100, 300):
+        books.learn(Heard(kind=Kind.ANSWERED), second)
+
+    assert books.per_minute().requests == 60

@@ -10,6 +10,7 @@ from consumers.limits.account import Account
 from consumers.limits.amounts import Amounts
 from consumers.limits.base import Heard, Kind, Reservation, Wait, WaitTooLong
 from consumers.limits.bucket import LEAST
+from consumers.limits.desk import ACCOUNTS
 from consumers.limits.headers import RateHeaders, Told
 from consumers.limits.local import LocalBudgets
 from tests.support.budget import ACCOUNT, spec
@@ -337,3 +338,21 @@ def test_a_turn_that_is_a_blink_away_is_waited_for_on_uvloop_too() -> None:
             assert await asyncio.wait_for(on.ask("critical"), 5)
 
     uvloop.run(tell())
+
+
+def test_accounts_that_nobody_uses_are_forgotten_when_there_are_many() -> None:
+    async def tell(on: Bench) -> None:
+        running = await on.budgets.reserve("used", lane="batch", amounts=ONE, until=None)
+        waits = on.ask("batch")
+        await asyncio.sleep(0)
+        for number in range(2000):
+            reservation = await on.budgets.reserve(f"model-{number}", lane="batch", amounts=ONE, until=None)
+            on.budgets.settle(reservation, ONE)
+
+        known = on.budgets._desk.accounts
+        assert len(known) <= 2 + ACCOUNTS
+        assert {"used", ACCOUNT} <= known.keys()
+        on.budgets.settle(running, ONE)
+        await waits
+
+    story(tell)

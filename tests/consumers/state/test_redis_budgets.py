@@ -18,6 +18,7 @@ from consumers.limits.order import Waiter
 from consumers.state.base import StoreUnavailable
 from consumers.state.redis_budgets import FORGOTTEN_AFTER_S, RedisBudgets
 from consumers.state.redis_client import RedisClient
+from consumers.state.redis_scripts import Script
 from service.simulated.buckets import Bucket
 from tests.support.budget import ACCOUNT, spec
 from tests.support.redis import RedisServer
@@ -25,6 +26,16 @@ from tests.support.spender import BURST_S, PER_MINUTE
 from tests.support.waiting import until
 
 ONE = Amounts(1, 1, 1)
+AN_HOUR_LATER = Script(
+    """
+local account = cmsgpack.unpack(redis.call('GET', KEYS[1]))
+account.at, account.stopped_until = account.at + 3600, account.stopped_until + 3600
+account.waiting['dead'] = {expires = account.at + 2, heads = {['1'] = {arrived = account.at, amounts = {10, 1, 1}}},
+  sums = {{10, 1, 1}, {0, 0, 0}, {0, 0, 0}}}
+return redis.call('SET', KEYS[1], cmsgpack.pack(account))
+"""
+)
+"""As if it had been written by a clock that was ahead, with somebody in line who has died since."""
 Opened = Callable[..., RedisBudgets]
 
 
@@ -60,6 +71,11 @@ def now_s() -> float:
     return asyncio.get_running_loop().time()
 
 
+def answered(requests: Told) -> Heard:
+    rate = RateHeaders(requests, Told(), Told())
+    return Heard(kind=Kind.ANSWERED, rate=rate, counted=Amounts(1, 0, 0))
+
+
 async def gone(*tasks: "asyncio.Task[object]") -> None:
     for task in tasks:
         task.cancel()
@@ -75,6 +91,8 @@ async def test_the_script_decides_as_one_process_does(opened: Opened, seed: int)
         for _ in range(rng.randint(3, 40))
     ]
     alone = Account(ACCOUNT, spec(**slow), now_s=0.0)  # type: ignore[arg-type]
+    learned = answered(Told(limit=30, remaining=20)) if seed % 2 else Heard(kind=Kind.ANSWERED)
+    alone.learn(learned, 0.0)
     for lane, amounts in wanted:
         alone.join(Waiter(lane, amounts, arrived_s=0.0))
     expected = []
@@ -82,6 +100,7 @@ async def test_the_script_decides_as_one_process_does(opened: Opened, seed: int)
         expected.append(waiter.number)
 
     shared = opened(**slow)
+    shared.learn(ACCOUNT, learned)
     order: list[int] = []
 
     async def one(number: int, lane: int, amounts: Amounts) -> None:
@@ -226,6 +245,101 @@ async def test_what_one_process_learns_holds_for_all(opened: Opened) -> None:
 
     assert now_s() - began_s < 1.5  # at the 50 a minute of the beginning: 60 s
     assert other._desk.books(ACCOUNT).per_minute().requests == 6_000
+
+
+async def test_how_much_may_be_used_at_once_is_learned_for_all_and_what_was_kept_back_is_there_once(
+    opened: Opened,
+) -> None:
+    one, other = opened(requests=None, burst_s=10.0), opened(requests=None, burst_s=10.0)
+    first = await one.reserve(ACCOUNT, lane="critical", amounts=ONE, until=None)
+    one.learn(ACCOUNT, answered(Told(limit=60, remaining=6)))
+    other.learn(ACCOUNT, answered(Told(limit=60, remaining=5)))
+    one.settle(first, ONE)
+    granted = 0
+    for budgets in (one, other, one, other):
+        while await budgets.try_reserve(ACCOUNT, lane="critical", amounts=ONE) is not None:
+            granted += 1
+
+    assert one._desk.books(ACCOUNT).buckets[0].burst == other._desk.books(ACCOUNT).buckets[0].burst == 7
+    assert granted in (4, 5)  # six were there, of which normal and batch keep 1.75
+
+
+async def test_one_that_would_not_wait_and_is_cancelled_gives_back_what_it_was_granted(opened: Opened) -> None:
+    budgets = opened()
+    tries = asyncio.ensure_future(budgets.try_reserve(ACCOUNT, lane="critical", amounts=Amounts(5, 1, 1)))
+    wake = budgets._desk.wake
+
+    def cancelled_just_then(waiter: Waiter) -> bool:
+        tries.cancel()
+        return wake(waiter)
+
+    budgets._desk.wake = cancelled_just_then  # type: ignore[method-assign]
+    await asyncio.wait([tries])
+
+    assert tries.cancelled()
+    assert budgets._desk.books(ACCOUNT).concurrency.running == 0
+    assert budgets._desk.books(ACCOUNT).buckets[0].level == pytest.approx(10, abs=0.1)
+
+
+async def test_one_that_will_not_wait_does_not_wait_for_a_redis_that_does_not_answer(opened: Opened) -> None:
+    budgets = opened()
+
+    async def never(*_: object) -> object:
+        await asyncio.sleep(5)
+        raise StoreUnavailable("it does not answer")
+
+    budgets._client.run = never  # type: ignore[method-assign]
+    began_s = now_s()
+
+    assert await budgets.try_reserve(ACCOUNT, lane="critical", amounts=ONE) is None
+    assert now_s() - began_s < 2
+    assert len(budgets._desk.books(ACCOUNT).lines) == 0
+    await gone(*(each.task for each in budgets._ledgers.values() if each.task is not None))
+
+
+async def test_an_answer_that_makes_no_sense_keeps_nobody_waiting_for_ever(opened: Opened) -> None:
+    budgets = opened()
+    run = budgets._client.run
+
+    async def once(*_: object) -> object:
+        budgets._client.run = run  # type: ignore[method-assign]
+        return [b"1", b"no JSON", b""]
+
+    budgets._client.run = once  # type: ignore[method-assign]
+    waits = ask(budgets, "critical")
+    await asyncio.sleep(0)
+    task = budgets._ledger(budgets._desk.books(ACCOUNT)).task
+    assert task is not None
+    with pytest.raises(ValueError, match="Expecting value"):
+        await task
+
+    await asyncio.wait_for(waits, 2)
+
+
+@pytest.mark.parametrize("ahead_s", [-600, 600])
+async def test_a_clock_that_is_not_as_ours_makes_nobody_late(opened: Opened, ahead_s: float) -> None:
+    one, other = opened(), opened()
+    await empty(other)
+    one._now_s()
+    one._offset_s -= ahead_s  # as if Redis's were ahead by so much
+    reservation = await one.reserve(ACCOUNT, lane="batch", amounts=ONE, until=now_s() + 20)
+
+    assert reservation.account == ACCOUNT
+
+
+async def test_a_clock_that_is_put_back_stops_nobody(opened: Opened, redis: RedisServer) -> None:
+    one, dead = opened(), opened()
+    await empty(one)
+    one.learn(ACCOUNT, Heard(kind=Kind.RATE_LIMITED, retry_after_s=0.2))
+    waits = ask(dead, "critical", amounts=Amounts(9, 1, 1))
+    await asyncio.sleep(0.3)
+    await gone(waits)
+    budgets, key = opened(), f"{one._namespace}:budget:{ACCOUNT}"
+    await budgets._client.run(AN_HOUR_LATER, [key])
+    began_s = now_s()
+    await ask(budgets, "batch")
+
+    assert now_s() - began_s < 2
 
 
 async def test_two_that_learn_at_the_same_time_both_are_heard(opened: Opened) -> None:

@@ -1,0 +1,117 @@
+"""How much of its limits an account takes at once, in seconds' worth of each: the setting, or what is proven. Pure.
+
+What a bucket had left after a call, and what that call took, it has held: so `remaining` proves how much it holds at
+least, and no more than that is used at once. Until the first answer of an account of which nothing is known that is a
+part of the setting.
+
+A refusal with figures says that it was too much at once, whatever was proven: somebody else uses the account, or its
+limits are told by the minute and enforced by the second. Then half of it, which comes back slowly.
+"""
+
+from collections.abc import Sequence
+from math import inf
+from typing import Any, NamedTuple
+
+from consumers.limits.amounts import Amounts
+from consumers.limits.headers import ROUNDED_UP_BY, RateHeaders
+
+UNKNOWN = 0.1
+"""Of the setting, where nothing is known of an account: calls begin one by one until one has been answered."""
+NEWS = 1.01
+"""What is proven to be larger by less is not worth telling other processes."""
+BACK = 1.1
+BACK_EVERY_S = 10.0
+PATIENCE_S = 5.0
+"""Refusals of calls that had begun before are of the same burst: within this time they count once."""
+LEAST = 1 / 16
+SPENT = 0.01
+DEAR = 2.0
+"""A bucket explains a refusal that has less than this part of its limit left, or than so many usual requests take."""
+WEIGHT = 0.1
+LATE = 0.05
+
+
+class Size(NamedTuple):
+    """Of a bucket."""
+
+    burst_s: float
+    late: float
+    """The part of it that a full bucket does not gain after a call: the provider's, if it is no larger, begins to fill
+    again when the call arrives there, which is later than here, and one call travels longer than the next."""
+
+
+class Bursts:
+    """Of the three buckets of an account, in the order of `Amounts`."""
+
+    __slots__ = ("_cut", "_cut_s", "_most_s", "_moved_s", "_proven_s", "_usual_input")
+
+    def __init__(self, most_s: float) -> None:
+        self._most_s = most_s
+        self._proven_s: list[float | None] = [None, None, None]
+        self._cut = [1.0, 1.0, 1.0]
+        self._cut_s = self._moved_s = -inf
+        self._usual_input = 0.0
+        """By what this process heard."""
+
+    def dump(self) -> list[Any]:
+        """What was learned, as JSON has it."""
+        return [list(self._proven_s), list(self._cut), self._cut_s, self._moved_s]
+
+    def load(self, learned: Sequence[Any]) -> None:
+        """What another process learned."""
+        proven_s, cut, self._cut_s, self._moved_s = learned
+        self._proven_s, self._cut = list(proven_s), list(cut)
+
+    def sizes(self, *, guessed: Sequence[bool]) -> tuple[Size, ...]:
+        """`guessed`: nobody has told or set that limit."""
+        return tuple(
+            Size(cut * self._most_s * (UNKNOWN if is_guess else 1.0), 0.0)
+            if proven_s is None
+            else Size(cut * proven_s, LATE if cut * proven_s < self._most_s else 0.0)
+            for proven_s, cut, is_guess in zip(self._proven_s, self._cut, guessed, strict=True)
+        )
+
+    def hear(self, rate: RateHeaders, counted: Amounts) -> bool:
+        """Whether more is proven than before. `counted`: of the call."""
+        if counted.input_tokens > 0:
+            self._usual_input += (WEIGHT if self._usual_input else 1.0) * (counted.input_tokens - self._usual_input)
+        changed = False
+        for each, told in enumerate(rate.each()):
+            if told.remaining is None or told.limit is None:
+                continue
+            left = told.remaining - ROUNDED_UP_BY[each]
+            held = left + counted[each] if left >= 0 else 0.0  # else the call may have left a debt
+            held_s, proven_s = min(self._most_s, 60 * held / told.limit), self._proven_s[each]
+            if proven_s is None or held_s > NEWS * proven_s or held_s == self._most_s > proven_s:
+                self._proven_s[each] = held_s
+                changed = True
+        return changed
+
+    def spent(self, rate: RateHeaders) -> tuple[bool, ...]:
+        """Which have so little left that it explains a refusal."""
+        usual = (0.0, DEAR * self._usual_input, 0.0)
+        return tuple(
+            told.remaining is not None
+            and told.remaining - ROUNDED_UP_BY[each] < max(1.0, SPENT * (told.limit or 0.0), usual[each])
+            for each, told in enumerate(rate.each())
+        )
+
+    def refused(self, is_spent: Sequence[bool], now_s: float) -> bool:
+        """Use less at once of what is spent, of all where nothing is; False where that has not helped."""
+        if 0 <= now_s - self._cut_s < PATIENCE_S:
+            return True
+        cut = [each for each in range(3) if is_spent[each]] or range(3)
+        if all(self._cut[each] <= LEAST for each in cut):
+            return False
+        self._cut_s = self._moved_s = now_s
+        for each in cut:
+            self._cut[each] = max(LEAST, self._cut[each] / 2)
+        return True
+
+    def answered(self, now_s: float) -> bool:
+        """Recover; whether it did."""
+        if 0 <= now_s - self._moved_s < BACK_EVERY_S or min(self._cut) == 1:
+            return False
+        self._moved_s = now_s
+        self._cut = [min(1.0, BACK * each) for each in self._cut]
+        return True

@@ -1,0 +1,258 @@
+"""How much is used at once is learned: no more than the provider's bucket is proven to hold, in virtual time."""
+
+import asyncio
+import json
+import random
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from consumers.limits.account import Account
+from consumers.limits.amounts import NOTHING, Amounts
+from consumers.limits.base import Heard, Kind
+from consumers.limits.burst import BACK_EVERY_S, Bursts
+from consumers.limits.headers import RateHeaders, Told
+from consumers.limits.local import LocalBudgets
+from consumers.limits.order import Waiter
+from consumers.limits.spec import BudgetSpec
+from service.simulated.buckets import Bucket
+from tests.support.budget import ACCOUNT, Traffic
+from tests.support.virtual_time import virtually
+
+KNOWN = (False, False, False)
+NOTHING_SAID = Told()
+TRAVEL_S = (0.01, 0.06)
+
+
+def small(rng: random.Random) -> int:
+    return rng.randint(100, 300)
+
+
+def contest(rng: random.Random) -> int:
+    return rng.randint(400, 900)
+
+
+def unknown(burst_s: float, **given: object) -> Traffic:
+    """An account of which nothing is known, with a bucket of so many seconds."""
+    return Traffic(LocalBudgets(BudgetSpec()), burst_s=burst_s, travel_s=TRAVEL_S, **given)  # type: ignore[arg-type]
+
+
+def told(remaining: float, *, limit: float = 60) -> RateHeaders:
+    return RateHeaders(Told(limit=limit, remaining=remaining), NOTHING_SAID, NOTHING_SAID)
+
+
+# ---- a provider that enforces its limits -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("burst_s", "tokens", "most_refused", "longest_s", "least_used"),
+    [
+        (1, small, 3, 2.5, 0.90),
+        (2, contest, 3, 2.5, 0.90),
+        (3, contest, 0, 1.0, 0.95),
+        (10, contest, 0, 1.0, 0.95),
+        (60, contest, 0, 1.0, 0.95),
+    ],
+)
+def test_whatever_the_provider_holds_it_is_used_and_hardly_ever_refuses(
+    burst_s: float, tokens: object, most_refused: int, longest_s: float, least_used: float
+) -> None:
+    async def story() -> None:
+        on = unknown(burst_s, call_s=(0.8, 1.2))
+        on.slots("batch", 8, tokens)  # type: ignore[arg-type]
+        on.every(2, "critical", tokens(random.Random(1)))  # type: ignore[operator]
+        await on.run(300)
+
+        assert on.refused <= most_refused
+        assert on.p99_s("critical") < longest_s
+        on.burst_s = min(burst_s, 10)  # what our own books hold at most
+        assert max(on.shares()) >= least_used
+
+    virtually(story())
+
+
+def test_what_was_kept_back_at_first_is_there_with_the_first_answer() -> None:
+    async def story() -> None:
+        on = unknown(60, requests=600, input_tokens=400_000)
+        waiting = [asyncio.ensure_future(on.call("batch", 100)) for _ in range(60)]
+        await asyncio.sleep(0.4)
+        assert sum(of for of, _ in on.used.values()) == 1  # all at once would be too much, for all that is known
+        await asyncio.sleep(2.2)
+
+        assert sum(of for of, _ in on.used.values()) >= 50
+        await asyncio.gather(*waiting)
+        assert on.refused == 0
+
+    virtually(story())
+
+
+def test_a_provider_that_tells_the_minute_and_enforces_the_second_is_not_asked_for_more_and_more() -> None:
+    async def story() -> None:
+        on = unknown(1, call_s=(0.2, 0.4))
+        on.judge.headers = lambda: {  # type: ignore[method-assign]
+            "anthropic-ratelimit-requests-limit": "60",
+            "anthropic-ratelimit-requests-remaining": "57",
+        }
+        for _ in range(40):
+            # a lull, and then all at once
+            await asyncio.gather(*(on.call("batch", 100) for _ in range(5)))
+            await asyncio.sleep(15)
+
+        assert sum(at_s > on.began_s + 120 for at_s in on.refused_at_s) <= 12  # without learning four each time
+        assert on.budgets._desk.books(ACCOUNT).per_minute().requests == 60  # type: ignore[attr-defined]
+
+    virtually(story())
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    capacity=st.floats(1, 60),
+    steps=st.lists(st.tuples(st.floats(0, 10), st.integers(1, 4), st.floats(0, 5)), min_size=1, max_size=30),
+)
+def test_never_more_is_used_at_once_than_the_provider_holds(
+    capacity: float, steps: list[tuple[float, int, float]]
+) -> None:
+    now_s = 0.0
+    provider = Bucket(60, burst_s=capacity, clock=lambda: now_s)
+    books = Account("a", BudgetSpec(), now_s=now_s)
+    for pause_s, asked, others in steps:
+        now_s += pause_s
+        provider.take(others)  # somebody else uses the account
+        for _ in range(asked):
+            if provider.wait_s(1) > 0:
+                continue
+            provider.take(1)
+            rate = told(max(0, int(provider.level())))
+            books.learn(Heard(kind=Kind.ANSWERED, rate=rate, counted=Amounts(1, 0, 0)), now_s)
+            assert books.buckets[0].burst <= provider.capacity + 1e-6
+
+
+# ---- what is learned -------------------------------------------------------------------------------------------------
+
+
+def seconds(of: Bursts) -> list[float]:
+    return [size.burst_s for size in of.sizes(guessed=KNOWN)]
+
+
+def test_what_was_left_and_what_the_call_took_is_what_the_bucket_held_and_the_most_of_it_counts() -> None:
+    bursts = Bursts(10)
+    assert seconds(bursts) == [10, 10, 10]
+    assert bursts.hear(told(2), Amounts(1, 0, 0))
+    assert seconds(bursts) == [3, 10, 10]
+    assert not bursts.hear(told(0), Amounts(1, 0, 0))
+    assert bursts.hear(told(6), Amounts(1, 0, 0))
+    assert bursts.hear(told(40), Amounts(1, 0, 0))
+    assert seconds(bursts) == [10, 10, 10]  # never more than the setting
+
+
+def test_tokens_that_are_rounded_prove_the_least_that_they_can_mean_and_none_prove_nothing() -> None:
+    bursts = Bursts(60)
+    bursts.hear(RateHeaders(NOTHING_SAID, Told(limit=60_000, remaining=3000), NOTHING_SAID), Amounts(1, 700, 0))
+    assert seconds(bursts)[1] == pytest.approx(3.2)
+    other = Bursts(60)
+    other.hear(RateHeaders(NOTHING_SAID, Told(limit=60_000, remaining=0), NOTHING_SAID), Amounts(1, 700, 0))
+    assert seconds(other)[1] == 0
+
+
+def test_before_anything_is_known_a_part_of_the_setting_is_used_but_not_of_a_limit_that_is_set() -> None:
+    assert [size.burst_s for size in Bursts(10).sizes(guessed=(True, False, True))] == [1, 10, 1]
+
+
+def test_a_refusal_with_figures_halves_the_burst_and_not_the_limit_and_it_comes_back_slowly() -> None:
+    books = Account("a", BudgetSpec(), now_s=0)
+    books.learn(Heard(kind=Kind.ANSWERED, rate=told(59), counted=Amounts(1, 0, 0)), 0)
+    books.learn(Heard(kind=Kind.RATE_LIMITED, rate=told(57)), 10)
+    books.learn(Heard(kind=Kind.RATE_LIMITED, rate=told(57)), 11)  # of the same burst
+    assert books.buckets[0].burst == 5
+    assert books.per_minute().requests == 60
+
+    found = []
+    for second in range(12, 300):
+        books.learn(Heard(kind=Kind.ANSWERED, rate=told(59), counted=Amounts(1, 0, 0)), second)
+        found.append(books.buckets[0].burst)
+    assert found == sorted(found)
+    assert found[int(3 * BACK_EVERY_S)] < 7
+    assert found[-1] == 10
+
+
+def test_refusals_that_go_on_although_less_is_used_at_once_lower_the_limit() -> None:
+    books = Account("a", BudgetSpec(), now_s=0)
+    books.learn(Heard(kind=Kind.ANSWERED, rate=told(59), counted=Amounts(1, 0, 0)), 0)
+    for refusal in range(10):
+        books.learn(Heard(kind=Kind.RATE_LIMITED, rate=told(57)), 6.0 * refusal)
+
+    assert books.buckets[0].burst == 1  # which can always be made
+    assert books.per_minute().requests < 10
+
+
+def test_only_what_is_spent_is_used_more_slowly() -> None:
+    books = Account("a", BudgetSpec(), now_s=0)
+    both = RateHeaders(Told(limit=60, remaining=40), Told(limit=60_000, remaining=0), NOTHING_SAID)
+    books.learn(Heard(kind=Kind.ANSWERED, rate=both, counted=Amounts(1, 800, 0)), 0)
+    for refusal in range(6):
+        books.learn(Heard(kind=Kind.RATE_LIMITED, rate=both), 6.0 * refusal)
+
+    assert books.per_minute().requests == 60
+    assert books.buckets[0].burst == 10
+    assert books.per_minute().input_tokens == pytest.approx(0.8 * 0.8 * 60_000)
+
+
+def test_a_provider_that_says_nothing_of_limits_has_no_burst_either() -> None:
+    books = Account("a", BudgetSpec(), now_s=0)
+    books.join(Waiter(0, Amounts(1, 1000, 500), arrived_s=0))
+    books.turn(0)
+    books.learn(Heard(kind=Kind.ANSWERED), 1)
+
+    for number in range(1000):
+        books.join(waiter := Waiter(number % 3, Amounts(1, 10_000, 1000), arrived_s=1))
+        assert books.turn(1)[0] is waiter
+
+
+def test_what_one_learned_another_takes_over_as_json() -> None:
+    one, other = (Account("a", BudgetSpec(), now_s=0) for _ in range(2))
+    one.learn(Heard(kind=Kind.ANSWERED, rate=told(4), counted=Amounts(1, 0, 0)), 0)
+    one.learn(Heard(kind=Kind.RATE_LIMITED, rate=told(4)), 10)
+    other.load(json.loads(json.dumps(one.dump())))
+
+    assert [bucket.burst for bucket in other.buckets] == [bucket.burst for bucket in one.buckets]
+    assert [bucket.most for bucket in other.buckets] == [bucket.most for bucket in one.buckets]
+    assert other.per_minute() == one.per_minute()
+
+
+def test_a_bucket_as_large_as_the_providers_begins_to_fill_when_the_call_may_have_arrived() -> None:
+    books = Account("a", BudgetSpec(), now_s=0)
+    books.learn(Heard(kind=Kind.ANSWERED, rate=told(0), counted=Amounts(1, 0, 0)), 0)
+    granted_s: list[float] = []
+    now_s = 0.0
+    while len(granted_s) < 10:
+        books.join(waiter := Waiter(0, Amounts(1, 0, 0), arrived_s=now_s))
+        found, in_s = books.turn(now_s)
+        while found is None:
+            now_s += in_s + 0.0005
+            found, in_s = books.turn(now_s)
+        assert found is waiter
+        granted_s.append(now_s)
+
+    assert all(1.04 < after - before < 1.06 for before, after in pairwise(granted_s[1:]))
+
+
+@given(
+    figures=st.lists(
+        st.tuples(st.floats(0, 1e12), st.floats(1, 1e12), st.sampled_from(list(Kind)), st.floats(0, 100)),
+        max_size=20,
+    )
+)
+def test_whatever_is_told_every_bucket_holds_at_least_one_and_no_more_than_the_setting(
+    figures: list[tuple[float, float, Kind, float]],
+) -> None:
+    books, now_s = Account("a", BudgetSpec(), now_s=0), 0.0
+    for remaining, limit, kind, later_s in figures:
+        now_s += later_s
+        each = Told(limit=limit, remaining=min(remaining, limit))
+        books.learn(Heard(kind=kind, rate=RateHeaders(each, each, each), counted=NOTHING, took_s=later_s), now_s)
+        for bucket, per_minute in zip(books.buckets, books.per_minute(), strict=True):
+            assert 1 <= bucket.burst <= max(1.0, per_minute / 6 * (1 + 1e-9))
+            assert bucket.level <= bucket.burst
+            assert sum(part for part in bucket.parts if part > 0) <= bucket.burst * (1 + 1e-9)
