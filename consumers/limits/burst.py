@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 from consumers.limits.amounts import Amounts
 from consumers.limits.headers import ROUNDED_UP_BY, RateHeaders
 
-UNKNOWN = 0.1
-"""Of the setting, where nothing is known of an account: calls begin one by one until one has been answered."""
+UNKNOWN = 0.5
+"""Of the setting, where nothing is known of an account: some four calls at once, until one has been answered. Fewer
+would let few others fail over to a provider that has never been asked."""
 NEWS = 1.01
 """What is proven to be larger by less is not worth telling other processes."""
 BACK = 1.1

@@ -51,7 +51,7 @@ def told(remaining: float, *, limit: float = 60) -> RateHeaders:
     [
         (1, small, 3, 2.5, 0.90),
         (2, contest, 3, 2.5, 0.90),
-        (3, contest, 0, 1.0, 0.95),
+        (3, contest, 0, 1.5, 0.95),
         (10, contest, 0, 1.0, 0.95),
         (60, contest, 0, 1.0, 0.95),
     ],
@@ -65,7 +65,8 @@ def test_whatever_the_provider_holds_it_is_used_and_hardly_ever_refuses(
         on.every(2, "critical", tokens(random.Random(1)))  # type: ignore[operator]
         await on.run(300)
 
-        assert on.refused <= most_refused
+        assert on.refused <= 3 + most_refused
+        assert sum(at_s > on.began_s + 10 for at_s in on.refused_at_s) <= most_refused
         assert on.p99_s("critical") < longest_s
         on.burst_s = min(burst_s, 10)  # what our own books hold at most
         assert max(on.shares()) >= least_used
@@ -78,7 +79,7 @@ def test_what_was_kept_back_at_first_is_there_with_the_first_answer() -> None:
         on = unknown(60, requests=600, input_tokens=400_000)
         waiting = [asyncio.ensure_future(on.call("batch", 100)) for _ in range(60)]
         await asyncio.sleep(0.4)
-        assert sum(of for of, _ in on.used.values()) == 1  # all at once would be too much, for all that is known
+        assert sum(of for of, _ in on.used.values()) <= 3  # all at once would be too much, for all that is known
         await asyncio.sleep(2.2)
 
         assert sum(of for of, _ in on.used.values()) >= 50
@@ -157,7 +158,7 @@ def test_tokens_that_are_rounded_prove_the_least_that_they_can_mean_and_none_pro
 
 
 def test_before_anything_is_known_a_part_of_the_setting_is_used_but_not_of_a_limit_that_is_set() -> None:
-    assert [size.burst_s for size in Bursts(10).sizes(guessed=(True, False, True))] == [1, 10, 1]
+    assert [size.burst_s for size in Bursts(10).sizes(guessed=(True, False, True))] == [5, 10, 5]
 
 
 def test_a_refusal_with_figures_halves_the_burst_and_not_the_limit_and_it_comes_back_slowly() -> None:
