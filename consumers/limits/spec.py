@@ -1,7 +1,6 @@
-"""What is settled about the budget: each lane's share and patience, limits, first guesses. Wrong values are named."""
+"""What is settled about the budget: each lane's share and patience, limits, first guesses."""
 
-import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -70,46 +69,5 @@ class BudgetSpec:
         """Of one account."""
         return self.accounts.get(account) or self.accounts.get(account.partition("/")[0], NO_CAPS)
 
-    def problems(self, *, lanes: Collection[str], accounts: Collection[str] | None = None) -> list[str]:
-        """Everything that is wrong, each with its name, what was found and what is allowed."""
-        return [*self._of_lanes(lanes), *self._of_accounts(accounts), *self._of_figures()]
-
-    def _of_lanes(self, known: Collection[str]) -> Iterator[str]:
-        for name, lane in self.lanes.items():
-            if name not in known:
-                yield f"lanes.{name}: no such lane; known are {', '.join(known)}"
-            if not 0 <= lane.share <= 1:
-                yield f"lanes.{name}.share: {lane.share:g}; allowed is 0 to 1"
-            if lane.boost_s is not None and not _is_positive(lane.boost_s):
-                yield f"lanes.{name}.boost_s: {lane.boost_s:g}; more than 0, or none at all"
-        for name in known:
-            if name not in self.lanes:
-                yield f"lanes.{name}: has no share; 0 is one"
-        if (total := sum(lane.share for lane in self.lanes.values())) > 1 + 1e-9:
-            yield f"lanes: the shares are {total:.0%} together; at most 100 %"
-
-    def _of_accounts(self, known: Collection[str] | None) -> Iterator[str]:
-        for name, caps in self.accounts.items():
-            if known is not None and name not in known:
-                yield f"accounts.{name}: no route uses it; known are {', '.join(known)}"
-            for what in ("requests", "input_tokens", "output_tokens", "concurrency"):
-                value = getattr(caps, what)
-                if value is not None and not _is_positive(value):
-                    yield f"accounts.{name}.{what}: {value:g}; more than 0, or none at all"
-
-    def _of_figures(self) -> Iterator[str]:
-        if not (_is_positive(self.burst_s) and self.burst_s <= 60):
-            yield f"burst_s: {self.burst_s:g}; more than 0, at most 60"
-        for what, value in self.start._asdict().items():
-            if not _is_positive(value):
-                yield f"start.{what}: {value:g}; more than 0"
-        for what in ("first_output_tokens", "first_bytes_per_token", "overflow_s", "hold_s", "spend_pause_s"):
-            if not _is_positive(value := getattr(self, what)):
-                yield f"{what}: {value:g}; more than 0"
-
 
 NO_CAPS = Caps()
-
-
-def _is_positive(value: float) -> bool:
-    return math.isfinite(value) and value > 0

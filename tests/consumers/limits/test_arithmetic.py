@@ -13,7 +13,7 @@ from consumers.limits.bucket import Bucket
 from consumers.limits.concurrency import Concurrency
 from consumers.limits.estimates import Estimates, Kind, task_of
 from consumers.limits.headers import RateHeaders, Told
-from consumers.limits.spec import BudgetSpec, Caps, LaneBudget
+from consumers.limits.spec import Caps
 
 SHARES = (0.3, 0.2, 0.05)
 CRITICAL, NORMAL, BATCH = 0, 1, 2
@@ -242,42 +242,3 @@ def test_a_kind_is_the_first_two_words_after_the_lane() -> None:
     assert task_of("critical.support.chat.eu.7") == "support.chat"
     assert task_of("batch.crm") == "crm"
     assert task_of("batch") == ""
-
-
-# ---- settings --------------------------------------------------------------------------------------------------------
-
-
-def test_the_defaults_are_right() -> None:
-    assert BudgetSpec().problems(lanes=["critical", "normal", "batch"]) == []
-
-
-def test_everything_that_is_wrong_is_named_at_once() -> None:
-    wrong = BudgetSpec(
-        lanes={
-            "critical": LaneBudget(share=0.9),
-            "normal": LaneBudget(share=0.2, boost_s=-1),
-            "bulk": LaneBudget(share=2),
-        },
-        accounts={"a": Caps(requests=0, input_tokens=-5), "b": Caps(output_tokens=math.nan)},
-        burst_s=0,
-        start=Amounts(0, 1, 1),
-        hold_s=math.inf,
-    )
-    found = wrong.problems(lanes=["critical", "normal", "batch"], accounts=["a"])
-    named = [each.split(":")[0] for each in found]
-
-    assert named == [
-        "lanes.normal.boost_s",
-        "lanes.bulk",
-        "lanes.bulk.share",
-        "lanes.batch",
-        "lanes",
-        "accounts.a.requests",
-        "accounts.a.input_tokens",
-        "accounts.b",
-        "accounts.b.output_tokens",
-        "burst_s",
-        "start.requests",
-        "hold_s",
-    ]
-    assert "310%" in found[4]
