@@ -35,6 +35,10 @@ class Elsewhere(Protocol):
 
     def after(self, job: Job) -> Sequence[Route]: ...
 
+    def has_other(self, job: Job) -> bool:
+        """Whether another account may be asked next time."""
+        ...
+
     def closed_s(self, job: Job) -> float:
         """How long nobody may be asked for it; 0: somebody may."""
         ...
@@ -221,4 +225,5 @@ class Handler:
             left_ms=request.deadline_ms - self._now_ms(),
             policy=self._policy,
             rng=self._rng,
+            has_other=self._elsewhere.has_other(job),
         )

@@ -36,10 +36,12 @@ def decide(
     left_ms: int,
     policy: RetryPolicy,
     rng: random.Random,
+    has_other: bool = False,
 ) -> Retried | Refused | Buried:
     """What becomes of a request whose attempt failed.
 
     `attempts`: made so far, this one included. `left_ms`: until its deadline; no delay begins that would end after it.
+    `has_other`: another account may be asked next time, so that nobody waits for as long as this one told.
     """
     if isinstance(error, (RejectedError, SpendLimitError)):
         return ended_by(RequestProblem("provider_rejected", error.detail, status=error.status or None))
@@ -47,7 +49,7 @@ def decide(
         return ended_by(
             RequestProblem("attempts_exhausted", f"all {attempts} attempts failed; the last: {error.detail}")
         )
-    delay_ms = math.ceil(1000 * _delay_s(error, failures=attempts, policy=policy, rng=rng))
+    delay_ms = math.ceil(1000 * _delay_s(error, failures=attempts, policy=policy, rng=rng, has_other=has_other))
     if delay_ms >= left_ms:
         return ended_by(
             RequestProblem(
@@ -59,9 +61,11 @@ def decide(
     return Retried(delay_ms=delay_ms, error=error.detail)
 
 
-def _delay_s(error: ProviderError, *, failures: int, policy: RetryPolicy, rng: random.Random) -> float:
+def _delay_s(error: ProviderError, *, failures: int, policy: RetryPolicy, rng: random.Random, has_other: bool) -> float:
     match error:
-        case RateLimitedError(retry_after_s=told) | OverloadedError(retry_after_s=told) if told is not None:
+        case RateLimitedError(retry_after_s=told) | OverloadedError(retry_after_s=told) if (
+            told is not None and not has_other
+        ):
             # never before the time told, and not all in the same instant after it
             return told + rng.uniform(0, min(1.0, 0.1 * told))
         case RateLimitedError() | OverloadedError():

@@ -139,7 +139,7 @@ class BudgetSettings(LimitsSettings):
 
     lanes: LaneBudgetsSettings = LaneBudgetsSettings()
     burst_s: Number[float] = Field(default=BudgetSpec().burst_s, gt=0, le=60)
-    overflow_s: Number[float] = Field(default=BudgetSpec().overflow_s, gt=0, le=3600)
+    overflow_s: Number[float] | None = Field(default=None, gt=0, le=3600)
 
     def spec(self, others: Mapping[str, ProviderSettings]) -> BudgetSpec:
         """Of all accounts: the first provider's, and those of the others."""

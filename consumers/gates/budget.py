@@ -23,6 +23,8 @@ from topology.contract.problems import RequestProblem
 TOLD_FROM_S = 1.0
 """A shorter wait is told nobody."""
 LATER_MS = 1000
+AT_ONCE_S = 0.25
+"""So soon is at once: no longer than it takes to find out."""
 SPREAD_S = 60.0
 """Those that wait for an account that is paused come back over so long a time: the first finds out for all. A call that
 is refused again ends its request."""
@@ -59,23 +61,23 @@ class BudgetGate:
 
     async def enter(self, job: Job) -> Outcome | None:
         assert job.request is not None
-        now_s = asyncio.get_running_loop().time()
-        until = now_s + (job.request.deadline_ms - self._now_ms()) / 1000
         routes = self._routes.of(job.lane_name, job.identity.tenant, job.request.model)
         route = routes[0]
+        until = self._start_by(job, job.request, route)
         try:
             # `job.stop` ends the wait as it ends an attempt
             async with asyncio.timeout(self._spec.hold_s) as job.limit:
                 if job.stopped is not None:
                     job.stop(job.stopped)
-                if len(routes) > 1 and (found := await self._overflowing(job, job.request, routes, until)) is not None:
+                if len(routes) > 1 and (found := await self._overflowing(job, job.request, routes)) is not None:
                     job.route, job.reservation = found
                     return None
                 route = await self._soonest(job, job.request, routes)
+                until = self._start_by(job, job.request, route)
                 job.reservation = await self._reserve(job, job.request, route, until)
                 job.route = route
         except WaitTooLong as too_long:
-            return self._too_long(job, job.request, route, too_long.wait, until)
+            return self._too_long(job, job.request, route, too_long.wait)
         except TimeoutError:
             if job.limit is None or not job.limit.expired():
                 raise
@@ -83,6 +85,12 @@ class BudgetGate:
         finally:
             job.limit = None
         return None
+
+    def _start_by(self, job: Job, request: Request, route: Route) -> float:
+        """By when its call must begin, to be answered in time. What may begin at once may try in any case."""
+        left_s = (request.deadline_ms - self._now_ms()) / 1000
+        spare_s = max(left_s - self._estimates.run_s(self._kind(job, route)), min(left_s, AT_ONCE_S))
+        return asyncio.get_running_loop().time() + spare_s
 
     async def leave(self, job: Job, outcome: Outcome | None) -> None:
         """Give back what was not used. What the provider counted of a failure that is not known is as reserved."""
@@ -93,9 +101,14 @@ class BudgetGate:
             self._budgets.settle(reservation, None)
             return
         self._budgets.settle(reservation, reservation.amounts if job.usage is None else job.usage)
-        if isinstance(outcome, Answered) and job.usage is not None and job.request and job.route:
+        if job.request is None or job.route is None:
+            return
+        kind = self._kind(job, job.route)
+        if isinstance(outcome, (Answered, Refused)) and job.run_ms is not None:
+            self._estimates.learn_run(kind, job.run_ms / 1000, was_cut=isinstance(outcome, Refused))
+        if isinstance(outcome, Answered) and job.usage is not None:
             self._estimates.learn(
-                self._kind(job, job.route),
+                kind,
                 body_bytes=len(job.request.body),
                 input_tokens=job.usage.input_tokens,
                 output_tokens=job.usage.output_tokens,
@@ -128,11 +141,14 @@ class BudgetGate:
         )
 
     async def _overflowing(
-        self, job: Job, request: Request, routes: Sequence[Route], until: float
+        self, job: Job, request: Request, routes: Sequence[Route]
     ) -> tuple[Route, Reservation] | None:
         """The first that has room soon enough."""
+        assert job.lane is not None
+        patience_s = job.lane.target_wait_s if self._spec.overflow_s is None else self._spec.overflow_s
         for route in routes:
-            soon = min(until, asyncio.get_running_loop().time() + self._spec.overflow_s)
+            until = self._start_by(job, request, route)
+            soon = min(until, asyncio.get_running_loop().time() + patience_s)
             try:
                 return route, await self._reserve(job, request, route, soon)
             except WaitTooLong:
@@ -159,8 +175,9 @@ class BudgetGate:
         amounts = self.amounts(job, request, route)
         return await self._budgets.predicted_wait(route.account, lane=job.lane_name, amounts=amounts)
 
-    def _too_long(self, job: Job, request: Request, route: Route, wait: Wait, until: float) -> Outcome:
-        left_s = until - asyncio.get_running_loop().time()
+    def _too_long(self, job: Job, request: Request, route: Route, wait: Wait) -> Outcome:
+        left_s = (request.deadline_ms - self._now_ms()) / 1000
+        run_s = self._estimates.run_s(self._kind(job, route))
         if wait.reason == PAUSED and wait.seconds < left_s:
             back_s = min(left_s, wait.seconds + self._rng.uniform(0, SPREAD_S))
             return Deferred(delay_ms=round(1000 * back_s), reason=PAUSED, due_ms=job.hop.due_ms)
@@ -169,7 +186,8 @@ class BudgetGate:
             RequestProblem(
                 "deadline_exceeded",
                 f"not answered within {bound_ms} ms: it could start in {round(1000 * wait.seconds)} ms at the earliest "
-                f"(waiting for {wait.reason} of {route.account}), and {max(0, round(1000 * left_s))} ms are left",
+                f"(waiting for {wait.reason} of {route.account}), its call may take {round(1000 * run_s)} ms, and "
+                f"{max(0, round(1000 * left_s))} ms are left",
             )
         )
 

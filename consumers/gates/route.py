@@ -66,6 +66,12 @@ class RouteGate:
     async def leave(self, job: Job, outcome: Outcome | None) -> None:
         """Nothing was taken."""
 
+    def has_other(self, job: Job) -> bool:
+        """Whether another account than its route's may be asked for it."""
+        assert job.request is not None
+        routes = self.of(job.lane_name, job.identity.tenant, job.request.model)
+        return job.route is not None and any(each.account != job.route.account for each in routes)
+
     def closed_s(self, job: Job) -> float:
         """How long no provider may be called for it, as far as is known; 0: one may."""
         assert job.request is not None

@@ -28,12 +28,23 @@ def task_of(routing_key: str) -> str:
     return ".".join(routing_key.split(".", 3)[1:3])
 
 
-class _Output:
+class _Seen:
+    """Mean and mean deviation of what was seen, the latest weighing most."""
+
     __slots__ = ("deviation", "mean")
 
     def __init__(self, first: float) -> None:
         self.mean = first
         self.deviation = first / 2
+
+    @property
+    def expected(self) -> float:
+        return self.mean + SPREAD * self.deviation
+
+    def see(self, value: float) -> None:
+        off = value - self.mean
+        self.mean += WEIGHT * off
+        self.deviation += WEIGHT * (abs(off) - self.deviation)
 
 
 class Estimates:
@@ -42,7 +53,8 @@ class Estimates:
     def __init__(self, *, first_output_tokens: float, first_bytes_per_token: float) -> None:
         self._first_output = first_output_tokens
         self._first_ratio = 1 / first_bytes_per_token
-        self._outputs: OrderedDict[Kind, _Output] = OrderedDict()
+        self._outputs: OrderedDict[Kind, _Seen] = OrderedDict()
+        self._runs: OrderedDict[Kind, _Seen] = OrderedDict()
         self._tokens_per_byte: OrderedDict[str, float] = OrderedDict()
 
     def input_tokens(self, model: str, body_bytes: int) -> float:
@@ -50,24 +62,36 @@ class Estimates:
 
     def output_tokens(self, kind: Kind, *, max_tokens: int) -> float:
         known = self._outputs.get(kind)
-        expected = self._first_output if known is None else known.mean + SPREAD * known.deviation
+        expected = self._first_output if known is None else known.expected
         return max(1.0, min(float(max_tokens), expected))
+
+    def run_s(self, kind: Kind) -> float:
+        """How long a call is likely to take at most; 0 where that is not known."""
+        known = self._runs.get(kind)
+        return 0.0 if known is None else known.expected
+
+    def learn_run(self, kind: Kind, run_s: float, *, was_cut: bool) -> None:
+        """How long a call took. `was_cut`: by its deadline, so that it would have taken longer."""
+        if not was_cut or run_s > self.run_s(kind):
+            _see(self._runs, kind, run_s)
 
     def learn(self, kind: Kind, *, body_bytes: int, input_tokens: float, output_tokens: float) -> None:
         """What one answer used. Input is what counts against the limit: without what was read from the cache."""
-        known = self._outputs.pop(kind, None)
-        if known is None:
-            known = _Output(output_tokens)
-        else:
-            off = output_tokens - known.mean
-            known.mean += WEIGHT * off
-            known.deviation += WEIGHT * (abs(off) - known.deviation)
-        self._outputs[kind] = known
-        if len(self._outputs) > KINDS:
-            self._outputs.popitem(last=False)
+        _see(self._outputs, kind, output_tokens)
         if body_bytes > 0:
             ratio = self._tokens_per_byte.pop(kind.model, None)
             found = input_tokens / body_bytes
             self._tokens_per_byte[kind.model] = found if ratio is None else ratio + WEIGHT * (found - ratio)
             if len(self._tokens_per_byte) > KINDS:
                 self._tokens_per_byte.popitem(last=False)
+
+
+def _see(seen: OrderedDict[Kind, _Seen], kind: Kind, value: float) -> None:
+    known = seen.pop(kind, None)
+    if known is None:
+        known = _Seen(value)
+    else:
+        known.see(value)
+    seen[kind] = known
+    if len(seen) > KINDS:
+        seen.popitem(last=False)

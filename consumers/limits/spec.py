@@ -58,8 +58,9 @@ class BudgetSpec:
     first_output_tokens: int = 512
     """What an answer is expected to have where no request of its kind has ended yet."""
     first_bytes_per_token: float = 3.5
-    overflow_s: float = 10.0
-    """A wait longer than this goes to the next provider of the chain, if that one's is shorter."""
+    overflow_s: float | None = None
+    """A wait longer than this goes to the next provider of the chain, if that one's is shorter. None: longer than the
+    lane's requests should wait (`LaneSpec.target_wait_s`)."""
     hold_s: float = 120.0
     """How long a request may wait at the gate; then it is put off, so that the broker does not take it back."""
     spend_pause_s: float = 900.0

@@ -5,6 +5,7 @@ asked next must not be known to fail (`breaker.py`) and must have room at once: 
 
     the provider is down, broken or cut off   another provider, the same model
     it is overloaded, or says 429 for long    another provider, or the fallback model
+    it says 429                               another provider, the same model
     it refuses our key, or the account is     another provider
     at its spend limit
 """
@@ -38,7 +39,7 @@ from topology.contract.messages import Request
 from topology.tracing import Tracing
 
 LONG_S = 5.0
-"""A 429 that tells a shorter wait is waited for: its retry goes to the same provider."""
+"""After a 429 that tells a longer wait a fallback model is asked, too."""
 SPEND_REFUSALS = 10
 """In a row, from one account: then it is left alone until a person has acted."""
 LEAST_LEFT_S = 1.0
@@ -223,7 +224,8 @@ def _helps(error: ProviderError, failed: Route, other: Route) -> bool:
         case OverloadedError():
             return other.account != failed.account
         case RateLimitedError(retry_after_s=told):
-            return told is not None and told > LONG_S and other.account != failed.account
+            is_long = told is not None and told > LONG_S  # a weaker model is for that only
+            return other.account != failed.account and (is_long or other.model == failed.model)
         case SpendLimitError() | RejectedError(status=401 | 403):
             return is_elsewhere
         case _:

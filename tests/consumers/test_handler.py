@@ -290,6 +290,9 @@ class Down:
     def after(self, job: Job) -> tuple[()]:
         return ()
 
+    def has_other(self, job: Job) -> bool:
+        return False
+
     def closed_s(self, job: Job) -> float:
         return 2.0
 

@@ -63,6 +63,12 @@ def test_how_long_is_waited_after_each_attempt(error: ProviderError, bounds: lis
     assert [delays_ms(error, attempt + 1) for attempt in range(len(bounds))] == bounds
 
 
+def test_nobody_waits_as_long_as_one_account_told_where_another_may_be_asked() -> None:
+    outcome = decide(RateLimitedError("x", retry_after_s=3600), left_ms=60_000, has_other=True)
+    assert isinstance(outcome, Retried)
+    assert outcome.delay_ms == 1000
+
+
 @given(told_s=st.floats(0, 86_400), seed=st.integers())
 def test_never_before_the_time_that_was_told(told_s: float, seed: int) -> None:
     outcome = decide(RateLimitedError("x", retry_after_s=told_s), left_ms=10**9, rng=random.Random(seed))

@@ -83,6 +83,27 @@ async def test_who_cannot_be_in_time_is_told_at_once_with_the_figures_and_never_
         assert refused(home.api) == 0
 
 
+async def test_where_more_is_asked_than_there_is_no_call_is_made_in_vain(vhost) -> None:
+    """Twice as many as the provider takes, and an answer takes a third of the deadline: who begins is answered."""
+    busy = SimulatedOptions(requests_per_minute=300, burst_s=2, latency_ms=1000)
+    async with (
+        house(vhost.amqp_url, simulated=busy, budget={**PLENTY, "requests_per_min": 300, "burst_s": 2}) as home,
+        requester(vhost.amqp_url) as app,
+    ):
+        assert (await app.ask(body("first"))).status == "ok"
+        asked = []
+        for n in range(120):
+            asked.append(await app.publish(body(f"chat {n}"), headers={"x-lane-deadline-ms": 3000}))
+            await asyncio.sleep(0.05)
+        replies = [await app.final(each) for each in asked]
+        ok = sum(reply.status == "ok" for reply in replies)
+        called = len(home.calls("chat"))
+        print(f"{ok} answered of {called} calls; {len(asked) - ok} refused")
+        assert {reply.code for reply in replies if reply.status == "error"} == {"deadline_exceeded"}
+        assert ok > 30
+        assert called - ok <= 0.1 * called
+
+
 async def test_why_a_request_waits_is_in_its_event_and_in_the_status(vhost) -> None:
     async with (
         house(vhost.amqp_url, simulated=ONE_A_SECOND, lanes=WIDE, budget=KNOWN) as home,

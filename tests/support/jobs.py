@@ -135,6 +135,9 @@ class NobodyElse:
     def after(self, job: Job) -> tuple[()]:
         return ()
 
+    def has_other(self, job: Job) -> bool:
+        return False
+
     def closed_s(self, job: Job) -> float:
         return 0.0
 

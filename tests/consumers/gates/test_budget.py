@@ -218,14 +218,33 @@ def test_a_wait_that_is_too_long_goes_to_the_next_provider() -> None:
     story(tell, ONE, TWO)
 
 
-def test_a_short_wait_does_not_go_to_the_next_provider() -> None:
+@pytest.mark.parametrize(("lane", "taken"), [(CRITICAL, TWO), (BATCH, ONE)])
+def test_a_wait_that_is_short_for_its_lane_does_not_go_to_the_next_provider(lane: LaneSpec, taken: Route) -> None:
     async def tell(on: Ground) -> None:
-        await on.spend("one/m")
-        job = on.job()
+        await on.spend("one/m", requests=5)
+        job = on.job(lane)
         assert await on.enter(job) is None
-        assert job.route == ONE
+        assert job.route == taken
 
     story(tell, ONE, TWO)
+
+
+def test_who_would_be_cut_at_the_deadline_in_its_call_is_refused_before_it() -> None:
+    async def tell(on: Ground) -> None:
+        known = on.job()
+        assert await on.enter(known) is None
+        known.attempt_started_ms, known.run_ms, known.usage = on.now_ms(), 4000, Amounts(1, 10, 10)
+        await on.gate.leave(known, Answered(body=b"{}", model="m", provider="one"))
+        assert await on.enter(on.job(deadline_ms=3000)) is None, "what may begin at once may try"
+        await on.spend("one/m", requests=5)
+
+        refused = await on.enter(on.job(deadline_ms=9000))
+
+        assert isinstance(refused, Refused)
+        assert "its call may take 6000 ms" in refused.problem.detail
+        assert await on.enter(on.job(deadline_ms=20_000)) is None
+
+    story(tell)
 
 
 def test_where_all_have_long_waits_the_shortest_is_taken() -> None:
