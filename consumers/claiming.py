@@ -92,11 +92,14 @@ class Claiming:
         return found
 
     async def release(self, job: Job) -> None:
-        """Give a claim back: the request waits for its next delivery. Its lease ends it where that cannot be told."""
+        """Give a claim back: the request waits for its next delivery. Its lease ends it where that cannot be told.
+
+        Cancelled, it goes on by itself: a holder that never lets go counts as dead.
+        """
         if job.claim is None:
             return
         held, job.claim = job.claim, None
-        await self._let_go(held, attempts=job.attempts)
+        await asyncio.shield(self._in_background(self._let_go(held, attempts=job.attempts), name=f"let go {job.id}"))
 
     async def _ask(self, job: Job) -> Granted | Running | Ended | Conflict:
         return await _surely(lambda: self._store.claim(job.identity, job.copy()), within_s=CLAIM_WITHIN_S)

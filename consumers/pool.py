@@ -5,9 +5,9 @@ overtake (facts.md, section 2).
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection
-from contextlib import aclosing
-from typing import assert_never
+from collections.abc import Awaitable, Callable, Collection, Iterator
+from contextlib import aclosing, contextmanager
+from typing import Any, assert_never
 
 import structlog
 from opentelemetry.trace import Span
@@ -48,7 +48,10 @@ class Pool:
         self._free = asyncio.Semaphore(deliveries.prefetch)
         self._in_hand = 0
         self._jobs: set[Job] = set()
+        self._undecided: dict[asyncio.Task[Any], Job | None] = {}
+        """Who works on what has no outcome yet; None while it waits for a slot."""
         self._stopping = False
+        self._gives_back = False
 
     @property
     def queue(self) -> str:
@@ -84,6 +87,16 @@ class Pool:
         self._stopping = True
         await self._deliveries.stop()
 
+    def give_back(self) -> None:
+        """After `stop`: whatever has not begun its call goes back to the broker, now and from now on, wherever it waits.
+
+        One that gets its turn in this very moment is cancelled before it can begin, and leaves what it was granted.
+        """
+        self._gives_back = True
+        for task, job in self._undecided.items():
+            if job is None or job.attempt_started_ms is None:
+                task.cancel()
+
     @property
     def is_paused(self) -> bool:
         return self._deliveries.is_paused
@@ -112,8 +125,11 @@ class Pool:
         """Work one delivery as soon as there is a slot. There is, unless a pause has come between."""
         self._in_hand += 1
         try:
+            if self._gives_back:
+                return await self._settler.release(delivery)
             try:
-                await self._free.acquire()
+                with self._undecided_yet(None):
+                    await self._free.acquire()
             except asyncio.CancelledError:
                 if self._stopping:
                     await self._settler.release(delivery)
@@ -133,7 +149,8 @@ class Pool:
             job = self._job_of(delivery)
             self._jobs.add(job)
             with self._tracing.process(delivery.message, queue=self.queue, delivery_tag=delivery.tag) as span:
-                outcome = await self._outcome(job)
+                with self._undecided_yet(job):
+                    outcome = await self._outcome(job)
                 settled = await self._settler.settle(job, outcome)
                 if span.is_recording():
                     self._record(span, job, settled or outcome)
@@ -156,6 +173,16 @@ class Pool:
             self._activity.running -= 1
             if job is not None:
                 self._jobs.discard(job)
+
+    @contextmanager
+    def _undecided_yet(self, job: Job | None) -> Iterator[None]:
+        task = asyncio.current_task()
+        assert task is not None
+        self._undecided[task] = job
+        try:
+            yield
+        finally:
+            del self._undecided[task]
 
     def _record(self, span: Span, job: Job, outcome: Outcome) -> None:
         app = codec.app_of(job.routing_key)

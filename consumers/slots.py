@@ -51,6 +51,7 @@ class Working(Protocol):
     def jobs(self) -> Collection[Job]: ...
     async def run(self) -> None: ...
     async def stop(self) -> None: ...
+    def give_back(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -145,6 +146,12 @@ class Slots:
         """Take no more on added slots."""
         self._stopping.set()
         await self._take_all_back()
+
+    def give_back(self) -> None:
+        """After `stop`: as `Pool.give_back`, on added slots."""
+        for line in self._lines:
+            for each in line.added:
+                each.pool.give_back()
 
     @property
     def is_paused(self) -> bool:

@@ -31,7 +31,8 @@ log: structlog.stdlib.BoundLogger = structlog.get_logger()
 async def run(
     parts: Parts, *, stop: asyncio.Event, grace_s: float, on_ready: Callable[[], None] = lambda: None
 ) -> None:
-    """Work until `stop` is set; then take no more, let what runs end within `grace_s`, and give back the rest.
+    """Work until `stop` is set; then take no more, give back what has not begun its call, let the calls that run
+    end within `grace_s`, and give back the rest.
 
     `on_ready` is called once, when every queue is consumed.
     """
@@ -55,13 +56,21 @@ async def run(
             raise RuntimeError(f"{', '.join(task.get_name() for task in ended)} ended by itself")
         running = sum(activity.running for activity in parts.activities)
         log.info(signals.SERVICE_STOPPING, running=running, grace_s=grace_s)
-        stops = [group.create_task(pool.stop(), name=f"stop {pool.queue}") for pool in parts.pools]
-        stops.append(group.create_task(parts.control.stop(), name="stop control"))
-        stops.append(group.create_task(parts.slots.stop(), name="stop slots"))
+        stops = [
+            group.create_task(_stop(parts), name="stop taking"),
+            group.create_task(parts.control.stop(), name="stop control"),
+        ]
         _, late = await asyncio.wait((*stops, *pools), timeout=grace_s)
         orphaned = sum(activity.running for activity in parts.activities) if late else 0
         await _end((*late, *side, announcing))
         log.info(signals.SERVICE_STOPPED, orphaned=orphaned)
+
+
+async def _stop(parts: Parts) -> None:
+    """What is given back must find none of our consumers: so all of them end first."""
+    await asyncio.gather(*(pool.stop() for pool in parts.pools), parts.slots.stop())
+    for taker in (*parts.pools, parts.slots):
+        taker.give_back()
 
 
 async def _end(tasks: Iterable[asyncio.Task[object]]) -> None:

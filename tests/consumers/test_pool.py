@@ -8,13 +8,13 @@ import pytest
 
 from consumers import settle
 from consumers.activity import LaneActivity
-from consumers.job import Answered, Job, Outcome
+from consumers.job import Answered, Job, Outcome, Refused
 from consumers.pool import Pool
 from tests.support.jobs import Bench, FakeDelivery
 from tests.support.waiting import until
 from topology import names as n
 from topology.broker.session import ChannelLost
-from topology.contract.problems import BrokerUnreachable
+from topology.contract.problems import BrokerUnreachable, RequestProblem
 from topology.tracing import Tracing
 
 ANSWERED = Answered(body=b"{}", model="m", provider="p")
@@ -202,6 +202,91 @@ async def test_stopping_lets_what_runs_end() -> None:
     go.set()
     await asyncio.wait_for(working.running, 2)
     assert "ack" in bench.log
+
+
+async def test_what_has_not_begun_its_call_is_given_back_at_once_and_what_has_ends() -> None:
+    bench = Bench()
+    go = asyncio.Event()
+
+    async def hold(job: Job) -> Outcome:
+        if job.id.startswith("running"):
+            job.attempt_started_ms = 1
+        await go.wait()
+        return ANSWERED
+
+    working = Working(bench, hold)
+    names = ("running-1", "waiting-1", "running-2", "waiting-2", "without-a-slot-1", "without-a-slot-2")
+    deliveries = {name: bench.delivery(message_id=name) for name in names}
+    working.deliver(*deliveries.values())
+    await until(lambda: working.pool.in_hand == 6)
+    await working.pool.stop()
+    working.pool.give_back()
+    await until(lambda: working.pool.in_hand == 2)
+    assert bench.log == ["give back"] * 4
+    assert (working.activity.running, len(working.pool.jobs), working.running.done()) == (2, 2, False)
+    go.set()
+    await asyncio.wait_for(working.running, 2)
+    assert bench.log.count("ack") == 2
+    assert bench.log.count("give back") == 4
+
+
+async def test_what_gets_its_turn_in_the_moment_of_being_given_back_does_not_begin() -> None:
+    bench = Bench()
+    turn = asyncio.Event()
+
+    async def begin(job: Job) -> Outcome:
+        await turn.wait()
+        job.attempt_started_ms = 1
+        return ANSWERED
+
+    working = Working(bench, begin)
+    working.deliver(*(bench.delivery(message_id=f"m-{at}") for at in range(5)))
+    await until(lambda: working.pool.in_hand == 5)
+    await working.pool.stop()
+    turn.set()
+    working.pool.give_back()
+    await asyncio.wait_for(working.running, 2)
+    assert bench.log == ["give back"] * 5
+
+
+async def test_what_has_an_outcome_is_settled_though_the_rest_is_given_back() -> None:
+    bench = Bench()
+    confirmed = asyncio.Event()
+
+    async def refuse(job: Job) -> Outcome:
+        return Refused(RequestProblem("deadline_exceeded", "too late"))
+
+    async def publish(*_: Any, **__: Any) -> None:
+        await confirmed.wait()
+
+    bench.publisher.publish_surely = publish  # type: ignore[attr-defined, method-assign]
+    working = Working(bench, refuse)
+    working.deliver(bench.delivery())
+    await until(lambda: working.pool._undecided == {} and working.activity.running)
+    await working.pool.stop()
+    working.pool.give_back()
+    await asyncio.sleep(0.01)
+    assert not working.running.done()
+    confirmed.set()
+    await asyncio.wait_for(working.running, 2)
+    assert (bench.log.count("ack"), bench.log.count("give back")) == (1, 0)
+
+
+async def test_what_arrives_when_all_is_given_back_is_not_begun() -> None:
+    bench = Bench()
+    handled: list[str] = []
+
+    async def handle(job: Job) -> Outcome:
+        handled.append(job.id)
+        return ANSWERED
+
+    working = Working(bench, handle)
+    working.pool._stopping = True
+    working.pool.give_back()
+    working.deliver(bench.delivery(), bench.delivery())
+    await until(lambda: bench.log == ["give back"] * 2)
+    await working.stop()
+    assert not handled
 
 
 async def test_what_still_runs_when_it_is_cancelled_is_given_back_once() -> None:

@@ -37,6 +37,10 @@ class FakePool:
     async def stop(self) -> None:
         self.is_stopped = True
 
+    def give_back(self) -> None:
+        assert self.is_stopped
+        self.in_hand = 0
+
 
 class World:
     """Two lanes: one of eight slots above one of two."""
@@ -255,4 +259,15 @@ async def test_stopping_takes_no_more_and_waits_for_what_runs() -> None:
     await asyncio.sleep(0.05)
     assert not running.done()
     world.added[0].in_hand = 0
+    await asyncio.wait_for(running, 1)
+
+
+async def test_when_it_stops_what_waits_on_added_slots_is_given_back() -> None:
+    world = World()
+    world.flood()
+    running = asyncio.create_task(world.slots.run())
+    await until(lambda: world.open)
+    world.added[0].in_hand = 3
+    await world.slots.stop()
+    world.slots.give_back()
     await asyncio.wait_for(running, 1)

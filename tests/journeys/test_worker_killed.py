@@ -133,6 +133,36 @@ async def test_told_to_stop_it_takes_no_more_finishes_what_runs_and_leaves_the_r
             assert ledger.repeated == 0
 
 
+async def test_told_to_stop_it_gives_back_at_once_what_waits_for_the_budget(vhost, api, environ, tmp_path) -> None:
+    """It has not begun: the time that it may take to stop is for calls that run."""
+    environ = {**environ, "LANEKEEPER_BUDGET__REQUESTS_PER_MIN": "6", "LANEKEEPER_LANES__BATCH__SLOTS": "4"}
+    ledger = Ledger(vhost.amqp_url)
+    async with lanekeeper("serve", environ=environ, folder=tmp_path) as worker:
+        await worker.ready()
+        async with ledger.writing(), ledger.reading(), requester(vhost.amqp_url) as app:
+            for n in range(8):
+                await ledger.ask("batch", f"job {n} [[latency: 2s]]", id=f"job-{n}")
+            await until(lambda: api.running == 1)
+            await until(lambda: is_depth(app, "lane.batch", 4))  # three wait at the gate
+            worker.send(signal.SIGTERM)
+            await until(lambda: is_depth(app, "lane.batch", 7))
+            given_back = [(await app.channel.basic_get("lane.batch")).header.properties for _ in range(7)]
+            if vhost.version.startswith("4.3"):
+                assert not any((each.headers or {}).get("x-delivery-count") for each in given_back)
+            assert await worker.ended() == 0
+            stopping, stopped = worker.told("service.stopping")[0], worker.told("service.stopped")[0]
+            assert (stopping["running"], stopped["orphaned"]) == (4, 0)
+            assert stopping["grace_s"] == 25
+            await until(lambda: len(ledger.finals) == 1)
+            assert [call.outcome for call in api.calls] == ["ok"], "what ran a call has finished it"
+
+    async with house(vhost.amqp_url) as home, ledger.reading():
+        await until(lambda: not ledger.lost, within_s=30)
+        ledger.check()
+        assert len(api.calls) + len(home.api.calls) == 8, "no call was made twice"
+        assert ledger.repeated == 0
+
+
 async def is_depth(app, queue: str, expected: int) -> bool:
     return await app.depth(queue) == expected
 

@@ -113,6 +113,8 @@ class Worker:
     async def _stop(self) -> None:
         for pool in self._pools:
             await pool.stop()
+        for pool in self._pools:
+            pool.give_back()
         *pools, claims = self._running
         _, late = await asyncio.wait(pools, timeout=GRACE_S)
         for task in (*late, claims):
