@@ -88,7 +88,7 @@ class Pool:
         await self._deliveries.stop()
 
     def give_back(self) -> None:
-        """After `stop`: whatever has not begun its call goes back to the broker, now and from now on, wherever it waits.
+        """After `stop`: what has not begun its call goes back to the broker, now and from now on, wherever it waits.
 
         One that gets its turn in this very moment is cancelled before it can begin, and leaves what it was granted.
         """

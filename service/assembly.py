@@ -41,10 +41,10 @@ from topology.broker.depth import depths
 from topology.broker.management import Management, discover
 from topology.broker.notices import Notices
 from topology.broker.publisher import Publisher
+from topology.broker.rights import see_that_it_may_write
 from topology.broker.verify import verify
 from topology.broker.watch import FindManagement, TopologyWatch
-from topology.contract.messages import Message
-from topology.contract.problems import AccessRefused, BrokerBlocked, ConfirmUnknown, TopologyMismatch
+from topology.contract.problems import AccessRefused, BrokerBlocked, BrokerUnreachable, TopologyMismatch
 from topology.declaration import declare
 from topology.lanes import LaneSpec
 from topology.model import Topology
@@ -123,7 +123,7 @@ async def assemble(
         await _apply_or_check(topology, publishing, declares=declares)
         watch = TopologyWatch(topology, consuming, declares=declares, find_management=_management_finder(settings))
         publisher = Publisher(publishing, tracing=tracing, on_missing=watch.look)
-        await _see_that_it_may_write(publisher, names)
+        await _see_that_it_may_write(publishing, names)
         notices = await stack.enter_async_context(Notices(publishing))
         direct = None
         if _before(publishing.version, DIRECT_REPLY_MENDED):
@@ -253,19 +253,17 @@ def _ready_in(queue: str, ready: Depths) -> Callable[[], Awaitable[int]]:
     return ready_in
 
 
-async def _see_that_it_may_write(publisher: Publisher, names: Names) -> None:
+async def _see_that_it_may_write(connection: Connection, names: Names) -> None:
     """A worker that may answer nobody would take requests and put them back until they are buried as poison."""
-    nothing = Message(body=b"", persistent=False)
-    for exchange, routing_key in (("", f"{names.reply_prefix}nobody"), (names.events, "nobody")):
-        try:
-            await publisher.publish(nothing, exchange=exchange, routing_key=routing_key, mandatory=False, traced=False)
-        except (BrokerBlocked, ConfirmUnknown):
-            return  # an alarm: it is known when it is over, and nothing is taken until then
-        except AccessRefused as error:
-            raise AccessRefused(
-                f"a worker must be allowed to write: {error}; "
-                "give its user the rights that `lanekeeper topology export --user NAME:worker` shows"
-            ) from error
+    try:
+        await see_that_it_may_write(connection, (("", f"{names.reply_prefix}nobody"), (names.events, "nobody")))
+    except (BrokerBlocked, BrokerUnreachable):
+        return  # an alarm: it is known when it is over, and nothing is taken until then
+    except AccessRefused as error:
+        raise AccessRefused(
+            f"a worker must be allowed to write: {error}; "
+            "give its user the rights that `lanekeeper topology export --user NAME:worker` shows"
+        ) from error
 
 
 async def _apply_or_check(topology: Topology, connection: Connection, *, declares: bool) -> None:

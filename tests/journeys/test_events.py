@@ -34,6 +34,18 @@ async def test_each_step_is_told_with_lane_application_and_attempt(vhost) -> Non
         assert len(home.api.calls) == 2
 
 
+async def test_a_worker_that_starts_tells_nothing_of_itself(vhost) -> None:
+    """Who reads events can read every one."""
+    async with requester(vhost.amqp_url) as app:
+        async with house(vhost.amqp_url):
+            await app.read_events()
+        async with house(vhost.amqp_url):
+            await app.ask({"prompt": "a"}, message_id="first")
+            await until(lambda: app.events_of("first")[-1:] == ["completed"])
+        assert {len(each.routing_key.split(".")) for each in app.events} == {4}
+        assert {each.json["id"] for each in app.events} == {"first"}
+
+
 async def test_a_request_with_a_name_as_long_as_can_be_takes_no_others_events_with_it(vhost) -> None:
     """Its key would be longer than AMQP allows."""
     async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:

@@ -1,0 +1,38 @@
+"""Whether a user may write is found out, and nobody gets a message by it."""
+
+import pytest
+
+from tests.support.brokers import Vhost
+from topology.broker.connection import Connection
+from topology.broker.rights import see_that_it_may_write
+from topology.contract.problems import AccessRefused, TopologyMismatch
+
+
+@pytest.fixture
+async def connection(vhost: Vhost):
+    async with Connection(vhost.amqp_url, name="rights") as connection:
+        yield connection
+
+
+async def test_nobody_gets_what_is_published_to_find_out(connection: Connection) -> None:
+    channel = await connection.channel(confirms=True)
+    queue = (await channel.queue_declare("", exclusive=True)).queue
+    await channel.queue_bind(queue, "amq.topic", "#")
+    await see_that_it_may_write(connection, (("", queue), ("amq.topic", "some.key")))
+    await channel.basic_publish(b"after", exchange="amq.topic", routing_key="after")
+    found = (await channel.queue_declare(queue, passive=True)).message_count
+    assert found == 1, "that which was published after it"
+
+
+@pytest.mark.parametrize("exchange", ["", "amq.topic"])
+async def test_a_right_that_is_missing_is_told_each_time(connection: Connection, vhost: Vhost, exchange: str) -> None:
+    allowed = {"": "^amq.topic$", "amq.topic": "^amq.default$"}[exchange]
+    vhost.api("PUT", f"permissions/{vhost.quoted}/{vhost.user}", {"configure": "", "write": allowed, "read": ""})
+    for _ in range(20):
+        with pytest.raises(AccessRefused, match=exchange or "amq.default"):
+            await see_that_it_may_write(connection, (("", "some"), ("amq.topic", "some")))
+
+
+async def test_an_exchange_that_is_not_there_names_the_command(connection: Connection) -> None:
+    with pytest.raises(TopologyMismatch, match="lanekeeper topology apply"):
+        await see_that_it_may_write(connection, (("not-there", "some"),))
