@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 from consumers.activity import quantile
@@ -64,7 +65,9 @@ class Status:
     lanes: tuple[LaneStatus, ...]
     workers: tuple[str, ...]
     waiting: tuple[str, ...] = ()
-    """Who waits for a provider's budget, and for what: a line an account, lane and worker."""
+    """Who waits for a provider's budget, and for what: a line a lane, reason and account."""
+    paused: tuple[str, ...] = ()
+    """Accounts that nothing is asked of, because of their spend limit, and until when."""
     breakers: tuple[str, ...] = ()
     """Providers that are not called at present."""
     spent: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
@@ -141,7 +144,8 @@ def merge(
             for lane in lanes
         ),
         workers=tuple(sorted(str(answer.get("worker", "?")) for answer in answers)),
-        waiting=tuple(sorted(line for answer in answers for line in _waiting(answer))),
+        waiting=tuple(sorted(_waiting(answers))),
+        paused=tuple(sorted(_paused(answers))),
         breakers=tuple(
             sorted(
                 {
@@ -156,11 +160,26 @@ def merge(
     )
 
 
-def _waiting(answer: Mapping[str, Any]) -> Iterator[str]:
-    for account, lanes in answer.get("waiting", {}).items():
-        for lane, each in lanes.items():
-            oldest = f"the first for {each['oldest_s']:.1f} s"
-            yield f"{lane}: {each['count']} wait for {each['reason']} of {account}, {oldest}"
+def _waiting(answers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    found: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
+    for answer in answers:
+        for account, lanes in answer.get("waiting", {}).items():
+            for lane, each in lanes.items():
+                found.setdefault((lane, each["reason"], account), []).append(each)
+    for (lane, reason, account), them in found.items():
+        oldest_s = max(each["oldest_s"] for each in them)
+        count = sum(each["count"] for each in them)
+        yield f"{lane}: {count} wait for {reason} of {account}, the first for {oldest_s:.1f} s"
+
+
+def _paused(answers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    until_ms: dict[str, int] = {}
+    for answer in answers:
+        for account, told_ms in answer.get("paused_until_ms", {}).items():
+            until_ms[account] = max(told_ms, until_ms.get(account, 0))
+    for account, ms in until_ms.items():
+        until = datetime.fromtimestamp(ms / 1000, tz=UTC)
+        yield f"{account}: paused by its spend limit until {until:%Y-%m-%d %H:%M:%S} UTC"
 
 
 def _spent(answers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:

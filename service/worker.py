@@ -12,6 +12,7 @@ from dataclasses import asdict
 import structlog
 
 from consumers.activity import quantile
+from consumers.job import now_ms
 from consumers.storekeeping import probing, sweeping
 from service.assembly import Parts
 from topology import signals
@@ -124,6 +125,9 @@ async def _tell(parts: Parts, question: Message, me: str) -> None:
         "waiting": {
             account: {lane: asdict(waiting) for lane, waiting in lanes.items()}
             for account, lanes in parts.budgets.waiting().items()
+        },
+        "paused_until_ms": {
+            account: now_ms() + round(1000 * left_s) for account, left_s in parts.budgets.paused().items()
         },
         "breakers": dict(parts.breakers.states(asyncio.get_running_loop().time())),
         "spent": {

@@ -111,3 +111,7 @@ class Budgets(Protocol):
     def waiting(self) -> Mapping[str, Mapping[str, Waiting]]:
         """By account and lane: who waits in this process, and for what."""
         ...
+
+    def paused(self) -> Mapping[str, float]:
+        """By account, how many seconds its spend limit keeps it paused; those alone that are."""
+        ...

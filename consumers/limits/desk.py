@@ -135,6 +135,11 @@ class Desk:
                     )
         return found
 
+    def paused(self) -> Mapping[str, float]:
+        now_s = self._clock()
+        left_s = {name: books.paused_s(now_s) for name, books in self.accounts.items()}
+        return {name: seconds for name, seconds in left_s.items() if seconds > 0}
+
     async def _wait(self, books: Account, waiter: Sleeper, until: float | None) -> Reservation:
         waiter.granted = asyncio.get_running_loop().create_future()
         try:

@@ -66,6 +66,9 @@ class LocalBudgets:
     def waiting(self) -> Mapping[str, Mapping[str, Waiting]]:
         return self._desk.waiting()
 
+    def paused(self) -> Mapping[str, float]:
+        return self._desk.paused()
+
     def _step(self, books: Account) -> None:
         """Grant whatever may be granted, and see to it that somebody looks again when time brings more."""
         now_s = _now_s()

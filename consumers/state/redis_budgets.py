@@ -130,6 +130,9 @@ class RedisBudgets:
     def waiting(self) -> Mapping[str, Mapping[str, Waiting]]:
         return self._desk.waiting()
 
+    def paused(self) -> Mapping[str, float]:
+        return self._desk.paused()
+
     async def aclose(self) -> None:
         """Tell Redis what it has not been told; whoever waits must have gone."""
         for ledger in list(self._ledgers.values()):

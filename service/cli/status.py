@@ -68,7 +68,7 @@ def _show(found: "Status") -> None:
         if lane.deferred_for:
             told = ", ".join(f"{reason} {count}" for reason, count in sorted(lane.deferred_for.items()))
             console.print(f"{lane.lane} was put off since the workers began, for: {told}", highlight=False)
-    for line in (*found.waiting, *found.breakers):
+    for line in (*found.waiting, *found.paused, *found.breakers):
         console.print(line, highlight=False, soft_wrap=True)
     if dollars := {lane: each["usd"] for lane, each in found.spent.get("lane", {}).items() if each.get("usd")}:
         told = ", ".join(f"{lane} ${usd:.4f}" for lane, usd in dollars.items())

@@ -129,4 +129,6 @@ async def test_a_spend_limit_alarms_at_once_pauses_the_account_and_is_no_loop_of
             late = await app.ask({"prompt": "late"})
             assert late.code == "deadline_exceeded"
             assert "waiting for paused of anthropic/sonnet" in late.json["detail"]
+            (paused,) = (await status(home)).paused
+            assert paused.startswith("anthropic/sonnet: paused by its spend limit until ")
     assert [each["event"] for each in logs if each["log_level"] == "error"] == ["account.spend_limit", "account.paused"]

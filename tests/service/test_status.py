@@ -55,6 +55,36 @@ def test_why_requests_were_put_off_is_told_of_all_workers_together() -> None:
     assert batch.deferred_for == {"breaker": 5, "tenant": 1}
 
 
+def test_who_waits_for_the_same_is_told_in_one_line() -> None:
+    def waits(**lanes: tuple[int, str, float]) -> dict[str, Any]:
+        told = {lane: dict(zip(("count", "reason", "oldest_s"), each, strict=True)) for lane, each in lanes.items()}
+        return {"worker": "a", "lanes": {}, "waiting": {"anthropic/sonnet": told}}
+
+    answers = [
+        waits(batch=(4, "rpm", 1.25), critical=(1, "itpm", 0.1)),
+        waits(batch=(3, "rpm", 7.5)),
+        waits(batch=(2, "otpm", 0.5)),
+    ]
+
+    assert merge(answers, EMPTY, lanes=LANES, names=NAMES).waiting == (
+        "batch: 2 wait for otpm of anthropic/sonnet, the first for 0.5 s",
+        "batch: 7 wait for rpm of anthropic/sonnet, the first for 7.5 s",
+        "critical: 1 wait for itpm of anthropic/sonnet, the first for 0.1 s",
+    )
+
+
+def test_that_an_account_is_paused_is_told_once_and_until_when() -> None:
+    answers = [
+        {"worker": "a", "lanes": {}, "paused_until_ms": {"anthropic/sonnet": 1_700_000_000_000}},
+        {"worker": "b", "lanes": {}, "paused_until_ms": {"anthropic/sonnet": 1_700_000_060_000}},
+        {"worker": "of an older version", "lanes": {}},
+    ]
+
+    assert merge(answers, EMPTY, lanes=LANES, names=NAMES).paused == (
+        "anthropic/sonnet: paused by its spend limit until 2023-11-14 22:14:20 UTC",
+    )
+
+
 def test_quantiles_are_those_of_all_waits_together() -> None:
     answers = [
         {"worker": "a", "lanes": {"critical": figures(waits_ms=list(range(1, 51)))}},

@@ -253,7 +253,9 @@ def test_a_spend_limit_sends_everybody_away_at_once_until_the_pause_is_over() ->
         assert all(isinstance(each, WaitTooLong) and each.wait.reason == "paused" for each in found)
         assert caught.value.wait == Wait(900, "paused")
         assert on.loop.time() == began_s
+        assert on.budgets.paused() == {ACCOUNT: 900}
         await asyncio.sleep(900)
+        assert on.budgets.paused() == {}
         await on.budgets.reserve(ACCOUNT, lane="critical", amounts=ONE, until=None)
 
     story(tell)

@@ -368,6 +368,7 @@ async def test_a_spend_limit_that_one_process_meets_stops_all(opened: Opened) ->
     assert caught.value.wait.reason == "paused"
     with pytest.raises(WaitTooLong):
         await other.reserve(ACCOUNT, lane="critical", amounts=ONE, until=None)
+    assert 0 < other.paused()[ACCOUNT] <= one.paused()[ACCOUNT] + 1
 
 
 async def test_a_process_that_has_not_heard_of_a_pause_is_granted_nothing(opened: Opened) -> None:
