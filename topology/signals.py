@@ -14,7 +14,7 @@ repository and the Anthropic SDK's own spans have it since September 2026 (it wa
 from typing import Final
 
 # Log events: the service as a whole.
-SERVICE_READY: Final = "service.ready"  # version, lanes, broker, provider: all parts work, requests are taken
+SERVICE_READY: Final = "service.ready"  # version, lanes, broker, providers: all parts work, requests are taken
 SERVICE_STOPPING: Final = "service.stopping"  # reason, running: no more is taken, what runs may finish
 SERVICE_STOPPED: Final = "service.stopped"  # orphaned: deliveries left unacknowledged, which come back elsewhere
 HEALTH_ABSENT: Final = "health.absent"  # reason: another worker has the address; /healthz and /readyz are not served

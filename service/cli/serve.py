@@ -113,7 +113,7 @@ async def _worked(
                 version=lanekeeper_version(),
                 lanes=[lane.name for lane in parts.lanes],
                 broker=settings.broker,
-                provider="simulated" if simulate else settings.provider,
+                providers=["simulated"] if simulate else [each.name for each in settings.routes_spec().providers],
                 health=health.url if listens else None,
             )
 

@@ -64,6 +64,20 @@ async def test_status_shows_what_waits_runs_and_was_answered_over_all_workers(vh
             assert [line.split()[0] for line in lines if line.split()[0] in lanes] == ["critical", "normal", "batch"]
 
 
+async def test_a_worker_that_is_ready_names_the_providers_that_there_are(vhost, tmp_path) -> None:
+    async with SimulatedAPI() as api:
+        environ = environment(
+            vhost.amqp_url,
+            vhost.management_url,
+            LANEKEEPER_GATEWAY__PORT="0",
+            LANEKEEPER_PROVIDERS__EUROPE__API_KEY="sk-ant-simulated",
+            LANEKEEPER_PROVIDERS__EUROPE__BASE_URL=api.base_url,
+        )
+        del environ["ANTHROPIC_API_KEY"]
+        async with lanekeeper("serve", environ=environ, folder=tmp_path) as worker:
+            assert (await worker.tells("service.ready"))["providers"] == ["europe"]
+
+
 async def test_without_a_worker_status_still_tells_what_waits(vhost, tmp_path) -> None:
     environ = environment(vhost.amqp_url, vhost.management_url)
     async with house(vhost.amqp_url, works=("critical",)), requester(vhost.amqp_url) as app:
