@@ -1,5 +1,7 @@
 """Whether a user may write is found out, and nobody gets a message by it."""
 
+from collections.abc import AsyncIterator
+
 import pytest
 
 from tests.support.brokers import Vhost
@@ -9,7 +11,7 @@ from topology.contract.problems import AccessRefused, TopologyMismatch
 
 
 @pytest.fixture
-async def connection(vhost: Vhost):
+async def connection(vhost: Vhost) -> AsyncIterator[Connection]:
     async with Connection(vhost.amqp_url, name="rights") as connection:
         yield connection
 

@@ -12,10 +12,13 @@ from topology.broker.publisher import CONFIRM_TIMEOUT_S
 from topology.broker.session import CLOSE_TIMEOUT_S
 from topology.contract.problems import AccessRefused, BrokerUnreachable, TopologyMismatch
 
+SAID_WITHIN_S = 1.0
+"""aiormq may raise a moment before it tells why the channel was closed."""
+
 
 async def see_that_it_may_write(connection: Connection, routes: Iterable[tuple[str, str]]) -> None:
-    """Publish to each exchange, under each key, and roll that back: the broker looks at the rights when it is published,
-    and routes only what is committed.
+    """Publish to each exchange, under each key, and roll that back: the broker looks at the rights of all that is
+    published, and routes only what is committed.
 
     Raises AccessRefused, TopologyMismatch (no such exchange), BrokerBlocked, BrokerUnreachable (it is not known).
     """
@@ -28,8 +31,9 @@ async def see_that_it_may_write(connection: Connection, routes: Iterable[tuple[s
                 for exchange, routing_key in routes:
                     await channel.basic_publish(b"", exchange=exchange, routing_key=routing_key)
                 await channel.tx_rollback()
-    except BrokerUnreachable as error:
+    except BrokerUnreachable:
         closing = channel.closing
+        await asyncio.wait((closing,), timeout=SAID_WITHIN_S)
         why = closing.exception() if closing.done() and not closing.cancelled() else None
         if isinstance(why, ChannelAccessRefused):
             raise AccessRefused(str(why)) from why
