@@ -28,6 +28,7 @@ class FakePool:
     def __init__(self, queue: str, *, ends: BaseException | None = None, stops: bool = True) -> None:
         self.queue = queue
         self.was_cancelled = False
+        self.gave_back = False
         self._ends = ends
         self._stops = stops
         self._stop = asyncio.Event()
@@ -49,6 +50,9 @@ class FakePool:
         if not self._stops:
             await asyncio.sleep(60)
         self._stop.set()
+
+    def give_back(self) -> None:
+        self.gave_back = True
 
 
 def parts(*pools: FakePool) -> Parts:
@@ -87,6 +91,26 @@ async def test_it_works_until_it_is_told_to_stop() -> None:
     stop.set()
     await asyncio.wait_for(working, 1)
     assert not any(pool.was_cancelled for pool in pools)
+
+
+async def test_nothing_is_given_back_while_a_consumer_of_ours_may_get_it_again() -> None:
+    stop = asyncio.Event()
+    quick, slow = FakePool("quick"), FakePool("slow", stops=False)
+    slow_stops = asyncio.Event()
+
+    async def stop_slowly() -> None:
+        await slow_stops.wait()
+        slow._stop.set()
+
+    slow.stop = stop_slowly  # type: ignore[method-assign]
+    working = run(quick, slow, stop=stop)
+    stop.set()
+    await asyncio.sleep(0.05)
+    assert not quick.gave_back
+    slow_stops.set()
+    await asyncio.wait_for(working, 1)
+    assert quick.gave_back
+    assert slow.gave_back
 
 
 async def test_what_does_not_end_within_the_grace_is_cancelled() -> None:
