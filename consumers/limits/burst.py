@@ -72,6 +72,12 @@ class Bursts:
             for proven_s, cut, is_guess in zip(self._proven_s, self._cut, guessed, strict=True)
         )
 
+    def forget(self, guessed: Sequence[bool]) -> None:
+        """What was proven of limits that are guessed again."""
+        self._proven_s = [
+            None if is_guess else proven_s for proven_s, is_guess in zip(self._proven_s, guessed, strict=True)
+        ]
+
     def hear(self, rate: RateHeaders, counted: Amounts) -> bool:
         """Whether more is proven than before. `counted`: of the call."""
         if counted.input_tokens > 0:

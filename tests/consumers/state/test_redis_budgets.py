@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
+from consumers.limits import adaptive
 from consumers.limits.account import Account
 from consumers.limits.amounts import Amounts
 from consumers.limits.base import Heard, Kind, Reservation, WaitTooLong
@@ -262,6 +263,22 @@ async def test_how_much_may_be_used_at_once_is_learned_for_all_and_what_was_kept
 
     assert one._desk.books(ACCOUNT).buckets[0].burst == other._desk.books(ACCOUNT).buckets[0].burst == 7
     assert granted in (4, 5)  # six were there, of which normal and batch keep 1.75
+
+
+async def test_what_was_told_once_and_never_again_is_forgotten_for_all(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adaptive, "FORGOTTEN_AFTER_S", 1.0)
+    one, other = opened(requests=None), opened(requests=None)
+    one.learn(ACCOUNT, answered(Told(limit=1, remaining=0)))
+    with pytest.raises(WaitTooLong):
+        await one.reserve(ACCOUNT, lane="critical", amounts=ONE, until=now_s() + 5)
+    await asyncio.sleep(1.0)
+    await asyncio.wait_for(ask(one, "critical"), 5)  # of 50 a minute, and not of one
+
+    assert await other.try_reserve(ACCOUNT, lane="critical", amounts=Amounts(0, 1, 1)) is not None
+    assert other._desk.books(ACCOUNT).per_minute() == one._desk.books(ACCOUNT).per_minute()
+    assert one._desk.books(ACCOUNT).per_minute().requests == 50
 
 
 async def test_one_that_would_not_wait_and_is_cancelled_gives_back_what_it_was_granted(opened: Opened) -> None:
