@@ -225,10 +225,10 @@ async def test_one_that_is_cancelled_leaves_no_hole(opened: Opened) -> None:
 
 
 async def test_what_one_process_gives_back_another_gets(opened: Opened) -> None:
-    slow = {"requests": 6_000, "input_tokens": 600, "burst_s": 60}
+    slow = {"requests": 6_000, "input_tokens": 3600, "burst_s": 10}
     one, other = opened(**slow), opened(**slow)
     taken = await one.reserve(ACCOUNT, lane="normal", amounts=Amounts(1, 400, 1), until=None)
-    waits = ask(other, "normal", amounts=Amounts(1, 300, 1))
+    waits = ask(other, "normal", amounts=Amounts(1, 400, 1))
     await asyncio.sleep(0.2)
     assert not waits.done()
     one.settle(taken, Amounts(1, 50, 1))
@@ -273,7 +273,7 @@ async def test_what_was_told_once_and_never_again_is_forgotten_for_all(
     one.learn(ACCOUNT, answered(Told(limit=1, remaining=0)))
     with pytest.raises(WaitTooLong):
         await one.reserve(ACCOUNT, lane="critical", amounts=ONE, until=now_s() + 5)
-    await asyncio.sleep(1.0)
+    await until(lambda: one._desk.books(ACCOUNT).is_stale(one._now_s()))
     await asyncio.wait_for(ask(one, "critical"), 5)  # of 50 a minute, and not of one
 
     assert await other.try_reserve(ACCOUNT, lane="critical", amounts=Amounts(0, 1, 1)) is not None
