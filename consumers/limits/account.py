@@ -130,10 +130,14 @@ class Account:
         before = self._adaptive.per_minute()
         has_limits = stopped = False
         if heard.rate is not None:
-            has_limits = self._adaptive.hear(heard.rate)
+            has_limits = self._adaptive.hear(heard.rate, now_s)
             if self._bursts.hear(heard.rate, heard.counted) or has_limits:
                 self._resize()
             self.buckets.believe(heard.rate, took_s=heard.took_s, of_refusal=heard.kind is Kind.RATE_LIMITED)
+        if self._adaptive.is_stale(now_s):
+            self._adaptive.forget(now_s)
+            self._bursts.forget(self._adaptive.guessed())
+            self._resize()
         match heard.kind:
             case Kind.ANSWERED:
                 self.concurrency.answered()
@@ -159,6 +163,10 @@ class Account:
             case Kind.FAILED:
                 pass
         return stopped or any(new < old for new, old in zip(self._adaptive.per_minute(), before, strict=True))
+
+    def is_stale(self, now_s: float) -> bool:
+        """Whether less is used than may be, because of what was heard long ago. What is heard next, mends it."""
+        return self._adaptive.is_stale(now_s)
 
     def per_minute(self) -> Amounts:
         """The limits as they are taken to be now."""

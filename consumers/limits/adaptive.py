@@ -26,6 +26,10 @@ LESS = 0.8
 NEAR = 0.7
 NEAR_STEP = STEP / 4
 """From there on, where it may be too much again."""
+FORGOTTEN_AFTER_S = 180.0
+"""What is less than the first guess must be told again within this time."""
+NEWS_S = 60.0
+"""That a limit is told again is remembered so often: other processes are told of it."""
 NOTHING_IS = (False, False, False)
 NO_LIMIT = 1e9
 """A number, so that a bucket of it is one."""
@@ -34,12 +38,13 @@ NO_LIMIT = 1e9
 class Adaptive:
     """The three limits of one account, a minute."""
 
-    __slots__ = ("_caps", "_factors", "_grown", "_halved_s", "_is_silent", "_moved_s", "_start", "_told")
+    __slots__ = ("_caps", "_factors", "_grown", "_halved_s", "_is_silent", "_moved_s", "_start", "_told", "_told_s")
 
     def __init__(self, start: Amounts, caps: Caps, *, now_s: float) -> None:
         self._start = start
         self._caps = caps.per_minute()
         self._told: list[float | None] = [None, None, None]
+        self._told_s = [-inf, -inf, -inf]
         self._grown = [0.0, 0.0, 0.0]
         self._is_silent = False
         self._factors = [1.0, 1.0, 1.0]
@@ -50,6 +55,7 @@ class Adaptive:
         """Everything that was learned, as JSON has it."""
         return [
             list(self._told),
+            list(self._told_s),
             list(self._grown),
             self._is_silent,
             list(self._factors),
@@ -59,8 +65,8 @@ class Adaptive:
 
     def load(self, learned: Sequence[Any]) -> None:
         """What another process learned."""
-        told, grown, self._is_silent, factors, self._halved_s, self._moved_s = learned
-        self._told, self._grown, self._factors = list(told), list(grown), list(factors)
+        told, told_s, grown, self._is_silent, factors, self._halved_s, self._moved_s = learned
+        self._told, self._told_s, self._grown, self._factors = list(told), list(told_s), list(grown), list(factors)
 
     def per_minute(self) -> Amounts:
         """What may be used now."""
@@ -73,14 +79,33 @@ class Adaptive:
             for told, cap in zip(self._told, self._caps, strict=True)
         )
 
-    def hear(self, rate: RateHeaders) -> bool:
+    def hear(self, rate: RateHeaders, now_s: float) -> bool:
         """Whether a limit is another than before."""
         changed = False
         for each, told in enumerate(rate.each()):
-            if told.limit is not None and told.limit != self._told[each]:
-                self._told[each] = told.limit
+            if told.limit is None:
+                continue
+            if told.limit != self._told[each]:
+                self._told[each], self._told_s[each] = told.limit, now_s
                 changed = True
+            elif not 0 <= now_s - self._told_s[each] < NEWS_S:
+                self._told_s[each] = now_s
         return changed
+
+    def is_stale(self, now_s: float) -> bool:
+        """Whether something slows the account down of which nothing was heard for minutes. Where calls are refused for
+        it, nothing ever would be."""
+        if now_s - self._moved_s >= FORGOTTEN_AFTER_S and min(self._factors) < 1:
+            return True
+        return any(self._is_forgotten(each, now_s) for each in range(3))
+
+    def forget(self, now_s: float) -> None:
+        """What is stale: it is guessed again."""
+        for each in range(3):
+            if self._is_forgotten(each, now_s):
+                self._told[each], self._grown[each] = None, 0.0
+        if now_s - self._moved_s >= FORGOTTEN_AFTER_S:
+            self._factors, self._moved_s = [1.0, 1.0, 1.0], now_s
 
     def heard_nothing(self) -> bool:
         """An answer that says nothing of limits; whether that changes them."""
@@ -117,6 +142,10 @@ class Adaptive:
         for each in guessed:
             self._grown[each] += STEP * self._start[each]
         return True
+
+    def _is_forgotten(self, each: int, now_s: float) -> bool:
+        told = self._told[each]
+        return told is not None and told < self._start[each] and not 0 <= now_s - self._told_s[each] < FORGOTTEN_AFTER_S
 
     def _of(self, each: int) -> float:
         cap, told = self._caps[each], self._told[each]

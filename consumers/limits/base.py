@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from consumers.limits.amounts import NOTHING, Amounts
 from consumers.limits.headers import RateHeaders
@@ -71,6 +71,9 @@ class Heard:
     """Of the call: what `rate` says is left, is left after it."""
     took_s: float = 0.0
     """Since the call began, and so how old `rate` is at most: it is told before the answer is."""
+
+
+NO_NEWS: Final = Heard(kind=Kind.FAILED)
 
 
 class Budgets(Protocol):

@@ -1,8 +1,7 @@
-"""How much of its limits an account takes at once, in seconds' worth of each: the setting, or what is proven. Pure.
+"""How much of its limits an account takes at once, in seconds' worth of each: what is proven, up to the setting. Pure.
 
 What a bucket had left after a call, and what that call took, it has held: so `remaining` proves how much it holds at
-least, and no more than that is used at once. Until the first answer of an account of which nothing is known that is a
-part of the setting.
+least, and no more than that is used at once. Where nothing is proven, it is little.
 
 A refusal with figures says that it was too much at once, whatever was proven: somebody else uses the account, or its
 limits are told by the minute and enforced by the second. Then half of it, which comes back slowly.
@@ -15,16 +14,19 @@ from typing import Any, NamedTuple
 from consumers.limits.amounts import Amounts
 from consumers.limits.headers import ROUNDED_UP_BY, RateHeaders
 
-UNKNOWN = 0.5
-"""Of the setting, where nothing is known of an account: some four calls at once, until one has been answered. Fewer
-would let few others fail over to a provider that has never been asked."""
+UNKNOWN_S = 5.0
+"""Where nothing is known of an account: some four calls at once, until one has been answered. Fewer would let few
+others fail over to a provider that has never been asked."""
+UNPROVEN_S = 10.0
+"""Of a limit that was told or set, where nobody tells what is left."""
 NEWS = 1.01
 """What is proven to be larger by less is not worth telling other processes."""
 BACK = 1.1
 BACK_EVERY_S = 10.0
 PATIENCE_S = 5.0
 """Refusals of calls that had begun before are of the same burst: within this time they count once."""
-LEAST = 1 / 16
+LEAST = 1 / 64
+"""Of a minute's worth, about a second's."""
 SPENT = 0.01
 DEAR = 2.0
 """A bucket explains a refusal that has less than this part of its limit left, or than so many usual requests take."""
@@ -66,11 +68,17 @@ class Bursts:
     def sizes(self, *, guessed: Sequence[bool]) -> tuple[Size, ...]:
         """`guessed`: nobody has told or set that limit."""
         return tuple(
-            Size(cut * self._most_s * (UNKNOWN if is_guess else 1.0), 0.0)
+            Size(cut * min(self._most_s, UNKNOWN_S if is_guess else UNPROVEN_S), 0.0)
             if proven_s is None
             else Size(cut * proven_s, LATE if cut * proven_s < self._most_s else 0.0)
             for proven_s, cut, is_guess in zip(self._proven_s, self._cut, guessed, strict=True)
         )
+
+    def forget(self, guessed: Sequence[bool]) -> None:
+        """What was proven of limits that are guessed again."""
+        self._proven_s = [
+            None if is_guess else proven_s for proven_s, is_guess in zip(self._proven_s, guessed, strict=True)
+        ]
 
     def hear(self, rate: RateHeaders, counted: Amounts) -> bool:
         """Whether more is proven than before. `counted`: of the call."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from consumers.limits import forecast
 from consumers.limits.account import Account
 from consumers.limits.amounts import NOTHING, PAUSED, Amounts
-from consumers.limits.base import Reservation, Wait, Waiting, WaitTooLong
+from consumers.limits.base import NO_NEWS, Heard, Reservation, Wait, Waiting, WaitTooLong
 from consumers.limits.order import Waiter
 from consumers.limits.spec import BudgetSpec
 
@@ -26,7 +26,7 @@ class Sleeper(Waiter):
 
 class Desk:
     """The accounts and their lines. `clock`: what the accounts are asked by; `step`: called where somebody may be
-    granted now; `give_back`: takes a reservation that nobody wants any more.
+    granted now; `give_back`: takes a reservation that nobody wants any more; `learn`: the owner's.
     """
 
     def __init__(
@@ -36,11 +36,13 @@ class Desk:
         clock: Callable[[], float],
         step: Callable[[Account], None],
         give_back: Callable[[Reservation], None],
+        learn: Callable[[str, Heard], None],
     ) -> None:
         self._spec = spec
         self._clock = clock
         self._step = step
         self._give_back = give_back
+        self._learn = learn
         self._ranks = {name: rank for rank, name in enumerate(spec.lanes)}
         self.accounts: dict[str, Account] = {}
 
@@ -50,6 +52,13 @@ class Desk:
             if len(self.accounts) >= ACCOUNTS:
                 self._forget_idle()
             books = self.accounts[account] = Account(account, self._spec, now_s=self._clock())
+        return books
+
+    def _asked(self, account: str) -> Account:
+        """The books of an account that somebody wants to use, without what was heard too long ago to keep him out."""
+        books = self.books(account)
+        if books.is_stale(self._clock()):
+            self._learn(account, NO_NEWS)
         return books
 
     def _forget_idle(self) -> None:
@@ -68,7 +77,7 @@ class Desk:
         on_wait: Callable[[Wait], None] | None,
     ) -> Reservation:
         """See `Budgets`. `until` by the event loop's clock."""
-        books, now_s = self.books(account), self._clock()
+        books, now_s = self._asked(account), self._clock()
         until_s = None if until is None else until - asyncio.get_running_loop().time() + now_s
         if (paused_s := books.paused_s(now_s)) > 0:
             raise WaitTooLong(Wait(paused_s, PAUSED))
@@ -88,7 +97,7 @@ class Desk:
 
     def join(self, account: str, *, lane: str, amounts: Amounts) -> tuple[Account, Waiter]:
         """For one that will not wait."""
-        books = self.books(account)
+        books = self._asked(account)
         waiter = Waiter(self._ranks[lane], amounts, arrived_s=self._clock())
         if books.join(waiter):
             self._step(books)
@@ -120,7 +129,7 @@ class Desk:
             waiter.granted.set_exception(WaitTooLong(wait))
 
     def predicted_wait(self, account: str, *, lane: str, amounts: Amounts) -> Wait:
-        return forecast.wait(self.books(account), self._ranks[lane], amounts, self._clock())
+        return forecast.wait(self._asked(account), self._ranks[lane], amounts, self._clock())
 
     def waiting(self) -> Mapping[str, Mapping[str, Waiting]]:
         now_s = self._clock()

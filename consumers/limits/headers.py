@@ -16,6 +16,8 @@ ROUNDED_BY: tuple[float, float, float] = (1.0, 500.0, 500.0)
 """By how much `remaining` may be less than there is, in the order of `Amounts`: requests are told as whole ones."""
 ROUNDED_UP_BY: tuple[float, float, float] = (0.0, 500.0, 500.0)
 """And by how much it may be more."""
+LEAST: tuple[float, float, float] = (1.0, 1000.0, 1000.0)
+"""A minute, in the order of `Amounts`: nobody sells less, and less would keep every call out."""
 _NAMES = ("requests", "input-tokens", "output-tokens")
 
 
@@ -41,18 +43,18 @@ class RateHeaders:
 
 def read(headers: Mapping[str, str], *, now_s: float) -> RateHeaders | None:
     """None where nothing is said. `headers`: names in lower case, or looked up in any; `now_s`: since 1970."""
-    found = [_told(headers, name, now_s) for name in _NAMES]
+    found = [_told(headers, name, least, now_s) for name, least in zip(_NAMES, LEAST, strict=True)]
     return RateHeaders(*found) if any(each.limit or each.remaining is not None for each in found) else None
 
 
-def _told(headers: Mapping[str, str], name: str, now_s: float) -> Told:
+def _told(headers: Mapping[str, str], name: str, least: float, now_s: float) -> Told:
     prefix = f"anthropic-ratelimit-{name}-"
     reset = headers.get(f"{prefix}reset")
     if reset is not None and not _is_near(reset, now_s):
         return Told()
     limit = _number(headers.get(f"{prefix}limit"))
     remaining = _number(headers.get(f"{prefix}remaining"))
-    if limit == 0:
+    if limit is not None and limit < least:
         return Told()
     if limit is not None and remaining is not None and remaining > limit:
         remaining = None

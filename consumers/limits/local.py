@@ -23,7 +23,13 @@ class LocalBudgets:
 
     def __init__(self, spec: BudgetSpec) -> None:
         self._spec = spec
-        self._desk = Desk(spec, clock=_now_s, step=self._step, give_back=lambda unwanted: self.settle(unwanted, None))
+        self._desk = Desk(
+            spec,
+            clock=_now_s,
+            step=self._step,
+            give_back=lambda unwanted: self.settle(unwanted, None),
+            learn=self.learn,
+        )
         self._timers: dict[str, tuple[float, asyncio.Handle]] = {}
         """When each fires, and what ends it: uvloop's handle of what is due within half a millisecond does not tell."""
         self.wake_ups = 0

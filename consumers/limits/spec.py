@@ -48,9 +48,9 @@ class BudgetSpec:
 
     lanes: Mapping[str, LaneBudget] = field(default_factory=lambda: DEFAULT_LANES)
     """The most urgent first."""
-    burst_s: float = 10.0
-    """How many seconds' worth a bucket holds. The provider's holds up to 60; the less, the later a lull is made up for,
-    and the less a burst finds."""
+    burst_s: float = 60.0
+    """How many seconds' worth a bucket holds at most: as many as the provider's is proven to hold, which is up to 60.
+    The less, the later a lull is made up for, and the less a burst, or one large request, finds."""
     accounts: Mapping[str, Caps] = field(default_factory=dict)
     """By the account's name (`Route.account`), or by that of its provider, for each of its accounts."""
     start: Amounts = Amounts(50, 30_000, 8_000)  # noqa: RUF009  a value that cannot change

@@ -1,12 +1,15 @@
 """What counts as an answer: a whole Message that says why it stopped. All else after HTTP 200 is a failure."""
 
-from typing import Any
+from typing import Any, Final
 
 import jiter
 
 from consumers.failures import TransientError
 from consumers.limits.headers import RateHeaders
 from consumers.providers.base import Answer, Usage
+
+MOST_TOKENS: Final = 10_000_000
+"""No call counts more. What cannot be true is as if it had not been said: it would be owed, and paid, for ever."""
 
 
 def parse_message(body: bytes, content_type: str) -> dict[str, Any]:
@@ -46,7 +49,7 @@ def _usage(counts: object) -> Usage:
 
     def count(name: str) -> int:
         value = given.get(name)
-        return value if isinstance(value, int) else 0
+        return value if type(value) is int and 0 <= value <= MOST_TOKENS else 0
 
     return Usage(
         input_tokens=count("input_tokens"),

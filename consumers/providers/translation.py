@@ -43,7 +43,8 @@ _STATUS_OF_TYPE: Final[Mapping[str, int]] = {
 _PASSING: Final = frozenset({408, 409, 424, 425})
 """4xx that another try may pass: a timeout, a conflict with a call that is still running, a fault of the model's
 (Bedrock), a replayed handshake."""
-_USAGE_LIMIT: Final = "You have reached your specified API usage limits"
+_SPENT: Final = ("You have reached your specified API usage limits", "Your credit balance is too low")
+"""Both come as a 400 without a code."""
 _LONGEST_WAIT_S: Final = 86_400.0
 _MESSAGE_CHARACTERS: Final = 300
 NETWORK_ERRORS: Final = (httpx2.RequestError, aiohttp.ClientError, OSError)
@@ -103,7 +104,8 @@ def classify(
     """Which failure an error answer is. `type` and `code` are Anthropic's, empty where there is none."""
     detail = f"{status} {type}: {message}" if type else f"{status}: {message}"
     told: dict[str, Any] = {"status": status, "type": type or f"http_{status}", "request_id": request_id}
-    if code.endswith("spend_limit_reached") or type == "billing_error" or _USAGE_LIMIT in message:
+    is_spent = any(text in message for text in _SPENT)
+    if code.endswith("spend_limit_reached") or type == "billing_error" or is_spent:
         return SpendLimitError(detail, **told)
     if type == "rate_limit_error" or (not type and status == 429):
         return RateLimitedError(detail, retry_after_s=retry_after_s, **told)

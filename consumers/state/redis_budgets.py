@@ -56,7 +56,11 @@ class RedisBudgets:
         }
         """What every step tells."""
         self._desk = Desk(
-            spec, clock=self._now_s, step=self._step, give_back=lambda unwanted: self.settle(unwanted, None)
+            spec,
+            clock=self._now_s,
+            step=self._step,
+            give_back=lambda unwanted: self.settle(unwanted, None),
+            learn=self.learn,
         )
         self._ledgers: dict[str, Ledger] = {}
         self.steps = 0

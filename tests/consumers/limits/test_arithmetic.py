@@ -136,10 +136,10 @@ def test_what_the_provider_tells_is_taken_and_capped_by_settings() -> None:
     limits = Adaptive(START, Caps(requests=500), now_s=0)
     assert limits.per_minute() == (500, 30_000, 8_000)
 
-    assert limits.hear(RateHeaders(Told(limit=1000), Told(limit=2_000_000), Told()))
+    assert limits.hear(RateHeaders(Told(limit=1000), Told(limit=2_000_000), Told()), now_s=0)
     assert limits.per_minute() == (500, 2_000_000, 8_000)
-    assert not limits.hear(RateHeaders(Told(limit=1000), Told(), Told()))
-    limits.hear(RateHeaders(Told(limit=100), Told(), Told()))
+    assert not limits.hear(RateHeaders(Told(limit=1000), Told(), Told()), now_s=0)
+    limits.hear(RateHeaders(Told(limit=100), Told(), Told()), now_s=0)
     assert limits.per_minute() == (100, 2_000_000, 8_000)
 
 

@@ -6,8 +6,9 @@ import pytest
 
 from consumers.limits import headers
 from consumers.limits.account import Account
+from consumers.limits.adaptive import FORGOTTEN_AFTER_S
 from consumers.limits.amounts import Amounts
-from consumers.limits.base import Heard, Kind
+from consumers.limits.base import NO_NEWS, Heard, Kind
 from consumers.limits.headers import RateHeaders, Told
 from consumers.limits.order import Waiter
 from consumers.limits.spec import BudgetSpec
@@ -116,6 +117,54 @@ def test_absurd_headers_change_nothing() -> None:
         books.learn(Heard(kind=Kind.ANSWERED, rate=headers.read(told, now_s=0)), 100)
 
     assert (books.per_minute(), levels(books)) == before
+
+
+@pytest.mark.parametrize("limit", ["1", "999", "0.5"])
+def test_fewer_tokens_a_minute_than_anybody_sells_are_absurd(limit: str) -> None:
+    for name in ("input-tokens", "output-tokens"):
+        told = {f"anthropic-ratelimit-{name}-limit": limit, f"anthropic-ratelimit-{name}-remaining": "0"}
+        assert headers.read(told, now_s=0) is None
+    least = headers.read({"anthropic-ratelimit-input-tokens-limit": "1000"}, now_s=0)
+    assert least is not None
+    assert least.input_tokens == Told(limit=1000)
+
+
+def test_a_little_that_is_not_told_again_is_guessed_again_and_what_is_told_again_stays() -> None:
+    books = Account("a", BudgetSpec(), now_s=0)
+    books.learn(heard(requests=Told(limit=10), input_tokens=Told(limit=1500, remaining=0)), 0)
+    for second in range(0, int(2 * FORGOTTEN_AFTER_S), 10):
+        books.learn(heard(requests=Told(limit=10)), second)
+        assert books.per_minute().requests == 10
+        assert books.per_minute().input_tokens == (1500 if second < FORGOTTEN_AFTER_S else 30_000)
+    assert books.buckets[1].burst > 1000  # and not what was proven of the other
+
+
+def test_a_large_limit_is_not_forgotten_in_a_lull() -> None:
+    books = Account("a", BudgetSpec(), now_s=0)
+    books.learn(heard(requests=Told(limit=4000)), 0)
+    assert not books.is_stale(86_400)
+
+
+def test_slowed_down_as_far_as_it_goes_it_is_tried_again_after_minutes_without_an_answer() -> None:
+    books = Account("a", BudgetSpec(), now_s=0)
+    books.learn(heard(requests=Told(limit=60)), 0)
+    for refusal in range(10):
+        books.learn(Heard(kind=Kind.RATE_LIMITED), 6.0 * refusal)
+    assert books.per_minute().requests < 1
+    assert not books.is_stale(54 + FORGOTTEN_AFTER_S - 1)
+    assert books.is_stale(54 + FORGOTTEN_AFTER_S)
+    books.learn(NO_NEWS, 54 + FORGOTTEN_AFTER_S)
+
+    assert books.per_minute().requests == 60
+
+
+def test_that_a_limit_is_told_again_is_no_news_to_other_processes_more_than_once_a_minute() -> None:
+    books = Account("a", BudgetSpec(), now_s=0)
+    known = set()
+    for second in range(600):
+        books.learn(heard(requests=Told(limit=60)), second)
+        known.add(str(books.dump()[0][1]))
+    assert len(known) == 10
 
 
 def test_more_than_was_reserved_is_owed_and_less_is_given_back() -> None:

@@ -7,12 +7,14 @@ import pytest
 import uvloop
 
 from consumers.limits.account import Account
+from consumers.limits.adaptive import FORGOTTEN_AFTER_S
 from consumers.limits.amounts import Amounts
 from consumers.limits.base import Heard, Kind, Reservation, Wait, WaitTooLong
 from consumers.limits.bucket import LEAST
 from consumers.limits.desk import ACCOUNTS
 from consumers.limits.headers import RateHeaders, Told
 from consumers.limits.local import LocalBudgets
+from consumers.limits.spec import BudgetSpec
 from tests.support.budget import ACCOUNT, spec
 from tests.support.virtual_time import virtually
 
@@ -358,3 +360,29 @@ def test_accounts_that_nobody_uses_are_forgotten_when_there_are_many() -> None:
         await waits
 
     story(tell)
+
+
+def test_a_limit_that_was_told_once_keeps_nobody_out_for_ever_though_nobody_calls_meanwhile() -> None:
+    async def told() -> None:
+        budgets, loop = LocalBudgets(BudgetSpec()), asyncio.get_running_loop()
+        call, in_vain = Amounts(1, 10_000, 500), 0
+        once = RateHeaders(Told(limit=1), Told(limit=1000), Told(limit=1000))
+        budgets.learn(ACCOUNT, Heard(kind=Kind.ANSWERED, rate=once, counted=call))
+        taken = await budgets.reserve(ACCOUNT, lane="critical", amounts=call, until=None)
+        budgets.settle(taken, call)
+        began_s = loop.time()
+        while True:
+            try:
+                taken = await budgets.reserve(ACCOUNT, lane="critical", amounts=call, until=loop.time() + 20)
+                break
+            except WaitTooLong:
+                in_vain += 1
+                await asyncio.sleep(5)
+        budgets.learn(ACCOUNT, Heard(kind=Kind.ANSWERED))
+        assert in_vain > 5
+        assert loop.time() - began_s < FORGOTTEN_AFTER_S + 20
+
+        for _ in range(100):  # from now on it is one that says nothing of limits
+            await budgets.reserve(ACCOUNT, lane="critical", amounts=call, until=loop.time() + 1)
+
+    virtually(told())

@@ -101,12 +101,20 @@ def test_retry_after_is_kept_where_the_failure_has_a_place_for_it() -> None:
     assert unavailable.status == 503
 
 
-def test_the_usage_limit_is_known_by_its_text() -> None:
+@pytest.mark.parametrize(
+    "message",
+    [
+        "You have reached your specified API usage limits. You will regain access on 2026-12-01.",
+        "Your credit balance is too low to access the Anthropic API. Please go to Plans & Billing to upgrade or "
+        "purchase credits.",
+    ],
+)
+def test_what_is_spent_is_known_by_its_text(message: str) -> None:
     error = classify(
         status=400,
         type="invalid_request_error",
         code="",
-        message="You have reached your specified API usage limits. You will regain access on 2026-12-01.",
+        message=message,
         retry_after_s=None,
         request_id=None,
     )

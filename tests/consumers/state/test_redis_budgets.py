@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
+from consumers.limits import adaptive
 from consumers.limits.account import Account
 from consumers.limits.amounts import Amounts
 from consumers.limits.base import Heard, Kind, Reservation, WaitTooLong
@@ -224,10 +225,10 @@ async def test_one_that_is_cancelled_leaves_no_hole(opened: Opened) -> None:
 
 
 async def test_what_one_process_gives_back_another_gets(opened: Opened) -> None:
-    slow = {"requests": 6_000, "input_tokens": 600, "burst_s": 60}
+    slow = {"requests": 6_000, "input_tokens": 3600, "burst_s": 10}
     one, other = opened(**slow), opened(**slow)
     taken = await one.reserve(ACCOUNT, lane="normal", amounts=Amounts(1, 400, 1), until=None)
-    waits = ask(other, "normal", amounts=Amounts(1, 300, 1))
+    waits = ask(other, "normal", amounts=Amounts(1, 400, 1))
     await asyncio.sleep(0.2)
     assert not waits.done()
     one.settle(taken, Amounts(1, 50, 1))
@@ -262,6 +263,22 @@ async def test_how_much_may_be_used_at_once_is_learned_for_all_and_what_was_kept
 
     assert one._desk.books(ACCOUNT).buckets[0].burst == other._desk.books(ACCOUNT).buckets[0].burst == 7
     assert granted in (4, 5)  # six were there, of which normal and batch keep 1.75
+
+
+async def test_what_was_told_once_and_never_again_is_forgotten_for_all(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adaptive, "FORGOTTEN_AFTER_S", 1.0)
+    one, other = opened(requests=None), opened(requests=None)
+    one.learn(ACCOUNT, answered(Told(limit=1, remaining=0)))
+    with pytest.raises(WaitTooLong):
+        await one.reserve(ACCOUNT, lane="critical", amounts=ONE, until=now_s() + 5)
+    await until(lambda: one._desk.books(ACCOUNT).is_stale(one._now_s()))
+    await asyncio.wait_for(ask(one, "critical"), 5)  # of 50 a minute, and not of one
+
+    assert await other.try_reserve(ACCOUNT, lane="critical", amounts=Amounts(0, 1, 1)) is not None
+    assert other._desk.books(ACCOUNT).per_minute() == one._desk.books(ACCOUNT).per_minute()
+    assert one._desk.books(ACCOUNT).per_minute().requests == 50
 
 
 async def test_one_that_would_not_wait_and_is_cancelled_gives_back_what_it_was_granted(opened: Opened) -> None:
