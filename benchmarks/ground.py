@@ -9,7 +9,6 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import structlog
@@ -19,7 +18,6 @@ from service.demo.broker import private_broker
 from service.demo.source import LOOPBACK, free_ports
 from service.settings import Settings, load_settings
 
-LANEKEEPER = Path(sys.executable).parent / "lanekeeper"
 structlog.configure(
     wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING), cache_logger_on_first_use=True
 )

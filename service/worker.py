@@ -70,8 +70,9 @@ async def run(
 async def _stop(parts: Parts) -> None:
     """What is given back must find none of our consumers: so all of them end first."""
     await asyncio.gather(*(pool.stop() for pool in parts.pools), parts.slots.stop())
-    for taker in (*parts.pools, parts.slots):
-        taker.give_back()
+    for pool in parts.pools:
+        pool.give_back()
+    parts.slots.give_back()
 
 
 async def _end(tasks: Iterable[asyncio.Task[object]]) -> None:

@@ -3,9 +3,8 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import replace
-from itertools import cycle
 
 from contest.calling import CONNECTING_S, Call, Said, calling
 from contest.load import MAX_TOKENS, MODEL, Ask, Asking, Load
@@ -18,8 +17,6 @@ from consumers.limits.estimates import Kind as Task
 from consumers.limits.local import LocalBudgets
 from consumers.limits.spec import DEFAULT_LANES as SHARES
 from consumers.limits.spec import BudgetSpec
-from consumers.state.redis_budgets import RedisBudgets
-from consumers.state.redis_client import RedisClient
 from topology.lanes import DEFAULT_LANES
 
 ACCOUNT = "benchmark"
@@ -41,25 +38,6 @@ def spec(load: Load) -> BudgetSpec:
 async def gate_alone(base_url: str, load: Load) -> AsyncIterator[Asking]:
     async with calling(base_url) as call:
         yield _gate(call, LocalBudgets(spec(load)), load)
-
-
-@asynccontextmanager
-async def gates_on_redis(base_url: str, load: Load, *, redis_url: str, gates: int) -> AsyncIterator[Asking]:
-    """As many as there would be processes, each with its own part of the requests; they know of each other by Redis."""
-    async with AsyncExitStack() as stack:
-        call, askings = await stack.enter_async_context(calling(base_url)), []
-        for _ in range(gates):
-            client = RedisClient(redis_url)
-            stack.push_async_callback(client.aclose)
-            budgets = RedisBudgets(client, namespace="contest", spec=spec(load))
-            stack.push_async_callback(budgets.aclose)
-            askings.append(_gate(call, budgets, load))
-        turns = cycle(askings)
-
-        async def ask(ask: Ask) -> None:
-            await next(turns)(ask)
-
-        yield ask
 
 
 def _gate(call: Call, budgets: Budgets, load: Load) -> Asking:
