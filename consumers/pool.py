@@ -87,7 +87,7 @@ class Pool:
         self._stopping = True
         await self._deliveries.stop()
 
-    def give_back(self) -> None:
+    def give_back_waiting(self) -> None:
         """After `stop`: what has not begun its call goes back to the broker, now and from now on, wherever it waits.
 
         One that gets its turn in this very moment is cancelled before it can begin, and leaves what it was granted.

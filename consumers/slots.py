@@ -51,7 +51,7 @@ class Working(Protocol):
     def jobs(self) -> Collection[Job]: ...
     async def run(self) -> None: ...
     async def stop(self) -> None: ...
-    def give_back(self) -> None: ...
+    def give_back_waiting(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -147,11 +147,11 @@ class Slots:
         self._stopping.set()
         await self._take_all_back()
 
-    def give_back(self) -> None:
-        """After `stop`: as `Pool.give_back`, on added slots."""
+    def give_back_waiting(self) -> None:
+        """After `stop`: as `Pool.give_back_waiting`, on added slots."""
         for line in self._lines:
             for each in line.added:
-                each.pool.give_back()
+                each.pool.give_back_waiting()
 
     @property
     def is_paused(self) -> bool:

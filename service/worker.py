@@ -71,8 +71,8 @@ async def _stop(parts: Parts) -> None:
     """What is given back must find none of our consumers: so all of them end first."""
     await asyncio.gather(*(pool.stop() for pool in parts.pools), parts.slots.stop())
     for pool in parts.pools:
-        pool.give_back()
-    parts.slots.give_back()
+        pool.give_back_waiting()
+    parts.slots.give_back_waiting()
 
 
 async def _end(tasks: Iterable[asyncio.Task[object]]) -> None:

@@ -15,8 +15,9 @@ from topology.broker import alarms
 from topology.broker.connection import Connection
 from topology.broker.depth import depths
 from topology.broker.publisher import Publisher
+from topology.broker.rights import see_that_it_may_write
 from topology.contract.messages import Message
-from topology.contract.problems import BrokerBlocked, ConfirmUnknown
+from topology.contract.problems import BrokerBlocked, BrokerUnreachable, ConfirmUnknown
 from topology.tracing import Tracing
 
 MESSAGE = Message(body=b"x")
@@ -89,3 +90,24 @@ async def test_a_connection_that_is_lost_while_blocked_is_not_blocked_when_it_is
             await until(lambda: connection.openings == 2)
             assert connection.blocked is None
         await publisher.publish(MESSAGE, exchange="", routing_key="x", mandatory=False)
+
+
+@pytest.mark.default_broker_only
+async def test_whether_it_may_write_is_not_known_while_blocked_and_nothing_of_it_arrives(
+    own_broker: PrivateBroker,
+) -> None:
+    async with (
+        Connection(own_broker.amqp_url, name="publish") as connection,
+        Connection(own_broker.amqp_url, name="look") as looking,
+    ):
+        channel = await looking.channel(confirms=False)
+        queue = (await channel.queue_declare("", exclusive=True)).queue
+        async with memory_alarm(own_broker.amqp_url):
+            began_s = time.monotonic()
+            with pytest.raises((BrokerUnreachable, BrokerBlocked)):
+                await see_that_it_may_write(connection, (("", queue),))
+            print(f"not known after {time.monotonic() - began_s:.1f} s")
+            assert time.monotonic() - began_s < 20
+        await connection.flowing(timeout_s=10)
+        await see_that_it_may_write(connection, (("", queue),))
+        assert (await channel.queue_declare(queue, passive=True)).message_count == 0

@@ -239,6 +239,28 @@ def test_and_wherever_it_is_cancelled(is_probe: bool) -> None:
     assert not called[0]
 
 
+async def test_a_claim_that_is_being_let_go_is_let_go_though_its_worker_stops() -> None:
+    ground = Ground()
+    job, may_go = ground.job(), asyncio.Event()
+    store, claiming = ground.bench.store, ground.bench.claiming
+    assert isinstance(await claiming.claim(job), Granted)
+    release = store.release
+
+    async def release_slowly(*given: Any, **more: Any) -> None:
+        await may_go.wait()
+        await release(*given, **more)
+
+    store.release = release_slowly  # type: ignore[method-assign]
+    letting_go = asyncio.create_task(claiming.release(job))
+    await asyncio.sleep(0)
+    letting_go.cancel()
+    await asyncio.wait([letting_go])
+    may_go.set()
+    await claiming.finish(within_s=1)
+    assert letting_go.cancelled()
+    assert await ground.deaths() == 0
+
+
 async def test_where_no_provider_may_be_called_nothing_is_taken_for_it() -> None:
     ground = Ground()
     ground.provider.error = TransientError("500", status=500)

@@ -220,7 +220,7 @@ async def test_what_has_not_begun_its_call_is_given_back_at_once_and_what_has_en
     working.deliver(*deliveries.values())
     await until(lambda: working.pool.in_hand == 6)
     await working.pool.stop()
-    working.pool.give_back()
+    working.pool.give_back_waiting()
     await until(lambda: working.pool.in_hand == 2)
     assert bench.log == ["give back"] * 4
     assert (working.activity.running, len(working.pool.jobs), working.running.done()) == (2, 2, False)
@@ -244,7 +244,7 @@ async def test_what_gets_its_turn_in_the_moment_of_being_given_back_does_not_beg
     await until(lambda: working.pool.in_hand == 5)
     await working.pool.stop()
     turn.set()
-    working.pool.give_back()
+    working.pool.give_back_waiting()
     await asyncio.wait_for(working.running, 2)
     assert bench.log == ["give back"] * 5
 
@@ -264,7 +264,7 @@ async def test_what_has_an_outcome_is_settled_though_the_rest_is_given_back() ->
     working.deliver(bench.delivery())
     await until(lambda: working.pool._undecided == {} and working.activity.running)
     await working.pool.stop()
-    working.pool.give_back()
+    working.pool.give_back_waiting()
     await asyncio.sleep(0.01)
     assert not working.running.done()
     confirmed.set()
@@ -282,7 +282,7 @@ async def test_what_arrives_when_all_is_given_back_is_not_begun() -> None:
 
     working = Working(bench, handle)
     working.pool._stopping = True
-    working.pool.give_back()
+    working.pool.give_back_waiting()
     working.deliver(bench.delivery(), bench.delivery())
     await until(lambda: bench.log == ["give back"] * 2)
     await working.stop()

@@ -37,7 +37,7 @@ class FakePool:
     async def stop(self) -> None:
         self.is_stopped = True
 
-    def give_back(self) -> None:
+    def give_back_waiting(self) -> None:
         assert self.is_stopped
         self.in_hand = 0
 
@@ -269,5 +269,5 @@ async def test_when_it_stops_what_waits_on_added_slots_is_given_back() -> None:
     await until(lambda: world.open)
     world.added[0].in_hand = 3
     await world.slots.stop()
-    world.slots.give_back()
+    world.slots.give_back_waiting()
     await asyncio.wait_for(running, 1)

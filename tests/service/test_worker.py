@@ -51,7 +51,7 @@ class FakePool:
             await asyncio.sleep(60)
         self._stop.set()
 
-    def give_back(self) -> None:
+    def give_back_waiting(self) -> None:
         self.gave_back = True
 
 

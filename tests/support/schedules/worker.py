@@ -114,7 +114,7 @@ class Worker:
         for pool in self._pools:
             await pool.stop()
         for pool in self._pools:
-            pool.give_back()
+            pool.give_back_waiting()
         *pools, claims = self._running
         _, late = await asyncio.wait(pools, timeout=GRACE_S)
         for task in (*late, claims):
