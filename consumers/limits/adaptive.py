@@ -95,14 +95,16 @@ class Adaptive:
     def is_stale(self, now_s: float) -> bool:
         """Whether something slows the account down of which nothing was heard for minutes. Where calls are refused for
         it, nothing ever would be."""
-        if now_s - self._moved_s >= FORGOTTEN_AFTER_S and min(self._factors) < 1:
-            return True
-        return any(self._is_forgotten(each, now_s) for each in range(3))
+        for told, start, told_s in zip(self._told, self._start, self._told_s):  # noqa: B905  asked before every call
+            if told is not None and told < start and not 0 <= now_s - told_s < FORGOTTEN_AFTER_S:
+                return True
+        return now_s - self._moved_s >= FORGOTTEN_AFTER_S and min(self._factors) < 1
 
     def forget(self, now_s: float) -> None:
         """What is stale: it is guessed again."""
-        for each in range(3):
-            if self._is_forgotten(each, now_s):
+        for each, told in enumerate(self._told):
+            is_old = not 0 <= now_s - self._told_s[each] < FORGOTTEN_AFTER_S
+            if told is not None and told < self._start[each] and is_old:
                 self._told[each], self._grown[each] = None, 0.0
         if now_s - self._moved_s >= FORGOTTEN_AFTER_S:
             self._factors, self._moved_s = [1.0, 1.0, 1.0], now_s
@@ -142,10 +144,6 @@ class Adaptive:
         for each in guessed:
             self._grown[each] += STEP * self._start[each]
         return True
-
-    def _is_forgotten(self, each: int, now_s: float) -> bool:
-        told = self._told[each]
-        return told is not None and told < self._start[each] and not 0 <= now_s - self._told_s[each] < FORGOTTEN_AFTER_S
 
     def _of(self, each: int) -> float:
         cap, told = self._caps[each], self._told[each]
