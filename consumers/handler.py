@@ -28,6 +28,9 @@ from topology.lanes import LaneSpec
 from topology.names import Names
 
 LATER_MS = 1000
+SLACK_S = 1.0
+"""A call that its deadline ends is ended by the deadline, not by its own timeout in the same instant: that would be a
+failure of the provider's."""
 
 
 class Elsewhere(Protocol):
@@ -189,7 +192,7 @@ class Handler:
         left_s = (request.deadline_ms - self._now_ms()) / 1000
         return await self._providers.stream(
             request,
-            timeout_s=min(lane.call_timeout_s, left_s),
+            timeout_s=min(lane.call_timeout_s, left_s + SLACK_S),
             parts=parts,
             routes=self._elsewhere.after(job),
             until_s=asyncio.get_running_loop().time() + left_s,
