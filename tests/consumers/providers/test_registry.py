@@ -355,7 +355,7 @@ async def test_with_a_provider_that_goes_and_comes_back_too(
     async def go_and_come_back() -> None:
         await asyncio.sleep(0.1)
         house.one.configure(failing("unavailable"))
-        await asyncio.sleep(3)
+        await asyncio.sleep(1)
         house.one.configure(SimulatedOptions())
 
     async with asyncio.TaskGroup() as group:
