@@ -136,6 +136,7 @@ class RetrySettings(Section):
     """How long to wait between attempts; the defaults are argued in `consumers/retry.py`."""
 
     base_s: Number[float] = Field(default=RetryPolicy().base_s, gt=0, le=3600)
+    span_s: Number[float] = Field(default=RetryPolicy().span_s, gt=0, le=86_400)
     cap_s: Number[float] = Field(default=RetryPolicy().cap_s, gt=0, le=86_400)
 
     def disagreements(self) -> Iterator[Disagreement]:

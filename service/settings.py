@@ -179,7 +179,7 @@ class Settings(BaseSettings):
         return Names(self.namespace)
 
     def retry_policy(self) -> RetryPolicy:
-        return RetryPolicy(base_s=self.retry.base_s, cap_s=self.retry.cap_s)
+        return RetryPolicy(**self.retry.model_dump())
 
     def reply_patterns(self) -> tuple[re.Pattern[str], ...] | None:
         allow = self.reply_to.allow
