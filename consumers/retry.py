@@ -10,7 +10,6 @@ from consumers.failures import (
     RateLimitedError,
     RejectedError,
     SpendLimitError,
-    TransientError,
 )
 from consumers.job import Buried, Refused, Retried, ended_by
 from topology.contract.problems import RequestProblem
@@ -85,7 +84,8 @@ def _step_s(first_s: float, *, failures: int, pauses: int, left_s: float, policy
     """The pause after so many failures, of so many pauses in all, without its jitter."""
     factor = _factor(policy.span_s / first_s, pauses)
     exponent = min(failures - 1, 1000 / math.log2(factor))  # beyond, a float has no room
-    return max(policy.floor_s, min(first_s * factor**exponent, policy.cap_s, left_s * MOST_OF_WHAT_IS_LEFT))
+    step_s = first_s * math.pow(factor, exponent)
+    return max(policy.floor_s, min(step_s, policy.cap_s, left_s * MOST_OF_WHAT_IS_LEFT))
 
 
 def _factor(total: float, count: int) -> float:
@@ -99,7 +99,7 @@ def _factor(total: float, count: int) -> float:
 
     if count < 2 or is_enough(LEAST_FACTOR):
         return LEAST_FACTOR
-    low, high = LEAST_FACTOR, total ** (1 / (count - 1))  # the last summand alone comes to the total
+    low, high = LEAST_FACTOR, math.pow(total, 1 / (count - 1))  # the last summand alone comes to the total
     for _ in range(40):
         middle = (low + high) / 2
         low, high = (low, middle) if is_enough(middle) else (middle, high)

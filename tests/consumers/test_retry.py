@@ -110,7 +110,7 @@ def test_the_attempts_of_a_lone_request_span_what_a_short_outage_lasts(
         seed=seed,
     )
     assert len(pauses) == lane.max_attempts - 1
-    assert 30_000 <= sum(pauses)
+    assert sum(pauses) >= 30_000
     assert pauses[0] <= 1500, "the first is quick"
     assert all(earlier < later for earlier, later in itertools.pairwise(pauses))
 

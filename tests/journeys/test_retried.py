@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+
 from tests.support.house import house
 from tests.support.requester import requester
 from tests.support.waiting import until
