@@ -31,7 +31,7 @@ class Alarmed(Ours, Underlying):
 
     async def connect(self, *args: Any, **kwargs: Any) -> bool:
         with quietly():
-            return await super().connect(*args, **kwargs)
+            return bool(await super().connect(*args, **kwargs))
 
     async def channel(self, *args: Any, **kwargs: Any) -> AbstractChannel:
         with quietly():
