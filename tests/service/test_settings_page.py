@@ -1,5 +1,7 @@
 """docs/settings.md says of every setting what the code does; its examples are taken."""
 
+from pathlib import Path
+
 import pytest
 
 from service.settings import KNOWN
@@ -8,6 +10,11 @@ from tests.support.settings_page import LANE, PAGE, Entry, entries, page
 from topology.contract.problems import SettingsError
 
 ENTRIES = entries()
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
 
 
 def test_the_page_is_made_of_the_declarations() -> None:
