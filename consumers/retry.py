@@ -10,22 +10,35 @@ from consumers.failures import (
     RateLimitedError,
     RejectedError,
     SpendLimitError,
-    TransientError,
 )
 from consumers.job import Buried, Refused, Retried, ended_by
 from topology.contract.problems import RequestProblem
+
+JITTER = 0.5
+"""A pause is drawn from its step to half as much again: those that failed together do not come back together. From
+zero on (full jitter) four attempts were over in 0.8 to 2.7 s."""
+LEAST_FACTOR = 2.0
+MOST_OF_WHAT_IS_LEFT = 0.5
+"""Of the time until the deadline: the other half is for the attempt itself, and for another one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
     """How long to wait between attempts.
 
-    Full jitter: a delay is drawn from zero (from half, for an overload) to the step, because requests that failed
-    together must not come back together. The steps double from `base_s` to `cap_s`.
+    The first pause is a step of `floor_s` (`base_s` where the provider has no room), each further one the same factor
+    longer, at least twice. The factor is chosen so that all of a request's pauses together last `span_s`: as long as a
+    short outage. No pause is shorter than `floor_s`, no step longer than `cap_s` or than half of the time left.
     """
 
     base_s: float = 1.0
+    span_s: float = 30.0
     cap_s: float = 60.0
+
+    @property
+    def floor_s(self) -> float:
+        """What passes at once has passed by then."""
+        return self.base_s / 4
 
 
 def decide(
@@ -49,7 +62,13 @@ def decide(
         return ended_by(
             RequestProblem("attempts_exhausted", f"all {attempts} attempts failed; the last: {error.detail}")
         )
-    delay_ms = math.ceil(1000 * _delay_s(error, failures=attempts, policy=policy, rng=rng, has_other=has_other))
+    first_s = policy.base_s if isinstance(error, (RateLimitedError, OverloadedError)) else policy.floor_s
+    pause_s = _step_s(
+        first_s, failures=attempts, pauses=max_attempts - 1, left_s=left_ms / 1000, policy=policy
+    ) * rng.uniform(1, 1 + JITTER)
+    if not has_other:
+        pause_s = _told(error, pause_s, policy=policy, rng=rng)
+    delay_ms = math.ceil(1000 * pause_s)
     if delay_ms >= left_ms:
         return ended_by(
             RequestProblem(
@@ -61,19 +80,39 @@ def decide(
     return Retried(delay_ms=delay_ms, error=error.detail)
 
 
-def _delay_s(error: ProviderError, *, failures: int, policy: RetryPolicy, rng: random.Random, has_other: bool) -> float:
+def _step_s(first_s: float, *, failures: int, pauses: int, left_s: float, policy: RetryPolicy) -> float:
+    """The pause after so many failures, of so many pauses in all, without its jitter."""
+    factor = _factor(policy.span_s / first_s, pauses)
+    exponent = min(failures - 1, 1000 / math.log2(factor))  # beyond, a float has no room
+    step_s = first_s * math.pow(factor, exponent)
+    return max(policy.floor_s, min(step_s, policy.cap_s, left_s * MOST_OF_WHAT_IS_LEFT))
+
+
+def _factor(total: float, count: int) -> float:
+    """The f, at least `LEAST_FACTOR`, with which 1 + f + f² + …, `count` of them, come to `total` or more.
+
+    One pause has nothing to grow into: with two attempts the second is the quick one, and no more.
+    """
+
+    def is_enough(factor: float) -> bool:
+        return sum(factor**n for n in range(count)) >= total
+
+    if count < 2 or is_enough(LEAST_FACTOR):
+        return LEAST_FACTOR
+    low, high = LEAST_FACTOR, math.pow(total, 1 / (count - 1))  # the last summand alone comes to the total
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
+    return high
+
+
+def _told(error: ProviderError, pause_s: float, *, policy: RetryPolicy, rng: random.Random) -> float:
+    """The pause, or what the provider told instead: a rate limit ends when it says, an overload not before."""
     match error:
-        case RateLimitedError(retry_after_s=told) | OverloadedError(retry_after_s=told) if (
-            told is not None and not has_other
-        ):
-            # never before the time told, and not all in the same instant after it
-            return told + rng.uniform(0, min(1.0, 0.1 * told))
-        case RateLimitedError() | OverloadedError():
-            step_s = min(policy.cap_s, policy.base_s * 2 ** (failures - 1))
-            return rng.uniform(step_s / 2, step_s)
-        case TransientError():
-            if failures == 1:
-                return 0.0
-            return rng.uniform(0, min(policy.cap_s, policy.base_s * 2 ** (failures - 2)))
+        case RateLimitedError(retry_after_s=told) if told is not None:
+            # not all in the same instant after it
+            return max(policy.floor_s, told + rng.uniform(0, min(1.0, 0.1 * told)))
+        case OverloadedError(retry_after_s=told) if told is not None:
+            return max(pause_s, told + rng.uniform(0, min(1.0, 0.1 * told)))
         case _:
-            return rng.uniform(0, policy.base_s)
+            return pause_s

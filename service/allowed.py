@@ -20,6 +20,7 @@ _NAMESPACE = re.compile(r"[a-z][a-z0-9_-]{0,39}")
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}")
 _PROVIDER = re.compile(r"[a-z][a-z0-9_-]{0,39}")
 _PLACE = re.compile(r"[a-z0-9][a-z0-9.:-]{0,99}")
+_USER = re.compile(r"[^\x00-\x1f\x7f{}\[\]\"',]{1,255}")
 _PRINTABLE = re.compile(r"[!-~]{1,2000}")
 N = TypeVar("N", int, float)
 
@@ -83,6 +84,13 @@ def words(value: Any) -> Any:
         except (ValueError, UnicodeEncodeError):
             raise wrong("names separated by commas, or a JSON array of them") from None
     return [word.strip() for word in value.split(",") if word.strip()]
+
+
+def _user(value: str) -> str:
+    """A broker's user, as it is written there; a piece of a JSON value that is none is no user."""
+    if _USER.fullmatch(value) is None or value != value.strip():
+        raise wrong("users of the broker, separated by commas, or a JSON array of them; none with { } [ ] or quotes")
+    return value
 
 
 def not_empty(value: tuple[str, ...]) -> tuple[str, ...]:
@@ -191,7 +199,7 @@ _Once = (BeforeValidator(words), AfterValidator(not_empty), AfterValidator(_each
 ModelWords = Annotated[tuple[ModelName, ...], *_Once]
 ProviderNames = Annotated[tuple[ProviderName, ...], *_Once]
 Patterns = Annotated[tuple[str, ...], BeforeValidator(words), AfterValidator(not_empty)]
-UserNames = Annotated[tuple[str, ...], BeforeValidator(words)]
+UserNames = Annotated[tuple[Annotated[str, AfterValidator(_user)], ...], BeforeValidator(words)]
 Key = Annotated[SecretStr, AfterValidator(_key)]
 AmqpUrl = Annotated[SecretStr, AfterValidator(_amqp_urls)]
 HttpUrl = Annotated[SecretStr, AfterValidator(_http_url)]

@@ -80,6 +80,8 @@ class Parts:
     breakers: Breakers
     spending: Spending
     prices_as_of: str
+    simulated: bool
+    """Answers come from a simulated provider: nothing is spent."""
     activities: tuple[LaneActivity, ...]
 
     @property
@@ -101,7 +103,12 @@ class Parts:
 
 @asynccontextmanager
 async def assemble(
-    settings: Settings, *, lanes: Sequence[str] = (), declares: bool, traces: TracerProvider | None = None
+    settings: Settings,
+    *,
+    lanes: Sequence[str] = (),
+    declares: bool,
+    traces: TracerProvider | None = None,
+    simulated: bool = False,
 ) -> AsyncIterator[Parts]:
     """Connect and make every part. `lanes`: the lanes to work, all where empty. `declares`: apply the topology first;
     else it must be there. `traces`: where spans go; None: nowhere, and traces pass through.
@@ -219,6 +226,7 @@ async def assemble(
             breakers=budgeting.breakers,
             spending=budgeting.spending,
             prices_as_of=budgeting.prices_as_of,
+            simulated=simulated,
             activities=tuple(pools.activities),
         )
 

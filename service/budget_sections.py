@@ -29,9 +29,13 @@ class LimitsSettings(Section):
     """What may be used of each of a provider's accounts at most, whatever it allows."""
 
     requests_per_min: Number[float] | None = Field(default=None, gt=0)
+    """Requests a minute, at most. None: what the provider allows. Example: 300"""
     input_tokens_per_min: Number[float] | None = Field(default=None, gt=0)
+    """Input tokens a minute, at most. Example: 200000"""
     output_tokens_per_min: Number[float] | None = Field(default=None, gt=0)
+    """Output tokens a minute, at most. Example: 40000"""
     concurrency: Number[int] | None = Field(default=None, ge=1)
+    """Calls at the same time, at most. Example: 50"""
 
     def limits(self) -> Caps:
         return Caps(
@@ -47,13 +51,18 @@ class ProviderSettings(LimitsSettings):
     given here are found as their own libraries find them."""
 
     kind: Literal["anthropic", "bedrock", "vertex", "foundry"] = "anthropic"
-    """`anthropic`: anything that answers like Anthropic's API at `base_url`."""
+    """`anthropic`: anything that answers like Anthropic's API at `base_url`. Example: bedrock"""
     api_key: Key | None = None
+    """Its key; of Amazon and Google, none: their own libraries find theirs. Example: sk-secret"""
     base_url: HttpUrl | None = None
+    """Where it is; for the kinds `anthropic` and `foundry`. Example: https://other.example.com/v1"""
     region: PlaceName | None = None
+    """For the kinds `bedrock` and `vertex`. Example: eu-central-1"""
     project: PlaceName | None = None
+    """For the kind `vertex`. Example: my-project"""
     models: ModelNames | None = None
-    """Its own name for each model that it has; none: all, under Anthropic's names."""
+    """Its own name for each model that it has; none: all, under Anthropic's names. Example:
+    claude-sonnet-5-5=anthropic.claude-sonnet-5-5"""
 
     def disagreements(self) -> Iterator[Disagreement]:
         needs, kind = _NEEDS[self.kind], (("kind",),)
@@ -77,14 +86,19 @@ class ModelsSettings(Section):
     """Which model answers where one cannot, and which tenants may use some only."""
 
     fallbacks: ModelNames = Field(default_factory=dict)
+    """Which model answers where one cannot. Example: claude-sonnet-5-5=claude-haiku-5-5"""
     tenants: ModelLists = Field(default_factory=dict)
+    """Tenants that may use these models alone. Example: {"crm": ["claude-haiku-5-5"]}"""
 
 
 class PricesSettings(Section):
     """What tokens cost, as of a day. `models` adds to the table of `consumers/prices.py`, or changes it."""
 
     as_of: Day = AS_OF
+    """The day from which the prices are known; told where dollars are. Example: 2026-11-01"""
     models: PriceTable = Field(default_factory=dict)
+    """US dollars per million tokens: adds to the built-in table, or changes it. Example: {"my-model": {"input":
+    1, "output": 5}}"""
 
     def table(self) -> Prices:
         return Prices(self.models, as_of=self.as_of)
@@ -94,15 +108,20 @@ class CapSettings(Section):
     """What may be used in a day (UTC)."""
 
     requests: Number[float] | None = Field(default=None, gt=0)
+    """Requests a day (UTC). Example: 10000"""
     tokens: Number[float] | None = Field(default=None, gt=0)
+    """Input and output tokens a day. Example: 5000000"""
     usd: Number[float] | None = Field(default=None, gt=0)
+    """US dollars a day. Example: 25"""
 
 
 class LaneBudgetSettings(Section):
     """What a lane may count on; argued in `consumers/limits/spec.py`."""
 
     share: Number[float] = Field(ge=0, le=1)
+    """The part of every budget that only this lane may use; what it does not use is lent."""
     boost_s: Number[float] | None = Field(default=None, gt=0)
+    """A request that has waited longer goes before younger ones of the lane above. None: never. Example: 20"""
 
     @classmethod
     def of(cls, lane: str) -> "LaneBudgetSettings":
@@ -139,7 +158,10 @@ class BudgetSettings(LimitsSettings):
 
     lanes: LaneBudgetsSettings = LaneBudgetsSettings()
     burst_s: Number[float] = Field(default=BudgetSpec().burst_s, gt=0, le=60)
+    """Seconds' worth of budget that may be saved up for a burst."""
     overflow_s: Number[float] | None = Field(default=None, gt=0, le=3600)
+    """A wait longer than this goes to the next provider, if that one's is shorter. None: the lane's
+    `target_wait_s`. Example: 5"""
 
     def spec(self, others: Mapping[str, ProviderSettings]) -> BudgetSpec:
         """Of all accounts: the first provider's, and those of the others."""
@@ -164,6 +186,8 @@ class CapsSettings(Section):
 
     lanes: LaneCapsSettings = LaneCapsSettings()
     tenants: CapTable = Field(default_factory=dict)
+    """What each tenant may use in a day (UTC); `*`: each that is not named. Example: {"*": {"usd": 5}, "crm":
+    {"requests": 10000}}"""
 
     def spec(self) -> CapsSpec:
         return CapsSpec(

@@ -11,10 +11,12 @@ from consumers.state.base import StoreUnavailable
 from consumers.state.opening import open_store
 from service.provider_checks import Finding, providers
 from service.settings import Settings
+from service.status import gather
 from topology.broker.connection import Connection
 from topology.broker.inbox import Inbox
 from topology.broker.management import discover
 from topology.broker.publisher import Publisher
+from topology.broker.rights import see_that_it_may_write
 from topology.broker.verify import verify
 from topology.contract.messages import Message
 from topology.contract.problems import BrokerError
@@ -25,9 +27,10 @@ SHOWN = 5  # differences
 NOTE = 300  # characters
 
 
-async def look(settings: Settings) -> AsyncIterator[Finding]:
-    """All findings, as they are made."""
+async def look(settings: Settings, *, simulate: bool = False) -> AsyncIterator[Finding]:
+    """All findings, as they are made. `simulate`: no provider is to be asked."""
     yield Finding("settings", True, f"namespace {settings.namespace}, lanes as set")
+    why_no_provider = "not asked: answers are simulated" if simulate else None
     connection = Connection(settings.broker_url, name="lanekeeper check", ssl_context=settings.ssl_context())
     try:
         await connection.__aenter__()
@@ -37,11 +40,55 @@ async def look(settings: Settings) -> AsyncIterator[Finding]:
         try:
             async for finding in _broker(settings, connection):
                 yield finding
+            if (publisher := await _publisher(settings, connection)) is not None:
+                yield publisher
+                for each in ("topology", "providers", "store"):
+                    yield Finding(
+                        each, None, "not looked at: it concerns who works lanes, and this user may only publish"
+                    )
+                return
+            yield await _topology(settings, connection)
+            yield await _replies(connection)
+            if why_no_provider is None and await _is_simulated(settings, connection):
+                why_no_provider = "not asked: the workers that run answer by a simulated one"
         finally:
             await connection.__aexit__(None, None, None)
-    for finding in await providers(settings):
-        yield finding
+    if why_no_provider is not None:
+        yield Finding("providers", None, why_no_provider)
+    else:
+        for finding in await providers(settings):
+            yield finding
     yield await _store(settings)
+
+
+async def _publisher(settings: Settings, connection: Connection) -> Finding | None:
+    """What a user may publish that may not reply, as an application's; None for any other."""
+    user, _ = settings.credentials
+    names = settings.names()
+    if await _may_write(connection, "", names.reply_prefix + "check"):
+        return None
+    keys = [f"{lane.name}.{user}" for lane in settings.lane_specs()]
+    may = [key for key in keys if await _may_write(connection, names.requests, f"{key}.check")]
+    if not may:
+        return None
+    return Finding("permissions", True, f"user {user} may publish, with keys {', '.join(f'{key}.…' for key in may)}")
+
+
+async def _may_write(connection: Connection, exchange: str, key: str) -> bool:
+    try:
+        await see_that_it_may_write(connection, [(exchange, key)])
+    except BrokerError:
+        return False
+    return True
+
+
+async def _is_simulated(settings: Settings, connection: Connection) -> bool:
+    """Whether workers run, and none of them calls a provider."""
+    try:
+        answers = await gather(connection, Publisher(connection, tracing=Tracing()), names=settings.names())
+    except BrokerError:
+        return False
+    return bool(answers) and all(answer.get("simulated") for answer in answers)
 
 
 async def _broker(settings: Settings, connection: Connection) -> AsyncIterator[Finding]:
@@ -54,8 +101,6 @@ async def _broker(settings: Settings, connection: Connection) -> AsyncIterator[F
         yield Finding("broker", False, str(error))
         return
     yield Finding("broker", True, told)
-    yield await _topology(settings, connection)
-    yield await _replies(connection)
 
 
 async def _topology(settings: Settings, connection: Connection) -> Finding:

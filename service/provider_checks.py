@@ -26,7 +26,8 @@ class Finding:
     """One thing that was looked at."""
 
     what: str
-    well: bool
+    well: bool | None
+    """None: it does not apply here, which is no failure."""
     text: str
 
 

@@ -30,19 +30,35 @@ class LaneSettings(Section):
     """One lane; defaults in `topology/lanes.py`."""
 
     slots: Number[int] = Field(ge=1, le=10_000)
+    """Requests of the intake that one process works on at the same time. Where it is set, no slots are added to
+    it."""
     slots_min: Number[int] | None = Field(default=None, ge=0, le=10_000)
+    """Of its idle slots, those that it never lends to other lanes. None: an eighth of its slots, at least one;
+    two of critical. Example: 4"""
     slots_max: Number[int] | None = Field(default=None, ge=1, le=10_000)
+    """What its slots may grow to while others lend theirs or requests wait too long. None: eight times its
+    slots, or its slots where those are set. Example: 64"""
     target_wait_s: Number[float] = Field(gt=0, le=YEAR_S)
+    """Where requests wait longer for a slot, the lane gets more of them."""
     call_timeout_s: Number[float] = Field(gt=0, le=ATTEMPT_WITHIN_S)
+    """Bounds one attempt; streamed, its first token and every pause after it."""
     deadline_s: Number[float] = Field(gt=0, le=YEAR_S)
+    """Default and maximum of the time from publishing (or the due time) to the final answer."""
     max_attempts: Number[int] = Field(ge=1, le=100)
+    """Calls of one request, the first included."""
     model: ModelName
+    """Asked where a request names none. It must have a price, or stand in a provider's table."""
     max_tokens: Number[int] = Field(ge=1, le=1_000_000)
+    """Of an answer, where a request says none."""
     models: ModelWords | None = None
+    """Models that requests may name. None: every one. Example: claude-sonnet-5-5,claude-haiku-5-5"""
     providers: ProviderNames | None = None
-    """Which it asks, in this order; none: all, the first provider first, then the others by name."""
+    """Which it asks, in this order; none: all, the first provider first, then the others by name. Example:
+    anthropic"""
     max_length: Number[int] = Field(ge=1, le=1_000_000_000)
+    """Messages that the intake holds; beyond it a publish is refused (not confirmed)."""
     max_length_bytes: Number[int] = Field(ge=MIB, le=1024 * GIB)  # at least the largest request
+    """The same in bytes."""
 
     def disagreements(self) -> Iterator[Disagreement]:
         if self.models is not None and self.model not in self.models:
@@ -85,15 +101,20 @@ class GatewaySettings(Section):
     """Where HTTP is served; in this version, health alone. Port 0: any free one."""
 
     host: str = Field(default="127.0.0.1", min_length=1, max_length=255)
+    """Where /healthz and /readyz listen. Loopback alone by default. Example: 0.0.0.0"""
     port: Number[int] = Field(default=8080, ge=0, le=65_535)
+    """Their port; 0: any free one."""
 
 
 class TlsSettings(Section):
     """For `amqps://` and the management API over https. The broker's certificate is always verified."""
 
     ca_file: ReadableFile | None = None
+    """Certificates by which the broker's is checked. None: the system's. Example: /etc/lanekeeper/ca.pem"""
     cert_file: ReadableFile | None = None
+    """Our own certificate, for brokers that ask for one. Example: /etc/lanekeeper/client.pem"""
     key_file: ReadableFile | None = None
+    """Its key, not encrypted; None: it is in the certificate's file. Example: /etc/lanekeeper/client.key"""
 
     def disagreements(self) -> Iterator[Disagreement]:
         if self.key_file is not None and self.cert_file is None:
@@ -123,20 +144,30 @@ class ReplySettings(Section):
     """Narrows where replies may go: shell patterns (`amq.gen-*`); none: all that the contract allows."""
 
     allow: Patterns | None = None
+    """Where replies may go, as shell patterns. None: everywhere that the contract allows. Example:
+    amq.gen-*,lane.reply.*"""
 
 
 class ResultSettings(Section):
     """How long results are kept, and how much of them; with them goes what is known of used message ids."""
 
     keep_s: Number[float] = Field(default=StoreSpec().keep_s, ge=1, le=YEAR_S)
+    """How long it is kept how a request ended, and that its id was used."""
     max_bytes: Number[int] = Field(default=StoreSpec().max_bytes, ge=MIB, le=1024 * GIB)
+    """What the SQLite file may use; beyond it what ended first goes first. Redis has `maxmemory` for it."""
 
 
 class RetrySettings(Section):
     """How long to wait between attempts; the defaults are argued in `consumers/retry.py`."""
 
     base_s: Number[float] = Field(default=RetryPolicy().base_s, gt=0, le=3600)
+    """The first pause after an overload; a quarter of it is the floor of all pauses, and the first after any
+    other failure."""
+    span_s: Number[float] = Field(default=RetryPolicy().span_s, gt=0, le=86_400)
+    """What a request's pauses come to together at least: how long an outage its attempts outlast, where the
+    deadline leaves room."""
     cap_s: Number[float] = Field(default=RetryPolicy().cap_s, gt=0, le=86_400)
+    """The longest pause, up to half as much again at random not counted."""
 
     def disagreements(self) -> Iterator[Disagreement]:
         if self.base_s > self.cap_s:

@@ -75,10 +75,18 @@ class Settings(BaseSettings):
     )
 
     amqp_url: AmqpUrl = SecretStr("amqp://guest:guest@localhost:5672/")
+    """The broker; several URLs of one cluster with commas between them. `amqps://` for TLS; other characters in
+    user, password and virtual host as %XX. Example: amqps://lanekeeper:secret@rabbit.example.com:5671/prod"""
     management_url: HttpUrl | None = None
+    """The management API, by which `topology plan` and `check` see arguments and bindings. None: looked for at
+    the AMQP host, port 15672; user and password are the AMQP URL's unless given. Example:
+    https://rabbit.example.com:15671"""
     namespace: Namespace = "lane"
+    """What every name on the broker begins with: two of them share a virtual host. Example: staging"""
     anthropic_api_key: Key | None = None
+    """The first provider's key; with `serve --simulate` none is needed. Example: sk-ant-secret"""
     anthropic_base_url: HttpUrl | None = None
+    """Where the first provider is. None: https://api.anthropic.com. Example: https://proxy.example.com/anthropic"""
     providers: dict[str, ProviderSettings] = {}
     models: ModelsSettings = ModelsSettings()
     prices: PricesSettings = PricesSettings()
@@ -90,22 +98,29 @@ class Settings(BaseSettings):
     reply_to: ReplySettings = ReplySettings()
     retry: RetrySettings = RetrySettings()
     store_url: StoreUrl | None = None
-    """None: a SQLite file in the user's state folder."""
+    """What keeps results, claims and counters: `sqlite:////file`, or `redis://` where several machines share. None: a
+    SQLite file in the user's state folder. Example: redis://:secret@redis.example.com:6379/0"""
     results: ResultSettings = ResultSettings()
     speakers: UserNames = ()
-    """AMQP users that may speak for other tenants (`x-lane-tenant`, cancelling, asking for results): a gateway's."""
+    """AMQP users that may speak for other tenants (`x-lane-tenant`, cancelling, asking for results): a
+    gateway's. Example: gateway"""
     failpoints: Chances = {}
-    """Where the process dies on purpose, and how probably: for the fault suite (`consumers/failpoints.py`)."""
+    """Where the process dies on purpose, and how probably: for the fault suite (`consumers/failpoints.py`).
+    Example: after_store:0.2"""
     grace_s: Number[float] = Field(default=25, ge=0, le=3600)
     """How long running requests may finish when stopping; below the 30 s after which Kubernetes kills."""
     log_format: Literal["auto", "json", "console"] = "auto"
-    """`auto`: console where a person watches, else JSON."""
+    """`auto`: console where a person watches, else JSON. Example: json"""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Of our own events; what libraries say is told from `warning` up. Example: debug"""
     log_content: bool = False
+    """Whether prompts and answers may appear in the log. Never in spans or metrics. Example: true"""
     otel_endpoint: HttpUrl | None = None
-    """`OTEL_EXPORTER_OTLP_ENDPOINT`; the SDK reads every other OTEL_* itself. None: no traces are sent."""
+    """Where spans go, over OTLP/HTTP; the SDK reads every other `OTEL_*` itself. None: no traces are sent.
+    Example: http://jaeger.example.com:4318"""
     otel_traces_endpoint: HttpUrl | None = None
-    """`OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`: the whole URL for spans; comes before the other."""
+    """The whole URL for spans; comes before the other. Example:
+    http://jaeger.example.com:4318/v1/traces"""
 
     @classmethod
     def settings_customise_sources(
@@ -179,7 +194,7 @@ class Settings(BaseSettings):
         return Names(self.namespace)
 
     def retry_policy(self) -> RetryPolicy:
-        return RetryPolicy(base_s=self.retry.base_s, cap_s=self.retry.cap_s)
+        return RetryPolicy(**self.retry.model_dump())
 
     def reply_patterns(self) -> tuple[re.Pattern[str], ...] | None:
         allow = self.reply_to.allow
@@ -318,12 +333,27 @@ def load_settings(
     (`lanes={"batch": {"slots": 12}}`), None for what was not given. `for_calls`: providers will be called,
     and so their keys must be there. Raises SettingsError that names everything that is wrong.
     """
+    reading = _read(config, os.environ if environ is None else environ, dotenv, options)
+    return _made(reading, for_calls=for_calls)
+
+
+def load_with_sources(config: Path | None = None, **options: Any) -> tuple[Settings, Mapping[sources.Place, str]]:
+    """The same, and by its place where each comes from that is no default: `environment`, `option`, a file's name."""
+    reading = _read(config, os.environ, DOTENV_FILE, options)
+    return _made(reading, for_calls=False), {place: found.source for place, found in reading.found.items()}
+
+
+def _read(config: Path | None, environ: Mapping[str, str], dotenv: Path, options: Mapping[str, Any]) -> sources.Reading:
     reading = sources.Reading()
     if config is not None or CONFIG_FILE.is_file():
         sources.read_toml(reading, KNOWN, config or CONFIG_FILE)
     sources.read_dotenv(reading, KNOWN, dotenv)
-    sources.read_environment(reading, KNOWN, os.environ if environ is None else environ)
+    sources.read_environment(reading, KNOWN, environ)
     sources.read_options(reading, KNOWN, options)
+    return reading
+
+
+def _made(reading: sources.Reading, *, for_calls: bool) -> Settings:
     settings, wrong = validation.validate(Settings, reading, KNOWN)
     disagreements = [*settings.disagreements(), *(settings.lacks() if for_calls else ())]
     problems = [

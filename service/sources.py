@@ -26,10 +26,12 @@ ANY = "*"
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A value, and the name under which it was found ("LANEKEEPER_NAMESPACE in .env")."""
+    """A value, the name under which it was found ("LANEKEEPER_NAMESPACE in .env"), and where."""
 
     value: Any
     name: str
+    source: str
+    """`environment`, `option`, or the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +139,7 @@ def read_environment(reading: Reading, known: Known, environ: Mapping[str, str],
     for name, value in environ.items():
         if (path := paths.get(name, _in_named_section(known, name))) is not None:
             if value.strip():
-                reading.found[path] = Found(value, name + where)
+                reading.found[path] = Found(value, name + where, where.removeprefix(" in ") or "environment")
         elif name.upper().startswith(PREFIX):
             reading.problems.append(_unknown_variable(known, name, where=where))
 
@@ -172,7 +174,8 @@ def _walk(reading: Reading, known: Known, node: Mapping[str, Any], path: Place, 
         if value is None:
             continue
         if known.pattern(place) in known.env_names:
-            reading.found[place] = Found(value, name)
+            source = where.removeprefix(" in ") if where.startswith(" in ") else "option"
+            reading.found[place] = Found(value, name, source)
         elif (what := known.belongs_to_later(place)) is not None:
             reading.problems.append(f"{name}: {what} is not available in this version; remove it")
         elif known.pattern(place) in known.sections:

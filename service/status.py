@@ -42,7 +42,9 @@ class LaneStatus:
     """Processes that work the lane and answered."""
     running: int | None
     slots: int | None
-    """Of the intake and of the due queue, over all workers; lent and grown ones included."""
+    """Of the intake, over all workers; lent and grown ones included."""
+    due_slots: int | None
+    """Of the due queue, beside them."""
     extra_slots: int | None
     """Of these, the lent and grown ones."""
     slots_limit: str | None
@@ -73,6 +75,8 @@ class Status:
     spent: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
     """By "lane" and "tenant", then by name: requests, tokens and dollars since the workers began."""
     prices_as_of: str | None = None
+    simulated: tuple[str, ...] = ()
+    """Workers whose provider is simulated: they spend nothing."""
 
     def as_json(self) -> str:
         return json.dumps(asdict(self), indent=2)
@@ -155,7 +159,8 @@ def merge(
                 }
             )
         ),
-        spent=_spent(answers),
+        spent=_spent([answer for answer in answers if not answer.get("simulated")]),
+        simulated=tuple(sorted(str(answer.get("worker", "?")) for answer in answers if answer.get("simulated"))),
         prices_as_of=next((answer["prices_as_of"] for answer in answers if "prices_as_of" in answer), None),
     )
 
@@ -205,7 +210,8 @@ def _lane(lane: str, figures: Sequence[Mapping[str, Any]], *, intake: Depth | No
         consumers=None if intake is None else intake.consumers,
         workers=len(figures),
         running=total("running"),
-        slots=total("slots", "due_slots", "extra_slots"),
+        slots=total("slots", "extra_slots"),
+        due_slots=total("due_slots"),
         extra_slots=total("extra_slots"),
         slots_limit=", ".join(sorted({limit for each in figures if (limit := each.get("slots_limit"))})) or None,
         wait_p50_ms=quantile(waits, 0.5),

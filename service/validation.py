@@ -74,8 +74,8 @@ def _names(places: tuple[Place, ...], reading: Reading, known: Known) -> str:
 def _line(kind: type[BaseModel], error: ErrorDetails, reading: Reading, known: Known) -> str:
     place = _place(error, known)
     found, field = reading.found[place], _field(kind, place)
-    allowed = error["ctx"]["what"] if error["type"] == ALLOWED else _allowed(field)
-    return f"{found.name}: found {_shown(field, found.value)}, allowed is {allowed}"
+    what = error["ctx"]["what"] if error["type"] == ALLOWED else allowed(field)
+    return f"{found.name}: found {_shown(field, found.value)}, allowed is {what}"
 
 
 def _place(error: ErrorDetails, known: Known) -> Place:
@@ -113,7 +113,8 @@ def _shown(field: FieldInfo, value: Any) -> str:
     return "(hidden)"
 
 
-def _allowed(field: FieldInfo) -> str:
+def allowed(field: FieldInfo) -> str:
+    """What a setting may be, in words."""
     types = list(_types(field))
     for each in types:
         if get_origin(each) is Literal:

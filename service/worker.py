@@ -136,6 +136,7 @@ async def _tell(parts: Parts, question: Message, me: str) -> None:
             for kind, each in parts.spending.totals().items()
         },
         "prices_as_of": parts.prices_as_of,
+        "simulated": parts.simulated,
     }
     answer = Message(
         body=json.dumps(figures).encode(),

@@ -6,7 +6,7 @@ ever deleted for them. What does not carry our namespace is somebody else's, and
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -85,6 +85,15 @@ def compare(declared: Topology, found: Topology) -> list[Difference]:
         *_compare_bindings(declared, found),
         *_extra(declared, found),
     ]
+
+
+def without_levels(differences: Sequence[Difference], names: Names) -> tuple[Sequence[Difference], int]:
+    """The differences without the missing parts of delay levels, and how many levels these are of; one is no crowd."""
+    level = re.compile(re.escape(names.delay_prefix) + r"\d+")
+    levels = {found[0] for each in differences if each.change == "missing" and (found := level.findall(each.name))}
+    if len(levels) < 2:
+        return differences, 0
+    return [each for each in differences if each.change != "missing" or level.search(each.name) is None], len(levels)
 
 
 def _compare_exchanges(declared: Topology, found: Topology) -> Iterator[Difference]:

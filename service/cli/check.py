@@ -2,7 +2,7 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,11 +14,21 @@ if TYPE_CHECKING:
     from service.provider_checks import Finding
     from service.settings import Settings
 
+WORDS = {True: "ok", False: "wrong", None: "-"}
 
-def check(json: options.Json = False, config: options.Config = None, sets: options.Set = None) -> None:
+
+def check(
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="As for `serve --simulate`: no provider needed.")
+    ] = False,
+    json: options.Json = False,
+    config: options.Config = None,
+    sets: options.Set = None,
+) -> None:
     """Look at settings, broker, topology, permissions, providers and store; exit code 1 if anything is wrong.
 
-    Each provider is asked for one token of each model that the lanes ask it for.
+    Each provider is asked for one token of each model that the lanes ask it for; none, where all workers that run have
+    a simulated one. Of a user that may only publish, that alone is looked at.
 
     Example:  lanekeeper check --set namespace=staging
     """
@@ -29,7 +39,7 @@ def check(json: options.Json = False, config: options.Config = None, sets: optio
     except SettingsError:
         _show([Finding("settings", False, _all_that_is_wrong(config, sets))], json=json)
         raise typer.Exit(FAILED) from None
-    run(_check(settings, json=json))
+    run(_check(settings, simulate=simulate, json=json))
 
 
 def _all_that_is_wrong(config: Path | None, sets: list[str] | None) -> str:
@@ -41,19 +51,19 @@ def _all_that_is_wrong(config: Path | None, sets: list[str] | None) -> str:
     return ""
 
 
-async def _check(settings: "Settings", *, json: bool) -> None:
+async def _check(settings: "Settings", *, simulate: bool, json: bool) -> None:
     from service import logs
     from service.checks import look
 
     findings = []
     with logs.written(service="lanekeeper", level="critical"):
-        async for finding in look(settings):
+        async for finding in look(settings, simulate=simulate):
             findings.append(finding)
             if not json:
                 _show([finding], json=False)
     if json:
         _show(findings, json=True)
-    if not all(finding.well for finding in findings):
+    if any(finding.well is False for finding in findings):
         raise typer.Exit(FAILED)
 
 
@@ -64,4 +74,4 @@ def _show(findings: list["Finding"], *, json: bool) -> None:
         print(dumps([asdict(finding) for finding in findings], indent=2))
         return
     for finding in findings:
-        print(f"{'ok   ' if finding.well else 'wrong'}  {finding.what:<18} {finding.text}", flush=True)
+        print(f"{WORDS[finding.well]:<5}  {finding.what:<18} {finding.text}", flush=True)

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from service.cli import cancel, check, demo, later, result, send, serve, simulate, status, topology
+from service.cli import cancel, check, demo, later, result, send, serve, settings, simulate, status, topology
 
 app = typer.Typer(
     name="lanekeeper",
@@ -23,6 +23,7 @@ app.command()(result.result)
 app.command()(status.status)
 app.add_typer(topology.app, name="topology")
 app.command()(check.check)
+app.command()(settings.settings)
 app.command()(simulate.simulate)
 for _name in later.COMMANDS:
     app.command(_name, hidden=True, context_settings=later.ANYTHING)(later.absent)

@@ -1,6 +1,7 @@
 """What several commands take: the settings' options, durations, times, lanes."""
 
 import re
+from collections.abc import Mapping
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
@@ -48,6 +49,11 @@ def settings_of(config: Path | None, sets: list[str] | None, *, for_calls: bool 
     """
     from service.settings import load_settings
 
+    return load_settings(config, for_calls=for_calls, **given_by(sets, options))
+
+
+def given_by(sets: list[str] | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What `--set` and a command's own options give, nested as `Settings` is. Raises typer.BadParameter."""
     given: dict[str, Any] = {}
     for each in sets or ():
         name, equals, value = each.partition("=")
@@ -61,7 +67,7 @@ def settings_of(config: Path | None, sets: list[str] | None, *, for_calls: bool 
                     _put(given, [name, inner], inner_value)
         elif value is not None:
             given[name] = value
-    return load_settings(config, for_calls=for_calls, **given)
+    return given
 
 
 def _put(given: dict[str, Any], path: list[str], value: object) -> None:

@@ -12,6 +12,7 @@ from service.cli import options
 from service.cli.answers import print_answer, print_text, tell_problem
 from service.cli.ending import BAD_USE, FAILED, run
 from service.cli.options import LaneName
+from topology.contract.problems import AccessRefused
 
 if TYPE_CHECKING:
     from service.client import Client
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from service.settings import Settings
     from service.wishes import Wishes
 
+DEFAULT_KEY = "{lane}.cli.send"
 QUIET_S = 2.0
 """So long nothing need be said: most answers are there by then."""
 
@@ -65,6 +67,7 @@ def send(
       git diff | lanekeeper send --stream --system "Review this change." -
     """
     settings = options.settings_of(config, sets)
+    _tell_of(tenant, settings)
     body = {"prompt": _read() if prompt == "-" else prompt, "system": system, "model": model, "max_tokens": max_tokens}
     wishes: Wishes = {"priority": priority}
     if id is not None:
@@ -81,7 +84,7 @@ def send(
         _send(
             settings,
             {name: value for name, value in body.items() if value is not None},
-            key=key or f"{lane}.cli.send",
+            key=key or DEFAULT_KEY.format(lane=lane),
             wishes=wishes,
             wait=wait,
             stream=stream,
@@ -115,6 +118,31 @@ async def _send(
         except Problem as problem:
             tell_problem(problem)
             raise typer.Exit(FAILED) from None
+        except AccessRefused as refused:
+            raise _with_its_key(refused, key, settings) from refused
+
+
+def _tell_of(tenant: str | None, settings: "Settings") -> None:
+    """Workers pass over a tenant that this user may not speak for, and say nothing: it is their settings that count."""
+    user, _ = settings.credentials
+    if tenant not in (None, user) and user not in settings.speakers:
+        print(
+            f"lanekeeper: user {user} is not in LANEKEEPER_SPEAKERS here: where the workers' settings say the same, "
+            f"--tenant {tenant} is ignored, and the request is {user}'s",
+            file=sys.stderr,
+        )
+
+
+def _with_its_key(refused: AccessRefused, key: str, settings: "Settings") -> AccessRefused:
+    """An application may publish under keys of its own alone, and the default is not one of them."""
+    user, _ = settings.credentials
+    lane = key.partition(".")[0]
+    if key != DEFAULT_KEY.format(lane=lane):
+        return refused
+    return AccessRefused(
+        f"{refused}; a user that may publish under its own name alone says so: --key {lane}.{user}.send, "
+        "with a lane that it may use"
+    )
 
 
 def _bound_s(settings: "Settings", lane: str, wishes: "Wishes") -> float:

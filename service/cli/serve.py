@@ -96,7 +96,9 @@ async def _worked(
         if simulate:
             api = await stack.enter_async_context(SimulatedAPI())
             settings = settings.answered_by(api.base_url, key="simulated")
-        parts = await stack.enter_async_context(assemble(settings, lanes=lanes, declares=declares, traces=traces))
+        parts = await stack.enter_async_context(
+            assemble(settings, lanes=lanes, declares=declares, traces=traces, simulated=simulate)
+        )
         health = Health(parts.reasons, host=settings.gateway.host, port=settings.gateway.port)
         listens = True
         try:

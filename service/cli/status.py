@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 def status(json: options.Json = False, config: options.Config = None, sets: options.Set = None) -> None:
     """Show depth, consumers, running, waits and throughput of each lane.
 
+    `running`: of so many slots, and those of the due queue beside them (what comes back from a retry or a delay).
     Waits are those of the latest requests, up to 256 a worker; `per min` and what follows count final outcomes.
 
     Example:  lanekeeper status --json
@@ -54,7 +55,7 @@ def _show(found: "Status") -> None:
             lane.lane,
             _count(lane.depth),
             _count(lane.consumers),
-            "-" if lane.running is None else f"{lane.running}/{lane.slots}",
+            "-" if lane.running is None else f"{lane.running}/{lane.slots}+{lane.due_slots}",
             _ms(lane.wait_p50_ms),
             _ms(lane.wait_p95_ms),
             *map(_count, (lane.throughput_per_min, lane.answered, lane.retried, lane.failed)),
@@ -73,6 +74,9 @@ def _show(found: "Status") -> None:
     if dollars := {lane: each["usd"] for lane, each in found.spent.get("lane", {}).items() if each.get("usd")}:
         told = ", ".join(f"{lane} ${usd:.4f}" for lane, usd in dollars.items())
         console.print(f"spent since the workers began, at prices of {found.prices_as_of}: {told}", highlight=False)
+    if found.simulated:
+        told = "all workers" if found.simulated == found.workers else ", ".join(found.simulated)
+        console.print(f"provider simulated by {told}: nothing is spent", highlight=False, soft_wrap=True)
     if found.workers:
         console.print(f"answered by {', '.join(found.workers)}", highlight=False, soft_wrap=True)
     else:

@@ -40,18 +40,30 @@ def show(
 
 
 @app.command()
-def plan(json: options.Json = False, config: options.Config = None, sets: options.Set = None) -> None:
+def plan(
+    every: Annotated[bool, typer.Option("--all", help="Each part of the delay levels too.")] = False,
+    json: options.Json = False,
+    config: options.Config = None,
+    sets: options.Set = None,
+) -> None:
     """Compare the broker with what is declared; exit code 1 where they differ.
 
     What is missing, `apply` makes. What differs or is not declared it leaves as it is: a queue is never deleted.
     """
-    found = _verified(options.settings_of(config, sets))
+    from topology.plan import without_levels
+
+    settings = options.settings_of(config, sets)
+    found = _verified(settings)
     if json:
         _print_json(_differences(found))
     else:
-        for each in found.differences:
+        shown, levels = (found.differences, 0) if every else without_levels(found.differences, settings.names())
+        for each in shown:
             does = {"missing": "apply makes it", "differs": "apply leaves it", "extra": "apply leaves it"}[each.change]
             print(f"{each.line}  ({does})")
+        if levels:
+            parts = len(found.differences) - len(shown)
+            print(f"{levels} delay levels are missing, {parts} parts: --all lists them  (apply makes them)")
         print("nothing to change" if not found.differences else f"{len(found.differences)} differences")
     _end(found)
 

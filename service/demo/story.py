@@ -32,7 +32,7 @@ from topology.declaration import declare
 
 BATCH_SLOTS = 12
 LATENCY_MS = 300
-RETRY_BASE_S = 0.2
+RETRY_BASE_S, RETRY_SPAN_S = 0.2, 6.0
 ANSWER_WITHIN_S = 90
 PLAIN_WIDTH = 110
 """Characters in a line where the output goes to a file."""
@@ -121,7 +121,7 @@ def _fitted(settings: Settings) -> Settings:
     return settings.model_copy(
         update={
             "lanes": lanes,
-            "retry": settings.retry.model_copy(update={"base_s": RETRY_BASE_S}),
+            "retry": settings.retry.model_copy(update={"base_s": RETRY_BASE_S, "span_s": RETRY_SPAN_S}),
             "budget": BudgetSettings(),
             "caps": CapsSettings(),
         }

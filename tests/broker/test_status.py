@@ -42,8 +42,8 @@ async def test_two_workers_are_asked_and_their_figures_added(vhost) -> None:
         assert other.is_well
 
     critical, normal, _ = found[0].lanes
-    assert (critical.consumers, critical.slots, critical.answered) == (2, 40, 10)
-    assert (normal.workers, normal.consumers, normal.slots) == (1, 1, 10)
+    assert (critical.consumers, critical.slots, critical.due_slots, critical.answered) == (2, 32, 8, 10)
+    assert (normal.workers, normal.consumers, normal.slots, normal.due_slots) == (1, 1, 8, 2)
     assert critical.wait_p50_ms is not None
     assert critical.throughput_per_min == 10
 

@@ -1,5 +1,6 @@
 """Whether a failed attempt is tried again, and when: a table of errors, attempts and time left."""
 
+import itertools
 import random
 from typing import Any
 
@@ -18,6 +19,7 @@ from consumers.failures import (
 )
 from consumers.job import Buried, Refused, Retried
 from consumers.retry import RetryPolicy
+from topology.lanes import DEFAULT_LANES, LaneSpec
 
 POLICY = RetryPolicy(base_s=1.0, cap_s=8.0)
 
@@ -48,14 +50,15 @@ def delays_ms(error: ProviderError, attempts: int) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("error", "bounds"),
     [
-        # at once, then up to 1, 2, 4, 8 and no more
-        (TransientError("x"), [(0, 0), (0, 1000), (0, 2000), (0, 4000), (0, 8000), (0, 8000)]),
-        (OverloadedError("x"), [(500, 1000), (1000, 2000), (2000, 4000), (4000, 8000), (4000, 8000)]),
-        (RateLimitedError("x"), [(500, 1000), (1000, 2000), (2000, 4000), (4000, 8000), (4000, 8000)]),
+        # quick, then twice as long each time, 8 and no more
+        (TransientError("x"), [(250, 375), (500, 750), (1000, 1500), (2000, 3000), (4000, 6000), (8000, 12_000)]),
+        (OverloadedError("x"), [(1000, 1500), (2000, 3000), (4000, 6000), (8000, 12_000), (8000, 12_000)]),
+        (RateLimitedError("x"), [(1000, 1500), (2000, 3000), (4000, 6000), (8000, 12_000), (8000, 12_000)]),
         (RateLimitedError("x", retry_after_s=5), [(5000, 5500)] * 3),
         (RateLimitedError("x", retry_after_s=40), [(40_000, 41_000)] * 3),
-        (RateLimitedError("x", retry_after_s=0), [(0, 0)] * 2),
+        (RateLimitedError("x", retry_after_s=0), [(250, 250)] * 2),
         (OverloadedError("x", retry_after_s=5), [(5000, 5500)] * 2),
+        (OverloadedError("x", retry_after_s=1), [(1000, 1500), (2000, 3000), (4000, 6000)]),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
@@ -66,14 +69,84 @@ def test_how_long_is_waited_after_each_attempt(error: ProviderError, bounds: lis
 def test_nobody_waits_as_long_as_one_account_told_where_another_may_be_asked() -> None:
     outcome = decide(RateLimitedError("x", retry_after_s=3600), left_ms=60_000, has_other=True)
     assert isinstance(outcome, Retried)
-    assert outcome.delay_ms == 1000
+    assert outcome.delay_ms == 1500
 
 
 @given(told_s=st.floats(0, 86_400), seed=st.integers())
 def test_never_before_the_time_that_was_told(told_s: float, seed: int) -> None:
     outcome = decide(RateLimitedError("x", retry_after_s=told_s), left_ms=10**9, rng=random.Random(seed))
     assert isinstance(outcome, Retried)
-    assert told_s * 1000 <= outcome.delay_ms <= told_s * 1000 + 1001
+    assert told_s * 1000 <= outcome.delay_ms <= max(250, told_s * 1000 + 1001)
+
+
+def pauses_ms(
+    error: ProviderError, *, max_attempts: int, deadline_ms: int, call_ms: int, policy: RetryPolicy, seed: int
+) -> list[int]:
+    """All pauses of a request whose every attempt fails after `call_ms`."""
+    rng, left_ms, found = random.Random(seed), deadline_ms, []
+    for attempts in range(1, max_attempts):
+        left_ms -= call_ms
+        outcome = decide(error, attempts=attempts, max_attempts=max_attempts, left_ms=left_ms, rng=rng, policy=policy)
+        if not isinstance(outcome, Retried):
+            break
+        found.append(outcome.delay_ms)
+        left_ms -= outcome.delay_ms
+    return found
+
+
+FAILURES = [TransientError("x"), OverloadedError("x"), RateLimitedError("x"), OverloadedError("x", retry_after_s=1)]
+
+
+@given(seed=st.integers(), lane=st.sampled_from(DEFAULT_LANES), error=st.sampled_from(FAILURES))
+def test_the_attempts_of_a_lone_request_span_what_a_short_outage_lasts(
+    seed: int, lane: LaneSpec, error: ProviderError
+) -> None:
+    pauses = pauses_ms(
+        error,
+        max_attempts=lane.max_attempts,
+        deadline_ms=round(lane.deadline_s * 1000),
+        call_ms=20,
+        policy=RetryPolicy(),
+        seed=seed,
+    )
+    assert len(pauses) == lane.max_attempts - 1
+    assert sum(pauses) >= 30_000
+    assert pauses[0] <= 1500, "the first is quick"
+    assert all(earlier < later for earlier, later in itertools.pairwise(pauses))
+
+
+@given(
+    seed=st.integers(),
+    error=st.sampled_from(FAILURES),
+    max_attempts=st.integers(1, 100),
+    deadline_ms=st.integers(1, 10**8),
+    call_ms=st.integers(0, 10_000),
+    base_s=st.floats(0.01, 10),
+    span_s=st.floats(0.01, 10_000),
+)
+def test_no_pause_is_under_the_floor_and_none_ends_after_the_deadline(
+    seed: int,
+    error: ProviderError,
+    max_attempts: int,
+    deadline_ms: int,
+    call_ms: int,
+    base_s: float,
+    span_s: float,
+) -> None:
+    policy = RetryPolicy(base_s=base_s, span_s=span_s, cap_s=600)
+    how = {"max_attempts": max_attempts, "deadline_ms": deadline_ms, "call_ms": call_ms, "seed": seed}
+    pauses = pauses_ms(error, policy=policy, **how)
+    assert all(pause >= 1000 * policy.floor_s for pause in pauses)
+    assert all(pause <= 901_000 for pause in pauses)
+    assert sum(pauses) < deadline_ms
+
+
+def test_a_request_with_little_time_left_still_makes_its_attempts() -> None:
+    pauses = pauses_ms(
+        TransientError("x"), max_attempts=4, deadline_ms=10_000, call_ms=100, policy=RetryPolicy(), seed=1
+    )
+    assert len(pauses) == 3
+    assert 4000 <= sum(pauses) < 9600
 
 
 def test_those_that_failed_together_do_not_come_back_together() -> None:
@@ -114,7 +187,8 @@ def test_after_the_last_attempt_it_is_buried_with_the_last_error(error: Provider
 @pytest.mark.parametrize(
     ("error", "left_ms", "retried"),
     [
-        (TransientError("x"), 1, True),
+        (TransientError("x"), 376, True),
+        (TransientError("x"), 375, False),
         (TransientError("x"), 0, False),
         (TransientError("x"), -5, False),
         (RateLimitedError("x", retry_after_s=5), 5501, True),

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from yarl import URL
 
 from tests.support.stores import store_url
 from tests.support.waiting import until
@@ -221,6 +222,10 @@ async def test_plan_apply_verify_tell_what_differs(environment, tmp_path, vhost)
     code, out, _ = await run(environment, tmp_path, "topology", "plan")
     assert code == 1
     assert "queue lane.critical is missing  (apply makes it)" in out
+    assert "29 delay levels are missing" in out
+    assert len(out.splitlines()) < 45
+    _, whole, _ = await run(environment, tmp_path, "topology", "plan", "--all")
+    assert "queue lane.delay.28 is missing  (apply makes it)" in whole
 
     assert (await run(environment, tmp_path, "topology", "apply"))[0] == 0
     assert await run(environment, tmp_path, "topology", "plan") == (0, "nothing to change\n", "")
@@ -258,6 +263,55 @@ async def test_check_finds_everything_well_where_it_is(environment, tmp_path) ->
     finally:
         simulated.send_signal(signal.SIGINT)
         assert await asyncio.wait_for(simulated.wait(), timeout=10) == 0
+
+
+async def test_check_takes_a_simulated_provider_for_none_to_ask(environment, tmp_path) -> None:
+    async with serving(environment, tmp_path, "serve", "--simulate", "--port", "0"):
+        code, out, _ = await run(environment, tmp_path, "check", "--json")
+        found = {each["what"]: each for each in json.loads(out)}
+        assert (code, found["providers"]["well"]) == (0, None)
+        assert "the workers that run answer by a simulated one" in found["providers"]["text"]
+        await run(environment, tmp_path, "send", "Name three rivers.")
+        _, told, _ = await run(environment, tmp_path, "status")
+        assert "$" not in told
+        assert "provider simulated by all workers: nothing is spent" in told
+    code, out, _ = await run(environment, tmp_path, "check", "--simulate")
+    assert code == 0
+    assert "-      providers          not asked: answers are simulated" in out
+    assert (await run(environment, tmp_path, "check"))[0] == 1, "a key is missing, and nobody is simulated"
+
+
+async def test_a_user_that_may_only_publish_is_told_what_it_may(environment, tmp_path, vhost) -> None:
+    user = f"crm-{vhost.name}"
+    (tmp_path / "passwords").write_text(f"{user}:secret\n")
+    line = ("topology", "export", "--user", f"{user}:application:normal", "--passwords", "passwords")
+    _, out, _ = await run(environment, tmp_path, *line)
+    try:
+        vhost.api("POST", "definitions", json.loads(out))
+        url = str(URL(vhost.amqp_url).with_user(user).with_password("secret"))
+        its = {**environment, "LANEKEEPER_AMQP_URL": url}
+
+        code, out, _ = await run(its, tmp_path, "check", "--json")
+        found = {each["what"]: each for each in json.loads(out)}
+        assert code == 0
+        assert f"with keys normal.{user}.…" in found["permissions"]["text"]
+        assert [found[each]["well"] for each in ("topology", "providers", "store")] == [None] * 3
+
+        code, _, err = await run(its, tmp_path, "send", "--lane", "normal", "--no-wait", "x")
+        assert code == 1
+        assert f"--key normal.{user}.send" in err
+        assert (await run(its, tmp_path, "send", "--key", f"normal.{user}.send", "--no-wait", "x"))[0] == 0
+    finally:
+        vhost.api("DELETE", f"users/{user}")
+
+
+async def test_a_tenant_that_may_be_ignored_is_told(environment, tmp_path, vhost) -> None:
+    assert (await run(environment, tmp_path, "topology", "apply"))[0] == 0
+    line = ("send", "--no-wait", "--tenant", "acme", "x")
+    _, _, err = await run(environment, tmp_path, *line)
+    assert f"--tenant acme is ignored, and the request is {vhost.user}'s" in err
+    _, _, err = await run({**environment, "LANEKEEPER_SPEAKERS": vhost.user}, tmp_path, *line)
+    assert err == ""
 
 
 async def test_a_broken_pipe_is_no_traceback(environment, tmp_path) -> None:

@@ -82,12 +82,29 @@ async def test_a_rate_limit_is_waited_for_as_the_provider_told(vhost) -> None:
 
 
 async def test_an_overload_backs_off_exponentially(vhost) -> None:
-    async with house(vhost.amqp_url, retry={"base_s": 0.4, "cap_s": 10}) as home, requester(vhost.amqp_url) as app:
+    retry = {"base_s": 0.4, "span_s": 2.8, "cap_s": 10}
+    async with house(vhost.amqp_url, retry=retry) as home, requester(vhost.amqp_url) as app:
         reply = await app.ask({"prompt": "busy [[fault: overloaded x3]]"})
         assert reply.headers["x-lane-attempt"] == 4
         gaps = [later.started_s - earlier.started_s for earlier, later in itertools.pairwise(home.api.calls)]
         for gap, step_s in zip(gaps, (0.4, 0.8, 1.6), strict=True):
-            assert step_s / 2 <= gap < step_s + 0.6, gaps
+            assert step_s <= gap < 1.5 * step_s + 0.6, gaps
+
+
+async def test_a_lone_request_outlasts_a_short_outage_of_its_provider(vhost) -> None:
+    """Everything five times as quick as by default: the provider is down for 4 s in place of 20."""
+    down_s, times = 4.0, 5
+    retry = {"base_s": 1 / times, "span_s": 30 / times, "cap_s": 60 / times}
+    deadline = {"x-lane-deadline-ms": 120_000 // times}
+    async with house(vhost.amqp_url, retry=retry) as home, requester(vhost.amqp_url) as app:
+        await home.api.stop()
+        asked = await app.publish({"prompt": "are you there?"}, headers=deadline)
+        await asyncio.sleep(down_s)  # the outage, not a wait for something
+        assert not app.finals(asked), "nobody has given up"
+        await home.api.start()
+        reply = await app.final(asked)
+        assert reply.status == "ok", reply
+        assert 3 <= reply.headers["x-lane-attempt"] <= 4
 
 
 async def test_the_lane_works_on_while_one_waits_for_its_retry(vhost) -> None:

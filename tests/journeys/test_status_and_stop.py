@@ -51,10 +51,10 @@ async def test_status_shows_what_waits_runs_and_was_answered_over_all_workers(vh
             assert any(name.endswith(f":{worker.process.pid}") for name in told["workers"])
             batch, critical, normal = lanes["batch"], lanes["critical"], lanes["normal"]
             assert (batch["depth"], batch["running"], batch["consumers"], batch["workers"]) == (5, 2, 1, 1)
-            assert (batch["slots"], batch["answered"]) == (3, 0)
+            assert (batch["slots"], batch["due_slots"], batch["answered"]) == (2, 1, 0)
             assert batch["wait_p50_ms"] is None, "nothing has ended there yet"
             assert (critical["depth"], critical["running"]) == (0, 0)
-            assert (critical["consumers"], critical["workers"], critical["slots"]) == (2, 2, 40)
+            assert (critical["consumers"], critical["workers"], critical["slots"]) == (2, 2, 32)
             assert (critical["answered"], critical["failed"], critical["throughput_per_min"]) == (20, 1, 21)
             assert 0 <= critical["wait_p50_ms"] <= critical["wait_p95_ms"] < 60_000
             assert (normal["answered"], normal["retried"], normal["throughput_per_min"]) == (1, 1, 1)

@@ -224,6 +224,14 @@ def test_how_much_is_remembered_can_be_set() -> None:
 def test_speakers_are_names_of_users() -> None:
     assert load().speakers == ()
     assert load(env={"LANEKEEPER_SPEAKERS": "gateway, other"}).speakers == ("gateway", "other")
+    assert load(env={"LANEKEEPER_SPEAKERS": '["gateway", "o ther@x"]'}).speakers == ("gateway", "o ther@x")
+
+
+@pytest.mark.parametrize("said", ["{", "{}", "[", '"gateway"', "gateway, {", '[""]', '{"gateway": 1}'])
+def test_what_is_no_name_of_a_user_is_no_speaker(said: str) -> None:
+    told = wrong(env={"LANEKEEPER_SPEAKERS": said})
+    assert told.startswith("wrong setting: LANEKEEPER_SPEAKERS: found ")
+    assert "separated by commas, or a JSON array" in told
 
 
 def test_failpoints_are_known_places_with_a_probability() -> None:

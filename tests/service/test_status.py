@@ -27,7 +27,8 @@ def test_figures_of_several_workers_are_added_up() -> None:
     status = merge(answers, EMPTY, lanes=LANES, names=NAMES)
 
     critical = status.lanes[0]
-    assert (critical.workers, critical.running, critical.slots) == (2, 4, 40)
+    assert (critical.workers, critical.running, critical.slots) == (2, 4, 32)
+    assert critical.due_slots == 8, "told apart: 16 were promised of each"
     assert (critical.answered, critical.failed, critical.retried, critical.throughput_per_min) == (11, 2, 4, 5)
     assert status.workers == ("a:1", "b:2")
 
@@ -40,7 +41,7 @@ def test_slots_that_were_added_count_and_what_limits_them_is_told() -> None:
 
     batch = merge(answers, EMPTY, lanes=LANES, names=NAMES).lanes[1]
 
-    assert (batch.slots, batch.extra_slots, batch.slots_limit) == (26, 16, "itpm")
+    assert (batch.slots, batch.extra_slots, batch.slots_limit) == (24, 16, "itpm")
 
 
 def test_why_requests_were_put_off_is_told_of_all_workers_together() -> None:
@@ -117,3 +118,15 @@ def test_json_has_every_lane_and_worker() -> None:
 
     assert [lane["lane"] for lane in told["lanes"]] == ["critical", "batch"]
     assert told["workers"] == []
+
+
+def test_workers_whose_provider_is_simulated_spend_no_dollars() -> None:
+    spent = {"spent": {"lane": {"critical": {"requests": 1, "usd": 0.5}}}, "lanes": {}}
+    answers = [{"worker": "a", "simulated": True, **spent}, {"worker": "b", **spent}]
+
+    both = merge(answers, EMPTY, lanes=LANES, names=NAMES)
+    alone = merge(answers[:1], EMPTY, lanes=LANES, names=NAMES)
+
+    assert both.spent["lane"]["critical"]["usd"] == 0.5
+    assert both.simulated == ("a",)
+    assert alone.spent == {}

@@ -73,6 +73,7 @@ def parts(*pools: FakePool) -> Parts:
         breakers=None,  # type: ignore[arg-type]
         spending=None,  # type: ignore[arg-type]
         prices_as_of="",
+        simulated=False,
         pools=pools,  # type: ignore[arg-type]
         activities=(LaneActivity("critical", slots=1, due_slots=1),),
     )

@@ -10,7 +10,7 @@ from topology.declaration import declare
 from topology.lanes import DEFAULT_LANES
 from topology.model import Binding, Exchange, Queue, Topology, Value
 from topology.names import Names
-from topology.plan import Difference, compare
+from topology.plan import Difference, compare, without_levels
 
 DECLARED = declare(DEFAULT_LANES, names=Names(), broker_version="4.3.6")
 FOUND = replace(DECLARED, namespace="", lanes=(), note="")
@@ -206,3 +206,18 @@ def test_three_members_are_enough_and_no_more_than_there_are_nodes(
     members: tuple[str, ...], nodes: tuple[str, ...]
 ) -> None:
     assert kept_on("lane.critical", members, nodes) == []
+
+
+def test_delay_levels_that_are_missing_are_counted_and_the_rest_is_listed() -> None:
+    found = compare(DECLARED, Topology())
+    shown, levels = without_levels(found, Names())
+    assert levels == 29
+    assert len(shown) < 45 < 140 < len(found)
+    assert not [each for each in shown if "lane.delay." in each.name and each.what != "binding"]
+
+
+def test_a_single_level_and_what_differs_are_listed_as_they_are() -> None:
+    one = compare(DECLARED, replace(FOUND, queues=tuple(each for each in FOUND.queues if each.name != "lane.delay.07")))
+    assert without_levels(one, Names()) == (one, 0)
+    differs = compare(DECLARED, with_argument("lane.delay.07", "x-message-ttl", 5))
+    assert without_levels(differs, Names()) == (differs, 0)

@@ -21,8 +21,9 @@ from yarl import URL
 from topology import logs, signals
 from topology.broker.alarms import Alarmed
 from topology.broker.backoff import pause_s
-from topology.broker.border import asks_to_stop, border, cancellations, said
+from topology.broker.border import asks_to_stop, border, cancellations, is_nameless, said
 from topology.broker.frames import tolerate
+from topology.broker.quiet import hush
 from topology.broker.urls import urls_of
 from topology.contract.problems import AccessRefused, BrokerBlocked, BrokerError, BrokerUnreachable
 
@@ -100,6 +101,7 @@ class Connection:
     async def __aenter__(self) -> Self:
         """Connect, and fail at once if that cannot be done: AccessRefused for credentials, else BrokerUnreachable."""
         tolerate()
+        hush()
         await self._open_any()
         self._supervisor = asyncio.create_task(self._supervise(), name=f"connection {self._name}")
         return self
@@ -189,6 +191,10 @@ class Connection:
             raise BrokerUnreachable(
                 f"no broker at {self.address}: {said(error)}; is it running, and is LANEKEEPER_AMQP_URL right?"
             ) from error
+        except Exception as error:
+            if not is_nameless(error):
+                raise
+            raise BrokerUnreachable(f"the broker at {self.address} closed the connection as it was opened") from error
         try:
             if cancellations() > before:
                 raise asyncio.CancelledError
@@ -227,9 +233,9 @@ class Connection:
             try:
                 await self._open_any()
             except Exception as error:
-                self.trouble = str(error)
+                self.trouble = reason = said(error)
                 attempt += 1
-                log.warning(signals.BROKER_UNREACHABLE, connection=self._name, reason=str(error), attempt=attempt)
+                log.warning(signals.BROKER_UNREACHABLE, connection=self._name, reason=reason, attempt=attempt)
             else:
                 return
 

@@ -1,0 +1,54 @@
+"""`lanekeeper settings`: what is set, and where."""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from service.cli import options
+from service.cli.answers import printable
+
+if TYPE_CHECKING:
+    from service.effective import Effective
+
+
+def settings(
+    given: Annotated[bool, typer.Option("--given", help="Only what is not the default.")] = False,
+    json: options.Json = False,
+    config: options.Config = None,
+    sets: options.Set = None,
+) -> None:
+    """Show every setting in effect, and where it comes from: default, a file, the environment, an option.
+
+    Keys, and passwords in URLs, are hidden. docs/settings.md says what each does.
+
+    Example:  lanekeeper settings --set lanes.batch.slots=12 --given
+    """
+    from service.effective import DEFAULT, effective
+    from service.settings import load_with_sources
+
+    found, sources = load_with_sources(config, **options.given_by(sets, {}))
+    shown = [each for each in effective(found, sources) if not given or each.source != DEFAULT]
+    if json:
+        from dataclasses import asdict
+        from json import dumps
+
+        print(dumps([asdict(each) for each in shown], indent=2, ensure_ascii=False))
+    else:
+        _show(shown)
+
+
+def _show(shown: "list[Effective]") -> None:
+    width = max((len(each.name) for each in shown), default=0)
+    values = [printable(text_of(each.value)) for each in shown]
+    wide = min(60, max(map(len, values), default=0))
+    for each, value in zip(shown, values, strict=True):
+        print(f"{each.name:<{width}}  {value:<{wide}}  {each.source}")
+
+
+def text_of(value: Any) -> str:
+    """A value on one line."""
+    from json import dumps
+
+    if value is None:
+        return "-"
+    return value if isinstance(value, str) else dumps(value, ensure_ascii=False)

@@ -1,0 +1,96 @@
+"""What an application that uses our client finds on its standard error when its broker goes and comes back."""
+
+import asyncio
+import logging
+import sys
+from asyncio.subprocess import PIPE
+from pathlib import Path
+
+import aiormq
+import pytest
+import structlog.testing
+
+from service.demo.broker import PrivateBroker
+from tests.support.brokers import Vhost
+from tests.support.connections import close_connection
+from tests.support.waiting import until
+from topology.broker.alarms import Alarmed
+from topology.broker.connection import Connection
+
+APPLICATION = """
+import asyncio, logging, sys
+from service.client import Client
+
+class Opened(logging.Handler):
+    def emit(self, record):
+        if "broker.connected" in record.getMessage():
+            print("connected", flush=True)
+
+async def main():
+    async with Client(sys.argv[1]):
+        print("ready", flush=True)
+        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
+
+if sys.argv[2] == "configured":
+    logging.basicConfig(level=logging.WARNING)
+heard = logging.getLogger("lanekeeper")
+heard.setLevel(logging.INFO)
+heard.addHandler(Opened())
+asyncio.run(main())
+"""
+
+
+@pytest.mark.default_broker_only
+async def test_no_traceback_comes_when_the_broker_restarts_whether_or_not_logging_is_configured(
+    own_broker: PrivateBroker,
+) -> None:
+    house = str(Path(__file__).parents[2])
+    said = {}
+    processes = {
+        how: await asyncio.create_subprocess_exec(
+            sys.executable, "-c", APPLICATION, own_broker.amqp_url, how, stdin=PIPE, stdout=PIPE, stderr=PIPE, cwd=house
+        )
+        for how in ("silent", "configured")
+    }
+    for process in processes.values():
+        assert process.stdout is not None
+        await asyncio.wait_for(process.stdout.readuntil(b"ready\n"), 30)
+    await own_broker.kill()
+    await own_broker.start()
+    for how, process in processes.items():
+        assert process.stdout is not None
+        for _ in range(2):  # its two connections are there again
+            await asyncio.wait_for(process.stdout.readuntil(b"connected\n"), 30)
+        _, err = await asyncio.wait_for(process.communicate(b"\n"), 30)
+        said[how] = err.decode()
+    assert said["silent"] == ""
+    lines = said["configured"].splitlines()
+    assert any("broker.lost" in line for line in lines)
+    assert not [line for line in lines if ":lanekeeper:" not in line]
+
+
+async def test_what_the_application_does_with_aiormq_itself_is_still_told(
+    vhost: Vhost, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Connection(vhost.amqp_url, name="ours"):
+        with caplog.at_level(logging.WARNING), pytest.raises(aiormq.exceptions.AMQPConnectionError):
+            await aiormq.connect("amqp://guest:guest@127.0.0.1:1/")
+    assert [record.name for record in caplog.records] == ["aiormq.connection"]
+
+
+async def test_why_a_broker_is_unreachable_is_said_whatever_the_driver_raises(
+    vhost: Vhost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """aiormq raises a bare `Exception` where the connection closes between two steps of opening it."""
+
+    async def closes(_: Alarmed) -> bool:
+        monkeypatch.undo()
+        raise Exception
+
+    async with Connection(vhost.amqp_url, name=vhost.name) as connection:
+        with structlog.testing.capture_logs() as events:
+            monkeypatch.setattr(Alarmed, "connect", closes)
+            await close_connection(vhost, vhost.name)
+            await until(lambda: connection.openings == 2)
+    (told,) = [each for each in events if each["event"] == "broker.unreachable"]
+    assert "closed the connection" in told["reason"]

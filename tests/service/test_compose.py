@@ -1,0 +1,53 @@
+"""The compose files: for `docker compose`, and for the `docker-compose` that Debian has."""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+HOUSE = Path(__file__).parents[2]
+FILES = ("docker-compose.yml", "deploy/cluster/docker-compose.yml")
+TOOLS = (["docker", "compose"], ["docker-compose"])
+NEEDED = {"RABBITMQ_PASSWORD": "secret", "ERLANG_COOKIE": "secret"}
+
+
+def has(tool: list[str]) -> bool:
+    if shutil.which(tool[0]) is None:
+        return False
+    return subprocess.run([*tool, "version"], capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_it_says_nothing_that_docker_compose_1_refuses(file: str) -> None:
+    keys = re.findall(r"^([A-Za-z0-9_-]+):", (HOUSE / file).read_text(), re.MULTILINE)
+    assert {key for key in keys if not key.startswith("x-")} <= {"services", "volumes", "networks"}
+
+
+@pytest.mark.parametrize("tool", TOOLS, ids=" ".join)
+@pytest.mark.parametrize("file", FILES)
+def test_it_is_accepted(file: str, tool: list[str], tmp_path: Path) -> None:
+    if not has(tool):
+        pytest.skip(f"{' '.join(tool)} is not here")
+    shutil.copytree(HOUSE / "deploy", tmp_path / "deploy")
+    shutil.copy(HOUSE / "docker-compose.yml", tmp_path)
+    done = subprocess.run(
+        [*tool, "-f", file, "config"],
+        cwd=tmp_path,  # where there is no .env
+        env={"PATH": os.environ["PATH"], "HOME": str(tmp_path), **NEEDED},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "lanekeeper:secret@" in done.stdout
+
+
+def test_the_readme_gives_the_url_of_the_user_that_the_compose_file_makes() -> None:
+    (user,) = re.findall(r"RABBITMQ_DEFAULT_USER: (\w+)", (HOUSE / "docker-compose.yml").read_text())
+    url = f"LANEKEEPER_AMQP_URL=amqp://{user}:$password@localhost:5672/"
+    readme = (HOUSE / "README.md").read_text()
+    assert readme.index(url) < readme.index("docker compose up")
+    assert url in (HOUSE / "docker-compose.yml").read_text()

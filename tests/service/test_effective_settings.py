@@ -1,0 +1,73 @@
+"""`lanekeeper settings`: what is in effect, and where it comes from."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.cli.main import run
+from service.settings import KNOWN
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name in KNOWN.env_names.values():
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def shown(capsys: pytest.CaptureFixture[str], *line: str) -> dict[str, Any]:
+    assert run(["settings", "--json", *line]) == 0
+    return {each["name"]: each for each in json.loads(capsys.readouterr().out)}
+
+
+def test_each_source_is_named_and_the_nearer_one_wins(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "lanekeeper.toml").write_text('namespace = "staging"\ngrace_s = 1\n[lanes.batch]\nslots = 12\n')
+    (folder / ".env").write_text("LANEKEEPER_GRACE_S=5\nLANEKEEPER_LOG_LEVEL=debug\n")
+    monkeypatch.setenv("LANEKEEPER_LOG_LEVEL", "error")
+
+    found = shown(capsys, "--set", "lanes.normal.slots=3")
+
+    told = {name: (each["value"], each["source"]) for name, each in found.items() if each["source"] != "default"}
+    assert told == {
+        "namespace": ("staging", "lanekeeper.toml"),
+        "lanes.batch.slots": (12, "lanekeeper.toml"),
+        "grace_s": (5, ".env"),
+        "log_level": ("error", "environment"),
+        "lanes.normal.slots": (3, "option"),
+    }
+    assert found["lanes.critical.slots"]["variable"] == "LANEKEEPER_LANES__CRITICAL__SLOTS"
+    assert found.keys() == {".".join(place) for place in KNOWN.env_names if "*" not in place}
+
+
+def test_keys_and_passwords_are_hidden(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = {
+        "LANEKEEPER_AMQP_URL": "amqp://app:s3cret@one/,amqp://app:s3cret@two/",
+        "LANEKEEPER_MANAGEMENT_URL": "http://app:s3cret@one:15672",
+        "LANEKEEPER_STORE_URL": "redis://:s3cret@redis:6379/0",
+        "ANTHROPIC_API_KEY": "sk-ant-s3cret",
+        "ANTHROPIC_BASE_URL": "https://user:s3cret@proxy",
+        "OTEL_EXPORTER_OTLP_ENDPOINT": "http://user:s3cret@jaeger:4318",
+        "LANEKEEPER_PROVIDERS__OTHER__API_KEY": "s3cret",
+        "LANEKEEPER_PROVIDERS__OTHER__BASE_URL": "https://user:s3cret@other",
+    }
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    for line in (["settings"], ["settings", "--json"], ["settings", "--given"]):
+        assert run(line) == 0
+        out, err = capsys.readouterr()
+        assert "s3cret" not in out + err
+        assert "amqp://***@one/, amqp://***@two/" in out
+        assert "(hidden)" in out
+    assert shown(capsys)["providers.other.api_key"]["variable"] == "LANEKEEPER_PROVIDERS__OTHER__API_KEY"
+
+
+def test_what_is_wrong_ends_it_as_it_ends_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["settings", "--set", "grace_s=soon"]) == 2
+    assert "grace_s on the command line" in capsys.readouterr().err

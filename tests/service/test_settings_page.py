@@ -1,0 +1,57 @@
+"""docs/settings.md says of every setting what the code does; its examples are taken."""
+
+from pathlib import Path
+
+import pytest
+
+from service.settings import KNOWN
+from tests.support.settings import load, wrong
+from tests.support.settings_page import LANE, PAGE, Entry, entries, page
+from topology.contract.problems import SettingsError
+
+ENTRIES = entries()
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_page_is_made_of_the_declarations() -> None:
+    assert page() == PAGE.read_text(), "run: python -m tests.support.settings_page"
+
+
+def test_every_setting_is_on_it() -> None:
+    said = PAGE.read_text()
+    names = {each.replace("*", "<NAME>") for each in KNOWN.env_names.values()}
+    for lane in ("CRITICAL", "NORMAL", "BATCH"):
+        names = {each.replace(f"__{lane}__", f"__{LANE}__") for each in names}
+    assert not [each for each in names if f"| `{each}` |" not in said]
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.variable)
+def test_each_is_told_with_an_example_that_is_taken(entry: Entry) -> None:
+    assert entry.text, "what it does: the docstring below its field"
+    assert entry.example not in ("", "none")
+    name = entry.variable.replace(LANE, "NORMAL").replace("<NAME>", "OTHER")
+    others = {
+        "LANEKEEPER_PROVIDERS__OTHER__BASE_URL": "https://other.example.com",
+        "LANEKEEPER_PRICES__MODELS": '{"anthropic.claude-sonnet-5-5": {"input": 1, "output": 5}}',
+    }
+    if name.startswith("LANEKEEPER_TLS__"):
+        told = wrong(env={name: entry.example})
+        assert "allowed is a file that is there" in told, "the example's file is not here, and that alone is wrong"
+        return
+    try:
+        load(env={**(others if "PROVIDERS__OTHER" in name else {}), name: entry.example})
+    except SettingsError as error:  # of a provider of another kind: what else it needs, and what it does not
+        assert "a provider of kind" in str(error)  # noqa: PT017
+
+
+def test_the_examples_in_its_text_are_taken() -> None:
+    text = PAGE.read_text()
+    (toml,) = (each.partition("```")[0] for each in text.split("```toml\n")[1:])
+    assert load(toml).namespace == "staging"
+    for block in text.split("```sh\n")[1:]:
+        lines = [line.partition("=") for line in block.partition("```")[0].splitlines() if line.startswith("LANE")]
+        load(env={name: value for name, _, value in lines if not name.endswith("_FILE")})

@@ -1,0 +1,170 @@
+"""The tables of docs/settings.md, from the declarations: `python -m tests.support.settings_page` writes them.
+
+What a setting does is the docstring below its field, `Example:` at its end; for a number the default will do.
+"""
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel, SecretStr
+from pydantic.fields import FieldInfo
+
+from service.cli.settings import text_of
+from service.effective import plain
+from service.settings import KNOWN, Settings
+from service.sources import ANY, Place, is_section
+from service.validation import allowed
+from topology.lanes import DEFAULT_LANES
+
+PAGE = Path(__file__).parents[2] / "docs/settings.md"
+BEGIN, END = "<!-- begin: made of the declarations -->\n", "<!-- end -->"
+LANE = "<LANE>"
+UNITS = {
+    "_s": "s",
+    "_bytes": "bytes",
+    "_per_min": "a minute",
+    "tokens": "tokens",
+    "usd": "US dollars",
+    "share": "0 to 1",
+    "requests": "requests",
+    "length": "messages",
+}
+TITLES = {
+    "": "Broker, store, process",
+    "providers": "Providers",
+    "models": "Models",
+    "prices": "Prices",
+    "caps": "Caps of a day",
+    "budget": "Budget",
+    "lanes": "Lanes",
+    "gateway": "Health",
+    "tls": "TLS",
+    "reply_to": "Replies",
+    "retry": "Retries",
+    "results": "Results",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One line of a table: a setting, or the same setting of each lane."""
+
+    place: Place
+    variable: str
+    field: FieldInfo
+    text: str
+    example: str
+    defaults: tuple[Any, ...]
+
+
+def entries() -> list[Entry]:
+    """All settings, those of the lanes once."""
+    found: dict[Place, Entry] = {}
+    lanes = {lane.name for lane in DEFAULT_LANES}
+    for place, variable in KNOWN.env_names.items():
+        shared = tuple(LANE if step in lanes else step for step in place)
+        kind, field, default = _declared(place)
+        if shared in found:
+            before = found[shared]
+            found[shared] = Entry(
+                shared, before.variable, field, before.text, before.example, (*before.defaults, default)
+            )
+            continue
+        text, example = _documented(kind, place[-1])
+        for lane in lanes:
+            variable = variable.replace(f"__{lane.upper()}__", f"__{LANE}__")
+        found[shared] = Entry(
+            shared, variable.replace(ANY, "<NAME>"), field, text, example or _said(default), (default,)
+        )
+    return list(found.values())
+
+
+def tables() -> str:
+    """The generated part of the page."""
+    parts = []
+    every = entries()
+    for section, title in TITLES.items():
+        rows = [each for each in every if (each.place[0] if len(each.place) > 1 else "") == section]
+        assert rows, section
+        lines = [f"### {title}", "", "| setting | default | unit | what it does | example |", "|---|---|---|---|---|"]
+        parts.append("\n".join([*lines, *map(_row, rows)]))
+    return "\n\n".join(parts) + "\n"
+
+
+def page() -> str:
+    """The page with its tables made anew."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    return before + BEGIN + "\n" + tables() + "\n" + END + rest.partition(END)[2]
+
+
+def _row(entry: Entry) -> str:
+    said = [_said(each) for each in entry.defaults]
+    defaults = ", ".join(f"`{each}`" for each in (said if len(set(said)) > 1 else said[:1])).replace("`none`", "none")
+    limits = allowed(entry.field) if _is_limited(entry.field) else ""
+    text = f"{entry.text} Allowed: {limits}." if limits else entry.text
+    cells = (f"`{entry.variable}`", defaults, _unit(entry.place[-1]), text, f"`{entry.example}`")
+    return "| " + " | ".join(each.replace("|", "\\|") for each in cells) + " |"
+
+
+def _unit(name: str) -> str:
+    return next((unit for end, unit in UNITS.items() if name.endswith(end)), "")
+
+
+def _is_limited(field: FieldInfo) -> bool:
+    """Whether its type and limits say more than that it is text: a number, a choice of words."""
+    kinds = get_args(field.annotation) or (field.annotation,)
+    return bool(field.metadata) or get_origin(field.annotation) is Literal or bool in kinds
+
+
+def _said(value: Any) -> str:
+    """As it is written in the environment."""
+    if isinstance(value, SecretStr):
+        value = value.get_secret_value()  # a default is no secret
+    if value is None or value in ((), {}):
+        return "none"
+    return text_of(int(value) if isinstance(value, float) and value.is_integer() else plain(value))
+
+
+def _declared(place: Place) -> tuple[type[BaseModel], FieldInfo, Any]:
+    """The class that a setting is declared in, its field, and its default."""
+    kind: type[BaseModel] = Settings
+    node: Any = Settings()
+    for step in place[:-1]:
+        if step == ANY:
+            continue
+        annotation = kind.model_fields[step].annotation
+        if get_origin(annotation) is dict:
+            kind, node = get_args(annotation)[1], None
+        else:
+            assert is_section(annotation)
+            kind, node = annotation, getattr(node, step)  # type: ignore[assignment]
+    field = kind.model_fields[place[-1]]
+    return kind, field, field.get_default(call_default_factory=True) if node is None else getattr(node, place[-1])
+
+
+def _documented(kind: type[BaseModel], name: str) -> tuple[str, str]:
+    """What a field's docstring says, and its example; a class that has not the field itself inherits it."""
+    for each in kind.__mro__:
+        if name in inspect.get_annotations(each):
+            found = dict(_docstrings(each)).get(name, "")
+            text, _, example = re.sub(r"\s+", " ", found).partition(" Example: ")
+            return text, example
+    raise AssertionError(name)
+
+
+def _docstrings(kind: type) -> Iterator[tuple[str, str]]:
+    (tree,) = ast.parse(inspect.getsource(kind)).body
+    assert isinstance(tree, ast.ClassDef)
+    for statement, after in zip(tree.body, tree.body[1:], strict=False):
+        match statement, after:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                yield name, text
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
