@@ -76,6 +76,7 @@ class Names:
 TRACEPARENT = "traceparent"
 TRACESTATE = "tracestate"
 BAGGAGE = "baggage"
+TRACE_CONTEXT = frozenset({TRACEPARENT, TRACESTATE, BAGGAGE})
 DEADLINE_MS = "x-lane-deadline-ms"
 STREAM = "x-lane-stream"
 DELAY_MS = "x-lane-delay-ms"

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from topology import names
+from topology.contract.messages import Headers
 from topology.contract.problems import RequestProblem
 from topology.delays import strip_bits
 from topology.names import Names
@@ -96,10 +97,11 @@ def read_hop(headers: Mapping[str, Any]) -> HopHeaders:
 def carried(headers: Mapping[str, Any], *, of: Names) -> dict[str, Any]:
     """The headers that go along on a hop: the requester's own, without the broker's, ours, and the delay's bits.
 
-    `x-death` must not stay: RabbitMQ 3.10 drops a republished message as a cycle (facts.md, section 3).
+    They keep their AMQP types, but for the trace context, which every hop writes anew. `x-death` must not stay: RabbitMQ
+    3.10 drops a republished message as a cycle (facts.md, section 3).
     """
     return {
-        key: value
+        key: headers.encoded(key) if isinstance(headers, Headers) and key not in names.TRACE_CONTEXT else value
         for key, value in strip_bits(headers, of).items()
         if key not in names.OURS
         and key not in (names.CC, names.BCC)

@@ -5,6 +5,27 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
+class Encoded(bytes):
+    """A header's value as it is on the wire, its AMQP type first; published again as it is."""
+
+
+class Headers(dict[str, Any]):
+    """Headers as they were delivered: their values, and where in `wire` each of them stands."""
+
+    __slots__ = ("places", "wire")
+
+    def __init__(self, wire: bytes = b"") -> None:
+        super().__init__()
+        self.wire = wire
+        self.places: dict[str, tuple[int, int]] = {}
+
+    def encoded(self, name: str) -> Any:
+        """The value as it came; what did not come over the wire as it is."""
+        if (place := self.places.get(name)) is None:
+            return self[name]
+        return Encoded(self.wire[place[0] : place[1]])
+
+
 @dataclass(slots=True, kw_only=True)
 class Message:
     """A message with its AMQP properties, as it was delivered or as it is to be published."""
