@@ -84,11 +84,14 @@ AT = "x-lane-at"
 DEBOUNCE = "x-lane-debounce"
 WEBHOOK = "x-lane-webhook"
 PIPELINE = "x-lane-pipeline"
+ORDER = "x-lane-order"
+BODY = "x-lane-body"
+BODY_SHA256 = "x-lane-body-sha256"
 TENANT = "x-lane-tenant"
 NO_BATCH = "x-lane-no-batch"
 SENT_MS = "x-lane-sent-ms"
 ANTHROPIC_BETA = "anthropic-beta"
-PUBLIC = frozenset({DEADLINE_MS, STREAM, DELAY_MS, AT, DEBOUNCE, WEBHOOK, PIPELINE, TENANT, NO_BATCH, SENT_MS})
+PUBLIC = frozenset({DEADLINE_MS, STREAM, DELAY_MS, AT, TENANT, NO_BATCH, SENT_MS})
 
 # On replies.
 STATUS = "x-lane-status"
@@ -101,6 +104,7 @@ PROVIDER = "x-lane-provider"
 ATTEMPT = "x-lane-attempt"
 WAIT_MS = "x-lane-wait-ms"
 RUN_MS = "x-lane-run-ms"
+WAIT_FROM = "x-lane-wait-from"
 REPLAYED = "x-lane-replayed"
 
 # On dead letters.
@@ -119,7 +123,8 @@ REDELIVERED = "x-lane-redelivered"
 
 OURS = frozenset(
     {
-        STATUS, PART, SEQ, REQUEST_ID, LANE_NAME, MODEL, PROVIDER, ATTEMPT, WAIT_MS, RUN_MS, REPLAYED,
+        STATUS, PART, SEQ, REQUEST_ID, LANE_NAME, MODEL, PROVIDER, ATTEMPT, WAIT_MS, RUN_MS, WAIT_FROM,
+        REPLAYED,
         DEAD_CODE, DEAD_DETAIL, DEAD_AT, ROUTING_KEY, ERRORS,
         FIRST_SEEN_MS, DUE_MS, USER_ID, EXPIRATION, REDELIVERED,
     }

@@ -2,7 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeAlias
+
+
+Clock: TypeAlias = Literal["broker", "sender", "timestamp", "delivery"]
+"""Who told when a request was published: the broker (`timestamp_in_ms`), the sender (`x-lane-sent-ms`), the property
+`timestamp`, or nobody: then its wait counts from the first delivery, and the time before that is not known."""
 
 
 class Encoded(bytes):
@@ -64,6 +69,7 @@ class Request:
     beta: str | None
     sent_ms: int
     """When it was published, as far as is known; ms since 1970."""
+    sent_by: Clock
     due_ms: int | None
     """Not to be started before; ms since 1970. None: at once."""
     deadline_ms: int
