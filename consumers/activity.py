@@ -38,9 +38,7 @@ class LaneActivity:
         self._since_delivery: deque[bool] = deque(maxlen=SAMPLES)
         self._ended_by_second: deque[tuple[int, int]] = deque(maxlen=WINDOW_S)
 
-    def record(
-        self, outcome: Outcome, *, wait_ms: int, run_ms: int | None, since_delivery: bool = False
-    ) -> None:
+    def record(self, outcome: Outcome, *, wait_ms: int, run_ms: int | None, since_delivery: bool = False) -> None:
         """Count what a delivery came to; `run_ms` is None where the provider was not called. `since_delivery`: nobody
         told when it was published, and so its wait counts from its first delivery."""
         match outcome:

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from consumers.state.base import StoreUnavailable
 from consumers.state.opening import open_store
+from service.clock_check import clock
 from service.provider_checks import Finding, providers
 from service.settings import Settings
 from topology.broker.connection import Connection
@@ -56,6 +57,8 @@ async def _broker(settings: Settings, connection: Connection) -> AsyncIterator[F
     yield Finding("broker", True, told)
     yield await _topology(settings, connection)
     yield await _replies(connection)
+    if (found := await clock(connection)) is not None:
+        yield found
 
 
 async def _topology(settings: Settings, connection: Connection) -> Finding:

@@ -55,7 +55,8 @@ def read(data: bytes, *, levels: int) -> tuple[int, Headers]:
 
 def write(table: Mapping[str, Any] | None) -> bytes:
     """A table as it is on the wire. Raises TypeError for a value that AMQP has no type for."""
-    content = b"".join([bytes((len(raw := name.encode()),)) + raw + _written(table[name]) for name in table or ()])
+    fields = (table or {}).items()
+    content = b"".join([bytes((len(raw := name.encode()),)) + raw + _written(value) for name, value in fields])
     return _SIZE.pack(len(content)) + content
 
 

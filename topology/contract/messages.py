@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-
 Clock: TypeAlias = Literal["broker", "sender", "timestamp", "delivery"]
 """Who told when a request was published: the broker (`timestamp_in_ms`), the sender (`x-lane-sent-ms`), the property
 `timestamp`, or nobody: then its wait counts from the first delivery, and the time before that is not known."""
