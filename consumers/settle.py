@@ -176,6 +176,7 @@ class Settler:
             case Replayed(completion=completion, buries=buries):
                 if buries and completion.code and PROBLEMS[completion.code].parked:
                     detail = str(json.loads(completion.body).get("detail", ""))
+                    detail = detail.removesuffix(PROBLEMS[completion.code].advice)
                     await self._bury(job, completion.code, detail, ended_ms=completion.ended_ms)
                 await self._replies.final(job, completion, replayed=True)
             case _:

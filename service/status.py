@@ -51,7 +51,7 @@ class LaneStatus:
     wait_p50_ms: int | None
     wait_p95_ms: int | None
     waits_since_delivery: int | None
-    """Of the latest requests, those whose wait counts from their first delivery: nobody told when they were published."""
+    """Of the latest requests, those whose wait counts from their first delivery: nobody told when they came."""
     answered: int | None
     failed: int | None
     retried: int | None

@@ -106,6 +106,8 @@ WAIT_MS = "x-lane-wait-ms"
 RUN_MS = "x-lane-run-ms"
 WAIT_FROM = "x-lane-wait-from"
 REPLAYED = "x-lane-replayed"
+CONTROL = "x-lane-control"
+"""On answers to control messages, and never beside STATUS: `accepted`, `pending` or `error`."""
 
 # On dead letters.
 DEAD_CODE = "x-lane-dead-code"
@@ -124,7 +126,7 @@ REDELIVERED = "x-lane-redelivered"
 OURS = frozenset(
     {
         STATUS, PART, SEQ, REQUEST_ID, LANE_NAME, MODEL, PROVIDER, ATTEMPT, WAIT_MS, RUN_MS, WAIT_FROM,
-        REPLAYED,
+        REPLAYED, CONTROL,
         DEAD_CODE, DEAD_DETAIL, DEAD_AT, ROUTING_KEY, ERRORS,
         FIRST_SEEN_MS, DUE_MS, USER_ID, EXPIRATION, REDELIVERED,
     }

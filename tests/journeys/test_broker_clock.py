@@ -1,4 +1,4 @@
-"""From when the wait and the deadline count: the broker's clock where it writes, else the sender's, else first delivery."""
+"""Whose clock the wait and the deadline count by: the broker's, the sender's, else from the first delivery."""
 
 import time
 from collections.abc import Iterator
