@@ -113,6 +113,7 @@ def _request(body: bytes) -> Request:
         stream=False,
         beta=None,
         sent_ms=0,
+        sent_by="sender",
         due_ms=None,
         deadline_ms=0,
         attempts=0,

@@ -35,10 +35,12 @@ class LaneActivity:
         self.replayed = 0
         self._waits_ms: deque[int] = deque(maxlen=SAMPLES)
         self._runs_ms: deque[int] = deque(maxlen=SAMPLES)
+        self._since_delivery: deque[bool] = deque(maxlen=SAMPLES)
         self._ended_by_second: deque[tuple[int, int]] = deque(maxlen=WINDOW_S)
 
-    def record(self, outcome: Outcome, *, wait_ms: int, run_ms: int | None) -> None:
-        """Count what a delivery came to; `run_ms` is None where the provider was not called."""
+    def record(self, outcome: Outcome, *, wait_ms: int, run_ms: int | None, since_delivery: bool = False) -> None:
+        """Count what a delivery came to; `run_ms` is None where the provider was not called. `since_delivery`: nobody
+        told when it was published, and so its wait counts from its first delivery."""
         match outcome:
             case Answered():
                 self.answered += 1
@@ -57,6 +59,7 @@ class LaneActivity:
         if run_ms is not None:
             self._waits_ms.append(wait_ms)
             self._runs_ms.append(run_ms)
+            self._since_delivery.append(since_delivery)
         if not isinstance(outcome, Retried):
             self._count_end()
 
@@ -79,6 +82,7 @@ class LaneActivity:
             "throughput_per_min": sum(count for second, count in self._ended_by_second if second > since),
             "waits_ms": list(self._waits_ms),
             "runs_ms": list(self._runs_ms),
+            "waits_since_delivery": sum(self._since_delivery),
         }
 
     def _count_end(self) -> None:

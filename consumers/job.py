@@ -17,6 +17,7 @@ from topology.broker.session import Delivery
 from topology.contract.headers import HopHeaders, read_hop
 from topology.contract.messages import Message, Request
 from topology.contract.problems import RequestProblem
+from topology.contract.published import Published, published
 from topology.lanes import LaneSpec
 from topology.names import Names
 
@@ -171,9 +172,20 @@ class Job:
     @property
     def wait_ms(self) -> int:
         """From publishing (or the due time) to the start of this delivery's attempt, or until it was taken."""
-        if self.request is None:
-            return 0
-        return max(0, (self.attempt_started_ms or self.taken_ms) - self.request.start_ms)
+        return self.waited_ms(self.attempt_started_ms or self.taken_ms)
+
+    def waited_ms(self, until_ms: int) -> int:
+        """From publishing (or the due time) to `until_ms`."""
+        if self.request is not None:
+            return max(0, until_ms - self.request.start_ms)
+        return max(0, until_ms - max(self.published.ms, self.hop.due_ms or 0))
+
+    @property
+    def published(self) -> Published:
+        """When it was published, as far as is known; of what is no request, too."""
+        if self.request is not None:
+            return Published(self.request.sent_ms, self.request.sent_by)
+        return published(self.message, self.hop, now_ms=self.taken_ms)
 
 
 def tenant_of(user_id: str | None, stated: object, speakers: Collection[str]) -> str:

@@ -1,6 +1,7 @@
 """Life-cycle events on `lane.events`: for dashboards and audit, not persistent, never waited for."""
 
 import json
+from collections.abc import Mapping, Set
 from typing import Any
 
 from consumers.job import Job, NowMs
@@ -8,6 +9,20 @@ from topology.broker.notices import Notices
 from topology.contract.codec import app_of
 from topology.names import Names
 
+EVENTS: Mapping[str, Set[str]] = {
+    "deferred": {"delay_ms", "reason"},
+    "started": {"wait_ms"},
+    "retrying": {"delay_ms", "error"},
+    "completed": {"model", "provider", "wait_ms", "run_ms"},
+    "failed": {"code", "status"},
+    "dead": {"code"},
+    "cancelled": {"status"},
+    "replayed": {"status"},
+    "breaker": {"provider", "model", "state", "error", "retry_in_s"},
+    "cap": {"cap", "percent", "used", "limit"},
+}
+"""The events that there are, and what each may tell beside `COMMON`."""
+COMMON = ("event", "id", "lane", "app", "attempt", "at_ms")
 APP_LENGTH = 64
 ID_LENGTH = 128
 """With lane and event they stay within the 255 bytes of a routing key."""

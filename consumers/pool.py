@@ -156,7 +156,12 @@ class Pool:
                     self._record(span, job, settled or outcome)
             if settled is not None:
                 attempted = job.attempt_started_ms is not None
-                self._activity.record(settled, wait_ms=job.wait_ms, run_ms=job.run_ms if attempted else None)
+                self._activity.record(
+                    settled,
+                    wait_ms=job.wait_ms,
+                    run_ms=job.run_ms if attempted else None,
+                    since_delivery=job.published.by == "delivery",
+                )
         except asyncio.CancelledError:
             if self._stopping:
                 await self._settler.release(delivery)

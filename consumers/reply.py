@@ -78,7 +78,9 @@ class Replies:
         """
         if completion.code and not PROBLEMS[completion.code].answered:
             return
-        headers: dict[str, Any] = {n.STATUS: completion.status, n.REQUEST_ID: job.id, **completion.headers}
+        # a cancellation that was recorded before the request came knows nothing of its wait
+        wait = {n.WAIT_MS: job.wait_ms, n.RUN_MS: job.run_ms, n.WAIT_FROM: job.published.by}
+        headers: dict[str, Any] = {n.STATUS: completion.status, n.REQUEST_ID: job.id, **wait, **completion.headers}
         if replayed:
             headers[n.REPLAYED] = True
         is_answer = completion.status == "ok"

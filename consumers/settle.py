@@ -6,7 +6,6 @@ again. Nothing is acknowledged whose outcome is not with the broker, and what is
 
 import asyncio
 import json
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, assert_never
 
@@ -177,6 +176,7 @@ class Settler:
             case Replayed(completion=completion, buries=buries):
                 if buries and completion.code and PROBLEMS[completion.code].parked:
                     detail = str(json.loads(completion.body).get("detail", ""))
+                    detail = detail.removesuffix(PROBLEMS[completion.code].advice)
                     await self._bury(job, completion.code, detail, ended_ms=completion.ended_ms)
                 await self._replies.final(job, completion, replayed=True)
             case _:
@@ -186,27 +186,26 @@ class Settler:
         """How it is told, the same each time: made once."""
         if job.completion is not None:
             return job.completion
-        headers: dict[str, str | int] = {n.ATTEMPT: job.attempts}
+        ended_ms = self._now_ms()
+        headers: dict[str, str | int] = {
+            n.ATTEMPT: job.attempts,
+            n.WAIT_MS: job.waited_ms(job.attempt_started_ms or ended_ms),
+            n.RUN_MS: job.run_ms,
+            n.WAIT_FROM: job.published.by,
+        }
         if job.lane is not None:
             headers[n.LANE_NAME] = job.lane.name
         match outcome:
             case Answered(body=body, model=model, provider=provider):
-                told: Mapping[str, str | int] = {
-                    n.MODEL: model,
-                    n.PROVIDER: provider,
-                    n.WAIT_MS: job.wait_ms,
-                    n.RUN_MS: job.run_ms,
-                }
-                job.completion = Completion(
-                    status="ok", body=body, headers={**headers, **told}, ended_ms=self._now_ms()
-                )
+                told = {n.MODEL: model, n.PROVIDER: provider}
+                job.completion = Completion(status="ok", body=body, headers={**headers, **told}, ended_ms=ended_ms)
             case Refused(problem) | Buried(problem) | Dropped(problem):
                 job.completion = Completion(
                     status="error",
                     code=problem.code,
                     body=problem.document(request=job.id, attempts=job.attempts),
                     headers=headers,
-                    ended_ms=self._now_ms(),
+                    ended_ms=ended_ms,
                 )
             case _:
                 assert_never(outcome)
@@ -224,21 +223,17 @@ class Settler:
     ) -> None:
         """Send the request into the delay cascade; it comes back to the lane's due queue."""
         way = hop(min(max(0, delay_ms), MAX_DELAY_MS), self._names)
-        sent_ms = job.request.sent_ms if job.request else job.taken_ms
         past = HopHeaders(
             attempts=attempts,
             errors=errors,
-            first_seen_ms=job.hop.first_seen_ms or min(job.taken_ms, max(sent_ms, 0) or job.taken_ms),
+            first_seen_ms=job.hop.first_seen_ms or job.published.ms or job.taken_ms,
             due_ms=due_ms,
             user_id=job.user_id,
             expiration=job.hop.expiration if job.trusted else job.message.expiration,
             dead_at=job.dead_at,
             redelivered=redelivered,
         )
-        headers = {**hop_headers(past), **way.headers}
-        if job.dead_at is not None:  # its time counts from now, not from when it was first sent
-            headers[n.SENT_MS] = sent_ms
-        message = self._copy(job, headers)
+        message = self._copy(job, {**hop_headers(past), **way.headers})
         self._failpoints.reach_soon("after_publish")
         await self._publisher.publish_surely(message, exchange=way.exchange, routing_key=job.routing_key)
 

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from consumers.state.base import StoreUnavailable
 from consumers.state.opening import open_store
+from service.clock_check import clock
 from service.provider_checks import Finding, providers
 from service.settings import Settings
 from service.status import gather
@@ -49,6 +50,8 @@ async def look(settings: Settings, *, simulate: bool = False) -> AsyncIterator[F
                 return
             yield await _topology(settings, connection)
             yield await _replies(connection)
+            if (found := await clock(connection)) is not None:
+                yield found
             if why_no_provider is None and await _is_simulated(settings, connection):
                 why_no_provider = "not asked: the workers that run answer by a simulated one"
         finally:

@@ -104,6 +104,7 @@ def _one_token(model: str) -> Request:
         stream=False,
         beta=None,
         sent_ms=0,
+        sent_by="sender",
         due_ms=None,
         deadline_ms=0,
         attempts=0,

@@ -52,6 +52,8 @@ class LaneStatus:
     provider's limit, or slots_max; None where that is not so."""
     wait_p50_ms: int | None
     wait_p95_ms: int | None
+    waits_since_delivery: int | None
+    """Of the latest requests, those whose wait counts from their first delivery: nobody told when they came."""
     answered: int | None
     failed: int | None
     retried: int | None
@@ -216,6 +218,7 @@ def _lane(lane: str, figures: Sequence[Mapping[str, Any]], *, intake: Depth | No
         slots_limit=", ".join(sorted({limit for each in figures if (limit := each.get("slots_limit"))})) or None,
         wait_p50_ms=quantile(waits, 0.5),
         wait_p95_ms=quantile(waits, 0.95),
+        waits_since_delivery=total("waits_since_delivery"),
         answered=total("answered"),
         failed=total("failed"),
         retried=total("retried"),

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, TypedDict
 
+from service.replies import Problem
 from topology import names as n
+from topology.contract.codec import PRIORITY_AT_MOST
 from topology.contract.messages import Message
 
 PRIORITY = 4
@@ -25,6 +27,7 @@ class Wishes(TypedDict, total=False):
     """Whose request it is: the broker sees to it that this is the connection's user, or, where the service lets that
     user speak for others, one of these."""
     priority: int
+    """0 to 9, higher first."""
     deadline_s: float
     delay_s: float
     at: datetime
@@ -35,13 +38,17 @@ class Wishes(TypedDict, total=False):
 
 
 def message_of(body: Mapping[str, Any] | bytes, wishes: Wishes, *, stream: bool, user: str) -> Message:
-    """The message to publish; `user` is the connection's."""
+    """The message to publish; `user` is the connection's. Raises Problem for what every worker would refuse."""
+    priority = wishes.get("priority", PRIORITY)
+    if not 0 <= priority <= PRIORITY_AT_MOST:
+        detail = f"priority: found {priority}, allowed are 0 to {PRIORITY_AT_MOST}"
+        raise Problem({"code": "invalid_request", "status": 400, "detail": detail})
     headers: dict[str, Any] = {n.SENT_MS: int(time.time() * 1000)}
     if stream:
         headers[n.STREAM] = True
     if (deadline_s := wishes.get("deadline_s")) is not None:
         headers[n.DEADLINE_MS] = round(deadline_s * 1000)
-    if (delay_s := wishes.get("delay_s")) is not None:
+    if delay_s := wishes.get("delay_s"):
         headers[n.DELAY_MS] = round(delay_s * 1000)
     if (at := wishes.get("at")) is not None:
         headers[n.AT] = at.isoformat()
@@ -54,7 +61,7 @@ def message_of(body: Mapping[str, Any] | bytes, wishes: Wishes, *, stream: bool,
         headers={**headers, **wishes.get("headers", {})},
         content_type="application/json",
         message_id=wishes.get("message_id") or uuid.uuid4().hex,
-        priority=wishes.get("priority", PRIORITY),
+        priority=priority,
         user_id=None if tenant is None else user,
     )
 

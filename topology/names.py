@@ -76,6 +76,7 @@ class Names:
 TRACEPARENT = "traceparent"
 TRACESTATE = "tracestate"
 BAGGAGE = "baggage"
+TRACE_CONTEXT = frozenset({TRACEPARENT, TRACESTATE, BAGGAGE})
 DEADLINE_MS = "x-lane-deadline-ms"
 STREAM = "x-lane-stream"
 DELAY_MS = "x-lane-delay-ms"
@@ -83,11 +84,14 @@ AT = "x-lane-at"
 DEBOUNCE = "x-lane-debounce"
 WEBHOOK = "x-lane-webhook"
 PIPELINE = "x-lane-pipeline"
+ORDER = "x-lane-order"
+BODY = "x-lane-body"
+BODY_SHA256 = "x-lane-body-sha256"
 TENANT = "x-lane-tenant"
 NO_BATCH = "x-lane-no-batch"
 SENT_MS = "x-lane-sent-ms"
 ANTHROPIC_BETA = "anthropic-beta"
-PUBLIC = frozenset({DEADLINE_MS, STREAM, DELAY_MS, AT, DEBOUNCE, WEBHOOK, PIPELINE, TENANT, NO_BATCH, SENT_MS})
+PUBLIC = frozenset({DEADLINE_MS, STREAM, DELAY_MS, AT, TENANT, NO_BATCH, SENT_MS})
 
 # On replies.
 STATUS = "x-lane-status"
@@ -100,7 +104,10 @@ PROVIDER = "x-lane-provider"
 ATTEMPT = "x-lane-attempt"
 WAIT_MS = "x-lane-wait-ms"
 RUN_MS = "x-lane-run-ms"
+WAIT_FROM = "x-lane-wait-from"
 REPLAYED = "x-lane-replayed"
+CONTROL = "x-lane-control"
+"""On answers to control messages, and never beside STATUS: `accepted`, `pending` or `error`."""
 
 # On dead letters.
 DEAD_CODE = "x-lane-dead-code"
@@ -118,7 +125,8 @@ REDELIVERED = "x-lane-redelivered"
 
 OURS = frozenset(
     {
-        STATUS, PART, SEQ, REQUEST_ID, LANE_NAME, MODEL, PROVIDER, ATTEMPT, WAIT_MS, RUN_MS, REPLAYED,
+        STATUS, PART, SEQ, REQUEST_ID, LANE_NAME, MODEL, PROVIDER, ATTEMPT, WAIT_MS, RUN_MS, WAIT_FROM,
+        REPLAYED, CONTROL,
         DEAD_CODE, DEAD_DETAIL, DEAD_AT, ROUTING_KEY, ERRORS,
         FIRST_SEEN_MS, DUE_MS, USER_ID, EXPIRATION, REDELIVERED,
     }

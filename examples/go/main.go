@@ -38,6 +38,7 @@ func main() {
 		amqp.Publishing{
 			ContentType: "application/json", DeliveryMode: amqp.Persistent, Priority: 5,
 			MessageId: id, CorrelationId: id, ReplyTo: queue.Name, Body: body,
+			Headers: amqp.Table{"x-lane-sent-ms": time.Now().UnixMilli()},
 		})
 	check(err)
 	waiting, cancel := context.WithTimeout(context.Background(), 2*time.Minute)

@@ -8,6 +8,6 @@ amqp-declare-queue --url="$url" --queue="$queue" >/dev/null
 trap 'amqp-delete-queue --url="$url" --queue="$queue" >/dev/null' EXIT
 printf '%s' "$1" | python3 -c 'import json, sys; print(json.dumps({"prompt": sys.stdin.read()}))' |
   amqp-publish --url="$url" --exchange=lane.requests --routing-key=critical.examples.shell \
-    --content-type=application/json --persistent --reply-to="$queue"
+    --content-type=application/json --persistent --reply-to="$queue" --header="x-lane-sent-ms: $(date +%s%3N)"
 amqp-consume --url="$url" --queue="$queue" --count=1 cat
 echo

@@ -18,6 +18,7 @@ channel.publish("lane.requests", "critical.examples.typescript", Buffer.from(JSO
   messageId: id,
   correlationId: id,
   replyTo: queue,
+  headers: { "x-lane-sent-ms": Date.now() },
 });
 await channel.waitForConfirms(); // rejects where the lane is full
 

@@ -66,6 +66,14 @@ def _show(found: "Status") -> None:
         if lane.slots_limit is not None:
             console.print(f"{lane.lane} waits too long and gets no more slots: the limit is {lane.slots_limit}")
     for lane in found.lanes:
+        if lane.waits_since_delivery:
+            console.print(
+                f"{lane.lane}: the waits of {lane.waits_since_delivery} of the latest requests count from their first "
+                "delivery: they were published without x-lane-sent-ms",
+                highlight=False,
+                soft_wrap=True,
+            )
+    for lane in found.lanes:
         if lane.deferred_for:
             told = ", ".join(f"{reason} {count}" for reason, count in sorted(lane.deferred_for.items()))
             console.print(f"{lane.lane} was put off since the workers began, for: {told}", highlight=False)

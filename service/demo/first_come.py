@@ -95,6 +95,7 @@ def request_of(prompt: str, *, model: str = "claude-haiku-5-5") -> Request:
         stream=False,
         beta=None,
         sent_ms=sent_ms,
+        sent_by="sender",
         due_ms=None,
         deadline_ms=sent_ms + 600_000,
         attempts=0,

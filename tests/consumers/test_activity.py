@@ -62,3 +62,13 @@ def test_it_keeps_the_latest_and_no_more() -> None:
 )
 def test_quantiles_are_values_that_were_seen(values: list[int], share: float, expected: int | None) -> None:
     assert quantile(values, share) == expected
+
+
+def test_waits_that_nobody_told_the_beginning_of_are_counted_while_they_are_kept() -> None:
+    activity = LaneActivity("critical", slots=16, due_slots=4)
+    for _ in range(3):
+        activity.record(ANSWERED, wait_ms=5, run_ms=300, since_delivery=True)
+    assert activity.snapshot()["waits_since_delivery"] == 3
+    for _ in range(SAMPLES):
+        activity.record(ANSWERED, wait_ms=5, run_ms=300)
+    assert activity.snapshot()["waits_since_delivery"] == 0

@@ -57,6 +57,7 @@ async def test_the_answer_is_the_providers_message_with_every_header_of_the_cont
             "x-lane-model": "claude-sonnet-5-5",
             "x-lane-provider": "anthropic",
             "x-lane-attempt": 1,
+            "x-lane-wait-from": "delivery",
         }
         assert len(home.api.calls) == 1
         await until(lambda: _is_empty(app))

@@ -133,6 +133,8 @@ PROPERTIES = [
     bad("an id with a slash", "message_id", message_id="../../etc"),
     bad("an id that is too long", "message_id", "128", message_id="a" * 129),
     bad("an id as long as AMQP allows", "message_id", message_id="ü" * 127),
+    bad("a priority above nine", "priority: found 200, allowed are 0 to 9", priority=200),
+    bad("the priority after the last", "priority: found 10, allowed are 0 to 9", priority=10),
     bad("a key for another lane, by CC", "CC", headers={"CC": ["nobody.x"]}),
 ]
 
@@ -148,6 +150,9 @@ HEADERS = [
             ("x-lane-webhook", "https://example.org/hook"),
             ("x-lane-pipeline", "summarise"),
             ("x-lane-debounce", "doc-1"),
+            ("x-lane-order", "doc-1"),
+            ("x-lane-body", "https://example.org/body"),
+            ("x-lane-body-sha256", "0" * 64),
         )
     ),
     *(
@@ -171,6 +176,7 @@ HEADERS = [
     header("x-lane-deadline-ms", 0, "0"),
     header("x-lane-deadline-ms", 10_000_000, "120000"),
     header("x-lane-delay-ms", 366 * 86_400_000),
+    header("x-lane-delay-ms", 50, "found 50, allowed is whole milliseconds from 100"),
     *(
         header("x-lane-at", value)
         for value in (
@@ -190,7 +196,7 @@ HEADERS = [
         "a delay and a time",
         "x-lane-at",
         "x-lane-delay-ms",
-        headers={"x-lane-at": "2026-11-21T18:00:00Z", "x-lane-delay-ms": 5},
+        headers={"x-lane-at": "2026-11-21T18:00:00Z", "x-lane-delay-ms": 500},
     ),
     *(
         header(name, value)
@@ -278,6 +284,8 @@ async def check(case: Bad, n: int, home: House, app: Requester) -> None:
     assert 5 < len(detail) < 700, f"{case.what}: {detail!r}"
     assert reply.json["attempts"] == 0
     assert reply.json["retryable"] is False
+    assert reply.headers["x-lane-run-ms"] == 0
+    assert isinstance(reply.headers["x-lane-wait-ms"], int)
     dead = await until(lambda: [each for each in app.dead if each.properties.correlation_id == asked])
     assert len(dead) == 1, case.what
     assert dead[0].headers["x-lane-dead-code"] == case.code

@@ -21,6 +21,9 @@ async def test_over_in_the_queue_it_never_reaches_the_provider(vhost) -> None:
         document = reply.json
         assert (document["status"], document["attempts"], document["retryable"]) == (504, 0, True)
         assert "200 ms" in document["detail"]
+        assert "to try again, publish it with a new message_id: under this one" in document["detail"]
+        assert reply.headers["x-lane-wait-ms"] >= 200
+        assert reply.headers["x-lane-run-ms"] == 0
         assert not home.calls("in vain")
         assert not app.dead_of("d-1"), "it is not kept: trying it again makes no sense"
 
@@ -37,6 +40,8 @@ async def test_over_in_an_attempt_the_providers_connection_is_closed(vhost) -> N
             assert 0.39 < time.monotonic() - before_s < 1.4
             assert reply.json["attempts"] == 1
             assert "attempt 1" in reply.json["detail"]
+            assert reply.headers["x-lane-run-ms"] >= 390
+            assert reply.headers["x-lane-wait-ms"] < 1000
         await home.api.until(lambda: home.api.running == 0)
         assert len(home.api.calls) == 2
 
@@ -71,6 +76,7 @@ async def test_expired_in_the_queue_by_amqps_own_expiration(vhost) -> None:
         assert reply.code == "deadline_exceeded"
         assert "200 ms" in reply.json["detail"]
         assert reply.headers["x-lane-name"] == "normal"
+        assert {"x-lane-wait-ms", "x-lane-run-ms"} <= reply.headers.keys()
         assert reply.headers["x-lane-request-id"] == "e-1"
         assert not home.calls("in vain")
         assert not app.dead_of("e-1")

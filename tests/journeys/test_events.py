@@ -2,6 +2,7 @@
 
 import time
 
+from consumers.lifecycle import COMMON, EVENTS
 from tests.support.house import house
 from tests.support.requester import requester
 from tests.support.waiting import until
@@ -32,6 +33,24 @@ async def test_each_step_is_told_with_lane_application_and_attempt(vhost) -> Non
         assert events[-1].json["model"] == "claude-sonnet-5-5"
         assert events[-1].json["run_ms"] >= 0
         assert len(home.api.calls) == 2
+
+
+async def test_an_event_tells_what_is_declared_of_it_and_nothing_else(vhost) -> None:
+    lanes = {"critical": {"max_attempts": 2}}
+    async with house(vhost.amqp_url, lanes=lanes), requester(vhost.amqp_url) as app:
+        await app.read_events()
+        for _ in range(2):
+            await app.ask({"prompt": "twice"}, message_id="twice", headers={"x-lane-delay-ms": 100})
+        await app.ask({"prompt": "never [[fault: server_error]]"}, message_id="never")
+        how = {"exchange": "lane.control", "key": "cancel", "message_type": "cancel"}
+        said = await app.publish({"cancel": "late"}, **how)
+        await until(lambda: app.replies[said])
+        await app.ask({"prompt": "late"}, message_id="late")
+        seen = {"deferred", "started", "retrying", "completed", "failed", "dead", "replayed", "cancelled"}
+        await until(lambda: {each.json["event"] for each in app.events} >= seen)
+        for each in app.events:
+            assert each.json.keys() >= set(COMMON)
+            assert each.json.keys() - set(COMMON) <= EVENTS[each.json["event"]]
 
 
 async def test_a_worker_that_starts_tells_nothing_of_itself(vhost) -> None:

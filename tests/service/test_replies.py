@@ -27,14 +27,14 @@ def test_a_final_reply_is_read_whole() -> None:
 
 
 def test_a_problem_document_is_raised_with_its_fields() -> None:
-    body = RequestProblem("deadline_exceeded", "too late").document(request="id-1", attempts=2)
+    body = RequestProblem("poison", "too often").document(request="id-1", attempts=2)
 
     with pytest.raises(Problem) as caught:
         final_of(Message(body=body, headers={"x-lane-status": "error"}))
 
     problem = caught.value
-    assert (problem.code, problem.status, problem.detail) == ("deadline_exceeded", 504, "too late")
-    assert (problem.request, problem.attempts, problem.fields["retryable"]) == ("id-1", 2, True)
+    assert (problem.code, problem.status, problem.detail) == ("poison", 500, "too often")
+    assert (problem.request, problem.attempts, problem.fields["retryable"]) == ("id-1", 2, False)
 
 
 def test_a_code_that_this_client_does_not_know_is_still_told() -> None:

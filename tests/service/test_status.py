@@ -130,3 +130,15 @@ def test_workers_whose_provider_is_simulated_spend_no_dollars() -> None:
     assert both.spent["lane"]["critical"]["usd"] == 0.5
     assert both.simulated == ("a",)
     assert alone.spent == {}
+
+
+def test_waits_that_count_from_the_first_delivery_are_counted_over_all_workers() -> None:
+    answers = [
+        {"worker": "a", "lanes": {"batch": figures(waits_since_delivery=3)}},
+        {"worker": "b", "lanes": {"batch": figures(waits_since_delivery=4)}},
+        {"worker": "of an older version", "lanes": {"batch": figures()}},
+    ]
+
+    critical, batch = merge(answers, EMPTY, lanes=LANES, names=NAMES).lanes
+
+    assert (critical.waits_since_delivery, batch.waits_since_delivery) == (None, 7)

@@ -1,5 +1,8 @@
 """What a request says beside its body."""
 
+import pytest
+
+from service.replies import Problem
 from service.wishes import Wishes, bound_s, message_of
 
 
@@ -20,3 +23,14 @@ def test_an_answer_is_awaited_until_a_little_after_its_deadline_if_it_has_one() 
     assert awaited_s() is None
     assert awaited_s(deadline_s=10) == 15
     assert awaited_s(deadline_s=10, delay_s=2) == 17
+
+
+@pytest.mark.parametrize("priority", [-1, 10, 200, 256])
+def test_a_priority_that_every_worker_would_refuse_is_not_sent(priority: int) -> None:
+    with pytest.raises(Problem, match=f"priority: found {priority}, allowed are 0 to 9") as refused:
+        message_of({}, Wishes(priority=priority), stream=False, user="crm")
+    assert refused.value.code == "invalid_request"
+
+
+def test_no_delay_is_no_header() -> None:
+    assert "x-lane-delay-ms" not in message_of({}, Wishes(delay_s=0), stream=False, user="crm").headers

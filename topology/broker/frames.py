@@ -3,7 +3,8 @@
 pamqp raises on bytes that are not UTF-8, on timestamps past the year 9999 and on deeply nested tables. It does so in
 the task that reads the connection: one such message would end the connection, be delivered again, and end the next one.
 And it reads what it cannot write again (a double of 1e300), so that a retry or a dead letter would fail for ever.
-`tolerate()` mends both: what can be read can be written, and what cannot is named; the codec then refuses the message.
+`tolerate()` mends both: what can be read can be written (`fields.py`), and what cannot is named; the codec then refuses
+the message.
 """
 
 import struct
@@ -15,8 +16,9 @@ from aiormq.abc import DeliveredMessage
 from pamqp import decode, encode
 from pamqp.commands import Basic
 
+from topology.broker import fields
 from topology.contract.codec import UNREADABLE
-from topology.contract.messages import Message
+from topology.contract.messages import Headers, Message
 
 HEADERS_BYTES = 64 * 1024
 """Of headers that are read. All properties must fit one frame of 128 KiB with what a hop adds to them: the broker
@@ -34,7 +36,7 @@ _BROKEN = (ValueError, OverflowError, OSError, RecursionError, KeyError, IndexEr
 def tolerate() -> None:
     """Make pamqp survive what it would raise on. Safe to call more than once."""
     decode.METHODS["shortstr"] = _read_short_str
-    encode.METHODS["table"] = _write_table
+    encode.METHODS["table"] = fields.write
     Basic.Properties.unmarshal = _unmarshal_properties  # type: ignore[method-assign]
 
 
@@ -100,32 +102,19 @@ def _unmarshal_properties(self: Any, flags: int, data: bytes) -> None:
         setattr(self, name, value)
         data = data[consumed:]
     if unreadable:
-        self.headers = {**(self.headers or {}), UNREADABLE: ", ".join(unreadable)}
+        self.headers = self.headers or Headers()
+        self.headers[UNREADABLE] = ", ".join(unreadable)
 
 
 def _reason(error: Exception) -> str:
-    return str(error) if isinstance(error, _TooMuch) else type(error).__name__
+    return str(error) if isinstance(error, fields.TooMuch) else type(error).__name__
 
 
-class _TooMuch(ValueError):
-    """Headers that could be read, but would harm who passes them on."""
-
-
-def _read_headers(data: bytes) -> tuple[int, dict[str, Any]]:
+def _read_headers(data: bytes) -> tuple[int, Headers]:
     size = int(struct.unpack_from(">I", data)[0])
     if size > HEADERS_BYTES:  # before it is read: a hundred thousand headers block everybody for a while
-        raise _TooMuch(f"{size} bytes, allowed are {HEADERS_BYTES}")
-    consumed, table = decode.field_table(data)
-    if _is_deeper(table, NESTED_LEVELS):
-        raise _TooMuch(f"nested deeper than {NESTED_LEVELS} levels")
-    return consumed, table
-
-
-def _is_deeper(value: Any, levels: int) -> bool:
-    if not isinstance(value, dict | list):
-        return False
-    inner = value.values() if isinstance(value, dict) else value
-    return levels == 0 or any(_is_deeper(each, levels - 1) for each in inner)
+        raise fields.TooMuch(f"{size} bytes, allowed are {HEADERS_BYTES}")
+    return fields.read(data, levels=NESTED_LEVELS)
 
 
 def _read_short_str(value: bytes) -> tuple[int, str]:
@@ -143,26 +132,3 @@ _METHOD_OF: dict[str, Callable[[bytes], tuple[int, Any]]] = {
     "octet": decode.octet,
     "timestamp": decode.timestamp,
 }
-
-
-def _write_table(table: dict[str, Any] | None) -> bytes:
-    """As pamqp's own, but keys keep their length, and everything that can be read can be written."""
-    fields = b"".join(
-        struct.pack("B", len(name := key.encode())) + name + _written(value) for key, value in (table or {}).items()
-    )
-    return struct.pack(">I", len(fields)) + fields
-
-
-def _written(value: Any) -> bytes:
-    match value:
-        case float():  # pamqp writes four bytes: it loses digits, and raises past 3e38
-            return b"d" + struct.pack(">d", value)
-        case bytes():  # a string that is not UTF-8
-            return b"S" + struct.pack(">I", len(value)) + value
-        case dict():
-            return b"F" + _write_table(value)
-        case list():
-            items = b"".join(_written(each) for each in value)
-            return b"A" + struct.pack(">I", len(items)) + items
-        case _:
-            return encode.encode_table_value(value)

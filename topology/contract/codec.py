@@ -12,11 +12,14 @@ from topology.contract import headers as header_rules
 from topology.contract.headers import HopHeaders, RequestHeaders
 from topology.contract.messages import Message, Request
 from topology.contract.problems import RequestProblem
+from topology.contract.published import published
 from topology.lanes import MIB, LaneSpec
-from topology.names import BROKER_TIMESTAMP_MS, DEAD_AT, DEADLINE_MS, DEATH, STREAM
+from topology.names import DEADLINE_MS, DEATH, STREAM
 
 PACKED_BYTES = MIB
 UNPACKED_BYTES = 8 * MIB
+PRIORITY_AT_MOST = 9
+"""A quorum queue orders up to 31, and cannot be told less: what is above would pass everybody else's requests."""
 UNREADABLE = "\x00unreadable"
 """Key in the headers of a message whose properties could not be read, with the reason; whoever sends it is refused."""
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -46,8 +49,8 @@ def decode(message: Message, *, lane: LaneSpec, request_id: str, hop: HopHeaders
         )
     max_tokens = checked.max_tokens or lane.max_tokens
     past = hop or HopHeaders()
-    sent_ms = _sent_ms(message, said, past, now_ms=now_ms)
-    due_ms = _due_ms(said, past, sent_ms=sent_ms)
+    sent = published(message, past, now_ms=now_ms)
+    due_ms = _due_ms(said, past, sent_ms=sent.ms)
     return Request(
         id=request_id,
         lane=lane.name,
@@ -57,9 +60,10 @@ def decode(message: Message, *, lane: LaneSpec, request_id: str, hop: HopHeaders
         max_tokens=max_tokens,
         stream=said.stream,
         beta=said.beta,
-        sent_ms=sent_ms,
+        sent_ms=sent.ms,
+        sent_by=sent.by,
         due_ms=due_ms,
-        deadline_ms=(due_ms or sent_ms) + _deadline_ms(said, lane),
+        deadline_ms=(due_ms or sent.ms) + _deadline_ms(said, lane),
         attempts=past.attempts,
         errors=past.errors,
     )
@@ -107,6 +111,10 @@ def _check_properties(message: Message, *, lane: LaneSpec, fresh: bool) -> None:
         raise RequestProblem(
             "invalid_request", "message_id: allowed are 1 to 128 of A-Z a-z 0-9 . _ : -; found something else"
         )
+    if message.priority is not None and message.priority > PRIORITY_AT_MOST:
+        raise RequestProblem(
+            "invalid_request", f"priority: found {message.priority}, allowed are 0 to {PRIORITY_AT_MOST}"
+        )
     if message.type not in (None, "", "messages"):
         raise RequestProblem(
             "invalid_request",
@@ -127,22 +135,6 @@ def _parsed(raw: bytes) -> object:
     except ValueError as error:
         # jiter names the place and what is wrong there; only a duplicate key is quoted
         raise RequestProblem("invalid_request", f"body: not JSON in UTF-8: {str(error)[:200]}") from None
-
-
-def _sent_ms(message: Message, said: RequestHeaders, past: HopHeaders, *, now_ms: int) -> int:
-    """When it was published: the broker's clock, else the client's, else when we first saw it. Never in the future."""
-    stamped = message.headers.get(BROKER_TIMESTAMP_MS)
-    if isinstance(stamped, int) and not isinstance(stamped, bool) and stamped > 0:
-        sent = stamped
-    elif DEAD_AT in message.headers and not past.first_seen_ms:  # a dead letter, published again: now
-        sent = now_ms
-    elif said.sent_ms is not None:
-        sent = said.sent_ms
-    elif message.timestamp_s is not None and message.timestamp_s > 0:
-        sent = int(message.timestamp_s) * 1000 + 999  # the end of that second: a delay counted from it is never short
-    else:
-        sent = past.first_seen_ms or now_ms
-    return min(sent, past.first_seen_ms or now_ms)
 
 
 def _due_ms(said: RequestHeaders, past: HopHeaders, *, sent_ms: int) -> int | None:

@@ -8,14 +8,23 @@ from difflib import get_close_matches
 from typing import Any
 
 from topology import names
+from topology.contract.messages import Headers
 from topology.contract.problems import RequestProblem
-from topology.delays import strip_bits
+from topology.delays import UNIT_MS, strip_bits
 from topology.names import Names
 
-LATER = {names.DEBOUNCE: "debouncing is", names.WEBHOOK: "webhooks are", names.PIPELINE: "pipelines are"}
+LATER = {
+    names.DEBOUNCE: "debouncing is",
+    names.WEBHOOK: "webhooks are",
+    names.PIPELINE: "pipelines are",
+    names.ORDER: "ordering by key is",
+    names.BODY: "bodies by address are",
+    names.BODY_SHA256: "bodies by address are",
+}
 """What the contract has and this version has not: refused, never ignored."""
 PREFIX = "x-lane-"
 YEAR_MS = 365 * 24 * 3600 * 1000
+SENT_AT_MOST_MS = 10**14
 BETA_LENGTH = 1024
 ERRORS_KEPT = 5
 _DIGITS = re.compile(r"[0-9]{1,15}")
@@ -53,13 +62,12 @@ class HopHeaders:
 def read(headers: Mapping[str, Any]) -> RequestHeaders:
     """Read what the requester said. Raises RequestProblem for what is unknown, wrong, or not in this version."""
     for key in headers:
+        if key in LATER:
+            raise RequestProblem("invalid_request", f"header {key}: {LATER[key]} not available in this version")
         if key.lower().startswith(PREFIX) and key not in names.PUBLIC and key not in names.OURS:
             near = get_close_matches(key[len(PREFIX) :], [each[len(PREFIX) :] for each in names.PUBLIC], n=1)
             hint = f"; did you mean {PREFIX}{near[0]}?" if near else f"; known: {', '.join(sorted(names.PUBLIC))}"
             raise RequestProblem("invalid_request", f"unknown header {key[:80]!r}{hint}")
-    for key, what in LATER.items():
-        if key in headers:
-            raise RequestProblem("invalid_request", f"header {key}: {what} not available in this version")
     if names.CC in headers or names.BCC in headers:
         raise RequestProblem("invalid_request", "headers CC and BCC are not allowed: publish once, with one key")
     if names.DELAY_MS in headers and names.AT in headers:
@@ -71,9 +79,9 @@ def read(headers: Mapping[str, Any]) -> RequestHeaders:
     return RequestHeaders(
         deadline_ms=_ms(headers, names.DEADLINE_MS, low=1, high=YEAR_MS),
         stream=_bool(headers, names.STREAM),
-        delay_ms=_ms(headers, names.DELAY_MS, low=0, high=YEAR_MS),
+        delay_ms=_ms(headers, names.DELAY_MS, low=UNIT_MS, high=YEAR_MS),
         at_ms=_time(headers, names.AT),
-        sent_ms=_ms(headers, names.SENT_MS, low=0, high=10**14),
+        sent_ms=_ms(headers, names.SENT_MS, low=0, high=SENT_AT_MOST_MS),
         beta=_beta(headers),
     )
 
@@ -96,10 +104,11 @@ def read_hop(headers: Mapping[str, Any]) -> HopHeaders:
 def carried(headers: Mapping[str, Any], *, of: Names) -> dict[str, Any]:
     """The headers that go along on a hop: the requester's own, without the broker's, ours, and the delay's bits.
 
-    `x-death` must not stay: RabbitMQ 3.10 drops a republished message as a cycle (facts.md, section 3).
+    They keep their AMQP types, but for the trace context, which every hop writes anew. `x-death` must not stay:
+    RabbitMQ 3.10 drops a republished message as a cycle (facts.md, section 3).
     """
     return {
-        key: value
+        key: headers.encoded(key) if isinstance(headers, Headers) and key not in names.TRACE_CONTEXT else value
         for key, value in strip_bits(headers, of).items()
         if key not in names.OURS
         and key not in (names.CC, names.BCC)
@@ -137,6 +146,14 @@ def _ms(headers: Mapping[str, Any], key: str, *, low: int, high: int) -> int | N
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise _wrong(key, value, f"whole milliseconds from {low} to {high}")
     return value
+
+
+def ms_or_none(headers: Mapping[str, Any], key: str) -> int | None:
+    """What a header says, where it says it well: for messages that are refused, or fell out of a queue, as they are."""
+    try:
+        return _ms(headers, key, low=0, high=SENT_AT_MOST_MS)
+    except RequestProblem:
+        return None
 
 
 def _bool(headers: Mapping[str, Any], key: str) -> bool:

@@ -2,7 +2,32 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeAlias
+
+Clock: TypeAlias = Literal["broker", "sender", "timestamp", "delivery"]
+"""Who told when a request was published: the broker (`timestamp_in_ms`), the sender (`x-lane-sent-ms`), the property
+`timestamp`, or nobody: then its wait counts from the first delivery, and the time before that is not known."""
+
+
+class Encoded(bytes):
+    """A header's value as it is on the wire, its AMQP type first; published again as it is."""
+
+
+class Headers(dict[str, Any]):
+    """Headers as they were delivered: their values, and where in `wire` each of them stands."""
+
+    __slots__ = ("places", "wire")
+
+    def __init__(self, wire: bytes = b"") -> None:
+        super().__init__()
+        self.wire = wire
+        self.places: dict[str, tuple[int, int]] = {}
+
+    def encoded(self, name: str) -> Any:
+        """The value as it came; what did not come over the wire as it is."""
+        if (place := self.places.get(name)) is None:
+            return self[name]
+        return Encoded(self.wire[place[0] : place[1]])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,6 +68,7 @@ class Request:
     beta: str | None
     sent_ms: int
     """When it was published, as far as is known; ms since 1970."""
+    sent_by: Clock
     due_ms: int | None
     """Not to be started before; ms since 1970. None: at once."""
     deadline_ms: int

@@ -74,8 +74,16 @@ class ProblemType:
     parked: bool
     """Also kept in `lane.dead`, because it can be mended or tried again."""
     retryable: bool
-    """Whether sending the same request again could help."""
+    """Whether sending the same request again could help: under a new id, because this one's ending is kept."""
     answered: bool = True
+
+    @property
+    def advice(self) -> str:
+        """What follows the detail in a problem document; empty where trying again is of no use."""
+        if not self.retryable:
+            return ""
+        other = ", or its dead letter as it is" if self.parked else ""
+        return f"; to try again, publish it with a new message_id{other}: under this one this error is kept"
 
 
 def _by_code(types: Iterable[ProblemType]) -> dict[str, ProblemType]:
@@ -110,7 +118,7 @@ DETAIL_CHARACTERS: Final = 1000
 
 
 class RequestProblem(LanekeeperError):
-    """A request's final error. `code` is one of `PROBLEMS`; `detail` says what was wrong and what to do."""
+    """A request's final error. `code` is one of `PROBLEMS`; `detail` says what was wrong."""
 
     def __init__(self, code: str, detail: str, *, status: int | None = None) -> None:
         self.type = PROBLEMS[code]
@@ -129,7 +137,7 @@ class RequestProblem(LanekeeperError):
                 "type": f"urn:lanekeeper:problem:{self.code.replace('_', '-')}",
                 "title": self.type.title,
                 "status": self.status,
-                "detail": self.detail,
+                "detail": self.detail + self.type.advice,
                 "code": self.code,
                 "request": request,
                 "attempts": attempts,

@@ -52,6 +52,7 @@ def asked() -> AskedFor:
             stream=False,
             beta=beta,
             sent_ms=0,
+            sent_by="sender",
             due_ms=None,
             deadline_ms=0,
             attempts=0,

@@ -13,13 +13,16 @@ from pamqp import frame
 from pamqp.commands import Basic
 from pamqp.header import ContentHeader
 
-from topology.broker import frames
+from topology.broker import fields, frames
 from topology.broker.frames import HEADERS_BYTES, NESTED_LEVELS, message_of, properties_of, tolerate
 from topology.contract.codec import UNREADABLE
+from topology.contract.headers import carried
 from topology.contract.messages import Message
+from topology.names import Names
 
 tolerate()
 
+SIZES = dict(zip([bytes([each]) for each in b"tbBsuIilLfdDT"], (1, 1, 1, 2, 2, 4, 4, 8, 8, 4, 8, 5, 8), strict=True))
 CONTENT_TYPE, HEADERS, CORRELATION_ID, REPLY_TO, TIMESTAMP = 1 << 15, 1 << 13, 1 << 10, 1 << 9, 1 << 6
 
 
@@ -180,6 +183,36 @@ def test_every_property_goes_out_and_comes_back() -> None:
 )
 def test_a_header_value_that_can_be_read_can_be_written(value: Any) -> None:
     assert round_trip(Message(body=b"{}", headers={"v": value})).headers["v"] == value
+
+
+@pytest.mark.parametrize("value", [0, 9, -1, 403, 65_536, 2**31, 2**40, 2**63 - 1, -(2**63)])
+def test_an_integer_of_ours_is_a_signed_64_bit_one(value: int) -> None:
+    assert fields.write({"k": value}) == table(b"\x01kl" + struct.pack(">q", value))
+
+
+@pytest.mark.parametrize("value", [2**63, -(2**63) - 1, object(), Decimal("1E300")])
+def test_what_amqp_has_no_type_for_is_not_written(value: object) -> None:
+    with pytest.raises(TypeError):
+        fields.write({"k": value})
+
+
+@given(kind=st.sampled_from([bytes([each]) for each in b"tbBsuIilLfdDT"]), data=st.binary(min_size=8, max_size=8))
+@settings(max_examples=100, deadline=None)
+def test_a_requesters_header_goes_on_as_the_bytes_that_it_came_in(kind: bytes, data: bytes) -> None:
+    value = kind + data[: SIZES[kind]]
+    nested_too = b"F" + table(b"\x01a" + value) + b"\x03sum" + value
+    came = table(b"\x01k" + value + b"\x01t" + nested_too)
+    message = delivered(HEADERS, came)
+    if UNREADABLE not in message.headers:  # a time past the calendar
+        assert fields.write(carried(message.headers, of=Names())) == came
+
+
+def test_where_another_property_cannot_be_read_headers_keep_their_types() -> None:
+    came = table(b"\x01kB\x05")
+    message = delivered(HEADERS | CORRELATION_ID, came + short(b"\xff"))
+    assert set(message.headers) == {"k", UNREADABLE}
+    again = Message(body=b"", headers=carried(message.headers, of=Names()))
+    assert came in ContentHeader(body_size=0, properties=properties_of(again)).marshal()
 
 
 def test_a_long_name_of_a_header_keeps_its_length() -> None:

@@ -268,19 +268,42 @@ def test_the_key_of_what_came_back_is_not_looked_at() -> None:
 
 
 @pytest.mark.parametrize(
-    ("properties", "sent_ms"),
+    ("properties", "sent_ms", "by"),
     [
-        ({}, NOW_MS),
-        ({"headers": {"x-lane-sent-ms": NOW_MS - 700}}, NOW_MS - 700),
-        ({"headers": {"x-lane-sent-ms": NOW_MS - 700, "timestamp_in_ms": NOW_MS - 900}}, NOW_MS - 900),
-        ({"headers": {"x-lane-sent-ms": NOW_MS + 700}}, NOW_MS),  # nobody sends in the future
-        ({"headers": {"timestamp_in_ms": True}}, NOW_MS),
-        ({"headers": {"timestamp_in_ms": "x"}, "timestamp_s": 0.0}, NOW_MS),
-        ({"timestamp_s": NOW_MS / 1000 - 60}, NOW_MS - 60_000 + 999),
+        ({}, NOW_MS, "delivery"),
+        ({"headers": {"x-lane-sent-ms": NOW_MS - 700}}, NOW_MS - 700, "sender"),
+        ({"headers": {"x-lane-sent-ms": NOW_MS - 700, "timestamp_in_ms": NOW_MS - 900}}, NOW_MS - 900, "broker"),
+        ({"headers": {"x-lane-sent-ms": NOW_MS + 700}}, NOW_MS, "sender"),  # nobody sends in the future
+        ({"headers": {"timestamp_in_ms": True}}, NOW_MS, "delivery"),
+        ({"headers": {"timestamp_in_ms": "x"}, "timestamp_s": 0.0}, NOW_MS, "delivery"),
+        ({"timestamp_s": NOW_MS / 1000 - 60}, NOW_MS - 60_000 + 999, "timestamp"),
     ],
 )
-def test_when_it_was_sent(properties: dict[str, Any], sent_ms: int) -> None:
-    assert decode(message(**properties)).sent_ms == sent_ms
+def test_when_it_was_sent_and_by_whose_clock(properties: dict[str, Any], sent_ms: int, by: str) -> None:
+    request = decode(message(**properties))
+    assert (request.sent_ms, request.sent_by) == (sent_ms, by)
+
+
+def test_a_dead_letter_that_is_published_again_has_all_its_time_again() -> None:
+    """Its headers are those of its first life, the broker's among them: it keeps what is there already."""
+    old_ms = NOW_MS - 3_600_000
+    headers = {"x-lane-dead-at": "2026-11-21T18:00:00Z", "x-lane-sent-ms": old_ms, "timestamp_in_ms": old_ms}
+    first = decode(message(headers=headers, timestamp_s=old_ms / 1000))
+    assert (first.sent_ms, first.sent_by) == (NOW_MS, "delivery")
+    hop = HopHeaders(attempts=1, first_seen_ms=first.sent_ms, dead_at="2026-11-21T18:00:00Z")
+    later = codec.decode(message(headers=headers), lane=CRITICAL, request_id="r-1", hop=hop, now_ms=NOW_MS + 9000)
+    assert (later.sent_ms, later.sent_by) == (NOW_MS, "delivery")
+
+
+@pytest.mark.parametrize("priority", [10, 31, 200, 255])
+def test_a_priority_above_nine_is_refused_by_name(priority: int) -> None:
+    problem = refused(message(priority=priority))
+    assert (problem.code, problem.detail) == ("invalid_request", f"priority: found {priority}, allowed are 0 to 9")
+
+
+@pytest.mark.parametrize("priority", [None, 0, 9])
+def test_priorities_of_the_contract_are_taken(priority: int | None) -> None:
+    assert decode(message(priority=priority))
 
 
 @pytest.mark.parametrize(

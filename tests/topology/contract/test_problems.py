@@ -45,16 +45,25 @@ def test_sending_again_may_help_where_the_request_was_not_at_fault() -> None:
 def test_a_document_is_as_the_contract_shows_it() -> None:
     detail = "not answered within 30000 ms: 29120 ms in the queue, 880 ms in attempt 1"
     document = RequestProblem("deadline_exceeded", detail).document(request="5b0c", attempts=1)
+    again = "; to try again, publish it with a new message_id: under this one this error is kept"
     assert json.loads(document) == {
         "type": "urn:lanekeeper:problem:deadline-exceeded",
         "title": "Deadline exceeded",
         "status": 504,
-        "detail": detail,
+        "detail": detail + again,
         "code": "deadline_exceeded",
         "request": "5b0c",
         "attempts": 1,
         "retryable": True,
     }
+
+
+@pytest.mark.parametrize("code", PROBLEMS)
+def test_what_may_be_tried_again_is_told_how(code: str) -> None:
+    """Under the same id the same error would be told again."""
+    document = json.loads(RequestProblem(code, "…").document(request="r", attempts=0))
+    assert ("a new message_id" in document["detail"]) == document["retryable"]
+    assert ("its dead letter as it is" in document["detail"]) == (document["retryable"] and PROBLEMS[code].parked)
 
 
 @pytest.mark.parametrize("code", PROBLEMS)

@@ -1,0 +1,133 @@
+"""Whose clock the wait and the deadline count by: the broker's, the sender's, else from the first delivery."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from service.clock_check import clock
+from service.demo import container
+from service.demo.source import Steps
+from tests.support.brokers import RunningBroker, Vhost, fresh_vhost
+from tests.support.house import house
+from tests.support.requester import Requester, requester
+from tests.support.waiting import until
+from topology.broker.apply import apply
+from topology.broker.connection import Connection
+from topology.declaration import declare
+from topology.lanes import DEFAULT_LANES
+from topology.names import Names
+
+CONFIGURATION = Path(__file__).parents[2] / "deploy" / "rabbitmq.conf"
+SENT = "x-lane-sent-ms"
+NOBODY_S = 2.5
+"""How long no worker is there."""
+
+
+async def published_before_any_worker(app: Requester, **how: object) -> str:
+    """Publish with two seconds of deadline; when it returns these are over."""
+    began_s = time.monotonic()
+    asked = await app.publish({"prompt": "too late"}, message_id="late", **how)  # type: ignore[arg-type]
+    await until(lambda: time.monotonic() - began_s > NOBODY_S)
+    return asked
+
+
+async def declared(url: str) -> None:
+    async with Connection(url, name="deploy") as connection:
+        topology = declare(DEFAULT_LANES, names=Names(), broker_version=connection.version)
+        await apply(topology, await connection.underlying())
+
+
+@pytest.fixture(scope="module")
+def stamping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningBroker]:
+    """A broker that is configured as docker-compose.yml does it."""
+    steps = Steps()
+    image = container.find_image(steps) if container.engine_answers(steps) else None
+    if image is None:
+        pytest.skip("a broker with deploy/rabbitmq.conf needs Docker and an image of RabbitMQ 4.3")
+    own = container.Container(
+        tmp_path_factory.mktemp("stamping"), image=image, steps=steps, configuration=CONFIGURATION
+    )
+    try:
+        version = own.start()
+        yield RunningBroker(own.access.amqp_url, own.access.management_url, version)
+    finally:
+        own.remove()
+
+
+@pytest.fixture
+def stamped(stamping: RunningBroker) -> Iterator[Vhost]:
+    with fresh_vhost(stamping) as made:
+        yield made
+
+
+@pytest.mark.parametrize("headers", [{}, {SENT: 4_000_000_000_000}], ids=["says nothing", "says nonsense"])
+async def test_where_the_broker_writes_when_it_came_that_counts(stamped: Vhost, headers: dict[str, int]) -> None:
+    await declared(stamped.amqp_url)
+    async with requester(stamped.amqp_url) as app:
+        asked = await published_before_any_worker(app, headers={"x-lane-deadline-ms": 2000, **headers})
+        async with house(stamped.amqp_url) as home:
+            reply = await app.final(asked)
+            assert reply.code == "deadline_exceeded"
+            assert reply.headers["x-lane-wait-from"] == "broker"
+            assert reply.headers["x-lane-wait-ms"] >= NOBODY_S * 1000 - 100
+            assert reply.headers["x-lane-run-ms"] == 0
+            assert not home.api.calls
+
+
+async def test_a_stamped_dead_letter_that_is_published_again_has_all_its_time_again(stamped: Vhost) -> None:
+    async with (
+        house(stamped.amqp_url, lanes={"critical": {"max_attempts": 1}}) as home,
+        requester(stamped.amqp_url) as app,
+    ):
+        await app.read_dead()
+        headers = {"x-lane-deadline-ms": 2000}
+        await app.ask({"prompt": "x [[fault: server_error x1]]"}, headers=headers, message_id="twice")
+        dead = await app.buried("twice")
+        stamp_ms = dead.headers["timestamp_in_ms"]
+        await until(lambda: time.time() * 1000 - stamp_ms > 2100)
+        again = await app.ask(dead.body, headers=dead.headers, message_id="twice")
+        assert (again.status, again.headers["x-lane-wait-from"]) == ("ok", "delivery")
+        assert len(home.api.calls) == 2
+
+
+async def test_check_sees_that_the_broker_writes_it(stamped: Vhost) -> None:
+    async with Connection(stamped.amqp_url, name="check") as connection:
+        found = await clock(connection)
+    assert found is not None
+    assert found.well
+    assert "the broker writes timestamp_in_ms" in found.text
+
+
+async def test_check_recommends_it_where_the_broker_can_and_does_not(vhost: Vhost) -> None:
+    async with Connection(vhost.amqp_url, name="check") as connection:
+        found = await clock(connection)
+    assert found is not None
+    assert found.well
+    advice = (
+        "cannot tell when it came" if vhost.version.startswith("3.10") else "set_header_timestamp.overwrite = false"
+    )
+    assert advice in found.text
+
+
+async def test_where_nobody_tells_it_counts_from_the_first_delivery_and_the_reply_says_so(vhost: Vhost) -> None:
+    await declared(vhost.amqp_url)
+    async with requester(vhost.amqp_url) as app:
+        asked = await published_before_any_worker(app, headers={"x-lane-deadline-ms": 2000})
+        async with house(vhost.amqp_url):
+            reply = await app.final(asked)
+            assert (reply.status, reply.headers["x-lane-wait-from"]) == ("ok", "delivery")
+            told = await app.ask({"prompt": "told"}, headers={SENT: time.time_ns() // 1_000_000})
+            assert told.headers["x-lane-wait-from"] == "sender"
+
+
+async def test_where_the_sender_tells_its_deadline_counts_from_then(vhost: Vhost) -> None:
+    await declared(vhost.amqp_url)
+    async with requester(vhost.amqp_url) as app:
+        headers = {"x-lane-deadline-ms": 2000, SENT: time.time_ns() // 1_000_000}
+        asked = await published_before_any_worker(app, headers=headers)
+        async with house(vhost.amqp_url):
+            reply = await app.final(asked)
+            assert (reply.code, reply.headers["x-lane-wait-from"]) == ("deadline_exceeded", "sender")
+            assert reply.headers["x-lane-wait-ms"] >= NOBODY_S * 1000 - 100

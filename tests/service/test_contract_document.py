@@ -1,0 +1,79 @@
+"""docs/contract.md names what the code declares, no more and no less, and tests that there are."""
+
+import ast
+import json
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from consumers.lifecycle import COMMON, EVENTS
+from service.cli import later
+from topology import names as n
+from topology.contract.headers import LATER
+from topology.contract.problems import PROBLEMS, RequestProblem
+
+ROOT = Path(__file__).parents[2]
+DOCUMENT = (ROOT / "docs" / "contract.md").read_text()
+CODES = re.findall(r"^### `(\w+)`: (\d+), (also in `lane\.dead`|not parked)$", DOCUMENT, re.MULTILINE)
+DOCUMENTS = [json.loads(each) for each in re.findall(r"^```json\n(.*?)^```$", DOCUMENT, re.DOTALL | re.MULTILINE)]
+TESTS = sorted(set(re.findall(r"`([\w/]+\.py)::(\w+)`", DOCUMENT)))
+NOT_SENT = {"forbidden_webhook", "superseded"}
+
+
+def section(title: str) -> str:
+    found = re.search(rf"^## {title}$(.*?)(?=^## |\Z)", DOCUMENT, re.DOTALL | re.MULTILINE)
+    assert found is not None, title
+    return found[1]
+
+
+@cache
+def names_in(path: str) -> set[str]:
+    tree = ast.parse((ROOT / "tests" / path).read_text())
+    return {each.name for each in ast.walk(tree) if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+def test_every_header_that_is_declared_is_documented_and_no_other() -> None:
+    named = set(re.findall(r"`(x-lane-[a-z0-9-]*[a-z0-9])`", DOCUMENT))
+    assert named == n.PUBLIC | n.OURS | LATER.keys()
+
+
+def test_integers_of_ours_are_documented_with_their_type() -> None:
+    said = {name for name in n.OURS if name.endswith("-ms")} | {n.ATTEMPT, n.SEQ}
+    for name in said - {n.FIRST_SEEN_MS, n.DUE_MS}:
+        assert re.search(rf"^\| `{name}` \| `l` \|", DOCUMENT, re.MULTILINE), name
+
+
+def test_every_error_is_documented_as_it_is() -> None:
+    kept = {True: "also in `lane.dead`", False: "not parked"}
+    assert [(each.code, str(each.status), kept[each.parked]) for each in PROBLEMS.values()] == CODES
+
+
+def test_every_error_that_is_sent_has_its_document() -> None:
+    assert [each["code"] for each in DOCUMENTS] == [code for code in PROBLEMS if code not in NOT_SENT]
+    for each in DOCUMENTS:
+        kind = PROBLEMS[each["code"]]
+        detail = each["detail"].removesuffix(kind.advice)
+        assert (detail != each["detail"]) == kind.retryable
+        made = RequestProblem(each["code"], detail).document(request=each["request"], attempts=each["attempts"])
+        assert json.loads(made) == each
+
+
+def test_every_event_is_documented_with_what_it_tells() -> None:
+    said = section("Events")
+    rows = re.findall(r"^\| `(\w+)` \| .*? \| (.*?) \|$", said, re.MULTILINE)
+    assert {event: set(re.findall(r"`(\w+)`", fields)) for event, fields in rows} == EVENTS
+    assert all(f"`{field}`" in said.split("|")[0] for field in COMMON)
+
+
+def test_control_messages_and_what_is_not_there_yet_are_documented() -> None:
+    keys = re.findall(r"^\| `(\w+)` \| `\{", section("Control"), re.MULTILINE)
+    assert set(keys) == {n.CANCEL_KEY, n.RESULT_KEY, n.STATUS_KEY}
+    missing = section("Not in this version")
+    assert all(f"`{name}`" in missing for name in (*LATER, *later.COMMANDS))
+
+
+@pytest.mark.parametrize(("path", "name"), TESTS, ids=lambda each: str(each))
+def test_every_test_that_is_named_is_there(path: str, name: str) -> None:
+    assert name in names_in(path)
