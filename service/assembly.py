@@ -163,8 +163,8 @@ async def assemble(
         handler = Handler(
             gates=(
                 DeadlineGate(now_ms=now_ms),
-                ScheduleGate(now_ms=now_ms),
-                ClaimGate(claiming),
+                ScheduleGate(claiming, now_ms=now_ms),
+                ClaimGate(claiming, now_ms=now_ms),
                 budgeting.route_gate,
                 budgeting.caps_gate,
                 budgeting.budget_gate,
