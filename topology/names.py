@@ -101,6 +101,8 @@ ATTEMPT = "x-lane-attempt"
 WAIT_MS = "x-lane-wait-ms"
 RUN_MS = "x-lane-run-ms"
 REPLAYED = "x-lane-replayed"
+CONTROL = "x-lane-control"
+"""On answers to control messages, and never beside STATUS: `accepted`, `pending` or `error`."""
 
 # On dead letters.
 DEAD_CODE = "x-lane-dead-code"
@@ -118,7 +120,7 @@ REDELIVERED = "x-lane-redelivered"
 
 OURS = frozenset(
     {
-        STATUS, PART, SEQ, REQUEST_ID, LANE_NAME, MODEL, PROVIDER, ATTEMPT, WAIT_MS, RUN_MS, REPLAYED,
+        STATUS, PART, SEQ, REQUEST_ID, LANE_NAME, MODEL, PROVIDER, ATTEMPT, WAIT_MS, RUN_MS, REPLAYED, CONTROL,
         DEAD_CODE, DEAD_DETAIL, DEAD_AT, ROUTING_KEY, ERRORS,
         FIRST_SEEN_MS, DUE_MS, USER_ID, EXPIRATION, REDELIVERED,
     }
@@ -134,10 +136,15 @@ CC = "CC"
 BCC = "BCC"
 DIRECT_REPLY_TO = "amq.rabbitmq.reply-to"
 
-# Keys on the control exchange.
+# Keys on the control exchange; a message's type says the same.
 CANCEL_KEY = "cancel"
 RESULT_KEY = "result"
-CONTROL_KEYS = (CANCEL_KEY, RESULT_KEY)
-"""Of what any one worker answers, from `lane.control`: cancellations are kept until they are recorded, questions for
-results expire. What all workers answer has a key of its own, and goes to queues that they bind."""
+CHANGE_KEY = "change"
+CONTROL_KEYS = (CANCEL_KEY, RESULT_KEY, CHANGE_KEY)
+"""What applications may say, and any one worker answers: cancellations are kept until they are recorded, questions for
+results expire."""
 STATUS_KEY = "status"
+"""What every worker answers, each from a queue that it binds."""
+KEPT_KEYS = (CANCEL_KEY, RESULT_KEY, "#")
+"""Of the bindings of `lane.control`: what has a wrong key is answered too. The first two are what brokers of earlier
+versions have: left out here they would be reported there as extra."""

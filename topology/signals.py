@@ -43,7 +43,11 @@ QUEUE_DELETED: Final = "queue.deleted"  # queues, command: they were there; what
 TAKING_PAUSED: Final = "taking.paused"  # reasons: no request is taken, and none that is in hand goes to the provider
 TAKING_RESUMED: Final = "taking.resumed"  # paused_s
 CONSUMER_CANCELLED: Final = "consumer.cancelled"  # queue: the broker ended it (queue deleted, leader moved)
-CONTROL_REFUSED: Final = "control.refused"  # reason, refused (how many so far): a control message that is not understood
+CONTROL_REFUSED: Final = (
+    "control.refused"  # reason, refused (how many so far): a control message that is not understood
+)
+CANCELLATION_UNSENT: Final = "cancellation.unsent"  # request, error: nobody waits for it any more, and it runs on
+CONTROL_POSTPONED: Final = "control.postponed"  # type, reason: the store is away; the message is read again
 CONTROL_UNANSWERED: Final = (
     "control.unanswered"  # reply_to, unanswered (how many so far): nobody can be told what came of a control message
 )

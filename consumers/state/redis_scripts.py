@@ -87,7 +87,8 @@ end
 local token = next_token(row)
 redis.call('HSET', key, 'hash', hash, 'mark', mark, 'token', token, 'nonce', nonce, 'deaths', deaths,
   'lease', now + lease_ms, 'claimed', now,
-  'attempts', attempts, 'noted', '', 'cancelling', '', 'due', '', 'status', '', 'code', '', 'headers', '', 'ended', '', 'body', '')
+  'attempts', attempts, 'noted', '', 'cancelling', '', 'due', '',
+  'status', '', 'code', '', 'headers', '', 'ended', '', 'body', '')
 redis.call('PEXPIRE', key, keep_ms + lease_ms)
 return {'granted', token, deaths}
 """
