@@ -1,4 +1,4 @@
-"""How control messages are answered: one shape, `x-lane-control` on it; a result that is there is the final reply again.
+"""How control messages are answered: in one shape, with `x-lane-control`; a result is the final reply again.
 
 Answers go to queues that the broker named, and to no other (threat T1). Who asked from elsewhere, or from nowhere,
 cannot be told: that is logged and counted, and nothing more can be done.

@@ -82,8 +82,8 @@ class Client:
         publish_within_s: float = PUBLISH_WITHIN_S,
         cancel_abandoned: bool = True,
     ) -> None:
-        """`cancel_abandoned`: a request whose caller is cancelled (`wait_for`, a task group, Ctrl-C) or leaves its stream
-        early is cancelled too. False: it runs on, and its result can be fetched."""
+        """`cancel_abandoned`: a request whose caller is cancelled (`wait_for`, a task group, Ctrl-C), or leaves its
+        stream early, is cancelled too. False: it runs on, and its result can be fetched."""
         self._names = names or Names()
         self._user = unquote(urlsplit(urls_of(url)[0]).username or "guest")
         self._publishing = Connection(url, name="lanekeeper client: publish", ssl_context=ssl_context)

@@ -15,7 +15,7 @@ TEXTS: dict["Cancelled", str] = {
     "recorded": "{id} is cancelled: it ends so wherever it waits",
     "told": "{id} is running: its worker has been told to stop",
     "ended": "{id} had ended before; how: lanekeeper result {id}",
-    "unseen": "{id}: no worker has seen it; recorded for when it comes: it ends as cancelled then (kept for {days} days)",
+    "unseen": "{id}: no worker has seen it; recorded for when it comes, to end as cancelled (kept for {days} days)",
 }
 
 

@@ -38,6 +38,11 @@ async def test_a_caller_that_is_cancelled_cancels_its_call(vhost: Vhost, how: st
             await until(lambda: home.calls("running"))
             raise ZeroDivisionError
 
+        async def fail_beside() -> None:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(ask())
+                group.create_task(fail())
+
         if how == "cancel":
             asking = asyncio.create_task(ask())
             await until(lambda: home.calls("running"))
@@ -53,9 +58,7 @@ async def test_a_caller_that_is_cancelled_cancels_its_call(vhost: Vhost, how: st
                     await ask()
         else:
             with pytest.raises(ExceptionGroup):
-                async with asyncio.TaskGroup() as group:
-                    group.create_task(ask())
-                    group.create_task(fail())
+                await fail_beside()
 
         await is_closed(home)
         await ends_as_cancelled(client, "a-1")
@@ -131,13 +134,12 @@ async def test_it_is_left_running_where_that_is_wanted(vhost: Vhost) -> None:
 
 
 async def test_a_caller_that_is_cancelled_waits_for_no_broker(vhost: Vhost) -> None:
-    async with Client(vhost.amqp_url) as client:
-        async with house(vhost.amqp_url) as home:
-            asking = asyncio.create_task(client.request({"prompt": WORDS}, key=KEY))
-            await until(lambda: home.calls("running"))
-            began = time.monotonic()
-            asking.cancel()
-            with suppress(asyncio.CancelledError):
-                await asking
-            assert time.monotonic() - began < 0.1
-            await is_closed(home)
+    async with house(vhost.amqp_url) as home, Client(vhost.amqp_url) as client:
+        asking = asyncio.create_task(client.request({"prompt": WORDS}, key=KEY))
+        await until(lambda: home.calls("running"))
+        began = time.monotonic()
+        asking.cancel()
+        with suppress(asyncio.CancelledError):
+            await asking
+        assert time.monotonic() - began < 0.1
+        await is_closed(home)

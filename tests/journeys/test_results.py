@@ -1,9 +1,9 @@
 """How a request ended can be read under its id, by whoever did not wait."""
 
 import asyncio
+import os
 import time
 from datetime import UTC, datetime
-from pathlib import Path
 
 import pytest
 
@@ -123,7 +123,7 @@ async def test_what_is_delayed_runs_though_the_store_forgot_that_it_waits(vhost)
             return await home.parts.store.find(Identity("", "d-1")) is not None
 
         await until(waits)
-        Path(store_url(vhost.amqp_url).removeprefix("sqlite:///")).unlink()
+        os.unlink(store_url(vhost.amqp_url).removeprefix("sqlite:///"))
 
         assert (await client.result("d-1", wait_s=15)).text == "echo: later"
 
