@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
 # Ask over RabbitMQ with Debian's amqp-tools alone: ./ask.sh "Name three rivers."
+# They can set no message id and no type: to name, stream, cancel or fetch a request, use `lanekeeper send`, `cancel`,
+# `result`.
 set -euo pipefail
 url=${AMQP_URL:-amqp://localhost:5672}
 url=${url%/} # amqp-tools take a slash at the end for a virtual host without a name
@@ -8,6 +10,6 @@ amqp-declare-queue --url="$url" --queue="$queue" >/dev/null
 trap 'amqp-delete-queue --url="$url" --queue="$queue" >/dev/null' EXIT
 printf '%s' "$1" | python3 -c 'import json, sys; print(json.dumps({"prompt": sys.stdin.read()}))' |
   amqp-publish --url="$url" --exchange=lane.requests --routing-key=critical.examples.shell \
-    --content-type=application/json --persistent --reply-to="$queue"
+    --content-type=application/json --persistent --reply-to="$queue" --header="x-lane-sent-ms: $(date +%s%3N)"
 amqp-consume --url="$url" --queue="$queue" --count=1 cat
 echo
