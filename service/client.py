@@ -16,7 +16,7 @@ from typing import Any, Self, Unpack
 from urllib.parse import unquote, urlsplit
 
 from service.abandoned import Abandoned
-from service.control import Cancelled, Control, ControlRefused, NoReply, NotEnded
+from service.control import Cancelled, Control, ControlRefused, NoReply, NotEnded, no_answer
 from service.replies import Final, Part, Problem, final_of, part_of
 from service.reply_queue import ReplyLost, ReplyQueue, next_of
 from service.wishes import Wishes, bound_s, message_of
@@ -41,29 +41,10 @@ from topology.names import Names
 from topology.tracing import Tracing
 
 __all__ = [
-    "AccessRefused",
-    "BrokerBlocked",
-    "BrokerError",
-    "BrokerUnreachable",
-    "Cancelled",
-    "Client",
-    "ConfirmUnknown",
-    "ControlRefused",
-    "Depth",
-    "Final",
-    "LanekeeperError",
-    "Names",
-    "NoReply",
-    "NotEnded",
-    "Part",
-    "Problem",
-    "PublishRefused",
-    "ReplyLost",
-    "TopologyMismatch",
-    "Tracing",
-    "Unroutable",
-    "Wishes",
-]
+    "AccessRefused", "BrokerBlocked", "BrokerError", "BrokerUnreachable", "Cancelled", "Client", "ConfirmUnknown",
+    "ControlRefused", "Depth", "Final", "LanekeeperError", "Names", "NoReply", "NotEnded", "Part", "Problem",
+    "PublishRefused", "ReplyLost", "TopologyMismatch", "Tracing", "Unroutable", "Wishes",
+]  # fmt: skip
 PUBLISH_WITHIN_S = 30.0
 REFUSED_WITHIN_S = 2.0
 """A lane that is full is seldom empty a moment later: whoever asks is told."""
@@ -167,7 +148,7 @@ class Client:
                 async for reply in replies:
                     yield reply
         except TimeoutError:
-            raise _no_answer(message, timeout_s) from None
+            raise no_answer(message.message_id, timeout_s) from None
         except (asyncio.CancelledError, GeneratorExit):
             if not isinstance(reply, Final):
                 self._abandon(message, wishes)
@@ -206,7 +187,7 @@ class Client:
                         if isinstance(reply, Final):
                             return reply
             except TimeoutError:
-                raise _no_answer(message, timeout_s) from None
+                raise no_answer(message.message_id, timeout_s) from None
             except ReplyLost as lost:
                 if "message_id" not in wishes:
                     return await self._kept(message, wishes.get("tenant"), timeout_s, end, lost)
@@ -237,7 +218,7 @@ class Client:
         try:
             return await self._control.result(message.message_id, tenant=tenant, end=end)
         except (NotEnded, NoReply):
-            raise _no_answer(message, timeout_s) from None
+            raise no_answer(message.message_id, timeout_s) from None
         except (BrokerError, ControlRefused) as error:
             raise ReplyLost(f"{lost}; fetching its result failed: {error}") from error
 
@@ -267,10 +248,3 @@ class Client:
 def _end(timeout_s: float | None) -> float | None:
     """When a time that begins now is over, by the loop's clock."""
     return None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
-
-
-def _no_answer(message: Message, timeout_s: float | None) -> NoReply:
-    return NoReply(
-        f"no answer to {message.message_id} within {timeout_s:g} s; it may still come, and is kept: "
-        f"lanekeeper result {message.message_id}. Is a worker running? Ask: lanekeeper status"
-    )

@@ -142,6 +142,14 @@ class Control:
                 ) from None
 
 
+def no_answer(id: str | None, timeout_s: float | None) -> NoReply:
+    """To a request, within its time."""
+    return NoReply(
+        f"no answer to {id} within {timeout_s:g} s; it may still come, and is kept: lanekeeper result {id}. "
+        "Is a worker running? Ask: lanekeeper status"
+    )
+
+
 def cancellation(id: str, *, tenant: str | None, user: str) -> Message:
     """Ask for a request to be cancelled."""
     return _message(n.CANCEL_KEY, id, tenant=tenant, user=user)
