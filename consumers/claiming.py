@@ -32,6 +32,9 @@ from topology import signals
 RENEW_EVERY_S = 0.5
 """A twentieth of a lease; a cancelled request's provider is told within this time and a round trip."""
 RELEASE_WITHIN_S = 1.0
+DEFER_WITHIN_S = 1.0
+DEFERRED_KEPT_MS = 60_000
+"""After its deadline: by then a request that was deferred has ended, and that is kept under its id."""
 PAUSE_CAP_S = 1.0
 T = TypeVar("T")
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
@@ -91,15 +94,26 @@ class Claiming:
             self._taken.set()
         return found
 
-    async def release(self, job: Job) -> None:
-        """Give a claim back: the request waits for its next delivery. Its lease ends it where that cannot be told.
+    async def release(self, job: Job, *, due_ms: int | None = None) -> None:
+        """Give a claim back: the request waits for its next delivery, which comes at `due_ms` where that is known. Its
+        lease ends it where that cannot be told.
 
         Cancelled, it goes on by itself: a holder that never lets go counts as dead.
         """
         if job.claim is None:
             return
         held, job.claim = job.claim, None
-        await asyncio.shield(self._in_background(self._let_go(held, attempts=job.attempts), name=f"let go {job.id}"))
+        letting_go = self._let_go(held, attempts=job.attempts, due_ms=due_ms)
+        await asyncio.shield(self._in_background(letting_go, name=f"let go {job.id}"))
+
+    async def defer(self, job: Job, *, due_ms: int, deadline_ms: int) -> None:
+        """Keep until when a request waits that nobody has claimed yet. Only for whoever asks about it: where it cannot
+        be kept in time, nothing is lost but that."""
+        try:
+            async with asyncio.timeout(DEFER_WITHIN_S):
+                await self._store.defer(job.identity, due_ms=due_ms, keep_until_ms=deadline_ms + DEFERRED_KEPT_MS)
+        except (StoreUnavailable, TimeoutError) as error:
+            log.info(signals.DEFERRAL_UNKEPT, request=job.id, lane=job.lane_name, error=str(error))
 
     async def _ask(self, job: Job) -> Granted | Running | Ended | Conflict:
         return await _surely(lambda: self._store.claim(job.identity, job.copy()), within_s=CLAIM_WITHIN_S)
@@ -109,11 +123,11 @@ class Claiming:
             if isinstance(found := await asking, Granted):
                 await self._let_go(Held(job.identity, found.token), attempts=job.attempts)
 
-    async def _let_go(self, held: Held, *, attempts: int) -> None:
+    async def _let_go(self, held: Held, *, attempts: int, due_ms: int | None = None) -> None:
         self._held.pop(held, None)
         with suppress(StoreUnavailable, TimeoutError):
             async with asyncio.timeout(RELEASE_WITHIN_S):
-                await self._store.release(held, attempts=attempts)
+                await self._store.release(held, attempts=attempts, due_ms=due_ms)
 
     async def complete(self, job: Job, completion: Completion) -> Completion | None:
         """Keep how it ended: the completion that holds, or None where another delivery of it is being worked on.

@@ -4,39 +4,32 @@ One queue for all workers, so that one of them does it. A cancellation stays the
 """
 
 import asyncio
-import json
-import uuid
-from collections.abc import Awaitable, Callable, Collection, Mapping
-from contextlib import aclosing, suppress
+from collections.abc import Awaitable, Callable, Collection
+from contextlib import aclosing
 from typing import Any
 
 import structlog
 
 from consumers.claiming import Claiming
-from consumers.job import NowMs, tenant_of
+from consumers.control_answer import Answers
+from consumers.control_question import Question, id_of, read
+from consumers.job import NowMs, moment_text
 from consumers.settle import Settler
-from consumers.state.base import Completion, Identity, StoreUnavailable
+from consumers.state.base import Cancelling, Completion, Found, Identity, StoreUnavailable
+from consumers.state.spec import LONGEST_WAIT_S
 from topology import names as n
 from topology import signals
 from topology.broker.deliveries import Deliveries
-from topology.broker.publisher import Publisher
 from topology.broker.session import ChannelLost, Delivery, Session
 from topology.contract.messages import Message
-from topology.contract.problems import AccessRefused, BrokerError, LanekeeperError, RequestProblem
+from topology.contract.problems import AccessRefused, BrokerError, RequestProblem
 
-MESSAGE_BYTES = 4096
-ID_CHARACTERS = 255
-BROKER_NAMED = "amq.gen-"
 FAULTS_AT_MOST = 5
 """The delivery at which a message that we fail at is given up: all requests wait for those that are not recorded."""
 LOOK_EVERY_S = 0.05
 Ready = Callable[[], Awaitable[int]]
 """How many messages wait in the control queue. Raises BrokerError."""
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
-
-
-class ControlRefused(LanekeeperError):
-    """A control message that says nothing we know, or asks for another tenant's request."""
 
 
 class Control:
@@ -48,7 +41,7 @@ class Control:
         *,
         claiming: Claiming,
         settler: Settler,
-        publisher: Publisher,
+        answers: Answers,
         now_ms: NowMs,
         ready: Ready,
         speakers: Collection[str] = (),
@@ -56,7 +49,7 @@ class Control:
         self._deliveries = deliveries
         self._claiming = claiming
         self._settler = settler
-        self._publisher = publisher
+        self._answers = answers
         self._now_ms = now_ms
         self._speakers = speakers
         self._ready = ready
@@ -117,12 +110,13 @@ class Control:
         """What cannot be carried out is refused, and what cannot be recorded goes back: never lost, never a loop."""
         message = delivery.message
         try:
-            await self._answer(message, *await self._carry_out(message))
-        except ControlRefused as refused:
-            log.warning(signals.CONTROL_REFUSED, type=str(message.type)[:40], reason=str(refused))
-            await self._answer(message, {"error": str(refused)}, status="error")
+            question = read(message, speakers=self._speakers)
+            if question is not None:
+                await self._carry_out(message, question)
+        except RequestProblem as problem:
+            await self._answers.refuse(message, problem, id=id_of(message))
         except StoreUnavailable as away:
-            log.warning(signals.CONTROL_REFUSED, type=str(message.type)[:40], reason=str(away))
+            log.warning(signals.CONTROL_POSTPONED, type=message.type, reason=str(away))
             await self._settler.postpone(delivery)
             return
         except Exception:  # a fault of ours must not end the worker, and with the next one all the others
@@ -130,82 +124,44 @@ class Control:
             if (delivery.times_delivered or 1) < FAULTS_AT_MOST:
                 await self._settler.put_back(delivery)
                 return
+            fault = RequestProblem("internal", "a fault of ours; the worker's log has it")
+            await self._answers.refuse(message, fault, id=id_of(message))
         await self._settler.dismiss(delivery)
 
-    async def _carry_out(self, message: Message) -> tuple[Mapping[str, Any] | Completion, str]:
-        """What to answer, and under which status. Raises ControlRefused, StoreUnavailable."""
-        match message.type:
-            case n.CANCEL_KEY:
-                identity = self._identity(message)
-                known = await self._claiming.find(identity)
-                ending = self._cancelled(identity.id, attempts=known.attempts if known else 0)
-                came_to = await self._claiming.cancel(identity, ending)
-                return {"id": identity.id, "outcome": came_to.value}, "ok"
-            case n.RESULT_KEY:
-                identity = self._identity(message)
-                found = await self._claiming.find(identity)
-                if found is not None and found.completion is not None:
-                    return found.completion, found.completion.status
-                status = "unknown" if found is None else "running" if found.running else "waiting"
-                return {"id": identity.id, "status": status, "attempts": found.attempts if found else 0}, "pending"
-        raise ControlRefused(f"type {str(message.type)[:40]!r}: known are {n.CANCEL_KEY} and {n.RESULT_KEY}")
+    async def _carry_out(self, message: Message, question: Question) -> None:
+        """Raises StoreUnavailable."""
+        identity = question.identity
+        if question.kind == n.CANCEL_KEY:
+            outcome = await self._cancel(identity)
+            await self._answers.tell(message, outcome, id=identity.id, as_="accepted")
+            return
+        found = await self._claiming.find(identity)
+        if found is not None and found.completion is not None:
+            await self._answers.replay(message, found.completion, id=identity.id)
+        else:
+            await self._answers.tell(message, _state(identity.id, found), id=identity.id, as_="pending")
 
-    def _identity(self, message: Message) -> Identity:
-        """Of which request it speaks. Another's only for users that may speak for others."""
-        if len(message.body) > MESSAGE_BYTES:
-            raise ControlRefused(f"body: {len(message.body)} bytes, allowed are {MESSAGE_BYTES}")
-        try:
-            said = json.loads(message.body.decode())
-            json.dumps(said, ensure_ascii=False).encode()  # "\ud800" is no character: no store could keep it
-        except (ValueError, RecursionError):
-            raise ControlRefused("body: not a JSON object") from None
-        id = said.get(message.type) if isinstance(said, dict) else None
-        if not isinstance(id, str) or not 0 < len(id) <= ID_CHARACTERS:
-            raise ControlRefused(
-                f'body: allowed is {{"{message.type}": "<message_id>"}}, with "tenant" where it has one'
-            )
-        tenant = said.get("tenant")
-        if tenant is not None and not isinstance(tenant, str):
-            raise ControlRefused("tenant: allowed is a string")
-        believed = tenant_of(message.user_id, tenant, self._speakers)
-        if tenant is not None and believed != tenant:
-            raise ControlRefused(
-                f"user {message.user_id!r} may not speak for tenant {tenant[:80]!r}: publish with user_id, "
-                "as that tenant or as one of the setting `speakers`"
-            )
-        return Identity(believed, id)
-
-    def _cancelled(self, id: str, *, attempts: int) -> Completion:
+    async def _cancel(self, identity: Identity) -> dict[str, Any]:
+        known = await self._claiming.find(identity)
+        attempts = known.attempts if known else 0
         problem = RequestProblem("cancelled", "cancelled by its owner")
-        return Completion(
+        ending = Completion(
             status="error",
             code=problem.code,
-            body=problem.document(request=id, attempts=attempts),
+            body=problem.document(request=identity.id, attempts=attempts),
             headers={n.ATTEMPT: attempts},
             ended_ms=self._now_ms(),
         )
+        came_to = await self._claiming.cancel(identity, ending)
+        told = {"id": identity.id, "outcome": came_to.value}
+        if came_to is Cancelling.UNSEEN:
+            return {**told, "kept_until": moment_text(self._now_ms() + LONGEST_WAIT_S * 1000)}
+        return told
 
-    async def _answer(self, question: Message, found: Mapping[str, Any] | Completion, status: str) -> None:
-        """To a queue that the broker named, and to no other (threat T1). Whoever has gone wants no answer."""
-        address = question.reply_to or ""
-        if not address.startswith(BROKER_NAMED):
-            return
-        headers: dict[str, Any] = {n.STATUS: status}
-        content_type = "application/json"
-        if isinstance(found, Completion):
-            body = found.body
-            if found.status == "error":
-                content_type = "application/problem+json"
-            headers |= {**found.headers, n.REPLAYED: True, n.REQUEST_ID: self._identity(question).id}
-        else:
-            body = json.dumps(found).encode()
-        message = Message(
-            body=body,
-            headers=headers,
-            content_type=content_type,
-            message_id=uuid.uuid4().hex,
-            correlation_id=question.correlation_id,
-            persistent=False,
-        )
-        with suppress(BrokerError):
-            await self._publisher.publish(message, exchange="", routing_key=address, mandatory=False, traced=False)
+
+def _state(id: str, found: Found | None) -> dict[str, Any]:
+    """What is known of a request that has not ended."""
+    if found is None:
+        return {"id": id, "status": "unknown", "attempts": 0}
+    told = {"id": id, "status": "running" if found.running else "waiting", "attempts": found.attempts}
+    return told if found.due_ms is None else {**told, "due_at": moment_text(found.due_ms)}

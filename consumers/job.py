@@ -195,9 +195,9 @@ def tenant_of(user_id: str | None, stated: object, speakers: Collection[str]) ->
     return user_id or ""
 
 
-def dead_at_text(ended_ms: int) -> str:
-    """The time of an ending, as a dead letter tells it."""
-    when = datetime.fromtimestamp(ended_ms / 1000, tz=UTC)
+def moment_text(ms: int) -> str:
+    """A time as it is told to people and programs (RFC 3339, UTC)."""
+    when = datetime.fromtimestamp(ms / 1000, tz=UTC)
     return when.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 

@@ -24,7 +24,7 @@ from consumers.job import (
     Refused,
     Replayed,
     Retried,
-    dead_at_text,
+    moment_text,
 )
 from consumers.lifecycle import Lifecycle
 from consumers.reply import Replies
@@ -243,7 +243,7 @@ class Settler:
         headers: dict[str, Any] = {
             n.DEAD_CODE: code,
             n.DEAD_DETAIL: detail,
-            n.DEAD_AT: dead_at_text(ended_ms),
+            n.DEAD_AT: moment_text(ended_ms),
             n.ATTEMPT: job.attempts,
             n.ROUTING_KEY: job.routing_key,
             n.ERRORS: errors,

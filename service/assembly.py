@@ -13,6 +13,7 @@ from opentelemetry.trace import TracerProvider
 from consumers.activity import LaneActivity
 from consumers.claiming import Claiming
 from consumers.control import Control
+from consumers.control_answer import Answers
 from consumers.failpoints import Failpoints
 from consumers.gates.claim import ClaimGate
 from consumers.gates.deadline import DeadlineGate
@@ -72,6 +73,7 @@ class Parts:
     store: Store
     claiming: Claiming
     control: Control
+    answers: Answers
     pausing: Pausing
     watch: TopologyWatch
     pools: tuple[Pool, ...]
@@ -170,8 +172,8 @@ async def assemble(
         handler = Handler(
             gates=(
                 DeadlineGate(now_ms=now_ms),
-                ScheduleGate(now_ms=now_ms),
-                ClaimGate(claiming),
+                ScheduleGate(claiming, now_ms=now_ms),
+                ClaimGate(claiming, now_ms=now_ms),
                 budgeting.route_gate,
                 budgeting.caps_gate,
                 budgeting.budget_gate,
@@ -199,11 +201,12 @@ async def assemble(
         for lane in worked:
             pools.add_lane(lane, handler)
         pools.add_fallen(every)
+        answers = Answers(publisher)
         control = Control(
             Deliveries(consuming, queue=names.control, prefetch=CONTROL_PREFETCH, on_missing=watch.look),
             claiming=claiming,
             settler=settler,
-            publisher=publisher,
+            answers=answers,
             now_ms=now_ms,
             ready=_ready_in(names.control, _ready(consuming)),
             speakers=settings.speakers,
@@ -218,6 +221,7 @@ async def assemble(
             store=store,
             claiming=claiming,
             control=control,
+            answers=answers,
             pausing=pausing,
             watch=watch,
             pools=tuple(pools.made),

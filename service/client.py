@@ -15,8 +15,9 @@ from types import TracebackType
 from typing import Any, Self, Unpack
 from urllib.parse import unquote, urlsplit
 
-from service.control import Cancelled, Control, ControlRefused, NoReply, NotEnded
-from service.replies import Final, Part, final_of, part_of
+from service.abandoned import Abandoned
+from service.control import Cancelled, Control, ControlRefused, NoReply, NotEnded, no_answer
+from service.replies import Final, Part, Problem, final_of, part_of
 from service.reply_queue import ReplyLost, ReplyQueue, next_of
 from service.wishes import Wishes, bound_s, message_of
 from topology import names as n
@@ -25,11 +26,25 @@ from topology.broker.depth import Depth, depths
 from topology.broker.publisher import Publisher
 from topology.broker.urls import urls_of
 from topology.contract.messages import Message
-from topology.contract.problems import BrokerBlocked, BrokerError, PublishRefused, TopologyMismatch
+from topology.contract.problems import (
+    AccessRefused,
+    BrokerBlocked,
+    BrokerError,
+    BrokerUnreachable,
+    ConfirmUnknown,
+    LanekeeperError,
+    PublishRefused,
+    TopologyMismatch,
+    Unroutable,
+)
 from topology.names import Names
 from topology.tracing import Tracing
 
-__all__ = ["Client", "ControlRefused", "NoReply", "NotEnded", "ReplyLost", "Wishes"]
+__all__ = [
+    "AccessRefused", "BrokerBlocked", "BrokerError", "BrokerUnreachable", "Cancelled", "Client", "ConfirmUnknown",
+    "ControlRefused", "Depth", "Final", "LanekeeperError", "Names", "NoReply", "NotEnded", "Part", "Problem",
+    "PublishRefused", "ReplyLost", "TopologyMismatch", "Tracing", "Unroutable", "Wishes",
+]  # fmt: skip
 PUBLISH_WITHIN_S = 30.0
 REFUSED_WITHIN_S = 2.0
 """A lane that is full is seldom empty a moment later: whoever asks is told."""
@@ -46,7 +61,10 @@ class Client:
         ssl_context: ssl.SSLContext | None = None,
         tracing: Tracing | None = None,
         publish_within_s: float = PUBLISH_WITHIN_S,
+        cancel_abandoned: bool = True,
     ) -> None:
+        """`cancel_abandoned`: a request whose caller is cancelled (`wait_for`, a task group, Ctrl-C), or leaves its
+        stream early, is cancelled too. False: it runs on, and its result can be fetched."""
         self._names = names or Names()
         self._user = unquote(urlsplit(urls_of(url)[0]).username or "guest")
         self._publishing = Connection(url, name="lanekeeper client: publish", ssl_context=ssl_context)
@@ -55,6 +73,7 @@ class Client:
         self._publish_within_s = publish_within_s
         self._replying = ReplyQueue(self._consuming, within_s=publish_within_s)
         self._control = Control(self._publisher, self._replying, names=self._names, user=self._user)
+        self._abandoned = Abandoned(self._control, is_on=cancel_abandoned)
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -63,6 +82,7 @@ class Client:
             await stack.enter_async_context(self._publishing)
             await stack.enter_async_context(self._consuming)
             await stack.enter_async_context(self._replying)
+            stack.push_async_callback(self._abandoned.finish)
             self._stack = stack.pop_all()
         return self
 
@@ -91,24 +111,19 @@ class Client:
     ) -> Final:
         """Publish and wait for the answer. Raises as `publish`, and Problem, NoReply (after `timeout_s`), ReplyLost.
 
+        Cancelled while it waits, it has the request cancelled as well (see `cancel_abandoned`): the id has ended so.
+
         Where the connection is lost meanwhile, the next one fetches what is kept under the request's id; or, where the
         caller gave the id, publishes it again: only that tells whether the id was used with another body before.
         ReplyLost where no connection comes in time, or the user may not ask.
         """
         message = message_of(body, wishes, stream=False, user=self._user)
         timeout_s = bound_s(message) if timeout_s is None else timeout_s
-        end = _end(timeout_s)
-        while True:
-            try:
-                async with aclosing(self._replies(message, key, end)) as replies:
-                    async for reply in replies:
-                        if isinstance(reply, Final):
-                            return reply
-            except TimeoutError:
-                raise _no_answer(message, timeout_s) from None
-            except ReplyLost as lost:
-                if "message_id" not in wishes:
-                    return await self._kept(message, wishes.get("tenant"), timeout_s, end, lost)
+        try:
+            return await self._answer(message, key, timeout_s, wishes)
+        except asyncio.CancelledError:
+            self._abandon(message, wishes)
+            raise
 
     async def stream(
         self,
@@ -120,20 +135,27 @@ class Client:
     ) -> AsyncGenerator[Part | Final, None]:
         """Publish and yield the answer's parts as they come, the whole answer last.
 
+        Left before its end (`break`, `aclose`, cancellation), it has the request cancelled (see `cancel_abandoned`).
+
         Raises as `publish`, and Problem, NoReply, and ReplyLost where the connection is lost: parts are gone with it,
         the whole answer can be fetched (`result`).
         """
         message = message_of(body, wishes, stream=True, user=self._user)
         timeout_s = bound_s(message) if timeout_s is None else timeout_s
+        reply: Part | Final | None = None
         try:
             async with aclosing(self._replies(message, key, _end(timeout_s))) as replies:
                 async for reply in replies:
                     yield reply
         except TimeoutError:
-            raise _no_answer(message, timeout_s) from None
+            raise no_answer(message.message_id, timeout_s) from None
+        except (asyncio.CancelledError, GeneratorExit):
+            if not isinstance(reply, Final):
+                self._abandon(message, wishes)
+            raise
 
     async def cancel(self, id: str, *, tenant: str | None = None) -> Cancelled:
-        """Cancel a request wherever it is: `recorded`, `told` to its worker, or `ended` before.
+        """Cancel a request wherever it is: `recorded`, `told` to its worker, `ended` before, or `unseen` (`Cancelled`).
 
         Raises ControlRefused, NoReply (no worker runs; the next one records it), AccessRefused, TopologyMismatch,
         BrokerUnreachable.
@@ -156,6 +178,26 @@ class Client:
         except BrokerError:
             return None
 
+    async def _answer(self, message: Message, key: str, timeout_s: float | None, wishes: Wishes) -> Final:
+        end = _end(timeout_s)
+        while True:
+            try:
+                async with aclosing(self._replies(message, key, end)) as replies:
+                    async for reply in replies:
+                        if isinstance(reply, Final):
+                            return reply
+            except TimeoutError:
+                raise no_answer(message.message_id, timeout_s) from None
+            except ReplyLost as lost:
+                if "message_id" not in wishes:
+                    return await self._kept(message, wishes.get("tenant"), timeout_s, end, lost)
+
+    def _abandon(self, message: Message, wishes: Wishes) -> None:
+        """Nobody waits for it any more."""
+        if message.reply_to is not None:  # else it was not published yet
+            assert message.message_id is not None
+            self._abandoned.cancel(message.message_id, tenant=wishes.get("tenant"))
+
     async def _replies(self, message: Message, key: str, end: float | None) -> AsyncGenerator[Part | Final, None]:
         """Publish, and give what is replied. Raises TimeoutError at `end` (by the loop's clock), ReplyLost."""
         with self._replying.expecting(message) as arrived:
@@ -176,7 +218,7 @@ class Client:
         try:
             return await self._control.result(message.message_id, tenant=tenant, end=end)
         except (NotEnded, NoReply):
-            raise _no_answer(message, timeout_s) from None
+            raise no_answer(message.message_id, timeout_s) from None
         except (BrokerError, ControlRefused) as error:
             raise ReplyLost(f"{lost}; fetching its result failed: {error}") from error
 
@@ -206,10 +248,3 @@ class Client:
 def _end(timeout_s: float | None) -> float | None:
     """When a time that begins now is over, by the loop's clock."""
     return None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
-
-
-def _no_answer(message: Message, timeout_s: float | None) -> NoReply:
-    return NoReply(
-        f"no answer to {message.message_id} within {timeout_s:g} s; it may still come, and is kept: "
-        f"lanekeeper result {message.message_id}. Is a worker running? Ask: lanekeeper status"
-    )

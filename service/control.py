@@ -1,9 +1,10 @@
 """What a requester says over `lane.control`, to cancel a request or to fetch its result, and how it is answered.
 
-    key     body                           any one worker answers
-    cancel  {"cancel": id, "tenant": "…"}  {"id", "outcome": "recorded" | "told" | "ended"}
-    result  {"result": id, "tenant": "…"}  the final reply again, or {"id", "status": "running" | "waiting" | "unknown"}
-    both    what is not allowed            {"id", "error": "…"} with `x-lane-status: error`
+    key     body                           any one worker answers, with `x-lane-control`
+    cancel  {"cancel": id, "tenant": "…"}  accepted: {"id", "outcome": "recorded" | "told" | "ended" | "unseen"}
+    result  {"result": id, "tenant": "…"}  pending: {"id", "status": "running" | "waiting" | "unknown", "due_at": "…"};
+                                           once it has ended the final reply again, with `x-lane-status` in its place
+    both    what is not allowed            error: a problem document
 
 A cancellation is kept until it has been recorded; a question that nobody awaits any more is dropped by the broker.
 A tenant is believed of the user that the broker has checked (`user_id`), and so it is said together with that one.
@@ -12,6 +13,8 @@ A tenant is believed of the user that the broker has checked (`user_id`), and so
 import asyncio
 import json
 import uuid
+from collections.abc import Mapping
+from datetime import datetime
 from typing import Any, Literal, TypeAlias
 
 from service.replies import Final, final_of
@@ -27,16 +30,10 @@ ANSWERED_WITHIN_S = 5.0
 ASK_AGAIN_FIRST_S = 0.1
 ASK_AGAIN_CAP_S = 5.0
 """Between two questions for one result."""
-PENDING = "pending"
-"""`x-lane-status` of what is answered about a request that has not ended."""
 
-Cancelled: TypeAlias = Literal["recorded", "told", "ended"]
-"""`recorded`: it ends as cancelled, wherever it waits. `told`: it runs, and its worker stops it. `ended`: too late."""
-_HINTS = {
-    "running": "a worker is at it",
-    "waiting": "it waits for its next attempt",
-    "unknown": "no worker has seen it: it waits in its lane, was never published, or ended too long ago",
-}
+Cancelled: TypeAlias = Literal["recorded", "told", "ended", "unseen"]
+"""`recorded`: it ends as cancelled, wherever it waits. `told`: it runs, and its worker stops it. `ended`: too late.
+`unseen`: no worker has seen such a request; when it comes, within 366 days, it ends as cancelled."""
 
 
 class NoReply(LanekeeperError):
@@ -46,18 +43,38 @@ class NoReply(LanekeeperError):
 class ControlRefused(LanekeeperError):
     """A worker does not do what was asked over `lane.control`: the tenant is another's, or the id is none."""
 
+    def __init__(self, document: Mapping[str, Any]) -> None:
+        self.fields = document
+        """The problem document's, as it came."""
+        super().__init__(f"refused by the worker: {document.get('detail', 'no detail')}")
+
 
 class NotEnded(LanekeeperError):
     """There is no result yet. `status` says why: `running`, `waiting`, or `unknown`."""
 
-    def __init__(self, id: str, status: str, *, attempts: int = 0) -> None:
+    def __init__(self, id: str, status: str, *, attempts: int = 0, due_at: datetime | None = None) -> None:
         self.id = id
         self.status = status
         self.attempts = attempts
-        hint = _HINTS.get(status, "ask again later")
+        """Attempts that were made so far."""
+        self.due_at = due_at
+        """When its next attempt, or the first, may begin; None where that is not known."""
         super().__init__(
-            f"request {id} has no result yet: {status}, {hint}; to wait: lanekeeper result --wait 20s {id}"
+            f"request {id} has no result yet: {status}, {self._hint()}; to wait: lanekeeper result --wait 20s {id}"
         )
+
+    def _hint(self) -> str:
+        match self.status:
+            case "running":
+                return "a worker is at it"
+            case "waiting":
+                when = "" if self.due_at is None else f", due at {self.due_at.isoformat(timespec='seconds')}"
+                made = f"attempt {self.attempts} was made, it waits for the next" if self.attempts else "not begun yet"
+                return f"{made}{when}"
+            case "unknown":
+                return "no worker has seen it: it waits in its lane, was never published, or ended too long ago"
+            case _:
+                return "ask again later"
 
 
 class Control:
@@ -93,20 +110,28 @@ class Control:
             await asyncio.sleep(pause_s if end is None else max(0.0, min(pause_s, end - loop.time())))
             pause_s = min(ASK_AGAIN_CAP_S, pause_s * 1.5)
 
+    async def cancel_unheard(self, id: str, *, tenant: str | None, within_s: float) -> None:
+        """Have a request cancelled, and wait for the broker alone, which keeps it. Raises BrokerError."""
+        message = cancellation(id, tenant=tenant, user=self._user)
+        await self._say(message, within_s=within_s)
+
+    async def _say(self, message: Message, *, within_s: float) -> None:
+        try:
+            await self._publisher.publish_surely(
+                message,
+                exchange=self._names.control,
+                routing_key=message.type or "",
+                within_s=within_s,
+                gives_up_on=(TopologyMismatch, Unroutable),
+            )
+        except Unroutable as error:
+            raise TopologyMismatch(f"{error}; run: lanekeeper topology apply") from error
+
     async def _asked(self, message: Message) -> Message:
         """Any one worker's answer."""
         with self._replies.expecting(message) as arrived:
             message.reply_to = await self._replies.address()
-            try:
-                await self._publisher.publish_surely(
-                    message,
-                    exchange=self._names.control,
-                    routing_key=message.type or "",
-                    within_s=ANSWERED_WITHIN_S,
-                    gives_up_on=(TopologyMismatch, Unroutable),
-                )
-            except Unroutable as error:
-                raise TopologyMismatch(f"{error}; run: lanekeeper topology apply") from error
+            await self._say(message, within_s=ANSWERED_WITHIN_S)
             try:
                 return await next_of(arrived, end=asyncio.get_running_loop().time() + ANSWERED_WITHIN_S)
             except TimeoutError:
@@ -115,6 +140,14 @@ class Control:
                     f"no worker answered within {ANSWERED_WITHIN_S:g} s{kept}: "
                     "start one with `lanekeeper serve` or `lanekeeper consume`"
                 ) from None
+
+
+def no_answer(id: str | None, timeout_s: float | None) -> NoReply:
+    """To a request, within its time."""
+    return NoReply(
+        f"no answer to {id} within {timeout_s:g} s; it may still come, and is kept: lanekeeper result {id}. "
+        "Is a worker running? Ask: lanekeeper status"
+    )
 
 
 def cancellation(id: str, *, tenant: str | None, user: str) -> Message:
@@ -132,16 +165,24 @@ def question(id: str, *, tenant: str | None, user: str) -> Message:
 
 def outcome_of(reply: Message) -> Cancelled:
     """What a cancellation came to. Raises ControlRefused."""
-    outcome: Cancelled = _read(reply)["outcome"]
+    _see_that_it_is_done(reply)
+    outcome: Cancelled = json.loads(reply.body)["outcome"]
     return outcome
 
 
 def result_of(reply: Message) -> Final:
     """How a request ended. Raises Problem where that was an error, NotEnded, ControlRefused."""
-    found = _read(reply)
-    if reply.headers.get(n.STATUS) == PENDING:
-        raise NotEnded(str(found["id"]), str(found["status"]), attempts=int(found.get("attempts", 0)))
-    return final_of(reply)
+    _see_that_it_is_done(reply)
+    if n.STATUS in reply.headers:
+        return final_of(reply)
+    found = json.loads(reply.body)
+    due_at = found.get("due_at")
+    raise NotEnded(
+        str(found["id"]),
+        str(found["status"]),
+        attempts=int(found.get("attempts", 0)),
+        due_at=None if due_at is None else datetime.fromisoformat(due_at),
+    )
 
 
 def _message(key: str, id: str, *, tenant: str | None, user: str) -> Message:
@@ -154,8 +195,6 @@ def _message(key: str, id: str, *, tenant: str | None, user: str) -> Message:
     )
 
 
-def _read(reply: Message) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(reply.body)
-    if reply.headers.get(n.STATUS) == "error" and "error" in found:
-        raise ControlRefused(f"refused by the worker: {found['error']}")
-    return found
+def _see_that_it_is_done(reply: Message) -> None:
+    if reply.headers.get(n.CONTROL) == "error":
+        raise ControlRefused(json.loads(reply.body))

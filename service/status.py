@@ -115,6 +115,7 @@ async def gather(
             correlation_id=uuid.uuid4().hex,
             reply_to=inbox.name,
             persistent=False,
+            expiration=str(round(1000 * LONGEST_S)),  # it goes to `lane.control` too: not to wait there for a worker
         )
         try:
             await publisher.publish(question, exchange=names.control, routing_key=STATUS_KEY, traced=False)

@@ -1,7 +1,6 @@
 """A worker at work: its pools run, it answers what `status` asks, it logs each lane once a minute, it stops well."""
 
 import asyncio
-import json
 import os
 import platform
 import uuid
@@ -104,8 +103,7 @@ async def _answer_status(parts: Parts) -> None:
                 binding = asyncio.create_task(_bind_again(inbox), name="status binding")
                 try:
                     async for question in inbox:
-                        # told to a queue that the broker named, as `status` has one, and to no other (threat T1)
-                        if question.reply_to and question.reply_to.startswith("amq.gen-"):
+                        if question.type == STATUS_KEY:  # of another type it is answered from the control queue
                             await _tell(parts, question, me)
                 finally:
                     await _end((binding,))
@@ -137,18 +135,9 @@ async def _tell(parts: Parts, question: Message, me: str) -> None:
         },
         "prices_as_of": parts.prices_as_of,
         "simulated": parts.simulated,
+        "control": {"refused": parts.answers.refused, "unanswered": parts.answers.unanswered},
     }
-    answer = Message(
-        body=json.dumps(figures).encode(),
-        content_type="application/json",
-        message_id=uuid.uuid4().hex,
-        correlation_id=question.correlation_id,
-        persistent=False,
-    )
-    with suppress(BrokerError):
-        await parts.publisher.publish(
-            answer, exchange="", routing_key=question.reply_to or "", mandatory=False, traced=False
-        )
+    await parts.answers.tell(question, figures, id=None, as_="accepted")
 
 
 async def _summarise(parts: Parts) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from topology import delays
 from topology.lanes import LaneSpec
 from topology.model import Arguments, Binding, Exchange, Queue, Topology, Value
-from topology.names import CONTROL_KEYS, Names
+from topology.names import KEPT_KEYS, Names
 
 OLDEST = (3, 10)
 DELIVERY_LIMIT = 20
@@ -82,7 +82,7 @@ def declare(lanes: Sequence[LaneSpec], *, names: Names, broker_version: str) -> 
             *delays.bindings(names),
             Binding(names.fallen, names.fallen),
             Binding(names.dead, names.dead, routing_key="#"),
-            *(Binding(names.control, names.control, routing_key=key) for key in CONTROL_KEYS),
+            *(Binding(names.control, names.control, routing_key=key) for key in KEPT_KEYS),
         ),
         namespace=names.namespace,
         lanes=tuple(lane.name for lane in lanes),

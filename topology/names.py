@@ -142,10 +142,15 @@ CC = "CC"
 BCC = "BCC"
 DIRECT_REPLY_TO = "amq.rabbitmq.reply-to"
 
-# Keys on the control exchange.
+# Keys on the control exchange; a message's type says the same.
 CANCEL_KEY = "cancel"
 RESULT_KEY = "result"
-CONTROL_KEYS = (CANCEL_KEY, RESULT_KEY)
-"""Of what any one worker answers, from `lane.control`: cancellations are kept until they are recorded, questions for
-results expire. What all workers answer has a key of its own, and goes to queues that they bind."""
+CHANGE_KEY = "change"
+CONTROL_KEYS = (CANCEL_KEY, RESULT_KEY, CHANGE_KEY)
+"""What applications may say, and any one worker answers: cancellations are kept until they are recorded, questions for
+results expire."""
 STATUS_KEY = "status"
+"""What every worker answers, each from a queue that it binds."""
+KEPT_KEYS = (CANCEL_KEY, RESULT_KEY, "#")
+"""Of the bindings of `lane.control`: what has a wrong key is answered too. The first two are what brokers of earlier
+versions have: left out here they would be reported there as extra."""

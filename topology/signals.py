@@ -43,7 +43,14 @@ QUEUE_DELETED: Final = "queue.deleted"  # queues, command: they were there; what
 TAKING_PAUSED: Final = "taking.paused"  # reasons: no request is taken, and none that is in hand goes to the provider
 TAKING_RESUMED: Final = "taking.resumed"  # paused_s
 CONSUMER_CANCELLED: Final = "consumer.cancelled"  # queue: the broker ended it (queue deleted, leader moved)
-CONTROL_REFUSED: Final = "control.refused"  # reason: a control message that is not understood
+CONTROL_REFUSED: Final = (
+    "control.refused"  # reason, refused (how many so far): a control message that is not understood
+)
+CANCELLATION_UNSENT: Final = "cancellation.unsent"  # request, error: nobody waits for it any more, and it runs on
+CONTROL_POSTPONED: Final = "control.postponed"  # type, reason: the store is away; the message is read again
+CONTROL_UNANSWERED: Final = (
+    "control.unanswered"  # reply_to, unanswered (how many so far): nobody can be told what came of a control message
+)
 
 # Log events: one request. `request` (its message id), `lane`, `attempt` and `trace` are bound once, in the handler.
 REQUEST_ANSWERED: Final = "request.answered"  # model, provider, wait_ms, run_ms, input_tokens, output_tokens
@@ -54,6 +61,7 @@ REQUEST_BURIED: Final = "request.buried"  # code, detail: final error, parked in
 REQUEST_REPLAYED: Final = "request.replayed"  # code: it had ended before, and was answered from the store
 REQUEST_STOPPED: Final = "request.stopped"  # reason: cancelled, or taken over by another delivery; its call is ended
 COMPLETION_LOST: Final = "completion.lost"  # request, error: an ending could not be kept; its provider is called again
+DEFERRAL_UNKEPT: Final = "deferral.unkept"  # error: until when it waits could not be kept; `result` cannot tell of it
 RENEWAL_FAILED: Final = "renewal.failed"  # error: claims could not be renewed; nobody else can take them either
 STORE_AWAY: Final = "store.away"  # reason: nothing is taken, and nothing acknowledged, until it is well again
 STORE_WELL: Final = "store.well"  # the store can be written again

@@ -1,7 +1,9 @@
 """The claim gate: one delivery of a request is worked at a time, and what has ended is answered from the store."""
 
+from typing import assert_never
+
 from consumers.claiming import Claiming
-from consumers.job import Answered, Buried, Deferred, Dropped, Job, Outcome, Refused, Replayed
+from consumers.job import Answered, Buried, Deferred, Dropped, Job, NowMs, Outcome, Refused, Replayed, Retried
 from consumers.state.base import Conflict, Ended, Granted, Running
 from topology.contract.problems import RequestProblem
 
@@ -19,8 +21,9 @@ LONGEST_WAIT_MS = 5_000
 class ClaimGate:
     """Takes the claim of (tenant, message id); `settle` completes it, and what did not end gives it back here."""
 
-    def __init__(self, claiming: Claiming) -> None:
+    def __init__(self, claiming: Claiming, *, now_ms: NowMs) -> None:
         self._claiming = claiming
+        self._now_ms = now_ms
         self._suspect: Job | None = None
 
     async def enter(self, job: Job) -> Outcome | None:
@@ -61,5 +64,9 @@ class ClaimGate:
         match outcome:
             case Answered() | Refused() | Buried() | Dropped() | Replayed():
                 return
-            case _:
+            case Retried(delay_ms=delay_ms) | Deferred(delay_ms=delay_ms):
+                await self._claiming.release(job, due_ms=self._now_ms() + delay_ms)
+            case None:
                 await self._claiming.release(job)
+            case _:
+                assert_never(outcome)

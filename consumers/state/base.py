@@ -110,6 +110,8 @@ class Cancelling(StrEnum):
 
     RECORDED = "recorded"
     """It ends as cancelled, wherever it waits."""
+    UNSEEN = "unseen"
+    """No worker has seen it: it is queued, or not published yet. It ends as cancelled when it comes."""
     TOLD = "told"
     """It runs: its holder learns of it at the next renewal."""
     ENDED = "ended"
@@ -131,6 +133,8 @@ class Found:
     completion: Completion | None
     running: bool
     attempts: int = 0
+    due_ms: int | None = None
+    """When its next attempt may begin, where it waits and that is known; ms since 1970."""
 
 
 class Claims(Protocol):
@@ -142,7 +146,7 @@ class Claims(Protocol):
         Granted where nobody holds it or the lease of whoever did is over, and at once where `copy` was redelivered and
         the claim is of the same copy (its holder has lost it). Of what has ended: Ended; but a dead letter that is
         published again (`dead_at_ms` is when the stored error had ended) runs again, whatever its body is now.
-        Conflict where body hashes differ. What was only noted (`note`) binds nobody.
+        Conflict where body hashes differ. What was only noted (`note`) or deferred (`defer`) binds nobody.
         """
         ...
 
@@ -153,9 +157,16 @@ class Claims(Protocol):
         """
         ...
 
-    async def release(self, held: Held, *, attempts: int = 0) -> None:
-        """Give a claim up without a completion: it waits for its next attempt. Where it was taken over meanwhile, it is
-        taken back that its holder had died."""
+    async def release(self, held: Held, *, attempts: int = 0, due_ms: int | None = None) -> None:
+        """Give a claim up without a completion: it waits for its next attempt, which may begin at `due_ms`. Where it
+        was taken over meanwhile, it is taken back that its holder had died."""
+        ...
+
+    async def defer(self, identity: Identity, *, due_ms: int, keep_until_ms: int) -> None:
+        """Keep, for whoever asks, that a request waits until it is due, and that nobody has claimed it yet.
+
+        It binds nobody, and is forgotten at `keep_until_ms`. Nothing where the identity is claimed or has ended.
+        """
         ...
 
     async def complete(
@@ -173,7 +184,7 @@ class Claims(Protocol):
     async def note(self, identity: Identity, completion: Completion) -> None:
         """Keep how a request ended that was refused before it could be claimed, for whoever asks for its result.
 
-        It binds nobody: the same id with a better body runs. Nothing where the identity is claimed or has ended.
+        It binds nobody: the same id with a better body runs. Nothing where the identity is claimed, deferred or ended.
         """
         ...
 

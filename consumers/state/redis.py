@@ -87,9 +87,12 @@ class RedisStore:
         stops = await self._client.run(scripts.RENEW, keys, self._lease_ms, self._keep_ms, *tokens)
         return {each: Stop(stop.decode()) for each, stop in zip(held, stops, strict=True) if stop}
 
-    async def release(self, held: Held, *, attempts: int = 0) -> None:
-        values = (held.token, attempts, self._keep_ms, LONGEST_MS)
+    async def release(self, held: Held, *, attempts: int = 0, due_ms: int | None = None) -> None:
+        values = (held.token, attempts, "" if due_ms is None else due_ms, self._keep_ms, LONGEST_MS)
         await self._client.run(scripts.RELEASE, [self._request(held.identity)], *values)
+
+    async def defer(self, identity: Identity, *, due_ms: int, keep_until_ms: int) -> None:
+        await self._client.run(scripts.DEFER, [self._request(identity)], due_ms, keep_until_ms)
 
     async def complete(
         self, identity: Identity, copy: Copy, completion: Completion, *, token: int | None
@@ -116,8 +119,9 @@ class RedisStore:
         match await self._client.run(scripts.FIND, [self._request(identity)]):
             case [b"ended", attempts, ending]:
                 return Found(completion=_completion(ending), running=False, attempts=int(attempts))
-            case [state, attempts]:
-                return Found(completion=None, running=state == b"running", attempts=int(attempts))
+            case [state, attempts, due]:
+                due_ms = int(due) if due else None
+                return Found(completion=None, running=state == b"running", attempts=int(attempts), due_ms=due_ms)
             case _:
                 return None
 

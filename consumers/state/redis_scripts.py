@@ -29,7 +29,7 @@ _REQUEST = (
     _CLOCK
     + """
 local FIELDS = {
-  'hash', 'mark', 'token', 'nonce', 'deaths', 'lease', 'claimed', 'attempts', 'noted', 'cancelling',
+  'hash', 'mark', 'token', 'nonce', 'deaths', 'lease', 'claimed', 'attempts', 'noted', 'cancelling', 'due',
   'status', 'code', 'ended',
 }
 local function read(key)
@@ -40,6 +40,7 @@ local function read(key)
   row.cancelling = row.cancelling == '1'
   row.noted = row.noted == '1'
   row.over = row.status ~= '' and not row.cancelling
+  row.deferred = row.noted and row.status == ''
   return row
 end
 local function next_token(row) if row then return row.token + 1 end return now end
@@ -86,7 +87,8 @@ end
 local token = next_token(row)
 redis.call('HSET', key, 'hash', hash, 'mark', mark, 'token', token, 'nonce', nonce, 'deaths', deaths,
   'lease', now + lease_ms, 'claimed', now,
-  'attempts', attempts, 'noted', '', 'cancelling', '', 'status', '', 'code', '', 'headers', '', 'ended', '', 'body', '')
+  'attempts', attempts, 'noted', '', 'cancelling', '', 'due', '',
+  'status', '', 'code', '', 'headers', '', 'ended', '', 'body', '')
 redis.call('PEXPIRE', key, keep_ms + lease_ms)
 return {'granted', token, deaths}
 """
@@ -117,7 +119,8 @@ return stops
 RELEASE: Final = Script(
     _REQUEST
     + """
-local key, token, attempts, keep_ms, longest_ms = KEYS[1], tonumber(ARGV[1]), ARGV[2], ARGV[3], ARGV[4]
+local key, token, attempts, due = KEYS[1], tonumber(ARGV[1]), ARGV[2], ARGV[3]
+local keep_ms, longest_ms = ARGV[4], ARGV[5]
 local row = read(key)
 if row and not row.over then
   if row.token ~= token then
@@ -125,7 +128,7 @@ if row and not row.over then
   elseif row.cancelling then
     end_as_cancelled(key, longest_ms)
   else
-    redis.call('HSET', key, 'lease', 0, 'attempts', attempts)
+    redis.call('HSET', key, 'lease', 0, 'attempts', attempts, 'due', due)
     redis.call('PEXPIRE', key, keep_ms)
   end
 end
@@ -150,21 +153,32 @@ else
     if token or is_held(row, mark, redelivered) then return {'fenced'} end
   end
   redis.call('HSET', key, 'hash', hash, 'mark', mark, 'token', next_token(row), 'nonce', nonce, 'deaths', 0,
-    'lease', 0, 'claimed', now, 'attempts', 0, 'noted', '', 'cancelling', '',
+    'lease', 0, 'claimed', now, 'attempts', 0, 'noted', '', 'cancelling', '', 'due', '',
     'status', status, 'code', code, 'headers', headers, 'ended', ended, 'body', body)
 end
 redis.call('PEXPIRE', key, keep_ms)
 return {'given'}
 """
 )
+DEFER: Final = Script(
+    _REQUEST
+    + """
+local key, due, keep_until, row = KEYS[1], ARGV[1], ARGV[2], read(KEYS[1])
+if row and not row.noted then return end
+redis.call('HSET', key, 'hash', '', 'mark', '', 'token', next_token(row), 'nonce', '', 'deaths', 0,
+  'lease', 0, 'claimed', 0, 'attempts', 0, 'noted', '1', 'cancelling', '', 'due', due,
+  'status', '', 'code', '', 'headers', '', 'ended', '', 'body', '')
+redis.call('PEXPIRE', key, keep_until - now)
+"""
+)
 NOTE: Final = Script(
     _REQUEST
     + """
 local key, keep_ms, row = KEYS[1], ARGV[1], read(KEYS[1])
-if row and not row.noted then return end
+if row and not (row.noted and not row.deferred) then return end
 redis.call('HSET', key, 'hash', '', 'mark', '', 'token', next_token(row), 'nonce', '', 'deaths', 0,
     'lease', 0, 'claimed', 0,
-  'attempts', 0, 'noted', '1', 'cancelling', '',
+  'attempts', 0, 'noted', '1', 'cancelling', '', 'due', '',
   'status', ARGV[2], 'code', ARGV[3], 'headers', ARGV[4], 'ended', ARGV[5], 'body', ARGV[6])
 redis.call('PEXPIRE', key, keep_ms)
 """
@@ -173,11 +187,12 @@ CANCEL: Final = Script(
     _REQUEST
     + """
 local key, longest_ms, row = KEYS[1], ARGV[1], read(KEYS[1])
+local recorded = row and row.deferred and 'recorded' or 'unseen'
 local ending = {'status', ARGV[2], 'code', ARGV[3], 'headers', ARGV[4], 'ended', ARGV[5], 'body', ARGV[6]}
 if not row or row.noted then
   redis.call('HSET', key, 'hash', '', 'mark', '', 'token', next_token(row), 'nonce', '', 'deaths', 0,
     'lease', 0, 'claimed', 0,
-    'attempts', 0, 'noted', '', 'cancelling', '', unpack(ending))
+    'attempts', 0, 'noted', '', 'cancelling', '', 'due', '', unpack(ending))
 elseif row.over then
   return 'ended'
 elseif row.lease > now then
@@ -185,9 +200,10 @@ elseif row.lease > now then
   return 'told'
 else
   redis.call('HSET', key, 'lease', 0, 'cancelling', '', unpack(ending))
+  recorded = 'recorded'
 end
 redis.call('PEXPIRE', key, longest_ms)
-return 'recorded'
+return recorded
 """
 )
 FIND: Final = Script(
@@ -196,7 +212,8 @@ FIND: Final = Script(
 local row = read(KEYS[1])
 if not row then return nil end
 if row.over then return {'ended', row.attempts, ending(KEYS[1])} end
-return {row.lease > now and 'running' or 'waiting', row.attempts}
+if row.lease > now then return {'running', row.attempts, ''} end
+return {'waiting', row.attempts, row.due}
 """
 )
 TAKE: Final = Script(

@@ -60,8 +60,11 @@ class SqliteStore:
     async def renew(self, held: Sequence[Held]) -> Mapping[Held, Stop]:
         return await self._writer.do(lambda tables, at: tables.requests.renew(at, held))
 
-    async def release(self, held: Held, *, attempts: int = 0) -> None:
-        await self._writer.do(lambda tables, at: tables.requests.release(at, held, attempts))
+    async def release(self, held: Held, *, attempts: int = 0, due_ms: int | None = None) -> None:
+        await self._writer.do(lambda tables, at: tables.requests.release(at, held, attempts, due_ms))
+
+    async def defer(self, identity: Identity, *, due_ms: int, keep_until_ms: int) -> None:
+        await self._writer.do(lambda tables, at: tables.requests.defer(at, identity, due_ms, keep_until_ms))
 
     async def complete(
         self, identity: Identity, copy: Copy, completion: Completion, *, token: int | None

@@ -18,7 +18,7 @@ from urllib.parse import quote
 from consumers.state.base import StoreUnavailable
 from consumers.state.clock import Clock
 
-VERSION = 1
+VERSION = 2
 """Of the schema, kept in the file as `user_version`."""
 APPLICATION = 0x4C616E65
 """Marks the file as ours ("Lane")."""
@@ -41,10 +41,11 @@ CREATE TABLE request (
     claimed_ms INTEGER NOT NULL,
     attempts INTEGER NOT NULL,
     keep_ms INTEGER NOT NULL,   -- since 1970: when it may be forgotten
-    noted INTEGER NOT NULL,     -- it ended before it could be claimed: it binds nobody
+    noted INTEGER NOT NULL,     -- it ended, or was deferred, before it could be claimed: it binds nobody
     cancelling INTEGER NOT NULL,  -- what follows is how it ends unless its holder ends it otherwise
     nonce BLOB,                 -- of the delivery that holds it, or held it last
     deaths INTEGER NOT NULL,    -- holders that never let go
+    due_ms INTEGER,             -- since 1970: when its next attempt may begin, if it waits and that is known
     status TEXT,                -- NULL: it has not ended, and nobody cancelled it
     code TEXT,
     headers TEXT,
@@ -68,7 +69,7 @@ CREATE TABLE store (
     only INTEGER PRIMARY KEY CHECK (only = 1), namespace TEXT NOT NULL, boot TEXT NOT NULL, probed_ms INTEGER
 ) STRICT;
 """
-MIGRATIONS: dict[int, str] = {}
+MIGRATIONS: dict[int, str] = {1: "ALTER TABLE request ADD COLUMN due_ms INTEGER"}
 """From a version to the next one."""
 
 

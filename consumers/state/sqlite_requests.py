@@ -55,6 +55,7 @@ class Row(NamedTuple):
     cancelling: int
     nonce: bytes | None = None
     deaths: int = 0
+    due_ms: int | None = None
     status: Literal["ok", "error"] | None = None
     code: str | None = None
     headers: str | None = None
@@ -64,6 +65,11 @@ class Row(NamedTuple):
     @property
     def ended(self) -> bool:
         return self.status is not None and not self.cancelling
+
+    @property
+    def is_deferred(self) -> bool:
+        """It waits until it is due, and nobody has claimed it yet."""
+        return bool(self.noted) and self.status is None
 
     def is_held_against(self, copy: Copy, now: int) -> bool:
         """By a live lease, unless this copy is the holder's own delivery, come back without it."""
@@ -141,7 +147,7 @@ class Requests:
                 self._execute(_RENEW, (at.now + self._lease_ms, each.identity.tenant, each.identity.id))
         return stops
 
-    def release(self, at: Times, held: Held, attempts: int) -> None:
+    def release(self, at: Times, held: Held, attempts: int, due_ms: int | None = None) -> None:
         row = self._read(at, held.identity)
         if row is None or row.ended:
             return
@@ -151,7 +157,13 @@ class Requests:
             self._end_as_cancelled(at, held.identity, row)
         else:
             keep_ms = at.today + self._keep_ms
-            self._write(held.identity, row._replace(lease_ms=0, attempts=attempts, keep_ms=keep_ms))
+            self._write(held.identity, row._replace(lease_ms=0, attempts=attempts, keep_ms=keep_ms, due_ms=due_ms))
+
+    def defer(self, at: Times, identity: Identity, due_ms: int, keep_until_ms: int) -> None:
+        row = self._read(at, identity)
+        if row is None or row.noted:
+            waiting = Row(None, None, _next_token(at, row), 0, 0, 0, keep_until_ms, 1, 0, due_ms=due_ms)
+            self._write(identity, waiting)
 
     def complete(
         self, at: Times, identity: Identity, copy: Copy, completion: Completion, token: int | None
@@ -176,7 +188,7 @@ class Requests:
 
     def note(self, at: Times, identity: Identity, completion: Completion) -> None:
         row = self._read(at, identity)
-        if row is None or row.noted:
+        if row is None or (row.noted and not row.is_deferred):
             noted = Row(None, None, _next_token(at, row), 0, 0, 0, at.today + self._keep_ms, 1, 0)
             self._write(identity, noted.ended_by(completion))
 
@@ -185,7 +197,7 @@ class Requests:
         if row is None or row.noted:
             unseen = Row(None, None, _next_token(at, row), 0, 0, 0, 0, 0, 0)
             self._end_as_cancelled(at, identity, unseen.ended_by(completion))
-            return Cancelling.RECORDED
+            return Cancelling.RECORDED if row is not None and row.is_deferred else Cancelling.UNSEEN
         if row.ended:
             return Cancelling.ENDED
         if row.lease_ms > at.now:
@@ -202,7 +214,10 @@ class Requests:
             return None
         if row.ended:
             return Found(completion=row.completion(), running=False, attempts=row.attempts)
-        return Found(completion=None, running=row.lease_ms > at.now, attempts=row.attempts)
+        is_running = row.lease_ms > at.now
+        return Found(
+            completion=None, running=is_running, attempts=row.attempts, due_ms=None if is_running else row.due_ms
+        )
 
     def sweep(self, at: Times) -> int:
         """One step: what was kept long enough, else of what is beyond the bound the oldest."""

@@ -1,4 +1,7 @@
-// Ask over RabbitMQ: go run . "Name three rivers."
+// Lanekeeper over RabbitMQ with amqp091-go alone:
+//
+//	go run . ask|stream "Name three rivers."
+//	go run . cancel|result ID
 package main
 
 import (
@@ -12,7 +15,20 @@ import (
 	amqp "github.com/rabbitmq/amqp091-go"
 )
 
+type answer struct {
+	Title, Detail   string                  // of a problem document
+	Content         []struct{ Text string } // of an answer
+	Delta           struct{ Text string }   // of an event of a stream
+	Outcome, Status any                     // of an answer to a control message
+	DueAt           string                  `json:"due_at"`
+}
+
 func main() {
+	log.SetFlags(0)
+	if len(os.Args) != 3 {
+		log.Fatal("usage: ask|stream PROMPT, or cancel|result ID")
+	}
+	what, text := os.Args[1], os.Args[2]
 	url := os.Getenv("AMQP_URL")
 	if url == "" {
 		url = "amqp://localhost:5672/"
@@ -28,42 +44,72 @@ func main() {
 	replies, err := channel.Consume(queue.Name, "", true, true, false, false, nil)
 	check(err)
 
-	body, err := json.Marshal(map[string]any{
-		"max_tokens": 200,
-		"messages":   []map[string]string{{"role": "user", "content": os.Args[1]}},
-	})
-	check(err)
 	id := fmt.Sprintf("go-%d", time.Now().UnixNano())
-	confirm, err := channel.PublishWithDeferredConfirm("lane.requests", "critical.examples.go", false, false,
-		amqp.Publishing{
-			ContentType: "application/json", DeliveryMode: amqp.Persistent, Priority: 5,
-			MessageId: id, CorrelationId: id, ReplyTo: queue.Name, Body: body,
-			Headers: amqp.Table{"x-lane-sent-ms": time.Now().UnixMilli()},
-		})
-	check(err)
-	waiting, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
-	defer cancel()
-	if taken, err := confirm.WaitContext(waiting); err != nil || !taken {
-		log.Fatal("the broker did not take the request: its lane is full; try again later")
+	message := amqp.Publishing{
+		ContentType: "application/json", DeliveryMode: amqp.Persistent, Priority: 5,
+		MessageId: id, CorrelationId: id, ReplyTo: queue.Name,
 	}
+	exchange, key := "lane.requests", "critical.examples.go"
+	var body any
+	switch what {
+	case "ask", "stream":
+		log.Print("request ", id) // to cancel it, or to fetch its result
+		body = map[string]any{"max_tokens": 200, "messages": []map[string]string{{"role": "user", "content": text}}}
+		message.Headers = amqp.Table{"x-lane-sent-ms": time.Now().UnixMilli(), "x-lane-stream": what == "stream"}
+	case "cancel", "result":
+		exchange, key, message.Type = "lane.control", what, what // key and type are the same
+		body = map[string]string{what: text}
+	default:
+		log.Fatalf("%s: ask, stream, cancel or result", what)
+	}
+	message.Body, err = json.Marshal(body)
+	check(err)
+	waiting, stop := context.WithTimeout(context.Background(), 2*time.Minute)
+	defer stop()
+	confirm, err := channel.PublishWithDeferredConfirm(exchange, key, false, false, message)
+	check(err)
+	if taken, err := confirm.WaitContext(waiting); err != nil || !taken {
+		log.Fatal("the broker did not take it: the lane is full; try again later")
+	}
+	for {
+		select {
+		case reply := <-replies:
+			if isLast(reply) {
+				return
+			}
+		case <-waiting.Done():
+			log.Fatal("no answer within two minutes")
+		}
+	}
+}
 
-	select {
-	case reply := <-replies:
-		var answer struct {
-			Title, Detail string
-			Content       []struct{ Text string }
-		}
-		check(json.Unmarshal(reply.Body, &answer))
-		if reply.Headers["x-lane-status"] == "error" {
-			log.Fatalf("%s: %s", answer.Title, answer.Detail)
-		}
-		for _, block := range answer.Content {
-			fmt.Print(block.Text)
+// isLast prints a reply, and tells whether it is the last.
+func isLast(reply amqp.Delivery) bool {
+	var found answer
+	check(json.Unmarshal(reply.Body, &found))
+	control, status := reply.Headers["x-lane-control"], reply.Headers["x-lane-status"]
+	switch {
+	case control == "error" || status == "error":
+		log.Fatalf("%s: %s", found.Title, found.Detail)
+	case control == "accepted": // recorded, told, ended or unseen
+		fmt.Println(found.Outcome)
+	case control == "pending": // running, waiting or unknown
+		fmt.Println(found.Status, found.DueAt)
+	case reply.Headers["x-lane-part"] == "restart": // an attempt failed: forget what came so far
+		fmt.Println("\n[from the beginning]")
+		return false
+	case reply.Headers["x-lane-part"] == "event":
+		fmt.Print(found.Delta.Text)
+		return false
+	default: // the whole answer; streamed, it has been printed
+		if os.Args[1] != "stream" {
+			for _, block := range found.Content {
+				fmt.Print(block.Text)
+			}
 		}
 		fmt.Println()
-	case <-waiting.Done():
-		log.Fatal("no answer within two minutes")
 	}
+	return true
 }
 
 func check(err error) {

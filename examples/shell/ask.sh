@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
 # Ask over RabbitMQ with Debian's amqp-tools alone: ./ask.sh "Name three rivers."
+# They can set no message id and no type: to name, stream, cancel or fetch a request, use `lanekeeper send`, `cancel`,
+# `result`.
 set -euo pipefail
 url=${AMQP_URL:-amqp://localhost:5672}
 url=${url%/} # amqp-tools take a slash at the end for a virtual host without a name

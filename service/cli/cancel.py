@@ -8,12 +8,14 @@ from service.cli import options
 from service.cli.ending import run
 
 if TYPE_CHECKING:
+    from service.control import Cancelled
     from service.settings import Settings
 
-TEXTS = {
+TEXTS: dict["Cancelled", str] = {
     "recorded": "{id} is cancelled: it ends so wherever it waits",
     "told": "{id} is running: its worker has been told to stop",
     "ended": "{id} had ended before; how: lanekeeper result {id}",
+    "unseen": "{id}: no worker has seen it; recorded for when it comes, to end as cancelled (kept for {days} days)",
 }
 
 
@@ -26,8 +28,8 @@ def cancel(
 ) -> None:
     """Cancel a request wherever it is: queued, delayed, running.
 
-    Its requester is answered `cancelled`. Nothing happens to what has ended. A request that comes later under this id
-    is cancelled too.
+    Its requester is answered `cancelled`. Nothing happens to what has ended. A request that comes later under this id,
+    within 366 days, is cancelled too.
 
     Example:  lanekeeper cancel 5b0c2f6e
     """
@@ -41,4 +43,11 @@ async def _cancel(settings: "Settings", id: str, *, tenant: str | None, json: bo
 
     async with client_of(settings) as client:
         outcome = await client.cancel(id, tenant=tenant)
-    print(dumps({"id": id, "outcome": outcome}) if json else TEXTS[outcome].format(id=id))
+    print(dumps({"id": id, "outcome": outcome}) if json else told(outcome, id))
+
+
+def told(outcome: "Cancelled", id: str) -> str:
+    """What became of a cancellation, for people."""
+    from consumers.state.spec import DAY_S, LONGEST_WAIT_S
+
+    return TEXTS[outcome].format(id=id, days=LONGEST_WAIT_S // DAY_S)

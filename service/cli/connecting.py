@@ -33,5 +33,11 @@ async def management_of(settings: Settings, connection: Connection) -> Managemen
 async def client_of(settings: Settings) -> AsyncIterator[Client]:
     """A client of the settings' broker; only errors are logged meanwhile. Raises BrokerUnreachable, AccessRefused."""
     with logs.written(service="lanekeeper", level="error"):
-        async with Client(settings.broker_url, names=settings.names(), ssl_context=settings.ssl_context()) as client:
+        client = Client(
+            settings.broker_url,
+            names=settings.names(),
+            ssl_context=settings.ssl_context(),
+            cancel_abandoned=False,  # who is interrupted says what became of it
+        )
+        async with client:
             yield client

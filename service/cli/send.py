@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import uuid
 from collections.abc import AsyncGenerator
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from service.cli import options
-from service.cli.answers import print_answer, print_text, tell_problem
+from service.cli.answers import print_answer, print_text, printable, tell_problem
+from service.cli.cancel import told
 from service.cli.ending import BAD_USE, FAILED, run
 from service.cli.options import LaneName
 from topology.contract.problems import AccessRefused
@@ -56,7 +58,7 @@ def send(
     config: options.Config = None,
     sets: options.Set = None,
 ) -> None:
-    """Publish a request and print the answer.
+    """Publish a request and print the answer; its id comes first, on standard error. Ctrl-C cancels it, and says so.
 
     Examples:
 
@@ -99,11 +101,13 @@ async def _send(
     from service.cli.connecting import client_of
     from service.replies import Problem
 
+    id = wishes.setdefault("message_id", uuid.uuid4().hex)
     async with client_of(settings) as client:
         try:
             if not wait:
                 print_text(await client.publish(body, key=key, **wishes), end="\n")
                 return
+            print(f"lanekeeper: request {printable(id)}", file=sys.stderr, flush=True)
             lane = key.partition(".")[0]
             timeout_s = _bound_s(settings, lane, wishes)
             watching = asyncio.create_task(_watch(client, lane), name="watch")
@@ -120,6 +124,24 @@ async def _send(
             raise typer.Exit(FAILED) from None
         except AccessRefused as refused:
             raise _with_its_key(refused, key, settings) from refused
+        except asyncio.CancelledError:
+            if wait:
+                await _cancel(client, id, tenant=wishes.get("tenant"))
+            raise
+
+
+async def _cancel(client: "Client", id: str, *, tenant: str | None) -> None:
+    """On Ctrl-C: say what becomes of the request. A second Ctrl-C ends it at once."""
+    from service.client import LanekeeperError, NoReply
+
+    print(f"lanekeeper: cancelling {id}; Ctrl-C again leaves it running", file=sys.stderr, flush=True)
+    try:
+        text = told(await client.cancel(id, tenant=tenant), id)
+    except NoReply as kept:
+        text = f"{id}: its cancellation is kept by the broker: {kept}"
+    except LanekeeperError as error:
+        text = f"{id} is left running, it could not be cancelled: {error}; to fetch its answer: lanekeeper result {id}"
+    print(f"lanekeeper: {text}", file=sys.stderr, flush=True)
 
 
 def _tell_of(tenant: str | None, settings: "Settings") -> None:

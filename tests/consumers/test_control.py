@@ -7,8 +7,9 @@ import pytest
 
 from consumers import claiming, settle
 from consumers.control import Control
+from consumers.control_answer import Answers
 from consumers.job import Answered, Refused
-from consumers.state.base import Identity, StoreUnavailable
+from consumers.state.base import Granted, Held, Identity, StoreUnavailable
 from tests.support.jobs import NOW_MS, Bench, FakeDelivery
 from topology import names as n
 from topology.contract.messages import Message
@@ -32,16 +33,19 @@ def control(bench: Bench) -> Control:
         None,  # type: ignore[arg-type]
         claiming=bench.claiming,
         settler=bench.settler,
-        publisher=bench.publisher,  # type: ignore[arg-type]
+        answers=Answers(bench.publisher),  # type: ignore[arg-type]
         now_ms=lambda: NOW_MS,
         ready=None,  # type: ignore[arg-type]
         speakers=("gateway",),
     )
 
 
-async def read(bench: Bench, body: Any, *, kind: str | None = "cancel", **properties: Any) -> FakeDelivery:
+async def read(
+    bench: Bench, body: Any, *, kind: str | None = "cancel", key: str | None = None, **properties: Any
+) -> FakeDelivery:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    message = Message(body=raw, type=kind, reply_to=ASKER, correlation_id="q-1", **properties)
+    fields = {"reply_to": ASKER, "correlation_id": "q-1", **properties}
+    message = Message(body=raw, type=kind, routing_key=kind or "" if key is None else key, **fields)
     delivery = FakeDelivery(message, bench.log, queue="lane.control")
     await control(bench)._read(delivery)  # type: ignore[arg-type]
     return delivery
@@ -56,8 +60,14 @@ def told(bench: Bench) -> dict[str, Any]:
 async def test_a_cancellation_is_recorded_answered_and_acknowledged(bench: Bench) -> None:
     await read(bench, {"cancel": "m-1"})
     assert bench.log == ["cancel", "confirmed: reply", "ack"]
+    assert told(bench) == {"id": "m-1", "outcome": "unseen", "kept_until": "2027-09-22T14:13:20.000Z"}
+    assert bench.to("").headers == {n.CONTROL: "accepted", n.REQUEST_ID: "m-1"}
+
+
+async def test_a_cancellation_of_what_waits_until_it_is_due_is_recorded(bench: Bench) -> None:
+    await bench.store.defer(Identity("", "m-1"), due_ms=NOW_MS, keep_until_ms=2 * NOW_MS)
+    await read(bench, {"cancel": "m-1"})
     assert told(bench) == {"id": "m-1", "outcome": "recorded"}
-    assert bench.to("").headers[n.STATUS] == "ok"
 
 
 async def test_one_that_runs_here_is_stopped_at_once(bench: Bench) -> None:
@@ -83,6 +93,7 @@ async def test_a_result_is_the_reply_again(bench: Bench) -> None:
     await read(bench, {"result": "m-1"}, kind="result")
     answer = bench.to("")
     assert (answer.body, answer.correlation_id) == (b'{"id":"msg"}', "q-1")
+    assert n.CONTROL not in answer.headers
     expected = {n.STATUS: "ok", n.REPLAYED: True, n.REQUEST_ID: "m-1", n.MODEL: "m", n.PROVIDER: "p"}
     assert expected.items() <= answer.headers.items()
 
@@ -100,7 +111,21 @@ async def test_what_has_not_ended_is_said_to_be_pending(bench: Bench, is_claimed
     if is_claimed:
         await bench.claiming.claim(bench.job())
     await read(bench, {"result": "m-1"}, kind="result")
-    assert (bench.to("").headers[n.STATUS], told(bench)["status"]) == ("pending", status)
+    assert bench.to("").headers == {n.CONTROL: "pending", n.REQUEST_ID: "m-1"}
+    assert told(bench) == {"id": "m-1", "status": status, "attempts": 0}
+
+
+@pytest.mark.parametrize("attempts", [0, 2])
+async def test_what_waits_says_until_when_and_after_how_many_attempts(bench: Bench, attempts: int) -> None:
+    if attempts:
+        found = await bench.store.claim(Identity("", "m-1"), bench.job().copy())
+        assert isinstance(found, Granted)
+        await bench.store.release(Held(Identity("", "m-1"), found.token), attempts=attempts, due_ms=NOW_MS + 60_000)
+    else:
+        await bench.store.defer(Identity("", "m-1"), due_ms=NOW_MS + 60_000, keep_until_ms=2 * NOW_MS)
+    await read(bench, {"result": "m-1"}, kind="result")
+    waiting = {"id": "m-1", "status": "waiting", "attempts": attempts, "due_at": "2026-09-21T14:14:20.000Z"}
+    assert told(bench) == waiting
 
 
 @pytest.mark.parametrize(
@@ -114,13 +139,20 @@ async def test_what_has_not_ended_is_said_to_be_pending(bench: Bench, is_claimed
         ({}, {}),
         ({"cancel": 5}, {}),
         ({"cancel": ""}, {}),
-        ({"cancel": "x" * 256}, {}),
+        ({"cancel": "x" * 129}, {}),
+        ({"cancel": "no id"}, {}),
+        ({"result": "no/id"}, {"kind": "result"}),
         ({"cancel": "m-1", "tenant": 5}, {}),
         ({"cancel": "\ud800"}, {}),
         ({"result": "\ud800"}, {"kind": "result"}),
         ({"cancel": "m-1", "tenant": "\ud800"}, {"user_id": "gateway"}),
         ({"cancel": "m-1"}, {"kind": None}),
-        ({"cancel": "m-1"}, {"kind": "status"}),
+        ({"cancel": "m-1"}, {"kind": ""}),
+        ({"cancel": "m-1"}, {"kind": "reboot"}),
+        ({"cancel": "m-1"}, {"kind": "status", "key": "cancel"}),
+        ({"cancel": "m-1"}, {"kind": "cancel", "key": "result"}),
+        ({"cancel": "m-1"}, {"kind": "cancel", "key": "cancel.more"}),
+        ({"change": "m-1", "start": "now"}, {"kind": "change"}),
         ({"cancel": "m-1", "tenant": "bank"}, {}),
         ({"cancel": "m-1", "tenant": "bank"}, {"user_id": "shop"}),
     ],
@@ -128,8 +160,33 @@ async def test_what_has_not_ended_is_said_to_be_pending(bench: Bench, is_claimed
 async def test_what_is_wrong_is_refused_and_acknowledged(bench: Bench, body: Any, properties: dict[str, Any]) -> None:
     await read(bench, body, **properties)
     assert bench.log == ["confirmed: reply", "ack"]
-    assert bench.to("").headers[n.STATUS] == "error"
-    assert told(bench)["error"]
+    answer, document = bench.to(""), told(bench)
+    assert (answer.content_type, answer.correlation_id) == ("application/problem+json", "q-1")
+    assert (answer.headers[n.CONTROL], n.STATUS in answer.headers) == ("error", False)
+    assert answer.headers.get(n.REQUEST_ID, "") == document["request"]
+    assert (document["type"], document["status"]) == ("urn:lanekeeper:problem:invalid-request", 400)
+    assert document["detail"]
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "key", "detail"),
+    [
+        ({"cancel": "m-1"}, None, "cancel", "type: it is missing; known are cancel, result, change, status"),
+        ({"cancel": "m-1"}, "reboot", "reboot", "type 'reboot': known are cancel"),
+        ({"cancel": "m-1"}, "cancel", "result", "routing key 'result' and type 'cancel' differ"),
+        ({"change": "m-1"}, "change", "change", "not available in this version"),
+        ({"result": "a b"}, "result", "result", "result: 'a b' can be no request's id: allowed are 1 to 128 of A-Z"),
+    ],
+)
+async def test_what_is_wrong_is_named(bench: Bench, body: Any, kind: str | None, key: str, detail: str) -> None:
+    await read(bench, body, kind=kind, key=key)
+    assert detail in told(bench)["detail"]
+    assert told(bench)["request"] == ("" if " " in str(body) and "a b" in body.values() else "m-1")
+
+
+async def test_what_every_worker_answers_is_left_to_them(bench: Bench) -> None:
+    await read(bench, {}, kind="status")
+    assert bench.log == ["ack"]
 
 
 @pytest.mark.parametrize(("user", "said"), [("shop", None), ("shop", "shop"), ("gateway", "shop")])
@@ -149,12 +206,24 @@ async def test_a_fault_of_ours_loses_no_cancellation_and_holds_up_nothing_for_ev
     bench.store.failing = RuntimeError("a fault")  # type: ignore[assignment]
     await read(bench, {"cancel": "m-1"})
     assert bench.log == ["reject"]
-    message = Message(body=b'{"cancel": "m-1"}', type="cancel")
+    message = Message(body=b'{"cancel": "m-1"}', type="cancel", routing_key="cancel", reply_to=ASKER)
     await control(bench)._read(FakeDelivery(message, bench.log, times_delivered=5))  # type: ignore[arg-type]
-    assert bench.log == ["reject", "ack"]
+    assert bench.log == ["reject", "confirmed: reply", "ack"]
+    assert (told(bench)["code"], told(bench)["request"]) == ("internal", "m-1")
 
 
-async def test_nothing_is_answered_to_a_queue_that_somebody_named(bench: Bench) -> None:
-    message = Message(body=b'{"cancel": "m-1"}', type="cancel", reply_to="lane.critical")
-    await control(bench)._read(FakeDelivery(message, bench.log))  # type: ignore[arg-type]
-    assert bench.log == ["cancel", "ack"]
+@pytest.mark.parametrize(("reply_to", "unanswered"), [("lane.critical", 1), ("amq.rabbitmq.reply-to.x", 1), (None, 0)])
+async def test_nothing_is_answered_to_a_queue_that_somebody_named(
+    bench: Bench, reply_to: str | None, unanswered: int
+) -> None:
+    answers = Answers(bench.publisher)  # type: ignore[arg-type]
+    await answers.tell(Message(body=b"", reply_to=reply_to), {}, id="m-1", as_="accepted")
+    assert bench.log == []
+    assert answers.unanswered == unanswered
+
+
+async def test_a_refusal_that_nobody_can_be_told_of_is_counted(bench: Bench) -> None:
+    answers = Answers(bench.publisher)  # type: ignore[arg-type]
+    await answers.refuse(Message(body=b"", type="reboot"), RequestProblem("invalid_request", "type"), id=None)
+    assert bench.log == []
+    assert (answers.refused, answers.unanswered) == (1, 1)

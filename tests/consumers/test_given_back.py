@@ -105,7 +105,13 @@ class Ground:
             tell=lambda _, __, **___: None,
         )
         self.handler = Handler(
-            gates=(DeadlineGate(now_ms=lambda: NOW_MS), ClaimGate(self.bench.claiming), routes, self.caps, budget),
+            gates=(
+                DeadlineGate(now_ms=lambda: NOW_MS),
+                ClaimGate(self.bench.claiming, now_ms=lambda: NOW_MS),
+                routes,
+                self.caps,
+                budget,
+            ),
             providers=Registry(self.provider, tracing=Tracing(), breakers=self.breakers),
             elsewhere=routes,
             purse=budget,

@@ -97,7 +97,9 @@ def handler(
     breakers: Breakers | None = None,
 ) -> Handler:
     return Handler(
-        gates=gates if gates is not None else (DeadlineGate(now_ms=now_ms), ScheduleGate(now_ms=now_ms)),
+        gates=gates
+        if gates is not None
+        else (DeadlineGate(now_ms=now_ms), ScheduleGate(bench.claiming, now_ms=now_ms)),
         providers=Registry(provider, tracing=Tracing(), breakers=breakers),
         elsewhere=elsewhere or NobodyElse(),
         purse=NobodyElse(),
@@ -190,7 +192,7 @@ async def test_from_anywhere_else_it_is_not(bench: Bench, exchange: str) -> None
 async def test_a_request_under_which_worker_after_worker_dies_is_poison(bench: Bench, deaths: int) -> None:
     for _ in range(deaths):
         await bench.claiming.claim(again(bench))
-    outcome = await handle(bench, again(bench), gates=(ClaimGate(bench.claiming),))
+    outcome = await handle(bench, again(bench), gates=(ClaimGate(bench.claiming, now_ms=lambda: NOW_MS),))
     if deaths < DEATHS_AT_MOST:
         assert isinstance(outcome, Answered)
     else:
@@ -204,7 +206,9 @@ async def test_workers_that_live_and_only_lost_their_channel_make_no_poison(benc
         job = again(bench)
         await bench.claiming.claim(job)
         await bench.claiming.release(job)
-    assert isinstance(await handle(bench, again(bench), gates=(ClaimGate(bench.claiming),)), Answered)
+    assert isinstance(
+        await handle(bench, again(bench), gates=(ClaimGate(bench.claiming, now_ms=lambda: NOW_MS),)), Answered
+    )
 
 
 async def test_nor_do_those_that_say_so_only_after_another_has_taken_over(bench: Bench) -> None:
@@ -215,11 +219,13 @@ async def test_nor_do_those_that_say_so_only_after_another_has_taken_over(bench:
         await bench.claiming.claim(job)
         await bench.claiming.release(before)
         before = job
-    assert isinstance(await handle(bench, again(bench), gates=(ClaimGate(bench.claiming),)), Answered)
+    assert isinstance(
+        await handle(bench, again(bench), gates=(ClaimGate(bench.claiming, now_ms=lambda: NOW_MS),)), Answered
+    )
 
 
 async def test_suspects_are_worked_one_at_a_time(bench: Bench) -> None:
-    gate = ClaimGate(bench.claiming)
+    gate = ClaimGate(bench.claiming, now_ms=lambda: NOW_MS)
     for id in ("m-1", "m-2"):
         for _ in range(SUSPECT_FROM):
             await bench.claiming.claim(again(bench, message_id=id))
@@ -412,7 +418,7 @@ async def test_what_is_held_up_by_a_pause_is_no_attempt(bench: Bench, monkeypatc
 async def test_what_is_running_elsewhere_waits(bench: Bench) -> None:
     await bench.claiming.claim(bench.job())
     provider = FakeProvider()
-    outcome = await handle(bench, bench.job(), provider, gates=(ClaimGate(bench.claiming),))
+    outcome = await handle(bench, bench.job(), provider, gates=(ClaimGate(bench.claiming, now_ms=lambda: NOW_MS),))
     assert isinstance(outcome, Deferred)
     assert (outcome.reason, provider.asked) == ("running elsewhere", [])
 
@@ -420,27 +426,31 @@ async def test_what_is_running_elsewhere_waits(bench: Bench) -> None:
 async def test_what_has_ended_is_answered_from_the_store(bench: Bench) -> None:
     await bench.settler.settle(bench.job(), Answered(body=b"{}", model="m", provider="p"))
     provider = FakeProvider()
-    outcome = await handle(bench, bench.job(), provider, gates=(ClaimGate(bench.claiming),))
+    outcome = await handle(bench, bench.job(), provider, gates=(ClaimGate(bench.claiming, now_ms=lambda: NOW_MS),))
     assert isinstance(outcome, Replayed)
     assert (outcome.completion.body, outcome.buries, provider.asked) == (b"{}", False, [])
 
 
 async def test_the_same_id_with_another_body_is_a_conflict(bench: Bench) -> None:
     await bench.claiming.claim(bench.job())
-    outcome = await handle(bench, bench.job(body=BODY.replace(b"hi", b"ho")), gates=(ClaimGate(bench.claiming),))
+    outcome = await handle(
+        bench, bench.job(body=BODY.replace(b"hi", b"ho")), gates=(ClaimGate(bench.claiming, now_ms=lambda: NOW_MS),)
+    )
     assert code(outcome) == "idempotency_conflict"
 
 
 @pytest.mark.parametrize(("provider", "is_kept"), [(FakeProvider(), True), (FakeProvider(OverloadedError("x")), False)])
 async def test_only_what_ends_keeps_its_claim(bench: Bench, provider: FakeProvider, is_kept: bool) -> None:
     job = bench.job()
-    await handle(bench, job, provider, gates=(ClaimGate(bench.claiming),))
+    await handle(bench, job, provider, gates=(ClaimGate(bench.claiming, now_ms=lambda: NOW_MS),))
     assert (job.claim is not None) == is_kept
 
 
 async def test_a_cancellation_ends_a_running_attempt(bench: Bench) -> None:
     job = bench.job()
-    working = asyncio.create_task(handle(bench, job, FakeProvider(takes_s=30), gates=(ClaimGate(bench.claiming),)))
+    working = asyncio.create_task(
+        handle(bench, job, FakeProvider(takes_s=30), gates=(ClaimGate(bench.claiming, now_ms=lambda: NOW_MS),))
+    )
     await until(lambda: job.limit is not None)
     assert await bench.claiming.cancel(job.identity, CANCELLED) == "told"
     outcome = await working
@@ -450,14 +460,16 @@ async def test_a_cancellation_ends_a_running_attempt(bench: Bench) -> None:
 
 async def test_a_cancellation_that_comes_after_the_attempt_is_no_fault(bench: Bench) -> None:
     job = bench.job()
-    assert isinstance(await handle(bench, job, gates=(ClaimGate(bench.claiming),)), Answered)
+    assert isinstance(await handle(bench, job, gates=(ClaimGate(bench.claiming, now_ms=lambda: NOW_MS),)), Answered)
     assert await bench.claiming.cancel(job.identity, CANCELLED) == "told"
     assert job.stopped == "cancelled"
 
 
 async def test_whoever_is_fenced_off_stops_and_tells_nobody(bench: Bench) -> None:
     job = bench.job()
-    working = asyncio.create_task(handle(bench, job, FakeProvider(takes_s=30), gates=(ClaimGate(bench.claiming),)))
+    working = asyncio.create_task(
+        handle(bench, job, FakeProvider(takes_s=30), gates=(ClaimGate(bench.claiming, now_ms=lambda: NOW_MS),))
+    )
     await until(lambda: job.limit is not None)
     heir = bench.job(delivery=bench.delivery())
     heir.delivery.redelivered = True

@@ -39,7 +39,7 @@ async def test_what_is_queued_is_answered_cancelled_and_never_called(vhost) -> N
         await until(lambda: home.calls("ahead"))
         queued = await app.publish({"prompt": "queued"}, key="normal.tests.x", message_id="q-1")
         async with Client(vhost.amqp_url) as client:
-            assert await client.cancel("q-1") == "recorded"
+            assert await client.cancel("q-1") == "unseen"
 
         assert cancelled(await app.final(queued), "q-1")
         assert (await app.final(ahead)).status == "ok"
@@ -55,6 +55,7 @@ async def test_what_is_delayed_is_answered_cancelled_and_never_called(vhost) -> 
         Client(vhost.amqp_url) as client,
     ):
         delayed = await app.publish({"prompt": "delayed"}, message_id="d-1", headers={"x-lane-delay-ms": 1500})
+        await until(lambda: home.parts.store.find(Identity("", "d-1")))
         assert await client.cancel("d-1") == "recorded"
 
         assert cancelled(await app.final(delayed), "d-1")
@@ -148,7 +149,7 @@ async def test_what_comes_after_its_cancellation_is_answered_cancelled(vhost) ->
         requester(vhost.amqp_url) as app,
         Client(vhost.amqp_url) as client,
     ):
-        assert await client.cancel("u-1") == "recorded"
+        assert await client.cancel("u-1") == "unseen"
         late = await app.publish({"prompt": "late"}, message_id="u-1")
 
         assert cancelled(await app.final(late), "u-1")
@@ -202,7 +203,7 @@ async def test_another_tenants_request_goes_on(vhost) -> None:
         mine = await app.publish({"prompt": "mine [[latency: 1500ms]]"}, message_id="t-1", user_id=vhost.user)
         await until(lambda: home.calls("mine"))
 
-        assert await client.cancel("t-1") == "recorded"  # that of nobody's, which may still come
+        assert await client.cancel("t-1") == "unseen"  # that of nobody's, which may still come
         with pytest.raises(ControlRefused, match=r"may not speak for tenant 'acme'.*speakers"):
             await client.cancel("t-1", tenant="acme")
         assert (await app.final(mine)).status == "ok"
@@ -246,16 +247,42 @@ MALFORMED = {
 }
 
 
+ODD = [
+    ("cancel", None), ("cancel", ""), ("cancel", "reboot"), ("cancel", "result"), ("cancel", "status"),
+    ("cancel.twice", "cancel"), ("status", "cancel"), ("cancle", "cancle"), ("", None), ("change", "change"),
+]  # fmt: skip
+"""Keys and types."""
+
+
+async def test_every_answer_says_what_it_is(vhost) -> None:
+    async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
+        told = [await app.control({"cancel": "c-1"}, key="cancel"), await app.control({"result": "r-1"}, key="result")]
+        assert [(each.control, each.headers["x-lane-request-id"]) for each in told] == [
+            ("accepted", "c-1"),
+            ("pending", "r-1"),
+        ]
+        assert {"x-lane-status" in each.headers for each in told} == {False}
+        assert (told[0].json["outcome"], told[0].json["kept_until"][:2]) == ("unseen", "20")
+
+        status = await app.control({}, key="status")
+        assert (status.control, list(status.json["lanes"])) == ("accepted", ["critical", "normal", "batch"])
+
+        await app.ask({"prompt": "x"}, message_id="r-1")
+        final = await app.control({"result": "r-1"}, key="result")
+        assert (final.status, final.control, final.headers["x-lane-replayed"]) == ("ok", None, True)
+        change = await app.control({"change": "r-1", "start": "now"}, key="change")
+        assert (change.control, "not available in this version" in change.json["detail"]) == ("error", True)
+
+
 async def test_what_cannot_be_understood_is_refused_and_goes(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         running = await app.publish({"prompt": "running [[latency: 2s]]"}, message_id="m-1")
         await until(lambda: home.calls("running"))
-        how = {"exchange": "lane.control", "key": "cancel", "mandatory": True}
-        refused = [await app.publish(body, message_type="cancel", **how) for body in MALFORMED.values()]
-        refused += [await app.publish({"cancel": "m-1"}, message_type=type, **how) for type in (None, "", "reboot")]
-        for correlation in refused:
-            reply = await app.final(correlation)
-            assert (reply.status, bool(reply.json["error"])) == ("error", True)
+        refused = [await app.control(body, key="cancel") for body in MALFORMED.values()]
+        refused += [await app.control({"cancel": "m-1"}, key=key, message_type=type) for key, type in ODD]
+        for reply in refused:
+            assert (reply.code, reply.control, reply.status) == ("invalid_request", "error", None)
+            assert reply.headers.get("x-lane-request-id", "") == reply.json["request"]
 
         assert (await app.final(running)).status == "ok"
         await until(lambda: control_is_empty(app))

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
@@ -92,19 +93,18 @@ async def serving(environment: dict[str, str], folder: Path, *line: str) -> Asyn
 
 async def test_serve_answers_what_send_asks_and_stops_on_demand(environment, tmp_path) -> None:
     async with serving(environment, tmp_path, "serve", "--simulate", "--port", "0") as service:
-        assert await run(environment, tmp_path, "send", "three rivers") == (0, "echo: three rivers\n", "")
-        assert await run(environment, tmp_path, "send", "--stream", "-", text="from a pipe") == (
-            0,
-            "echo: from a pipe\n",
-            "",
-        )
+        line = ("send", "--id", "mine-1", "three rivers")
+        assert await run(environment, tmp_path, *line) == (0, "echo: three rivers\n", "lanekeeper: request mine-1\n")
+        code, out, err = await run(environment, tmp_path, "send", "--stream", "-", text="from a pipe")
+        assert (code, out) == (0, "echo: from a pipe\n")
+        assert re.fullmatch(r"lanekeeper: request [0-9a-f]{32}\n", err)
 
         code, out, _ = await run(environment, tmp_path, "send", "--json", "--lane", "batch", "--delay", "200ms", "x")
         assert (code, json.loads(out)["model"]) == (0, "claude-haiku-5-5")
 
         code, out, err = await run(environment, tmp_path, "send", "--id", "mine", "--model", "claude-nope", "x")
         assert (code, out) == (1, "")
-        assert err.startswith("lanekeeper: provider_rejected (404): ")
+        assert err.startswith("lanekeeper: request mine\nlanekeeper: provider_rejected (404): ")
         assert err.endswith("[request mine, 1 attempt]\n")
 
         assert await run(environment, tmp_path, "send", "--no-wait", "--id", "later", "x") == (0, "later\n", "")
@@ -138,25 +138,53 @@ async def test_what_was_sent_without_waiting_is_fetched_and_what_runs_is_cancell
         assert (code, json.loads(out)) == (0, {"id": "slow", "outcome": "told"})
 
         _, err_of_send = await asyncio.wait_for(running.communicate(), timeout=20)
-        assert (running.returncode, err_of_send[:28]) == (1, b"lanekeeper: cancelled (499):")
+        assert running.returncode == 1
+        assert err_of_send.startswith(b"lanekeeper: request slow\nlanekeeper: cancelled (499):")
         code, out, err = await run(environment, tmp_path, "result", "slow")
         assert (code, out, err[:28]) == (1, "", "lanekeeper: cancelled (499):")
         code, out, _ = await run(environment, tmp_path, "cancel", "slow")
         assert (code, out) == (0, "slow had ended before; how: lanekeeper result slow\n")
         code, _, err = await run(environment, tmp_path, "cancel", "--tenant", "acme", "slow")
         assert (code, "may not speak for tenant 'acme'" in err) == (1, True)
+        code, out, _ = await run(environment, tmp_path, "cancel", "never-published")
+        assert (code, "no worker has seen it; recorded for when it comes" in out, "kept for 366 days" in out) == (
+            0,
+            True,
+            True,
+        )
+        code, _, err = await run(environment, tmp_path, "result", "no such id")
+        assert (code, "can be no request's id" in err, "--wait" in err) == (1, True, False)
+
+
+@pytest.mark.parametrize("stream", [[], ["--stream"]])
+async def test_an_interrupted_send_cancels_its_request_and_says_so(environment, tmp_path, stream) -> None:
+    async with serving(environment, tmp_path, "serve", "--simulate", "--port", "0"):
+        sending = await begin(environment, tmp_path, "send", *stream, "--id", "slow", "[[latency: 30s]]")
+        assert sending.stderr is not None
+        assert await sending.stderr.readline() == b"lanekeeper: request slow\n"
+        await until(lambda: _running(environment, tmp_path), within_s=20)
+        sending.send_signal(signal.SIGINT)
+        _, err = await asyncio.wait_for(sending.communicate(), timeout=20)
+
+        assert err.decode().splitlines() == [
+            "lanekeeper: cancelling slow; Ctrl-C again leaves it running",
+            "lanekeeper: slow is running: its worker has been told to stop",
+        ]
+        assert sending.returncode == 130
+        code, _, err_of_result = await run(environment, tmp_path, "result", "--wait", "5s", "slow")
+        assert (code, err_of_result[:28]) == (1, "lanekeeper: cancelled (499):")
 
 
 async def test_without_a_worker_everything_says_so_and_ends(environment, tmp_path) -> None:
     code, _, err = await run(environment, tmp_path, "send", "x")
-    assert (code, err.count("\n")) == (1, 1)
+    assert (code, err.count("\n")) == (1, 2)
     assert "run: lanekeeper topology apply" in err
 
     assert (await run(environment, tmp_path, "topology", "apply"))[0] == 0
     short = ["--set", "lanes.critical.deadline_s=0.5", "--set", "lanes.critical.call_timeout_s=0.5"]
     code, out, err = await run(environment, tmp_path, "send", *short, "--id", "alone", "x")
     assert (code, out) == (1, "")
-    waits, ends = err.splitlines()
+    _, waits, ends = err.splitlines()
     assert waits.startswith("lanekeeper: no worker takes the lane critical: ")
     assert ends.startswith("lanekeeper: no answer to alone within 5.5 s; ")
     code, _, err = await run(environment, tmp_path, "result", "alone")

@@ -1,14 +1,18 @@
 """How a request ended can be read under its id, by whoever did not wait."""
 
 import asyncio
+import os
 import time
+from datetime import UTC, datetime
 
 import pytest
 
+from consumers.state.base import Identity
 from service.client import Client, ControlRefused, NotEnded
 from service.replies import Problem
 from tests.support.house import house
 from tests.support.requester import requester
+from tests.support.stores import store_url
 from tests.support.waiting import until
 
 
@@ -81,13 +85,47 @@ async def test_what_waits_for_its_next_attempt_says_so(vhost) -> None:
         await client.publish({"prompt": prompt}, key="critical.tests.x", message_id="w-1")
         await until(lambda: home.calls("again") and home.api.running == 0)
 
-        async def waits() -> bool:
+        async def waits() -> NotEnded | None:
             with pytest.raises(NotEnded) as caught:
                 await client.result("w-1")
-            return (caught.value.status, caught.value.attempts) == ("waiting", 1)
+            return caught.value if (caught.value.status, caught.value.attempts) == ("waiting", 1) else None
 
-        await until(waits, within_s=2)
+        waiting = await until(waits, within_s=2)
+        assert waiting.due_at is not None
+        assert 1 < (waiting.due_at - datetime.now(UTC)).total_seconds() < 4
         assert (await client.result("w-1", wait_s=15)).attempt == 2
+
+
+@pytest.mark.parametrize("lane", ["critical", "batch"])
+async def test_what_is_delayed_waits_until_its_due_time(vhost, lane: str) -> None:
+    async with house(vhost.amqp_url), Client(vhost.amqp_url) as client:
+        await client.publish({"prompt": "later"}, key=f"{lane}.tests.x", message_id="d-1", delay_s=60)
+
+        async def waits() -> NotEnded | None:
+            with pytest.raises(NotEnded) as caught:
+                await client.result("d-1")
+            return caught.value if caught.value.status == "waiting" else None
+
+        waiting = await until(waits, within_s=2)
+        assert (waiting.attempts, waiting.due_at is not None) == (0, True)
+        assert waiting.due_at is not None
+        assert 55 < (waiting.due_at - datetime.now(UTC)).total_seconds() <= 60
+        assert await client.cancel("d-1") == "recorded"
+        with pytest.raises(Problem, match="cancelled"):
+            await client.result("d-1")
+
+
+async def test_what_is_delayed_runs_though_the_store_forgot_that_it_waits(vhost) -> None:
+    async with house(vhost.amqp_url) as home, Client(vhost.amqp_url) as client:
+        await client.publish({"prompt": "later"}, key="normal.tests.x", message_id="d-1", delay_s=2)
+
+        async def waits() -> bool:
+            return await home.parts.store.find(Identity("", "d-1")) is not None
+
+        await until(waits)
+        os.unlink(store_url(vhost.amqp_url).removeprefix("sqlite:///"))
+
+        assert (await client.result("d-1", wait_s=15)).text == "echo: later"
 
 
 async def test_another_worker_knows_it_after_the_first_has_gone(vhost) -> None:
@@ -112,11 +150,8 @@ async def test_another_tenants_result_is_not_told(vhost) -> None:
             await client.result("t-1")
         with pytest.raises(ControlRefused, match="may not speak for tenant 'acme'"):
             await client.result("t-1", tenant="acme")
-        forged = await app.publish(
-            {"result": "t-1", "tenant": vhost.user}, exchange="lane.control", key="result", message_type="result"
-        )
-        reply = await app.final(forged)
-        assert (reply.status, "may not speak" in reply.json["error"]) == ("error", True)
+        reply = await app.control({"result": "t-1", "tenant": vhost.user}, key="result")
+        assert (reply.control, reply.status, "may not speak" in reply.json["detail"]) == ("error", None, True)
 
 
 async def test_who_speaks_for_others_reads_theirs(vhost) -> None:

@@ -1,6 +1,7 @@
 """What is said over the control exchange, and how its answers are read."""
 
 import json
+from datetime import UTC, datetime
 
 import pytest
 
@@ -10,9 +11,9 @@ from topology.contract.messages import Message
 from topology.contract.problems import RequestProblem
 
 
-def answered(document: object, status: str | None = None, content_type: str = "application/json") -> Message:
-    headers = {} if status is None else {"x-lane-status": status}
-    return Message(body=json.dumps(document).encode(), headers=headers, content_type=content_type)
+def answered(document: object, **headers: str) -> Message:
+    named = {f"x-lane-{name}": value for name, value in headers.items()}
+    return Message(body=json.dumps(document).encode(), headers=named, content_type="application/json")
 
 
 def test_a_cancellation_is_kept_and_a_question_is_not() -> None:
@@ -37,13 +38,13 @@ def test_a_tenant_is_said_with_the_user_that_the_broker_checks(make) -> None:
     assert ("tenant" in json.loads(untold.body), untold.user_id) == (False, None)
 
 
-@pytest.mark.parametrize("outcome", ["recorded", "told", "ended"])
+@pytest.mark.parametrize("outcome", ["recorded", "told", "ended", "unseen"])
 def test_a_cancellation_tells_what_it_came_to(outcome: str) -> None:
-    assert outcome_of(answered({"id": "id-1", "outcome": outcome})) == outcome
+    assert outcome_of(answered({"id": "id-1", "outcome": outcome}, control="accepted")) == outcome
 
 
 def test_a_result_is_the_final_reply_again() -> None:
-    reply = answered({"content": [{"type": "text", "text": "a"}]}, "ok")
+    reply = answered({"content": [{"type": "text", "text": "a"}]}, status="ok")
     reply.headers = {**reply.headers, "x-lane-replayed": True}
 
     assert (result_of(reply).text, result_of(reply).replayed) == ("a", True)
@@ -59,12 +60,29 @@ def test_a_result_that_is_an_error_is_raised_as_its_problem() -> None:
 @pytest.mark.parametrize("status", ["running", "waiting", "unknown"])
 def test_what_has_not_ended_says_why_and_what_to_do(status: str) -> None:
     with pytest.raises(NotEnded, match="lanekeeper result --wait 20s id-1") as caught:
-        result_of(answered({"id": "id-1", "status": status, "attempts": 2}, "pending"))
+        result_of(answered({"id": "id-1", "status": status, "attempts": 2}, control="pending"))
 
     assert (caught.value.id, caught.value.status, caught.value.attempts) == ("id-1", status, 2)
 
 
+@pytest.mark.parametrize(
+    ("attempts", "hint"),
+    [(0, "not begun yet, due at 2026-11-21T18:00:00"), (2, "attempt 2 was made, it waits for the next, due at 2026")],
+)
+def test_what_waits_says_until_when(attempts: int, hint: str) -> None:
+    document = {"id": "id-1", "status": "waiting", "attempts": attempts, "due_at": "2026-11-21T18:00:00.500Z"}
+
+    with pytest.raises(NotEnded, match=hint) as caught:
+        result_of(answered(document, control="pending"))
+
+    assert caught.value.due_at == datetime(2026, 11, 21, 18, 0, 0, 500_000, tzinfo=UTC)
+
+
 @pytest.mark.parametrize("read", [outcome_of, result_of])
 def test_a_refusal_is_an_error_of_its_own(read) -> None:
-    with pytest.raises(ControlRefused, match="tenant: another's"):
-        read(answered({"id": "id-1", "error": "tenant: another's"}, "error"))
+    document = json.loads(RequestProblem("invalid_request", "tenant: another's").document(request="", attempts=0))
+
+    with pytest.raises(ControlRefused, match="tenant: another's") as caught:
+        read(answered(document, control="error"))
+
+    assert caught.value.fields["code"] == "invalid_request"

@@ -21,6 +21,12 @@ PUBLIC = {
         "OverloadedError", "SpendLimitError", "RejectedError",
     },
     "service.assembly": {"assemble", "Parts"},
+    "service.client": {
+        "Client", "Wishes", "Final", "Part", "Cancelled", "Depth", "Names", "Tracing",
+        "LanekeeperError", "Problem", "NoReply", "NotEnded", "ReplyLost", "ControlRefused", "BrokerError",
+        "BrokerUnreachable", "BrokerBlocked", "PublishRefused", "Unroutable", "ConfirmUnknown", "AccessRefused",
+        "TopologyMismatch",
+    },
     "service.worker": {"run"},
 }  # fmt: skip
 

@@ -66,6 +66,7 @@ def parts(*pools: FakePool) -> Parts:
         store=MemoryStore(),  # type: ignore[arg-type]
         claiming=Claiming(MemoryStore()),  # type: ignore[arg-type]
         control=FakePool("control"),  # type: ignore[arg-type]
+        answers=None,  # type: ignore[arg-type]
         pausing=Pausing({}),
         watch=FakePool("watch"),  # type: ignore[arg-type]
         slots=FakePool("slots"),  # type: ignore[arg-type]

@@ -43,8 +43,11 @@ class MemoryStore:
     async def renew(self, held: Sequence[Held]) -> Mapping[Held, Stop]:
         return self._requests.renew(self._at(), held)
 
-    async def release(self, held: Held, *, attempts: int = 0) -> None:
-        self._requests.release(self._at("release"), held, attempts)
+    async def release(self, held: Held, *, attempts: int = 0, due_ms: int | None = None) -> None:
+        self._requests.release(self._at("release"), held, attempts, due_ms)
+
+    async def defer(self, identity: Identity, *, due_ms: int, keep_until_ms: int) -> None:
+        self._requests.defer(self._at("defer"), identity, due_ms, keep_until_ms)
 
     async def complete(
         self, identity: Identity, copy: Copy, completion: Completion, *, token: int | None

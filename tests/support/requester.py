@@ -55,6 +55,12 @@ class Got:
         return self.headers.get("x-lane-status")
 
     @property
+    def control(self) -> str | None:
+        """Of an answer to a control message."""
+        found: str | None = self.headers.get("x-lane-control")
+        return found
+
+    @property
     def json(self) -> Any:
         return json.loads(self.body)
 
@@ -113,6 +119,13 @@ class Requester:
     async def ask(self, body: Any, *, within_s: float = FINAL_S, **how: Any) -> Got:
         """Publish, and wait for the final reply."""
         return await self.final(await self.publish(body, **how), within_s=within_s)
+
+    async def control(self, body: Any, *, key: str, **how: Any) -> Got:
+        """Say something over `lane.control`, and wait for the answer. The type is the key unless given."""
+        given = {"message_type": key, **how}
+        asked = await self.publish(body, exchange=f"{self.namespace}.control", key=key, mandatory=True, **given)
+        await until(lambda: self.replies[asked], within_s=FINAL_S)
+        return self.replies[asked][0]
 
     async def final(self, correlation_id: str, *, within_s: float = FINAL_S) -> Got:
         """The final reply, as soon as it is there."""

@@ -128,10 +128,10 @@ def test_no_dead_letter_target_is_bounded_and_no_queue_changes_the_key(version: 
     assert not [each.name for each in topology.queues if "x-dead-letter-routing-key" in each.arguments]
 
 
-def test_one_worker_is_told_of_what_is_cancelled_and_asked_for() -> None:
+def test_one_worker_is_told_of_whatever_is_said_on_control() -> None:
     bound = {each.routing_key for each in declared("4.3.6").bindings if each.source == "lane.control"}
 
-    assert bound == {"cancel", "result"}
+    assert bound == {"cancel", "result", "#"}
 
 
 def test_what_has_no_way_falls() -> None:

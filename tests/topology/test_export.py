@@ -135,7 +135,7 @@ def test_a_client_may_ask_its_lanes_as_an_application_and_on_the_control_exchang
     asked, control = definitions(TOPOLOGY, "/", [User("crm", "client", HASH, lanes=("batch",))])["topic_permissions"]
 
     assert (asked["exchange"], asked["write"]) == ("lane.requests", r"^(batch)\.{username}\.")
-    assert (control["exchange"], control["write"]) == ("lane.control", "^(cancel|result)$")
+    assert (control["exchange"], control["write"]) == ("lane.control", "^(cancel|result|change)$")
 
 
 def test_definitions_are_json_and_hold_everything_once() -> None:

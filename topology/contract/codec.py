@@ -10,6 +10,7 @@ import jiter
 from topology.contract import body as bodies
 from topology.contract import headers as header_rules
 from topology.contract.headers import HopHeaders, RequestHeaders
+from topology.contract.identity import REQUEST_ID, is_request_id
 from topology.contract.messages import Message, Request
 from topology.contract.problems import RequestProblem
 from topology.contract.published import published
@@ -22,7 +23,6 @@ PRIORITY_AT_MOST = 9
 """A quorum queue orders up to 31, and cannot be told less: what is above would pass everybody else's requests."""
 UNREADABLE = "\x00unreadable"
 """Key in the headers of a message whose properties could not be read, with the reason; whoever sends it is refused."""
-_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _JSON_TYPE = re.compile(r'application/json(\s*;\s*charset="?utf-8"?)?\s*', re.IGNORECASE)
 
 
@@ -107,10 +107,8 @@ def _check_properties(message: Message, *, lane: LaneSpec, fresh: bool) -> None:
             )
         if DEATH in message.headers:
             raise RequestProblem("invalid_request", f"header {DEATH}: not allowed on a fresh request")
-    if message.message_id and not _ID.fullmatch(message.message_id):
-        raise RequestProblem(
-            "invalid_request", "message_id: allowed are 1 to 128 of A-Z a-z 0-9 . _ : -; found something else"
-        )
+    if message.message_id and not is_request_id(message.message_id):
+        raise RequestProblem("invalid_request", f"message_id: {REQUEST_ID}; found something else")
     if message.priority is not None and message.priority > PRIORITY_AT_MOST:
         raise RequestProblem(
             "invalid_request", f"priority: found {message.priority}, allowed are 0 to {PRIORITY_AT_MOST}"

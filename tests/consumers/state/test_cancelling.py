@@ -15,7 +15,7 @@ async def claimed(store: Store) -> Held:
 
 
 async def test_what_nobody_has_seen_yet_ends_as_cancelled_when_it_comes(store: Store) -> None:
-    assert await store.cancel(ME, CANCELLED) == Cancelling.RECORDED
+    assert await store.cancel(ME, CANCELLED) == Cancelling.UNSEEN
 
     assert await store.claim(ME, copy()) == CANCELLED_FIRST
     assert await store.complete(ME, copy(), failed("deadline_exceeded"), token=None) == CANCELLED
@@ -92,7 +92,7 @@ async def test_what_has_ended_stays_as_it_is(store: Store) -> None:
 async def test_a_noted_id_can_be_cancelled(store: Store) -> None:
     await store.note(ME, failed("invalid_request"))
 
-    assert await store.cancel(ME, CANCELLED) == Cancelling.RECORDED
+    assert await store.cancel(ME, CANCELLED) == Cancelling.UNSEEN
     assert await store.claim(ME, copy()) == CANCELLED_FIRST
 
 

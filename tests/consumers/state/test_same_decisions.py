@@ -15,6 +15,8 @@ from tests.support.completions import CANCELLED, answered, copy, failed
 from tests.support.memory_store import MemoryStore
 from tests.support.redis import RedisServer
 
+LATE_MS = 4_000_000_000_000
+"""By every clock."""
 IDS = [Identity("tenant", "a"), Identity("tenant", "b")]
 identities = st.sampled_from(IDS)
 copies = st.builds(
@@ -29,12 +31,14 @@ endings = st.sampled_from(
 )
 nth = st.integers(0, 3)
 """Which of the claims that were granted, the last first."""
+due = st.integers(1_790_000_000_000, 1_790_000_001_000)
 steps = st.one_of(
     st.tuples(st.just("claim"), identities, copies),
     st.tuples(st.just("complete"), identities, copies, endings, nth),
     st.tuples(st.just("end"), identities, copies, endings),
     st.tuples(st.just("renew"), identities, nth),
-    st.tuples(st.just("release"), identities, nth),
+    st.tuples(st.just("release"), identities, nth, due),
+    st.tuples(st.just("defer"), identities, due),
     st.tuples(st.just("note"), identities, endings),
     st.tuples(st.just("cancel"), identities),
     st.tuples(st.just("find"), identities),
@@ -70,9 +74,12 @@ class Player:
         held = self._held(identity, which)
         return held and list((await self._store.renew([held])).values())
 
-    async def _release(self, identity: Identity, which: int) -> None:
+    async def _release(self, identity: Identity, which: int, due_ms: int) -> None:
         if held := self._held(identity, which):
-            await self._store.release(held, attempts=which)
+            await self._store.release(held, attempts=which, due_ms=due_ms)
+
+    async def _defer(self, identity: Identity, due_ms: int) -> None:
+        await self._store.defer(identity, due_ms=due_ms, keep_until_ms=LATE_MS)
 
     async def _note(self, identity: Identity, ending: Completion) -> None:
         await self._store.note(identity, ending)

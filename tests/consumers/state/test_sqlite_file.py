@@ -255,6 +255,17 @@ async def test_it_becomes_corrupt_while_it_is_open(path: Path) -> None:
         await is_well_again(store)
 
 
+async def test_a_file_of_the_version_before_is_brought_up_to_date(path: Path) -> None:
+    async with a_store(path) as store:
+        await store.complete(ME, copy(), answered(), token=None)
+    with closing(sqlite3.connect(path)) as other:
+        other.executescript("ALTER TABLE request DROP COLUMN due_ms; PRAGMA user_version = 1")
+    async with a_store(path) as store:
+        assert await store.find(ME) == Found(completion=answered(), running=False)
+        await store.defer(Identity("", "later"), due_ms=7, keep_until_ms=2**45)
+        assert await store.find(Identity("", "later")) == Found(completion=None, running=False, due_ms=7)
+
+
 async def test_a_newer_version_made_it(path: Path) -> None:
     async with a_store(path):
         pass

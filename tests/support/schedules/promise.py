@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from consumers.job import dead_at_text
+from consumers.job import moment_text
 from consumers.state.base import Copy, Held, Identity
 from tests.support.schedules.broker import NAMES, Channel, Entry
 from tests.support.schedules.operation import DELIVERY
@@ -125,7 +125,7 @@ class Promise:
         if self._is_foreign(id, code):
             return
         if code not in {each.code for each in self.noted[id]} and not any(
-            (each.code, dead_at_text(each.ended_ms)) == (code, at) for each in self.endings[id]
+            (each.code, moment_text(each.ended_ms)) == (code, at) for each in self.endings[id]
         ):
             self.violations.append(f"{id}: buried with {code} at {at}, which is not stored")
 

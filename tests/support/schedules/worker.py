@@ -67,7 +67,11 @@ class Worker:
             failpoints=Failpoints(),
         )
         handler = Handler(
-            gates=(DeadlineGate(now_ms=world.now_ms), ScheduleGate(now_ms=world.now_ms), ClaimGate(claiming)),
+            gates=(
+                DeadlineGate(now_ms=world.now_ms),
+                ScheduleGate(claiming, now_ms=world.now_ms),
+                ClaimGate(claiming, now_ms=world.now_ms),
+            ),
             providers=Registry(ProviderEdge(world, self.edge), tracing=TRACING),
             elsewhere=NobodyElse(),
             purse=NobodyElse(),

@@ -1,0 +1,86 @@
+"""How control messages are answered: in one shape, with `x-lane-control`; a result is the final reply again.
+
+Answers go to queues that the broker named, and to no other (threat T1). Who asked from elsewhere, or from nowhere,
+cannot be told: that is logged and counted, and nothing more can be done.
+"""
+
+import json
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, Literal
+
+import structlog
+
+from consumers.state.base import Completion
+from topology import names as n
+from topology import signals
+from topology.broker.publisher import Publisher
+from topology.contract.messages import Message
+from topology.contract.problems import BrokerError, RequestProblem
+
+BROKER_NAMED = "amq.gen-"
+JSON = "application/json"
+PROBLEM = "application/problem+json"
+log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+class Answers:
+    """Publishes them."""
+
+    def __init__(self, publisher: Publisher) -> None:
+        self._publisher = publisher
+        self.refused = 0
+        """Control messages that could not be understood, or asked for what is another's."""
+        self.unanswered = 0
+        """Of whatever came of so many, nobody could be told, though somebody should have been."""
+
+    async def tell(
+        self, question: Message, body: Mapping[str, Any], *, id: str | None, as_: Literal["accepted", "pending"]
+    ) -> None:
+        """What was done, or what is known so far."""
+        await self._send(question, json.dumps(body).encode(), JSON, _headers(id, {n.CONTROL: as_}))
+
+    async def refuse(self, question: Message, problem: RequestProblem, *, id: str | None) -> None:
+        """What is wrong with it."""
+        self.refused += 1
+        log.warning(
+            signals.CONTROL_REFUSED,
+            type=(question.type or "")[:40],
+            key=question.routing_key[:40],
+            reason=problem.detail,
+            refused=self.refused,
+        )
+        document = problem.document(request=id or "", attempts=0)
+        await self._send(question, document, PROBLEM, _headers(id, {n.CONTROL: "error"}), is_due=True)
+
+    async def replay(self, question: Message, completion: Completion, *, id: str) -> None:
+        """How the request ended, as its requester was told."""
+        headers = {n.STATUS: completion.status, **completion.headers, n.REPLAYED: True}
+        content_type = PROBLEM if completion.status == "error" else JSON
+        await self._send(question, completion.body, content_type, _headers(id, headers))
+
+    async def _send(
+        self, question: Message, body: bytes, content_type: str, headers: Mapping[str, Any], *, is_due: bool = False
+    ) -> None:
+        """Whoever has gone wants no answer. `is_due`: whoever gave no address should be told all the same."""
+        address = question.reply_to or ""
+        if not address.startswith(BROKER_NAMED):
+            if address or is_due:
+                self.unanswered += 1
+                log.warning(signals.CONTROL_UNANSWERED, reply_to=address[:100], unanswered=self.unanswered)
+            return
+        answer = Message(
+            body=body,
+            headers=headers,
+            content_type=content_type,
+            message_id=uuid.uuid4().hex,
+            correlation_id=question.correlation_id,
+            persistent=False,
+        )
+        with suppress(BrokerError):
+            await self._publisher.publish(answer, exchange="", routing_key=address, mandatory=False, traced=False)
+
+
+def _headers(id: str | None, headers: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(headers) if id is None else {**headers, n.REQUEST_ID: id}

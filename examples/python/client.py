@@ -1,0 +1,37 @@
+"""Everything with our own client: python client.py ask|stream|publish PROMPT, python client.py cancel|result ID"""
+
+import asyncio
+import os
+import sys
+
+from service.client import Client, ControlRefused, Final, NotEnded, Part, Problem
+
+KEY = "normal.examples.client"
+
+
+async def main(what: str, text: str) -> None:
+    async with Client(os.environ.get("AMQP_URL", "amqp://guest:guest@localhost:5672/")) as client:
+        match what:
+            case "ask":
+                print((await client.request({"prompt": text}, key=KEY, deadline_s=60)).text)
+            case "stream":
+                async for reply in client.stream({"prompt": text}, key=KEY):
+                    match reply:
+                        case Part(kind="restart"):
+                            print("\n[from the beginning]")
+                        case Part():
+                            print(reply.text, end="", flush=True)
+                        case Final():
+                            print()
+            case "publish":
+                print(await client.publish({"prompt": text}, key=KEY))
+            case "cancel":
+                print(await client.cancel(text))
+            case "result":
+                print((await client.result(text)).text)
+
+
+try:
+    asyncio.run(main(*sys.argv[1:]))
+except (Problem, NotEnded, ControlRefused) as error:
+    sys.exit(str(error))

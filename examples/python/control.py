@@ -1,0 +1,42 @@
+"""Cancel a request, or fetch how it ended, with pika alone: python control.py cancel ID, python control.py result ID"""
+
+import json
+import os
+import sys
+import uuid
+
+import pika
+
+what, request_id = sys.argv[1:]
+connection = pika.BlockingConnection(pika.URLParameters(os.environ.get("AMQP_URL", "amqp://localhost:5672/")))
+channel = connection.channel()
+channel.confirm_delivery()
+answers = channel.queue_declare("", exclusive=True).method.queue  # answers go to queues that the broker named
+
+channel.basic_publish(
+    exchange="lane.control",
+    routing_key=what,
+    body=json.dumps({what: request_id}),
+    properties=pika.BasicProperties(
+        type=what,  # the same as the routing key
+        content_type="application/json",
+        delivery_mode=pika.DeliveryMode.Persistent if what == "cancel" else pika.DeliveryMode.Transient,
+        expiration=None if what == "cancel" else "10000",
+        correlation_id=str(uuid.uuid4()),
+        reply_to=answers,
+    ),
+)
+for _method, properties, body in channel.consume(answers, auto_ack=True, inactivity_timeout=10):
+    if properties is None:
+        kept = "; the cancellation is kept until one runs" if what == "cancel" else ""
+        sys.exit(f"no worker answered within 10 s{kept}")
+    answer = json.loads(body)
+    if properties.headers.get("x-lane-control") == "error" or properties.headers.get("x-lane-status") == "error":
+        sys.exit(f"{answer['title']}: {answer['detail']}")
+    if properties.headers.get("x-lane-control"):
+        # accepted: recorded, told, ended or unseen; pending: running, waiting or unknown
+        print(answer.get("outcome") or answer["status"], answer.get("due_at", ""))
+    else:  # the final reply again
+        print("".join(block.get("text", "") for block in answer["content"]))
+    break
+connection.close()

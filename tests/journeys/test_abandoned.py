@@ -1,0 +1,145 @@
+"""Whoever stops waiting for an answer pays for no more of it: the provider's call ends within a second."""
+
+import asyncio
+import time
+from contextlib import suppress
+
+import pytest
+
+from service.client import Client, Final, Problem
+from tests.support.brokers import Vhost
+from tests.support.house import House, house
+from tests.support.waiting import until
+
+KEY = "critical.tests.abandoned"
+WORDS = "running, word by word, for a long time [[latency: 30s]]"
+
+
+async def is_closed(home: House, *, within_s: float = 1.0) -> None:
+    """The provider's socket, from now on counted."""
+    began = time.monotonic()
+    await until(lambda: [call.outcome for call in home.calls("running")] == ["client_gone"], within_s=10)
+    assert time.monotonic() - began < within_s
+
+
+async def ends_as_cancelled(client: Client, id: str) -> None:
+    with pytest.raises(Problem, match="cancelled"):
+        await client.result(id, wait_s=5)
+
+
+@pytest.mark.parametrize("how", ["cancel", "wait_for", "timeout", "task group"])
+async def test_a_caller_that_is_cancelled_cancels_its_call(vhost: Vhost, how: str) -> None:
+    async with house(vhost.amqp_url) as home, Client(vhost.amqp_url) as client:
+
+        async def ask() -> None:
+            await client.request({"prompt": WORDS}, key=KEY, message_id="a-1")
+
+        async def fail() -> None:
+            await until(lambda: home.calls("running"))
+            raise ZeroDivisionError
+
+        async def fail_beside() -> None:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(ask())
+                group.create_task(fail())
+
+        if how == "cancel":
+            asking = asyncio.create_task(ask())
+            await until(lambda: home.calls("running"))
+            asking.cancel()
+            with suppress(asyncio.CancelledError):
+                await asking
+        elif how == "wait_for":
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(ask(), 1)
+        elif how == "timeout":
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(1):
+                    await ask()
+        else:
+            with pytest.raises(ExceptionGroup):
+                await fail_beside()
+
+        await is_closed(home)
+        await ends_as_cancelled(client, "a-1")
+
+
+@pytest.mark.parametrize("how", ["break", "aclose", "cancel"])
+async def test_a_stream_that_is_left_cancels_its_call(vhost: Vhost, how: str) -> None:
+    async with house(vhost.amqp_url) as home, Client(vhost.amqp_url) as client:
+        if how == "break":
+            async for _ in client.stream({"prompt": WORDS}, key=KEY, message_id="a-1"):
+                break
+        elif how == "aclose":
+            stream = client.stream({"prompt": WORDS}, key=KEY, message_id="a-1")
+            await anext(stream)
+            await stream.aclose()
+        else:
+
+            async def read() -> None:
+                async for _ in client.stream({"prompt": WORDS}, key=KEY, message_id="a-1"):
+                    pass
+
+            reading = asyncio.create_task(read())
+            await until(lambda: home.calls("running"))
+            reading.cancel()
+            with suppress(asyncio.CancelledError):
+                await reading
+
+        await is_closed(home)
+        await ends_as_cancelled(client, "a-1")
+
+
+async def test_leaving_the_client_cancels_what_it_was_asked(vhost: Vhost) -> None:
+    async with house(vhost.amqp_url) as home:
+
+        async def ask() -> None:
+            async with Client(vhost.amqp_url) as client:
+                await client.request({"prompt": WORDS}, key=KEY)
+
+        asking = asyncio.create_task(ask())
+        await until(lambda: home.calls("running"))
+        asking.cancel()
+        with suppress(asyncio.CancelledError):
+            await asking
+
+        await is_closed(home)
+
+
+async def test_what_is_answered_is_cancelled_by_nobody(vhost: Vhost) -> None:
+    async with house(vhost.amqp_url) as home, Client(vhost.amqp_url) as client:
+        await client.request({"prompt": "one"}, key=KEY, message_id="a-1")
+        async for _ in client.stream({"prompt": "two"}, key=KEY, message_id="a-2"):
+            pass
+        async for each in client.stream({"prompt": "three"}, key=KEY, message_id="a-3"):
+            if isinstance(each, Final):
+                break
+        with pytest.raises(Problem, match="provider_rejected"):
+            await client.request({"prompt": "[[fault: invalid]]"}, key=KEY, message_id="a-4")
+
+        for id in ("a-1", "a-2", "a-3"):
+            assert (await client.result(id, wait_s=5)).attempt == 1
+        assert home.is_well
+
+
+async def test_it_is_left_running_where_that_is_wanted(vhost: Vhost) -> None:
+    async with house(vhost.amqp_url) as home, Client(vhost.amqp_url, cancel_abandoned=False) as client:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(
+                client.request({"prompt": "running [[latency: 2s]]"}, key=KEY, message_id="a-1"), 0.5
+            )
+
+        assert (await client.result("a-1", wait_s=10)).text.startswith("echo: running")
+        assert [call.outcome for call in home.calls("running")] == ["ok"]
+
+
+async def test_a_caller_that_is_cancelled_waits_for_no_broker(vhost: Vhost) -> None:
+    async with house(vhost.amqp_url) as home, Client(vhost.amqp_url) as client:
+        asking = asyncio.create_task(client.request({"prompt": WORDS}, key=KEY))
+        await until(lambda: home.calls("running"))
+        began = time.monotonic()
+        asking.cancel()
+        with suppress(asyncio.CancelledError):
+            await asking
+        assert time.monotonic() - began < 0.1
+        await is_closed(home)
