@@ -234,6 +234,8 @@ class Settler:
             expiration=job.hop.expiration if job.trusted else job.message.expiration,
             dead_at=job.dead_at,
             redelivered=redelivered,
+            hop_ms=(hop_ms := self._now_ms()),
+            back_ms=hop_ms + way.delay_ms,
         )
         headers = {**hop_headers(past), **way.headers}
         if job.dead_at is not None:  # its time counts from now, not from when it was first sent

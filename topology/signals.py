@@ -80,13 +80,19 @@ CAP_REACHED: Final = "cap.reached"  # cap, percent (50, 80, 100), used, limit: o
 CAP_UNCORRECTED: Final = "cap.uncorrected"  # cap, error: it stays counted by its estimate
 
 # Spans: `<operation> <destination>`, the destination being of few values (an exchange, a queue of ours, a model).
+# docs/tracing.md tells what they mean.
+ASK: Final = "ask"  # CLIENT: `lanekeeper send`, from before it publishes until it has its answer
 SEND: Final = "send"  # PRODUCER
 PROCESS: Final = "process"  # CONSUMER
 CHAT: Final = "chat"  # CLIENT
 ACK: Final = "ack"  # CLIENT, as is REJECT
 REJECT: Final = "reject"
+WAIT: Final = "wait"  # INTERNAL, as is DELAY: told by the worker that ended it, when it had passed
+DELAY: Final = "delay"
 SETTLE: Final = "settle"  # only as messaging.operation.type
 REPLY_TEMPLATE: Final = "(reply)"  # stands for every queue that a requester named: there are as many as requesters
+TURN: Final = "(turn)"  # what a worker holds waits for its claim, and for room in the budget
+DEAD_LETTER: Final = "(dead letter)"  # until somebody publishes it again
 DEFAULT_EXCHANGE: Final = "amq.default"  # messaging.destination.name where exchange and key are empty
 
 # Attributes: general.
