@@ -109,6 +109,13 @@ class Tracing:
             span.set_attributes(attributes)
         return Scope(span, None)
 
+    def ask(self) -> Scope:
+        """Publish a request and have its answer inside this."""
+        if (tracer := self._recorder()) is None:
+            return _NOTHING
+        span = tracer.start_span(signals.ASK, kind=SpanKind.CLIENT)
+        return Scope(span, trace.set_span_in_context(span))
+
     def process(
         self,
         message: Message,

@@ -2,12 +2,14 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from service import logs
 from service.client import Client
 from service.settings import Settings
 from topology.broker.connection import Connection
 from topology.broker.management import Management, discover
+from topology.tracing import Tracing
 
 
 @asynccontextmanager
@@ -30,8 +32,9 @@ async def management_of(settings: Settings, connection: Connection) -> Managemen
 
 
 @asynccontextmanager
-async def client_of(settings: Settings) -> AsyncIterator[Client]:
+async def client_of(settings: Settings, *, tracing: Tracing | None = None) -> AsyncIterator[Client]:
     """A client of the settings' broker; only errors are logged meanwhile. Raises BrokerUnreachable, AccessRefused."""
+    given: dict[str, Any] = {"names": settings.names(), "ssl_context": settings.ssl_context(), "tracing": tracing}
     with logs.written(service="lanekeeper", level="error"):
-        async with Client(settings.broker_url, names=settings.names(), ssl_context=settings.ssl_context()) as client:
+        async with Client(settings.broker_url, **given) as client:
             yield client

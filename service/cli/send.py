@@ -12,12 +12,14 @@ from service.cli import options
 from service.cli.answers import print_answer, print_text, tell_problem
 from service.cli.ending import BAD_USE, FAILED, run
 from service.cli.options import LaneName
+from service.cli.traced import tell_trace_of, traced
 
 if TYPE_CHECKING:
     from service.client import Client
     from service.replies import Final, Part
     from service.settings import Settings
     from service.wishes import Wishes
+    from topology.tracing import Tracing
 
 QUIET_S = 2.0
 """So long nothing need be said: most answers are there by then."""
@@ -77,26 +79,36 @@ def send(
         wishes["delay_s"] = delay
     if at is not None:
         wishes["at"] = at
-    run(
-        _send(
-            settings,
-            {name: value for name, value in body.items() if value is not None},
-            key=key or f"{lane}.cli.send",
-            wishes=wishes,
-            wait=wait,
-            stream=stream,
-            json=json,
+    with traced(settings) as tracing:
+        run(
+            _send(
+                settings,
+                {name: value for name, value in body.items() if value is not None},
+                key=key or f"{lane}.cli.send",
+                wishes=wishes,
+                wait=wait,
+                stream=stream,
+                json=json,
+                tracing=tracing,
+            )
         )
-    )
 
 
 async def _send(
-    settings: "Settings", body: dict[str, Any], *, key: str, wishes: "Wishes", wait: bool, stream: bool, json: bool
+    settings: "Settings",
+    body: dict[str, Any],
+    *,
+    key: str,
+    wishes: "Wishes",
+    wait: bool,
+    stream: bool,
+    json: bool,
+    tracing: "Tracing",
 ) -> None:
     from service.cli.connecting import client_of
     from service.replies import Problem
 
-    async with client_of(settings) as client:
+    async with client_of(settings, tracing=tracing) as client:
         try:
             if not wait:
                 print_text(await client.publish(body, key=key, **wishes), end="\n")
@@ -108,7 +120,9 @@ async def _send(
                 if stream:
                     await _print_parts(client.stream(body, key=key, timeout_s=timeout_s, **wishes), json=json)
                 else:
-                    print_answer(await client.request(body, key=key, timeout_s=timeout_s, **wishes), json=json)
+                    answer = await client.request(body, key=key, timeout_s=timeout_s, **wishes)
+                    print_answer(answer, json=json)
+                    tell_trace_of(answer)
             finally:
                 watching.cancel()
                 await asyncio.wait([watching])
@@ -151,6 +165,7 @@ async def _print_parts(replies: "AsyncGenerator[Part | Final, None]", *, json: b
     async for reply in replies:
         if not isinstance(reply, Part):
             print_text(reply.body.decode() if json else "", end="\n")
+            tell_trace_of(reply)
         elif json:
             print_text(
                 dumps({"part": reply.kind, "seq": reply.seq, "event": reply.event}, ensure_ascii=False), end="\n"

@@ -73,7 +73,13 @@ def _go(line: Sequence[str], folder: Path, *, within_s: float) -> str:
     command = f"go {line[0]}"
     try:
         done = subprocess.run(
-            ["nice", "go", *line], cwd=folder, env=environ, timeout=within_s, capture_output=True, text=True, check=False
+            ["nice", "go", *line],
+            cwd=folder,
+            env=environ,
+            timeout=within_s,
+            capture_output=True,
+            text=True,
+            check=False,
         )
     except subprocess.TimeoutExpired as error:
         raise BuildFailed(f"`{command}` took longer than {within_s:g} s") from error
