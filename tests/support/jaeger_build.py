@@ -20,7 +20,7 @@ VERSION = "v1.76.0"
 MODULE = "github.com/jaegertracing/jaeger"
 PROGRAM = f"{MODULE}/cmd/jaeger"
 FETCH_S = 300
-BUILD_S = 1500
+BUILD_S = 1200
 """Five minutes where both of two cores are free."""
 
 
