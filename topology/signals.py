@@ -45,7 +45,7 @@ TAKING_RESUMED: Final = "taking.resumed"  # paused_s
 CONSUMER_CANCELLED: Final = "consumer.cancelled"  # queue: the broker ended it (queue deleted, leader moved)
 CONTROL_REFUSED: Final = "control.refused"  # reason: a control message that is not understood
 
-# Log events: one request. `request` (its message id), `lane`, `attempt` and `trace` are bound once, in the handler.
+# Log events: one request. `request` is its message id; most tell its `lane` as well.
 REQUEST_ANSWERED: Final = "request.answered"  # model, provider, wait_ms, run_ms, input_tokens, output_tokens
 REQUEST_DEFERRED: Final = "request.deferred"  # delay_ms, reason: held back by a limit or a wish; not an error
 REQUEST_RETRIED: Final = "request.retried"  # delay_ms, error, status, provider_request: the attempt failed
@@ -121,7 +121,6 @@ GEN_AI_REQUEST_MAX_TOKENS: Final = "gen_ai.request.max_tokens"
 GEN_AI_REQUEST_STREAM: Final = "gen_ai.request.stream"  # only where it is true
 GEN_AI_RESPONSE_MODEL: Final = "gen_ai.response.model"
 GEN_AI_RESPONSE_FINISH_REASONS: Final = "gen_ai.response.finish_reasons"  # string[]
-GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK: Final = "gen_ai.response.time_to_first_chunk"  # seconds
 GEN_AI_INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"  # the cached ones included
 GEN_AI_OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
 GEN_AI_CACHE_READ_TOKENS: Final = "gen_ai.usage.cache_read.input_tokens"
