@@ -5,6 +5,7 @@ overtake (facts.md, section 2).
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any, assert_never
@@ -12,6 +13,7 @@ from typing import Any, assert_never
 import structlog
 from opentelemetry.trace import Span
 
+from consumers import waits
 from consumers.activity import LaneActivity
 from consumers.job import Answered, Buried, Deferred, Dropped, Job, Outcome, Refused, Replayed, Retried
 from consumers.settle import Settler
@@ -148,12 +150,16 @@ class Pool:
         try:
             job = self._job_of(delivery)
             self._jobs.add(job)
-            with self._tracing.process(delivery.message, queue=self.queue, delivery_tag=delivery.tag) as span:
+            taken_ns = time.time_ns()
+            with self._tracing.process(
+                delivery.message, queue=self.queue, delivery_tag=delivery.tag, start_ns=taken_ns
+            ) as span:
                 with self._undecided_yet(job):
                     outcome = await self._outcome(job)
                 settled = await self._settler.settle(job, outcome)
                 if span.is_recording():
                     self._record(span, job, settled or outcome)
+                    self._record_waits(job, taken_ns)
             if settled is not None:
                 attempted = job.attempt_started_ms is not None
                 self._activity.record(
@@ -213,6 +219,12 @@ class Pool:
                 recording.outcome(span, name)
             case _:
                 assert_never(outcome)
+
+    def _record_waits(self, job: Job, taken_ns: int) -> None:
+        for each in waits.before(job, taken_ns):
+            self._tracing.passed(each.name, start_ns=each.start_ns, end_ns=each.end_ns, came_by=job.message)
+        for each in waits.turn(job, taken_ns):
+            self._tracing.passed(each.name, start_ns=each.start_ns, end_ns=each.end_ns)
 
     async def _outcome(self, job: Job) -> Outcome:
         """An unforeseen error is ours, and buries the request."""

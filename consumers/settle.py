@@ -232,6 +232,8 @@ class Settler:
             expiration=job.hop.expiration if job.trusted else job.message.expiration,
             dead_at=job.dead_at,
             redelivered=redelivered,
+            hop_ms=(hop_ms := self._now_ms()),
+            back_ms=hop_ms + way.delay_ms,
         )
         message = self._copy(job, {**hop_headers(past), **way.headers})
         self._failpoints.reach_soon("after_publish")

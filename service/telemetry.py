@@ -65,12 +65,13 @@ def running(spec: TelemetrySpec, *, stream: TextIO | None = None) -> Iterator[Tr
         if spec.traces_url is None:
             yield None
             return
-        with _exporting(spec.traces_url, service_name=spec.service_name) as provider:
+        with exporting(spec.traces_url, service_name=spec.service_name) as provider:
             yield provider
 
 
 @contextmanager
-def _exporting(url: str, *, service_name: str) -> Iterator[TracerProvider]:
+def exporting(url: str, *, service_name: str) -> Iterator[TracerProvider]:
+    """Spans go to `url` for the length of a `with`."""
     exporter = OTLPSpanExporter(endpoint=url)
     # The queue is bounded (OTEL_BSP_MAX_QUEUE_SIZE, 2048 spans): what does not fit is dropped, and nobody waits.
     provider = TracerProvider(resource=_resource(service_name), shutdown_on_exit=False)

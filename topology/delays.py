@@ -29,7 +29,13 @@ class Hop:
 
     exchange: str
     headers: Mapping[str, bool]
-    """A bit for every level from the entry down, all present: a level without its bit routes to `lane.fallen`."""
+    """A bit for every level up to the entry, the lowest first, all present: a level without its bit routes to
+    `lane.fallen`."""
+
+    @property
+    def delay_ms(self) -> int:
+        """How long it takes: what was asked for, rounded up."""
+        return sum(wait_ms(level) for level, waits in enumerate(self.headers.values()) if waits)
 
 
 def hop(delay_ms: int, names: Names) -> Hop:

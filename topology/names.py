@@ -122,13 +122,15 @@ DUE_MS = "x-lane-due-ms"
 USER_ID = "x-lane-user-id"
 EXPIRATION = "x-lane-expiration"
 REDELIVERED = "x-lane-redelivered"
+HOP_MS = "x-lane-hop-ms"
+BACK_MS = "x-lane-back-ms"
 
 OURS = frozenset(
     {
         STATUS, PART, SEQ, REQUEST_ID, LANE_NAME, MODEL, PROVIDER, ATTEMPT, WAIT_MS, RUN_MS, WAIT_FROM,
         REPLAYED, CONTROL,
         DEAD_CODE, DEAD_DETAIL, DEAD_AT, ROUTING_KEY, ERRORS,
-        FIRST_SEEN_MS, DUE_MS, USER_ID, EXPIRATION, REDELIVERED,
+        FIRST_SEEN_MS, DUE_MS, USER_ID, EXPIRATION, REDELIVERED, HOP_MS, BACK_MS,
     }
 )  # fmt: skip
 

@@ -38,7 +38,6 @@ def answer(
     cache_write_tokens: int = 0,
     stop_reason: str | None = None,
     request_id: str | None = None,
-    first_part_s: float | None = None,
     cost_usd: float | None = None,
 ) -> None:
     """On a `chat` span. `input_tokens` without the cached ones, as Anthropic counts; the span gets the sum."""
@@ -57,8 +56,6 @@ def answer(
         attributes[signals.GEN_AI_RESPONSE_FINISH_REASONS] = (stop_reason,)
     if request_id is not None and _WORD.fullmatch(request_id):
         attributes[signals.PROVIDER_REQUEST_ID] = request_id
-    if first_part_s is not None:
-        attributes[signals.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK] = first_part_s
     if cost_usd is not None:
         attributes[signals.LANE_COST_USD] = cost_usd
     span.set_attributes(attributes)

@@ -52,7 +52,7 @@ CONTROL_UNANSWERED: Final = (
     "control.unanswered"  # reply_to, unanswered (how many so far): nobody can be told what came of a control message
 )
 
-# Log events: one request. `request` (its message id), `lane`, `attempt` and `trace` are bound once, in the handler.
+# Log events: one request. `request` is its message id; most tell its `lane` as well.
 REQUEST_ANSWERED: Final = "request.answered"  # model, provider, wait_ms, run_ms, input_tokens, output_tokens
 REQUEST_DEFERRED: Final = "request.deferred"  # delay_ms, reason: held back by a limit or a wish; not an error
 REQUEST_RETRIED: Final = "request.retried"  # delay_ms, error, status, provider_request: the attempt failed
@@ -88,13 +88,19 @@ CAP_REACHED: Final = "cap.reached"  # cap, percent (50, 80, 100), used, limit: o
 CAP_UNCORRECTED: Final = "cap.uncorrected"  # cap, error: it stays counted by its estimate
 
 # Spans: `<operation> <destination>`, the destination being of few values (an exchange, a queue of ours, a model).
+# docs/tracing.md tells what they mean.
+ASK: Final = "ask"  # CLIENT: `lanekeeper send`, from before it publishes until it has its answer
 SEND: Final = "send"  # PRODUCER
 PROCESS: Final = "process"  # CONSUMER
 CHAT: Final = "chat"  # CLIENT
 ACK: Final = "ack"  # CLIENT, as is REJECT
 REJECT: Final = "reject"
+WAIT: Final = "wait"  # INTERNAL, as is DELAY: told by the worker that ended it, when it had passed
+DELAY: Final = "delay"
 SETTLE: Final = "settle"  # only as messaging.operation.type
 REPLY_TEMPLATE: Final = "(reply)"  # stands for every queue that a requester named: there are as many as requesters
+TURN: Final = "(turn)"  # what a worker holds waits for its claim, and for room in the budget
+DEAD_LETTER: Final = "(dead letter)"  # until somebody publishes it again
 DEFAULT_EXCHANGE: Final = "amq.default"  # messaging.destination.name where exchange and key are empty
 
 # Attributes: general.
@@ -123,7 +129,6 @@ GEN_AI_REQUEST_MAX_TOKENS: Final = "gen_ai.request.max_tokens"
 GEN_AI_REQUEST_STREAM: Final = "gen_ai.request.stream"  # only where it is true
 GEN_AI_RESPONSE_MODEL: Final = "gen_ai.response.model"
 GEN_AI_RESPONSE_FINISH_REASONS: Final = "gen_ai.response.finish_reasons"  # string[]
-GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK: Final = "gen_ai.response.time_to_first_chunk"  # seconds
 GEN_AI_INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"  # the cached ones included
 GEN_AI_OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
 GEN_AI_CACHE_READ_TOKENS: Final = "gen_ai.usage.cache_read.input_tokens"

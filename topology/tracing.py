@@ -1,11 +1,12 @@
 """One trace per request: the spans of a message's way, over OpenTelemetry's API alone.
 
     PRODUCER send lane.requests            the publisher's; its context is in the message's headers
-    └── CONSUMER process lane.critical     child of, and linked to, the span in the message
-        ├── CLIENT chat <model>            one attempt; what the provider's client adds comes under it
-        ├── PRODUCER send lane.delay.03    a retry: the next `process` is a child of this
-        ├── PRODUCER send (reply)
-        └── CLIENT ack lane.critical
+    ├── CONSUMER process lane.critical     child of, and linked to, the span in the message
+    │   ├── CLIENT chat <model>            one attempt; what the provider's client adds comes under it
+    │   ├── PRODUCER send lane.delay.03    a retry: `delay`, `wait` and the next `process` are children of this
+    │   ├── PRODUCER send (reply)
+    │   └── CLIENT ack lane.critical
+    └── INTERNAL wait lane.critical        until it was taken; told by the worker that took it
 
 The conventions make links the default and allow a parent for single messages; a request here is one message at a
 time, so both are set, and any viewer shows one tree. They also ask that a creation context in a message be left as it
@@ -108,8 +109,21 @@ class Tracing:
             span.set_attributes(attributes)
         return Scope(span, None)
 
+    def ask(self) -> Scope:
+        """Publish a request and have its answer inside this."""
+        if (tracer := self._recorder()) is None:
+            return _NOTHING
+        span = tracer.start_span(signals.ASK, kind=SpanKind.CLIENT)
+        return Scope(span, trace.set_span_in_context(span))
+
     def process(
-        self, message: Message, *, queue: str, delivery_tag: int | None = None, operation: str = signals.PROCESS
+        self,
+        message: Message,
+        *,
+        queue: str,
+        delivery_tag: int | None = None,
+        operation: str = signals.PROCESS,
+        start_ns: int | None = None,
     ) -> Scope:
         """Work on a delivered message inside this: the current span is the message's, whatever was current before."""
         publisher = propagation.read(message.headers)
@@ -122,12 +136,22 @@ class Tracing:
             context=received,
             kind=SpanKind.CONSUMER,
             links=None if publisher is None else (Link(publisher),),
+            start_time=start_ns,
         )
         if span.is_recording():
             attributes = self._of(message, operation=operation, type=signals.PROCESS)
             self._received_from(attributes, message, queue, delivery_tag)
             span.set_attributes(attributes)
         return Scope(span, trace.set_span_in_context(span, received))
+
+    def passed(self, name: str, *, start_ns: int, end_ns: int, came_by: Message | None = None) -> None:
+        """Tell of a time that has passed. It stands beside the current `process`, under the span that `came_by` names;
+        without one, under the current span."""
+        if self._tracer is None:
+            return
+        publisher = None if came_by is None else propagation.read(came_by.headers)
+        parent = None if publisher is None else trace.set_span_in_context(NonRecordingSpan(publisher))
+        self._tracer.start_span(name, parent, start_time=start_ns).end(end_ns)
 
     def settle(self, operation: str, message: Message, *, queue: str, delivery_tag: int) -> Scope:
         """Acknowledge (`signals.ACK`) or return a delivery inside this, and inside its `process`."""

@@ -8,6 +8,7 @@ from service.client import Client
 from service.settings import Settings
 from topology.broker.connection import Connection
 from topology.broker.management import Management, discover
+from topology.tracing import Tracing
 
 
 @asynccontextmanager
@@ -30,13 +31,14 @@ async def management_of(settings: Settings, connection: Connection) -> Managemen
 
 
 @asynccontextmanager
-async def client_of(settings: Settings) -> AsyncIterator[Client]:
+async def client_of(settings: Settings, *, tracing: Tracing | None = None) -> AsyncIterator[Client]:
     """A client of the settings' broker; only errors are logged meanwhile. Raises BrokerUnreachable, AccessRefused."""
     with logs.written(service="lanekeeper", level="error"):
         client = Client(
             settings.broker_url,
             names=settings.names(),
             ssl_context=settings.ssl_context(),
+            tracing=tracing,
             cancel_abandoned=False,  # who is interrupted says what became of it
         )
         async with client:

@@ -14,6 +14,7 @@ from service.cli.answers import print_answer, print_text, printable, tell_proble
 from service.cli.cancel import told
 from service.cli.ending import BAD_USE, FAILED, run
 from service.cli.options import LaneName
+from service.cli.traced import tell_trace_of, traced
 from topology.contract.problems import AccessRefused
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from service.replies import Final, Part
     from service.settings import Settings
     from service.wishes import Wishes
+    from topology.tracing import Tracing
 
 DEFAULT_KEY = "{lane}.cli.send"
 QUIET_S = 2.0
@@ -82,27 +84,37 @@ def send(
         wishes["delay_s"] = delay
     if at is not None:
         wishes["at"] = at
-    run(
-        _send(
-            settings,
-            {name: value for name, value in body.items() if value is not None},
-            key=key or DEFAULT_KEY.format(lane=lane),
-            wishes=wishes,
-            wait=wait,
-            stream=stream,
-            json=json,
+    with traced(settings) as tracing:
+        run(
+            _send(
+                settings,
+                {name: value for name, value in body.items() if value is not None},
+                key=key or DEFAULT_KEY.format(lane=lane),
+                wishes=wishes,
+                wait=wait,
+                stream=stream,
+                json=json,
+                tracing=tracing,
+            )
         )
-    )
 
 
 async def _send(
-    settings: "Settings", body: dict[str, Any], *, key: str, wishes: "Wishes", wait: bool, stream: bool, json: bool
+    settings: "Settings",
+    body: dict[str, Any],
+    *,
+    key: str,
+    wishes: "Wishes",
+    wait: bool,
+    stream: bool,
+    json: bool,
+    tracing: "Tracing",
 ) -> None:
     from service.cli.connecting import client_of
     from service.replies import Problem
 
     id = wishes.setdefault("message_id", uuid.uuid4().hex)
-    async with client_of(settings) as client:
+    async with client_of(settings, tracing=tracing) as client:
         try:
             if not wait:
                 print_text(await client.publish(body, key=key, **wishes), end="\n")
@@ -115,7 +127,9 @@ async def _send(
                 if stream:
                     await _print_parts(client.stream(body, key=key, timeout_s=timeout_s, **wishes), json=json)
                 else:
-                    print_answer(await client.request(body, key=key, timeout_s=timeout_s, **wishes), json=json)
+                    answer = await client.request(body, key=key, timeout_s=timeout_s, **wishes)
+                    print_answer(answer, json=json)
+                    tell_trace_of(answer)
             finally:
                 watching.cancel()
                 await asyncio.wait([watching])
@@ -201,6 +215,7 @@ async def _print_parts(replies: "AsyncGenerator[Part | Final, None]", *, json: b
     async for reply in replies:
         if not isinstance(reply, Part):
             print_text(reply.body.decode() if json else "", end="\n")
+            tell_trace_of(reply)
         elif json:
             print_text(
                 dumps({"part": reply.kind, "seq": reply.seq, "event": reply.event}, ensure_ascii=False), end="\n"

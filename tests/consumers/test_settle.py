@@ -287,7 +287,13 @@ async def test_a_retry_tells_the_next_worker_what_happened(bench: Bench) -> None
     await bench.settler.settle(job, RETRIED)
     copy = bench.to("lane.delay.02")
     assert read_hop(copy.headers) == HopHeaders(
-        attempts=1, errors=(f"attempt 1: {RETRIED.error}",), first_seen_ms=NOW_MS, user_id="shop", expiration="60000"
+        attempts=1,
+        errors=(f"attempt 1: {RETRIED.error}",),
+        first_seen_ms=NOW_MS,
+        user_id="shop",
+        expiration="60000",
+        hop_ms=NOW_MS,
+        back_ms=NOW_MS + 700,
     )
     assert {key: value for key, value in copy.headers.items() if key.startswith("lane-d")} == {
         "lane-d02": True,

@@ -105,7 +105,8 @@ async def test_publish_two_failed_attempts_their_delays_and_the_answer_are_one_t
     chats = [child(spans, of=span, name="chat ") for span in attempts]
     acks = [child(spans, of=span, name="ack ") for span in attempts]
     reply = child(spans, of=third, name="send (reply)")
-    assert len(spans) == 1 + 1 + 3 * 3 + 2 + 1, tree(spans)
+    passed = [span for span in spans if span.kind == "INTERNAL" and span is not app]
+    assert len(spans) - len(passed) == 1 + 1 + 3 * 3 + 2 + 1, tree(spans)
     assert not [span for span in spans if span.links and span not in attempts]
 
     # who made them
@@ -167,7 +168,10 @@ async def test_publish_two_failed_attempts_their_delays_and_the_answer_are_one_t
     for process, delay, after in zip(attempts[:2], delays, attempts[1:], strict=True):
         delay_ms = process.attributes["lane.delay_ms"]
         assert delay.name == f"send {hop(delay_ms, Names()).exchange}"
-        assert after.start_ns - delay.end_ns > (delay_ms - 5) * 1_000_000, "the wait shows as a gap"
+        waited = child(passed, of=delay, name="delay lane.critical.due")
+        assert delay_ms <= (waited.end_ns - waited.start_ns) / 1_000_000 <= delay_ms + 100
+        assert waited.start_ns <= delay.end_ns
+        assert waited.end_ns <= after.start_ns
     assert reply.attributes["messaging.destination.template"] == "(reply)"
 
     # what left the house
@@ -236,7 +240,8 @@ async def test_a_traceparent_that_is_none_starts_a_new_trace_and_harms_nothing(s
             )
             assert reply.status == "ok"
             trace_id = reply.headers["traceparent"].split("-")[1]
-            (process, *_) = await scene.spans(trace_id, "process lane.critical", "ack lane.critical")
+            spans = await scene.spans(trace_id, "process lane.critical", "ack lane.critical")
+            process = one(spans, "process lane.critical")
             assert (process.parent_id, process.links) == ("", ()), "a trace of its own"
             assert process.attributes["messaging.message.id"] == f"bad-{n}"
             assert "tracestate" not in reply.headers

@@ -70,6 +70,7 @@ def test_a_delay_is_waited_out_to_the_unit_and_ends_in_the_lanes_due_queue(delay
 
     assert queues == [NAMES.due(key.split(".")[0])]
     assert waited_ms == -(-delay_ms // 100) * 100
+    assert hop.delay_ms == waited_ms
 
 
 @given(delay_ms=st.integers(100, delays.MAX_DELAY_MS), missing=st.integers(0, delays.LEVELS - 1))

@@ -57,6 +57,10 @@ class HopHeaders:
     """Of a dead letter that was published again."""
     redelivered: bool = False
     """It was moved here from a queue that counts nothing, where its last delivery was never settled."""
+    hop_ms: int | None = None
+    """When it was sent into the delay; ms since 1970."""
+    back_ms: int | None = None
+    """When the delay is over."""
 
 
 def read(headers: Mapping[str, Any]) -> RequestHeaders:
@@ -98,6 +102,8 @@ def read_hop(headers: Mapping[str, Any]) -> HopHeaders:
         expiration=_text(headers.get(names.EXPIRATION)),
         dead_at=_text(headers.get(names.DEAD_AT)),
         redelivered=headers.get(names.REDELIVERED) is True,
+        hop_ms=_whole(headers.get(names.HOP_MS)),
+        back_ms=_whole(headers.get(names.BACK_MS)),
     )
 
 
@@ -127,6 +133,8 @@ def hop_headers(hop: HopHeaders) -> dict[str, Any]:
         names.EXPIRATION: hop.expiration,
         names.DEAD_AT: hop.dead_at,
         names.REDELIVERED: hop.redelivered or None,
+        names.HOP_MS: hop.hop_ms,
+        names.BACK_MS: hop.back_ms,
     }
     return {key: value for key, value in found.items() if value is not None}
 

@@ -1,0 +1,58 @@
+"""Where a request was while nobody worked on it: in a queue, in a delay, as a dead letter; or in hand, before its call.
+
+Known when it is over, to the worker that has the request then.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from consumers.job import Job, dead_at_ms
+from topology import names as n
+from topology import signals
+
+MS: Final = 1_000_000
+SHORTEST_NS: Final = 1 * MS
+"""Most of the times are whole milliseconds."""
+SHORTEST_TURN_NS: Final = 5 * MS
+"""A claim that is free takes less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """One stretch of time, and the name of its span; ns since 1970."""
+
+    name: str
+    start_ns: int
+    end_ns: int
+
+
+def before(job: Job, taken_ns: int) -> Iterator[Wait]:
+    """From publishing, or from the last worker, until this delivery was taken."""
+    queue, hop = job.delivery.queue, job.hop
+    if hop.hop_ms is not None and hop.back_ms is not None:
+        back_ns = min(hop.back_ms * MS, taken_ns)
+        yield from _lasting(signals.DELAY, queue, hop.hop_ms * MS, back_ns)
+        yield from _lasting(signals.WAIT, queue, back_ns, taken_ns)
+    elif not job.trusted and (sent_ns := _sent_ns(job, taken_ns)) is not None:
+        if (parked_ms := dead_at_ms(job.dead_at)) is not None:
+            yield from _lasting(signals.WAIT, signals.DEAD_LETTER, parked_ms * MS, sent_ns)
+        yield from _lasting(signals.WAIT, queue, sent_ns, taken_ns)
+
+
+def turn(job: Job, taken_ns: int) -> Iterator[Wait]:
+    """From when it was taken until its call began."""
+    if job.attempt_started_ms is not None and job.attempt_started_ms * MS - taken_ns >= SHORTEST_TURN_NS:
+        yield Wait(f"{signals.WAIT} {signals.TURN}", taken_ns, job.attempt_started_ms * MS)
+
+
+def _sent_ns(job: Job, taken_ns: int) -> int | None:
+    if job.request is not None:
+        return taken_ns if job.request.sent_ms == job.taken_ms else job.request.sent_ms * MS
+    said = job.message.headers.get(n.SENT_MS)  # what expired was never read: its own word has to do
+    return said * MS if isinstance(said, int) and not isinstance(said, bool) and said > 0 else None
+
+
+def _lasting(operation: str, destination: str, start_ns: int, end_ns: int) -> Iterator[Wait]:
+    if end_ns - start_ns >= SHORTEST_NS:
+        yield Wait(f"{operation} {destination}", start_ns, end_ns)

@@ -1,0 +1,61 @@
+"""The trace of a request that a command publishes: its own span, and the trace's id on standard error."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from service.replies import Final
+    from service.settings import Settings
+    from topology.tracing import Tracing
+
+SERVICE_NAME = "lanekeeper send"
+
+
+@contextmanager
+def traced(settings: "Settings") -> Iterator["Tracing"]:
+    """The command's span is the root of the trace, where the settings say where spans go; its id is told first."""
+    from topology import recording
+    from topology.tracing import Tracing
+
+    base, traces = settings.otlp
+    if base is None and traces is None:
+        yield Tracing()
+        return
+    from service import telemetry  # the exporter is slow to import
+
+    spec = telemetry.TelemetrySpec(service_name=SERVICE_NAME, otlp_endpoint=base, otlp_traces_endpoint=traces)
+    assert spec.traces_url is not None
+    left: typer.Exit | None = None
+    with telemetry.exporting(spec.traces_url, service_name=SERVICE_NAME) as provider:
+        tracing = Tracing(provider)
+        with tracing.ask() as span:
+            if span.is_recording():
+                tell_trace(tracing.trace_id())
+            try:
+                yield tracing
+            except typer.Exit as told:  # what it ended in has been printed, and is its context
+                recording.fail(span, recording.error_type(told.__context__ or told))
+                left = told
+    if left is not None:
+        raise left
+
+
+def tell_trace_of(answer: "Final") -> None:
+    """The trace that the reply names, unless it is this command's own, which was told before."""
+    from opentelemetry import trace
+
+    from topology import propagation
+
+    named = propagation.read(answer.headers)
+    if named is not None and not trace.get_current_span().get_span_context().is_valid:
+        tell_trace(f"{named.trace_id:032x}")
+
+
+def tell_trace(trace_id: str | None) -> None:
+    """One line on standard error; none where there is no trace."""
+    if trace_id is not None:
+        print(f"lanekeeper: trace {trace_id}", file=sys.stderr)

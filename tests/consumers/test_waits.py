@@ -1,0 +1,79 @@
+"""What a request waited for, as spans: from what its message says, and from what its job has seen."""
+
+from typing import Any
+
+import pytest
+
+from consumers import waits
+from consumers.job import Job, dead_at_text
+from tests.support.jobs import NOW_MS, Bench
+from topology import names as n
+from topology.contract import codec
+from topology.lanes import CRITICAL
+
+MS = 1_000_000
+TAKEN_NS = NOW_MS * MS + 400_000
+
+
+def job_of(headers: dict[str, Any], *, read: bool = True, **properties: Any) -> Job:
+    job = Bench().job(headers=headers, **properties)
+    if read:
+        hop = job.hop if job.trusted else None
+        job.request = codec.decode(job.message, lane=CRITICAL, request_id=job.id, hop=hop, now_ms=job.taken_ms)
+    return job
+
+
+def told(job: Job) -> list[tuple[str, float, float]]:
+    """Name, and how long before it was taken each began and ended, in ms."""
+    return [
+        (each.name, (TAKEN_NS - each.start_ns) / MS, (TAKEN_NS - each.end_ns) / MS)
+        for each in waits.before(job, TAKEN_NS)
+    ]
+
+
+def test_a_fresh_request_waited_since_it_was_published() -> None:
+    assert told(job_of({n.SENT_MS: NOW_MS - 70})) == [("wait lane.critical", 70.4, 0)]
+
+
+@pytest.mark.parametrize("headers", [{}, {n.SENT_MS: NOW_MS + 5000}], ids=["not said", "a clock ahead of ours"])
+def test_a_time_that_nobody_knows_is_no_wait(headers: dict[str, Any]) -> None:
+    assert told(job_of(headers)) == []
+
+
+def test_what_expired_was_never_read_and_waited_all_the_same() -> None:
+    job = job_of({n.SENT_MS: NOW_MS - 70}, read=False, queue="lane.fallen", exchange="lane.fallen")
+    assert told(job) == [("wait lane.fallen", 70.4, 0)]
+
+
+def test_a_retry_was_delayed_and_then_waited_for_a_slot() -> None:
+    headers = {n.SENT_MS: NOW_MS - 999, n.HOP_MS: NOW_MS - 330, n.BACK_MS: NOW_MS - 30, n.FIRST_SEEN_MS: NOW_MS - 900}
+    job = job_of(headers, exchange="lane.due", queue="lane.critical.due")
+    assert told(job) == [("delay lane.critical.due", 330.4, 30.4), ("wait lane.critical.due", 30.4, 0)]
+
+
+def test_a_delay_that_ends_early_by_our_clock_ends_when_it_was_taken() -> None:
+    headers = {n.HOP_MS: NOW_MS - 330, n.BACK_MS: NOW_MS + 20}
+    job = job_of(headers, exchange="lane.due", queue="lane.critical.due")
+    assert told(job) == [("delay lane.critical.due", 330.4, 0)]
+
+
+def test_a_requester_cannot_say_that_it_was_delayed() -> None:
+    assert told(job_of({n.HOP_MS: NOW_MS - 330, n.BACK_MS: NOW_MS - 30})) == []
+
+
+def test_a_dead_letter_lay_there_until_it_was_published_again() -> None:
+    headers = {n.SENT_MS: NOW_MS - 9000, n.DEAD_AT: dead_at_text(NOW_MS - 5000)}
+    assert told(job_of(headers)) == [("wait (dead letter)", 5000.4, 0)]
+
+
+def test_where_the_broker_tells_when_it_was_published_again_the_queue_is_told_apart() -> None:
+    headers = {n.DEAD_AT: dead_at_text(NOW_MS - 5000), n.BROKER_TIMESTAMP_MS: NOW_MS - 60}
+    assert told(job_of(headers)) == [("wait (dead letter)", 5000.4, 60.4), ("wait lane.critical", 60.4, 0)]
+
+
+def test_a_turn_is_told_where_it_was_waited_for() -> None:
+    job = job_of({})
+    job.attempt_started_ms = NOW_MS + 4
+    assert not list(waits.turn(job, TAKEN_NS))
+    job.attempt_started_ms = NOW_MS + 3000
+    assert list(waits.turn(job, TAKEN_NS)) == [waits.Wait("wait (turn)", TAKEN_NS, (NOW_MS + 3000) * MS)]
