@@ -69,7 +69,9 @@ class Account:
     def join(self, waiter: Waiter) -> bool:
         """Whether it is the first of its lane, so that `turn` may find something to do."""
         if self._bursts.margin:
-            waiter.amounts = waiter.amounts._replace(input_tokens=waiter.amounts.input_tokens * (1 + self._bursts.margin))
+            waiter.amounts = waiter.amounts._replace(
+                input_tokens=waiter.amounts.input_tokens * (1 + self._bursts.margin)
+            )
         if not self.lines.join(waiter):
             return False
         self._head_changed(waiter.lane)

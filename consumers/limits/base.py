@@ -52,6 +52,8 @@ class Waiting:
     reason: str
     """What the first of them waits for, and so all."""
     oldest_s: float
+    is_known: bool = True
+    """False where that limit is a guess: nobody has told or set it."""
 
 
 class Kind(StrEnum):
@@ -94,8 +96,8 @@ class Budgets(Protocol):
         arrived: float | None = None,
         on_wait: Callable[[Wait], None] | None = None,
     ) -> Reservation:
-        """Wait in order; `on_wait` is told, where it is not granted at once. `arrived`: when it first asked, if that was
-        before now: it stands where it stood then.
+        """Wait in order; `on_wait` is told, where it is not granted at once. `arrived`: when it first asked, if that
+        was before now: it stands where it stood then.
 
         Raises WaitTooLong as soon as it cannot be granted before `until`, by limits that are known, and where the
         account is paused. Cancelling it leaves the line.

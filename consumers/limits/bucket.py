@@ -5,13 +5,13 @@ what comes in, up to its reserve (its share of the size), or up to what its firs
 
 A request may go
 1. on what its lane has saved;
-2. else where what is left covers, besides it, the whole reserves of the lanes above, what their first requests need, and
-   what is held for the lanes below;
+2. else where what is left covers, besides it, the whole reserves of the lanes above, what their first requests need,
+   and what is held for the lanes below;
 3. else, where nobody waits in a lane above, when the bucket is full: more will never be left.
 
-So what the lanes above have not used is kept for their next request, whole. Held for a lane is what it has saved; but of
-what it saves beyond its reserve, for a large request, only as much as leaves room for the top lane, until all is saved:
-then all of it, so that the request goes next. In a bucket of a minute that is the same; a bucket of a second is too
+So what the lanes above have not used is kept for their next request, whole. Held for a lane is what it has saved; but
+of what it saves beyond its reserve, for a large request, only as much as leaves room for the top lane, until all is
+XX
 small to hold a large request for long.
 """
 

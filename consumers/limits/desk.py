@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 
 from consumers.limits import forecast
 from consumers.limits.account import Account
-from consumers.limits.amounts import PAUSED, Amounts
+from consumers.limits.amounts import PAUSED, REASONS, Amounts
 from consumers.limits.base import NO_NEWS, Heard, Reservation, Wait, Waiting, WaitTooLong
 from consumers.limits.order import Waiter
 from consumers.limits.spec import BudgetSpec
@@ -140,10 +140,12 @@ class Desk:
         for account, books in self.accounts.items():
             for lane, rank in self._ranks.items():
                 if (head := books.lines.heads[rank]) is not None:
+                    reason = books.reason(head, now_s)
                     found.setdefault(account, {})[lane] = Waiting(
                         count=books.lines.count(rank),
-                        reason=books.reason(head, now_s),
+                        reason=reason,
                         oldest_s=now_s - head.arrived_s,
+                        is_known=reason not in REASONS or not books.guessed[REASONS.index(reason)],
                     )
         return found
 

@@ -13,8 +13,8 @@ class LaneBudget:
     """What a lane may count on."""
 
     share: float
-    """Of every bucket, above 0 and up to 1: saved for this lane alone out of what comes in. It is this reserve that keeps
-    a lane from starving, and no waiting."""
+    """Of every bucket, above 0 and up to 1: saved for this lane alone out of what comes in. This reserve is what keeps
+    a lane from starving; waiting does not."""
     boost_s: float | None = None
     """A request that has waited longer goes before younger ones of the lane above, but never before the top lane; None:
     never."""

@@ -107,7 +107,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(played=steps, ages=st.booleans())
 def test_a_process_by_itself_and_redis_grant_the_same(
     redis: RedisServer, played: list[tuple[Any, ...]], ages: bool
