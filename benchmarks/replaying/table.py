@@ -1,0 +1,58 @@
+"""The results as Markdown tables."""
+
+from collections.abc import Sequence
+
+from benchmarks.replaying.result import Result, Spread
+from benchmarks.replaying.scenarios import LANES
+from consumers.limits.amounts import REASONS
+
+Rows = Sequence[Sequence[str]]
+
+
+def waits(results: Sequence[Result]) -> str:
+    """By scenario: who waited how long, what was used, and who got nothing for how long."""
+    head = [
+        "", *(f"{lane} p50 / p95 / p99 / max, s" for lane in LANES), "429s", "used: rpm / itpm / otpm, %", "lost, %",
+        "longest nothing: critical / normal / batch, s",
+    ]  # fmt: skip
+    rows = [
+        [
+            each.scenario.name,
+            *(_spread(each.waits(lane)) for lane in LANES),
+            str(each.refused),
+            " / ".join(f"{100 * used:.1f}" for used in each.use),
+            f"{100 * each.lost[REASONS.index(each.binding)]:.1f} {each.binding}",
+            " / ".join(f"{each.longest_nothing_s(lane):.1f}" for lane in LANES),
+        ]
+        for each in results
+    ]
+    return aligned([head, *rows])
+
+
+def predictions(results: Sequence[Result]) -> str:
+    """What was predicted at the arrival against what came, of those that waited or were told to."""
+    head = ["prediction off by", *(f"{lane} p50 / p90 / p99 (bias), s" for lane in LANES)]
+    rows = [
+        [each.scenario.name]
+        + [
+            f"{errors.off.p50:.2f} / {errors.off.p90:.2f} / {errors.off.p99:.2f} ({errors.bias_s:+.2f}) of {errors.off.count}"
+            for lane in LANES
+            for errors in [each.predictions(lane)]
+        ]
+        for each in results
+    ]
+    return aligned([head, *rows])
+
+
+def aligned(rows: Rows) -> str:
+    """As Markdown has it."""
+    widths = [max(len(row[each]) for row in rows) for each in range(len(rows[0]))]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
+    ]
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(lines)
+
+
+def _spread(found: Spread) -> str:
+    return " / ".join(f"{value:.2f}" for value in (found.p50, found.p95, found.p99, found.most)) if found.count else "-"
