@@ -34,6 +34,7 @@ class Gate(Protocol):
     def arrives(self, ask: Ask) -> None: ...
     def settle(self, reservation: Reservation, used: Amounts | None) -> None: ...
     def learn(self, heard: Heard) -> None: ...
+    def calls(self, ask: Ask) -> None: ...
     def answered(self, ask: Ask) -> None: ...
 
 
@@ -66,6 +67,8 @@ class Caller:
         if is_probe:
             self._breaker.probe(now_s)
         ask.attempts += 1
+        if ask.attempts == 1:
+            self._gate.calls(ask)
         self._gate.after(self._travel_s(), lambda: self._enters(ask, reservation, now_s, is_probe))
 
     def _enters(self, ask: Ask, reservation: Reservation, began_s: float, is_probe: bool) -> None:

@@ -113,6 +113,11 @@ class Replay:
 
         self._soon((0.0, SETTLE_S), learned)
 
+    def calls(self, ask: Ask) -> None:
+        """Its first call leaves: the next batch job takes its place in the line."""
+        if not ask.counts:
+            self.after(0.0, self._next_job)
+
     def answered(self, ask: Ask) -> None:
         if ask.counts:
             self._left -= 1
@@ -167,8 +172,6 @@ class Replay:
         ask.waits.append((waiter.since_s, self.now_s))
         if ask.granted_s is None:
             ask.granted_s = self.now_s
-            if not ask.counts:
-                self.after(0.0, self._next_job)
         self._soon(STEP_S, lambda: waiter.caller.call(ask, reservation))
 
     def _next_job(self) -> None:
