@@ -26,7 +26,7 @@ def main(options: argparse.Namespace) -> None:
         recorded = traces.read(options.traces, options.quarter)
         scenarios = [replace(each, traces=recorded) for each in scenarios]
     results = [run(each) for each in scenarios]
-    print(table.waits(results), table.predictions(results), sep="\n\n")
+    print(table.waits(results), table.bounds(results), table.predictions(results), sep="\n\n")
     if options.json is not None:
         options.json.write_text(json.dumps([each.as_json() for each in results]))
     print(f"\n{len(results)} scenarios in {time.monotonic() - began_s:.1f} s")

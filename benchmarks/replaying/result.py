@@ -71,7 +71,9 @@ class Result:
     def use(self) -> Amounts:
         """Of what came in, by limit, after the first minute; batch always has work."""
         minutes = (self.load.ends_s - SETTLED_S) / 60
-        calls = [ask.used for ask in self.asks if ask.started_s is not None and SETTLED_S <= ask.started_s < self.load.ends_s]
+        calls = [
+            ask.used for ask in self.asks if ask.started_s is not None and SETTLED_S <= ask.started_s < self.load.ends_s
+        ]
         sums = [sum(each) for each in zip(*calls, strict=True)] or [0.0, 0.0, 0.0]
         return Amounts(*(used / limit / minutes for used, limit in zip(sums, self.load.limits, strict=True)))
 
@@ -134,7 +136,8 @@ class Result:
         return Errors(Spread.of([abs(off) for off in offs]), sum(known) / len(known) if known else 0.0)
 
     def as_json(self) -> dict[str, Any]:
-        """The raw figures: `asks` are lane, arrival, wait, first wait, predicted wait, input, output, attempts, 429s."""
+        """The raw figures. Each of `asks`: lane, arrival, wait, first wait, predicted wait, input, output, attempts,
+        429s."""
         return {
             "scenario": self.scenario.name,
             "ends_s": self.load.ends_s,

@@ -52,7 +52,9 @@ class Scenario:
     seed: int = 1
 
 
-FULL: Final = tuple(Scenario(name=f"full-{round(100 * demand)}", demand=demand) for demand in (0.7, 0.9, 1.04, 1.1, 1.5))
+FULL: Final = tuple(
+    Scenario(name=f"full-{round(100 * demand)}", demand=demand) for demand in (0.7, 0.9, 1.04, 1.1, 1.5)
+)
 SCENARIOS: Final[Mapping[str, Scenario]] = {
     each.name: each
     for each in (

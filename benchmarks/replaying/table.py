@@ -1,8 +1,9 @@
 """The results as Markdown tables."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from benchmarks.replaying.result import Result, Spread
+from benchmarks.replaying import guarantees
+from benchmarks.replaying.result import Errors, Result, Spread
 from benchmarks.replaying.scenarios import LANES
 from consumers.limits.amounts import REASONS
 
@@ -32,16 +33,34 @@ def waits(results: Sequence[Result]) -> str:
 def predictions(results: Sequence[Result]) -> str:
     """What was predicted at the arrival against what came, of those that waited or were told to."""
     head = ["prediction off by", *(f"{lane} p50 / p90 / p99 (bias), s" for lane in LANES)]
-    rows = [
-        [each.scenario.name]
-        + [
-            f"{errors.off.p50:.2f} / {errors.off.p90:.2f} / {errors.off.p99:.2f} ({errors.bias_s:+.2f}) of {errors.off.count}"
-            for lane in LANES
-            for errors in [each.predictions(lane)]
-        ]
-        for each in results
-    ]
+    rows = [[each.scenario.name, *(_errors(each.predictions(lane)) for lane in LANES)] for each in results]
     return aligned([head, *rows])
+
+
+def bounds(results: Sequence[Result]) -> str:
+    """Each lane beside what other gates would do, and request by request beside an account of its own."""
+    head = [
+        "", "lane", "waits p50 / p95 / p99, s", "clairvoyant", "strict order", "own account",
+        "later than in its own (at most, s)", "least of its reserve in 4 min, %",
+    ]  # fmt: skip
+    return aligned([head, *(row for each in results for row in _beside(each))])
+
+
+def _beside(result: Result) -> Iterator[list[str]]:
+    clairvoyant, strict = guarantees.clairvoyant(result), guarantees.strict_order(result)
+    for lane in LANES:
+        reserve = guarantees.reserve(result, lane)
+        least = "-" if reserve.least is None else f"{100 * reserve.least:.0f} of {reserve.windows} windows"
+        row = [result.scenario.name, lane, _short(result.waits(lane)), "-", "-", "-", "-", least]
+        if lane in clairvoyant:
+            own = guarantees.beside_own(result, lane)
+            row[3:7] = [
+                _short(clairvoyant[lane]),
+                _short(strict[lane]),
+                f"{_short(own.waits)} ({own.own})",
+                f"{own.late} of {own.count} ({own.latest_s:.2f})",
+            ]
+        yield row
 
 
 def aligned(rows: Rows) -> str:
@@ -52,6 +71,15 @@ def aligned(rows: Rows) -> str:
     ]
     lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
     return "\n".join(lines)
+
+
+def _errors(found: Errors) -> str:
+    off = found.off
+    return f"{off.p50:.2f} / {off.p90:.2f} / {off.p99:.2f} ({found.bias_s:+.2f}) of {off.count}"
+
+
+def _short(found: Spread) -> str:
+    return " / ".join(f"{value:.2f}" for value in (found.p50, found.p95, found.p99))
 
 
 def _spread(found: Spread) -> str:

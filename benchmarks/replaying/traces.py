@@ -1,7 +1,7 @@
 """The recorded load: a quarter of a chat service and a quarter of code completion, the same requests every time.
 
-`benchmarks/traces/azure-2023-quarter.csv.gz` is enough for everything; `--traces DIR` reads the whole recordings instead
-and takes another quarter of them where one is asked for.
+`benchmarks/traces/azure-2023-quarter.csv.gz` is enough for everything. `--traces DIR` reads the whole recordings
+instead, and takes another quarter of them where one is asked for.
 """
 
 import csv
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).parents[1] / "traces" / "azure-2023-quarter.csv.gz"
-BESIDE = Path(__file__).parents[3] / "shared" / "traces"
 FILES: Mapping[str, str] = {"chat": "azure-2023-conv.csv", "code": "azure-2023-code.csv"}
 PART = 4
 """One request of so many is replayed."""
