@@ -1,6 +1,6 @@
 """Recorded traffic against the budget's gate: half an hour of a chat service and of code completion, in virtual time.
 
-    ./dev bench replay [--quick] [--scenario full-104,1s-104] [--json FILE] [--traces DIR]
+    ./dev bench replay [--quick] [--scenario full-104,1s-104] [--json FILE] [--plot FILE.svg [--before FILE]]
 
 A quarter of the chat service comes as critical, a quarter of the code completion as normal, and batch jobs of chat size
 always wait. The provider's limits stand as 180 requests, 240,000 input and 40,000 output tokens a minute to each other,
@@ -12,8 +12,9 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from benchmarks.replaying import table, traces
+from benchmarks.replaying import plot, table, traces
 from benchmarks.replaying.replay import run
 from benchmarks.replaying.scenarios import QUICK, SCENARIOS
 
@@ -27,9 +28,20 @@ def main(options: argparse.Namespace) -> None:
         scenarios = [replace(each, traces=recorded) for each in scenarios]
     results = [run(each) for each in scenarios]
     print(table.waits(results), table.bounds(results), table.predictions(results), sep="\n\n")
+    figures = [each.as_json() for each in results]
     if options.json is not None:
-        options.json.write_text(json.dumps([each.as_json() for each in results]))
+        options.json.write_text(json.dumps(figures))
+    if options.plot is not None:
+        options.plot.write_text(plot.svg(figures[0], _earlier(options.before, figures[0]["scenario"])))
     print(f"\n{len(results)} scenarios in {time.monotonic() - began_s:.1f} s")
+
+
+def _earlier(file: Path | None, scenario: str) -> dict[str, Any] | None:
+    """What an earlier run told of the same scenario."""
+    if file is None:
+        return None
+    found: list[dict[str, Any]] = json.loads(file.read_text())
+    return next((each for each in found if each["scenario"] == scenario), None)
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -44,6 +56,8 @@ if __name__ == "__main__":
     parser.add_argument("--quick", action="store_true", help=", ".join(QUICK))
     parser.add_argument("--scenario", type=_names, help=", ".join(SCENARIOS))
     parser.add_argument("--json", type=Path, help="the raw figures go there")
+    parser.add_argument("--plot", type=Path, help="the waits of critical in the first scenario, as SVG")
+    parser.add_argument("--before", type=Path, help="the --json of an earlier run, to be drawn beside it")
     parser.add_argument("--traces", type=Path, help="the whole recordings, instead of the quarter in benchmarks/traces")
     parser.add_argument("--quarter", type=int, choices=range(4), default=0, help="which of the whole recordings")
     main(parser.parse_args())
