@@ -35,6 +35,7 @@ class Gate(Protocol):
     def settle(self, reservation: Reservation, used: Amounts | None) -> None: ...
     def learn(self, heard: Heard) -> None: ...
     def calls(self, ask: Ask) -> None: ...
+    def leaves(self, ask: Ask) -> None: ...
     def answered(self, ask: Ask) -> None: ...
 
 
@@ -61,6 +62,7 @@ class Caller:
         now_s = self._gate.now_s
         if (wait_s := self._breaker.wait_s(now_s)) > 0:
             self._gate.settle(reservation, None)
+            self._gate.leaves(ask)
             self._gate.after(wait_s, lambda: self._gate.arrives(ask))
             return
         is_probe = self._breaker.state is not State.CLOSED
@@ -109,6 +111,7 @@ class Caller:
             error = TransientError("500", status=answer.status)
         self._gate.learn(counting.failed(error, answer.rate, took_s=self._gate.now_s - began_s))
         self._gate.settle(reservation, counting.spent(error, reservation.amounts))
+        self._gate.leaves(ask)
         self._gate.after(self._pause_s(error, ask.attempts), lambda: self._gate.arrives(ask))
 
     def _pause_s(self, error: ProviderError, attempts: int) -> float:

@@ -30,6 +30,8 @@ class Ask:
     """What it was expected to use when it came first."""
     predicted_s: float = 0.0
     """How long it would wait, as was said when it came."""
+    joined_s: float | None = None
+    """When it came to the gate first."""
     granted_s: float | None = None
     """For the first time."""
     started_s: float | None = None
@@ -45,6 +47,11 @@ class Ask:
     def wait_s(self) -> float | None:
         """Until the call began that was answered, all pauses before it included."""
         return None if self.started_s is None else self.started_s - self.arrived_s
+
+    @property
+    def gate_s(self) -> float | None:
+        """From when it came to the gate until it was granted first: what was predicted."""
+        return None if self.granted_s is None or self.joined_s is None else self.granted_s - self.joined_s
 
     @property
     def used(self) -> Amounts:

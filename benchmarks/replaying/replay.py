@@ -1,7 +1,7 @@
 """START HERE: one scenario, played in virtual time against the real `Account`. Pure.
 
 A heap of events stands for the clock, and this file for what surrounds the account in a worker: estimates, the timer
-of `LocalBudgets`, retries and the breaker. There are no slots: whoever has come waits at the gate. There are no
+of `LocalBudgets`, retries and the breaker. Without `slots` whoever has come waits at the gate. There are no
 deadlines: nobody is refused, so that all waits are seen.
 
 Several processes share one account here, each with estimates of its own, and what one does reaches the account as late
@@ -10,6 +10,7 @@ as it may over Redis. It is not the Redis script.
 
 import heapq
 import random
+from collections import deque
 from collections.abc import Callable
 from itertools import count
 from math import inf
@@ -43,7 +44,7 @@ class Standing(Waiter):
     __slots__ = ("ask", "caller", "since_s")
 
     def __init__(self, lane: int, amounts: Amounts, *, ask: Ask, caller: Caller, since_s: float) -> None:
-        super().__init__(lane, amounts, arrived_s=ask.arrived_s)
+        super().__init__(lane, amounts, arrived_s=since_s if ask.joined_s is None else ask.joined_s)
         self.ask = ask
         self.caller = caller
         self.since_s = since_s
@@ -73,6 +74,9 @@ class Replay:
         if not scenario.is_cold:
             heard = Heard(kind=Kind.ANSWERED, rate=provider.warm_up(), counted=Amounts(1, 1000, 0))
             self._account.learn(heard, self.now_s)
+        self._free = dict(scenario.slots or {})
+        self._queues: dict[str, deque[Ask]] = {lane: deque() for lane in LANES}
+        """In the broker."""
         self._callers = [Caller(self, provider, scenario.spec, self._rng) for _ in range(scenario.processes)]
 
     def run(self) -> Result:
@@ -95,7 +99,12 @@ class Replay:
     # ---- what callers tell the account -------------------------------------------------------------------------------
 
     def arrives(self, ask: Ask) -> None:
-        """It comes, or comes back, to one of the processes."""
+        """It comes, or comes back, to one of the processes; or into the broker's queue, where its lane has no slot."""
+        if self._scenario.slots is not None:
+            if not self._free[ask.lane]:
+                self._queues[ask.lane].append(ask)
+                return
+            self._free[ask.lane] -= 1
         caller = self._rng.choice(self._callers)
         self._soon(STEP_S, lambda: self._joins(ask, caller))
 
@@ -118,7 +127,15 @@ class Replay:
         if not ask.counts:
             self.after(0.0, self._next_job)
 
+    def leaves(self, ask: Ask) -> None:
+        """Answered, or put off: its slot is the next one's."""
+        if self._scenario.slots is not None:
+            self._free[ask.lane] += 1
+            if self._queues[ask.lane]:
+                self.arrives(self._queues[ask.lane].popleft())
+
     def answered(self, ask: Ask) -> None:
+        self.leaves(ask)
         if ask.counts:
             self._left -= 1
 
@@ -132,6 +149,7 @@ class Replay:
         if self._account.join(waiter):
             self._step()
         if ask.reserved is None:
+            ask.joined_s = waiter.since_s
             ask.reserved = amounts
             if waiter.reservation is None:
                 ask.predicted_s = forecast.wait(self._account, waiter.lane, NOTHING, self.now_s).seconds
@@ -144,6 +162,7 @@ class Replay:
         waiter.ask.waits.append((waiter.since_s, self.now_s))
         if self._account.leave(waiter):
             self._step()
+        self.leaves(waiter.ask)
         self.after(BACK_S, lambda: self.arrives(waiter.ask))
 
     def _step(self) -> None:

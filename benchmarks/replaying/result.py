@@ -128,8 +128,8 @@ class Result:
         offs = [
             ask.predicted_s - wait_s
             for ask in self.of(lane)
-            if ask.granted_s is not None
-            and ((wait_s := ask.granted_s - ask.arrived_s) > 0.001 or ask.predicted_s > 0)
+            if (wait_s := ask.gate_s) is not None
+            and (wait_s > 0.001 or ask.predicted_s > 0)
             and (ask.counts or self._is_in(ask))
         ]
         known = [off for off in offs if abs(off) < inf]
@@ -158,7 +158,7 @@ class Result:
                     ask.lane,
                     round(ask.arrived_s, 3),
                     None if ask.wait_s is None else round(ask.wait_s, 4),
-                    None if ask.granted_s is None else round(ask.granted_s - ask.arrived_s, 4),
+                    None if ask.gate_s is None else round(ask.gate_s, 4),
                     None if ask.predicted_s == inf else round(ask.predicted_s, 4),
                     ask.input_tokens,
                     ask.output_tokens,

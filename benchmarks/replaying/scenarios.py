@@ -7,7 +7,7 @@ from typing import Final
 from benchmarks.replaying.traces import Traces, packed
 from consumers.limits.amounts import Amounts
 from consumers.limits.spec import BudgetSpec
-from topology.lanes import BATCH, CRITICAL, NORMAL
+from topology.lanes import BATCH, CRITICAL, DEFAULT_LANES, NORMAL
 
 LANES: Final = (CRITICAL.name, NORMAL.name, BATCH.name)
 LIMITS: Final = Amounts(180, 240_000, 40_000)
@@ -15,7 +15,7 @@ LIMITS: Final = Amounts(180, 240_000, 40_000)
 SERVICE: Final[Mapping[str, str]] = {"chat": CRITICAL.name, "code": NORMAL.name}
 """Which lane the requests of a recorded service come in."""
 SLICE_S: Final = (1455.0, 1695.0)
-"""Four minutes of the recordings, in which chat asks for 62 % of that input limit and code for 42 %."""
+"""Four minutes of the recordings. Of 104 input tokens chat asks for 62 and code for 42."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +45,8 @@ class Scenario:
     """From when until when the provider answers every call 500."""
     is_cold: bool = False
     """Nothing has been heard of the account when it begins; else one answer."""
+    slots: Mapping[str, int] | None = None
+    """By lane, how many requests are at the gate or called at a time; the others wait in the broker. None: all are."""
     jobs: int = 8
     """Batch jobs that stand in line at any time."""
     spec: BudgetSpec = field(default_factory=BudgetSpec)
@@ -64,6 +66,7 @@ SCENARIOS: Final[Mapping[str, Scenario]] = {
         Scenario(name="long-104", slice_s=(1350, 1710)),
         Scenario(name="whole-104", slice_s=(0, 1800)),
         Scenario(name="three-104", processes=3),
+        Scenario(name="slots-104", slots={lane.name: lane.slots for lane in DEFAULT_LANES}, is_cold=True),
         Scenario(name="cold-104", is_cold=True),
         Scenario(name="large-104", large=tuple(Large(lane=lane, at_s=60 + 60 * n) for n, lane in enumerate(LANES))),
         Scenario(name="down-104", down_s=(120, 180)),
