@@ -1,7 +1,8 @@
-"""The second bound: a gate that knows all that will come, and what each will use. Pure.
+"""One bound: a gate that knows all that will come, and what each will use. Pure.
 
 Critical has the whole account, as if nobody else were there. Then normal, in what that leaves: each request as early as
-it can go without making a critical one later. Batch has the rest.
+it can go without making a critical one later. Batch has the rest, and so nothing of the full buckets of the beginning:
+a gate that does not know what will come gives batch all that is beyond the reserves.
 """
 
 from bisect import bisect_right

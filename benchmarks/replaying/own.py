@@ -1,4 +1,4 @@
-"""The first bound: a lane with a provider account of its own, of a part of every limit. Pure.
+"""One bound: a lane with a provider account of its own, of a part of every limit. Pure.
 
 What a request is expected to use is taken when it starts and settled when it is answered, as at the gate; the amounts
 are those of the replay. First come, first served; a request that is larger than a bucket goes when that is full.

@@ -1,4 +1,4 @@
-"""The third bound: no reserves and no guesses. Whoever is first by lane and arrival goes as soon as there is enough for
+"""One bound: no reserves and no guesses. Whoever is first by lane and arrival goes as soon as there is enough for
 exactly what he will use; batch takes whatever nobody else waits for. Pure.
 """
 
