@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from benchmarks.replaying.scenarios import LIMITS, SERVICE, Scenario
 from benchmarks.replaying.traces import Recorded
@@ -13,6 +14,14 @@ BYTES_PER_TOKEN = (3.6, 4.4)
 """Differs from request to request, so that input is only expected as well."""
 LATENCY_S = 0.5
 TOKENS_PER_S = 60.0
+
+
+class Stand(NamedTuple):
+    """At the gate, from when until when; whether it was granted then, or put off, or the replay was over."""
+
+    since_s: float
+    until_s: float
+    is_granted: bool
 
 
 @dataclass(slots=True)
@@ -40,8 +49,8 @@ class Ask:
     attempts: int = 0
     refused: int = 0
     """Times that it was answered 429."""
-    waits: list[tuple[float, float]] = field(default_factory=list)
-    """From when until when it stood at the gate, for each time that it did."""
+    waits: list[Stand] = field(default_factory=list)
+    """For each time that it stood at the gate."""
 
     @property
     def wait_s(self) -> float | None:

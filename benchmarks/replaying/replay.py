@@ -16,7 +16,7 @@ from itertools import count
 from math import inf
 
 from benchmarks.replaying.calls import Caller
-from benchmarks.replaying.load import Ask, job, load
+from benchmarks.replaying.load import Ask, Stand, job, load
 from benchmarks.replaying.provider import Provider
 from benchmarks.replaying.result import Result
 from benchmarks.replaying.scenarios import LANES, Scenario
@@ -88,6 +88,9 @@ class Replay:
         while self._events and (self._left or self.now_s < self._load.ends_s) and self.now_s < until_s:
             self.now_s, _, event = heapq.heappop(self._events)
             event()
+        for waiter in self._account.lines:
+            assert isinstance(waiter, Standing)
+            waiter.ask.waits.append(Stand(waiter.since_s, self.now_s, is_granted=False))
         return Result(scenario=self._scenario, load=self._load, asks=[*self._load.asks, *self._jobs])
 
     def at(self, when_s: float, event: Callable[[], None]) -> None:
@@ -159,7 +162,7 @@ class Replay:
     def _held(self, waiter: Standing) -> None:
         if waiter.reservation is not None:
             return
-        waiter.ask.waits.append((waiter.since_s, self.now_s))
+        waiter.ask.waits.append(Stand(waiter.since_s, self.now_s, is_granted=False))
         if self._account.leave(waiter):
             self._step()
         self.leaves(waiter.ask)
@@ -188,7 +191,7 @@ class Replay:
     def _granted(self, waiter: Standing) -> None:
         ask, reservation = waiter.ask, waiter.reservation
         assert reservation is not None
-        ask.waits.append((waiter.since_s, self.now_s))
+        ask.waits.append(Stand(waiter.since_s, self.now_s, is_granted=True))
         if ask.granted_s is None:
             ask.granted_s = self.now_s
         self._soon(STEP_S, lambda: waiter.caller.call(ask, reservation))

@@ -1,8 +1,10 @@
 """What a replay shows: waits, use, refusals, who got nothing for how long, and what was predicted."""
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from math import inf
 from typing import Any
 
@@ -101,26 +103,21 @@ class Result:
 
     def busy(self, lane: str) -> list[tuple[float, float]]:
         """From when until when somebody of the lane stood at the gate, without a break."""
-        spans = sorted(span for ask in self.of(lane) for span in ask.waits if span[1] > span[0])
         found: list[tuple[float, float]] = []
-        for since_s, until_s in spans:
+        for since_s, until_s, _ in sorted(stand for ask in self.of(lane) for stand in ask.waits):
             if found and since_s <= found[-1][1]:
                 found[-1] = (found[-1][0], max(found[-1][1], until_s))
-            else:
+            elif until_s > since_s:
                 found.append((since_s, until_s))
         return found
 
     def longest_nothing_s(self, lane: str) -> float:
         """In which the lane had work all the time, and none of it was granted."""
-        grants = sorted(until_s for ask in self.of(lane) for _, until_s in ask.waits)
+        grants = sorted(stand.until_s for ask in self.of(lane) for stand in ask.waits if stand.is_granted)
         longest_s = 0.0
-        at = 0
         for since_s, until_s in self.busy(lane):
-            while at < len(grants) and grants[at] < since_s:
-                at += 1
-            last_s = since_s
-            while at < len(grants) and grants[at] <= until_s:
-                longest_s, last_s, at = max(longest_s, grants[at] - last_s), grants[at], at + 1
+            within = grants[bisect_left(grants, since_s) : bisect_right(grants, until_s)]
+            longest_s = max(longest_s, *(after - before for before, after in pairwise([since_s, *within, until_s])))
         return longest_s
 
     def predictions(self, lane: str) -> Errors:
