@@ -24,7 +24,7 @@ from topology.contract.problems import RequestProblem
 TOLD_FROM_S = 1.0
 """A shorter wait is told nobody."""
 LATER_MS = 1000
-BACK_WITHIN_S = 15.0
+BACK_WITHIN_MS = 15_000
 """What was put off stands in line again after so long at most: what was predicted may be too much."""
 AT_ONCE_S = 0.25
 """So soon is at once: no longer than it takes to find out."""
@@ -68,6 +68,7 @@ class BudgetGate:
         routes = self._routes.of(job.lane_name, job.identity.tenant, job.request.model)
         route = routes[0]
         until = self._start_by(job, job.request, route)
+        began_s = asyncio.get_running_loop().time()
         try:
             # `job.stop` ends the wait as it ends an attempt
             async with asyncio.timeout(self._spec.hold_s) as job.limit:
@@ -85,7 +86,7 @@ class BudgetGate:
         except TimeoutError:
             if job.limit is None or not job.limit.expired():
                 raise
-            return await self._held(job, job.request, route)
+            return await self._held(job, job.request, route, asyncio.get_running_loop().time() - began_s)
         finally:
             job.limit = None
         return None
@@ -222,8 +223,8 @@ class BudgetGate:
             )
         )
 
-    async def _held(self, job: Job, request: Request, route: Route) -> Outcome:
-        """It was told to stop, or has waited as long as a delivery may be held."""
+    async def _held(self, job: Job, request: Request, route: Route, held_s: float) -> Outcome:
+        """It was told to stop, has waited as long as a delivery may be held, or lets others of its lane pass."""
         match job.stopped:
             case Stop.CANCELLED:
                 return Dropped(RequestProblem("cancelled", "cancelled by its owner while it waited for the budget"))
@@ -231,8 +232,9 @@ class BudgetGate:
                 return Deferred(delay_ms=LATER_MS, reason="running elsewhere", due_ms=job.hop.due_ms)
             case None:
                 wait = await self._wait(job, request, route)
-                back_s = min(max(1.0, wait.seconds), BACK_WITHIN_S)
-                return Deferred(delay_ms=round(1000 * back_s), reason=wait.reason, due_ms=job.hop.due_ms)
+                passing = held_s < self._spec.hold_s
+                delay_ms = max(LATER_MS, min(BACK_WITHIN_MS, round(1000 * wait.seconds))) if passing else LATER_MS
+                return Deferred(delay_ms=delay_ms, reason=wait.reason, due_ms=job.hop.due_ms)
 
     def _kind(self, job: Job, route: Route) -> Kind:
         return Kind(job.lane_name, task_of(job.routing_key), route.model)

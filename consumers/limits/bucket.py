@@ -11,8 +11,8 @@ A request may go
 
 So what the lanes above have not used is kept for their next request, whole. Held for a lane is what it has saved; but
 of what it saves beyond its reserve, for a large request, only as much as leaves room for the top lane, until all is
-XX
-small to hold a large request for long.
+saved: then all of it, so that the request goes next. In a bucket of a minute that is the same; a bucket of a second
+is too small to hold much for a large request.
 """
 
 from collections.abc import Iterable, Sequence
