@@ -1,7 +1,8 @@
 """Whether providers, models, lanes, prices and caps go together. Pure."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from consumers.limits.spec import Caps
 from consumers.prices import Prices
 from consumers.providers.routes import RoutesSpec, unknown
 from service.allowed import is_provider_name
@@ -45,3 +46,17 @@ def models(*, lanes: Sequence[LaneSpec], routes: RoutesSpec, prices: Prices, in_
         yield Disagreement(circle, at=(("models", "fallbacks"),))
     for problem in routes.problems(known=priced | in_lanes):
         yield Disagreement(problem.text, at=(problem.place,), by=_SPOKEN_OF)
+
+
+def limits(*, lanes: Sequence[LaneSpec], caps: Mapping[str, Caps]) -> Iterator[Disagreement]:
+    """Every lane's request must fit into a minute of every provider that has a limit set. `caps`: by provider."""
+    longest = max(lanes, key=lambda lane: lane.max_tokens)
+    for provider, cap in caps.items():
+        if cap.output_tokens is not None and cap.output_tokens < longest.max_tokens:
+            section = ("budget",) if provider == FIRST else ("providers", provider)
+            yield Disagreement(
+                f"{cap.output_tokens:g} is less than one answer of lane {longest.name} may have "
+                f"({longest.max_tokens} tokens); allow more, or lower the lane's MAX_TOKENS",
+                at=((*section, "output_tokens_per_min"),),
+                by=(("lanes", longest.name, "max_tokens"),),
+            )

@@ -5,6 +5,8 @@ from typing import Literal
 
 from pydantic import Field
 
+from consumers.limits.headers import LEAST
+from consumers.limits.order import FIRST_TO_AGE
 from consumers.limits.spec import DEFAULT_LANES as LANE_BUDGETS
 from consumers.limits.spec import BudgetSpec, Caps, LaneBudget
 from consumers.prices import AS_OF, Prices
@@ -15,6 +17,8 @@ from service.tables import CapTable, Day, ModelLists, ModelNames, PriceTable
 from service.validation import Disagreement
 from topology.lanes import BATCH, CRITICAL, DEFAULT_LANES, NORMAL
 
+LEAST_TOKENS_PER_MIN = LEAST[1]
+"""Lower than any provider's limit is believed to be: one request could use more."""
 FIRST = "anthropic"
 """The provider of ANTHROPIC_API_KEY and ANTHROPIC_BASE_URL."""
 _NEEDS = {
@@ -28,11 +32,11 @@ _NEEDS = {
 class LimitsSettings(Section):
     """What may be used of each of a provider's accounts at most, whatever it allows."""
 
-    requests_per_min: Number[float] | None = Field(default=None, gt=0)
+    requests_per_min: Number[float] | None = Field(default=None, ge=1)
     """Requests a minute, at most. None: what the provider allows. Example: 300"""
-    input_tokens_per_min: Number[float] | None = Field(default=None, gt=0)
+    input_tokens_per_min: Number[float] | None = Field(default=None, ge=LEAST_TOKENS_PER_MIN)
     """Input tokens a minute, at most. Example: 200000"""
-    output_tokens_per_min: Number[float] | None = Field(default=None, gt=0)
+    output_tokens_per_min: Number[float] | None = Field(default=None, ge=LEAST_TOKENS_PER_MIN)
     """Output tokens a minute, at most. Example: 40000"""
     concurrency: Number[int] | None = Field(default=None, ge=1)
     """Calls at the same time, at most. Example: 50"""
@@ -118,10 +122,11 @@ class CapSettings(Section):
 class LaneBudgetSettings(Section):
     """What a lane may count on; argued in `consumers/limits/spec.py`."""
 
-    share: Number[float] = Field(ge=0, le=1)
-    """The part of every budget that only this lane may use; what it does not use is lent."""
+    share: Number[float] = Field(gt=0, le=1)
+    """The part of every budget that is saved for this lane alone; it may spend it at any time. What is more goes by rank."""
     boost_s: Number[float] | None = Field(default=None, gt=0)
-    """A request that has waited longer goes before younger ones of the lane above. None: never. Example: 20"""
+    """A request that has waited longer goes before younger ones of the lane above, never before the top lane. None: never,
+    whatever its wait. Example: 20"""
 
     @classmethod
     def of(cls, lane: str) -> "LaneBudgetSettings":
@@ -143,6 +148,13 @@ class LaneBudgetsSettings(Section):
         return {lane.name: getattr(self, lane.name).spec() for lane in DEFAULT_LANES}
 
     def disagreements(self) -> Iterator[Disagreement]:
+        top, *_ = DEFAULT_LANES
+        for lane in DEFAULT_LANES[:FIRST_TO_AGE]:
+            if getattr(self, lane.name).boost_s is not None:
+                yield Disagreement(
+                    f"has no effect: waiting never lifts a request into lane {top.name}; remove it",
+                    at=((lane.name, "boost_s"),),
+                )
         shares = {lane.name: getattr(self, lane.name).share for lane in DEFAULT_LANES}
         if (total := sum(shares.values())) > 1 + 1e-9:
             each = ", ".join(f"{lane} {share * 100:g} %" for lane, share in shares.items())

@@ -80,7 +80,11 @@ async def open_budgeting(
             now_ms=now_ms,
             rng=rng,
             on_wait=lambda job, wait: lifecycle.tell(
-                job, "deferred", delay_ms=round(1000 * wait.seconds), reason=wait.reason
+                job,
+                "deferred",
+                delay_ms=round(1000 * wait.seconds),
+                reason=wait.reason,
+                **({} if wait.is_known else {"guessed": True}),
             ),
         )
         yield Budgeting(

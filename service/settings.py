@@ -172,6 +172,7 @@ class Settings(BaseSettings):
             prices=self.price_table(),
             in_money=self.caps_spec().in_money,
         )
+        yield from agreement.limits(lanes=self.lane_specs(), caps=self.budget_spec().accounts)
 
     def lacks(self) -> Iterator[Disagreement]:
         """What who calls providers needs besides."""

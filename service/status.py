@@ -177,7 +177,10 @@ def _waiting(answers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for (lane, reason, account), them in found.items():
         oldest_s = max(each["oldest_s"] for each in them)
         count = sum(each["count"] for each in them)
-        yield f"{lane}: {count} wait for {reason} of {account}, the first for {oldest_s:.1f} s"
+        guessed = (
+            "" if all(each.get("is_known", True) for each in them) else " (a guess: nobody has told this limit yet)"
+        )
+        yield f"{lane}: {count} wait for {reason}{guessed} of {account}, the first for {oldest_s:.1f} s"
 
 
 def _paused(answers: Sequence[Mapping[str, Any]]) -> Iterator[str]:

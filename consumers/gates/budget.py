@@ -1,7 +1,7 @@
 """The budget gate: before its call a request waits for its turn, and for enough of the account that pays.
 
-A wait that the whole lane shares keeps its slot: what is behind would wait as well. Whoever cannot be in time is
-refused at once, with the figures.
+A wait that the whole lane shares keeps its slot: what is behind would wait as well (`waiting_room.py` says when it does
+not). Whoever cannot be in time is refused at once, with the figures.
 """
 
 import asyncio
@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from consumers.failures import ProviderError
+from consumers.gates.waiting_room import WaitingRoom
 from consumers.job import Answered, Deferred, Dropped, Job, NowMs, Outcome, Refused, Route
 from consumers.limits.amounts import PAUSED, Amounts
 from consumers.limits.base import Budgets, Reservation, Wait, WaitTooLong
@@ -23,6 +24,8 @@ from topology.contract.problems import RequestProblem
 TOLD_FROM_S = 1.0
 """A shorter wait is told nobody."""
 LATER_MS = 1000
+BACK_WITHIN_MS = 15_000
+"""What was put off stands in line again after so long at most: what was predicted may be too much."""
 AT_ONCE_S = 0.25
 """So soon is at once: no longer than it takes to find out."""
 SPREAD_S = 60.0
@@ -58,12 +61,14 @@ class BudgetGate:
         self._spec = spec
         self._now_ms = now_ms
         self._on_wait = on_wait
+        self._room = WaitingRoom()
 
     async def enter(self, job: Job) -> Outcome | None:
         assert job.request is not None
         routes = self._routes.of(job.lane_name, job.identity.tenant, job.request.model)
         route = routes[0]
         until = self._start_by(job, job.request, route)
+        began_s = asyncio.get_running_loop().time()
         try:
             # `job.stop` ends the wait as it ends an attempt
             async with asyncio.timeout(self._spec.hold_s) as job.limit:
@@ -81,7 +86,7 @@ class BudgetGate:
         except TimeoutError:
             if job.limit is None or not job.limit.expired():
                 raise
-            return await self._held(job, job.request, route)
+            return await self._held(job, job.request, route, asyncio.get_running_loop().time() - began_s)
         finally:
             job.limit = None
         return None
@@ -149,6 +154,8 @@ class BudgetGate:
         for route in routes:
             until = self._start_by(job, request, route)
             soon = min(until, asyncio.get_running_loop().time() + patience_s)
+            if (await self._wait(job, request, route)).seconds > soon - asyncio.get_running_loop().time():
+                continue
             try:
                 return route, await self._reserve(job, request, route, soon)
             except WaitTooLong:
@@ -162,14 +169,39 @@ class BudgetGate:
         return routes[min(range(len(routes)), key=lambda each: waits[each].seconds)]
 
     async def _reserve(self, job: Job, request: Request, route: Route, until: float) -> Reservation:
-        def on_wait(wait: Wait) -> None:
-            if self._on_wait is not None and wait.seconds >= TOLD_FROM_S:
-                self._on_wait(job, wait)
+        has_to_wait = False
 
-        amounts = self.amounts(job, request, route)
-        return await self._budgets.reserve(
-            route.account, lane=job.lane_name, amounts=amounts, until=until, on_wait=on_wait
-        )
+        def on_wait(wait: Wait) -> None:
+            nonlocal has_to_wait
+            has_to_wait = True
+            self._waits(job, route, wait)
+
+        amounts, arrived = self.amounts(job, request, route), self._arrived(job, request)
+        try:
+            reservation = await self._budgets.reserve(
+                route.account, lane=job.lane_name, amounts=amounts, until=until, arrived=arrived, on_wait=on_wait
+            )
+        finally:
+            if has_to_wait:
+                self._room.leave(job.lane_name, route.account)
+        if not has_to_wait:
+            self._room.passed(job.lane_name, route.account)
+        return reservation
+
+    def _waits(self, job: Job, route: Route, wait: Wait) -> None:
+        if self._on_wait is not None and wait.seconds >= TOLD_FROM_S:
+            self._on_wait(job, wait)
+        slots = 1 if job.lane is None else job.lane.slots
+        patience_s = self._room.enter(job.lane_name, route.account, slots=slots)
+        if patience_s is not None and job.limit is not None and job.stopped is None:
+            job.limit.reschedule(asyncio.get_running_loop().time() + min(patience_s, self._spec.hold_s))
+
+    def _arrived(self, job: Job, request: Request) -> float | None:
+        """What was put off, or taken over from another worker, stands where it stood. None: it comes now, whatever it
+        says of its time."""
+        if not job.came_before:
+            return None
+        return asyncio.get_running_loop().time() - max(0, self._now_ms() - request.start_ms) / 1000
 
     async def _wait(self, job: Job, request: Request, route: Route) -> Wait:
         amounts = self.amounts(job, request, route)
@@ -185,14 +217,14 @@ class BudgetGate:
         return Refused(
             RequestProblem(
                 "deadline_exceeded",
-                f"not answered within {bound_ms} ms: it could start in {round(1000 * wait.seconds)} ms at the earliest "
+                f"not answered within {bound_ms} ms: it could start in {round(1000 * wait.least_s)} ms at the earliest "
                 f"(waiting for {wait.reason} of {route.account}), its call may take {round(1000 * run_s)} ms, and "
                 f"{max(0, round(1000 * left_s))} ms are left",
             )
         )
 
-    async def _held(self, job: Job, request: Request, route: Route) -> Outcome:
-        """It was told to stop, or has waited as long as a delivery may be held."""
+    async def _held(self, job: Job, request: Request, route: Route, held_s: float) -> Outcome:
+        """It was told to stop, has waited as long as a delivery may be held, or lets others of its lane pass."""
         match job.stopped:
             case Stop.CANCELLED:
                 return Dropped(RequestProblem("cancelled", "cancelled by its owner while it waited for the budget"))
@@ -200,7 +232,9 @@ class BudgetGate:
                 return Deferred(delay_ms=LATER_MS, reason="running elsewhere", due_ms=job.hop.due_ms)
             case None:
                 wait = await self._wait(job, request, route)
-                return Deferred(delay_ms=LATER_MS, reason=wait.reason, due_ms=job.hop.due_ms)
+                passing = held_s < self._spec.hold_s
+                delay_ms = max(LATER_MS, min(BACK_WITHIN_MS, round(1000 * wait.seconds))) if passing else LATER_MS
+                return Deferred(delay_ms=delay_ms, reason=wait.reason, due_ms=job.hop.due_ms)
 
     def _kind(self, job: Job, route: Route) -> Kind:
         return Kind(job.lane_name, task_of(job.routing_key), route.model)

@@ -1,12 +1,9 @@
 """START HERE for the budget: one account's buckets, lines and calls, and whose turn it is. Pure; time is passed in.
 
-Whose turn it is, again after every change:
-
-1. The first of a lane that can be granted from its own lane's part alone: nobody else loses by it.
-2. Else the first of all (`order.py`), from its lane's part and the pool together. It keeps the pool until it is
-   granted, so that a large request is not starved by small ones.
-
-What is larger than the whole bucket is granted when that is full, and leaves a debt that all wait for.
+Whose turn it is, again after every change: the lanes are asked in order of rank, and the first whose first request may
+go in all three buckets (`bucket.py` has the rule) is granted. Every lane may spend what it has saved of its share; what
+is more goes by rank, and leaves the reserves of the lanes above whole. How long somebody has waited changes nothing
+between lanes. Where calls are what is short (`concurrency.py`), each lane has its share of them too.
 """
 
 from collections.abc import Sequence
@@ -19,8 +16,9 @@ from consumers.limits.base import Heard, Kind, Reservation
 from consumers.limits.buckets import Buckets
 from consumers.limits.burst import Bursts
 from consumers.limits.concurrency import Concurrency
+from consumers.limits.demand import Demand
 from consumers.limits.headers import RateHeaders
-from consumers.limits.order import Lines, Waiter
+from consumers.limits.order import Lines, Order, Waiter
 from consumers.limits.spec import BudgetSpec
 
 HOLD_AT_MOST_S = 60.0
@@ -43,6 +41,7 @@ class Account:
         """Which limits nobody has told or set."""
         sizes = self._bursts.sizes(guessed=self.guessed)
         self.buckets = Buckets(self._adaptive.per_minute(), sizes=sizes, shares=self.shares, now_s=now_s)
+        self.demand = Demand(len(self._names), now_s=now_s)
         self.lines = Lines([lane.boost_s for lane in spec.lanes.values()])
         self.concurrency = Concurrency(caps.concurrency)
         self._turns = [0.0 for _ in self._names]
@@ -69,6 +68,10 @@ class Account:
 
     def join(self, waiter: Waiter) -> bool:
         """Whether it is the first of its lane, so that `turn` may find something to do."""
+        if self._bursts.margin:
+            waiter.amounts = waiter.amounts._replace(
+                input_tokens=waiter.amounts.input_tokens * (1 + self._bursts.margin)
+            )
         if not self.lines.join(waiter):
             return False
         self._head_changed(waiter.lane)
@@ -88,28 +91,19 @@ class Account:
         self.refill(now_s)
         if (stopped_s := self.stopped_s(now_s)) > 0:
             return None, stopped_s
-        first = self.lines.first(now_s)
-        if first is None or self.concurrency.is_full:
+        if self.concurrency.is_full:
             return None, inf
-        soonest_s, is_owed, is_limited = self.lines.boost_in_s(now_s), False, self.concurrency.is_limited
-        for waiter in self.lines.heads:
-            if waiter is None or (is_limited and not self._has_turn(waiter.lane)):
+        order, soonest_s = self.lines.order(now_s), self.lines.aged_in_s(now_s)
+        for lane in self._by_turn(order):
+            waiter = self.lines.heads[lane]
+            if waiter is None:
                 continue
-            in_s = self.buckets.part_wait_s(waiter.lane, waiter.amounts)
+            in_s = self.buckets.wait_s(lane, waiter.amounts, order)
             if in_s == 0:
-                in_s = self.buckets.level_wait_s(waiter.amounts)
-                if in_s == 0:
-                    return self._granted(waiter, now_s, own=True), 0.0
-                is_owed = True  # nobody may take from the pool what others have saved for
+                return self._granted(waiter, now_s), 0.0
+            self.is_pressed = True
             if in_s < soonest_s:
                 soonest_s = in_s
-        if not is_owed:
-            in_s = self.buckets.shared_wait_s(first.lane, first.amounts)
-            if in_s == 0:
-                return self._granted(first, now_s, own=False), 0.0
-            if in_s < soonest_s:
-                soonest_s = in_s
-        self.is_pressed = True
         return None, soonest_s
 
     # ---- after a call ------------------------------------------------------------------------------------------------
@@ -122,7 +116,9 @@ class Account:
         self.concurrency.end(now_s - reservation.at_s)
         lane = self._names.index(reservation.lane)
         self.refill(now_s)
-        self.buckets.settle(lane, reservation.amounts, own=reservation.own, used=used or NOTHING)
+        used = used or NOTHING
+        self.buckets.settle(lane, reservation.amounts, own=reservation.own, used=used)
+        self.demand.add(lane, Amounts(*(x - y for x, y in zip(used, reservation.amounts, strict=True))), now_s)
 
     def learn(self, heard: Heard, now_s: float) -> bool:
         """From one response; whether there is less than before, so that what was predicted does not hold any more."""
@@ -151,7 +147,8 @@ class Account:
             case Kind.RATE_LIMITED:
                 if not has_limits:
                     self._refused(heard.rate, now_s)
-                if heard.retry_after_s is not None and heard.retry_after_s > 0:
+                is_explained = heard.rate is not None and any(self._bursts.spent(heard.rate))
+                if heard.retry_after_s is not None and heard.retry_after_s > 0 and not is_explained:
                     until_s = now_s + min(heard.retry_after_s, HOLD_AT_MOST_S)
                     self.held_until_s = max(self.held_until_s, until_s)
                     stopped = True
@@ -179,7 +176,7 @@ class Account:
         if self.stopped_s(now_s) == 0 and self.concurrency.is_full:
             return CONCURRENCY
         self.refill(now_s)
-        return self.buckets.reason(waiter.lane, waiter.amounts)
+        return self.buckets.reason(waiter.lane, waiter.amounts, self.lines.order(now_s))
 
     # ---- shared with other processes ---------------------------------------------------------------------------------
 
@@ -196,10 +193,7 @@ class Account:
 
     def shift(self, jump_s: float) -> None:
         """The clock that it is asked by has jumped."""
-        for waiter in self.lines:
-            waiter.arrived_s += jump_s
-            if waiter.until_s is not None:
-                waiter.until_s += jump_s
+        self.lines.shift(jump_s)
         self.paused_until_s += jump_s
         self.held_until_s += jump_s
 
@@ -213,28 +207,36 @@ class Account:
 
     def begin(self, waiter: Waiter, reservation: Reservation) -> bool:
         """Somebody else has granted it: it leaves its line. False where it is no longer there."""
-        if waiter.number not in self.lines:
+        if waiter not in self.lines:
             return False
         waiter.reservation = reservation
         if self.concurrency.is_limited:
             self._turn_taken(waiter.lane)
         self.lines.leave(waiter)
+        self.demand.add(waiter.lane, waiter.amounts, reservation.at_s)
         self.concurrency.begin()
         self._head_changed(waiter.lane)
         return True
 
     # ---- inside ------------------------------------------------------------------------------------------------------
 
-    def _granted(self, waiter: Waiter, now_s: float, *, own: bool) -> Waiter:
+    def _by_turn(self, order: Order) -> Sequence[int]:
+        """Where calls are what is short, the lanes whose turn has come go first."""
+        if not self.concurrency.is_limited:
+            return order.lanes
+        return sorted(order.lanes, key=lambda lane: self._turns[lane] < WHOLE)
+
+    def _granted(self, waiter: Waiter, now_s: float) -> Waiter:
         lane = waiter.lane
         if self.concurrency.is_limited:
             self._turn_taken(lane)
         self.lines.leave(waiter)
+        self.demand.add(lane, waiter.amounts, now_s)
         waiter.reservation = Reservation(
             account=self.name,
             lane=self._names[lane],
             amounts=waiter.amounts,
-            own=self.buckets.take(lane, waiter.amounts, own=own),
+            own=self.buckets.take(lane, waiter.amounts),
             at_s=now_s,
         )
         self.concurrency.begin()

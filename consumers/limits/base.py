@@ -27,7 +27,12 @@ class Wait(NamedTuple):
     """How long a request would wait now, and mostly for what: rpm, itpm, otpm, concurrency or paused."""
 
     seconds: float
+    """As is to be expected."""
     reason: str
+    least_s: float = 0.0
+    """At the earliest, by limits that are known: nobody is refused by a guess."""
+    is_known: bool = True
+    """False where `seconds` follows from a limit that the provider has not told and no setting says."""
 
 
 class WaitTooLong(LanekeeperError):
@@ -36,7 +41,7 @@ class WaitTooLong(LanekeeperError):
     def __init__(self, wait: Wait) -> None:
         self.wait = wait
         """From now on."""
-        super().__init__(f"{wait.seconds:.1f} s for {wait.reason}")
+        super().__init__(f"{wait.least_s:.1f} s for {wait.reason}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +52,8 @@ class Waiting:
     reason: str
     """What the first of them waits for, and so all."""
     oldest_s: float
+    is_known: bool = True
+    """False where that limit is a guess: nobody has told or set it."""
 
 
 class Kind(StrEnum):
@@ -86,12 +93,14 @@ class Budgets(Protocol):
         lane: str,
         amounts: Amounts,
         until: float | None,
+        arrived: float | None = None,
         on_wait: Callable[[Wait], None] | None = None,
     ) -> Reservation:
-        """Wait in order; `on_wait` is told, where it is not granted at once.
+        """Wait in order; `on_wait` is told, where it is not granted at once. `arrived`: when it first asked, if that
+        was before now: it stands where it stood then.
 
-        Raises WaitTooLong as soon as it is predicted not to be granted before `until`, and where the account is paused.
-        Cancelling it leaves the line.
+        Raises WaitTooLong as soon as it cannot be granted before `until`, by limits that are known, and where the
+        account is paused. Cancelling it leaves the line.
         """
         ...
 
@@ -108,7 +117,7 @@ class Budgets(Protocol):
         ...
 
     async def predicted_wait(self, account: str, *, lane: str, amounts: Amounts) -> Wait:
-        """If nothing comes that goes before it."""
+        """For one that would join its lane's line now."""
         ...
 
     def waiting(self) -> Mapping[str, Mapping[str, Waiting]]:

@@ -1,15 +1,21 @@
-"""One bucket of an account: what is there, and how much of it each lane may count on. Pure; time is passed in.
+"""One bucket of an account: what is there, what each lane has saved of it, and when a request may take from it. Pure.
 
-`level` is what the provider will take: refilled at the limit, up to the burst. A lane's part is a claim on it, refilled
-at the lane's share and full at the share of the burst, so that it is there at once when the lane comes; what overflows
-is the level's alone, and so lent to whoever waits. The pool is what no part claims.
+`level` is what the provider will take: refilled at the limit, up to the bucket's size. Every lane saves its share of
+what comes in, up to its reserve (its share of the size), or up to what its first request needs where that is more.
 
-A part holds as much more as its lane's first waiter needs (`want`): a request that is larger than the share of the
-burst is saved for, and cannot be starved by smaller ones; and nothing of the share is lost while the level makes it
-wait.
+A request may go
+1. on what its lane has saved;
+2. else where what is left covers, besides it, the whole reserves of the lanes above, what their first requests need,
+   and what is held for the lanes below;
+3. else, where nobody waits in a lane above, when the bucket is full: more will never be left.
+
+So what the lanes above have not used is kept for their next request, whole. Held for a lane is what it has saved; but
+of what it saves beyond its reserve, for a large request, only as much as leaves room for the top lane, until all is
+saved: then all of it, so that the request goes next. In a bucket of a minute that is the same; a bucket of a second
+is too small to hold much for a large request.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import inf
 from typing import Final
 
@@ -20,20 +26,24 @@ LEAST: Final = 1e-6
 class Bucket:
     """Lanes are numbered in the order of their rank."""
 
-    __slots__ = ("_at_s", "_caps", "_full", "_shares", "burst", "level", "most", "parts", "per_s")
+    __slots__ = ("_at_s", "_caps", "_holds", "_wants", "burst", "level", "most", "parts", "per_s", "reserves", "shares")
 
     def __init__(
         self, per_minute: float, *, burst_s: float, shares: Sequence[float], now_s: float, late: float = 0.0
     ) -> None:
-        self._shares = tuple(shares)
+        self.shares = tuple(shares)
         self._at_s = now_s
         self.per_s = per_minute / 60
         self.burst = _burst(per_minute, burst_s)
+        """The bucket's size."""
         self.most = (1 - late) * self.burst
         self.level = self.burst
-        self._full = [share * self.burst for share in self._shares]
-        self._caps = list(self._full)
-        self.parts = list(self._full)
+        self._wants = [0.0 for _ in self.shares]
+        self.reserves = [share * self.burst for share in self.shares]
+        self._caps = list(self.reserves)
+        self._holds = list(self.reserves)
+        self.parts = list(self.reserves)
+        """What each lane has saved; below 0: what it used beyond that and has to save first."""
 
     def resize(self, per_minute: float, *, burst_s: float, late: float, fills: bool) -> None:
         """Another limit from now on (refilled before); what no longer fits is gone. With `fills` there was more in it
@@ -41,10 +51,12 @@ class Bucket:
         self.per_s = per_minute / 60
         before, self.burst = self.burst, _burst(per_minute, burst_s)
         self.most = (1 - late) * self.burst
-        self._full = [share * self.burst for share in self._shares]
+        self.reserves = [share * self.burst for share in self.shares]
+        for lane, wanted in enumerate(self._wants):
+            self.want(lane, wanted)
         if fills and (more := self.burst - before) > 0:
             self.level += more
-            self.parts = [part + share * more for part, share in zip(self.parts, self._shares, strict=True)]
+            self.parts = [part + share * more for part, share in zip(self.parts, self.shares, strict=True)]
         self.lower(self.burst)
 
     def correct(self, level: float, parts: Sequence[float], now_s: float) -> None:
@@ -61,87 +73,106 @@ class Bucket:
         level = self.level + gained
         self.level = level if level < self.burst else self.burst
         parts, caps = self.parts, self._caps
-        for lane, share in enumerate(self._shares):
-            part = parts[lane] + gained * share
-            cap = caps[lane]
-            parts[lane] = part if part < cap else cap
+        for lane, share in enumerate(self.shares):
+            part, cap, saved = parts[lane], caps[lane], gained * share
+            if part < cap:
+                parts[lane] = part + saved if part + saved < cap else cap
+            elif part > cap:  # saved for a large request that has left its line, perhaps for a moment
+                parts[lane] = part - saved if part - saved > cap else cap
 
     def want(self, lane: int, amount: float) -> None:
         """What the first waiter of a lane needs; 0: nobody waits."""
-        cap = self._full[lane] + amount
-        self._caps[lane] = cap if cap < self.burst else self.burst
+        self._wants[lane] = amount
+        reserve = self.reserves[lane]
+        self._caps[lane] = reserve if amount <= reserve else min(amount, self.burst)
+        room = self.burst - self._caps[0] - sum(self.reserves[1:])
+        for other in range(1, len(self.reserves)):
+            more = max(0.0, min(self._caps[other] - self.reserves[other], room))
+            self._holds[other] = self.reserves[other] + more
+            room -= more
 
-    def free(self, lane: int) -> float:
-        """What no other lane's part claims."""
-        free = self.level
-        for other, part in enumerate(self.parts):
-            if part > 0 and other != lane:
-                free -= part
-        return free
+    def held(self, lane: int) -> float:
+        """What nobody else may take, but on what his own lane has saved."""
+        part = self.parts[lane]
+        if part <= self._holds[lane] or part >= self._caps[lane]:
+            return part if part > 0 else 0.0
+        return self._holds[lane]
 
-    def take(self, lane: int, amount: float, *, own: bool) -> float:
-        """Spend it; what of it came from the lane's part. With `own` all of it, even if that leaves a debt."""
+    def take(self, lane: int, amount: float) -> float:
+        """Spend it; what of it came from what the lane has saved. A request larger than the bucket leaves a debt."""
         part, level, most = self.parts[lane], self.level, self.most
-        taken = amount if own else min(max(part, 0.0), amount)
+        taken = amount if amount <= part or part >= self.burst else max(part, 0.0)
         self.level = (level if level < most else most) - amount
         self.parts[lane] = part - taken
         return taken
 
     def give_back(self, lane: int, amount: float, *, own: float) -> None:
-        """What was not used after all, `own` of it to the lane's part."""
+        """What was not used after all, `own` of it to what the lane has saved."""
         self.level = min(self.burst, self.level + amount)
-        self.parts[lane] = min(self._caps[lane], self.parts[lane] + min(amount, own))
-
-    def charge(self, lane: int, amount: float) -> None:
-        """What was used beyond what was taken: it may leave a debt."""
-        self.take(lane, amount, own=False)
+        part = self.parts[lane]
+        self.parts[lane] = max(part, min(self._caps[lane], part + min(amount, own)))
 
     def lower(self, level: float) -> None:
-        """The provider has less than we thought; no more than that is claimed."""
+        """The provider has less than we thought; no more than that is saved."""
         if level >= self.level:
             return
         self.level = level
-        claimed = sum(part for part in self.parts if part > 0)
-        if claimed > level:
-            self.parts = [part * level / claimed if part > 0 else part for part in self.parts]
+        saved = sum(part for part in self.parts if part > 0)
+        if saved > level:
+            self.parts = [part * max(level, 0.0) / saved if part > 0 else part for part in self.parts]
 
-    def part_wait_s(self, lane: int, amount: float) -> float:
-        """Seconds until the lane's own part is enough; of what is larger than the bucket, the whole bucket."""
-        missing = (amount if amount < self.burst else self.burst) - self.parts[lane]
+    def wait_s(self, lane: int, amount: float, above: Iterable[int], below: Sequence[int]) -> float:
+        """Seconds until it may go, by what comes in alone; 0: now. `above`, `below`: the lanes that go before and after
+        it, in any order."""
+        need, level, part = amount + LEAST, self.level, self.parts[lane]
+        whole = need if need < self.burst else self.burst
+        level_s = (whole - level) / self.per_s if level < whole else 0.0
+        saved = amount if amount < self.burst else self.burst
+        if part >= saved:
+            return level_s
+        kept, is_first = need, True
+        for other in above:
+            wanted = self._wants[other]
+            kept += self.reserves[other] + wanted
+            is_first = is_first and wanted == 0
+        left_s = self._left_in_s(kept, below, is_first=is_first)
+        if left_s == 0:
+            return 0.0
+        share = self.shares[lane]
+        own_s = max(level_s, (saved - part) / (share * self.per_s)) if share else inf
+        return own_s if own_s < left_s else left_s
+
+    def _left_in_s(self, kept: float, below: Sequence[int], *, is_first: bool) -> float:
+        """Seconds until the level covers `kept` and what the lanes below have saved by then."""
+        level, burst = self.level, self.burst
+        if is_first and level >= burst:
+            return 0.0
+        need, parts = kept, self.parts
+        for other in below:
+            need += self.held(other)
+        missing = need - level
         if missing <= 0:
             return 0.0
-        per_s = self._shares[lane] * self.per_s
-        return missing / per_s if per_s else inf
-
-    def level_wait_s(self, amount: float) -> float:
-        """Seconds until the provider will take it; of what is larger than the bucket, until that is full."""
-        need = amount + LEAST
-        missing = (need if need < self.burst else self.burst) - self.level
-        return missing / self.per_s if missing > 0 else 0.0
-
-    def shared_wait_s(self, lane: int, amount: float) -> float:
-        """Seconds until the lane's own part and the pool are enough together, or everything is full; if nobody takes
-        anything before."""
-        need, free = amount + LEAST, self.free(lane)
-        if free >= need or self.level >= self.burst:
-            return 0.0
-        full_in_s = (self.burst - self.level) / self.per_s
-        filling = []  # parts of other lanes take what comes until they are full, then leave it to the pool
-        for other, part in enumerate(self.parts):
-            share = self._shares[other]
-            if other != lane and share and part < self._caps[other]:
-                if part < 0:  # in debt: it claims nothing yet. Looked at again before
-                    return min(full_in_s, (need - free) / self.per_s)
-                filling.append(((self._caps[other] - part) / (share * self.per_s), share))
+        full_s = (burst - level) / self.per_s
+        slope, passed_s = 1.0, 0.0
+        filling = []
+        for other in below:  # what comes in is theirs too, until they have saved all that they may
+            share, part = self.shares[other], parts[other]
+            if share and part < self._holds[other]:
+                if part < 0:  # it has a debt to pay before it saves: looked at again when it has
+                    return min(full_s if is_first else inf, missing / self.per_s)
+                filling.append(((self._holds[other] - part) / (share * self.per_s), share))
+                slope -= share
         filling.sort()
-        slope, passed_s = 1.0 - sum(share for _, share in filling), 0.0
         for in_s, share in filling:
-            reached = free + slope * self.per_s * (in_s - passed_s)
-            if reached >= need:
+            reached = missing - slope * self.per_s * (in_s - passed_s)
+            if reached <= 0:
                 break
-            free, passed_s, slope = reached, in_s, slope + share
-        per_s = slope * self.per_s
-        return min(full_in_s, passed_s + (need - free) / per_s) if per_s > 0 else full_in_s
+            missing, passed_s, slope = reached, in_s, slope + share
+        in_s = passed_s + missing / (slope * self.per_s) if slope > 0 else inf
+        if in_s <= full_s:
+            return in_s
+        return full_s if is_first else inf
 
 
 def _burst(per_minute: float, burst_s: float) -> float:

@@ -6,6 +6,7 @@ from consumers.limits.amounts import REASONS, Amounts
 from consumers.limits.bucket import Bucket
 from consumers.limits.burst import Size
 from consumers.limits.headers import ROUNDED_BY, RateHeaders
+from consumers.limits.order import Order
 
 
 class Buckets:
@@ -39,47 +40,31 @@ class Buckets:
         for bucket, amount in zip(self._all, amounts, strict=True):
             bucket.want(lane, amount)
 
-    def part_wait_s(self, lane: int, amounts: Amounts) -> float:
-        """Until the lane's own parts are enough."""
+    def wait_s(self, lane: int, amounts: Amounts, order: Order) -> float:
+        """Seconds until all of them have enough for it; 0: now."""
         longest_s = 0.0
+        above, below = order.above[lane], order.below[lane]
         for bucket, amount in zip(self._all, amounts):  # noqa: B905  checking costs a tenth of a grant
-            if amount > 0 and (in_s := bucket.part_wait_s(lane, amount)) > longest_s:
+            if amount > 0 and (in_s := bucket.wait_s(lane, amount, above, below)) > longest_s:
                 longest_s = in_s
         return longest_s
 
-    def level_wait_s(self, amounts: Amounts) -> float:
-        """Until the provider will take it."""
-        longest_s = 0.0
-        for bucket, amount in zip(self._all, amounts):  # noqa: B905
-            if amount > 0 and (in_s := bucket.level_wait_s(amount)) > longest_s:
-                longest_s = in_s
-        return longest_s
+    def reason(self, lane: int, amounts: Amounts, order: Order) -> str:
+        """Which keeps it longest."""
+        above, below = order.above[lane], order.below[lane]
+        waits_s = [
+            bucket.wait_s(lane, amount, above, below) if amount > 0 else 0.0
+            for bucket, amount in zip(self._all, amounts, strict=True)
+        ]
+        return REASONS[waits_s.index(max(waits_s))]
 
-    def shared_wait_s(self, lane: int, amounts: Amounts) -> float:
-        """Until the lane's own parts and the pools are enough together."""
-        longest_s = 0.0
-        for bucket, amount in zip(self._all, amounts):  # noqa: B905
-            if amount > 0 and (in_s := bucket.shared_wait_s(lane, amount)) > longest_s:
-                longest_s = in_s
-        return longest_s
-
-    def reason(self, lane: int, amounts: Amounts) -> str:
-        """Which keeps the first of a lane, on the way that is sooner."""
-        own_s, shared_s = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]
-        for each, (bucket, amount) in enumerate(zip(self._all, amounts, strict=True)):
-            if amount > 0:
-                own_s[each] = max(bucket.part_wait_s(lane, amount), bucket.level_wait_s(amount))
-                shared_s[each] = bucket.shared_wait_s(lane, amount)
-        sooner = min(own_s, shared_s, key=max)
-        return REASONS[sooner.index(max(sooner))]
-
-    def take(self, lane: int, amounts: Amounts, *, own: bool) -> Amounts:
-        """Spend it; what of it came from the lane's own parts."""
+    def take(self, lane: int, amounts: Amounts) -> Amounts:
+        """Spend it; what of it came from what the lane has saved."""
         requests, input_tokens, output_tokens = self._all
         return Amounts(
-            requests.take(lane, amounts.requests, own=own),
-            input_tokens.take(lane, amounts.input_tokens, own=own),
-            output_tokens.take(lane, amounts.output_tokens, own=own),
+            requests.take(lane, amounts.requests),
+            input_tokens.take(lane, amounts.input_tokens),
+            output_tokens.take(lane, amounts.output_tokens),
         )
 
     def settle(self, lane: int, taken: Amounts, *, own: Amounts, used: Amounts) -> None:
@@ -88,7 +73,7 @@ class Buckets:
             if amount > spent:
                 bucket.give_back(lane, amount - spent, own=from_part)
             elif spent > amount:
-                bucket.charge(lane, spent - amount)
+                bucket.take(lane, spent - amount)
 
     def believe(self, rate: RateHeaders, *, took_s: float, of_refusal: bool) -> None:
         """The provider, where it has less than we thought. `took_s`: what was told may be so old, and what has come in

@@ -4,7 +4,9 @@ What a bucket had left after a call, and what that call took, it has held: so `r
 least, and no more than that is used at once. Where nothing is proven, it is little.
 
 A refusal with figures says that it was too much at once, whatever was proven: somebody else uses the account, or its
-limits are told by the minute and enforced by the second. Then half of it, which comes back slowly.
+limits are told by the minute and enforced by the second. Then half of it, which comes back slowly; but never less than
+a second's worth, where one large request is as much. There it is what the provider takes of a request at first that
+matters: it estimates the input, and corrects that when the call ends. How much more that is, refusals tell (`margin`).
 """
 
 from collections.abc import Sequence
@@ -25,8 +27,13 @@ BACK = 1.1
 BACK_EVERY_S = 10.0
 PATIENCE_S = 5.0
 """Refusals of calls that had begun before are of the same burst: within this time they count once."""
-LEAST = 1 / 64
-"""Of a minute's worth, about a second's."""
+LEAST_S = 1.0
+MARGIN_STEP = 0.2
+MARGIN_MOST = 0.5
+OFTEN = 0.5
+"""Of the latest responses (smoothed), so many are refusals where even that has not helped."""
+MARGIN_KEPT = 0.99
+"""Of it, every time that something comes back."""
 SPENT = 0.01
 DEAR = 2.0
 """A bucket explains a refusal that has less than this part of its limit left, or than so many usual requests take."""
@@ -46,7 +53,7 @@ class Size(NamedTuple):
 class Bursts:
     """Of the three buckets of an account, in the order of `Amounts`."""
 
-    __slots__ = ("_cut", "_cut_s", "_most_s", "_moved_s", "_proven_s", "_usual_input")
+    __slots__ = ("_cut", "_cut_s", "_most_s", "_moved_s", "_proven_s", "_refusals", "_usual_input", "margin")
 
     def __init__(self, most_s: float) -> None:
         self._most_s = most_s
@@ -55,6 +62,9 @@ class Bursts:
         self._cut_s = self._moved_s = -inf
         self._usual_input = 0.0
         """By what this process heard."""
+        self._refusals = 0.0
+        self.margin = 0.0
+        """So much more than the expected input the provider takes of a request until it ends; as this process heard."""
 
     def dump(self) -> list[Any]:
         """What was learned, as JSON has it."""
@@ -107,20 +117,28 @@ class Bursts:
 
     def refused(self, is_spent: Sequence[bool], now_s: float) -> bool:
         """Use less at once of what is spent, of all where nothing is; False where that has not helped."""
+        self._refusals += WEIGHT * (1 - self._refusals)
         if 0 <= now_s - self._cut_s < PATIENCE_S:
             return True
-        cut = [each for each in range(3) if is_spent[each]] or range(3)
-        if all(self._cut[each] <= LEAST for each in cut):
-            return False
         self._cut_s = self._moved_s = now_s
+        cut = [each for each in range(3) if is_spent[each]] or range(3)
+        if all(self._cut[each] <= self._least(each) for each in cut):
+            self.margin = min(MARGIN_MOST, self.margin + MARGIN_STEP)
+            return self._refusals < OFTEN
         for each in cut:
-            self._cut[each] = max(LEAST, self._cut[each] / 2)
+            self._cut[each] = max(self._least(each), self._cut[each] / 2)
         return True
 
     def answered(self, now_s: float) -> bool:
         """Recover; whether it did."""
-        if 0 <= now_s - self._moved_s < BACK_EVERY_S or min(self._cut) == 1:
+        self._refusals -= WEIGHT * self._refusals
+        if 0 <= now_s - self._moved_s < BACK_EVERY_S or (min(self._cut) == 1 and not self.margin):
             return False
         self._moved_s = now_s
+        self.margin *= MARGIN_KEPT
         self._cut = [min(1.0, BACK * each) for each in self._cut]
         return True
+
+    def _least(self, each: int) -> float:
+        """The cut that leaves a second's worth."""
+        return min(1.0, LEAST_S / (self._proven_s[each] or UNPROVEN_S))

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 
 from consumers.limits import forecast
 from consumers.limits.account import Account
-from consumers.limits.amounts import NOTHING, PAUSED, Amounts
+from consumers.limits.amounts import PAUSED, REASONS, Amounts
 from consumers.limits.base import NO_NEWS, Heard, Reservation, Wait, Waiting, WaitTooLong
 from consumers.limits.order import Waiter
 from consumers.limits.spec import BudgetSpec
@@ -74,21 +74,24 @@ class Desk:
         lane: str,
         amounts: Amounts,
         until: float | None,
+        arrived: float | None,
         on_wait: Callable[[Wait], None] | None,
     ) -> Reservation:
-        """See `Budgets`. `until` by the event loop's clock."""
+        """See `Budgets`. `until` and `arrived` by the event loop's clock."""
         books, now_s = self._asked(account), self._clock()
-        until_s = None if until is None else until - asyncio.get_running_loop().time() + now_s
+        offset_s = now_s - asyncio.get_running_loop().time()
+        until_s = None if until is None else until + offset_s
+        arrived_s = now_s if arrived is None else min(now_s, arrived + offset_s)
         if (paused_s := books.paused_s(now_s)) > 0:
-            raise WaitTooLong(Wait(paused_s, PAUSED))
-        waiter = Sleeper(self._ranks[lane], amounts, arrived_s=now_s, until_s=until_s)
+            raise WaitTooLong(Wait(paused_s, PAUSED, paused_s))
+        waiter = Sleeper(self._ranks[lane], amounts, arrived_s=arrived_s, until_s=until_s)
         if books.join(waiter):
             self._step(books)
             if waiter.reservation is not None:
                 return waiter.reservation
         if until_s is not None or on_wait is not None:
-            wait = forecast.wait(books, waiter.lane, NOTHING, now_s)  # it is the last of its line
-            if until_s is not None and now_s + wait.seconds > until_s:
+            wait = forecast.of(books, waiter, now_s)
+            if until_s is not None and now_s + wait.least_s > until_s:
                 self.leave(books, waiter)
                 raise WaitTooLong(wait)
             if on_wait is not None:
@@ -137,10 +140,12 @@ class Desk:
         for account, books in self.accounts.items():
             for lane, rank in self._ranks.items():
                 if (head := books.lines.heads[rank]) is not None:
+                    reason = books.reason(head, now_s)
                     found.setdefault(account, {})[lane] = Waiting(
                         count=books.lines.count(rank),
-                        reason=books.reason(head, now_s),
+                        reason=reason,
                         oldest_s=now_s - head.arrived_s,
+                        is_known=reason not in REASONS or not books.guessed[REASONS.index(reason)],
                     )
         return found
 
@@ -157,7 +162,7 @@ class Desk:
         except TimeoutError:
             if waiter.reservation is None:
                 self.leave(books, waiter)
-                raise WaitTooLong(forecast.wait(books, waiter.lane, waiter.amounts, self._clock())) from None
+                raise WaitTooLong(forecast.first(books, waiter.lane, waiter.amounts, self._clock())) from None
         except BaseException:
             if waiter.reservation is not None:
                 self._give_back(waiter.reservation)

@@ -1,7 +1,8 @@
-"""How long a request would wait, if nothing came that goes before it. Pure.
+"""How long a request would wait, by the rule that grants it (`bucket.py`). Pure.
 
-Every waiter before it is served first, by what comes in and is lent to it; or its lane's own part alone is sooner. What
-later calls give back makes it shorter, what comes in more urgent lanes longer.
+Two answers. At the earliest: if nothing more came in the lanes above; by this alone a request is sent away, and only
+where the limits are known. And as is to be expected: if the lanes above go on spending as they did in the last minute.
+What later calls give back makes both shorter.
 """
 
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from consumers.limits.account import Account
 from consumers.limits.amounts import CONCURRENCY, PAUSED, REASONS, Amounts
 from consumers.limits.base import Wait
 from consumers.limits.bucket import Bucket
-from consumers.limits.order import Waiter
+from consumers.limits.order import Order, Waiter
 
 
 def wait(account: Account, lane: int, amounts: Amounts, now_s: float) -> Wait:
@@ -20,6 +21,14 @@ def wait(account: Account, lane: int, amounts: Amounts, now_s: float) -> Wait:
     ahead, others = account.lines.sums(lane), account.elsewhere[lane]
     wanted = Amounts(*(x + y + z for x, y, z in zip(ahead, others, amounts, strict=True)))
     return _wait(account, lane, wanted, now_s)
+
+
+def of(account: Account, waiter: Waiter, now_s: float) -> Wait:
+    """For one that stands in line."""
+    account.refill(now_s)
+    ahead, others = account.lines.up_to(waiter), account.elsewhere[waiter.lane]
+    wanted = Amounts(*(x + y for x, y in zip(ahead, others, strict=True)))
+    return _wait(account, waiter.lane, wanted, now_s)
 
 
 def first(account: Account, lane: int, amounts: Amounts, now_s: float) -> Wait:
@@ -38,7 +47,7 @@ def hopeless(account: Account, now_s: float) -> Iterator[tuple[Waiter, Wait]]:
         requests, input_tokens, output_tokens = waiter.amounts
         with_it = Amounts(ahead[0] + requests, ahead[1] + input_tokens, ahead[2] + output_tokens)
         found = _wait(account, lane, with_it, now_s)
-        if found.reason == PAUSED or (waiter.until_s is not None and now_s + found.seconds > waiter.until_s):
+        if found.reason == PAUSED or (waiter.until_s is not None and now_s + found.least_s > waiter.until_s):
             yield waiter, found
         else:
             ahead = with_it
@@ -47,42 +56,71 @@ def hopeless(account: Account, now_s: float) -> Iterator[tuple[Waiter, Wait]]:
 def _wait(account: Account, lane: int, wanted: Amounts, now_s: float) -> Wait:
     """`wanted`: its own and what is before it in its lane's line."""
     if (paused_s := account.paused_s(now_s)) > 0:
-        return Wait(paused_s, PAUSED)
-    longest_s, reason = 0.0, REASONS[0]
+        return Wait(paused_s, PAUSED, paused_s)
+    order = account.lines.order(now_s)
+    longest_s, least_s, reason, is_known = 0.0, 0.0, REASONS[0], True
     for each, bucket in enumerate(account.buckets):
-        if wanted[each] > 0 and (in_s := _for(account, each, bucket, lane, wanted[each])) > longest_s:
-            longest_s, reason = in_s, REASONS[each]
-    longest_s = max(longest_s, account.stopped_s(now_s))
-    ahead = sum(account.lines.count(other) for other in range(lane + 1))
+        if wanted[each] <= 0:
+            continue
+        line = _Line(account, each, bucket, lane, order)
+        taken_per_s = account.demand.per_s(order.above[lane], each, now_s)
+        if (in_s := line.wait_s(wanted[each], taken_per_s)) > longest_s:
+            longest_s, reason, is_known = in_s, REASONS[each], not account.guessed[each]
+        if in_s > least_s and not account.guessed[each]:
+            least_s = max(least_s, line.wait_s(wanted[each], 0.0))
+    stopped_s = account.stopped_s(now_s)
+    longest_s, least_s = max(longest_s, stopped_s), max(least_s, stopped_s)
+    ahead = sum(account.lines.count(other) for other in (*order.above[lane], lane))
     if (in_s := account.concurrency.wait_s(ahead)) > longest_s:
-        longest_s, reason = in_s, CONCURRENCY
-    return Wait(longest_s, reason)
+        longest_s, least_s, reason, is_known = in_s, in_s, CONCURRENCY, True
+    return Wait(longest_s, reason, least_s, is_known)
 
 
-def _for(account: Account, each: int, bucket: Bucket, lane: int, wanted: float) -> float:
-    """Of one bucket."""
-    shares, lines = account.shares, account.lines
-    share = shares[lane]
-    own_s = (wanted - bucket.parts[lane]) / (share * bucket.per_s) if share else inf
-    own_s = max(0.0, own_s, (wanted - bucket.level) / bucket.per_s)  # after a debt the part is there before the level
-    work, free, lent = wanted, bucket.level, 1.0
-    filling, filling_share = 0.0, 0.0
-    for other in range(len(shares)):
-        if other == lane:
-            continue
-        waits_for = lines.sums(other)[each] + account.elsewhere[other][each]
-        if waits_for > 0 and other < lane:
-            work += waits_for
-            continue
-        part = max(0.0, bucket.parts[other])
-        free -= part
-        if waits_for > 0:
-            lent -= shares[other]
-        elif (missing := shares[other] * bucket.burst - part) > 0:  # nobody waits for it, and yet it is filled first
-            filling += missing
-            filling_share += shares[other]
-    if work <= free:
-        return 0.0
-    while_filling_s = (work - free) / ((lent - filling_share) * bucket.per_s) if lent > filling_share else inf
-    filled_s = (work - free + filling) / (lent * bucket.per_s) if lent > 0 else inf
-    return min(own_s, while_filling_s, filled_s)
+class _Line:
+    """A lane's line before one bucket, as if requests were a fluid."""
+
+    __slots__ = ("_bucket", "_filling", "_kept", "_lane", "_slope")
+
+    def __init__(self, account: Account, each: int, bucket: Bucket, lane: int, order: Order) -> None:
+        self._bucket = bucket
+        self._lane = lane
+        self._kept = 0.0
+        """What the level must cover beside what is wanted."""
+        for other in order.above[lane]:
+            self._kept += bucket.reserves[other] + account.lines.sums(other)[each] + account.elsewhere[other][each]
+        self._slope = 1.0
+        """How much of what comes in is for this lane and those above, while lanes below spend or save theirs."""
+        self._filling: list[tuple[float, float]] = []
+        """When each lane below that only saves has saved all, and its share."""
+        for other in order.below[lane]:
+            saved, share = max(0.0, bucket.parts[other]), bucket.shares[other]
+            self._kept += saved
+            if account.lines.sums(other)[each] + account.elsewhere[other][each] > 0:
+                self._slope -= share
+            elif share and (missing := bucket.reserves[other] - saved) > 0:
+                self._slope -= share
+                self._filling.append((missing / (share * bucket.per_s), share))
+        self._filling.sort()
+
+    def wait_s(self, wanted: float, taken_per_s: float) -> float:
+        """Until so much has gone through: by what the lane saves alone, or by what the others leave; `taken_per_s`:
+        what lanes above will have taken of it."""
+        bucket = self._bucket
+        level_s = (wanted - bucket.level) / bucket.per_s
+        part, share = bucket.parts[self._lane], bucket.shares[self._lane]
+        if wanted <= part:
+            return max(0.0, level_s)
+        own_s = max(level_s, (wanted - part) / (share * bucket.per_s)) if share else inf
+        return max(0.0, min(own_s, self._left_s(wanted, taken_per_s)))
+
+    def _left_s(self, wanted: float, taken_per_s: float) -> float:
+        missing = wanted + self._kept - self._bucket.level
+        per_s, passed_s = self._slope * self._bucket.per_s - taken_per_s, 0.0
+        if missing <= 0:
+            return 0.0
+        for in_s, share in self._filling:
+            reached = missing - per_s * (in_s - passed_s)
+            if reached <= 0:
+                break
+            missing, passed_s, per_s = reached, in_s, per_s + share * self._bucket.per_s
+        return passed_s + missing / per_s if per_s > 0 else inf

@@ -42,9 +42,12 @@ class LocalBudgets:
         lane: str,
         amounts: Amounts,
         until: float | None,
+        arrived: float | None = None,
         on_wait: Callable[[Wait], None] | None = None,
     ) -> Reservation:
-        return await self._desk.reserve(account, lane=lane, amounts=amounts, until=until, on_wait=on_wait)
+        return await self._desk.reserve(
+            account, lane=lane, amounts=amounts, until=until, arrived=arrived, on_wait=on_wait
+        )
 
     async def try_reserve(self, account: str, *, lane: str, amounts: Amounts) -> Reservation | None:
         books, waiter = self._desk.join(account, lane=lane, amounts=amounts)

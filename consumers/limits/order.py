@@ -1,14 +1,20 @@
-"""Who is first: by rank of the lane, a long wait counting for one rank, then by arrival. Pure."""
+"""Who stands in line, and which lane goes before which. Pure.
 
-from collections import OrderedDict
+Inside a lane whoever arrived first is first; what comes back after it was put off stands where it stood before. Between
+lanes the rank decides, however long somebody waits; only where a setting says so (`boost_s`) a long wait lets the first
+of a lane go before younger ones of the next lane above, and never before the top lane.
+"""
+
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator, Sequence
-from itertools import islice
-from typing import Final
+from typing import Final, NamedTuple
 
 from consumers.limits.amounts import Amounts
 from consumers.limits.base import Reservation
 
 NEVER: Final = float("inf")
+FIRST_TO_AGE: Final = 2
+"""The lanes from this rank on may age: the one below the top has only the top before it."""
 
 
 class Waiter:
@@ -20,21 +26,44 @@ class Waiter:
         self.lane = lane
         self.amounts = amounts
         self.arrived_s = arrived_s
+        """When it first asked; before now where it was put off and has come back."""
         self.until_s = until_s
         self.number = 0
-        """In the order of arrival, over all lanes."""
+        """In the order of joining, over all lanes."""
         self.reservation: Reservation | None = None
         """Set when it is granted."""
 
 
-class Lines:
-    """One line a lane, each first come, first served. Joining and leaving, also from the middle, take no search."""
+class Order(NamedTuple):
+    """Of the lanes: `lanes` from the first to the last; by lane, which go before it and which after it."""
 
-    __slots__ = ("_boosts_s", "_lines", "_next", "_sums", "heads")
+    lanes: tuple[int, ...]
+    above: tuple[tuple[int, ...], ...]
+    below: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, lanes: Sequence[int]) -> "Order":
+        place = {lane: at for at, lane in enumerate(lanes)}
+        return cls(
+            tuple(lanes),
+            tuple(tuple(lanes[: place[lane]]) for lane in range(len(lanes))),
+            tuple(tuple(lanes[place[lane] + 1 :]) for lane in range(len(lanes))),
+        )
+
+
+def _place(waiter: Waiter) -> tuple[float, int]:
+    return waiter.arrived_s, waiter.number
+
+
+class Lines:
+    """One line a lane, by arrival."""
+
+    __slots__ = ("_boosts_s", "_by_rank", "_lines", "_next", "_sums", "heads")
 
     def __init__(self, boosts_s: Sequence[float | None]) -> None:
         self._boosts_s = [NEVER if boost_s is None else boost_s for boost_s in boosts_s]
-        self._lines: list[OrderedDict[int, Waiter]] = [OrderedDict() for _ in boosts_s]
+        self._by_rank = Order.of(range(len(boosts_s)))
+        self._lines: list[list[Waiter]] = [[] for _ in boosts_s]
         self._sums = [[0.0, 0.0, 0.0] for _ in boosts_s]
         self._next = 0
         self.heads: list[Waiter | None] = [None for _ in boosts_s]
@@ -43,79 +72,106 @@ class Lines:
     def __len__(self) -> int:
         return sum(len(line) for line in self._lines)
 
-    def __contains__(self, number: int) -> bool:
-        return any(number in line for line in self._lines)
+    def __contains__(self, waiter: Waiter) -> bool:
+        return self._at(waiter) is not None
 
     def __iter__(self) -> Iterator[Waiter]:
         """Lane by lane, in order."""
         for line in self._lines:
-            yield from line.values()
+            yield from line
 
     def count(self, lane: int) -> int:
         return len(self._lines[lane])
 
     def firsts(self, lane: int, most: int) -> Sequence[Waiter]:
         """Of one lane, in order."""
-        return list(islice(self._lines[lane].values(), most))
+        return self._lines[lane][:most]
 
     def sums(self, lane: int) -> Sequence[float]:
         """What all of a lane wait for together, in the order of `Amounts`."""
         return self._sums[lane]
 
+    def up_to(self, waiter: Waiter) -> Sequence[float]:
+        """What it and those before it in its line wait for together."""
+        line = self._lines[waiter.lane]
+        if line[-1] is waiter:
+            return self._sums[waiter.lane]
+        before = line[: bisect_right(line, _place(waiter), key=_place)]
+        return [sum(amounts) for amounts in zip(*(each.amounts for each in before), strict=True)]
+
     def join(self, waiter: Waiter) -> bool:
-        """At the end of its lane's line; whether it is the first of it."""
+        """Where its arrival puts it; whether it is the first of its lane."""
         self._next += 1
         waiter.number = self._next
-        line = self._lines[waiter.lane]
-        line[waiter.number] = waiter
-        sums = self._sums[waiter.lane]
+        lane = waiter.lane
+        line = self._lines[lane]
+        if not line or line[-1].arrived_s <= waiter.arrived_s:
+            line.append(waiter)
+        else:
+            insort(line, waiter, key=_place)
+        sums = self._sums[lane]
         for each, amount in enumerate(waiter.amounts):
             sums[each] += amount
-        if len(line) > 1:
+        if line[0] is not waiter:
             return False
-        self.heads[waiter.lane] = waiter
+        self.heads[lane] = waiter
         return True
 
     def leave(self, waiter: Waiter) -> bool:
         """Nothing where it is not there; whether another is the first of its lane now."""
-        lane = waiter.lane
-        line = self._lines[lane]
-        if line.pop(waiter.number, None) is None:
+        at = self._at(waiter)
+        if at is None:
             return False
-        sums = self._sums[lane]
+        lane = waiter.lane
+        line, sums = self._lines[lane], self._sums[lane]
+        del line[at]
         if not line:  # and no rounding is left
             sums[:] = (0.0, 0.0, 0.0)
         else:
             for each, amount in enumerate(waiter.amounts):
                 sums[each] -= amount
-        if self.heads[lane] is not waiter:
+        if at > 0:
             return False
-        self.heads[lane] = next(iter(line.values()), None)
+        self.heads[lane] = line[0] if line else None
         return True
 
-    def first(self, now_s: float) -> Waiter | None:
-        """Of all lanes."""
-        found: Waiter | None = None
-        rank = 0
-        for waiter in self.heads:
-            if waiter is not None:
-                own = self._rank(waiter, now_s)
-                if found is None or own < rank or (own == rank and waiter.number < found.number):
-                    found, rank = waiter, own
-        return found
+    def shift(self, jump_s: float) -> None:
+        """The clock that arrivals are told by has jumped."""
+        for line in self._lines:
+            for waiter in line:
+                waiter.arrived_s += jump_s
+                if waiter.until_s is not None:
+                    waiter.until_s += jump_s
+            line.sort(key=_place)
 
-    def boost_in_s(self, now_s: float) -> float:
-        """When the next of the firsts is boosted; never, where none is to be."""
+    def order(self, now_s: float) -> Order:
+        """Which lane goes before which: by rank, but for those whose first has aged."""
+        lanes: list[int] | None = None
+        for lane in range(FIRST_TO_AGE, len(self.heads)):
+            if self._has_aged(lane, now_s):
+                if lanes is None:
+                    lanes = list(self._by_rank.lanes)
+                at = lanes.index(lane)
+                lanes[at - 1], lanes[at] = lanes[at], lanes[at - 1]
+        return self._by_rank if lanes is None else Order.of(lanes)
+
+    def aged_in_s(self, now_s: float) -> float:
+        """When the next of the firsts has aged; never, where none is to."""
         soonest = NEVER
-        for waiter in self.heads:
-            if waiter is not None and waiter.lane > 0:
-                in_s = waiter.arrived_s + self._boosts_s[waiter.lane] - now_s
-                if 0 < in_s < soonest:
-                    soonest = in_s
+        for lane in range(FIRST_TO_AGE, len(self.heads)):
+            waiter = self.heads[lane]
+            if waiter is not None and 0 < (in_s := waiter.arrived_s + self._boosts_s[lane] - now_s) < soonest:
+                soonest = in_s
         return soonest
 
-    def _rank(self, waiter: Waiter, now_s: float) -> int:
-        lane = waiter.lane
-        if lane > 0 and now_s - waiter.arrived_s >= self._boosts_s[lane]:
-            return lane - 1
-        return lane
+    def _has_aged(self, lane: int, now_s: float) -> bool:
+        """The first of the lane has waited long enough, and is older than the first of the lane above."""
+        waiter, above = self.heads[lane], self.heads[lane - 1]
+        if waiter is None or now_s - waiter.arrived_s < self._boosts_s[lane]:
+            return False
+        return above is None or waiter.arrived_s < above.arrived_s
+
+    def _at(self, waiter: Waiter) -> int | None:
+        line = self._lines[waiter.lane]
+        at = bisect_left(line, _place(waiter), key=_place)
+        return at if at < len(line) and line[at] is waiter else None

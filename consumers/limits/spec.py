@@ -1,4 +1,4 @@
-"""What is settled about the budget: each lane's share and patience, limits, first guesses."""
+"""What is settled about the budget: each lane's share, limits, first guesses."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,9 +13,11 @@ class LaneBudget:
     """What a lane may count on."""
 
     share: float
-    """Of every bucket, 0 to 1: refilled for this lane alone. What it does not use is lent."""
+    """Of every bucket, above 0 and up to 1: saved for this lane alone out of what comes in. This reserve is what keeps
+    a lane from starving; waiting does not."""
     boost_s: float | None = None
-    """A request that has waited longer goes before younger ones of the lane above; None: never."""
+    """A request that has waited longer goes before younger ones of the lane above, but never before the top lane; None:
+    never."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +38,8 @@ class Caps:
 DEFAULT_LANES: Mapping[str, LaneBudget] = MappingProxyType(
     {
         CRITICAL.name: LaneBudget(share=0.30),
-        NORMAL.name: LaneBudget(share=0.20, boost_s=10),
-        BATCH.name: LaneBudget(share=0.05, boost_s=30),
+        NORMAL.name: LaneBudget(share=0.20),
+        BATCH.name: LaneBudget(share=0.05),
     }
 )
 

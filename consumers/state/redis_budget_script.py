@@ -1,4 +1,5 @@
 """One step of a shared budget as a Lua script: what `consumers/limits/` (bucket, order, account) decides in a process.
+A randomised test holds both to the same grants (`tests/consumers/state/test_same_decisions.py`).
 
 An account is one string: its levels, its lanes' parts, what was learned of it, and for each process that waits the
 first of its lanes, so that order holds across processes. A process that says nothing for a while is forgotten.
@@ -67,22 +68,46 @@ local function lower(d, level)
     if claimed > level and parts[d][l] > 0 then parts[d][l] = parts[d][l] * level / claimed end
   end
 end
-local burst, full, caps, per_s = {}, {}, {}, {}
+local burst, most, reserves, wants, caps, holds, per_s = {}, {}, {}, {}, {}, {}, {}
+local function spend(d, l, amount)
+  local part = parts[d][l]
+  local taken = (amount <= part or part >= burst[d]) and amount or math.max(part, 0)
+  levels[d], parts[d][l] = math.min(levels[d], most[d]) - amount, part - taken
+  return taken
+end
 local function size()
   for d = 1, 3 do
-    burst[d], per_s[d] = account.bursts[d], account.limits[d] / 60
+    burst[d], most[d], per_s[d] = account.bursts[d], account.most[d], account.limits[d] / 60
     lower(d, burst[d])
-    full[d], caps[d] = {}, caps[d] or {}
-    for l = 1, lanes do full[d][l] = shares[l] * burst[d] end
+    reserves[d], wants[d], caps[d], holds[d] = {}, wants[d] or {}, caps[d] or {}, {}
+    for l = 1, lanes do reserves[d][l] = shares[l] * burst[d] end
   end
 end
 local function want()
   for l = 1, lanes do
     local first = first_of(l)
     for d = 1, 3 do
-      caps[d][l] = math.min(full[d][l] + (first and first.amounts[d] or 0), burst[d])
+      local amount = first and first.amounts[d] or 0
+      wants[d][l] = amount
+      caps[d][l] = amount <= reserves[d][l] and reserves[d][l] or math.min(amount, burst[d])
     end
   end
+  for d = 1, 3 do
+    local others = 0
+    for l = 2, lanes do others = others + reserves[d][l] end
+    local room = burst[d] - caps[d][1] - others
+    holds[d][1] = reserves[d][1]
+    for l = 2, lanes do
+      local more = math.max(0, math.min(caps[d][l] - reserves[d][l], room))
+      holds[d][l] = reserves[d][l] + more
+      room = room - more
+    end
+  end
+end
+local function held(d, l)
+  local part = parts[d][l]
+  if part <= holds[d][l] or part >= caps[d][l] then return math.max(0, part) end
+  return holds[d][l]
 end
 
 -- What came in since the last step, by what was known then.
@@ -98,7 +123,9 @@ for d = 1, 3 do
   local gained = passed * per_s[d]
   levels[d] = math.min(burst[d], levels[d] + gained)
   for l = 1, lanes do
-    parts[d][l] = math.min(caps[d][l], parts[d][l] + gained * shares[l])
+    local part, cap, saved = parts[d][l], caps[d][l], gained * shares[l]
+    if part < cap then parts[d][l] = math.min(cap, part + saved)
+    elseif part > cap then parts[d][l] = math.max(cap, part - saved) end
   end
 end
 
@@ -116,16 +143,16 @@ if asked.changed and not is_news then
   account.limits, account.bursts = asked.limits, asked.bursts
   account.most, account.guessed = asked.most, asked.guessed
   size()
+  want()
 end
 for _, back in ipairs(asked.back) do
   for d = 1, 3 do
     local l, over, from_part = back.lane, back.over[d], back.own[d]
     if over > 0 then
       levels[d] = math.min(burst[d], levels[d] + over)
-      parts[d][l] = math.min(caps[d][l], parts[d][l] + math.min(over, from_part))
+      parts[d][l] = math.max(parts[d][l], math.min(caps[d][l], parts[d][l] + math.min(over, from_part)))
     elseif over < 0 then
-      levels[d] = levels[d] + over
-      parts[d][l] = parts[d][l] - math.min(math.max(parts[d][l], 0), -over)
+      spend(d, l, -over)
     end
   end
 end
@@ -140,61 +167,83 @@ for i, waiter in ipairs(asked.waiters) do
   line[#line + 1] = {index = i, arrived = now - waiter.age, amounts = waiter.amounts}
 end
 
-local function part_wait(l, amounts)
-  local longest = 0
-  for d = 1, 3 do
-    local missing = math.min(amounts[d], burst[d]) - parts[d][l]
-    if amounts[d] > 0 and missing > 0 then
-      longest = math.max(longest, shares[l] > 0 and missing / (shares[l] * per_s[d]) or 1e9)
-    end
-  end
-  return longest
-end
-local function level_wait(amounts)
-  local longest = 0
-  for d = 1, 3 do
-    local missing = math.min(amounts[d] + LEAST, burst[d]) - levels[d]
-    if amounts[d] > 0 and missing > 0 then longest = math.max(longest, missing / per_s[d]) end
-  end
-  return longest
-end
-local function shared_wait(l, amounts)
-  local longest = 0
-  for d = 1, 3 do
-    local free, slope, next_full = levels[d], 1, (burst[d] - levels[d]) / per_s[d]
-    for other = 1, lanes do
-      local part = parts[d][other]
-      if other ~= l then
-        if part > 0 then free = free - part end
-        if part < caps[d][other] and shares[other] > 0 then
-          slope = slope - shares[other]
-          next_full = math.min(next_full, (caps[d][other] - part) / (shares[other] * per_s[d]))
-        end
+-- Which lane goes before which: by rank, but for those whose first has aged.
+local function order_of()
+  local order = {}
+  for l = 1, lanes do order[l] = l end
+  for l = 3, lanes do
+    local first, above = first_of(l), first_of(l - 1)
+    if first and boosts[l] >= 0 and now - first.arrived >= boosts[l]
+      and not (above and above.arrived <= first.arrived) then
+      for at = 2, lanes do
+        if order[at] == l then order[at - 1], order[at] = l, order[at - 1] break end
       end
     end
-    local missing = amounts[d] + LEAST - free
-    if amounts[d] > 0 and missing > 0 and levels[d] < burst[d] then
-      local wait = slope > 0 and math.min(missing / (slope * per_s[d]), next_full) or next_full
-      longest = math.max(longest, math.max(wait, 0.001))
+  end
+  return order
+end
+-- Until the level covers `kept` and what the lanes after it have saved by then.
+local function left_in(d, kept, order, at, is_first)
+  if is_first and levels[d] >= burst[d] then return 0 end
+  local missing = kept
+  for after = at + 1, lanes do
+    missing = missing + held(d, order[after])
+  end
+  missing = missing - levels[d]
+  if missing <= 0 then return 0 end
+  local full_in, slope, passed, filling = (burst[d] - levels[d]) / per_s[d], 1, 0, {}
+  for after = at + 1, lanes do
+    local other = order[after]
+    local part = parts[d][other]
+    if shares[other] > 0 and part < holds[d][other] then
+      if part < 0 then return math.min(is_first and full_in or 1e9, missing / per_s[d]) end
+      filling[#filling + 1] = {(holds[d][other] - part) / (shares[other] * per_s[d]), shares[other]}
+      slope = slope - shares[other]
+    end
+  end
+  table.sort(filling, function(x, y) return x[1] < y[1] end)
+  for _, full in ipairs(filling) do
+    local reached = missing - slope * per_s[d] * (full[1] - passed)
+    if reached <= 0 then break end
+    missing, passed, slope = reached, full[1], slope + full[2]
+  end
+  local wait = slope > 0 and passed + missing / (slope * per_s[d]) or 1e9
+  if wait <= full_in then return wait end
+  return is_first and full_in or 1e9
+end
+local function wait_of(amounts, order, at)
+  local longest, l = 0, order[at]
+  for d = 1, 3 do
+    local amount = amounts[d]
+    if amount > 0 then
+      local whole, saved = math.min(amount + LEAST, burst[d]), math.min(amount, burst[d])
+      local part, level_in, wait = parts[d][l], 0, 0
+      if levels[d] < whole then level_in = (whole - levels[d]) / per_s[d] end
+      if part >= saved then
+        wait = level_in
+      else
+        local kept, is_first = amount + LEAST, true
+        for before = 1, at - 1 do
+          local wanted = wants[d][order[before]]
+          kept = kept + (reserves[d][order[before]] + wanted)
+          is_first = is_first and wanted == 0
+        end
+        wait = left_in(d, kept, order, at, is_first)
+        if wait > 0 and shares[l] > 0 then
+          wait = math.min(wait, math.max(level_in, (saved - part) / (shares[l] * per_s[d])))
+        end
+      end
+      longest = math.max(longest, wait)
     end
   end
   return longest
-end
-local function rank(l, first)
-  if l > 1 and boosts[l] >= 0 and now - first.arrived >= boosts[l] then return l - 1 end
-  return l
 end
 
 local granted, ours_left = {}, now < account.stopped_until and 0 or asked.room
 local lent = {}
-local function take(l, first, all)
+local function take(l, first)
   local from_parts, before = {}, {levels[1], levels[2], levels[3]}
-  for d = 1, 3 do
-    local part, amount = parts[d][l], first.amounts[d]
-    local taken = all and amount or math.min(math.max(part, 0), amount)
-    levels[d] = math.min(levels[d], account.most[d]) - amount
-    parts[d][l], from_parts[d] = part - taken, taken
-  end
+  for d = 1, 3 do from_parts[d] = spend(d, l, first.amounts[d]) end
   if first.index then
     table.remove(own[l], 1)
     granted[#granted + 1] = {first.index, from_parts[1], from_parts[2], from_parts[3]}
@@ -215,36 +264,20 @@ if ours_left <= 0 then
 end
 want()
 while true do
-  local done, owed, first, first_lane, first_rank = true, false, nil, nil, nil
+  local done, order = true, order_of()
   look_in = -1
-  for l = 1, lanes do
+  for at, l in ipairs(order) do
     local head = first_of(l)
     if head then
-      local wait = part_wait(l, head.amounts)
+      local wait = wait_of(head.amounts, order, at)
       if wait == 0 then
-        wait = level_wait(head.amounts)
-        if wait == 0 then
-          take(l, head, true)
-          done = false
-          break
-        end
-        owed = true
+        take(l, head)
+        done = false
+        break
       end
-      if head.index then sooner(wait) end
-      local its = rank(l, head)
-      if l > 1 and boosts[l] >= 0 and its == l then sooner(head.arrived + boosts[l] - now) end
-      if not first or its < first_rank or (its == first_rank and head.arrived < first.arrived) then
-        first, first_lane, first_rank = head, l, its
-      end
-    end
-  end
-  if done and first and not owed then
-    local wait = shared_wait(first_lane, first.amounts)
-    if wait == 0 then
-      take(first_lane, first, false)
-      done = false
-    else
       sooner(wait)
+      local aged_in = head.arrived + boosts[l] - now
+      if l > 2 and boosts[l] >= 0 and aged_in > 0 then sooner(aged_in) end
     end
   end
   if done then break end

@@ -73,9 +73,12 @@ class RedisBudgets:
         lane: str,
         amounts: Amounts,
         until: float | None,
+        arrived: float | None = None,
         on_wait: Callable[[Wait], None] | None = None,
     ) -> Reservation:
-        return await self._desk.reserve(account, lane=lane, amounts=amounts, until=until, on_wait=on_wait)
+        return await self._desk.reserve(
+            account, lane=lane, amounts=amounts, until=until, arrived=arrived, on_wait=on_wait
+        )
 
     async def try_reserve(self, account: str, *, lane: str, amounts: Amounts) -> Reservation | None:
         """Nothing where Redis is away, or slow."""
@@ -292,5 +295,5 @@ class RedisBudgets:
         for lane, head in enumerate(books.lines.heads):
             if isinstance(head, Sleeper) and head.until_s is not None:
                 wait = forecast.first(books, lane, head.amounts, now_s)
-                if now_s + wait.seconds > head.until_s:
+                if now_s + wait.least_s > head.until_s:
                     self._desk.refuse(books, head, wait)

@@ -220,8 +220,8 @@ def test_everything_that_is_wrong_is_told_at_once_wherever_it_was_given() -> Non
 
     assert told.startswith("10 wrong settings:")
     for line in (
-        "LANEKEEPER_BUDGET__REQUESTS_PER_MIN: found '0', allowed is a number above 0",
-        "LANEKEEPER_BUDGET__INPUT_TOKENS_PER_MIN: found '-5', allowed is a number above 0",
+        "LANEKEEPER_BUDGET__REQUESTS_PER_MIN: found '0', allowed is a number from 1",
+        "LANEKEEPER_BUDGET__INPUT_TOKENS_PER_MIN: found '-5', allowed is a number from 1000",
         "LANEKEEPER_PROVIDERS__US__CONCURRENCY: found '0', allowed is a whole number from 1",
         "LANEKEEPER_PROVIDERS__US__API_KEY: not set; a provider of kind anthropic needs it",
         "LANEKEEPER_LANES__NORMAL__MODEL: unknown model 'claude-sonet-5-5'; did you mean claude-sonnet-5-5?",
@@ -233,6 +233,27 @@ def test_everything_that_is_wrong_is_told_at_once_wherever_it_was_given() -> Non
     ):
         assert line in told
     assert SECRET not in told
+
+
+def test_a_budget_in_which_a_lane_or_a_request_finds_nothing_is_refused_by_name() -> None:
+    told = wrong(
+        env={
+            "LANEKEEPER_BUDGET__LANES__BATCH__SHARE": "0",
+            "LANEKEEPER_BUDGET__LANES__NORMAL__BOOST_S": "10",
+            "LANEKEEPER_BUDGET__INPUT_TOKENS_PER_MIN": "999",
+            "LANEKEEPER_PROVIDERS__EU__OUTPUT_TOKENS_PER_MIN": "1000",
+            "LANEKEEPER_PROVIDERS__EU__BASE_URL": "https://eu.example",
+            "LANEKEEPER_PROVIDERS__EU__API_KEY": "x",
+        },
+    )
+
+    for line in (
+        "LANEKEEPER_BUDGET__LANES__BATCH__SHARE: found '0', allowed is a number above 0",
+        "LANEKEEPER_BUDGET__LANES__NORMAL__BOOST_S: has no effect: waiting never lifts a request into lane",
+        "LANEKEEPER_BUDGET__INPUT_TOKENS_PER_MIN: found '999', allowed is a number from 1000",
+        "LANEKEEPER_PROVIDERS__EU__OUTPUT_TOKENS_PER_MIN: 1000 is less than one answer of lane critical may have (1024",
+    ):
+        assert line in told
 
 
 def test_a_key_in_place_of_a_name_is_not_shown() -> None:

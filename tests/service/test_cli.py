@@ -112,7 +112,7 @@ def test_who_calls_providers_needs_their_keys_and_is_told_before_a_broker_is_loo
     out, told = capsys.readouterr()
     assert out == ""
     assert "LANEKEEPER_PROVIDERS__EU__API_KEY: not set; a provider of kind anthropic needs it" in told
-    assert "LANEKEEPER_BUDGET__REQUESTS_PER_MIN: found '0', allowed is a number above 0" in told
+    assert "LANEKEEPER_BUDGET__REQUESTS_PER_MIN: found '0', allowed is a number from 1" in told
     assert ("ANTHROPIC_API_KEY: not set; set it, or answer without a provider" in told) == ("--config" in command)
     assert "broker" not in told
     assert "Traceback" not in told

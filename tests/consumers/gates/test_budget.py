@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -186,6 +187,65 @@ def test_one_that_waits_longer_than_a_delivery_may_be_held_is_put_off_with_what_
         assert on.loop.time() - began_s == pytest.approx(on.spec.hold_s)
         assert outcome == Deferred(delay_ms=1000, reason="rpm")
         assert on.budgets.waiting() == {}
+
+    story(tell)
+
+
+def test_a_lane_that_waits_for_one_account_does_not_hold_up_its_requests_for_another() -> None:
+    async def tell(on: Ground) -> None:
+        lane = replace(BATCH, slots=4)
+        await on.spend("one/m", requests=1000)
+        waiting = [asyncio.ensure_future(on.enter(on.job(lane))) for _ in range(3)]
+        await asyncio.sleep(0)
+        began_s = on.loop.time()
+        last = on.job(lane)
+        outcome = await on.enter(last)  # the fourth slot
+
+        assert isinstance(outcome, Deferred)
+        assert outcome.reason == "rpm"
+        assert on.loop.time() - began_s < 1
+        on.chain.routes = (TWO,)
+        assert await on.enter(on.job(lane)) is None
+        assert [each.done() for each in waiting] == [False] * 3
+        for each in waiting:
+            each.cancel()
+
+    story(tell)
+
+
+def test_where_nothing_else_comes_a_lane_puts_off_ever_less_often() -> None:
+    async def tell(on: Ground) -> None:
+        lane = replace(BATCH, slots=2)
+        await on.spend("one/m", requests=10_000)
+        waiting = asyncio.ensure_future(on.enter(on.job(lane)))
+        await asyncio.sleep(0)
+        took_s = []
+        for _ in range(8):
+            began_s = on.loop.time()
+            assert isinstance(await on.enter(on.job(lane)), Deferred)
+            took_s.append(on.loop.time() - began_s)
+
+        assert took_s[:3] == [pytest.approx(each) for each in (0.25, 0.5, 1.0)]
+        assert took_s[-1] == pytest.approx(15)
+        waiting.cancel()
+
+    story(tell)
+
+
+def test_what_was_put_off_stands_before_what_came_meanwhile() -> None:
+    async def tell(on: Ground) -> None:
+        await on.spend("one/m")
+        back = on.job(BATCH)
+        await asyncio.sleep(0.01)
+        others = [asyncio.ensure_future(on.enter(on.job(BATCH))) for _ in range(2)]
+        await asyncio.sleep(0.01)
+        back.hop = replace(back.hop, redelivered=True)
+        first = asyncio.ensure_future(on.enter(back))
+        await asyncio.wait((first, *others), return_when=asyncio.FIRST_COMPLETED)
+
+        assert [each.done() for each in (first, *others)] == [True, False, False]
+        for each in others:
+            each.cancel()
 
     story(tell)
 

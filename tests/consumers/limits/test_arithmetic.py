@@ -13,6 +13,7 @@ from consumers.limits.bucket import Bucket
 from consumers.limits.concurrency import Concurrency
 from consumers.limits.estimates import Estimates, Kind, task_of
 from consumers.limits.headers import RateHeaders, Told
+from consumers.limits.order import Order
 from consumers.limits.spec import Caps
 
 SHARES = (0.3, 0.2, 0.05)
@@ -28,23 +29,68 @@ def bucket(per_minute: float = 60) -> Bucket:
 # ---- buckets ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_lanes_part_stays_when_another_has_taken_all_it_can() -> None:
+ORDER = Order.of(range(3))
+
+
+def wait_s(some: Bucket, lane: int, amount: float) -> float:
+    return some.wait_s(lane, amount, ORDER.above[lane], ORDER.below[lane])
+
+
+def test_a_lane_takes_what_leaves_the_reserves_above_it_whole() -> None:
     some = bucket()
-    while some.shared_wait_s(BATCH, 1) == 0:
-        some.take(BATCH, 1, own=False)
+    while wait_s(some, BATCH, 1) == 0:
+        some.take(BATCH, 1)
 
-    assert some.part_wait_s(CRITICAL, 3) == some.part_wait_s(NORMAL, 2) == 0
-    assert some.level_wait_s(4.99) == 0
+    assert 5 <= some.level <= 6  # of ten: three are critical's reserve, two normal's
+    assert wait_s(some, CRITICAL, 3) == wait_s(some, NORMAL, 2) == 0
 
 
-def test_what_a_full_part_does_not_take_is_lent() -> None:
+def test_critical_takes_all_that_the_lanes_below_have_not_saved() -> None:
     some = bucket()
-    some.level = 5.0
-    some.parts = [3.0, 2.0, 0.0]
-    some.refill(2.0)
+    while wait_s(some, CRITICAL, 1) == 0:
+        some.take(CRITICAL, 1)
 
-    assert some.parts == [3.0, 2.0, pytest.approx(0.1)]
-    assert some.free(BATCH) == pytest.approx(2.0)
+    assert 2.5 <= some.level < 3.5
+    assert wait_s(some, NORMAL, 2) == wait_s(some, BATCH, 0.5) == 0
+
+
+def test_what_the_first_of_a_lane_above_needs_is_kept_for_it() -> None:
+    some = bucket()
+    some.level, some.parts = 6.0, [0.0, 2.0, 0.5]
+    assert wait_s(some, BATCH, 0.9) == 0
+    some.want(CRITICAL, 4.0)
+
+    assert wait_s(some, BATCH, 0.9) > 0
+    assert wait_s(some, BATCH, 0.4) == 0  # it has saved that
+
+
+def test_a_lane_saves_beyond_its_reserve_for_a_request_that_is_larger() -> None:
+    some = bucket()
+    some.level, some.parts = 0.0, [0.0, 0.0, 0.0]
+    some.want(BATCH, 3.0)
+    some.refill(70)
+
+    assert some.parts[BATCH] == 3.0
+    assert wait_s(some, BATCH, 3.0) == 0
+
+
+def test_what_was_saved_for_a_request_that_left_its_line_goes_as_slowly_as_it_came() -> None:
+    some = bucket()
+    some.want(BATCH, 5.0)
+    some.parts[BATCH] = 4.5
+    some.want(BATCH, 0)
+    some.refill(10)
+
+    assert some.parts[BATCH] == pytest.approx(4.0)
+    some.refill(1000)
+    assert some.parts[BATCH] == 0.5
+
+
+def test_what_is_larger_than_all_that_can_be_left_goes_when_the_bucket_is_full_and_nobody_waits_above() -> None:
+    some = bucket()
+    assert wait_s(some, BATCH, 9.0) == 0
+    some.want(CRITICAL, 1.0)
+    assert wait_s(some, BATCH, 9.0) > 0
 
 
 @given(
@@ -52,23 +98,22 @@ def test_what_a_full_part_does_not_take_is_lent() -> None:
     parts=st.tuples(st.floats(0, 3), st.floats(0, 2), st.floats(0, 0.5)),
     amount=st.floats(0.1, 20),
     lane=st.integers(0, 2),
+    above=st.sampled_from([0.0, 0.0, 1.0]),
 )
 def test_the_wait_that_is_told_is_just_long_enough(
-    level: float, parts: tuple[float, ...], amount: float, lane: int
+    level: float, parts: tuple[float, ...], amount: float, lane: int, above: float
 ) -> None:
-    for told in (
-        lambda at: max(at.part_wait_s(lane, amount), at.level_wait_s(amount)),
-        lambda at: at.shared_wait_s(lane, amount),
-    ):
-        some = bucket()
-        some.level, some.parts = level, list(parts)
-        some.want(lane, amount)
-        in_s = told(some)
-        if in_s > 0.01:
-            some.refill(in_s - 0.005)
-            assert told(some) > 0
-        some.refill(in_s + 0.001)
-        assert told(some) == 0
+    some = bucket()
+    some.level, some.parts = level, list(parts)
+    if lane > CRITICAL:
+        some.want(CRITICAL, above)
+    some.want(lane, amount)
+    in_s = wait_s(some, lane, amount)
+    if in_s > 0.01:
+        some.refill(in_s - 0.005)
+        assert wait_s(some, lane, amount) > 0
+    some.refill(in_s + 0.001)
+    assert wait_s(some, lane, amount) == 0
 
 
 # ---- headers ---------------------------------------------------------------------------------------------------------

@@ -193,7 +193,7 @@ def test_where_the_limits_are_set_and_the_provider_is_silent_ten_seconds_worth_a
             now_s += in_s + 0.0005
 
     assert granted_s.count(0) in (9, 10)
-    assert len(granted_s) in (69, 70)
+    assert len(granted_s) in (66, 67)  # of 70: what is left is the reserve of critical, where nobody waits any more
 
 
 def test_a_refusal_with_figures_halves_the_burst_and_not_the_limit_and_it_comes_back_slowly() -> None:

@@ -1,0 +1,135 @@
+"""One process of the replay: what it expects of a request, its call, and what becomes of it."""
+
+import random
+from collections.abc import Callable
+from typing import Protocol
+
+from benchmarks.replaying.load import Ask
+from benchmarks.replaying.provider import Answer, Provider
+from consumers.failures import ProviderError, RateLimitedError, TransientError
+from consumers.job import Retried
+from consumers.limits.amounts import Amounts
+from consumers.limits.base import Heard, Kind, Reservation
+from consumers.limits.estimates import Estimates
+from consumers.limits.estimates import Kind as Likes
+from consumers.limits.spec import BudgetSpec
+from consumers.providers import counting
+from consumers.providers.breaker import Breaker, Failure, State
+from consumers.retry import RetryPolicy, decide
+
+MODEL = "replay"
+MAX_TOKENS = 2048
+TRAVEL_S = (0.001, 0.010)
+"""To the provider, and back."""
+A_DAY_MS = 86_400_000
+TIMEOUT_S = 600.0
+
+
+class Gate(Protocol):
+    """What a process tells, and the clock."""
+
+    now_s: float
+
+    def after(self, seconds: float, event: Callable[[], None]) -> None: ...
+    def arrives(self, ask: Ask) -> None: ...
+    def settle(self, reservation: Reservation, used: Amounts | None) -> None: ...
+    def learn(self, heard: Heard) -> None: ...
+    def calls(self, ask: Ask) -> None: ...
+    def leaves(self, ask: Ask) -> None: ...
+    def answered(self, ask: Ask) -> None: ...
+
+
+class Caller:
+    """Its estimates and its breaker; the gate and the provider are everybody's."""
+
+    def __init__(self, gate: Gate, provider: Provider, spec: BudgetSpec, rng: random.Random) -> None:
+        self._gate, self._provider, self._rng = gate, provider, rng
+        self._estimates = Estimates(
+            first_output_tokens=spec.first_output_tokens, first_bytes_per_token=spec.first_bytes_per_token
+        )
+        self._breaker = Breaker(rng)
+
+    def expected(self, ask: Ask) -> Amounts:
+        """As `BudgetGate` has it."""
+        return Amounts(
+            1.0,
+            self._estimates.input_tokens(MODEL, ask.body_bytes),
+            self._estimates.output_tokens(_likes(ask), max_tokens=MAX_TOKENS),
+        )
+
+    def call(self, ask: Ask, reservation: Reservation) -> None:
+        """It has its turn. While the breaker is open it is put off, and no attempt is counted."""
+        now_s = self._gate.now_s
+        if (wait_s := self._breaker.wait_s(now_s)) > 0:
+            self._gate.settle(reservation, None)
+            self._gate.leaves(ask)
+            self._gate.after(wait_s, lambda: self._gate.arrives(ask))
+            return
+        is_probe = self._breaker.state is not State.CLOSED
+        if is_probe:
+            self._breaker.probe(now_s)
+        ask.attempts += 1
+        if ask.attempts == 1:
+            self._gate.calls(ask)
+        self._gate.after(self._travel_s(), lambda: self._enters(ask, reservation, now_s, is_probe))
+
+    def _enters(self, ask: Ask, reservation: Reservation, began_s: float, is_probe: bool) -> None:
+        answer = self._provider.enter(ask.input_tokens)
+        if answer.status == 200:
+            self._gate.after(ask.takes_s, lambda: self._ends(ask, reservation, began_s, answer))
+        else:
+            self._gate.after(self._travel_s(), lambda: self._failed(ask, reservation, began_s, is_probe, answer))
+
+    def _ends(self, ask: Ask, reservation: Reservation, began_s: float, answer: Answer) -> None:
+        self._provider.end(input_tokens=ask.input_tokens, output_tokens=ask.output_tokens)
+        self._gate.after(self._travel_s(), lambda: self._answered(ask, reservation, began_s, answer))
+
+    def _answered(self, ask: Ask, reservation: Reservation, began_s: float, answer: Answer) -> None:
+        now_s = self._gate.now_s
+        ask.started_s, ask.answered_s = began_s, now_s
+        self._breaker = Breaker(self._rng)
+        counted = ask.used._replace(output_tokens=0)  # its headers came before its output
+        self._gate.learn(Heard(kind=Kind.ANSWERED, rate=answer.rate, counted=counted, took_s=now_s - began_s))
+        self._gate.settle(reservation, ask.used)
+        self._estimates.learn(
+            _likes(ask),
+            body_bytes=ask.body_bytes,
+            input_tokens=ask.input_tokens,
+            output_tokens=ask.output_tokens,
+        )
+        self._gate.answered(ask)
+
+    def _failed(self, ask: Ask, reservation: Reservation, began_s: float, is_probe: bool, answer: Answer) -> None:
+        error: ProviderError
+        if answer.status == 429:
+            ask.refused += 1
+            self._breaker = Breaker(self._rng)  # it is there
+            error = RateLimitedError("429", retry_after_s=answer.retry_after_s)
+        else:
+            failure = Failure(at_s=began_s, request=str(id(ask)), is_unreached=False)
+            self._breaker.failed(failure, probe=is_probe)
+            error = TransientError("500", status=answer.status)
+        self._gate.learn(counting.failed(error, answer.rate, took_s=self._gate.now_s - began_s))
+        self._gate.settle(reservation, counting.spent(error, reservation.amounts))
+        self._gate.leaves(ask)
+        self._gate.after(self._pause_s(error, ask.attempts), lambda: self._gate.arrives(ask))
+
+    def _pause_s(self, error: ProviderError, attempts: int) -> float:
+        """As a worker's, but that no request is given up."""
+        found = decide(
+            error,
+            attempts=attempts,
+            max_attempts=attempts + 1,
+            left_ms=A_DAY_MS,
+            policy=RetryPolicy(),
+            rng=self._rng,
+        )
+        assert isinstance(found, Retried)
+        return found.delay_ms / 1000
+
+    def _travel_s(self) -> float:
+        return self._rng.uniform(*TRAVEL_S)
+
+
+def _likes(ask: Ask) -> Likes:
+    return Likes(ask.lane, "replay", MODEL)

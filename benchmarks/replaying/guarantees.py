@@ -1,0 +1,108 @@
+"""The guarantees of docs/budget.md, request by request, and the bounds beside which they stand. Pure."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from benchmarks.replaying import strict
+from benchmarks.replaying.clairvoyant import Clairvoyant
+from benchmarks.replaying.load import Ask
+from benchmarks.replaying.own import Own, starts_s
+from benchmarks.replaying.result import Result, Spread
+from benchmarks.replaying.scenarios import LANES
+from consumers.limits.amounts import Amounts
+
+SAME_S = 0.05
+"""So much later is the same: timers fire half a millisecond late, and a call is some milliseconds on its way."""
+WINDOW_S = 240.0
+STEP_S = 5.0
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A lane at the gate, beside an account of its own."""
+
+    lane: str
+    own: Own
+    waits: Spread
+    """In its own account."""
+    count: int
+    late: int
+    """Requests that started later than there."""
+    latest_s: float
+    """By how much, at most; less than zero: all of them were earlier."""
+
+
+@dataclass(frozen=True)
+class Reserve:
+    """What a lane got of its reserve in the worst four minutes in which it had work all the time."""
+
+    lane: str
+    windows: int
+    least: float | None
+    """1: the whole reserve. None: there was no such time."""
+
+
+def beside_own(result: Result, lane: str, own: Own | None = None) -> Beside:
+    """Every request of a lane; it starts when the call leaves that is answered."""
+    own = own or Own.of(result.scenario, lane)
+    asks = [ask for ask in result.of(lane) if ask.counts]
+    starts = starts_s(asks, own, limits=result.load.limits, bucket_s=result.scenario.bucket_s)
+    later = [_started_s(ask) - start_s for ask, start_s in zip(asks, starts, strict=True)]
+    return Beside(
+        lane=lane,
+        own=own,
+        waits=_waits(asks, starts),
+        count=len(asks),
+        late=sum(seconds > SAME_S for seconds in later),
+        latest_s=max(later, default=0.0),
+    )
+
+
+def clairvoyant(result: Result) -> dict[str, Spread]:
+    """What critical and normal would wait, if all were known."""
+    future = Clairvoyant(result.load.limits, bucket_s=result.scenario.bucket_s)
+    found = {}
+    for lane in LANES[:2]:
+        asks = [ask for ask in result.of(lane) if ask.counts]
+        found[lane] = _waits(asks, future.place(asks))
+    return found
+
+
+def strict_order(result: Result) -> dict[str, Spread]:
+    """What they would wait without reserves and guesses."""
+    found = strict.starts_s(result)
+    return {lane: _waits([ask for ask in result.of(lane) if ask.counts], starts) for lane, starts in found.items()}
+
+
+def reserve(result: Result, lane: str) -> Reserve:
+    """In the limit that the lane uses most of; one request more than it got, of the largest, for those at the edges."""
+    share = result.scenario.spec.lanes[lane].share
+    reserved = Amounts(*(share * limit * WINDOW_S / 60 for limit in result.load.limits))
+    calls = sorted((ask.started_s, ask.used) for ask in result.of(lane) if ask.started_s is not None)
+    times = [at_s for at_s, _ in calls]
+    sums = [list(accumulate((used[each] for _, used in calls), initial=0.0)) for each in range(3)]
+    largest = [max((used[each] for _, used in calls), default=0.0) for each in range(3)]
+    found: list[float] = []
+    for since_s, until_s in result.busy(lane):
+        at_s = since_s
+        while at_s + WINDOW_S <= min(until_s, result.load.ends_s):
+            first, last = _place(times, at_s), _place(times, at_s + WINDOW_S)
+            got = (sums[each][last] - sums[each][first] + largest[each] for each in range(3))
+            found.append(max(amount / part for amount, part in zip(got, reserved, strict=True)))
+            at_s += STEP_S
+    return Reserve(lane, len(found), min(found, default=None))
+
+
+def _place(times: Sequence[float], at_s: float) -> int:
+    return bisect_left(times, at_s)
+
+
+def _started_s(ask: Ask) -> float:
+    """Of one that was never answered: not within the replay."""
+    return float("inf") if ask.started_s is None else ask.started_s
+
+
+def _waits(asks: Sequence[Ask], starts: Sequence[float]) -> Spread:
+    return Spread.of([start_s - ask.arrived_s for ask, start_s in zip(asks, starts, strict=True)])

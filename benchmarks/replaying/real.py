@@ -1,0 +1,167 @@
+"""The same requests against a real broker, a real worker and the simulated API, by the clock.
+
+A wait is the time until the answer without the provider's own, so that the broker's and the worker's are in it; of what
+has no answer in the end, how long it has waited so far. Provider and workers are the contest's.
+"""
+
+import asyncio
+import json
+import random
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import ground
+from contest import workers
+from contest.load import MODEL
+from contest.load import Ask as Asked
+from contest.load import Load as Contest
+from contest.provider import Books, provider
+from contest.running import Asking
+
+from benchmarks.replaying.calls import MAX_TOKENS
+from benchmarks.replaying.load import LATENCY_S, TOKENS_PER_S, Ask, job, load
+from benchmarks.replaying.result import SETTLED_S, Spread
+from benchmarks.replaying.scenarios import LANES, Scenario
+from consumers.limits.amounts import Amounts
+from topology.lanes import BATCH
+
+JOBS = 600
+"""More than are answered in any time that one waits for."""
+FIRST_S = 3.0
+"""The batch jobs are all in the broker by then."""
+_CHARACTERS_PER_TOKEN = 4  # as the simulated API counts
+_WORDS = "the quick brown fox jumps over the lazy dog and thinks of lanes again "
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Of one run."""
+
+    seconds: float
+    limits: Amounts
+    waits: dict[str, Spread]
+    answered: Counter[str]
+    asked: Counter[str]
+    failed: Counter[str]
+    refused: int
+    use: Amounts
+    """Of what came in after the first minute; the provider's books do not tell output."""
+    points: list[tuple[str, float, float]]
+    """Lane, arrival, wait."""
+
+    def as_json(self) -> dict[str, Any]:
+        """As `plot` takes it."""
+        return {"scenario": "real", "ends_s": self.seconds, "asks": self.points}
+
+
+async def run(scenario: Scenario, *, seconds: float, processes: int = 1) -> Measured:
+    """The first `seconds` of a scenario."""
+    recorded = load(scenario)
+    limits = recorded.limits
+    contest = Contest(
+        window_s=seconds,
+        requests_per_minute=round(limits.requests),
+        input_tokens_per_minute=round(limits.input_tokens),
+        burst_s=scenario.bucket_s,
+        latency_s=LATENCY_S,
+    )
+    options = ("--output-tokens-per-minute", str(round(limits.output_tokens)), "--tokens-per-s", f"{TOKENS_PER_S:g}")
+    rng = random.Random(scenario.seed)
+    jobs = [job(next(recorded.jobs), 0.0, rng) for _ in range(JOBS)]
+    asks = [*jobs, *(ask for ask in recorded.asks if ask.arrived_s < seconds)]
+    async with ground.broker() as broker_url, ground.redis() as redis_url:
+        if processes > 1 and redis_url is None:
+            raise SystemExit("several processes share their budget in Redis, and no redis-server is installed")
+        store = redis_url if processes > 1 else None
+        async with (
+            provider(contest, *options) as by,
+            workers.lanekeeper(
+                by.base_url, contest, broker_url=broker_url, workers=processes, redis_url=store
+            ) as asking,
+        ):
+            sending = asyncio.ensure_future(_send(asking, asks, seconds))
+            await asyncio.sleep(FIRST_S + SETTLED_S)
+            before = await by.books()
+            await asyncio.sleep(seconds - SETTLED_S)
+            after = await by.books()
+            await sending
+    return _measured(asks, seconds, limits, before, after)
+
+
+async def _send(asking: Asking, asks: list[Ask], seconds: float) -> None:
+    """All batch jobs at once, the others as they were recorded; what was not answered in time is cut off."""
+    loop = asyncio.get_running_loop()
+    began_s = loop.time() + FIRST_S
+
+    async def one(number: int, ask: Ask) -> None:
+        body = _body(number, ask)
+        if ask.counts:
+            await asyncio.sleep(began_s + ask.arrived_s - loop.time())
+        try:
+            await asking(Asked(ask.lane, body, ask.arrived_s))
+        except Exception:  # how many failed is a figure of the table
+            ask.refused += 1
+        else:
+            ask.answered_s = loop.time() - began_s
+
+    tasks = [asyncio.create_task(one(number, ask)) for number, ask in enumerate(asks)]
+    await asyncio.sleep(began_s + seconds - loop.time())
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _body(number: int, ask: Ask) -> bytes:
+    """As many tokens as were recorded. What asks for the length of the answer is a message of its own, because the
+    simulated API repeats it."""
+    request = {"model": MODEL, "max_tokens": MAX_TOKENS, "messages": []}
+    last = {"role": "user", "content": f"[[tokens: {max(8, ask.output_tokens)}]] {number}"}
+    missing = ask.input_tokens * _CHARACTERS_PER_TOKEN - len(json.dumps(request)) - len(json.dumps(last)) - 84
+    text = (_WORDS * (max(1, missing) // len(_WORDS) + 1))[: max(1, missing)]
+    first = [{"role": "user", "content": text}, {"role": "assistant", "content": "Yes?"}]
+    return json.dumps({**request, "messages": [*first, last]}).encode()
+
+
+def _measured(asks: list[Ask], seconds: float, limits: Amounts, before: Books, after: Books) -> Measured:
+    counted = [ask for ask in asks if ask.counts]
+    points = [
+        (ask.lane, ask.arrived_s, max(0.0, _gone_s(ask, seconds) - ask.arrived_s))
+        for ask in counted
+        if ask.refused == 0
+    ]
+    minutes = (seconds - SETTLED_S) / 60
+    return Measured(
+        seconds=seconds,
+        limits=limits,
+        waits={lane: Spread.of([wait_s for name, _, wait_s in points if name == lane]) for lane in LANES[:2]},
+        answered=Counter(ask.lane for ask in asks if ask.answered_s is not None),
+        asked=Counter(ask.lane for ask in asks),
+        failed=Counter(ask.lane for ask in asks if ask.refused),
+        refused=after.refused,
+        use=Amounts(
+            (after.requests - before.requests) / limits.requests / minutes,
+            (after.input_tokens - before.input_tokens) / limits.input_tokens / minutes,
+        ),
+        points=points,
+    )
+
+
+def _gone_s(ask: Ask, seconds: float) -> float:
+    """When its call left, by when it was answered; still there: the end."""
+    return seconds if ask.answered_s is None else ask.answered_s - ask.takes_s
+
+
+def table(measured: Measured) -> str:
+    """As lines of text."""
+    lines = [
+        f"{lane}: waited p50 {found.p50:.2f} s, p95 {found.p95:.2f} s, p99 {found.p99:.2f} s, max {found.most:.2f} s; "
+        f"answered {measured.answered[lane]} of {measured.asked[lane]}, refused {measured.failed[lane]}"
+        for lane, found in measured.waits.items()
+    ]
+    use = measured.use
+    lines.append(
+        f"{measured.answered[BATCH.name]} batch jobs answered; {measured.refused} answers 429; used after the first "
+        f"minute: {100 * use.requests:.1f} % of requests, {100 * use.input_tokens:.1f} % of input tokens"
+    )
+    return "\n".join(lines)

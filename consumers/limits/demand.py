@@ -1,0 +1,34 @@
+"""How fast each lane has spent lately: what the lanes below must expect it to go on taking. Pure; time is passed in."""
+
+from collections.abc import Sequence
+from math import exp
+
+from consumers.limits.amounts import Amounts
+
+WITHIN_S = 60.0
+"""What was spent longer ago counts little: the weight of what is spent falls to a third within this time."""
+
+
+class Demand:
+    """Of each lane, of each bucket."""
+
+    __slots__ = ("_at_s", "_spent")
+
+    def __init__(self, lanes: int, *, now_s: float) -> None:
+        self._spent = [[0.0, 0.0, 0.0] for _ in range(lanes)]
+        self._at_s = [now_s for _ in range(lanes)]
+
+    def add(self, lane: int, amounts: Amounts, now_s: float) -> None:
+        """What was granted, or used beyond it; less than 0: given back."""
+        spent = self._spent[lane]
+        kept = exp(min(0.0, self._at_s[lane] - now_s) / WITHIN_S)
+        self._at_s[lane] = now_s
+        for each, amount in enumerate(amounts):
+            spent[each] = spent[each] * kept + amount
+
+    def per_s(self, lanes: Sequence[int], each: int, now_s: float) -> float:
+        """What these lanes take of one bucket (its place in `Amounts`) in a second."""
+        return sum(
+            max(0.0, self._spent[lane][each]) * exp(min(0.0, self._at_s[lane] - now_s) / WITHIN_S) / WITHIN_S
+            for lane in lanes
+        )

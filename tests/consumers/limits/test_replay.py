@@ -1,0 +1,136 @@
+"""The replay itself: what is claimed by its figures must not be the replay's own doing."""
+
+import gzip
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.replaying import guarantees, plot, strict, table, traces
+from benchmarks.replaying.clairvoyant import Clairvoyant
+from benchmarks.replaying.load import Ask, load
+from benchmarks.replaying.own import Own, starts_s
+from benchmarks.replaying.replay import run
+from benchmarks.replaying.result import Result
+from benchmarks.replaying.scenarios import LANES, SCENARIOS
+from consumers.limits.amounts import Amounts
+
+LIMITS = Amounts(60, 60_000, 60_000)
+
+
+def ask(arrived_s: float, tokens: int, *, output_tokens: int = 0, lane: str = "critical") -> Ask:
+    return Ask(lane, arrived_s, tokens, output_tokens, body_bytes=4 * tokens)
+
+
+@pytest.fixture(scope="module")
+def result() -> Result:
+    return run(SCENARIOS["full-104"])
+
+
+def test_the_recorded_requests_ask_for_what_the_scenario_says() -> None:
+    found = load(SCENARIOS["full-104"])
+
+    assert found.demand["critical"].input_tokens == pytest.approx(0.62, abs=0.005)
+    assert found.demand["normal"].input_tokens == pytest.approx(0.42, abs=0.005)
+    assert found.limits == pytest.approx((180, 240_000, 40_000), rel=0.05)
+    assert sum(demand.requests for demand in found.demand.values()) < 1
+    assert sum(demand.output_tokens for demand in found.demand.values()) < 1
+
+
+def test_what_was_packed_is_read_as_it_was() -> None:
+    assert gzip.decompress(traces.pack(traces.packed())) == gzip.decompress(traces.HERE.read_bytes())
+
+
+def test_a_scenario_gives_the_same_figures_every_time(result: Result) -> None:
+    assert run(SCENARIOS["full-104"]).as_json() == result.as_json()
+
+
+def test_every_recorded_request_is_answered_in_the_end(result: Result) -> None:
+    assert all(each.answered_s is not None for each in result.asks if each.counts)
+
+
+def test_no_more_is_used_than_the_provider_has(result: Result) -> None:
+    calls = sorted((each.started_s, each.used) for each in result.asks if each.started_s is not None)
+
+    for bucket, limit in enumerate(result.load.limits):
+        level, at_s = limit, 0.0
+        for started_s, used in calls:
+            level = min(limit, level + (started_s - at_s) * limit / 60) - used[bucket]
+            at_s = started_s
+            # output is only expected when a call starts, and settled after it
+            assert level > -0.03 * limit
+
+
+def test_batch_always_waits(result: Result) -> None:
+    assert result.busy("batch")[0][1] >= result.load.ends_s - 1
+
+
+@pytest.mark.parametrize("name", ["three-104", "slots-104", "large-104", "down-104", "1s-104", "cold-104"])
+def test_what_goes_wrong_meanwhile_loses_nobody(name: str) -> None:
+    found = run(replace(SCENARIOS[name], slice_s=(1455, 1515), down_s=(10, 30) if name == "down-104" else None))
+
+    assert all(each.answered_s is not None for each in found.asks if each.counts)
+    assert found.refused == sum(each.refused for each in found.asks)
+
+
+def test_an_outage_is_waited_out() -> None:
+    found = run(replace(SCENARIOS["down-104"], slice_s=(1455, 1515), down_s=(10, 30)))
+
+    began = [each.started_s for each in found.asks if each.started_s is not None]
+    assert not [at_s for at_s in began if 10 <= at_s < 29.9]
+
+
+def test_an_account_of_its_own_is_waited_for_in_turn() -> None:
+    asks = [ask(0, 20_000), ask(1, 10_000), ask(1, 5_000)]
+
+    # half of 1,000 a second, 20,000 deep
+    assert starts_s(asks, Own(0.5, 1 / 3), limits=LIMITS, bucket_s=60) == pytest.approx([0, 20, 30])
+
+
+def test_what_an_own_account_reserved_too_much_is_there_again_after_the_call() -> None:
+    asks = [ask(0, 10_000), ask(0, 10_000)]
+    asks[0].reserved = Amounts(1, 20_000, 1)
+
+    starts = starts_s(asks, Own(0.5, 1 / 3), limits=LIMITS, bucket_s=60)
+
+    assert starts == pytest.approx([0, asks[0].takes_s], abs=0.02)
+
+
+def test_a_clairvoyant_makes_nobody_later_who_goes_before() -> None:
+    future = Clairvoyant(LIMITS, bucket_s=60)
+
+    critical = future.place([ask(0, 60_000), ask(30, 30_000)])
+    normal = future.place([ask(0, 10_000), ask(35, 1_000)])
+
+    assert critical == pytest.approx([0, 30])
+    assert normal == pytest.approx([40, 41])
+
+
+def test_a_clairvoyant_uses_what_would_overflow() -> None:
+    future = Clairvoyant(LIMITS, bucket_s=60)
+
+    critical = future.place([ask(20, 60_000)])
+    normal = future.place([ask(0, 20_000)])
+
+    assert (critical, normal) == ([20], [0])
+
+
+def test_in_strict_order_nobody_is_before_a_critical_request(result: Result) -> None:
+    starts = strict.starts_s(result)
+
+    waits = [at_s - each.arrived_s for at_s, each in zip(starts["critical"], result.of("critical"), strict=True)]
+    assert min(waits) >= 0
+    assert max(waits) < 5
+
+
+def test_a_lane_beside_its_own_account_is_judged_request_by_request(result: Result) -> None:
+    nothing = guarantees.beside_own(result, "critical", Own(0.001, 0.001))
+
+    assert (nothing.count, nothing.late) == (len(result.of("critical")), 0)
+
+
+def test_the_tables_and_the_picture_name_every_lane(result: Result) -> None:
+    told = result.as_json()
+
+    assert all(lane in table.waits([result]) and lane in table.bounds([result]) for lane in LANES)
+    assert "full-104" in table.predictions([result])
+    assert plot.svg(told, told).count("<circle") == 2 * len(plot.points(told)) + 2
