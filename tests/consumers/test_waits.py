@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from consumers import waits
-from consumers.job import Job, dead_at_text
+from consumers.job import Job, moment_text
 from tests.support.jobs import NOW_MS, Bench
 from topology import names as n
 from topology.contract import codec
@@ -62,12 +62,12 @@ def test_a_requester_cannot_say_that_it_was_delayed() -> None:
 
 
 def test_a_dead_letter_lay_there_until_it_was_published_again() -> None:
-    headers = {n.SENT_MS: NOW_MS - 9000, n.DEAD_AT: dead_at_text(NOW_MS - 5000)}
+    headers = {n.SENT_MS: NOW_MS - 9000, n.DEAD_AT: moment_text(NOW_MS - 5000)}
     assert told(job_of(headers)) == [("wait (dead letter)", 5000.4, 0)]
 
 
 def test_where_the_broker_tells_when_it_was_published_again_the_queue_is_told_apart() -> None:
-    headers = {n.DEAD_AT: dead_at_text(NOW_MS - 5000), n.BROKER_TIMESTAMP_MS: NOW_MS - 60}
+    headers = {n.DEAD_AT: moment_text(NOW_MS - 5000), n.BROKER_TIMESTAMP_MS: NOW_MS - 60}
     assert told(job_of(headers)) == [("wait (dead letter)", 5000.4, 60.4), ("wait lane.critical", 60.4, 0)]
 
 

@@ -41,7 +41,7 @@ def test_every_header_that_is_declared_is_documented_and_no_other() -> None:
 
 def test_integers_of_ours_are_documented_with_their_type() -> None:
     said = {name for name in n.OURS if name.endswith("-ms")} | {n.ATTEMPT, n.SEQ}
-    for name in said - {n.FIRST_SEEN_MS, n.DUE_MS}:
+    for name in said - {n.FIRST_SEEN_MS, n.DUE_MS, n.HOP_MS, n.BACK_MS}:
         assert re.search(rf"^\| `{name}` \| `l` \|", DOCUMENT, re.MULTILINE), name
 
 

@@ -33,7 +33,7 @@ def test_every_setting_is_on_it() -> None:
 def test_each_is_told_with_an_example_that_is_taken(entry: Entry) -> None:
     assert entry.text, "what it does: the docstring below its field"
     assert entry.example not in ("", "none")
-    name = entry.variable.replace(LANE, "NORMAL").replace("<NAME>", "OTHER")
+    name = entry.variable.replace(LANE, "BATCH").replace("<NAME>", "OTHER")
     others = {
         "LANEKEEPER_PROVIDERS__OTHER__BASE_URL": "https://other.example.com",
         "LANEKEEPER_PRICES__MODELS": '{"anthropic.claude-sonnet-5-5": {"input": 1, "output": 5}}',
