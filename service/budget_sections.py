@@ -123,7 +123,7 @@ class LaneBudgetSettings(Section):
     """What a lane may count on; argued in `consumers/limits/spec.py`."""
 
     share: Number[float] = Field(gt=0, le=1)
-    """The part of every budget that is saved for this lane alone, to be spent at any time. What is more goes by rank."""
+    """The part of each budget that is saved for this lane alone, to be spent at any time; what is more goes by rank."""
     boost_s: Number[float] | None = Field(default=None, gt=0)
     """A request that has waited longer goes before younger ones of the lane above, never before the top lane: for batch
     alone. None: never. Example: 20"""

@@ -66,11 +66,6 @@ def test_a_dead_letter_lay_there_until_it_was_published_again() -> None:
     assert told(job_of(headers)) == [("wait (dead letter)", 5000.4, 0)]
 
 
-def test_where_the_broker_tells_when_it_was_published_again_the_queue_is_told_apart() -> None:
-    headers = {n.DEAD_AT: moment_text(NOW_MS - 5000), n.BROKER_TIMESTAMP_MS: NOW_MS - 60}
-    assert told(job_of(headers)) == [("wait (dead letter)", 5000.4, 60.4), ("wait lane.critical", 60.4, 0)]
-
-
 def test_a_turn_is_told_where_it_was_waited_for() -> None:
     job = job_of({})
     job.attempt_started_ms = NOW_MS + 4
