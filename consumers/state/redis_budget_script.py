@@ -21,7 +21,7 @@ local account = raw and cmsgpack.unpack(raw)
 if not account then
   account = {
     at = now, levels = {}, parts = {}, waiting = {},
-    version = asked.version, learned = ARGV[2], stopped_until = asked.stopped_until,
+    version = asked.version, learned = ARGV[2], format = asked.format, stopped_until = asked.stopped_until,
     limits = asked.limits, bursts = asked.bursts, most = asked.most, guessed = asked.guessed,
   }
   for d = 1, 3 do
@@ -140,6 +140,7 @@ if asked.changed and not is_news then
     end
   end
   account.version, account.learned, account.stopped_until = account.version + 1, ARGV[2], asked.stopped_until
+  account.format = asked.format
   account.limits, account.bursts = asked.limits, asked.bursts
   account.most, account.guessed = asked.most, asked.guessed
   size()
@@ -314,7 +315,7 @@ redis.call('SET', KEYS[1], cmsgpack.pack(account), 'PX', 3600000)
 return {
   string.format('%.6f', now),
   cjson.encode({granted = granted, look_in = look_in, levels = levels, parts = parts, elsewhere = elsewhere,
-    version = account.version}),
+    version = account.version, format = account.format}),
   is_news and account.learned or '',
 }
 """

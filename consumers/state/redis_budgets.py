@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import structlog
+
 from consumers.limits import forecast
 from consumers.limits.account import Account
 from consumers.limits.amounts import Amounts
@@ -23,7 +25,11 @@ from consumers.state.base import StoreUnavailable
 from consumers.state.redis_budget_ledger import Ledger
 from consumers.state.redis_budget_script import STEP
 from consumers.state.redis_client import RedisClient
+from topology import signals
 
+FORMAT = 1
+"""Of what was learned, as `Account.dump` writes it: another shape has another number, so that versions of Lanekeeper that
+share a Redis for a while can tell that they do not understand each other. Versions that told none wrote 1."""
 LOOK_EVERY_S = 0.5
 """While somebody waits: what other processes give back is noticed, and they know that we wait still. Redis could tell
 (publish and subscribe), at the price of a connection more and of what is lost with it."""
@@ -38,6 +44,9 @@ JUMP_S = 0.5
 """What the two clocks differ by from one step to the next is the time that the answer took, and less."""
 
 
+log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
 class RedisBudgets:
     """See `Budgets`. `client` is its caller's to close, after `aclose`."""
 
@@ -50,6 +59,7 @@ class RedisBudgets:
         self._lanes = tuple(spec.lanes)
         self._usual = {
             "process": secrets.token_hex(6),
+            "format": FORMAT,
             "expires_s": FORGOTTEN_AFTER_S,
             "shares": [lane.share for lane in spec.lanes.values()],
             "boosts": [-1 if lane.boost_s is None else lane.boost_s for lane in spec.lanes.values()],
@@ -254,7 +264,7 @@ class RedisBudgets:
         """What Redis counts, and what others have learned."""
         books = ledger.books
         if learned:
-            books.load(json.loads(learned))
+            self._load(books, learned, reply.get("format", FORMAT))
             for each in ledger.heard:  # what we have learned meanwhile is not there yet
                 books.learn(each, redis_s)
             ledger.has_changed = bool(ledger.heard)
@@ -266,6 +276,17 @@ class RedisBudgets:
         for bucket, level, parts in zip(books.buckets, reply["levels"], reply["parts"], strict=True):
             bucket.correct(level, parts, redis_s)
         books.elsewhere = reply["elsewhere"]
+
+    def _load(self, books: Account, learned: bytes, told_format: object) -> None:
+        """What others have learned; what cannot be read is forgotten, and what this process knows stands."""
+        known = books.dump()
+        try:
+            if told_format != FORMAT:
+                raise ValueError(f"format {told_format}, known is {FORMAT}")
+            books.load(json.loads(learned))
+        except (ValueError, TypeError, LookupError) as error:
+            books.load(known)
+            log.warning(signals.LEARNED_UNREADABLE, account=books.name, error=str(error)[:200])
 
     def _grant(self, ledger: Ledger, waiters: Sequence[Waiter], reply: Mapping[str, Any], redis_s: float) -> float:
         books = ledger.books
