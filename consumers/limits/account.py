@@ -14,7 +14,7 @@ from consumers.limits.adaptive import Adaptive
 from consumers.limits.amounts import CONCURRENCY, NOTHING, PAUSED, Amounts
 from consumers.limits.base import Heard, Kind, Reservation
 from consumers.limits.buckets import Buckets
-from consumers.limits.burst import Bursts
+from consumers.limits.burst import MARGIN_MOST, Bursts
 from consumers.limits.concurrency import Concurrency
 from consumers.limits.demand import Demand
 from consumers.limits.headers import RateHeaders
@@ -46,6 +46,8 @@ class Account:
         self.concurrency = Concurrency(caps.concurrency)
         self._turns = [0.0 for _ in self._names]
         """Where calls are what is short: each lane's share of them, saved up to one."""
+        self._running: dict[int, Reservation] = {}
+        """Granted and not yet settled, by identity."""
         self.paused_until_s = self.held_until_s = -inf
         self.is_pressed = False
         """Somebody had to wait since a guessed limit was last raised."""
@@ -113,6 +115,7 @@ class Account:
         if reservation.is_settled:
             return
         reservation.is_settled = True
+        self._running.pop(id(reservation), None)
         self.concurrency.end(now_s - reservation.at_s)
         lane = self._names.index(reservation.lane)
         self.refill(now_s)
@@ -147,7 +150,9 @@ class Account:
             case Kind.RATE_LIMITED:
                 if not has_limits:
                     self._refused(heard.rate, now_s)
-                is_explained = heard.rate is not None and any(self._bursts.spent(heard.rate))
+                is_explained = heard.rate is not None and (
+                    any(self._bursts.spent(heard.rate)) or self._is_large(heard.rate)
+                )
                 if heard.retry_after_s is not None and heard.retry_after_s > 0 and not is_explained:
                     until_s = now_s + min(heard.retry_after_s, HOLD_AT_MOST_S)
                     self.held_until_s = max(self.held_until_s, until_s)
@@ -210,6 +215,7 @@ class Account:
         if waiter not in self.lines:
             return False
         waiter.reservation = reservation
+        self._running[id(reservation)] = reservation
         if self.concurrency.is_limited:
             self._turn_taken(waiter.lane)
         self.lines.leave(waiter)
@@ -239,6 +245,7 @@ class Account:
             own=self.buckets.take(lane, waiter.amounts),
             at_s=now_s,
         )
+        self._running[id(waiter.reservation)] = waiter.reservation
         self.concurrency.begin()
         self._head_changed(lane)
         return waiter
@@ -261,9 +268,21 @@ class Account:
         """Where the provider tells what is left, first less at once, then less altogether."""
         if rate is None or all(told.remaining is None for told in rate.each()):
             self._adaptive.refused(now_s)
+        elif self._is_large(rate):
+            self._bursts.widen(now_s)
         elif not self._bursts.refused(is_spent := self._bursts.spent(rate), now_s):
             self._adaptive.refused(now_s, is_spent)
         self._resize()
+
+    def _is_large(self, rate: RateHeaders) -> bool:
+        """Whether much input was left when a call was refused, and yet less than the largest under way may need: the
+        provider's estimate of it was higher than ours, and that says nothing of others."""
+        left = rate.input_tokens.remaining
+        if left is None or self._bursts.spent(rate)[1]:
+            return False
+        return left < (1 + MARGIN_MOST) * max(
+            (each.amounts.input_tokens for each in self._running.values()), default=0.0
+        )
 
     def _resize(self) -> None:
         was_guessed, self.guessed = self.guessed, self._adaptive.guessed()

@@ -7,6 +7,7 @@ A request may go
 1. on what its lane has saved;
 2. else where what is left covers, besides it, the whole reserves of the lanes above, what their first requests need,
    and what is held for the lanes below;
+   (for the top lane: besides its own reserve; a larger request of its takes the rest of what was held for others);
 3. else, where nobody waits in a lane above, when the bucket is full: more will never be left.
 
 So what the lanes above have not used is kept for their next request, whole. Held for a lane is what it has saved; but
@@ -15,7 +16,7 @@ saved: then all of it, so that the request goes next. In a bucket of a minute th
 is too small to hold much for a large request.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import inf
 from typing import Final
 
@@ -121,7 +122,7 @@ class Bucket:
         if saved > level:
             self.parts = [part * max(level, 0.0) / saved if part > 0 else part for part in self.parts]
 
-    def wait_s(self, lane: int, amount: float, above: Iterable[int], below: Sequence[int]) -> float:
+    def wait_s(self, lane: int, amount: float, above: Sequence[int], below: Sequence[int]) -> float:
         """Seconds until it may go, by what comes in alone; 0: now. `above`, `below`: the lanes that go before and after
         it, in any order."""
         need, level, part = amount + LEAST, self.level, self.parts[lane]
@@ -130,12 +131,13 @@ class Bucket:
         saved = amount if amount < self.burst else self.burst
         if part >= saved:
             return level_s
-        kept, is_first = need, True
+        reserve = self.reserves[lane]
+        kept, is_first = need if above or amount < reserve else reserve + LEAST, True
         for other in above:
             wanted = self._wants[other]
             kept += self.reserves[other] + wanted
             is_first = is_first and wanted == 0
-        left_s = self._left_in_s(kept, below, is_first=is_first)
+        left_s = max(level_s, self._left_in_s(kept, below, is_first=is_first))
         if left_s == 0:
             return 0.0
         share = self.shares[lane]

@@ -28,6 +28,8 @@ BACK_EVERY_S = 10.0
 PATIENCE_S = 5.0
 """Refusals of calls that had begun before are of the same burst: within this time they count once."""
 LEAST_S = 1.0
+SMALL_S = 5.0
+"""In a bucket of less one request may be as much as it holds."""
 MARGIN_STEP = 0.2
 MARGIN_MOST = 0.5
 OFTEN = 0.5
@@ -122,12 +124,19 @@ class Bursts:
             return True
         self._cut_s = self._moved_s = now_s
         cut = [each for each in range(3) if is_spent[each]] or range(3)
+        if 1 in cut and (self._proven_s[1] or self._most_s) < SMALL_S and self.margin < MARGIN_MOST:
+            self.widen(now_s)
+            return True
         if all(self._cut[each] <= self._least(each) for each in cut):
-            self.margin = min(MARGIN_MOST, self.margin + MARGIN_STEP)
             return self._refusals < OFTEN
         for each in cut:
             self._cut[each] = max(self._least(each), self._cut[each] / 2)
         return True
+
+    def widen(self, now_s: float) -> None:
+        """The provider took more of a request's input at first than was expected."""
+        self._moved_s = now_s
+        self.margin = min(MARGIN_MOST, self.margin + MARGIN_STEP)
 
     def answered(self, now_s: float) -> bool:
         """Recover; whether it did."""

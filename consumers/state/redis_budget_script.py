@@ -224,12 +224,13 @@ local function wait_of(amounts, order, at)
         wait = level_in
       else
         local kept, is_first = amount + LEAST, true
+        if at == 1 and amount >= reserves[d][l] then kept = reserves[d][l] + LEAST end
         for before = 1, at - 1 do
           local wanted = wants[d][order[before]]
           kept = kept + (reserves[d][order[before]] + wanted)
           is_first = is_first and wanted == 0
         end
-        wait = left_in(d, kept, order, at, is_first)
+        wait = math.max(level_in, left_in(d, kept, order, at, is_first))
         if wait > 0 and shares[l] > 0 then
           wait = math.min(wait, math.max(level_in, (saved - part) / (shares[l] * per_s[d])))
         end

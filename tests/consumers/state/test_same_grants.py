@@ -102,12 +102,12 @@ steps = st.lists(
         st.tuples(st.just("pass"), st.integers(1, 200).map(lambda eighths: eighths / 8), st.none(), st.none()),
         st.tuples(st.just("settle"), st.integers(0, 20), amounts, st.none()),
     ),
-    min_size=5,
+    min_size=15,
     max_size=60,
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(played=steps, ages=st.booleans())
 def test_a_process_by_itself_and_redis_grant_the_same(
     redis: RedisServer, played: list[tuple[Any, ...]], ages: bool
