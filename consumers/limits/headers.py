@@ -43,11 +43,14 @@ class RateHeaders:
 
 def read(headers: Mapping[str, str], *, now_s: float) -> RateHeaders | None:
     """None where nothing is said. `headers`: names in lower case, or looked up in any; `now_s`: since 1970."""
-    found = [_told(headers, name, least, now_s) for name, least in zip(_NAMES, LEAST, strict=True)]
+    found = [
+        _told(headers, name, least, rounded_up_by, now_s)
+        for name, least, rounded_up_by in zip(_NAMES, LEAST, ROUNDED_UP_BY, strict=True)
+    ]
     return RateHeaders(*found) if any(each.limit or each.remaining is not None for each in found) else None
 
 
-def _told(headers: Mapping[str, str], name: str, least: float, now_s: float) -> Told:
+def _told(headers: Mapping[str, str], name: str, least: float, rounded_up_by: float, now_s: float) -> Told:
     prefix = f"anthropic-ratelimit-{name}-"
     reset = headers.get(f"{prefix}reset")
     if reset is not None and not _is_near(reset, now_s):
@@ -57,7 +60,7 @@ def _told(headers: Mapping[str, str], name: str, least: float, now_s: float) -> 
     if limit is not None and limit < least:
         return Told()
     if limit is not None and remaining is not None and remaining > limit:
-        remaining = None
+        remaining = limit if remaining <= limit + rounded_up_by else None
     return Told(limit=limit, remaining=remaining)
 
 

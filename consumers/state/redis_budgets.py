@@ -28,8 +28,8 @@ from consumers.state.redis_client import RedisClient
 from topology import signals
 
 FORMAT = 1
-"""Of what was learned, as `Account.dump` writes it: another shape has another number, so that versions of Lanekeeper can
-tell that they do not understand each other while they share a Redis. Versions that told none wrote 1."""
+"""Of what was learned, as `Account.dump` writes it. Another shape has another number, so that two versions that share a
+Redis can tell that they do not understand each other. Versions that told none wrote 1."""
 LOOK_EVERY_S = 0.5
 """While somebody waits: what other processes give back is noticed, and they know that we wait still. Redis could tell
 (publish and subscribe), at the price of a connection more and of what is lost with it."""

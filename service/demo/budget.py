@@ -1,4 +1,4 @@
-"""The demo's third act: a small budget, a batch job that could use all of it, and a critical request now and then.
+"""The demo's third act: a small budget, a batch job that could use all of it, and chats as they were recorded.
 
 The same load at the same time on two accounts of simulated providers, which enforce their limits and count their 429s:
 through Lanekeeper, and with as many workers a lane, but no gate: whoever calls first wins, and what is answered 429
@@ -25,10 +25,16 @@ from topology.lanes import BATCH, CRITICAL
 
 WINDOW_S = 12.0
 JOBS = 300
-CRITICAL_FROM_S = 1.0
+CHATS_FROM_S = 1.0
 """The batch jobs are all waiting by then."""
-CRITICAL_EVERY_S = 0.5
-"""On average: at regular intervals all would meet the same moment of the 429s' whole seconds."""
+CHATS = (
+    (0.7, 77), (1.8, 21), (2.9, 19), (3.6, 20), (4.2, 19), (4.5, 68), (5.0, 205), (5.7, 54), (6.1, 162), (6.4, 204),
+    (6.5, 19), (6.9, 8), (7.3, 55), (8.1, 22), (9.0, 20), (10.1, 50), (10.7, 20),
+)  # fmt: skip
+"""Eleven seconds of a chat service: when each request came, and its input tokens, a twentieth of what they were, as the
+account is small. A slice of the recordings that `benchmarks/traces` tells of (Azure LLM inference trace 2023)."""
+CHARACTERS_PER_TOKEN = 4
+"""As the simulated API counts."""
 LATENCY_MS = (200, 600)
 BURST_S = 1.0
 """What the buckets hold: in a run as short as this more would be a good part of what can be used."""
@@ -106,10 +112,10 @@ async def _spend(asking: Asking, api: SimulatedAPI) -> Spending:
     found, clock, rng = Spending(), asyncio.get_running_loop().time, random.Random(1)
     waits_ms: dict[str, list[int]] = {CRITICAL.name: found.waits_ms, BATCH.name: []}
 
-    async def ask(lane: str, number: int) -> None:
+    async def ask(lane: str, number: int, text: str = TEXT) -> None:
         asked_s, takes_ms = clock(), rng.randint(*LATENCY_MS)
         try:
-            await asking(lane, f"{lane} {number}: {TEXT}[[latency: {takes_ms}ms]]")
+            await asking(lane, f"{lane} {number}: {text}[[latency: {takes_ms}ms]]")
         except Exception as error:
             found.wrong.append(f"{lane} {number}: {error}")
         finally:
@@ -120,10 +126,11 @@ async def _spend(asking: Asking, api: SimulatedAPI) -> Spending:
     before, began_s = _books(api), clock()
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(ask(BATCH.name, number)) for number in range(JOBS)]
-        await asyncio.sleep(CRITICAL_FROM_S)
-        while clock() < began_s + WINDOW_S:
-            tasks.append(group.create_task(ask(CRITICAL.name, len(tasks))))
-            await asyncio.sleep(rng.uniform(0.5, 1.5) * CRITICAL_EVERY_S)
+        for at_s, tokens in CHATS:
+            await asyncio.sleep(max(0.0, began_s + CHATS_FROM_S + at_s - clock()))
+            text = (TEXT * (1 + tokens * CHARACTERS_PER_TOKEN // len(TEXT)))[: tokens * CHARACTERS_PER_TOKEN]
+            tasks.append(group.create_task(ask(CRITICAL.name, len(tasks), text)))
+        await asyncio.sleep(max(0.0, began_s + WINDOW_S - clock()))
         books, could_s = _books(api) - before, clock() - began_s + BURST_S
         for task in tasks:
             task.cancel()

@@ -153,6 +153,14 @@ def test_more_remaining_than_there_can_be_is_not_believed() -> None:
     assert found.requests == Told(limit=5)
 
 
+def test_what_is_more_than_the_limit_by_its_rounding_is_the_limit() -> None:
+    told = {"anthropic-ratelimit-input-tokens-limit": "247800", "anthropic-ratelimit-input-tokens-remaining": "248000"}
+    found = headers.read(told, now_s=NOW_S)
+
+    assert found is not None
+    assert found.input_tokens == Told(limit=247_800, remaining=247_800)
+
+
 @given(
     st.dictionaries(
         st.sampled_from(
