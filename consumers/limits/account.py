@@ -14,7 +14,7 @@ from consumers.limits.adaptive import Adaptive
 from consumers.limits.amounts import CONCURRENCY, NOTHING, PAUSED, Amounts
 from consumers.limits.base import Heard, Kind, Reservation
 from consumers.limits.buckets import Buckets
-from consumers.limits.burst import MARGIN_MOST, Bursts
+from consumers.limits.burst import MARGIN_MOST, PATIENCE_S, Bursts
 from consumers.limits.concurrency import Concurrency
 from consumers.limits.demand import Demand
 from consumers.limits.headers import RateHeaders
@@ -23,6 +23,9 @@ from consumers.limits.spec import BudgetSpec
 
 HOLD_AT_MOST_S = 60.0
 """What a `retry-after` is believed: the buckets are a minute's."""
+HELD_EVERY_S = 60.0
+INPUT = 1
+"""Of the buckets."""
 WHOLE = 1 - 1e-9
 
 
@@ -48,6 +51,7 @@ class Account:
         """Where calls are what is short: each lane's share of them, saved up to one."""
         self._running: dict[int, Reservation] = {}
         """Granted and not yet settled, by identity."""
+        self._held_s = -inf
         self.paused_until_s = self.held_until_s = -inf
         self.is_pressed = False
         """Somebody had to wait since a guessed limit was last raised."""
@@ -128,11 +132,14 @@ class Account:
         self.refill(now_s)
         before = self._adaptive.per_minute()
         has_limits = stopped = False
+        missing = 0.0
         if heard.rate is not None:
             has_limits = self._adaptive.hear(heard.rate, now_s)
             if self._bursts.hear(heard.rate, heard.counted) or has_limits:
                 self._resize()
+            level = self.buckets[INPUT].level
             self.buckets.believe(heard.rate, took_s=heard.took_s, of_refusal=heard.kind is Kind.RATE_LIMITED)
+            missing = level - self.buckets[INPUT].level
         if self._adaptive.is_stale(now_s):
             self._adaptive.forget(now_s)
             self._bursts.forget(self._adaptive.guessed())
@@ -148,7 +155,7 @@ class Account:
                 if self._bursts.answered(now_s):
                     self._resize()
             case Kind.RATE_LIMITED:
-                if not has_limits:
+                if not has_limits and not self._is_held(missing, now_s):
                     self._refused(heard.rate, now_s)
                 is_explained = heard.rate is not None and (
                     any(self._bursts.spent(heard.rate)) or self._is_large(heard.rate)
@@ -273,6 +280,21 @@ class Account:
         elif not self._bursts.refused(is_spent := self._bursts.spent(rate), now_s):
             self._adaptive.refused(now_s, is_spent)
         self._resize()
+
+    def _is_held(self, missing: float, now_s: float) -> bool:
+        """Whether the input that was missing when a call was refused is what the provider holds of the calls under way,
+        which it estimates higher than they are: then it comes back as they end. Believed once a minute: where it goes
+        on, something else is the matter."""
+        running = sum(each.amounts.input_tokens for each in self._running.values())
+        is_same = 0 <= now_s - self._held_s < PATIENCE_S
+        if not 0 < missing <= MARGIN_MOST * running or not (is_same or now_s - self._held_s > HELD_EVERY_S):
+            return False
+        if not is_same:
+            self._held_s = now_s
+        for each in self._running.values():
+            amount = each.amounts.input_tokens
+            each.amounts = each.amounts._replace(input_tokens=amount * (1 + missing / running))
+        return True
 
     def _is_large(self, rate: RateHeaders) -> bool:
         """Whether much input was left when a call was refused, and yet less than the largest under way may need: the
