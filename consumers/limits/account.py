@@ -7,7 +7,7 @@ between lanes. Where calls are what is short (`concurrency.py`), each lane has i
 """
 
 from collections.abc import Sequence
-from math import inf
+from math import ceil, inf
 from typing import Any
 
 from consumers.limits.adaptive import Adaptive
@@ -90,6 +90,8 @@ class Account:
         """The next that may go, taken out of its line, with its reservation; else when to look again, if nothing
         happens before: in so many seconds, or not by time alone.
         """
+        if self.lines.is_empty:
+            return None, inf
         self.refill(now_s)
         if (stopped_s := self.stopped_s(now_s)) > 0:
             return None, stopped_s
@@ -209,6 +211,10 @@ class Account:
         return next(
             (lane for lane, head in enumerate(self.lines.heads) if head is not None and self._has_turn(lane)), None
         )
+
+    def turn_of(self, lane: int, count: int) -> int:
+        """Where calls are what is short: how many begin at most before that one of a lane that has `count` before it."""
+        return ceil((count + 1 - self._turns[lane]) / self.shares[lane]) + 1
 
     def begin(self, waiter: Waiter, reservation: Reservation) -> bool:
         """Somebody else has granted it: it leaves its line. False where it is no longer there."""

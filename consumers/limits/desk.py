@@ -85,6 +85,7 @@ class Desk:
         if (paused_s := books.paused_s(now_s)) > 0:
             raise WaitTooLong(Wait(paused_s, PAUSED, paused_s))
         waiter = Sleeper(self._ranks[lane], amounts, arrived_s=arrived_s, until_s=until_s)
+        books.refill(now_s)  # what came in before is saved by those who waited then
         if books.join(waiter):
             self._step(books)
             if waiter.reservation is not None:
@@ -100,8 +101,9 @@ class Desk:
 
     def join(self, account: str, *, lane: str, amounts: Amounts) -> tuple[Account, Waiter]:
         """For one that will not wait."""
-        books = self._asked(account)
-        waiter = Waiter(self._ranks[lane], amounts, arrived_s=self._clock())
+        books, now_s = self._asked(account), self._clock()
+        waiter = Waiter(self._ranks[lane], amounts, arrived_s=now_s)
+        books.refill(now_s)
         if books.join(waiter):
             self._step(books)
         return books, waiter
