@@ -213,7 +213,7 @@ class Account:
         )
 
     def turn_of(self, lane: int, count: int) -> int:
-        """Where calls are what is short: how many begin at most before that one of a lane that has `count` before it."""
+        """Where calls are what is short: how many begin at most before the one that has `count` of its lane before it."""
         return ceil((count + 1 - self._turns[lane]) / self.shares[lane]) + 1
 
     def begin(self, waiter: Waiter, reservation: Reservation) -> bool:

@@ -73,7 +73,8 @@ def _wait(account: Account, lane: int, amounts: Amounts, now_s: float, *, ahead:
     stopped_s = account.stopped_s(now_s)
     longest_s, least_s = max(longest_s, stopped_s), max(least_s, stopped_s)
     if account.concurrency.is_limited:
-        count = min(count + sum(account.lines.count(other) for other in order.above[lane]), account.turn_of(lane, count))
+        above_it = sum(account.lines.count(other) for other in order.above[lane])
+        count = min(above_it + count, account.turn_of(lane, count))
         if (in_s := account.concurrency.wait_s(count)) > longest_s:
             longest_s, reason, is_known = in_s, CONCURRENCY, account.concurrency.is_set
             least_s = in_s if is_known else least_s

@@ -5,7 +5,7 @@ lanes the rank decides, however long somebody waits; only where a setting says s
 of a lane go before younger ones of the next lane above, and never before the top lane.
 """
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
@@ -83,10 +83,7 @@ class Lines:
     @property
     def is_empty(self) -> bool:
         """Nobody waits."""
-        for head in self.heads:
-            if head is not None:
-                return False
-        return True
+        return not any(self.heads)
 
     def count(self, lane: int) -> int:
         return len(self._lines[lane])

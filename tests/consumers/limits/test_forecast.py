@@ -113,11 +113,13 @@ def test_where_calls_are_short_the_first_does_not_wait_for_those_behind_it() -> 
     for number in range(100):
         books.join(Waiter(BATCH, Amounts(1, 1, 1), arrived_s=float(number), until_s=130.0))
     first, _ = books.turn(100.0)
-    assert first is not None and first.reservation is not None
+    assert first is not None
+    assert first.reservation is not None
     books.settle(first.reservation, None, 110.0)  # a call takes ten seconds
     running, _ = books.turn(110.0)
     head = books.lines.heads[BATCH]
-    assert running is not None and head is not None
+    assert running is not None
+    assert head is not None
 
     assert forecast.first(books, BATCH, head.amounts, 110.0).least_s == pytest.approx(10)
     refused = [waiter for waiter, _ in forecast.hopeless(books, 110.0)]
@@ -129,7 +131,7 @@ def test_how_many_calls_run_at_once_after_an_overload_is_a_guess_and_refuses_nob
     books = account(BudgetSpec(accounts={"a": CAPS}))
     books.join(Waiter(CRITICAL, Amounts(1, 1, 1), arrived_s=0.0))
     running, _ = books.turn(0.0)
-    assert running is not None and running.reservation is not None
+    assert running is not None
     books.concurrency.call_s = 30.0
     for number in range(5):
         books.learn(Heard(kind=Kind.OVERLOADED), float(number))
