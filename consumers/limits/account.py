@@ -90,9 +90,9 @@ class Account:
         """The next that may go, taken out of its line, with its reservation; else when to look again, if nothing
         happens before: in so many seconds, or not by time alone.
         """
+        self.refill(now_s)
         if self.lines.is_empty:
             return None, inf
-        self.refill(now_s)
         if (stopped_s := self.stopped_s(now_s)) > 0:
             return None, stopped_s
         if self.concurrency.is_full:
@@ -213,7 +213,7 @@ class Account:
         )
 
     def turn_of(self, lane: int, count: int) -> int:
-        """Where calls are what is short: how many begin at most before the one that has `count` of its lane before it."""
+        """Where calls are what is short: how many begin, at most, before one that has `count` of its lane before it."""
         return ceil((count + 1 - self._turns[lane]) / self.shares[lane]) + 1
 
     def begin(self, waiter: Waiter, reservation: Reservation) -> bool:
