@@ -204,13 +204,13 @@ class Account:
         self.paused_until_s += jump_s
         self.held_until_s += jump_s
 
-    def lane_to_start(self) -> int | None:
-        """Where calls are what is short, and a lane's turn has come: that lane alone."""
-        if not self.concurrency.is_limited:
-            return None
-        return next(
-            (lane for lane, head in enumerate(self.lines.heads) if head is not None and self._has_turn(lane)), None
-        )
+    def turns(self) -> list[bool]:
+        """Where calls are what is short, the lanes that wait and whose turn has come: they are asked first."""
+        limited = self.concurrency.is_limited
+        return [
+            limited and head is not None and turn >= WHOLE
+            for head, turn in zip(self.lines.heads, self._turns, strict=True)
+        ]
 
     def turn_of(self, lane: int, count: int) -> int:
         """Where calls are what is short: how many begin, at most, before one that has `count` of its lane before it."""
@@ -262,9 +262,6 @@ class Account:
         for each, waiter in enumerate(self.lines.heads):
             if waiter is not None:
                 self._turns[each] = min(1.0, self._turns[each] + self.shares[each])
-
-    def _has_turn(self, lane: int) -> bool:
-        return not self.concurrency.is_limited or self._turns[lane] >= WHOLE
 
     def _head_changed(self, lane: int) -> None:
         waiter = self.lines.heads[lane]
