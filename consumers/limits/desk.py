@@ -90,13 +90,16 @@ class Desk:
             self._step(books)
             if waiter.reservation is not None:
                 return waiter.reservation
-        if until_s is not None or on_wait is not None:
-            wait = forecast.of(books, waiter, now_s)
-            if until_s is not None and now_s + wait.least_s > until_s:
-                self.leave(books, waiter)
-                raise WaitTooLong(wait)
-            if on_wait is not None:
-                on_wait(wait)
+        try:
+            if until_s is not None or on_wait is not None:
+                wait = forecast.of(books, waiter, now_s)
+                if until_s is not None and now_s + wait.least_s > until_s:
+                    raise WaitTooLong(wait)
+                if on_wait is not None:
+                    on_wait(wait)
+        except BaseException:
+            self.leave(books, waiter)
+            raise
         return await self._wait(books, waiter, until)
 
     def join(self, account: str, *, lane: str, amounts: Amounts) -> tuple[Account, Waiter]:
