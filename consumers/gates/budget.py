@@ -177,10 +177,15 @@ class BudgetGate:
             self._waits(job, route, wait)
 
         amounts, arrived = self.amounts(job, request, route), self._arrived(job, request)
+        held_until = None if job.limit is None else job.limit.when()
         try:
             reservation = await self._budgets.reserve(
                 route.account, lane=job.lane_name, amounts=amounts, until=until, arrived=arrived, on_wait=on_wait
             )
+        except WaitTooLong:
+            if job.limit is not None and job.stopped is None and not job.limit.expired():
+                job.limit.reschedule(held_until)  # it may wait elsewhere
+            raise
         finally:
             if has_to_wait:
                 self._room.leave(job.lane_name, route.account)
@@ -189,12 +194,12 @@ class BudgetGate:
         return reservation
 
     def _waits(self, job: Job, route: Route, wait: Wait) -> None:
-        if self._on_wait is not None and wait.seconds >= TOLD_FROM_S:
-            self._on_wait(job, wait)
         slots = 1 if job.lane is None else job.lane.slots
         patience_s = self._room.enter(job.lane_name, route.account, slots=slots)
         if patience_s is not None and job.limit is not None and job.stopped is None:
             job.limit.reschedule(asyncio.get_running_loop().time() + min(patience_s, self._spec.hold_s))
+        if self._on_wait is not None and wait.seconds >= TOLD_FROM_S:
+            self._on_wait(job, wait)
 
     def _arrived(self, job: Job, request: Request) -> float | None:
         """What was put off, or taken over from another worker, stands where it stood. None: it comes now, whatever it

@@ -7,7 +7,7 @@ between lanes. Where calls are what is short (`concurrency.py`), each lane has i
 """
 
 from collections.abc import Sequence
-from math import inf
+from math import ceil, inf
 from typing import Any
 
 from consumers.limits.adaptive import Adaptive
@@ -93,6 +93,8 @@ class Account:
         happens before: in so many seconds, or not by time alone.
         """
         self.refill(now_s)
+        if self.lines.is_empty:
+            return None, inf
         if (stopped_s := self.stopped_s(now_s)) > 0:
             return None, stopped_s
         if self.concurrency.is_full:
@@ -207,13 +209,17 @@ class Account:
         self.paused_until_s += jump_s
         self.held_until_s += jump_s
 
-    def lane_to_start(self) -> int | None:
-        """Where calls are what is short, and a lane's turn has come: that lane alone."""
-        if not self.concurrency.is_limited:
-            return None
-        return next(
-            (lane for lane, head in enumerate(self.lines.heads) if head is not None and self._has_turn(lane)), None
-        )
+    def turns(self) -> list[bool]:
+        """Where calls are what is short, the lanes that wait and whose turn has come: they are asked first."""
+        limited = self.concurrency.is_limited
+        return [
+            limited and head is not None and turn >= WHOLE
+            for head, turn in zip(self.lines.heads, self._turns, strict=True)
+        ]
+
+    def turn_of(self, lane: int, count: int) -> int:
+        """Where calls are what is short: how many begin, at most, before one that has `count` of its lane before it."""
+        return ceil((count + 1 - self._turns[lane]) / self.shares[lane]) + 1
 
     def begin(self, waiter: Waiter, reservation: Reservation) -> bool:
         """Somebody else has granted it: it leaves its line. False where it is no longer there."""
@@ -261,9 +267,6 @@ class Account:
         for each, waiter in enumerate(self.lines.heads):
             if waiter is not None:
                 self._turns[each] = min(1.0, self._turns[each] + self.shares[each])
-
-    def _has_turn(self, lane: int) -> bool:
-        return not self.concurrency.is_limited or self._turns[lane] >= WHOLE
 
     def _head_changed(self, lane: int) -> None:
         waiter = self.lines.heads[lane]

@@ -53,8 +53,11 @@ class Bucket:
         before, self.burst = self.burst, _burst(per_minute, burst_s)
         self.most = (1 - late) * self.burst
         self.reserves = [share * self.burst for share in self.shares]
-        for lane, wanted in enumerate(self._wants):
-            self.want(lane, wanted)
+        self._caps = [
+            max(reserve, min(wanted, self.burst)) for reserve, wanted in zip(self.reserves, self._wants, strict=True)
+        ]
+        self._holds[0] = self.reserves[0]
+        self._share_out()
         if fills and (more := self.burst - before) > 0:
             self.level += more
             self.parts = [part + share * more for part, share in zip(self.parts, self.shares, strict=True)]
@@ -85,7 +88,14 @@ class Bucket:
         """What the first waiter of a lane needs; 0: nobody waits."""
         self._wants[lane] = amount
         reserve = self.reserves[lane]
-        self._caps[lane] = reserve if amount <= reserve else min(amount, self.burst)
+        cap = reserve if amount <= reserve else min(amount, self.burst)
+        if cap == self._caps[lane]:  # so it is for nearly all of them
+            return
+        self._caps[lane] = cap
+        self._share_out()
+
+    def _share_out(self) -> None:
+        """What is held for each lane, of what it may save."""
         room = self.burst - self._caps[0] - sum(self.reserves[1:])
         for other in range(1, len(self.reserves)):
             more = max(0.0, min(self._caps[other] - self.reserves[other], room))

@@ -37,6 +37,11 @@ class Concurrency:
         """Whether there may be fewer than would come."""
         return self.limit < inf
 
+    @property
+    def is_set(self) -> bool:
+        """So many as the setting says; False where an overload has lowered it, by a guess."""
+        return self.limit == self._ceiling
+
     def begin(self) -> None:
         self.running += 1
         if self.running > self._peak:

@@ -85,23 +85,28 @@ class Desk:
         if (paused_s := books.paused_s(now_s)) > 0:
             raise WaitTooLong(Wait(paused_s, PAUSED, paused_s))
         waiter = Sleeper(self._ranks[lane], amounts, arrived_s=arrived_s, until_s=until_s)
+        books.refill(now_s)  # what came in before is saved by those who waited then
         if books.join(waiter):
             self._step(books)
             if waiter.reservation is not None:
                 return waiter.reservation
-        if until_s is not None or on_wait is not None:
-            wait = forecast.of(books, waiter, now_s)
-            if until_s is not None and now_s + wait.least_s > until_s:
-                self.leave(books, waiter)
-                raise WaitTooLong(wait)
-            if on_wait is not None:
-                on_wait(wait)
+        try:
+            if until_s is not None or on_wait is not None:
+                wait = forecast.of(books, waiter, now_s)
+                if until_s is not None and now_s + wait.least_s > until_s:
+                    raise WaitTooLong(wait)
+                if on_wait is not None:
+                    on_wait(wait)
+        except BaseException:
+            self.leave(books, waiter)
+            raise
         return await self._wait(books, waiter, until)
 
     def join(self, account: str, *, lane: str, amounts: Amounts) -> tuple[Account, Waiter]:
         """For one that will not wait."""
-        books = self._asked(account)
-        waiter = Waiter(self._ranks[lane], amounts, arrived_s=self._clock())
+        books, now_s = self._asked(account), self._clock()
+        waiter = Waiter(self._ranks[lane], amounts, arrived_s=now_s)
+        books.refill(now_s)
         if books.join(waiter):
             self._step(books)
         return books, waiter

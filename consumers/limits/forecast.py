@@ -5,11 +5,11 @@ where the limits are known. And as is to be expected: if the lanes above go on s
 What later calls give back makes both shorter.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import inf
 
 from consumers.limits.account import Account
-from consumers.limits.amounts import CONCURRENCY, PAUSED, REASONS, Amounts
+from consumers.limits.amounts import CONCURRENCY, NOTHING, PAUSED, REASONS, Amounts
 from consumers.limits.base import Wait
 from consumers.limits.bucket import Bucket
 from consumers.limits.order import Order, Waiter
@@ -18,83 +18,109 @@ from consumers.limits.order import Order, Waiter
 def wait(account: Account, lane: int, amounts: Amounts, now_s: float) -> Wait:
     """For one that joined the end of its lane's line now."""
     account.refill(now_s)
-    ahead, others = account.lines.sums(lane), account.elsewhere[lane]
-    wanted = Amounts(*(x + y + z for x, y, z in zip(ahead, others, amounts, strict=True)))
-    return _wait(account, lane, wanted, now_s)
+    ahead = [x + y for x, y in zip(account.lines.sums(lane), account.elsewhere[lane], strict=True)]
+    return _wait(account, lane, amounts, now_s, ahead=ahead, count=account.lines.count(lane))
 
 
 def of(account: Account, waiter: Waiter, now_s: float) -> Wait:
-    """For one that stands in line."""
+    """For one that has just joined the line. What has come back may stand before those of other processes."""
     account.refill(now_s)
-    ahead, others = account.lines.up_to(waiter), account.elsewhere[waiter.lane]
-    wanted = Amounts(*(x + y for x, y in zip(ahead, others, strict=True)))
-    return _wait(account, waiter.lane, wanted, now_s)
+    lane, amounts = waiter.lane, waiter.amounts
+    ahead, count = account.lines.before(waiter)
+    if waiter.arrived_s >= now_s:
+        ahead = [x + y for x, y in zip(ahead, account.elsewhere[lane], strict=True)]
+    return _wait(account, lane, amounts, now_s, ahead=ahead, count=count)
 
 
 def first(account: Account, lane: int, amounts: Amounts, now_s: float) -> Wait:
     """For the first of a lane's line."""
     account.refill(now_s)
-    return _wait(account, lane, amounts, now_s)
+    return _wait(account, lane, amounts, now_s, ahead=NOTHING, count=0)
 
 
 def hopeless(account: Account, now_s: float) -> Iterator[tuple[Waiter, Wait]]:
     """Those in line that will be too late, with what they would wait. Dear: it looks at all of them."""
     account.refill(now_s)
-    lane, ahead = -1, (0.0, 0.0, 0.0)
+    lane, count, ahead = -1, 0, [0.0, 0.0, 0.0]
     for waiter in list(account.lines):
         if waiter.lane != lane:
-            lane, ahead = waiter.lane, (0.0, 0.0, 0.0)
-        requests, input_tokens, output_tokens = waiter.amounts
-        with_it = Amounts(ahead[0] + requests, ahead[1] + input_tokens, ahead[2] + output_tokens)
-        found = _wait(account, lane, with_it, now_s)
+            lane, count, ahead = waiter.lane, 0, [0.0, 0.0, 0.0]
+        found = _wait(account, lane, waiter.amounts, now_s, ahead=ahead, count=count)
         if found.reason == PAUSED or (waiter.until_s is not None and now_s + found.least_s > waiter.until_s):
             yield waiter, found
         else:
-            ahead = with_it
+            count += 1
+            for each, amount in enumerate(waiter.amounts):
+                ahead[each] += amount
 
 
-def _wait(account: Account, lane: int, wanted: Amounts, now_s: float) -> Wait:
-    """`wanted`: its own and what is before it in its lane's line."""
+def _wait(account: Account, lane: int, amounts: Amounts, now_s: float, *, ahead: Sequence[float], count: int) -> Wait:
+    """`ahead`: what those before it in its lane's line wait for; `count`: how many they are in this process."""
     if (paused_s := account.paused_s(now_s)) > 0:
         return Wait(paused_s, PAUSED, paused_s)
     order = account.lines.order(now_s)
+    above = [(other, _ahead_of(account, other)) for other in order.above[lane]]
     longest_s, least_s, reason, is_known = 0.0, 0.0, REASONS[0], True
     for each, bucket in enumerate(account.buckets):
-        if wanted[each] <= 0:
+        if amounts[each] + ahead[each] <= 0:
             continue
-        line = _Line(account, each, bucket, lane, order)
+        line = _Line(account, each, bucket, lane, order, above)
         taken_per_s = account.demand.per_s(order.above[lane], each, now_s)
-        if (in_s := line.wait_s(wanted[each], taken_per_s)) > longest_s:
+        if (in_s := line.wait_s(ahead[each], amounts[each], taken_per_s)) > longest_s:
             longest_s, reason, is_known = in_s, REASONS[each], not account.guessed[each]
         if in_s > least_s and not account.guessed[each]:
-            least_s = max(least_s, line.wait_s(wanted[each], 0.0))
+            least_s = max(least_s, line.wait_s(ahead[each], amounts[each], earliest=True))
     stopped_s = account.stopped_s(now_s)
     longest_s, least_s = max(longest_s, stopped_s), max(least_s, stopped_s)
-    ahead = sum(account.lines.count(other) for other in (*order.above[lane], lane))
-    if (in_s := account.concurrency.wait_s(ahead)) > longest_s:
-        longest_s, least_s, reason, is_known = in_s, in_s, CONCURRENCY, True
+    if account.concurrency.is_limited:
+        above_it = sum(account.lines.count(other) for other in order.above[lane])
+        count = min(above_it + count, account.turn_of(lane, count))
+        if (in_s := account.concurrency.wait_s(count)) > longest_s:
+            longest_s, reason, is_known = in_s, CONCURRENCY, account.concurrency.is_set
+            least_s = in_s if is_known else least_s
     return Wait(longest_s, reason, least_s, is_known)
 
 
+def _ahead_of(account: Account, lane: int) -> Sequence[float]:
+    """What a lane above will take before those below it. It waits for one bucket most of all; of the others it takes no
+    more meanwhile than its first request needs."""
+    sums = [x + y for x, y in zip(account.lines.sums(lane), account.elsewhere[lane], strict=True)]
+    if sums[0] == 0 or (head := account.lines.heads[lane]) is None:
+        return sums
+    waits_s = [(total - bucket.level) / bucket.per_s for total, bucket in zip(sums, account.buckets, strict=True)]
+    most = waits_s.index(max(waits_s))
+    return [total if each == most else head.amounts[each] for each, total in enumerate(sums)]
+
+
 class _Line:
-    """A lane's line before one bucket, as if requests were a fluid."""
+    """A lane's line before one bucket: those ahead as if they were a fluid, the one asked for by the bucket's rule."""
 
-    __slots__ = ("_bucket", "_filling", "_kept", "_lane", "_slope")
+    __slots__ = ("_above", "_bucket", "_filling", "_held", "_is_top", "_lane", "_slope")
 
-    def __init__(self, account: Account, each: int, bucket: Bucket, lane: int, order: Order) -> None:
+    def __init__(
+        self,
+        account: Account,
+        each: int,
+        bucket: Bucket,
+        lane: int,
+        order: Order,
+        above: Sequence[tuple[int, Sequence[float]]],
+    ) -> None:
         self._bucket = bucket
         self._lane = lane
-        self._kept = 0.0
-        """What the level must cover beside what is wanted."""
-        for other in order.above[lane]:
-            self._kept += bucket.reserves[other] + account.lines.sums(other)[each] + account.elsewhere[other][each]
+        self._is_top = not above
+        self._above = self._held = 0.0
+        """What those above will take; what the level must cover beside what is wanted."""
+        for other, takes in above:
+            self._above += takes[each]
+            self._held += bucket.reserves[other]
         self._slope = 1.0
         """How much of what comes in is for this lane and those above, while lanes below spend or save theirs."""
         self._filling: list[tuple[float, float]] = []
         """When each lane below that only saves has saved all, and its share."""
         for other in order.below[lane]:
-            saved, share = max(0.0, bucket.parts[other]), bucket.shares[other]
-            self._kept += saved
+            saved, share = bucket.held(other), bucket.shares[other]
+            self._held += saved
             if account.lines.sums(other)[each] + account.elsewhere[other][each] > 0:
                 self._slope -= share
             elif share and (missing := bucket.reserves[other] - saved) > 0:
@@ -102,25 +128,33 @@ class _Line:
                 self._filling.append((missing / (share * bucket.per_s), share))
         self._filling.sort()
 
-    def wait_s(self, wanted: float, taken_per_s: float) -> float:
-        """Until so much has gone through: by what the lane saves alone, or by what the others leave; `taken_per_s`:
+    def wait_s(self, ahead: float, amount: float, taken_per_s: float = 0.0, *, earliest: bool = False) -> float:
+        """Until it may go, behind `ahead`: on what the lane saves alone, or on what the others leave; `taken_per_s`:
         what lanes above will have taken of it."""
         bucket = self._bucket
-        level_s = (wanted - bucket.level) / bucket.per_s
+        whole = ahead + (amount if amount < bucket.burst else bucket.burst)
+        level_s, before = (whole - bucket.level) / bucket.per_s, ahead + self._above - bucket.level
         part, share = bucket.parts[self._lane], bucket.shares[self._lane]
-        if wanted <= part:
+        if whole <= part:
             return max(0.0, level_s)
-        own_s = max(level_s, (wanted - part) / (share * bucket.per_s)) if share else inf
-        return max(0.0, min(own_s, self._left_s(wanted, taken_per_s)))
+        own_s = (whole - part) / (share * bucket.per_s) if share else inf
+        if earliest and ahead > 0 and share:  # the one before may go on what the others leave, and this one on its own
+            own_s = min(own_s, max(0.0, before) / bucket.per_s + (whole - ahead) / (share * bucket.per_s))
+        return max(0.0, level_s, min(own_s, self._left_s(ahead, amount, taken_per_s)))
 
-    def _left_s(self, wanted: float, taken_per_s: float) -> float:
-        missing = wanted + self._kept - self._bucket.level
-        per_s, passed_s = self._slope * self._bucket.per_s - taken_per_s, 0.0
+    def _left_s(self, ahead: float, amount: float, taken_per_s: float) -> float:
+        bucket = self._bucket
+        before = ahead + self._above - bucket.level
+        kept = min(amount, bucket.reserves[self._lane]) if self._is_top else amount
+        missing = before + kept + self._held
         if missing <= 0:
             return 0.0
+        left_per_s = bucket.per_s - taken_per_s
+        full_s = max(0.0, before + bucket.burst) / left_per_s if left_per_s > 0 else inf
+        per_s, passed_s = self._slope * bucket.per_s - taken_per_s, 0.0
         for in_s, share in self._filling:
             reached = missing - per_s * (in_s - passed_s)
             if reached <= 0:
                 break
-            missing, passed_s, per_s = reached, in_s, per_s + share * self._bucket.per_s
-        return passed_s + missing / per_s if per_s > 0 else inf
+            missing, passed_s, per_s = reached, in_s, per_s + share * bucket.per_s
+        return min(full_s, passed_s + missing / per_s if per_s > 0 else inf)

@@ -5,7 +5,7 @@ lanes the rank decides, however long somebody waits; only where a setting says s
 of a lane go before younger ones of the next lane above, and never before the top lane.
 """
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
@@ -80,6 +80,11 @@ class Lines:
         for line in self._lines:
             yield from line
 
+    @property
+    def is_empty(self) -> bool:
+        """Nobody waits."""
+        return not any(self.heads)
+
     def count(self, lane: int) -> int:
         return len(self._lines[lane])
 
@@ -91,13 +96,18 @@ class Lines:
         """What all of a lane wait for together, in the order of `Amounts`."""
         return self._sums[lane]
 
-    def up_to(self, waiter: Waiter) -> Sequence[float]:
-        """What it and those before it in its line wait for together."""
+    def before(self, waiter: Waiter) -> tuple[Sequence[float], int]:
+        """What those before it in its line wait for together, and how many they are."""
         line = self._lines[waiter.lane]
         if line[-1] is waiter:
-            return self._sums[waiter.lane]
-        before = line[: bisect_right(line, _place(waiter), key=_place)]
-        return [sum(amounts) for amounts in zip(*(each.amounts for each in before), strict=True)]
+            sums = self._sums[waiter.lane]
+            return [total - amount for total, amount in zip(sums, waiter.amounts, strict=True)], len(line) - 1
+        before = line[: bisect_left(line, _place(waiter), key=_place)]
+        sums = [0.0, 0.0, 0.0]
+        for other in before:
+            for each, amount in enumerate(other.amounts):
+                sums[each] += amount
+        return sums, len(before)
 
     def join(self, waiter: Waiter) -> bool:
         """Where its arrival puts it; whether it is the first of its lane."""

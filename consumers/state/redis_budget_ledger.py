@@ -75,6 +75,7 @@ class Ledger:
             ],
             "sums": [list(books.lines.sums(lane)) for lane in range(len(books.shares))],
             "room": room,
+            "turns": books.turns(),
         }, told
 
     def failed(self, told: Sent) -> None:

@@ -268,7 +268,15 @@ want()
 while true do
   local done, order = true, order_of()
   look_in = -1
+  local places = {}  -- where calls are what is short, the lanes whose turn has come are asked first
   for at, l in ipairs(order) do
+    if asked.turns[l] then places[#places + 1] = at end
+  end
+  for at, l in ipairs(order) do
+    if not asked.turns[l] then places[#places + 1] = at end
+  end
+  for _, at in ipairs(places) do
+    local l = order[at]
     local head = first_of(l)
     if head then
       local wait = wait_of(head.amounts, order, at)

@@ -253,12 +253,10 @@ class RedisBudgets:
         calls = books.concurrency
         if books.stopped_s(self._now_s()) > 0 or calls.is_full:
             return (), 0
-        only = books.lane_to_start()
-        lanes = range(len(self._lanes)) if only is None else (only,)
-        waiters = [each for lane in lanes for each in books.lines.firsts(lane, TOGETHER)]
+        waiters = [each for lane in range(len(self._lanes)) for each in books.lines.firsts(lane, TOGETHER)]
         if not calls.is_limited:
             return waiters, len(waiters)
-        return waiters, 1 if only is not None else max(1, int(calls.limit) - calls.running)
+        return waiters, 1 if any(books.turns()) else max(1, int(calls.limit) - calls.running)
 
     def _believe(self, ledger: Ledger, reply: Mapping[str, Any], learned: bytes, heard: int, redis_s: float) -> None:
         """What Redis counts, and what others have learned."""
@@ -308,13 +306,15 @@ class RedisBudgets:
             books.is_pressed = True
         if reply["granted"] and len(books.lines):
             ledger.is_due = True  # there may be more behind those that we asked for
-        self._refuse_late_firsts(books, redis_s)
+        self._refuse_late_firsts(ledger, redis_s)
         return float(reply["look_in"]) if reply["look_in"] >= 0 else LOOK_EVERY_S
 
-    def _refuse_late_firsts(self, books: Account, now_s: float) -> None:
+    def _refuse_late_firsts(self, ledger: Ledger, now_s: float) -> None:
         """Those that nobody of this process is before: what was predicted when they came was known by others only."""
+        books = ledger.books
         for lane, head in enumerate(books.lines.heads):
             if isinstance(head, Sleeper) and head.until_s is not None:
                 wait = forecast.first(books, lane, head.amounts, now_s)
                 if now_s + wait.least_s > head.until_s:
                     self._desk.refuse(books, head, wait)
+                    ledger.is_due = True

@@ -441,3 +441,16 @@ def test_a_limit_that_was_told_once_keeps_nobody_out_for_ever_though_nobody_call
             await budgets.reserve(ACCOUNT, lane="critical", amounts=call, until=loop.time() + 1)
 
     virtually(told())
+
+
+def test_one_whose_caller_fails_while_he_is_told_that_he_waits_leaves_the_line() -> None:
+    def fails(wait: Wait) -> None:
+        raise OSError("nobody listens")
+
+    async def tell(on: Bench) -> None:
+        on.empty()
+        with pytest.raises(OSError, match="nobody listens"):
+            await on.budgets.reserve(ACCOUNT, lane="batch", amounts=ONE, until=None, on_wait=fails)
+        assert on.budgets.waiting() == {}
+
+    story(tell)

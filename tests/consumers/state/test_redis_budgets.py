@@ -281,6 +281,7 @@ async def test_what_was_told_once_and_never_again_is_forgotten_for_all(
     monkeypatch.setattr(adaptive, "FORGOTTEN_AFTER_S", 1.0)
     one, other = opened(requests=None), opened(requests=None)
     one.learn(ACCOUNT, answered(Told(limit=1, remaining=0)))
+    await asyncio.wait_for(ask(one, "critical"), 5)  # there may be nearly one more than is told
     with pytest.raises(WaitTooLong):
         await one.reserve(ACCOUNT, lane="critical", amounts=ONE, until=now_s() + 5)
     await until(lambda: one._desk.books(ACCOUNT).is_stale(one._now_s()))
@@ -465,3 +466,18 @@ async def test_what_another_version_has_learned_is_forgotten_where_it_cannot_be_
     assert [each["event"] for each in logs] == [signals.LEARNED_UNREADABLE]
     ours.learn(ACCOUNT, answered(Told(limit=300)))  # and it goes on learning
     await asyncio.wait_for(ask(ours, "critical"), 5)
+
+
+async def test_a_lane_whose_turn_for_a_call_has_come_and_that_waits_for_tokens_holds_up_nobody(opened: Opened) -> None:
+    budgets = opened(requests=60_000, input_tokens=6_000, output_tokens=60_000, burst_s=60.0, concurrency=1)
+    first = await budgets.reserve(ACCOUNT, lane="critical", amounts=Amounts(1, 600, 1), until=None)
+    waits = ask(budgets, "batch", amounts=Amounts(1, 900, 1))
+    budgets.settle(first, first.amounts)
+
+    for _ in range(40):  # by its share of the calls, batch has one of twenty
+        async with asyncio.timeout(3):
+            each = await budgets.reserve(ACCOUNT, lane="critical", amounts=Amounts(1, 1, 1), until=None)
+        budgets.settle(each, each.amounts)
+
+    assert not waits.done()
+    await gone(waits)
