@@ -86,8 +86,9 @@ def _tenant(message: Message, said: object, speakers: Collection[str]) -> str:
         raise _wrong("tenant: allowed is a string")
     believed = tenant_of(message.user_id, said, speakers)
     if said is not None and believed != said:
+        who = f"user {message.user_id!r}" if message.user_id else "a message without user_id"
         raise _wrong(
-            f"user {message.user_id!r} may not speak for tenant {said[:SHOWN]!r}: publish with user_id, "
+            f"{who} may not speak for tenant {said[:SHOWN]!r}: publish with user_id, "
             "as that tenant or as one of the setting `speakers`"
         )
     return believed

@@ -44,11 +44,15 @@ def written(
     )
     libraries = _Libraries()
     root = logging.getLogger()
-    root.addHandler(libraries)
+    # Inside another `with` the outer one's is there, and writes as is configured now.
+    added = not any(isinstance(each, _Libraries) for each in root.handlers)
+    if added:
+        root.addHandler(libraries)
     try:
         yield
     finally:
-        root.removeHandler(libraries)
+        if added:
+            root.removeHandler(libraries)
         if before is None:
             structlog.reset_defaults()
         else:

@@ -175,6 +175,7 @@ async def test_what_is_wrong_is_refused_and_acknowledged(bench: Bench, body: Any
         ({"cancel": "m-1"}, "reboot", "reboot", "type 'reboot': known are cancel"),
         ({"cancel": "m-1"}, "cancel", "result", "routing key 'result' and type 'cancel' differ"),
         ({"change": "m-1"}, "change", "change", "not available in this version"),
+        ({"cancel": "m-1", "tenant": "x"}, "cancel", "cancel", "without user_id may not speak for tenant 'x'"),
         ({"result": "a b"}, "result", "result", "result: 'a b' can be no request's id: allowed are 1 to 128 of A-Z"),
     ],
 )

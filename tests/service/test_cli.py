@@ -189,6 +189,23 @@ def test_check_tells_keys_that_are_missing_with_the_wrong_settings(
     assert "ANTHROPIC_API_KEY: not set" in told
 
 
+def test_a_command_that_sends_spans_says_so_on_standard_error_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
+    done = subprocess.run(
+        [sys.executable, "-m", "service.cli.main", "send", "--no-wait", "hi"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+
+    said = done.stderr.splitlines()
+    assert done.stdout == "", "a script takes the id from here"
+    assert [each.split(":")[0] for each in said if not each.startswith("{")] == ["lanekeeper", "lanekeeper"], said
+    assert {json.loads(each)["event"] for each in said if each.startswith("{")} == {"traces.lost"}
+
+
 def test_an_unexpected_error_is_one_line_and_a_traceback_only_on_demand(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -66,6 +66,17 @@ def test_the_level_holds_for_ours_and_libraries_speak_from_warning_up() -> None:
     assert theirs["message"] == "lost amqp://…@h/"
 
 
+def test_inside_another_a_library_is_heard_once() -> None:
+    outer, inner = io.StringIO(), io.StringIO()
+
+    with logs.written(service="s", level="warning", stream=outer):
+        with logs.written(service="s", level="error", stream=inner):
+            logging.getLogger("aiormq").error("within")
+        logging.getLogger("aiormq").warning("after")
+
+    assert [[each["message"] for each in lines(out)] for out in (outer, inner)] == [["after"], ["within"]]
+
+
 def test_afterwards_everything_is_as_before() -> None:
     handlers, was = list(logging.getLogger().handlers), structlog.is_configured()
 

@@ -179,7 +179,7 @@ class Connection:
                 await connection.connect()
         except (ProbableAuthenticationError, AuthenticationError) as error:
             raise AccessRefused(
-                f"the broker at {self.address} refused user {url.user!r}: {error}; "
+                f"the broker at {self.address} refused user {url.user!r}: {str(error).rstrip('.')}; "
                 "check user, password and virtual host in LANEKEEPER_AMQP_URL"
             ) from error
         except InvalidFrameError as error:  # aiormq does not read the Close that comes for OpenOk, nor what it says

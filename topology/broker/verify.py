@@ -16,6 +16,7 @@ from topology.contract.problems import BrokerError
 from topology.model import Exchange, Queue, Topology
 from topology.plan import Difference, compare
 
+_SHOWN = 5  # of what is hidden; a user with few rights would be told some sixty names
 NO_NODES = (
     "the nodes of the cluster could not be seen, nor so whether each queue has its replicas; "
     "the management API shows them to a user that has the tag `monitoring`"
@@ -52,11 +53,12 @@ async def verify(topology: Topology, management: Management | None, connection: 
         except BrokerError as error:
             note = str(error)
     missing, hidden = await _exist(topology, connection)
+    shown = ", ".join(hidden[:_SHOWN]) + (f" and {len(hidden) - _SHOWN} more" if len(hidden) > _SHOWN else "")
     return Verification(
         missing,
         "existence",
         f"{note}, so that arguments and bindings could not be seen"
-        + (f", nor whether these exist, which the user has no rights to: {', '.join(hidden)}" if hidden else "")
+        + (f", nor whether these exist, which the user has no rights to: {shown}" if hidden else "")
         + "; set LANEKEEPER_MANAGEMENT_URL, with a user that has the tag `management`",
     )
 
@@ -76,7 +78,8 @@ async def _exist(topology: Topology, connection: AbstractConnection) -> tuple[tu
             except ChannelNotFoundEntity:
                 missing.append(Difference("missing", "queue" if isinstance(thing, Queue) else "exchange", thing.name))
             except ChannelAccessRefused:
-                hidden.append(thing.name)
+                if thing.name not in hidden:  # an exchange and a queue of one name
+                    hidden.append(thing.name)
         if not channel.is_closed:
             await channel.close()
     return tuple(missing), hidden
