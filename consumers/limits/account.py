@@ -14,15 +14,18 @@ from consumers.limits.adaptive import Adaptive
 from consumers.limits.amounts import CONCURRENCY, NOTHING, PAUSED, Amounts
 from consumers.limits.base import Heard, Kind, Reservation
 from consumers.limits.buckets import Buckets
-from consumers.limits.burst import MARGIN_MOST, Bursts
+from consumers.limits.burst import Bursts
 from consumers.limits.concurrency import Concurrency
 from consumers.limits.demand import Demand
 from consumers.limits.headers import RateHeaders
 from consumers.limits.order import Lines, Order, Waiter
 from consumers.limits.spec import BudgetSpec
+from consumers.limits.underway import Underway
 
 HOLD_AT_MOST_S = 60.0
 """What a `retry-after` is believed: the buckets are a minute's."""
+INPUT = 1
+"""Of the buckets."""
 WHOLE = 1 - 1e-9
 
 
@@ -46,8 +49,7 @@ class Account:
         self.concurrency = Concurrency(caps.concurrency)
         self._turns = [0.0 for _ in self._names]
         """Where calls are what is short: each lane's share of them, saved up to one."""
-        self._running: dict[int, Reservation] = {}
-        """Granted and not yet settled, by identity."""
+        self._underway = Underway()
         self.paused_until_s = self.held_until_s = -inf
         self.is_pressed = False
         """Somebody had to wait since a guessed limit was last raised."""
@@ -117,7 +119,7 @@ class Account:
         if reservation.is_settled:
             return
         reservation.is_settled = True
-        self._running.pop(id(reservation), None)
+        self._underway.end(reservation)
         self.concurrency.end(now_s - reservation.at_s)
         lane = self._names.index(reservation.lane)
         self.refill(now_s)
@@ -131,11 +133,14 @@ class Account:
         self.refill(now_s)
         before = self._adaptive.per_minute()
         has_limits = stopped = False
+        missing = 0.0
         if heard.rate is not None:
             has_limits = self._adaptive.hear(heard.rate, now_s)
             if self._bursts.hear(heard.rate, heard.counted) or has_limits:
                 self._resize()
+            level = self.buckets[INPUT].level
             self.buckets.believe(heard.rate, took_s=heard.took_s, of_refusal=heard.kind is Kind.RATE_LIMITED)
+            missing = level - self.buckets[INPUT].level
         if self._adaptive.is_stale(now_s):
             self._adaptive.forget(now_s)
             self._bursts.forget(self._adaptive.guessed())
@@ -151,7 +156,7 @@ class Account:
                 if self._bursts.answered(now_s):
                     self._resize()
             case Kind.RATE_LIMITED:
-                if not has_limits:
+                if not has_limits and not self._underway.hold(missing, now_s):
                     self._refused(heard.rate, now_s)
                 is_explained = heard.rate is not None and (
                     any(self._bursts.spent(heard.rate)) or self._is_large(heard.rate)
@@ -222,7 +227,7 @@ class Account:
         if waiter not in self.lines:
             return False
         waiter.reservation = reservation
-        self._running[id(reservation)] = reservation
+        self._underway.begin(reservation)
         if self.concurrency.is_limited:
             self._turn_taken(waiter.lane)
         self.lines.leave(waiter)
@@ -252,7 +257,7 @@ class Account:
             own=self.buckets.take(lane, waiter.amounts),
             at_s=now_s,
         )
-        self._running[id(waiter.reservation)] = waiter.reservation
+        self._underway.begin(waiter.reservation)
         self.concurrency.begin()
         self._head_changed(lane)
         return waiter
@@ -279,14 +284,10 @@ class Account:
         self._resize()
 
     def _is_large(self, rate: RateHeaders) -> bool:
-        """Whether much input was left when a call was refused, and yet less than the largest under way may need: the
-        provider's estimate of it was higher than ours, and that says nothing of others."""
+        """Whether much input was left when a call was refused, and yet less than it may have needed: that says nothing
+        of others."""
         left = rate.input_tokens.remaining
-        if left is None or self._bursts.spent(rate)[1]:
-            return False
-        return left < (1 + MARGIN_MOST) * max(
-            (each.amounts.input_tokens for each in self._running.values()), default=0.0
-        )
+        return left is not None and not self._bursts.spent(rate)[1] and self._underway.needs(left)
 
     def _resize(self) -> None:
         was_guessed, self.guessed = self.guessed, self._adaptive.guessed()

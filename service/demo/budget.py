@@ -28,15 +28,15 @@ JOBS = 300
 CHATS_FROM_S = 1.0
 """The batch jobs are all waiting by then."""
 CHATS = (
-    (0.7, 77), (1.8, 21), (2.9, 19), (3.6, 20), (4.2, 19), (4.5, 68), (5.0, 205), (5.7, 54), (6.1, 162), (6.4, 204),
-    (6.5, 19), (6.9, 8), (7.3, 55), (8.1, 22), (9.0, 20), (10.1, 50), (10.7, 20),
+    (0.7, 38), (1.8, 10), (2.9, 10), (3.6, 10), (4.2, 10), (4.5, 34), (5.0, 102), (5.7, 27), (6.1, 81), (6.4, 102),
+    (6.5, 10), (6.9, 4), (7.3, 28), (8.1, 11), (9.0, 10), (10.1, 25), (10.7, 10),
 )  # fmt: skip
-"""Eleven seconds of a chat service: when each request came, and its input tokens, a twentieth of what they were, as the
+"""Eleven seconds of a chat service: when each request came, and its input tokens, a fortieth of what they were, as the
 account is small. A slice of the recordings that `benchmarks/traces` tells of (Azure LLM inference trace 2023)."""
 CHARACTERS_PER_TOKEN = 4
 """As the simulated API counts."""
 LATENCY_MS = (200, 600)
-BURST_S = 1.0
+BURST_S = 2.0
 """What the buckets hold: in a run as short as this more would be a good part of what can be used."""
 ACCOUNT = SimulatedOptions(
     output_tokens=80,

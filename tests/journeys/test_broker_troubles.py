@@ -10,27 +10,29 @@ from tests.support.house import house
 from tests.support.requester import requester
 from tests.support.waiting import until
 
-SLOW = {"critical": {"slots": 2}}
+SLOW = {"critical": {"slots": 2, "slots_max": 2}}
+REQUESTS = 24
+"""Six seconds of work: an alarm is up well before."""
 
 
 @pytest.mark.default_broker_only
 async def test_under_an_alarm_nothing_new_is_begun_and_afterwards_everybody_is_answered_once(own_broker) -> None:
     async with house(own_broker.amqp_url, lanes=SLOW) as home, requester(own_broker.amqp_url) as app:
-        for n in range(12):
-            await app.publish({"prompt": f"ask {n} [[latency: 300ms]]"}, correlation_id=f"{n}")
+        for n in range(REQUESTS):
+            await app.publish({"prompt": f"ask {n} [[latency: 500ms]]"}, correlation_id=f"{n}")
         await until(lambda: home.api.calls)
         async with memory_alarm(own_broker.amqp_url):
             await until(lambda: all(pool.is_paused for pool in home.parts.pools))
             begun = len(home.api.calls)
             await asyncio.sleep(2)
-            assert len(home.api.calls) == begun < 12, "a call was made whose answer could not be sent"
+            assert len(home.api.calls) == begun < REQUESTS, "a call was made whose answer could not be sent"
             assert home.parts.reasons()["publish connection"] == "low on memory"
         over_s = time.monotonic()
         await until(lambda: home.is_well)
         print(f"all queues consumed {time.monotonic() - over_s:.2f} s after the alarm")
-        for n in range(12):
+        for n in range(REQUESTS):
             assert (await app.final(f"{n}")).status == "ok"
-        assert len(home.api.calls) == 12
+        assert len(home.api.calls) == REQUESTS
 
 
 async def test_while_it_cannot_publish_it_takes_nothing_and_says_why(vhost) -> None:

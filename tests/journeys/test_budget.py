@@ -67,6 +67,37 @@ async def test_a_flood_leaves_critical_its_share_and_the_provider_refuses_nobody
         assert len(home.api.calls) == 220, "one call for each"
 
 
+async def test_the_first_burst_of_a_fresh_worker_is_refused_by_nobodys_guess(vhost) -> None:
+    """The limits that it begins with would let 50 requests a minute through; the first answer tells of a thousand."""
+    plenty = SimulatedOptions(requests_per_minute=1000, latency_ms=150)
+    async with house(vhost.amqp_url, simulated=plenty, budget=UNKNOWN) as home, requester(vhost.amqp_url) as app:
+        text = "a prompt of a usual length " * 100
+        asked = [
+            await app.publish(body(f"{n} {text}"), headers={"x-lane-deadline-ms": 30_000}, correlation_id=f"{n}")
+            for n in range(102)
+        ]
+        replies = [await app.final(each, within_s=35) for each in asked]
+
+        assert [reply.code for reply in replies if reply.status != "ok"] == []
+        assert refused(home.api) == 0
+
+
+async def test_a_fresh_worker_of_serve_simulate_answers_its_first_burst(vhost, tmp_path) -> None:
+    environ = environment(vhost.amqp_url, vhost.management_url)
+    for name in ("REQUESTS", "INPUT_TOKENS", "OUTPUT_TOKENS"):
+        del environ[f"LANEKEEPER_BUDGET__{name}_PER_MIN"]
+    serve = lanekeeper("serve", "--simulate", "--port", "0", environ=environ, folder=tmp_path)
+    async with serve as worker, requester(vhost.amqp_url) as app:
+        await worker.ready()
+        asked = [
+            await app.publish(body(f"first {n}"), headers={"x-lane-deadline-ms": 30_000}, correlation_id=f"{n}")
+            for n in range(100)
+        ]
+        replies = [await app.final(each, within_s=60) for each in asked]
+
+        assert [reply.code for reply in replies if reply.status != "ok"] == []
+
+
 async def test_who_cannot_be_in_time_is_told_at_once_with_the_figures_and_never_called(vhost) -> None:
     async with (
         house(vhost.amqp_url, simulated=ONE_A_SECOND, lanes=WIDE, budget=KNOWN) as home,

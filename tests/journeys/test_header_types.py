@@ -97,7 +97,13 @@ async def test_every_integer_header_of_ours_is_a_signed_64_bit_one_whatever_its_
         sent = await until(lambda: [each for each in on_its_way if each.properties.message_id == "failed"], within_s=5)
         for copy in sent:
             ours = {name: kind for name, kind in integers(copy).items() if name != "x-lane-delay-ms"}
-            assert ours.keys() == {"x-lane-attempt", "x-lane-first-seen-ms", "x-lane-due-ms"}
+            assert ours.keys() == {
+                "x-lane-attempt",
+                "x-lane-first-seen-ms",
+                "x-lane-due-ms",
+                "x-lane-hop-ms",
+                "x-lane-back-ms",
+            }
             assert set(ours.values()) == {b"l"}
 
 

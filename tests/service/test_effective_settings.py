@@ -1,6 +1,7 @@
 """`lanekeeper settings`: what is in effect, and where it comes from."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from service.settings import KNOWN
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    for name in KNOWN.env_names.values():
+    for name in (*KNOWN.env_names.values(), *(name for name in os.environ if name.startswith("LANEKEEPER_"))):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
 

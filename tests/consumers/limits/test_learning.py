@@ -1,6 +1,7 @@
 """What an account's books make of a response."""
 
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -8,13 +9,14 @@ from consumers.limits import headers
 from consumers.limits.account import Account
 from consumers.limits.adaptive import FORGOTTEN_AFTER_S
 from consumers.limits.amounts import Amounts
-from consumers.limits.base import NO_NEWS, Heard, Kind
+from consumers.limits.base import NO_NEWS, Heard, Kind, Reservation
 from consumers.limits.headers import RateHeaders, Told
 from consumers.limits.order import Waiter
 from consumers.limits.spec import BudgetSpec
 from service.simulated.buckets import make_limits
 
 NOTHING_SAID = Told()
+FULL = RateHeaders(Told(limit=600), Told(limit=600_000, remaining=600_000), Told(limit=60_000))
 
 
 def account() -> Account:
@@ -81,6 +83,60 @@ def test_no_more_is_claimed_by_the_lanes_than_the_provider_has() -> None:
     in_s = books.turn(100)[1]
     assert books.turn(100 + in_s - 0.1)[0] is None
     assert books.turn(100 + in_s + 0.1)[0] is batch
+
+
+def proven() -> Account:
+    """600,000 input tokens a minute, all of which the bucket has held."""
+    books = Account("a", BudgetSpec(), now_s=0)
+    books.learn(Heard(kind=Kind.ANSWERED, rate=FULL), 0)
+    books.refill(100)
+    return books
+
+
+def underway(books: Account, calls: int, *, input_tokens: float) -> list[Reservation]:
+    waiters = [Waiter(0, Amounts(1, input_tokens, 1), arrived_s=100) for _ in range(calls)]
+    for waiter in waiters:
+        books.join(waiter)
+        assert books.turn(100)[0] is waiter
+    return [waiter.reservation for waiter in waiters if waiter.reservation is not None]
+
+
+def test_what_the_provider_holds_of_calls_under_way_comes_back_with_their_end() -> None:
+    books = proven()
+    burst, calls = books.buckets[1].burst, underway(books, 5, input_tokens=20_000)
+    before = levels(books)[1]
+    books.learn(heard(Kind.RATE_LIMITED, input_tokens=Told(limit=600_000, remaining=460_000)), 100)
+    assert levels(books)[1] == 460_000
+    assert books.buckets[1].burst == burst, "what may be used at once is no less for it"
+    for call in calls:
+        books.settle(call, Amounts(1, 20_000, 1), 100)
+
+    assert levels(books)[1] == pytest.approx(before)
+
+
+def test_where_it_goes_on_within_a_minute_less_is_used_at_once() -> None:
+    books = proven()
+    burst = books.buckets[1].burst
+    underway(books, 5, input_tokens=20_000)
+    for now_s, remaining in ((100, 460_000), (101, 450_000), (120, 400_000)):
+        assert books.buckets[1].burst == burst
+        books.learn(heard(Kind.RATE_LIMITED, input_tokens=Told(limit=600_000, remaining=remaining)), now_s)
+
+    assert books.buckets[1].burst == burst / 2
+
+
+def test_one_large_request_that_is_refused_halves_nothing_and_stops_nobody() -> None:
+    books = proven()
+    burst = books.buckets[1].burst
+    underway(books, 1, input_tokens=400_000)
+    books.refill(160)
+    refused = heard(Kind.RATE_LIMITED, input_tokens=Told(limit=600_000, remaining=500_000))
+    books.learn(replace(refused, retry_after_s=5), 160)
+
+    assert books.buckets[1].burst == burst
+    assert books.stopped_s(160) == 0
+    books.join(chat := Waiter(0, Amounts(1, 100, 1), arrived_s=160))
+    assert books.turn(160)[0] is chat
 
 
 def test_a_refusal_without_a_cause_in_the_books_slows_down() -> None:
