@@ -125,7 +125,8 @@ class Account:
         self.refill(now_s)
         used = used or NOTHING
         self.buckets.settle(lane, reservation.amounts, own=reservation.own, used=used)
-        self.demand.add(lane, Amounts(*(x - y for x, y in zip(used, reservation.amounts, strict=True))), now_s)
+        reserved = reservation.amounts
+        self.demand.add(lane, Amounts(used[0] - reserved[0], used[1] - reserved[1], used[2] - reserved[2]), now_s)
 
     def learn(self, heard: Heard, now_s: float) -> bool:
         """From one response; whether there is less than before, so that what was predicted does not hold any more."""

@@ -20,11 +20,15 @@ class Demand:
 
     def add(self, lane: int, amounts: Amounts, now_s: float) -> None:
         """What was granted, or used beyond it; less than 0: given back."""
-        spent = self._spent[lane]
-        kept = exp(min(0.0, self._at_s[lane] - now_s) / WITHIN_S)
+        requests, input_tokens, output_tokens = self._spent[lane]
+        passed_s = now_s - self._at_s[lane]
         self._at_s[lane] = now_s
-        for each, amount in enumerate(amounts):
-            spent[each] = spent[each] * kept + amount
+        kept = exp(-passed_s / WITHIN_S) if passed_s > 0 else 1.0
+        self._spent[lane] = [
+            requests * kept + amounts[0],
+            input_tokens * kept + amounts[1],
+            output_tokens * kept + amounts[2],
+        ]
 
     def per_s(self, lanes: Sequence[int], each: int, now_s: float) -> float:
         """What these lanes take of one bucket (its place in `Amounts`) in a second."""

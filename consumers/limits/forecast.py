@@ -42,10 +42,12 @@ def hopeless(account: Account, now_s: float) -> Iterator[tuple[Waiter, Wait]]:
     """Those in line that will be too late, with what they would wait. Dear: it looks at all of them."""
     account.refill(now_s)
     lane, count, ahead = -1, 0, [0.0, 0.0, 0.0]
+    lines: list[_Line] = []
     for waiter in list(account.lines):
         if waiter.lane != lane:
             lane, count, ahead = waiter.lane, 0, [0.0, 0.0, 0.0]
-        found = _wait(account, lane, waiter.amounts, now_s, ahead=ahead, count=count)
+            lines = _lines(account, lane, now_s)
+        found = _wait(account, lane, waiter.amounts, now_s, ahead=ahead, count=count, lines=lines)
         if found.reason == PAUSED or (waiter.until_s is not None and now_s + found.least_s > waiter.until_s):
             yield waiter, found
         else:
@@ -54,31 +56,47 @@ def hopeless(account: Account, now_s: float) -> Iterator[tuple[Waiter, Wait]]:
                 ahead[each] += amount
 
 
-def _wait(account: Account, lane: int, amounts: Amounts, now_s: float, *, ahead: Sequence[float], count: int) -> Wait:
-    """`ahead`: what those before it in its lane's line wait for; `count`: how many they are in this process."""
+def _wait(
+    account: Account,
+    lane: int,
+    amounts: Amounts,
+    now_s: float,
+    *,
+    ahead: Sequence[float],
+    count: int,
+    lines: "Sequence[_Line] | None" = None,
+) -> Wait:
+    """`ahead`: what those before it in its lane's line wait for; `count`: how many they are in this process; `lines`:
+    the lane's, if they are known."""
     if (paused_s := account.paused_s(now_s)) > 0:
         return Wait(paused_s, PAUSED, paused_s)
-    order = account.lines.order(now_s)
-    above = [(other, _ahead_of(account, other)) for other in order.above[lane]]
     longest_s, least_s, reason, is_known = 0.0, 0.0, REASONS[0], True
-    for each, bucket in enumerate(account.buckets):
+    for each, line in enumerate(_lines(account, lane, now_s) if lines is None else lines):
         if amounts[each] + ahead[each] <= 0:
             continue
-        line = _Line(account, each, bucket, lane, order, above)
-        taken_per_s = account.demand.per_s(order.above[lane], each, now_s)
-        if (in_s := line.wait_s(ahead[each], amounts[each], taken_per_s)) > longest_s:
+        if (in_s := line.wait_s(ahead[each], amounts[each], line.taken_per_s)) > longest_s:
             longest_s, reason, is_known = in_s, REASONS[each], not account.guessed[each]
         if in_s > least_s and not account.guessed[each]:
             least_s = max(least_s, line.wait_s(ahead[each], amounts[each], earliest=True))
     stopped_s = account.stopped_s(now_s)
     longest_s, least_s = max(longest_s, stopped_s), max(least_s, stopped_s)
     if account.concurrency.is_limited:
-        above_it = sum(account.lines.count(other) for other in order.above[lane])
+        above_it = sum(account.lines.count(other) for other in account.lines.order(now_s).above[lane])
         count = min(above_it + count, account.turn_of(lane, count))
         if (in_s := account.concurrency.wait_s(count)) > longest_s:
             longest_s, reason, is_known = in_s, CONCURRENCY, account.concurrency.is_set
             least_s = in_s if is_known else least_s
     return Wait(longest_s, reason, least_s, is_known)
+
+
+def _lines(account: Account, lane: int, now_s: float) -> "list[_Line]":
+    """Before each bucket."""
+    order = account.lines.order(now_s)
+    above = [(other, _ahead_of(account, other)) for other in order.above[lane]]
+    lines = [_Line(account, each, bucket, lane, order, above) for each, bucket in enumerate(account.buckets)]
+    for each, line in enumerate(lines):
+        line.taken_per_s = account.demand.per_s(order.above[lane], each, now_s)
+    return lines
 
 
 def _ahead_of(account: Account, lane: int) -> Sequence[float]:
@@ -95,7 +113,7 @@ def _ahead_of(account: Account, lane: int) -> Sequence[float]:
 class _Line:
     """A lane's line before one bucket: those ahead as if they were a fluid, the one asked for by the bucket's rule."""
 
-    __slots__ = ("_above", "_bucket", "_filling", "_held", "_is_top", "_lane", "_slope")
+    __slots__ = ("_above", "_bucket", "_filling", "_held", "_is_top", "_lane", "_slope", "taken_per_s")
 
     def __init__(
         self,
@@ -109,6 +127,8 @@ class _Line:
         self._bucket = bucket
         self._lane = lane
         self._is_top = not above
+        self.taken_per_s = 0.0
+        """What the lanes above will go on taking, as is to be expected."""
         self._above = self._held = 0.0
         """What those above will take; what the level must cover beside what is wanted."""
         for other, takes in above:

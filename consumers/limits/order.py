@@ -58,10 +58,11 @@ def _place(waiter: Waiter) -> tuple[float, int]:
 class Lines:
     """One line a lane, by arrival."""
 
-    __slots__ = ("_boosts_s", "_by_rank", "_lines", "_next", "_sums", "heads")
+    __slots__ = ("_ages", "_boosts_s", "_by_rank", "_lines", "_next", "_sums", "heads")
 
     def __init__(self, boosts_s: Sequence[float | None]) -> None:
         self._boosts_s = [NEVER if boost_s is None else boost_s for boost_s in boosts_s]
+        self._ages = min(self._boosts_s[FIRST_TO_AGE:], default=NEVER) < NEVER
         self._by_rank = Order.of(range(len(boosts_s)))
         self._lines: list[list[Waiter]] = [[] for _ in boosts_s]
         self._sums = [[0.0, 0.0, 0.0] for _ in boosts_s]
@@ -156,6 +157,8 @@ class Lines:
 
     def order(self, now_s: float) -> Order:
         """Which lane goes before which: by rank, but for those whose first has aged."""
+        if not self._ages:
+            return self._by_rank
         lanes: list[int] | None = None
         for lane in range(FIRST_TO_AGE, len(self.heads)):
             if self._has_aged(lane, now_s):
@@ -168,6 +171,8 @@ class Lines:
     def aged_in_s(self, now_s: float) -> float:
         """When the next of the firsts has aged; never, where none is to."""
         soonest = NEVER
+        if not self._ages:
+            return soonest
         for lane in range(FIRST_TO_AGE, len(self.heads)):
             waiter = self.heads[lane]
             if waiter is not None and 0 < (in_s := waiter.arrived_s + self._boosts_s[lane] - now_s) < soonest:

@@ -1,5 +1,5 @@
 """One step of a shared budget as a Lua script: what `consumers/limits/` (bucket, order, account) decides in a process.
-A randomised test holds both to the same grants (`tests/consumers/state/test_same_decisions.py`).
+A randomised test holds both to the same grants (`tests/consumers/state/test_same_grants.py`).
 
 An account is one string: its levels, its lanes' parts, what was learned of it, and for each process that waits the
 first of its lanes, so that order holds across processes. A process that says nothing for a while is forgotten.

@@ -5,7 +5,7 @@ import json
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -13,7 +13,7 @@ from consumers.failures import OverloadedError, TransientError
 from consumers.gates.budget import BudgetGate
 from consumers.job import Answered, Deferred, Dropped, Job, Outcome, Refused
 from consumers.limits.amounts import Amounts
-from consumers.limits.base import Heard, Kind, Wait
+from consumers.limits.base import Heard, Kind, Reservation, Wait, WaitTooLong
 from consumers.limits.estimates import Estimates
 from consumers.limits.local import LocalBudgets
 from consumers.limits.spec import BudgetSpec, Caps
@@ -209,6 +209,36 @@ def test_a_lane_that_waits_for_one_account_does_not_hold_up_its_requests_for_ano
         assert [each.done() for each in waiting] == [False] * 3
         for each in waiting:
             each.cancel()
+
+    story(tell)
+
+
+def test_a_short_patience_at_one_account_does_not_bound_the_wait_at_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def tell(on: Ground) -> None:
+        lane, reserve = replace(BATCH, slots=2, target_wait_s=3.0), on.budgets.reserve
+        await on.spend("one/m", requests=1)
+        on.chain.routes = (ONE,)
+        standing = asyncio.ensure_future(on.enter(on.job(lane)))
+        await asyncio.sleep(0)
+        on.chain.routes = (ONE, TWO)
+
+        async def fails_at_first(account: str, **asked: Any) -> Reservation:
+            if account == "one/m":
+                asked["on_wait"](Wait(0.1, "rpm"))
+                raise WaitTooLong(Wait(9.0, "rpm"))
+            await asyncio.sleep(1)
+            return await reserve(account, **asked)
+
+        async def soon(*_: object, **__: object) -> Wait:
+            return Wait(0.1, "rpm")
+
+        monkeypatch.setattr(on.budgets, "reserve", fails_at_first)
+        monkeypatch.setattr(on.budgets, "predicted_wait", soon)
+        job = on.job(lane)
+
+        assert await on.enter(job) is None
+        assert job.route == TWO
+        standing.cancel()
 
     story(tell)
 

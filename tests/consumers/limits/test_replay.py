@@ -128,6 +128,24 @@ def test_a_lane_beside_its_own_account_is_judged_request_by_request(result: Resu
     assert (nothing.count, nothing.late) == (len(result.of("critical")), 0)
 
 
+@pytest.mark.parametrize("name", ["full-70", "full-90", "full-104", "full-110", "full-150"])
+def test_no_request_is_later_than_with_an_account_of_its_own(name: str) -> None:
+    found = run(SCENARIOS[name])
+
+    assert {lane: guarantees.beside_own(found, lane).late for lane in LANES[:2]} == {"critical": 0, "normal": 0}
+    least = {lane: guarantees.reserve(found, lane).least for lane in LANES}
+    assert all(share is None or share >= 0.9 for share in least.values())
+    assert least["batch"] is not None
+    assert found.refused == 0
+
+
+def test_a_large_request_of_another_lane_makes_no_critical_one_late() -> None:
+    scenario = SCENARIOS["large-104"]
+    found = run(replace(scenario, large=tuple(each for each in scenario.large if each.lane != "critical")))
+
+    assert guarantees.beside_own(found, "critical").late == 0
+
+
 def test_the_tables_and_the_picture_name_every_lane(result: Result) -> None:
     told = result.as_json()
 
