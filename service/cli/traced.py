@@ -25,12 +25,15 @@ def traced(settings: "Settings") -> Iterator["Tracing"]:
     if base is None and traces is None:
         yield Tracing()
         return
-    from service import telemetry  # the exporter is slow to import
+    from service import logs, telemetry  # the exporter is slow to import
 
     spec = telemetry.TelemetrySpec(service_name=SERVICE_NAME, otlp_endpoint=base, otlp_traces_endpoint=traces)
     assert spec.traces_url is not None
     left: typer.Exit | None = None
-    with telemetry.exporting(spec.traces_url, service_name=SERVICE_NAME) as provider:
+    with (
+        logs.written(service=SERVICE_NAME, level="warning"),  # spans that are lost; what is usual goes unsaid
+        telemetry.exporting(spec.traces_url, service_name=SERVICE_NAME) as provider,
+    ):
         tracing = Tracing(provider)
         with tracing.ask() as span:
             if span.is_recording():

@@ -160,6 +160,19 @@ def test_an_unreachable_broker_ends_every_command_with_one_line(
     assert "s3cret" not in told
 
 
+def test_a_traced_send_writes_no_log_among_the_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
+
+    assert main.run(["send", "x"]) == 1
+    written = capsys.readouterr()
+    assert written.out == ""
+    assert "lanekeeper: trace " in written.err
+    assert "no broker at 127.0.0.1:1" in written.err
+    assert "traces.lost" in written.err
+
+
 def test_check_tells_what_is_wrong_in_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["check", "--json"]) == 1
     found = {each["what"]: each for each in json.loads(capsys.readouterr().out)}
