@@ -51,3 +51,10 @@ def test_the_readme_gives_the_url_of_the_user_that_the_compose_file_makes() -> N
     readme = (HOUSE / "README.md").read_text()
     assert readme.index(url) < readme.index("docker compose up")
     assert url in (HOUSE / "docker-compose.yml").read_text()
+
+
+def test_the_readme_declares_before_it_sends_where_nothing_waits_for_the_worker() -> None:
+    readme = (HOUSE / "README.md").read_text()
+    (block,) = [each for each in re.findall(r"```sh\n(.*?)```", readme, re.DOTALL) if "docker-compose up" in each]
+    assert "--wait" not in block
+    assert block.index("topology apply") < block.index("lanekeeper send")
