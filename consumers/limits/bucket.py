@@ -7,8 +7,9 @@ A request may go
 1. on what its lane has saved;
 2. else where what is left covers, besides it, the whole reserves of the lanes above, what their first requests need,
    and what is held for the lanes below;
-   (for the top lane: besides its own reserve; a larger request of its takes the rest of what was held for others);
-3. else, where nobody waits in a lane above, when the bucket is full: more will never be left.
+   (for the top lane: besides its own reserve; a larger request takes the rest of what was held for others);
+3. else, where nobody waits in a lane above, and none below has saved all that it needs, when the bucket is full: more will
+   never be left.
 
 So what the lanes above have not used is kept for their next request, whole. Held for a lane is what it has saved; but
 of what it saves beyond its reserve, for a large request, only as much as leaves room for the top lane, until all is
@@ -147,6 +148,9 @@ class Bucket:
             wanted = self._wants[other]
             kept += self.reserves[other] + wanted
             is_first = is_first and wanted == 0
+        for other in below:  # whose turn it is when the bucket is full, if it has saved as much for its own request
+            wanted = self._wants[other]
+            is_first = is_first and not 0 < min(wanted, self.burst) <= self.parts[other]
         left_s = max(level_s, self._left_in_s(kept, below, is_first=is_first))
         if left_s == 0:
             return 0.0

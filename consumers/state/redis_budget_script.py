@@ -230,6 +230,11 @@ local function wait_of(amounts, order, at)
           kept = kept + (reserves[d][order[before]] + wanted)
           is_first = is_first and wanted == 0
         end
+        for after = at + 1, lanes do
+          local other = order[after]
+          local needs = math.min(wants[d][other], burst[d])
+          is_first = is_first and not (needs > 0 and needs <= parts[d][other])
+        end
         wait = math.max(level_in, left_in(d, kept, order, at, is_first))
         if wait > 0 and shares[l] > 0 then
           wait = math.min(wait, math.max(level_in, (saved - part) / (shares[l] * per_s[d])))

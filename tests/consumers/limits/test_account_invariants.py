@@ -125,6 +125,7 @@ def test_never_more_is_spent_than_the_burst_and_what_came_in_and_all_are_served(
 
 @settings(max_examples=40, deadline=None)
 @example(lane=0, own=[574.0], others=[(1, 902.0)])  # its share is there, and has to wait for what others have taken
+@example(lane=1, own=[1000.0], others=[(0, 386.0)])  # it needs the whole bucket, and so would the lane above take it
 @given(
     lane=LANES,
     own=st.lists(st.floats(1, BURST[1]), min_size=1, max_size=8),
