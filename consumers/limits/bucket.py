@@ -8,8 +8,8 @@ A request may go
 2. else where what is left covers, besides it, the whole reserves of the lanes above, what their first requests need,
    and what is held for the lanes below;
    (for the top lane: besides its own reserve; a larger request takes the rest of what was held for others);
-3. else, where nobody waits in a lane above, and none below has saved all that it needs, when the bucket is full: more will
-   never be left.
+3. else, where nobody waits in a lane above, and none below has saved all that it needs, when the bucket is full: more
+   will never be left.
 
 So what the lanes above have not used is kept for their next request, whole. Held for a lane is what it has saved; but
 of what it saves beyond its reserve, for a large request, only as much as leaves room for the top lane, until all is
