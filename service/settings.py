@@ -86,7 +86,7 @@ class Settings(BaseSettings):
     anthropic_api_key: Key | None = None
     """The first provider's key; with `serve --simulate` none is needed. Example: sk-ant-secret"""
     anthropic_base_url: HttpUrl | None = None
-    """Where the first provider is. None: https://api.anthropic.com. Example: https://proxy.example.com/anthropic"""
+    """Where the first provider is. None: https://api.anthropic.com. Example: https://gateway.example.com/anthropic"""
     providers: dict[str, ProviderSettings] = {}
     models: ModelsSettings = ModelsSettings()
     prices: PricesSettings = PricesSettings()
