@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import structlog
 
+from consumers.share import Seldom
 from consumers.state.base import Completion
 from topology import names as n
 from topology import signals
@@ -30,6 +31,7 @@ class Answers:
 
     def __init__(self, publisher: Publisher) -> None:
         self._publisher = publisher
+        self._seldom = Seldom()
         self.refused = 0
         """Control messages that could not be understood, or asked for what is another's."""
         self.unanswered = 0
@@ -44,13 +46,17 @@ class Answers:
     async def refuse(self, question: Message, problem: RequestProblem, *, id: str | None) -> None:
         """What is wrong with it."""
         self.refused += 1
-        log.warning(
-            signals.CONTROL_REFUSED,
-            type=(question.type or "")[:40],
-            key=question.routing_key[:40],
-            reason=problem.detail,
-            refused=self.refused,
-        )
+        who = question.user_id or ""
+        if count := self._seldom.count(f"{problem.code} {who}"):
+            log.warning(
+                signals.CONTROL_REFUSED,
+                type=(question.type or "")[:40],
+                key=question.routing_key[:40],
+                user=who,
+                reason=problem.detail,
+                count=count,
+                refused=self.refused,
+            )
         document = problem.document(request=id or "", attempts=0)
         await self._send(question, document, PROBLEM, _headers(id, {n.CONTROL: "error"}), is_due=True)
 
@@ -68,7 +74,10 @@ class Answers:
         if not address.startswith(BROKER_NAMED):
             if address or is_due:
                 self.unanswered += 1
-                log.warning(signals.CONTROL_UNANSWERED, reply_to=address[:100], unanswered=self.unanswered)
+                if count := self._seldom.count(f"unanswered {question.user_id or ''}"):
+                    log.warning(
+                        signals.CONTROL_UNANSWERED, reply_to=address[:100], count=count, unanswered=self.unanswered
+                    )
             return
         answer = Message(
             body=body,

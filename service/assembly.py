@@ -52,7 +52,8 @@ from topology.model import Topology
 from topology.names import Names
 from topology.tracing import Tracing
 
-CONTROL_PREFETCH = 8
+CONTROL_PREFETCH = 64
+"""Recorded at once: the store writes them with one fsync."""
 FINISH_WITHIN_S = 2.0
 """How long an answer that the provider has given may take into the store, when all else has ended."""
 DIRECT_REPLY_MENDED = (4, 3, 5)
@@ -209,6 +210,8 @@ async def assemble(
             answers=answers,
             now_ms=now_ms,
             ready=_ready_in(names.control, _ready(consuming)),
+            kept_s=settings.store_spec().cancelled_s,
+            per_tenant_s=settings.control.per_tenant_s,
             speakers=settings.speakers,
         )
         yield Parts(

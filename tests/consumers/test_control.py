@@ -36,6 +36,8 @@ def control(bench: Bench) -> Control:
         answers=Answers(bench.publisher),  # type: ignore[arg-type]
         now_ms=lambda: NOW_MS,
         ready=None,  # type: ignore[arg-type]
+        kept_s=86_400,
+        per_tenant_s=100,
         speakers=("gateway",),
     )
 
