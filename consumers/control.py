@@ -30,12 +30,14 @@ FAULTS_AT_MOST = 5
 """The delivery at which a message that we fail at is given up: all requests wait for those that are not recorded."""
 LOOK_EVERY_S = 0.05
 CATCH_UP_WITHIN_S = 5.0
-"""How long requests wait for the cancellations that came before the worker. Thousands are recorded in that time; a flood
-may never end. What is left is recorded beside the requests, and one that is cancelled too late runs."""
+"""How long requests wait for the cancellations that came before the worker. Thousands are recorded in that time, and a
+flood may never end. What is left is recorded beside the requests, and one that is cancelled too late runs."""
 QUIET_S = 0.5
 """Where the queue may not be looked at: nothing delivered for so long, and it is taken for empty."""
-AT_ONCE_S = 10
+AT_ONCE_S = 5
 """Seconds of its share that a tenant may send at once: who cancels all of its requests is no flood."""
+TOGETHER = 32
+"""What was turned away is acknowledged in so many at a time."""
 Ready = Callable[[], Awaitable[int]]
 """How many messages wait in the control queue. Raises BrokerError."""
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
@@ -93,13 +95,25 @@ class Control:
                 catching_up = asyncio.create_task(self._catch_up(session), name="control backlog")
                 try:
                     async with asyncio.TaskGroup() as reading:  # as many as the prefetch
-                        async for delivery in session:
-                            reading.create_task(self._take(delivery), name=f"control {delivery.tag}")
+                        await self._read_all(session, reading)
                 except* ChannelLost as lost:
                     log.warning(signals.DELIVERY_LOST, queue=self._deliveries.queue, error=str(lost.exceptions[0]))
                 finally:
                     self._session = None
                     catching_up.cancel()
+
+    async def _read_all(self, session: Session, reading: asyncio.TaskGroup) -> None:
+        """Begin with each, unless its tenant has used up its share. Raises ChannelLost."""
+        turned_away: list[Delivery] = []
+        async for delivery in session:
+            if self._has_its_share_left(delivery.message):
+                reading.create_task(self._take(delivery), name=f"control {delivery.tag}")
+            else:
+                await self._turn_away(delivery.message)
+                turned_away.append(delivery)
+            if turned_away and (not session.waiting or len(turned_away) >= TOGETHER):
+                await self._settler.dismiss_together(session, turned_away)
+                turned_away.clear()
 
     async def _catch_up(self, session: Session) -> None:
         """See when all that waited has been read, or for too long: at first, and again after the store was away. Looked
@@ -146,7 +160,6 @@ class Control:
         try:
             question = read(message, speakers=self._speakers)
             if question is not None:
-                self._see_that_it_has_its_share_left(question.identity.tenant)
                 await self._carry_out(message, question)
         except RequestProblem as problem:
             await self._answers.refuse(message, problem, id=id_of(message))
@@ -163,13 +176,22 @@ class Control:
             await self._answers.refuse(message, fault, id=id_of(message))
         await self._settler.dismiss(delivery)
 
-    def _see_that_it_has_its_share_left(self, tenant: str) -> None:
-        if not self._share.take(tenant):
-            raise RequestProblem(
-                "too_many_control_messages",
-                f"a tenant may send {self._per_tenant_s:g} control messages a second, and {AT_ONCE_S} times as many at "
-                "once; this one was not carried out: send it again later",
-            )
+    def _has_its_share_left(self, message: Message) -> bool:
+        """By the tenant that it speaks for; by its user, where it cannot be understood."""
+        try:
+            question = read(message, speakers=self._speakers)
+        except RequestProblem:
+            question = None
+        return self._share.take(question.identity.tenant if question is not None else message.user_id or "")
+
+    async def _turn_away(self, message: Message) -> None:
+        """Before the store is asked: the queue is read faster than one user can fill it."""
+        problem = RequestProblem(
+            "too_many_control_messages",
+            f"a tenant may send {self._per_tenant_s:g} control messages a second, and {AT_ONCE_S} times as many at "
+            "once; this one was not carried out: send it again later",
+        )
+        await self._answers.refuse_cheaply(message, problem, id=id_of(message))
 
     async def _carry_out(self, message: Message, question: Question) -> None:
         """Raises StoreUnavailable."""

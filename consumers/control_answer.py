@@ -15,6 +15,7 @@ from consumers.share import Seldom
 from consumers.state.base import Completion
 from topology import names as n
 from topology import signals
+from topology.broker.notices import Notices
 from topology.broker.publisher import Publisher
 from topology.contract.messages import Message
 from topology.contract.problems import BrokerError, MessageTooLarge, RequestProblem, answer_too_large
@@ -26,10 +27,11 @@ log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 class Answers:
-    """Publishes them."""
+    """Publishes them; through `notices`, unconfirmed, what is told to whoever sends too much."""
 
-    def __init__(self, publisher: Publisher) -> None:
+    def __init__(self, publisher: Publisher, *, notices: Notices | None = None) -> None:
         self._publisher = publisher
+        self._notices = notices
         self._seldom = Seldom()
         self.refused = 0
         """Control messages that could not be understood, or asked for what is another's."""
@@ -44,6 +46,23 @@ class Answers:
 
     async def refuse(self, question: Message, problem: RequestProblem, *, id: str | None) -> None:
         """What is wrong with it."""
+        self._tell_of(question, problem)
+        document = problem.document(request=id or "", attempts=0)
+        await self._send(question, document, PROBLEM, _headers(id, {n.CONTROL: "error"}), is_due=True)
+
+    async def refuse_cheaply(self, question: Message, problem: RequestProblem, *, id: str | None) -> None:
+        """The same, for what comes by the thousand: an answer that cannot be written soon is counted as unanswered."""
+        address = question.reply_to or ""
+        if self._notices is None or not address.startswith(BROKER_NAMED):
+            await self.refuse(question, problem, id=id)
+            return
+        self._tell_of(question, problem)
+        document = problem.document(request=id or "", attempts=0)
+        answer = _answer(question, document, PROBLEM, _headers(id, {n.CONTROL: "error"}))
+        if not self._notices.send(answer, routing_key=address):
+            self.unanswered += 1
+
+    def _tell_of(self, question: Message, problem: RequestProblem) -> None:
         self.refused += 1
         who = question.user_id or ""
         if count := self._seldom.count(f"{problem.code} {who}"):
@@ -56,8 +75,6 @@ class Answers:
                 count=count,
                 refused=self.refused,
             )
-        document = problem.document(request=id or "", attempts=0)
-        await self._send(question, document, PROBLEM, _headers(id, {n.CONTROL: "error"}), is_due=True)
 
     async def replay(self, question: Message, completion: Completion, *, id: str) -> None:
         """How the request ended, as its requester was told."""
@@ -81,20 +98,24 @@ class Answers:
                         signals.CONTROL_UNANSWERED, reply_to=address[:100], count=count, unanswered=self.unanswered
                     )
             return
-        answer = Message(
-            body=body,
-            headers=headers,
-            content_type=content_type,
-            message_id=uuid.uuid4().hex,
-            correlation_id=question.correlation_id,
-            persistent=False,
-        )
+        answer = _answer(question, body, content_type, headers)
         try:
             await self._publisher.publish(answer, exchange="", routing_key=address, mandatory=False, traced=False)
         except MessageTooLarge:
             raise
         except BrokerError:
             pass  # asked again, it is told again
+
+
+def _answer(question: Message, body: bytes, content_type: str, headers: Mapping[str, Any]) -> Message:
+    return Message(
+        body=body,
+        headers=headers,
+        content_type=content_type,
+        message_id=uuid.uuid4().hex,
+        correlation_id=question.correlation_id,
+        persistent=False,
+    )
 
 
 def _headers(id: str | None, headers: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What one tenant may use of something that all share, and how often its excess is logged: both by name, in this process.
+"""What one tenant may use of something that all share, and how often its excess is logged; both in this process.
 
 share = Share(per_s=100, at_once=1000)
 if not share.take(tenant): …            over its share: refused, and the others go on

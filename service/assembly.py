@@ -52,7 +52,7 @@ from topology.model import Topology
 from topology.names import Names
 from topology.tracing import Tracing
 
-CONTROL_PREFETCH = 64
+CONTROL_PREFETCH = 128
 """Recorded at once: the store writes them with one fsync."""
 FINISH_WITHIN_S = 2.0
 """How long an answer that the provider has given may take into the store, when all else has ended."""
@@ -203,7 +203,7 @@ async def assemble(
         for lane in worked:
             pools.add_lane(lane, handler)
         pools.add_fallen(every)
-        answers = Answers(publisher)
+        answers = Answers(publisher, notices=notices)
         control = Control(
             Deliveries(consuming, queue=names.control, prefetch=CONTROL_PREFETCH, on_missing=watch.look),
             claiming=claiming,

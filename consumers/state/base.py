@@ -168,8 +168,8 @@ class Claims(Protocol):
     async def defer(self, identity: Identity, *, due_ms: int, keep_until_ms: int) -> bool:
         """Keep, for whoever asks, that a request waits until it is due, and that nobody has claimed it yet.
 
-        It binds nobody, and is forgotten at `keep_until_ms`. Nothing where the identity is claimed or has ended. Whether
-        it may wait: false where it has ended.
+        It binds nobody, and is forgotten at `keep_until_ms`. Nothing where the identity is claimed or has ended.
+        Whether it may wait: false where it has ended.
         """
         ...
 

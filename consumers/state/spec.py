@@ -26,8 +26,8 @@ class StoreSpec:
     """Such cancellations that are kept for one tenant; beyond it its oldest is forgotten. 8 MB of the file, and as many
     requests as critical's intake holds; they count for nobody's results."""
     waiting_per_tenant: int = 10_000
-    """What one tenant may have waiting in the broker by `x-lane-delay-ms` and `x-lane-at`, over a minute ahead: requests,
-    each begun 16 KiB of the body counted as one, so that it is 160 MiB at most on the broker's disks."""
+    """What one tenant may have waiting in the broker by `x-lane-delay-ms` and `x-lane-at`, over a minute ahead:
+    requests, each begun 16 KiB of a body counted as one, so that it is 160 MiB at most on the broker's disks."""
     waiting_in_all: int = 100_000
     """The same of all tenants together: 1.6 GiB at most, ten tenants that use all of theirs."""
     lease_s: float = LEASE_S

@@ -41,7 +41,7 @@ async def flood(url: str, *, per_s: int, user: str) -> None:
                 wait=False,
             )
             if sent == 1:
-                print("flooding", flush=True)  # noqa: T201  whoever started it waits for that
+                print("flooding", flush=True)
         await asyncio.sleep(STEP_S)
 
 
