@@ -31,7 +31,10 @@ def judge(out: str, err: str) -> tuple[int, str]:
     unknown = [each["name"] for each in packages if "skip_reason" in each]
     if unknown:
         names = ", ".join(unknown[:SHOWN])
-        return 0, f"audit SKIPPED for {len(unknown)} of {len(packages)} packages ({names}, …): the service has no data of them"
+        return (
+            0,
+            f"audit SKIPPED for {len(unknown)} of {len(packages)} packages ({names}, …): no data of them",
+        )
     return 0, f"audit ok: no known vulnerability in {len(packages)} packages"
 
 

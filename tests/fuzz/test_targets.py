@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.fuzz.targets import TARGETS
 
 CORPUS = Path(__file__).with_name("corpus")
-EXAMPLES = 150
+EXAMPLES = 100
 SEEDS = {name: sorted((CORPUS / name).iterdir()) for name in TARGETS}
 
 
