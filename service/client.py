@@ -74,10 +74,10 @@ class Client:
         self._connection = Connection(url, name="lanekeeper client", ssl_context=ssl_context)
         tracing = tracing or Tracing()
         self._replies = ReplyQueue()
-        self._publisher = Publisher(self._connection, tracing=tracing, on_channel=self._replies.consume)
+        self._publisher = Publisher(self._connection, tracing=tracing, on_channel=self._replies.direct.consume)
         self._publish_within_s = publish_within_s
         answers = ReplyQueue()
-        asking = Publisher(self._connection, tracing=tracing, on_channel=answers.consume)
+        asking = Publisher(self._connection, tracing=tracing, on_channel=answers.direct.consume)
         self._control = Control(asking, answers, names=self._names, user=self._user)
         self._abandoned = Abandoned(self._control, is_on=cancel_abandoned)
         self._stack = AsyncExitStack()

@@ -1,6 +1,6 @@
 """Replies over direct reply-to: a client takes them on the very channel that it publishes its requests on.
 
-    publisher = Publisher(connection, tracing=tracing, on_channel=replies.consume)
+    publisher = Publisher(connection, tracing=tracing, on_channel=replies.direct.consume)
     with replies.expecting(message) as arrived:
         …                                          publish it
         replies.published(arrived)
@@ -15,9 +15,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from aiormq.channel import Channel
-
-from topology.broker.direct import consume
+from topology.broker.direct import DirectReplies
 from topology.contract.messages import Message
 from topology.contract.problems import BrokerError
 from topology.names import DIRECT_REPLY_TO
@@ -40,14 +38,9 @@ class ReplyQueue:
     """Hands replies to whoever awaits them, by correlation id."""
 
     def __init__(self) -> None:
-        self._channel: Channel | None = None
         self._expected: dict[str, Arrivals] = {}
-
-    async def consume(self, channel: Channel) -> None:
-        """Take replies on a channel, before anything is published on it. Raises BrokerUnreachable."""
-        await consume(channel, self._on_reply)
-        self._channel = channel
-        channel.closing.add_done_callback(self._on_closed)
+        self.direct = DirectReplies(on_reply=self._on_reply, on_lost=self._on_lost)
+        """For the publisher of what is to be answered."""
 
     @contextmanager
     def expecting(self, message: Message) -> Iterator[Arrivals]:
@@ -63,14 +56,14 @@ class ReplyQueue:
     def published(self, arrived: Arrivals) -> None:
         """The broker has taken the message: from now on its answer is lost with the channel."""
         arrived.is_published = True
-        if self._channel is None or self._channel.is_closed:
+        if not self.direct.is_open:
             arrived.came.put_nowait(_lost())
 
     def _on_reply(self, message: Message) -> None:
         if (arrived := self._expected.get(message.correlation_id or "")) is not None:
             arrived.came.put_nowait(message)
 
-    def _on_closed(self, closing: "asyncio.Future[object]") -> None:
+    def _on_lost(self) -> None:
         for arrived in self._expected.values():
             if arrived.is_published:
                 arrived.came.put_nowait(_lost())
