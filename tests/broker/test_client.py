@@ -162,8 +162,8 @@ async def test_a_stream_whose_connection_is_lost_is_told_at_once_and_the_next_re
     async with at_home(vhost.amqp_url, simulated=SimulatedOptions(latency_ms=4000)) as client:
         stream = client.stream({"prompt": "slow"}, key="critical.tests.client")
         await anext(stream)
-        began = time.monotonic()
         await close_connection(vhost, "lanekeeper client")
+        began = time.monotonic()
 
         with pytest.raises(ReplyLost, match="ask again under the same id"):
             async for _ in stream:
