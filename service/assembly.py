@@ -136,10 +136,14 @@ async def assemble(
         publisher = Publisher(publishing, tracing=tracing, on_missing=watch.look)
         await _see_that_it_may_write(publishing, names)
         notices = await stack.enter_async_context(Notices(publishing))
-        direct = None
+        direct, answering = None, publisher
         if _before(publishing.version, DIRECT_REPLY_MENDED):
             connection = await stack.enter_async_context(_connection(settings, "direct replies"))
             direct = Publisher(connection, tracing=tracing)
+            # not the same: whose forged address killed it would not be known
+            answering = Publisher(
+                await stack.enter_async_context(_connection(settings, "control answers")), tracing=tracing
+            )
         store = await stack.enter_async_context(
             open_store(settings.store, namespace=names.namespace, spec=settings.store_spec())
         )
@@ -207,7 +211,7 @@ async def assemble(
         for lane in worked:
             pools.add_lane(lane, handler)
         pools.add_fallen(every)
-        answers = Answers(publisher)
+        answers = Answers(answering)
         control = Control(
             Deliveries(consuming, queue=names.control, prefetch=CONTROL_PREFETCH, on_missing=watch.look),
             claiming=claiming,

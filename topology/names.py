@@ -64,6 +64,10 @@ class Names:
         """Queues of ours that replies may go to begin with this."""
         return f"{self.namespace}.reply."
 
+    def reply_queue(self, user: str) -> str:
+        """Queue for the replies of one user; more of them begin with it and a dot."""
+        return f"{self.reply_prefix}{user}"
+
     def lane_pattern(self, lane: str) -> str:
         """Binding key of a lane: `<lane>.<app>.<task>` and further words of the application's own."""
         return f"{lane}.#"
