@@ -1,7 +1,7 @@
 """How control messages are answered: in one shape, with `x-lane-control`; a result is the final reply again.
 
-Answers go to queues that the broker named, and to no other (threat T1). Who asked from elsewhere, or from nowhere,
-cannot be told: that is logged and counted, and nothing more can be done.
+Answers go to queues that the broker named and by direct reply-to, and to no other address (threat T1). Who asked from
+elsewhere, or from nowhere, cannot be told: that is logged and counted, and nothing more can be done.
 """
 
 import json
@@ -20,14 +20,19 @@ from topology.broker.publisher import Publisher
 from topology.contract.messages import Message
 from topology.contract.problems import BrokerError, MessageTooLarge, RequestProblem, answer_too_large
 
-BROKER_NAMED = "amq.gen-"
+ANSWERED = ("amq.gen-", f"{n.DIRECT_REPLY_TO}.")
+"""How addresses begin that nobody could choose."""
 JSON = "application/json"
 PROBLEM = "application/problem+json"
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 class Answers:
-    """Publishes them; through `notices`, unconfirmed, what is told to whoever sends too much."""
+    """Publishes them; before RabbitMQ 4.3.5 over a connection of their own, for a forged direct address kills it.
+
+    Through `notices`, unconfirmed, goes what is told to whoever sends too much; None where that connection is not to be
+    risked.
+    """
 
     def __init__(self, publisher: Publisher, *, notices: Notices | None = None) -> None:
         self._publisher = publisher
@@ -53,7 +58,7 @@ class Answers:
     async def refuse_cheaply(self, question: Message, problem: RequestProblem, *, id: str | None) -> None:
         """The same, for what comes by the thousand: an answer that cannot be written soon is counted as unanswered."""
         address = question.reply_to or ""
-        if self._notices is None or not address.startswith(BROKER_NAMED):
+        if self._notices is None or not address.startswith(ANSWERED):
             await self.refuse(question, problem, id=id)
             return
         self._tell_of(question, problem)
@@ -90,7 +95,7 @@ class Answers:
     ) -> None:
         """Whoever has gone wants no answer. `is_due`: whoever gave no address should be told all the same."""
         address = question.reply_to or ""
-        if not address.startswith(BROKER_NAMED):
+        if not address.startswith(ANSWERED):
             if address or is_due:
                 self.unanswered += 1
                 if count := self._seldom.count(f"unanswered {question.user_id or ''}"):
