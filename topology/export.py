@@ -51,8 +51,8 @@ HASHING = "rabbit_password_hashing_sha256"
 SALT_BYTES = 4
 CONTROL_AT_MOST = 5_000
 CONTROL_BYTES = 16 * 1024 * 1024
-"""What waits in `lane.control`, beyond which its publishers are refused: a flood fills no disk while no worker runs, and
-what comes behind it is reached within seconds. A policy, because the arguments of a queue that exists cannot change."""
+"""What waits in `lane.control`, beyond which its publishers are refused: a flood fills no disk while no worker runs,
+and what comes behind it is reached within seconds. A policy: arguments of a queue that exists cannot change."""
 REPLIES_AT_MOST = 10_000
 REPLY_BYTES_AT_MOST = 256 * MIB
 """What a reply queue holds for an application that does not read it. A further reply is refused, and kept by its id."""
