@@ -7,7 +7,6 @@ cannot be told: that is logged and counted, and nothing more can be done.
 import json
 import uuid
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any, Literal
 
 import structlog
@@ -17,7 +16,7 @@ from topology import names as n
 from topology import signals
 from topology.broker.publisher import Publisher
 from topology.contract.messages import Message
-from topology.contract.problems import BrokerError, RequestProblem
+from topology.contract.problems import BrokerError, MessageTooLarge, RequestProblem, answer_too_large
 
 BROKER_NAMED = "amq.gen-"
 JSON = "application/json"
@@ -58,7 +57,10 @@ class Answers:
         """How the request ended, as its requester was told."""
         headers = {n.STATUS: completion.status, **completion.headers, n.REPLAYED: True}
         content_type = PROBLEM if completion.status == "error" else JSON
-        await self._send(question, completion.body, content_type, _headers(id, headers))
+        try:
+            await self._send(question, completion.body, content_type, _headers(id, headers))
+        except MessageTooLarge as error:
+            await self.refuse(question, answer_too_large(error.size, error.limit), id=id)
 
     async def _send(
         self, question: Message, body: bytes, content_type: str, headers: Mapping[str, Any], *, is_due: bool = False
@@ -78,8 +80,12 @@ class Answers:
             correlation_id=question.correlation_id,
             persistent=False,
         )
-        with suppress(BrokerError):
+        try:
             await self._publisher.publish(answer, exchange="", routing_key=address, mandatory=False, traced=False)
+        except MessageTooLarge:
+            raise
+        except BrokerError:
+            pass  # asked again, it is told again
 
 
 def _headers(id: str | None, headers: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,12 +19,16 @@ from topology.contract.problems import (
     AccessRefused,
     BrokerError,
     ConfirmUnknown,
+    MessageTooLarge,
     PublishRefused,
     RequestProblem,
     Unroutable,
+    answer_too_large,
 )
 from topology.names import Names
 
+JSON = "application/json"
+PROBLEM = "application/problem+json"
 PART_TIMEOUT_S = 5.0
 KILLED_WITHIN_S = 2.0
 DIRECT_TRIES = 3
@@ -84,12 +88,12 @@ class Replies:
         if replayed:
             headers[n.REPLAYED] = True
         is_answer = completion.status == "ok"
-        await self._final(
-            job,
-            body=completion.body,
-            content_type="application/json" if is_answer else "application/problem+json",
-            headers=headers,
-        )
+        try:
+            await self._final(job, body=completion.body, content_type=JSON if is_answer else PROBLEM, headers=headers)
+        except MessageTooLarge as error:  # kept when the broker took more; what is told then has to be short
+            log.error(signals.ANSWER_UNSENT, request=job.id, lane=job.lane_name, size=error.size, limit=error.limit)
+            told = answer_too_large(error.size, error.limit).document(request=job.id, attempts=job.attempts)
+            await self._final(job, body=told, content_type=PROBLEM, headers={**headers, n.STATUS: "error"})
 
     def parts(self, job: Job) -> "Parts":
         """Sends one event of the stream each time it is called."""
@@ -170,7 +174,8 @@ class Replies:
     async def part(self, job: Job, address: str, *, part: str, seq: int, body: bytes) -> None:
         """A part that cannot be sent is no failure of the attempt: the final reply is what counts.
 
-        Raises RequestProblem for an address that nothing may be sent to: there is no sense in going on.
+        Raises RequestProblem for an address that nothing may be sent to, and for a part that is too large: the whole
+        answer would be, too. There is no sense in going on.
         """
         headers: dict[str, Any] = {n.REQUEST_ID: job.id, n.ATTEMPT: job.attempts, n.PART: part, n.SEQ: seq}
         if job.lane is not None:
@@ -178,7 +183,7 @@ class Replies:
         message = Message(
             body=body,
             headers=headers,
-            content_type="application/json",
+            content_type=JSON,
             correlation_id=job.message.correlation_id,
             persistent=False,
         )
@@ -188,6 +193,8 @@ class Replies:
                 await self._to_direct_alone(self._direct, message, address, **how)
             else:
                 await self._publisher.publish(message, exchange="", routing_key=address, mandatory=False, **how)
+        except MessageTooLarge as error:
+            raise answer_too_large(error.size, error.limit) from error
         except BrokerError as error:
             log.info(signals.PART_LOST, id=job.id, lane=job.lane_name, reason=str(error))
 

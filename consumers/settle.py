@@ -35,7 +35,7 @@ from topology.broker.publisher import Publisher
 from topology.broker.session import ChannelLost, Delivery
 from topology.contract.headers import ERRORS_KEPT, HopHeaders, carried, hop_headers
 from topology.contract.messages import Message
-from topology.contract.problems import PROBLEMS, BrokerError, RequestProblem
+from topology.contract.problems import PROBLEMS, BrokerError, MessageTooLarge, RequestProblem, answer_too_large
 from topology.delays import MAX_DELAY_MS, hop
 from topology.names import Names
 from topology.tracing import Tracing
@@ -46,6 +46,8 @@ NOTED = frozenset(
     {"invalid_request", "unsupported_media", "too_large", "forbidden_reply_to", "forbidden_model", "unroutable"}
 )
 """Told of what is no request: its id is free for a better one."""
+ANSWER_BYTES = 16 * 1024 * 1024
+"""What RabbitMQ 4 takes as one message by default, and far more than the longest answer of a model today (1 MB)."""
 TAKEN_OVER_WAIT_MS = 1000
 PUT_BACK_AFTER_S = 1.0
 """What fails at once comes back at once: not thousands of times a second."""
@@ -66,8 +68,10 @@ class Settler:
         tracing: Tracing,
         now_ms: NowMs,
         failpoints: Failpoints,
+        answer_bytes: int = ANSWER_BYTES,
     ) -> None:
         self._publisher = publisher
+        self._answer_bytes = answer_bytes
         self._claiming = claiming
         self._failpoints = failpoints
         self._replies = replies
@@ -80,7 +84,7 @@ class Settler:
         """Store, publish, confirm, acknowledge. What it came to in the end: another one where the request had ended
         already, or is worked on elsewhere; None where that could not be done: the broker delivers it again."""
         try:
-            outcome = await self._stored(job, outcome)
+            outcome = await self._stored(job, await self._sendable(outcome))
             self._failpoints.reach("after_store")
             try:
                 await self._carry_out(job, outcome)
@@ -127,6 +131,15 @@ class Settler:
             log.warning(
                 signals.DELIVERY_LOST, queue=delivery.queue, request=delivery.message.message_id, error=str(lost)
             )
+
+    async def _sendable(self, outcome: Outcome) -> Outcome:
+        """What is stored can be sent: an answer that is too large for that ends before it is kept."""
+        if not isinstance(outcome, Answered):
+            return outcome
+        limit: int | None = self._answer_bytes
+        if (size := len(outcome.body)) <= self._answer_bytes:
+            limit = await self._publisher.refuses(size)
+        return outcome if limit is None else Buried(answer_too_large(size, limit))
 
     async def _stored(self, job: Job, outcome: Outcome) -> Outcome:
         """Keep an ending, and say what it is: the first that was kept. Raises StoreUnavailable."""
@@ -256,9 +269,13 @@ class Settler:
         if expiration:
             headers[n.EXPIRATION] = expiration
         self._failpoints.reach_soon("after_publish")
-        await self._publisher.publish_surely(
-            self._copy(job, headers), exchange=self._names.dead, routing_key=job.routing_key
-        )
+        letter = self._copy(job, headers)
+        try:
+            await self._publisher.publish_surely(letter, exchange=self._names.dead, routing_key=job.routing_key)
+        except MessageTooLarge as error:  # the broker's limit was lowered since: that it was there is what can be kept
+            log.error(signals.DEAD_LETTER_CUT, request=job.id, lane=job.lane_name, size=error.size, limit=error.limit)
+            letter.body = b""
+            await self._publisher.publish_surely(letter, exchange=self._names.dead, routing_key=job.routing_key)
 
     def _copy(self, job: Job, headers: dict[str, Any]) -> Message:
         """The message as it was published, without `user_id` (a foreign one closes the channel) and `expiration`."""

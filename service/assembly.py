@@ -170,6 +170,7 @@ async def assemble(
             tracing=tracing,
             now_ms=now_ms,
             failpoints=failpoints,
+            answer_bytes=settings.results.answer_bytes,
         )
         handler = Handler(
             gates=(

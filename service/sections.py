@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from consumers.job import ATTEMPT_WITHIN_S
 from consumers.retry import RetryPolicy
+from consumers.settle import ANSWER_BYTES
 from consumers.state.spec import StoreSpec
 from service.allowed import ModelName, ModelWords, Number, Patterns, ProviderNames, ReadableFile
 from service.validation import Disagreement
@@ -155,6 +156,9 @@ class ResultSettings(Section):
     """How long it is kept how a request ended, and that its id was used."""
     max_bytes: Number[int] = Field(default=StoreSpec().max_bytes, ge=MIB, le=1024 * GIB)
     """What the SQLite file may use; beyond it what ended first goes first. Redis has `maxmemory` for it."""
+    answer_bytes: Number[int] = Field(default=ANSWER_BYTES, ge=64 * 1024, le=512 * MIB)
+    """The largest answer that is sent and kept. 16 MiB is what RabbitMQ 4 takes as one message; where the broker
+    takes less, that counts. A larger answer ends as `answer_too_large`."""
 
 
 class RetrySettings(Section):

@@ -16,6 +16,7 @@ from consumers.settle import Settler
 from tests.support.memory_store import MemoryStore
 from topology.broker.session import ChannelLost
 from topology.contract.messages import Message
+from topology.contract.problems import MessageTooLarge
 from topology.lanes import CRITICAL, LaneSpec
 from topology.names import Names
 from topology.tracing import Tracing
@@ -67,15 +68,23 @@ class FakePublisher:
     log: list[str]
     sent: list[Sent] = field(default_factory=list)
     failing: dict[str, Exception] = field(default_factory=dict)
+    largest: int | None = None
+    too_large: set[bytes] = field(default_factory=set)
+    """Bodies that it refuses to publish."""
 
     async def publish(self, message: Message, *, exchange: str, routing_key: str, **_: Any) -> None:
         if (error := self.failing.get(exchange)) is not None:
             self.log.append(f"failed: {exchange or 'reply'}")
             raise error
+        if message.body in self.too_large:
+            raise MessageTooLarge(len(message.body), 1)
         self.sent.append(Sent(message, exchange, routing_key))
         self.log.append(f"confirmed: {exchange or 'reply'}")
 
     publish_surely = publish
+
+    async def refuses(self, size: int) -> int | None:
+        return None if self.largest is None or size <= self.largest else self.largest
 
 
 @dataclass

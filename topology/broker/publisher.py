@@ -22,12 +22,15 @@ from aiormq.exceptions import (
 from topology.broker.border import asks_to_stop, is_nameless
 from topology.broker.connection import Connection
 from topology.broker.frames import properties_of
+from topology.broker.limit import SMALL_BYTES, MessageLimit
 from topology.contract.messages import Message
 from topology.contract.problems import (
     AccessRefused,
     BrokerBlocked,
     BrokerError,
+    BrokerUnreachable,
     ConfirmUnknown,
+    MessageTooLarge,
     PublishRefused,
     TopologyMismatch,
     Unroutable,
@@ -56,6 +59,18 @@ class Publisher:
         self._opening = asyncio.Lock()
         self._in_flight: dict[str, asyncio.Event] = {}
         self._on_missing = on_missing
+        self._limit = MessageLimit(connection)
+
+    async def refuses(self, size: int) -> int | None:
+        """The limit of the broker's that a body of so many bytes is over; None where it may be published, or where that
+        cannot be found out now: `publish` looks again."""
+        try:
+            await self._limit.check(size)
+        except MessageTooLarge as error:
+            return error.limit
+        except BrokerUnreachable:
+            return None
+        return None
 
     async def publish(
         self,
@@ -71,8 +86,11 @@ class Publisher:
 
         Raises Unroutable (returned), PublishRefused (nack), ConfirmUnknown (no confirm: it may be there or not),
         BrokerBlocked (an alarm, for all of the time: nothing was published), BrokerUnreachable, AccessRefused,
-        TopologyMismatch (no such exchange). `traced` false: no span, for the parts of a stream.
+        MessageTooLarge (not sent), TopologyMismatch (no such exchange). `traced` false: no span, for the parts of a
+        stream.
         """
+        if len(message.body) > SMALL_BYTES:
+            await self._limit.check(len(message.body))
         span: AbstractContextManager[Any] = (
             self._tracing.send(message, exchange=exchange, routing_key=routing_key) if traced else nullcontext()
         )
@@ -138,8 +156,8 @@ class Publisher:
         """Publish until the broker has confirmed it, `within_s` at most; the last error is raised then.
 
         `refused_within_s`: how long a refusal (nack) is answered with another try. The message may be published more
-        than once. Raised at once: AccessRefused; what the caller names in `gives_up_on`; Unroutable from the default
-        exchange (a requester that has gone), while from an exchange of ours it means a queue that must come back.
+        than once. Raised at once: AccessRefused, MessageTooLarge; what the caller names in `gives_up_on`; Unroutable
+        from the default exchange (a requester that has gone), while from one of ours a queue must come back.
         The error's `maybe_published` says whether any of the tries was left without a confirm.
         """
         loop = asyncio.get_running_loop()
@@ -168,7 +186,9 @@ class Publisher:
                 maybe_published = error.maybe_published = maybe_published or error.maybe_published
                 if isinstance(error, TopologyMismatch | Unroutable) and exchange and self._on_missing is not None:
                     self._on_missing()
-                if isinstance(error, (AccessRefused, *gives_up_on)) or (isinstance(error, Unroutable) and not exchange):
+                if isinstance(error, (AccessRefused, MessageTooLarge, *gives_up_on)) or (
+                    isinstance(error, Unroutable) and not exchange
+                ):
                     raise
                 if isinstance(error, PublishRefused) and loop.time() + pause_s > began + refused_within_s:
                     raise

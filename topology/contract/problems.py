@@ -5,6 +5,7 @@ LanekeeperError                 everything of ours that a caller may catch
 ├── BrokerError                 the broker, or the way to it
 │   ├── BrokerUnreachable       no connection, or none in time
 │   ├── BrokerBlocked           a memory or disk alarm: nothing is taken, and nothing was published
+│   ├── MessageTooLarge         more bytes than the broker takes as one message: not sent
 │   ├── PublishRefused          the broker answered nack: a queue on the way is full
 │   ├── Unroutable              no queue is bound for the key (mandatory publish)
 │   ├── ConfirmUnknown          no confirm in time: it may be published or not; publish again under the same id
@@ -36,6 +37,17 @@ class BrokerUnreachable(BrokerError):
 
 class BrokerBlocked(BrokerError):
     """The broker takes nothing from this connection, by an alarm; this try published nothing."""
+
+
+class MessageTooLarge(BrokerError):
+    """The broker takes no message of this size; it was not sent, because that would have closed the channel."""
+
+    def __init__(self, size: int, limit: int) -> None:
+        self.size = size
+        self.limit = limit
+        super().__init__(
+            f"a message of {size} bytes: the broker takes {limit} (`max_message_size` in rabbitmq.conf); send less"
+        )
 
 
 class PublishRefused(BrokerError):
@@ -106,6 +118,7 @@ PROBLEMS: Final = _by_code(
         ProblemType("cancelled", 499, "Cancelled", parked=False, retryable=False),
         ProblemType("deadline_exceeded", 504, "Deadline exceeded", parked=False, retryable=True),
         ProblemType("provider_rejected", 400, "Rejected by the provider", parked=True, retryable=False),
+        ProblemType("answer_too_large", 502, "Answer too large", parked=True, retryable=False),
         ProblemType("attempts_exhausted", 502, "All attempts failed", parked=True, retryable=True),
         ProblemType("poison", 500, "Its worker died under it", parked=True, retryable=False),
         ProblemType("internal", 500, "Internal error", parked=True, retryable=True),
@@ -145,3 +158,12 @@ class RequestProblem(LanekeeperError):
             },
             ensure_ascii=False,
         ).encode()
+
+
+def answer_too_large(size: int, limit: int) -> RequestProblem:
+    """Of an answer that cannot be sent back, or may not be."""
+    return RequestProblem(
+        "answer_too_large",
+        f"the provider's answer has {size} bytes, and {limit} is the most that can be sent back: ask for less "
+        "(a smaller max_tokens, fewer or smaller results of tools)",
+    )
