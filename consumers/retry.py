@@ -5,6 +5,7 @@ import random
 from dataclasses import dataclass
 
 from consumers.failures import (
+    AnswerTooLargeError,
     OverloadedError,
     ProviderError,
     RateLimitedError,
@@ -58,6 +59,8 @@ def decide(
     """
     if isinstance(error, (RejectedError, SpendLimitError)):
         return ended_by(RequestProblem("provider_rejected", error.detail, status=error.status or None))
+    if isinstance(error, AnswerTooLargeError):
+        return ended_by(RequestProblem("answer_too_large", error.detail))
     if attempts >= max_attempts:
         return ended_by(
             RequestProblem("attempts_exhausted", f"all {attempts} attempts failed; the last: {error.detail}")

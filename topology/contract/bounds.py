@@ -11,6 +11,8 @@ from typing import Final
 VALUES: Final = 100_000
 """Of one request or answer by default: they are parsed, checked and written again in 50 ms. The largest requests that
 are known (thousands of messages, hundreds of tools) have a tenth of it."""
+ANSWER_BYTES: Final = 16 * 1024 * 1024
+"""What RabbitMQ 4 takes as one message by default, and far more than the longest answer of a model today (1 MB)."""
 DIGITS: Final = 128
 """Of a number: the time that it takes grows with their square, and 8 MiB of 4,300 each took 0.8 s to write."""
 SMALL_BYTES: Final = 32 * 1024
@@ -26,11 +28,11 @@ _RUN: Final = b"0" * (DIGITS // _STEP)
 class Measure:
     """Counts the keys and values of JSON that comes in pieces; what is inside of strings is nobody's concern."""
 
-    __slots__ = ("_carried", "_in_string", "_left", "_values")
+    __slots__ = ("_carried", "_in_string", "_values", "left")
 
     def __init__(self, values: int) -> None:
         self._values = values
-        self._left = values
+        self.left = values
         self._in_string = False
         self._carried = b""
 
@@ -43,13 +45,13 @@ class Measure:
             if piece.endswith(b"\\"):  # what it escapes is in the next piece
                 piece, self._carried = piece[:-1], b"\\"
         quotes = piece.count(b'"')
-        if quotes > 2 * self._left + 2:
+        if quotes > 2 * self.left + 2:
             return self._too_many()
         outside = b" ".join(piece.split(b'"')[self._in_string :: 2])
         self._in_string ^= quotes % 2 == 1
         # a key ends in a colon; each value but the first of an array or object follows a comma
-        self._left -= sum(map(outside.count, _MARKS))
-        if self._left < 0:
+        self.left -= sum(map(outside.count, _MARKS))
+        if self.left < 0:
             return self._too_many()
         if len(outside) > DIGITS and b"0" * (DIGITS + 1) in outside.translate(_ZEROS):
             return f"a number of more than {DIGITS} digits"
