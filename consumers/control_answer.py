@@ -1,7 +1,7 @@
 """How control messages are answered: in one shape, with `x-lane-control`; a result is the final reply again.
 
-Answers go to queues that the broker named, and to no other (threat T1). Who asked from elsewhere, or from nowhere,
-cannot be told: that is logged and counted, and nothing more can be done.
+Answers go to queues that the broker named and by direct reply-to, and to no other address (threat T1). Who asked from
+elsewhere, or from nowhere, cannot be told: that is logged and counted, and nothing more can be done.
 """
 
 import json
@@ -18,14 +18,15 @@ from topology.broker.publisher import Publisher
 from topology.contract.messages import Message
 from topology.contract.problems import BrokerError, MessageTooLarge, RequestProblem, answer_too_large
 
-BROKER_NAMED = "amq.gen-"
+ANSWERED = ("amq.gen-", f"{n.DIRECT_REPLY_TO}.")
+"""How addresses begin that nobody could choose."""
 JSON = "application/json"
 PROBLEM = "application/problem+json"
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 class Answers:
-    """Publishes them."""
+    """Publishes them; before RabbitMQ 4.3.5 over a connection of their own, for a forged direct address kills it."""
 
     def __init__(self, publisher: Publisher) -> None:
         self._publisher = publisher
@@ -67,7 +68,7 @@ class Answers:
     ) -> None:
         """Whoever has gone wants no answer. `is_due`: whoever gave no address should be told all the same."""
         address = question.reply_to or ""
-        if not address.startswith(BROKER_NAMED):
+        if not address.startswith(ANSWERED):
             if address or is_due:
                 self.unanswered += 1
                 log.warning(signals.CONTROL_UNANSWERED, reply_to=address[:100], unanswered=self.unanswered)

@@ -47,7 +47,7 @@ _SPENT: Final = ("You have reached your specified API usage limits", "Your credi
 """Both come as a 400 without a code."""
 _LONGEST_WAIT_S: Final = 86_400.0
 _MESSAGE_CHARACTERS: Final = 300
-_WORD_CHARACTERS: Final = 100
+_TYPE_CHARACTERS: Final = 60
 _READ_CHARACTERS: Final = 10_000
 """Of a message that may have millions."""
 NETWORK_ERRORS: Final = (httpx2.RequestError, aiohttp.ClientError, OSError)
@@ -87,12 +87,12 @@ def from_event(event: Mapping[str, Any], *, request_id: str | None, secret: str)
     """The failure that an `error` event in the middle of a stream means."""
     error = event.get("error")
     fields = error if isinstance(error, dict) else {}
-    kind = _word(fields.get("type"))
+    kind = _word(fields.get("type"), secret)
     details = fields.get("details")
     found = classify(
         status=_STATUS_OF_TYPE.get(kind, 500),
         type=kind,
-        code=_word(details.get("error_code")) if isinstance(details, dict) else "",
+        code=_word(details.get("error_code"), secret) if isinstance(details, dict) else "",
         message=_line(f"in the middle of the stream: {fields.get('message') or ''}", secret),
         retry_after_s=None,
         request_id=request_id,
@@ -138,7 +138,10 @@ def read_retry_after_s(headers: Mapping[str, str], *, now_s: float) -> float | N
     date = email.utils.parsedate_tz(headers.get("retry-after", ""))
     if date is None:
         return None
-    wait_s = email.utils.mktime_tz(date) - now_s
+    try:
+        wait_s = email.utils.mktime_tz(date) - now_s
+    except (ValueError, OverflowError):  # the year 99999
+        return None
     # a date that has just passed is the clocks' difference: come back at once
     return max(0.0, wait_s) if abs(wait_s) <= _LONGEST_WAIT_S else None
 
@@ -152,8 +155,8 @@ def _from_status(error: anthropic.APIStatusError, *, secret: str) -> ProviderErr
         message = f"not an error body of Anthropic's ({_line(headers.get('content-type', 'no content type'), secret)})"
     found = classify(
         status=error.status_code,
-        type=_word(error.type),
-        code=_word(error.error_code),
+        type=_word(error.type, secret),
+        code=_word(error.error_code, secret),
         message=message,
         retry_after_s=read_retry_after_s(headers, now_s=now_s),
         request_id=error.request_id,
@@ -171,9 +174,9 @@ def _said(error: BaseException | None) -> str:
     return f"{error.__class__.__name__} {error}".strip() if error is not None else "unknown"
 
 
-def _word(value: object) -> str:
+def _word(value: object, secret: str) -> str:
     """A type or a code, which are short."""
-    return value[:_WORD_CHARACTERS] if isinstance(value, str) else ""
+    return _line(value, secret)[:_TYPE_CHARACTERS] if isinstance(value, str) else ""
 
 
 def _line(text: str, secret: str) -> str:

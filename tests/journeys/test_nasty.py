@@ -14,7 +14,7 @@ from tests.support.requester import Requester, raw_properties, requester, table
 from tests.support.stalls import Stalls
 
 STALL_S = 0.4
-"""Of CPU, on a machine with other things to do; by itself under 0.1 s. Before: 1.8 s for one message, 15 s for twenty."""
+"""Of CPU, on a machine with other things to do; by itself under 0.1 s. Before: 1.8 s for one message."""
 WITHIN_S = 60.0
 TOO_LARGE = (
     "a huge array",

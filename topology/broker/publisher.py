@@ -5,7 +5,7 @@
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -50,15 +50,22 @@ class Publisher:
     """Publishes over one connection, on a channel with confirms."""
 
     def __init__(
-        self, connection: Connection, *, tracing: Tracing, on_missing: Callable[[], None] | None = None
+        self,
+        connection: Connection,
+        *,
+        tracing: Tracing,
+        on_missing: Callable[[], None] | None = None,
+        on_channel: Callable[[Channel], Awaitable[None]] | None = None,
     ) -> None:
-        """`on_missing`: called when an exchange, or a queue behind it, is not there; somebody may look what else."""
+        """`on_missing`: called when an exchange, or a queue behind it, is not there; somebody may look what else.
+        `on_channel`: called with each channel before anything is published on it."""
         self.connection = connection
         self._tracing = tracing
         self._confirming: Channel | None = None
         self._opening = asyncio.Lock()
         self._in_flight: dict[str, asyncio.Event] = {}
         self._on_missing = on_missing
+        self._on_channel = on_channel
         self._limit = MessageLimit(connection)
 
     async def refuses(self, size: int) -> int | None:
@@ -206,7 +213,10 @@ class Publisher:
         await self.connection.underlying(timeout_s=timeout_s)  # all wait for it together, not one after the other
         async with self._opening:
             if self._confirming is None or self._confirming.is_closed:
-                self._confirming = await self.connection.channel(confirms=True, timeout_s=timeout_s)
+                channel = await self.connection.channel(confirms=True, timeout_s=timeout_s)
+                if self._on_channel is not None:
+                    await self._on_channel(channel)
+                self._confirming = channel
             return self._confirming
 
     async def _take_turn(self, message_id: str) -> asyncio.Event:
