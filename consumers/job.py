@@ -276,6 +276,8 @@ class Replayed:
     completion: Completion
     buries: bool = False
     """This very message was never settled: whether it was parked is not known, so it is parked (again)."""
+    retold: bool = False
+    """All else was done: its reply queue refused it before."""
 
 
 Outcome = Answered | Deferred | Retried | Refused | Buried | Dropped | Replayed

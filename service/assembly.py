@@ -26,6 +26,7 @@ from consumers.pausing import Pausing
 from consumers.pool import Pool
 from consumers.providers.breaker import Breakers
 from consumers.reply import Replies
+from consumers.retelling import Retelling
 from consumers.settle import Settler
 from consumers.slots import Depths, Slots
 from consumers.spending import Spending
@@ -74,6 +75,7 @@ class Parts:
     claiming: Claiming
     control: Control
     answers: Answers
+    retelling: Retelling
     pausing: Pausing
     watch: TopologyWatch
     pools: tuple[Pool, ...]
@@ -163,9 +165,11 @@ async def assemble(
             open_budgeting(settings, providers, store=store, lifecycle=lifecycle, tracing=tracing, rng=rng)
         )
         stack.push_async_callback(budgeting.spending.finish, within_s=FINISH_WITHIN_S)
+        retelling = Retelling(claiming, waiting=settings.reply_to.waiting)
         settler = Settler(
             publisher,
             replies=replies,
+            retelling=retelling,
             claiming=claiming,
             lifecycle=lifecycle,
             names=names,
@@ -201,6 +205,7 @@ async def assemble(
             names=names,
             speakers=settings.speakers,
             settler=settler,
+            retelling=retelling,
             tracing=tracing,
         )
         for lane in worked:
@@ -227,6 +232,7 @@ async def assemble(
             claiming=claiming,
             control=control,
             answers=answers,
+            retelling=retelling,
             pausing=pausing,
             watch=watch,
             pools=tuple(pools.made),

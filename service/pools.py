@@ -9,6 +9,7 @@ from consumers.fallen import Fallen
 from consumers.handler import Handler
 from consumers.job import Job, is_trusted, now_ms
 from consumers.pool import Pool
+from consumers.retelling import Retelling
 from consumers.settle import Settler
 from consumers.slots import Line
 from topology.broker.deliveries import Deliveries
@@ -31,6 +32,7 @@ class Pools:
         names: Names,
         speakers: Sequence[str],
         settler: Settler,
+        retelling: Retelling,
         tracing: Tracing,
     ) -> None:
         self.made: list[Pool] = []
@@ -41,6 +43,7 @@ class Pools:
         self._names = names
         self._speakers = speakers
         self._settler = settler
+        self._retelling = retelling
         self._tracing = tracing
 
     def add_lane(self, lane: LaneSpec, handler: Handler) -> None:
@@ -55,7 +58,7 @@ class Pools:
                 self._pool,
                 partial(self._deliveries, queue=queue, counted=queue in self._counted),
                 job_of=self._job_maker(lane),
-                handle=handler.handle,
+                handle=self._retelling.first(handler.handle),
                 activity=activity,
             )
             self.made.append(of(own))
@@ -79,7 +82,7 @@ class Pools:
                 partial(self._deliveries, queue=self._names.fallen),
                 FALLEN_SLOTS,
                 job_of=fallen.job_of,
-                handle=fallen.handle,
+                handle=self._retelling.first(fallen.handle),
                 activity=LaneActivity("fallen", slots=FALLEN_SLOTS, due_slots=0),
             )
         )

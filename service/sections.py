@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pydantic import BaseModel, ConfigDict, Field
 
 from consumers.job import ATTEMPT_WITHIN_S
+from consumers.retelling import WAITING
 from consumers.retry import RetryPolicy
 from consumers.settle import ANSWER_BYTES
 from consumers.state.spec import StoreSpec
@@ -142,11 +143,14 @@ class TlsSettings(Section):
 
 
 class ReplySettings(Section):
-    """Narrows where replies may go: shell patterns (`amq.gen-*`); none: all that the contract allows."""
+    """Where replies may go, and how many may wait for their queue."""
 
     allow: Patterns | None = None
     """Where replies may go, as shell patterns. None: everywhere that the contract allows. Example:
     amq.gen-*,lane.reply.*"""
+    waiting: Number[int] = Field(default=WAITING, ge=1, le=100_000)
+    """Replies that a full queue refused, and that wait in the broker for another try, in one process; a tenth of them
+    for one queue. What comes beyond is not tried again; it stays under its id."""
 
 
 class ResultSettings(Section):

@@ -128,6 +128,8 @@ EXPIRATION = "x-lane-expiration"
 REDELIVERED = "x-lane-redelivered"
 HOP_MS = "x-lane-hop-ms"
 BACK_MS = "x-lane-back-ms"
+REPLY_TRY = "x-lane-reply-try"
+REPLY_ERROR = "x-lane-reply-error"
 
 OURS = frozenset(
     {
@@ -135,6 +137,7 @@ OURS = frozenset(
         REPLAYED, CONTROL,
         DEAD_CODE, DEAD_DETAIL, DEAD_AT, ROUTING_KEY, ERRORS,
         FIRST_SEEN_MS, DUE_MS, USER_ID, EXPIRATION, REDELIVERED, HOP_MS, BACK_MS,
+        REPLY_TRY, REPLY_ERROR,
     }
 )  # fmt: skip
 

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import httpx2
 from anthropic import AsyncAnthropic, DefaultAioHttpClient
 
-from consumers.failures import ProviderError, TransientError
+from consumers.failures import ProviderError, RejectedError, TransientError
 from consumers.limits import headers as rate_headers
 from consumers.providers.answers import parse_message, read_answer
 from consumers.providers.assembly import Assembly, parse_event, to_json
@@ -212,8 +212,15 @@ def say_stream(body: bytes, streamed: bool) -> bytes:
     if b'"stream"' in body or b"\\u" in body:  # a key may be written with escapes
         fields = json.loads(body)
         if "stream" in fields:
-            return body if fields["stream"] is streamed else json.dumps({**fields, "stream": streamed}).encode()
+            return body if fields["stream"] is streamed else _rewritten({**fields, "stream": streamed})
     return body.replace(b"{", b'{"stream":true,', 1) if streamed else body
+
+
+def _rewritten(fields: dict[str, Any]) -> bytes:
+    try:
+        return json.dumps(fields, allow_nan=False).encode()
+    except ValueError as error:
+        raise RejectedError("the body has a number that is too large (1e999)", type="unsendable") from error
 
 
 def client_options(base_url: str) -> dict[str, Any]:

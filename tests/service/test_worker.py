@@ -67,6 +67,7 @@ def parts(*pools: FakePool) -> Parts:
         claiming=Claiming(MemoryStore()),  # type: ignore[arg-type]
         control=FakePool("control"),  # type: ignore[arg-type]
         answers=None,  # type: ignore[arg-type]
+        retelling=None,  # type: ignore[arg-type]
         pausing=Pausing({}),
         watch=FakePool("watch"),  # type: ignore[arg-type]
         slots=FakePool("slots"),  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from consumers.failpoints import Failpoints
 from consumers.job import Deferred, Job, Outcome, is_trusted
 from consumers.lifecycle import Lifecycle
 from consumers.reply import Replies
+from consumers.retelling import Retelling
 from consumers.settle import Settler
 from tests.support.memory_store import MemoryStore
 from topology.broker.session import ChannelLost
@@ -106,9 +107,11 @@ class Bench:
         self.replies = Replies(self.publisher, names=NAMES)  # type: ignore[arg-type]
         self.store = MemoryStore(self.log)
         self.claiming = Claiming(self.store)  # type: ignore[arg-type]
+        self.retelling = Retelling(self.claiming)
         self.settler = Settler(
             self.publisher,  # type: ignore[arg-type]
             replies=self.replies,
+            retelling=self.retelling,
             claiming=self.claiming,
             lifecycle=self.lifecycle,
             names=NAMES,

@@ -61,6 +61,10 @@ class HopHeaders:
     """When it was sent into the delay; ms since 1970."""
     back_ms: int | None = None
     """When the delay is over."""
+    reply_try: int = 0
+    """How often its reply was refused: it has ended, and only that is left. 0: it has not."""
+    reply_error: str | None = None
+    """The problem document that is its reply; None: the store has its reply."""
 
 
 def read(headers: Mapping[str, Any]) -> RequestHeaders:
@@ -104,6 +108,8 @@ def read_hop(headers: Mapping[str, Any]) -> HopHeaders:
         redelivered=headers.get(names.REDELIVERED) is True,
         hop_ms=_whole(headers.get(names.HOP_MS)),
         back_ms=_whole(headers.get(names.BACK_MS)),
+        reply_try=_whole(headers.get(names.REPLY_TRY)) or 0,
+        reply_error=_text(headers.get(names.REPLY_ERROR)),
     )
 
 
@@ -135,6 +141,8 @@ def hop_headers(hop: HopHeaders) -> dict[str, Any]:
         names.REDELIVERED: hop.redelivered or None,
         names.HOP_MS: hop.hop_ms,
         names.BACK_MS: hop.back_ms,
+        names.REPLY_TRY: hop.reply_try or None,
+        names.REPLY_ERROR: hop.reply_error,
     }
     return {key: value for key, value in found.items() if value is not None}
 
