@@ -48,7 +48,7 @@ class Answers:
             signals.CONTROL_REFUSED,
             type=(question.type or "")[:40],
             key=question.routing_key[:40],
-            reason=problem.detail,
+            reason=problem.brief,
             refused=self.refused,
         )
         document = problem.document(request=id or "", attempts=0)

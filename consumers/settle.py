@@ -274,25 +274,25 @@ class Settler:
                     signals.REQUEST_DEFERRED, request=job.id, lane=job.lane_name, delay_ms=delay_ms, reason=reason
                 )
                 self._lifecycle.tell(job, "deferred", delay_ms=delay_ms, reason=reason)
-            case Retried(delay_ms=delay_ms, error=error):
+            case Retried(delay_ms=delay_ms, brief=brief):
                 log.info(
                     signals.REQUEST_RETRIED,
                     request=job.id,
                     lane=job.lane_name,
                     attempt=job.attempts,
                     delay_ms=delay_ms,
-                    error=error,
+                    error=brief,
                 )
-                self._lifecycle.tell(job, "retrying", delay_ms=delay_ms, error=error)
+                self._lifecycle.tell(job, "retrying", delay_ms=delay_ms, error=brief)
             case Refused(problem) | Buried(problem):
                 buried = isinstance(outcome, Buried)
                 event = signals.REQUEST_BURIED if buried else signals.REQUEST_REFUSED
-                log.info(event, request=job.id, lane=job.lane_name, code=problem.code, detail=problem.detail)
+                log.info(event, request=job.id, lane=job.lane_name, code=problem.code, reason=problem.brief)
                 self._lifecycle.tell(job, "failed", code=problem.code, status=problem.status)
                 if buried:
                     self._lifecycle.tell(job, "dead", code=problem.code)
             case Dropped(problem):
-                log.info(signals.REQUEST_REFUSED, request=job.id, lane=job.lane_name, code=problem.code, detail="")
+                log.info(signals.REQUEST_REFUSED, request=job.id, lane=job.lane_name, code=problem.code, reason="")
                 self._lifecycle.tell(job, problem.code)
             case Replayed(retold=True):
                 pass  # told when it ended

@@ -230,8 +230,9 @@ def client_options(base_url: str) -> dict[str, Any]:
         "open_telemetry": False,
         "timeout": httpx2.Timeout(None, connect=CONNECT_TIMEOUT_S),
         # the environment's proxy is not for this machine itself
+        # a redirect would take the prompt to an address that nobody set
         "http_client": DefaultAioHttpClient(
-            event_hooks={"response": [_bound_error_body]}, trust_env=not _is_here(base_url)
+            event_hooks={"response": [_bound_error_body]}, trust_env=not _is_here(base_url), follow_redirects=False
         ),
     }
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import aiohttp
 import anthropic
@@ -144,7 +145,23 @@ def read_retry_after_s(headers: Mapping[str, str], *, now_s: float) -> float | N
     return max(0.0, wait_s) if abs(wait_s) <= _LONGEST_WAIT_S else None
 
 
+def _redirected(response: httpx2.Response) -> RejectedError:
+    """It is not followed. The host alone is told: the rest of the address may hold a secret."""
+    try:
+        host = urlsplit(response.headers.get("location", "")).hostname or "another path of it"
+    except ValueError:
+        host = "no address"
+    return RejectedError(
+        f"the provider's address redirects to {_line(host, '')} ({response.status_code}), which is not followed: "
+        "the operator has to set the provider's base URL to where it is",
+        status=502,
+        type="redirected",
+    )
+
+
 def _from_status(error: anthropic.APIStatusError, *, secret: str) -> ProviderError:
+    if 300 <= error.status_code < 400:
+        return _redirected(error.response)
     headers = error.response.headers
     now_s = time.time()
     if error.api_message:
