@@ -148,6 +148,9 @@ class ReplySettings(Section):
     allow: Patterns | None = None
     """Where replies may go, as shell patterns. None: everywhere that the contract allows. Example:
     amq.gen-*,lane.reply.*"""
+    bound_to_user: bool | None = None
+    """Whether replies go to nobody but whoever published: direct reply-to, or `lane.reply.<user_id>`. Then other queues
+    are refused, those that the broker named too: nobody can tell whose they are. None: by the profile. Example: true"""
     waiting: Number[int] = Field(default=WAITING, ge=1, le=100_000)
     """Replies that a full queue refused, and that wait in the broker for another try, in one process; a tenth of them
     for one queue. What comes beyond is not tried again; it stays under its id."""

@@ -22,6 +22,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from consumers.limits.spec import BudgetSpec
 from consumers.prices import Prices
 from consumers.providers.routes import ProviderModels, RoutesSpec
+from consumers.reply_address import ReplyRule
 from consumers.retry import RetryPolicy
 from consumers.spending import CapsSpec
 from consumers.state.spec import StoreSpec
@@ -197,9 +198,14 @@ class Settings(BaseSettings):
     def retry_policy(self) -> RetryPolicy:
         return RetryPolicy(**self.retry.model_dump())
 
-    def reply_patterns(self) -> tuple[re.Pattern[str], ...] | None:
+    def reply_rule(self) -> ReplyRule:
+        """Where replies may go."""
         allow = self.reply_to.allow
-        return None if allow is None else tuple(re.compile(fnmatch.translate(each)) for each in allow)
+        return ReplyRule(
+            names=self.names(),
+            allow=None if allow is None else tuple(re.compile(fnmatch.translate(each)) for each in allow),
+            bound=bool(self.reply_to.bound_to_user),
+        )
 
     @property
     def broker_url(self) -> str:
