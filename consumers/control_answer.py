@@ -1,7 +1,7 @@
 """How control messages are answered: in one shape, with `x-lane-control`; a result is the final reply again.
 
-Answers go to queues that the broker named and by direct reply-to, and to no other address (threat T1). Who asked from
-elsewhere, or from nowhere, cannot be told: that is logged and counted, and nothing more can be done.
+Answers go to queues that the broker named, by direct reply-to, and to `lane.reply.<user_id>` of whoever asked; to no
+other address (threat T1). Who asked from elsewhere, or from nowhere, cannot be told: that is logged and counted.
 """
 
 import json
@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import structlog
 
+from consumers.direct_sender import DirectSender
+from consumers.reply_address import ReplyRule, is_direct
 from consumers.share import Seldom
 from consumers.state.base import Completion
 from topology import names as n
@@ -20,22 +22,20 @@ from topology.broker.publisher import Publisher
 from topology.contract.messages import Message
 from topology.contract.problems import BrokerError, MessageTooLarge, RequestProblem, answer_too_large
 
-ANSWERED = ("amq.gen-", f"{n.DIRECT_REPLY_TO}.")
-"""How addresses begin that nobody could choose."""
 JSON = "application/json"
 PROBLEM = "application/problem+json"
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 class Answers:
-    """Publishes them; before RabbitMQ 4.3.5 over a connection of their own, for a forged direct address kills it.
+    """Publishes them. Through `notices`, unconfirmed, goes what is told to whoever sends too much."""
 
-    Through `notices`, unconfirmed, goes what is told to whoever sends too much; None where that connection is not to be
-    risked.
-    """
-
-    def __init__(self, publisher: Publisher, *, notices: Notices | None = None) -> None:
+    def __init__(
+        self, publisher: Publisher, *, direct: DirectSender, rule: ReplyRule, notices: Notices | None = None
+    ) -> None:
         self._publisher = publisher
+        self._direct = direct
+        self._rule = rule
         self._notices = notices
         self._seldom = Seldom()
         self.refused = 0
@@ -58,7 +58,7 @@ class Answers:
     async def refuse_cheaply(self, question: Message, problem: RequestProblem, *, id: str | None) -> None:
         """The same, for what comes by the thousand: an answer that cannot be written soon is counted as unanswered."""
         address = question.reply_to or ""
-        if self._notices is None or not address.startswith(ANSWERED):
+        if self._notices is None or not self._rule.allows_control(address, user=question.user_id):
             await self.refuse(question, problem, id=id)
             return
         self._tell_of(question, problem)
@@ -76,7 +76,7 @@ class Answers:
                 type=(question.type or "")[:40],
                 key=question.routing_key[:40],
                 user=who,
-                reason=problem.detail,
+                reason=problem.brief,
                 count=count,
                 refused=self.refused,
             )
@@ -95,7 +95,7 @@ class Answers:
     ) -> None:
         """Whoever has gone wants no answer. `is_due`: whoever gave no address should be told all the same."""
         address = question.reply_to or ""
-        if not address.startswith(ANSWERED):
+        if not self._rule.allows_control(address, user=question.user_id):
             if address or is_due:
                 self.unanswered += 1
                 if count := self._seldom.count(f"unanswered {question.user_id or ''}"):
@@ -105,11 +105,14 @@ class Answers:
             return
         answer = _answer(question, body, content_type, headers)
         try:
-            await self._publisher.publish(answer, exchange="", routing_key=address, mandatory=False, traced=False)
+            if is_direct(address):
+                await self._direct.send(answer, address, traced=False)
+            else:
+                await self._publisher.publish(answer, exchange="", routing_key=address, mandatory=False, traced=False)
         except MessageTooLarge:
             raise
-        except BrokerError:
-            pass  # asked again, it is told again
+        except (BrokerError, RequestProblem) as error:  # asked again, it is told again
+            log.debug(signals.CONTROL_UNANSWERED, reply_to=address[:100], reason=str(error))
 
 
 def _answer(question: Message, body: bytes, content_type: str, headers: Mapping[str, Any]) -> Message:

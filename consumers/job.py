@@ -243,7 +243,9 @@ class Retried:
 
     delay_ms: int
     error: str
-    """One line, without content."""
+    """One line, for the requester."""
+    brief: str = ""
+    """The same without content, for logs and events."""
 
 
 @dataclass(frozen=True, slots=True)

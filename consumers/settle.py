@@ -35,6 +35,7 @@ from topology import names as n
 from topology import signals
 from topology.broker.publisher import Publisher
 from topology.broker.session import ChannelLost, Delivery, Session
+from topology.contract.bounds import ANSWER_BYTES
 from topology.contract.headers import ERRORS_KEPT, HopHeaders
 from topology.contract.problems import PROBLEMS, BrokerError, MessageTooLarge, RequestProblem, answer_too_large
 from topology.delays import MAX_DELAY_MS, hop
@@ -47,8 +48,6 @@ NOTED = frozenset(
     {"invalid_request", "unsupported_media", "too_large", "forbidden_reply_to", "forbidden_model", "unroutable"}
 )
 """Told of what is no request: its id is free for a better one."""
-ANSWER_BYTES = 16 * 1024 * 1024
-"""What RabbitMQ 4 takes as one message by default, and far more than the longest answer of a model today (1 MB)."""
 TAKEN_OVER_WAIT_MS = 1000
 PUT_BACK_AFTER_S = 1.0
 """What fails at once comes back at once: not thousands of times a second."""
@@ -280,25 +279,25 @@ class Settler:
                     signals.REQUEST_DEFERRED, request=job.id, lane=job.lane_name, delay_ms=delay_ms, reason=reason
                 )
                 self._lifecycle.tell(job, "deferred", delay_ms=delay_ms, reason=reason)
-            case Retried(delay_ms=delay_ms, error=error):
+            case Retried(delay_ms=delay_ms, brief=brief):
                 log.info(
                     signals.REQUEST_RETRIED,
                     request=job.id,
                     lane=job.lane_name,
                     attempt=job.attempts,
                     delay_ms=delay_ms,
-                    error=error,
+                    error=brief,
                 )
-                self._lifecycle.tell(job, "retrying", delay_ms=delay_ms, error=error)
+                self._lifecycle.tell(job, "retrying", delay_ms=delay_ms, error=brief)
             case Refused(problem) | Buried(problem):
                 buried = isinstance(outcome, Buried)
                 event = signals.REQUEST_BURIED if buried else signals.REQUEST_REFUSED
-                log.info(event, request=job.id, lane=job.lane_name, code=problem.code, detail=problem.detail)
+                log.info(event, request=job.id, lane=job.lane_name, code=problem.code, reason=problem.brief)
                 self._lifecycle.tell(job, "failed", code=problem.code, status=problem.status)
                 if buried:
                     self._lifecycle.tell(job, "dead", code=problem.code)
             case Dropped(problem):
-                log.info(signals.REQUEST_REFUSED, request=job.id, lane=job.lane_name, code=problem.code, detail="")
+                log.info(signals.REQUEST_REFUSED, request=job.id, lane=job.lane_name, code=problem.code, reason="")
                 self._lifecycle.tell(job, problem.code)
             case Replayed(retold=True):
                 pass  # told when it ended

@@ -11,9 +11,10 @@ import structlog
 from consumers import control as control_module
 from consumers.control import AT_ONCE_S, Control
 from consumers.control_answer import Answers
+from consumers.reply_address import ReplyRule
 from consumers.share import NAMES_KEPT, TOLD_EVERY_S, Seldom, Share
 from consumers.state.base import Identity
-from tests.support.jobs import NOW_MS, Bench, FakeDelivery
+from tests.support.jobs import NAMES, NOW_MS, Bench, FakeDelivery
 from topology import names as n
 from topology import signals
 from topology.contract.messages import Message
@@ -67,7 +68,7 @@ def control(bench: Bench, deliveries: list[FakeDelivery], ready: Any) -> Control
         FakeDeliveries(FakeSession(bench.log, deliveries)),  # type: ignore[arg-type]
         claiming=bench.claiming,
         settler=bench.settler,
-        answers=Answers(bench.publisher),  # type: ignore[arg-type]
+        answers=Answers(bench.publisher, direct=bench.direct, rule=ReplyRule(names=NAMES)),  # type: ignore[arg-type]
         now_ms=lambda: NOW_MS,
         ready=ready,
         kept_s=60,
@@ -110,9 +111,9 @@ async def test_beyond_its_share_a_tenant_is_refused_and_another_is_not() -> None
     await reader.stop()
     await running
 
-    answers = [each.message for each in bench.publisher.sent]
-    refused = [each for each in answers if each.headers[n.CONTROL] == "error"]
-    assert (len(refused), len(answers)) == (3, burst + 4)
+    told = [each.message for each in bench.publisher.sent]
+    refused = [each for each in told if each.headers[n.CONTROL] == "error"]
+    assert (len(refused), len(told)) == (3, burst + 4)
     document = json.loads(refused[0].body)
     assert (document["code"], document["status"], document["retryable"]) == ("too_many_control_messages", 429, True)
     assert await bench.store.find(Identity("shop", f"m-{burst + 3}")) is not None

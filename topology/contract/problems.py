@@ -15,6 +15,7 @@ LanekeeperError                 everything of ours that a caller may catch
 """
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
@@ -136,18 +137,30 @@ DETAIL_CHARACTERS: Final = 1000
 """The longest detail: it stands in a dead letter's headers, and too large ones end the connection (501 FRAME_ERROR)."""
 
 
-class RequestProblem(LanekeeperError):
-    """A request's final error. `code` is one of `PROBLEMS`; `detail` says what was wrong."""
+_QUOTES: Final = re.compile(r"[:;,'\"(`]")
+"""Before one of these a detail names what is wrong; after it comes what was found, and so could be content."""
 
-    def __init__(self, code: str, detail: str, *, status: int | None = None) -> None:
+
+class RequestProblem(LanekeeperError):
+    """A request's final error. `code` is one of `PROBLEMS`; `detail` says what was wrong, and may quote content.
+
+    `brief` says it without content, for logs; left out, it is what `detail` begins with: the field's name.
+    """
+
+    def __init__(self, code: str, detail: str, *, status: int | None = None, brief: str | None = None) -> None:
         self.type = PROBLEMS[code]
         self.detail = detail if len(detail) <= DETAIL_CHARACTERS else f"{detail[: DETAIL_CHARACTERS - 1]}…"
         self.status = self.type.status if status is None else status
+        self._brief = brief
         super().__init__(f"{code}: {self.detail}")
 
     @property
     def code(self) -> str:
         return self.type.code
+
+    @property
+    def brief(self) -> str:
+        return _QUOTES.split(self.detail, 1)[0].strip() if self._brief is None else self._brief
 
     def document(self, *, request: str, attempts: int) -> bytes:
         """The problem document: JSON, UTF-8, as section 2 of the contract shows it."""
