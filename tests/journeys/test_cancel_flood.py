@@ -21,7 +21,7 @@ async def test_a_worker_that_starts_under_a_flood_of_cancellations_answers_reque
 
         await until(has_piled_up, within_s=30)
         asked = await app.publish({"prompt": "urgent"})
-        async with house(vhost.amqp_url, waits=False) as home:
+        async with house(vhost.amqp_url, waits=False, control={"per_tenant_s": 10}) as home:
             assert (await app.final(asked, within_s=25)).status == "ok"
             for _ in range(10):
                 assert (await app.ask({"prompt": "urgent too"}, within_s=20)).status == "ok"
