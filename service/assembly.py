@@ -26,6 +26,7 @@ from consumers.limits.base import Budgets
 from consumers.pausing import Pausing
 from consumers.pool import Pool
 from consumers.providers.breaker import Breakers
+from consumers.reading import Reading
 from consumers.reply import Replies
 from consumers.retelling import Retelling
 from consumers.settle import Settler
@@ -126,7 +127,8 @@ async def assemble(
     async with AsyncExitStack() as stack:
         tracing = Tracing(traces, broker=lambda: publishing.endpoint)
         # First, because what is missing for them no broker can mend.
-        providers = open_providers(settings, traceparent=tracing.traceparent)
+        reading = Reading()
+        providers = open_providers(settings, traceparent=tracing.traceparent, reading=reading)
         for each in providers:
             stack.push_async_callback(each.aclose)
         publishing = await stack.enter_async_context(_connection(settings, "publish"))
@@ -196,6 +198,8 @@ async def assemble(
             now_ms=now_ms,
             rng=rng,
             failpoints=failpoints,
+            reading=reading,
+            values=settings.json_values,
         )
         pools = Pools(
             deliveries=partial(Deliveries, consuming, on_missing=watch.look),

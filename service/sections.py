@@ -8,10 +8,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from consumers.job import ATTEMPT_WITHIN_S
 from consumers.retelling import WAITING
 from consumers.retry import RetryPolicy
-from consumers.settle import ANSWER_BYTES
 from consumers.state.spec import StoreSpec
 from service.allowed import ModelName, ModelWords, Number, Patterns, ProviderNames, ReadableFile
 from service.validation import Disagreement
+from topology.contract.bounds import ANSWER_BYTES
 from topology.lanes import BATCH, CRITICAL, DEFAULT_LANES, GIB, MIB, NORMAL, LaneSpec
 
 YEAR_S = 365 * 86_400

@@ -49,6 +49,7 @@ from service.sections import (
 )
 from service.validation import Disagreement
 from topology.broker.urls import urls_of
+from topology.contract.bounds import VALUES
 from topology.contract.problems import SettingsError
 from topology.lanes import DEFAULT_LANES, LaneSpec
 from topology.names import Names
@@ -108,6 +109,9 @@ class Settings(BaseSettings):
     failpoints: Chances = {}
     """Where the process dies on purpose, and how probably: for the fault suite (`consumers/failpoints.py`).
     Example: after_store:0.2"""
+    json_values: Number[int] = Field(default=VALUES, ge=1000, le=10_000_000)
+    """Keys and values that the JSON of a request or an answer may have: 100,000 hold everything up for 50 ms, more
+    for longer. A larger request ends as `too_large`, a larger answer as `answer_too_large`."""
     grace_s: Number[float] = Field(default=25, ge=0, le=3600)
     """How long running requests may finish when stopping; below the 30 s after which Kubernetes kills."""
     log_format: Literal["auto", "json", "console"] = "auto"

@@ -20,6 +20,7 @@ from consumers.lifecycle import Lifecycle
 from consumers.pausing import Pausing
 from consumers.pool import Pool
 from consumers.providers.registry import Registry
+from consumers.reading import Reading
 from consumers.reply import Replies
 from consumers.reply_address import ReplyRule
 from consumers.retelling import Retelling
@@ -88,6 +89,7 @@ class Worker:
             now_ms=world.now_ms,
             rng=random.Random(1),
             failpoints=Failpoints(),
+            reading=Reading(clock=lambda: 0.0),
         )
         fallen = Fallen((SPEC,), names=NAMES, now_ms=world.now_ms)
         self._pools = (
