@@ -208,8 +208,13 @@ class Settings(BaseSettings):
         return ReplyRule(
             names=self.names(),
             allow=None if allow is None else tuple(re.compile(fnmatch.translate(each)) for each in allow),
-            bound=bool(self.reply_to.bound_to_user),
+            bound=self.binds_replies,
         )
+
+    @property
+    def binds_replies(self) -> bool:
+        """Whether a reply goes to its requester alone."""
+        return bool(self.reply_to.bound_to_user)
 
     @property
     def broker_url(self) -> str:
