@@ -1,7 +1,6 @@
 """The composition root: every part of a worker is made here, handed what it uses, and ended in reverse order."""
 
 import random
-import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -47,7 +46,7 @@ from topology.broker.rights import see_that_it_may_write
 from topology.broker.verify import verify
 from topology.broker.watch import FindManagement, TopologyWatch
 from topology.contract.problems import AccessRefused, BrokerBlocked, BrokerUnreachable, TopologyMismatch
-from topology.declaration import declare
+from topology.declaration import RECOMMENDED, declare, is_before
 from topology.lanes import LaneSpec
 from topology.model import Topology
 from topology.names import Names
@@ -56,8 +55,6 @@ from topology.tracing import Tracing
 CONTROL_PREFETCH = 8
 FINISH_WITHIN_S = 2.0
 """How long an answer that the provider has given may take into the store, when all else has ended."""
-DIRECT_REPLY_MENDED = (4, 3, 5)
-"""From here on a forged direct reply-to address harms nobody (reliability.md, section 0, item 10)."""
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
@@ -137,7 +134,7 @@ async def assemble(
         await _see_that_it_may_write(publishing, names)
         notices = await stack.enter_async_context(Notices(publishing))
         direct, answering = None, publisher
-        if _before(publishing.version, DIRECT_REPLY_MENDED):
+        if is_before(publishing.version, RECOMMENDED):
             connection = await stack.enter_async_context(_connection(settings, "direct replies"))
             direct = Publisher(connection, tracing=tracing)
             # not the same: whose forged address killed it would not be known
@@ -198,6 +195,7 @@ async def assemble(
             now_ms=now_ms,
             rng=rng,
             failpoints=failpoints,
+            needs_user_id=settings.needs_user_id,
         )
         pools = Pools(
             deliveries=partial(Deliveries, consuming, on_missing=watch.look),
@@ -300,8 +298,3 @@ async def _apply_or_check(topology: Topology, connection: Connection, *, declare
             f"the broker's topology is not as declared ({len(differences)} differences): {differences[0].line}; "
             "run: lanekeeper topology apply"
         )
-
-
-def _before(version: str, floor: tuple[int, ...]) -> bool:
-    """Whether a broker's version, as it reports it ("4.3.6+deb"), is older than `floor`."""
-    return tuple(int(number) for number in re.findall(r"\d+", version)[: len(floor)]) < floor
