@@ -1,7 +1,7 @@
 """How control messages are answered: in one shape, with `x-lane-control`; a result is the final reply again.
 
-Answers go to queues that the broker named and by direct reply-to, and to no other address (threat T1). Who asked from
-elsewhere, or from nowhere, cannot be told: that is logged and counted, and nothing more can be done.
+Answers go to queues that the broker named, by direct reply-to, and to `lane.reply.<user_id>` of whoever asked; to no
+other address (threat T1). Who asked from elsewhere, or from nowhere, cannot be told: that is logged and counted.
 """
 
 import json
@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import structlog
 
+from consumers.direct_sender import DirectSender
+from consumers.reply_address import ReplyRule, is_direct
 from consumers.state.base import Completion
 from topology import names as n
 from topology import signals
@@ -18,18 +20,18 @@ from topology.broker.publisher import Publisher
 from topology.contract.messages import Message
 from topology.contract.problems import BrokerError, MessageTooLarge, RequestProblem, answer_too_large
 
-ANSWERED = ("amq.gen-", f"{n.DIRECT_REPLY_TO}.")
-"""How addresses begin that nobody could choose."""
 JSON = "application/json"
 PROBLEM = "application/problem+json"
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 class Answers:
-    """Publishes them; before RabbitMQ 4.3.5 over a connection of their own, for a forged direct address kills it."""
+    """Publishes them."""
 
-    def __init__(self, publisher: Publisher) -> None:
+    def __init__(self, publisher: Publisher, *, direct: DirectSender, rule: ReplyRule) -> None:
         self._publisher = publisher
+        self._direct = direct
+        self._rule = rule
         self.refused = 0
         """Control messages that could not be understood, or asked for what is another's."""
         self.unanswered = 0
@@ -68,7 +70,7 @@ class Answers:
     ) -> None:
         """Whoever has gone wants no answer. `is_due`: whoever gave no address should be told all the same."""
         address = question.reply_to or ""
-        if not address.startswith(ANSWERED):
+        if not self._rule.allows_control(address, user=question.user_id):
             if address or is_due:
                 self.unanswered += 1
                 log.warning(signals.CONTROL_UNANSWERED, reply_to=address[:100], unanswered=self.unanswered)
@@ -82,11 +84,14 @@ class Answers:
             persistent=False,
         )
         try:
-            await self._publisher.publish(answer, exchange="", routing_key=address, mandatory=False, traced=False)
+            if is_direct(address):
+                await self._direct.send(answer, address, traced=False)
+            else:
+                await self._publisher.publish(answer, exchange="", routing_key=address, mandatory=False, traced=False)
         except MessageTooLarge:
             raise
-        except BrokerError:
-            pass  # asked again, it is told again
+        except (BrokerError, RequestProblem) as error:  # asked again, it is told again
+            log.debug(signals.CONTROL_UNANSWERED, reply_to=address[:100], reason=str(error))
 
 
 def _headers(id: str | None, headers: Mapping[str, Any]) -> dict[str, Any]:

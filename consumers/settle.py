@@ -34,6 +34,7 @@ from topology import names as n
 from topology import signals
 from topology.broker.publisher import Publisher
 from topology.broker.session import ChannelLost, Delivery
+from topology.contract.bounds import ANSWER_BYTES
 from topology.contract.headers import ERRORS_KEPT, HopHeaders
 from topology.contract.problems import PROBLEMS, BrokerError, MessageTooLarge, RequestProblem, answer_too_large
 from topology.delays import MAX_DELAY_MS, hop
@@ -46,8 +47,6 @@ NOTED = frozenset(
     {"invalid_request", "unsupported_media", "too_large", "forbidden_reply_to", "forbidden_model", "unroutable"}
 )
 """Told of what is no request: its id is free for a better one."""
-ANSWER_BYTES = 16 * 1024 * 1024
-"""What RabbitMQ 4 takes as one message by default, and far more than the longest answer of a model today (1 MB)."""
 TAKEN_OVER_WAIT_MS = 1000
 PUT_BACK_AFTER_S = 1.0
 """What fails at once comes back at once: not thousands of times a second."""

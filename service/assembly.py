@@ -13,6 +13,7 @@ from consumers.activity import LaneActivity
 from consumers.claiming import Claiming
 from consumers.control import Control
 from consumers.control_answer import Answers
+from consumers.direct_sender import DirectSender
 from consumers.failpoints import Failpoints
 from consumers.gates.claim import ClaimGate
 from consumers.gates.deadline import DeadlineGate
@@ -24,6 +25,7 @@ from consumers.limits.base import Budgets
 from consumers.pausing import Pausing
 from consumers.pool import Pool
 from consumers.providers.breaker import Breakers
+from consumers.reading import Reading
 from consumers.reply import Replies
 from consumers.retelling import Retelling
 from consumers.settle import Settler
@@ -122,7 +124,8 @@ async def assemble(
     async with AsyncExitStack() as stack:
         tracing = Tracing(traces, broker=lambda: publishing.endpoint)
         # First, because what is missing for them no broker can mend.
-        providers = open_providers(settings, traceparent=tracing.traceparent)
+        reading = Reading()
+        providers = open_providers(settings, traceparent=tracing.traceparent, reading=reading)
         for each in providers:
             stack.push_async_callback(each.aclose)
         publishing = await stack.enter_async_context(_connection(settings, "publish"))
@@ -133,14 +136,11 @@ async def assemble(
         publisher = Publisher(publishing, tracing=tracing, on_missing=watch.look)
         await _see_that_it_may_write(publishing, names)
         notices = await stack.enter_async_context(Notices(publishing))
-        direct, answering = None, publisher
+        own = None
         if is_before(publishing.version, RECOMMENDED):
-            connection = await stack.enter_async_context(_connection(settings, "direct replies"))
-            direct = Publisher(connection, tracing=tracing)
-            # not the same: whose forged address killed it would not be known
-            answering = Publisher(
-                await stack.enter_async_context(_connection(settings, "control answers")), tracing=tracing
-            )
+            own = Publisher(await stack.enter_async_context(_connection(settings, "direct replies")), tracing=tracing)
+        direct = DirectSender(publisher, own=own)
+        rule = settings.reply_rule()
         store = await stack.enter_async_context(
             open_store(settings.store, namespace=names.namespace, spec=settings.store_spec())
         )
@@ -156,7 +156,7 @@ async def assemble(
             }
         )
         rng = random.Random()
-        replies = Replies(publisher, names=names, direct=direct, allow=settings.reply_patterns())
+        replies = Replies(publisher, direct=direct, rule=rule)
         lifecycle = Lifecycle(notices, names=names, now_ms=now_ms)
         budgeting = await stack.enter_async_context(
             open_budgeting(settings, providers, store=store, lifecycle=lifecycle, tracing=tracing, rng=rng)
@@ -195,6 +195,8 @@ async def assemble(
             now_ms=now_ms,
             rng=rng,
             failpoints=failpoints,
+            reading=reading,
+            values=settings.json_values,
             needs_user_id=settings.needs_user_id,
         )
         pools = Pools(
@@ -209,7 +211,7 @@ async def assemble(
         for lane in worked:
             pools.add_lane(lane, handler)
         pools.add_fallen(every)
-        answers = Answers(answering)
+        answers = Answers(publisher, direct=direct, rule=rule)
         control = Control(
             Deliveries(consuming, queue=names.control, prefetch=CONTROL_PREFETCH, on_missing=watch.look),
             claiming=claiming,

@@ -8,10 +8,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from consumers.job import ATTEMPT_WITHIN_S
 from consumers.retelling import WAITING
 from consumers.retry import RetryPolicy
-from consumers.settle import ANSWER_BYTES
 from consumers.state.spec import StoreSpec
 from service.allowed import ModelName, ModelWords, Number, Patterns, ProviderNames, ReadableFile
 from service.validation import Disagreement
+from topology.contract.bounds import ANSWER_BYTES
 from topology.lanes import BATCH, CRITICAL, DEFAULT_LANES, GIB, MIB, NORMAL, LaneSpec
 
 YEAR_S = 365 * 86_400
@@ -148,6 +148,9 @@ class ReplySettings(Section):
     allow: Patterns | None = None
     """Where replies may go, as shell patterns. None: everywhere that the contract allows. Example:
     amq.gen-*,lane.reply.*"""
+    bound_to_user: bool | None = None
+    """Whether replies go to nobody but whoever published: direct reply-to, or `lane.reply.<user_id>`. Then other queues
+    are refused, those that the broker named too: nobody can tell whose they are. None: by the profile. Example: true"""
     waiting: Number[int] = Field(default=WAITING, ge=1, le=100_000)
     """Replies that a full queue refused, and that wait in the broker for another try, in one process; a tenth of them
     for one queue. What comes beyond is not tried again; it stays under its id."""

@@ -22,6 +22,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from consumers.limits.spec import BudgetSpec
 from consumers.prices import Prices
 from consumers.providers.routes import ProviderModels, RoutesSpec
+from consumers.reply_address import ReplyRule
 from consumers.retry import RetryPolicy
 from consumers.spending import CapsSpec
 from consumers.state.spec import StoreSpec
@@ -48,6 +49,7 @@ from service.sections import (
 )
 from service.validation import Disagreement
 from topology.broker.urls import urls_of
+from topology.contract.bounds import VALUES
 from topology.contract.problems import SettingsError
 from topology.lanes import DEFAULT_LANES, LaneSpec
 from topology.names import Names
@@ -113,6 +115,9 @@ class Settings(BaseSettings):
     failpoints: Chances = {}
     """Where the process dies on purpose, and how probably: for the fault suite (`consumers/failpoints.py`).
     Example: after_store:0.2"""
+    json_values: Number[int] = Field(default=VALUES, ge=1000, le=10_000_000)
+    """Keys and values that the JSON of a request or an answer may have: 100,000 hold everything up for 50 ms, more
+    for longer. A larger request ends as `too_large`, a larger answer as `answer_too_large`."""
     grace_s: Number[float] = Field(default=25, ge=0, le=3600)
     """How long running requests may finish when stopping; below the 30 s after which Kubernetes kills."""
     log_format: Literal["auto", "json", "console"] = "auto"
@@ -203,9 +208,14 @@ class Settings(BaseSettings):
     def retry_policy(self) -> RetryPolicy:
         return RetryPolicy(**self.retry.model_dump())
 
-    def reply_patterns(self) -> tuple[re.Pattern[str], ...] | None:
+    def reply_rule(self) -> ReplyRule:
+        """Where replies may go."""
         allow = self.reply_to.allow
-        return None if allow is None else tuple(re.compile(fnmatch.translate(each)) for each in allow)
+        return ReplyRule(
+            names=self.names(),
+            allow=None if allow is None else tuple(re.compile(fnmatch.translate(each)) for each in allow),
+            bound=self.binds_replies,
+        )
 
     @property
     def is_production(self) -> bool:
@@ -218,7 +228,7 @@ class Settings(BaseSettings):
     @property
     def binds_replies(self) -> bool:
         """Whether a reply goes to its requester alone."""
-        bound: bool | None = getattr(self.reply_to, "bound_to_user", None)
+        bound = self.reply_to.bound_to_user
         return self.is_production if bound is None else bound
 
     @property

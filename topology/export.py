@@ -69,6 +69,10 @@ class User:
     password_hash: str = field(repr=False)
     lanes: tuple[str, ...] = (NORMAL.name, BATCH.name)
     """Of an application or client: the lanes that it may publish into. What may be critical, somebody has to decide."""
+    connections: int = 200
+    """Of an application or client, at one time: some 100 kB of the broker's memory each. `rabbitmqctl set_user_limits`
+    changes it, until definitions are imported again."""
+    channels: int = 2000
 
     def __post_init__(self) -> None:
         # The broker puts the name into a regular expression, and it is one word of the key.
@@ -138,6 +142,7 @@ def definitions(topology: Topology, vhost: str, users: Sequence[User] = ()) -> d
                 "password_hash": user.password_hash,
                 "hashing_algorithm": HASHING,
                 "tags": TAGS[user.role],
+                **_limits(user),
             }
             for user in users
         ],
@@ -190,6 +195,13 @@ def reply_queues(users: Sequence[User], names: Names) -> list[Queue]:
         "x-overflow": "reject-publish",
     }
     return [Queue(names.reply_queue(user.name), arguments) for user in users if user.role in APPLICATIONS]
+
+
+def _limits(user: User) -> dict[str, dict[str, int]]:
+    """Nobody but who asks is limited: a worker that is refused a connection would work no more."""
+    if user.role not in APPLICATIONS:
+        return {}
+    return {"limits": {"max-connections": user.connections, "max-channels": user.channels}}
 
 
 def _permission(user: User, topology: Topology, vhost: str) -> dict[str, str]:

@@ -39,6 +39,7 @@ def test_what_is_well_set_has_no_findings() -> None:
         ("store TLS", "LANEKEEPER_STORE_URL", "redis://redis.example.com:6379/0"),
         ("provider TLS", "ANTHROPIC_BASE_URL", "http://gateway.example.com"),
         ("user_id", "LANEKEEPER_REQUIRE_USER_ID", "false"),
+        ("replies", "LANEKEEPER_REPLY_TO__BOUND_TO_USER", "false"),
         ("log content", "LANEKEEPER_LOG_CONTENT", "true"),
         ("failpoints", "LANEKEEPER_FAILPOINTS", "after_store:0.5"),
     ],
