@@ -99,7 +99,7 @@ async def _may_write(connection: Connection, exchange: str, key: str) -> bool:
 async def _is_simulated(settings: Settings, connection: Connection) -> bool:
     """Whether workers run, and none of them calls a provider."""
     try:
-        answers = await gather(connection, Publisher(connection, tracing=Tracing()), names=settings.names())
+        answers = await gather(connection, names=settings.names())
     except BrokerError:
         return False
     return bool(answers) and all(answer.get("simulated") for answer in answers)

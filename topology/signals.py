@@ -80,7 +80,9 @@ DEAD_LETTER_CUT: Final = (
 ANSWER_UNSENT: Final = (
     "answer.unsent"  # size, limit: it was kept, and the broker takes no such message; told as an error
 )
-PART_LOST: Final = "part.lost"  # reason: an event of a stream could not be sent on; the final reply still is
+PART_LOST: Final = (
+    "part.lost"  # reason: events of a stream could not be sent on, the first of them; the final reply still is
+)
 DELIVERY_LOST: Final = "delivery.lost"  # queue, error: its acknowledgement failed; the broker delivers it again
 HANDLER_FAILED: Final = "handler.failed"  # error, where: a fault of ours; the request is buried as `internal`
 

@@ -6,6 +6,7 @@ import statistics
 
 import pytest
 
+from service.simulated.options import SimulatedOptions
 from tests.support.house import house
 from tests.support.requester import Requester, requester
 from tests.support.waiting import until
@@ -25,10 +26,14 @@ def takes_it(version: str) -> bool:
     return int(version.split(".")[0]) < 4
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-async def test_an_answer_over_the_brokers_limit_ends_at_once_and_is_parked(vhost, stream) -> None:
-    results = {"answer_bytes": MANY}
-    async with house(vhost.amqp_url, results=results) as home, requester(vhost.amqp_url) as app:
+@pytest.mark.parametrize(("stream", "deltas"), [(False, 8), (True, 8), (True, 1)], ids=["whole", "parts", "one part"])
+async def test_an_answer_over_the_brokers_limit_ends_at_once_and_is_parked(vhost, stream, deltas) -> None:
+    """Also where a single event of its stream is over it."""
+    simulated, results = SimulatedOptions(stream_deltas=deltas), {"answer_bytes": MANY}
+    async with (
+        house(vhost.amqp_url, simulated=simulated, results=results) as home,
+        requester(vhost.amqp_url) as app,
+    ):
         await app.read_dead()
         reply = await app.ask(huge("too much"), headers={"x-lane-stream": stream}, message_id="big", within_s=60)
         if takes_it(vhost.version):
