@@ -54,7 +54,8 @@ from topology.model import Topology
 from topology.names import Names
 from topology.tracing import Tracing
 
-CONTROL_PREFETCH = 8
+CONTROL_PREFETCH = 128
+"""Recorded at once: the store writes them with one fsync."""
 FINISH_WITHIN_S = 2.0
 """How long an answer that the provider has given may take into the store, when all else has ended."""
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
@@ -211,7 +212,7 @@ async def assemble(
         for lane in worked:
             pools.add_lane(lane, handler)
         pools.add_fallen(every)
-        answers = Answers(publisher, direct=direct, rule=rule)
+        answers = Answers(publisher, direct=direct, rule=rule, notices=notices if own is None else None)
         control = Control(
             Deliveries(consuming, queue=names.control, prefetch=CONTROL_PREFETCH, on_missing=watch.look),
             claiming=claiming,
@@ -219,6 +220,8 @@ async def assemble(
             answers=answers,
             now_ms=now_ms,
             ready=_ready_in(names.control, _ready(consuming)),
+            kept_s=settings.store_spec().cancelled_s,
+            per_tenant_s=settings.control.per_tenant_s,
             speakers=settings.speakers,
         )
         yield Parts(

@@ -25,7 +25,7 @@ from consumers.providers.routes import ProviderModels, RoutesSpec
 from consumers.reply_address import ReplyRule
 from consumers.retry import RetryPolicy
 from consumers.spending import CapsSpec
-from consumers.state.spec import StoreSpec
+from consumers.state.spec import SEEN_LATE_S, StoreSpec
 from service import agreement, sources, validation
 from service.allowed import AmqpUrl, Chances, HttpUrl, Key, Namespace, Number, StoreUrl, UserNames
 from service.budget_sections import (
@@ -38,6 +38,7 @@ from service.budget_sections import (
 )
 from service.masking import mask_url
 from service.sections import (
+    ControlSettings,
     GatewaySettings,
     LaneSettings,
     LanesSettings,
@@ -46,6 +47,7 @@ from service.sections import (
     RetrySettings,
     Section,
     TlsSettings,
+    WaitingSettings,
 )
 from service.validation import Disagreement
 from topology.broker.urls import urls_of
@@ -103,6 +105,8 @@ class Settings(BaseSettings):
     """What keeps results, claims and counters: `sqlite:////file`, or `redis://` where several machines share. None: a
     SQLite file in the user's state folder. Example: redis://:secret@redis.example.com:6379/0"""
     results: ResultSettings = ResultSettings()
+    control: ControlSettings = ControlSettings()
+    waiting: WaitingSettings = WaitingSettings()
     speakers: UserNames = ()
     """AMQP users that may speak for other tenants (`x-lane-tenant`, cancelling, asking for results): a
     gateway's. Example: gateway"""
@@ -291,7 +295,14 @@ class Settings(BaseSettings):
         return self.store if self.store.startswith("sqlite:") else mask_url(self.store)
 
     def store_spec(self) -> StoreSpec:
-        return StoreSpec(keep_s=self.results.keep_s, max_bytes=self.results.max_bytes)
+        return StoreSpec(
+            keep_s=self.results.keep_s,
+            max_bytes=self.results.max_bytes,
+            cancelled_s=max(lane.deadline_s for lane in self.lane_specs()) + SEEN_LATE_S,
+            unseen_per_tenant=self.control.unseen_per_tenant,
+            waiting_per_tenant=self.waiting.per_tenant,
+            waiting_in_all=self.waiting.in_all,
+        )
 
     @property
     def otlp(self) -> tuple[str | None, str | None]:

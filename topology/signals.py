@@ -47,7 +47,11 @@ CONSUMER_CANCELLED: Final = "consumer.cancelled"  # queue: the broker ended it (
 CONTROL_REFUSED: Final = (
     "control.refused"  # reason, refused (how many so far): a control message that is not understood
 )
+CANCELLATION_DISPLACED: Final = "cancellation.displaced"  # tenant, count, displaced: its oldest of unseen ids go first
 CANCELLATION_UNSENT: Final = "cancellation.unsent"  # request, error: nobody waits for it any more, and it runs on
+CONTROL_BEHIND: Final = (
+    "control.behind"  # waiting, waited_s: requests are taken, and cancellations recorded beside them
+)
 CONTROL_POSTPONED: Final = "control.postponed"  # type, reason: the store is away; the message is read again
 CONTROL_UNANSWERED: Final = (
     "control.unanswered"  # reply_to, unanswered (how many so far): nobody can be told what came of a control message
