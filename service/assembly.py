@@ -1,7 +1,6 @@
 """The composition root: every part of a worker is made here, handed what it uses, and ended in reverse order."""
 
 import random
-import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -50,7 +49,7 @@ from topology.broker.rights import see_that_it_may_write
 from topology.broker.verify import verify
 from topology.broker.watch import FindManagement, TopologyWatch
 from topology.contract.problems import AccessRefused, BrokerBlocked, BrokerUnreachable, TopologyMismatch
-from topology.declaration import declare
+from topology.declaration import RECOMMENDED, declare, is_before
 from topology.lanes import LaneSpec
 from topology.model import Topology
 from topology.names import Names
@@ -60,8 +59,6 @@ CONTROL_PREFETCH = 128
 """Recorded at once: the store writes them with one fsync."""
 FINISH_WITHIN_S = 2.0
 """How long an answer that the provider has given may take into the store, when all else has ended."""
-DIRECT_REPLY_MENDED = (4, 3, 5)
-"""From here on a forged direct reply-to address harms nobody (reliability.md, section 0, item 10)."""
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
@@ -143,7 +140,7 @@ async def assemble(
         await _see_that_it_may_write(publishing, names)
         notices = await stack.enter_async_context(Notices(publishing))
         own = None
-        if _before(publishing.version, DIRECT_REPLY_MENDED):
+        if is_before(publishing.version, RECOMMENDED):
             own = Publisher(await stack.enter_async_context(_connection(settings, "direct replies")), tracing=tracing)
         direct = DirectSender(publisher, own=own)
         rule = settings.reply_rule()
@@ -205,6 +202,7 @@ async def assemble(
             failpoints=failpoints,
             reading=reading,
             values=settings.json_values,
+            needs_user_id=settings.needs_user_id,
         )
         pools = Pools(
             deliveries=partial(Deliveries, consuming, on_missing=watch.look),
@@ -311,8 +309,3 @@ async def _apply_or_check(topology: Topology, connection: Connection, *, declare
             f"the broker's topology is not as declared ({len(differences)} differences): {differences[0].line}; "
             "run: lanekeeper topology apply"
         )
-
-
-def _before(version: str, floor: tuple[int, ...]) -> bool:
-    """Whether a broker's version, as it reports it ("4.3.6+deb"), is older than `floor`."""
-    return tuple(int(number) for number in re.findall(r"\d+", version)[: len(floor)]) < floor

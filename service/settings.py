@@ -112,6 +112,12 @@ class Settings(BaseSettings):
     speakers: UserNames = ()
     """AMQP users that may speak for other tenants (`x-lane-tenant`, cancelling, asking for results): a
     gateway's. Example: gateway"""
+    profile: Literal["production"] | None = None
+    """`production`: a worker refuses to start with what `lanekeeper check` warns of; docs/production.md has the list.
+    None: `check` warns, and what is sent in plain text is logged. Example: production"""
+    require_user_id: bool | None = None
+    """Whether a request without `user_id` is refused: nobody can tell whose it is, and all of them share one tenant.
+    None: with the profile `production` yes, else no. Example: true"""
     failpoints: Chances = {}
     """Where the process dies on purpose, and how probably: for the fault suite (`consumers/failpoints.py`).
     Example: after_store:0.2"""
@@ -218,9 +224,18 @@ class Settings(BaseSettings):
         )
 
     @property
+    def is_production(self) -> bool:
+        return self.profile == "production"
+
+    @property
+    def needs_user_id(self) -> bool:
+        return self.is_production if self.require_user_id is None else self.require_user_id
+
+    @property
     def binds_replies(self) -> bool:
         """Whether a reply goes to its requester alone."""
-        return bool(self.reply_to.bound_to_user)
+        bound = self.reply_to.bound_to_user
+        return self.is_production if bound is None else bound
 
     @property
     def broker_url(self) -> str:

@@ -26,6 +26,7 @@ LIBRARY_WARNED: Final = "library.warned"  # library, message: what another packa
 BROKER_CONNECTED: Final = "broker.connected"  # connection, broker, version
 BROKER_LOST: Final = "broker.lost"  # connection, broker, reason: it was open; it is opened again
 BROKER_UNREACHABLE: Final = "broker.unreachable"  # connection, reason, retry_in_s
+PLAIN_TEXT: Final = "transport.plain"  # what, reason: passwords and prompts go to another machine in plain text
 BROKER_BLOCKED: Final = "broker.blocked"  # connection, reason: memory or disk alarm, publishes wait
 BROKER_UNBLOCKED: Final = "broker.unblocked"  # connection, blocked_s
 TOPOLOGY_APPLIED: Final = "topology.applied"  # exchanges, queues, bindings: how many were declared
