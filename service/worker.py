@@ -44,6 +44,7 @@ async def run(
             group.create_task(parts.claiming.run(), name="claims"),
             group.create_task(probing(parts.store), name="probing"),
             group.create_task(sweeping(parts.store, owner=uuid.uuid4().hex), name="sweeping"),
+            group.create_task(parts.dead_letters.run(owner=uuid.uuid4().hex), name="dead letters"),
         ]
         pools.append(group.create_task(parts.control.run(), name="control"))
         pools.append(group.create_task(parts.slots.run(), name="slots"))
@@ -136,7 +137,11 @@ async def _tell(parts: Parts, question: Message, me: str) -> None:
         "prices_as_of": parts.prices_as_of,
         "simulated": parts.simulated,
         "undelivered": parts.retelling.given_up,
-        "unparked": parts.parking.unparked,
+        "dead_letters": {
+            "exported": parts.dead_letters.exported,
+            "dropped": parts.dead_letters.dropped,
+            "unparked": parts.parking.unparked,
+        },
         "control": {
             "refused": parts.answers.refused,
             "unanswered": parts.answers.unanswered,

@@ -6,7 +6,7 @@
 |---|---|
 | application | publish to `lane.requests` with keys `<its lanes>.<its name>.…`; read its reply queue |
 | client | the same, and cancel its requests and fetch their results: publish to `lane.control` |
-| worker | read lanes and what fell out of them; write delays, dead letters, events and replies; make status queues |
+| worker | read lanes, fallen and dead letters; write delays, dead letters, events and replies; make status queues |
 | operator | publish to any lane, cancel, watch events, read `lane.dead`; see all in the management UI |
 | deployer | configure, write and read everything of ours: `topology apply` |
 
@@ -123,7 +123,7 @@ def rights(user: User, topology: Topology) -> Rights:
                     DEFAULT_EXCHANGE,
                     OWN_QUEUES,
                 ),
-                _any(*map(re.escape, (*_lane_queues(topology), names.fallen, names.control)), OWN_QUEUES),
+                _any(*map(re.escape, (*_lane_queues(topology), names.fallen, names.dead, names.control)), OWN_QUEUES),
             )
         case "operator":
             return Rights(
