@@ -78,7 +78,9 @@ class Handler:
         failpoints: Failpoints,
         reading: Reading,
         values: int = bounds.VALUES,
+        needs_user_id: bool = False,
     ) -> None:
+        """`needs_user_id`: a request that the broker has not seen a user of is refused, for it would be anybody's."""
         self._gates = gates
         self._reading = reading
         self._values = values
@@ -93,6 +95,7 @@ class Handler:
         self._names = names
         self._now_ms = now_ms
         self._rng = rng
+        self._needs_user_id = needs_user_id
 
     async def handle(self, job: Job) -> Outcome:
         """Fit to be worked → decoded → through the gates → one attempt."""
@@ -129,6 +132,14 @@ class Handler:
                 RequestProblem(
                     "invalid_request",
                     f"published to exchange {job.message.exchange[:80]!r}: allowed is {self._names.requests!r}",
+                )
+            )
+        if self._needs_user_id and not job.user_id:
+            return ended_by(
+                RequestProblem(
+                    "invalid_request",
+                    "user_id: missing; publish with the property user_id, the name of the user that is connected: "
+                    "without it nobody can tell whose the request is",
                 )
             )
         if (forbidden := self._replies.refusal(job)) is not None:

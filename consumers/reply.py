@@ -99,8 +99,8 @@ class Replies:
             return False
         return True
 
-    async def part(self, job: Job, address: str, *, part: str, seq: int, body: bytes) -> None:
-        """A part that cannot be sent is no failure of the attempt: the final reply is what counts.
+    async def part(self, job: Job, address: str, *, part: str, seq: int, body: bytes) -> str | None:
+        """Why it was not sent; None: it was. That is no failure of the attempt: the final reply is what counts.
 
         Raises RequestProblem for an address that nothing may be sent to, and for a part that is too large: the whole
         answer would be, too. There is no sense in going on.
@@ -124,7 +124,8 @@ class Replies:
         except MessageTooLarge as error:
             raise answer_too_large(error.size, error.limit) from error
         except BrokerError as error:
-            log.info(signals.PART_LOST, id=job.id, lane=job.lane_name, reason=str(error))
+            return str(error)
+        return None
 
 
 class Parts:
@@ -139,6 +140,7 @@ class Parts:
         self._job = job
         self._seq = -1
         self._restarted = False
+        self._has_lost = False
         self.has_sent = False
         """Whether the requester was sent anything that an attempt after this one must have it forget."""
 
@@ -147,10 +149,15 @@ class Parts:
             return
         self.has_sent = True
         if self._seq < 0 and (self._restarted or self._job.attempts > 1 or self._job.redelivered):
-            self._seq += 1
-            await self._replies.part(self._job, address, part="restart", seq=self._seq, body=b"{}")
+            await self._send(address, "restart", b"{}")
+        await self._send(address, "event", event)
+
+    async def _send(self, address: str, part: str, body: bytes) -> None:
         self._seq += 1
-        await self._replies.part(self._job, address, part="event", seq=self._seq, body=event)
+        why = await self._replies.part(self._job, address, part=part, seq=self._seq, body=body)
+        if why is not None and not self._has_lost:  # told once: a full queue loses all that follow
+            self._has_lost = True
+            log.info(signals.PART_LOST, id=self._job.id, lane=self._job.lane_name, reason=why)
 
     def restart(self) -> bool:
         """What comes now is of another call; whether anything had been sent."""

@@ -136,7 +136,12 @@ async def _tell(parts: Parts, question: Message, me: str) -> None:
         "prices_as_of": parts.prices_as_of,
         "simulated": parts.simulated,
         "undelivered": parts.retelling.given_up,
-        "control": {"refused": parts.answers.refused, "unanswered": parts.answers.unanswered},
+        "unparked": parts.parking.unparked,
+        "control": {
+            "refused": parts.answers.refused,
+            "unanswered": parts.answers.unanswered,
+            "displaced": parts.control.displaced,
+        },
     }
     await parts.answers.tell(question, figures, id=None, as_="accepted")
 

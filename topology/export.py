@@ -49,6 +49,10 @@ TAGS: dict[Role, str] = {
 APPLICATIONS: tuple[Role, ...] = ("application", "client")
 HASHING = "rabbit_password_hashing_sha256"
 SALT_BYTES = 4
+CONTROL_AT_MOST = 5_000
+CONTROL_BYTES = 16 * 1024 * 1024
+"""What waits in `lane.control`, beyond which its publishers are refused: a flood fills no disk while no worker runs,
+and what comes behind it is reached within seconds. A policy: arguments of a queue that exists cannot change."""
 REPLIES_AT_MOST = 10_000
 REPLY_BYTES_AT_MOST = 256 * MIB
 """What a reply queue holds for an application that does not read it. A further reply is refused, and kept by its id."""
@@ -148,6 +152,7 @@ def definitions(topology: Topology, vhost: str, users: Sequence[User] = ()) -> d
         ],
         "permissions": [_permission(user, topology, vhost) for user in users],
         "topic_permissions": [permission for user in users for permission in _topic_permissions(user, topology, vhost)],
+        "policies": [_control_policy(topology, vhost)],
         "exchanges": [
             {
                 "vhost": vhost,
@@ -229,6 +234,22 @@ def _topic_permissions(user: User, topology: Topology, vhost: str) -> list[dict[
         {"user": user.name, "vhost": vhost, "exchange": exchange, "write": pattern, "read": NOTHING}
         for exchange, pattern in written.items()
     ]
+
+
+def _control_policy(topology: Topology, vhost: str) -> dict[str, Any]:
+    control = Names(topology.namespace).control
+    return {
+        "vhost": vhost,
+        "name": f"{control} bound",
+        "pattern": _any(re.escape(control)),
+        "apply-to": "queues",
+        "priority": 0,
+        "definition": {
+            "max-length": CONTROL_AT_MOST,
+            "max-length-bytes": CONTROL_BYTES,
+            "overflow": "reject-publish",
+        },
+    }
 
 
 def _any(*patterns: str) -> str:

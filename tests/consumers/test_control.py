@@ -43,6 +43,8 @@ def control(bench: Bench) -> Control:
         answers=answers_of(bench),
         now_ms=lambda: NOW_MS,
         ready=None,  # type: ignore[arg-type]
+        kept_s=86_400,
+        per_tenant_s=100,
         speakers=("gateway",),
     )
 
@@ -67,7 +69,7 @@ def told(bench: Bench) -> dict[str, Any]:
 async def test_a_cancellation_is_recorded_answered_and_acknowledged(bench: Bench) -> None:
     await read(bench, {"cancel": "m-1"})
     assert bench.log == ["cancel", "confirmed: reply", "ack"]
-    assert told(bench) == {"id": "m-1", "outcome": "unseen", "kept_until": "2027-09-22T14:13:20.000Z"}
+    assert told(bench) == {"id": "m-1", "outcome": "unseen", "kept_until": "2026-09-22T14:13:20.000Z"}
     assert bench.to("").headers == {n.CONTROL: "accepted", n.REQUEST_ID: "m-1"}
 
 
