@@ -222,7 +222,6 @@ async def assemble(
             claiming=claiming,
             settler=settler,
             answers=answers,
-            parking=parking,
             now_ms=now_ms,
             ready=_ready_in(names.control, _ready(consuming)),
             kept_s=settings.store_spec().cancelled_s,
