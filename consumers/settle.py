@@ -28,6 +28,7 @@ from consumers.job import (
     Retried,
 )
 from consumers.lifecycle import Lifecycle
+from consumers.parking import Parking
 from consumers.reply import Replies
 from consumers.retelling import Retelling
 from consumers.state.base import Completion, StoreUnavailable
@@ -69,10 +70,12 @@ class Settler:
         tracing: Tracing,
         now_ms: NowMs,
         failpoints: Failpoints,
+        parking: Parking | None = None,
         answer_bytes: int = ANSWER_BYTES,
     ) -> None:
         self._publisher = publisher
         self._answer_bytes = answer_bytes
+        self._parking = parking or Parking()
         self._claiming = claiming
         self._failpoints = failpoints
         self._replies = replies
@@ -163,6 +166,10 @@ class Settler:
             if job.redelivered and (before := await self._claiming.find(job.identity)) and before.completion:
                 return Replayed(completion=before.completion, buries=True)  # whoever died had read it otherwise
             await self._claiming.note(job, completion)
+            if isinstance(outcome, Buried) and not self._parking.takes(
+                job.identity.tenant, len(job.message.body), code=completion.code
+            ):
+                return Refused(outcome.problem)
             return outcome
         holds = await self._claiming.complete(job, completion)
         if holds is None:

@@ -23,6 +23,7 @@ from consumers.handler import Handler
 from consumers.job import now_ms
 from consumers.lifecycle import Lifecycle
 from consumers.limits.base import Budgets
+from consumers.parking import Parking
 from consumers.pausing import Pausing
 from consumers.pool import Pool
 from consumers.providers.breaker import Breakers
@@ -76,6 +77,7 @@ class Parts:
     claiming: Claiming
     control: Control
     answers: Answers
+    parking: Parking
     retelling: Retelling
     pausing: Pausing
     watch: TopologyWatch
@@ -166,6 +168,7 @@ async def assemble(
         )
         stack.push_async_callback(budgeting.spending.finish, within_s=FINISH_WITHIN_S)
         retelling = Retelling(claiming, waiting=settings.reply_to.waiting)
+        parking = Parking(invalid_per_hour=settings.dead.invalid_per_hour)
         settler = Settler(
             publisher,
             replies=replies,
@@ -176,6 +179,7 @@ async def assemble(
             tracing=tracing,
             now_ms=now_ms,
             failpoints=failpoints,
+            parking=parking,
             answer_bytes=settings.results.answer_bytes,
         )
         handler = Handler(
@@ -237,6 +241,7 @@ async def assemble(
             claiming=claiming,
             control=control,
             answers=answers,
+            parking=parking,
             retelling=retelling,
             pausing=pausing,
             watch=watch,

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pydantic import BaseModel, ConfigDict, Field
 
 from consumers.job import ATTEMPT_WITHIN_S
+from consumers.parking import INVALID_PER_HOUR
 from consumers.retelling import WAITING
 from consumers.retry import RetryPolicy
 from consumers.state.spec import StoreSpec
@@ -195,6 +196,15 @@ class WaitingSettings(Section):
                 f"per_tenant ({self.per_tenant}) is above in_all ({self.in_all}); lower it, or raise in_all",
                 at=(("per_tenant",), ("in_all",)),
             )
+
+
+class DeadSettings(Section):
+    """Dead letters."""
+
+    invalid_per_hour: Number[float] = Field(default=INVALID_PER_HOUR, ge=1, le=1_000_000_000)
+    """Invalid messages of one tenant that a process parks in an hour, each begun 64 KiB counted as one: enough
+    to see what is wrong with them, and 64 MiB at most. What is above is answered and not parked. Valid requests
+    that failed are always parked."""
 
 
 class RetrySettings(Section):

@@ -39,6 +39,7 @@ from service.budget_sections import (
 from service.masking import mask_url
 from service.sections import (
     ControlSettings,
+    DeadSettings,
     GatewaySettings,
     LaneSettings,
     LanesSettings,
@@ -107,6 +108,7 @@ class Settings(BaseSettings):
     results: ResultSettings = ResultSettings()
     control: ControlSettings = ControlSettings()
     waiting: WaitingSettings = WaitingSettings()
+    dead: DeadSettings = DeadSettings()
     speakers: UserNames = ()
     """AMQP users that may speak for other tenants (`x-lane-tenant`, cancelling, asking for results): a
     gateway's. Example: gateway"""

@@ -136,6 +136,7 @@ async def _tell(parts: Parts, question: Message, me: str) -> None:
         "prices_as_of": parts.prices_as_of,
         "simulated": parts.simulated,
         "undelivered": parts.retelling.given_up,
+        "unparked": parts.parking.unparked,
         "control": {
             "refused": parts.answers.refused,
             "unanswered": parts.answers.unanswered,

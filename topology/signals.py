@@ -58,6 +58,7 @@ CONTROL_UNANSWERED: Final = (
 )
 
 # Log events: one request. `request` is its message id; most tell its `lane` as well.
+INVALID_UNPARKED: Final = "invalid.unparked"  # tenant, code, count, unparked: its share of the dead letters is used up
 REQUEST_ANSWERED: Final = "request.answered"  # model, provider, wait_ms, run_ms, input_tokens, output_tokens
 REQUEST_DEFERRED: Final = "request.deferred"  # delay_ms, reason: held back by a limit or a wish; not an error
 REQUEST_RETRIED: Final = "request.retried"  # delay_ms, error, status, provider_request: the attempt failed

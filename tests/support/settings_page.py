@@ -49,6 +49,7 @@ TITLES = {
     "results": "Results",
     "control": "Cancellations and questions",
     "waiting": "Delayed requests",
+    "dead": "Dead letters",
 }
 
 
