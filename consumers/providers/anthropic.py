@@ -116,7 +116,8 @@ class AnthropicProvider:
     async def stream(self, request: Request, *, timeout_s: float, parts: Parts | None) -> Answer:
         streamed = parts is not None or request.max_tokens > MAX_TOKENS_AT_ONCE
         urgent = urgency(request.lane)
-        asked = await self._turn(partial(say_stream, request.body, streamed), urgent, len(request.body))
+        say = partial(say_stream, request.body, streamed, is_stated=request.states_stream)
+        asked = await self._turn(say, urgent, len(request.body))
         response: httpx2.Response | None = None
         try:
             async with asyncio.timeout(timeout_s) as limit:
@@ -249,9 +250,9 @@ class AnthropicProvider:
         return AnswerTooLargeError(f"more than {most} bytes", request_id=_request_id(response))
 
 
-def say_stream(body: bytes, streamed: bool) -> bytes:
+def say_stream(body: bytes, streamed: bool, *, is_stated: bool = True) -> bytes:
     """The body with `stream` as it must be; byte for byte the same where that is so already."""
-    if b'"stream"' in body or b"\\u" in body:  # a key may be written with escapes
+    if is_stated and (b'"stream"' in body or b"\\u" in body):  # a key may be written with escapes
         fields = json.loads(body)
         if "stream" in fields:
             return body if fields["stream"] is streamed else _rewritten({**fields, "stream": streamed})

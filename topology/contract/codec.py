@@ -78,6 +78,7 @@ def decode(
         model=model,
         max_tokens=max_tokens,
         stream=said.stream,
+        states_stream="stream" in checked.model_fields_set,
         beta=said.beta,
         sent_ms=sent.ms,
         sent_by=sent.by,
