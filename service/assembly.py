@@ -1,5 +1,6 @@
 """The composition root: every part of a worker is made here, handed what it uses, and ended in reverse order."""
 
+import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -45,7 +46,7 @@ from topology.broker.depth import depths
 from topology.broker.management import Management, discover
 from topology.broker.notices import Notices
 from topology.broker.publisher import Publisher
-from topology.broker.rights import see_that_it_may_write
+from topology.broker.rights import WritingRights
 from topology.broker.verify import verify
 from topology.broker.watch import FindManagement, TopologyWatch
 from topology.contract.problems import AccessRefused, BrokerBlocked, BrokerUnreachable, TopologyMismatch
@@ -137,7 +138,7 @@ async def assemble(
         await _apply_or_check(topology, publishing, declares=declares)
         watch = TopologyWatch(topology, consuming, declares=declares, find_management=_management_finder(settings))
         publisher = Publisher(publishing, tracing=tracing, on_missing=watch.look)
-        await _see_that_it_may_write(publishing, names)
+        rights = await stack.enter_async_context(_rights(publishing, names))
         notices = await stack.enter_async_context(Notices(publishing))
         own = None
         if is_before(publishing.version, RECOMMENDED):
@@ -153,6 +154,7 @@ async def assemble(
         pausing = Pausing(
             {
                 "publish connection": lambda: publishing.trouble or publishing.blocked,
+                "permissions": lambda: rights.trouble,
                 "store": lambda: store.trouble,
                 "topology": lambda: watch.hindrance,
                 "control queue": lambda: control.behind,
@@ -284,17 +286,25 @@ def _ready_in(queue: str, ready: Depths) -> Callable[[], Awaitable[int]]:
     return ready_in
 
 
-async def _see_that_it_may_write(connection: Connection, names: Names) -> None:
+@asynccontextmanager
+async def _rights(connection: Connection, names: Names) -> AsyncIterator[WritingRights]:
     """A worker that may answer nobody would take requests and put them back until they are buried as poison."""
+    rights = WritingRights(connection, (("", f"{names.reply_prefix}nobody"), (names.events, "nobody")))
     try:
-        await see_that_it_may_write(connection, (("", f"{names.reply_prefix}nobody"), (names.events, "nobody")))
+        await rights.look()
     except (BrokerBlocked, BrokerUnreachable):
-        return  # an alarm: it is known when it is over, and nothing is taken until then
+        pass  # an alarm: nothing is taken until it is over, and this is known
     except AccessRefused as error:
         raise AccessRefused(
             f"a worker must be allowed to write: {error}; "
             "give its user the rights that `lanekeeper topology export --user NAME:worker` shows"
         ) from error
+    looking = asyncio.create_task(rights.run(), name="rights")
+    try:
+        yield rights
+    finally:
+        looking.cancel()
+        await asyncio.wait([looking])
 
 
 async def _apply_or_check(topology: Topology, connection: Connection, *, declares: bool) -> None:
