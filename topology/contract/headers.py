@@ -61,6 +61,8 @@ class HopHeaders:
     """When it was sent into the delay; ms since 1970."""
     back_ms: int | None = None
     """When the delay is over."""
+    is_fresh: bool = False
+    """It was set aside before anybody had worked on it."""
 
 
 def read(headers: Mapping[str, Any]) -> RequestHeaders:
@@ -104,6 +106,7 @@ def read_hop(headers: Mapping[str, Any]) -> HopHeaders:
         redelivered=headers.get(names.REDELIVERED) is True,
         hop_ms=_whole(headers.get(names.HOP_MS)),
         back_ms=_whole(headers.get(names.BACK_MS)),
+        is_fresh=headers.get(names.FRESH) is True,
     )
 
 
@@ -135,6 +138,7 @@ def hop_headers(hop: HopHeaders) -> dict[str, Any]:
         names.REDELIVERED: hop.redelivered or None,
         names.HOP_MS: hop.hop_ms,
         names.BACK_MS: hop.back_ms,
+        names.FRESH: hop.is_fresh or None,
     }
     return {key: value for key, value in found.items() if value is not None}
 
