@@ -20,7 +20,9 @@ class Fallen:
     ) -> None:
         self._lane_by_queue = {names.intake(lane.name): lane for lane in lanes}
         self._lane_by_workers_queue = {names.due(lane.name): lane for lane in lanes}
-        self._lane_by_workers_queue |= {names.side(lane.name, each): lane for lane in lanes for each in range(lane.side_queues)}
+        self._lane_by_workers_queue |= {
+            names.side(lane.name, each): lane for lane in lanes for each in range(lane.side_queues)
+        }
         self._lane_by_name = {lane.name: lane for lane in lanes}
         self._names = names
         self._now_ms = now_ms
@@ -53,7 +55,7 @@ class Fallen:
             )
         death = _death(job.delivery)
         if message.exchange == self._names.fallen and death.get("reason") == "expired":
-            bound = death.get("original-expiration")
+            bound = job.hop.expiration or death.get("original-expiration")
             return RequestProblem(
                 "deadline_exceeded",
                 f"expired in {death.get('queue')}" + (f" after its expiration of {bound} ms" if bound else ""),

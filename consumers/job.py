@@ -11,6 +11,7 @@ from typing import Protocol
 
 from consumers.limits.amounts import Amounts
 from consumers.limits.base import Reservation
+from consumers.rank import restored
 from consumers.state.base import Completion, Copy, Held, Identity, Stop
 from topology import names as n
 from topology.broker.session import Delivery
@@ -76,6 +77,8 @@ class Job:
         self.trusted = trusted
         self.id = delivery.message.message_id or uuid.uuid4().hex
         self.hop = read_hop(delivery.message.headers) if trusted else HopHeaders()
+        if trusted:
+            delivery.message.priority = restored(delivery.message.priority)
         headers = delivery.message.headers
         # a dead letter that is published again tells whose it was; whoever may speak for others is believed
         stated = headers.get(n.TENANT) or (headers.get(n.USER_ID) if n.DEAD_AT in headers else None)

@@ -27,14 +27,14 @@ from consumers.job import (
     moment_text,
 )
 from consumers.lifecycle import Lifecycle
+from consumers.onward import copied, hop_of, sent_on
 from consumers.reply import Replies
 from consumers.state.base import Completion, StoreUnavailable
 from topology import names as n
 from topology import signals
 from topology.broker.publisher import Publisher
 from topology.broker.session import ChannelLost, Delivery
-from topology.contract.headers import ERRORS_KEPT, HopHeaders, carried, hop_headers
-from topology.contract.messages import Message
+from topology.contract.headers import ERRORS_KEPT
 from topology.contract.problems import PROBLEMS, BrokerError, RequestProblem
 from topology.delays import MAX_DELAY_MS, hop
 from topology.names import Names
@@ -43,9 +43,10 @@ from topology.tracing import Tracing
 NEVER_KEPT = frozenset({"idempotency_conflict"})
 """It is no ending of the request that has this id."""
 NOTED = frozenset(
-    {"invalid_request", "unsupported_media", "too_large", "forbidden_reply_to", "forbidden_model", "unroutable"}
-)
-"""Told of what is no request: its id is free for a better one."""
+    {"invalid_request", "unsupported_media", "too_large", "forbidden_reply_to", "forbidden_model", "unroutable",
+     "too_many_waiting"}
+)  # fmt: skip
+"""Told of what is no request, or was not taken: its id is free."""
 TAKEN_OVER_WAIT_MS = 1000
 PUT_BACK_AFTER_S = 1.0
 """What fails at once comes back at once: not thousands of times a second."""
@@ -223,19 +224,12 @@ class Settler:
     ) -> None:
         """Send the request into the delay cascade; it comes back to the lane's due queue."""
         way = hop(min(max(0, delay_ms), MAX_DELAY_MS), self._names)
-        past = HopHeaders(
-            attempts=attempts,
-            errors=errors,
-            first_seen_ms=job.hop.first_seen_ms or job.published.ms or job.taken_ms,
-            due_ms=due_ms,
-            user_id=job.user_id,
-            expiration=job.hop.expiration if job.trusted else job.message.expiration,
-            dead_at=job.dead_at,
-            redelivered=redelivered,
-            hop_ms=(hop_ms := self._now_ms()),
+        hop_ms = self._now_ms()
+        past = hop_of(
+            job, attempts=attempts, due_ms=due_ms, errors=errors, redelivered=redelivered, hop_ms=hop_ms,
             back_ms=hop_ms + way.delay_ms,
-        )
-        message = self._copy(job, {**hop_headers(past), **way.headers})
+        )  # fmt: skip
+        message = sent_on(job, past, more=way.headers, of=self._names)
         self._failpoints.reach_soon("after_publish")
         await self._publisher.publish_surely(message, exchange=way.exchange, routing_key=job.routing_key)
 
@@ -257,24 +251,7 @@ class Settler:
             headers[n.EXPIRATION] = expiration
         self._failpoints.reach_soon("after_publish")
         await self._publisher.publish_surely(
-            self._copy(job, headers), exchange=self._names.dead, routing_key=job.routing_key
-        )
-
-    def _copy(self, job: Job, headers: dict[str, Any]) -> Message:
-        """The message as it was published, without `user_id` (a foreign one closes the channel) and `expiration`."""
-        original = job.message
-        return Message(
-            body=original.body,
-            headers={**carried(original.headers, of=self._names), **headers},
-            content_type=original.content_type,
-            content_encoding=original.content_encoding,
-            message_id=job.id,
-            correlation_id=original.correlation_id,
-            reply_to=original.reply_to,
-            priority=original.priority,
-            type=original.type,
-            timestamp_s=original.timestamp_s,
-            app_id=original.app_id,
+            copied(job, headers, of=self._names), exchange=self._names.dead, routing_key=job.routing_key
         )
 
     async def release(self, delivery: Delivery) -> None:

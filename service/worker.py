@@ -47,7 +47,8 @@ async def run(
         ]
         pools.append(group.create_task(parts.control.run(), name="control"))
         pools.append(group.create_task(parts.slots.run(), name="slots"))
-        side.append(group.create_task(parts.pausing.run((*parts.pools, parts.slots)), name="pausing"))
+        pools.append(group.create_task(parts.scouting.run(), name="scouting"))
+        side.append(group.create_task(parts.pausing.run((*parts.pools, parts.slots, parts.scouting)), name="pausing"))
         side.append(group.create_task(parts.watch.run(), name="topology watch"))
         announcing = group.create_task(_announce(parts, on_ready), name="announce")
         stopping = group.create_task(stop.wait(), name="stop")
@@ -68,10 +69,11 @@ async def run(
 
 async def _stop(parts: Parts) -> None:
     """What is given back must find none of our consumers: so all of them end first."""
-    await asyncio.gather(*(pool.stop() for pool in parts.pools), parts.slots.stop())
+    await asyncio.gather(*(pool.stop() for pool in parts.pools), parts.slots.stop(), parts.scouting.stop())
     for pool in parts.pools:
         pool.give_back_waiting()
     parts.slots.give_back_waiting()
+    parts.scouting.give_back_waiting()
 
 
 async def _end(tasks: Iterable[asyncio.Task[object]]) -> None:
@@ -135,6 +137,7 @@ async def _tell(parts: Parts, question: Message, me: str) -> None:
         },
         "prices_as_of": parts.prices_as_of,
         "simulated": parts.simulated,
+        "tenants": {lane: turns.snapshot() for lane, turns in parts.turns.items()},
         "control": {"refused": parts.answers.refused, "unanswered": parts.answers.unanswered},
     }
     await parts.answers.tell(question, figures, id=None, as_="accepted")

@@ -6,7 +6,7 @@
 |---|---|
 | application | publish to `lane.requests` with keys `<its lanes>.<its name>.…`; make and read reply queues |
 | client | the same, and cancel its requests and fetch their results: publish to `lane.control` |
-| worker | read lanes and what fell out of them; write delays, side queues, dead letters, events and replies; make status queues |
+| worker | read lanes and what fell out of them; write delays, side queues, dead letters, events, replies; make queues |
 | operator | publish to any lane, cancel, watch events, read `lane.dead`; see all in the management UI |
 | deployer | configure, write and read everything of ours: `topology apply` |
 

@@ -103,6 +103,7 @@ PROBLEMS: Final = _by_code(
         ProblemType("unroutable", 404, "No lane for the routing key", parked=True, retryable=False),
         ProblemType("superseded", 409, "Superseded", parked=False, retryable=False),
         ProblemType("idempotency_conflict", 409, "Idempotency conflict", parked=False, retryable=False),
+        ProblemType("too_many_waiting", 429, "Too many requests waiting", parked=False, retryable=True),
         ProblemType("cancelled", 499, "Cancelled", parked=False, retryable=False),
         ProblemType("deadline_exceeded", 504, "Deadline exceeded", parked=False, retryable=True),
         ProblemType("provider_rejected", 400, "Rejected by the provider", parked=True, retryable=False),
