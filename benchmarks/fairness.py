@@ -1,6 +1,6 @@
 """What each tenant of a lane gets while one of them has 10,000 requests waiting, and how long a single request waits.
 
-    .venv/bin/python benchmarks/fairness.py [--tenants 3] [--processes 1] [--waiting 10000] [--slots 16] [--settle-s 0]
+    .venv/bin/python benchmarks/fairness.py [--tenants 3] [--processes 1] [--waiting 10000] [--slots 16] [--settle-s 30]
 
 The lane is `normal`, a call takes half a second. The first tenant's requests wait before anybody else comes. Then each
 of the others has as many requests under way or waiting as the lane has slots, always; and one more tenant asks once
@@ -27,14 +27,21 @@ from consumers.activity import quantile
 from service.client import Client
 from service.simulated.app import SimulatedAPI
 from service.simulated.options import SimulatedOptions
+from topology.broker.apply import apply
 from topology.broker.connection import Connection
+from topology.broker.depth import depths
 from topology.broker.publisher import Publisher
 from topology.contract.messages import Message
-from topology.names import TENANT
+from topology.declaration import declare
+from topology.lanes import DEFAULT_LANES
+from topology.names import TENANT, Names
 from topology.tracing import Tracing
 
 LANE = "normal"
+INTAKE = Names().intake(LANE)
 LATENCY_MS = 500
+USER = "lanekeeper"
+"""Of the private broker; it speaks for the tenants."""
 COUNTED_S = 10.0
 ASKS_EVERY_S = 0.25
 PUBLISHING_AT_ONCE = 200
@@ -49,7 +56,7 @@ async def process(url: str, base_url: str, folder: str, slots: int) -> AsyncIter
         **os.environ,
         "LANEKEEPER_AMQP_URL": url,
         "LANEKEEPER_STORE_URL": f"sqlite:///{folder}/store.sqlite",
-        "LANEKEEPER_SPEAKERS": "guest",
+        "LANEKEEPER_SPEAKERS": USER,
         "LANEKEEPER_LOG_LEVEL": "warning",
         "ANTHROPIC_API_KEY": "benchmark",
         "ANTHROPIC_BASE_URL": base_url,
@@ -88,7 +95,7 @@ class Load:
                         body=json.dumps({"prompt": f"{FLOOD} {number}"}).encode(),
                         message_id=uuid.uuid4().hex,
                         content_type="application/json",
-                        user_id="guest",
+                        user_id=USER,
                         headers={TENANT: FLOOD, "x-lane-sent-ms": time.time_ns() // 1_000_000},
                     ),
                     exchange="lane.requests",
@@ -125,11 +132,14 @@ async def main(tenants: int, processes: int, waiting: int, slots: int, settle_s:
         AsyncExitStack() as stack,
     ):
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lanekeeper-fairness-"))
+        connection = await stack.enter_async_context(Connection(url, name="load"))
+        declared = declare(DEFAULT_LANES, names=Names(), broker_version=connection.version)
+        await apply(declared, await connection.underlying())
         for _ in range(processes):
             await stack.enter_async_context(process(url, api.base_url, folder, slots))
-            await asyncio.sleep(3)
-        connection = await stack.enter_async_context(Connection(url, name="load"))
-        client = await stack.enter_async_context(Client(url))
+        while (await depths(connection, [INTAKE]))[INTAKE].consumers < processes:  # noqa: ASYNC110  no event behind it
+            await asyncio.sleep(0.1)
+        client = await stack.enter_async_context(Client(url, cancel_abandoned=False))
         load = Load(client, Publisher(connection, tracing=Tracing()))
         began = time.monotonic()
         await load.flood(waiting)
@@ -139,20 +149,27 @@ async def main(tenants: int, processes: int, waiting: int, slots: int, settle_s:
             asyncio.create_task(load.always(f"tenant-{tenant}")) for tenant in range(1, tenants) for _ in range(at_once)
         ]
         tasks.append(asyncio.create_task(load.now_and_then()))
-        await asyncio.sleep(settle_s)
-        before = len(api.calls)
+        deadline = time.monotonic() + settle_s  # until what came before has been looked through
+        while time.monotonic() < deadline and (await depths(connection, [INTAKE]))[INTAKE].ready > slots:
+            await asyncio.sleep(0.1)
+        settled = time.monotonic()
+        load.waits_ms.clear()
+        since_s = time.monotonic()
         await asyncio.sleep(COUNTED_S)
-        counted = api.calls[before:]
+        counted = [call for call in api.calls if call.started_s >= since_s]
         calls = Counter(call.prompt.split(" ")[0] for call in counted)
         for each in tasks:
             each.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        sides = [each.name for each in declared.queues if ".normal.side." in each.name]
+        found = await depths(connection, [INTAKE, *sides])
+        print("  waiting: " + ", ".join(f"{queue} {depth.ready}" for queue, depth in found.items() if depth.ready))
         total = sum(calls.values())
         shares = {each: calls[each] / total for each in [f"tenant-{number}" for number in range(tenants)]}
         waits = sorted(load.waits_ms)
         print(
             f"{tenants} tenants, {processes} processes, {slots} slots each; {waiting} published in "
-            f"{flooded - began:.1f} s: {total / COUNTED_S:.0f} calls/s, least share {min(shares.values()):.3f}, "
+            f"{flooded - began:.1f} s, looked through {settled - flooded:.1f} s later: {total / COUNTED_S:.0f} calls/s, least share {min(shares.values()):.3f}, "
             f"aim {1 / (2 * tenants):.3f}"
         )
         print("  shares: " + ", ".join(f"{each} {share:.3f}" for each, share in shares.items()))
@@ -169,6 +186,6 @@ if __name__ == "__main__":
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--waiting", type=int, default=10_000)
     parser.add_argument("--slots", type=int, default=16)
-    parser.add_argument("--settle-s", type=float, default=0)
+    parser.add_argument("--settle-s", type=float, default=30)
     options = parser.parse_args()
     uvloop.run(main(options.tenants, options.processes, options.waiting, options.slots, options.settle_s))

@@ -61,8 +61,8 @@ class Pools:
         self._shares = shares
 
     def add_lane(self, lane: LaneSpec, handler: Handler) -> None:
-        """Creates its pools: of the due queue (its slots are never lent), of the intake, and of what was set aside, on the
-        slots of the intake."""
+        """Creates its pools: of the due queue (its slots are never lent), of the intake, and, on its slots, of what was
+        set aside."""
         activity = LaneActivity(lane.name, slots=lane.slots, due_slots=lane.due_slots)
         self.activities.append(activity)
         heads = Heads(self._names.side(lane.name, each) for each in range(lane.side_queues))
