@@ -54,6 +54,8 @@ class LaneActivity:
                 return
             case Dropped():
                 self.dropped += 1
+            case Replayed(retold=True):
+                return  # counted when it ended
             case Replayed():
                 self.replayed += 1
         if run_ms is not None:

@@ -14,9 +14,9 @@ from typing import Final
 
 import structlog
 
+from consumers.copies import set_aside
 from consumers.job import Deferred, Job, NowMs, Outcome, Refused
-from consumers.onward import hop_of, sent_on
-from consumers.rank import HIGHEST, rank
+from consumers.rank import HIGHEST
 from topology import names as n
 from topology import signals
 from topology.broker.heads import Heads
@@ -64,7 +64,7 @@ class Aside:
         """Whether it may be moved. What is to be refused for its headers is not: they would be lost."""
         message = job.message
         if job.trusted:
-            return True
+            return not job.hop.reply_try  # that needs no call, and is over soon
         headers = message.headers
         return (
             message.exchange == self._names.requests
@@ -91,19 +91,7 @@ class Aside:
         if asyncio.get_running_loop().time() < self._full_until_s.get(number, 0):
             return self._full(job)
         self._keep(job.identity.tenant, number)
-        past = hop_of(
-            job,
-            attempts=job.hop.attempts,
-            due_ms=job.hop.due_ms,
-            errors=job.hop.errors,
-            redelivered=job.redelivered,
-            hop_ms=(since_ms := job.hop.hop_ms or job.published.ms),
-            back_ms=job.hop.back_ms or since_ms,
-            is_fresh=job.is_fresh,
-        )
-        message = sent_on(job, past, of=self._names)
-        message.expiration = self._expiration(job)
-        message.priority = rank(job.message.priority, is_fresh=job.is_fresh)
+        message = set_aside(job, now_ms=self._now_ms(), names=self._names)
         try:
             await self._publisher.publish_surely(
                 message,
@@ -159,10 +147,3 @@ class Aside:
         self._places[tenant] = _Place(number, now_s)
         while (oldest := next(iter(self._places))) and self._places[oldest].at_s + PLACE_KEPT_S <= now_s:
             del self._places[oldest]
-
-    def _expiration(self, job: Job) -> str | None:
-        """What is left of it: of a request that nobody has worked on, it counts until the call begins."""
-        said = job.hop.expiration if job.trusted else job.message.expiration
-        if not job.is_fresh or said is None or not said.isdecimal():
-            return None
-        return str(max(0, int(said) - (self._now_ms() - job.published.ms)))

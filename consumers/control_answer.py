@@ -1,13 +1,12 @@
 """How control messages are answered: in one shape, with `x-lane-control`; a result is the final reply again.
 
-Answers go to queues that the broker named, and to no other (threat T1). Who asked from elsewhere, or from nowhere,
-cannot be told: that is logged and counted, and nothing more can be done.
+Answers go to queues that the broker named and by direct reply-to, and to no other address (threat T1). Who asked from
+elsewhere, or from nowhere, cannot be told: that is logged and counted, and nothing more can be done.
 """
 
 import json
 import uuid
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any, Literal
 
 import structlog
@@ -17,16 +16,17 @@ from topology import names as n
 from topology import signals
 from topology.broker.publisher import Publisher
 from topology.contract.messages import Message
-from topology.contract.problems import BrokerError, RequestProblem
+from topology.contract.problems import BrokerError, MessageTooLarge, RequestProblem, answer_too_large
 
-BROKER_NAMED = "amq.gen-"
+ANSWERED = ("amq.gen-", f"{n.DIRECT_REPLY_TO}.")
+"""How addresses begin that nobody could choose."""
 JSON = "application/json"
 PROBLEM = "application/problem+json"
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 class Answers:
-    """Publishes them."""
+    """Publishes them; before RabbitMQ 4.3.5 over a connection of their own, for a forged direct address kills it."""
 
     def __init__(self, publisher: Publisher) -> None:
         self._publisher = publisher
@@ -48,7 +48,7 @@ class Answers:
             signals.CONTROL_REFUSED,
             type=(question.type or "")[:40],
             key=question.routing_key[:40],
-            reason=problem.detail,
+            reason=problem.brief,
             refused=self.refused,
         )
         document = problem.document(request=id or "", attempts=0)
@@ -58,14 +58,17 @@ class Answers:
         """How the request ended, as its requester was told."""
         headers = {n.STATUS: completion.status, **completion.headers, n.REPLAYED: True}
         content_type = PROBLEM if completion.status == "error" else JSON
-        await self._send(question, completion.body, content_type, _headers(id, headers))
+        try:
+            await self._send(question, completion.body, content_type, _headers(id, headers))
+        except MessageTooLarge as error:
+            await self.refuse(question, answer_too_large(error.size, error.limit), id=id)
 
     async def _send(
         self, question: Message, body: bytes, content_type: str, headers: Mapping[str, Any], *, is_due: bool = False
     ) -> None:
         """Whoever has gone wants no answer. `is_due`: whoever gave no address should be told all the same."""
         address = question.reply_to or ""
-        if not address.startswith(BROKER_NAMED):
+        if not address.startswith(ANSWERED):
             if address or is_due:
                 self.unanswered += 1
                 log.warning(signals.CONTROL_UNANSWERED, reply_to=address[:100], unanswered=self.unanswered)
@@ -78,8 +81,12 @@ class Answers:
             correlation_id=question.correlation_id,
             persistent=False,
         )
-        with suppress(BrokerError):
+        try:
             await self._publisher.publish(answer, exchange="", routing_key=address, mandatory=False, traced=False)
+        except MessageTooLarge:
+            raise
+        except BrokerError:
+            pass  # asked again, it is told again
 
 
 def _headers(id: str | None, headers: Mapping[str, Any]) -> dict[str, Any]:

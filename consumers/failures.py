@@ -10,17 +10,22 @@ ProviderError
 BreakerOpen                 no call was made: every provider that may be called is known to fail now
 """
 
+import re
+from typing import Final
+
 from consumers.limits.headers import RateHeaders
 from topology.contract.problems import LanekeeperError
 
 UNREACHABLE = "unreachable"
 """The type of a failure to connect. What was sent and lost is `connection`."""
+_WORD: Final = re.compile(r"[A-Za-z0-9_.:\-]{1,64}")
 NEVER_SENT = frozenset({UNREACHABLE, "credentials"})
 """Types of failures before anything was sent: there was no connection, or nothing to sign with."""
 
 
 class ProviderError(LanekeeperError):
-    """An attempt failed. `detail` is one line without content of the request; `status` the provider's, 0 if none."""
+    """An attempt failed. `detail` is one line for the requester, in which a provider may quote what it was asked;
+    `status` the provider's, 0 if none."""
 
     def __init__(self, detail: str, *, status: int = 0, type: str = "", request_id: str | None = None) -> None:
         super().__init__(detail)
@@ -33,6 +38,17 @@ class ProviderError(LanekeeperError):
         """It came in the middle of an answer."""
         self.rate: RateHeaders | None = None
         """What the response told of the account's limits; set by the adapter."""
+
+    @property
+    def brief(self) -> str:
+        """For logs and events, without content: type, status and the provider's id of the request.
+
+        Type and id are the provider's words, and so they are believed only where they look like it.
+        """
+        kind = self.type if _WORD.fullmatch(self.type) else type(self).__name__
+        status = f" {self.status}" if self.status else ""
+        id = f" ({self.request_id})" if self.request_id and _WORD.fullmatch(self.request_id) else ""
+        return f"{kind}{status}{id}"
 
 
 class TransientError(ProviderError):

@@ -254,7 +254,9 @@ class Retried:
 
     delay_ms: int
     error: str
-    """One line, without content."""
+    """One line, for the requester."""
+    brief: str = ""
+    """The same without content, for logs and events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +287,8 @@ class Replayed:
     completion: Completion
     buries: bool = False
     """This very message was never settled: whether it was parked is not known, so it is parked (again)."""
+    retold: bool = False
+    """All else was done: its reply queue refused it before."""
 
 
 Outcome = Answered | Deferred | Retried | Refused | Buried | Dropped | Replayed

@@ -18,6 +18,7 @@ EVENTS: Mapping[str, Set[str]] = {
     "dead": {"code"},
     "cancelled": {"status"},
     "replayed": {"status"},
+    "undelivered": {"status"},
     "breaker": {"provider", "model", "state", "error", "retry_in_s"},
     "cap": {"cap", "percent", "used", "limit"},
 }

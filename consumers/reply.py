@@ -19,17 +19,19 @@ from topology.contract.problems import (
     AccessRefused,
     BrokerError,
     ConfirmUnknown,
+    MessageTooLarge,
     PublishRefused,
     RequestProblem,
     Unroutable,
+    answer_too_large,
 )
 from topology.names import Names
 
+JSON = "application/json"
+PROBLEM = "application/problem+json"
 PART_TIMEOUT_S = 5.0
 KILLED_WITHIN_S = 2.0
 DIRECT_TRIES = 3
-REFUSED_WITHIN_S = 3.0
-"""How long a reply queue may refuse (it is full) before its reply is given up: a slot of the lane waits meanwhile."""
 DEADLY_KEPT = 1000
 """Forged direct reply-to addresses that are remembered, so that each kills the connection once, not at every part."""
 _BROKER_NAMED = re.compile(r"amq\.gen-[A-Za-z0-9_-]{22}")
@@ -71,25 +73,27 @@ class Replies:
             f"{self._names.reply_prefix}…, or a queue of the application's own",
         )
 
-    async def final(self, job: Job, completion: Completion, *, replayed: bool = False) -> None:
-        """Send how a request ended. Raises BrokerError where the broker does not take it.
+    async def final(self, job: Job, completion: Completion, *, replayed: bool = False) -> bool:
+        """Send how a request ended, in one try. False: the reply queue refuses it (it is full), and nothing was sent.
 
-        A requester that has gone, or whose queue refuses what is sent to it, is no error.
+        A requester that has gone is no error. Raises BrokerError where the broker does not take it.
         """
         if completion.code and not PROBLEMS[completion.code].answered:
-            return
+            return True
         # a cancellation that was recorded before the request came knows nothing of its wait
         wait = {n.WAIT_MS: job.wait_ms, n.RUN_MS: job.run_ms, n.WAIT_FROM: job.published.by}
         headers: dict[str, Any] = {n.STATUS: completion.status, n.REQUEST_ID: job.id, **wait, **completion.headers}
         if replayed:
             headers[n.REPLAYED] = True
         is_answer = completion.status == "ok"
-        await self._final(
-            job,
-            body=completion.body,
-            content_type="application/json" if is_answer else "application/problem+json",
-            headers=headers,
-        )
+        try:
+            return await self._final(
+                job, body=completion.body, content_type=JSON if is_answer else PROBLEM, headers=headers
+            )
+        except MessageTooLarge as error:  # kept when the broker took more; what is told then has to be short
+            log.error(signals.ANSWER_UNSENT, request=job.id, lane=job.lane_name, size=error.size, limit=error.limit)
+            told = answer_too_large(error.size, error.limit).document(request=job.id, attempts=job.attempts)
+            return await self._final(job, body=told, content_type=PROBLEM, headers={**headers, n.STATUS: "error"})
 
     def parts(self, job: Job) -> "Parts":
         """Sends one event of the stream each time it is called."""
@@ -105,12 +109,12 @@ class Replies:
             return False
         return self._allow is None or any(pattern.fullmatch(address) for pattern in self._allow)
 
-    async def _final(self, job: Job, *, body: bytes, content_type: str, headers: dict[str, Any]) -> None:
+    async def _final(self, job: Job, *, body: bytes, content_type: str, headers: dict[str, Any]) -> bool:
         address = job.message.reply_to
         if address in self._deadly:
             raise _deadly()
         if not address or not self._may_answer(address):
-            return
+            return True
         message = Message(
             body=body,
             headers=headers,
@@ -122,16 +126,14 @@ class Replies:
             if _DIRECT.fullmatch(address):
                 await self._to_direct(message, address)
             else:
-                await self._publisher.publish_surely(
-                    message, exchange="", routing_key=address, refused_within_s=REFUSED_WITHIN_S
-                )
+                await self._publisher.publish_surely(message, exchange="", routing_key=address, refused_within_s=0)
         except Unroutable:
             log.info(signals.REPLY_UNROUTABLE, id=job.id, lane=job.lane_name)
         except AccessRefused as error:
             raise RequestProblem("internal", f"the worker's user may not send replies: {error}") from error
-        except PublishRefused as error:
-            # its owner's affair: delivering the request again would only call, and pay, the provider again
-            log.warning(signals.REPLY_REFUSED, id=job.id, lane=job.lane_name, reason=str(error))
+        except PublishRefused:
+            return False
+        return True
 
     async def _to_direct(self, message: Message, address: str) -> None:
         """Not mandatory: brokers before 4.3 report delivered direct replies as unroutable (facts.md, section 6)."""
@@ -170,7 +172,8 @@ class Replies:
     async def part(self, job: Job, address: str, *, part: str, seq: int, body: bytes) -> None:
         """A part that cannot be sent is no failure of the attempt: the final reply is what counts.
 
-        Raises RequestProblem for an address that nothing may be sent to: there is no sense in going on.
+        Raises RequestProblem for an address that nothing may be sent to, and for a part that is too large: the whole
+        answer would be, too. There is no sense in going on.
         """
         headers: dict[str, Any] = {n.REQUEST_ID: job.id, n.ATTEMPT: job.attempts, n.PART: part, n.SEQ: seq}
         if job.lane is not None:
@@ -178,7 +181,7 @@ class Replies:
         message = Message(
             body=body,
             headers=headers,
-            content_type="application/json",
+            content_type=JSON,
             correlation_id=job.message.correlation_id,
             persistent=False,
         )
@@ -188,6 +191,8 @@ class Replies:
                 await self._to_direct_alone(self._direct, message, address, **how)
             else:
                 await self._publisher.publish(message, exchange="", routing_key=address, mandatory=False, **how)
+        except MessageTooLarge as error:
+            raise answer_too_large(error.size, error.limit) from error
         except BrokerError as error:
             log.info(signals.PART_LOST, id=job.id, lane=job.lane_name, reason=str(error))
 

@@ -57,10 +57,16 @@ def decide(
     `has_other`: another account may be asked next time, so that nobody waits for as long as this one told.
     """
     if isinstance(error, (RejectedError, SpendLimitError)):
-        return ended_by(RequestProblem("provider_rejected", error.detail, status=error.status or None))
+        return ended_by(
+            RequestProblem("provider_rejected", error.detail, status=error.status or None, brief=error.brief)
+        )
     if attempts >= max_attempts:
         return ended_by(
-            RequestProblem("attempts_exhausted", f"all {attempts} attempts failed; the last: {error.detail}")
+            RequestProblem(
+                "attempts_exhausted",
+                f"all {attempts} attempts failed; the last: {error.detail}",
+                brief=f"after {attempts} attempts: {error.brief}",
+            )
         )
     first_s = policy.base_s if isinstance(error, (RateLimitedError, OverloadedError)) else policy.floor_s
     pause_s = _step_s(
@@ -75,9 +81,10 @@ def decide(
                 "deadline_exceeded",
                 f"attempt {attempts} failed ({error.detail}), and the next could start in {delay_ms} ms: "
                 f"{max(0, left_ms)} ms are left",
+                brief=f"after attempt {attempts}: {error.brief}",
             )
         )
-    return Retried(delay_ms=delay_ms, error=error.detail)
+    return Retried(delay_ms=delay_ms, error=error.detail, brief=error.brief)
 
 
 def _step_s(first_s: float, *, failures: int, pauses: int, left_s: float, policy: RetryPolicy) -> float:

@@ -7,11 +7,12 @@ again. Nothing is acknowledged whose outcome is not with the broker, and what is
 import asyncio
 import json
 from contextlib import suppress
-from typing import Any, assert_never
+from typing import assert_never
 
 import structlog
 
 from consumers.claiming import Claiming
+from consumers.copies import dead_letter, on_its_round
 from consumers.failpoints import Failpoints
 from consumers.job import (
     Answered,
@@ -24,18 +25,17 @@ from consumers.job import (
     Refused,
     Replayed,
     Retried,
-    moment_text,
 )
 from consumers.lifecycle import Lifecycle
-from consumers.onward import copied, hop_of, sent_on
 from consumers.reply import Replies
+from consumers.retelling import Retelling
 from consumers.state.base import Completion, StoreUnavailable
 from topology import names as n
 from topology import signals
 from topology.broker.publisher import Publisher
 from topology.broker.session import ChannelLost, Delivery
-from topology.contract.headers import ERRORS_KEPT
-from topology.contract.problems import PROBLEMS, BrokerError, RequestProblem
+from topology.contract.headers import ERRORS_KEPT, HopHeaders
+from topology.contract.problems import PROBLEMS, BrokerError, MessageTooLarge, RequestProblem, answer_too_large
 from topology.delays import MAX_DELAY_MS, hop
 from topology.names import Names
 from topology.tracing import Tracing
@@ -43,10 +43,11 @@ from topology.tracing import Tracing
 NEVER_KEPT = frozenset({"idempotency_conflict"})
 """It is no ending of the request that has this id."""
 NOTED = frozenset(
-    {"invalid_request", "unsupported_media", "too_large", "forbidden_reply_to", "forbidden_model", "unroutable",
-     "too_many_waiting"}
-)  # fmt: skip
-"""Told of what is no request, or was not taken: its id is free."""
+    {"invalid_request", "unsupported_media", "too_large", "forbidden_reply_to", "forbidden_model", "unroutable"}
+)
+"""Told of what is no request: its id is free for a better one."""
+ANSWER_BYTES = 16 * 1024 * 1024
+"""What RabbitMQ 4 takes as one message by default, and far more than the longest answer of a model today (1 MB)."""
 TAKEN_OVER_WAIT_MS = 1000
 PUT_BACK_AFTER_S = 1.0
 """What fails at once comes back at once: not thousands of times a second."""
@@ -61,17 +62,21 @@ class Settler:
         publisher: Publisher,
         *,
         replies: Replies,
+        retelling: Retelling,
         claiming: Claiming,
         lifecycle: Lifecycle,
         names: Names,
         tracing: Tracing,
         now_ms: NowMs,
         failpoints: Failpoints,
+        answer_bytes: int = ANSWER_BYTES,
     ) -> None:
         self._publisher = publisher
+        self._answer_bytes = answer_bytes
         self._claiming = claiming
         self._failpoints = failpoints
         self._replies = replies
+        self._retelling = retelling
         self._lifecycle = lifecycle
         self._names = names
         self._tracing = tracing
@@ -81,7 +86,7 @@ class Settler:
         """Store, publish, confirm, acknowledge. What it came to in the end: another one where the request had ended
         already, or is worked on elsewhere; None where that could not be done: the broker delivers it again."""
         try:
-            outcome = await self._stored(job, outcome)
+            outcome = await self._stored(job, await self._sendable(outcome))
             self._failpoints.reach("after_store")
             try:
                 await self._carry_out(job, outcome)
@@ -129,6 +134,15 @@ class Settler:
                 signals.DELIVERY_LOST, queue=delivery.queue, request=delivery.message.message_id, error=str(lost)
             )
 
+    async def _sendable(self, outcome: Outcome) -> Outcome:
+        """What is stored can be sent: an answer that is too large for that ends before it is kept."""
+        if not isinstance(outcome, Answered):
+            return outcome
+        limit: int | None = self._answer_bytes
+        if (size := len(outcome.body)) <= self._answer_bytes:
+            limit = await self._publisher.refuses(size)
+        return outcome if limit is None else Buried(answer_too_large(size, limit))
+
     async def _stored(self, job: Job, outcome: Outcome) -> Outcome:
         """Keep an ending, and say what it is: the first that was kept. Raises StoreUnavailable."""
         match outcome:
@@ -157,29 +171,24 @@ class Settler:
     async def _carry_out(self, job: Job, outcome: Outcome) -> None:
         match outcome:
             case Deferred(delay_ms=delay_ms, due_ms=due_ms, redelivered=redelivered):
-                await self._send_round(
-                    job,
-                    delay_ms,
-                    attempts=job.attempts,
-                    due_ms=due_ms,
-                    errors=job.hop.errors,
-                    redelivered=redelivered,
-                )
+                past = HopHeaders(attempts=job.attempts, errors=job.hop.errors, due_ms=due_ms, redelivered=redelivered)
+                await self._send_round(job, delay_ms, past)
             case Retried(delay_ms=delay_ms, error=error):
                 errors = (f"attempt {job.attempts}: {error}", *job.hop.errors)[:ERRORS_KEPT]
-                await self._send_round(job, delay_ms, attempts=job.attempts, due_ms=job.hop.due_ms, errors=errors)
+                past = HopHeaders(attempts=job.attempts, errors=errors, due_ms=job.hop.due_ms)
+                await self._send_round(job, delay_ms, past)
             case Answered() | Refused() | Dropped():
-                await self._replies.final(job, self._completion(job, outcome))
+                await self._answer(job, self._completion(job, outcome))
             case Buried(problem):
                 completion = self._completion(job, outcome)
                 await self._bury(job, problem.code, problem.detail, ended_ms=completion.ended_ms)
-                await self._replies.final(job, completion)
+                await self._answer(job, completion)
             case Replayed(completion=completion, buries=buries):
                 if buries and completion.code and PROBLEMS[completion.code].parked:
                     detail = str(json.loads(completion.body).get("detail", ""))
                     detail = detail.removesuffix(PROBLEMS[completion.code].advice)
                     await self._bury(job, completion.code, detail, ended_ms=completion.ended_ms)
-                await self._replies.final(job, completion, replayed=True)
+                await self._answer(job, completion, replayed=not job.hop.reply_error)
             case _:
                 assert_never(outcome)
 
@@ -212,47 +221,42 @@ class Settler:
                 assert_never(outcome)
         return job.completion
 
-    async def _send_round(
-        self,
-        job: Job,
-        delay_ms: int,
-        *,
-        attempts: int,
-        due_ms: int | None,
-        errors: tuple[str, ...],
-        redelivered: bool = False,
-    ) -> None:
-        """Send the request into the delay cascade; it comes back to the lane's due queue."""
+    async def _answer(self, job: Job, completion: Completion, *, replayed: bool = False) -> None:
+        """Send the final reply. One that its queue refuses comes back later for another try, and holds no slot."""
+        if await self._replies.final(job, completion, replayed=replayed):
+            return
+        now_ms = self._now_ms()
+        if (pause_ms := self._retelling.pause_ms(job, now_ms=now_ms)) is None:
+            self._retelling.give_up(job, now_ms=now_ms)
+            self._lifecycle.tell(job, "undelivered", status=completion.status)
+            return
+        tries = job.hop.reply_try + 1
+        error = completion.body.decode() if completion.code in NEVER_KEPT | NOTED else None
+        log.debug(signals.REPLY_REFUSED, request=job.id, lane=job.lane_name, tries=tries, delay_ms=pause_ms)
+        past = HopHeaders(
+            attempts=job.attempts, errors=job.hop.errors, due_ms=job.hop.due_ms, reply_try=tries, reply_error=error
+        )
+        await self._send_round(job, pause_ms, past, body=None if error is None else b"")
+
+    async def _send_round(self, job: Job, delay_ms: int, past: HopHeaders, *, body: bytes | None = None) -> None:
+        """Send the request into the delay cascade; it comes back to the lane's due queue. `body`: another one."""
         way = hop(min(max(0, delay_ms), MAX_DELAY_MS), self._names)
-        hop_ms = self._now_ms()
-        past = hop_of(
-            job, attempts=attempts, due_ms=due_ms, errors=errors, redelivered=redelivered, hop_ms=hop_ms,
-            back_ms=hop_ms + way.delay_ms,
-        )  # fmt: skip
-        message = sent_on(job, past, more=way.headers, of=self._names)
+        message = on_its_round(job, way, past, now_ms=self._now_ms(), names=self._names)
+        if body is not None:
+            message.body = body
         self._failpoints.reach_soon("after_publish")
         await self._publisher.publish_surely(message, exchange=way.exchange, routing_key=job.routing_key)
 
     async def _bury(self, job: Job, code: str, detail: str, *, ended_ms: int) -> None:
         """Keep the request in `lane.dead`, as it was published, with the cause."""
-        errors = [f"{code}: {detail}", *job.hop.errors][:ERRORS_KEPT]
-        headers: dict[str, Any] = {
-            n.DEAD_CODE: code,
-            n.DEAD_DETAIL: detail,
-            n.DEAD_AT: moment_text(ended_ms),
-            n.ATTEMPT: job.attempts,
-            n.ROUTING_KEY: job.routing_key,
-            n.ERRORS: errors,
-        }
-        expiration = job.hop.expiration if job.trusted else job.message.expiration
-        if job.user_id:
-            headers[n.USER_ID] = job.user_id
-        if expiration:
-            headers[n.EXPIRATION] = expiration
+        letter = dead_letter(job, code, detail, ended_ms=ended_ms, names=self._names)
         self._failpoints.reach_soon("after_publish")
-        await self._publisher.publish_surely(
-            copied(job, headers, of=self._names), exchange=self._names.dead, routing_key=job.routing_key
-        )
+        try:
+            await self._publisher.publish_surely(letter, exchange=self._names.dead, routing_key=job.routing_key)
+        except MessageTooLarge as error:  # the broker's limit was lowered since: that it was there is what can be kept
+            log.error(signals.DEAD_LETTER_CUT, request=job.id, lane=job.lane_name, size=error.size, limit=error.limit)
+            letter.body = b""
+            await self._publisher.publish_surely(letter, exchange=self._names.dead, routing_key=job.routing_key)
 
     async def release(self, delivery: Delivery) -> None:
         """Return what the worker, stopping, could not end: through no fault of its own, and uncounted on 4.3."""
@@ -270,26 +274,28 @@ class Settler:
                     signals.REQUEST_DEFERRED, request=job.id, lane=job.lane_name, delay_ms=delay_ms, reason=reason
                 )
                 self._lifecycle.tell(job, "deferred", delay_ms=delay_ms, reason=reason)
-            case Retried(delay_ms=delay_ms, error=error):
+            case Retried(delay_ms=delay_ms, brief=brief):
                 log.info(
                     signals.REQUEST_RETRIED,
                     request=job.id,
                     lane=job.lane_name,
                     attempt=job.attempts,
                     delay_ms=delay_ms,
-                    error=error,
+                    error=brief,
                 )
-                self._lifecycle.tell(job, "retrying", delay_ms=delay_ms, error=error)
+                self._lifecycle.tell(job, "retrying", delay_ms=delay_ms, error=brief)
             case Refused(problem) | Buried(problem):
                 buried = isinstance(outcome, Buried)
                 event = signals.REQUEST_BURIED if buried else signals.REQUEST_REFUSED
-                log.info(event, request=job.id, lane=job.lane_name, code=problem.code, detail=problem.detail)
+                log.info(event, request=job.id, lane=job.lane_name, code=problem.code, reason=problem.brief)
                 self._lifecycle.tell(job, "failed", code=problem.code, status=problem.status)
                 if buried:
                     self._lifecycle.tell(job, "dead", code=problem.code)
             case Dropped(problem):
-                log.info(signals.REQUEST_REFUSED, request=job.id, lane=job.lane_name, code=problem.code, detail="")
+                log.info(signals.REQUEST_REFUSED, request=job.id, lane=job.lane_name, code=problem.code, reason="")
                 self._lifecycle.tell(job, problem.code)
+            case Replayed(retold=True):
+                pass  # told when it ended
             case Replayed(completion=completion):
                 log.debug(signals.REQUEST_REPLAYED, request=job.id, lane=job.lane_name, code=completion.code)
                 never_told = completion.code == "cancelled" and not job.attempts

@@ -26,6 +26,7 @@ from consumers.pausing import Pausing
 from consumers.pool import Pool
 from consumers.providers.breaker import Breakers
 from consumers.reply import Replies
+from consumers.retelling import Retelling
 from consumers.scouting import Scouting
 from consumers.settle import Settler
 from consumers.slots import Depths, Slots
@@ -77,6 +78,7 @@ class Parts:
     claiming: Claiming
     control: Control
     answers: Answers
+    retelling: Retelling
     pausing: Pausing
     watch: TopologyWatch
     pools: tuple[Pool, ...]
@@ -140,10 +142,14 @@ async def assemble(
         publisher = Publisher(publishing, tracing=tracing, on_missing=watch.look)
         await _see_that_it_may_write(publishing, names)
         notices = await stack.enter_async_context(Notices(publishing))
-        direct = None
+        direct, answering = None, publisher
         if _before(publishing.version, DIRECT_REPLY_MENDED):
             connection = await stack.enter_async_context(_connection(settings, "direct replies"))
             direct = Publisher(connection, tracing=tracing)
+            # not the same: whose forged address killed it would not be known
+            answering = Publisher(
+                await stack.enter_async_context(_connection(settings, "control answers")), tracing=tracing
+            )
         store = await stack.enter_async_context(
             open_store(settings.store, namespace=names.namespace, spec=settings.store_spec())
         )
@@ -165,15 +171,18 @@ async def assemble(
             open_budgeting(settings, providers, store=store, lifecycle=lifecycle, tracing=tracing, rng=rng)
         )
         stack.push_async_callback(budgeting.spending.finish, within_s=FINISH_WITHIN_S)
+        retelling = Retelling(claiming, waiting=settings.reply_to.waiting)
         settler = Settler(
             publisher,
             replies=replies,
+            retelling=retelling,
             claiming=claiming,
             lifecycle=lifecycle,
             names=names,
             tracing=tracing,
             now_ms=now_ms,
             failpoints=failpoints,
+            answer_bytes=settings.results.answer_bytes,
         )
         handler = Handler(
             gates=(
@@ -202,6 +211,7 @@ async def assemble(
             names=names,
             speakers=settings.speakers,
             settler=settler,
+            retelling=retelling,
             tracing=tracing,
             publisher=publisher,
             shares=Shares(settings.fair.tenants),
@@ -209,7 +219,7 @@ async def assemble(
         for lane in worked:
             pools.add_lane(lane, handler)
         pools.add_fallen(every)
-        answers = Answers(publisher)
+        answers = Answers(answering)
         control = Control(
             Deliveries(consuming, queue=names.control, prefetch=CONTROL_PREFETCH, on_missing=watch.look),
             claiming=claiming,
@@ -230,6 +240,7 @@ async def assemble(
             claiming=claiming,
             control=control,
             answers=answers,
+            retelling=retelling,
             pausing=pausing,
             watch=watch,
             pools=tuple(pools.made),

@@ -51,7 +51,11 @@ REFUSED_WITHIN_S = 2.0
 
 
 class Client:
-    """Publishes over one connection, and takes replies over another: a blocked publisher still hears its answers."""
+    """One connection, and on it a channel for requests and their replies, and another for what is said of them: where
+    a user may not cancel, the broker closes that one, and no answer is lost with it.
+
+    Replies come by direct reply-to: that needs no right to declare anything.
+    """
 
     def __init__(
         self,
@@ -67,21 +71,21 @@ class Client:
         stream early, is cancelled too. False: it runs on, and its result can be fetched."""
         self._names = names or Names()
         self._user = unquote(urlsplit(urls_of(url)[0]).username or "guest")
-        self._publishing = Connection(url, name="lanekeeper client: publish", ssl_context=ssl_context)
-        self._consuming = Connection(url, name="lanekeeper client: replies", ssl_context=ssl_context)
-        self._publisher = Publisher(self._publishing, tracing=tracing or Tracing())
+        self._connection = Connection(url, name="lanekeeper client", ssl_context=ssl_context)
+        tracing = tracing or Tracing()
+        self._replies = ReplyQueue()
+        self._publisher = Publisher(self._connection, tracing=tracing, on_channel=self._replies.direct.consume)
         self._publish_within_s = publish_within_s
-        self._replying = ReplyQueue(self._consuming, within_s=publish_within_s)
-        self._control = Control(self._publisher, self._replying, names=self._names, user=self._user)
+        answers = ReplyQueue()
+        asking = Publisher(self._connection, tracing=tracing, on_channel=answers.direct.consume)
+        self._control = Control(asking, answers, names=self._names, user=self._user)
         self._abandoned = Abandoned(self._control, is_on=cancel_abandoned)
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         """Connect. Raises BrokerUnreachable, AccessRefused."""
         async with AsyncExitStack() as stack:
-            await stack.enter_async_context(self._publishing)
-            await stack.enter_async_context(self._consuming)
-            await stack.enter_async_context(self._replying)
+            await stack.enter_async_context(self._connection)
             stack.push_async_callback(self._abandoned.finish)
             self._stack = stack.pop_all()
         return self
@@ -114,8 +118,8 @@ class Client:
         Cancelled while it waits, it has the request cancelled as well (see `cancel_abandoned`): the id has ended so.
 
         Where the connection is lost meanwhile, the next one fetches what is kept under the request's id; or, where the
-        caller gave the id, publishes it again: only that tells whether the id was used with another body before.
-        ReplyLost where no connection comes in time, or the user may not ask.
+        caller gave the id or the user may not ask, publishes it again: that also tells whether the id was used with
+        another body before. ReplyLost where no connection comes in time.
         """
         message = message_of(body, wishes, stream=False, user=self._user)
         timeout_s = bound_s(message) if timeout_s is None else timeout_s
@@ -144,7 +148,7 @@ class Client:
         timeout_s = bound_s(message) if timeout_s is None else timeout_s
         reply: Part | Final | None = None
         try:
-            async with aclosing(self._replies(message, key, _end(timeout_s))) as replies:
+            async with aclosing(self._replied(message, key, _end(timeout_s))) as replies:
                 async for reply in replies:
                     yield reply
         except TimeoutError:
@@ -174,7 +178,7 @@ class Client:
         """What waits in a lane's intake, and how many workers take it; None where this user may not look at it."""
         queue = self._names.intake(lane)
         try:
-            return (await depths(self._consuming, [queue]))[queue]
+            return (await depths(self._connection, [queue]))[queue]
         except BrokerError:
             return None
 
@@ -182,15 +186,19 @@ class Client:
         end = _end(timeout_s)
         while True:
             try:
-                async with aclosing(self._replies(message, key, end)) as replies:
+                async with aclosing(self._replied(message, key, end)) as replies:
                     async for reply in replies:
                         if isinstance(reply, Final):
                             return reply
             except TimeoutError:
                 raise no_answer(message.message_id, timeout_s) from None
             except ReplyLost as lost:
-                if "message_id" not in wishes:
+                if "message_id" in wishes:
+                    continue
+                try:
                     return await self._kept(message, wishes.get("tenant"), timeout_s, end, lost)
+                except AccessRefused:
+                    continue  # a user that may not ask for results may publish again, and is told how it ended
 
     def _abandon(self, message: Message, wishes: Wishes) -> None:
         """Nobody waits for it any more."""
@@ -198,11 +206,11 @@ class Client:
             assert message.message_id is not None
             self._abandoned.cancel(message.message_id, tenant=wishes.get("tenant"))
 
-    async def _replies(self, message: Message, key: str, end: float | None) -> AsyncGenerator[Part | Final, None]:
+    async def _replied(self, message: Message, key: str, end: float | None) -> AsyncGenerator[Part | Final, None]:
         """Publish, and give what is replied. Raises TimeoutError at `end` (by the loop's clock), ReplyLost."""
-        with self._replying.expecting(message) as arrived:
-            message.reply_to = await self._replying.address()
+        with self._replies.expecting(message) as arrived:
             await self._publish(message, key=key)
+            self._replies.published(arrived)
             while True:
                 reply = await next_of(arrived, end=end)
                 if n.STATUS in reply.headers:
@@ -213,12 +221,14 @@ class Client:
     async def _kept(
         self, message: Message, tenant: str | None, timeout_s: float | None, end: float | None, lost: ReplyLost
     ) -> Final:
-        """The answer to a request whose reply queue was lost, as soon as it is kept under its id."""
+        """The answer to a request whose reply was lost, as soon as it is kept under its id. Raises AccessRefused, …"""
         assert message.message_id is not None
         try:
             return await self._control.result(message.message_id, tenant=tenant, end=end)
         except (NotEnded, NoReply):
             raise no_answer(message.message_id, timeout_s) from None
+        except AccessRefused:
+            raise
         except (BrokerError, ControlRefused) as error:
             raise ReplyLost(f"{lost}; fetching its result failed: {error}") from error
 

@@ -130,8 +130,8 @@ class Control:
     async def _asked(self, message: Message) -> Message:
         """Any one worker's answer."""
         with self._replies.expecting(message) as arrived:
-            message.reply_to = await self._replies.address()
             await self._say(message, within_s=ANSWERED_WITHIN_S)
+            self._replies.published(arrived)
             try:
                 return await next_of(arrived, end=asyncio.get_running_loop().time() + ANSWERED_WITHIN_S)
             except TimeoutError:

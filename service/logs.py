@@ -96,12 +96,19 @@ def explained(error: BaseException, *, with_content: bool = False) -> list[str]:
     lines: list[str] = []
     cause: BaseException | None = error
     while cause is not None and len(lines) < 4 * _FRAMES:
-        said = f": {cause}" if with_content or isinstance(cause, LanekeeperError | OSError) else ""
-        lines.append(f"{type(cause).__module__}.{type(cause).__qualname__}{said}")
+        lines.append(f"{type(cause).__module__}.{type(cause).__qualname__}{_said(cause, with_content=with_content)}")
         frames = traceback.extract_tb(cause.__traceback__, limit=-_FRAMES)
         lines += [f"  {frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     return lines
+
+
+def _said(error: BaseException, *, with_content: bool) -> str:
+    if with_content:
+        return f": {error}"
+    if (brief := getattr(error, "brief", None)) is not None:
+        return f": {brief}"
+    return f": {error}" if isinstance(error, LanekeeperError | OSError) else ""
 
 
 def _error_of(exc_info: Any) -> BaseException | None:

@@ -11,6 +11,7 @@ from consumers.fallen import Fallen
 from consumers.handler import Handler
 from consumers.job import Job, is_trusted, now_ms
 from consumers.pool import Pool
+from consumers.retelling import Retelling
 from consumers.scouting import AHEAD, Scouted
 from consumers.settle import Settler
 from consumers.slots import Line
@@ -39,6 +40,7 @@ class Pools:
         names: Names,
         speakers: Sequence[str],
         settler: Settler,
+        retelling: Retelling,
         tracing: Tracing,
         publisher: Publisher,
         shares: Shares,
@@ -56,6 +58,7 @@ class Pools:
         self._names = names
         self._speakers = speakers
         self._settler = settler
+        self._retelling = retelling
         self._tracing = tracing
         self._publisher = publisher
         self._shares = shares
@@ -70,7 +73,11 @@ class Pools:
         turns = Turns(self._shares, aside)
         self.turns[lane.name] = turns
         self.heads[self._names.intake(lane.name)] = heads
-        common: dict[str, Any] = {"job_of": self._job_maker(lane), "handle": handler.handle, "activity": activity}
+        common: dict[str, Any] = {
+            "job_of": self._job_maker(lane),
+            "handle": self._retelling.first(handler.handle),
+            "activity": activity,
+        }
         intake, due = turns.bench(lane.slots), turns.bench(lane.due_slots)
         side = None
         if aside is not None:
@@ -113,7 +120,7 @@ class Pools:
                 partial(self._deliveries, queue=self._names.fallen),
                 FALLEN_SLOTS,
                 job_of=fallen.job_of,
-                handle=fallen.handle,
+                handle=self._retelling.first(fallen.handle),
                 activity=LaneActivity("fallen", slots=FALLEN_SLOTS, due_slots=0),
             )
         )

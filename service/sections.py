@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from pydantic import BaseModel, ConfigDict, Field
 
 from consumers.job import ATTEMPT_WITHIN_S
+from consumers.retelling import WAITING
 from consumers.retry import RetryPolicy
+from consumers.settle import ANSWER_BYTES
 from consumers.state.spec import StoreSpec
 from service.allowed import ModelName, ModelWords, Number, Patterns, ProviderNames, ReadableFile
 from service.validation import Disagreement
@@ -144,11 +146,14 @@ class TlsSettings(Section):
 
 
 class ReplySettings(Section):
-    """Narrows where replies may go: shell patterns (`amq.gen-*`); none: all that the contract allows."""
+    """Where replies may go, and how many may wait for their queue."""
 
     allow: Patterns | None = None
     """Where replies may go, as shell patterns. None: everywhere that the contract allows. Example:
     amq.gen-*,lane.reply.*"""
+    waiting: Number[int] = Field(default=WAITING, ge=1, le=100_000)
+    """Replies that a full queue refused, and that wait in the broker for another try, in one process; a tenth of them
+    for one queue. What comes beyond is not tried again; it stays under its id."""
 
 
 class ResultSettings(Section):
@@ -158,6 +163,9 @@ class ResultSettings(Section):
     """How long it is kept how a request ended, and that its id was used."""
     max_bytes: Number[int] = Field(default=StoreSpec().max_bytes, ge=MIB, le=1024 * GIB)
     """What the SQLite file may use; beyond it what ended first goes first. Redis has `maxmemory` for it."""
+    answer_bytes: Number[int] = Field(default=ANSWER_BYTES, ge=64 * 1024, le=512 * MIB)
+    """The largest answer that is sent and kept. 16 MiB is what RabbitMQ 4 takes as one message; where the broker
+    takes less, that counts. A larger answer ends as `answer_too_large`."""
 
 
 class RetrySettings(Section):

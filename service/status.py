@@ -77,6 +77,8 @@ class Status:
     spent: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
     """By "lane" and "tenant", then by name: requests, tokens and dollars since the workers began."""
     prices_as_of: str | None = None
+    undelivered: int = 0
+    """Replies that their queues never took since the workers began: full for a minute. Each is kept under its id."""
     simulated: tuple[str, ...] = ()
     """Workers whose provider is simulated: they spend nothing."""
 
@@ -163,6 +165,7 @@ def merge(
             )
         ),
         spent=_spent([answer for answer in answers if not answer.get("simulated")]),
+        undelivered=sum(answer.get("undelivered", 0) for answer in answers),
         simulated=tuple(sorted(str(answer.get("worker", "?")) for answer in answers if answer.get("simulated"))),
         prices_as_of=next((answer["prices_as_of"] for answer in answers if "prices_as_of" in answer), None),
     )

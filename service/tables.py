@@ -111,7 +111,7 @@ def _cap(value: Any) -> Cap:
 
 def _share(value: Any) -> TenantShare:
     found = _figures(value, ("weight", "in_flight"))
-    if not all(found.values()) or not found.get("in_flight", 1).is_integer():
+    if not all(found.values()) or not found.get("in_flight", 1.0).is_integer():
         raise ValueError
     return TenantShare(
         weight=found.get("weight", 1.0), in_flight=int(found["in_flight"]) if "in_flight" in found else None

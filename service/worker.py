@@ -138,6 +138,7 @@ async def _tell(parts: Parts, question: Message, me: str) -> None:
         "prices_as_of": parts.prices_as_of,
         "simulated": parts.simulated,
         "tenants": {lane: turns.snapshot() for lane, turns in parts.turns.items()},
+        "undelivered": parts.retelling.given_up,
         "control": {"refused": parts.answers.refused, "unanswered": parts.answers.unanswered},
     }
     await parts.answers.tell(question, figures, id=None, as_="accepted")

@@ -4,15 +4,19 @@
 
 | role | may |
 |---|---|
-| application | publish to `lane.requests` with keys `<its lanes>.<its name>.…`; make and read reply queues |
+| application | publish to `lane.requests` with keys `<its lanes>.<its name>.…`; read its reply queue |
 | client | the same, and cancel its requests and fetch their results: publish to `lane.control` |
 | worker | read lanes and what fell out of them; write delays, side queues, dead letters, events, replies; make queues |
 | operator | publish to any lane, cancel, watch events, read `lane.dead`; see all in the management UI |
 | deployer | configure, write and read everything of ours: `topology apply` |
 
-What was tried (facts.md, section 9): nobody but the deployer configures anything but queues that the broker names
-(`amq.gen-…`; names with `amq.` can be given by no client, so this allows no exchange). An application that could
-declare an exchange could dead-letter its way past every topic permission.
+Applications and clients may declare nothing. Who may declare a queue, even one that the broker names, may have it
+dead-letter to `lane.requests` under any key: the broker checks topic permissions where something is published, not
+where it is dead-lettered. They take replies by direct reply-to, which needs no right, or from `lane.reply.<user>`, a
+durable queue that is declared for them here.
+
+Workers and operators may declare queues that the broker names (`amq.gen-…`; a client can give no such name, so this
+allows no exchange): they may publish into every lane anyway.
 
 Whoever may write `lane.control` is told by workers of its own tenant's requests alone, where requests have a tenant
 (`user_id`). Those without one belong to everybody who knows their id: give untrusted applications no `client` role.
@@ -25,8 +29,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from topology.lanes import BATCH, NORMAL
-from topology.model import Topology
+from topology.lanes import BATCH, MIB, NORMAL
+from topology.model import Arguments, Queue, Topology
 from topology.names import CONTROL_KEYS, Names
 
 Role = Literal["application", "client", "worker", "operator", "deployer"]
@@ -45,6 +49,11 @@ TAGS: dict[Role, str] = {
 APPLICATIONS: tuple[Role, ...] = ("application", "client")
 HASHING = "rabbit_password_hashing_sha256"
 SALT_BYTES = 4
+REPLIES_AT_MOST = 10_000
+REPLY_BYTES_AT_MOST = 256 * MIB
+"""What a reply queue holds for an application that does not read it. A further reply is refused, and kept by its id."""
+REPLIES_KEPT_MS = 86_400_000
+"""As long as results are kept by default: a prompt's answer does not lie on the broker for ever."""
 _USER_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -88,14 +97,15 @@ def hash_password(password: str, *, salt: bytes) -> str:
     return base64.b64encode(salt + hashlib.sha256(salt + password.encode()).digest()).decode()
 
 
-def rights(role: Role, topology: Topology) -> Rights:
-    """What a role may do; the names are those of the topology."""
+def rights(user: User, topology: Topology) -> Rights:
+    """What a user may do; the names are those of the topology."""
     names = Names(topology.namespace)
-    match role:
+    replies = rf"{re.escape(names.reply_queue(user.name))}(\..+)?"
+    match user.role:
         case "application":
-            return Rights(_any(OWN_QUEUES), _any(re.escape(names.requests)), _any(OWN_QUEUES))
+            return Rights(NOTHING, _any(re.escape(names.requests)), _any(replies))
         case "client":
-            return Rights(_any(OWN_QUEUES), _any(*map(re.escape, (names.requests, names.control))), _any(OWN_QUEUES))
+            return Rights(NOTHING, _any(*map(re.escape, (names.requests, names.control))), _any(replies))
         case "worker":
             return Rights(
                 _any(OWN_QUEUES),
@@ -158,7 +168,7 @@ def definitions(topology: Topology, vhost: str, users: Sequence[User] = ()) -> d
                 "auto_delete": queue.auto_delete,
                 "arguments": dict(queue.arguments),
             }
-            for queue in topology.queues
+            for queue in (*topology.queues, *reply_queues(users, Names(topology.namespace)))
         ],
         "bindings": [
             {
@@ -174,8 +184,21 @@ def definitions(topology: Topology, vhost: str, users: Sequence[User] = ()) -> d
     }
 
 
+def reply_queues(users: Sequence[User], names: Names) -> list[Queue]:
+    """A queue for the replies of each application: bounded, and full it refuses. It dead-letters nothing."""
+    arguments: Arguments = {
+        "x-queue-type": "quorum",
+        "x-queue-leader-locator": "balanced",
+        "x-max-length": REPLIES_AT_MOST,
+        "x-max-length-bytes": REPLY_BYTES_AT_MOST,
+        "x-message-ttl": REPLIES_KEPT_MS,
+        "x-overflow": "reject-publish",
+    }
+    return [Queue(names.reply_queue(user.name), arguments) for user in users if user.role in APPLICATIONS]
+
+
 def _permission(user: User, topology: Topology, vhost: str) -> dict[str, str]:
-    allowed = rights(user.role, topology)
+    allowed = rights(user, topology)
     return {
         "user": user.name,
         "vhost": vhost,

@@ -76,6 +76,10 @@ class Names:
         """Queues of ours that replies may go to begin with this."""
         return f"{self.namespace}.reply."
 
+    def reply_queue(self, user: str) -> str:
+        """Queue for the replies of one user; more of them begin with it and a dot."""
+        return f"{self.reply_prefix}{user}"
+
     def lane_pattern(self, lane: str) -> str:
         """Binding key of a lane: `<lane>.<app>.<task>` and further words of the application's own."""
         return f"{lane}.#"
@@ -137,6 +141,8 @@ REDELIVERED = "x-lane-redelivered"
 HOP_MS = "x-lane-hop-ms"
 BACK_MS = "x-lane-back-ms"
 FRESH = "x-lane-fresh"
+REPLY_TRY = "x-lane-reply-try"
+REPLY_ERROR = "x-lane-reply-error"
 
 OURS = frozenset(
     {
@@ -144,6 +150,7 @@ OURS = frozenset(
         REPLAYED, CONTROL,
         DEAD_CODE, DEAD_DETAIL, DEAD_AT, ROUTING_KEY, ERRORS,
         FIRST_SEEN_MS, DUE_MS, USER_ID, EXPIRATION, REDELIVERED, HOP_MS, BACK_MS, FRESH,
+        REPLY_TRY, REPLY_ERROR,
     }
 )  # fmt: skip
 

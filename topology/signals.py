@@ -69,7 +69,16 @@ SWEEP_FAILED: Final = "store.sweep_failed"  # error: what was kept long enough s
 STORE_SWEPT: Final = "store.swept"  # removed: results that were kept long enough, or were beyond the bound
 STREAM_RESTARTED: Final = "stream.restarted"  # error: the requester was told to forget the parts so far
 REPLY_UNROUTABLE: Final = "reply.unroutable"  # reply_to: the requester has gone
-REPLY_REFUSED: Final = "reply.refused"  # reason: the reply queue is full, or we may not write to it; not sent
+REPLY_REFUSED: Final = "reply.refused"  # tries, delay_ms: the reply queue is full; it is tried again after that
+REPLY_GIVEN_UP: Final = (
+    "reply.given_up"  # tries, given_up (so far): never sent, kept under its id; once a second at most
+)
+DEAD_LETTER_CUT: Final = (
+    "dead_letter.cut"  # size, limit: the broker takes no such message any more; parked without body
+)
+ANSWER_UNSENT: Final = (
+    "answer.unsent"  # size, limit: it was kept, and the broker takes no such message; told as an error
+)
 PART_LOST: Final = "part.lost"  # reason: an event of a stream could not be sent on; the final reply still is
 DELIVERY_LOST: Final = "delivery.lost"  # queue, error: its acknowledgement failed; the broker delivers it again
 HANDLER_FAILED: Final = "handler.failed"  # error, where: a fault of ours; the request is buried as `internal`

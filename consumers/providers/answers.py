@@ -15,7 +15,7 @@ MOST_TOKENS: Final = 10_000_000
 def parse_message(body: bytes, content_type: str) -> dict[str, Any]:
     """The Message of an answer that was not streamed. Raises `TransientError` where it is not a JSON object."""
     try:
-        message = jiter.from_json(body, cache_mode="keys")
+        message = jiter.from_json(body, allow_inf_nan=False, cache_mode="keys")
     except ValueError as error:
         kind = content_type[:50] or "no content type"
         raise TransientError(

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import httpx2
 from anthropic import AsyncAnthropic, DefaultAioHttpClient
 
-from consumers.failures import ProviderError, TransientError
+from consumers.failures import ProviderError, RejectedError, TransientError
 from consumers.limits import headers as rate_headers
 from consumers.providers.answers import parse_message, read_answer
 from consumers.providers.assembly import Assembly, parse_event, to_json
@@ -212,8 +212,15 @@ def say_stream(body: bytes, streamed: bool) -> bytes:
     if b'"stream"' in body or b"\\u" in body:  # a key may be written with escapes
         fields = json.loads(body)
         if "stream" in fields:
-            return body if fields["stream"] is streamed else json.dumps({**fields, "stream": streamed}).encode()
+            return body if fields["stream"] is streamed else _rewritten({**fields, "stream": streamed})
     return body.replace(b"{", b'{"stream":true,', 1) if streamed else body
+
+
+def _rewritten(fields: dict[str, Any]) -> bytes:
+    try:
+        return json.dumps(fields, allow_nan=False).encode()
+    except ValueError as error:
+        raise RejectedError("the body has a number that is too large (1e999)", type="unsendable") from error
 
 
 def client_options(base_url: str) -> dict[str, Any]:
@@ -223,8 +230,9 @@ def client_options(base_url: str) -> dict[str, Any]:
         "open_telemetry": False,
         "timeout": httpx2.Timeout(None, connect=CONNECT_TIMEOUT_S),
         # the environment's proxy is not for this machine itself
+        # a redirect would take the prompt to an address that nobody set
         "http_client": DefaultAioHttpClient(
-            event_hooks={"response": [_bound_error_body]}, trust_env=not _is_here(base_url)
+            event_hooks={"response": [_bound_error_body]}, trust_env=not _is_here(base_url), follow_redirects=False
         ),
     }
 

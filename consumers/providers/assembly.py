@@ -127,7 +127,7 @@ def _tool_input(text: str) -> Any:
     # A tool's input may end in the middle where max_tokens were reached; what is there is given, as the vendor's own
     # client does. With fine-grained streaming it may not be JSON at all: then as Anthropic's guide advises.
     try:
-        return jiter.from_json(text.encode(), partial_mode=True)
+        return jiter.from_json(text.encode(), allow_inf_nan=False, partial_mode=True)
     except ValueError:
         return {"INVALID_JSON": text}
 
@@ -139,5 +139,8 @@ def _merge(into: dict[str, Any], given: dict[str, Any]) -> None:
 
 
 def to_json(message: dict[str, Any]) -> bytes:
-    """The assembled Message as bytes."""
-    return json.dumps(message, ensure_ascii=False, separators=(",", ":")).encode()
+    """The assembled Message as bytes. Raises `TransientError` for a number that is too large to be one (1e999)."""
+    try:
+        return json.dumps(message, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    except ValueError as error:
+        raise _broken("in its content", error) from error

@@ -267,7 +267,7 @@ class Breakers:
         how = log.warning if breaker.state is State.OPEN else log.info
         figures: dict[str, Any] = {"provider": route.provider, "model": route.model, "state": breaker.state.value}
         if error is not None:
-            figures |= {"error": error.detail, "retry_in_s": round(breaker.wait_s(now_s), 1)}
+            figures |= {"error": error.brief, "retry_in_s": round(breaker.wait_s(now_s), 1)}
         how(signals.BREAKER_CHANGED, **figures)
         tell("breaker", **figures)
 

@@ -7,7 +7,6 @@ those need who sign.)
 """
 
 import base64
-import binascii
 import json
 import struct
 import zlib
@@ -69,14 +68,14 @@ def _data(headers: Mapping[str, str], payload: bytes) -> bytes | None:
         return None
     try:
         return base64.b64decode(encoded, validate=True)
-    except binascii.Error as error:
+    except ValueError as error:  # binascii.Error, or characters beyond ASCII
         raise _broken("the data of an event is not base64") from error
 
 
 def _field(payload: bytes, name: str) -> str | None:
     try:
         fields = json.loads(payload)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     value = fields.get(name) if isinstance(fields, dict) else None
     return value if isinstance(value, str) else None

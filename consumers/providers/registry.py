@@ -114,10 +114,10 @@ class Registry:
             model=entered.route.model,
             to_provider=other.route.provider,
             to_model=other.route.model,
-            error=first.detail,
+            error=first.brief,
         )
         if parts is not None and parts.restart():
-            log.info(signals.STREAM_RESTARTED, request=request.id, error=first.detail)
+            log.info(signals.STREAM_RESTARTED, request=request.id, error=first.brief)
         try:
             return await self._call(other, request, timeout_s=min(timeout_s, left_s), parts=parts, until_s=until_s)
         except (RejectedError, SpendLimitError) as error:
@@ -199,7 +199,7 @@ class Registry:
             return heard
         met = self._spend_refusals[account] = self._spend_refusals.get(account, 0) + 1
         if met == 1:
-            log.error(signals.SPEND_LIMIT_MET, account=account, pauses_after=SPEND_REFUSALS, error=error.detail)
+            log.error(signals.SPEND_LIMIT_MET, account=account, pauses_after=SPEND_REFUSALS, error=error.brief)
         return heard if met >= SPEND_REFUSALS else replace(heard, kind=Kind.FAILED)
 
     def _only(self, request: Request) -> Route:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import aiohttp
 import anthropic
@@ -47,6 +48,7 @@ _SPENT: Final = ("You have reached your specified API usage limits", "Your credi
 """Both come as a 400 without a code."""
 _LONGEST_WAIT_S: Final = 86_400.0
 _MESSAGE_CHARACTERS: Final = 300
+_TYPE_CHARACTERS: Final = 60
 NETWORK_ERRORS: Final = (httpx2.RequestError, aiohttp.ClientError, OSError)
 """What the client and its transport raise, raw or as a cause, when the network fails."""
 
@@ -84,7 +86,7 @@ def from_event(event: Mapping[str, Any], *, request_id: str | None, secret: str)
     """The failure that an `error` event in the middle of a stream means."""
     error = event.get("error")
     fields = error if isinstance(error, dict) else {}
-    kind = str(fields.get("type") or "")
+    kind = _line(str(fields.get("type") or ""), secret)[:_TYPE_CHARACTERS]
     details = fields.get("details")
     found = classify(
         status=_STATUS_OF_TYPE.get(kind, 500),
@@ -135,12 +137,31 @@ def read_retry_after_s(headers: Mapping[str, str], *, now_s: float) -> float | N
     date = email.utils.parsedate_tz(headers.get("retry-after", ""))
     if date is None:
         return None
-    wait_s = email.utils.mktime_tz(date) - now_s
+    try:
+        wait_s = email.utils.mktime_tz(date) - now_s
+    except (ValueError, OverflowError):  # the year 99999
+        return None
     # a date that has just passed is the clocks' difference: come back at once
     return max(0.0, wait_s) if abs(wait_s) <= _LONGEST_WAIT_S else None
 
 
+def _redirected(response: httpx2.Response) -> RejectedError:
+    """It is not followed. The host alone is told: the rest of the address may hold a secret."""
+    try:
+        host = urlsplit(response.headers.get("location", "")).hostname or "another path of it"
+    except ValueError:
+        host = "no address"
+    return RejectedError(
+        f"the provider's address redirects to {_line(host, '')} ({response.status_code}), which is not followed: "
+        "the operator has to set the provider's base URL to where it is",
+        status=502,
+        type="redirected",
+    )
+
+
 def _from_status(error: anthropic.APIStatusError, *, secret: str) -> ProviderError:
+    if 300 <= error.status_code < 400:
+        return _redirected(error.response)
     headers = error.response.headers
     now_s = time.time()
     if error.api_message:
@@ -149,7 +170,7 @@ def _from_status(error: anthropic.APIStatusError, *, secret: str) -> ProviderErr
         message = f"not an error body of Anthropic's ({_line(headers.get('content-type', 'no content type'), secret)})"
     found = classify(
         status=error.status_code,
-        type=str(error.type or ""),
+        type=_line(str(error.type or ""), secret)[:_TYPE_CHARACTERS],
         code=str(error.error_code or ""),
         message=message,
         retry_after_s=read_retry_after_s(headers, now_s=now_s),

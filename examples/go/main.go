@@ -15,6 +15,9 @@ import (
 	amqp "github.com/rabbitmq/amqp091-go"
 )
 
+// Replies come to the channel that published: that needs no right to declare a queue.
+const directReplyTo = "amq.rabbitmq.reply-to"
+
 type answer struct {
 	Title, Detail   string                  // of a problem document
 	Content         []struct{ Text string } // of an answer
@@ -39,15 +42,14 @@ func main() {
 	channel, err := connection.Channel()
 	check(err)
 	check(channel.Confirm(false))
-	queue, err := channel.QueueDeclare("", false, true, true, false, nil)
-	check(err)
-	replies, err := channel.Consume(queue.Name, "", true, true, false, false, nil)
+	// on this channel, before what it answers is published
+	replies, err := channel.Consume(directReplyTo, "", true, false, false, false, nil)
 	check(err)
 
 	id := fmt.Sprintf("go-%d", time.Now().UnixNano())
 	message := amqp.Publishing{
 		ContentType: "application/json", DeliveryMode: amqp.Persistent, Priority: 5,
-		MessageId: id, CorrelationId: id, ReplyTo: queue.Name,
+		MessageId: id, CorrelationId: id, ReplyTo: directReplyTo,
 	}
 	exchange, key := "lane.requests", "critical.examples.go"
 	var body any

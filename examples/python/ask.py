@@ -11,8 +11,17 @@ import pika
 connection = pika.BlockingConnection(pika.URLParameters(os.environ.get("AMQP_URL", "amqp://localhost:5672/")))
 channel = connection.channel()
 channel.confirm_delivery()  # basic_publish now raises unless the broker took the request
-replies = channel.queue_declare("", exclusive=True).method.queue
 
+
+def read(channel, _method, properties, body):
+    answer = json.loads(body)
+    if properties.headers["x-lane-status"] == "error":
+        sys.exit(f"{answer['title']}: {answer['detail']}")
+    print("".join(block.get("text", "") for block in answer["content"]))
+    channel.stop_consuming()
+
+
+channel.basic_consume("amq.rabbitmq.reply-to", read, auto_ack=True)  # on this channel, before the request is published
 request_id = str(uuid.uuid4())
 channel.basic_publish(
     exchange="lane.requests",
@@ -24,14 +33,9 @@ channel.basic_publish(
         priority=5,
         message_id=request_id,
         correlation_id=request_id,
-        reply_to=replies,
+        reply_to="amq.rabbitmq.reply-to",
         headers={"x-lane-sent-ms": int(time.time() * 1000)},
     ),
 )
-for _method, properties, body in channel.consume(replies, auto_ack=True):
-    answer = json.loads(body)
-    if properties.headers["x-lane-status"] == "error":
-        sys.exit(f"{answer['title']}: {answer['detail']}")
-    print("".join(block.get("text", "") for block in answer["content"]))
-    break
+channel.start_consuming()
 connection.close()  # before the answer came? It is kept for a day: `lanekeeper result` with the request's id

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import time
 import uuid
 
 import pika
@@ -11,8 +12,23 @@ what, request_id = sys.argv[1:]
 connection = pika.BlockingConnection(pika.URLParameters(os.environ.get("AMQP_URL", "amqp://localhost:5672/")))
 channel = connection.channel()
 channel.confirm_delivery()
-answers = channel.queue_declare("", exclusive=True).method.queue  # answers go to queues that the broker named
 
+
+def read(_channel, _method, properties, body):
+    global answered
+    answer = json.loads(body)
+    if properties.headers.get("x-lane-control") == "error" or properties.headers.get("x-lane-status") == "error":
+        sys.exit(f"{answer['title']}: {answer['detail']}")
+    if properties.headers.get("x-lane-control"):
+        # accepted: recorded, told, ended or unseen; pending: running, waiting or unknown
+        print(answer.get("outcome") or answer["status"], answer.get("due_at", ""))
+    else:  # the final reply again
+        print("".join(block.get("text", "") for block in answer["content"]))
+    answered = True
+
+
+answered = False
+channel.basic_consume("amq.rabbitmq.reply-to", read, auto_ack=True)  # on this channel, before the question is published
 channel.basic_publish(
     exchange="lane.control",
     routing_key=what,
@@ -23,20 +39,13 @@ channel.basic_publish(
         delivery_mode=pika.DeliveryMode.Persistent if what == "cancel" else pika.DeliveryMode.Transient,
         expiration=None if what == "cancel" else "10000",
         correlation_id=str(uuid.uuid4()),
-        reply_to=answers,
+        reply_to="amq.rabbitmq.reply-to",
     ),
 )
-for _method, properties, body in channel.consume(answers, auto_ack=True, inactivity_timeout=10):
-    if properties is None:
-        kept = "; the cancellation is kept until one runs" if what == "cancel" else ""
-        sys.exit(f"no worker answered within 10 s{kept}")
-    answer = json.loads(body)
-    if properties.headers.get("x-lane-control") == "error" or properties.headers.get("x-lane-status") == "error":
-        sys.exit(f"{answer['title']}: {answer['detail']}")
-    if properties.headers.get("x-lane-control"):
-        # accepted: recorded, told, ended or unseen; pending: running, waiting or unknown
-        print(answer.get("outcome") or answer["status"], answer.get("due_at", ""))
-    else:  # the final reply again
-        print("".join(block.get("text", "") for block in answer["content"]))
-    break
+end = time.monotonic() + 10
+while not answered and time.monotonic() < end:
+    connection.process_data_events(time_limit=1)
 connection.close()
+if not answered:
+    kept = "; the cancellation is kept until one runs" if what == "cancel" else ""
+    sys.exit(f"no worker answered within 10 s{kept}")

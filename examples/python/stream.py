@@ -11,8 +11,23 @@ import pika
 connection = pika.BlockingConnection(pika.URLParameters(os.environ.get("AMQP_URL", "amqp://localhost:5672/")))
 channel = connection.channel()
 channel.confirm_delivery()
-replies = channel.queue_declare("", exclusive=True).method.queue
 
+
+def read(channel, _method, properties, body):
+    reply = json.loads(body)
+    status, part = properties.headers.get("x-lane-status"), properties.headers.get("x-lane-part")
+    if status == "error":
+        sys.exit(f"{reply['title']}: {reply['detail']}")
+    if status == "ok":  # the whole answer, put together
+        print()
+        channel.stop_consuming()
+    elif part == "restart":  # an attempt failed: forget what came so far
+        print("\n[from the beginning]")
+    else:  # one event of Anthropic's stream
+        print(reply.get("delta", {}).get("text", ""), end="", flush=True)
+
+
+channel.basic_consume("amq.rabbitmq.reply-to", read, auto_ack=True)  # on this channel, before the request is published
 request_id = str(uuid.uuid4())
 channel.basic_publish(
     exchange="lane.requests",
@@ -24,20 +39,9 @@ channel.basic_publish(
         priority=5,
         message_id=request_id,
         correlation_id=request_id,
-        reply_to=replies,
+        reply_to="amq.rabbitmq.reply-to",
         headers={"x-lane-stream": True, "x-lane-sent-ms": int(time.time() * 1000)},
     ),
 )
-for _method, properties, body in channel.consume(replies, auto_ack=True):
-    reply = json.loads(body)
-    status, part = properties.headers.get("x-lane-status"), properties.headers.get("x-lane-part")
-    if status == "error":
-        sys.exit(f"{reply['title']}: {reply['detail']}")
-    if status == "ok":  # the whole answer, put together
-        print()
-        break
-    if part == "restart":  # an attempt failed: forget what came so far
-        print("\n[from the beginning]")
-    else:  # one event of Anthropic's stream
-        print(reply.get("delta", {}).get("text", ""), end="", flush=True)
+channel.start_consuming()
 connection.close()

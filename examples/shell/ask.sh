@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
 # Ask over RabbitMQ with Debian's amqp-tools alone: ./ask.sh "Name three rivers."
 # They can set no message id and no type: to name, stream, cancel or fetch a request, use `lanekeeper send`, `cancel`,
-# `result`.
+# `result`. A user that may declare nothing has a queue for its replies: REPLY_QUEUE=lane.reply.NAME ./ask.sh …
 set -euo pipefail
 url=${AMQP_URL:-amqp://localhost:5672}
 url=${url%/} # amqp-tools take a slash at the end for a virtual host without a name
-queue=examples.shell.$$
-amqp-declare-queue --url="$url" --queue="$queue" >/dev/null
-trap 'amqp-delete-queue --url="$url" --queue="$queue" >/dev/null' EXIT
+queue=${REPLY_QUEUE:-examples.shell.$$}
+if [[ -z ${REPLY_QUEUE:-} ]]; then
+  amqp-declare-queue --url="$url" --queue="$queue" >/dev/null
+  trap 'amqp-delete-queue --url="$url" --queue="$queue" >/dev/null' EXIT
+fi
 printf '%s' "$1" | python3 -c 'import json, sys; print(json.dumps({"prompt": sys.stdin.read()}))' |
   amqp-publish --url="$url" --exchange=lane.requests --routing-key=critical.examples.shell \
     --content-type=application/json --persistent --reply-to="$queue" --header="x-lane-sent-ms: $(date +%s%3N)"

@@ -7,10 +7,11 @@ import amqp from "amqplib";
 const [what, text] = process.argv.slice(2);
 const connection = await amqp.connect(process.env.AMQP_URL ?? "amqp://localhost:5672/");
 const channel = await connection.createConfirmChannel();
-const { queue } = await channel.assertQueue("", { exclusive: true });
+const directReplyTo = "amq.rabbitmq.reply-to"; // needs no right to declare a queue
 
+// on this channel, before what it answers is published
 const ended = new Promise<void>((resolve) =>
-  channel.consume(queue, (reply) => reply && isLast(reply) && resolve(), { noAck: true }),
+  channel.consume(directReplyTo, (reply) => reply && isLast(reply) && resolve(), { noAck: true }),
 );
 const id = randomUUID();
 const properties = {
@@ -19,7 +20,7 @@ const properties = {
   priority: 5,
   messageId: id,
   correlationId: id,
-  replyTo: queue,
+  replyTo: directReplyTo,
 };
 if (what === "cancel" || what === "result") {
   const body = JSON.stringify({ [what]: text });

@@ -82,6 +82,8 @@ def _show(found: "Status") -> None:
     if dollars := {lane: each["usd"] for lane, each in found.spent.get("lane", {}).items() if each.get("usd")}:
         told = ", ".join(f"{lane} ${usd:.4f}" for lane, usd in dollars.items())
         console.print(f"spent since the workers began, at prices of {found.prices_as_of}: {told}", highlight=False)
+    if found.undelivered:
+        console.print(f"{found.undelivered} replies were never taken by their queues", highlight=False, soft_wrap=True)
     if found.simulated:
         told = "all workers" if found.simulated == found.workers else ", ".join(found.simulated)
         console.print(f"provider simulated by {told}: nothing is spent", highlight=False, soft_wrap=True)

@@ -15,6 +15,7 @@ from service.client import Client, NoReply, ReplyLost
 from service.replies import Final, Part, Problem
 from service.simulated.options import SimulatedOptions
 from service.wishes import Wishes
+from tests.support.connections import close_connection
 from tests.support.house import house
 from tests.support.requester import requester
 from tests.support.waiting import until
@@ -31,11 +32,6 @@ from topology.names import Names
 async def at_home(url: str, **how: object) -> AsyncIterator[Client]:
     async with house(url, **how), Client(url) as client:  # type: ignore[arg-type]
         yield client
-
-
-async def cut(client: Client) -> None:
-    """The replies' connection is lost, as far as the client can tell."""
-    await (await client._consuming.underlying()).close()
 
 
 async def test_an_answer_comes_back_with_what_is_told_of_it(vhost) -> None:
@@ -73,7 +69,6 @@ async def test_a_stream_that_is_left_early_leaves_nothing_behind(vhost) -> None:
         await anext(stream)
         await stream.aclose()
 
-        assert client._replying._expected == {}
         assert (await client.request({"prompt": "again"}, key="critical.tests.client")).text == "echo: again"
 
 
@@ -162,15 +157,13 @@ async def test_no_answer_in_the_callers_time_is_told_and_forgotten(vhost) -> Non
         with pytest.raises(NoReply, match=r"within 0\.2 s"):
             await client.request({"prompt": "slow"}, key="critical.tests.client", timeout_s=0.2)
 
-        assert client._replying._expected == {}
 
-
-async def test_a_stream_whose_reply_queue_is_lost_is_told_at_once_and_the_next_request_has_a_new_one(vhost) -> None:
-    async with at_home(vhost.amqp_url, simulated=SimulatedOptions(latency_ms=1000)) as client:
+async def test_a_stream_whose_connection_is_lost_is_told_at_once_and_the_next_request_is_answered(vhost) -> None:
+    async with at_home(vhost.amqp_url, simulated=SimulatedOptions(latency_ms=4000)) as client:
         stream = client.stream({"prompt": "slow"}, key="critical.tests.client")
         await anext(stream)
+        await close_connection(vhost, "lanekeeper client")
         began = time.monotonic()
-        await cut(client)
 
         with pytest.raises(ReplyLost, match="ask again under the same id"):
             async for _ in stream:
@@ -182,34 +175,33 @@ async def test_a_stream_whose_reply_queue_is_lost_is_told_at_once_and_the_next_r
 
 
 @pytest.mark.parametrize("wishes", [{}, {"message_id": "mine"}])
-async def test_an_answer_whose_reply_queue_was_lost_is_fetched(vhost, wishes: Wishes) -> None:
+async def test_an_answer_whose_connection_was_lost_is_fetched(vhost, wishes: Wishes) -> None:
     async with (
-        house(vhost.amqp_url, simulated=SimulatedOptions(latency_ms=1000)) as home,
+        house(vhost.amqp_url, simulated=SimulatedOptions(latency_ms=4000)) as home,
         Client(vhost.amqp_url) as client,
     ):
         asked = asyncio.create_task(
             client.request({"prompt": "slow"}, key="critical.tests.client", timeout_s=15, **wishes)
         )
         await until(lambda: home.calls("slow"))
-        await cut(client)
+        await close_connection(vhost, "lanekeeper client")
 
         assert (await asked).text == "echo: slow"
         assert len(home.calls("slow")) == 1
 
 
-async def test_a_lost_reply_queue_hides_no_conflict_of_ids(vhost) -> None:
+async def test_a_lost_connection_hides_no_conflict_of_ids(vhost) -> None:
     async with (
         house(vhost.amqp_url, lanes={"normal": {"slots": 1}}) as home,
         Client(vhost.amqp_url) as client,
     ):
         await client.request({"prompt": "one"}, key="critical.tests.client", message_id="same")
-        await client.publish({"prompt": "[[latency: 1s]]"}, key="normal.tests.client")
+        await client.publish({"prompt": "[[latency: 4s]]"}, key="normal.tests.client")
         await until(lambda: home.api.running == 1)
         asked = asyncio.create_task(
             client.request({"prompt": "two"}, key="normal.tests.client", message_id="same", timeout_s=15)
         )
-        await until(lambda: client._replying._expected)
-        await cut(client)
+        await close_connection(vhost, "lanekeeper client")
 
         with pytest.raises(Problem, match="idempotency_conflict"):
             await asked
@@ -266,7 +258,7 @@ async def test_how_many_workers_take_a_lane_is_seen(vhost) -> None:
 async def test_a_client_can_be_left_at_any_moment(vhost) -> None:
     for n in range(60):
         async with asyncio.timeout(10), Client(vhost.amqp_url):
-            await asyncio.sleep(n / 3000)  # while its reply queue is being declared, too
+            await asyncio.sleep(n / 3000)  # while it connects, too
 
 
 async def test_without_a_topology_the_error_says_at_once_what_to_run(vhost) -> None:
@@ -298,16 +290,19 @@ async def test_a_script_that_configures_no_logging_prints_its_own_lines_alone(vh
         "from service.client import Client\n"
         "async def main():\n"
         "    async with Client(sys.argv[1]) as client:\n"
-        "        await (await client._consuming.underlying()).close()\n"
-        "        await client._replying.address()\n"
+        "        await asyncio.to_thread(sys.stdin.readline)\n"
+        "        await client.depth('normal')\n"
         "        print('mine')\n"
         "asyncio.run(main())\n"
     )
 
     async def said(*before: str) -> tuple[str, str]:
         line = (sys.executable, "-W", "ignore", "-c", "".join((*before, script)), vhost.amqp_url)
-        process = await asyncio.create_subprocess_exec(*line, stdout=PIPE, stderr=PIPE, cwd=Path(__file__).parents[2])
-        out, err = await process.communicate()
+        process = await asyncio.create_subprocess_exec(
+            *line, stdin=PIPE, stdout=PIPE, stderr=PIPE, cwd=Path(__file__).parents[2]
+        )
+        await close_connection(vhost, "lanekeeper client")
+        out, err = await process.communicate(b"\n")
         return out.decode(), err.decode()
 
     assert await said() == ("mine\n", "")

@@ -19,12 +19,16 @@ from topology.contract.problems import (
     BrokerError,
     BrokerUnreachable,
     ConfirmUnknown,
+    MessageTooLarge,
     PublishRefused,
     TopologyMismatch,
     Unroutable,
 )
+from topology.lanes import MIB
 from topology.tracing import Tracing
 
+LARGEST = {3: 128 * MIB, 4: 16 * MIB}
+"""What the broker takes as one message unless it is told otherwise, by its major version."""
 QUORUM = {"x-queue-type": "quorum"}
 
 
@@ -229,3 +233,46 @@ async def test_an_error_says_whether_an_earlier_try_may_have_been_published(publ
             Message(body=b""), exchange="x", routing_key="k", refused_within_s=0
         )
     assert error.value.maybe_published
+
+
+async def test_what_the_broker_does_not_take_is_not_sent_and_the_connection_stays(publisher: Publisher) -> None:
+    """Others publish on it meanwhile."""
+    await declare(publisher, "some")
+    largest = LARGEST[int(publisher.connection.version.split(".")[0])]
+    opened, loss = publisher.connection.openings, publisher.connection.loss
+
+    async def publish(size: int) -> None:
+        await publisher.publish_surely(Message(body=bytes(size)), exchange="", routing_key="some")
+
+    too_large = [publish(largest + 1) for _ in range(3)]
+    came_to = await asyncio.gather(*too_large, *(publish(10) for _ in range(50)), return_exceptions=True)
+    refused, others = came_to[:3], came_to[3:]
+    assert all(isinstance(each, MessageTooLarge) for each in refused)
+    assert {(each.size, each.limit) for each in refused if isinstance(each, MessageTooLarge)} == {
+        (largest + 1, largest)
+    }
+    assert others == [None] * 50
+    assert await publisher.refuses(largest + 1) == largest
+    assert await publisher.refuses(largest) is None
+    assert (publisher.connection.openings, loss.done()) == (opened, False)
+    await until(lambda: waiting(publisher, "some"))
+
+
+async def test_a_message_as_large_as_the_broker_takes_is_published(publisher: Publisher) -> None:
+    await declare(publisher, "some")
+    await publisher.publish(Message(body=bytes(16 * MIB)), exchange="", routing_key="some")
+    assert await waiting(publisher, "some") == 1
+
+
+async def test_a_user_without_any_rights_finds_out_what_the_broker_takes(vhost: Vhost) -> None:
+    name = f"{vhost.name}-none"
+    vhost.api("PUT", f"users/{name}", {"password": "none", "tags": ""})
+    try:
+        vhost.api("PUT", f"permissions/{vhost.quoted}/{name}", {"configure": "^$", "write": "^$", "read": "^$"})
+        url = vhost.amqp_url.replace(f"{vhost.user}:{vhost.password}@", f"{name}:none@")
+        async with Connection(url, name=vhost.name) as connection:
+            publisher = Publisher(connection, tracing=Tracing())
+            assert await publisher.refuses(16 * MIB) is None
+            assert await publisher.refuses(200 * MIB) == LARGEST[int(connection.version.split(".")[0])]
+    finally:
+        vhost.api("DELETE", f"users/{name}")

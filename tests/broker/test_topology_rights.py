@@ -1,92 +1,29 @@
 """The exported users, tried: each may do what its part needs, and is refused the rest by the broker itself."""
 
 import asyncio
-import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
 
 import aiormq
 import pytest
-from aiormq.abc import AbstractChannel, AbstractConnection, DeliveredMessage
-from aiormq.exceptions import ChannelAccessRefused
+from aiormq.abc import AbstractChannel, DeliveredMessage
 from pamqp.commands import Basic
 from yarl import URL
 
+from tests.support.house import house
+from tests.support.users import Act, Broker, imported_users
 from topology.broker.apply import apply
 from topology.broker.management import Management, discover
 from topology.broker.verify import verify
 from topology.contract.problems import AccessRefused
-from topology.declaration import declare
 from topology.delays import hop
-from topology.export import User, definitions, hash_password
-from topology.lanes import DEFAULT_LANES
-from topology.model import Topology
 from topology.names import Names
 from topology.plan import compare
-
-PASSWORD = secrets.token_urlsafe()
-HASH = hash_password(PASSWORD, salt=secrets.token_bytes(4))
-
-
-@dataclass(frozen=True)
-class Act:
-    what: str
-    do: Callable[[AbstractChannel], Awaitable[object]]
-
-
-class Broker:
-    """A virtual host made by importing definitions alone, and a connection for each of its users."""
-
-    def __init__(self, vhost, management: Management, version: str, stack: AsyncExitStack) -> None:
-        mark = secrets.token_hex(4)  # users belong to the whole broker, which other tests use as well
-        self.app = f"support-{mark}"
-        self.users = {
-            "application": User(self.app, "application", HASH),
-            "pager": User(f"pager-{mark}", "application", HASH, lanes=("critical",)),
-            "client": User(f"client-{mark}", "client", HASH, lanes=("critical",)),
-            "worker": User(f"worker-{mark}", "worker", HASH),
-            "operator": User(f"operator-{mark}", "operator", HASH),
-            "deployer": User(f"deployer-{mark}", "deployer", HASH),
-        }
-        self.topology: Topology = declare(DEFAULT_LANES, names=Names(), broker_version=version)
-        self.management = management
-        self.version = version
-        self._url = URL(vhost.amqp_url)
-        self._stack = stack
-        self._connections: dict[str, AbstractConnection] = {}
-
-    def url(self, role: str) -> str:
-        return str(self._url.with_user(self.users[role].name).with_password(PASSWORD))
-
-    async def connection(self, role: str) -> AbstractConnection:
-        if role not in self._connections:
-            self._connections[role] = await aiormq.connect(self.url(role))
-            self._stack.push_async_callback(self._connections[role].close)
-        return self._connections[role]
-
-    async def may(self, role: str, act: Act) -> bool:
-        """Whether the broker lets a user do it; any other error is raised."""
-        channel = await (await self.connection(role)).channel()
-        try:
-            await act.do(channel)
-        except ChannelAccessRefused:
-            return False
-        await channel.close()
-        return True
 
 
 @pytest.fixture
 async def broker_with_users(vhost) -> AsyncIterator[Broker]:
-    async with AsyncExitStack() as stack:
-        management = await discover(vhost.amqp_url, vhost.management_url)
-        assert management is not None
-        version = (await management.overview()).version
-        broker = Broker(vhost, management, version, stack)
-        await management.import_definitions(definitions(broker.topology, vhost.name, list(broker.users.values())))
-        for user in broker.users.values():
-            stack.callback(vhost.api, "DELETE", f"users/{user.name}")
-        yield broker
+    async with imported_users(vhost) as it:
+        yield it
 
 
 def publish(exchange: str, key: str = "", headers: dict[str, object] | None = None) -> Act:
@@ -159,8 +96,26 @@ async def test_an_application_may_ask_its_lanes_in_its_own_name(broker_with_user
 async def test_an_application_gets_its_replies(broker_with_users: Broker) -> None:
     it = broker_with_users
 
-    assert await it.may("application", own_queue())
-    assert await it.may("application", consume("amq.rabbitmq.reply-to"))
+    for role in ("application", "client"):
+        own = Names().reply_queue(it.users[role].name)
+        assert await it.may(role, consume("amq.rabbitmq.reply-to"))
+        assert await it.may(role, consume(own))
+        assert await it.may(role, get(own))
+
+
+async def test_an_application_is_answered_directly_and_in_its_reply_queue(broker_with_users: Broker, vhost) -> None:
+    it = broker_with_users
+    arrived: asyncio.Queue[DeliveredMessage] = asyncio.Queue()
+    async with house(vhost.amqp_url, declares=False):
+        channel = await (await it.connection("application")).channel()
+        for reply_to in ("amq.rabbitmq.reply-to", Names().reply_queue(it.app)):
+            await channel.basic_consume(reply_to, arrived.put, no_ack=True)
+            properties = Basic.Properties(reply_to=reply_to, delivery_mode=2)
+            await channel.basic_publish(
+                b'{"prompt": "x"}', exchange="lane.requests", routing_key=f"normal.{it.app}.x", properties=properties
+            )
+            reply = await asyncio.wait_for(arrived.get(), 15)
+            assert (reply.header.properties.headers or {})["x-lane-status"] == "ok"
 
 
 NOT_FOR_APPLICATIONS = [
@@ -168,9 +123,12 @@ NOT_FOR_APPLICATIONS = [
     publish("lane.delay.00", "critical.a.b", {"lane-d00": False}),
     publish("lane.control", "cancel"),
     publish("", "lane.critical"),
+    own_queue(),
     declare_queue("mine"),
     declare_queue("lane.critical"),
     declare_queue("lane.gold"),
+    declare_queue("lane.reply.somebody"),
+    get("lane.reply.somebody"),
     declare_exchange("mine"),
     declare_exchange("lane.old"),
     declare_exchange("amq.gen-mine"),
@@ -182,8 +140,9 @@ NOT_FOR_APPLICATIONS = [
 ]
 
 
-async def test_an_application_may_do_nothing_else(broker_with_users: Broker) -> None:
+async def test_an_application_may_do_nothing_else(broker_with_users: Broker, vhost) -> None:
     it = broker_with_users
+    vhost.api("PUT", f"queues/{vhost.quoted}/lane.reply.somebody", {"durable": True})
 
     assert [act.what for act in NOT_FOR_APPLICATIONS if await it.may("application", act)] == []
 
@@ -203,11 +162,11 @@ async def test_a_client_may_cancel_and_fetch_as_well(broker_with_users: Broker) 
 
     assert [key for key in ("cancel", "result") if not await it.may("client", publish("lane.control", key))] == []
     assert await it.may("client", publish("lane.requests", mine))
-    assert await it.may("client", own_queue())
 
 
-async def test_a_client_may_do_nothing_else(broker_with_users: Broker) -> None:
+async def test_a_client_may_do_nothing_else(broker_with_users: Broker, vhost) -> None:
     it = broker_with_users
+    vhost.api("PUT", f"queues/{vhost.quoted}/lane.reply.somebody", {"durable": True})
     forbidden = [act for act in NOT_FOR_APPLICATIONS if act.what != publish("lane.control", "cancel").what]
 
     assert not await it.may("client", publish("lane.control", "status"))

@@ -15,6 +15,7 @@ from topology import names as n
 from topology.contract.messages import Message
 from topology.contract.problems import RequestProblem
 
+ANSWERED = Answered(body=b'{"id":"msg"}', model="claude-x", provider="anthropic")
 ASKER = "amq.gen-abcdefghijklmnopqrstuv"
 
 
@@ -213,7 +214,7 @@ async def test_a_fault_of_ours_loses_no_cancellation_and_holds_up_nothing_for_ev
     assert (told(bench)["code"], told(bench)["request"]) == ("internal", "m-1")
 
 
-@pytest.mark.parametrize(("reply_to", "unanswered"), [("lane.critical", 1), ("amq.rabbitmq.reply-to.x", 1), (None, 0)])
+@pytest.mark.parametrize(("reply_to", "unanswered"), [("lane.critical", 1), ("my.queue", 1), (None, 0)])
 async def test_nothing_is_answered_to_a_queue_that_somebody_named(
     bench: Bench, reply_to: str | None, unanswered: int
 ) -> None:
@@ -228,3 +229,11 @@ async def test_a_refusal_that_nobody_can_be_told_of_is_counted(bench: Bench) -> 
     await answers.refuse(Message(body=b"", type="reboot"), RequestProblem("invalid_request", "type"), id=None)
     assert bench.log == []
     assert (answers.refused, answers.unanswered) == (1, 1)
+
+
+async def test_a_result_that_the_broker_takes_no_more_is_told_as_too_large(bench: Bench) -> None:
+    await bench.settler.settle(bench.job(), ANSWERED)
+    bench.publisher.sent.clear()
+    bench.publisher.too_large = {ANSWERED.body}
+    await read(bench, {"result": "m-1"}, kind="result")
+    assert told(bench)["code"] == "answer_too_large"

@@ -79,9 +79,8 @@ async def test_a_request_is_parked_before_it_is_answered(bench: Bench) -> None:
     assert bench.log == ["stored", "failed: lane.dead", "give back"]
 
 
-@pytest.mark.parametrize("error", [Unroutable("gone"), PublishRefused("full")])
-async def test_a_requester_that_takes_no_reply_is_no_failure(bench: Bench, error: Exception) -> None:
-    bench.publisher.failing = {"": error}
+async def test_a_requester_that_has_gone_is_no_failure(bench: Bench) -> None:
+    bench.publisher.failing = {"": Unroutable("gone")}
     assert await bench.settler.settle(bench.job(), ANSWERED)
     assert bench.log == ["stored", "failed: reply", "ack", "event: completed"]
 
@@ -126,6 +125,29 @@ async def test_what_is_buried_already_is_parked_once(bench: Bench) -> None:
     bench.publisher.failing = {"": RequestProblem("forbidden_reply_to", "forged")}
     assert await bench.settler.settle(bench.job(), BURIED)
     assert bench.to("lane.dead").headers[n.DEAD_CODE] == "provider_rejected"
+
+
+async def test_an_answer_that_the_broker_does_not_take_ends_before_it_is_kept(bench: Bench) -> None:
+    bench.publisher.largest = 10
+    assert isinstance(await bench.settler.settle(bench.job(), ANSWERED), Buried)
+    assert bench.log == ["stored", "confirmed: lane.dead", "confirmed: reply", "ack", "event: failed", "event: dead"]
+    assert bench.to("lane.dead").headers[n.DEAD_CODE] == "answer_too_large"
+    assert json.loads(bench.to("").body)["code"] == "answer_too_large"
+
+
+async def test_a_kept_answer_that_the_broker_takes_no_more_is_told_as_too_large(bench: Bench) -> None:
+    await bench.settler.settle(bench.job(), ANSWERED)
+    bench.publisher.sent.clear()
+    bench.publisher.too_large = {ANSWERED.body}
+    await bench.settler.settle(bench.job(), ANSWERED)
+    assert json.loads(bench.to("").body)["code"] == "answer_too_large"
+    assert bench.to("").headers[n.STATUS] == "error"
+
+
+async def test_a_dead_letter_that_the_broker_takes_no_more_is_parked_without_its_body(bench: Bench) -> None:
+    bench.publisher.too_large = {BODY}
+    await bench.settler.settle(bench.job(), BURIED)
+    assert bench.to("lane.dead").body == b""
 
 
 async def test_fire_and_forget_is_acknowledged_without_a_reply(bench: Bench) -> None:

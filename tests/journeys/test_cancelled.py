@@ -290,9 +290,9 @@ async def test_what_cannot_be_understood_is_refused_and_goes(vhost) -> None:
         assert home.is_well
 
 
-@pytest.mark.parametrize("reply_to", ["lane.critical", "lane.dead", "lane.control", "amq.rabbitmq.reply-to", "no.such"])
+@pytest.mark.parametrize("reply_to", ["lane.critical", "lane.dead", "lane.control", "no.such"])
 async def test_a_control_message_is_answered_to_named_queues_alone(vhost, reply_to: str) -> None:
-    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url, direct=reply_to.startswith("amq")) as app:
+    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         await app.publish(
             {"cancel": "z-1"},
             exchange="lane.control",
@@ -308,6 +308,27 @@ async def test_a_control_message_is_answered_to_named_queues_alone(vhost, reply_
         await until(lambda: control_is_empty(app))
         assert [await app.depth(queue) for queue in ("lane.critical", "lane.dead")] == [0, 0]
         assert _is_quiet(home)
+
+
+async def test_a_control_message_is_answered_by_direct_reply_to(vhost) -> None:
+    async with house(vhost.amqp_url), requester(vhost.amqp_url, direct=True) as app:
+        assert (await app.control({"result": "z-1"}, key="result")).json["status"] == "unknown"
+
+
+async def test_a_forged_direct_address_in_a_control_message_harms_nobody(vhost) -> None:
+    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+        for _ in range(3):
+            await app.publish(
+                {"result": "z-1"},
+                exchange="lane.control",
+                key="result",
+                message_type="result",
+                reply_to="amq.rabbitmq.reply-to.g1h2AA5yZXBseUA0NzExNDcxMQAAB9kAAAAAZf.forged==",
+            )
+        await until(lambda: control_is_empty(app))
+
+        assert (await app.ask({"prompt": "x"})).status == "ok"
+        assert home.losses == []
 
 
 def _is_quiet(home: House) -> bool:

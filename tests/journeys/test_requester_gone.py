@@ -36,18 +36,3 @@ async def test_a_problem_for_somebody_who_has_gone_is_parked_once(vhost) -> None
         assert (await stays.ask({"prompt": "still there?"})).status == "ok"
         assert len(stays.dead_of("g-2")) == 1
         assert home.is_well
-
-
-async def test_a_reply_queue_that_takes_nothing_harms_nobody_else(vhost) -> None:
-    """It is full and refuses what is published: its owner's affair, not a reason to call the provider again."""
-    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
-        await app.read_dead()
-        full = {"x-max-length": 1, "x-overflow": "reject-publish", "x-queue-type": "classic"}
-        await app.channel.queue_declare("shop.full", durable=True, arguments=full)
-        await app.channel.basic_publish(b"full", routing_key="shop.full")
-        await app.read_events()
-        await app.publish({"prompt": "into the full queue"}, reply_to="shop.full", message_id="g-3")
-        assert (await app.ask({"prompt": "somebody else"})).status == "ok"
-        await until(lambda: "completed" in app.events_of("g-3"), within_s=20)
-        assert len(home.calls("into the full queue")) == 1
-        assert home.is_well

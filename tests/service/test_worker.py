@@ -67,9 +67,12 @@ def parts(*pools: FakePool) -> Parts:
         claiming=Claiming(MemoryStore()),  # type: ignore[arg-type]
         control=FakePool("control"),  # type: ignore[arg-type]
         answers=None,  # type: ignore[arg-type]
+        retelling=None,  # type: ignore[arg-type]
         pausing=Pausing({}),
         watch=FakePool("watch"),  # type: ignore[arg-type]
         slots=FakePool("slots"),  # type: ignore[arg-type]
+        scouting=FakePool("scouting"),  # type: ignore[arg-type]
+        turns={},
         budgets=None,  # type: ignore[arg-type]
         breakers=None,  # type: ignore[arg-type]
         spending=None,  # type: ignore[arg-type]

@@ -12,10 +12,12 @@ from consumers.failpoints import Failpoints
 from consumers.job import Deferred, Job, Outcome, is_trusted
 from consumers.lifecycle import Lifecycle
 from consumers.reply import Replies
+from consumers.retelling import Retelling
 from consumers.settle import Settler
 from tests.support.memory_store import MemoryStore
 from topology.broker.session import ChannelLost
 from topology.contract.messages import Message
+from topology.contract.problems import MessageTooLarge
 from topology.lanes import CRITICAL, LaneSpec
 from topology.names import Names
 from topology.tracing import Tracing
@@ -67,15 +69,23 @@ class FakePublisher:
     log: list[str]
     sent: list[Sent] = field(default_factory=list)
     failing: dict[str, Exception] = field(default_factory=dict)
+    largest: int | None = None
+    too_large: set[bytes] = field(default_factory=set)
+    """Bodies that it refuses to publish."""
 
     async def publish(self, message: Message, *, exchange: str, routing_key: str, **_: Any) -> None:
         if (error := self.failing.get(exchange)) is not None:
             self.log.append(f"failed: {exchange or 'reply'}")
             raise error
+        if message.body in self.too_large:
+            raise MessageTooLarge(len(message.body), 1)
         self.sent.append(Sent(message, exchange, routing_key))
         self.log.append(f"confirmed: {exchange or 'reply'}")
 
     publish_surely = publish
+
+    async def refuses(self, size: int) -> int | None:
+        return None if self.largest is None or size <= self.largest else self.largest
 
 
 @dataclass
@@ -97,9 +107,11 @@ class Bench:
         self.replies = Replies(self.publisher, names=NAMES)  # type: ignore[arg-type]
         self.store = MemoryStore(self.log)
         self.claiming = Claiming(self.store)  # type: ignore[arg-type]
+        self.retelling = Retelling(self.claiming)
         self.settler = Settler(
             self.publisher,  # type: ignore[arg-type]
             replies=self.replies,
+            retelling=self.retelling,
             claiming=self.claiming,
             lifecycle=self.lifecycle,
             names=NAMES,

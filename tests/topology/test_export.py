@@ -42,22 +42,40 @@ def test_a_password_hash_is_not_shown() -> None:
 @pytest.mark.parametrize(
     ("role", "right", "allowed", "refused"),
     [
-        ("application", "configure", ["amq.gen-x"], ["lane.requests", "lane.critical", "mine", "amq.direct"]),
+        ("application", "configure", [""], ["amq.gen-x", "lane.requests", "lane.critical", "mine", "lane.reply.me"]),
         (
             "application",
             "write",
             ["lane.requests"],
             ["lane.dead", "lane.delay.00", "lane.due", "lane.control", "lane.events", "lane.critical", "amq.default"],
         ),
-        ("application", "read", ["amq.gen-x"], ["lane.critical", "lane.dead", "lane.events", "lane.requests"]),
-        ("client", "configure", ["amq.gen-x"], ["lane.requests", "lane.critical", "mine", "amq.direct"]),
+        (
+            "application",
+            "read",
+            ["lane.reply.me", "lane.reply.me.two"],
+            [
+                "amq.gen-x",
+                "lane.reply.men",
+                "lane.reply.",
+                "lane.critical",
+                "lane.dead",
+                "lane.events",
+                "lane.requests",
+            ],
+        ),
+        ("client", "configure", [""], ["amq.gen-x", "lane.requests", "lane.critical", "mine", "lane.reply.me"]),
         (
             "client",
             "write",
             ["lane.requests", "lane.control"],
             ["lane.dead", "lane.delay.00", "lane.due", "lane.events", "lane.critical", "amq.default"],
         ),
-        ("client", "read", ["amq.gen-x"], ["lane.critical", "lane.dead", "lane.control", "lane.requests"]),
+        (
+            "client",
+            "read",
+            ["lane.reply.me", "lane.reply.me.two"],
+            ["amq.gen-x", "lane.reply.you", "lane.critical", "lane.dead", "lane.control", "lane.requests"],
+        ),
         ("worker", "configure", ["amq.gen-x"], ["lane.critical", "lane.delay.00", "lane.dead"]),
         (
             "worker",
@@ -88,7 +106,7 @@ def test_a_password_hash_is_not_shown() -> None:
 def test_a_role_may_do_what_it_needs_and_no_more(
     role: Role, right: str, allowed: list[str], refused: list[str]
 ) -> None:
-    pattern = re.compile(getattr(rights(role, TOPOLOGY), right))
+    pattern = re.compile(getattr(rights(User("me", role, HASH), TOPOLOGY), right))
 
     assert [name for name in allowed if not pattern.search(name)] == []
     assert [name for name in refused if pattern.search(name)] == []
@@ -144,7 +162,7 @@ def test_definitions_are_json_and_hold_everything_once() -> None:
     exported = json.loads(json.dumps(definitions(TOPOLOGY, "prod", users)))
 
     assert exported["vhosts"] == [{"name": "prod"}]
-    assert [each["name"] for each in exported["queues"]] == [each.name for each in TOPOLOGY.queues]
+    assert [each["name"] for each in exported["queues"]] == [*(each.name for each in TOPOLOGY.queues), "lane.reply.app"]
     assert len(exported["exchanges"]) == len(TOPOLOGY.exchanges)
     assert len(exported["bindings"]) == len(TOPOLOGY.bindings)
     assert [each["user"] for each in exported["permissions"]] == ["app", "work", "deploy"]
@@ -152,6 +170,15 @@ def test_definitions_are_json_and_hold_everything_once() -> None:
     assert {
         each["vhost"] for kind in ("queues", "exchanges", "bindings", "permissions") for each in exported[kind]
     } == {"prod"}
+
+
+def test_a_reply_queue_is_bounded_refuses_when_full_and_dead_letters_nothing() -> None:
+    (queue,) = definitions(TOPOLOGY, "/", [User("app", "client", HASH)])["queues"][len(TOPOLOGY.queues) :]
+
+    assert queue["durable"]
+    assert queue["arguments"]["x-overflow"] == "reject-publish"
+    assert {"x-max-length", "x-max-length-bytes", "x-message-ttl"} <= queue["arguments"].keys()
+    assert not any("dead-letter" in argument for argument in queue["arguments"])
 
 
 def test_without_users_nobody_is_let_in() -> None:

@@ -55,6 +55,8 @@ class Connection:
         ssl_context: ssl.SSLContext | None = None,
         on_open: OnOpen | None = None,
     ) -> None:
+        self._url = url
+        self._heartbeat_s = heartbeat_s
         self._urls = [URL(each).update_query(heartbeat=str(heartbeat_s), name=name) for each in urls_of(url)]
         self._at = random.randrange(len(self._urls))
         self._name = name
@@ -74,6 +76,11 @@ class Connection:
         """Why the broker takes nothing from it at present ("low on memory"); told only to who publishes."""
         self.openings = 0
         """How often it was opened: what was looked at on an earlier one may have changed."""
+
+    def another(self, purpose: str) -> "Connection":
+        """One more to the same broker, not opened yet."""
+        name = f"{self._name}: {purpose}"
+        return Connection(self._url, name=name, heartbeat_s=self._heartbeat_s, ssl_context=self._ssl_context)
 
     @property
     def is_open(self) -> bool:

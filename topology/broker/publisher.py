@@ -5,7 +5,7 @@
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -22,12 +22,15 @@ from aiormq.exceptions import (
 from topology.broker.border import asks_to_stop, is_nameless
 from topology.broker.connection import Connection
 from topology.broker.frames import properties_of
+from topology.broker.limit import SMALL_BYTES, MessageLimit
 from topology.contract.messages import Message
 from topology.contract.problems import (
     AccessRefused,
     BrokerBlocked,
     BrokerError,
+    BrokerUnreachable,
     ConfirmUnknown,
+    MessageTooLarge,
     PublishRefused,
     TopologyMismatch,
     Unroutable,
@@ -47,15 +50,34 @@ class Publisher:
     """Publishes over one connection, on a channel with confirms."""
 
     def __init__(
-        self, connection: Connection, *, tracing: Tracing, on_missing: Callable[[], None] | None = None
+        self,
+        connection: Connection,
+        *,
+        tracing: Tracing,
+        on_missing: Callable[[], None] | None = None,
+        on_channel: Callable[[Channel], Awaitable[None]] | None = None,
     ) -> None:
-        """`on_missing`: called when an exchange, or a queue behind it, is not there; somebody may look what else."""
+        """`on_missing`: called when an exchange, or a queue behind it, is not there; somebody may look what else.
+        `on_channel`: called with each channel before anything is published on it."""
         self.connection = connection
         self._tracing = tracing
         self._confirming: Channel | None = None
         self._opening = asyncio.Lock()
         self._in_flight: dict[str, asyncio.Event] = {}
         self._on_missing = on_missing
+        self._on_channel = on_channel
+        self._limit = MessageLimit(connection)
+
+    async def refuses(self, size: int) -> int | None:
+        """The limit of the broker's that a body of so many bytes is over; None where it may be published, or where that
+        cannot be found out now: `publish` looks again."""
+        try:
+            await self._limit.check(size)
+        except MessageTooLarge as error:
+            return error.limit
+        except BrokerUnreachable:
+            return None
+        return None
 
     async def publish(
         self,
@@ -71,8 +93,11 @@ class Publisher:
 
         Raises Unroutable (returned), PublishRefused (nack), ConfirmUnknown (no confirm: it may be there or not),
         BrokerBlocked (an alarm, for all of the time: nothing was published), BrokerUnreachable, AccessRefused,
-        TopologyMismatch (no such exchange). `traced` false: no span, for the parts of a stream.
+        MessageTooLarge (not sent), TopologyMismatch (no such exchange). `traced` false: no span, for the parts of a
+        stream.
         """
+        if len(message.body) > SMALL_BYTES:
+            await self._limit.check(len(message.body))
         span: AbstractContextManager[Any] = (
             self._tracing.send(message, exchange=exchange, routing_key=routing_key) if traced else nullcontext()
         )
@@ -138,8 +163,8 @@ class Publisher:
         """Publish until the broker has confirmed it, `within_s` at most; the last error is raised then.
 
         `refused_within_s`: how long a refusal (nack) is answered with another try. The message may be published more
-        than once. Raised at once: AccessRefused; what the caller names in `gives_up_on`; Unroutable from the default
-        exchange (a requester that has gone), while from an exchange of ours it means a queue that must come back.
+        than once. Raised at once: AccessRefused, MessageTooLarge; what the caller names in `gives_up_on`; Unroutable
+        from the default exchange (a requester that has gone), while from one of ours a queue must come back.
         The error's `maybe_published` says whether any of the tries was left without a confirm.
         """
         loop = asyncio.get_running_loop()
@@ -168,7 +193,9 @@ class Publisher:
                 maybe_published = error.maybe_published = maybe_published or error.maybe_published
                 if isinstance(error, TopologyMismatch | Unroutable) and exchange and self._on_missing is not None:
                     self._on_missing()
-                if isinstance(error, (AccessRefused, *gives_up_on)) or (isinstance(error, Unroutable) and not exchange):
+                if isinstance(error, (AccessRefused, MessageTooLarge, *gives_up_on)) or (
+                    isinstance(error, Unroutable) and not exchange
+                ):
                     raise
                 if isinstance(error, PublishRefused) and loop.time() + pause_s > began + refused_within_s:
                     raise
@@ -186,7 +213,10 @@ class Publisher:
         await self.connection.underlying(timeout_s=timeout_s)  # all wait for it together, not one after the other
         async with self._opening:
             if self._confirming is None or self._confirming.is_closed:
-                self._confirming = await self.connection.channel(confirms=True, timeout_s=timeout_s)
+                channel = await self.connection.channel(confirms=True, timeout_s=timeout_s)
+                if self._on_channel is not None:
+                    await self._on_channel(channel)
+                self._confirming = channel
             return self._confirming
 
     async def _take_turn(self, message_id: str) -> asyncio.Event:

@@ -23,6 +23,7 @@ PRIORITY_AT_MOST = 9
 """A quorum queue orders up to 31, and cannot be told less: what is above would pass everybody else's requests."""
 UNREADABLE = "\x00unreadable"
 """Key in the headers of a message whose properties could not be read, with the reason; whoever sends it is refused."""
+_TWICE = re.compile(r'Detected duplicate key "(?P<key>.*)"', re.DOTALL)
 _JSON_TYPE = re.compile(r'application/json(\s*;\s*charset="?utf-8"?)?\s*', re.IGNORECASE)
 
 
@@ -131,8 +132,19 @@ def _parsed(raw: bytes) -> object:
     try:
         return jiter.from_json(raw, allow_inf_nan=False, catch_duplicate_keys=True, cache_mode="none")
     except ValueError as error:
-        # jiter names the place and what is wrong there; only a duplicate key is quoted
-        raise RequestProblem("invalid_request", f"body: not JSON in UTF-8: {str(error)[:200]}") from None
+        raise RequestProblem("invalid_request", f"body: not JSON in UTF-8: {_without_content(str(error))}") from None
+
+
+def _without_content(said: str) -> str:
+    """jiter names the place and what is wrong there, and quotes nothing but a key that is there twice."""
+    twice = _TWICE.match(said)
+    if (
+        twice is None
+        or twice["key"] in bodies.MessagesBody.model_fields
+        or twice["key"] in bodies.PromptBody.model_fields
+    ):
+        return said[:200]
+    return f"a key is there twice{said[twice.end() :]}"
 
 
 def _due_ms(said: RequestHeaders, past: HopHeaders, *, sent_ms: int) -> int | None:

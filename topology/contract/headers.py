@@ -63,6 +63,10 @@ class HopHeaders:
     """When the delay is over."""
     is_fresh: bool = False
     """It was set aside before anybody had worked on it."""
+    reply_try: int = 0
+    """How often its reply was refused: it has ended, and only that is left. 0: it has not."""
+    reply_error: str | None = None
+    """The problem document that is its reply; None: the store has its reply."""
 
 
 def read(headers: Mapping[str, Any]) -> RequestHeaders:
@@ -107,6 +111,8 @@ def read_hop(headers: Mapping[str, Any]) -> HopHeaders:
         hop_ms=_whole(headers.get(names.HOP_MS)),
         back_ms=_whole(headers.get(names.BACK_MS)),
         is_fresh=headers.get(names.FRESH) is True,
+        reply_try=_whole(headers.get(names.REPLY_TRY)) or 0,
+        reply_error=_text(headers.get(names.REPLY_ERROR)),
     )
 
 
@@ -139,6 +145,8 @@ def hop_headers(hop: HopHeaders) -> dict[str, Any]:
         names.HOP_MS: hop.hop_ms,
         names.BACK_MS: hop.back_ms,
         names.FRESH: hop.is_fresh or None,
+        names.REPLY_TRY: hop.reply_try or None,
+        names.REPLY_ERROR: hop.reply_error,
     }
     return {key: value for key, value in found.items() if value is not None}
 

@@ -5,6 +5,7 @@ LanekeeperError                 everything of ours that a caller may catch
 ├── BrokerError                 the broker, or the way to it
 │   ├── BrokerUnreachable       no connection, or none in time
 │   ├── BrokerBlocked           a memory or disk alarm: nothing is taken, and nothing was published
+│   ├── MessageTooLarge         more bytes than the broker takes as one message: not sent
 │   ├── PublishRefused          the broker answered nack: a queue on the way is full
 │   ├── Unroutable              no queue is bound for the key (mandatory publish)
 │   ├── ConfirmUnknown          no confirm in time: it may be published or not; publish again under the same id
@@ -14,6 +15,7 @@ LanekeeperError                 everything of ours that a caller may catch
 """
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
@@ -36,6 +38,17 @@ class BrokerUnreachable(BrokerError):
 
 class BrokerBlocked(BrokerError):
     """The broker takes nothing from this connection, by an alarm; this try published nothing."""
+
+
+class MessageTooLarge(BrokerError):
+    """The broker takes no message of this size; it was not sent, because that would have closed the channel."""
+
+    def __init__(self, size: int, limit: int) -> None:
+        self.size = size
+        self.limit = limit
+        super().__init__(
+            f"a message of {size} bytes: the broker takes {limit} (`max_message_size` in rabbitmq.conf); send less"
+        )
 
 
 class PublishRefused(BrokerError):
@@ -107,6 +120,7 @@ PROBLEMS: Final = _by_code(
         ProblemType("cancelled", 499, "Cancelled", parked=False, retryable=False),
         ProblemType("deadline_exceeded", 504, "Deadline exceeded", parked=False, retryable=True),
         ProblemType("provider_rejected", 400, "Rejected by the provider", parked=True, retryable=False),
+        ProblemType("answer_too_large", 502, "Answer too large", parked=True, retryable=False),
         ProblemType("attempts_exhausted", 502, "All attempts failed", parked=True, retryable=True),
         ProblemType("poison", 500, "Its worker died under it", parked=True, retryable=False),
         ProblemType("internal", 500, "Internal error", parked=True, retryable=True),
@@ -118,18 +132,30 @@ DETAIL_CHARACTERS: Final = 1000
 """The longest detail: it stands in a dead letter's headers, and too large ones end the connection (501 FRAME_ERROR)."""
 
 
-class RequestProblem(LanekeeperError):
-    """A request's final error. `code` is one of `PROBLEMS`; `detail` says what was wrong."""
+_QUOTES: Final = re.compile(r"[:;,'\"(`]")
+"""Before one of these a detail names what is wrong; after it comes what was found, and so could be content."""
 
-    def __init__(self, code: str, detail: str, *, status: int | None = None) -> None:
+
+class RequestProblem(LanekeeperError):
+    """A request's final error. `code` is one of `PROBLEMS`; `detail` says what was wrong, and may quote content.
+
+    `brief` says it without content, for logs; left out, it is what `detail` begins with: the field's name.
+    """
+
+    def __init__(self, code: str, detail: str, *, status: int | None = None, brief: str | None = None) -> None:
         self.type = PROBLEMS[code]
         self.detail = detail if len(detail) <= DETAIL_CHARACTERS else f"{detail[: DETAIL_CHARACTERS - 1]}…"
         self.status = self.type.status if status is None else status
+        self._brief = brief
         super().__init__(f"{code}: {self.detail}")
 
     @property
     def code(self) -> str:
         return self.type.code
+
+    @property
+    def brief(self) -> str:
+        return _QUOTES.split(self.detail, 1)[0].strip() if self._brief is None else self._brief
 
     def document(self, *, request: str, attempts: int) -> bytes:
         """The problem document: JSON, UTF-8, as section 2 of the contract shows it."""
@@ -146,3 +172,12 @@ class RequestProblem(LanekeeperError):
             },
             ensure_ascii=False,
         ).encode()
+
+
+def answer_too_large(size: int, limit: int) -> RequestProblem:
+    """Of an answer that cannot be sent back, or may not be."""
+    return RequestProblem(
+        "answer_too_large",
+        f"the provider's answer has {size} bytes, and {limit} is the most that can be sent back: ask for less "
+        "(a smaller max_tokens, fewer or smaller results of tools)",
+    )

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from consumers.failures import TransientError
 from consumers.providers.answers import MOST_TOKENS, parse_message, read_answer
 from consumers.providers.base import Usage
 
@@ -15,9 +16,7 @@ def usage(**said: Any) -> Usage:
     return read_answer(parse_message(body, "application/json"), body, provider="anthropic", request_id=None).usage
 
 
-@pytest.mark.parametrize(
-    "absurd", [10**30, 1e30, float("inf"), float("nan"), -1, -(10**30), MOST_TOKENS + 1, True, "9", None, [9]]
-)
+@pytest.mark.parametrize("absurd", [10**30, 1e30, -1, -(10**30), MOST_TOKENS + 1, True, "9", None, [9]])
 @pytest.mark.parametrize(
     "name", ["input_tokens", "output_tokens", "cache_creation_input_tokens", "cache_read_input_tokens"]
 )
@@ -26,6 +25,12 @@ def test_a_figure_that_cannot_be_true_is_as_if_it_had_not_been_said(name: str, a
     without = {key: value for key, value in said.items() if key != name}
 
     assert usage(**said) == usage(**without)
+
+
+@pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan")])
+def test_what_no_reader_of_json_could_read_is_no_answer(number: float) -> None:
+    with pytest.raises(TransientError, match="is not JSON"):
+        usage(input_tokens=number)
 
 
 def test_the_largest_call_there_is_counts_whole() -> None:

@@ -255,7 +255,11 @@ async def test_how_it_changes_is_told_as_an_event_of_the_request_that_changed_it
         ("breaker", "probing"),
         ("breaker", "closed"),
     ]
-    assert (told[0][1]["provider"], told[0][1]["model"], told[0][1]["error"]) == ("anthropic", "m", "500")
+    assert (told[0][1]["provider"], told[0][1]["model"], told[0][1]["error"]) == (
+        "anthropic",
+        "m",
+        "TransientError 500",
+    )
 
 
 async def test_one_request_that_fails_each_time_opens_nothing() -> None:

@@ -113,6 +113,9 @@ class PublisherEdge(Publisher):
         self._edge = edge
         self._on_missing = None
 
+    async def refuses(self, size: int) -> int | None:
+        return None
+
     async def publish(
         self, message: Message, *, exchange: str, routing_key: str, timeout_s: float = 10, **_: Any
     ) -> None:

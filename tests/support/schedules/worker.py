@@ -20,6 +20,7 @@ from consumers.pausing import Pausing
 from consumers.pool import Pool
 from consumers.providers.registry import Registry
 from consumers.reply import Replies
+from consumers.retelling import Retelling
 from consumers.retry import RetryPolicy
 from consumers.settle import Settler
 from tests.support.jobs import NobodyElse
@@ -55,10 +56,12 @@ class Worker:
         publisher = PublisherEdge(world, self.edge)
         claiming = Claiming(StoreEdge(world, self.edge))  # type: ignore[arg-type]
         replies = Replies(publisher, names=NAMES)
+        retelling = Retelling(claiming)
         lifecycle = Lifecycle(NoNotices(), names=NAMES, now_ms=world.now_ms)  # type: ignore[arg-type]
         self._settler = settler(
             publisher,
             replies=replies,
+            retelling=retelling,
             claiming=claiming,
             lifecycle=lifecycle,
             names=NAMES,
@@ -86,9 +89,9 @@ class Worker:
         )
         fallen = Fallen((SPEC,), names=NAMES, now_ms=world.now_ms)
         self._pools = (
-            self._pool(world.broker.intake.name, SPEC.slots, self._job_of, handler.handle),
-            self._pool(world.broker.due.name, SPEC.due_slots, self._job_of, handler.handle),
-            self._pool(world.broker.fallen.name, 1, fallen.job_of, fallen.handle),
+            self._pool(world.broker.intake.name, SPEC.slots, self._job_of, retelling.first(handler.handle)),
+            self._pool(world.broker.due.name, SPEC.due_slots, self._job_of, retelling.first(handler.handle)),
+            self._pool(world.broker.fallen.name, 1, fallen.job_of, retelling.first(fallen.handle)),
         )
         self._running = [self.loop.create_task(pool.run()) for pool in self._pools]
         self._running.append(self.loop.create_task(claiming.run()))

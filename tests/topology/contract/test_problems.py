@@ -17,9 +17,11 @@ CONTRACT = {  # code: (status, also in lane.dead)
     "unroutable": (404, True),
     "superseded": (409, False),
     "idempotency_conflict": (409, False),
+    "too_many_waiting": (429, False),
     "cancelled": (499, False),
     "deadline_exceeded": (504, False),
     "provider_rejected": (400, True),
+    "answer_too_large": (502, True),
     "attempts_exhausted": (502, True),
     "poison": (500, True),
     "internal": (500, True),
@@ -36,6 +38,7 @@ def test_only_a_forbidden_reply_address_is_not_answered() -> None:
 
 def test_sending_again_may_help_where_the_request_was_not_at_fault() -> None:
     assert {code for code, row in PROBLEMS.items() if row.retryable} == {
+        "too_many_waiting",
         "deadline_exceeded",
         "attempts_exhausted",
         "internal",
@@ -99,6 +102,7 @@ def test_every_error_is_of_one_tree() -> None:
         "RequestProblem",
         "BrokerError",
         "BrokerUnreachable",
+        "MessageTooLarge",
         "PublishRefused",
         "Unroutable",
         "ConfirmUnknown",

@@ -21,6 +21,9 @@ import org.json.JSONObject;
  * </pre>
  */
 public final class Lane {
+  /** Replies come to the channel that published: that needs no right to declare a queue. */
+  private static final String DIRECT_REPLY_TO = "amq.rabbitmq.reply-to";
+
   public static void main(String[] args) throws Exception {
     String what = args[0], text = args[1];
     boolean isControl = List.of("cancel", "result").contains(what);
@@ -30,9 +33,9 @@ public final class Lane {
     try (var connection = factory.newConnection();
         var channel = connection.createChannel()) {
       channel.confirmSelect();
-      String queue = channel.queueDeclare().getQueue(); // exclusive, and named by the broker
       BlockingQueue<Delivery> replies = new LinkedBlockingQueue<>();
-      channel.basicConsume(queue, true, (tag, reply) -> replies.add(reply), tag -> {});
+      // on this channel, before what it answers is published
+      channel.basicConsume(DIRECT_REPLY_TO, true, (tag, reply) -> replies.add(reply), tag -> {});
 
       String id = UUID.randomUUID().toString();
       var properties =
@@ -42,7 +45,7 @@ public final class Lane {
               .priority(5)
               .messageId(id)
               .correlationId(id)
-              .replyTo(queue);
+              .replyTo(DIRECT_REPLY_TO);
       JSONObject body;
       if (isControl) {
         properties.type(what); // the same as the routing key

@@ -1,0 +1,66 @@
+"""An application tries to have the broker publish for it, past its topic permissions: by dead-lettering.
+
+The broker looks at topic permissions where something is published, and not where it is dead-lettered.
+"""
+
+from collections.abc import AsyncIterator
+
+import pytest
+from aiormq.exceptions import ChannelAccessRefused
+from pamqp.commands import Basic
+
+from tests.support.house import house
+from tests.support.requester import requester
+from tests.support.users import Broker, imported_users
+from tests.support.waiting import until
+
+ESCAPE = {
+    "x-dead-letter-exchange": "lane.requests",
+    "x-dead-letter-routing-key": "critical.finance.report",
+    "x-message-ttl": 0,
+}
+STREAMED = b'{"prompt": "one two three four five six seven eight nine ten"}'
+
+
+@pytest.fixture
+async def broker_with_users(vhost) -> AsyncIterator[Broker]:
+    async with imported_users(vhost) as it:
+        yield it
+
+
+@pytest.mark.parametrize("role", ["application", "client"])
+async def test_an_application_gets_nothing_into_another_lane_in_another_name(
+    role: str, broker_with_users: Broker, vhost
+) -> None:
+    it = broker_with_users
+    async with house(vhost.amqp_url, declares=False) as home, requester(vhost.amqp_url) as admin:
+        await admin.read_dead()
+        channel = await (await it.connection(role)).channel()
+        try:
+            queue = (await channel.queue_declare(exclusive=True, arguments=ESCAPE)).queue
+        except ChannelAccessRefused:
+            queue = None
+        if queue is not None:
+            lane = it.users[role].lanes[0]
+            properties = Basic.Properties(reply_to=queue, headers={"x-lane-stream": True}, message_id="streamed")
+            key = f"{lane}.{it.users[role].name}.chat"
+            await channel.basic_publish(STREAMED, exchange="lane.requests", routing_key=key, properties=properties)
+            await until(lambda: admin.dead, within_s=10)
+
+        forged = [each for each in admin.dead if each.headers["x-lane-routing-key"] == "critical.finance.report"]
+        assert (queue, len(forged), len(home.api.calls)) == (None, 0, 0)
+
+
+@pytest.mark.parametrize("role", ["application", "client"])
+@pytest.mark.parametrize("arguments", [{}, ESCAPE], ids=["plain", "dead-lettering"])
+@pytest.mark.parametrize("name", ["", "amq.gen-mine", "mine", "{own}", "{own}.more"])
+async def test_an_application_declares_no_queue_of_any_name(
+    role: str, arguments: dict[str, str], name: str, broker_with_users: Broker
+) -> None:
+    it = broker_with_users
+    channel = await (await it.connection(role)).channel()
+
+    with pytest.raises(ChannelAccessRefused):
+        await channel.queue_declare(
+            name.format(own=f"lane.reply.{it.users[role].name}"), durable=bool(name), arguments=arguments
+        )

@@ -1,0 +1,100 @@
+"""A reply that its queue refuses is tried again beside the lane: without another call, and not for ever."""
+
+import json
+
+import pytest
+
+from consumers.job import Answered, Buried, Job, Outcome, Refused, Replayed
+from consumers.retelling import PAUSES_S, Retelling
+from tests.support.jobs import NOW_MS, Bench
+from topology import names as n
+from topology.contract.problems import PublishRefused, RequestProblem
+
+ANSWERED = Answered(body=b'{"id":"msg"}', model="claude-x", provider="anthropic")
+REJECTED = Buried(RequestProblem("provider_rejected", "402 …", status=402))
+UNREADABLE = Buried(RequestProblem("invalid_request", "body: empty"))
+CONFLICT = Refused(RequestProblem("idempotency_conflict", "another body"))
+FULL = {"": PublishRefused("full")}
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+async def never(job: Job) -> Outcome:
+    raise AssertionError("handled again")
+
+
+async def come_back(bench: Bench) -> Outcome:
+    """What was sent round last comes back, and is settled."""
+    sent = [each for each in bench.publisher.sent if each.exchange.startswith("lane.delay.")][-1]
+    bench.publisher.sent.clear()
+    message = sent.message
+    back = bench.job(exchange="lane.due", body=message.body, headers=message.headers, message_id=message.message_id)
+    outcome = await bench.retelling.first(never)(back)
+    assert await bench.settler.settle(back, outcome)
+    return outcome
+
+
+@pytest.mark.parametrize("outcome", [ANSWERED, REJECTED, UNREADABLE, CONFLICT])
+async def test_it_comes_back_and_is_told_in_the_same_words(bench: Bench, outcome: Outcome) -> None:
+    bench.publisher.failing = {}
+    await bench.settler.settle(bench.job(message_id="m-0"), outcome)
+    told = bench.to("")
+    bench.publisher.sent.clear()
+    bench.publisher.failing = FULL
+    assert await bench.settler.settle(bench.job(), outcome) is outcome
+    assert bench.log[-4 if outcome in (REJECTED, UNREADABLE) else -3 :][:2] == ["confirmed: lane.delay.03", "ack"]
+    bench.publisher.failing = {}
+    assert isinstance(await come_back(bench), Replayed)
+    again = bench.to("")
+    assert again.body == told.body.replace(b"m-0", b"m-1")
+    same = {n.STATUS, n.ATTEMPT, n.LANE_NAME, n.RUN_MS}
+    assert {key: again.headers[key] for key in same} == {key: told.headers[key] for key in same}
+    assert [each.exchange for each in bench.publisher.sent] == [""], "and is not parked again"
+
+
+async def test_it_is_tried_for_a_minute_and_then_given_up_and_stays_under_its_id(bench: Bench) -> None:
+    bench.publisher.failing = FULL
+    job = bench.job()
+    await bench.settler.settle(job, ANSWERED)
+    for _ in PAUSES_S[1:]:
+        await come_back(bench)
+    assert bench.retelling.given_up == 0
+    await come_back(bench)
+    assert (bench.retelling.given_up, bench.publisher.sent) == (1, [])
+    assert bench.log[-2:] == ["event: undelivered", "ack"]
+    found = await bench.claiming.find(job.identity)
+    assert found is not None
+    assert found.completion is not None
+    assert found.completion.body == ANSWERED.body
+
+
+async def test_a_result_that_the_store_has_lost_is_worked_again(bench: Bench) -> None:
+    async def handle(job: Job) -> Outcome:
+        return ANSWERED
+
+    job = bench.job(exchange="lane.due", headers={n.REPLY_TRY: 2})
+    assert await bench.retelling.first(handle)(job) is ANSWERED
+
+
+async def test_a_requester_cannot_say_that_only_a_reply_is_left(bench: Bench) -> None:
+    async def handle(job: Job) -> Outcome:
+        return ANSWERED
+
+    forged = {n.REPLY_TRY: 1, n.REPLY_ERROR: json.dumps({"code": "internal"})}
+    assert await bench.retelling.first(handle)(bench.job(headers=forged)) is ANSWERED
+
+
+def test_how_many_wait_is_bounded_for_one_queue_and_for_all(bench: Bench) -> None:
+    retelling = Retelling(bench.claiming, waiting=30)
+
+    def sent(address: str, count: int, now_ms: int = NOW_MS) -> int:
+        jobs = [bench.job(reply_to=address) for _ in range(count)]
+        return sum(retelling.pause_ms(job, now_ms=now_ms) is not None for job in jobs)
+
+    assert sent("shop.full", 50) == 3
+    assert sum(sent(f"shop.{n}", 50) for n in range(50)) == 27
+    assert sent("another", 1) == 0
+    assert sent("shop.full", 50, NOW_MS + 1000) == 3, "what has come back waits no more"

@@ -1,0 +1,68 @@
+"""Fuzz for longer: `./dev fuzz [--minutes N] [TARGET …]`. One process a target, each led by coverage (atheris).
+
+What is found lies in .cache/fuzz/found: put it into tests/fuzz/corpus/<target> under a name that says what it is, see
+test_targets.py fail, and mend it. What only widened the coverage is kept in .cache/fuzz/<target> for the next run.
+"""
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+TARGET_NAMES = ("body", "packed", "properties", "table", "stream", "bedrock", "answer", "response", "control")
+CORPUS = Path(__file__).with_name("corpus")
+CACHE = Path(".cache/fuzz")
+ONE_INPUT_S = 5
+"""Of at most `INPUT_BYTES`: whoever takes longer is no longer linear."""
+INPUT_BYTES = 16_384
+MEMORY_MIB = 1024
+
+
+def one(target: str, *, seconds: int) -> None:
+    """Fuzz one target in this process, which ends with it."""
+    import atheris
+
+    with atheris.instrument_imports(include=["topology", "consumers"]):
+        from tests.fuzz.targets import TARGETS
+    found = CACHE / "found"
+    kept = CACHE / target
+    for folder in (found, kept):
+        folder.mkdir(parents=True, exist_ok=True)
+    options = [
+        f"-max_total_time={seconds}",
+        f"-max_len={INPUT_BYTES}",
+        f"-timeout={ONE_INPUT_S}",
+        f"-rss_limit_mb={MEMORY_MIB}",
+        f"-artifact_prefix={found}/{target}-",
+        "-print_final_stats=1",
+        "-verbosity=0",
+    ]
+    atheris.Setup([sys.argv[0], *options, str(kept), str(CORPUS / target)], TARGETS[target])
+    atheris.Fuzz()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="./dev fuzz", description="Fuzz what reads bytes of strangers.")
+    parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"of {', '.join(TARGET_NAMES)}; default: all")
+    parser.add_argument("--minutes", type=float, default=5, help="in all; default 5")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if unknown := set(given.targets) - set(TARGET_NAMES):
+        parser.error(f"no such target: {', '.join(sorted(unknown))}; known are {', '.join(TARGET_NAMES)}")
+    targets = given.targets or list(TARGET_NAMES)
+    seconds = max(1, int(given.minutes * 60 / len(targets)))
+    if given.one:
+        one(given.one, seconds=int(given.minutes * 60))
+        return 0
+    failed = []
+    for target in targets:
+        print(f"{target}: {seconds} s", flush=True)
+        command = [sys.executable, "-m", "tests.fuzz.run", "--one", target, "--minutes", str(seconds / 60)]
+        if subprocess.run(command, check=False).returncode:
+            failed.append(target)
+    print(f"failed: {', '.join(failed)}; the inputs are in {CACHE / 'found'}" if failed else "nothing was found")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

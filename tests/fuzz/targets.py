@@ -1,0 +1,253 @@
+"""What is fuzzed: each target feeds any bytes to the code that reads such bytes from strangers, and asserts.
+
+What may come out is written in each target: the typed error of the border, or a value that holds what it promises. All
+else (an internal exception, an AssertionError) is a finding. A target keeps nothing between two inputs.
+"""
+
+import gzip
+import json
+import struct
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from aiormq.abc import DeliveredMessage
+from pamqp import frame
+from pamqp.commands import Basic
+from pamqp.header import ContentHeader
+
+from consumers import control_question
+from consumers.failures import ProviderError
+from consumers.limits import headers as rate_headers
+from consumers.providers.answers import parse_message, read_answer
+from consumers.providers.anthropic import say_stream
+from consumers.providers.assembly import Assembly, parse_event, to_json
+from consumers.providers.events import EventSplitter
+from consumers.providers.frames import FrameSplitter
+from consumers.providers.translation import classify, from_event, read_retry_after_s
+from topology import propagation
+from topology.broker import fields
+from topology.broker.frames import NESTED_LEVELS, message_of, properties_of, tolerate
+from topology.contract import headers as header_rules
+from topology.contract.codec import UNREADABLE, decode
+from topology.contract.messages import Message, Request
+from topology.contract.problems import DETAIL_CHARACTERS, RequestProblem
+from topology.lanes import CRITICAL, LaneSpec
+from topology.names import Names
+
+tolerate()
+
+NOW_MS: Final = 1_790_000_000_000
+EVENT_BYTES: Final = 1024 * 1024
+OPEN: Final = CRITICAL
+NARROW: Final = replace(CRITICAL, models=frozenset({CRITICAL.model}))
+_NO_TABLE: Final = (ValueError, ArithmeticError, OSError, RecursionError, LookupError, TypeError, struct.error)
+
+
+def body(data: bytes) -> None:
+    """A request's body. The first byte chooses the lane (whether it narrows models) and whether it is packed."""
+    how, raw = data[:1], data[1:]
+    packed = how in (b"g", b"h")
+    try:
+        request = decoded(
+            Message(
+                body=gzip.compress(raw, 1) if packed else raw,
+                routing_key="critical.fuzz.body",
+                content_encoding="gzip" if packed else None,
+            ),
+            lane=NARROW if how in (b"n", b"h") else OPEN,
+        )
+    except RequestProblem as problem:
+        _is_fit_to_send(problem)
+        return
+    said = strict(request.body)
+    assert (said["model"], said["max_tokens"]) == (request.model, request.max_tokens)
+    assert said["messages"]
+    assert decoded(Message(body=request.body, routing_key="critical.fuzz.body")).body == request.body
+    try:
+        assert strict(say_stream(request.body, True))["stream"] is True
+    except ProviderError as error:
+        _is_one_line(error)
+
+
+def packed(data: bytes) -> None:
+    """A body that says it is gzip."""
+    message = Message(body=data, routing_key="critical.fuzz.packed", content_encoding="gzip")
+    try:
+        strict(decoded(message).body)
+    except RequestProblem as problem:
+        _is_fit_to_send(problem)
+
+
+def properties(data: bytes) -> None:
+    """The properties of a message as on the wire: flags, then values. Through the reader of the socket."""
+    message = _delivered(data)
+    for lane in ("critical", "nowhere"):
+        try:
+            decoded(message, lane=OPEN if lane == "critical" else NARROW)
+        except RequestProblem as problem:
+            _is_fit_to_send(problem)
+    header_rules.read_hop(message.headers)
+    header_rules.ms_or_none(message.headers, "x-lane-sent-ms")
+    span = propagation.read(message.headers)
+    propagation.received(message.headers, span)
+    carried = header_rules.carried(message.headers, of=Names())
+    carried.pop(UNREADABLE, None)  # is never published
+    again = _published(Message(body=b"{}", headers=carried, correlation_id=message.correlation_id))
+    kept = {name: value for name, value in message.headers.items() if name in carried}
+    assert repr(dict(again.headers)) == repr(kept)
+    assert (again.correlation_id or None) == (message.correlation_id or None)
+
+
+def table(data: bytes) -> None:
+    """A field table alone: what can be read can be written and read again."""
+    try:
+        _, found = fields.read(data, levels=NESTED_LEVELS)
+    except _NO_TABLE:
+        return
+    written = fields.write(found)
+    size, again = fields.read(written, levels=NESTED_LEVELS)
+    assert size == len(written)
+    assert again.keys() == found.keys()
+    assert len(fields.write(again)) == len(written)
+
+
+def stream(data: bytes) -> None:
+    """The events of an answer, as bytes from the provider; the first byte says in which pieces they come."""
+    size, rest = (data[0] + 1 if data else 1), data[1:]
+    whole = _events(EventSplitter(max_event_bytes=EVENT_BYTES), rest, size=len(rest) + 1)
+    assert _events(EventSplitter(max_event_bytes=EVENT_BYTES), rest, size=size) == whole
+    assembly = Assembly()
+    try:
+        for event in map(parse_event, whole):
+            if event.get("type") == "error":
+                raise from_event(event, request_id=None, secret="sk-ant-secret")
+            if assembly.add(event):
+                break
+        _answered(to_json(assembly.message()))
+    except ProviderError as error:
+        _is_one_line(error)
+
+
+def bedrock(data: bytes) -> None:
+    """Amazon's frames: `data` as it is, and once more as headers and payload of a frame that is undamaged."""
+    size = data[0] if data else 0
+    headers, payload = data[1 : 1 + size], data[1 + size :]
+    for raw in (data, framed(headers, payload)):
+        try:
+            for event in FrameSplitter(max_event_bytes=EVENT_BYTES).feed(raw):
+                parse_event(event)
+        except ProviderError as error:
+            _is_one_line(error)
+
+
+def answer(data: bytes) -> None:
+    """An answer that is not streamed."""
+    try:
+        _answered(data)
+    except ProviderError as error:
+        _is_one_line(error)
+
+
+def response(data: bytes) -> None:
+    """Headers of a response and an error's fields: lines of text."""
+    lines = [*data.decode("utf-8", "replace").split("\n"), "", "", "", "", ""]
+    told = {
+        "retry-after": lines[0],
+        "retry-after-ms": lines[1],
+        "anthropic-ratelimit-requests-limit": lines[2],
+        "anthropic-ratelimit-requests-remaining": lines[3],
+        "anthropic-ratelimit-requests-reset": lines[4],
+    }
+    wait_s = read_retry_after_s(told, now_s=NOW_MS / 1000)
+    assert wait_s is None or 0 <= wait_s <= 86_400
+    rate_headers.read(told, now_s=NOW_MS / 1000)
+    classify(
+        status=400 + len(data) % 200,
+        type=lines[0],
+        code=lines[1],
+        message=lines[2],
+        retry_after_s=wait_s,
+        request_id=None,
+    )
+
+
+def control(data: bytes) -> None:
+    """A control message: its type on the first line, its body after it."""
+    kind, _, said = data.partition(b"\n")
+    text = kind.decode("utf-8", "replace")
+    message = Message(body=said, routing_key=text, type=text, user_id="crm")
+    try:
+        control_question.id_of(message)
+        control_question.read(message, speakers=())
+    except RequestProblem as problem:
+        _is_fit_to_send(problem)
+
+
+TARGETS: Final[Mapping[str, Callable[[bytes], None]]] = {
+    each.__name__: each for each in (body, packed, properties, table, stream, bedrock, answer, response, control)
+}
+
+
+def decoded(message: Message, *, lane: LaneSpec = OPEN) -> Request:
+    return decode(message, lane=lane, request_id="fuzz", hop=None, now_ms=NOW_MS)
+
+
+def strict(raw: bytes) -> Any:
+    """As a reader of JSON that keeps to RFC 8259 would read it: no NaN, no Infinity."""
+    return json.loads(raw.decode(), parse_constant=_no_constant)
+
+
+def framed(headers: bytes, payload: bytes) -> bytes:
+    """One frame of Amazon's event stream, with sums that are right."""
+    prelude = struct.pack(">II", len(headers) + len(payload) + 16, len(headers))
+    whole = prelude + struct.pack(">I", zlib.crc32(prelude)) + headers + payload
+    return whole + struct.pack(">I", zlib.crc32(whole))
+
+
+def _no_constant(name: str) -> None:
+    raise AssertionError(f"{name} is no JSON")
+
+
+def _is_fit_to_send(problem: RequestProblem) -> None:
+    assert len(problem.detail) <= DETAIL_CHARACTERS
+    json.loads(problem.document(request="fuzz", attempts=0))
+
+
+def _is_one_line(error: ProviderError) -> None:
+    assert "\n" not in str(error)
+    str(error).encode()
+
+
+def _answered(raw: bytes) -> None:
+    """What is delivered as `ok` is a Message in JSON, and of use to any reader."""
+    found = read_answer(parse_message(raw, "application/json"), raw, provider="fuzz", request_id=None)
+    assert strict(found.body)["type"] == "message"
+    assert found.usage.output_tokens >= 0
+
+
+def _events(splitter: EventSplitter, data: bytes, *, size: int) -> list[bytes]:
+    return [event for at in range(0, len(data), size) for event in splitter.feed(data[at : at + size])]
+
+
+def _delivered(data: bytes) -> Message:
+    # without the bit that says that flags go on: the broker ends the connection of whoever sends that
+    # (journeys/test_hostile_frames.py)
+    flags = int.from_bytes(data[:2].ljust(2, b"\0"), "big") & ~1
+    payload = struct.pack(">HHQH", 60, 0, 2, flags) + data[2:]
+    _, _, header = frame.unmarshal(struct.pack(">BHI", 2, 1, len(payload)) + payload + b"\xce")
+    assert isinstance(header, ContentHeader)
+    return _received(header)
+
+
+def _published(message: Message) -> Message:
+    _, _, header = frame.unmarshal(frame.marshal(ContentHeader(body_size=2, properties=properties_of(message)), 1))
+    assert isinstance(header, ContentHeader)
+    return _received(header)
+
+
+def _received(header: ContentHeader) -> Message:
+    deliver = Basic.Deliver(consumer_tag="c", delivery_tag=1, exchange="lane.requests", routing_key="critical.fuzz.x")
+    body = b'{"prompt": "fuzz"}'
+    return message_of(DeliveredMessage(delivery=deliver, header=header, body=body, channel=None))  # type: ignore[arg-type]

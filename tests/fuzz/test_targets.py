@@ -1,0 +1,52 @@
+"""A short run of what `./dev fuzz` runs for long: the corpus, its neighbours, and what no seed leads to."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.fuzz.targets import TARGETS
+
+CORPUS = Path(__file__).with_name("corpus")
+EXAMPLES = 100
+SEEDS = {name: sorted((CORPUS / name).iterdir()) for name in TARGETS}
+
+
+@pytest.mark.parametrize(
+    ("target", "file"),
+    [pytest.param(name, file, id=f"{name}/{file.name}") for name, files in SEEDS.items() for file in files],
+)
+def test_what_was_found_once_stays_mended(target: str, file: Path) -> None:
+    TARGETS[target](file.read_bytes())
+
+
+@st.composite
+def neighbours(draw: st.DrawFn, target: str) -> bytes:
+    """A seed with a few places cut out, doubled or overwritten."""
+    data = bytearray(draw(st.sampled_from(SEEDS[target])).read_bytes())
+    for _ in range(draw(st.integers(1, 4))):
+        at = draw(st.integers(0, len(data)))
+        end = min(len(data), at + draw(st.integers(0, 12)))
+        data[at:end] = draw(st.binary(max_size=8) | st.just(bytes(data[at:end]) * 2))
+    return bytes(data)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_near_the_corpus_nothing_but_typed_errors_comes_out(target: str) -> None:
+    @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @given(data=neighbours(target))
+    def run(data: bytes) -> None:
+        TARGETS[target](data)
+
+    run()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_nor_far_from_it(target: str) -> None:
+    @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @given(data=st.binary(max_size=300))
+    def run(data: bytes) -> None:
+        TARGETS[target](data)
+
+    run()

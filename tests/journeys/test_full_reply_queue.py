@@ -1,0 +1,97 @@
+"""A reply queue that is full holds no slot: what it refuses is tried again beside the lane, and kept under its id."""
+
+import asyncio
+import statistics
+
+from tests.support.house import house
+from tests.support.requester import Requester, requester
+from tests.support.waiting import until
+
+FULL = {"x-max-length": 1, "x-overflow": "reject-publish", "x-queue-type": "classic"}
+FLOOD_S = 5.0
+A_SECOND = 50
+
+
+async def make_full(app: Requester, queue: str) -> None:
+    await app.channel.queue_declare(queue, durable=True, arguments=FULL)
+    await app.channel.basic_publish(b"full", routing_key=queue)
+
+
+async def test_its_answer_comes_when_there_is_room_and_the_provider_is_called_once(vhost) -> None:
+    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+        await app.read_dead()
+        await app.read_events()
+        await make_full(app, "shop.full")
+        await app.publish({"prompt": "an answer"}, reply_to="shop.full", message_id="r-1", correlation_id="c-1")
+        await app.publish({"prompt": "x [[fault: invalid]]"}, reply_to="shop.full", message_id="r-2")
+        await app.publish(b"!", reply_to="shop.full", message_id="r-3")
+        await app.publish(b"!", reply_to="shop.full", key="nowhere.x", message_id="r-4")
+        await until(lambda: "completed" in app.events_of("r-1"))
+        for each in ("r-2", "r-3", "r-4"):
+            await app.buried(each)
+        await app.channel.queue_purge("shop.full")
+        found = {}
+        for _ in range(4):  # it has room for one at a time
+            await until(lambda: app.depth("shop.full"), within_s=40)
+            got = await app.channel.basic_get("shop.full", no_ack=True)
+            assert got.header is not None
+            found[(got.header.properties.headers or {})["x-lane-request-id"]] = got
+        assert found.keys() == {"r-1", "r-2", "r-3", "r-4"}
+        assert found["r-1"].header.properties.correlation_id == "c-1"
+        assert found["r-1"].header.properties.headers["x-lane-status"] == "ok"
+        assert b"unroutable" in found["r-4"].body
+        assert len(home.calls("an answer")) == 1
+        assert len(app.dead) == 3, "each was parked once"
+        assert home.is_well
+
+
+async def test_its_owner_can_fetch_the_result_meanwhile(vhost) -> None:
+    async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
+        await app.read_events()
+        await make_full(app, "shop.full")
+        await app.publish({"prompt": "an answer"}, reply_to="shop.full", message_id="r-5")
+        await until(lambda: "completed" in app.events_of("r-5"))
+        assert (await app.control({"result": "r-5"}, key="result")).status == "ok"
+
+
+async def test_a_flood_of_rubbish_for_a_full_queue_does_not_slow_its_neighbours_and_is_bounded(vhost) -> None:
+    """With two slots, of which each such reply held one for three seconds."""
+    few, most = {"critical": {"slots": 2}}, {"waiting": 100}
+    async with (
+        house(vhost.amqp_url, lanes=few, reply_to=most) as home,
+        requester(vhost.amqp_url) as app,
+        requester(vhost.amqp_url) as flood,
+    ):
+        await make_full(app, "shop.full")
+        usual = await waits(app, 10)
+        flooding = asyncio.create_task(_flood(flood))
+        meanwhile = await waits(app, 20)
+        await flooding
+        print(f"waits in the same lane: usual {max(usual):.3f} s, meanwhile {sorted(meanwhile)[-3:]} s")
+        assert statistics.median(meanwhile) < max(0.5, 5 * max(usual))
+        assert max(meanwhile) < 3, "nothing waits for a slot"
+        await until(lambda: home.parts.retelling.given_up >= FLOOD_S * A_SECOND - 10 * 6, within_s=20)
+        delayed = [await app.depth(f"lane.delay.{level:02d}") for level in range(10)]
+        assert sum(delayed) <= 10, "a tenth of the bound, for one queue"
+        assert home.is_well
+
+
+async def _flood(app: Requester) -> None:
+    end = asyncio.get_running_loop().time() + FLOOD_S
+    count = 0
+    while asyncio.get_running_loop().time() < end or count < FLOOD_S * A_SECOND:
+        count += 1
+        await app.publish(b"!", reply_to="shop.full")
+        await asyncio.sleep(1 / A_SECOND)
+
+
+async def waits(app: Requester, count: int) -> list[float]:
+    """How long so many critical requests take, one after the other."""
+    loop = asyncio.get_running_loop()
+    found = []
+    for n in range(count):
+        began = loop.time()
+        assert (await app.ask({"prompt": f"quick {n}"}, within_s=60)).status == "ok"
+        found.append(loop.time() - began)
+        await asyncio.sleep(0.1)
+    return found

@@ -1,0 +1,104 @@
+"""What a requester writes into headers and properties gets into no HTTP header, no second log line, no terminal."""
+
+import io
+import json
+import struct
+from contextlib import suppress
+
+import pytest
+from aiormq.exceptions import AMQPError
+
+from service import logs
+from tests.support.house import House, house
+from tests.support.requester import raw_properties, requester, table
+
+ESCAPE = "\x1b[2J\x1b]0;owned\x07"
+CRLF = '\r\nx-injected: yes\r\n{"event":"forged"}\n'
+TRACE = {
+    "traceparent": "00-" + "a" * 32 + "-" + "b" * 16 + "-01",
+    "tracestate": "vendor=value",
+    "baggage": "user=canary,tenant=canary",
+}
+OURS = {
+    "traceparent",
+    "anthropic-beta",
+    "anthropic-version",
+    "x-api-key",
+    "authorization",
+    "user-agent",
+    "host",
+    "connection",
+}
+"""Names of headers that a call may have of its own."""
+CLIENTS = ("x-stainless-", "content-", "accept")
+
+
+def foreign(home: House) -> list[str]:
+    """Headers of the provider's calls that are nobody's."""
+    names = {name.lower() for call in home.api.calls for name in call.headers}
+    return sorted(name for name in names - OURS if not name.startswith(CLIENTS))
+
+
+async def test_trace_context_goes_to_the_provider_as_our_own_and_state_and_baggage_do_not(vhost) -> None:
+    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+        await app.ask({"prompt": "x"}, headers={**TRACE, "x-api-key": "stolen", "host": "elsewhere", "x-own": "1"})
+        (call,) = home.api.calls
+        assert foreign(home) == []
+        assert "stolen" not in str(dict(call.headers))
+        assert call.headers["host"].startswith("127.0.0.1")
+        assert "canary" not in str(dict(call.headers))
+
+
+@pytest.mark.parametrize(
+    "text", [CRLF, ESCAPE, "x" * 60_000, "\u2028\u202e\u0085"], ids=["CRLF", "ESC", "long", "lines"]
+)
+@pytest.mark.parametrize("format", ["json", "console"])
+async def test_hostile_text_anywhere_in_a_message_is_one_log_line_each_and_no_header(vhost, text, format) -> None:
+    """In each place by itself, so that it is not an earlier one that is refused."""
+    out = io.StringIO()
+    short = text[:100]
+    places = [
+        *({"headers": {name: value + text}} for name, value in TRACE.items()),
+        {"headers": {"anthropic-beta": "a" + text}},
+        {"headers": {"x-lane-deadline-ms": text}},
+        {"headers": {"x-lane-tenant": text}},
+        {"headers": {f"x-lane-{short[:60]}": 1}},
+        {"headers": {"x-own": text}},
+        {"message_id": short},
+        {"correlation_id": short},
+        {"message_type": short},
+        {"content_type": short},
+        {"content_encoding": short},
+        {"app_id": short},
+        {"reply_to": short},
+        {"key": f"critical.{short}.x"},
+        {"key": f"nowhere.{short}.x"},
+    ]
+    with logs.written(service="worker", level="debug", stream=out, format=format):
+        async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+            for each in places:
+                await app.publish({"prompt": "x"}, **each)
+            assert (await app.ask({"prompt": "a good one"})).status == "ok"
+            assert home.is_well
+    assert foreign(home) == []
+    written = out.getvalue()
+    assert "\x1b" not in written
+    lines = written.splitlines()  # at every character that any reader takes for the end of a line
+    if format == "json":
+        events = [json.loads(line)["event"] for line in lines]
+        assert "forged" not in events
+    assert all(len(line) < 10_000 for line in lines)
+    assert not any(line.startswith(("x-injected", '{"event":"forged"')) for line in lines)
+
+
+async def test_a_megabyte_of_headers_ends_its_own_connection_alone(vhost) -> None:
+    """A frame has 128 KiB at most: the broker closes the sender's connection."""
+    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+        value = b"S" + struct.pack(">I", 1_000_000) + b"a" * 1_000_000
+        properties = raw_properties(headers=table((b"traceparent", value)))
+        with suppress(AMQPError, ConnectionError):
+            async with requester(vhost.amqp_url) as hostile:
+                await hostile.publish_raw(b'{"prompt": "x"}', key=b"critical.tests.x", properties=properties)
+        assert (await app.ask({"prompt": "a good one"})).status == "ok"
+        assert len(home.api.calls) == 1
+        assert home.is_well

@@ -1,0 +1,92 @@
+"""An answer that cannot be sent back ends at once, and stands in nobody's way."""
+
+import asyncio
+import json
+import statistics
+
+import pytest
+
+from tests.support.house import house
+from tests.support.requester import Requester, requester
+from tests.support.waiting import until
+from topology.lanes import MIB
+
+TOKENS = 4_400_000
+"""Four bytes each: more than the 16 MiB that RabbitMQ 4 takes as one message."""
+MANY = 64 * MIB
+LANES = {"normal": {"slots": 8}}
+
+
+def huge(name: str) -> dict[str, object]:
+    return {"prompt": f"{name} [[tokens: {TOKENS}]]", "max_tokens": TOKENS}
+
+
+def takes_it(version: str) -> bool:
+    return int(version.split(".")[0]) < 4
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_an_answer_over_the_brokers_limit_ends_at_once_and_is_parked(vhost, stream) -> None:
+    results = {"answer_bytes": MANY}
+    async with house(vhost.amqp_url, results=results) as home, requester(vhost.amqp_url) as app:
+        await app.read_dead()
+        reply = await app.ask(huge("too much"), headers={"x-lane-stream": stream}, message_id="big", within_s=60)
+        if takes_it(vhost.version):
+            assert reply.status == "ok"
+            return
+        assert (reply.code, reply.json["status"], reply.json["attempts"]) == ("answer_too_large", 502, 1)
+        assert str(16 * MIB) in reply.json["detail"]
+        assert "max_tokens" in reply.json["detail"]
+        dead = await app.buried("big")
+        assert dead.headers["x-lane-dead-code"] == "answer_too_large"
+        again = await app.ask(huge("too much"), message_id="big")
+        assert (again.code, len(home.calls("too much"))) == ("answer_too_large", 1), "told again, not called again"
+        assert not home.losses
+
+
+async def test_one_over_our_own_bound_ends_the_same_way_on_every_broker(vhost) -> None:
+    async with house(vhost.amqp_url, results={"answer_bytes": MIB}) as home, requester(vhost.amqp_url) as app:
+        reply = await app.ask({"prompt": "x [[tokens: 300000]]", "max_tokens": 300_000}, within_s=60)
+        assert reply.code == "answer_too_large"
+        assert str(MIB) in reply.json["detail"]
+        fits = await app.ask({"prompt": "y [[tokens: 250000]]", "max_tokens": 300_000}, within_s=60)
+        assert (fits.status, len(fits.body) > 999_000) == ("ok", True)
+        assert not home.losses
+
+
+async def test_eight_of_them_hold_no_slot_and_harm_no_neighbour(vhost) -> None:
+    """Their lane answers others afterwards, the publish connection stays, and no part of another's stream is lost."""
+    quick = {"prompt": "quick"}
+    async with (
+        house(vhost.amqp_url, lanes=LANES, results={"answer_bytes": 16 * MIB}) as home,
+        requester(vhost.amqp_url) as app,
+        requester(vhost.amqp_url) as other,
+    ):
+        await other.ask(quick)
+        usual = await waits(other, 5)
+        ids = [await app.publish(huge(f"n {n}"), key="normal.tests.ask", message_id=f"big-{n}") for n in range(8)]
+        during = asyncio.create_task(waits(other, 20))
+        streamed = await other.publish({"prompt": "a story [[tokens: 400]]"}, headers={"x-lane-stream": True})
+        for each in ids:
+            await until(lambda each=each: app.finals(each), within_s=90)
+            assert app.finals(each)[0].code == "answer_too_large"
+        print(f"waits of others: usual {max(usual):.3f} s, meanwhile {sorted(await during)[-3:]} s")
+        assert statistics.median(await during) < 2
+        assert (await app.ask(quick, key="normal.tests.ask")).status == "ok"
+        await until(lambda: other.finals(streamed))
+        parts = [each for each in other.replies[streamed] if each.headers.get("x-lane-part") == "event"]
+        assert [each.headers["x-lane-seq"] for each in parts] == list(range(len(parts)))
+        assert json.loads(parts[-1].body)["type"] == "message_stop"
+        assert not home.losses
+
+
+async def waits(app: Requester, count: int) -> list[float]:
+    """How long so many critical requests take, one after the other."""
+    loop = asyncio.get_running_loop()
+    found = []
+    for n in range(count):
+        began = loop.time()
+        assert (await app.ask({"prompt": f"quick {n}"}, within_s=60)).status == "ok"
+        found.append(loop.time() - began)
+        await asyncio.sleep(0.05)
+    return found

@@ -1,0 +1,68 @@
+"""Two users of the broker, the same ids: neither gets at what is the other's (threat T5)."""
+
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from aiormq.exceptions import ChannelPreconditionFailed
+from yarl import URL
+
+from tests.support.brokers import Vhost
+from tests.support.house import house
+from tests.support.requester import requester
+from tests.support.waiting import until
+
+
+@contextmanager
+def user_of(vhost: Vhost) -> Iterator[str]:
+    """The URL of another user with every right, gone afterwards."""
+    name, password = f"other-{secrets.token_hex(4)}", secrets.token_hex(8)
+    vhost.api("PUT", f"users/{name}", {"password": password, "tags": ""})
+    try:
+        every = {"configure": ".*", "write": ".*", "read": ".*"}
+        vhost.api("PUT", f"permissions/{vhost.quoted}/{name}", every)
+        yield str(URL(vhost.amqp_url).with_user(name).with_password(password))
+    finally:
+        vhost.api("DELETE", f"users/{name}")
+
+
+async def test_another_tenants_id_gives_neither_its_answer_nor_its_state_nor_a_conflict(vhost) -> None:
+    with user_of(vhost) as url:
+        name = URL(url).user
+        async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as mine, requester(url) as theirs:
+            first = await mine.ask({"prompt": "secret one"}, message_id="t-1", user_id=vhost.user)
+            same = await theirs.ask({"prompt": "secret one"}, message_id="t-1", user_id=name)
+            running = await mine.publish({"prompt": "slow [[latency: 30s]]"}, message_id="t-2", user_id=vhost.user)
+            await until(lambda: home.calls("slow"))
+
+            assert first.text == same.text == "echo: secret one"
+            assert "x-lane-replayed" not in same.headers, "it was answered for itself, not from the other's store"
+            assert len(home.calls("secret one")) == 2
+            other = await theirs.ask({"prompt": "another body"}, message_id="t-2", user_id=name)
+            assert other.text == "echo: another body", "no conflict tells that the other's id is taken"
+            for id in ("t-1", "t-2"):
+                found = await theirs.control({"result": id, "tenant": vhost.user}, key="result", user_id=name)
+                assert (found.control, "may not speak" in found.json["detail"]) == ("error", True)
+                stopped = await theirs.control({"cancel": id, "tenant": vhost.user}, key="cancel", user_id=name)
+                assert stopped.control == "error"
+            asked = await theirs.control({"cancel": "t-2"}, key="cancel", user_id=name)
+            assert asked.json["outcome"] == "ended", "its own of that id"
+            assert not mine.finals(running)
+            stopped = await mine.control({"cancel": "t-2"}, key="cancel", user_id=vhost.user)
+            assert stopped.json["outcome"] == "told"
+            assert (await mine.final(running)).code == "cancelled"
+
+
+async def test_a_user_cannot_say_that_it_is_another(vhost) -> None:
+    """By `user_id` the broker closes the channel; by header it is not believed."""
+    with user_of(vhost) as url:
+        async with house(vhost.amqp_url), requester(vhost.amqp_url) as mine, requester(url) as theirs:
+            name = URL(url).user
+            await mine.ask({"prompt": "mine"}, message_id="t-3", user_id=vhost.user)
+            forged = {"x-lane-tenant": vhost.user, "x-lane-user-id": vhost.user}
+            reply = await theirs.ask({"prompt": "mine"}, message_id="t-3", user_id=name, headers=forged)
+            assert "x-lane-replayed" not in reply.headers
+            async with requester(url) as liar:
+                with pytest.raises(ChannelPreconditionFailed, match="user_id"):
+                    await liar.publish({"prompt": "mine"}, message_id="t-3", user_id=vhost.user)

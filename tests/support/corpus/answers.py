@@ -1,0 +1,193 @@
+"""What a malicious provider answers: whole HTTP responses as bytes, by name.
+
+    ANSWERS["a huge array"](request)     the pieces to be sent, in order; a float is a pause in seconds
+
+`request` is what came: its prompt can be quoted. A request is streamed or not as its body says; each answer below is
+for both, unless its name tells.
+"""
+
+import gzip
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+MIB = 1024 * 1024
+MESSAGE = b'"type":"message","role":"assistant","model":"m","usage":{"input_tokens":1,"output_tokens":1}'
+START = b'{"type":"message_start","message":{"content":[],"stop_reason":null,' + MESSAGE + b"}}"
+DELTA = b'{"type":"message_delta","delta":{"stop_reason":"end_turn"},"usage":{"output_tokens":1}}'
+STOP = b'{"type":"message_stop"}'
+TEXT_BLOCK = b'{"type":"content_block_start","index":0,"content_block":{"type":"text","text":""}}'
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request as it came to the malicious provider."""
+
+    method: str
+    path: str
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def streamed(self) -> bool:
+        return json.loads(self.body).get("stream") is True
+
+
+Piece: TypeAlias = bytes | float
+Answering: TypeAlias = Callable[[Asked], Iterable[Piece]]
+
+
+def head(status: int = 200, *, body: bytes | None = None, **headers: str) -> bytes:
+    """The head of a response, and its body where that is known; else it is sent in chunks."""
+    fields = {
+        "connection": "close",
+        "content-type": "application/json",
+        **{name.replace("_", "-"): value for name, value in headers.items()},
+    }
+    fields |= {"content-length": str(len(body))} if body is not None else {"transfer-encoding": "chunked"}
+    lines = [f"HTTP/1.1 {status} X", *(f"{name}: {value}" for name, value in fields.items())]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + (body or b"")
+
+
+def chunked(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """Pieces of a body as HTTP sends them where it does not know the length."""
+    for piece in pieces:
+        yield piece if isinstance(piece, float) else b"%x\r\n%s\r\n" % (len(piece), piece)
+    yield b"0\r\n\r\n"
+
+
+def sse(*events: bytes) -> bytes:
+    return b"".join(b"data: " + event + b"\n\n" for event in events)
+
+
+def whole(content: bytes) -> list[Piece]:
+    """A Message that is not streamed, with this JSON as its content."""
+    return [head(body=b'{"stop_reason":"end_turn",' + MESSAGE + b',"content":' + content + b"}")]
+
+
+def streamed(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """A stream of events: pieces of Server-Sent Events between a good beginning and a good end."""
+    yield head(content_type="text/event-stream")
+    yield from chunked(itertools.chain([sse(START, TEXT_BLOCK)], pieces, [sse(DELTA, STOP)]))
+
+
+def deltas(count: int, delta: bytes, *, at_once: int = 1000) -> Iterator[Piece]:
+    """So many deltas of the first block."""
+    one = sse(b'{"type":"content_block_delta","index":0,"delta":' + delta + b"}")
+    for start in range(0, count, at_once):
+        yield one * min(at_once, count - start)
+
+
+def _either(not_streamed: Callable[[], Iterable[Piece]], events: Callable[[], Iterable[Piece]]) -> Answering:
+    return lambda asked: streamed(events()) if asked.streamed else not_streamed()
+
+
+def _content(content: Callable[[], bytes]) -> Answering:
+    """The same JSON, as the content of a Message or in one event."""
+    return _either(
+        lambda: whole(content()),
+        lambda: [sse(b'{"type":"content_block_start","index":1,"content_block":{"type":"x","x":' + content() + b"}}")],
+    )
+
+
+def _deltas(count: int, delta: bytes) -> Answering:
+    return lambda asked: streamed(deltas(count, delta)) if asked.streamed else whole(b"[]")
+
+
+def _tool_input(text: str, count: int) -> Answering:
+    """A tool's input, which is JSON in pieces: an array of `text`, so many times."""
+
+    def delta(piece: str) -> bytes:
+        return b'{"type":"input_json_delta","partial_json":' + json.dumps(piece).encode() + b"}"
+
+    return _either(
+        lambda: whole(b"[]"), lambda: itertools.chain(deltas(1, delta("[")), deltas(count, delta(text), at_once=1))
+    )
+
+
+def _error(body: Callable[[Asked], bytes], *, status: int = 400, **headers: str) -> Answering:
+    return lambda asked: [head(status, body=body(asked), **headers)]
+
+
+def _quoting(asked: Asked) -> bytes:
+    error = {"type": "invalid_request_error", "message": f"I did not like this: {asked.body.decode()}"}
+    return json.dumps({"type": "error", "error": error}).encode()
+
+
+def _quoting_streamed(asked: Asked) -> Iterable[Piece]:
+    """An error with the prompt in it, in the middle of a stream where it is streamed."""
+    return streamed([sse(_quoting(asked))]) if asked.streamed else [head(500, body=_quoting(asked))]
+
+
+def _bomb(size: int) -> bytes:
+    return gzip.compress(b" " * size, compresslevel=9)
+
+
+def _endless(piece: bytes, *, pause_s: float = 0.0) -> Iterator[Piece]:
+    while True:
+        yield piece
+        if pause_s:
+            yield pause_s
+
+
+def redirect(to: str, *, status: int = 307) -> Answering:
+    """To any address, with the body: not in the corpus, because it needs an address."""
+    return lambda _: [head(status, body=b"", location=to)]
+
+
+ANSWERS: Mapping[str, Answering] = {
+    # what is parsed
+    "a huge array": _content(lambda: b"[" + b"[]," * (20 * MIB // 3) + b"[]]"),
+    "an array of 12 MiB": _content(lambda: b"[" + b"[]," * (4 * MIB) + b"[]]"),
+    "a million keys": _content(lambda: b"[{" + b",".join(b'"key-%d":0' % n for n in range(1_000_000)) + b"}]"),
+    "huge numbers": _content(lambda: b"[" + b",".join([b"9" * 4300] * 2500) + b"]"),
+    "deeply nested": _content(lambda: b"[" * 3_000_000),
+    "a text of 12 MiB": _content(lambda: b'[{"type":"text","text":"' + rb"\n,\"" * (12 * MIB // 5) + b'"}]'),
+    # what is put together
+    "quadratic citations": _deltas(200_000, b'{"type":"citations_delta","citation":{}}'),
+    "quadratic lists": _deltas(200_000, b'{"type":"x_delta","list":[{}]}'),
+    "a million tiny deltas": _deltas(1_000_000, b'{"type":"text_delta","text":"a"}'),
+    "a million pings": _either(lambda: whole(b"[]"), lambda: _tiny(1_000_000)),
+    "a million blocks": _either(lambda: whole(b"[]"), lambda: _blocks(1_000_000)),
+    "a tool's input that is a huge array": _tool_input("[]," * 10_000, 400),
+    # what is read
+    "an endless body": _either(
+        lambda: itertools.chain([head()], chunked(_endless(b" " * 65536))), lambda: _endless(b": " + b"x" * 65536)
+    ),
+    "endless pings": _either(lambda: whole(b"[]"), lambda: _endless(sse(b'{"type":"ping"}') * 1000)),
+    "one event of 20 MiB": _either(
+        lambda: whole(b'["' + b"a" * (20 * MIB) + b'"]'), lambda: [b"data: " + b"a" * (20 * MIB)]
+    ),
+    "a trickle": _either(
+        lambda: itertools.chain([head()], chunked(_endless(b" ", pause_s=0.05))),
+        lambda: _endless(b": a comment\n", pause_s=0.05),
+    ),
+    "a gzip bomb": lambda _: [head(body=_bomb(200 * MIB), content_encoding="gzip")],
+    "a gzip bomb in a stream": lambda _: [
+        head(body=_bomb(200 * MIB), content_encoding="gzip", content_type="text/event-stream")
+    ],
+    "a gzip bomb in an error": _error(lambda _: _bomb(200 * MIB), content_encoding="gzip"),
+    "an endless error": lambda _: itertools.chain([head(400)], chunked(_endless(b" " * 65536))),
+    "an error that quotes the prompt": _error(_quoting),
+    "a failure that quotes the prompt": _quoting_streamed,
+    "a thousand headers": _error(lambda _: b"{}", **{f"x-{n}": "a" * 100 for n in range(1000)}),
+    "a header of a megabyte": _error(lambda _: b"{}", x_long="a" * MIB),
+    "endless headers": lambda _: itertools.chain([b"HTTP/1.1 200 OK\r\n"], _endless(b"x-a: b\r\n" * 1000)),
+}
+
+
+def _tiny(count: int) -> Iterator[Piece]:
+    for _ in range(count // 1000):
+        yield sse(b'{"type":"ping"}') * 1000
+
+
+def _blocks(count: int) -> Iterator[Piece]:
+    for at in range(0, count, 1000):
+        yield sse(
+            *(
+                b'{"type":"content_block_start","index":%d,"content_block":{"type":"text"}}' % n
+                for n in range(at, at + 1000)
+            )
+        )

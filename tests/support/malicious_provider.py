@@ -1,0 +1,89 @@
+"""A malicious provider: a real HTTP server that answers with whatever bytes it is told to.
+
+    async with MaliciousProvider(ANSWERS["a huge array"]) as provider:      every call
+    async with MaliciousProvider() as provider:                             by the prompt: `[[answer: a huge array]]`
+        … provider.base_url, provider.asked
+
+By itself, so that making the answers takes nothing of the tested process's time:
+
+    python -m tests.support.malicious_provider          prints its base URL, ends when standard input does
+"""
+
+import asyncio
+import re
+import sys
+from collections.abc import Iterable
+from typing import Self
+
+from tests.support.corpus.answers import ANSWERS, Answering, Asked, Piece, deltas, streamed, whole
+
+_NAMED = re.compile(rb"\[\[answer: ([^\]]+)\]\]")
+
+
+def well(asked: Asked) -> Iterable[Piece]:
+    """A good answer, for what asks for none in particular."""
+    if asked.streamed:
+        return streamed(deltas(1, b'{"type":"text_delta","text":"well"}'))
+    return whole(b'[{"type":"text","text":"well"}]')
+
+
+class MaliciousProvider:
+    """On loopback, at a free port. One request a connection."""
+
+    def __init__(self, answering: Answering | None = None) -> None:
+        self._answering = answering
+        self._server: asyncio.Server | None = None
+        self.base_url = ""
+        self.asked: list[Asked] = []
+        """What came, in order."""
+        self.sent_bytes = 0
+        """Of answers, as far as they were taken."""
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.base_url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._server is not None
+        self._server.close()
+
+    def _answer(self, asked: Asked) -> Iterable[Piece]:
+        if self._answering is not None:
+            return self._answering(asked)
+        named = _NAMED.search(asked.body)
+        return ANSWERS[named[1].decode()](asked) if named else well(asked)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            asked = await _read(reader)
+            self.asked.append(asked)
+            for piece in self._answer(asked):
+                if isinstance(piece, float):
+                    await asyncio.sleep(piece)
+                    continue
+                writer.write(piece)
+                await writer.drain()
+                self.sent_bytes += len(piece)
+        except (OSError, asyncio.IncompleteReadError):
+            pass  # who asked has heard enough
+        finally:
+            writer.close()
+
+
+async def _read(reader: asyncio.StreamReader) -> Asked:
+    head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+    line, *fields = head.strip().split("\r\n")
+    headers = {name.lower(): value for name, value in (each.split(": ", 1) for each in fields)}
+    method, path, _ = line.split(" ", 2)
+    return Asked(method, path, headers, await reader.readexactly(int(headers.get("content-length", "0"))))
+
+
+async def _alone() -> None:
+    async with MaliciousProvider() as provider:
+        print(provider.base_url, flush=True)
+        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+
+
+if __name__ == "__main__":
+    asyncio.run(_alone())
