@@ -29,7 +29,7 @@ from service.simulated.app import SimulatedAPI
 from service.simulated.options import SimulatedOptions
 from topology.broker.apply import apply
 from topology.broker.connection import Connection
-from topology.broker.depth import depths
+from topology.broker.depth import Depth, depths
 from topology.broker.publisher import Publisher
 from topology.contract.messages import Message
 from topology.declaration import declare
@@ -130,6 +130,10 @@ class Load:
                 await asyncio.sleep(ASKS_EVERY_S)
 
 
+async def intake(connection: Connection) -> Depth:
+    return (await depths(connection, [INTAKE]))[INTAKE]
+
+
 async def main(tenants: int, processes: int, waiting: int, slots: int, settle_s: float) -> None:
     async with (
         ground.broker() as url,
@@ -142,8 +146,7 @@ async def main(tenants: int, processes: int, waiting: int, slots: int, settle_s:
         await apply(declared, await connection.underlying())
         for _ in range(processes):
             await stack.enter_async_context(process(url, api.base_url, folder, slots))
-        # a count, with no event behind it
-        while (await depths(connection, [INTAKE]))[INTAKE].consumers < processes:  # noqa: ASYNC110
+        while (await intake(connection)).consumers < processes:  # noqa: ASYNC110  a count, with no event behind it
             await asyncio.sleep(0.1)
         client = await stack.enter_async_context(Client(url, cancel_abandoned=False))
         load = Load(client, Publisher(connection, tracing=Tracing()))
@@ -156,7 +159,7 @@ async def main(tenants: int, processes: int, waiting: int, slots: int, settle_s:
         ]
         tasks.append(asyncio.create_task(load.now_and_then()))
         deadline = time.monotonic() + settle_s  # until what came before has been looked through
-        while time.monotonic() < deadline and (await depths(connection, [INTAKE]))[INTAKE].ready > slots:
+        while time.monotonic() < deadline and (await intake(connection)).ready > slots:  # noqa: ASYNC110  the same
             await asyncio.sleep(0.1)
         settled = time.monotonic()
         load.counts_from_s = settled
@@ -174,8 +177,8 @@ async def main(tenants: int, processes: int, waiting: int, slots: int, settle_s:
         shares = {each: calls[each] / total for each in [f"tenant-{number}" for number in range(tenants)]}
         waits = sorted(load.waits_ms)
         print(
-            f"{tenants} tenants, {processes} processes, {slots} slots each: {total / COUNTED_S:.0f} calls/s, least share "
-            f"{min(shares.values()):.3f}, aim {1 / (2 * tenants):.3f}"
+            f"{tenants} tenants, {processes} processes, {slots} slots each: {total / COUNTED_S:.0f} calls/s, least "
+            f"share {min(shares.values()):.3f}, aim {1 / (2 * tenants):.3f}"
         )
         print(f"  {waiting} published in {flooded - began:.1f} s, looked through {settled - flooded:.1f} s later")
         print("  shares: " + ", ".join(f"{each} {share:.3f}" for each, share in shares.items()))

@@ -161,12 +161,12 @@ async def summarise_once(parts: Parts) -> None:
         return
     for activity in parts.activities:
         figures = activity.snapshot()
-        intake, due = (found[queue] for queue in queues[activity.lane])
+        intake, *others = (found[queue] for queue in queues[activity.lane])
         waits = sorted(figures["waits_ms"])
         log.info(
             signals.LANE_SUMMARY,
             lane=activity.lane,
-            depth=intake.ready + due.ready,
+            depth=intake.ready + sum(each.ready for each in others),
             consumers=intake.consumers,
             running=figures["running"],
             wait_p50_ms=quantile(waits, 0.5),
@@ -175,5 +175,9 @@ async def summarise_once(parts: Parts) -> None:
         )
 
 
-def _queues(parts: Parts, lane: str) -> tuple[str, str]:
-    return parts.names.intake(lane), parts.names.due(lane)
+def _queues(parts: Parts, lane: str) -> tuple[str, ...]:
+    """The intake first."""
+    sides = (
+        parts.names.side(lane, each) for spec in parts.lanes if spec.name == lane for each in range(spec.side_queues)
+    )
+    return parts.names.intake(lane), parts.names.due(lane), *sides
