@@ -23,6 +23,7 @@ from consumers.state.base import (
     Granted,
     Held,
     Identity,
+    Room,
     Running,
     Store,
     StoreUnavailable,
@@ -106,14 +107,31 @@ class Claiming:
         letting_go = self._let_go(held, attempts=job.attempts, due_ms=due_ms)
         await asyncio.shield(self._in_background(letting_go, name=f"let go {job.id}"))
 
-    async def defer(self, job: Job, *, due_ms: int, deadline_ms: int) -> None:
-        """Keep until when a request waits that nobody has claimed yet. Only for whoever asks about it: where it cannot
-        be kept in time, nothing is lost but that."""
+    async def defer(self, job: Job, *, due_ms: int, deadline_ms: int) -> bool:
+        """Keep until when a request waits that nobody has claimed yet; false where it has ended already, and need not
+        wait. Only for whoever asks about it, and for a wait that is short: where it cannot be kept in time, nothing is
+        lost but that."""
         try:
             async with asyncio.timeout(DEFER_WITHIN_S):
-                await self._store.defer(job.identity, due_ms=due_ms, keep_until_ms=deadline_ms + DEFERRED_KEPT_MS)
+                return await self._defer(job, due_ms, deadline_ms)
         except (StoreUnavailable, TimeoutError) as error:
             log.info(signals.DEFERRAL_UNKEPT, request=job.id, lane=job.lane_name, error=str(error))
+            return True
+
+    async def defer_for_long(self, job: Job, *, due_ms: int, deadline_ms: int) -> bool:
+        """The same, surely: a cancellation that came before is forgotten before a long wait ends. Raises as `claim`."""
+        return await _surely(lambda: self._defer(job, due_ms, deadline_ms), within_s=CLAIM_WITHIN_S)
+
+    async def reserve(self, job: Job, *, weight: int, until_ms: int) -> Room:
+        """Ask for room for one that waits for long. Raises as `claim`."""
+        copy = job.copy()
+        return await _surely(
+            lambda: self._store.reserve(job.identity, copy, weight=weight, until_ms=until_ms), within_s=CLAIM_WITHIN_S
+        )
+
+    async def _defer(self, job: Job, due_ms: int, deadline_ms: int) -> bool:
+        may_wait = await self._store.defer(job.identity, due_ms=due_ms, keep_until_ms=deadline_ms + DEFERRED_KEPT_MS)
+        return may_wait or job.dead_at is not None  # a dead letter that is published again may run again
 
     async def _ask(self, job: Job) -> Granted | Running | Ended | Conflict:
         return await _surely(lambda: self._store.claim(job.identity, job.copy()), within_s=CLAIM_WITHIN_S)

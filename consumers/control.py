@@ -1,6 +1,8 @@
 """What is said on the control exchange: cancellations, which are recorded, and questions for results.
 
-One queue for all workers, so that one of them does it. A cancellation stays there until the store has it.
+One queue for all workers, so that one of them does it. A cancellation stays there until the store has it. Many are
+worked at once, so that the store writes them together; who sends more than its share is refused before the store is
+asked, so that the queue is read faster than one tenant can fill it, and another's cancellation does not wait behind it.
 """
 
 import asyncio
@@ -15,8 +17,8 @@ from consumers.control_answer import Answers
 from consumers.control_question import Question, id_of, read
 from consumers.job import NowMs, moment_text
 from consumers.settle import Settler
+from consumers.share import Seldom, Share
 from consumers.state.base import Cancelling, Completion, Found, Identity, StoreUnavailable
-from consumers.state.spec import LONGEST_WAIT_S
 from topology import names as n
 from topology import signals
 from topology.broker.deliveries import Deliveries
@@ -27,6 +29,15 @@ from topology.contract.problems import AccessRefused, BrokerError, RequestProble
 FAULTS_AT_MOST = 5
 """The delivery at which a message that we fail at is given up: all requests wait for those that are not recorded."""
 LOOK_EVERY_S = 0.05
+CATCH_UP_WITHIN_S = 5.0
+"""How long requests wait for the cancellations that came before the worker. Thousands are recorded in that time, and a
+flood may never end. What is left is recorded beside the requests, and one that is cancelled too late runs."""
+QUIET_S = 0.5
+"""Where the queue may not be looked at: nothing delivered for so long, and it is taken for empty."""
+AT_ONCE_S = 5
+"""Seconds of its share that a tenant may send at once: who cancels all of its requests is no flood."""
+TOGETHER = 32
+"""What was turned away is acknowledged in so many at a time."""
 Ready = Callable[[], Awaitable[int]]
 """How many messages wait in the control queue. Raises BrokerError."""
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
@@ -44,6 +55,8 @@ class Control:
         answers: Answers,
         now_ms: NowMs,
         ready: Ready,
+        kept_s: float,
+        per_tenant_s: float,
         speakers: Collection[str] = (),
     ) -> None:
         self._deliveries = deliveries
@@ -53,8 +66,15 @@ class Control:
         self._now_ms = now_ms
         self._speakers = speakers
         self._ready = ready
+        self._kept_s = kept_s
+        self._share = Share(per_s=per_tenant_s, at_once=AT_ONCE_S * per_tenant_s)
+        self._per_tenant_s = per_tenant_s
+        self._displaced = Seldom()
+        self.displaced = 0
+        """Cancellations that were forgotten for newer ones of their tenant, because no worker had seen the request."""
         self._is_behind = True
-        self._is_reading = False
+        self._in_hand = 0
+        self._busy_at_s = 0.0
         self._session: Session | None = None
 
     @property
@@ -71,40 +91,68 @@ class Control:
         async with aclosing(self._deliveries.sessions()) as sessions:
             async for session in sessions:
                 self._is_behind, self._session = True, session
+                self._busy_at_s = asyncio.get_running_loop().time()
                 catching_up = asyncio.create_task(self._catch_up(session), name="control backlog")
                 try:
-                    async for delivery in session:
-                        self._is_reading = True
-                        await self._read(delivery)
-                        self._is_reading = False
-                except ChannelLost as lost:
-                    log.warning(signals.DELIVERY_LOST, queue=self._deliveries.queue, error=str(lost))
+                    async with asyncio.TaskGroup() as reading:  # as many as the prefetch
+                        await self._read_all(session, reading)
+                except* ChannelLost as lost:
+                    log.warning(signals.DELIVERY_LOST, queue=self._deliveries.queue, error=str(lost.exceptions[0]))
                 finally:
-                    self._is_reading, self._session = False, None
+                    self._session = None
                     catching_up.cancel()
 
+    async def _read_all(self, session: Session, reading: asyncio.TaskGroup) -> None:
+        """Begin with each, unless its tenant has used up its share. Raises ChannelLost."""
+        turned_away: list[Delivery] = []
+        async for delivery in session:
+            if self._has_its_share_left(delivery.message):
+                reading.create_task(self._take(delivery), name=f"control {delivery.tag}")
+            else:
+                await self._turn_away(delivery.message)
+                turned_away.append(delivery)
+            if turned_away and (not session.waiting or len(turned_away) >= TOGETHER):
+                await self._settler.dismiss_together(session, turned_away)
+                turned_away.clear()
+
     async def _catch_up(self, session: Session) -> None:
-        """See when all that waited has been read: at first, and again after the store was away. Looked at, because a
-        queue does not tell when it is empty."""
+        """See when all that waited has been read, or for too long: at first, and again after the store was away. Looked
+        at, because a queue does not tell when it is empty."""
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + CATCH_UP_WITHIN_S
         while self._session is session:
-            if not self._is_behind:
-                await asyncio.sleep(LOOK_EVERY_S)
-                self._is_behind = self._claiming.is_away
-                continue
-            try:
-                waiting = await self._ready()
-            except AccessRefused:
-                waiting = 0  # a user that may not look at it
-            except BrokerError:
-                waiting = 1
-            is_done = not (waiting or session.waiting or self._is_reading or self._claiming.is_away)
-            self._is_behind = not is_done
-            if not is_done:
-                await asyncio.sleep(LOOK_EVERY_S)
+            if self._claiming.is_away:
+                self._is_behind, end_s = True, loop.time() + CATCH_UP_WITHIN_S
+            elif self._is_behind:
+                waiting = await self._waiting(session)
+                if waiting and loop.time() >= end_s:
+                    log.warning(signals.CONTROL_BEHIND, waiting=waiting, waited_s=CATCH_UP_WITHIN_S)
+                    waiting = 0
+                self._is_behind = waiting > 0
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def _waiting(self, session: Session) -> int:
+        """How many control messages are not done with; at least 1 where that cannot be known."""
+        here = session.waiting + self._in_hand
+        try:
+            return here + await self._ready()
+        except AccessRefused:  # a user that may read it, but not look at it: all are delivered as fast as they are read
+            is_quiet = asyncio.get_running_loop().time() - self._busy_at_s > QUIET_S
+            return here or (0 if is_quiet else 1)
+        except BrokerError:
+            return here or 1
 
     async def stop(self) -> None:
         """Read no more; `run` returns when what was taken has been recorded."""
         await self._deliveries.stop()
+
+    async def _take(self, delivery: Delivery) -> None:
+        self._in_hand += 1
+        try:
+            await self._read(delivery)
+        finally:
+            self._in_hand -= 1
+            self._busy_at_s = asyncio.get_running_loop().time()
 
     async def _read(self, delivery: Delivery) -> None:
         """What cannot be carried out is refused, and what cannot be recorded goes back: never lost, never a loop."""
@@ -127,6 +175,23 @@ class Control:
             fault = RequestProblem("internal", "a fault of ours; the worker's log has it")
             await self._answers.refuse(message, fault, id=id_of(message))
         await self._settler.dismiss(delivery)
+
+    def _has_its_share_left(self, message: Message) -> bool:
+        """By the tenant that it speaks for; by its user, where it cannot be understood."""
+        try:
+            question = read(message, speakers=self._speakers)
+        except RequestProblem:
+            question = None
+        return self._share.take(question.identity.tenant if question is not None else message.user_id or "")
+
+    async def _turn_away(self, message: Message) -> None:
+        """Before the store is asked: the queue is read faster than one user can fill it."""
+        problem = RequestProblem(
+            "too_many_control_messages",
+            f"a tenant may send {self._per_tenant_s:g} control messages a second, and {AT_ONCE_S} times as many at "
+            "once; this one was not carried out: send it again later",
+        )
+        await self._answers.refuse_cheaply(message, problem, id=id_of(message))
 
     async def _carry_out(self, message: Message, question: Question) -> None:
         """Raises StoreUnavailable."""
@@ -153,9 +218,16 @@ class Control:
             ended_ms=self._now_ms(),
         )
         came_to = await self._claiming.cancel(identity, ending)
+        if came_to is Cancelling.DISPLACED:
+            self.displaced += 1
+            if count := self._displaced.count(identity.tenant):
+                log.warning(
+                    signals.CANCELLATION_DISPLACED, tenant=identity.tenant, count=count, displaced=self.displaced
+                )
+            came_to = Cancelling.UNSEEN
         told = {"id": identity.id, "outcome": came_to.value}
         if came_to is Cancelling.UNSEEN:
-            return {**told, "kept_until": moment_text(self._now_ms() + LONGEST_WAIT_S * 1000)}
+            return {**told, "kept_until": moment_text(self._now_ms() + round(self._kept_s * 1000))}
         return told
 
 

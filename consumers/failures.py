@@ -5,7 +5,8 @@ ProviderError
 ├── RateLimitedError        429: wait as told by `retry_after_s`
 ├── OverloadedError         529: back off
 ├── SpendLimitError         the account's or workspace's spend limit: never try again
-└── RejectedError           the provider refused it for good (400, 401, 403, 404, 413, 422, other 4xx)
+├── RejectedError           the provider refused it for good (400, 401, 403, 404, 413, 422, other 4xx)
+└── AnswerTooLargeError     its answer is more than can be read or sent back: another would be as large
 
 BreakerOpen                 no call was made: every provider that may be called is known to fail now
 """
@@ -93,6 +94,18 @@ class SpendLimitError(ProviderError):
 
 class RejectedError(ProviderError):
     """The provider refused the request for good."""
+
+
+class AnswerTooLargeError(ProviderError):
+    """The answer is larger than may be read. It was paid, and so would be the next, which would be as large."""
+
+    def __init__(self, excess: str, *, request_id: str | None = None) -> None:
+        super().__init__(
+            f"the provider's answer has {excess}: ask for less "
+            "(a smaller max_tokens, fewer or smaller results of tools)",
+            type="too_large",
+            request_id=request_id,
+        )
 
 
 class BreakerOpen(LanekeeperError):

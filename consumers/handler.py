@@ -19,12 +19,13 @@ from consumers.providers.base import Answer
 from consumers.providers.counting import counted, is_unpaid, spent
 from consumers.providers.registry import Registry
 from consumers.providers.routes import Route
+from consumers.reading import Reading
 from consumers.reply import Parts, Replies
 from consumers.state.base import Stop
-from topology.contract import codec
+from topology.contract import bounds, codec
 from topology.contract.messages import Request
 from topology.contract.problems import RequestProblem
-from topology.lanes import LaneSpec
+from topology.lanes import LaneSpec, urgency
 from topology.names import Names
 
 LATER_MS = 1000
@@ -75,8 +76,14 @@ class Handler:
         now_ms: NowMs,
         rng: random.Random,
         failpoints: Failpoints,
+        reading: Reading,
+        values: int = bounds.VALUES,
+        needs_user_id: bool = False,
     ) -> None:
+        """`needs_user_id`: a request that the broker has not seen a user of is refused, for it would be anybody's."""
         self._gates = gates
+        self._reading = reading
+        self._values = values
         self._providers = providers
         self._elsewhere = elsewhere
         self._purse = purse
@@ -88,13 +95,14 @@ class Handler:
         self._names = names
         self._now_ms = now_ms
         self._rng = rng
+        self._needs_user_id = needs_user_id
 
     async def handle(self, job: Job) -> Outcome:
         """Fit to be worked → decoded → through the gates → one attempt."""
         if (unfit := self._unfit(job)) is not None:
             return unfit
         try:
-            job.request = self._decode(job)
+            job.request = await self._decode(job)
         except RequestProblem as problem:
             return ended_by(problem)
         if job.delivery.times_delivered is None:
@@ -126,19 +134,38 @@ class Handler:
                     f"published to exchange {job.message.exchange[:80]!r}: allowed is {self._names.requests!r}",
                 )
             )
+        if self._needs_user_id and not job.user_id:
+            return ended_by(
+                RequestProblem(
+                    "invalid_request",
+                    "user_id: missing; publish with the property user_id, the name of the user that is connected: "
+                    "without it nobody can tell whose the request is",
+                )
+            )
         if (forbidden := self._replies.refusal(job)) is not None:
             return ended_by(forbidden)
         return None
 
-    def _decode(self, job: Job) -> Request:
+    async def _decode(self, job: Job) -> Request:
+        """In one step, or, where its body may take a while, in several: the event loop goes on between them."""
         assert job.lane is not None
-        return codec.decode(
-            job.message,
+        message = job.message
+        rank = (urgency(job.lane.name), codec.weight(message))
+        decode = partial(
+            codec.decode,
+            message,
             lane=job.lane,
             request_id=job.id,
             hop=job.hop if job.trusted else None,
             now_ms=job.taken_ms,
+            values=self._values,
         )
+        if codec.weight(message) <= bounds.SMALL_BYTES:
+            return await self._reading.turn(decode, rank=rank)
+        raw = await self._reading.turn(partial(codec.unpacked, message), rank=rank)
+        if (excess := await self._reading.excess(raw, values=self._values, rank=rank)) is not None:
+            raise codec.too_large(excess)
+        return await self._reading.turn(partial(decode, raw=raw), rank=rank)
 
     async def _attempt(self, job: Job) -> Outcome:
         """Call the provider once, within what is left of the deadline."""

@@ -5,6 +5,7 @@ import random
 from dataclasses import dataclass
 
 from consumers.failures import (
+    AnswerTooLargeError,
     OverloadedError,
     ProviderError,
     RateLimitedError,
@@ -60,6 +61,8 @@ def decide(
         return ended_by(
             RequestProblem("provider_rejected", error.detail, status=error.status or None, brief=error.brief)
         )
+    if isinstance(error, AnswerTooLargeError):
+        return ended_by(RequestProblem("answer_too_large", error.detail))
     if attempts >= max_attempts:
         return ended_by(
             RequestProblem(

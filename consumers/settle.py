@@ -6,6 +6,7 @@ again. Nothing is acknowledged whose outcome is not with the broker, and what is
 
 import asyncio
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import assert_never
 
@@ -27,13 +28,15 @@ from consumers.job import (
     Retried,
 )
 from consumers.lifecycle import Lifecycle
+from consumers.parking import Parking
 from consumers.reply import Replies
 from consumers.retelling import Retelling
 from consumers.state.base import Completion, StoreUnavailable
 from topology import names as n
 from topology import signals
 from topology.broker.publisher import Publisher
-from topology.broker.session import ChannelLost, Delivery
+from topology.broker.session import ChannelLost, Delivery, Session
+from topology.contract.bounds import ANSWER_BYTES
 from topology.contract.headers import ERRORS_KEPT, HopHeaders
 from topology.contract.problems import PROBLEMS, BrokerError, MessageTooLarge, RequestProblem, answer_too_large
 from topology.delays import MAX_DELAY_MS, hop
@@ -46,8 +49,6 @@ NOTED = frozenset(
     {"invalid_request", "unsupported_media", "too_large", "forbidden_reply_to", "forbidden_model", "unroutable"}
 )
 """Told of what is no request: its id is free for a better one."""
-ANSWER_BYTES = 16 * 1024 * 1024
-"""What RabbitMQ 4 takes as one message by default, and far more than the longest answer of a model today (1 MB)."""
 TAKEN_OVER_WAIT_MS = 1000
 PUT_BACK_AFTER_S = 1.0
 """What fails at once comes back at once: not thousands of times a second."""
@@ -69,10 +70,12 @@ class Settler:
         tracing: Tracing,
         now_ms: NowMs,
         failpoints: Failpoints,
+        parking: Parking | None = None,
         answer_bytes: int = ANSWER_BYTES,
     ) -> None:
         self._publisher = publisher
         self._answer_bytes = answer_bytes
+        self._parking = parking or Parking()
         self._claiming = claiming
         self._failpoints = failpoints
         self._replies = replies
@@ -117,6 +120,11 @@ class Settler:
         with suppress(ChannelLost):
             await delivery.ack()
 
+    async def dismiss_together(self, session: Session, deliveries: Sequence[Delivery]) -> None:
+        """The same of several that one channel delivered."""
+        with suppress(ChannelLost):
+            await session.ack(deliveries)
+
     async def postpone(self, delivery: Delivery) -> None:
         """Give back what the broker or the store did not let end: through no fault of its own, and uncounted on 4.3."""
         await asyncio.sleep(PUT_BACK_AFTER_S)
@@ -158,6 +166,10 @@ class Settler:
             if job.redelivered and (before := await self._claiming.find(job.identity)) and before.completion:
                 return Replayed(completion=before.completion, buries=True)  # whoever died had read it otherwise
             await self._claiming.note(job, completion)
+            if isinstance(outcome, Buried) and not self._parking.takes(
+                job.identity.tenant, len(job.message.body), code=completion.code
+            ):
+                return Refused(outcome.problem)
             return outcome
         holds = await self._claiming.complete(job, completion)
         if holds is None:

@@ -1,7 +1,7 @@
 """The composition root: every part of a worker is made here, handed what it uses, and ended in reverse order."""
 
+import asyncio
 import random
-import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from consumers.activity import LaneActivity
 from consumers.claiming import Claiming
 from consumers.control import Control
 from consumers.control_answer import Answers
+from consumers.direct_sender import DirectSender
 from consumers.failpoints import Failpoints
 from consumers.gates.claim import ClaimGate
 from consumers.gates.deadline import DeadlineGate
@@ -22,9 +23,11 @@ from consumers.handler import Handler
 from consumers.job import now_ms
 from consumers.lifecycle import Lifecycle
 from consumers.limits.base import Budgets
+from consumers.parking import Parking
 from consumers.pausing import Pausing
 from consumers.pool import Pool
 from consumers.providers.breaker import Breakers
+from consumers.reading import Reading
 from consumers.reply import Replies
 from consumers.retelling import Retelling
 from consumers.scouting import Scouting
@@ -46,21 +49,20 @@ from topology.broker.heads import Heads
 from topology.broker.management import Management, discover
 from topology.broker.notices import Notices
 from topology.broker.publisher import Publisher
-from topology.broker.rights import see_that_it_may_write
+from topology.broker.rights import WritingRights
 from topology.broker.verify import verify
 from topology.broker.watch import FindManagement, TopologyWatch
 from topology.contract.problems import AccessRefused, BrokerBlocked, BrokerUnreachable, TopologyMismatch
-from topology.declaration import declare
+from topology.declaration import RECOMMENDED, declare, is_before
 from topology.lanes import LaneSpec
 from topology.model import Topology
 from topology.names import Names
 from topology.tracing import Tracing
 
-CONTROL_PREFETCH = 8
+CONTROL_PREFETCH = 128
+"""Recorded at once: the store writes them with one fsync."""
 FINISH_WITHIN_S = 2.0
 """How long an answer that the provider has given may take into the store, when all else has ended."""
-DIRECT_REPLY_MENDED = (4, 3, 5)
-"""From here on a forged direct reply-to address harms nobody (reliability.md, section 0, item 10)."""
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
@@ -78,6 +80,7 @@ class Parts:
     claiming: Claiming
     control: Control
     answers: Answers
+    parking: Parking
     retelling: Retelling
     pausing: Pausing
     watch: TopologyWatch
@@ -131,7 +134,8 @@ async def assemble(
     async with AsyncExitStack() as stack:
         tracing = Tracing(traces, broker=lambda: publishing.endpoint)
         # First, because what is missing for them no broker can mend.
-        providers = open_providers(settings, traceparent=tracing.traceparent)
+        reading = Reading()
+        providers = open_providers(settings, traceparent=tracing.traceparent, reading=reading)
         for each in providers:
             stack.push_async_callback(each.aclose)
         publishing = await stack.enter_async_context(_connection(settings, "publish"))
@@ -140,16 +144,13 @@ async def assemble(
         await _apply_or_check(topology, publishing, declares=declares)
         watch = TopologyWatch(topology, consuming, declares=declares, find_management=_management_finder(settings))
         publisher = Publisher(publishing, tracing=tracing, on_missing=watch.look)
-        await _see_that_it_may_write(publishing, names)
+        rights = await stack.enter_async_context(_rights(publishing, names))
         notices = await stack.enter_async_context(Notices(publishing))
-        direct, answering = None, publisher
-        if _before(publishing.version, DIRECT_REPLY_MENDED):
-            connection = await stack.enter_async_context(_connection(settings, "direct replies"))
-            direct = Publisher(connection, tracing=tracing)
-            # not the same: whose forged address killed it would not be known
-            answering = Publisher(
-                await stack.enter_async_context(_connection(settings, "control answers")), tracing=tracing
-            )
+        own = None
+        if is_before(publishing.version, RECOMMENDED):
+            own = Publisher(await stack.enter_async_context(_connection(settings, "direct replies")), tracing=tracing)
+        direct = DirectSender(publisher, own=own)
+        rule = settings.reply_rule()
         store = await stack.enter_async_context(
             open_store(settings.store, namespace=names.namespace, spec=settings.store_spec())
         )
@@ -159,19 +160,21 @@ async def assemble(
         pausing = Pausing(
             {
                 "publish connection": lambda: publishing.trouble or publishing.blocked,
+                "permissions": lambda: rights.trouble,
                 "store": lambda: store.trouble,
                 "topology": lambda: watch.hindrance,
                 "control queue": lambda: control.behind,
             }
         )
         rng = random.Random()
-        replies = Replies(publisher, names=names, direct=direct, allow=settings.reply_patterns())
+        replies = Replies(publisher, direct=direct, rule=rule)
         lifecycle = Lifecycle(notices, names=names, now_ms=now_ms)
         budgeting = await stack.enter_async_context(
             open_budgeting(settings, providers, store=store, lifecycle=lifecycle, tracing=tracing, rng=rng)
         )
         stack.push_async_callback(budgeting.spending.finish, within_s=FINISH_WITHIN_S)
         retelling = Retelling(claiming, waiting=settings.reply_to.waiting)
+        parking = Parking(invalid_per_hour=settings.dead.invalid_per_hour)
         settler = Settler(
             publisher,
             replies=replies,
@@ -182,6 +185,7 @@ async def assemble(
             tracing=tracing,
             now_ms=now_ms,
             failpoints=failpoints,
+            parking=parking,
             answer_bytes=settings.results.answer_bytes,
         )
         handler = Handler(
@@ -204,6 +208,9 @@ async def assemble(
             now_ms=now_ms,
             rng=rng,
             failpoints=failpoints,
+            reading=reading,
+            values=settings.json_values,
+            needs_user_id=settings.needs_user_id,
         )
         pools = Pools(
             deliveries=partial(Deliveries, consuming, on_missing=watch.look),
@@ -219,7 +226,7 @@ async def assemble(
         for lane in worked:
             pools.add_lane(lane, handler)
         pools.add_fallen(every)
-        answers = Answers(answering)
+        answers = Answers(publisher, direct=direct, rule=rule, notices=notices if own is None else None)
         control = Control(
             Deliveries(consuming, queue=names.control, prefetch=CONTROL_PREFETCH, on_missing=watch.look),
             claiming=claiming,
@@ -227,6 +234,8 @@ async def assemble(
             answers=answers,
             now_ms=now_ms,
             ready=_ready_in(names.control, _ready(consuming)),
+            kept_s=settings.store_spec().cancelled_s,
+            per_tenant_s=settings.control.per_tenant_s,
             speakers=settings.speakers,
         )
         yield Parts(
@@ -240,6 +249,7 @@ async def assemble(
             claiming=claiming,
             control=control,
             answers=answers,
+            parking=parking,
             retelling=retelling,
             pausing=pausing,
             watch=watch,
@@ -304,17 +314,25 @@ def _ready_in(queue: str, ready: Depths) -> Callable[[], Awaitable[int]]:
     return ready_in
 
 
-async def _see_that_it_may_write(connection: Connection, names: Names) -> None:
+@asynccontextmanager
+async def _rights(connection: Connection, names: Names) -> AsyncIterator[WritingRights]:
     """A worker that may answer nobody would take requests and put them back until they are buried as poison."""
+    rights = WritingRights(connection, (("", f"{names.reply_prefix}nobody"), (names.events, "nobody")))
     try:
-        await see_that_it_may_write(connection, (("", f"{names.reply_prefix}nobody"), (names.events, "nobody")))
+        await rights.look()
     except (BrokerBlocked, BrokerUnreachable):
-        return  # an alarm: it is known when it is over, and nothing is taken until then
+        pass  # an alarm: nothing is taken until it is over, and this is known
     except AccessRefused as error:
         raise AccessRefused(
             f"a worker must be allowed to write: {error}; "
             "give its user the rights that `lanekeeper topology export --user NAME:worker` shows"
         ) from error
+    looking = asyncio.create_task(rights.run(), name="rights")
+    try:
+        yield rights
+    finally:
+        looking.cancel()
+        await asyncio.wait([looking])
 
 
 async def _apply_or_check(topology: Topology, connection: Connection, *, declares: bool) -> None:
@@ -328,8 +346,3 @@ async def _apply_or_check(topology: Topology, connection: Connection, *, declare
             f"the broker's topology is not as declared ({len(differences)} differences): {differences[0].line}; "
             "run: lanekeeper topology apply"
         )
-
-
-def _before(version: str, floor: tuple[int, ...]) -> bool:
-    """Whether a broker's version, as it reports it ("4.3.6+deb"), is older than `floor`."""
-    return tuple(int(number) for number in re.findall(r"\d+", version)[: len(floor)]) < floor

@@ -2,14 +2,12 @@
 
 import uuid
 from collections.abc import AsyncIterator
-from contextlib import suppress
-from ipaddress import ip_address
 from textwrap import shorten
-from urllib.parse import urlsplit
 
 from consumers.state.base import StoreUnavailable
 from consumers.state.opening import open_store
 from service.clock_check import clock
+from service.production import risks
 from service.provider_checks import Finding, providers
 from service.settings import Settings
 from service.status import gather
@@ -37,6 +35,8 @@ async def look(settings: Settings, *, simulate: bool = False) -> AsyncIterator[F
         await connection.__aenter__()
     except BrokerError as error:
         yield Finding("broker", False, str(error))
+        async for finding in _risks(settings, None):
+            yield finding
     else:
         try:
             async for finding in _broker(settings, connection):
@@ -50,6 +50,8 @@ async def look(settings: Settings, *, simulate: bool = False) -> AsyncIterator[F
                 return
             yield await _topology(settings, connection)
             yield await _replies(connection)
+            async for finding in _risks(settings, connection):
+                yield finding
             if (found := await clock(connection)) is not None:
                 yield found
             if why_no_provider is None and await _is_simulated(settings, connection):
@@ -62,6 +64,15 @@ async def look(settings: Settings, *, simulate: bool = False) -> AsyncIterator[F
         for finding in await providers(settings):
             yield finding
     yield await _store(settings)
+
+
+async def _risks(settings: Settings, connection: Connection | None) -> AsyncIterator[Finding]:
+    """What the production profile refuses; without it that is no failure."""
+    async for risk in risks(settings, connection):
+        if settings.is_production:
+            yield Finding(risk.what, False, risk.text)
+        else:
+            yield Finding(risk.what, None, f"not for production: {risk.text}")
 
 
 async def _publisher(settings: Settings, connection: Connection) -> Finding | None:
@@ -88,7 +99,7 @@ async def _may_write(connection: Connection, exchange: str, key: str) -> bool:
 async def _is_simulated(settings: Settings, connection: Connection) -> bool:
     """Whether workers run, and none of them calls a provider."""
     try:
-        answers = await gather(connection, Publisher(connection, tracing=Tracing()), names=settings.names())
+        answers = await gather(connection, names=settings.names())
     except BrokerError:
         return False
     return bool(answers) and all(answer.get("simulated") for answer in answers)
@@ -96,8 +107,6 @@ async def _is_simulated(settings: Settings, connection: Connection) -> bool:
 
 async def _broker(settings: Settings, connection: Connection) -> AsyncIterator[Finding]:
     told = f"RabbitMQ {connection.version} at {settings.broker}"
-    if _is_open_to_listeners(settings):
-        told += "; not encrypted, and not on this machine: use amqps://"
     try:
         Broker.of(connection.version)
     except ValueError as error:
@@ -152,16 +161,3 @@ async def _store(settings: Settings) -> Finding:
     except StoreUnavailable as error:
         return Finding("store", False, str(error))
     return Finding("store", True, f"{settings.shown_store} can be written")
-
-
-def _is_open_to_listeners(settings: Settings) -> bool:
-    return any(_is_open(url) for url in settings.broker_urls)
-
-
-def _is_open(url: str) -> bool:
-    parts = urlsplit(url)
-    if parts.scheme == "amqps" or parts.hostname in (None, "localhost"):
-        return False
-    with suppress(ValueError):
-        return not ip_address(parts.hostname or "").is_loopback
-    return True

@@ -66,11 +66,16 @@ class Client:
         tracing: Tracing | None = None,
         publish_within_s: float = PUBLISH_WITHIN_S,
         cancel_abandoned: bool = True,
+        identified: bool = False,
     ) -> None:
         """`cancel_abandoned`: a request whose caller is cancelled (`wait_for`, a task group, Ctrl-C), or leaves its
-        stream early, is cancelled too. False: it runs on, and its result can be fetched."""
+        stream early, is cancelled too. False: it runs on, and its result can be fetched.
+
+        `identified`: everything carries `user_id`, the connection's user, which the broker checks, so that requests are
+        its own alone. Workers may require it (docs/production.md)."""
         self._names = names or Names()
         self._user = unquote(urlsplit(urls_of(url)[0]).username or "guest")
+        self._own = self._user if identified else None
         self._connection = Connection(url, name="lanekeeper client", ssl_context=ssl_context)
         tracing = tracing or Tracing()
         self._replies = ReplyQueue()
@@ -100,7 +105,7 @@ class Client:
 
         Raises PublishRefused (the lane is full), BrokerUnreachable, ConfirmUnknown, AccessRefused, TopologyMismatch.
         """
-        message = message_of(body, wishes, stream=False, user=self._user)
+        message = self._message(body, wishes, stream=False)
         await self._publish(message, key=key)
         assert message.message_id is not None
         return message.message_id
@@ -121,7 +126,7 @@ class Client:
         caller gave the id or the user may not ask, publishes it again: that also tells whether the id was used with
         another body before. ReplyLost where no connection comes in time.
         """
-        message = message_of(body, wishes, stream=False, user=self._user)
+        message = self._message(body, wishes, stream=False)
         timeout_s = bound_s(message) if timeout_s is None else timeout_s
         try:
             return await self._answer(message, key, timeout_s, wishes)
@@ -144,7 +149,7 @@ class Client:
         Raises as `publish`, and Problem, NoReply, and ReplyLost where the connection is lost: parts are gone with it,
         the whole answer can be fetched (`result`).
         """
-        message = message_of(body, wishes, stream=True, user=self._user)
+        message = self._message(body, wishes, stream=True)
         timeout_s = bound_s(message) if timeout_s is None else timeout_s
         reply: Part | Final | None = None
         try:
@@ -164,7 +169,7 @@ class Client:
         Raises ControlRefused, NoReply (no worker runs; the next one records it), AccessRefused, TopologyMismatch,
         BrokerUnreachable.
         """
-        return await self._control.cancel(id, tenant=tenant)
+        return await self._control.cancel(id, tenant=tenant or self._own)
 
     async def result(self, id: str, *, tenant: str | None = None, wait_s: float = 0) -> Final:
         """How a request ended, whoever waited for it; for `wait_s` it is asked for again and again.
@@ -172,7 +177,7 @@ class Client:
         Raises Problem where it ended in an error, NotEnded, ControlRefused, NoReply (no worker runs), AccessRefused,
         TopologyMismatch, BrokerUnreachable.
         """
-        return await self._control.result(id, tenant=tenant, end=_end(wait_s))
+        return await self._control.result(id, tenant=tenant or self._own, end=_end(wait_s))
 
     async def depth(self, lane: str) -> Depth | None:
         """What waits in a lane's intake, and how many workers take it; None where this user may not look at it."""
@@ -181,6 +186,11 @@ class Client:
             return (await depths(self._connection, [queue]))[queue]
         except BrokerError:
             return None
+
+    def _message(self, body: Mapping[str, Any] | bytes, wishes: Wishes, *, stream: bool) -> Message:
+        if self._own is not None:
+            wishes.setdefault("tenant", self._own)
+        return message_of(body, wishes, stream=stream, user=self._user)
 
     async def _answer(self, message: Message, key: str, timeout_s: float | None, wishes: Wishes) -> Final:
         end = _end(timeout_s)

@@ -33,7 +33,7 @@ ASK_AGAIN_CAP_S = 5.0
 
 Cancelled: TypeAlias = Literal["recorded", "told", "ended", "unseen"]
 """`recorded`: it ends as cancelled, wherever it waits. `told`: it runs, and its worker stops it. `ended`: too late.
-`unseen`: no worker has seen such a request; when it comes, within 366 days, it ends as cancelled."""
+`unseen`: no worker has seen such a request; when it comes, within the longest lane's deadline, it ends as cancelled."""
 
 
 class NoReply(LanekeeperError):
@@ -47,6 +47,11 @@ class ControlRefused(LanekeeperError):
         self.fields = document
         """The problem document's, as it came."""
         super().__init__(f"refused by the worker: {document.get('detail', 'no detail')}")
+
+    @property
+    def is_passing(self) -> bool:
+        """Whether the same may be asked again later: its tenant has asked too much."""
+        return bool(self.fields.get("retryable"))
 
 
 class NotEnded(LanekeeperError):
@@ -103,7 +108,9 @@ class Control:
                 return result_of(await self._asked(question(id, tenant=tenant, user=self._user)))
             except (AccessRefused, TopologyMismatch):
                 raise
-            except (NotEnded, NoReply, BrokerError) as error:
+            except (NotEnded, NoReply, BrokerError, ControlRefused) as error:
+                if isinstance(error, ControlRefused) and not error.is_passing:
+                    raise
                 over = isinstance(error, BrokerError) if end is None else loop.time() >= end
                 if over:
                     raise

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from pydantic import BaseModel, ConfigDict, Field
 
 from consumers.job import ATTEMPT_WITHIN_S
+from consumers.parking import INVALID_PER_HOUR
 from consumers.retelling import WAITING
 from consumers.retry import RetryPolicy
-from consumers.settle import ANSWER_BYTES
 from consumers.state.spec import StoreSpec
 from service.allowed import ModelName, ModelWords, Number, Patterns, ProviderNames, ReadableFile
 from service.validation import Disagreement
+from topology.contract.bounds import ANSWER_BYTES
 from topology.lanes import BATCH, CRITICAL, DEFAULT_LANES, GIB, MIB, NORMAL, LaneSpec
 
 YEAR_S = 365 * 86_400
@@ -151,6 +152,9 @@ class ReplySettings(Section):
     allow: Patterns | None = None
     """Where replies may go, as shell patterns. None: everywhere that the contract allows. Example:
     amq.gen-*,lane.reply.*"""
+    bound_to_user: bool | None = None
+    """Whether replies go to nobody but whoever published: direct reply-to, or `lane.reply.<user_id>`. Then other queues
+    are refused, those that the broker named too: nobody can tell whose they are. None: by the profile. Example: true"""
     waiting: Number[int] = Field(default=WAITING, ge=1, le=100_000)
     """Replies that a full queue refused, and that wait in the broker for another try, in one process; a tenth of them
     for one queue. What comes beyond is not tried again; it stays under its id."""
@@ -166,6 +170,44 @@ class ResultSettings(Section):
     answer_bytes: Number[int] = Field(default=ANSWER_BYTES, ge=64 * 1024, le=512 * MIB)
     """The largest answer that is sent and kept. 16 MiB is what RabbitMQ 4 takes as one message; where the broker
     takes less, that counts. A larger answer ends as `answer_too_large`."""
+
+
+class ControlSettings(Section):
+    """Cancellations and questions for results, so that no tenant's flood delays another's."""
+
+    per_tenant_s: Number[float] = Field(default=100, ge=1, le=100_000)
+    """Control messages a second of one tenant that a process carries out, and five times as many at once; what is
+    above is answered `too_many_control_messages`. Each costs up to 1 ms of CPU, so that a flood takes a tenth of a
+    core, and another tenant's cancellation waits half a second behind the first of it."""
+    unseen_per_tenant: Number[int] = Field(default=StoreSpec().unseen_per_tenant, ge=1, le=10_000_000)
+    """Cancellations kept for one tenant of ids that no worker has seen; beyond it its oldest goes. 8 MB of the
+    store, and as many as critical's intake holds requests."""
+
+
+class WaitingSettings(Section):
+    """What waits in the broker because its publisher asked for more than a minute's delay."""
+
+    per_tenant: Number[int] = Field(default=StoreSpec().waiting_per_tenant, ge=1, le=100_000_000)
+    """Requests of one tenant, each begun 16 KiB of a body counted as one (160 MiB on the broker's disks); above
+    it they are answered `too_many_waiting`."""
+    in_all: Number[int] = Field(default=StoreSpec().waiting_in_all, ge=1, le=1_000_000_000)
+    """The same of all tenants together: ten that use all of theirs, 1.6 GiB."""
+
+    def disagreements(self) -> Iterator[Disagreement]:
+        if self.per_tenant > self.in_all:
+            yield Disagreement(
+                f"per_tenant ({self.per_tenant}) is above in_all ({self.in_all}); lower it, or raise in_all",
+                at=(("per_tenant",), ("in_all",)),
+            )
+
+
+class DeadSettings(Section):
+    """Dead letters."""
+
+    invalid_per_hour: Number[float] = Field(default=INVALID_PER_HOUR, ge=1, le=1_000_000_000)
+    """Invalid messages of one tenant that a process parks in an hour, each begun 64 KiB counted as one: enough
+    to see what is wrong with them, and 64 MiB at most. What is above is answered and not parked. Valid requests
+    that failed are always parked."""
 
 
 class RetrySettings(Section):

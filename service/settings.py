@@ -22,9 +22,10 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from consumers.limits.spec import BudgetSpec
 from consumers.prices import Prices
 from consumers.providers.routes import ProviderModels, RoutesSpec
+from consumers.reply_address import ReplyRule
 from consumers.retry import RetryPolicy
 from consumers.spending import CapsSpec
-from consumers.state.spec import StoreSpec
+from consumers.state.spec import SEEN_LATE_S, StoreSpec
 from service import agreement, sources, validation
 from service.allowed import AmqpUrl, Chances, HttpUrl, Key, Namespace, Number, StoreUrl, UserNames
 from service.budget_sections import (
@@ -38,6 +39,8 @@ from service.budget_sections import (
 )
 from service.masking import mask_url
 from service.sections import (
+    ControlSettings,
+    DeadSettings,
     GatewaySettings,
     LaneSettings,
     LanesSettings,
@@ -46,9 +49,11 @@ from service.sections import (
     RetrySettings,
     Section,
     TlsSettings,
+    WaitingSettings,
 )
 from service.validation import Disagreement
 from topology.broker.urls import urls_of
+from topology.contract.bounds import VALUES
 from topology.contract.problems import SettingsError
 from topology.lanes import DEFAULT_LANES, LaneSpec
 from topology.names import Names
@@ -103,12 +108,24 @@ class Settings(BaseSettings):
     """What keeps results, claims and counters: `sqlite:////file`, or `redis://` where several machines share. None: a
     SQLite file in the user's state folder. Example: redis://:secret@redis.example.com:6379/0"""
     results: ResultSettings = ResultSettings()
+    control: ControlSettings = ControlSettings()
+    waiting: WaitingSettings = WaitingSettings()
+    dead: DeadSettings = DeadSettings()
     speakers: UserNames = ()
     """AMQP users that may speak for other tenants (`x-lane-tenant`, cancelling, asking for results): a
     gateway's. Example: gateway"""
+    profile: Literal["production"] | None = None
+    """`production`: a worker refuses to start with what `lanekeeper check` warns of; docs/production.md has the list.
+    None: `check` warns, and what is sent in plain text is logged. Example: production"""
+    require_user_id: bool | None = None
+    """Whether a request without `user_id` is refused: nobody can tell whose it is, and all of them share one tenant.
+    None: with the profile `production` yes, else no. Example: true"""
     failpoints: Chances = {}
     """Where the process dies on purpose, and how probably: for the fault suite (`consumers/failpoints.py`).
     Example: after_store:0.2"""
+    json_values: Number[int] = Field(default=VALUES, ge=1000, le=10_000_000)
+    """Keys and values that the JSON of a request or an answer may have: 100,000 hold everything up for 50 ms, more
+    for longer. A larger request ends as `too_large`, a larger answer as `answer_too_large`."""
     grace_s: Number[float] = Field(default=25, ge=0, le=3600)
     """How long running requests may finish when stopping; below the 30 s after which Kubernetes kills."""
     log_format: Literal["auto", "json", "console"] = "auto"
@@ -199,9 +216,28 @@ class Settings(BaseSettings):
     def retry_policy(self) -> RetryPolicy:
         return RetryPolicy(**self.retry.model_dump())
 
-    def reply_patterns(self) -> tuple[re.Pattern[str], ...] | None:
+    def reply_rule(self) -> ReplyRule:
+        """Where replies may go."""
         allow = self.reply_to.allow
-        return None if allow is None else tuple(re.compile(fnmatch.translate(each)) for each in allow)
+        return ReplyRule(
+            names=self.names(),
+            allow=None if allow is None else tuple(re.compile(fnmatch.translate(each)) for each in allow),
+            bound=self.binds_replies,
+        )
+
+    @property
+    def is_production(self) -> bool:
+        return self.profile == "production"
+
+    @property
+    def needs_user_id(self) -> bool:
+        return self.is_production if self.require_user_id is None else self.require_user_id
+
+    @property
+    def binds_replies(self) -> bool:
+        """Whether a reply goes to its requester alone."""
+        bound = self.reply_to.bound_to_user
+        return self.is_production if bound is None else bound
 
     @property
     def broker_url(self) -> str:
@@ -263,7 +299,14 @@ class Settings(BaseSettings):
         return self.store if self.store.startswith("sqlite:") else mask_url(self.store)
 
     def store_spec(self) -> StoreSpec:
-        return StoreSpec(keep_s=self.results.keep_s, max_bytes=self.results.max_bytes)
+        return StoreSpec(
+            keep_s=self.results.keep_s,
+            max_bytes=self.results.max_bytes,
+            cancelled_s=max(lane.deadline_s for lane in self.lane_specs()) + SEEN_LATE_S,
+            unseen_per_tenant=self.control.unseen_per_tenant,
+            waiting_per_tenant=self.waiting.per_tenant,
+            waiting_in_all=self.waiting.in_all,
+        )
 
     @property
     def otlp(self) -> tuple[str | None, str | None]:

@@ -17,12 +17,13 @@ from typing import Any
 from consumers.activity import quantile
 from topology.broker.connection import Connection
 from topology.broker.depth import Depth, depths
-from topology.broker.inbox import Inbox
+from topology.broker.direct import DirectReplies
 from topology.broker.publisher import Publisher
 from topology.contract.messages import Message
 from topology.contract.problems import AccessRefused, Unroutable
 from topology.lanes import LaneSpec
-from topology.names import STATUS_KEY, Names
+from topology.names import DIRECT_REPLY_TO, STATUS_KEY, Names
+from topology.tracing import Tracing
 
 QUIET_S = 0.3
 """No further answer for so long, and all are thought to be in."""
@@ -90,14 +91,13 @@ class Status:
 
 async def look(
     connection: Connection,
-    publisher: Publisher,
     *,
     lanes: Sequence[LaneSpec],
     names: Names,
     quiet_s: float = QUIET_S,
 ) -> Status:
     """Ask and look. Raises BrokerUnreachable, AccessRefused (to ask), TopologyMismatch (nothing is declared)."""
-    answers = await gather(connection, publisher, names=names, quiet_s=quiet_s)
+    answers = await gather(connection, names=names, quiet_s=quiet_s)
     queues = [
         queue for lane in lanes for queue in (names.intake(lane.name), names.due(lane.name), *_sides(lane, names))
     ]
@@ -108,34 +108,36 @@ async def look(
     return merge(answers, found, lanes=lanes, names=names)
 
 
-async def gather(
-    connection: Connection, publisher: Publisher, *, names: Names, quiet_s: float = QUIET_S
-) -> list[Mapping[str, Any]]:
+async def gather(connection: Connection, *, names: Names, quiet_s: float = QUIET_S) -> list[Mapping[str, Any]]:
     """The workers' answers: those that come before `quiet_s` pass without one; `LONGEST_S` in all."""
-    async with Inbox(connection) as inbox:
-        question = Message(
-            body=b"{}",
-            content_type="application/json",
-            type=STATUS_KEY,
-            message_id=uuid.uuid4().hex,
-            correlation_id=uuid.uuid4().hex,
-            reply_to=inbox.name,
-            persistent=False,
-            expiration=str(round(1000 * LONGEST_S)),  # it goes to `lane.control` too: not to wait there for a worker
-        )
-        try:
-            await publisher.publish(question, exchange=names.control, routing_key=STATUS_KEY, traced=False)
-        except Unroutable:
-            return []  # no worker has bound a queue
-        answers: list[Mapping[str, Any]] = []
+    came: asyncio.Queue[Message] = asyncio.Queue()  # bounded by the workers there are
+    direct = DirectReplies(on_reply=came.put_nowait, on_lost=lambda: None)
+    question = Message(
+        body=b"{}",
+        content_type="application/json",
+        type=STATUS_KEY,
+        message_id=uuid.uuid4().hex,
+        correlation_id=uuid.uuid4().hex,
+        reply_to=DIRECT_REPLY_TO,
+        persistent=False,
+        expiration=str(round(1000 * LONGEST_S)),  # it goes to `lane.control` too: not to wait there for a worker
+    )
+    answers: list[Mapping[str, Any]] = []
+    try:
+        publisher = Publisher(connection, tracing=Tracing(), on_channel=direct.consume)
+        await publisher.publish(question, exchange=names.control, routing_key=STATUS_KEY, traced=False)
         with suppress(TimeoutError):
             async with asyncio.timeout(LONGEST_S):
                 while True:
                     async with asyncio.timeout(quiet_s):
-                        message = await anext(inbox)
+                        message = await came.get()
                     if message.correlation_id == question.correlation_id:
                         answers.append(json.loads(message.body))
-        return answers
+    except Unroutable:
+        pass  # no worker has bound a queue
+    finally:
+        await direct.close()
+    return answers
 
 
 def merge(

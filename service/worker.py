@@ -139,7 +139,12 @@ async def _tell(parts: Parts, question: Message, me: str) -> None:
         "simulated": parts.simulated,
         "tenants": {lane: turns.snapshot() for lane, turns in parts.turns.items()},
         "undelivered": parts.retelling.given_up,
-        "control": {"refused": parts.answers.refused, "unanswered": parts.answers.unanswered},
+        "unparked": parts.parking.unparked,
+        "control": {
+            "refused": parts.answers.refused,
+            "unanswered": parts.answers.unanswered,
+            "displaced": parts.control.displaced,
+        },
     }
     await parts.answers.tell(question, figures, id=None, as_="accepted")
 

@@ -21,6 +21,8 @@ from topology.model import Arguments, Binding, Exchange, Queue, Topology, Value
 from topology.names import KEPT_KEYS, Names
 
 OLDEST = (3, 10)
+RECOMMENDED = (4, 3, 5)
+"""Before it, among other holes, a forged direct reply-to address ends the connection that answers it."""
 DELIVERY_LIMIT = 20
 """The backstop; a worker buries a request itself at its fifth delivery."""
 NO_DELIVERY_LIMIT = -1
@@ -66,6 +68,11 @@ class Broker:
         if (self.major, self.minor) >= (4, 3):
             return "strict, 0 to 31"
         return "two classes, above 4 is high" if self.quorum_intake else f"strict, 0 to {CLASSIC_PRIORITIES}"
+
+
+def is_before(version: str, floor: tuple[int, ...]) -> bool:
+    """Whether a broker's version, as it reports it ("4.3.6+deb"), is older than `floor`."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[: len(floor)]) < floor
 
 
 def declare(lanes: Sequence[LaneSpec], *, names: Names, broker_version: str) -> Topology:

@@ -49,6 +49,10 @@ TAGS: dict[Role, str] = {
 APPLICATIONS: tuple[Role, ...] = ("application", "client")
 HASHING = "rabbit_password_hashing_sha256"
 SALT_BYTES = 4
+CONTROL_AT_MOST = 5_000
+CONTROL_BYTES = 16 * 1024 * 1024
+"""What waits in `lane.control`, beyond which its publishers are refused: a flood fills no disk while no worker runs,
+and what comes behind it is reached within seconds. A policy: arguments of a queue that exists cannot change."""
 REPLIES_AT_MOST = 10_000
 REPLY_BYTES_AT_MOST = 256 * MIB
 """What a reply queue holds for an application that does not read it. A further reply is refused, and kept by its id."""
@@ -69,6 +73,10 @@ class User:
     password_hash: str = field(repr=False)
     lanes: tuple[str, ...] = (NORMAL.name, BATCH.name)
     """Of an application or client: the lanes that it may publish into. What may be critical, somebody has to decide."""
+    connections: int = 200
+    """Of an application or client, at one time: some 100 kB of the broker's memory each. `rabbitmqctl set_user_limits`
+    changes it, until definitions are imported again."""
+    channels: int = 2000
 
     def __post_init__(self) -> None:
         # The broker puts the name into a regular expression, and it is one word of the key.
@@ -143,11 +151,13 @@ def definitions(topology: Topology, vhost: str, users: Sequence[User] = ()) -> d
                 "password_hash": user.password_hash,
                 "hashing_algorithm": HASHING,
                 "tags": TAGS[user.role],
+                **_limits(user),
             }
             for user in users
         ],
         "permissions": [_permission(user, topology, vhost) for user in users],
         "topic_permissions": [permission for user in users for permission in _topic_permissions(user, topology, vhost)],
+        "policies": [_control_policy(topology, vhost)],
         "exchanges": [
             {
                 "vhost": vhost,
@@ -197,6 +207,13 @@ def reply_queues(users: Sequence[User], names: Names) -> list[Queue]:
     return [Queue(names.reply_queue(user.name), arguments) for user in users if user.role in APPLICATIONS]
 
 
+def _limits(user: User) -> dict[str, dict[str, int]]:
+    """Nobody but who asks is limited: a worker that is refused a connection would work no more."""
+    if user.role not in APPLICATIONS:
+        return {}
+    return {"limits": {"max-connections": user.connections, "max-channels": user.channels}}
+
+
 def _permission(user: User, topology: Topology, vhost: str) -> dict[str, str]:
     allowed = rights(user, topology)
     return {
@@ -222,6 +239,22 @@ def _topic_permissions(user: User, topology: Topology, vhost: str) -> list[dict[
         {"user": user.name, "vhost": vhost, "exchange": exchange, "write": pattern, "read": NOTHING}
         for exchange, pattern in written.items()
     ]
+
+
+def _control_policy(topology: Topology, vhost: str) -> dict[str, Any]:
+    control = Names(topology.namespace).control
+    return {
+        "vhost": vhost,
+        "name": f"{control} bound",
+        "pattern": _any(re.escape(control)),
+        "apply-to": "queues",
+        "priority": 0,
+        "definition": {
+            "max-length": CONTROL_AT_MOST,
+            "max-length-bytes": CONTROL_BYTES,
+            "overflow": "reject-publish",
+        },
+    }
 
 
 def _any(*patterns: str) -> str:

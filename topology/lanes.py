@@ -95,3 +95,11 @@ BATCH = LaneSpec(
 )
 
 DEFAULT_LANES: tuple[LaneSpec, ...] = (CRITICAL, NORMAL, BATCH)
+
+
+def urgency(lane: str) -> int:
+    """Where a lane stands among the others: 0 is the most urgent."""
+    return _PLACES.get(lane, len(_PLACES))
+
+
+_PLACES = {lane.name: place for place, lane in enumerate(DEFAULT_LANES)}

@@ -26,6 +26,7 @@ LIBRARY_WARNED: Final = "library.warned"  # library, message: what another packa
 BROKER_CONNECTED: Final = "broker.connected"  # connection, broker, version
 BROKER_LOST: Final = "broker.lost"  # connection, broker, reason: it was open; it is opened again
 BROKER_UNREACHABLE: Final = "broker.unreachable"  # connection, reason, retry_in_s
+PLAIN_TEXT: Final = "transport.plain"  # what, reason: passwords and prompts go to another machine in plain text
 BROKER_BLOCKED: Final = "broker.blocked"  # connection, reason: memory or disk alarm, publishes wait
 BROKER_UNBLOCKED: Final = "broker.unblocked"  # connection, blocked_s
 TOPOLOGY_APPLIED: Final = "topology.applied"  # exchanges, queues, bindings: how many were declared
@@ -46,13 +47,18 @@ CONSUMER_CANCELLED: Final = "consumer.cancelled"  # queue: the broker ended it (
 CONTROL_REFUSED: Final = (
     "control.refused"  # reason, refused (how many so far): a control message that is not understood
 )
+CANCELLATION_DISPLACED: Final = "cancellation.displaced"  # tenant, count, displaced: its oldest of unseen ids go first
 CANCELLATION_UNSENT: Final = "cancellation.unsent"  # request, error: nobody waits for it any more, and it runs on
+CONTROL_BEHIND: Final = (
+    "control.behind"  # waiting, waited_s: requests are taken, and cancellations recorded beside them
+)
 CONTROL_POSTPONED: Final = "control.postponed"  # type, reason: the store is away; the message is read again
 CONTROL_UNANSWERED: Final = (
     "control.unanswered"  # reply_to, unanswered (how many so far): nobody can be told what came of a control message
 )
 
 # Log events: one request. `request` is its message id; most tell its `lane` as well.
+INVALID_UNPARKED: Final = "invalid.unparked"  # tenant, code, count, unparked: its share of the dead letters is used up
 REQUEST_ANSWERED: Final = "request.answered"  # model, provider, wait_ms, run_ms, input_tokens, output_tokens
 REQUEST_DEFERRED: Final = "request.deferred"  # delay_ms, reason: held back by a limit or a wish; not an error
 REQUEST_RETRIED: Final = "request.retried"  # delay_ms, error, status, provider_request: the attempt failed
@@ -79,7 +85,9 @@ DEAD_LETTER_CUT: Final = (
 ANSWER_UNSENT: Final = (
     "answer.unsent"  # size, limit: it was kept, and the broker takes no such message; told as an error
 )
-PART_LOST: Final = "part.lost"  # reason: an event of a stream could not be sent on; the final reply still is
+PART_LOST: Final = (
+    "part.lost"  # reason: events of a stream could not be sent on, the first of them; the final reply still is
+)
 DELIVERY_LOST: Final = "delivery.lost"  # queue, error: its acknowledgement failed; the broker delivers it again
 HANDLER_FAILED: Final = "handler.failed"  # error, where: a fault of ours; the request is buried as `internal`
 

@@ -10,6 +10,7 @@ from consumers.providers.base import Answer, Usage
 
 MOST_TOKENS: Final = 10_000_000
 """No call counts more. What cannot be true is as if it had not been said: it would be owed, and paid, for ever."""
+_NAME_CHARACTERS: Final = 256
 
 
 def parse_message(body: bytes, content_type: str) -> dict[str, Any]:
@@ -31,17 +32,22 @@ def read_answer(
     stop_reason = message.get("stop_reason")
     if message.get("type") != "message" or not isinstance(message.get("content"), list):
         raise TransientError("the answer is JSON, but no Message", type="broken_answer", request_id=request_id)
-    if not isinstance(stop_reason, str):
+    if not _word(stop_reason):
         raise TransientError("the answer has no stop_reason", type="unfinished", request_id=request_id)
     return Answer(
         body=body,
-        model=str(message.get("model") or ""),
+        model=_word(message.get("model")),
         provider=provider,
         usage=_usage(message.get("usage")),
         request_id=request_id,
-        stop_reason=stop_reason,
+        stop_reason=_word(stop_reason),
         rate=rate,
     )
+
+
+def _word(value: object) -> str:
+    """A name that goes into headers and spans; what can be none is as if it had not been said."""
+    return value if isinstance(value, str) and len(value) <= _NAME_CHARACTERS else ""
 
 
 def _usage(counts: object) -> Usage:

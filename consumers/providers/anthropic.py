@@ -11,28 +11,38 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
+from functools import partial
 from ipaddress import ip_address
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Protocol, Self, TypeVar
 from urllib.parse import urlsplit
 
 import httpx2
 from anthropic import AsyncAnthropic, DefaultAioHttpClient
 
-from consumers.failures import ProviderError, RejectedError, TransientError
+from consumers.failures import AnswerTooLargeError, ProviderError, RejectedError, TransientError
 from consumers.limits import headers as rate_headers
 from consumers.providers.answers import parse_message, read_answer
 from consumers.providers.assembly import Assembly, parse_event, to_json
 from consumers.providers.base import Answer, Parts
+from consumers.providers.error_body import bound_error_body
 from consumers.providers.events import EventSplitter
 from consumers.providers.translation import NETWORK_ERRORS, border, from_event, one_line
+from consumers.reading import Reading
+from topology.contract import bounds
 from topology.contract.messages import Request
+from topology.lanes import urgency
 
 MAX_TOKENS_AT_ONCE: Final = 128_000 * 600 // 3600
 """More may take longer than ten minutes, at the rate the vendor's client reckons with: such an answer is streamed."""
-_ERROR_BODY_BYTES: Final = 64 * 1024
+_EVENTS: Final = 4
+"""The largest event is a quarter of the largest answer: no answer is one event."""
+_OVERHEAD: Final = 4
+"""A stream may be so many times the answer that it is put together to: a token is an event of some 130 bytes."""
+_SLICE_BYTES: Final = 16 * 1024
+"""Two thousand of the smallest events: 10 ms."""
 _DRAIN_S: Final = 0.1
-_MIB: Final = 1024 * 1024
 CONNECT_TIMEOUT_S: Final = 5.0
+_T = TypeVar("_T")
 
 
 class Client(Protocol):
@@ -83,7 +93,9 @@ class AnthropicProvider:
         secret: str,
         dialect: Dialect = ANTHROPIC,
         traceparent: Callable[[], str | None] = lambda: None,
-        max_answer_bytes: int = 64 * _MIB,
+        max_answer_bytes: int = bounds.ANSWER_BYTES,
+        values: int = bounds.VALUES,
+        reading: Reading | None = None,
     ) -> None:
         self.name = name
         self._client = client
@@ -91,6 +103,8 @@ class AnthropicProvider:
         self._dialect = dialect
         self._traceparent = traceparent
         self._max_answer_bytes = max_answer_bytes
+        self._values = values
+        self._reading = reading or Reading()
 
     @classmethod
     def at(cls, base_url: str, *, api_key: str, name: str = "anthropic", **more: Any) -> Self:
@@ -101,7 +115,9 @@ class AnthropicProvider:
 
     async def stream(self, request: Request, *, timeout_s: float, parts: Parts | None) -> Answer:
         streamed = parts is not None or request.max_tokens > MAX_TOKENS_AT_ONCE
-        asked = say_stream(request.body, streamed)
+        urgent = urgency(request.lane)
+        say = partial(say_stream, request.body, streamed, is_stated=request.states_stream)
+        asked = await self._turn(say, urgent, len(request.body))
         response: httpx2.Response | None = None
         try:
             async with asyncio.timeout(timeout_s) as limit:
@@ -109,11 +125,14 @@ class AnthropicProvider:
                 rate = rate_headers.read(response.headers, now_s=time.time())
                 try:
                     if streamed:
-                        message = await self._read_stream(response, limit=limit, pause_s=timeout_s, parts=parts)
-                        body = to_json(message)
+                        assembly = await self._read_stream(
+                            response, urgent=urgent, limit=limit, pause_s=timeout_s, parts=parts
+                        )
+                        message = await self._turn(assembly.message, urgent, assembly.size)
+                        body = await self._turn(partial(to_json, message), urgent, assembly.size)
                     else:
                         body = await self._read_whole(response)
-                        message = parse_message(body, response.headers.get("content-type", ""))
+                        message = await self._parse(body, response, urgent=urgent)
                     return read_answer(message, body, provider=self.name, request_id=_request_id(response), rate=rate)
                 finally:
                     with suppress(*NETWORK_ERRORS):
@@ -149,10 +168,22 @@ class AnthropicProvider:
         assert isinstance(response, httpx2.Response)
         return response
 
+    async def _turn(self, work: Callable[[], _T], urgent: int, size: int) -> _T:
+        return await self._reading.turn(work, rank=(urgent, size))
+
+    async def _parse(self, body: bytes, response: httpx2.Response, *, urgent: int) -> dict[str, Any]:
+        excess = await self._reading.excess(body, values=self._values, rank=(urgent, len(body)))
+        if excess is not None:
+            raise AnswerTooLargeError(excess, request_id=_request_id(response))
+        content_type = response.headers.get("content-type", "")
+        return await self._turn(partial(parse_message, body, content_type), urgent, len(body))
+
     async def _read_whole(self, response: httpx2.Response) -> bytes:
-        with border(secret=self._key):
-            body = b"".join([chunk async for chunk in self._chunks(response)])
         announced = response.headers.get("content-length", "")
+        if announced.isdigit() and len(announced) > len(str(self._max_answer_bytes)):
+            raise self._too_large(response, self._max_answer_bytes)
+        with border(secret=self._key):
+            body = b"".join([chunk async for chunk in self._chunks(response, self._max_answer_bytes)])
         if announced.isdigit() and int(announced) != response.num_bytes_downloaded:
             raise TransientError(
                 f"the answer has {response.num_bytes_downloaded} of its {announced} bytes",
@@ -162,54 +193,66 @@ class AnthropicProvider:
         return body
 
     async def _read_stream(
-        self, response: httpx2.Response, *, limit: asyncio.Timeout, pause_s: float, parts: Parts | None
-    ) -> dict[str, Any]:
-        """Forward the events and put them together. The time that `parts` takes is not the provider's."""
-        splitter = self._dialect.splitter(self._max_answer_bytes)
-        assembly = Assembly()
+        self, response: httpx2.Response, *, urgent: int, limit: asyncio.Timeout, pause_s: float, parts: Parts | None
+    ) -> Assembly:
+        """Forward the events and put them together. The time that `parts` and our own reading take is not the
+        provider's."""
+        splitter = self._dialect.splitter(self._max_answer_bytes // _EVENTS)
+        assembly = Assembly(max_bytes=self._max_answer_bytes, values=self._values)
         clock = asyncio.get_running_loop().time
-        async with aclosing(self._chunks(response)) as chunks:
+        async with aclosing(self._slices(response)) as slices:
             is_complete = False
             while not is_complete:
                 with border(secret=self._key):
-                    chunk = await anext(chunks, None)
-                if chunk is None:
+                    piece = await anext(slices, None)
+                if piece is None:
                     raise TransientError(
                         "the stream ended without message_stop", type="cut", request_id=_request_id(response)
                     )
-                if not (events := splitter.feed(chunk)):
-                    continue
+                until_s, came_s = limit.when(), clock()
                 limit.reschedule(None)
-                for data in events:
-                    event = parse_event(data)
+                events = await self._turn(partial(self._events, splitter, piece), urgent, len(piece))
+                for data, event in events:
                     if event.get("type") == "error":
                         raise from_event(event, request_id=_request_id(response), secret=self._key)
-                    is_complete = assembly.add(event)
+                    is_complete = assembly.add(event, data)
                     if parts is not None:
                         await parts(data)
                     if is_complete:
                         break
-                limit.reschedule(clock() + pause_s)
+                if events or until_s is None:
+                    limit.reschedule(clock() + pause_s)
+                else:
+                    limit.reschedule(until_s + clock() - came_s)
             limit.reschedule(None)
-            await _drain(chunks)
-        return assembly.message()
+            await _drain(slices)
+        return assembly
 
-    async def _chunks(self, response: httpx2.Response) -> AsyncGenerator[bytes, None]:
+    def _events(self, splitter: Splitter, piece: bytes) -> list[tuple[bytes, dict[str, Any]]]:
+        return [(data, parse_event(data, values=self._values)) for data in splitter.feed(piece)]
+
+    async def _slices(self, response: httpx2.Response) -> AsyncGenerator[bytes, None]:
+        """A stream in pieces that are soon worked, however much comes at once."""
+        async with aclosing(self._chunks(response, _OVERHEAD * self._max_answer_bytes)) as chunks:
+            async for chunk in chunks:
+                for at in range(0, len(chunk), _SLICE_BYTES):
+                    yield chunk[at : at + _SLICE_BYTES]
+
+    async def _chunks(self, response: httpx2.Response, most: int) -> AsyncGenerator[bytes, None]:
         size = 0
         async for chunk in response.aiter_bytes():
             size += len(chunk)
-            if size > self._max_answer_bytes:
-                raise TransientError(
-                    f"the answer is larger than {self._max_answer_bytes} bytes",
-                    type="too_large",
-                    request_id=_request_id(response),
-                )
+            if size > most:
+                raise self._too_large(response, most)
             yield chunk
 
+    def _too_large(self, response: httpx2.Response, most: int) -> AnswerTooLargeError:
+        return AnswerTooLargeError(f"more than {most} bytes", request_id=_request_id(response))
 
-def say_stream(body: bytes, streamed: bool) -> bytes:
+
+def say_stream(body: bytes, streamed: bool, *, is_stated: bool = True) -> bytes:
     """The body with `stream` as it must be; byte for byte the same where that is so already."""
-    if b'"stream"' in body or b"\\u" in body:  # a key may be written with escapes
+    if is_stated and (b'"stream"' in body or b"\\u" in body):  # a key may be written with escapes
         fields = json.loads(body)
         if "stream" in fields:
             return body if fields["stream"] is streamed else _rewritten({**fields, "stream": streamed})
@@ -232,7 +275,7 @@ def client_options(base_url: str) -> dict[str, Any]:
         # the environment's proxy is not for this machine itself
         # a redirect would take the prompt to an address that nobody set
         "http_client": DefaultAioHttpClient(
-            event_hooks={"response": [_bound_error_body]}, trust_env=not _is_here(base_url), follow_redirects=False
+            event_hooks={"response": [bound_error_body]}, trust_env=not _is_here(base_url), follow_redirects=False
         ),
     }
 
@@ -243,31 +286,6 @@ def _is_here(url: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-async def _bound_error_body(response: httpx2.Response) -> None:
-    # the client reads the whole body of an error answer, however large; what is cut off here is no valid JSON,
-    # and is then classified by its status
-    if response.status_code >= 300 and isinstance(response.stream, httpx2.AsyncByteStream):
-        response.stream = _FirstBytes(response.stream)
-
-
-class _FirstBytes(httpx2.AsyncByteStream):
-    """The first 64 KiB of a body."""
-
-    def __init__(self, stream: httpx2.AsyncByteStream) -> None:
-        self._stream = stream
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        size = 0
-        async for chunk in self._stream:
-            yield chunk
-            size += len(chunk)
-            if size > _ERROR_BODY_BYTES:
-                return
-
-    async def aclose(self) -> None:
-        await self._stream.aclose()
 
 
 async def _drain(chunks: AsyncIterator[bytes]) -> None:

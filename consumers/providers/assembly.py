@@ -5,9 +5,13 @@ from typing import Any
 
 import jiter
 
-from consumers.failures import TransientError
+from consumers.failures import AnswerTooLargeError, TransientError
+from topology.contract import bounds
+from topology.contract.bounds import Measure
 
 _JSON_DELTA = "input_json_delta"
+_JSON = "partial_json"
+_KEPT = frozenset({"content_block_delta", "content_block_start", "message_start", "message_delta"})
 _REPLACED = frozenset({"signature"})
 """Fields that a delta gives whole; strings are otherwise appended to."""
 _NONSENSE = (KeyError, TypeError, AttributeError, ValueError)
@@ -15,21 +19,32 @@ _NONSENSE = (KeyError, TypeError, AttributeError, ValueError)
 
 
 class Assembly:
-    """Takes the events in order."""
+    """Takes the events in order. What it keeps of them is bounded: in bytes, and in keys and values."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_bytes: int = bounds.ANSWER_BYTES, values: int = bounds.VALUES) -> None:
         self._message: dict[str, Any] | None = None
         self._blocks: dict[int, _Block] = {}
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._measure = Measure(values)
+        self._left = values
 
-    def add(self, event: dict[str, Any]) -> bool:
-        """Whether it was the last one, `message_stop`; before that there is no answer.
+    def add(self, event: dict[str, Any], data: bytes = b"") -> bool:
+        """Whether it was the last one, `message_stop`; before that there is no answer. `data`: the event's JSON.
 
-        Raises `TransientError` where the event cannot follow those before it, or is not as it must be.
+        Raises `TransientError` where the event cannot follow those before it, or is not as it must be,
+        `AnswerTooLargeError` where it is too much with them.
         """
         try:
+            self._keep(event, data)
             return self._add(event)
         except _NONSENSE as error:
             raise _broken(f"at an event {str(event.get('type'))[:50]!r}", error) from error
+
+    @property
+    def size(self) -> int:
+        """Bytes that are kept."""
+        return self._bytes
 
     def message(self) -> dict[str, Any]:
         """The Message as a JSON object; its blocks in the order of their index. Raises `TransientError` likewise."""
@@ -37,6 +52,25 @@ class Assembly:
             return self._finished()
         except _NONSENSE as error:
             raise _broken("in its content", error) from error
+
+    def _keep(self, event: dict[str, Any], data: bytes) -> None:
+        """Measure what the event brings. A piece of a string becomes part of it, so that its size alone counts."""
+        kind = event["type"]
+        if kind not in _KEPT:
+            return
+        block = self._blocks.get(event["index"]) if kind == "content_block_delta" else None
+        if block is None or (pieces := block.pieces(event["delta"])) is None:
+            measure, added, size = self._measure, data, len(data)
+        else:
+            measure, added, size = block.measure, pieces.get(_JSON, "").encode(), sum(map(_size, pieces.values()))
+        measure.left = self._left
+        excess = measure.add(added) if added else None
+        self._left = measure.left
+        self._bytes += size
+        if self._bytes > self._max_bytes:
+            excess = f"more than {self._max_bytes} bytes"
+        if excess is not None:
+            raise AnswerTooLargeError(excess)
 
     def _add(self, event: dict[str, Any]) -> bool:
         match event["type"]:
@@ -58,7 +92,7 @@ class Assembly:
         """The counts of a message_delta are totals, so they replace; what it leaves out or null stays as it was."""
         if self._message is None:
             raise ValueError("message_delta before message_start")
-        usage = {**(self._message.get("usage") or {})}
+        usage = self._message.get("usage") or {}
         _merge(usage, event.get("usage") or {})
         _merge(self._message, event["delta"])
         _merge(self._message, {key: value for key, value in event.items() if key not in ("type", "delta", "usage")})
@@ -78,20 +112,29 @@ def _broken(where: str, error: Exception) -> TransientError:
 class _Block:
     """One content block. Pieces of strings are kept apart until the end: appending to a long string copies it."""
 
-    __slots__ = ("_fields", "_json", "_strings")
+    __slots__ = ("_fields", "_json", "_lists", "_strings", "measure")
 
     def __init__(self, fields: dict[str, Any]) -> None:
         self._fields = {**fields}
+        self._lists: dict[str, list[Any]] = {}
+        self.measure = Measure(0)
+        """Of its input's JSON."""
         self._strings: dict[str, list[str]] = {}
         self._json: list[str] = []
+
+    def pieces(self, delta: dict[str, Any]) -> dict[str, str] | None:
+        """The pieces of strings that it consists of; None where it brings anything else, or a string's first piece."""
+        known = (_JSON,) if delta["type"] == _JSON_DELTA else self._strings
+        pieces = {key: value for key, value in delta.items() if key in known and isinstance(value, str)}
+        return pieces if len(pieces) == len(delta) - 1 else None
 
     def add(self, delta: dict[str, Any]) -> None:
         kind = delta["type"]
         if kind == _JSON_DELTA:
-            self._json.append(delta["partial_json"])
+            self._json.append(delta[_JSON])
             return
         if kind == "citations_delta":
-            self._fields["citations"] = [*(self._fields.get("citations") or ()), delta["citation"]]
+            self._extend("citations", [delta["citation"]])
             return
         for key, value in delta.items():
             if key == "type":
@@ -99,9 +142,15 @@ class _Block:
             if isinstance(value, str) and key not in _REPLACED:
                 self._strings.setdefault(key, []).append(value)
             elif isinstance(value, list):
-                self._fields[key] = [*(self._fields.get(key) or ()), *value]
+                self._extend(key, value)
             else:
                 self._fields[key] = value
+
+    def _extend(self, key: str, items: list[Any]) -> None:
+        """In place: a copy at every delta would be quadratic."""
+        if self._fields.get(key) is not self._lists.get(key) or key not in self._lists:
+            self._lists[key] = self._fields[key] = [*(self._fields.get(key) or ())]
+        self._lists[key].extend(items)
 
     def finished(self) -> dict[str, Any]:
         fields = {**self._fields}
@@ -112,8 +161,11 @@ class _Block:
         return fields
 
 
-def parse_event(data: bytes) -> dict[str, Any]:
-    """One event of the stream. Raises `TransientError` where it is not a JSON object."""
+def parse_event(data: bytes, *, values: int = bounds.VALUES) -> dict[str, Any]:
+    """One event of the stream. Raises `TransientError` where it is not a JSON object, `AnswerTooLargeError` where it
+    would take long to parse."""
+    if (excess := bounds.excess(data, values=values)) is not None:
+        raise AnswerTooLargeError(excess)
     try:
         event = jiter.from_json(data, allow_inf_nan=False, cache_mode="keys")
     except ValueError as error:
@@ -130,6 +182,10 @@ def _tool_input(text: str) -> Any:
         return jiter.from_json(text.encode(), allow_inf_nan=False, partial_mode=True)
     except ValueError:
         return {"INVALID_JSON": text}
+
+
+def _size(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
 
 
 def _merge(into: dict[str, Any], given: dict[str, Any]) -> None:

@@ -4,9 +4,11 @@ The vendor's own decoder and its accumulating helper cost several times a raw ca
 gives the data of each event as it came, so that it can be forwarded without being written again.
 """
 
-from consumers.failures import TransientError
+from consumers.failures import AnswerTooLargeError
 
 _BOM = b"\xef\xbb\xbf"
+_LINES = 1000
+"""Of one event, which has one or two, or as many as its JSON where that is printed for people to read."""
 
 
 class EventSplitter:
@@ -25,7 +27,7 @@ class EventSplitter:
         self._is_first = True
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        """The data of the events that end in this piece. Raises `TransientError` for an event that is too large."""
+        """The data of the events that end in this piece. Raises `AnswerTooLargeError` for one that is too large."""
         if not chunk:
             return []
         if self._after_cr and chunk[:1] == b"\n":
@@ -43,9 +45,7 @@ class EventSplitter:
             *blocks, rest = bytes(self._rest).split(b"\n\n")
             self._rest = bytearray(rest)
         if len(self._rest) > self._max_event_bytes or any(len(each) > self._max_event_bytes for each in blocks):
-            raise TransientError(
-                f"an event of the stream is larger than {self._max_event_bytes} bytes", type="too_large"
-            )
+            raise AnswerTooLargeError(f"an event of more than {self._max_event_bytes} bytes")
         found = []
         for block in blocks:
             if self._is_first:
@@ -58,6 +58,8 @@ class EventSplitter:
 
 def _data(block: bytes) -> bytes | None:
     """The data of one event; None where it has none (a comment, say)."""
+    if block.count(b"\n") > _LINES:
+        raise AnswerTooLargeError(f"an event of more than {_LINES} lines")
     lines: list[bytes] = []
     for line in block.split(b"\n"):
         if line.startswith(b"data:"):

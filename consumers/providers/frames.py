@@ -13,12 +13,15 @@ import zlib
 from collections.abc import Mapping
 from typing import Final
 
-from consumers.failures import TransientError
+from consumers.failures import AnswerTooLargeError, TransientError
+from topology.contract import bounds
 
 _PRELUDE: Final = struct.Struct(">III")
 _CRC: Final = struct.Struct(">I")
 _SIZES: Final = {0: 0, 1: 0, 2: 1, 3: 2, 4: 4, 5: 8, 8: 8, 9: 16}
 """Bytes of a header's value, by its type; 6 (bytes) and 7 (text) say their length."""
+_FIELDS: Final = 100
+"""Of a frame's payload, which has two or three."""
 _TYPES: Final[Mapping[str, str]] = {
     "throttlingException": "rate_limit_error",
     "validationException": "invalid_request_error",
@@ -33,7 +36,7 @@ class FrameSplitter:
 
     def __init__(self, *, max_event_bytes: int) -> None:
         self._max_event_bytes = max_event_bytes
-        self._rest = b""
+        self._rest = bytearray()
 
     def feed(self, chunk: bytes) -> list[bytes]:
         """The data of the events that end in this piece. Raises `TransientError` for what is no such stream."""
@@ -44,12 +47,11 @@ class FrameSplitter:
             if zlib.crc32(self._rest[:8]) != crc or size < headers_size + 16:
                 raise _broken("a frame's beginning is damaged")
             if size > self._max_event_bytes:
-                raise TransientError(
-                    f"an event of the stream is larger than {self._max_event_bytes} bytes", type="too_large"
-                )
+                raise AnswerTooLargeError(f"an event of more than {self._max_event_bytes} bytes")
             if len(self._rest) < size:
                 break
-            frame, self._rest = self._rest[:size], self._rest[size:]
+            frame = bytes(self._rest[:size])
+            del self._rest[:size]
             if zlib.crc32(frame[:-4]) != _CRC.unpack(frame[-4:])[0]:
                 raise _broken("a frame is damaged")
             body = _PRELUDE.size + headers_size
@@ -73,6 +75,8 @@ def _data(headers: Mapping[str, str], payload: bytes) -> bytes | None:
 
 
 def _field(payload: bytes, name: str) -> str | None:
+    if bounds.excess(payload, values=_FIELDS) is not None:
+        return None
     try:
         fields = json.loads(payload)
     except (ValueError, RecursionError):

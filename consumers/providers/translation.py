@@ -49,6 +49,8 @@ _SPENT: Final = ("You have reached your specified API usage limits", "Your credi
 _LONGEST_WAIT_S: Final = 86_400.0
 _MESSAGE_CHARACTERS: Final = 300
 _TYPE_CHARACTERS: Final = 60
+_READ_CHARACTERS: Final = 10_000
+"""Of a message that may have millions."""
 NETWORK_ERRORS: Final = (httpx2.RequestError, aiohttp.ClientError, OSError)
 """What the client and its transport raise, raw or as a cause, when the network fails."""
 
@@ -86,12 +88,12 @@ def from_event(event: Mapping[str, Any], *, request_id: str | None, secret: str)
     """The failure that an `error` event in the middle of a stream means."""
     error = event.get("error")
     fields = error if isinstance(error, dict) else {}
-    kind = _line(str(fields.get("type") or ""), secret)[:_TYPE_CHARACTERS]
+    kind = _word(fields.get("type"), secret)
     details = fields.get("details")
     found = classify(
         status=_STATUS_OF_TYPE.get(kind, 500),
         type=kind,
-        code=str(details.get("error_code") or "") if isinstance(details, dict) else "",
+        code=_word(details.get("error_code"), secret) if isinstance(details, dict) else "",
         message=_line(f"in the middle of the stream: {fields.get('message') or ''}", secret),
         retry_after_s=None,
         request_id=request_id,
@@ -170,8 +172,8 @@ def _from_status(error: anthropic.APIStatusError, *, secret: str) -> ProviderErr
         message = f"not an error body of Anthropic's ({_line(headers.get('content-type', 'no content type'), secret)})"
     found = classify(
         status=error.status_code,
-        type=_line(str(error.type or ""), secret)[:_TYPE_CHARACTERS],
-        code=str(error.error_code or ""),
+        type=_word(error.type, secret),
+        code=_word(error.error_code, secret),
         message=message,
         retry_after_s=read_retry_after_s(headers, now_s=now_s),
         request_id=error.request_id,
@@ -189,8 +191,17 @@ def _said(error: BaseException | None) -> str:
     return f"{error.__class__.__name__} {error}".strip() if error is not None else "unknown"
 
 
+def _word(value: object, secret: str) -> str:
+    """A type or a code, which are short."""
+    return _line(value, secret)[:_TYPE_CHARACTERS] if isinstance(value, str) else ""
+
+
 def _line(text: str, secret: str) -> str:
     """One line of at most 300 printable characters, without the key."""
+    cut = len(text) > _READ_CHARACTERS
+    text = text[:_READ_CHARACTERS]
     if secret:
         text = text.replace(secret, "***")
+        if cut:  # not half of a key either
+            text = text[: -len(secret)]
     return re.sub(r"[\s\x00-\x1f\x7f-\x9f]+", " ", text).strip()[:_MESSAGE_CHARACTERS]

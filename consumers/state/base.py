@@ -1,7 +1,8 @@
-"""What is remembered of requests beside the broker: four small protocols, kept by SQLite or by Redis.
+"""What is remembered of requests beside the broker: five small protocols, kept by SQLite or by Redis.
 
     Claims          who works on a request, and how it ended: at most one completion is ever kept of an identity
     Results         what can be read of a request afterwards
+    Waits           how much waits in the broker because its publisher asked for it
     Allowances      how much of something was used in a period
     Leases          who does what only one process should do
 
@@ -112,6 +113,8 @@ class Cancelling(StrEnum):
     """It ends as cancelled, wherever it waits."""
     UNSEEN = "unseen"
     """No worker has seen it: it is queued, or not published yet. It ends as cancelled when it comes."""
+    DISPLACED = "displaced"
+    """The same; and the oldest such one of its tenant was forgotten, because it has as many as are kept."""
     TOLD = "told"
     """It runs: its holder learns of it at the next renewal."""
     ENDED = "ended"
@@ -162,10 +165,11 @@ class Claims(Protocol):
         was taken over meanwhile, it is taken back that its holder had died."""
         ...
 
-    async def defer(self, identity: Identity, *, due_ms: int, keep_until_ms: int) -> None:
+    async def defer(self, identity: Identity, *, due_ms: int, keep_until_ms: int) -> bool:
         """Keep, for whoever asks, that a request waits until it is due, and that nobody has claimed it yet.
 
         It binds nobody, and is forgotten at `keep_until_ms`. Nothing where the identity is claimed or has ended.
+        Whether it may wait: false where it has ended.
         """
         ...
 
@@ -206,6 +210,25 @@ class Results(Protocol):
         ...
 
 
+class Room(StrEnum):
+    """Whether there is room for one more that waits."""
+
+    KEPT = "kept"
+    TENANT_FULL = "tenant"
+    """Its tenant has as many waiting as it may."""
+    FULL = "all"
+    """All tenants together have."""
+
+
+class Waits(Protocol):
+    """What waits in the broker because its publisher asked for it, by tenant; bounded by the store's spec."""
+
+    async def reserve(self, identity: Identity, copy: Copy, *, weight: int, until_ms: int) -> Room:
+        """Count a message until `until_ms`, for then it leaves the broker, whatever becomes of it. Once only where it
+        was redelivered; each other message of the same request counts by itself."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
     """What became of a wish for part of an allowance."""
@@ -240,8 +263,8 @@ class Leases(Protocol):
         ...
 
 
-class Store(Claims, Results, Allowances, Leases, Protocol):
-    """All four over one medium, open from `__aenter__` to `__aexit__`.
+class Store(Claims, Results, Waits, Allowances, Leases, Protocol):
+    """All five over one medium, open from `__aenter__` to `__aexit__`.
 
     A medium that cannot be used at first, or breaks later, is tried again by whoever calls: entering never fails.
     """

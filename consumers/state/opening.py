@@ -10,6 +10,7 @@ from urllib.parse import unquote
 
 from consumers.state.base import Store
 from consumers.state.redis import RedisStore
+from consumers.state.redis_client import RedisClient
 from consumers.state.spec import StoreSpec
 from consumers.state.sqlite import SqliteStore
 
@@ -23,3 +24,12 @@ def open_store(url: str, *, namespace: str, spec: StoreSpec) -> Store:
     if url.startswith(("redis://", "rediss://")):
         return RedisStore(url, namespace=namespace, spec=spec)
     raise ValueError("a store's URL begins with sqlite:///, redis:// or rediss://")
+
+
+async def redis_risks(url: str) -> list[str]:
+    """Why a Redis could lose what it has acknowledged, by its settings; nothing where it does not tell."""
+    client = RedisClient(url)
+    try:
+        return await client.risks()
+    finally:
+        await client.aclose()

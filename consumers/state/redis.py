@@ -25,16 +25,16 @@ from consumers.state.base import (
     Granted,
     Held,
     Identity,
+    Room,
     Running,
     Stop,
     StoreUnavailable,
     Taken,
 )
 from consumers.state.redis_client import Argument, RedisClient
-from consumers.state.spec import DEFAULT, LONGEST_WAIT_S, StoreSpec
+from consumers.state.spec import DEFAULT, StoreSpec
 from topology import signals
 
-LONGEST_MS = LONGEST_WAIT_S * 1000
 log = structlog.get_logger()
 
 
@@ -46,6 +46,8 @@ class RedisStore:
         self._namespace = namespace
         self._lease_ms = round(spec.lease_s * 1000)
         self._keep_ms = round(spec.keep_s * 1000)
+        self._cancelled_ms = round(spec.cancelled_s * 1000)
+        self._spec = spec
         self._warned = False
 
     @property
@@ -68,7 +70,7 @@ class RedisStore:
                 log.warning(signals.STORE_VOLATILE, store=self._client.address, reason=reason)
 
     async def claim(self, identity: Identity, copy: Copy) -> Granted | Running | Ended | Conflict:
-        times = (self._lease_ms, self._keep_ms, LONGEST_MS)
+        times = (self._lease_ms, self._keep_ms, self._cancelled_ms)
         match await self._client.run(scripts.CLAIM, [self._request(identity)], *_of_copy(copy), *times):
             case [b"granted", token, deaths]:
                 return Granted(token=token, deaths=deaths)
@@ -88,11 +90,11 @@ class RedisStore:
         return {each: Stop(stop.decode()) for each, stop in zip(held, stops, strict=True) if stop}
 
     async def release(self, held: Held, *, attempts: int = 0, due_ms: int | None = None) -> None:
-        values = (held.token, attempts, "" if due_ms is None else due_ms, self._keep_ms, LONGEST_MS)
+        values = (held.token, attempts, "" if due_ms is None else due_ms, self._keep_ms, self._cancelled_ms)
         await self._client.run(scripts.RELEASE, [self._request(held.identity)], *values)
 
-    async def defer(self, identity: Identity, *, due_ms: int, keep_until_ms: int) -> None:
-        await self._client.run(scripts.DEFER, [self._request(identity)], due_ms, keep_until_ms)
+    async def defer(self, identity: Identity, *, due_ms: int, keep_until_ms: int) -> bool:
+        return bool(await self._client.run(scripts.DEFER, [self._request(identity)], due_ms, keep_until_ms))
 
     async def complete(
         self, identity: Identity, copy: Copy, completion: Completion, *, token: int | None
@@ -112,8 +114,17 @@ class RedisStore:
         await self._client.run(scripts.NOTE, [self._request(identity)], *values)
 
     async def cancel(self, identity: Identity, completion: Completion) -> Cancelling:
-        values = (LONGEST_MS, *_of_completion(completion))
-        return Cancelling((await self._client.run(scripts.CANCEL, [self._request(identity)], *values)).decode())
+        unseen = (identity.id, self._request(Identity(identity.tenant, "")), self._spec.unseen_per_tenant)
+        values = (self._cancelled_ms, *_of_completion(completion), *unseen)
+        keys = [self._request(identity), self._of_tenant("unseen", identity.tenant)]
+        return Cancelling((await self._client.run(scripts.CANCEL, keys, *values)).decode())
+
+    async def reserve(self, identity: Identity, copy: Copy, *, weight: int, until_ms: int) -> Room:
+        member = f"{identity.id} {copy.mark.hex()}"
+        message = (quote(identity.tenant, safe=""), member, copy.nonce.hex(), int(copy.redelivered), weight, until_ms)
+        keys = [self._of_tenant("waiting", identity.tenant), f"{self._namespace}:waiting"]
+        bounds = (self._spec.waiting_per_tenant, self._spec.waiting_in_all)
+        return Room((await self._client.run(scripts.RESERVE, keys, *message, *bounds)).decode())
 
     async def find(self, identity: Identity) -> Found | None:
         match await self._client.run(scripts.FIND, [self._request(identity)]):
@@ -146,6 +157,9 @@ class RedisStore:
 
     def _request(self, identity: Identity) -> str:
         return f"{self._namespace}:request:{quote(identity.tenant, safe='')}:{identity.id}"
+
+    def _of_tenant(self, what: str, tenant: str) -> str:
+        return f"{self._namespace}:{what}:{quote(tenant, safe='')}"
 
     def _allowance(self, name: str, period_s: int) -> str:
         return f"{self._namespace}:allowance:{period_s}:{name}"

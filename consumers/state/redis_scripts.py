@@ -47,9 +47,9 @@ local function next_token(row) if row then return row.token + 1 end return now e
 local function ending(key)
   return redis.call('HMGET', key, 'status', 'code', 'headers', 'ended', 'body')
 end
-local function end_as_cancelled(key, longest_ms)
+local function end_as_cancelled(key, cancelled_ms)
   redis.call('HSET', key, 'lease', 0, 'cancelling', '')
-  redis.call('PEXPIRE', key, longest_ms)
+  redis.call('PEXPIRE', key, math.max(redis.call('PTTL', key), tonumber(cancelled_ms)))
 end
 """
 )
@@ -69,7 +69,7 @@ CLAIM: Final = Script(
     + """
 local key = KEYS[1]
 local hash, mark, redelivered, dead_at = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
-local nonce, lease_ms, keep_ms, longest_ms = ARGV[5], ARGV[6], ARGV[7], ARGV[8]
+local nonce, lease_ms, keep_ms, cancelled_ms = ARGV[5], ARGV[6], ARGV[7], ARGV[8]
 local row, attempts, deaths = read(key), 0, 0
 if row and not row.noted and not runs_again(row, dead_at) then
   if other_body(row, hash) then return {'conflict'} end
@@ -79,7 +79,7 @@ if row and not row.noted and not runs_again(row, dead_at) then
   if row.lease > 0 and nonce ~= '' and row.nonce == nonce then return {'granted', row.token, row.deaths} end
   if is_held(row, mark, redelivered) then return {'running', now - tonumber(row.claimed)} end
   if row.cancelling then
-    end_as_cancelled(key, longest_ms)
+    end_as_cancelled(key, cancelled_ms)
     return {'ended', 1, ending(key)}
   end
   attempts, deaths = row.attempts, row.deaths + (row.lease > 0 and 1 or 0)
@@ -120,13 +120,13 @@ RELEASE: Final = Script(
     _REQUEST
     + """
 local key, token, attempts, due = KEYS[1], tonumber(ARGV[1]), ARGV[2], ARGV[3]
-local keep_ms, longest_ms = ARGV[4], ARGV[5]
+local keep_ms, cancelled_ms = ARGV[4], ARGV[5]
 local row = read(key)
 if row and not row.over then
   if row.token ~= token then
     redis.call('HSET', key, 'deaths', math.max(0, row.deaths - 1))
   elseif row.cancelling then
-    end_as_cancelled(key, longest_ms)
+    end_as_cancelled(key, cancelled_ms)
   else
     redis.call('HSET', key, 'lease', 0, 'attempts', attempts, 'due', due)
     redis.call('PEXPIRE', key, keep_ms)
@@ -164,11 +164,12 @@ DEFER: Final = Script(
     _REQUEST
     + """
 local key, due, keep_until, row = KEYS[1], ARGV[1], ARGV[2], read(KEYS[1])
-if row and not row.noted then return end
+if row and not row.noted then return row.over and 0 or 1 end
 redis.call('HSET', key, 'hash', '', 'mark', '', 'token', next_token(row), 'nonce', '', 'deaths', 0,
   'lease', 0, 'claimed', 0, 'attempts', 0, 'noted', '1', 'cancelling', '', 'due', due,
   'status', '', 'code', '', 'headers', '', 'ended', '', 'body', '')
 redis.call('PEXPIRE', key, keep_until - now)
+return 1
 """
 )
 NOTE: Final = Script(
@@ -186,9 +187,9 @@ redis.call('PEXPIRE', key, keep_ms)
 CANCEL: Final = Script(
     _REQUEST
     + """
-local key, longest_ms, row = KEYS[1], ARGV[1], read(KEYS[1])
-local recorded = row and row.deferred and 'recorded' or 'unseen'
+local key, unseen, cancelled_ms, row = KEYS[1], KEYS[2], tonumber(ARGV[1]), read(KEYS[1])
 local ending = {'status', ARGV[2], 'code', ARGV[3], 'headers', ARGV[4], 'ended', ARGV[5], 'body', ARGV[6]}
+local id, prefix, at_most = ARGV[7], ARGV[8], tonumber(ARGV[9])
 if not row or row.noted then
   redis.call('HSET', key, 'hash', '', 'mark', '', 'token', next_token(row), 'nonce', '', 'deaths', 0,
     'lease', 0, 'claimed', 0,
@@ -200,10 +201,45 @@ elseif row.lease > now then
   return 'told'
 else
   redis.call('HSET', key, 'lease', 0, 'cancelling', '', unpack(ending))
-  recorded = 'recorded'
 end
-redis.call('PEXPIRE', key, longest_ms)
-return recorded
+end_as_cancelled(key, cancelled_ms)
+if row and (row.deferred or not row.noted) then return 'recorded' end
+redis.call('ZREMRANGEBYSCORE', unseen, '-inf', now)
+redis.call('ZADD', unseen, now + cancelled_ms, id)
+redis.call('PEXPIRE', unseen, cancelled_ms)
+local came_to = 'unseen'
+for _ = 1, 10 do
+  if redis.call('ZCARD', unseen) <= at_most then break end
+  local oldest = prefix .. redis.call('ZPOPMIN', unseen)[1]
+  local old = read(oldest)
+  if old and old.over and old.code == 'cancelled' and old.hash == '' then redis.call('DEL', oldest) end
+  came_to = 'displaced'
+end
+return came_to
+"""
+)
+RESERVE: Final = Script(
+    _CLOCK
+    + """
+local mine, all, tenant, member, nonce = KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3]
+local redelivered, weight, until_ms = ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6])
+local per_tenant, in_all = tonumber(ARGV[7]), tonumber(ARGV[8])
+redis.call('ZREMRANGEBYSCORE', mine, '-inf', now)
+redis.call('ZREMRANGEBYSCORE', all, '-inf', now)
+if redis.call('ZSCORE', mine, member .. ' 1') then
+  if redelivered == '1' then return 'kept' end
+  member = member .. ' ' .. nonce
+end
+if redis.call('ZCARD', mine) + weight > per_tenant then return 'tenant' end
+if redis.call('ZCARD', all) + weight > in_all then return 'all' end
+for n = 1, weight do
+  redis.call('ZADD', mine, until_ms, member .. ' ' .. n)
+  redis.call('ZADD', all, until_ms, tenant .. ' ' .. member .. ' ' .. n)
+end
+for _, key in ipairs(KEYS) do
+  redis.call('PEXPIRE', key, math.max(redis.call('PTTL', key), until_ms - now, 1))
+end
+return 'kept'
 """
 )
 FIND: Final = Script(

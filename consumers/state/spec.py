@@ -6,9 +6,8 @@ from consumers.state.base import LEASE_S
 
 DAY_S = 86_400
 GIB = 1024**3
-LONGEST_WAIT_S = 366 * DAY_S
-"""How long a request can wait in the broker (contract, section 1: a delay of up to a year). The cancellation of one
-that waits is kept as long, whatever `keep_s` says: forgotten sooner, the request would run after all."""
+SEEN_LATE_S = 300
+"""Added to the longest deadline: clocks differ, and a worker may look at a request a little after its time was over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +19,17 @@ class StoreSpec:
     max_bytes: int = GIB
     """Of the SQLite file's pages in use: beyond it what ended first is removed first. Redis has a bound of its own,
     `maxmemory`, beyond which it refuses writes (with `maxmemory-policy noeviction`)."""
+    cancelled_s: float = DAY_S + SEEN_LATE_S
+    """How long the cancellation of what no worker has seen is kept: as long as a request that was published can wait
+    unseen, which is the longest lane's deadline. One that has a delay is seen before it goes there, and ends then."""
+    unseen_per_tenant: int = 10_000
+    """Such cancellations that are kept for one tenant; beyond it its oldest is forgotten. 8 MB of the file, and as many
+    requests as critical's intake holds; they count for nobody's results."""
+    waiting_per_tenant: int = 10_000
+    """What one tenant may have waiting in the broker by `x-lane-delay-ms` and `x-lane-at`, over a minute ahead:
+    requests, each begun 16 KiB of a body counted as one, so that it is 160 MiB at most on the broker's disks."""
+    waiting_in_all: int = 100_000
+    """The same of all tenants together: 1.6 GiB at most, ten tenants that use all of theirs."""
     lease_s: float = LEASE_S
     """How long a claim holds that is not renewed, in seconds."""
 

@@ -15,6 +15,7 @@ from consumers.state.base import (
     Granted,
     Held,
     Identity,
+    Room,
     Running,
     Stop,
     StoreUnavailable,
@@ -63,8 +64,8 @@ class SqliteStore:
     async def release(self, held: Held, *, attempts: int = 0, due_ms: int | None = None) -> None:
         await self._writer.do(lambda tables, at: tables.requests.release(at, held, attempts, due_ms))
 
-    async def defer(self, identity: Identity, *, due_ms: int, keep_until_ms: int) -> None:
-        await self._writer.do(lambda tables, at: tables.requests.defer(at, identity, due_ms, keep_until_ms))
+    async def defer(self, identity: Identity, *, due_ms: int, keep_until_ms: int) -> bool:
+        return await self._writer.do(lambda tables, at: tables.requests.defer(at, identity, due_ms, keep_until_ms))
 
     async def complete(
         self, identity: Identity, copy: Copy, completion: Completion, *, token: int | None
@@ -81,7 +82,14 @@ class SqliteStore:
         return await self._writer.do(lambda tables, at: tables.requests.find(at, identity))
 
     async def sweep(self) -> int:
-        return await self._writer.do(lambda tables, at: tables.requests.sweep(at) + tables.counters.sweep(at))
+        return await self._writer.do(
+            lambda tables, at: tables.requests.sweep(at) + tables.counters.sweep(at) + tables.waiting.sweep(at.today)
+        )
+
+    async def reserve(self, identity: Identity, copy: Copy, *, weight: int, until_ms: int) -> Room:
+        return await self._writer.do(
+            lambda tables, at: tables.waiting.reserve(at.today, identity, copy, weight=weight, until_ms=until_ms)
+        )
 
     async def take(self, name: str, amount: float, *, limit: float, period_s: int) -> Taken:
         return await self._writer.do(

@@ -15,10 +15,11 @@ from contextlib import suppress
 from pathlib import Path
 from urllib.parse import quote
 
+from consumers.state import sqlite_shares
 from consumers.state.base import StoreUnavailable
 from consumers.state.clock import Clock
 
-VERSION = 2
+VERSION = 3
 """Of the schema, kept in the file as `user_version`."""
 APPLICATION = 0x4C616E65
 """Marks the file as ours ("Lane")."""
@@ -30,7 +31,7 @@ ROOM_BYTES = 1024 * 1024
 WAL_BYTES = 64 * 1024 * 1024
 """What is left of the log after a checkpoint."""
 
-SCHEMA = """
+_REQUESTS = """
 CREATE TABLE request (
     tenant TEXT NOT NULL,
     id TEXT NOT NULL,
@@ -69,7 +70,8 @@ CREATE TABLE store (
     only INTEGER PRIMARY KEY CHECK (only = 1), namespace TEXT NOT NULL, boot TEXT NOT NULL, probed_ms INTEGER
 ) STRICT;
 """
-MIGRATIONS: dict[int, str] = {1: "ALTER TABLE request ADD COLUMN due_ms INTEGER"}
+SCHEMA = _REQUESTS + sqlite_shares.SCHEMA
+MIGRATIONS: dict[int, str] = {1: "ALTER TABLE request ADD COLUMN due_ms INTEGER", 2: sqlite_shares.SCHEMA}
 """From a version to the next one."""
 
 

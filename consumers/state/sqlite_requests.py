@@ -22,12 +22,17 @@ from consumers.state.base import (
     Running,
     Stop,
 )
-from consumers.state.spec import LONGEST_WAIT_S, StoreSpec
+from consumers.state.spec import StoreSpec
+from consumers.state.sqlite_shares import UNSEEN, Shares
 
 CANCELLED = "cancelled"
 """The code of `PROBLEMS`."""
 ROW_BYTES = 300
 """Of a row beside its body, roughly."""
+UNSEEN_BYTES = 800
+"""Of the cancellation of what no worker has seen, with what counts it."""
+FORGOTTEN_AT_MOST = 10
+"""Cancellations that one more pushes out: several, where fewer are kept than before."""
 STEP_ROWS = 200
 STEP_BYTES = 32 * 1024 * 1024
 """What one step of sweeping removes at most, so that claims need not wait for it."""
@@ -101,6 +106,7 @@ _WRITE = (
     f"INSERT INTO request (tenant, id, {', '.join(Row._fields)}) VALUES (?, ?{', ?' * len(Row._fields)}) "
     f"ON CONFLICT (tenant, id) DO UPDATE SET {', '.join(f'{name} = excluded.{name}' for name in Row._fields)}"
 )
+_IS_UNSEEN = f"body_hash IS NULL AND noted = 0 AND code = '{CANCELLED}'"
 _RENEW = "UPDATE request SET lease_ms = ? WHERE tenant = ? AND id = ?"
 
 
@@ -112,6 +118,9 @@ class Requests:
         self._lease_ms = round(spec.lease_s * 1000)
         self._keep_ms = round(spec.keep_s * 1000)
         self._max_bytes = spec.max_bytes
+        self._cancelled_ms = round(spec.cancelled_s * 1000)
+        self._unseen_at_most = spec.unseen_per_tenant
+        self._shares = Shares(connection)
         self._page_bytes = int(connection.execute("PRAGMA page_size").fetchone()[0])
 
     def claim(self, at: Times, identity: Identity, copy: Copy) -> Granted | Running | Ended | Conflict:
@@ -159,11 +168,13 @@ class Requests:
             keep_ms = at.today + self._keep_ms
             self._write(held.identity, row._replace(lease_ms=0, attempts=attempts, keep_ms=keep_ms, due_ms=due_ms))
 
-    def defer(self, at: Times, identity: Identity, due_ms: int, keep_until_ms: int) -> None:
+    def defer(self, at: Times, identity: Identity, due_ms: int, keep_until_ms: int) -> bool:
         row = self._read(at, identity)
         if row is None or row.noted:
             waiting = Row(None, None, _next_token(at, row), 0, 0, 0, keep_until_ms, 1, 0, due_ms=due_ms)
             self._write(identity, waiting)
+            return True
+        return not row.ended
 
     def complete(
         self, at: Times, identity: Identity, copy: Copy, completion: Completion, token: int | None
@@ -195,9 +206,10 @@ class Requests:
     def cancel(self, at: Times, identity: Identity, completion: Completion) -> Cancelling:
         row = self._read(at, identity)
         if row is None or row.noted:
-            unseen = Row(None, None, _next_token(at, row), 0, 0, 0, 0, 0, 0)
+            keep_ms = 0 if row is None else row.keep_ms
+            unseen = Row(None, None, _next_token(at, row), 0, 0, 0, keep_ms, 0, 0)
             self._end_as_cancelled(at, identity, unseen.ended_by(completion))
-            return Cancelling.RECORDED if row is not None and row.is_deferred else Cancelling.UNSEEN
+            return Cancelling.RECORDED if row is not None and row.is_deferred else self._kept_unseen(at, identity)
         if row.ended:
             return Cancelling.ENDED
         if row.lease_ms > at.now:
@@ -207,6 +219,21 @@ class Requests:
         # The token stays: whoever held it, should it still be there, learns that it was cancelled, not taken over.
         self._end_as_cancelled(at, identity, row.ended_by(completion))
         return Cancelling.RECORDED
+
+    def _kept_unseen(self, at: Times, identity: Identity) -> Cancelling:
+        """Beyond what is kept for one tenant its oldest goes."""
+        self._shares.forget_ended(UNSEEN, at.today)
+        if not self._shares.has(UNSEEN, identity.tenant, identity.id):
+            self._shares.add(UNSEEN, identity.tenant, identity.id, until_ms=at.today + self._cancelled_ms)
+        came_to = Cancelling.UNSEEN
+        for _ in range(FORGOTTEN_AT_MOST):
+            if self._shares.used(UNSEEN, identity.tenant) <= self._unseen_at_most:
+                break
+            oldest = self._shares.forget_oldest(UNSEEN, identity.tenant)
+            key = (identity.tenant, oldest)
+            self._execute(f"DELETE FROM request WHERE tenant = ? AND id = ? AND {_IS_UNSEEN}", key)
+            came_to = Cancelling.DISPLACED
+        return came_to
 
     def find(self, at: Times, identity: Identity) -> Found | None:
         row = self._read(at, identity)
@@ -223,13 +250,15 @@ class Requests:
         """One step: what was kept long enough, else of what is beyond the bound the oldest."""
         removed = self._remove("keep_ms <= ? AND lease_ms <= ?", at.today, at.now, up_to_bytes=STEP_BYTES)
         if not removed and (beyond := self._used_bytes() - self._max_bytes) > 0:
-            removed = self._remove("status IS NOT NULL AND lease_ms <= ?", at.now, up_to_bytes=min(beyond, STEP_BYTES))
-        return removed
+            ended = f"status IS NOT NULL AND lease_ms <= ? AND NOT ({_IS_UNSEEN})"  # else what was cancelled would run
+            removed = self._remove(ended, at.now, up_to_bytes=min(beyond, STEP_BYTES))
+        return removed or self._shares.forget_ended(UNSEEN, at.today)
 
     def _used_bytes(self) -> int:
+        """Without the cancellations that have a bound of their own: they cost nobody a result."""
         (pages,) = self._execute("PRAGMA page_count").fetchone()
         (free,) = self._execute("PRAGMA freelist_count").fetchone()
-        return int(pages - free) * self._page_bytes
+        return int(pages - free) * self._page_bytes - UNSEEN_BYTES * self._shares.used(UNSEEN)
 
     def _remove(self, which: str, *values: int, up_to_bytes: int) -> int:
         """The oldest first; those that go beyond so many bytes, or rows, are left for the next step."""
@@ -263,7 +292,8 @@ class Requests:
 
     def _end_as_cancelled(self, at: Times, identity: Identity, row: Row) -> None:
         """As the row has it. It may still wait in the broker: its ending is kept for as long as it can."""
-        self._write(identity, row._replace(lease_ms=0, keep_ms=at.today + LONGEST_WAIT_S * 1000, cancelling=0))
+        keep_ms = max(row.keep_ms, at.today + self._cancelled_ms)
+        self._write(identity, row._replace(lease_ms=0, keep_ms=keep_ms, cancelling=0))
 
     def _write(self, identity: Identity, row: Row) -> None:
         self._execute(_WRITE, (identity.tenant, identity.id, *row))

@@ -23,6 +23,7 @@ from consumers.state.spec import StoreSpec
 from consumers.state.sqlite_counters import Counters
 from consumers.state.sqlite_file import drop_log, explain, inode, log_of, open_file
 from consumers.state.sqlite_requests import Requests, Times
+from consumers.state.sqlite_shares import Waiting
 
 T = TypeVar("T")
 WAITING_AT_MOST = 10_000
@@ -50,6 +51,7 @@ class Tables:
     connection: sqlite3.Connection
     requests: Requests
     counters: Counters
+    waiting: Waiting
     file: tuple[int, int] | None
     log: tuple[int, int] | None
 
@@ -172,8 +174,14 @@ class Writer:
                 raise StoreUnavailable(self.trouble)
             self._reopen_at = time.monotonic() + REOPEN_S
             connection = open_file(self._path, namespace=self._namespace, clock=self._clock)
-            requests, counters = Requests(connection, self._spec), Counters(connection)
-            self._tables = Tables(connection, requests, counters, inode(self._path), inode(log_of(self._path)))
+            self._tables = Tables(
+                connection,
+                requests=Requests(connection, self._spec),
+                counters=Counters(connection),
+                waiting=Waiting(connection, self._spec),
+                file=inode(self._path),
+                log=inode(log_of(self._path)),
+            )
         return self._tables
 
     def _shut(self) -> None:

@@ -15,7 +15,7 @@ TEXTS: dict["Cancelled", str] = {
     "recorded": "{id} is cancelled: it ends so wherever it waits",
     "told": "{id} is running: its worker has been told to stop",
     "ended": "{id} had ended before; how: lanekeeper result {id}",
-    "unseen": "{id}: no worker has seen it; recorded for when it comes, to end as cancelled (kept for {days} days)",
+    "unseen": "{id}: no worker has seen it; recorded for when it comes, to end as cancelled",
 }
 
 
@@ -29,7 +29,7 @@ def cancel(
     """Cancel a request wherever it is: queued, delayed, running.
 
     Its requester is answered `cancelled`. Nothing happens to what has ended. A request that comes later under this id,
-    within 366 days, is cancelled too.
+    while one that was published by now can still be waiting (a day), is cancelled too.
 
     Example:  lanekeeper cancel 5b0c2f6e
     """
@@ -48,6 +48,4 @@ async def _cancel(settings: "Settings", id: str, *, tenant: str | None, json: bo
 
 def told(outcome: "Cancelled", id: str) -> str:
     """What became of a cancellation, for people."""
-    from consumers.state.spec import DAY_S, LONGEST_WAIT_S
-
-    return TEXTS[outcome].format(id=id, days=LONGEST_WAIT_S // DAY_S)
+    return TEXTS[outcome].format(id=id)

@@ -39,6 +39,7 @@ async def client_of(settings: Settings, *, tracing: Tracing | None = None) -> As
             names=settings.names(),
             ssl_context=settings.ssl_context(),
             tracing=tracing,
+            identified=settings.needs_user_id,
             cancel_abandoned=False,  # who is interrupted says what became of it
         )
         async with client:

@@ -83,7 +83,7 @@ async def _worked(
 ) -> None:
     import structlog
 
-    from service import worker
+    from service import production, worker
     from service.assembly import assemble
     from service.cli.version import lanekeeper_version
     from service.health import CannotListen, Health
@@ -96,6 +96,9 @@ async def _worked(
         if simulate:
             api = await stack.enter_async_context(SimulatedAPI())
             settings = settings.answered_by(api.base_url, key="simulated")
+        await production.refuse(settings)
+        for risk in production.of_transport(settings):
+            log.warning(signals.PLAIN_TEXT, what=risk.what, reason=risk.text)
         parts = await stack.enter_async_context(
             assemble(settings, lanes=lanes, declares=declares, traces=traces, simulated=simulate)
         )

@@ -25,15 +25,11 @@ async def _status(settings: "Settings", *, json: bool) -> None:
     from service import logs
     from service.cli.connecting import connected
     from service.status import look
-    from topology.broker.publisher import Publisher
-    from topology.tracing import Tracing
 
     with logs.written(service="lanekeeper", level="error"):
         async with connected(settings, "status") as connection:
-            publisher = Publisher(connection, tracing=Tracing())
             found = await look(
                 connection,
-                publisher,
                 lanes=settings.lane_specs(),
                 names=settings.names(),
             )

@@ -116,11 +116,17 @@ def export(
     Example:  lanekeeper topology export --for 4.3 --user crm:application:normal,batch > definitions.json
     """
     from service.cli import broker_users
-    from topology.export import definitions
+    from topology.export import APPLICATIONS, definitions
 
     settings = options.settings_of(config, sets)
     declared = _declared(settings, version)
     made = [] if no_users else broker_users.read(users or broker_users.DEFAULT, passwords)
+    if not settings.needs_user_id and any(user.role in APPLICATIONS for user in made):
+        print(
+            "lanekeeper: requests without user_id share one tenant, whoever publishes them: have workers refuse them, "
+            "LANEKEEPER_REQUIRE_USER_ID=true (docs/production.md)",
+            file=sys.stderr,
+        )
     _print_json(definitions(declared, vhost or settings.vhost, made))
 
 

@@ -15,7 +15,7 @@ from topology.broker import alarms
 from topology.broker.connection import Connection
 from topology.broker.depth import depths
 from topology.broker.publisher import Publisher
-from topology.broker.rights import see_that_it_may_write
+from topology.broker.rights import WritingRights, see_that_it_may_write
 from topology.contract.messages import Message
 from topology.contract.problems import BrokerBlocked, BrokerUnreachable, ConfirmUnknown
 from topology.tracing import Tracing
@@ -111,3 +111,20 @@ async def test_whether_it_may_write_is_not_known_while_blocked_and_nothing_of_it
         await connection.flowing(timeout_s=10)
         await see_that_it_may_write(connection, (("", queue),))
         assert (await channel.queue_declare(queue, passive=True)).message_count == 0
+
+
+@pytest.mark.default_broker_only
+async def test_what_an_alarm_hid_of_the_rights_is_found_out_when_it_is_over(own_broker: PrivateBroker) -> None:
+    async with Connection(own_broker.amqp_url, name="publish") as connection:
+        may = WritingRights(connection, (("", "some"),))
+        may_not = WritingRights(connection, (("", "some"), ("amq.rabbitmq.trace", "x")))
+        async with memory_alarm(own_broker.amqp_url):
+            for each in (may, may_not):
+                with pytest.raises((BrokerUnreachable, BrokerBlocked)):
+                    await each.look()
+                assert each.trouble is not None, "nothing is taken until it is known"
+            looking = [asyncio.create_task(each.run()) for each in (may, may_not)]
+        await until(lambda: may.trouble is None, within_s=30)
+        await until(lambda: "ACCESS_REFUSED" in (may_not.trouble or ""), within_s=30)
+        for each in looking:
+            each.cancel()

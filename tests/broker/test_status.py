@@ -11,17 +11,14 @@ from tests.support.house import House, house
 from tests.support.waiting import until
 from topology.broker.apply import apply
 from topology.broker.connection import Connection
-from topology.broker.publisher import Publisher
 from topology.contract.problems import TopologyMismatch
 from topology.declaration import declare
 from topology.lanes import DEFAULT_LANES
 from topology.names import Names
-from topology.tracing import Tracing
 
 
 async def seen(home: House) -> Status:
-    publisher = Publisher(home.parts.publishing, tracing=Tracing())
-    return await look(home.parts.consuming, publisher, lanes=home.settings.lane_specs(), names=home.settings.names())
+    return await look(home.parts.consuming, lanes=home.settings.lane_specs(), names=home.settings.names())
 
 
 async def test_two_workers_are_asked_and_their_figures_added(vhost) -> None:
@@ -67,8 +64,7 @@ async def test_where_nobody_works_depths_are_seen_and_no_time_is_lost(vhost) -> 
             declare(DEFAULT_LANES, names=Names(), broker_version=connection.version), await connection.underlying()
         )
         began = time.monotonic()
-        publisher = Publisher(connection, tracing=Tracing())
-        found = await look(connection, publisher, lanes=DEFAULT_LANES, names=Names())
+        found = await look(connection, lanes=DEFAULT_LANES, names=Names())
 
     assert time.monotonic() - began < 1
     assert found.workers == ()
@@ -78,4 +74,9 @@ async def test_where_nobody_works_depths_are_seen_and_no_time_is_lost(vhost) -> 
 async def test_without_a_topology_the_error_says_what_to_run(vhost) -> None:
     async with Connection(vhost.amqp_url, name="test") as connection:
         with pytest.raises(TopologyMismatch, match="lanekeeper topology apply"):
-            await look(connection, Publisher(connection, tracing=Tracing()), lanes=DEFAULT_LANES, names=Names())
+            await look(connection, lanes=DEFAULT_LANES, names=Names())
+
+
+async def test_workers_that_bind_replies_to_their_user_tell_their_figures(vhost) -> None:
+    async with house(vhost.amqp_url, reply_to={"bound_to_user": True}) as home:
+        assert len((await seen(home)).workers) == 1

@@ -9,8 +9,9 @@ from consumers import claiming, settle
 from consumers.control import Control
 from consumers.control_answer import Answers
 from consumers.job import Answered, Refused
+from consumers.reply_address import ReplyRule
 from consumers.state.base import Granted, Held, Identity, StoreUnavailable
-from tests.support.jobs import NOW_MS, Bench, FakeDelivery
+from tests.support.jobs import NAMES, NOW_MS, Bench, FakeDelivery
 from topology import names as n
 from topology.contract.messages import Message
 from topology.contract.problems import RequestProblem
@@ -29,14 +30,21 @@ def bench() -> Bench:
     return Bench()
 
 
+def answers_of(bench: Bench, *, bound: bool = False) -> Answers:
+    rule = ReplyRule(names=NAMES, bound=bound)
+    return Answers(bench.publisher, direct=bench.direct, rule=rule)  # type: ignore[arg-type]
+
+
 def control(bench: Bench) -> Control:
     return Control(
         None,  # type: ignore[arg-type]
         claiming=bench.claiming,
         settler=bench.settler,
-        answers=Answers(bench.publisher),  # type: ignore[arg-type]
+        answers=answers_of(bench),
         now_ms=lambda: NOW_MS,
         ready=None,  # type: ignore[arg-type]
+        kept_s=86_400,
+        per_tenant_s=100,
         speakers=("gateway",),
     )
 
@@ -61,7 +69,7 @@ def told(bench: Bench) -> dict[str, Any]:
 async def test_a_cancellation_is_recorded_answered_and_acknowledged(bench: Bench) -> None:
     await read(bench, {"cancel": "m-1"})
     assert bench.log == ["cancel", "confirmed: reply", "ack"]
-    assert told(bench) == {"id": "m-1", "outcome": "unseen", "kept_until": "2027-09-22T14:13:20.000Z"}
+    assert told(bench) == {"id": "m-1", "outcome": "unseen", "kept_until": "2026-09-22T14:13:20.000Z"}
     assert bench.to("").headers == {n.CONTROL: "accepted", n.REQUEST_ID: "m-1"}
 
 
@@ -218,14 +226,14 @@ async def test_a_fault_of_ours_loses_no_cancellation_and_holds_up_nothing_for_ev
 async def test_nothing_is_answered_to_a_queue_that_somebody_named(
     bench: Bench, reply_to: str | None, unanswered: int
 ) -> None:
-    answers = Answers(bench.publisher)  # type: ignore[arg-type]
+    answers = answers_of(bench)
     await answers.tell(Message(body=b"", reply_to=reply_to), {}, id="m-1", as_="accepted")
     assert bench.log == []
     assert answers.unanswered == unanswered
 
 
 async def test_a_refusal_that_nobody_can_be_told_of_is_counted(bench: Bench) -> None:
-    answers = Answers(bench.publisher)  # type: ignore[arg-type]
+    answers = answers_of(bench)
     await answers.refuse(Message(body=b"", type="reboot"), RequestProblem("invalid_request", "type"), id=None)
     assert bench.log == []
     assert (answers.refused, answers.unanswered) == (1, 1)
@@ -237,3 +245,32 @@ async def test_a_result_that_the_broker_takes_no_more_is_told_as_too_large(bench
     bench.publisher.too_large = {ANSWERED.body}
     await read(bench, {"result": "m-1"}, kind="result")
     assert told(bench)["code"] == "answer_too_large"
+
+
+DIRECT = "amq.rabbitmq.reply-to.g1h2.abc=="
+"""As the broker makes them."""
+
+
+@pytest.mark.parametrize(
+    ("address", "user", "bound", "is_told"),
+    [
+        (ASKER, None, False, True),
+        (ASKER, "shop", True, False),
+        (DIRECT, None, False, True),
+        (DIRECT, None, True, True),
+        ("lane.reply.shop", "shop", False, True),
+        ("lane.reply.shop.x", "shop", True, True),
+        ("lane.reply.shop", "bank", False, False),
+        ("lane.reply.shop", None, True, False),
+        ("shop.answers", "shop", False, False),
+        ("amq.gen-short", None, False, False),
+    ],
+)
+async def test_an_answer_goes_only_where_nobody_else_reads(
+    bench: Bench, address: str, user: str | None, bound: bool, is_told: bool
+) -> None:
+    answers = answers_of(bench, bound=bound)
+    question = Message(body=b"{}", reply_to=address, user_id=user)
+    await answers.tell(question, {}, id=None, as_="accepted")
+    assert [each.routing_key for each in bench.publisher.sent] == [address] * is_told
+    assert answers.unanswered == (not is_told)

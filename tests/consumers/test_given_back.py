@@ -31,6 +31,7 @@ from consumers.providers.base import Answer, Parts, Usage
 from consumers.providers.breaker import FAILURES, Breakers
 from consumers.providers.registry import Registry
 from consumers.providers.routes import ProviderModels, Routes, RoutesSpec
+from consumers.reading import Reading
 from consumers.retry import RetryPolicy
 from consumers.spending import Cap, CapsSpec, Spending
 from consumers.state.base import Granted, Identity, Stop
@@ -123,6 +124,7 @@ class Ground:
             now_ms=lambda: NOW_MS,
             rng=rng,
             failpoints=Failpoints(),
+            reading=Reading(),
         )
 
     def job(self, **headers: Any) -> Job:

@@ -32,6 +32,7 @@ from consumers.pausing import Pausing
 from consumers.providers.base import Answer, Parts
 from consumers.providers.breaker import Breakers
 from consumers.providers.registry import Registry
+from consumers.reading import Reading
 from consumers.retry import RetryPolicy
 from consumers.state.base import Completion
 from tests.support.jobs import BODY, NAMES, NOW_MS, Bench, NobodyElse
@@ -111,6 +112,7 @@ def handler(
         now_ms=now_ms,
         rng=random.Random(5),
         failpoints=Failpoints(),
+        reading=Reading(),
     )
 
 

@@ -15,6 +15,7 @@ CACHE = Path(".cache/fuzz")
 ONE_INPUT_S = 5
 """Of at most `INPUT_BYTES`: whoever takes longer is no longer linear."""
 INPUT_BYTES = 16_384
+SEED_BYTES = 2_000
 MEMORY_MIB = 1024
 
 
@@ -24,10 +25,16 @@ def one(target: str, *, seconds: int) -> None:
 
     with atheris.instrument_imports(include=["topology", "consumers"]):
         from tests.fuzz.targets import TARGETS
+    from tests.support.corpus.requests import REQUESTS
+
     found = CACHE / "found"
     kept = CACHE / target
     for folder in (found, kept):
         folder.mkdir(parents=True, exist_ok=True)
+    if target in ("body", "packed"):  # the beginnings of what is large and nasty, to be taken from there
+        for number, nasty in enumerate(REQUESTS.values()):
+            if nasty.packed == (target == "packed"):
+                (kept / f"nasty-{number}").write_bytes((b"" if nasty.packed else b"-") + nasty.body[:SEED_BYTES])
     options = [
         f"-max_total_time={seconds}",
         f"-max_len={INPUT_BYTES}",

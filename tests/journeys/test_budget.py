@@ -39,7 +39,7 @@ async def flood(app: Requester, jobs: int, *, key: str = "batch.tests.flood") ->
 
 async def status_of(home: House) -> tuple[str, ...]:
     parts = home.parts
-    return (await look(parts.publishing, parts.publisher, lanes=parts.lanes, names=parts.names)).waiting
+    return (await look(parts.publishing, lanes=parts.lanes, names=parts.names)).waiting
 
 
 async def test_a_flood_leaves_critical_its_share_and_the_provider_refuses_nobody(vhost) -> None:

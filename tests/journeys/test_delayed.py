@@ -5,6 +5,8 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from consumers.state.base import Identity
+from service.client import Client
 from tests.support.house import house
 from tests.support.requester import requester
 from tests.support.waiting import until
@@ -76,3 +78,31 @@ async def test_delays_end_in_the_order_in_which_they_are_due(vhost) -> None:
         for each in asked:
             await app.final(each)
         assert [call.prompt for call in home.api.calls] == [f"due {each:04d}" for each in sorted(delays)]
+
+
+async def test_beyond_what_may_wait_a_long_delay_is_refused_and_a_short_one_is_not(vhost) -> None:
+    long, short = {"x-lane-delay-ms": 3_600_000}, {"x-lane-delay-ms": 200}
+    async with house(vhost.amqp_url, waiting={"per_tenant": 2, "in_all": 3}) as home, requester(vhost.amqp_url) as app:
+        for id in ("w-1", "w-2"):
+            await app.publish({"prompt": "later"}, message_id=id, headers=long, user_id=vhost.user)
+            await until(lambda id=id: home.parts.store.find(Identity(vhost.user, id)))
+        refused = await app.ask({"prompt": "too many"}, headers=long, user_id=vhost.user)
+        assert (refused.code, refused.json["status"], refused.json["retryable"]) == ("too_many_waiting", 429, True)
+        assert (await app.ask({"prompt": "soon"}, headers=short, user_id=vhost.user)).status == "ok"
+
+        await app.publish({"prompt": "of nobody"}, message_id="w-3", headers=long)
+        await until(lambda: home.parts.store.find(Identity("", "w-3")))
+        in_all = await app.ask({"prompt": "all are full"}, headers=long)
+        assert ("may in all" in in_all.json["detail"], in_all.code) == (True, "too_many_waiting")
+        assert not home.calls("too many")
+
+
+async def test_what_was_cancelled_before_it_came_does_not_wait_for_its_delay(vhost) -> None:
+    async with (
+        house(vhost.amqp_url) as home,
+        requester(vhost.amqp_url) as app,
+        Client(vhost.amqp_url) as client,
+    ):
+        assert await client.cancel("c-1") == "unseen"
+        reply = await app.ask({"prompt": "in a year"}, message_id="c-1", headers={"x-lane-delay-ms": 31_536_000_000})
+        assert (reply.code, home.calls("year")) == ("cancelled", [])

@@ -31,7 +31,7 @@ def chain(spare: SimulatedAPI, **more: Any) -> dict[str, Any]:
 
 async def status(home: House) -> Status:
     parts = home.parts
-    return await look(parts.publishing, parts.publisher, lanes=parts.lanes, names=parts.names)
+    return await look(parts.publishing, lanes=parts.lanes, names=parts.names)
 
 
 async def test_while_the_first_is_down_the_second_answers_and_the_first_is_asked_again_when_it_is_back(

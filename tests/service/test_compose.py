@@ -13,7 +13,7 @@ FILES = ("docker-compose.yml", "deploy/cluster/docker-compose.yml")
 TOOLS = (["docker", "compose"], ["docker-compose"])
 TO_FIND_IT = ("PATH", "HOME", "DOCKER_CONFIG")
 """Docker's plugins may lie in a user's own folder."""
-NEEDED = {"RABBITMQ_PASSWORD": "secret", "ERLANG_COOKIE": "secret"}
+NEEDED = {"RABBITMQ_PASSWORD": "secret", "REDIS_PASSWORD": "hidden", "ERLANG_COOKIE": "secret"}
 
 
 def has(tool: list[str]) -> bool:
@@ -45,6 +45,15 @@ def test_it_is_accepted(file: str, tool: list[str], tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "lanekeeper:secret@" in done.stdout
+    assert "redis://:hidden@redis:6379" in done.stdout
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_redis_wants_a_password_and_forgets_nothing(file: str) -> None:
+    text = (HOUSE / file).read_text()
+
+    assert "--requirepass" in text
+    assert '--appendonly, "yes", --maxmemory-policy, noeviction' in text
 
 
 def test_the_readme_gives_the_url_of_the_user_that_the_compose_file_makes() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from consumers.providers import cloud
+from consumers.reading import Reading
 from service.providers import open_providers
 from service.settings import load_settings
 from topology.contract.problems import SettingsError
@@ -13,7 +14,9 @@ AWS = {"LANEKEEPER_PROVIDERS__AWS__KIND": "bedrock", "LANEKEEPER_PROVIDERS__AWS_
 
 
 def opened(env: dict[str, str]) -> list[str]:
-    return [each.name for each in open_providers(load_settings(environ=env), traceparent=lambda: None)]
+    return [
+        each.name for each in open_providers(load_settings(environ=env), traceparent=lambda: None, reading=Reading())
+    ]
 
 
 def test_each_is_made_by_its_kind() -> None:

@@ -393,15 +393,16 @@ def test_values_that_do_not_fit_together_are_told_under_the_names_that_were_set(
 
 
 def test_reply_patterns_match_whole_names() -> None:
-    patterns = load(env={"LANEKEEPER_REPLY_TO__ALLOW": "amq.gen-*,crm.replies"}).reply_patterns()
+    rule = load(env={"LANEKEEPER_REPLY_TO__ALLOW": "crm.*,orders.replies"}).reply_rule()
 
-    assert patterns is not None
-    assert [
-        each
-        for each in ("amq.gen-x", "crm.replies", "crm.replies2", "xamq.gen-")
-        if any(p.fullmatch(each) for p in patterns)
-    ] == ["amq.gen-x", "crm.replies"]
-    assert load().reply_patterns() is None
+    some = ("crm.x", "orders.replies", "orders.replies2", "xcrm.")
+    assert [each for each in some if rule.allows(each, user=None)] == ["crm.x", "orders.replies"]
+    assert load().reply_rule().allows("xcrm.", user=None)
+
+
+def test_replies_are_bound_to_their_user_where_that_is_set() -> None:
+    assert not load().reply_rule().bound
+    assert load(env={"LANEKEEPER_REPLY_TO__BOUND_TO_USER": "true"}).reply_rule().bound
 
 
 def test_a_ca_file_that_is_no_certificate_is_told() -> None:

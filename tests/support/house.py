@@ -69,11 +69,14 @@ async def house(
     works: tuple[str, ...] = (),
     waits: bool = True,
     declares: bool = True,
+    base_url: str | None = None,
     **settings: Any,
 ) -> AsyncIterator[House]:
     """A worker that is ready; stopped well at the end, and what went wrong in it is raised then.
 
     `waits` false: it has begun, and may never be ready.
+
+    `base_url`: another provider than the simulated one.
 
     `declares` false: the topology is applied once, before, by somebody else.
     """
@@ -81,7 +84,7 @@ async def house(
         made = Settings(
             amqp_url=SecretStr(url),
             anthropic_api_key=SecretStr("sk-ant-simulated"),
-            anthropic_base_url=SecretStr(api.base_url),
+            anthropic_base_url=SecretStr(base_url or api.base_url),
             lanes={} if lanes is None else lanes,
             retry=QUICK if retry is None else retry,
             budget=budget,

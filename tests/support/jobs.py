@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from consumers.claiming import Claiming
+from consumers.direct_sender import DirectSender
 from consumers.failpoints import Failpoints
 from consumers.job import Deferred, Job, Outcome, is_trusted
 from consumers.lifecycle import Lifecycle
 from consumers.reply import Replies
+from consumers.reply_address import ReplyRule
 from consumers.retelling import Retelling
 from consumers.settle import Settler
 from tests.support.memory_store import MemoryStore
@@ -104,7 +106,12 @@ class Bench:
         self.log: list[str] = []
         self.publisher = FakePublisher(self.log)
         self.lifecycle = Lifecycle(FakeNotices(self.log), names=NAMES, now_ms=lambda: NOW_MS)  # type: ignore[arg-type]
-        self.replies = Replies(self.publisher, names=NAMES)  # type: ignore[arg-type]
+        self.direct = DirectSender(self.publisher, own=None)  # type: ignore[arg-type]
+        self.replies = Replies(
+            self.publisher,  # type: ignore[arg-type]
+            direct=self.direct,
+            rule=ReplyRule(names=NAMES),
+        )
         self.store = MemoryStore(self.log)
         self.claiming = Claiming(self.store)  # type: ignore[arg-type]
         self.retelling = Retelling(self.claiming)

@@ -4,18 +4,20 @@
     async with MaliciousProvider() as provider:                             by the prompt: `[[answer: a huge array]]`
         … provider.base_url, provider.asked
 
-By itself, so that making the answers takes nothing of the tested process's time:
+In a process of its own, so that making the answers takes nothing of the tested one's time:
 
-    python -m tests.support.malicious_provider          prints its base URL, ends when standard input does
+    with malicious_provider() as base_url:
 """
 
 import asyncio
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from subprocess import PIPE, Popen
 from typing import Self
 
-from tests.support.corpus.answers import ANSWERS, Answering, Asked, Piece, deltas, streamed, whole
+from tests.support.corpus.answers import ANSWERS, Answering, Asked, Piece, bomb, deltas, streamed, whole
 
 _NAMED = re.compile(rb"\[\[answer: ([^\]]+)\]\]")
 
@@ -79,7 +81,17 @@ async def _read(reader: asyncio.StreamReader) -> Asked:
     return Asked(method, path, headers, await reader.readexactly(int(headers.get("content-length", "0"))))
 
 
+@contextmanager
+def malicious_provider() -> Iterator[str]:
+    """The base URL of one in a process of its own; what it answers, the prompts say."""
+    with Popen([sys.executable, "-m", __name__], stdin=PIPE, stdout=PIPE) as process:
+        assert process.stdout is not None
+        yield process.stdout.readline().decode().strip()
+        process.communicate(timeout=10)
+
+
 async def _alone() -> None:
+    bomb()  # takes a second
     async with MaliciousProvider() as provider:
         print(provider.base_url, flush=True)
         await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)

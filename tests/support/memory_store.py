@@ -16,6 +16,7 @@ from consumers.state.base import (
     Granted,
     Held,
     Identity,
+    Room,
     Running,
     Stop,
     StoreUnavailable,
@@ -23,15 +24,17 @@ from consumers.state.base import (
 from consumers.state.spec import StoreSpec
 from consumers.state.sqlite_file import SCHEMA
 from consumers.state.sqlite_requests import Requests, Times
+from consumers.state.sqlite_shares import Waiting
 
 
 class MemoryStore:
     """Claims and results. `now_ms` goes on only when a test says so."""
 
-    def __init__(self, log: list[str] | None = None) -> None:
+    def __init__(self, log: list[str] | None = None, *, spec: StoreSpec | None = None) -> None:
         connection = sqlite3.connect(":memory:", isolation_level=None)
         connection.executescript(SCHEMA)
-        self._requests = Requests(connection, StoreSpec())
+        self._requests = Requests(connection, spec or StoreSpec())
+        self._waiting = Waiting(connection, spec or StoreSpec())
         self.log = [] if log is None else log
         self.now_ms = 1_000_000
         self.failing: StoreUnavailable | None = None
@@ -46,8 +49,12 @@ class MemoryStore:
     async def release(self, held: Held, *, attempts: int = 0, due_ms: int | None = None) -> None:
         self._requests.release(self._at("release"), held, attempts, due_ms)
 
-    async def defer(self, identity: Identity, *, due_ms: int, keep_until_ms: int) -> None:
-        self._requests.defer(self._at("defer"), identity, due_ms, keep_until_ms)
+    async def defer(self, identity: Identity, *, due_ms: int, keep_until_ms: int) -> bool:
+        return self._requests.defer(self._at("defer"), identity, due_ms, keep_until_ms)
+
+    async def reserve(self, identity: Identity, copy: Copy, *, weight: int, until_ms: int) -> Room:
+        today = self._at("reserve").today
+        return self._waiting.reserve(today, identity, copy, weight=weight, until_ms=until_ms)
 
     async def complete(
         self, identity: Identity, copy: Copy, completion: Completion, *, token: int | None

@@ -49,6 +49,9 @@ TITLES = {
     "reply_to": "Replies",
     "retry": "Retries",
     "results": "Results",
+    "control": "Cancellations and questions",
+    "waiting": "Delayed requests",
+    "dead": "Dead letters",
 }
 
 

@@ -172,6 +172,14 @@ def test_definitions_are_json_and_hold_everything_once() -> None:
     } == {"prod"}
 
 
+def test_the_control_queue_refuses_publishers_when_it_is_full() -> None:
+    (policy,) = definitions(TOPOLOGY, "prod")["policies"]
+
+    assert (policy["vhost"], policy["pattern"], policy["apply-to"]) == ("prod", r"^(lane\.control)$", "queues")
+    assert policy["definition"]["overflow"] == "reject-publish"
+    assert {"max-length", "max-length-bytes"} <= policy["definition"].keys()
+
+
 def test_a_reply_queue_is_bounded_refuses_when_full_and_dead_letters_nothing() -> None:
     (queue,) = definitions(TOPOLOGY, "/", [User("app", "client", HASH)])["queues"][len(TOPOLOGY.queues) :]
 

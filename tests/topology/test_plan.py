@@ -150,6 +150,12 @@ def test_what_is_not_ours_is_left_out() -> None:
     assert compare(DECLARED, others) == []
 
 
+def test_a_policy_may_bound_the_control_queue_where_a_full_one_refuses() -> None:
+    bound = {"max-length": 5, "max-length-bytes": 10, "overflow": "reject-publish"}
+    assert compare(DECLARED, with_queue("lane.control", policy=bound)) == []
+    assert compare(DECLARED, with_queue("lane.control", policy={"max-length": 5}))
+
+
 def test_a_policy_that_does_not_touch_messages_is_the_operators_own() -> None:
     assert compare(DECLARED, with_queue("lane.normal", policy={"queue-leader-locator": "balanced"})) == []
 

@@ -5,6 +5,7 @@ publisher = Publisher(connection, tracing=tracing, on_channel=replies.consume)
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 
 from aiormq.abc import DeliveredMessage
 from aiormq.channel import Channel
@@ -13,10 +14,11 @@ from aiormq.exceptions import ChannelAccessRefused
 from topology.broker.border import border
 from topology.broker.frames import message_of
 from topology.contract.messages import Message
-from topology.contract.problems import AccessRefused
+from topology.contract.problems import AccessRefused, BrokerUnreachable
 from topology.names import DIRECT_REPLY_TO
 
 RPC_TIMEOUT_S = 30
+CLOSE_TIMEOUT_S = 3
 
 
 class DirectReplies:
@@ -41,6 +43,12 @@ class DirectReplies:
                 raise AccessRefused(str(error)) from error
         self._channel = channel
         channel.closing.add_done_callback(lambda _: self._on_lost())
+
+    async def close(self) -> None:
+        """Close the channel."""
+        if self._channel is not None:
+            with suppress(BrokerUnreachable), border("closing"):
+                await self._channel.close(timeout=CLOSE_TIMEOUT_S)
 
     async def _on_delivery(self, delivered: DeliveredMessage) -> None:
         self._on_reply(message_of(delivered))

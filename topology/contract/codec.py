@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import jiter
 
 from topology.contract import body as bodies
+from topology.contract import bounds
 from topology.contract import headers as header_rules
 from topology.contract.headers import HopHeaders, RequestHeaders
 from topology.contract.identity import REQUEST_ID, is_request_id
@@ -19,6 +20,9 @@ from topology.names import DEADLINE_MS, DEATH, STREAM
 
 PACKED_BYTES = MIB
 UNPACKED_BYTES = 8 * MIB
+RATIO_AT_MOST = 100
+"""Of unpacked to packed bytes, beyond the first MiB: text has 3 to 30, and a thousand is as much as gzip can. Without
+it somebody who sends 8 KiB has us work on a thousand times as much."""
 PRIORITY_AT_MOST = 9
 """A quorum queue orders up to 31, and cannot be told less: what is above would pass everybody else's requests."""
 UNREADABLE = "\x00unreadable"
@@ -27,16 +31,30 @@ _TWICE = re.compile(r'Detected duplicate key "(?P<key>.*)"', re.DOTALL)
 _JSON_TYPE = re.compile(r'application/json(\s*;\s*charset="?utf-8"?)?\s*', re.IGNORECASE)
 
 
-def decode(message: Message, *, lane: LaneSpec, request_id: str, hop: HopHeaders | None, now_ms: int) -> Request:
-    """Read a request of `lane`. `hop` is None for a fresh one, else what a worker wrote on it.
+def decode(
+    message: Message,
+    *,
+    lane: LaneSpec,
+    request_id: str,
+    hop: HopHeaders | None,
+    now_ms: int,
+    raw: bytes | None = None,
+    values: int = bounds.VALUES,
+) -> Request:
+    """Read a request of `lane`. `hop` is None for a fresh one, else what a worker wrote on it. `raw`: the body, where
+    it has been unpacked and found small enough already.
 
     Raises RequestProblem (invalid_request, unsupported_media, too_large, forbidden_model).
     """
     _check_properties(message, lane=lane, fresh=hop is None)
     said = header_rules.read(message.headers)
-    raw = unpacked(message)
+    if raw is None:
+        raw = unpacked(message)
+        if (excess := bounds.excess(raw, values=values)) is not None:
+            raise too_large(excess)
     found = _parsed(raw)
     checked = bodies.check(found)
+    assert isinstance(found, dict)
     if checked.stream is not None and checked.stream != said.stream:
         raise RequestProblem(
             "invalid_request",
@@ -56,10 +74,11 @@ def decode(message: Message, *, lane: LaneSpec, request_id: str, hop: HopHeaders
         id=request_id,
         lane=lane.name,
         app=app_of(message.routing_key),
-        body=_filled(raw, checked, model=model, max_tokens=max_tokens, rewrite=lane.models is not None),
+        body=_filled(raw, found, checked, model=model, max_tokens=max_tokens, rewrite=lane.models is not None),
         model=model,
         max_tokens=max_tokens,
         stream=said.stream,
+        states_stream="stream" in checked.model_fields_set,
         beta=said.beta,
         sent_ms=sent.ms,
         sent_by=sent.by,
@@ -79,16 +98,31 @@ def unpacked(message: Message) -> bytes:
         return message.body
     if encoding != "gzip":
         raise RequestProblem("unsupported_media", f"content_encoding {encoding[:40]!r}: allowed are identity and gzip")
+    most = min(UNPACKED_BYTES, max(MIB, RATIO_AT_MOST * len(message.body)))
     unpacker = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
     try:
-        body = unpacker.decompress(message.body, UNPACKED_BYTES + 1)
+        body = unpacker.decompress(message.body, most + 1)
     except zlib.error as error:
         raise RequestProblem("invalid_request", f"body: content_encoding is gzip, but it is not: {error}") from error
-    if len(body) > UNPACKED_BYTES:
-        raise RequestProblem("too_large", f"body: more than {UNPACKED_BYTES} bytes when unpacked")
+    if len(body) > most:
+        raise RequestProblem(
+            "too_large",
+            f"body: more than {most} bytes when unpacked; allowed are {UNPACKED_BYTES}, and of more than {MIB} no more "
+            f"than {RATIO_AT_MOST} times the packed bytes",
+        )
     if not unpacker.eof or unpacker.unused_data:
         raise RequestProblem("invalid_request", "body: the gzip data is cut short, or something follows it")
     return body
+
+
+def weight(message: Message) -> int:
+    """About how many bytes its body has to be read as, before that is known."""
+    return len(message.body) * (RATIO_AT_MOST if message.content_encoding else 1)
+
+
+def too_large(excess: str) -> RequestProblem:
+    """The problem of a body that would take too long to parse."""
+    return RequestProblem("too_large", f"body: {excess}")
 
 
 def app_of(routing_key: str) -> str:
@@ -173,6 +207,7 @@ def _deadline_ms(said: RequestHeaders, lane: LaneSpec) -> int:
 
 def _filled(
     raw: bytes,
+    found: Mapping[str, object],
     checked: bodies.MessagesBody | bodies.PromptBody,
     *,
     model: str,
@@ -197,7 +232,6 @@ def _filled(
     missing = {key: value for key, value in filled.items() if key not in checked.model_fields_set}
     is_null = any(getattr(checked, key) is None for key in filled.keys() - missing.keys())
     if rewrite or is_null:
-        found = jiter.from_json(raw, allow_inf_nan=False, cache_mode="none")
         return _dumped({**found, **filled})
     # `messages` follows, so that the comma is right
     return raw.replace(b"{", _dumped(missing)[:-1] + b",", 1) if missing else raw

@@ -75,6 +75,8 @@ class Request:
     """When its time is over; ms since 1970."""
     attempts: int
     """Attempts that were made before this delivery."""
+    states_stream: bool = True
+    """Whether its body may have the field `stream`."""
     errors: tuple[str, ...] = ()
     """What these attempts failed with, newest first, five at most."""
 

@@ -89,11 +89,13 @@ class ProblemType:
     retryable: bool
     """Whether sending the same request again could help: under a new id, because this one's ending is kept."""
     answered: bool = True
+    kept: bool = True
+    """Under the request's id. Else it may be sent again as it is."""
 
     @property
     def advice(self) -> str:
         """What follows the detail in a problem document; empty where trying again is of no use."""
-        if not self.retryable:
+        if not self.retryable or not self.kept:
             return ""
         other = ", or its dead letter as it is" if self.parked else ""
         return f"; to try again, publish it with a new message_id{other}: under this one this error is kept"
@@ -116,14 +118,17 @@ PROBLEMS: Final = _by_code(
         ProblemType("unroutable", 404, "No lane for the routing key", parked=True, retryable=False),
         ProblemType("superseded", 409, "Superseded", parked=False, retryable=False),
         ProblemType("idempotency_conflict", 409, "Idempotency conflict", parked=False, retryable=False),
-        ProblemType("too_many_waiting", 429, "Too many requests waiting", parked=False, retryable=True),
         ProblemType("cancelled", 499, "Cancelled", parked=False, retryable=False),
+        ProblemType("too_many_waiting", 429, "Too many requests waiting", parked=False, retryable=True),
         ProblemType("deadline_exceeded", 504, "Deadline exceeded", parked=False, retryable=True),
         ProblemType("provider_rejected", 400, "Rejected by the provider", parked=True, retryable=False),
         ProblemType("answer_too_large", 502, "Answer too large", parked=True, retryable=False),
         ProblemType("attempts_exhausted", 502, "All attempts failed", parked=True, retryable=True),
         ProblemType("poison", 500, "Its worker died under it", parked=True, retryable=False),
         ProblemType("internal", 500, "Internal error", parked=True, retryable=True),
+        ProblemType(
+            "too_many_control_messages", 429, "Too many control messages", parked=False, retryable=True, kept=False
+        ),
     )
 )
 

@@ -8,6 +8,7 @@ import pytest
 from aiohttp import web
 
 from consumers.failures import (
+    AnswerTooLargeError,
     OverloadedError,
     ProviderError,
     RateLimitedError,
@@ -413,8 +414,10 @@ async def test_an_unknown_host_and_a_failed_handshake_are_transient(api: Simulat
         await provider.aclose()
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-async def test_an_answer_without_end_is_given_up(answering: Answering, asked: AskedFor, streamed: bool) -> None:
+@pytest.mark.parametrize(("streamed", "most"), [(False, 1_000_000), (True, 4_000_000)])
+async def test_an_answer_without_end_is_given_up(
+    answering: Answering, asked: AskedFor, streamed: bool, most: int
+) -> None:
     async def endless(request: web.BaseRequest) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
@@ -422,7 +425,7 @@ async def test_an_answer_without_end_is_given_up(answering: Answering, asked: As
             await response.write(b'data: {"type": "ping"}\n\n' * 1000)
 
     async with answering(endless) as provider:
-        with pytest.raises(TransientError, match="larger than 1000000 bytes") as caught:
+        with pytest.raises(AnswerTooLargeError, match=f"has more than {most} bytes") as caught:
             await provider.stream(asked(), timeout_s=20, parts=Received() if streamed else None)
 
     assert caught.value.type == "too_large"

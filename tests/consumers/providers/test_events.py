@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consumers.failures import TransientError
+from consumers.failures import AnswerTooLargeError
 from consumers.providers.events import EventSplitter
 
 
@@ -90,10 +90,10 @@ def test_an_event_that_never_ends_is_given_up() -> None:
     splitter = EventSplitter(max_event_bytes=1000)
     splitter.feed(b"data: " + b"x" * 900)
 
-    with pytest.raises(TransientError, match="larger than 1000 bytes"):
+    with pytest.raises(AnswerTooLargeError, match="more than 1000 bytes"):
         splitter.feed(b"x" * 200)
 
 
 def test_an_event_is_given_up_whole_as_well_as_in_pieces() -> None:
-    with pytest.raises(TransientError):
+    with pytest.raises(AnswerTooLargeError):
         EventSplitter(max_event_bytes=1000).feed(b"data: " + b"x" * 2000 + b"\n\n")

@@ -11,7 +11,7 @@ from botocore.eventstream import EventStreamBuffer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consumers.failures import ProviderError, TransientError
+from consumers.failures import AnswerTooLargeError, ProviderError, TransientError
 from consumers.providers.frames import FrameSplitter
 
 EVENTS = [b'{"type":"message_start","message":{}}', b'{"type":"ping"}', b'{"type":"message_stop"}']
@@ -96,5 +96,5 @@ def test_what_is_no_such_stream_at_all_ends_in_a_failure_or_in_waiting(junk: byt
 
 
 def test_an_event_that_is_too_large_is_not_waited_for() -> None:
-    with pytest.raises(TransientError, match="larger than 1000 bytes"):
+    with pytest.raises(AnswerTooLargeError, match="more than 1000 bytes"):
         FrameSplitter(max_event_bytes=1000).feed(event(b"x" * 2000)[:12])

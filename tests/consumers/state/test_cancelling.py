@@ -94,17 +94,3 @@ async def test_a_noted_id_can_be_cancelled(store: Store) -> None:
 
     assert await store.cancel(ME, CANCELLED) == Cancelling.UNSEEN
     assert await store.claim(ME, copy()) == CANCELLED_FIRST
-
-
-async def test_the_cancellation_of_what_may_wait_for_a_year_outlives_results(opened: Opened) -> None:
-    store = await opened(keep_s=0.1)
-    await store.cancel(ME, CANCELLED)
-    await store.note(other := ME.__class__("tenant", "other"), failed("invalid_request"))
-
-    async def is_forgotten() -> bool:
-        return await store.find(other) is None
-
-    await until(is_forgotten)
-    while await store.sweep():
-        pass
-    assert await store.claim(ME, copy()) == CANCELLED_FIRST

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from consumers.state import sqlite_file
-from consumers.state.base import Ended, Found, Granted, Identity, Running, Store, StoreUnavailable
+from consumers.state.base import Cancelling, Ended, Found, Granted, Identity, Running, Store, StoreUnavailable
 from consumers.state.sqlite import SqliteStore
 from consumers.state.sqlite_writer import TOGETHER_AT_MOST
-from tests.support.completions import ME, answered, copy
+from tests.support.completions import CANCELLED, ME, answered, copy
 from tests.support.waiting import until
 
 HOUSE = Path(__file__).parents[3]
@@ -255,15 +255,23 @@ async def test_it_becomes_corrupt_while_it_is_open(path: Path) -> None:
         await is_well_again(store)
 
 
-async def test_a_file_of_the_version_before_is_brought_up_to_date(path: Path) -> None:
+OLDER = {
+    1: "ALTER TABLE request DROP COLUMN due_ms; DROP TABLE share; DROP TABLE share_sum; PRAGMA user_version = 1",
+    2: "DROP TABLE share; DROP TABLE share_sum; PRAGMA user_version = 2",
+}
+
+
+@pytest.mark.parametrize("version", OLDER)
+async def test_a_file_of_a_version_before_is_brought_up_to_date(path: Path, version: int) -> None:
     async with a_store(path) as store:
         await store.complete(ME, copy(), answered(), token=None)
     with closing(sqlite3.connect(path)) as other:
-        other.executescript("ALTER TABLE request DROP COLUMN due_ms; PRAGMA user_version = 1")
+        other.executescript(OLDER[version])
     async with a_store(path) as store:
         assert await store.find(ME) == Found(completion=answered(), running=False)
         await store.defer(Identity("", "later"), due_ms=7, keep_until_ms=2**45)
         assert await store.find(Identity("", "later")) == Found(completion=None, running=False, due_ms=7)
+        assert await store.cancel(Identity("", "unseen"), CANCELLED) is Cancelling.UNSEEN
 
 
 async def test_a_newer_version_made_it(path: Path) -> None:

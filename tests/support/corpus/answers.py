@@ -11,6 +11,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import TypeAlias
 
 MIB = 1024 * 1024
@@ -62,9 +63,9 @@ def sse(*events: bytes) -> bytes:
     return b"".join(b"data: " + event + b"\n\n" for event in events)
 
 
-def whole(content: bytes) -> list[Piece]:
+def whole(content: bytes, *, message: bytes = MESSAGE) -> list[Piece]:
     """A Message that is not streamed, with this JSON as its content."""
-    return [head(body=b'{"stop_reason":"end_turn",' + MESSAGE + b',"content":' + content + b"}")]
+    return [head(body=b'{"stop_reason":"end_turn",' + message + b',"content":' + content + b"}")]
 
 
 def streamed(pieces: Iterable[Piece]) -> Iterator[Piece]:
@@ -111,9 +112,13 @@ def _error(body: Callable[[Asked], bytes], *, status: int = 400, **headers: str)
     return lambda asked: [head(status, body=body(asked), **headers)]
 
 
+def error_body(message: str, *, type: str = "invalid_request_error") -> bytes:
+    """An error as Anthropic says it, in the middle of a stream too."""
+    return json.dumps({"type": "error", "error": {"type": type, "message": message}}).encode()
+
+
 def _quoting(asked: Asked) -> bytes:
-    error = {"type": "invalid_request_error", "message": f"I did not like this: {asked.body.decode()}"}
-    return json.dumps({"type": "error", "error": error}).encode()
+    return error_body(f"I did not like this: {asked.body.decode()}")
 
 
 def _quoting_streamed(asked: Asked) -> Iterable[Piece]:
@@ -121,8 +126,9 @@ def _quoting_streamed(asked: Asked) -> Iterable[Piece]:
     return streamed([sse(_quoting(asked))]) if asked.streamed else [head(500, body=_quoting(asked))]
 
 
-def _bomb(size: int) -> bytes:
-    return gzip.compress(b" " * size, compresslevel=9)
+@cache
+def bomb() -> bytes:
+    return gzip.compress(b" " * (100 * MIB))
 
 
 def _endless(piece: bytes, *, pause_s: float = 0.0) -> Iterator[Piece]:
@@ -160,15 +166,24 @@ ANSWERS: Mapping[str, Answering] = {
     "one event of 20 MiB": _either(
         lambda: whole(b'["' + b"a" * (20 * MIB) + b'"]'), lambda: [b"data: " + b"a" * (20 * MIB)]
     ),
+    "one event of a million lines": _either(lambda: whole(b"[]"), lambda: [b"data:\n" * 500_000]),
     "a trickle": _either(
         lambda: itertools.chain([head()], chunked(_endless(b" ", pause_s=0.05))),
         lambda: _endless(b": a comment\n", pause_s=0.05),
     ),
-    "a gzip bomb": lambda _: [head(body=_bomb(200 * MIB), content_encoding="gzip")],
-    "a gzip bomb in a stream": lambda _: [
-        head(body=_bomb(200 * MIB), content_encoding="gzip", content_type="text/event-stream")
-    ],
-    "a gzip bomb in an error": _error(lambda _: _bomb(200 * MIB), content_encoding="gzip"),
+    "a gzip bomb": lambda _: [head(body=bomb(), content_encoding="gzip")],
+    "a gzip bomb in a stream": lambda _: [head(body=bomb(), content_encoding="gzip", content_type="text/event-stream")],
+    "a gzip bomb in an error": _error(lambda _: bomb(), content_encoding="gzip"),
+    "a packed error": _error(lambda _: gzip.compress(error_body("no such model")), content_encoding="gzip"),
+    "an error of a huge array": _error(lambda _: b"[" + b"[]," * 20_000 + b"[]]"),
+    "an error that is deeply nested": _error(lambda _: b"[" * 60_000),
+    "an error's type of 60 KB": _error(lambda _: error_body("no", type="t" * 60_000)),
+    "an error event of 3 MiB": _either(lambda: whole(b"[]"), lambda: [sse(error_body("a " * (3 * MIB // 2)))]),
+    "a model's name of a megabyte": _either(
+        lambda: whole(b"[]", message=MESSAGE.replace(b'"m"', b'"' + b"m" * MIB + b'"')),
+        lambda: [sse(START.replace(b'"m"', b'"' + b"m" * MIB + b'"'))],
+    ),
+    "counts without end": _either(lambda: whole(b"[]"), lambda: _counts()),
     "an endless error": lambda _: itertools.chain([head(400)], chunked(_endless(b" " * 65536))),
     "an error that quotes the prompt": _error(_quoting),
     "a failure that quotes the prompt": _quoting_streamed,
@@ -191,3 +206,10 @@ def _blocks(count: int) -> Iterator[Piece]:
                 for n in range(at, at + 1000)
             )
         )
+
+
+def _counts() -> Iterator[Piece]:
+    """Usage of many fields, and then one total after the other."""
+    fields = b",".join(b'"count-%d":1' % n for n in range(40_000))
+    yield sse(START.replace(b'"output_tokens":1', fields))
+    yield sse(DELTA) * 500

@@ -72,8 +72,8 @@ class StoreEdge:
     async def release(self, held: Held, *, attempts: int = 0, due_ms: int | None = None) -> None:
         await self._do("release", held.identity, lambda at: self._world.rows.release(at, held, attempts, due_ms))
 
-    async def defer(self, identity: Identity, *, due_ms: int, keep_until_ms: int) -> None:
-        await self._do("defer", identity, lambda at: self._world.rows.defer(at, identity, due_ms, keep_until_ms))
+    async def defer(self, identity: Identity, *, due_ms: int, keep_until_ms: int) -> bool:
+        return await self._do("defer", identity, lambda at: self._world.rows.defer(at, identity, due_ms, keep_until_ms))
 
     async def complete(
         self, identity: Identity, copy: Copy, completion: Completion, *, token: int | None

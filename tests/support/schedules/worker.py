@@ -8,6 +8,7 @@ from typing import Any
 
 from consumers.activity import LaneActivity
 from consumers.claiming import Claiming
+from consumers.direct_sender import DirectSender
 from consumers.failpoints import Failpoints
 from consumers.fallen import Fallen
 from consumers.gates.claim import ClaimGate
@@ -19,7 +20,9 @@ from consumers.lifecycle import Lifecycle
 from consumers.pausing import Pausing
 from consumers.pool import Pool
 from consumers.providers.registry import Registry
+from consumers.reading import Reading
 from consumers.reply import Replies
+from consumers.reply_address import ReplyRule
 from consumers.retelling import Retelling
 from consumers.retry import RetryPolicy
 from consumers.settle import Settler
@@ -55,7 +58,7 @@ class Worker:
         self._world = world
         publisher = PublisherEdge(world, self.edge)
         claiming = Claiming(StoreEdge(world, self.edge))  # type: ignore[arg-type]
-        replies = Replies(publisher, names=NAMES)
+        replies = Replies(publisher, direct=DirectSender(publisher, own=None), rule=ReplyRule(names=NAMES))
         retelling = Retelling(claiming)
         lifecycle = Lifecycle(NoNotices(), names=NAMES, now_ms=world.now_ms)  # type: ignore[arg-type]
         self._settler = settler(
@@ -86,6 +89,7 @@ class Worker:
             now_ms=world.now_ms,
             rng=random.Random(1),
             failpoints=Failpoints(),
+            reading=Reading(clock=lambda: 0.0),
         )
         fallen = Fallen((SPEC,), names=NAMES, now_ms=world.now_ms)
         self._pools = (

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -230,17 +229,6 @@ def test_bad(found: Message, code: str, named: str) -> None:
 
 def test_a_key_of_200_kb_does_not_get_into_the_detail() -> None:
     assert len(refused(message(b'{"prompt":"x","' + b"k" * 200_000 + b'":1}')).detail) < 200
-
-
-@pytest.mark.parametrize(
-    "each", [b"[],", b'{"role":"u","content":""},', b'{"role":1},'], ids=["arrays", "turns", "wrong"]
-)
-def test_a_small_message_that_unpacks_to_a_million_of_something_is_refused_soon(each: bytes) -> None:
-    body = b'{"messages":[' + each * (UNPACKED_BYTES // 4 // len(each)) + b"1]}"
-    packed = gzip.compress(body, 1)
-    began_s = time.process_time()
-    assert refused(message(packed, content_encoding="gzip")).code == "invalid_request"
-    assert time.process_time() - began_s < 2  # 5 s, and 700 MB, before
 
 
 # what a worker wrote

@@ -17,14 +17,15 @@ CONTRACT = {  # code: (status, also in lane.dead)
     "unroutable": (404, True),
     "superseded": (409, False),
     "idempotency_conflict": (409, False),
-    "too_many_waiting": (429, False),
     "cancelled": (499, False),
+    "too_many_waiting": (429, False),
     "deadline_exceeded": (504, False),
     "provider_rejected": (400, True),
     "answer_too_large": (502, True),
     "attempts_exhausted": (502, True),
     "poison": (500, True),
     "internal": (500, True),
+    "too_many_control_messages": (429, False),
 }
 
 
@@ -42,6 +43,7 @@ def test_sending_again_may_help_where_the_request_was_not_at_fault() -> None:
         "deadline_exceeded",
         "attempts_exhausted",
         "internal",
+        "too_many_control_messages",
     }
 
 
@@ -63,10 +65,11 @@ def test_a_document_is_as_the_contract_shows_it() -> None:
 
 @pytest.mark.parametrize("code", PROBLEMS)
 def test_what_may_be_tried_again_is_told_how(code: str) -> None:
-    """Under the same id the same error would be told again."""
+    """Under the same id the same error would be told again, unless it is of a control message."""
+    kind = PROBLEMS[code]
     document = json.loads(RequestProblem(code, "…").document(request="r", attempts=0))
-    assert ("a new message_id" in document["detail"]) == document["retryable"]
-    assert ("its dead letter as it is" in document["detail"]) == (document["retryable"] and PROBLEMS[code].parked)
+    assert ("a new message_id" in document["detail"]) == (kind.retryable and kind.kept)
+    assert ("its dead letter as it is" in document["detail"]) == (kind.retryable and kind.parked)
 
 
 @pytest.mark.parametrize("code", PROBLEMS)

@@ -1,0 +1,81 @@
+"""Direct reply-to: sent without a queue, on the channel that asked.
+
+Before RabbitMQ 4.3.5 a forged address kills the connection that answers it (facts.md, section 6): there they have a
+connection of their own, and go out one by one, so that the address that killed it is known.
+"""
+
+import asyncio
+from typing import Any
+
+from topology.broker.publisher import Publisher
+from topology.contract.messages import Message
+from topology.contract.problems import ConfirmUnknown, RequestProblem
+
+KILLED_WITHIN_S = 2.0
+TRIES = 3
+DEADLY_KEPT = 1000
+"""Forged addresses that are remembered, so that each kills the connection once, not at every part."""
+
+
+class DirectSender:
+    """Publishes to direct reply-to addresses. `own`: a publisher on a connection of its own; None where that is mended.
+
+    Never mandatory: brokers before 4.3 report delivered direct replies as unroutable (facts.md, section 6).
+    """
+
+    def __init__(self, publisher: Publisher, *, own: Publisher | None) -> None:
+        self._publisher = publisher
+        self._own = own
+        self._one_by_one = asyncio.Lock()
+        self._deadly: dict[str, None] = {}
+
+    def refusal(self, address: str) -> RequestProblem | None:
+        """Of an address that killed the connection before; None of any other."""
+        return _deadly() if address in self._deadly else None
+
+    async def send(self, message: Message, address: str, **how: Any) -> None:
+        """Once. Raises RequestProblem for an address that killed the connection, now or before; else as
+        `Publisher.publish`."""
+        if self._own is None:
+            await self._publisher.publish(message, exchange="", routing_key=address, mandatory=False, **how)
+            return
+        async with self._one_by_one:
+            if (known := self.refusal(address)) is not None:
+                raise known
+            # so that it is the connection that is open now whose loss we watch
+            await self._own.connection.underlying()
+            loss = self._own.connection.loss
+            try:
+                await self._own.publish(message, exchange="", routing_key=address, mandatory=False, **how)
+            except ConfirmUnknown as error:
+                if not await _killed_by_the_broker(loss):
+                    raise
+                self._deadly[address] = None
+                if len(self._deadly) > DEADLY_KEPT:
+                    del self._deadly[next(iter(self._deadly))]
+                raise _deadly() from error
+
+    async def send_surely(self, message: Message, address: str) -> None:
+        """Until the broker has it. Raises as `send`."""
+        if self._own is None:
+            return await self._publisher.publish_surely(message, exchange="", routing_key=address, mandatory=False)
+        for left in reversed(range(TRIES)):
+            try:
+                return await self.send(message, address)
+            except ConfirmUnknown:  # the connection was lost by a fault of its own
+                if not left:
+                    raise
+        return None
+
+
+def _deadly() -> RequestProblem:
+    return RequestProblem("forbidden_reply_to", "reply_to: a direct reply-to address that the broker did not make")
+
+
+async def _killed_by_the_broker(loss: asyncio.Future[str]) -> bool:
+    """Whether the broker ended the connection over what was sent on it (541 INTERNAL_ERROR)."""
+    try:
+        async with asyncio.timeout(KILLED_WITHIN_S):
+            return "INTERNAL_ERROR" in await asyncio.shield(loss)
+    except TimeoutError:
+        return False

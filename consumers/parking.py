@@ -1,0 +1,31 @@
+"""How much of what is no valid request is parked: a tenant's rubbish must not push out other tenants' dead letters."""
+
+import structlog
+
+from consumers.share import Seldom, Share
+from topology import signals
+
+UNIT_BYTES = 64 * 1024
+"""Each begun so many bytes of a body count as one message."""
+INVALID_PER_HOUR = 1000
+HOUR_S = 3600
+log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+class Parking:
+    """Each tenant's share of invalid messages in the dead letters. Valid requests that failed are always parked."""
+
+    def __init__(self, *, invalid_per_hour: float = INVALID_PER_HOUR) -> None:
+        self._share = Share(per_s=invalid_per_hour / HOUR_S, at_once=invalid_per_hour)
+        self._seldom = Seldom()
+        self.unparked = 0
+        """Invalid messages that were answered and not parked."""
+
+    def takes(self, tenant: str, size: int, *, code: str) -> bool:
+        """Whether one more is parked; if not, that is counted, and logged once a minute."""
+        if self._share.take(tenant, 1 + size // UNIT_BYTES):
+            return True
+        self.unparked += 1
+        if count := self._seldom.count(tenant):
+            log.warning(signals.INVALID_UNPARKED, tenant=tenant, code=code, count=count, unparked=self.unparked)
+        return False

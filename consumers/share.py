@@ -1,0 +1,53 @@
+"""What one tenant may use of something that all share, and how often its excess is logged; both in this process.
+
+share = Share(per_s=100, at_once=1000)
+if not share.take(tenant): …            over its share: refused, and the others go on
+if (count := seldom.count(tenant)): …   the first at once, then once a minute how many there were
+"""
+
+import time
+from collections.abc import Callable
+
+NAMES_KEPT = 10_000
+"""Tenants that are remembered; the one that asked longest ago is forgotten first."""
+TOLD_EVERY_S = 60.0
+Clock = Callable[[], float]
+
+
+class Share:
+    """A token bucket a name: `at_once` when nothing was used for long, and `per_s` more each second."""
+
+    def __init__(self, *, per_s: float, at_once: float, clock: Clock = time.monotonic) -> None:
+        self._per_s = per_s
+        self._at_once = at_once
+        self._clock = clock
+        self._left: dict[str, tuple[float, float]] = {}
+
+    def take(self, name: str, amount: float = 1) -> bool:
+        """Use some of what is left of a name's share, or nothing where that is too little."""
+        now_s = self._clock()
+        left, at_s = self._left.pop(name, (self._at_once, now_s))
+        left = min(self._at_once, left + (now_s - at_s) * self._per_s)
+        granted = left >= amount
+        self._left[name] = (left - amount if granted else left, now_s)
+        if len(self._left) > NAMES_KEPT:
+            del self._left[next(iter(self._left))]
+        return granted
+
+
+class Seldom:
+    """Counts what may come by the thousand, so that it is logged once a minute and name, not each time."""
+
+    def __init__(self, *, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._counted: dict[str, tuple[int, float]] = {}
+
+    def count(self, name: str) -> int:
+        """Count one more. How many there were since the last time, where it is time to tell; else 0."""
+        now_s = self._clock()
+        count, told_s = self._counted.pop(name, (0, -TOLD_EVERY_S))
+        is_due = now_s - told_s >= TOLD_EVERY_S
+        self._counted[name] = (0, now_s) if is_due else (count + 1, told_s)
+        if len(self._counted) > NAMES_KEPT:
+            del self._counted[next(iter(self._counted))]
+        return count + 1 if is_due else 0

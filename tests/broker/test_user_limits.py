@@ -1,0 +1,61 @@
+"""What an exported application may take of the broker itself is bounded (threat T21)."""
+
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, suppress
+
+import aiormq
+import pytest
+from aiormq.exceptions import AMQPError
+from yarl import URL
+
+from tests.support.brokers import Vhost
+from tests.support.users import HASH, PASSWORD
+from topology.declaration import declare
+from topology.export import User, definitions
+from topology.lanes import DEFAULT_LANES
+from topology.names import Names
+
+CONNECTIONS, CHANNELS = 2, 3
+
+
+@pytest.fixture
+async def url(vhost: Vhost) -> AsyncIterator[str]:
+    """Of an application that may have few connections and channels."""
+    name = f"app-{secrets.token_hex(4)}"
+    topology = declare(DEFAULT_LANES, names=Names(), broker_version=vhost.version)
+    user = User(name, "application", HASH, connections=CONNECTIONS, channels=CHANNELS)
+    vhost.api("POST", "definitions", definitions(topology, vhost.name, [user]))
+    yield str(URL(vhost.amqp_url).with_user(name).with_password(PASSWORD))
+    vhost.api("DELETE", f"users/{name}")
+
+
+async def refused(opening: object) -> bool:
+    try:
+        await opening  # type: ignore[misc]
+    except (AMQPError, ConnectionError, RuntimeError):
+        return True
+    return False
+
+
+async def test_connections_and_channels_beyond_its_limits_are_refused(url: str) -> None:
+    async with AsyncExitStack() as stack:
+        made = []
+        for _ in range(CONNECTIONS):
+            made.append(await aiormq.connect(url))
+            stack.push_async_callback(_closed, made[-1])
+        assert await refused(aiormq.connect(url))
+        for _ in range(CHANNELS):
+            await made[0].channel()
+        assert await refused(made[1].channel())
+
+
+async def _closed(connection: aiormq.abc.AbstractConnection) -> None:
+    with suppress(AMQPError, ConnectionError, RuntimeError):
+        await connection.close()
+
+
+def test_workers_are_not_limited() -> None:
+    topology = declare(DEFAULT_LANES, names=Names(), broker_version="4.3.6")
+    users = definitions(topology, "/", [User("w", "worker", HASH), User("a", "client", HASH)])["users"]
+    assert [each.get("limits") for each in users] == [None, {"max-connections": 200, "max-channels": 2000}]

@@ -1,0 +1,100 @@
+"""Whatever a provider answers, it is an answer or one of our failures, and the event loop is never held long."""
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from consumers.failures import AnswerTooLargeError, ProviderError, RejectedError, TransientError
+from consumers.providers.anthropic import AnthropicProvider
+from consumers.providers.base import Answer
+from tests.support.corpus.answers import ANSWERS
+from tests.support.malicious_provider import malicious_provider
+from tests.support.stalls import Stalls
+
+from .conftest import KEY, AskedFor
+
+STALL_S = 0.3
+"""Of CPU, on a machine with other things to do; by itself under 0.1 s. Before: up to 5 s."""
+TOO_LARGE = {
+    "a huge array": "not streamed, streamed",
+    "an array of 12 MiB": "not streamed, streamed",
+    "a million keys": "not streamed, streamed",
+    "deeply nested": "not streamed, streamed",
+    "huge numbers": "not streamed, streamed",
+    "a text of 12 MiB": "streamed",
+    "quadratic citations": "streamed",
+    "quadratic lists": "streamed",
+    "a million blocks": "streamed",
+    "a tool's input that is a huge array": "streamed",
+    "an endless body": "not streamed, streamed",
+    "one event of 20 MiB": "not streamed, streamed",
+    "one event of a million lines": "streamed",
+    "a gzip bomb": "not streamed, streamed",
+    "a gzip bomb in a stream": "not streamed, streamed",
+}
+"""The others are answers, or fail as what they are."""
+
+
+@pytest.fixture(scope="module")
+def malicious() -> Iterator[str]:
+    """The base URL of a malicious provider in a process of its own."""
+    with malicious_provider() as base_url:
+        yield base_url
+
+
+async def outcome(url: str, request: object, *, streamed: bool) -> Answer | ProviderError | TimeoutError:
+    """How an attempt ends, or that it had to be ended."""
+
+    async def forget(_: bytes) -> None: ...
+
+    provider = AnthropicProvider.at(url, api_key=KEY)
+    try:
+        async with asyncio.timeout(5):
+            return await provider.stream(request, timeout_s=4, parts=forget if streamed else None)  # type: ignore[arg-type]
+    except (ProviderError, TimeoutError) as error:
+        return error
+    finally:
+        await provider.aclose()
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["not streamed", "streamed"])
+@pytest.mark.parametrize("name", ANSWERS)
+async def test_no_answer_holds_the_loop(malicious: str, asked: AskedFor, name: str, streamed: bool) -> None:
+    with Stalls() as stalls:
+        found = await outcome(malicious, asked(f"[[answer: {name}]]"), streamed=streamed)
+
+    assert stalls.longest_s < STALL_S
+    is_too_large = ("not streamed", "streamed")[streamed] in TOO_LARGE.get(name, "").split(", ")
+    assert isinstance(found, AnswerTooLargeError) is is_too_large, found
+    if isinstance(found, ProviderError):
+        assert len(found.detail) < 500
+
+
+async def test_an_error_that_is_packed_is_read_as_far_as_it_is_bounded(malicious: str, asked: AskedFor) -> None:
+    small = await outcome(malicious, asked("[[answer: a packed error]]"), streamed=False)
+    bomb = await outcome(malicious, asked("[[answer: a gzip bomb in an error]]"), streamed=False)
+
+    assert isinstance(small, RejectedError)
+    assert small.detail == "400 invalid_request_error: no such model"
+    assert isinstance(bomb, RejectedError)
+    assert bomb.status == 400
+
+
+async def test_names_that_an_answer_gives_are_short(malicious: str, asked: AskedFor) -> None:
+    """They go into headers, and headers that are too large end the connection that all share."""
+    found = await outcome(malicious, asked("[[answer: a model's name of a megabyte]]"), streamed=False)
+    error = await outcome(malicious, asked("[[answer: an error's type of 60 KB]]"), streamed=False)
+
+    assert isinstance(found, Answer)
+    assert found.model == ""
+    assert isinstance(error, ProviderError)
+    assert len(error.type) <= 100
+    assert len(error.detail) < 500
+
+
+async def test_a_trickle_of_comments_is_no_event(malicious: str, asked: AskedFor) -> None:
+    found = await outcome(malicious, asked("[[answer: a trickle]]"), streamed=True)
+
+    assert isinstance(found, TransientError)
+    assert found.type == "timeout"

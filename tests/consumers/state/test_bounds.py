@@ -1,0 +1,132 @@
+"""What one tenant may have kept of what nobody has worked on yet: cancellations of unseen ids, requests that wait."""
+
+import time
+
+from consumers.state.base import Cancelling, Ended, Granted, Identity, Room, Store
+from consumers.state.spec import StoreSpec
+from consumers.state.sqlite import SqliteStore
+from tests.consumers.state.conftest import Opened
+from tests.support.completions import CANCELLED, ME, answered, copy
+from tests.support.waiting import until
+
+OTHER = "other tenant"
+
+
+def in_ms(left_ms: int) -> int:
+    return time.time_ns() // 1_000_000 + left_ms
+
+
+async def cancelled(store: Store, *ids: str, tenant: str = ME.tenant) -> list[Cancelling]:
+    return [await store.cancel(Identity(tenant, id), CANCELLED) for id in ids]
+
+
+async def is_cancelled(store: Store, id: str, tenant: str = ME.tenant) -> bool:
+    found = await store.claim(Identity(tenant, id), copy())
+    return isinstance(found, Ended) and found.completion == CANCELLED
+
+
+async def test_beyond_its_bound_a_tenants_oldest_unseen_cancellation_goes_and_nobody_elses(opened: Opened) -> None:
+    store = await opened(unseen_per_tenant=2)
+    assert await cancelled(store, "theirs", tenant=OTHER) == [Cancelling.UNSEEN]
+    assert await cancelled(store, "a", "b") == [Cancelling.UNSEEN] * 2
+    assert await cancelled(store, "c", "c") == [Cancelling.DISPLACED, Cancelling.ENDED]
+
+    assert isinstance(await store.claim(Identity(ME.tenant, "a"), copy()), Granted)
+    assert [await is_cancelled(store, id) for id in "bc"] == [True, True]
+    assert await is_cancelled(store, "theirs", OTHER)
+
+
+async def test_what_a_worker_has_seen_needs_no_room_among_the_unseen(opened: Opened) -> None:
+    store = await opened(unseen_per_tenant=1)
+    await store.defer(ME, due_ms=in_ms(60_000), keep_until_ms=in_ms(120_000))
+    assert await store.cancel(ME, CANCELLED) == Cancelling.RECORDED
+    await cancelled(store, "a", "b")
+
+    assert await is_cancelled(store, ME.id)
+
+
+async def test_an_unseen_cancellation_is_kept_no_longer_than_its_request_can_wait_unseen(opened: Opened) -> None:
+    store = await opened(cancelled_s=0.2, keep_s=60)
+    await cancelled(store, "a")
+    assert await store.find(Identity(ME.tenant, "a")) is not None
+
+    async def is_forgotten() -> bool:
+        return await store.find(Identity(ME.tenant, "a")) is None
+
+    await until(is_forgotten)
+    while await store.sweep():
+        pass
+    assert await cancelled(store, "a") == [Cancelling.UNSEEN]
+
+
+async def test_the_cancellation_of_what_waits_is_kept_until_after_it_is_due(opened: Opened) -> None:
+    store = await opened(cancelled_s=0.05, keep_s=0.05)
+    await store.defer(ME, due_ms=in_ms(60_000), keep_until_ms=in_ms(60_000))
+    await store.cancel(ME, CANCELLED)
+    await store.note(later := Identity("tenant", "later"), answered())
+
+    async def is_forgotten() -> bool:
+        return await store.find(later) is None
+
+    await until(is_forgotten)
+    while await store.sweep():
+        pass
+    assert await is_cancelled(store, ME.id)
+
+
+async def test_what_ended_before_it_came_need_not_wait(store: Store) -> None:
+    await cancelled(store, ME.id)
+
+    assert not await store.defer(ME, due_ms=in_ms(60_000), keep_until_ms=in_ms(120_000))
+    assert await store.defer(Identity("", "another"), due_ms=in_ms(60_000), keep_until_ms=in_ms(120_000))
+
+
+async def test_unseen_cancellations_evict_no_result(tmp_path) -> None:
+    spec = StoreSpec(max_bytes=200_000, unseen_per_tenant=1000)
+    async with SqliteStore(tmp_path / "a.sqlite", namespace="lane", spec=spec) as store:
+        for n in range(10):
+            await store.complete(Identity("bank", str(n)), copy(), answered("x" * 10_000), token=None)
+        await cancelled(store, *(str(n) for n in range(1500)))
+        while await store.sweep():
+            pass
+        assert [n for n in range(10) if await store.find(Identity("bank", str(n))) is None] == []
+        assert not await is_cancelled(store, "0")
+        assert await is_cancelled(store, "1499")
+
+
+async def reserved(store: Store, tenant: str, mark: str, *, weight: int = 1, left_ms: int = 60_000, **of: bool) -> Room:
+    message = copy(mark=mark, nonce=mark.encode()[-8:], **of)
+    return await store.reserve(Identity(tenant, "id"), message, weight=weight, until_ms=in_ms(left_ms))
+
+
+async def test_a_tenant_may_have_so_much_waiting_and_all_together_so_much(opened: Opened) -> None:
+    store = await opened(waiting_per_tenant=3, waiting_in_all=4)
+    assert [await reserved(store, "a", mark) for mark in "xyz"] == [Room.KEPT] * 3
+    assert await reserved(store, "a", "more") == Room.TENANT_FULL
+    assert await reserved(store, "b", "large", weight=2) == Room.FULL
+    assert [await reserved(store, "b", mark) for mark in "xy"] == [Room.KEPT, Room.FULL]
+
+
+async def test_a_large_one_counts_as_several(opened: Opened) -> None:
+    store = await opened(waiting_per_tenant=10)
+    assert await reserved(store, "a", "x", weight=8) == Room.KEPT
+    assert await reserved(store, "a", "y", weight=3) == Room.TENANT_FULL
+    assert await reserved(store, "a", "z", weight=2) == Room.KEPT
+
+
+async def test_one_that_is_delivered_again_is_counted_once_and_its_copies_each(opened: Opened) -> None:
+    store = await opened(waiting_per_tenant=2)
+    assert await reserved(store, "a", "x") == Room.KEPT
+    assert [await reserved(store, "a", "x", redelivered=True) for _ in range(3)] == [Room.KEPT] * 3
+    assert [await reserved(store, "a", "x"), await reserved(store, "a", "y")] == [Room.KEPT, Room.TENANT_FULL]
+
+
+async def test_when_it_is_due_there_is_room_again(opened: Opened) -> None:
+    store = await opened(waiting_per_tenant=1, waiting_in_all=1)
+    assert await reserved(store, "a", "x", left_ms=200) == Room.KEPT
+
+    async def has_room() -> bool:
+        return await reserved(store, "b", "y") == Room.KEPT
+
+    await until(has_room)
+    assert await reserved(store, "a", "x") == Room.FULL

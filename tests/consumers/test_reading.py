@@ -1,0 +1,138 @@
+"""Large bodies are read in turns, so that whoever else needs the event loop gets it."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+
+import pytest
+
+from consumers.reading import AT_ONCE_S, Reading
+from tests.support.virtual_time import virtually
+
+CRITICAL, BATCH = 0, 2
+LONG_S = 0.05
+
+
+class Ground:
+    """What is read takes time, in which nothing else runs."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._worked_s = 0.0
+        self.reading = Reading(clock=lambda: self._loop.time() + self._worked_s)
+        self.began: list[tuple[str, float]] = []
+
+    def taking(self, name: str, s: float) -> Callable[[], str]:
+        def work() -> str:
+            self.began.append((name, self._loop.time()))
+            self._worked_s += s
+            return name
+
+        return work
+
+    def read(self, name: str, *, lane: int = BATCH, size: int = 1, s: float = LONG_S) -> "asyncio.Task[str]":
+        return asyncio.ensure_future(self.reading.turn(self.taking(name, s), rank=(lane, size)))
+
+    @property
+    def order(self) -> list[str]:
+        return [name for name, _ in self.began]
+
+
+def in_virtual_time(story: Callable[[], Coroutine[object, object, None]]) -> Callable[[], None]:
+    def test() -> None:
+        virtually(story())
+
+    test.__name__ = story.__name__
+    return test
+
+
+@in_virtual_time
+async def test_after_reading_there_is_a_pause_as_long_as_it_took() -> None:
+    ground = Ground()
+    await asyncio.gather(*(ground.read(name) for name in "abc"))
+
+    (_, first_s), (_, second_s), (_, third_s) = ground.began
+    assert second_s - first_s == pytest.approx(LONG_S - AT_ONCE_S)
+    assert third_s - second_s == pytest.approx(LONG_S)
+
+
+@in_virtual_time
+async def test_short_bodies_are_read_at_once() -> None:
+    ground = Ground()
+    began_s = asyncio.get_running_loop().time()
+    for n in range(9):
+        await ground.read(str(n), s=AT_ONCE_S / 10)
+
+    assert {s for _, s in ground.began} == {began_s}
+
+
+@in_virtual_time
+async def test_the_allowance_comes_back_with_time() -> None:
+    ground = Ground()
+    await ground.read("long", s=AT_ONCE_S)
+    await asyncio.sleep(1)
+    began_s = asyncio.get_running_loop().time()
+    for n in range(9):
+        await ground.read(str(n), s=AT_ONCE_S / 10)
+
+    assert {s for _, s in ground.began[1:]} == {began_s}
+
+
+@in_virtual_time
+async def test_the_most_urgent_lane_goes_first_then_the_shortest_body() -> None:
+    ground = Ground()
+    await asyncio.gather(
+        ground.read("first"),
+        ground.read("long", size=1000),
+        ground.read("short", size=10),
+        ground.read("critical", lane=CRITICAL, size=5000),
+        ground.read("short too", size=10),
+    )
+
+    assert ground.order == ["first", "critical", "short", "short too", "long"]
+
+
+@in_virtual_time
+async def test_who_comes_later_does_not_go_before_those_that_wait() -> None:
+    ground = Ground()
+    tasks = [ground.read("first"), ground.read("second")]
+    await tasks[0]
+    await asyncio.gather(*tasks, ground.read("third"))
+
+    assert ground.order == ["first", "second", "third"]
+
+
+@in_virtual_time
+async def test_what_fails_or_is_cancelled_keeps_nobody_waiting() -> None:
+    ground = Ground()
+
+    def broken() -> None:
+        raise ValueError("broken")
+
+    first, waiting, last = ground.read("first"), ground.read("waiting"), ground.read("last")
+    await first
+    waiting.cancel()
+    with pytest.raises(ValueError, match="broken"):
+        await ground.reading.turn(broken, rank=(CRITICAL, 1))
+    assert await last == "last"
+    assert ground.order == ["first", "last"]
+
+
+@in_virtual_time
+async def test_who_is_cancelled_in_its_turn_passes_it_on() -> None:
+    ground = Ground()
+    first, second, last = ground.read("first"), ground.read("second"), ground.read("last")
+    await first
+    asyncio.get_running_loop().call_later(LONG_S - AT_ONCE_S, second.cancel)  # its turn comes in the same instant
+    assert await last == "last"
+    assert ground.order in (["first", "last"], ["first", "second", "last"])
+
+
+@in_virtual_time
+async def test_a_body_is_measured_in_several_turns() -> None:
+    ground = Ground()
+    raw = b'["' + b"," * 10_000_000 + b'"]'
+
+    assert await ground.reading.excess(raw, values=1000, rank=(BATCH, 1)) is None
+    assert "more than 1000 keys and values" in (
+        await ground.reading.excess(b"[" + b"[]," * 1_000_000, values=1000, rank=(BATCH, 1)) or ""
+    )

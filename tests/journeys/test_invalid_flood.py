@@ -1,0 +1,20 @@
+"""A tenant that sends rubbish does not fill the dead letters."""
+
+import pytest
+
+from tests.support.house import house
+from tests.support.requester import requester
+
+
+@pytest.mark.default_broker_only
+async def test_a_tenants_rubbish_is_answered_and_not_all_parked_and_anothers_is(vhost) -> None:
+    async with house(vhost.amqp_url, dead={"invalid_per_hour": 3}) as home, requester(vhost.amqp_url) as app:
+        codes = [(await app.ask(b"rubbish", user_id=vhost.user)).code for _ in range(6)]
+        assert codes == ["invalid_request"] * 6
+        assert (await app.depth("lane.dead"), home.parts.parking.unparked) == (3, 3)
+
+        assert (await app.ask(b"rubbish")).code == "invalid_request"
+        assert await app.depth("lane.dead") == 4, "another tenant has a share of its own"
+        failed = await app.ask({"prompt": "[[fault: invalid]]"}, user_id=vhost.user)
+        assert failed.code == "provider_rejected"
+        assert await app.depth("lane.dead") == 5, "a valid request that failed is always parked"

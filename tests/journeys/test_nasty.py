@@ -1,0 +1,114 @@
+"""Requests and answers that are made to hold everybody up do not, and each ends as the contract says."""
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.corpus.requests import REQUESTS
+from tests.support.house import house
+from tests.support.malicious_provider import malicious_provider
+from tests.support.requester import Requester, raw_properties, requester, table
+from tests.support.stalls import Stalls
+
+STALL_S = 0.4
+"""Of CPU, on a machine with other things to do; by itself under 0.1 s. Before: 1.8 s for one message."""
+WITHIN_S = 60.0
+TOO_LARGE = (
+    "a huge array",
+    "huge numbers",
+    "a tool's input that is a huge array",
+    "an endless body",
+    "a gzip bomb",
+)
+
+
+@pytest.fixture(scope="module")
+def malicious() -> Iterator[str]:
+    """A provider in a process of its own, so that what it does takes nothing of the loop that is watched."""
+    with malicious_provider() as base_url:
+        yield base_url
+
+
+async def chat(app: Requester, until_done: "asyncio.Future[object]") -> list[float]:
+    """How long critical requests take meanwhile."""
+    took = []
+    while not until_done.done():
+        began_s = time.perf_counter()
+        assert (await app.ask({"prompt": "hello"}, within_s=WITHIN_S)).status == "ok"
+        took.append(time.perf_counter() - began_s)
+    return took
+
+
+async def test_nasty_bodies_end_as_they_should_and_hold_up_nobody(vhost, malicious) -> None:
+    bodies = {name: (each.body, each.content_encoding) for name, each in REQUESTS.items()}
+    async with house(vhost.amqp_url, base_url=malicious) as home, requester(vhost.amqp_url) as app:
+        await app.ask({"prompt": "hello"})
+
+        async def send(name: str) -> str | None:
+            body, encoding = bodies[name]
+            reply = await app.ask(body, key="batch.tests.nasty", content_encoding=encoding, within_s=WITHIN_S)
+            return None if reply.status == "ok" else reply.code
+
+        with Stalls() as stalls:
+            sending = asyncio.gather(*(send(name) for name in bodies))
+            took = await chat(app, sending)
+        codes = dict(zip(bodies, await sending, strict=True))
+
+        assert codes == {name: each.code for name, each in REQUESTS.items()}
+        assert stalls.longest_s < STALL_S
+        assert len(took) > 10, "others were answered meanwhile"
+        assert home.is_well
+
+
+async def test_one_small_message_after_the_other_that_gets_large_leaves_the_loop_to_others(vhost, malicious) -> None:
+    nasty = REQUESTS["as many messages as may be"].body
+    async with house(vhost.amqp_url, base_url=malicious) as home, requester(vhost.amqp_url) as app:
+        await app.ask({"prompt": "hello"})
+        with Stalls() as stalls:
+            asked = [await app.publish(nasty, key="batch.tests.nasty") for _ in range(20)]
+            sending = asyncio.gather(*(app.final(each, within_s=WITHIN_S) for each in asked))
+            took = await chat(app, sending)
+
+        assert {reply.status for reply in await sending} == {"ok"}
+        assert stalls.longest_s < STALL_S
+        assert len(took) > 10
+        assert home.is_well
+
+
+async def test_a_burst_of_messages_full_of_headers_is_refused_and_holds_up_nobody(vhost, malicious) -> None:
+    full = b"A" + (60_000).to_bytes(4, "big") + b"V" * 60_000
+    properties = {"headers": table((b"x-app", full))}
+    async with house(vhost.amqp_url, base_url=malicious) as home, requester(vhost.amqp_url) as app:
+        await app.ask({"prompt": "hello"})
+        with Stalls() as stalls:
+            for n in range(16):
+                await app.publish_raw(
+                    b'{"prompt": "hello"}',
+                    key=b"batch.tests.nasty",
+                    properties=raw_properties(correlation_id=b"%d" % n, reply_to=app.reply_to.encode(), **properties),
+                )
+            replies = [await app.final(str(n)) for n in range(16)]
+
+        assert {reply.code for reply in replies} == {"invalid_request"}
+        assert all("headers" in reply.json["detail"] and "4000 values" in reply.json["detail"] for reply in replies)
+        assert stalls.longest_s < STALL_S
+        assert home.is_well
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+async def test_an_answer_that_would_take_long_to_read_ends_at_once(vhost, malicious, name: str) -> None:
+    body = {"prompt": f"[[answer: {name}]]"}
+    async with house(vhost.amqp_url, base_url=malicious) as home, requester(vhost.amqp_url) as app:
+        await app.read_dead()
+        with Stalls() as stalls:
+            reply = await app.ask(body, message_id="large", headers={"x-lane-stream": True}, within_s=WITHIN_S)
+
+        assert reply.code == "answer_too_large"
+        assert reply.json["attempts"] == 1
+        assert "ask for less" in reply.json["detail"]
+        assert (await app.buried("large")).body == json.dumps(body).encode()
+        assert stalls.longest_s < STALL_S
+        assert home.is_well

@@ -1,0 +1,109 @@
+"""The production profile: what it does not accept, each row by itself, and all of it at once."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from service.production import of_file, of_settings, of_transport, refuse
+from service.settings import Settings, load_settings
+
+GOOD = {
+    "LANEKEEPER_PROFILE": "production",
+    "LANEKEEPER_AMQP_URL": "amqps://worker:secret@rabbit.example.com:5671/",
+    "LANEKEEPER_STORE_URL": "rediss://:secret@redis.example.com:6379/0",
+    "ANTHROPIC_API_KEY": "sk-ant-x",
+}
+
+
+def settings(**given: str) -> Settings:
+    return load_settings(environ={**GOOD, **given}, dotenv=Path("/nowhere"))
+
+
+def found(made: Settings) -> set[str]:
+    return {risk.what for risk in (*of_transport(made), *of_settings(made), *of_file(made))}
+
+
+def test_what_is_well_set_has_no_findings() -> None:
+    assert found(settings()) == set()
+
+
+@pytest.mark.parametrize(
+    ("what", "setting", "value"),
+    [
+        ("broker TLS", "LANEKEEPER_AMQP_URL", "amqp://worker:secret@rabbit.example.com/"),
+        ("broker TLS", "LANEKEEPER_AMQP_URL", "amqp://w:s@10.0.0.1/"),
+        ("broker user", "LANEKEEPER_AMQP_URL", "amqps://guest:secret@rabbit.example.com/"),
+        ("broker user", "LANEKEEPER_AMQP_URL", "amqps://rabbit.example.com/"),
+        ("management TLS", "LANEKEEPER_MANAGEMENT_URL", "http://rabbit.example.com:15672"),
+        ("store TLS", "LANEKEEPER_STORE_URL", "redis://redis.example.com:6379/0"),
+        ("provider TLS", "ANTHROPIC_BASE_URL", "http://gateway.example.com"),
+        ("user_id", "LANEKEEPER_REQUIRE_USER_ID", "false"),
+        ("replies", "LANEKEEPER_REPLY_TO__BOUND_TO_USER", "false"),
+        ("log content", "LANEKEEPER_LOG_CONTENT", "true"),
+        ("failpoints", "LANEKEEPER_FAILPOINTS", "after_store:0.5"),
+    ],
+)
+def test_each_thing_that_is_not_accepted_is_found_by_name(what: str, setting: str, value: str) -> None:
+    assert found(settings(**{setting: value})) == {what}
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.1.2.3", "[::1]"])
+def test_plain_text_on_this_machine_is_no_finding(host: str) -> None:
+    made = settings(
+        LANEKEEPER_AMQP_URL=f"amqp://w:s@{host}:5672/",
+        LANEKEEPER_STORE_URL=f"redis://:s@{host}:6379/0",
+        LANEKEEPER_MANAGEMENT_URL=f"http://{host}:15672",
+        ANTHROPIC_BASE_URL=f"http://{host}:8000",
+    )
+
+    assert list(of_transport(made)) == []
+
+
+def test_a_second_providers_address_is_looked_at_as_well() -> None:
+    made = settings(
+        LANEKEEPER_PROVIDERS__OTHER__API_KEY="x", LANEKEEPER_PROVIDERS__OTHER__BASE_URL="http://other.example.com"
+    )
+
+    (risk,) = of_transport(made)
+    assert "LANEKEEPER_PROVIDERS__OTHER__BASE_URL" in risk.text
+
+
+def test_no_finding_tells_a_password() -> None:
+    made = settings(
+        LANEKEEPER_AMQP_URL="amqp://guest:s3cret@rabbit.example.com/", ANTHROPIC_BASE_URL="http://u:s3cret@h"
+    )
+
+    assert not [risk for risk in (*of_transport(made), *of_settings(made)) if "s3cret" in risk.text]
+
+
+def test_a_store_that_others_may_read_is_found(tmp_path: Path) -> None:
+    file = tmp_path / "lane.sqlite"
+    file.touch(mode=0o600)
+    made = settings(LANEKEEPER_STORE_URL=f"sqlite:///{file}")
+    assert found(made) == set()
+
+    os.chmod(file, 0o640)
+
+    assert found(made) == {"store file"}
+
+
+def test_without_the_profile_requests_without_a_user_are_taken() -> None:
+    assert not load_settings(environ={}, dotenv=Path("/nowhere")).needs_user_id
+    assert settings().needs_user_id
+
+
+async def test_without_the_profile_nothing_is_refused_nor_asked() -> None:
+    await refuse(load_settings(environ={"LANEKEEPER_AMQP_URL": "amqp://guest:guest@127.0.0.1:1/"}))
+
+
+def test_every_row_is_told_in_the_document() -> None:
+    rows = {
+        *("broker TLS", "management TLS", "store TLS", "provider TLS", "broker user", "broker rights"),
+        *("broker version", "user_id", "replies", "log content", "failpoints", "store file", "store durability"),
+    }
+    document = (Path(__file__).parents[2] / "docs" / "production.md").read_text()
+
+    assert [row for row in rows if f"| {row} |" not in document] == []
+    source = (Path(__file__).parents[2] / "service" / "production.py").read_text()
+    assert [row for row in rows if f'"{row}"' not in source] == []

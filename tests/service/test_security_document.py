@@ -1,0 +1,46 @@
+"""docs/security.md has every threat, and names tests that there are."""
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCUMENT = (ROOT / "docs" / "security.md").read_text()
+ROWS = {
+    cells[0].strip(): [each.strip() for each in cells]
+    for line in DOCUMENT.splitlines()
+    if (cells := re.split(r"(?<!\\)\|", line.strip("|"))) and re.fullmatch(r"T\d+", cells[0].strip())
+}
+THREATS = [f"T{number}" for number in range(1, 26)]
+TESTS = sorted(set(re.findall(r"`([\w/]+\.py)::(\w+)`", DOCUMENT)))
+SHOWN_BY, FAILS_WITHOUT = 3, 4
+
+
+@cache
+def names_in(path: str) -> set[str]:
+    tree = ast.parse((ROOT / "tests" / path).read_text())
+    return {each.name for each in ast.walk(tree) if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+def test_every_threat_has_its_row() -> None:
+    assert list(ROWS) == THREATS
+    assert {len(cells) for cells in ROWS.values()} == {6}
+
+
+@pytest.mark.parametrize("threat", THREATS)
+def test_every_row_names_a_test_and_what_it_fails_without_or_says_that_there_is_nothing_yet(threat: str) -> None:
+    cells = ROWS[threat]
+    assert "::" in cells[SHOWN_BY]
+    assert cells[FAILS_WITHOUT] or "in this version" in " ".join(cells)
+
+
+@pytest.mark.parametrize(("path", "name"), TESTS, ids=str)
+def test_every_test_that_is_named_is_there(path: str, name: str) -> None:
+    assert name in names_in(path)
+
+
+def test_owasps_list_is_whole() -> None:
+    assert sorted(re.findall(r"^\| (LLM\d\d) ", DOCUMENT, re.MULTILINE)) == [f"LLM{n:02d}" for n in range(1, 11)]

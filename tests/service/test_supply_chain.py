@@ -1,0 +1,67 @@
+"""What is installed was checked by hash, what is shipped runs without rights, and listens where nobody else is."""
+
+import re
+import tomllib
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+HOUSE = Path(__file__).parents[2]
+LOCKS = sorted(HOUSE.glob("requirements*.lock"))
+COMPOSE = ("docker-compose.yml", "deploy/cluster/docker-compose.yml")
+
+
+@pytest.mark.parametrize("lock", LOCKS, ids=lambda each: each.name)
+def test_every_package_is_locked_by_hash_and_from_no_address(lock: Path) -> None:
+    text = lock.read_text()
+    packages = re.split(r"^(?=[a-zA-Z0-9])", text.replace("\\\n", " "), flags=re.MULTILINE)[1:]
+    assert packages
+    assert [each for each in packages if "==" not in each or "--hash=sha256:" not in each] == []
+    assert re.findall(r"https?://|--(?:extra-)?index-url|--find-links|^-e |^git\+", text, re.MULTILINE) == []
+
+
+def test_what_is_installed_is_checked_by_hash_and_runs_no_build_of_strangers() -> None:
+    dev = (HOUSE / "dev").read_text()
+    image = (HOUSE / "Dockerfile").read_text()
+    for text in (dev, image):
+        for each in re.findall(r"install .*?-r requirements\S*", text.replace("\\\n", " ")):
+            assert "--require-hashes" in each, each
+            assert re.search(r"--only-binary[ =]:all:", each), each
+
+
+def test_every_dependency_says_why_it_is_there() -> None:
+    """On its line, or on one above its group or itself."""
+    text = (HOUSE / "pyproject.toml").read_text()
+    project = tomllib.loads(text)
+    extras = project["project"]["optional-dependencies"]
+    named = [*project["project"]["dependencies"], *extras["dev"]]
+    named += [each for group in project["dependency-groups"].values() for each in group]
+    lines = text.splitlines()
+    for each in named:
+        assert any(
+            f'"{each}"' in line and ("#" in line.split(f'"{each}"')[1] or above.strip().startswith("#"))
+            for above, line in pairwise(lines)
+        ), each
+
+
+def test_the_image_runs_as_nobody() -> None:
+    users = re.findall(r"^USER (\S+)", (HOUSE / "Dockerfile").read_text(), re.MULTILINE)
+    assert users
+    assert users[-1] == "10001:10001"
+
+
+@pytest.mark.parametrize("file", COMPOSE)
+def test_every_port_is_published_on_loopback_alone(file: str) -> None:
+    text = (HOUSE / file).read_text()
+    blocks = re.findall(r"^ +ports:(.*(?:\n +- .*)*)", text, re.MULTILINE)
+    published = re.findall(r"[^\s\[\]\",]*:\d+(?=[\s\]\",]|$)", "\n".join(blocks))
+    assert published
+    assert [each for each in published if not each.startswith("127.0.0.1:")] == []
+
+
+def test_the_service_writes_to_no_file_of_its_image_and_gains_no_rights() -> None:
+    text = (HOUSE / "docker-compose.yml").read_text()
+    service = text[text.index("\n  lanekeeper:") :]
+    for each in ("read_only: true", "cap_drop: [ALL]", "no-new-privileges:true"):
+        assert each in service

@@ -1,0 +1,80 @@
+"""A broker that cannot prove who it is gets nothing: not the user's name, not a password."""
+
+import asyncio
+import ssl
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from service.sections import TlsSettings
+from topology.broker.connection import Connection
+from topology.contract.problems import BrokerUnreachable
+
+
+def certificate(folder: Path, name: str, *, days: int = 2) -> tuple[Path, Path]:
+    """A certificate that vouches for itself, and its key."""
+    cert, key = folder / f"{name}.pem", folder / f"{name}.key"
+    made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    made += ["-days", str(days), "-subj", f"/CN={name}", "-addext", f"subjectAltName=DNS:{name}"]
+    subprocess.run([*made, "-keyout", str(key), "-out", str(cert)], check=True, capture_output=True)
+    return cert, key
+
+
+@asynccontextmanager
+async def listening(
+    cert: Path, key: Path, *, newest: ssl.TLSVersion | None = None
+) -> AsyncIterator[tuple[int, bytearray]]:
+    """A TLS server in a broker's place: its port, and what it was told in the clear."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key)
+    if newest is not None:
+        context.set_ciphers("DEFAULT:@SECLEVEL=0")
+        context.minimum_version, context.maximum_version = newest, newest
+    told = bytearray()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        told.extend(await reader.read(100))
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
+    async with server:
+        yield server.sockets[0].getsockname()[1], told
+
+
+async def said(port: int, ca: Path | None) -> str:
+    context = TlsSettings(ca_file=ca).context()
+    with pytest.raises(BrokerUnreachable) as refused:
+        async with Connection(f"amqps://user:s3cret@localhost:{port}/", name="test", ssl_context=context):
+            pass
+    return str(refused.value)
+
+
+async def test_a_certificate_that_nobody_vouches_for_is_refused(tmp_path: Path) -> None:
+    async with listening(*certificate(tmp_path, "localhost")) as (port, told):
+        assert "self-signed certificate" in await said(port, None)
+    assert told == b""
+
+
+async def test_a_certificate_for_another_host_is_refused(tmp_path: Path) -> None:
+    cert, key = certificate(tmp_path, "elsewhere")
+    async with listening(cert, key) as (port, told):
+        assert "'localhost'" in await said(port, cert)
+    assert told == b""
+
+
+async def test_a_broker_that_only_knows_tls_1_0_is_refused(tmp_path: Path) -> None:
+    cert, key = certificate(tmp_path, "localhost")
+    with pytest.warns(DeprecationWarning, match="TLS"):
+        async with listening(cert, key, newest=ssl.TLSVersion.TLSv1) as (port, told):
+            await said(port, cert)
+    assert told == b""
+
+
+async def test_the_one_that_is_vouched_for_is_spoken_to(tmp_path: Path) -> None:
+    cert, key = certificate(tmp_path, "localhost")
+    async with listening(cert, key) as (port, told):
+        await said(port, cert)  # it is no broker
+    assert told.startswith(b"AMQP")

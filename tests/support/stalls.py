@@ -1,0 +1,46 @@
+"""How long the event loop was held at a time.
+
+    with Stalls() as stalls:
+        …                       whatever else runs on the loop
+    stalls.longest_s
+
+By default in CPU time of the loop's thread, so that what else the machine does is not counted; `time.perf_counter` for
+what somebody waits for.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Self
+
+EVERY_S = 0.001
+
+
+class Stalls:
+    """Looks at the clock whenever the loop comes round."""
+
+    def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
+        self._clock = clock
+        self._last_s = 0.0
+        self._next: asyncio.TimerHandle | None = None
+        self.longest_s = 0.0
+
+    def __enter__(self) -> Self:
+        self.longest_s = 0.0
+        self._last_s = self._clock()
+        self._tick()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._next is not None
+        self._next.cancel()
+        self._look()
+
+    def _look(self) -> None:
+        now_s = self._clock()
+        self.longest_s = max(self.longest_s, now_s - self._last_s)
+        self._last_s = now_s
+
+    def _tick(self) -> None:
+        self._look()
+        self._next = asyncio.get_running_loop().call_later(EVERY_S, self._tick)
