@@ -1,9 +1,10 @@
 """Looks ahead in queues that are worked slowly: so that one tenant's requests do not hide another's behind them.
 
-A queue is first in, first out. While all of its slots are taken, and what waits would not begin within a quarter of a
-second, a scout consumes it as well: a pool without slots. What it takes gets the next free slot where its tenant is due
-one, waits in hand within its tenant's share, and is set aside otherwise (`consumers/turns.py`). Where slots come free
-faster than that there is no scout, and nothing is moved: moving costs about half of what such a request does.
+A queue is first in, first out. Where all of its slots were taken for a second, each for a quarter of a second on average
+or longer, and more waits than begins so soon, a scout consumes it as well: a pool without slots. What it takes gets the
+next free slot where its tenant is due one, waits in hand within its tenant's share, and is set aside otherwise
+(`consumers/turns.py`). Where slots come free faster there is no scout, and nothing is moved: moving costs about half of
+what such a request does.
 """
 
 import asyncio
@@ -15,7 +16,9 @@ from consumers.turns import Bench
 from topology.contract.problems import BrokerError
 
 LOOK_EVERY_S: Final = 0.25
-"""How soon a request should begin that no other tenant's is before."""
+"""Where slots come free sooner than that, nothing is moved."""
+GOES_OUT_AFTER: Final = 4
+"""Looks at a full lane: in a shorter burst the order is the queue's own, strictly by priority."""
 GOES_AFTER: Final = 8
 """Looks without a full lane: until then it may be full again."""
 AHEAD: Final = 64
@@ -42,7 +45,10 @@ class Scouted:
     scout: Callable[[], Scout]
     begun: int = 0
     """When it was looked at last."""
+    slow: int = 0
+    """For how many looks in a row it was worked slowly."""
     idle: int = 0
+    """For how many it was not full."""
     at_work: "Scout | None" = None
     leaving: list[Scout] = field(default_factory=list)
 
@@ -97,11 +103,13 @@ class Scouting:
         begun, each.begun = each.bench.begun - each.begun, each.bench.begun
         if self._paused or not each.bench.is_full:
             each.idle += 1
+            each.slow = 0
             if each.at_work is not None and each.idle >= GOES_AFTER:
                 await self._call_back(each)
             return
         each.idle = 0
-        if each.at_work is not None or begun >= each.bench.slots:
+        each.slow = each.slow + 1 if begun < each.bench.slots else 0
+        if each.at_work is not None or each.slow < GOES_OUT_AFTER:
             return
         try:
             waiting = (await self._depths([each.queue]))[each.queue]
