@@ -5,8 +5,10 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 from consumers.job import Job, NowMs
+from topology import names as n
 from topology.broker.notices import Notices
 from topology.contract.codec import app_of
+from topology.contract.messages import Message
 from topology.names import Names
 
 EVENTS: Mapping[str, Set[str]] = {
@@ -16,6 +18,7 @@ EVENTS: Mapping[str, Set[str]] = {
     "completed": {"model", "provider", "wait_ms", "run_ms"},
     "failed": {"code", "status"},
     "dead": {"code"},
+    "removed": {"code", "exported"},
     "cancelled": {"status"},
     "replayed": {"status"},
     "undelivered": {"status"},
@@ -54,6 +57,21 @@ class Lifecycle:
             json.dumps(body).encode(),
             exchange=self._names.events,
             routing_key=self._names.event_key(job.lane_name, app, event, identity),
+        )
+
+    def tell_of_letter(self, letter: Message, event: str, **detail: Any) -> None:
+        """The same of a dead letter, whose request has ended long ago."""
+        lane, app = (
+            _word(letter.routing_key.split(".", 1)[0], APP_LENGTH),
+            _word(app_of(letter.routing_key), APP_LENGTH),
+        )
+        identity = _word(letter.message_id or "", ID_LENGTH)
+        attempt, code = letter.headers.get(n.ATTEMPT, 0), str(letter.headers.get(n.DEAD_CODE, ""))[:APP_LENGTH]
+        told = {"event": event, "id": identity, "lane": lane, "app": app, "attempt": attempt, "code": code}
+        self._notices.publish(
+            json.dumps({**told, "at_ms": self._now_ms(), **detail}, default=str).encode(),
+            exchange=self._names.events,
+            routing_key=self._names.event_key(lane, app, event, identity),
         )
 
 

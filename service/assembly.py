@@ -14,6 +14,7 @@ from consumers.activity import LaneActivity
 from consumers.claiming import Claiming
 from consumers.control import Control
 from consumers.control_answer import Answers
+from consumers.dead_letters import DeadLetters
 from consumers.direct_sender import DirectSender
 from consumers.failpoints import Failpoints
 from consumers.gates.claim import ClaimGate
@@ -43,6 +44,7 @@ from service.providers import open_providers
 from service.settings import Settings
 from topology.broker.apply import apply
 from topology.broker.connection import Connection
+from topology.broker.deadletters import Oldest
 from topology.broker.deliveries import Deliveries
 from topology.broker.depth import depths
 from topology.broker.heads import Heads
@@ -81,6 +83,7 @@ class Parts:
     control: Control
     answers: Answers
     parking: Parking
+    dead_letters: DeadLetters
     retelling: Retelling
     pausing: Pausing
     watch: TopologyWatch
@@ -250,6 +253,13 @@ async def assemble(
             control=control,
             answers=answers,
             parking=parking,
+            dead_letters=DeadLetters(
+                partial(Oldest, consuming, names.dead),
+                store=store,
+                spec=settings.dead.spec(),
+                lifecycle=lifecycle,
+                now_ms=now_ms,
+            ),
             retelling=retelling,
             pausing=pausing,
             watch=watch,

@@ -2,9 +2,11 @@
 
 import ssl
 from collections.abc import Iterator
+from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from consumers.dead_letters import DeadSpec
 from consumers.job import ATTEMPT_WITHIN_S
 from consumers.parking import INVALID_PER_HOUR
 from consumers.retelling import WAITING
@@ -202,12 +204,25 @@ class WaitingSettings(Section):
 
 
 class DeadSettings(Section):
-    """Dead letters."""
+    """Dead letters: what is kept of them, and for how long."""
 
+    max_count: Number[int] = Field(default=DeadSpec().max_count, ge=1, le=1_000_000_000)
+    """Dead letters that the broker keeps: more than anybody looks at. The oldest beyond it are exported, or dropped
+    where `folder` is not set, with a warning, the event `removed` and a count in `status`; once a minute."""
+    max_bytes: Number[int] = Field(default=DeadSpec().max_bytes, ge=MIB, le=1024 * GIB)
+    """The same in bytes of their bodies, estimated by the size of the oldest: AMQP does not tell it."""
+    keep_s: Number[float] = Field(default=DeadSpec().keep_s, ge=1, le=10 * YEAR_S)
+    """How long one is kept: a month, for whoever comes back from leave."""
+    folder: Path | None = None
+    """Where those that go are written, a file of JSON lines a day that only this user may read. None: they are
+    dropped. Example: /var/lib/lanekeeper/dead"""
     invalid_per_hour: Number[float] = Field(default=INVALID_PER_HOUR, ge=1, le=1_000_000_000)
     """Invalid messages of one tenant that a process parks in an hour, each begun 64 KiB counted as one: enough
     to see what is wrong with them, and 64 MiB at most. What is above is answered and not parked. Valid requests
     that failed are always parked."""
+
+    def spec(self) -> DeadSpec:
+        return DeadSpec(max_count=self.max_count, max_bytes=self.max_bytes, keep_s=self.keep_s, folder=self.folder)
 
 
 class RetrySettings(Section):

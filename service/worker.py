@@ -44,6 +44,7 @@ async def run(
             group.create_task(parts.claiming.run(), name="claims"),
             group.create_task(probing(parts.store), name="probing"),
             group.create_task(sweeping(parts.store, owner=uuid.uuid4().hex), name="sweeping"),
+            group.create_task(parts.dead_letters.run(owner=uuid.uuid4().hex), name="dead letters"),
         ]
         pools.append(group.create_task(parts.control.run(), name="control"))
         pools.append(group.create_task(parts.slots.run(), name="slots"))
@@ -139,7 +140,11 @@ async def _tell(parts: Parts, question: Message, me: str) -> None:
         "simulated": parts.simulated,
         "tenants": {lane: turns.snapshot() for lane, turns in parts.turns.items()},
         "undelivered": parts.retelling.given_up,
-        "unparked": parts.parking.unparked,
+        "dead_letters": {
+            "exported": parts.dead_letters.exported,
+            "dropped": parts.dead_letters.dropped,
+            "unparked": parts.parking.unparked,
+        },
         "control": {
             "refused": parts.answers.refused,
             "unanswered": parts.answers.unanswered,

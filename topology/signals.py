@@ -58,6 +58,8 @@ CONTROL_UNANSWERED: Final = (
 )
 
 # Log events: one request. `request` is its message id; most tell its `lane` as well.
+DEAD_LETTERS_REMOVED: Final = "dead_letters.removed"  # removed, exported_to: the oldest, beyond what is kept
+DEAD_LETTERS_UNKEPT: Final = "dead_letters.unkept"  # error: they could not be looked after; it is tried again
 INVALID_UNPARKED: Final = "invalid.unparked"  # tenant, code, count, unparked: its share of the dead letters is used up
 REQUEST_ANSWERED: Final = "request.answered"  # model, provider, wait_ms, run_ms, input_tokens, output_tokens
 REQUEST_DEFERRED: Final = "request.deferred"  # delay_ms, reason: held back by a limit or a wish; not an error

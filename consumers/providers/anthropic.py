@@ -19,13 +19,14 @@ from urllib.parse import urlsplit
 import httpx2
 from anthropic import AsyncAnthropic, DefaultAioHttpClient
 
-from consumers.failures import AnswerTooLargeError, ProviderError, RejectedError, TransientError
+from consumers.failures import AnswerTooLargeError, ProviderError, TransientError
 from consumers.limits import headers as rate_headers
 from consumers.providers.answers import parse_message, read_answer
 from consumers.providers.assembly import Assembly, parse_event, to_json
 from consumers.providers.base import Answer, Parts
 from consumers.providers.error_body import bound_error_body
 from consumers.providers.events import EventSplitter
+from consumers.providers.stream_field import say_stream
 from consumers.providers.translation import NETWORK_ERRORS, border, from_event, one_line
 from consumers.reading import Reading
 from topology.contract import bounds
@@ -198,8 +199,10 @@ class AnthropicProvider:
         """Forward the events and put them together. The time that `parts` and our own reading take is not the
         provider's."""
         splitter = self._dialect.splitter(self._max_answer_bytes // _EVENTS)
-        assembly = Assembly(max_bytes=self._max_answer_bytes, values=self._values)
-        clock = asyncio.get_running_loop().time
+        assembly, clock = (
+            Assembly(max_bytes=self._max_answer_bytes, values=self._values),
+            asyncio.get_running_loop().time,
+        )
         async with aclosing(self._slices(response)) as slices:
             is_complete = False
             while not is_complete:
@@ -248,22 +251,6 @@ class AnthropicProvider:
 
     def _too_large(self, response: httpx2.Response, most: int) -> AnswerTooLargeError:
         return AnswerTooLargeError(f"more than {most} bytes", request_id=_request_id(response))
-
-
-def say_stream(body: bytes, streamed: bool, *, is_stated: bool = True) -> bytes:
-    """The body with `stream` as it must be; byte for byte the same where that is so already."""
-    if is_stated and (b'"stream"' in body or b"\\u" in body):  # a key may be written with escapes
-        fields = json.loads(body)
-        if "stream" in fields:
-            return body if fields["stream"] is streamed else _rewritten({**fields, "stream": streamed})
-    return body.replace(b"{", b'{"stream":true,', 1) if streamed else body
-
-
-def _rewritten(fields: dict[str, Any]) -> bytes:
-    try:
-        return json.dumps(fields, allow_nan=False).encode()
-    except ValueError as error:
-        raise RejectedError("the body has a number that is too large (1e999)", type="unsendable") from error
 
 
 def client_options(base_url: str) -> dict[str, Any]:

@@ -21,10 +21,10 @@ from consumers import control_question
 from consumers.failures import ProviderError
 from consumers.limits import headers as rate_headers
 from consumers.providers.answers import parse_message, read_answer
-from consumers.providers.anthropic import say_stream
 from consumers.providers.assembly import Assembly, parse_event, to_json
 from consumers.providers.events import EventSplitter
 from consumers.providers.frames import FrameSplitter
+from consumers.providers.stream_field import say_stream
 from consumers.providers.translation import classify, from_event, read_retry_after_s
 from topology import propagation
 from topology.broker import fields

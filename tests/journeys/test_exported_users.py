@@ -44,12 +44,12 @@ async def test_a_client_cancels_and_fetches(users: Broker, vhost) -> None:
 async def test_an_application_that_may_not_fetch_is_answered_after_a_loss_of_its_connection(
     users: Broker, vhost
 ) -> None:
-    slow = SimulatedOptions(latency_ms=4000)
+    slow = SimulatedOptions(latency_ms=8000)
     async with (
         house(vhost.amqp_url, declares=False, simulated=slow) as home,
         Client(users.url("application")) as client,
     ):
-        asked = asyncio.create_task(client.request({"prompt": "slow"}, key=f"normal.{users.app}.chat", timeout_s=20))
+        asked = asyncio.create_task(client.request({"prompt": "slow"}, key=f"normal.{users.app}.chat", timeout_s=30))
         await until(lambda: home.calls("slow"))
         await close_connection(vhost, "lanekeeper client")
 

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from service.production import of_file, of_settings, of_transport, refuse
+from service.production import of_file, of_settings, of_transport, refuse, risks
 from service.settings import Settings, load_settings
+from tests.support.redis import redis_server
 
 GOOD = {
     "LANEKEEPER_PROFILE": "production",
@@ -86,6 +87,15 @@ def test_a_store_that_others_may_read_is_found(tmp_path: Path) -> None:
     os.chmod(file, 0o640)
 
     assert found(made) == {"store file"}
+
+
+async def test_a_redis_that_forgets_is_found_and_refused(tmp_path: Path) -> None:
+    with redis_server(tmp_path) as redis:
+        made = settings(LANEKEEPER_STORE_URL=redis.url)
+        found = [risk async for risk in risks(made, None)]
+
+    assert [risk.what for risk in found] == ["store durability"]
+    assert "appendonly is off" in found[0].text
 
 
 def test_without_the_profile_requests_without_a_user_are_taken() -> None:

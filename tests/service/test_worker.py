@@ -33,7 +33,7 @@ class FakePool:
         self._stops = stops
         self._stop = asyncio.Event()
 
-    async def run(self) -> None:
+    async def run(self, **_: str) -> None:
         if self._ends is not None:
             raise self._ends
         try:
@@ -67,6 +67,8 @@ def parts(*pools: FakePool) -> Parts:
         claiming=Claiming(MemoryStore()),  # type: ignore[arg-type]
         control=FakePool("control"),  # type: ignore[arg-type]
         answers=None,  # type: ignore[arg-type]
+        parking=None,  # type: ignore[arg-type]
+        dead_letters=FakePool("dead letters"),  # type: ignore[arg-type]
         retelling=None,  # type: ignore[arg-type]
         pausing=Pausing({}),
         watch=FakePool("watch"),  # type: ignore[arg-type]

@@ -94,8 +94,8 @@ def test_a_password_hash_is_not_shown() -> None:
         (
             "worker",
             "read",
-            ["lane.critical", "lane.batch.due", "lane.fallen", "lane.control", "amq.gen-x"],
-            ["lane.dead", "lane.requests", "lane.delay.00", "lane.events", "xlane.critical", "lane.critical.dueX"],
+            ["lane.critical", "lane.batch.due", "lane.fallen", "lane.dead", "lane.control", "amq.gen-x"],
+            ["lane.requests", "lane.delay.00", "lane.events", "xlane.critical", "lane.critical.dueX"],
         ),
         ("operator", "configure", ["amq.gen-x"], ["lane.critical"]),
         ("operator", "write", ["lane.requests", "lane.control"], ["lane.dead", "lane.delay.00", "amq.default"]),

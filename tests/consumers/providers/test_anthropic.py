@@ -18,7 +18,8 @@ from consumers.failures import (
 )
 from consumers.limits.amounts import NOTHING, Amounts
 from consumers.providers import counting
-from consumers.providers.anthropic import MAX_TOKENS_AT_ONCE, AnthropicProvider, Dialect, say_stream
+from consumers.providers.anthropic import MAX_TOKENS_AT_ONCE, AnthropicProvider, Dialect
+from consumers.providers.stream_field import say_stream
 from service.simulated.app import SimulatedAPI
 from service.simulated.faults import BROKEN, REFUSED
 

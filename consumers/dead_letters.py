@@ -1,0 +1,142 @@
+"""Dead letters have a bound: the oldest beyond it are written to a file where there is a folder for it, else dropped.
+
+One process at a time looks, by a lease of the store; each letter is handed out once, and removed when it is written.
+"""
+
+import asyncio
+import base64
+import json
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from consumers.job import NowMs, dead_at_ms
+from consumers.lifecycle import Lifecycle
+from consumers.state.base import Store, StoreUnavailable
+from topology import names as n
+from topology import signals
+from topology.broker.deadletters import Letter, Oldest
+from topology.contract.problems import BrokerError
+
+DAY_S = 86_400
+GIB = 1024**3
+LOOK_EVERY_S = 60.0
+SAMPLE = 8
+"""The oldest, by whose size the bytes of all are estimated: AMQP tells how many there are, and not how large."""
+STEP = 1000
+"""Letters that one look removes at most."""
+LEASE = "dead letters"
+log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadSpec:
+    """How much is kept in `lane.dead`."""
+
+    max_count: int = 100_000
+    max_bytes: int = GIB
+    keep_s: float = 30 * DAY_S
+    folder: Path | None = None
+    """Where what goes is written, a file of JSON lines a day; None: it is dropped."""
+
+
+class DeadLetters:
+    """Looks after them."""
+
+    def __init__(
+        self,
+        oldest: Callable[[], Oldest],
+        *,
+        store: Store,
+        spec: DeadSpec,
+        lifecycle: Lifecycle,
+        now_ms: NowMs,
+    ) -> None:
+        self._oldest = oldest
+        self._store = store
+        self._spec = spec
+        self._lifecycle = lifecycle
+        self._now_ms = now_ms
+        self.exported = 0
+        self.dropped = 0
+
+    async def run(self, *, owner: str, every_s: float = LOOK_EVERY_S) -> None:
+        """For ever. `owner` names this process among those that share the store."""
+        while True:
+            await asyncio.sleep(every_s)
+            try:
+                if await self._store.hold(LEASE, owner, for_s=2 * every_s) is not None:
+                    await self.look()
+            except (BrokerError, StoreUnavailable, OSError) as error:
+                log.warning(signals.DEAD_LETTERS_UNKEPT, error=str(error))
+
+    async def look(self) -> int:
+        """Remove what is beyond the bounds, the oldest first; how many. Raises BrokerError, OSError."""
+        removed = 0
+        async with self._oldest() as oldest:
+            held: list[Letter] = []
+            while len(held) < SAMPLE and (letter := await oldest.take()) is not None:
+                held.append(letter)
+            beyond = self._beyond(held)
+            while held and removed < STEP and (removed < beyond or self._is_old(held[0])):
+                letter = held.pop(0)
+                if self._spec.folder is not None:
+                    await asyncio.to_thread(_write, self._spec.folder, letter, self._now_ms())
+                await oldest.remove(letter)
+                self._tell(letter)
+                removed += 1
+                if not held and (following := await oldest.take()) is not None:
+                    held.append(following)
+        if removed:
+            where = None if self._spec.folder is None else str(self._spec.folder)
+            log.warning(signals.DEAD_LETTERS_REMOVED, removed=removed, exported_to=where)
+        return removed
+
+    def _beyond(self, held: list[Letter]) -> int:
+        """How many must go for their number and size."""
+        if not held:
+            return 0
+        count = len(held) + held[-1].behind
+        each_bytes = max(1.0, sum(len(letter.message.body) for letter in held) / len(held))
+        return max(count - self._spec.max_count, count - math.floor(self._spec.max_bytes / each_bytes), 0)
+
+    def _is_old(self, letter: Letter) -> bool:
+        at_ms = dead_at_ms(letter.message.headers.get(n.DEAD_AT))
+        return at_ms is not None and at_ms < self._now_ms() - 1000 * self._spec.keep_s
+
+    def _tell(self, letter: Letter) -> None:
+        is_exported = self._spec.folder is not None
+        self.exported += is_exported
+        self.dropped += not is_exported
+        self._lifecycle.tell_of_letter(letter.message, "removed", exported=is_exported)
+
+
+def _write(folder: Path, letter: Letter, now_ms: int) -> None:
+    """One line, on the disk when this returns. A line may be there twice, where its removal failed."""
+    message = letter.message
+    line = {
+        "message_id": message.message_id,
+        "routing_key": message.routing_key,
+        "headers": message.headers,
+        "content_type": message.content_type,
+        "content_encoding": message.content_encoding,
+        "reply_to": message.reply_to,
+        "correlation_id": message.correlation_id,
+        "priority": message.priority,
+        "type": message.type,
+        "app_id": message.app_id,
+        "body_base64": base64.b64encode(message.body).decode(),
+    }
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = folder / f"dead-letters-{now_ms // (1000 * DAY_S) * DAY_S}.jsonl"
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(file, "ab", closefd=False) as writing:
+            writing.write(json.dumps(line, default=str).encode() + b"\n")
+        os.fsync(file)
+    finally:
+        os.close(file)

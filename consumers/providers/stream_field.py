@@ -1,0 +1,22 @@
+"""The field `stream` of a request's body: it says how the provider is to answer, which is ours to decide."""
+
+import json
+from typing import Any
+
+from consumers.failures import RejectedError
+
+
+def say_stream(body: bytes, streamed: bool, *, is_stated: bool = True) -> bytes:
+    """The body with `stream` as it must be; byte for byte the same where that is so already."""
+    if is_stated and (b'"stream"' in body or b"\\u" in body):  # a key may be written with escapes
+        fields = json.loads(body)
+        if "stream" in fields:
+            return body if fields["stream"] is streamed else _rewritten({**fields, "stream": streamed})
+    return body.replace(b"{", b'{"stream":true,', 1) if streamed else body
+
+
+def _rewritten(fields: dict[str, Any]) -> bytes:
+    try:
+        return json.dumps(fields, allow_nan=False).encode()
+    except ValueError as error:
+        raise RejectedError("the body has a number that is too large (1e999)", type="unsendable") from error
