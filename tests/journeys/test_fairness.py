@@ -216,9 +216,9 @@ async def test_a_worker_that_is_killed_while_it_sets_aside_loses_nothing(vhost, 
     ):
         await asyncio.gather(first.ready(within_s=READY_S), second.ready(within_s=READY_S))
         async with ledger.writing(), ledger.reading():
-            for at in range(0, 120, 20):
+            for at in range(0, 60, 20):
                 await asyncio.gather(
-                    *(ledger.ask(LANE, f"job {n} [[latency: 300ms]]", id=f"job-{n}") for n in range(at, at + 20))
+                    *(ledger.ask(LANE, f"job {n} [[latency: 1s]]", id=f"job-{n}") for n in range(at, at + 20))
                 )
 
             async def set_aside() -> int:
