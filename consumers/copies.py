@@ -1,4 +1,4 @@
-"""A request published again: on its way round through a delay, or as a dead letter. Pure.
+"""A request published again: on its way round through a delay, set aside, or as a dead letter. Pure.
 
 As it was published, but for `user_id` (a foreign one closes the channel) and `expiration`, which are kept in headers.
 """
@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from consumers.job import Job, moment_text
+from consumers.rank import rank
 from topology import names as n
 from topology.contract.headers import ERRORS_KEPT, HopHeaders, carried, hop_headers
 from topology.contract.messages import Message
@@ -17,16 +18,26 @@ from topology.names import Names
 
 def on_its_round(job: Job, way: Hop, past: HopHeaders, *, now_ms: int, names: Names) -> Message:
     """The request on its way to its due queue; `past` is what the next worker is told beside what is always told."""
+    told = replace(past, hop_ms=now_ms, back_ms=now_ms + way.delay_ms)
+    return _copy(job, {**_told(job, told), **way.headers}, names=names)
+
+
+def set_aside(job: Job, *, now_ms: int, names: Names) -> Message:
+    """The request for a side queue: nothing has happened to it, and of its `expiration` there is what is left."""
+    since_ms = job.published.ms
     told = replace(
-        past,
-        first_seen_ms=job.hop.first_seen_ms or job.published.ms or job.taken_ms,
-        user_id=job.user_id,
-        expiration=_expiration(job),
-        dead_at=job.dead_at,
-        hop_ms=now_ms,
-        back_ms=now_ms + way.delay_ms,
+        job.hop,
+        redelivered=job.redelivered,
+        hop_ms=job.hop.hop_ms or since_ms,
+        back_ms=job.hop.back_ms or since_ms,
+        is_fresh=job.is_fresh,
     )
-    return _copy(job, {**hop_headers(told), **way.headers}, names=names)
+    copy = _copy(job, _told(job, told), names=names)
+    copy.priority = rank(job.message.priority, is_fresh=job.is_fresh)
+    expiration = _expiration(job)
+    if job.is_fresh and expiration is not None and expiration.isdecimal():
+        copy.expiration = str(max(0, int(expiration) - (now_ms - since_ms)))
+    return copy
 
 
 def dead_letter(job: Job, code: str, detail: str, *, ended_ms: int, names: Names) -> Message:
@@ -44,6 +55,21 @@ def dead_letter(job: Job, code: str, detail: str, *, ended_ms: int, names: Names
     if expiration := _expiration(job):
         headers[n.EXPIRATION] = expiration
     return _copy(job, headers, names=names)
+
+
+def _told(job: Job, hop: HopHeaders) -> dict[str, Any]:
+    """What the next worker is told beside how it goes on."""
+    told = replace(
+        hop,
+        first_seen_ms=job.hop.first_seen_ms or job.published.ms or job.taken_ms,
+        user_id=job.user_id,
+        expiration=_expiration(job),
+        dead_at=job.dead_at,
+    )
+    headers = hop_headers(told)
+    if job.identity.tenant != (job.user_id or ""):
+        headers[n.TENANT] = job.identity.tenant  # of a dead letter it stood where its sender stands now
+    return headers
 
 
 def _expiration(job: Job) -> str | None:

@@ -19,7 +19,10 @@ class Fallen:
         self, lanes: Sequence[LaneSpec], *, names: Names, now_ms: NowMs, speakers: Collection[str] = ()
     ) -> None:
         self._lane_by_queue = {names.intake(lane.name): lane for lane in lanes}
-        self._lane_by_due = {names.due(lane.name): lane for lane in lanes}
+        self._lane_by_workers_queue = {names.due(lane.name): lane for lane in lanes}
+        self._lane_by_workers_queue |= {
+            names.side(lane.name, each): lane for lane in lanes for each in range(lane.side_queues)
+        }
         self._lane_by_name = {lane.name: lane for lane in lanes}
         self._names = names
         self._now_ms = now_ms
@@ -30,8 +33,8 @@ class Fallen:
         message = delivery.message
         dead_lettered = message.exchange == self._names.fallen  # only then is the newest entry of x-death the broker's
         queue = str(_death(delivery).get("queue")) if dead_lettered else ""
-        trusted = queue in self._lane_by_due or is_trusted(message, self._names)
-        lane = self._lane_by_queue.get(queue) or self._lane_by_due.get(queue)
+        trusted = queue in self._lane_by_workers_queue or is_trusted(message, self._names)
+        lane = self._lane_by_queue.get(queue) or self._lane_by_workers_queue.get(queue)
         if lane is None and trusted:
             lane = self._lane_by_name.get(message.routing_key.split(".", 1)[0])
         job = Job(delivery, lane=lane, trusted=trusted, taken_ms=self._now_ms(), speakers=self._speakers)
@@ -52,7 +55,7 @@ class Fallen:
             )
         death = _death(job.delivery)
         if message.exchange == self._names.fallen and death.get("reason") == "expired":
-            bound = death.get("original-expiration")
+            bound = job.hop.expiration or death.get("original-expiration")
             return RequestProblem(
                 "deadline_exceeded",
                 f"expired in {death.get('queue')}" + (f" after its expiration of {bound} ms" if bound else ""),

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from consumers.limits.amounts import Amounts
 from consumers.limits.base import Reservation
+from consumers.rank import restored
 from consumers.state.base import Completion, Copy, Held, Identity, Stop
 from topology import names as n
 from topology.broker.session import Delivery
@@ -52,7 +53,7 @@ class Route(Protocol):
 class Job:
     """One delivery on its way through the pipeline.
 
-    `trusted`: it came through the delay cascade, so that its internal headers are a worker's (design.md, section 3).
+    `trusted`: a worker sent it, through the delay cascade or into a side queue: its internal headers are believed.
     """
 
     __slots__ = (
@@ -76,6 +77,8 @@ class Job:
         self.trusted = trusted
         self.id = delivery.message.message_id or uuid.uuid4().hex
         self.hop = read_hop(delivery.message.headers) if trusted else HopHeaders()
+        if trusted:
+            delivery.message.priority = restored(delivery.message.priority)
         headers = delivery.message.headers
         # a dead letter that is published again tells whose it was; whoever may speak for others is believed
         stated = headers.get(n.TENANT) or (headers.get(n.USER_ID) if n.DEAD_AT in headers else None)
@@ -129,9 +132,14 @@ class Job:
         return self.delivery.redelivered or self.hop.redelivered
 
     @property
+    def is_fresh(self) -> bool:
+        """It comes from its publisher, and was at most set aside since: not from a delay."""
+        return not self.trusted or self.hop.is_fresh
+
+    @property
     def came_before(self) -> bool:
         """It was worked on before, and perhaps ended by whoever had it then: what follows the store may not be done."""
-        return self.redelivered or self.trusted
+        return self.redelivered or not self.is_fresh
 
     def copy(self) -> Copy:
         """What the store compares of this message."""
@@ -212,8 +220,11 @@ def dead_at_ms(text: object) -> int | None:
 
 
 def is_trusted(message: Message, names: Names) -> bool:
-    """Whether a worker sent it: through `lane.due` (internal) or a delay exchange, which only workers may write."""
-    return message.exchange == names.due_exchange or message.exchange.startswith(names.delay_prefix)
+    """Whether a worker sent it: through `lane.due` (internal), or a delay or side exchange, which only workers may
+    write."""
+    return message.exchange == names.due_exchange or message.exchange.startswith(
+        (names.delay_prefix, names.side_prefix)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

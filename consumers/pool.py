@@ -1,7 +1,7 @@
-"""A pool works the deliveries of one queue, as many at a time as it has slots.
+"""A pool works the deliveries of one queue, as many at a time as there are slots for them.
 
-The queue's prefetch equals the slots, so that no delivery ever waits in a worker: more would let lower priorities
-overtake (facts.md, section 2).
+The queue's prefetch equals the slots, so that no delivery waits in a worker: more would let lower priorities overtake
+(facts.md, section 2). It does where tenants share a lane that is full: `consumers/turns.py` says who is next then.
 """
 
 import asyncio
@@ -15,14 +15,16 @@ from opentelemetry.trace import Span
 
 from consumers import waits
 from consumers.activity import LaneActivity
+from consumers.entering import Entering, FromQueue
 from consumers.job import Answered, Buried, Deferred, Dropped, Job, Outcome, Refused, Replayed, Retried
 from consumers.settle import Settler
 from consumers.state.base import StoreUnavailable
+from consumers.turns import Turn, Turns
 from topology import recording, signals
 from topology.broker.deliveries import Deliveries
 from topology.broker.session import ChannelLost, Delivery, Session
 from topology.contract import codec
-from topology.contract.problems import RequestProblem
+from topology.contract.problems import BrokerError, RequestProblem
 from topology.tracing import Tracing
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
@@ -40,18 +42,24 @@ class Pool:
         settler: Settler,
         activity: LaneActivity,
         tracing: Tracing,
+        entering: Entering | None = None,
+        slots: int | None = None,
     ) -> None:
+        """`entering`: how deliveries come by their slots; None: the pool has as many as its prefetch, for itself.
+        `slots`: those that it brings along; None: as many as its prefetch."""
         self._deliveries = deliveries
         self._job_of = job_of
         self._handle = handle
         self._settler = settler
         self._activity = activity
         self._tracing = tracing
-        self._free = asyncio.Semaphore(deliveries.prefetch)
+        self._entering = entering or FromQueue(Turns().bench(deliveries.prefetch))
+        self._slots = deliveries.prefetch if slots is None else slots
         self._in_hand = 0
+        self._begun = 0
         self._jobs: set[Job] = set()
-        self._undecided: dict[asyncio.Task[Any], Job | None] = {}
-        """Who works on what has no outcome yet; None while it waits for a slot."""
+        self._undecided: dict[asyncio.Task[Any], Job] = {}
+        """Tasks without an outcome, each with its job."""
         self._stopping = False
         self._gives_back = False
 
@@ -61,12 +69,17 @@ class Pool:
 
     @property
     def slots(self) -> int:
-        return self._deliveries.prefetch
+        return self._slots
 
     @property
     def in_hand(self) -> int:
-        """What was delivered and has not ended; no more than its slots, unless a pause has come between."""
+        """What was delivered and has not ended; no more than its prefetch, unless a pause has come between."""
         return self._in_hand
+
+    @property
+    def running(self) -> int:
+        """What has a slot."""
+        return self._begun
 
     @property
     def jobs(self) -> Collection[Job]:
@@ -96,7 +109,7 @@ class Pool:
         """
         self._gives_back = True
         for task, job in self._undecided.items():
-            if job is None or job.attempt_started_ms is None:
+            if job.attempt_started_ms is None:
                 task.cancel()
 
     @property
@@ -124,50 +137,70 @@ class Pool:
             log.warning(signals.DELIVERY_LOST, queue=self.queue, error=str(lost.exceptions[0]))
 
     async def _take(self, delivery: Delivery) -> None:
-        """Work one delivery as soon as there is a slot. There is, unless a pause has come between."""
+        """Work one delivery as soon as it has a slot, or move it where it waits without one."""
         self._in_hand += 1
         try:
             if self._gives_back:
                 return await self._settler.release(delivery)
+            if (job := await self._job(delivery)) is None:
+                return None
             try:
-                with self._undecided_yet(None):
-                    await self._free.acquire()
+                with self._undecided_yet(job):
+                    turn = await self._entering.enter(job)
             except asyncio.CancelledError:
                 if self._stopping:
                     await self._settler.release(delivery)
                 raise
+            if turn is Turn.ASIDE:
+                return await self._set_aside(job)
+            self._begun += 1
             try:
-                await self._work(delivery)
+                await self._work(job)
             finally:
-                self._free.release()
+                self._begun -= 1
+                self._entering.leave(job)
         finally:
             self._in_hand -= 1
 
-    async def _work(self, delivery: Delivery) -> None:
-        """Work one delivery. Everything is caught here and in `_outcome`, and nowhere else."""
-        self._activity.running += 1
-        job: Job | None = None
+    async def _job(self, delivery: Delivery) -> Job | None:
+        """None where none can be made of it: one such message must not end the lane for all others."""
         try:
-            job = self._job_of(delivery)
-            self._jobs.add(job)
+            return self._job_of(delivery)
+        except Exception:
+            log.exception(
+                signals.HANDLER_FAILED, request=delivery.message.message_id, lane=self._activity.lane, where="read"
+            )
+            await self._settler.put_back(delivery)
+            return None
+
+    async def _set_aside(self, job: Job) -> None:
+        try:
+            if (outcome := await self._entering.set_aside(job)) is not None:
+                await self._settle(job, outcome)
+        except asyncio.CancelledError:
+            if self._stopping:
+                await self._settler.release(job.delivery)
+            raise
+        except BrokerError as error:
+            log.error(signals.HANDLER_FAILED, request=job.id, lane=job.lane_name, where="set aside", error=str(error))
+            await self._settler.postpone(job.delivery)
+
+    async def _work(self, job: Job) -> None:
+        """Work one delivery. Everything is caught here and in `_outcome`, and nowhere else."""
+        delivery = job.delivery
+        self._activity.running += 1
+        self._jobs.add(job)
+        try:
             taken_ns = time.time_ns()
             with self._tracing.process(
                 delivery.message, queue=self.queue, delivery_tag=delivery.tag, start_ns=taken_ns
             ) as span:
                 with self._undecided_yet(job):
                     outcome = await self._outcome(job)
-                settled = await self._settler.settle(job, outcome)
+                settled = await self._settle(job, outcome)
                 if span.is_recording():
                     self._record(span, job, settled or outcome)
                     self._record_waits(job, taken_ns)
-            if settled is not None:
-                attempted = job.attempt_started_ms is not None
-                self._activity.record(
-                    settled,
-                    wait_ms=job.wait_ms,
-                    run_ms=job.run_ms if attempted else None,
-                    since_delivery=job.published.by == "delivery",
-                )
         except asyncio.CancelledError:
             if self._stopping:
                 await self._settler.release(delivery)
@@ -182,11 +215,22 @@ class Pool:
             await self._settler.put_back(delivery)
         finally:
             self._activity.running -= 1
-            if job is not None:
-                self._jobs.discard(job)
+            self._jobs.discard(job)
+
+    async def _settle(self, job: Job, outcome: Outcome) -> Outcome | None:
+        settled = await self._settler.settle(job, outcome)
+        if settled is not None:
+            attempted = job.attempt_started_ms is not None
+            self._activity.record(
+                settled,
+                wait_ms=job.wait_ms,
+                run_ms=job.run_ms if attempted else None,
+                since_delivery=job.published.by == "delivery",
+            )
+        return settled
 
     @contextmanager
-    def _undecided_yet(self, job: Job | None) -> Iterator[None]:
+    def _undecided_yet(self, job: Job) -> Iterator[None]:
         task = asyncio.current_task()
         assert task is not None
         self._undecided[task] = job

@@ -162,7 +162,7 @@ class Settler:
                 assert_never(outcome)
         if completion.code in NEVER_KEPT:
             return outcome
-        if completion.code in NOTED and job.claim is None and not job.trusted:
+        if completion.code in NOTED and job.claim is None and job.is_fresh:
             if job.redelivered and (before := await self._claiming.find(job.identity)) and before.completion:
                 return Replayed(completion=before.completion, buries=True)  # whoever died had read it otherwise
             if not self._parking.takes(job.identity.tenant, len(job.message.body), code=completion.code):

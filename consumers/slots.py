@@ -46,6 +46,8 @@ class Working(Protocol):
     @property
     def slots(self) -> int: ...
     @property
+    def running(self) -> int: ...
+    @property
     def in_hand(self) -> int: ...
     @property
     def jobs(self) -> Collection[Job]: ...
@@ -75,6 +77,10 @@ class Line:
     most: int
     target_wait_s: float
     activity: LaneActivity
+    side: Working | None = None
+    """Works on the same slots what was set aside."""
+    resize: Callable[[int], None] = lambda slots: None
+    """Told how many slots there are, whenever that changes."""
     added: list[_Added] = field(default_factory=list)
     used: deque[int] = field(default_factory=lambda: deque(maxlen=round(STEADY_S / LOOK_EVERY_S)))
     share: Share = field(default_factory=Share)
@@ -95,7 +101,8 @@ class Line:
 
     @property
     def in_hand(self) -> int:
-        return self.pool.in_hand + sum(each.pool.in_hand for each in self.added)
+        aside = 0 if self.side is None else self.side.running
+        return self.pool.in_hand + aside + sum(each.pool.in_hand for each in self.added)
 
     @property
     def is_full(self) -> bool:
@@ -103,7 +110,8 @@ class Line:
 
     def wait_s(self, now_ms: int) -> float:
         """The longest of what was taken lately, or how long something has waited since with nothing being taken."""
-        jobs = [job for part in (self.pool, *(each.pool for each in self.added)) for job in part.jobs]
+        parts = [self.pool, *(each.pool for each in self.added), *([] if self.side is None else [self.side])]
+        jobs = [job for part in parts for job in part.jobs]
         waits = [
             job.taken_ms - job.request.start_ms
             for job in jobs
@@ -225,6 +233,7 @@ class Slots:
             line.added.append(added)
             line.used.append(line.pool.slots + line.open_slots + line.ending)  # not idle before they are consumed
             self._group.create_task(self._work(line, added), name=f"added slots {line.pool.queue}")
+        line.resize(line.pool.slots + line.open_slots)
         if (share.lent, share.grown) != (line.share.lent, line.share.grown):
             log.debug(
                 signals.SLOTS_CHANGED,
@@ -248,6 +257,7 @@ class Slots:
             each.is_ending = True
         for line in self._lines:
             line.share = Share()
+            line.resize(line.pool.slots)
         self._show()
         await asyncio.gather(*(each.pool.stop() for each in ending))
 

@@ -31,11 +31,13 @@ from consumers.providers.breaker import Breakers
 from consumers.reading import Reading
 from consumers.reply import Replies
 from consumers.retelling import Retelling
+from consumers.scouting import Scouting
 from consumers.settle import Settler
 from consumers.slots import Depths, Slots
 from consumers.spending import Spending
 from consumers.state.base import Store
 from consumers.state.opening import open_store
+from consumers.turns import Shares, Turns
 from service.budgeting import open_budgeting
 from service.pools import Pools
 from service.providers import open_providers
@@ -45,6 +47,7 @@ from topology.broker.connection import Connection
 from topology.broker.deadletters import Oldest
 from topology.broker.deliveries import Deliveries
 from topology.broker.depth import depths
+from topology.broker.heads import Heads
 from topology.broker.management import Management, discover
 from topology.broker.notices import Notices
 from topology.broker.publisher import Publisher
@@ -86,6 +89,9 @@ class Parts:
     watch: TopologyWatch
     pools: tuple[Pool, ...]
     slots: Slots
+    scouting: Scouting
+    turns: Mapping[str, Turns]
+    """By lane."""
     budgets: Budgets
     breakers: Breakers
     spending: Spending
@@ -217,6 +223,8 @@ async def assemble(
             settler=settler,
             retelling=retelling,
             tracing=tracing,
+            publisher=publisher,
+            shares=Shares(settings.fair.tenants),
         )
         for lane in worked:
             pools.add_lane(lane, handler)
@@ -256,7 +264,14 @@ async def assemble(
             pausing=pausing,
             watch=watch,
             pools=tuple(pools.made),
-            slots=Slots(pools.lines, depths=_ready(consuming), now_ms=now_ms, waiting_for=budgeting.waiting_for),
+            slots=Slots(
+                pools.lines,
+                depths=_ready_or_aside(consuming, pools.heads),
+                now_ms=now_ms,
+                waiting_for=budgeting.waiting_for,
+            ),
+            scouting=Scouting(pools.scouted, depths=_ready(consuming)),
+            turns=pools.turns,
             budgets=budgeting.budgets,
             breakers=budgeting.breakers,
             spending=budgeting.spending,
@@ -287,6 +302,19 @@ def _ready(connection: Connection) -> Depths:
         return {queue: depth.ready for queue, depth in (await depths(connection, queues)).items()}
 
     return ready
+
+
+def _ready_or_aside(connection: Connection, heads: Mapping[str, Heads]) -> Depths:
+    """What waits in a queue, and of an intake what was set aside."""
+    ready = _ready(connection)
+
+    async def both(queues: list[str]) -> Mapping[str, int]:
+        return {
+            queue: count + (heads[queue].ready if queue in heads else 0)
+            for queue, count in (await ready(queues)).items()
+        }
+
+    return both
 
 
 def _ready_in(queue: str, ready: Depths) -> Callable[[], Awaitable[int]]:

@@ -13,7 +13,7 @@ from consumers.prices import AS_OF, Prices
 from consumers.spending import Cap, CapsSpec
 from service.allowed import HttpUrl, Key, Number, PlaceName
 from service.sections import Section
-from service.tables import CapTable, Day, ModelLists, ModelNames, PriceTable
+from service.tables import CapTable, Day, ModelLists, ModelNames, PriceTable, ShareTable
 from service.validation import Disagreement
 from topology.lanes import BATCH, CRITICAL, DEFAULT_LANES, NORMAL
 
@@ -191,6 +191,15 @@ class LaneCapsSettings(Section):
     critical: CapSettings = CapSettings()
     normal: CapSettings = CapSettings()
     batch: CapSettings = CapSettings()
+
+
+class FairSettings(Section):
+    """How tenants share the slots of a lane (docs/fairness.md)."""
+
+    tenants: ShareTable = Field(default_factory=dict)
+    """`weight`: a tenant's share beside the others'; 1 where nothing is said. `in_flight`: its requests of one lane
+    that a process works on at a time, at most; further ones wait without a slot. `*`: each tenant that is not named.
+    Example: {"*": {"in_flight": 8}, "crm": {"weight": 2}}"""
 
 
 class CapsSettings(Section):

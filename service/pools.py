@@ -5,20 +5,28 @@ from functools import partial
 from typing import Any
 
 from consumers.activity import LaneActivity
+from consumers.aside import Aside
+from consumers.entering import FromAside, FromQueue
 from consumers.fallen import Fallen
 from consumers.handler import Handler
 from consumers.job import Job, is_trusted, now_ms
 from consumers.pool import Pool
 from consumers.retelling import Retelling
+from consumers.scouting import AHEAD, Scouted
 from consumers.settle import Settler
 from consumers.slots import Line
+from consumers.turns import Shares, Turns
 from topology.broker.deliveries import Deliveries
+from topology.broker.heads import Heads
+from topology.broker.publisher import Publisher
 from topology.broker.session import Delivery
 from topology.lanes import LaneSpec
 from topology.names import Names
 from topology.tracing import Tracing
 
 FALLEN_SLOTS = 8
+MOST = 10_000
+"""What a pool of heads may have in hand: as many as there are slots, and a head of each queue."""
 
 
 class Pools:
@@ -34,8 +42,15 @@ class Pools:
         settler: Settler,
         retelling: Retelling,
         tracing: Tracing,
+        publisher: Publisher,
+        shares: Shares,
     ) -> None:
         self.made: list[Pool] = []
+        self.scouted: list[Scouted] = []
+        self.turns: dict[str, Turns] = {}
+        """By lane."""
+        self.heads: dict[str, Heads] = {}
+        """Of the side queues, by the intake that they belong to."""
         self.lines: list[Line] = []
         self.activities: list[LaneActivity] = []
         self._deliveries = deliveries
@@ -45,23 +60,44 @@ class Pools:
         self._settler = settler
         self._retelling = retelling
         self._tracing = tracing
+        self._publisher = publisher
+        self._shares = shares
 
     def add_lane(self, lane: LaneSpec, handler: Handler) -> None:
-        """Its two: what comes back goes ahead of its peers, and none of those slots is lent."""
+        """Creates its pools: of the due queue (its slots are never lent), of the intake, and, on its slots, of what was
+        set aside."""
         activity = LaneActivity(lane.name, slots=lane.slots, due_slots=lane.due_slots)
         self.activities.append(activity)
-        for queue, own, kept, most in (
-            (self._names.due(lane.name), lane.due_slots, lane.due_slots, lane.most_due_slots),
-            (self._names.intake(lane.name), lane.slots, lane.kept_slots, lane.most_slots),
+        heads = Heads(self._names.side(lane.name, each) for each in range(lane.side_queues))
+        aside = self._aside(lane, heads) if heads.queues else None
+        turns = Turns(self._shares, aside)
+        self.turns[lane.name] = turns
+        self.heads[self._names.intake(lane.name)] = heads
+        common: dict[str, Any] = {
+            "job_of": self._job_maker(lane),
+            "handle": self._retelling.first(handler.handle),
+            "activity": activity,
+        }
+        intake, due = turns.bench(lane.slots), turns.bench(lane.due_slots)
+        side = None
+        if aside is not None:
+            name = f"{self._names.intake(lane.name)}.side"
+            deliveries = partial(self._deliveries, queue=name, counted=heads.queues[0] in self._counted, heads=heads)
+            side = self._pool(deliveries, 0, prefetch=MOST, entering=FromAside(intake, aside), **common)
+            self.made.append(side)
+        for queue, bench, worked_too, own, kept, most in (
+            (self._names.due(lane.name), due, None, lane.due_slots, lane.due_slots, lane.most_due_slots),
+            (self._names.intake(lane.name), intake, side, lane.slots, lane.kept_slots, lane.most_slots),
         ):
-            of = partial(
+            of: Callable[..., Pool] = partial(
                 self._pool,
                 partial(self._deliveries, queue=queue, counted=queue in self._counted),
-                job_of=self._job_maker(lane),
-                handle=self._retelling.first(handler.handle),
-                activity=activity,
+                entering=FromQueue(bench, aside),
+                **common,
             )
             self.made.append(of(own))
+            if aside is not None:
+                self.scouted.append(Scouted(queue=queue, bench=bench, scout=partial(of, 0, prefetch=AHEAD)))
             self.lines.append(
                 Line(
                     lane=lane.name,
@@ -71,6 +107,8 @@ class Pools:
                     most=most,
                     target_wait_s=lane.target_wait_s,
                     activity=activity,
+                    side=worked_too,
+                    resize=bench.resize,
                 )
             )
 
@@ -87,8 +125,14 @@ class Pools:
             )
         )
 
-    def _pool(self, deliveries: Callable[..., Deliveries], slots: int, **of: Any) -> Pool:
-        return Pool(deliveries(prefetch=slots), settler=self._settler, tracing=self._tracing, **of)
+    def _pool(
+        self, deliveries: Callable[..., Deliveries], slots: int, *, prefetch: int | None = None, **of: Any
+    ) -> Pool:
+        made = deliveries(prefetch=slots if prefetch is None else prefetch)
+        return Pool(made, slots=slots, settler=self._settler, tracing=self._tracing, **of)
+
+    def _aside(self, lane: LaneSpec, heads: Heads) -> Aside:
+        return Aside(lane, heads, publisher=self._publisher, names=self._names, now_ms=now_ms)
 
     def _job_maker(self, lane: LaneSpec) -> Callable[[Delivery], Job]:
         return lambda delivery: Job(

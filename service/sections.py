@@ -64,6 +64,9 @@ class LaneSettings(Section):
     """Messages that the intake holds; beyond it a publish is refused (not confirmed)."""
     max_length_bytes: Number[int] = Field(ge=MIB, le=1024 * GIB)  # at least the largest request
     """The same in bytes."""
+    side_queues: Number[int] = Field(ge=0, le=32)
+    """Queues for what is set aside, so that no tenant waits behind another's requests: where more tenants than that
+    have a backlog, some share a queue. 0: nothing is set aside. After a change: `lanekeeper topology apply`."""
 
     def disagreements(self) -> Iterator[Disagreement]:
         if self.models is not None and self.model not in self.models:

@@ -32,6 +32,7 @@ from service.budget_sections import (
     FIRST,
     BudgetSettings,
     CapsSettings,
+    FairSettings,
     ModelsSettings,
     PricesSettings,
     ProviderSettings,
@@ -96,6 +97,7 @@ class Settings(BaseSettings):
     models: ModelsSettings = ModelsSettings()
     prices: PricesSettings = PricesSettings()
     caps: CapsSettings = CapsSettings()
+    fair: FairSettings = FairSettings()
     budget: BudgetSettings = BudgetSettings()
     lanes: LanesSettings = LanesSettings()
     gateway: GatewaySettings = GatewaySettings()

@@ -36,7 +36,7 @@ class LaneStatus:
 
     lane: str
     depth: int | None
-    """Messages that wait in the intake and in the due queue; None where the user may not look at them."""
+    """Messages that wait in the intake, in the due queue and aside; None where the user may not look at them."""
     consumers: int | None
     """Consumers of the intake, as the broker counts them; None the same."""
     workers: int
@@ -77,6 +77,8 @@ class Status:
     """Providers that are not called at present."""
     spent: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
     """By "lane" and "tenant", then by name: requests, tokens and dollars since the workers began."""
+    tenants: Mapping[str, Mapping[str, Mapping[str, int]]] = field(default_factory=dict)
+    """By lane and tenant: running, in hand, begun and set aside since the workers began; of the latest tenants."""
     prices_as_of: str | None = None
     undelivered: int = 0
     """Replies that their queues never took since the workers began: full for a minute. Each is kept under its id."""
@@ -102,7 +104,9 @@ async def look(
 ) -> Status:
     """Ask and look. Raises BrokerUnreachable, AccessRefused (to ask), TopologyMismatch (nothing is declared)."""
     answers = await gather(connection, names=names, quiet_s=quiet_s)
-    queues = [queue for lane in lanes for queue in (names.intake(lane.name), names.due(lane.name))]
+    queues = [
+        queue for lane in lanes for queue in (names.intake(lane.name), names.due(lane.name), *_sides(lane, names))
+    ]
     try:
         found = await depths(connection, queues)
     except AccessRefused:
@@ -157,6 +161,7 @@ def merge(
                 [answer["lanes"][lane.name] for answer in answers if lane.name in answer.get("lanes", ())],
                 intake=found.get(names.intake(lane.name)),
                 due=found.get(names.due(lane.name)),
+                aside=sum(found[queue].ready for queue in _sides(lane, names) if queue in found),
             )
             for lane in lanes
         ),
@@ -177,6 +182,7 @@ def merge(
         dead_letters=_sums(answers, "dead_letters"),
         control=_sums(answers, "control"),
         simulated=tuple(sorted(str(answer.get("worker", "?")) for answer in answers if answer.get("simulated"))),
+        tenants=_tenants(answers),
         prices_as_of=next((answer["prices_as_of"] for answer in answers if "prices_as_of" in answer), None),
     )
 
@@ -225,7 +231,24 @@ def _spent(answers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str
     return total
 
 
-def _lane(lane: str, figures: Sequence[Mapping[str, Any]], *, intake: Depth | None, due: Depth | None) -> LaneStatus:
+def _sides(lane: LaneSpec, names: Names) -> list[str]:
+    return [names.side(lane.name, number) for number in range(lane.side_queues)]
+
+
+def _tenants(answers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, int]]]:
+    total: dict[str, dict[str, dict[str, int]]] = {}
+    for answer in answers:
+        for lane, tenants in answer.get("tenants", {}).items():
+            for tenant, figures in tenants.items():
+                sums = total.setdefault(lane, {}).setdefault(tenant, {})
+                for what, count in figures.items():
+                    sums[what] = sums.get(what, 0) + count
+    return total
+
+
+def _lane(
+    lane: str, figures: Sequence[Mapping[str, Any]], *, intake: Depth | None, due: Depth | None, aside: int
+) -> LaneStatus:
     waits = sorted(wait for each in figures for wait in each["waits_ms"])
 
     def total(*fields: str) -> int | None:
@@ -233,7 +256,7 @@ def _lane(lane: str, figures: Sequence[Mapping[str, Any]], *, intake: Depth | No
 
     return LaneStatus(
         lane=lane,
-        depth=None if intake is None or due is None else intake.ready + due.ready,
+        depth=None if intake is None or due is None else intake.ready + due.ready + aside,
         consumers=None if intake is None else intake.consumers,
         workers=len(figures),
         running=total("running"),

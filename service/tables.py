@@ -9,6 +9,7 @@ from pydantic import PlainValidator
 
 from consumers.prices import Price
 from consumers.spending import EVERY_TENANT, Cap, Spent
+from consumers.turns import TenantShare
 from service.allowed import listed, model, not_bool, not_empty, words, wrong
 from service.masking import mask
 
@@ -108,6 +109,15 @@ def _cap(value: Any) -> Cap:
     return Cap(**found)
 
 
+def _share(value: Any) -> TenantShare:
+    found = _figures(value, ("weight", "in_flight"))
+    if not all(found.values()) or not found.get("in_flight", 1.0).is_integer():
+        raise ValueError
+    return TenantShare(
+        weight=found.get("weight", 1.0), in_flight=int(found["in_flight"]) if "in_flight" in found else None
+    )
+
+
 def _day(value: Any) -> str:
     try:
         found = date.fromisoformat(str(value).strip())
@@ -135,6 +145,17 @@ PriceTable = Annotated[
             _price,
             "for each model a table of US dollars per million tokens: input, output, and perhaps cache_read and "
             "cache_write; in the environment as JSON",
+        )
+    ),
+]
+ShareTable = Annotated[
+    Mapping[str, TenantShare],
+    PlainValidator(
+        _each(
+            _tenant_or_every,
+            _share,
+            "for each tenant (* alone: for every other) a table of numbers above 0: weight, in_flight (a whole one); "
+            "in the environment as JSON",
         )
     ),
 ]

@@ -48,7 +48,8 @@ async def run(
         ]
         pools.append(group.create_task(parts.control.run(), name="control"))
         pools.append(group.create_task(parts.slots.run(), name="slots"))
-        side.append(group.create_task(parts.pausing.run((*parts.pools, parts.slots)), name="pausing"))
+        pools.append(group.create_task(parts.scouting.run(), name="scouting"))
+        side.append(group.create_task(parts.pausing.run((*parts.pools, parts.slots, parts.scouting)), name="pausing"))
         side.append(group.create_task(parts.watch.run(), name="topology watch"))
         announcing = group.create_task(_announce(parts, on_ready), name="announce")
         stopping = group.create_task(stop.wait(), name="stop")
@@ -69,10 +70,11 @@ async def run(
 
 async def _stop(parts: Parts) -> None:
     """What is given back must find none of our consumers: so all of them end first."""
-    await asyncio.gather(*(pool.stop() for pool in parts.pools), parts.slots.stop())
+    await asyncio.gather(*(pool.stop() for pool in parts.pools), parts.slots.stop(), parts.scouting.stop())
     for pool in parts.pools:
         pool.give_back_waiting()
     parts.slots.give_back_waiting()
+    parts.scouting.give_back_waiting()
 
 
 async def _end(tasks: Iterable[asyncio.Task[object]]) -> None:
@@ -136,6 +138,7 @@ async def _tell(parts: Parts, question: Message, me: str) -> None:
         },
         "prices_as_of": parts.prices_as_of,
         "simulated": parts.simulated,
+        "tenants": {lane: turns.snapshot() for lane, turns in parts.turns.items()},
         "undelivered": parts.retelling.given_up,
         "dead_letters": {
             "exported": parts.dead_letters.exported,
@@ -168,12 +171,12 @@ async def summarise_once(parts: Parts) -> None:
         return
     for activity in parts.activities:
         figures = activity.snapshot()
-        intake, due = (found[queue] for queue in queues[activity.lane])
+        intake, *others = (found[queue] for queue in queues[activity.lane])
         waits = sorted(figures["waits_ms"])
         log.info(
             signals.LANE_SUMMARY,
             lane=activity.lane,
-            depth=intake.ready + due.ready,
+            depth=intake.ready + sum(each.ready for each in others),
             consumers=intake.consumers,
             running=figures["running"],
             wait_p50_ms=quantile(waits, 0.5),
@@ -182,5 +185,9 @@ async def summarise_once(parts: Parts) -> None:
         )
 
 
-def _queues(parts: Parts, lane: str) -> tuple[str, str]:
-    return parts.names.intake(lane), parts.names.due(lane)
+def _queues(parts: Parts, lane: str) -> tuple[str, ...]:
+    """The intake first."""
+    sides = (
+        parts.names.side(lane, each) for spec in parts.lanes if spec.name == lane for each in range(spec.side_queues)
+    )
+    return parts.names.intake(lane), parts.names.due(lane), *sides

@@ -3,6 +3,7 @@
     declare(lanes, names=Names(), broker_version="4.3.6") -> Topology
 
     lane.requests (topic) ── <lane>.# ──► lane.<lane>      intake: bounded, by priority
+    lane.side.00 … (topic) ── <lane>.# ──► lane.<lane>.side.00 …    what workers set aside, by tenant
     lane.delay.28 … .00   ──► lane.due (topic, internal) ── <lane>.# ──► lane.<lane>.due
     lane.fallen           what expired, was delivered too often, or had no lane
     lane.dead, lane.events, lane.control
@@ -78,14 +79,20 @@ def declare(lanes: Sequence[LaneSpec], *, names: Names, broker_version: str) -> 
     """All that `lanes` need on a broker of that version. Raises ValueError for a version that is no use."""
     broker = Broker.of(broker_version)
     return Topology(
-        exchanges=(*_exchanges(names), *delays.exchanges(names)),
+        exchanges=(
+            *_exchanges(names),
+            *(Exchange(names.side_exchange(number), "topic") for number in range(_most_side_queues(lanes))),
+            *delays.exchanges(names),
+        ),
         queues=(
             *(queue for lane in lanes for queue in (_intake(lane, names, broker), _due(lane, names))),
+            *(_side(lane, number, names, broker) for lane in lanes for number in range(lane.side_queues)),
             *delays.queues(names, quorum=_quorum()),
             *(Queue(name, _kept(broker)) for name in (names.fallen, names.dead, names.control)),
         ),
         bindings=(
             *(binding for lane in lanes for binding in _lane_bindings(lane.name, names)),
+            *(binding for lane in lanes for binding in _side_bindings(lane, names)),
             *delays.bindings(names),
             Binding(names.fallen, names.fallen),
             Binding(names.dead, names.dead, routing_key="#"),
@@ -138,6 +145,22 @@ def _due(lane: LaneSpec, names: Names) -> Queue:
     return Queue(
         names.due(lane.name),
         {**_quorum(), "x-overflow": "reject-publish", "x-dead-letter-exchange": names.fallen, **_counted()},
+    )
+
+
+def _most_side_queues(lanes: Sequence[LaneSpec]) -> int:
+    return max((lane.side_queues for lane in lanes), default=0)
+
+
+def _side(lane: LaneSpec, number: int, names: Names, broker: Broker) -> Queue:
+    """As the lane's intake: bounded, and by priority."""
+    return Queue(names.side(lane.name, number), _intake(lane, names, broker).arguments)
+
+
+def _side_bindings(lane: LaneSpec, names: Names) -> tuple[Binding, ...]:
+    return tuple(
+        Binding(names.side_exchange(number), names.side(lane.name, number), routing_key=names.lane_pattern(lane.name))
+        for number in range(lane.side_queues)
     )
 
 

@@ -14,7 +14,7 @@ _FLOW = """\
   lanes -. "expired, or delivered too often" .-> fallen
   fallen --> worker
   worker -- "retry, delay" --> delays
-  worker -- "hopeless" --> dead
+{aside}  worker -- "hopeless" --> dead
   worker -. "life cycle" .-> events
   control -- "cancel, result, status" --> worker
   worker == "answer, by reply_to" ==> app"""
@@ -27,7 +27,13 @@ def mermaid(topology: Topology) -> str:
     queues = "\n".join(
         f'    {lane}[("{names.intake(lane)}")]\n    {lane}_due[("{names.due(lane)}")]' for lane in topology.lanes
     )
+    side, aside = "", ""
+    if most := _side_queues(topology):
+        every = names.side("&lt;lane&gt;", 0), names.side("&lt;lane&gt;", most - 1)
+        side = f'    side[("{every[0]} … {every[1]}")]\n'
+        aside = '  worker -- "set aside, by tenant" --> side\n'
     flow = _FLOW.format(
+        aside=aside,
         published="\n".join(f'  requests -- "{names.lane_pattern(lane)}" --> {lane}' for lane in topology.lanes),
         returned="\n".join(f'  due -- "{names.lane_pattern(lane)}" --> {lane}_due' for lane in topology.lanes),
     )
@@ -38,7 +44,7 @@ def mermaid(topology: Topology) -> str:
   due{{{{"{names.due_exchange}"}}}}
   subgraph lanes ["lanes: what is published, and what comes back"]
 {queues}
-  end
+{side}  end
   worker(["workers, a pool a lane"])
   fallen[("{names.fallen}")]
   dead[("{names.dead}")]
@@ -48,19 +54,41 @@ def mermaid(topology: Topology) -> str:
 """
 
 
+def _side_queues(topology: Topology) -> int:
+    """How many of them the lanes have, at most."""
+    prefix = Names(topology.namespace).side_prefix
+    return sum(each.name.startswith(prefix) for each in topology.exchanges)
+
+
 def render(topology: Topology) -> str:
-    """List all of it, a line each, the levels of the delay cascade folded into one."""
+    """List all of it, a line each, the levels of the delay cascade folded into one, and so each lane's side queues."""
     names = Names(topology.namespace)
+    folded = (names.delay_prefix, names.side_prefix)
     cascade = f"{names.delay(0)} … {names.delay(delays.LEVELS - 1)}"
+    most = _side_queues(topology)
+    sides = f"{names.side_exchange(0)} … {names.side_exchange(most - 1)}"
     lines = [f"RabbitMQ {topology.broker_version}: {topology.note}", "", "exchanges"]
-    lines += [f"  {_exchange(each)}" for each in topology.exchanges if not each.name.startswith(names.delay_prefix)]
+    lines += [f"  {_exchange(each)}" for each in topology.exchanges if not each.name.startswith(folded)]
+    lines += [f"  {sides}: topic"] if most else []
     lines += [f"  {cascade}: headers", "", "queues"]
-    lines += [f"  {_queue(each)}" for each in topology.queues if not each.name.startswith(names.delay_prefix)]
+    by_lane: dict[str, list[Queue]] = {}
+    for queue in topology.queues:
+        for lane in topology.lanes:
+            if queue.name.startswith(names.side(lane, 0).removesuffix("00")):
+                by_lane.setdefault(lane, []).append(queue)
+    of_sides = {queue.name for queues in by_lane.values() for queue in queues}
+    lines += [
+        f"  {_queue(each)}"
+        for each in topology.queues
+        if not each.name.startswith(names.delay_prefix) and each.name not in of_sides
+    ]
+    lines += [f"  {each[0].name} … {each[-1].name}: {_listed(each[0].arguments)}" for each in by_lane.values()]
     wait = dict(topology.queue(names.delay(0)).arguments)
     wait["x-message-ttl"] = f"{delays.wait_ms(0)} … {delays.wait_ms(delays.LEVELS - 1)}"
     wait["x-dead-letter-exchange"] = f"the next lower, at last {names.due_exchange}"
     lines += [f"  {cascade}: {_listed(wait)}", "", "bindings"]
-    lines += [f"  {each.label}" for each in topology.bindings if not each.source.startswith(names.delay_prefix)]
+    lines += [f"  {each.label}" for each in topology.bindings if not each.source.startswith(folded)]
+    lines += [f"  {sides}: '<lane>.#' to the lane's side queue of that number"] if most else []
     lines += [f"  {cascade}: true to the wait queue, false to the next lower, at last {names.due_exchange}"]
     return "\n".join(lines)
 

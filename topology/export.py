@@ -6,7 +6,7 @@
 |---|---|
 | application | publish to `lane.requests` with keys `<its lanes>.<its name>.…`; read its reply queue |
 | client | the same, and cancel its requests and fetch their results: publish to `lane.control` |
-| worker | read lanes, fallen and dead letters; write delays, dead letters, events and replies; make status queues |
+| worker | read lanes, fallen and dead letters; write delays, side queues, dead letters, events, replies; make queues |
 | operator | publish to any lane, cancel, watch events, read `lane.dead`; see all in the management UI |
 | deployer | configure, write and read everything of ours: `topology apply` |
 
@@ -119,11 +119,16 @@ def rights(user: User, topology: Topology) -> Rights:
                 _any(OWN_QUEUES),
                 _any(
                     rf"{re.escape(names.delay_prefix)}\d\d",
+                    rf"{re.escape(names.side_prefix)}\d\d",
                     *map(re.escape, (names.dead, names.events)),
                     DEFAULT_EXCHANGE,
                     OWN_QUEUES,
                 ),
-                _any(*map(re.escape, (*_lane_queues(topology), names.fallen, names.dead, names.control)), OWN_QUEUES),
+                _any(
+                    *map(re.escape, (*_lane_queues(topology), names.fallen, names.dead, names.control)),
+                    rf"{re.escape(names.namespace)}\.({'|'.join(map(re.escape, topology.lanes))})\.side\.\d\d",
+                    OWN_QUEUES,
+                ),
             )
         case "operator":
             return Rights(

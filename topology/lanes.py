@@ -38,6 +38,9 @@ class LaneSpec:
     max_length: int
     """Messages that the intake holds before publishes are refused (not confirmed)."""
     max_length_bytes: int = GIB
+    side_queues: int = 8
+    """Queues for what is set aside, so that no tenant waits behind another's requests (docs/fairness.md): so many
+    tenants can each have a queue of their own, further ones share. 0: nothing is set aside."""
 
     @property
     def due_slots(self) -> int:

@@ -22,6 +22,18 @@ class Names:
         """Queue that takes what comes back to a lane from a delay."""
         return f"{self.namespace}.{lane}.due"
 
+    def side(self, lane: str, number: int) -> str:
+        """Queue that takes what a lane's workers set aside."""
+        return f"{self.namespace}.{lane}.side.{number:02d}"
+
+    def side_exchange(self, number: int) -> str:
+        """Topic exchange through which workers set requests aside; one for each number of side queues."""
+        return f"{self.side_prefix}{number:02d}"
+
+    @property
+    def side_prefix(self) -> str:
+        return f"{self.namespace}.side."
+
     @property
     def due_exchange(self) -> str:
         """Internal topic exchange at the end of the delay cascade."""
@@ -120,7 +132,7 @@ DEAD_AT = "x-lane-dead-at"
 ROUTING_KEY = "x-lane-routing-key"
 ERRORS = "x-lane-errors"
 
-# Between workers; believed only on what came back through the delay cascade (ATTEMPT, ERRORS too).
+# Between workers; believed only on what came through the delay cascade or a side queue (ATTEMPT, ERRORS too).
 FIRST_SEEN_MS = "x-lane-first-seen-ms"
 DUE_MS = "x-lane-due-ms"
 USER_ID = "x-lane-user-id"
@@ -128,6 +140,7 @@ EXPIRATION = "x-lane-expiration"
 REDELIVERED = "x-lane-redelivered"
 HOP_MS = "x-lane-hop-ms"
 BACK_MS = "x-lane-back-ms"
+FRESH = "x-lane-fresh"
 REPLY_TRY = "x-lane-reply-try"
 REPLY_ERROR = "x-lane-reply-error"
 
@@ -136,7 +149,7 @@ OURS = frozenset(
         STATUS, PART, SEQ, REQUEST_ID, LANE_NAME, MODEL, PROVIDER, ATTEMPT, WAIT_MS, RUN_MS, WAIT_FROM,
         REPLAYED, CONTROL,
         DEAD_CODE, DEAD_DETAIL, DEAD_AT, ROUTING_KEY, ERRORS,
-        FIRST_SEEN_MS, DUE_MS, USER_ID, EXPIRATION, REDELIVERED, HOP_MS, BACK_MS,
+        FIRST_SEEN_MS, DUE_MS, USER_ID, EXPIRATION, REDELIVERED, HOP_MS, BACK_MS, FRESH,
         REPLY_TRY, REPLY_ERROR,
     }
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Users for `lanekeeper topology export`, and their passwords: from a file, else made and told once."""
+"""Users for `lanekeeper topology export` and `apply`. Passwords are from a file; `export` makes others, told once."""
 
 import secrets
 import sys
@@ -18,6 +18,18 @@ ROLES: dict[str, Role] = {role: role for role in get_args(Role)}
 def read(given: list[str] | tuple[str, ...], passwords: Path | None) -> list[User]:
     """Users from NAME:ROLE[:LANE,LANE…]. Raises typer.BadParameter."""
     known = {} if passwords is None else _passwords(passwords)
+    return [_user(each, known) for each in given]
+
+
+def with_passwords(given: list[str], passwords: Path | None) -> list[User]:
+    """The same, each with a password of the file: a repeated `apply` shall not change one.
+
+    Raises typer.BadParameter.
+    """
+    known = {} if passwords is None else _passwords(passwords)
+    missing = [name for each in given if (name := each.partition(":")[0]) not in known]
+    if missing:
+        raise typer.BadParameter(f"a line NAME:PASSWORD is missing for {', '.join(missing)}", param_hint="--passwords")
     return [_user(each, known) for each in given]
 
 

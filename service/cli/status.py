@@ -86,6 +86,11 @@ def _show(found: "Status") -> None:
         if lane.deferred_for:
             told = ", ".join(f"{reason} {count}" for reason, count in sorted(lane.deferred_for.items()))
             console.print(f"{lane.lane} was put off since the workers began, for: {told}", highlight=False)
+    for name, tenants in found.tenants.items():
+        for tenant, each in tenants.items():
+            if each["set_aside"] and (each["running"] or each["in_hand"]):
+                told = f"{each['running']} running, {each['begun']} begun, {each['set_aside']} set aside"
+                console.print(f"{name}, tenant {tenant or '(none)'}: {told}", highlight=False, soft_wrap=True)
     for line in (*found.waiting, *found.paused, *found.breakers):
         console.print(line, highlight=False, soft_wrap=True)
     if dollars := {lane: each["usd"] for lane, each in found.spent.get("lane", {}).items() if each.get("usd")}:

@@ -12,6 +12,7 @@ from service.cli.ending import FAILED, run
 if TYPE_CHECKING:
     from service.settings import Settings
     from topology.broker.verify import Verification
+    from topology.export import User
     from topology.model import Topology
 
 app = typer.Typer(no_args_is_help=True, help="What is declared on the broker: show, plan, apply, verify, export, draw.")
@@ -19,6 +20,12 @@ app = typer.Typer(no_args_is_help=True, help="What is declared on the broker: sh
 For = Annotated[
     str | None,
     typer.Option("--for", metavar="VERSION", help="Of RabbitMQ, such as 4.3; default: the broker is asked."),
+]
+Users = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--user", metavar="NAME:ROLE[:LANES]", help="application, client, worker, operator, deployer; repeatable."
+    ),
 ]
 
 
@@ -69,12 +76,29 @@ def plan(
 
 
 @app.command()
-def apply(config: options.Config = None, sets: options.Set = None) -> None:
+def apply(
+    users: Users = None,
+    passwords: Annotated[
+        Path | None, typer.Option("--passwords", metavar="FILE", help="Lines NAME:PASSWORD, one for each --user.")
+    ] = None,
+    config: options.Config = None,
+    sets: options.Set = None,
+) -> None:
     """Declare what is missing. Nothing is changed or deleted, and it can be repeated.
 
-    Example:  lanekeeper topology apply --set namespace=staging
+    With --user also what `export --user` has: users with their rights, their reply queues, the policies. These are set
+    as told here, by the management API, which takes them from a user with the tag `administrator`.
+
+    Examples:
+
+      lanekeeper topology apply --set namespace=staging
+
+      lanekeeper topology apply --user worker:worker --passwords passwords.txt
     """
-    run(_apply(options.settings_of(config, sets)))
+    from service.cli import broker_users
+
+    settings = options.settings_of(config, sets)
+    run(_apply(settings, broker_users.with_passwords(users, passwords) if users else []))
 
 
 @app.command()
@@ -98,12 +122,7 @@ def verify(json: options.Json = False, config: options.Config = None, sets: opti
 def export(
     version: For = None,
     vhost: Annotated[str | None, typer.Option("--vhost", help="Default: the AMQP URL's.")] = None,
-    users: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--user", metavar="NAME:ROLE[:LANES]", help="application, client, worker, operator, deployer; repeatable."
-        ),
-    ] = None,
+    users: Users = None,
     passwords: Annotated[
         Path | None, typer.Option("--passwords", metavar="FILE", help="Lines NAME:PASSWORD; others are made and told.")
     ] = None,
@@ -186,20 +205,29 @@ async def _verify(settings: "Settings") -> "Verification":
         return await verify(declared, await management_of(settings, connection), await connection.underlying())
 
 
-async def _apply(settings: "Settings") -> None:
+async def _apply(settings: "Settings", users: "list[User]") -> None:
     from service import logs
-    from service.cli.connecting import connected
+    from service.cli.connecting import connected, management_of
     from topology.broker.apply import apply
+    from topology.contract.problems import BrokerError
     from topology.declaration import declare
+    from topology.export import definitions
 
     with logs.written(service="lanekeeper", level="error"):
         async with connected(settings, "topology") as connection:
             declared = declare(settings.lane_specs(), names=settings.names(), broker_version=connection.version)
             await apply(declared, await connection.underlying())
+            if users:  # after the exchanges, which their topic permissions name
+                management = await management_of(settings, connection)
+                if management is None:
+                    raise BrokerError("--user needs the management API: set LANEKEEPER_MANAGEMENT_URL")
+                await management.import_definitions(definitions(declared, settings.vhost, users))
     print(
         f"{len(declared.exchanges)} exchanges, {len(declared.queues)} queues, {len(declared.bindings)} bindings "
         f"are on RabbitMQ {declared.broker_version} at {settings.broker}"
     )
+    if users:
+        print(f"users: {', '.join(f'{each.name} ({each.role})' for each in users)}")
 
 
 def _differences(found: "Verification") -> dict[str, Any]:

@@ -1,14 +1,21 @@
 """Our own client as users that `topology export` made: they may declare nothing, and are answered all the same."""
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator
+from pathlib import Path
 
+import aiormq
 import pytest
+from aiormq.exceptions import ChannelAccessRefused
+from yarl import URL
 
 from service.client import AccessRefused, Client, Final
 from service.simulated.options import SimulatedOptions
+from tests.support.brokers import Vhost
 from tests.support.connections import close_connection
 from tests.support.house import house
+from tests.support.processes import environment, lanekeeper, run
 from tests.support.users import Broker, imported_users
 from tests.support.waiting import until
 
@@ -70,3 +77,37 @@ async def test_a_refused_cancellation_costs_no_answer(users: Broker, vhost) -> N
 
         assert (await asked).text.startswith("echo: slow")
         assert len(home.calls("slow")) == 1
+
+
+async def test_apply_makes_a_worker_and_a_client_on_an_empty_broker(vhost: Vhost, tmp_path: Path) -> None:
+    mark = secrets.token_hex(4)  # users belong to the whole broker
+    worker, app = f"worker-{mark}", f"cli-{mark}"
+    users = ("--user", f"{worker}:worker", "--user", f"{app}:client:critical", "--passwords", "passwords")
+    try:
+        for password in ("first", "second"):  # again: the password is what the file says now
+            (tmp_path / "passwords").write_text(f"{worker}:{password}\n{app}:{password}\n")
+            environ = environment(vhost.amqp_url, vhost.management_url)
+            code, lines = await run("topology", "apply", *users, environ=environ, folder=tmp_path)
+            assert (code, lines[-1]) == (0, f"users: {worker} (worker), {app} (client)")
+        url = URL(vhost.amqp_url).with_password("second")
+        working = environment(str(url.with_user(worker)))
+
+        async with (
+            lanekeeper("consume", "--simulate", "--port", "0", environ=working, folder=tmp_path) as process,
+            Client(str(url.with_user(app)), identified=True) as client,
+        ):
+            await process.ready()
+            answer = await client.request({"prompt": "three rivers"}, key=f"critical.{app}.chat")
+        assert answer.text == "echo: three rivers"
+
+        async with await aiormq.connect(str(url.with_user(worker))) as connection:
+            with pytest.raises(ChannelAccessRefused, match="configure access"):
+                await (await connection.channel()).queue_declare("lane.mine", durable=True)
+            with pytest.raises(ChannelAccessRefused, match="read access"):
+                await (await connection.channel()).basic_get(f"lane.reply.{app}")
+            channel = await connection.channel()
+            with pytest.raises(ChannelAccessRefused, match="write access"):
+                await channel.basic_publish(b"{}", exchange="lane.requests", routing_key="critical.a.b")
+    finally:
+        for name in (worker, app):
+            vhost.api("DELETE", f"users/{name}")

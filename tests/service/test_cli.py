@@ -293,6 +293,14 @@ def test_export_takes_passwords_from_a_file(tmp_path: Path, capsys: pytest.Captu
     assert err == ""
 
 
+def test_apply_makes_no_password_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "passwords").write_text("worker:x\n")
+    users = ["--user", "worker:worker", "--user", "crm:client"]
+
+    assert main.run(["topology", "apply", *users, "--passwords", "passwords"]) == 2
+    assert "a line NAME:PASSWORD is missing for crm" in capsys.readouterr().err
+
+
 def test_what_a_model_writes_cannot_steer_the_terminal() -> None:
     from service.cli.answers import printable
 

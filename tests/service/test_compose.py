@@ -13,13 +13,28 @@ FILES = ("docker-compose.yml", "deploy/cluster/docker-compose.yml")
 TOOLS = (["docker", "compose"], ["docker-compose"])
 TO_FIND_IT = ("PATH", "HOME", "DOCKER_CONFIG")
 """Docker's plugins may lie in a user's own folder."""
-NEEDED = {"RABBITMQ_PASSWORD": "secret", "REDIS_PASSWORD": "hidden", "ERLANG_COOKIE": "secret"}
+NEEDED = {
+    "RABBITMQ_PASSWORD": "secret",
+    "WORKER_PASSWORD": "works",
+    "CLI_PASSWORD": "asks",
+    "REDIS_PASSWORD": "hidden",
+    "ERLANG_COOKIE": "biscuit",
+}
+WORKERS = {"docker-compose.yml": "  lanekeeper:", "deploy/cluster/docker-compose.yml": "x-worker:"}
+"""What begins the workers' part of each file."""
 
 
 def has(tool: list[str]) -> bool:
     if shutil.which(tool[0]) is None:
         return False
     return subprocess.run([*tool, "version"], capture_output=True, check=False).returncode == 0
+
+
+def part(file: str, begin: str) -> str:
+    """The lines of one service: from `begin` to the first that is not indented deeper."""
+    depth = len(begin) - len(begin.lstrip())
+    _, _, rest = (HOUSE / file).read_text().partition(f"\n{begin}")
+    return re.split(rf"\n {{0,{depth}}}(?=\S)", rest)[0]
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -45,6 +60,7 @@ def test_it_is_accepted(file: str, tool: list[str], tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "lanekeeper:secret@" in done.stdout
+    assert "worker:works@" in done.stdout
     assert "redis://:hidden@redis:6379" in done.stdout
 
 
@@ -56,6 +72,40 @@ def test_redis_wants_a_password_and_forgets_nothing(file: str) -> None:
     assert '--appendonly, "yes", --maxmemory-policy, noeviction' in text
 
 
+@pytest.mark.parametrize("file", FILES)
+def test_a_worker_is_not_the_brokers_administrator(file: str) -> None:
+    worker = part(file, WORKERS[file])
+
+    assert "amqp://worker:${WORKER_PASSWORD}@" in worker
+    assert "RABBITMQ_PASSWORD" not in worker
+    assert "command: consume" in worker  # `serve` declares, which a worker's user may not
+    assert "topology: {condition: service_completed_successfully}" in worker
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_the_administrators_password_is_only_where_users_are_made(file: str) -> None:
+    text = (HOUSE / file).read_text()
+    topology = part(file, "  topology:")
+
+    assert "topology apply --user worker:worker --user cli:client:critical,normal,batch" in topology
+    assert re.findall("restart:|ports:", topology) == []  # it ends
+    assert text.count("amqp://lanekeeper:${") == topology.count("amqp://lanekeeper:${") == 1
+    assert "amqp://cli:${CLI_PASSWORD}@" in part(file, "  cli:")
+    assert "profiles: [cli]" in part(file, "  cli:")
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_the_production_profile_can_be_set_in_env(file: str) -> None:
+    for begin in (WORKERS[file], "  cli:"):
+        assert re.search(r"^ +LANEKEEPER_PROFILE:( #.*)?$", part(file, begin), re.MULTILINE)
+
+
+def test_the_readme_makes_every_password_that_the_compose_file_wants() -> None:
+    wanted = set(re.findall(r"\$\{(\w+):\?", (HOUSE / "docker-compose.yml").read_text()))
+    readme = (HOUSE / "README.md").read_text()
+    assert [each for each in wanted if f"\n{each}=$" not in readme] == []
+
+
 def test_the_readme_gives_the_url_of_the_user_that_the_compose_file_makes() -> None:
     (user,) = re.findall(r"RABBITMQ_DEFAULT_USER: (\w+)", (HOUSE / "docker-compose.yml").read_text())
     url = f"LANEKEEPER_AMQP_URL=amqp://{user}:$password@localhost:5672/"
@@ -64,8 +114,8 @@ def test_the_readme_gives_the_url_of_the_user_that_the_compose_file_makes() -> N
     assert url in (HOUSE / "docker-compose.yml").read_text()
 
 
-def test_the_readme_declares_before_it_sends_where_nothing_waits_for_the_worker() -> None:
+def test_the_readme_waits_for_nothing_where_docker_compose_1_cannot() -> None:
     readme = (HOUSE / "README.md").read_text()
     (block,) = [each for each in re.findall(r"```sh\n(.*?)```", readme, re.DOTALL) if "docker-compose up" in each]
-    assert "--wait" not in block
-    assert block.index("topology apply") < block.index("lanekeeper send")
+    assert "--wait" not in block  # what is sent before the worker is there waits in its queue: all is declared by then
+    assert block.index("docker-compose up") < block.index("docker-compose run --rm cli send")

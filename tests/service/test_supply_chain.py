@@ -62,6 +62,7 @@ def test_every_port_is_published_on_loopback_alone(file: str) -> None:
 
 def test_the_service_writes_to_no_file_of_its_image_and_gains_no_rights() -> None:
     text = (HOUSE / "docker-compose.yml").read_text()
-    service = text[text.index("\n  lanekeeper:") :]
+    service = text[text.index("\nx-lanekeeper:") : text.index("\nservices:")]
+    assert text.count("<<: *lanekeeper") == 3
     for each in ("read_only: true", "cap_drop: [ALL]", "no-new-privileges:true"):
         assert each in service

@@ -73,6 +73,8 @@ def parts(*pools: FakePool) -> Parts:
         pausing=Pausing({}),
         watch=FakePool("watch"),  # type: ignore[arg-type]
         slots=FakePool("slots"),  # type: ignore[arg-type]
+        scouting=FakePool("scouting"),  # type: ignore[arg-type]
+        turns={},
         budgets=None,  # type: ignore[arg-type]
         breakers=None,  # type: ignore[arg-type]
         spending=None,  # type: ignore[arg-type]

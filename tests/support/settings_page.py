@@ -33,6 +33,7 @@ UNITS = {
     "share": "0 to 1",
     "requests": "requests",
     "length": "messages",
+    "side_queues": "queues",
 }
 TITLES = {
     "": "Broker, store, process",
@@ -40,6 +41,7 @@ TITLES = {
     "models": "Models",
     "prices": "Prices",
     "caps": "Caps of a day",
+    "fair": "Shares of tenants",
     "budget": "Budget",
     "lanes": "Lanes",
     "gateway": "Health",

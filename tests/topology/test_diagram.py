@@ -1,5 +1,6 @@
 """The picture and the list show everything, and stay readable."""
 
+import re
 from pathlib import Path
 
 from topology.declaration import declare
@@ -8,14 +9,16 @@ from topology.lanes import DEFAULT_LANES
 from topology.names import Names
 
 TOPOLOGY = declare(DEFAULT_LANES, names=Names(), broker_version="4.3.6")
+FOLDED = re.compile(r"lane\.delay\.|lane\.(\w+\.)?side\.")
 
 
 def test_the_picture_shows_every_queue_with_the_cascade_folded() -> None:
     picture = mermaid(TOPOLOGY)
 
-    shown = [each.name for each in TOPOLOGY.queues if not each.name.startswith("lane.delay.")]
+    shown = [each.name for each in TOPOLOGY.queues if not FOLDED.match(each.name)]
     assert [name for name in shown if f'"{name}"' not in picture] == []
     assert picture.count("lane.delay.") == 2
+    assert picture.count('"lane.&lt;lane&gt;.side.00 … lane.&lt;lane&gt;.side.07"') == 1
     assert len(picture.splitlines()) < 45
 
 
@@ -29,9 +32,10 @@ def test_the_list_has_every_thing_on_a_line_and_says_what_the_version_means() ->
     lines = render(TOPOLOGY).splitlines()
 
     assert lines[0].startswith("RabbitMQ 4.3.6: quorum intakes, priorities strict, 0 to 31; in a cluster, ")
-    shown = [each for each in (*TOPOLOGY.exchanges, *TOPOLOGY.queues) if not each.name.startswith("lane.delay.")]
+    shown = [each for each in (*TOPOLOGY.exchanges, *TOPOLOGY.queues) if not FOLDED.match(each.name)]
+    assert any(line.startswith("  lane.batch.side.00 … lane.batch.side.07: quorum") for line in lines)
     assert [each.name for each in shown if not any(line.startswith(f"  {each.name}: ") for line in lines)] == []
-    assert len(lines) < 40
+    assert len(lines) < 45
 
 
 def test_both_follow_the_namespace() -> None:

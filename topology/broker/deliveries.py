@@ -19,6 +19,7 @@ from topology import logs, signals
 from topology.broker.backoff import pause_s
 from topology.broker.border import border
 from topology.broker.connection import Connection
+from topology.broker.heads import Heads, HeadsSession
 from topology.broker.session import Session
 from topology.contract.problems import BrokerError, BrokerUnreachable
 
@@ -34,7 +35,8 @@ class Deliveries:
     """A queue that is consumed for as long as it takes: over new channels, with backoff, whenever one is lost.
 
     `counted`: the queue counts deliveries (quorum queues do). `on_missing`: called when the queue is not there, or may
-    be gone: the broker ended its consumer.
+    be gone: the broker ended its consumer. `heads`: nothing is consumed, but the heads of these are fetched; `queue` is
+    then their common name.
     """
 
     def __init__(
@@ -45,12 +47,14 @@ class Deliveries:
         prefetch: int,
         counted: bool = True,
         on_missing: Callable[[], None] = lambda: None,
+        heads: Heads | None = None,
     ) -> None:
         self._connection = connection
         self.queue = queue
         self.prefetch = prefetch
         self._counted = counted
         self._on_missing = on_missing
+        self._heads = heads
         self._session: Session | None = None
         self._stopping = asyncio.Event()
         self._paused: str | None = None
@@ -155,7 +159,10 @@ class Deliveries:
 
     async def _open(self) -> Session:
         channel = await self._connection.channel(confirms=False, timeout_s=OPEN_TIMEOUT_S)
-        session = Session(channel, queue=self.queue, counted=self._counted)
+        if self._heads is not None:
+            session: Session = HeadsSession(channel, self._heads, queue=self.queue, counted=self._counted)
+        else:
+            session = Session(channel, queue=self.queue, counted=self._counted)
         try:
             with border(f"cannot consume {self.queue!r}"):
                 await session.start(prefetch=self.prefetch)

@@ -29,7 +29,7 @@ class Delivery:
     __slots__ = ("_channel", "_counted", "_tag", "message", "queue", "redelivered")
 
     def __init__(self, delivered: DeliveredMessage, *, queue: str, channel: Channel, counted: bool = True) -> None:
-        assert isinstance(delivered.delivery, Basic.Deliver)
+        assert isinstance(delivered.delivery, (Basic.Deliver, Basic.GetOk))
         self.message: Message = message_of(delivered)
         self.queue = queue
         self.redelivered = bool(delivered.delivery.redelivered)

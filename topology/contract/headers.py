@@ -61,6 +61,8 @@ class HopHeaders:
     """When it was sent into the delay; ms since 1970."""
     back_ms: int | None = None
     """When the delay is over."""
+    is_fresh: bool = False
+    """It was set aside before anybody had worked on it."""
     reply_try: int = 0
     """How often its reply was refused: it has ended, and only that is left. 0: it has not."""
     reply_error: str | None = None
@@ -108,6 +110,7 @@ def read_hop(headers: Mapping[str, Any]) -> HopHeaders:
         redelivered=headers.get(names.REDELIVERED) is True,
         hop_ms=_whole(headers.get(names.HOP_MS)),
         back_ms=_whole(headers.get(names.BACK_MS)),
+        is_fresh=headers.get(names.FRESH) is True,
         reply_try=_whole(headers.get(names.REPLY_TRY)) or 0,
         reply_error=_text(headers.get(names.REPLY_ERROR)),
     )
@@ -141,6 +144,7 @@ def hop_headers(hop: HopHeaders) -> dict[str, Any]:
         names.REDELIVERED: hop.redelivered or None,
         names.HOP_MS: hop.hop_ms,
         names.BACK_MS: hop.back_ms,
+        names.FRESH: hop.is_fresh or None,
         names.REPLY_TRY: hop.reply_try or None,
         names.REPLY_ERROR: hop.reply_error,
     }

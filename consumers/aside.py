@@ -1,0 +1,149 @@
+"""What is over its tenant's share is set aside: moved into a side queue of its lane, where it holds nobody up.
+
+Published with confirm, then acknowledged, as everything else: a worker that dies between the two leaves two messages of
+one request, and the claim finds that out. No claim is taken, no attempt counted.
+
+Each tenant has a side queue of its own as long as there are enough of them. Whose a queue is, a process knows by the
+head that it holds and by what it put there itself. Two processes may choose differently for a moment: order suffers.
+"""
+
+import asyncio
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Final
+
+import structlog
+
+from consumers.copies import set_aside
+from consumers.job import Deferred, Job, NowMs, Outcome, Refused
+from consumers.rank import HIGHEST
+from topology import names as n
+from topology import signals
+from topology.broker.heads import Heads
+from topology.broker.publisher import Publisher
+from topology.broker.session import ChannelLost
+from topology.contract.codec import UNREADABLE
+from topology.contract.problems import PublishRefused, RequestProblem
+from topology.lanes import LaneSpec
+from topology.names import Names
+
+PLACE_KEPT_S: Final = 1.0
+"""What a tenant was given last holds for so long without a sign of it: until its head has come round."""
+FULL_FOR_S: Final = 1.0
+"""A queue that was full is not tried again before."""
+LATER_MS: Final = 1000
+log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class _Place:
+    queue: int
+    at_s: float
+
+
+class Aside:
+    """The side queues of one lane, as this process knows them."""
+
+    def __init__(self, lane: LaneSpec, heads: Heads, *, publisher: Publisher, names: Names, now_ms: NowMs) -> None:
+        self._lane = lane
+        self._heads = heads
+        self._publisher = publisher
+        self._names = names
+        self._now_ms = now_ms
+        self._queues = {names.side(lane.name, each): each for each in range(lane.side_queues)}
+        self._tenants: dict[int, str] = {}
+        """By side queue, whose its head is that is in hand."""
+        self._places: dict[str, _Place] = {}
+        self._full_until_s: dict[int, float] = {}
+
+    def has(self, tenant: str) -> bool:
+        """Whether the tenant has requests set aside, as far as is known here."""
+        return tenant in self._tenants.values() or self._placed(tenant) is not None
+
+    def may_take(self, job: Job) -> bool:
+        """Whether it may be moved. What is to be refused for its headers is not: they would be lost."""
+        message = job.message
+        if job.trusted:
+            return not job.hop.reply_try  # that needs no call, and is over soon
+        headers = message.headers
+        return (
+            message.exchange == self._names.requests
+            and message.routing_key.split(".", 1)[0] == self._lane.name
+            and (message.priority or 0) <= HIGHEST
+            and not any(each in headers for each in (UNREADABLE, n.DEATH, n.CC, n.BCC))
+        )
+
+    def arrived(self, job: Job) -> None:
+        """The head of a side queue is in hand."""
+        number = self._queues[job.delivery.queue]
+        self._tenants[number] = job.identity.tenant
+
+    def left(self, job: Job) -> None:
+        """It is worked now, or gone: the next may come."""
+        number = self._queues[job.delivery.queue]
+        if self._tenants.pop(number, None) is not None:
+            self._keep(job.identity.tenant, number)
+        self._heads.pass_on(job.delivery.queue)
+
+    async def put(self, job: Job) -> Outcome | None:
+        """Move it, and acknowledge. Returns what it comes to where there is no room for it. Raises BrokerError."""
+        number = self._place(job.identity.tenant)
+        if asyncio.get_running_loop().time() < self._full_until_s.get(number, 0):
+            return self._full(job)
+        self._keep(job.identity.tenant, number)
+        message = set_aside(job, now_ms=self._now_ms(), names=self._names)
+        try:
+            await self._publisher.publish_surely(
+                message,
+                exchange=self._names.side_exchange(number),
+                routing_key=job.routing_key,
+                refused_within_s=0,
+            )
+        except PublishRefused:
+            self._full_until_s[number] = asyncio.get_running_loop().time() + FULL_FOR_S
+            return self._full(job)
+        self._heads.publish_seen(self._names.side(self._lane.name, number))
+        try:
+            await job.delivery.ack()
+        except ChannelLost as lost:
+            log.warning(signals.DELIVERY_LOST, queue=job.delivery.queue, request=job.id, error=str(lost))
+        return None
+
+    def _full(self, job: Job) -> Outcome:
+        if job.is_fresh and not job.trusted:
+            return Refused(
+                RequestProblem(
+                    "too_many_waiting",
+                    f"lane {self._lane.name} holds {self._lane.max_length} waiting requests of this tenant (and of "
+                    "those that share its side queue), and takes no more; send them later",
+                )
+            )
+        return Deferred(delay_ms=LATER_MS, reason="too many waiting", due_ms=job.hop.due_ms)
+
+    def _place(self, tenant: str) -> int:
+        """Its own, else the first of its preferences that is nobody's, else the shortest."""
+        now_s = asyncio.get_running_loop().time()
+        for number, owner in self._tenants.items():
+            if owner == tenant:
+                return number
+        if (placed := self._placed(tenant)) is not None:
+            return placed
+        others = {place.queue for place in self._places.values() if place.at_s + PLACE_KEPT_S > now_s}
+        waiting = {each: self._heads.ready_in(queue) for queue, each in self._queues.items()}
+        preferred = sorted(waiting, key=lambda each: blake2b(f"{each} {tenant}".encode(), digest_size=8).digest())
+        return min(
+            preferred, key=lambda each: (each in others or each in self._tenants or waiting[each] > 0, waiting[each])
+        )
+
+    def _placed(self, tenant: str) -> int | None:
+        place = self._places.get(tenant)
+        if place is None or place.at_s + PLACE_KEPT_S <= asyncio.get_running_loop().time():
+            return None
+        return place.queue
+
+    def _keep(self, tenant: str, number: int) -> None:
+        now_s = asyncio.get_running_loop().time()
+        self._places.pop(tenant, None)
+        self._places[tenant] = _Place(number, now_s)
+        while (oldest := next(iter(self._places))) and self._places[oldest].at_s + PLACE_KEPT_S <= now_s:
+            del self._places[oldest]

@@ -1,0 +1,242 @@
+"""Tenants of a lane share its slots: nobody waits behind another's backlog, in one process or in three."""
+
+import asyncio
+import itertools
+import signal
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import suppress
+
+import pytest
+from aiormq.exceptions import DeliveryError
+
+from service.simulated.app import SimulatedAPI
+from service.simulated.options import SimulatedOptions
+from tests.support.house import house
+from tests.support.ledger import Ledger
+from tests.support.processes import environment, lanekeeper
+from tests.support.requester import Requester, requester
+from tests.support.waiting import until
+
+LATENCY_MS = 500
+FLOOD = 600
+"""Of one tenant; before the others come."""
+PUBLISHED_AT_ONCE = 50
+WINDOW_S = 10.0
+WITHIN_S = 60
+READY_S = 60
+LANE = "normal"
+SLOTS = {LANE: {"slots": 4}}
+SLOW = SimulatedOptions(latency_ms=LATENCY_MS)
+
+
+def of(tenant: str, **more: object) -> dict[str, object]:
+    return {"x-lane-tenant": tenant, "x-lane-sent-ms": time.time_ns() // 1_000_000, **more}
+
+
+async def ask(app: Requester, vhost, tenant: str, prompt: str, **how) -> str:
+    return await app.publish(
+        {"prompt": f"{tenant} {prompt}"}, key=f"{LANE}.tests.fair", headers=of(tenant), user_id=vhost.user, **how
+    )
+
+
+async def flood(app: Requester, vhost, tenant: str, count: int = FLOOD, **how) -> list[str]:
+    async def some(at: int) -> list[str]:
+        return [await ask(app, vhost, tenant, f"job {number}", **how) for number in range(at, count, PUBLISHED_AT_ONCE)]
+
+    found = await asyncio.gather(*(some(at) for at in range(min(count, PUBLISHED_AT_ONCE))))
+    return [each for part in found for each in part]
+
+
+async def keep_asking(app: Requester, vhost, tenant: str) -> None:
+    for number in range(FLOOD):
+        await app.final(await ask(app, vhost, tenant, f"asks {number}"), within_s=WITHIN_S)
+
+
+def calls_of(api: SimulatedAPI, since_s: float) -> Counter[str]:
+    return Counter(call.prompt.split(" ")[0] for call in api.calls if call.started_s >= since_s)
+
+
+@pytest.fixture
+async def api() -> AsyncIterator[SimulatedAPI]:
+    async with SimulatedAPI(SLOW) as started:
+        yield started
+
+
+@pytest.fixture
+def environ(vhost, api) -> dict[str, str]:
+    return environment(
+        vhost.amqp_url,
+        vhost.management_url,
+        ANTHROPIC_BASE_URL=api.base_url,
+        LANEKEEPER_SPEAKERS=vhost.user,
+        LANEKEEPER_LANES__NORMAL__SLOTS="4",
+        LANEKEEPER_BUDGET__REQUESTS_PER_MIN="1000000",
+        LANEKEEPER_BUDGET__INPUT_TOKENS_PER_MIN="1000000000",
+        LANEKEEPER_BUDGET__OUTPUT_TOKENS_PER_MIN="1000000000",
+        LANEKEEPER_GATEWAY__PORT="0",
+    )
+
+
+async def test_a_single_request_does_not_wait_behind_another_tenants_backlog(vhost) -> None:
+    async with house(vhost.amqp_url, simulated=SLOW, lanes=SLOTS, speakers=(vhost.user,)) as home:
+        async with requester(vhost.amqp_url) as app:
+            await flood(app, vhost, "large")
+            await until(lambda: home.parts.turns[LANE].snapshot()["large"]["set_aside"] > FLOOD / 2, within_s=WITHIN_S)
+            reply = await app.final(await ask(app, vhost, "small", "asks"), within_s=WITHIN_S)
+            left = FLOOD - len(home.calls("large"))
+        assert reply.status == "ok"
+        assert left > FLOOD / 2, "the others of them wait"
+        print(f"the single request waited {reply.headers['x-lane-wait-ms']} ms before {left} of another tenant's")
+        assert int(reply.headers["x-lane-wait-ms"]) < 5000, "before: a minute"
+        assert reply.headers["x-lane-attempt"] == 1
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+@pytest.mark.parametrize("tenants", [2, 3])
+async def test_with_n_tenants_waiting_each_gets_at_least_half_of_an_equal_share(
+    vhost, api, environ, tmp_path, processes, tenants
+) -> None:
+    async with requester(vhost.amqp_url) as app, asyncio.TaskGroup() as group, asyncio.timeout(170):
+        workers = [lanekeeper("serve", environ=environ, folder=tmp_path) for _ in range(processes)]
+        started = await asyncio.gather(*(worker.__aenter__() for worker in workers))
+        asking: list[asyncio.Task[None]] = []
+        try:
+            await asyncio.gather(*(worker.ready(within_s=READY_S) for worker in started))
+            await flood(app, vhost, "large")
+            asking += [
+                group.create_task(keep_asking(app, vhost, f"small-{each}"))
+                for each in range(tenants - 1)
+                for _ in range(4 * processes)
+            ]
+            seen = {"large", *(f"small-{each}" for each in range(tenants - 1))}
+            await until(lambda: seen <= {call.prompt.split(" ")[0] for call in api.calls}, within_s=WITHIN_S)
+            since_s = time.monotonic()
+            await asyncio.sleep(WINDOW_S)  # what the guarantee is given over
+            calls = calls_of(api, since_s)
+        finally:
+            for each in asking:
+                each.cancel()
+            await asyncio.gather(*(worker.__aexit__(None, None, None) for worker in workers))
+    shares = {tenant: count / calls.total() for tenant, count in calls.items()}
+    print(f"{tenants} tenants, {processes} processes: {shares}")
+    assert len(shares) == tenants
+    assert min(shares.values()) >= 1 / (2 * tenants)
+
+
+async def test_a_tenant_at_its_cap_holds_no_further_slot_and_no_attempt_is_counted(vhost) -> None:
+    fair = {"tenants": {"*": {"in_flight": 1}}}
+    async with (
+        house(vhost.amqp_url, simulated=SLOW, lanes=SLOTS, speakers=(vhost.user,), fair=fair) as home,
+        requester(vhost.amqp_url) as app,
+    ):
+        asked = await flood(app, vhost, "capped", 6)
+        others = [await ask(app, vhost, f"other-{each}", "asks") for each in range(3)]
+        for each in [*others, *asked]:
+            reply = await app.final(each, within_s=WITHIN_S)
+            assert (reply.status, reply.headers["x-lane-attempt"]) == ("ok", 1)
+        began = sorted(call.started_s for call in home.calls("capped"))
+        pauses = [after - before for before, after in itertools.pairwise(began)]
+        assert min(pauses) >= LATENCY_MS / 1000, "one at a time"
+        assert {call.outcome for call in home.api.calls} == {"ok"}
+        told = home.parts.turns[LANE].snapshot()["capped"]
+        assert (told["begun"], told["running"], told["in_hand"]) == (6, 0, 0)
+        assert told["set_aside"] >= 4
+
+
+async def test_a_tenant_whose_side_queue_is_full_is_told_so_and_others_are_answered(vhost) -> None:
+    lanes = {LANE: {"slots": 1, "max_length": 5, "side_queues": 2}}
+    fair = {"tenants": {"large": {"in_flight": 1}}}
+    slow = SimulatedOptions(latency_ms=2000)
+    async with (
+        house(vhost.amqp_url, simulated=slow, lanes=lanes, speakers=(vhost.user,), fair=fair) as home,
+        requester(vhost.amqp_url) as app,
+    ):
+        asked = [await ask(app, vhost, "large", "first")]
+        await until(lambda: home.api.running == 1)
+        refused: list[str] = []
+
+        async def one_more() -> bool:
+            with suppress(DeliveryError):  # the intake is full, until what is there has been looked at
+                asked.append(await ask(app, vhost, "large", f"more {len(asked)}"))
+            refused[:] = [each for each in asked if app.finals(each) and app.finals(each)[0].status == "error"]
+            return bool(refused)
+
+        await until(one_more, within_s=WITHIN_S)
+        (problem,) = app.finals(refused[0])
+        assert problem.code == "too_many_waiting"
+        small = await app.final(await ask(app, vhost, "small", "asks"), within_s=WITHIN_S)
+        assert small.status == "ok"
+
+
+async def test_expiration_counts_on_while_a_request_is_set_aside(vhost) -> None:
+    fair = {"tenants": {"capped": {"in_flight": 1}}}
+    slow = SimulatedOptions(latency_ms=3000)
+    async with (
+        house(vhost.amqp_url, simulated=slow, lanes=SLOTS, speakers=(vhost.user,), fair=fair) as home,
+        requester(vhost.amqp_url) as app,
+    ):
+        await ask(app, vhost, "capped", "first")
+        await until(lambda: home.api.running == 1)
+        await ask(app, vhost, "capped", "head")
+        await until(lambda: home.parts.turns[LANE].snapshot()["capped"]["set_aside"] == 1)
+        await until(lambda: home.parts.turns[LANE].snapshot()["capped"]["in_hand"] == 1)
+        expiring = await ask(app, vhost, "capped", "expiring", expiration="1000")
+        reply = await app.final(expiring, within_s=WITHIN_S)
+        assert reply.code == "deadline_exceeded"
+        assert "after its expiration of 1000 ms" in reply.json["detail"]
+        assert not home.calls("expiring")
+
+
+async def test_inside_a_tenant_the_priority_counts_for_what_was_set_aside_too(vhost) -> None:
+    fair = {"tenants": {"capped": {"in_flight": 1}}}
+    async with (
+        house(vhost.amqp_url, simulated=SLOW, lanes=SLOTS, speakers=(vhost.user,), fair=fair) as home,
+        requester(vhost.amqp_url) as app,
+    ):
+        asked = [await ask(app, vhost, "capped", "first")]
+        await until(lambda: home.api.running == 1)
+        asked.append(await ask(app, vhost, "capped", "head"))
+        await until(lambda: home.parts.turns[LANE].snapshot()["capped"]["in_hand"] == 1)
+        asked += [await ask(app, vhost, "capped", f"low {each}", priority=1) for each in range(3)]
+        asked.append(await ask(app, vhost, "capped", "high", priority=9))
+        for each in asked:
+            assert (await app.final(each, within_s=WITHIN_S)).status == "ok"
+        prompts = [call.prompt for call in home.api.calls]
+        assert prompts.index("capped high") == 2, "after what ran, and the head that was in hand"
+
+
+async def test_a_worker_that_is_killed_while_it_sets_aside_loses_nothing(vhost, api, environ, tmp_path) -> None:
+    ledger = Ledger(vhost.amqp_url)
+    async with (
+        lanekeeper("serve", environ=environ, folder=tmp_path) as first,
+        lanekeeper("serve", environ=environ, folder=tmp_path) as second,
+        requester(vhost.amqp_url) as app,
+    ):
+        await asyncio.gather(first.ready(within_s=READY_S), second.ready(within_s=READY_S))
+        async with ledger.writing(), ledger.reading():
+            for at in range(0, 60, 20):
+                await asyncio.gather(
+                    *(ledger.ask(LANE, f"job {n} [[latency: 1s]]", id=f"job-{n}") for n in range(at, at + 20))
+                )
+
+            async def set_aside() -> int:
+                return sum([await app.depth(f"lane.{LANE}.side.{each:02d}") for each in range(8)])
+
+            await until(set_aside, within_s=WITHIN_S)
+            first.send(signal.SIGKILL)
+            await until(lambda: not ledger.lost, within_s=WITHIN_S)
+        ledger.check()
+        assert not second.has_ended
+
+
+async def test_without_side_queues_the_lane_is_first_come_first_served_and_works(vhost) -> None:
+    lanes = {LANE: {"slots": 2, "side_queues": 0}}
+    async with (
+        house(vhost.amqp_url, simulated=SLOW, lanes=lanes, speakers=(vhost.user,)) as home,
+        requester(vhost.amqp_url) as app,
+    ):
+        for each in [*await flood(app, vhost, "large", 8), await ask(app, vhost, "small", "asks")]:
+            assert (await app.final(each, within_s=WITHIN_S)).status == "ok"
+        assert home.parts.turns[LANE].snapshot()["large"]["set_aside"] == 0

@@ -1,0 +1,146 @@
+"""Queues whose heads are fetched one at a time (`basic.get`), so that who takes them chooses between them.
+
+    heads = Heads(queues)
+    async for delivery in HeadsSession(channel, heads, …): …       one of each queue is in hand at most
+    heads.pass_on(delivery.queue)                                  its head was chosen: the next is fetched
+
+A consumer would have to name beforehand how many of each queue may be in hand; and what is in hand no other process can
+work on, nor a higher priority overtake. Whether a queue holds anything is found by looking, once a second; after a head
+was fetched the broker says what is left.
+"""
+
+import asyncio
+from collections.abc import Iterable
+from typing import Final
+
+from aiormq.channel import Channel
+from pamqp.commands import Basic
+
+from topology.broker.border import border
+from topology.broker.session import RPC_TIMEOUT_S, ChannelLost, Delivery, Session
+
+LOOK_EVERY_S: Final = 1.0
+"""A passive declaration a queue: 0.1 ms of CPU."""
+
+
+class Heads:
+    """What is known of the queues: how much waits in each, and whose head is in hand. It outlives sessions."""
+
+    def __init__(self, queues: Iterable[str]) -> None:
+        self._ready = dict.fromkeys(queues, 0)
+        self._held: set[str] = set()
+        self.changed = asyncio.Event()
+
+    @property
+    def queues(self) -> tuple[str, ...]:
+        return tuple(self._ready)
+
+    @property
+    def ready(self) -> int:
+        """What waits in all of them, but for what is in hand somewhere."""
+        return sum(self._ready.values())
+
+    def ready_in(self, queue: str) -> int:
+        return self._ready[queue]
+
+    def is_held(self, queue: str) -> bool:
+        return queue in self._held
+
+    def publish_seen(self, queue: str) -> None:
+        """One more was published there."""
+        self._ready[queue] += 1
+        self.changed.set()
+
+    def pass_on(self, queue: str) -> None:
+        """The head that was in hand is worked now, or gone."""
+        self._held.discard(queue)
+        self.changed.set()
+
+    def next(self) -> str | None:
+        """A queue whose head is to be fetched; the ones that were asked longest ago first."""
+        for queue, ready in self._ready.items():
+            if ready > 0 and queue not in self._held:
+                return queue
+        return None
+
+    def fetched(self, queue: str, *, left: int) -> None:
+        """Its head is in hand, and so many are left behind it."""
+        del self._ready[queue]
+        self._ready[queue] = left  # the last to be asked next time
+        self._held.add(queue)
+
+    def found(self, queue: str, ready: int) -> None:
+        """So many wait there."""
+        self._ready[queue] = ready
+
+    def lost(self) -> None:
+        """The channel is gone: whatever was in hand is delivered again."""
+        self._held.clear()
+
+
+class HeadsSession(Session):
+    """The heads that one channel fetches, as deliveries; ends and is lost as every session."""
+
+    def __init__(self, channel: Channel, heads: Heads, *, queue: str, counted: bool) -> None:
+        super().__init__(channel, queue=queue, counted=counted)
+        self._heads = heads
+        self._fetching = False
+        self._look_at_s = 0.0
+
+    async def start(self, *, prefetch: int) -> None:
+        self._channel.closing.add_done_callback(self._on_closed)
+        self._heads.lost()
+        self._fetching = True
+
+    async def stop(self) -> None:
+        self._stopped = True
+        self._heads.changed.set()
+
+    async def pause(self) -> None:
+        self._fetching = False
+
+    async def resume(self) -> None:
+        self._fetching = True
+        self._heads.changed.set()
+
+    async def __anext__(self) -> Delivery:
+        loop = asyncio.get_running_loop()
+        while True:
+            self._heads.changed.clear()
+            if self._lost is not None:
+                raise ChannelLost(f"{self._queue}: {self._lost}")
+            if self._stopped:
+                raise StopAsyncIteration
+            if self._fetching:
+                if (queue := self._heads.next()) is not None:
+                    if (delivery := await self._fetch(queue)) is not None:
+                        return delivery
+                    continue
+                if loop.time() >= self._look_at_s:
+                    await self._look()
+                    self._look_at_s = loop.time() + LOOK_EVERY_S
+                    continue
+            try:
+                async with asyncio.timeout_at(self._look_at_s if self._fetching else None):
+                    await self._heads.changed.wait()
+            except TimeoutError:
+                pass
+
+    async def _fetch(self, queue: str) -> Delivery | None:
+        with border(f"cannot fetch from {queue!r}", lost=ChannelLost):
+            found = await self._channel.basic_get(queue, timeout=RPC_TIMEOUT_S)
+        if not isinstance(found.delivery, Basic.GetOk):
+            self._heads.found(queue, 0)
+            return None
+        self._heads.fetched(queue, left=found.delivery.message_count or 0)
+        return Delivery(found, queue=queue, channel=self._channel, counted=self._counted)
+
+    async def _look(self) -> None:
+        for queue in self._heads.queues:
+            with border(f"cannot look at {queue!r}", lost=ChannelLost):
+                told = await self._channel.queue_declare(queue, passive=True, timeout=RPC_TIMEOUT_S)
+            self._heads.found(queue, told.message_count or 0)
+
+    def _end(self, reason: str) -> None:
+        super()._end(reason)
+        self._heads.changed.set()
