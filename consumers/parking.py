@@ -1,4 +1,5 @@
-"""How much of what is no valid request is parked: a tenant's rubbish must not push out other tenants' dead letters."""
+"""How much of what is no valid request is parked and kept under its id: a tenant's rubbish must push out neither other
+tenants' dead letters nor their results."""
 
 import structlog
 
@@ -13,16 +14,16 @@ log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 class Parking:
-    """Each tenant's share of invalid messages in the dead letters. Valid requests that failed are always parked."""
+    """Each tenant's share of what is kept of invalid messages. Valid requests that failed are always parked."""
 
     def __init__(self, *, invalid_per_hour: float = INVALID_PER_HOUR) -> None:
         self._share = Share(per_s=invalid_per_hour / HOUR_S, at_once=invalid_per_hour)
         self._seldom = Seldom()
         self.unparked = 0
-        """Invalid messages that were answered and not parked."""
+        """Invalid messages that were answered, and not kept."""
 
     def takes(self, tenant: str, size: int, *, code: str) -> bool:
-        """Whether one more is parked; if not, that is counted, and logged once a minute."""
+        """Whether one more is kept; if not, that is counted, and logged once a minute."""
         if self._share.take(tenant, 1 + size // UNIT_BYTES):
             return True
         self.unparked += 1

@@ -22,7 +22,8 @@ PAUSES_S = (1, 2, 4, 8, 16, 30)
 """A minute together: a requester that was slow, or is started again, has made room by then."""
 WAITING = 1000
 SHARE = 10
-"""What one queue's replies may take of the bound: a tenth. Requesters of other queues find room, however many come."""
+"""What one tenant's replies may take of the bound: a tenth, in however many queues. Where nobody knows the tenant
+(`user_id` is missing), those of one queue."""
 LOUD_EVERY_MS = 1000
 Handle = Callable[[Job], Awaitable[Outcome]]
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
@@ -34,27 +35,28 @@ class Retelling:
     def __init__(self, claiming: Claiming, *, waiting: int = WAITING) -> None:
         self._claiming = claiming
         self._most = waiting
-        self._back: list[tuple[int, str]] = []
-        """When each comes back, and the queue that it is for: a heap."""
-        self._of: Counter[str] = Counter()
+        self._back: list[tuple[int, tuple[str, str]]] = []
+        """When each comes back, and whose it is: a heap."""
+        self._of: Counter[tuple[str, str]] = Counter()
         self._silent_until_ms = 0
         self.given_up = 0
         """Replies that were never taken."""
 
     def pause_ms(self, job: Job, *, now_ms: int) -> int | None:
         """How long a reply that was refused just now waits for its next try; None: it is given up."""
-        address = job.message.reply_to or ""
+        tenant = job.identity.tenant
+        whose = ("tenant", tenant) if tenant else ("queue", job.message.reply_to or "")
         while self._back and self._back[0][0] <= now_ms:
             _, back = heapq.heappop(self._back)
             self._of[back] -= 1
             if not self._of[back]:
                 del self._of[back]
-        is_full = len(self._back) >= self._most or self._of[address] >= max(1, self._most // SHARE)
+        is_full = len(self._back) >= self._most or self._of[whose] >= max(1, self._most // SHARE)
         if is_full or job.hop.reply_try >= len(PAUSES_S):
             return None
         pause_ms = 1000 * PAUSES_S[job.hop.reply_try]
-        heapq.heappush(self._back, (now_ms + pause_ms, address))
-        self._of[address] += 1
+        heapq.heappush(self._back, (now_ms + pause_ms, whose))
+        self._of[whose] += 1
         return pause_ms
 
     def give_up(self, job: Job, *, now_ms: int) -> None:

@@ -165,11 +165,9 @@ class Settler:
         if completion.code in NOTED and job.claim is None and job.is_fresh:
             if job.redelivered and (before := await self._claiming.find(job.identity)) and before.completion:
                 return Replayed(completion=before.completion, buries=True)  # whoever died had read it otherwise
+            if not self._parking.takes(job.identity.tenant, len(job.message.body), code=completion.code):
+                return Refused(outcome.problem) if isinstance(outcome, Buried) else outcome
             await self._claiming.note(job, completion)
-            if isinstance(outcome, Buried) and not self._parking.takes(
-                job.identity.tenant, len(job.message.body), code=completion.code
-            ):
-                return Refused(outcome.problem)
             return outcome
         holds = await self._claiming.complete(job, completion)
         if holds is None:

@@ -159,7 +159,7 @@ class ReplySettings(Section):
     are refused, those that the broker named too: nobody can tell whose they are. None: by the profile. Example: true"""
     waiting: Number[int] = Field(default=WAITING, ge=1, le=100_000)
     """Replies that a full queue refused, and that wait in the broker for another try, in one process; a tenth of them
-    for one queue. What comes beyond is not tried again; it stays under its id."""
+    for one tenant (without `user_id`: for one queue). What comes beyond is not tried again; it stays under its id."""
 
 
 class ResultSettings(Section):
@@ -218,8 +218,8 @@ class DeadSettings(Section):
     dropped. Example: /var/lib/lanekeeper/dead"""
     invalid_per_hour: Number[float] = Field(default=INVALID_PER_HOUR, ge=1, le=1_000_000_000)
     """Invalid messages of one tenant that a process parks in an hour, each begun 64 KiB counted as one: enough
-    to see what is wrong with them, and 64 MiB at most. What is above is answered and not parked. Valid requests
-    that failed are always parked."""
+    to see what is wrong with them, and 64 MiB at most. What is above is answered, and neither parked nor kept
+    under its id. Valid requests that failed are always parked."""
 
     def spec(self) -> DeadSpec:
         return DeadSpec(max_count=self.max_count, max_bytes=self.max_bytes, keep_s=self.keep_s, folder=self.folder)

@@ -82,6 +82,12 @@ class Status:
     prices_as_of: str | None = None
     undelivered: int = 0
     """Replies that their queues never took since the workers began: full for a minute. Each is kept under its id."""
+    dead_letters: Mapping[str, int] = field(default_factory=dict)
+    """Since the workers began: `exported` and `dropped`, the oldest beyond what is kept; `unparked`, invalid messages
+    that were answered alone."""
+    control: Mapping[str, int] = field(default_factory=dict)
+    """Control messages since the workers began: `refused`; `unanswered`, where nobody could be told; `displaced`,
+    cancellations of unseen ids that were forgotten for newer ones."""
     simulated: tuple[str, ...] = ()
     """Workers whose provider is simulated: they spend nothing."""
 
@@ -173,10 +179,20 @@ def merge(
         ),
         spent=_spent([answer for answer in answers if not answer.get("simulated")]),
         undelivered=sum(answer.get("undelivered", 0) for answer in answers),
+        dead_letters=_sums(answers, "dead_letters"),
+        control=_sums(answers, "control"),
         simulated=tuple(sorted(str(answer.get("worker", "?")) for answer in answers if answer.get("simulated"))),
         tenants=_tenants(answers),
         prices_as_of=next((answer["prices_as_of"] for answer in answers if "prices_as_of" in answer), None),
     )
+
+
+def _sums(answers: Sequence[Mapping[str, Any]], what: str) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for answer in answers:
+        for name, count in answer.get(what, {}).items():
+            total[name] = total.get(name, 0) + count
+    return total
 
 
 def _waiting(answers: Sequence[Mapping[str, Any]]) -> Iterator[str]:

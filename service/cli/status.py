@@ -10,6 +10,19 @@ if TYPE_CHECKING:
     from service.status import Status
 
 
+DEAD_LETTERS = {
+    "exported": "dead letters exported",
+    "dropped": "dead letters dropped",
+    "unparked": "invalid messages not kept",
+}
+CONTROL = {
+    "refused": "control messages refused",
+    "unanswered": "control messages that nobody could be told of",
+    "displaced": "cancellations of unseen ids forgotten",
+}
+"""What is told of each count that is not 0."""
+
+
 def status(json: options.Json = False, config: options.Config = None, sets: options.Set = None) -> None:
     """Show depth, consumers, running, waits and throughput of each lane.
 
@@ -83,6 +96,9 @@ def _show(found: "Status") -> None:
     if dollars := {lane: each["usd"] for lane, each in found.spent.get("lane", {}).items() if each.get("usd")}:
         told = ", ".join(f"{lane} ${usd:.4f}" for lane, usd in dollars.items())
         console.print(f"spent since the workers began, at prices of {found.prices_as_of}: {told}", highlight=False)
+    for counts, words in ((found.dead_letters, DEAD_LETTERS), (found.control, CONTROL)):
+        if told := ", ".join(f"{count} {words[name]}" for name in words if (count := counts.get(name))):
+            console.print(f"since the workers began: {told}", highlight=False, soft_wrap=True)
     if found.undelivered:
         console.print(f"{found.undelivered} replies were never taken by their queues", highlight=False, soft_wrap=True)
     if found.simulated:

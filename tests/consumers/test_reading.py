@@ -1,6 +1,7 @@
 """Large bodies are read in turns, so that whoever else needs the event loop gets it."""
 
 import asyncio
+import gc
 from collections.abc import Callable, Coroutine
 
 import pytest
@@ -53,6 +54,20 @@ async def test_after_reading_there_is_a_pause_as_long_as_it_took() -> None:
     (_, first_s), (_, second_s), (_, third_s) = ground.began
     assert second_s - first_s == pytest.approx(LONG_S - AT_ONCE_S)
     assert third_s - second_s == pytest.approx(LONG_S)
+
+
+@in_virtual_time
+async def test_nothing_is_collected_while_reading_and_afterwards_it_is_again() -> None:
+    """All objects of the process would be looked at, again and again, because so many new ones are made."""
+
+    def broken() -> bool:
+        raise ValueError(gc.isenabled())
+
+    ground = Ground()
+    assert not await ground.reading.turn(gc.isenabled, rank=(BATCH, 1))
+    with pytest.raises(ValueError, match="False"):
+        await ground.reading.turn(broken, rank=(BATCH, 1))
+    assert gc.isenabled()
 
 
 @in_virtual_time

@@ -93,14 +93,16 @@ async def test_a_requester_cannot_say_that_only_a_reply_is_left(bench: Bench) ->
     assert await bench.retelling.first(handle)(bench.job(headers=forged)) is ANSWERED
 
 
-def test_how_many_wait_is_bounded_for_one_queue_and_for_all(bench: Bench) -> None:
+def test_how_many_wait_is_bounded_for_one_tenant_and_for_all(bench: Bench) -> None:
     retelling = Retelling(bench.claiming, waiting=30)
 
-    def sent(address: str, count: int, now_ms: int = NOW_MS) -> int:
-        jobs = [bench.job(reply_to=address) for _ in range(count)]
+    def sent(address: str, count: int, now_ms: int = NOW_MS, user: str | None = None) -> int:
+        jobs = [bench.job(reply_to=address, user_id=user) for _ in range(count)]
         return sum(retelling.pause_ms(job, now_ms=now_ms) is not None for job in jobs)
 
-    assert sent("shop.full", 50) == 3
-    assert sum(sent(f"shop.{n}", 50) for n in range(50)) == 27
-    assert sent("another", 1) == 0
+    assert sum(sent(f"shop.{n}", 50, user="shop") for n in range(10)) == 3, "however many queues a tenant has"
+    assert sent("shop.full", 50) == 3, "of a queue, where nobody knows the tenant"
+    assert sum(sent(f"shop.{n}", 50) for n in range(50)) == 24
+    assert sent("another", 1) == sent("another", 1, user="another") == 0
     assert sent("shop.full", 50, NOW_MS + 1000) == 3, "what has come back waits no more"
+    assert sent("shop.1", 50, NOW_MS + 1000, user="shop") == 3

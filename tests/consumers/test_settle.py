@@ -7,6 +7,7 @@ import pytest
 
 from consumers import claiming, settle
 from consumers.job import Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried
+from consumers.parking import Parking
 from consumers.state.base import StoreUnavailable
 from tests.support.jobs import BODY, NOW_MS, Bench
 from topology import names as n
@@ -125,6 +126,19 @@ async def test_what_is_buried_already_is_parked_once(bench: Bench) -> None:
     bench.publisher.failing = {"": RequestProblem("forbidden_reply_to", "forged")}
     assert await bench.settler.settle(bench.job(), BURIED)
     assert bench.to("lane.dead").headers[n.DEAD_CODE] == "provider_rejected"
+
+
+@pytest.mark.parametrize("told", [Buried, Refused])
+async def test_a_tenants_rubbish_beyond_its_share_is_answered_and_kept_nowhere(told: type[Buried | Refused]) -> None:
+    """Kept under its ids it would push other tenants' results out of the store."""
+    bench = Bench(parking=Parking(invalid_per_hour=1))
+    rubbish = told(RequestProblem("invalid_request", "body: empty"))
+    for number in range(3):
+        await bench.settler.settle(bench.job(message_id=f"m-{number}", user_id="flood"), rubbish)
+    assert (bench.log.count("noted"), bench.log.count("confirmed: reply")) == (1, 3)
+    assert bench.log.count("confirmed: lane.dead") == (told is Buried)
+    await bench.settler.settle(bench.job(message_id="m-9", user_id="shop"), rubbish)
+    assert bench.log.count("noted") == 2, "another tenant has a share of its own"
 
 
 async def test_an_answer_that_the_broker_does_not_take_ends_before_it_is_kept(bench: Bench) -> None:

@@ -1,13 +1,16 @@
 """Dead letters have a bound; the oldest beyond it go, loudly, into a file where there is a folder for it."""
 
+import asyncio
 import json
 import stat
 
 import pytest
+import structlog
 
 from tests.support.house import house
 from tests.support.requester import requester
 from tests.support.waiting import until
+from topology import signals
 
 
 @pytest.mark.default_broker_only
@@ -29,6 +32,47 @@ async def test_the_oldest_beyond_the_bound_are_exported_and_the_others_stay(vhos
             await until(lambda: "removed" in app.events_of("m-0") and "removed" in app.events_of("m-1"))
             assert (home.parts.dead_letters.exported, home.parts.dead_letters.dropped) == (2, 0)
             assert await home.parts.dead_letters.look() == 0
+
+
+@pytest.mark.default_broker_only
+async def test_those_that_are_too_old_are_dropped_loudly_where_there_is_no_folder(vhost) -> None:
+    async with house(vhost.amqp_url, dead={"keep_s": 1}) as home, requester(vhost.amqp_url) as app:
+        await app.read_events()
+        for number in range(2):
+            await app.ask(b"rubbish", message_id=f"m-{number}")
+
+        async def are_gone() -> bool:
+            await home.parts.dead_letters.look()
+            return home.parts.dead_letters.dropped == 2
+
+        with structlog.testing.capture_logs() as logs:
+            await until(are_gone)
+        assert sum(each["removed"] for each in logs if each["event"] == signals.DEAD_LETTERS_REMOVED) == 2
+        await until(lambda: "removed" in app.events_of("m-0") and "removed" in app.events_of("m-1"))
+        await until(lambda: _depth_is(app, 0))
+
+
+@pytest.mark.default_broker_only
+async def test_several_workers_remove_each_once(vhost, tmp_path) -> None:
+    """By turns, and also at the same time: the broker hands each out once."""
+    folder, dead = tmp_path / "dead", {"max_count": 2}
+    async with (
+        house(vhost.amqp_url, dead={"folder": folder, **dead}) as one,
+        house(vhost.amqp_url, dead={"folder": folder, **dead}) as other,
+        requester(vhost.amqp_url) as app,
+    ):
+        for number in range(12):
+            await app.ask(b"rubbish", message_id=f"m-{number}")
+        both = [each.parts.dead_letters for each in (one, other)]
+
+        async def is_within_bounds() -> bool:
+            await asyncio.gather(*(each.look() for each in both))
+            return await app.depth("lane.dead") <= 2
+
+        await until(is_within_bounds)
+        ids = [json.loads(line)["message_id"] for file in folder.iterdir() for line in file.read_text().splitlines()]
+        assert len(ids) == len(set(ids)) == sum(each.exported for each in both)
+        assert len(ids) + await app.depth("lane.dead") == 12, "none is lost"
 
 
 async def _depth_is(app, count: int) -> bool:

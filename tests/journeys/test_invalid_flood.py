@@ -2,6 +2,7 @@
 
 import pytest
 
+from consumers.state.base import Identity
 from tests.support.house import house
 from tests.support.requester import requester
 
@@ -9,9 +10,12 @@ from tests.support.requester import requester
 @pytest.mark.default_broker_only
 async def test_a_tenants_rubbish_is_answered_and_not_all_parked_and_anothers_is(vhost) -> None:
     async with house(vhost.amqp_url, dead={"invalid_per_hour": 3}) as home, requester(vhost.amqp_url) as app:
-        codes = [(await app.ask(b"rubbish", user_id=vhost.user)).code for _ in range(6)]
+        ids = [f"r-{number}" for number in range(6)]
+        codes = [(await app.ask(b"rubbish", user_id=vhost.user, message_id=id)).code for id in ids]
         assert codes == ["invalid_request"] * 6
         assert (await app.depth("lane.dead"), home.parts.parking.unparked) == (3, 3)
+        kept = [id for id in ids if await home.parts.store.find(Identity(vhost.user, id)) is not None]
+        assert kept == ids[:3], "nor does it fill the store"
 
         assert (await app.ask(b"rubbish")).code == "invalid_request"
         assert await app.depth("lane.dead") == 4, "another tenant has a share of its own"

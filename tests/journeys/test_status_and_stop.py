@@ -42,12 +42,15 @@ async def test_status_shows_what_waits_runs_and_was_answered_over_all_workers(vh
             for n in range(7):
                 await app.publish({"prompt": f"job {n} [[latency: 20s]]"}, key="batch.tests.x")
             await until(lambda: api.running == 2)
+            assert (await app.control({"cancel": 1}, key="cancel")).code == "invalid_request"
 
             code, lines = await run("status", "--json", environ=environ, folder=tmp_path)
             assert code == 0
             told = json.loads("\n".join(lines))
             lanes = {lane["lane"]: lane for lane in told["lanes"]}
             assert len(told["workers"]) == 2
+            assert told["control"]["refused"] == 1
+            assert told["dead_letters"] == {"exported": 0, "dropped": 0, "unparked": 0}
             assert any(name.endswith(f":{worker.process.pid}") for name in told["workers"])
             batch, critical, normal = lanes["batch"], lanes["critical"], lanes["normal"]
             assert (batch["depth"], batch["running"], batch["consumers"], batch["workers"]) == (5, 2, 1, 1)
@@ -62,6 +65,7 @@ async def test_status_shows_what_waits_runs_and_was_answered_over_all_workers(vh
             code, lines = await run("status", environ=environ, folder=tmp_path)
             assert code == 0
             assert [line.split()[0] for line in lines if line.split()[0] in lanes] == ["critical", "normal", "batch"]
+            assert "since the workers began: 1 control messages refused" in lines
 
 
 async def test_a_worker_that_is_ready_names_the_providers_that_there_are(vhost, tmp_path) -> None:

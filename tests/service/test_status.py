@@ -113,6 +113,20 @@ def test_depths_that_may_not_be_seen_are_left_out() -> None:
     assert critical.depth is critical.consumers is None
 
 
+def test_what_was_removed_and_turned_away_is_counted_over_all_workers() -> None:
+    answers = [
+        {"worker": "a", "dead_letters": {"exported": 2, "dropped": 1}, "control": {"refused": 3}, "undelivered": 4},
+        {"worker": "b", "dead_letters": {"exported": 1, "unparked": 5}, "control": {"displaced": 1}, "undelivered": 1},
+        {"worker": "of an older version"},
+    ]
+
+    status = merge(answers, EMPTY, lanes=LANES, names=NAMES)
+
+    assert status.dead_letters == {"exported": 3, "dropped": 1, "unparked": 5}
+    assert status.control == {"refused": 3, "displaced": 1}
+    assert status.undelivered == 5
+
+
 def test_json_has_every_lane_and_worker() -> None:
     told = json.loads(merge([], EMPTY, lanes=LANES, names=NAMES).as_json())
 

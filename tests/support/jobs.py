@@ -12,6 +12,7 @@ from consumers.direct_sender import DirectSender
 from consumers.failpoints import Failpoints
 from consumers.job import Deferred, Job, Outcome, is_trusted
 from consumers.lifecycle import Lifecycle
+from consumers.parking import Parking
 from consumers.reply import Replies
 from consumers.reply_address import ReplyRule
 from consumers.retelling import Retelling
@@ -102,7 +103,7 @@ class FakeNotices:
 class Bench:
     """A settler on fakes. `log` tells in which order things happened."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, parking: Parking | None = None) -> None:
         self.log: list[str] = []
         self.publisher = FakePublisher(self.log)
         self.lifecycle = Lifecycle(FakeNotices(self.log), names=NAMES, now_ms=lambda: NOW_MS)  # type: ignore[arg-type]
@@ -125,6 +126,7 @@ class Bench:
             tracing=Tracing(),
             now_ms=lambda: NOW_MS,
             failpoints=Failpoints(),
+            parking=parking,
         )
 
     def delivery(self, *, body: bytes = BODY, queue: str = "lane.critical", **properties: Any) -> FakeDelivery:

@@ -99,6 +99,29 @@ def test_deeply_nested_headers_are_named(levels: int) -> None:
     assert list(delivered(HEADERS, nested(levels)).headers) == [UNREADABLE]
 
 
+@pytest.mark.parametrize("kind", [b"A", b"F"], ids=["arrays", "tables"])
+def test_neither_arrays_nor_tables_go_deeper_than_is_allowed(kind: bytes) -> None:
+    def deep(levels: int) -> bytes:
+        inner = b"V"
+        for _ in range(levels):
+            inside = inner if kind == b"A" else b"\x01k" + inner
+            inner = kind + table(inside)
+        return table(b"\x01k" + inner)
+
+    assert list(delivered(HEADERS, deep(NESTED_LEVELS - 1)).headers) == ["k"]
+    assert list(delivered(HEADERS, deep(NESTED_LEVELS)).headers) == [UNREADABLE]
+
+
+def test_a_table_of_too_many_values_is_named() -> None:
+    def full(values: int) -> bytes:  # the array is one as well
+        return table(b"\x01kA" + table(b"V" * (values - 1)))
+
+    assert list(delivered(HEADERS, full(fields.VALUES)).headers) == ["k"]
+    found = delivered(HEADERS, full(fields.VALUES + 1)).headers
+    assert list(found) == [UNREADABLE]
+    assert f"more than {fields.VALUES} values" in found[UNREADABLE]
+
+
 def test_20_000_levels_are_refused_before_they_are_read() -> None:
     assert delivered(HEADERS, nested(20_000)).headers[UNREADABLE].endswith(f"allowed are {HEADERS_BYTES})")
 

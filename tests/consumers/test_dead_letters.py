@@ -1,0 +1,102 @@
+"""Dead letters beyond their bounds go, the oldest first; one process at a time looks."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+
+from consumers.dead_letters import DeadLetters, DeadSpec
+from consumers.lifecycle import Lifecycle
+from consumers.state.spec import StoreSpec
+from consumers.state.sqlite import SqliteStore
+from tests.support.jobs import NAMES, NOW_MS, FakeNotices
+from tests.support.waiting import until
+from topology import names as n
+from topology import signals
+from topology.broker.deadletters import Letter
+from topology.contract.messages import Message
+
+
+class Queue:
+    """As `Oldest`, of letters in memory; counts how often somebody looked."""
+
+    def __init__(self, *ages_s: float, body: bytes = b"x") -> None:
+        self.letters = [Message(body=body, headers={n.DEAD_AT: moment(age_s)}) for age_s in ages_s]
+        self._held: list[Message] = []
+        self.looked = 0
+
+    async def __aenter__(self) -> "Queue":
+        self.looked += 1
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.letters[:0], self._held = self._held, []
+
+    async def take(self) -> Letter | None:
+        if not self.letters:
+            return None
+        self._held.append(self.letters.pop(0))
+        return Letter(self._held[-1], behind=len(self.letters), tag=1)
+
+    async def remove(self, letter: Letter) -> None:
+        self._held.remove(letter.message)
+
+
+def moment(age_s: float) -> str:
+    return datetime.fromtimestamp(NOW_MS / 1000 - age_s, tz=UTC).isoformat()
+
+
+def looking_after(queue: Queue, store: Any = None, **spec: Any) -> DeadLetters:
+    lifecycle = Lifecycle(FakeNotices([]), names=NAMES, now_ms=lambda: NOW_MS)  # type: ignore[arg-type]
+    oldest: Callable[[], Any] = lambda: queue  # noqa: E731
+    return DeadLetters(oldest, store=store, spec=DeadSpec(**spec), lifecycle=lifecycle, now_ms=lambda: NOW_MS)
+
+
+async def test_those_that_are_too_old_go_however_few_there_are() -> None:
+    queue = Queue(*[200.0] * 12, 50.0, 10.0)
+    assert await looking_after(queue, keep_s=100).look() == 12
+    assert [each.headers[n.DEAD_AT] for each in queue.letters] == [moment(50), moment(10)]
+
+
+@pytest.mark.parametrize(("bound", "left"), [({"max_count": 3}, 3), ({"max_bytes": 250}, 2)])
+async def test_beyond_their_number_or_size_the_oldest_go(bound: dict[str, int], left: int) -> None:
+    queue = Queue(*map(float, range(20, 0, -1)), body=b"x" * 100)
+    assert await looking_after(queue, **bound).look() == 20 - left
+    assert [each.headers[n.DEAD_AT] for each in queue.letters] == [moment(each) for each in range(left, 0, -1)]
+
+
+async def test_without_a_folder_they_are_dropped_with_a_warning_and_counted() -> None:
+    letters = looking_after(Queue(3, 2, 1), max_count=1)
+    with structlog.testing.capture_logs() as logs:
+        await letters.look()
+    (told,) = (each for each in logs if each["event"] == signals.DEAD_LETTERS_REMOVED)
+    assert (told["log_level"], told["removed"], told["exported_to"]) == ("warning", 2, None)
+    assert (letters.exported, letters.dropped) == (0, 2)
+
+
+async def test_what_cannot_be_written_is_not_removed(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    queue = Queue(3, 2, 1)
+    with pytest.raises(OSError, match="file"):
+        await looking_after(queue, max_count=1, folder=tmp_path / "file").look()
+    assert len(queue.letters) == 3
+
+
+async def test_of_several_processes_one_looks(tmp_path: Path) -> None:
+    async with SqliteStore(tmp_path / "a.sqlite", namespace="lane", spec=StoreSpec()) as store:
+        queues = [Queue(3, 2, 1) for _ in range(3)]
+        running = [
+            asyncio.create_task(looking_after(queue, store).run(owner=str(number), every_s=0.1))
+            for number, queue in enumerate(queues)
+        ]
+        await until(lambda: max(each.looked for each in queues) >= 3)
+        assert sorted(each.looked > 0 for each in queues) == [False, False, True]
+        for each in running:
+            each.cancel()
+            with suppress(asyncio.CancelledError):
+                await each
