@@ -85,6 +85,10 @@ class Aside:
             self._keep(job.identity.tenant, number)
         self._heads.pass_on(job.delivery.queue)
 
+    def passed_over(self, queue: str) -> None:
+        """Of a side queue whose head cannot be read: the next may come."""
+        self._heads.pass_on(queue)
+
     async def put(self, job: Job) -> Outcome | None:
         """Move it, and acknowledge. Returns what it comes to where there is no room for it. Raises BrokerError."""
         number = self._place(job.identity.tenant)

@@ -19,6 +19,10 @@ class Entering(Protocol):
         """Give the slot back."""
         ...
 
+    def unread(self, queue: str) -> None:
+        """No job could be made of what this queue delivered last."""
+        ...
+
     async def set_aside(self, job: Job) -> Outcome | None:
         """Move it. What it comes to where it cannot be moved. Raises BrokerError."""
         ...
@@ -40,6 +44,9 @@ class FromQueue:
 
     def leave(self, job: Job) -> None:
         self._bench.end(job.identity.tenant)
+
+    def unread(self, queue: str) -> None:
+        """The next comes by itself."""
 
     async def set_aside(self, job: Job) -> Outcome | None:
         assert self._aside is not None
@@ -68,6 +75,9 @@ class FromAside:
 
     def leave(self, job: Job) -> None:
         self._bench.end(job.identity.tenant)
+
+    def unread(self, queue: str) -> None:
+        self._aside.passed_over(queue)
 
     async def set_aside(self, job: Job) -> Outcome | None:
         """It was held for too long: to the end of its queue, where another process may have a slot for it."""

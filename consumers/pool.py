@@ -171,6 +171,7 @@ class Pool:
                 signals.HANDLER_FAILED, request=delivery.message.message_id, lane=self._activity.lane, where="read"
             )
             await self._settler.put_back(delivery)
+            self._entering.unread(delivery.queue)
             return None
 
     async def _set_aside(self, job: Job) -> None:
@@ -184,6 +185,9 @@ class Pool:
         except BrokerError as error:
             log.error(signals.HANDLER_FAILED, request=job.id, lane=job.lane_name, where="set aside", error=str(error))
             await self._settler.postpone(job.delivery)
+        except Exception:  # one request that cannot be moved must not end the lane for all others
+            log.exception(signals.HANDLER_FAILED, request=job.id, lane=job.lane_name, where="set aside")
+            await self._settler.put_back(job.delivery)
 
     async def _work(self, job: Job) -> None:
         """Work one delivery. Everything is caught here and in `_outcome`, and nowhere else."""

@@ -8,8 +8,10 @@ import pytest
 
 from consumers import settle
 from consumers.activity import LaneActivity
+from consumers.entering import FromQueue
 from consumers.job import Answered, Job, Outcome, Refused
 from consumers.pool import Pool
+from consumers.turns import Turn, Turns
 from tests.support.jobs import Bench, FakeDelivery
 from tests.support.waiting import until
 from topology import names as n
@@ -58,7 +60,9 @@ class FakeDeliveries:
 class Working:
     """A pool at work on fakes."""
 
-    def __init__(self, bench: Bench, handle: Callable[[Job], Awaitable[Outcome]]) -> None:
+    def __init__(
+        self, bench: Bench, handle: Callable[[Job], Awaitable[Outcome]], *, entering: FromQueue | None = None
+    ) -> None:
         self.bench = bench
         self.deliveries = FakeDeliveries()
         self.activity = LaneActivity("critical", slots=4, due_slots=1)
@@ -69,6 +73,7 @@ class Working:
             settler=bench.settler,
             activity=self.activity,
             tracing=Tracing(),
+            entering=entering,
         )
         self.running = asyncio.create_task(self.pool.run())
 
@@ -147,6 +152,22 @@ async def test_a_job_that_cannot_be_made_is_put_back() -> None:
     working.deliver(bench.delivery())
     await until(lambda: bench.log == ["reject"])
     assert working.activity.running == 0
+    await working.stop()
+
+
+async def test_what_cannot_be_moved_for_a_fault_of_ours_is_put_back_and_ends_no_lane() -> None:
+    class Broken(FromQueue):
+        async def enter(self, job: Job) -> Turn:
+            return Turn.ASIDE
+
+        async def set_aside(self, job: Job) -> Outcome | None:
+            raise ZeroDivisionError
+
+    bench = Bench()
+    working = Working(bench, answer, entering=Broken(Turns().bench(4)))
+    working.deliver(bench.delivery(), bench.delivery())
+    await until(lambda: bench.log == ["reject", "reject"])
+    assert not working.running.done()
     await working.stop()
 
 

@@ -1,0 +1,104 @@
+"""Set aside: a tenant's surplus goes into a side queue of its own, confirmed before it is acknowledged."""
+
+import dataclasses
+
+from consumers.aside import Aside
+from consumers.job import Deferred, Job, Refused
+from tests.support.jobs import NAMES, NOW_MS, Bench
+from topology.broker.heads import Heads
+from topology.contract.problems import PublishRefused
+from topology.lanes import CRITICAL
+from topology.names import SENT_MS
+
+LANE = dataclasses.replace(CRITICAL, side_queues=4)
+
+
+class Side:
+    """The side queues of a lane, on fakes."""
+
+    def __init__(self) -> None:
+        self.bench = Bench()
+        self.heads = Heads(NAMES.side(LANE.name, each) for each in range(LANE.side_queues))
+        self.aside = Aside(LANE, self.heads, publisher=self.bench.publisher, names=NAMES, now_ms=lambda: NOW_MS)  # type: ignore[arg-type]
+
+    def job(self, tenant: str, **properties: object) -> Job:
+        return self.bench.job(lane=LANE, user_id=tenant, headers={SENT_MS: NOW_MS - 50}, **properties)
+
+    def head(self, tenant: str, queue: int) -> Job:
+        name = NAMES.side(LANE.name, queue)
+        self.heads.fetched(name, left=3)
+        delivery = self.bench.delivery(queue=name, user_id=tenant)
+        return self.bench.job(lane=LANE, delivery=delivery)
+
+    @property
+    def used(self) -> list[str]:
+        return [each.exchange for each in self.bench.publisher.sent]
+
+
+async def test_it_is_confirmed_before_it_is_acknowledged_and_is_no_attempt() -> None:
+    side = Side()
+    assert await side.aside.put(side.job("crm")) is None
+    assert side.bench.log == [f"confirmed: {side.used[0]}", "ack"]
+    assert side.aside.has("crm")
+
+
+async def test_what_could_not_be_moved_is_not_acknowledged() -> None:
+    side = Side()
+    side.bench.publisher.failing = {NAMES.side_exchange(each): PublishRefused("full") for each in range(4)}
+    await side.aside.put(side.job("crm"))
+    assert "ack" not in side.bench.log
+
+
+async def test_one_tenants_requests_stay_together_and_another_has_a_queue_of_its_own() -> None:
+    side = Side()
+    tenants = ["crm", "chat", "search", "tools"]
+    for tenant in tenants * 3:
+        await side.aside.put(side.job(tenant))
+    assert side.used[:4] == side.used[4:8] == side.used[8:]
+    assert len(set(side.used)) == len(tenants)
+
+
+async def test_a_queue_whose_head_is_anothers_is_not_taken_while_there_is_an_empty_one() -> None:
+    side = Side()
+    side.aside.arrived(side.head("crm", 2))
+    for tenant in ("a", "b", "c"):
+        await side.aside.put(side.job(tenant))
+    assert NAMES.side_exchange(2) not in side.used
+    await side.aside.put(side.job("crm"))
+    assert side.used[-1] == NAMES.side_exchange(2)
+
+
+async def test_a_full_queue_refuses_what_is_fresh_and_defers_what_was_begun() -> None:
+    side = Side()
+    side.bench.publisher.failing = {NAMES.side_exchange(each): PublishRefused("full") for each in range(4)}
+    refused = await side.aside.put(side.job("crm"))
+    assert isinstance(refused, Refused)
+    assert refused.problem.code == "too_many_waiting"
+    again = await side.aside.put(side.job("crm", exchange=NAMES.due_exchange))
+    assert isinstance(again, Deferred)
+
+
+async def test_the_head_that_has_its_slot_makes_room_for_the_next() -> None:
+    side = Side()
+    head = side.head("crm", 1)
+    side.aside.arrived(head)
+    assert side.heads.next() is None
+    side.aside.left(head)
+    assert side.heads.next() == NAMES.side(LANE.name, 1)
+
+
+async def test_a_head_that_cannot_be_read_does_not_close_its_queue() -> None:
+    side = Side()
+    name = NAMES.side(LANE.name, 1)
+    side.heads.fetched(name, left=3)
+    assert side.heads.next() is None
+    side.aside.passed_over(name)
+    assert side.heads.next() == name
+
+
+async def test_what_is_refused_for_its_headers_is_not_moved() -> None:
+    side = Side()
+    assert side.aside.may_take(side.job("crm"))
+    assert not side.aside.may_take(side.job("crm", exchange=""))
+    assert not side.aside.may_take(side.job("crm", routing_key="batch.crm.x"))
+    assert not side.aside.may_take(side.job("crm", priority=30))

@@ -1,0 +1,139 @@
+"""A scout consumes a queue as well while its lane is full and slow, and at no other time."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+import pytest
+
+from consumers import scouting
+from consumers.scouting import Scouted, Scouting
+from consumers.turns import Bench, Turns
+from tests.support.waiting import until
+
+QUEUE = "lane.normal"
+
+
+class FakeScout:
+    """At work until it is told to stop."""
+
+    def __init__(self) -> None:
+        self._stopped = asyncio.Event()
+        self.is_out = False
+
+    async def run(self) -> None:
+        self.is_out = True
+        await self._stopped.wait()
+        self.is_out = False
+
+    async def stop(self) -> None:
+        self._stopped.set()
+
+    def give_back_waiting(self) -> None:
+        """Nothing is in hand."""
+
+
+class Lane:
+    """A lane of two slots; `waiting` is what its queue holds."""
+
+    def __init__(self) -> None:
+        self.bench: Bench = Turns().bench(2)
+        self.waiting = 10
+        self.scouts: list[FakeScout] = []
+        self.looks = 0
+        self.scouting = Scouting(
+            [Scouted(queue=QUEUE, bench=self.bench, scout=self._scout)],
+            depths=self._depths,
+        )
+
+    @property
+    def out(self) -> int:
+        return sum(each.is_out for each in self.scouts)
+
+    def fill(self) -> None:
+        while self.bench.begin("crm"):
+            pass
+
+    def _scout(self) -> FakeScout:
+        self.scouts.append(FakeScout())
+        return self.scouts[-1]
+
+    async def _depths(self, queues: list[str]) -> Mapping[str, int]:
+        self.looks += 1
+        return {QUEUE: self.waiting}
+
+    @asynccontextmanager
+    async def looked_at(self) -> AsyncIterator[None]:
+        running = asyncio.create_task(self.scouting.run())
+        try:
+            yield
+        finally:
+            await self.scouting.stop()
+            await asyncio.wait_for(running, 5)
+
+
+@pytest.fixture(autouse=True)
+def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scouting, "LOOK_EVERY_S", 0.005)
+
+
+async def test_it_goes_out_where_all_slots_are_taken_for_long_and_more_waits() -> None:
+    lane = Lane()
+    lane.fill()
+    async with lane.looked_at():
+        await until(lambda: lane.out == 1)
+        assert lane.bench.is_sorting
+    assert not lane.bench.is_sorting
+
+
+async def test_it_does_not_go_out_where_nothing_more_waits() -> None:
+    lane = Lane()
+    lane.waiting = 0
+    lane.fill()
+    async with lane.looked_at():
+        await until(lambda: lane.looks >= 5)
+    assert not lane.scouts
+
+
+async def test_it_does_not_go_out_where_slots_come_free_at_once() -> None:
+    lane = Lane()
+    lane.fill()
+    turned = 0
+
+    async def turn_over() -> None:
+        nonlocal turned
+        while True:
+            lane.bench.end("crm")
+            assert lane.bench.begin("crm")
+            turned += 1
+            await asyncio.sleep(0)
+
+    turning = asyncio.create_task(turn_over())
+    async with lane.looked_at():
+        await until(lambda: turned > 2000)
+        assert not lane.scouts
+        turning.cancel()
+
+
+async def test_it_is_called_back_when_slots_are_free_and_goes_out_again() -> None:
+    lane = Lane()
+    lane.fill()
+    async with lane.looked_at():
+        await until(lambda: lane.out == 1)
+        lane.bench.end("crm")
+        await until(lambda: lane.out == 0)
+        assert not lane.bench.is_sorting
+        lane.fill()
+        await until(lambda: lane.out == 1)
+    assert len(lane.scouts) == 2
+
+
+async def test_paused_it_has_nobody_out() -> None:
+    lane = Lane()
+    lane.fill()
+    async with lane.looked_at():
+        await until(lambda: lane.out == 1)
+        await lane.scouting.pause("store is away")
+        await until(lambda: lane.out == 0)
+        await lane.scouting.resume()
+        await until(lambda: lane.out == 1)
