@@ -8,6 +8,8 @@ import pytest
 from service.production import of_file, of_settings, of_transport, refuse, risks
 from service.settings import Settings, load_settings
 from tests.support.redis import redis_server
+from topology.contract.problems import AccessRefused
+from topology.declaration import RECOMMENDED
 
 GOOD = {
     "LANEKEEPER_PROFILE": "production",
@@ -96,6 +98,20 @@ async def test_a_redis_that_forgets_is_found_and_refused(tmp_path: Path) -> None
 
     assert [risk.what for risk in found] == ["store durability"]
     assert "appendonly is off" in found[0].text
+
+
+@pytest.mark.parametrize(("version", "is_found"), [("4.3.4", True), (".".join(map(str, RECOMMENDED)), False)])
+async def test_a_broker_with_known_holes_is_found(version: str, is_found: bool) -> None:
+    class Broker:
+        def __init__(self) -> None:
+            self.version = version
+
+        async def flowing(self, *, timeout_s: float) -> None:
+            raise AccessRefused("a worker may not publish requests")
+
+    made = settings(LANEKEEPER_STORE_URL="sqlite:////nowhere/lane.sqlite")
+    found = [risk.what async for risk in risks(made, Broker())]  # type: ignore[arg-type]
+    assert found == (["broker version"] if is_found else [])
 
 
 def test_without_the_profile_requests_without_a_user_are_taken() -> None:
