@@ -1,7 +1,7 @@
 """What is over its tenant's share is set aside: moved into a side queue of its lane, where it holds nobody up.
 
-Published with confirm, then acknowledged, as everything else: a worker that dies between the two leaves two messages of
-one request, and the claim finds that out. No claim is taken, no attempt counted.
+Published with confirm, then acknowledged (`consumers/pool.py`), as everything else: a worker that dies between the two
+leaves two messages of one request, and the claim finds that out. No claim is taken, no attempt counted.
 
 Each tenant has a side queue of its own as long as there are enough of them. Whose a queue is, a process knows by the
 head that it holds and by what it put there itself. Two processes may choose differently for a moment: order suffers.
@@ -12,16 +12,12 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final
 
-import structlog
-
 from consumers.copies import set_aside
 from consumers.job import Deferred, Job, NowMs, Outcome, Refused
 from consumers.rank import HIGHEST
 from topology import names as n
-from topology import signals
 from topology.broker.heads import Heads
 from topology.broker.publisher import Publisher
-from topology.broker.session import ChannelLost
 from topology.contract.codec import UNREADABLE
 from topology.contract.problems import PublishRefused, RequestProblem
 from topology.lanes import LaneSpec
@@ -32,7 +28,6 @@ PLACE_KEPT_S: Final = 1.0
 FULL_FOR_S: Final = 1.0
 """A queue that was full is not tried again before."""
 LATER_MS: Final = 1000
-log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 @dataclass(slots=True)
@@ -90,7 +85,7 @@ class Aside:
         self._heads.pass_on(queue)
 
     async def put(self, job: Job) -> Outcome | None:
-        """Move it, and acknowledge. Returns what it comes to where there is no room for it. Raises BrokerError."""
+        """Move it: the broker has confirmed it. Returns what it comes to where there is no room. Raises BrokerError."""
         number = self._place(job.identity.tenant)
         if asyncio.get_running_loop().time() < self._full_until_s.get(number, 0):
             return self._full(job)
@@ -107,10 +102,6 @@ class Aside:
             self._full_until_s[number] = asyncio.get_running_loop().time() + FULL_FOR_S
             return self._full(job)
         self._heads.publish_seen(self._names.side(self._lane.name, number))
-        try:
-            await job.delivery.ack()
-        except ChannelLost as lost:
-            log.warning(signals.DELIVERY_LOST, queue=job.delivery.queue, request=job.id, error=str(lost))
         return None
 
     def _full(self, job: Job) -> Outcome:

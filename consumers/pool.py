@@ -176,7 +176,9 @@ class Pool:
 
     async def _set_aside(self, job: Job) -> None:
         try:
-            if (outcome := await self._entering.set_aside(job)) is not None:
+            if (outcome := await self._entering.set_aside(job)) is None:
+                await self._settler.dismiss(job.delivery)
+            else:
                 await self._settle(job, outcome)
         except asyncio.CancelledError:
             if self._stopping:

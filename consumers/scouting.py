@@ -1,10 +1,12 @@
 """Looks ahead in queues that are worked slowly: so that one tenant's requests do not hide another's behind them.
 
-A queue is first in, first out. Where all of its slots were taken for a second, each for a quarter of a second or longer
-on average, and more waits than begins so soon, a scout consumes it as well: a pool without slots. What it takes gets
-the next free slot where its tenant is due one, waits in hand within its tenant's share, and is set aside otherwise
-(`consumers/turns.py`). Where slots come free faster there is no scout, and nothing is moved: moving costs about half of
-what such a request does.
+A queue is first in, first out, and a higher priority goes ahead whosever it is. Where all of its slots were taken for a
+second, a scout consumes it as well: a pool without slots. What it takes gets the next free slot where its tenant is due
+one, waits in hand within its tenant's share, and is set aside otherwise (`consumers/turns.py`).
+
+Moving costs about half of what such a request does. So no scout goes out for one tenant alone while its slots come free
+within a quarter of a second on average. Where several tenants have come lately, one goes out for whatever waits longer
+than a second.
 """
 
 import asyncio
@@ -45,8 +47,10 @@ class Scouted:
     scout: Callable[[], Scout]
     begun: int = 0
     """When it was looked at last."""
+    full: int = 0
+    """For how many looks in a row it was full."""
     slow: int = 0
-    """For how many looks in a row it was worked slowly."""
+    """For how many of them it was worked slowly."""
     idle: int = 0
     """For how many it was not full."""
     at_work: "Scout | None" = None
@@ -103,19 +107,22 @@ class Scouting:
         begun, each.begun = each.bench.begun - each.begun, each.bench.begun
         if self._paused or not each.bench.is_full:
             each.idle += 1
-            each.slow = 0
+            each.full = each.slow = 0
             if each.at_work is not None and each.idle >= GOES_AFTER:
                 await self._call_back(each)
             return
         each.idle = 0
+        each.full += 1
         each.slow = each.slow + 1 if begun < each.bench.slots else 0
-        if each.at_work is not None or each.slow < GOES_OUT_AFTER:
+        is_slow = each.slow >= GOES_OUT_AFTER
+        if each.at_work is not None or not (is_slow or (each.full >= GOES_OUT_AFTER and each.bench.is_shared)):
             return
         try:
             waiting = (await self._depths([each.queue]))[each.queue]
         except BrokerError:  # the pools themselves tell
             return
-        if waiting > begun and not self._paused and not self._stopping.is_set():
+        is_long = waiting > (begun if is_slow else GOES_OUT_AFTER * begun)
+        if is_long and not self._paused and not self._stopping.is_set():
             each.at_work = each.scout()
             each.bench.sort(True)
             self._group.create_task(self._work(each, each.at_work), name=f"scout {each.queue}")

@@ -117,7 +117,8 @@ class Settler:
         return outcome
 
     async def dismiss(self, delivery: Delivery) -> None:
-        """Acknowledge what is no request: a control message that was recorded, or that nobody can read."""
+        """Acknowledge what needs no more: a request that was set aside, a control message that was recorded or that
+        nobody can read."""
         with suppress(ChannelLost):
             await delivery.ack()
 

@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from itertools import islice
 from typing import Final, Protocol
 
 from consumers.spending import EVERY_TENANT
@@ -23,6 +24,8 @@ from consumers.spending import EVERY_TENANT
 HELD_S: Final = 60.0
 """What has waited in hand for so long is set aside: a delivery may not be held for ever (`consumers/job.py`), and
 another process may have a slot for it."""
+LATELY_S: Final = 600.0
+"""Who had a request so long ago may have the next in the queue: it is looked for."""
 FIGURES_OF: Final = 256
 """Tenants of a lane of which figures are kept: the latest."""
 
@@ -75,6 +78,8 @@ class Figures:
 
     begun: int = 0
     set_aside: int = 0
+    seen_s: float = 0.0
+    """When it last began or was set aside, by the event loop's clock."""
 
 
 @dataclass(slots=True)
@@ -98,13 +103,20 @@ class Turns:
 
     def figures(self, tenant: str) -> Figures:
         """Of a tenant, to be counted in."""
-        if (found := self._figures.get(tenant)) is not None:
+        if (found := self._figures.get(tenant)) is None:
+            if len(self._figures) >= FIGURES_OF:
+                self._figures.popitem(last=False)
+            found = self._figures[tenant] = Figures()
+        else:
             self._figures.move_to_end(tenant)
-            return found
-        if len(self._figures) >= FIGURES_OF:
-            self._figures.popitem(last=False)
-        made = self._figures[tenant] = Figures()
-        return made
+        found.seen_s = asyncio.get_running_loop().time()
+        return found
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether more than one tenant has had requests here lately."""
+        latest = list(islice(reversed(self._figures.values()), 2))
+        return len(latest) == 2 and latest[1].seen_s > asyncio.get_running_loop().time() - LATELY_S
 
     def snapshot(self) -> dict[str, dict[str, int]]:
         """The figures as JSON, by tenant; those that were active last come last."""
@@ -143,6 +155,11 @@ class Bench:
     @property
     def is_full(self) -> bool:
         return self.running >= self._slots
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether more than one tenant has had requests in this lane lately."""
+        return self._turns.is_shared
 
     def running_of(self, tenant: str) -> int:
         return self._running.get(tenant, 0)

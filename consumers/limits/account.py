@@ -97,8 +97,9 @@ class Account:
             return None, inf
         if (stopped_s := self.stopped_s(now_s)) > 0:
             return None, stopped_s
+        self.concurrency.regain(now_s)
         if self.concurrency.is_full:
-            return None, inf
+            return None, self.concurrency.regains_in_s(now_s)
         order, soonest_s = self.lines.order(now_s), self.lines.aged_in_s(now_s)
         for lane in self._by_turn(order):
             waiter = self.lines.heads[lane]

@@ -1,7 +1,8 @@
 """How many calls an account may have at once: as many as come, until the provider says that it is overloaded (529).
 
-Then half of those that ran, and one more for each time as many were answered, as TCP does it. A stray 529 says nothing
-of the account's calls: it must not make a chat wait for the end of another. Pure.
+Then half of those that ran, and one more for each time as many were answered, as TCP does it; and one more by time
+alone, because calls that stream for minutes answer nothing meanwhile. A stray 529 says nothing of the account's calls:
+it must not make a chat wait for the end of another. Pure.
 """
 
 from math import inf
@@ -9,6 +10,9 @@ from math import inf
 PATIENCE_S = 1.0
 """Calls that began before a backing-off tell of the same overload: within this time it counts once."""
 SMOOTHING = 0.1
+REGAIN_S = 5.0
+"""After so long without a 529 one call more may begin than was guessed. A provider that is still overloaded says so to
+that one, once in five seconds; without it, two long streams held every lane for as long as they ran."""
 OFTEN = 0.25
 """Of the latest responses (smoothed), so many must be 529: the third in a row, where none was before."""
 
@@ -16,13 +20,15 @@ OFTEN = 0.25
 class Concurrency:
     """`ceiling` None: as many as come."""
 
-    __slots__ = ("_backed_off_s", "_ceiling", "_overloads", "_peak", "call_s", "limit", "running")
+    __slots__ = ("_backed_off_s", "_ceiling", "_overloads", "_peak", "_regained_s", "call_s", "limit", "running")
 
     def __init__(self, ceiling: int | None = None) -> None:
         self._ceiling: float = inf if ceiling is None else ceiling
         self._backed_off_s = -inf
         self._overloads = 0.0
         self._peak = 1
+        self._regained_s = 0.0
+        """Since when time counts for the next call that it gives back."""
         self.limit = self._ceiling
         self.running = 0
         self.call_s = 0.0
@@ -54,6 +60,7 @@ class Concurrency:
     def overloaded(self, now_s: float) -> bool:
         """Back off; whether it did, or had just done so."""
         self._overloads += (1 - self._overloads) * SMOOTHING
+        self._regained_s = now_s
         if self._overloads < OFTEN or 0 <= now_s - self._backed_off_s < PATIENCE_S:
             return False
         self._backed_off_s = now_s
@@ -64,10 +71,25 @@ class Concurrency:
     def answered(self) -> None:
         """Recover: twice as many as ever ran are as good as no limit."""
         self._overloads -= self._overloads * SMOOTHING
-        if self.limit < self._ceiling:
-            self.limit = min(self._ceiling, self.limit + 1 / self.limit)
-            if self.limit > 2 * self._peak:
-                self.limit = self._ceiling
+        if not self.is_set:
+            self._allow(1 / self.limit)
+
+    def regain(self, now_s: float) -> None:
+        """What time alone gives back of a limit that was guessed."""
+        if self.is_set or now_s < self._regained_s + REGAIN_S:
+            return
+        calls = (now_s - self._regained_s) // REGAIN_S
+        self._regained_s += calls * REGAIN_S
+        self._allow(calls)
+
+    def regains_in_s(self, now_s: float) -> float:
+        """When time gives back the next call; never, where nothing was taken."""
+        return inf if self.is_set else max(0.0, self._regained_s + REGAIN_S - now_s)
+
+    def _allow(self, more: float) -> None:
+        self.limit = min(self._ceiling, self.limit + more)
+        if self.limit > 2 * self._peak:
+            self.limit = self._ceiling
 
     def wait_s(self, ahead: int) -> float:
         """Roughly how long until one more may begin, behind `ahead` others; 0 where there is room."""

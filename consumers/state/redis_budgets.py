@@ -251,6 +251,7 @@ class RedisBudgets:
     def _candidates(self, books: Account) -> tuple[Sequence[Waiter], int]:
         """Who may be granted in one step, in order by lane, and how many of them."""
         calls = books.concurrency
+        calls.regain(self._now_s())
         if books.stopped_s(self._now_s()) > 0 or calls.is_full:
             return (), 0
         waiters = [each for lane in range(len(self._lanes)) for each in books.lines.firsts(lane, TOGETHER)]

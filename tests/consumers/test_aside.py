@@ -35,18 +35,11 @@ class Side:
         return [each.exchange for each in self.bench.publisher.sent]
 
 
-async def test_it_is_confirmed_before_it_is_acknowledged_and_is_no_attempt() -> None:
+async def test_once_it_is_confirmed_its_tenant_has_requests_aside_and_it_is_left_to_be_acknowledged() -> None:
     side = Side()
     assert await side.aside.put(side.job("crm")) is None
-    assert side.bench.log == [f"confirmed: {side.used[0]}", "ack"]
+    assert side.bench.log == [f"confirmed: {side.used[0]}"]
     assert side.aside.has("crm")
-
-
-async def test_what_could_not_be_moved_is_not_acknowledged() -> None:
-    side = Side()
-    side.bench.publisher.failing = {NAMES.side_exchange(each): PublishRefused("full") for each in range(4)}
-    await side.aside.put(side.job("crm"))
-    assert "ack" not in side.bench.log
 
 
 async def test_one_tenants_requests_stay_together_and_another_has_a_queue_of_its_own() -> None:

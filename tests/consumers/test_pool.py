@@ -155,6 +155,23 @@ async def test_a_job_that_cannot_be_made_is_put_back() -> None:
     await working.stop()
 
 
+async def test_what_was_set_aside_is_acknowledged_and_neither_worked_nor_counted() -> None:
+    class Moving(FromQueue):
+        async def enter(self, job: Job) -> Turn:
+            return Turn.ASIDE
+
+        async def set_aside(self, job: Job) -> Outcome | None:
+            bench.log.append("moved")
+            return None
+
+    bench = Bench()
+    working = Working(bench, answer, entering=Moving(Turns().bench(4)))
+    working.deliver(bench.delivery())
+    await until(lambda: bench.log == ["moved", "ack"])
+    await working.stop()
+    assert working.activity.answered == 0
+
+
 async def test_what_cannot_be_moved_for_a_fault_of_ours_is_put_back_and_ends_no_lane() -> None:
     class Broken(FromQueue):
         async def enter(self, job: Job) -> Turn:

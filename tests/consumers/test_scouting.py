@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from itertools import cycle
 
 import pytest
 
@@ -41,6 +42,7 @@ class Lane:
         self.waiting = 10
         self.scouts: list[FakeScout] = []
         self.looks = 0
+        self.turned = 0
         self.scouting = Scouting(
             [Scouted(queue=QUEUE, bench=self.bench, scout=self._scout)],
             depths=self._depths,
@@ -61,6 +63,24 @@ class Lane:
     async def _depths(self, queues: list[str]) -> Mapping[str, int]:
         self.looks += 1
         return {QUEUE: self.waiting}
+
+    @asynccontextmanager
+    async def turning(self, *tenants: str) -> AsyncIterator[None]:
+        """Each slot is given on as soon as it is taken, to one tenant after the other."""
+
+        async def turn_over() -> None:
+            for tenant in cycle(tenants):
+                assert self.bench.begin(tenant)
+                await asyncio.sleep(0)
+                self.bench.end(tenant)
+                self.turned += 1
+
+        assert self.bench.begin(tenants[0])
+        turning = asyncio.create_task(turn_over())
+        try:
+            yield
+        finally:
+            turning.cancel()
 
     @asynccontextmanager
     async def looked_at(self) -> AsyncIterator[None]:
@@ -97,22 +117,25 @@ async def test_it_does_not_go_out_where_nothing_more_waits() -> None:
 
 async def test_it_does_not_go_out_where_slots_come_free_at_once() -> None:
     lane = Lane()
-    lane.fill()
-    turned = 0
-
-    async def turn_over() -> None:
-        nonlocal turned
-        while True:
-            lane.bench.end("crm")
-            assert lane.bench.begin("crm")
-            turned += 1
-            await asyncio.sleep(0)
-
-    turning = asyncio.create_task(turn_over())
-    async with lane.looked_at():
-        await until(lambda: turned > 2000)
+    lane.waiting = 1_000_000
+    async with lane.looked_at(), lane.turning("crm"):
+        await until(lambda: lane.turned > 2000)
         assert not lane.scouts
-        turning.cancel()
+
+
+async def test_where_tenants_share_a_lane_it_goes_out_for_what_waits_long_though_slots_come_free_at_once() -> None:
+    lane = Lane()
+    lane.waiting = 1_000_000
+    async with lane.looked_at(), lane.turning("crm", "chat"):
+        await until(lambda: lane.out == 1)
+
+
+async def test_where_tenants_share_a_lane_a_short_queue_needs_no_scout() -> None:
+    lane = Lane()
+    lane.waiting = 1
+    async with lane.looked_at(), lane.turning("crm", "chat"):
+        await until(lambda: lane.looks >= 5)
+        assert not lane.scouts
 
 
 async def test_it_is_called_back_when_slots_are_free_and_goes_out_again() -> None:

@@ -93,6 +93,21 @@ async def test_a_single_request_does_not_wait_behind_another_tenants_backlog(vho
         assert reply.headers["x-lane-attempt"] == 1
 
 
+async def test_short_calls_of_the_highest_priority_do_not_hold_up_another_tenant_either(vhost) -> None:
+    quick = SimulatedOptions(latency_ms=50)
+    async with (
+        house(vhost.amqp_url, simulated=quick, lanes={LANE: {"slots": 2}}, speakers=(vhost.user,)) as home,
+        requester(vhost.amqp_url) as app,
+    ):
+        await app.final(await ask(app, vhost, "small", "came before"), within_s=WITHIN_S)
+        await flood(app, vhost, "large", 1000, priority=9)
+        reply = await app.final(await ask(app, vhost, "small", "asks"), within_s=WITHIN_S)
+        done = len(home.calls("large"))
+    assert reply.status == "ok"
+    print(f"answered after {reply.headers['x-lane-wait-ms']} ms and {done} of another tenant's 1000")
+    assert done < 700, "before: all of them"
+
+
 @pytest.mark.parametrize("processes", [1, 3])
 @pytest.mark.parametrize("tenants", [2, 3])
 async def test_with_n_tenants_waiting_each_gets_at_least_half_of_an_equal_share(

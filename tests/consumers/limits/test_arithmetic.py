@@ -10,7 +10,7 @@ from consumers.limits import headers
 from consumers.limits.adaptive import Adaptive
 from consumers.limits.amounts import Amounts
 from consumers.limits.bucket import Bucket
-from consumers.limits.concurrency import Concurrency
+from consumers.limits.concurrency import REGAIN_S, Concurrency
 from consumers.limits.estimates import Estimates, Kind, task_of
 from consumers.limits.headers import RateHeaders, Told
 from consumers.limits.order import Order
@@ -253,6 +253,35 @@ def test_a_stray_overload_makes_nobody_wait() -> None:
         for _ in range(9):
             calls.answered()
     assert not calls.is_limited
+
+
+def test_time_alone_gives_back_what_an_overload_took_while_long_calls_run() -> None:
+    calls = Concurrency()
+    calls.begin()
+    for second in (2.0, 4.0, 6.0):  # one long stream, and three short calls that are refused
+        calls.begin()
+        calls.overloaded(second)
+        calls.end(0.05)
+    assert calls.is_full
+
+    calls.regain(6.0 + REGAIN_S / 2)
+    assert calls.is_full
+    assert calls.regains_in_s(6.0 + REGAIN_S / 2) == REGAIN_S / 2
+    calls.regain(6.0 + REGAIN_S)
+    assert not calls.is_full
+    calls.overloaded(6.0 + REGAIN_S)  # it still is
+    assert calls.regains_in_s(6.0 + REGAIN_S) == REGAIN_S
+    calls.regain(6.0 + 100 * REGAIN_S)
+    assert not calls.is_limited
+    assert calls.regains_in_s(0) == math.inf
+
+
+def test_what_a_setting_allows_is_not_raised_by_time() -> None:
+    calls = Concurrency(1)
+    calls.begin()
+    calls.overloaded(1.0)
+    calls.regain(1000.0)
+    assert calls.limit == 1
 
 
 def test_one_call_may_always_be_made() -> None:

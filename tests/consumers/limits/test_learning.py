@@ -10,6 +10,7 @@ from consumers.limits.account import Account
 from consumers.limits.adaptive import FORGOTTEN_AFTER_S
 from consumers.limits.amounts import Amounts
 from consumers.limits.base import NO_NEWS, Heard, Kind, Reservation
+from consumers.limits.concurrency import REGAIN_S
 from consumers.limits.headers import RateHeaders, Told
 from consumers.limits.order import Waiter
 from consumers.limits.spec import BudgetSpec
@@ -257,3 +258,25 @@ def test_a_clock_that_is_put_back_holds_nothing_up() -> None:
         books.learn(Heard(kind=Kind.ANSWERED), second)
 
     assert books.per_minute().requests == 60
+
+
+def test_a_long_stream_and_an_overload_do_not_hold_the_line_for_as_long_as_it_runs() -> None:
+    books = account()
+
+    def one(now_s: float) -> Reservation | None:
+        books.join(Waiter(0, Amounts(1, 10, 10), arrived_s=now_s))
+        waiter, _ = books.turn(now_s)
+        return None if waiter is None else waiter.reservation
+
+    assert one(100) is not None  # it streams on and on
+    for second in (102, 104, 106):
+        refused = one(second)
+        assert refused is not None
+        books.learn(heard(Kind.OVERLOADED), second)
+        books.settle(refused, None, second)
+    assert one(107) is None
+    waiter, in_s = books.turn(107)
+    assert waiter is None
+    assert in_s == REGAIN_S - 1
+    waiter, _ = books.turn(107 + in_s)
+    assert waiter is not None

@@ -12,6 +12,7 @@ from consumers.limits.adaptive import FORGOTTEN_AFTER_S
 from consumers.limits.amounts import Amounts
 from consumers.limits.base import Heard, Kind, Reservation, Wait, WaitTooLong
 from consumers.limits.bucket import LEAST
+from consumers.limits.concurrency import REGAIN_S
 from consumers.limits.desk import ACCOUNTS
 from consumers.limits.headers import RateHeaders, Told
 from consumers.limits.local import LocalBudgets
@@ -332,7 +333,7 @@ def test_an_overload_lets_fewer_run_and_each_end_wakes_the_next() -> None:
         for _ in range(3):
             on.hear(Kind.OVERLOADED)
         waits = on.ask("critical")
-        await asyncio.sleep(30)
+        await asyncio.sleep(2 * REGAIN_S + 1)  # five may run by now, and six do
         assert not waits.done()
         assert on.budgets.waiting()[ACCOUNT]["critical"].reason == "concurrency"
         for reservation in running[:4]:
