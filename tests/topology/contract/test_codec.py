@@ -238,7 +238,7 @@ def test_a_key_of_200_kb_does_not_get_into_the_detail() -> None:
 
 def test_what_is_nested_too_deeply_is_told_so() -> None:
     def nested(depth: int) -> Message:
-        return message(f'{{{TALK},"x":{"[" * (depth - 1)}{"]" * (depth - 1)}}}')
+        return message(f'{{{TALK},"x":{"[" * (depth - 1)}0{"]" * (depth - 1)}}}')
 
     assert decode(nested(codec.NESTED))
     problem = refused(nested(codec.NESTED + 1))
