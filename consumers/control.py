@@ -2,12 +2,13 @@
 
 One queue for all workers, so that one of them does it. A cancellation stays there until the store has it. Many are
 worked at once, so that the store writes them together; who sends more than its share is refused before the store is
-asked, so that the queue is read faster than one tenant can fill it, and another's cancellation does not wait behind it.
+asked, which is faster. First come, first read: another's cancellation waits for what is in the queue before it.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import structlog
@@ -58,13 +59,14 @@ class Control:
         kept_s: float,
         per_tenant_s: float,
         speakers: Collection[str] = (),
+        needs_user_id: bool = False,
     ) -> None:
         self._deliveries = deliveries
         self._claiming = claiming
         self._settler = settler
         self._answers = answers
         self._now_ms = now_ms
-        self._speakers = speakers
+        self._question = partial(read, speakers=speakers, needs_user_id=needs_user_id)
         self._ready = ready
         self._kept_s = kept_s
         self._share = Share(per_s=per_tenant_s, at_once=AT_ONCE_S * per_tenant_s)
@@ -158,7 +160,7 @@ class Control:
         """What cannot be carried out is refused, and what cannot be recorded goes back: never lost, never a loop."""
         message = delivery.message
         try:
-            question = read(message, speakers=self._speakers)
+            question = self._question(message)
             if question is not None:
                 await self._carry_out(message, question)
         except RequestProblem as problem:
@@ -179,13 +181,13 @@ class Control:
     def _has_its_share_left(self, message: Message) -> bool:
         """By the tenant that it speaks for; by its user, where it cannot be understood."""
         try:
-            question = read(message, speakers=self._speakers)
+            question = self._question(message)
         except RequestProblem:
             question = None
         return self._share.take(question.identity.tenant if question is not None else message.user_id or "")
 
     async def _turn_away(self, message: Message) -> None:
-        """Before the store is asked: the queue is read faster than one user can fill it."""
+        """Before the store is asked, so that the queue is soon read."""
         problem = RequestProblem(
             "too_many_control_messages",
             f"a tenant may send {self._per_tenant_s:g} control messages a second, and {AT_ONCE_S} times as many at "

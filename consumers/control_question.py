@@ -31,11 +31,19 @@ class Question:
     identity: Identity
 
 
-def read(message: Message, *, speakers: Collection[str]) -> Question | None:
-    """None for what every worker answers by itself. Raises RequestProblem."""
+def read(message: Message, *, speakers: Collection[str], needs_user_id: bool = False) -> Question | None:
+    """None for what every worker answers by itself. `needs_user_id`: whose it is must be known.
+
+    Raises RequestProblem.
+    """
     kind = _kind(message)
     if kind == n.STATUS_KEY:
         return None
+    if needs_user_id and not message.user_id:
+        raise _wrong(
+            "user_id: missing; publish with the property user_id, the name of the user that is connected: "
+            "without it nobody can tell whose request this is about"
+        )
     if kind == n.CHANGE_KEY:
         raise _wrong(f"type {kind}: changing a request is not available in this version")
     if len(message.body) > MESSAGE_BYTES:

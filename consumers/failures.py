@@ -11,15 +11,12 @@ ProviderError
 BreakerOpen                 no call was made: every provider that may be called is known to fail now
 """
 
-import re
-from typing import Final
-
 from consumers.limits.headers import RateHeaders
+from topology.contract.identity import is_word, shown
 from topology.contract.problems import LanekeeperError
 
 UNREACHABLE = "unreachable"
 """The type of a failure to connect. What was sent and lost is `connection`."""
-_WORD: Final = re.compile(r"[A-Za-z0-9_.:\-]{1,64}")
 NEVER_SENT = frozenset({UNREACHABLE, "credentials"})
 """Types of failures before anything was sent: there was no connection, or nothing to sign with."""
 
@@ -46,9 +43,9 @@ class ProviderError(LanekeeperError):
 
         Type and id are the provider's words, and so they are believed only where they look like it.
         """
-        kind = self.type if _WORD.fullmatch(self.type) else type(self).__name__
+        kind = self.type if is_word(self.type) else type(self).__name__
         status = f" {self.status}" if self.status else ""
-        id = f" ({self.request_id})" if self.request_id and _WORD.fullmatch(self.request_id) else ""
+        id = f" ({shown(self.request_id)})" if self.request_id else ""
         return f"{kind}{status}{id}"
 
 

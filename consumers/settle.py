@@ -38,6 +38,7 @@ from topology.broker.publisher import Publisher
 from topology.broker.session import ChannelLost, Delivery, Session
 from topology.contract.bounds import ANSWER_BYTES
 from topology.contract.headers import ERRORS_KEPT, HopHeaders
+from topology.contract.identity import shown
 from topology.contract.problems import PROBLEMS, BrokerError, MessageTooLarge, RequestProblem, answer_too_large
 from topology.delays import MAX_DELAY_MS, hop
 from topology.names import Names
@@ -277,7 +278,7 @@ class Settler:
     def _tell(self, job: Job, outcome: Outcome) -> None:
         match outcome:
             case Answered(model=model, provider=provider):
-                figures = {"model": model, "provider": provider, "wait_ms": job.wait_ms, "run_ms": job.run_ms}
+                figures = {"model": shown(model), "provider": provider, "wait_ms": job.wait_ms, "run_ms": job.run_ms}
                 log.debug(signals.REQUEST_ANSWERED, request=job.id, lane=job.lane_name, **figures)
                 self._lifecycle.tell(job, "completed", **figures)
             case Deferred(delay_ms=delay_ms, reason=reason):

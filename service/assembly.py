@@ -240,6 +240,7 @@ async def assemble(
             kept_s=settings.store_spec().cancelled_s,
             per_tenant_s=settings.control.per_tenant_s,
             speakers=settings.speakers,
+            needs_user_id=settings.needs_user_id,
         )
         yield Parts(
             names=names,

@@ -7,7 +7,7 @@
 | application | publish to `lane.requests` with keys `<its lanes>.<its name>.…`; read its reply queue |
 | client | the same, and cancel its requests and fetch their results: publish to `lane.control` |
 | worker | read lanes, fallen and dead letters; write delays, side queues, dead letters, events, replies; make queues |
-| operator | publish to any lane, cancel, watch events, read `lane.dead`; see all in the management UI |
+| operator | publish to any lane, cancel, watch events by its own queue, read `lane.dead`; see all in the UI |
 | deployer | configure, write and read everything of ours: `topology apply` |
 
 Applications and clients may declare nothing. Who may declare a queue, even one that the broker names, may have it
@@ -16,7 +16,8 @@ where it is dead-lettered. They take replies by direct reply-to, which needs no 
 durable queue that is declared for them here.
 
 Workers and operators may declare queues that the broker names (`amq.gen-…`; a client can give no such name, so this
-allows no exchange): they may publish into every lane anyway.
+allows no exchange): they may publish into every lane anyway. An operator watches events with such a queue, and may have
+it dead-letter to `lane.requests` under any key: operators are trusted.
 
 Whoever may write `lane.control` is told by workers of its own tenant's requests alone, where requests have a tenant
 (`user_id`). Those without one belong to everybody who knows their id: give untrusted applications no `client` role.

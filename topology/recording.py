@@ -1,16 +1,15 @@
 """What is learnt while a span runs, written on it: never content, only sizes, counts, names and codes."""
 
-import re
 from typing import Final, TypeAlias
 
 from opentelemetry.trace import Span, Status, StatusCode
 
 from topology import signals
+from topology.contract.identity import is_word, shown
 from topology.contract.problems import LanekeeperError, RequestProblem
 
 Attributes: TypeAlias = dict[str, str | int | float | bool | tuple[str, ...]]
 _ERROR: Final = Status(StatusCode.ERROR)
-_WORD: Final = re.compile(r"[A-Za-z0-9_.:\-]{1,64}")
 
 
 def request(span: Span, *, lane: str, app: str, attempt: int, wait_ms: int, redelivered: bool = False) -> None:
@@ -44,7 +43,7 @@ def answer(
     if not span.is_recording():
         return
     attributes: Attributes = {
-        signals.GEN_AI_RESPONSE_MODEL: model,
+        signals.GEN_AI_RESPONSE_MODEL: shown(model),
         signals.GEN_AI_INPUT_TOKENS: input_tokens + cache_read_tokens + cache_write_tokens,
         signals.GEN_AI_OUTPUT_TOKENS: output_tokens,
     }
@@ -52,9 +51,9 @@ def answer(
         attributes[signals.GEN_AI_CACHE_READ_TOKENS] = cache_read_tokens
     if cache_write_tokens:
         attributes[signals.GEN_AI_CACHE_WRITE_TOKENS] = cache_write_tokens
-    if stop_reason is not None and _WORD.fullmatch(stop_reason):
+    if stop_reason is not None and is_word(stop_reason):
         attributes[signals.GEN_AI_RESPONSE_FINISH_REASONS] = (stop_reason,)
-    if request_id is not None and _WORD.fullmatch(request_id):
+    if request_id is not None and is_word(request_id):
         attributes[signals.PROVIDER_REQUEST_ID] = request_id
     if cost_usd is not None:
         attributes[signals.LANE_COST_USD] = cost_usd
@@ -86,4 +85,4 @@ def error_type(error: BaseException) -> str:
     if isinstance(error, RequestProblem):
         return error.code
     word = getattr(error, "type", None) if isinstance(error, LanekeeperError) else None
-    return word if isinstance(word, str) and _WORD.fullmatch(word) else type(error).__name__
+    return word if isinstance(word, str) and is_word(word) else type(error).__name__

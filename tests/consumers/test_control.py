@@ -35,7 +35,7 @@ def answers_of(bench: Bench, *, bound: bool = False) -> Answers:
     return Answers(bench.publisher, direct=bench.direct, rule=rule)  # type: ignore[arg-type]
 
 
-def control(bench: Bench) -> Control:
+def control(bench: Bench, *, needs_user_id: bool = False) -> Control:
     return Control(
         None,  # type: ignore[arg-type]
         claiming=bench.claiming,
@@ -46,17 +46,24 @@ def control(bench: Bench) -> Control:
         kept_s=86_400,
         per_tenant_s=100,
         speakers=("gateway",),
+        needs_user_id=needs_user_id,
     )
 
 
 async def read(
-    bench: Bench, body: Any, *, kind: str | None = "cancel", key: str | None = None, **properties: Any
+    bench: Bench,
+    body: Any,
+    *,
+    kind: str | None = "cancel",
+    key: str | None = None,
+    needs_user_id: bool = False,
+    **properties: Any,
 ) -> FakeDelivery:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     fields = {"reply_to": ASKER, "correlation_id": "q-1", **properties}
     message = Message(body=raw, type=kind, routing_key=kind or "" if key is None else key, **fields)
     delivery = FakeDelivery(message, bench.log, queue="lane.control")
-    await control(bench)._read(delivery)  # type: ignore[arg-type]
+    await control(bench, needs_user_id=needs_user_id)._read(delivery)  # type: ignore[arg-type]
     return delivery
 
 
@@ -274,3 +281,17 @@ async def test_an_answer_goes_only_where_nobody_else_reads(
     await answers.tell(question, {}, id=None, as_="accepted")
     assert [each.routing_key for each in bench.publisher.sent] == [address] * is_told
     assert answers.unanswered == (not is_told)
+
+
+@pytest.mark.parametrize("kind", ["cancel", "result"])
+async def test_where_users_are_required_one_without_is_refused(bench: Bench, kind: str) -> None:
+    await read(bench, {kind: "m-1"}, kind=kind, needs_user_id=True)
+    assert bench.log == ["confirmed: reply", "ack"]
+    assert told(bench)["code"] == "invalid_request"
+    assert told(bench)["detail"].startswith("user_id: missing; publish with the property user_id")
+    assert bench.to("").headers == {n.CONTROL: "error", n.REQUEST_ID: "m-1"}
+
+
+async def test_where_users_are_required_one_with_it_is_carried_out(bench: Bench) -> None:
+    await read(bench, {"cancel": "m-1"}, needs_user_id=True, user_id="shop")
+    assert told(bench)["outcome"] == "unseen"

@@ -4,6 +4,7 @@ import asyncio
 import json
 
 import pytest
+import structlog
 
 from consumers import claiming, settle
 from consumers.job import Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried
@@ -180,6 +181,15 @@ async def test_what_had_ended_is_told_again_in_the_same_words(bench: Bench) -> N
     assert first.body == second.body == ANSWERED.body
     assert second.headers == {**first.headers, n.REPLAYED: True}
     assert bench.log[-2:] == ["ack", "event: replayed"]
+
+
+async def test_a_model_that_looks_like_none_is_told_to_the_requester_alone(bench: Bench) -> None:
+    odd = "a model\nwith a prompt in it"
+    with structlog.testing.capture_logs() as logged:
+        await bench.settler.settle(bench.job(), Answered(body=b"{}", model=odd, provider="anthropic"))
+    assert bench.to("").headers[n.MODEL] == odd
+    (event,) = bench.notices.bodies
+    assert {json.loads(event)["model"], *(each["model"] for each in logged if "model" in each)} == {"?"}
 
 
 async def test_an_error_that_had_been_told_is_not_taken_back_by_an_answer(bench: Bench) -> None:

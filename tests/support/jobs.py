@@ -94,9 +94,11 @@ class FakePublisher:
 @dataclass
 class FakeNotices:
     log: list[str]
+    bodies: list[bytes] = field(default_factory=list)
 
     def publish(self, body: bytes, *, exchange: str, routing_key: str) -> None:
         assert exchange == NAMES.events
+        self.bodies.append(body)
         self.log.append(f"event: {json.loads(body)['event']}")
 
 
@@ -106,7 +108,8 @@ class Bench:
     def __init__(self, *, parking: Parking | None = None) -> None:
         self.log: list[str] = []
         self.publisher = FakePublisher(self.log)
-        self.lifecycle = Lifecycle(FakeNotices(self.log), names=NAMES, now_ms=lambda: NOW_MS)  # type: ignore[arg-type]
+        self.notices = FakeNotices(self.log)
+        self.lifecycle = Lifecycle(self.notices, names=NAMES, now_ms=lambda: NOW_MS)  # type: ignore[arg-type]
         self.direct = DirectSender(self.publisher, own=None)  # type: ignore[arg-type]
         self.replies = Replies(
             self.publisher,  # type: ignore[arg-type]

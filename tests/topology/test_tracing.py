@@ -220,6 +220,16 @@ def test_a_chat_span_says_what_was_asked_and_what_it_took(recorded: Recorded) ->
     }
 
 
+def test_a_providers_words_that_look_like_none_are_not_shown(recorded: Recorded) -> None:
+    odd = f"odd words: {CANARY}"
+    with recorded.tracing.chat(model="claude-x", provider="anthropic", stream=False, max_tokens=1) as span:
+        recording.answer(span, model=odd, input_tokens=1, output_tokens=1, stop_reason=odd, request_id=odd)
+
+    attributes = dict(recorded.span("chat claude-x").attributes or {})
+    assert attributes["gen_ai.response.model"] == "?"
+    assert CANARY not in str(attributes)
+
+
 class Overloaded(LanekeeperError):
     type = "overloaded_error"
 

@@ -146,7 +146,12 @@ BAD: list[tuple[str, Message, str, str]] = [
     ("infinity", message(f'{{{TALK},"t":-Infinity}}'), "invalid_request", "not JSON"),
     ("twice", message(f'{{{TALK},"model":"a","model":"b"}}'), "invalid_request", 'duplicate key "model"'),
     ("half a surrogate", message('{"prompt":"\\ud800"}'), "invalid_request", "not JSON"),
-    ("deep", message(b'{"messages":' + b"[" * 9000 + b"]" * 9000 + b"}"), "invalid_request", "recursion limit"),
+    (
+        "deep",
+        message(b'{"messages":' + b"[" * 9000 + b"]" * 9000 + b"}"),
+        "invalid_request",
+        "nested too deeply: allowed are 200",
+    ),
     ("5000 digits", message(f'{{{TALK},"x":1{"0" * 5000}}}'), "invalid_request", "out of range"),
     ("4000 digits", message(f'{{{TALK},"max_tokens":1{"0" * 4000}}}'), "invalid_request", "max_tokens"),
     ("something after", message(WHOLE + b"{}"), "invalid_request", "not JSON"),
@@ -231,6 +236,27 @@ def test_a_key_of_200_kb_does_not_get_into_the_detail() -> None:
     assert len(refused(message(b'{"prompt":"x","' + b"k" * 200_000 + b'":1}')).detail) < 200
 
 
+def test_what_is_nested_too_deeply_is_told_so() -> None:
+    def nested(depth: int) -> Message:
+        return message(f'{{{TALK},"x":{"[" * (depth - 1)}0{"]" * (depth - 1)}}}')
+
+    assert decode(nested(codec.NESTED))
+    problem = refused(nested(codec.NESTED + 1))
+    assert (problem.code, problem.detail) == (
+        "invalid_request",
+        "body: nested too deeply: allowed are 200 arrays and objects inside of each other",
+    )
+
+
+def test_what_repeats_may_be_packed_as_small_as_it_gets() -> None:
+    rows = "2026-11-22,0,0,shop\n" * 150_000
+    for prompt in (rows, "0" * 3_000_000):
+        packed = gzip.compress(json.dumps({"prompt": prompt}).encode())
+        assert len(packed) < len(prompt) / 200
+        found = decode(message(packed, content_encoding="gzip"))
+        assert json.loads(found.body)["messages"][0]["content"] == prompt
+
+
 # what a worker wrote
 
 
@@ -262,6 +288,7 @@ def test_the_key_of_what_came_back_is_not_looked_at() -> None:
         ({"headers": {"x-lane-sent-ms": NOW_MS - 700}}, NOW_MS - 700, "sender"),
         ({"headers": {"x-lane-sent-ms": NOW_MS - 700, "timestamp_in_ms": NOW_MS - 900}}, NOW_MS - 900, "broker"),
         ({"headers": {"x-lane-sent-ms": NOW_MS + 700}}, NOW_MS, "sender"),  # nobody sends in the future
+        ({"headers": {"x-lane-sent-ms": NOW_MS + 10**10}}, NOW_MS, "sender"),
         ({"headers": {"timestamp_in_ms": True}}, NOW_MS, "delivery"),
         ({"headers": {"timestamp_in_ms": "x"}, "timestamp_s": 0.0}, NOW_MS, "delivery"),
         ({"timestamp_s": NOW_MS / 1000 - 60}, NOW_MS - 60_000 + 999, "timestamp"),
@@ -270,6 +297,13 @@ def test_the_key_of_what_came_back_is_not_looked_at() -> None:
 def test_when_it_was_sent_and_by_whose_clock(properties: dict[str, Any], sent_ms: int, by: str) -> None:
     request = decode(message(**properties))
     assert (request.sent_ms, request.sent_by) == (sent_ms, by)
+
+
+def test_a_time_far_ahead_lengthens_neither_the_deadline_nor_a_delay() -> None:
+    ahead = {"x-lane-sent-ms": NOW_MS + 10**10}
+    assert decode(message(headers=ahead)).deadline_ms == NOW_MS + 120_000
+    delayed = decode(message(headers={**ahead, "x-lane-delay-ms": 5000}))
+    assert (delayed.due_ms, delayed.deadline_ms) == (NOW_MS + 5000, NOW_MS + 125_000)
 
 
 def test_a_dead_letter_that_is_published_again_has_all_its_time_again() -> None:
