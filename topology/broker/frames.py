@@ -15,6 +15,7 @@ from typing import Any
 from aiormq.abc import DeliveredMessage
 from pamqp import decode, encode
 from pamqp.commands import Basic
+from pamqp.header import ContentHeader
 
 from topology.broker import fields
 from topology.contract.codec import UNREADABLE
@@ -24,6 +25,7 @@ HEADERS_BYTES = 64 * 1024
 """Of headers that are read. All properties must fit one frame of 128 KiB with what a hop adds to them: the broker
 answers a larger one by closing the connection (501 FRAME_ERROR), and with it everybody else's publishes."""
 NESTED_LEVELS = 16
+_MORE_FLAGS = 1
 _SKIP: dict[str, Callable[[bytes], int]] = {
     "shortstr": lambda data: 1 + data[0],
     "octet": lambda data: 1,
@@ -38,6 +40,7 @@ def tolerate() -> None:
     decode.METHODS["shortstr"] = _read_short_str
     encode.METHODS["table"] = fields.write
     Basic.Properties.unmarshal = _unmarshal_properties  # type: ignore[method-assign]
+    ContentHeader._get_flags = staticmethod(_read_flags)  # type: ignore[method-assign]
 
 
 def message_of(delivered: DeliveredMessage) -> Message:
@@ -86,7 +89,7 @@ def properties_of(message: Message) -> Basic.Properties:
 
 def _unmarshal_properties(self: Any, flags: int, data: bytes) -> None:
     """As pamqp's own, but a property that cannot be read is passed over and named in the headers."""
-    unreadable = []
+    unreadable = ["flags (more than there are properties)"] if flags & _MORE_FLAGS else []
     for name in self.__slots__:
         if not flags & self.flags[name]:
             continue
@@ -104,6 +107,12 @@ def _unmarshal_properties(self: Any, flags: int, data: bytes) -> None:
     if unreadable:
         self.headers = self.headers or Headers()
         self.headers[UNREADABLE] = ", ".join(unreadable)
+
+
+def _read_flags(data: bytes) -> tuple[int, int]:
+    """Bytes read, and the flags. No client sends more than one word of them; brokers of 3.x pass on what says that
+    another one follows, whether it does or not, and pamqp raises where it does not."""
+    return 2, int.from_bytes(data[:2], "big")
 
 
 def _reason(error: Exception) -> str:

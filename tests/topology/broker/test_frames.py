@@ -153,6 +153,12 @@ def test_properties_that_are_cut_short_are_named(flags: int, data: bytes) -> Non
     assert UNREADABLE in delivered(flags, data).headers
 
 
+@pytest.mark.parametrize("words", [b"", b"\x00\x01" * 200, b"\x80\x00", b"\x00"], ids=len)
+def test_flags_that_go_on_are_named_and_end_no_connection(words: bytes) -> None:
+    message = delivered(1, words)
+    assert "flags" in message.headers[UNREADABLE]
+
+
 def test_a_routing_key_that_is_not_utf_8_becomes_no_longer() -> None:
     key = b"critical." + b"\xff" * 246
     raw = Basic.Deliver(consumer_tag="c", delivery_tag=1, exchange="e", routing_key="x" * 255).marshal()
