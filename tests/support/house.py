@@ -26,10 +26,8 @@ from tests.support.waiting import until
 from topology.broker.apply import apply
 from topology.broker.connection import Connection
 from topology.declaration import declare
-from topology.lanes import DEFAULT_LANES
 
 READY_S = 30
-SIDE_QUEUES = 2
 QUICK = {"base_s": 0.05, "cap_s": 0.2}
 PLENTY = {"requests_per_min": 1e6, "input_tokens_per_min": 1e9, "output_tokens_per_min": 1e9}
 """What the provider allows, so that none waits until the first answer has told it."""
@@ -87,7 +85,7 @@ async def house(
             amqp_url=SecretStr(url),
             anthropic_api_key=SecretStr("sk-ant-simulated"),
             anthropic_base_url=SecretStr(base_url or api.base_url),
-            lanes=_lanes(lanes or {}),
+            lanes={} if lanes is None else lanes,
             retry=QUICK if retry is None else retry,
             budget=budget,
             **{"store_url": SecretStr(store_url(url)), **settings},
@@ -104,11 +102,6 @@ async def house(
             finally:
                 home._stop.set()
                 await asyncio.wait_for(working, timeout=20)
-
-
-def _lanes(given: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
-    """With as many side queues as a test needs: each is a queue that is declared and deleted with the test."""
-    return {lane.name: {"side_queues": SIDE_QUEUES, **given.get(lane.name, {})} for lane in DEFAULT_LANES}
 
 
 async def _applied(settings: Settings) -> None:
