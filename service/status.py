@@ -36,9 +36,10 @@ class LaneStatus:
 
     lane: str
     depth: int | None
-    """Messages that wait in the intake, in the due queue and aside; None where the user may not look at them."""
+    """Messages that wait in the intake, in the due queue, aside, and in a worker's hand for a slot; None where the user
+    may not look at the queues."""
     consumers: int | None
-    """Consumers of the intake, as the broker counts them; None the same."""
+    """Consumers of the intake, as the broker counts them, scouts too; None the same."""
     workers: int
     """Processes that work the lane and answered."""
     running: int | None
@@ -154,6 +155,7 @@ def merge(
     names: Names,
 ) -> Status:
     """The workers' figures and the queues' depths as one status."""
+    tenants = _tenants(answers)
     return Status(
         lanes=tuple(
             _lane(
@@ -161,7 +163,8 @@ def merge(
                 [answer["lanes"][lane.name] for answer in answers if lane.name in answer.get("lanes", ())],
                 intake=found.get(names.intake(lane.name)),
                 due=found.get(names.due(lane.name)),
-                aside=sum(found[queue].ready for queue in _sides(lane, names) if queue in found),
+                aside=sum(found[queue].ready for queue in _sides(lane, names) if queue in found)
+                + sum(figures["in_hand"] for figures in tenants.get(lane.name, {}).values()),
             )
             for lane in lanes
         ),
@@ -182,7 +185,7 @@ def merge(
         dead_letters=_sums(answers, "dead_letters"),
         control=_sums(answers, "control"),
         simulated=tuple(sorted(str(answer.get("worker", "?")) for answer in answers if answer.get("simulated"))),
-        tenants=_tenants(answers),
+        tenants=tenants,
         prices_as_of=next((answer["prices_as_of"] for answer in answers if "prices_as_of" in answer), None),
     )
 

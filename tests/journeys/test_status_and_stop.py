@@ -53,7 +53,8 @@ async def test_status_shows_what_waits_runs_and_was_answered_over_all_workers(vh
             assert told["dead_letters"] == {"exported": 0, "dropped": 0, "unparked": 0}
             assert any(name.endswith(f":{worker.process.pid}") for name in told["workers"])
             batch, critical, normal = lanes["batch"], lanes["critical"], lanes["normal"]
-            assert (batch["depth"], batch["running"], batch["consumers"], batch["workers"]) == (5, 2, 1, 1)
+            assert (batch["depth"], batch["running"], batch["workers"]) == (5, 2, 1)
+            assert batch["consumers"] in (1, 2), "a scout looks ahead where a lane is full"
             assert (batch["slots"], batch["due_slots"], batch["answered"]) == (2, 1, 0)
             assert batch["wait_p50_ms"] is None, "nothing has ended there yet"
             assert (critical["depth"], critical["running"]) == (0, 0)
