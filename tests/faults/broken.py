@@ -6,6 +6,7 @@ What many a worker does that was written in an afternoon. Whoever looks for lost
 import sys
 from typing import Any
 
+from consumers.job import Job
 from consumers.pool import Pool
 from service.cli.main import run
 from topology.broker.session import Delivery
@@ -29,9 +30,10 @@ class _Acknowledged:
     async def give_back(self) -> None: ...
 
 
-async def acknowledge_first(self: Pool, delivery: Delivery) -> None:
-    await delivery.ack()
-    await _work(self, _Acknowledged(delivery))  # type: ignore[arg-type]
+async def acknowledge_first(self: Pool, job: Job) -> None:
+    await job.delivery.ack()
+    job.delivery = _Acknowledged(job.delivery)  # type: ignore[assignment]
+    await _work(self, job)
 
 
 if __name__ == "__main__":

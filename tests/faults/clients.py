@@ -91,8 +91,9 @@ class Load:
         """Wait until everybody who waits now is answered. Whether nobody waits then."""
         with suppress(TimeoutError):
             async with asyncio.timeout(within_s):
-                for answered in tuple(self._waiting.values()):
-                    await answered.wait()
+                while self._waiting:  # one that was just being asked comes late to it
+                    for answered in tuple(self._waiting.values()):
+                        await answered.wait()
         return not self._waiting
 
     async def fetched(self, *, within_s: float) -> None:
