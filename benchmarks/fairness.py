@@ -23,19 +23,19 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import ground
 import uvloop
 
-from consumers.activity import quantile
+from consumers.capacity.activity import quantile
 from service.client import Client
 from service.simulated.app import SimulatedAPI
 from service.simulated.options import SimulatedOptions
-from topology.broker.apply import apply
+from topology.broker.admin.apply import apply
+from topology.broker.admin.depth import Depth, depths
 from topology.broker.connection import Connection
-from topology.broker.depth import Depth, depths
 from topology.broker.publisher import Publisher
 from topology.contract.messages import Message
 from topology.declaration import declare
 from topology.lanes import DEFAULT_LANES
 from topology.names import TENANT, Names
-from topology.tracing import Tracing
+from topology.telemetry.tracing import Tracing
 
 LANE = "normal"
 INTAKE = Names().intake(LANE)

@@ -13,14 +13,14 @@ import uuid
 import ground
 import uvloop
 
-from consumers.activity import quantile
-from service import worker
-from service.assembly import assemble
+from consumers.capacity.activity import quantile
 from service.client import Client
-from topology.broker.depth import depths
+from service.worker import running as worker
+from service.worker.assembly import assemble
+from topology.broker.admin.depth import depths
 from topology.broker.publisher import Publisher
 from topology.contract.messages import Message
-from topology.tracing import Tracing
+from topology.telemetry.tracing import Tracing
 
 LATENCY_MS = 300
 PUBLISHING_AT_ONCE = 200

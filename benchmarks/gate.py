@@ -21,8 +21,8 @@ import time
 from consumers.limits.amounts import Amounts
 from consumers.limits.local import LocalBudgets
 from consumers.limits.spec import BudgetSpec, Caps
-from consumers.state.redis_budgets import RedisBudgets
-from consumers.state.redis_client import RedisClient
+from consumers.state.redis.budgets import RedisBudgets
+from consumers.state.redis.client import RedisClient
 
 LANES = ("critical", "normal", "batch")
 RESERVED, USED = Amounts(1, 800, 300), Amounts(1, 790, 120)

@@ -14,9 +14,9 @@ from typing import Any
 import structlog
 
 from consumers.providers.anthropic import AnthropicProvider
-from service.demo.broker import private_broker
-from service.demo.source import LOOPBACK, free_ports
-from service.settings import Settings, load_settings
+from service.config.settings import Settings, load_settings
+from service.private_broker.broker import private_broker
+from service.private_broker.source import LOOPBACK, free_ports
 
 structlog.configure(
     wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING), cache_logger_on_first_use=True

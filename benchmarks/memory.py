@@ -15,8 +15,8 @@ import ground
 import psutil
 import uvloop
 
-from service.assembly import assemble
 from service.client import Client
+from service.worker.assembly import assemble
 
 LOOKS = 20
 PROMPT = "Tell me what a lane is. " * 40  # about 1 KB

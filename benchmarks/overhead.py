@@ -20,9 +20,9 @@ import ground
 import uvloop
 from anthropic import AsyncAnthropic
 
-from service import worker
-from service.assembly import assemble
 from service.client import Client
+from service.worker import running as worker
+from service.worker.assembly import assemble
 from topology.contract.messages import Request
 
 PROMPT = "Tell me what a lane is. " * 40  # about 1 KB

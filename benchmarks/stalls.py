@@ -21,8 +21,8 @@ import uvloop
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from service import worker
-from service.assembly import assemble
+from service.worker import running as worker
+from service.worker.assembly import assemble
 from tests.support.corpus.answers import ANSWERS
 from tests.support.corpus.requests import REQUESTS
 from tests.support.malicious_provider import malicious_provider

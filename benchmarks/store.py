@@ -25,9 +25,9 @@ from overhead import PROMPT, Round, measured
 from consumers.state.base import Completion, Copy, Granted, Held, Identity, Store
 from consumers.state.opening import open_store
 from consumers.state.spec import DEFAULT
-from service import worker
-from service.assembly import assemble
 from service.client import Client
+from service.worker import running as worker
+from service.worker.assembly import assemble
 
 ANSWER = b"x" * 1000
 NONE = "none"
@@ -95,7 +95,7 @@ async def a_house(broker_url: str, base_url: str, store_url: str, at_once: int) 
     opened = Forgetful() if store_url == NONE else open_store(store_url, namespace=settings.namespace, spec=DEFAULT)
     stop = asyncio.Event()
     async with AsyncExitStack() as stack:
-        with patch("service.assembly.open_store", lambda *_, **__: opened):
+        with patch("service.worker.assembly.open_store", lambda *_, **__: opened):
             parts = await stack.enter_async_context(assemble(settings, declares=True))
         client = await stack.enter_async_context(Client(broker_url, names=parts.names))
         working = asyncio.create_task(worker.run(parts, stop=stop, grace_s=5))

@@ -8,19 +8,19 @@ from functools import partial
 from typing import Protocol
 
 from consumers import retry
+from consumers.capacity.pausing import Pausing
 from consumers.failpoints import Failpoints
 from consumers.failures import BreakerOpen, ProviderError, TransientError
 from consumers.gates.base import Gate
 from consumers.gates.deadline import exceeded
 from consumers.job import ATTEMPT_WITHIN_S, Answered, Deferred, Dropped, Job, NowMs, Outcome, Refused, ended_by
 from consumers.lifecycle import Lifecycle
-from consumers.pausing import Pausing
 from consumers.providers.base import Answer
 from consumers.providers.counting import counted, is_unpaid, spent
 from consumers.providers.registry import Registry
 from consumers.providers.routes import Route
 from consumers.reading import Reading
-from consumers.reply import Parts, Replies
+from consumers.replies.reply import Parts, Replies
 from consumers.state.base import Stop
 from topology.contract import bounds, codec
 from topology.contract.messages import Request

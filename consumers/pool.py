@@ -1,7 +1,8 @@
 """A pool works the deliveries of one queue, as many at a time as there are slots for them.
 
 The queue's prefetch equals the slots, so that no delivery waits in a worker: more would let lower priorities overtake
-(facts.md, section 2). It does where tenants share a lane that is full: `consumers/turns.py` says who is next then.
+(facts.md, section 2). It does where tenants share a lane that is full: `consumers/fairness/turns.py` says who is
+next then.
 """
 
 import asyncio
@@ -14,18 +15,18 @@ import structlog
 from opentelemetry.trace import Span
 
 from consumers import waits
-from consumers.activity import LaneActivity
-from consumers.entering import Entering, FromQueue
+from consumers.capacity.activity import LaneActivity
+from consumers.fairness.entering import Entering, FromQueue
+from consumers.fairness.turns import Turn, Turns
 from consumers.job import Answered, Buried, Deferred, Dropped, Job, Outcome, Refused, Replayed, Retried
 from consumers.settle import Settler
 from consumers.state.base import StoreUnavailable
-from consumers.turns import Turn, Turns
-from topology import recording, signals
 from topology.broker.deliveries import Deliveries
 from topology.broker.session import ChannelLost, Delivery, Session
 from topology.contract import codec
 from topology.contract.problems import BrokerError, RequestProblem
-from topology.tracing import Tracing
+from topology.telemetry import recording, signals
+from topology.telemetry.tracing import Tracing
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
 

@@ -29,11 +29,10 @@ from consumers.job import (
 )
 from consumers.lifecycle import Lifecycle
 from consumers.parking import Parking
-from consumers.reply import Replies
-from consumers.retelling import Retelling
+from consumers.replies.reply import Replies
+from consumers.replies.retelling import Retelling
 from consumers.state.base import Completion, StoreUnavailable
 from topology import names as n
-from topology import signals
 from topology.broker.publisher import Publisher
 from topology.broker.session import ChannelLost, Delivery, Session
 from topology.contract.bounds import ANSWER_BYTES
@@ -42,7 +41,8 @@ from topology.contract.identity import shown
 from topology.contract.problems import PROBLEMS, BrokerError, MessageTooLarge, RequestProblem, answer_too_large
 from topology.delays import MAX_DELAY_MS, hop
 from topology.names import Names
-from topology.tracing import Tracing
+from topology.telemetry import signals
+from topology.telemetry.tracing import Tracing
 
 NEVER_KEPT = frozenset({"idempotency_conflict"})
 """It is no ending of the request that has this id."""

@@ -9,7 +9,7 @@ from typing import Final
 
 from consumers.job import Job, dead_at_ms
 from topology import names as n
-from topology import signals
+from topology.telemetry import signals
 
 MS: Final = 1_000_000
 SHORTEST_NS: Final = 1 * MS

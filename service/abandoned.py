@@ -6,8 +6,8 @@ It happens in the background, because whoever is cancelled must not wait for a b
 import asyncio
 
 from service.control import Control
-from topology import logs, signals
 from topology.contract.problems import AccessRefused, BrokerError
+from topology.telemetry import logs, signals
 
 WITHIN_S = 3.0
 """How long the broker may take to keep a cancellation: after that the request runs on."""

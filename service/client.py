@@ -21,10 +21,10 @@ from service.replies import Final, Part, Problem, final_of, part_of
 from service.reply_queue import ReplyLost, ReplyQueue, next_of
 from service.wishes import Wishes, bound_s, message_of
 from topology import names as n
+from topology.broker.admin.depth import Depth, depths
 from topology.broker.connection import Connection
-from topology.broker.depth import Depth, depths
+from topology.broker.driver.urls import urls_of
 from topology.broker.publisher import Publisher
-from topology.broker.urls import urls_of
 from topology.contract.messages import Message
 from topology.contract.problems import (
     AccessRefused,
@@ -38,7 +38,7 @@ from topology.contract.problems import (
     Unroutable,
 )
 from topology.names import Names
-from topology.tracing import Tracing
+from topology.telemetry.tracing import Tracing
 
 __all__ = [
     "AccessRefused", "BrokerBlocked", "BrokerError", "BrokerUnreachable", "Cancelled", "Client", "ConfirmUnknown",

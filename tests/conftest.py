@@ -16,8 +16,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from service.demo.broker import PrivateBroker, guarded_broker, private_broker
-from service.demo.source import Unavailable
+from service.private_broker.broker import PrivateBroker, guarded_broker, private_broker
+from service.private_broker.source import Unavailable
 from tests.support import keeper
 from tests.support.brokers import RunningBroker, Vhost, fresh_vhost
 from tests.support.stores import stores

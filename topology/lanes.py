@@ -16,7 +16,7 @@ class LaneSpec:
     name: str
     slots: int
     """Requests of the intake that one process works on at the same time; its consumer's prefetch. Slots are added while
-    other lanes lend theirs, or waits exceed the target, and are gone again when idle (`consumers/lending.py`)."""
+    other lanes lend theirs, or waits exceed the target, and go again when idle (`consumers/capacity/lending.py`)."""
     slots_min: int | None = None
     """Of its idle slots, those that it never lends. None: an eighth of its slots, at least one; two of critical's."""
     slots_max: int | None = None

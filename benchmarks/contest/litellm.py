@@ -24,7 +24,7 @@ from pathlib import Path
 import aiohttp
 from contest.load import MODEL, Ask, Asking, Load
 
-from service.demo.source import LOOPBACK, free_ports
+from service.private_broker.source import LOOPBACK, free_ports
 from topology.lanes import DEFAULT_LANES
 
 PROGRAM = Path(".cache/litellm/bin/litellm")

@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 from contest.load import OUTPUT_TOKENS, Load
 
-from service.demo.source import LOOPBACK, free_ports
+from service.private_broker.source import LOOPBACK, free_ports
 
 START_WITHIN_S = 30
 

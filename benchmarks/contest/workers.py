@@ -15,8 +15,8 @@ from contest.gate import spec
 from contest.load import Ask, Asking, Load
 
 from service.client import Client
+from topology.broker.admin.remove import remove
 from topology.broker.connection import Connection
-from topology.broker.remove import remove
 from topology.declaration import declare
 from topology.lanes import DEFAULT_LANES
 from topology.names import Names

@@ -2,7 +2,7 @@
 
 The client makes the HTTP call (authentication, version, pool, TLS) and chooses the exception class; what it would do
 beyond that is switched off or left out, because it costs several times the call: its retries (one place decides to
-retry), its spans (`topology/tracing.py` makes them), its models of requests and answers.
+retry), its spans (`topology/telemetry/tracing.py` makes them), its models of requests and answers.
 """
 
 import asyncio

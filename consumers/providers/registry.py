@@ -34,9 +34,9 @@ from consumers.providers import counting
 from consumers.providers.base import Answer, Parts, Provider, Restartable
 from consumers.providers.breaker import Breakers, Pass, Tell, nobody
 from consumers.providers.routes import Route
-from topology import recording, signals
 from topology.contract.messages import Request
-from topology.tracing import Tracing
+from topology.telemetry import recording, signals
+from topology.telemetry.tracing import Tracing
 
 LONG_S = 5.0
 """After a 429 that tells a longer wait a fallback model is asked, too."""

@@ -9,10 +9,10 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from consumers.state.base import Store
-from consumers.state.redis import RedisStore
-from consumers.state.redis_client import RedisClient
+from consumers.state.redis.client import RedisClient
+from consumers.state.redis.store import RedisStore
 from consumers.state.spec import StoreSpec
-from consumers.state.sqlite import SqliteStore
+from consumers.state.sqlite.store import SqliteStore
 
 SQLITE = "sqlite:///"
 

@@ -8,8 +8,8 @@ from service.cli import options
 from service.cli.ending import run
 
 if TYPE_CHECKING:
+    from service.config.settings import Settings
     from service.control import Cancelled
-    from service.settings import Settings
 
 TEXTS: dict["Cancelled", str] = {
     "recorded": "{id} is cancelled: it ends so wherever it waits",

@@ -11,8 +11,8 @@ from service.cli.ending import FAILED, run
 from topology.contract.problems import SettingsError
 
 if TYPE_CHECKING:
-    from service.provider_checks import Finding
-    from service.settings import Settings
+    from service.checks.providers import Finding
+    from service.config.settings import Settings
 
 WORDS = {True: "ok", False: "wrong", None: "-"}
 
@@ -32,7 +32,7 @@ def check(
 
     Example:  lanekeeper check --set namespace=staging
     """
-    from service.provider_checks import Finding
+    from service.checks.providers import Finding
 
     try:
         settings = options.settings_of(config, sets)
@@ -52,8 +52,8 @@ def _all_that_is_wrong(config: Path | None, sets: list[str] | None) -> str:
 
 
 async def _check(settings: "Settings", *, simulate: bool, json: bool) -> None:
-    from service import logs
-    from service.checks import look
+    from service.checks.run import look
+    from service.telemetry import logs
 
     findings = []
     with logs.written(service="lanekeeper", level="critical"):

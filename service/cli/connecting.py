@@ -3,12 +3,12 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from service import logs
 from service.client import Client
-from service.settings import Settings
+from service.config.settings import Settings
+from service.telemetry import logs
+from topology.broker.admin.management import Management, discover
 from topology.broker.connection import Connection
-from topology.broker.management import Management, discover
-from topology.tracing import Tracing
+from topology.telemetry.tracing import Tracing
 
 
 @asynccontextmanager

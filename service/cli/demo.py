@@ -12,8 +12,8 @@ def demo(config: options.Config = None, sets: options.Set = None) -> None:
     A broker of its own and simulated providers are started for it, and end with it. Exit code 0 only if every request
     was answered right, and every act kept what it promises.
     """
-    from service import logs
     from service.demo.story import run
+    from service.telemetry import logs
 
     settings = options.settings_of(config, sets)
     with logs.written(service="lanekeeper demo", level="error", format="console"):  # the table tells the rest

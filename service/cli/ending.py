@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
 
-from service import redaction
+from service.telemetry import redaction
 from topology.contract.problems import LanekeeperError, SettingsError
 
 T = TypeVar("T")

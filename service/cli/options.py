@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from service.settings import Settings
+    from service.config.settings import Settings
 
 
 class LaneName(StrEnum):
@@ -47,7 +47,7 @@ def settings_of(config: Path | None, sets: list[str] | None, *, for_calls: bool 
 
     Raises SettingsError, typer.BadParameter.
     """
-    from service.settings import load_settings
+    from service.config.settings import load_settings
 
     return load_settings(config, for_calls=for_calls, **given_by(sets, options))
 

@@ -9,7 +9,7 @@ from service.cli.answers import print_answer, tell_problem
 from service.cli.ending import FAILED, run
 
 if TYPE_CHECKING:
-    from service.settings import Settings
+    from service.config.settings import Settings
 
 
 def result(

@@ -19,10 +19,10 @@ from topology.contract.problems import AccessRefused
 
 if TYPE_CHECKING:
     from service.client import Client
+    from service.config.settings import Settings
     from service.replies import Final, Part
-    from service.settings import Settings
     from service.wishes import Wishes
-    from topology.tracing import Tracing
+    from topology.telemetry.tracing import Tracing
 
 DEFAULT_KEY = "{lane}.cli.send"
 QUIET_S = 2.0

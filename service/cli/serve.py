@@ -16,7 +16,7 @@ from service.cli.options import LaneName
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
 
-    from service.settings import Settings
+    from service.config.settings import Settings
 
 AT_ONCE_S = 5.0
 Simulate = Annotated[bool, typer.Option("--simulate", help="Answer without a provider: a simulated one runs inside.")]
@@ -64,7 +64,7 @@ def consume(
 
 
 def _work(settings: "Settings", *, lanes: tuple[str, ...], declares: bool, simulate: bool) -> None:
-    from service import telemetry
+    from service.telemetry import exporters as telemetry
 
     base, traces_endpoint = settings.otlp
     spec = telemetry.TelemetrySpec(
@@ -83,12 +83,13 @@ async def _worked(
 ) -> None:
     import structlog
 
-    from service import production, worker
-    from service.assembly import assemble
+    from service.checks import production
     from service.cli.version import lanekeeper_version
-    from service.health import CannotListen, Health
     from service.simulated.app import SimulatedAPI
-    from topology import signals
+    from service.worker import running as worker
+    from service.worker.assembly import assemble
+    from service.worker.health import CannotListen, Health
+    from topology.telemetry import signals
 
     log = structlog.get_logger()
     async with AsyncExitStack() as stack:

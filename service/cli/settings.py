@@ -8,7 +8,7 @@ from service.cli import options
 from service.cli.answers import printable
 
 if TYPE_CHECKING:
-    from service.effective import Effective
+    from service.config.effective import Effective
 
 
 def settings(
@@ -23,8 +23,8 @@ def settings(
 
     Example:  lanekeeper settings --set lanes.batch.slots=12 --given
     """
-    from service.effective import DEFAULT, effective
-    from service.settings import load_with_sources
+    from service.config.effective import DEFAULT, effective
+    from service.config.settings import load_with_sources
 
     found, sources = load_with_sources(config, **options.given_by(sets, {}))
     shown = [each for each in effective(found, sources) if not given or each.source != DEFAULT]

@@ -6,8 +6,8 @@ from service.cli import options
 from service.cli.ending import run
 
 if TYPE_CHECKING:
-    from service.settings import Settings
-    from service.status import Status
+    from service.checks.status import Status
+    from service.config.settings import Settings
 
 
 DEAD_LETTERS = {
@@ -35,9 +35,9 @@ def status(json: options.Json = False, config: options.Config = None, sets: opti
 
 
 async def _status(settings: "Settings", *, json: bool) -> None:
-    from service import logs
+    from service.checks.status import look
     from service.cli.connecting import connected
-    from service.status import look
+    from service.telemetry import logs
 
     with logs.written(service="lanekeeper", level="error"):
         async with connected(settings, "status") as connection:

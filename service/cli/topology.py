@@ -10,8 +10,8 @@ from service.cli import options
 from service.cli.ending import FAILED, run
 
 if TYPE_CHECKING:
-    from service.settings import Settings
-    from topology.broker.verify import Verification
+    from service.config.settings import Settings
+    from topology.broker.admin.verify import Verification
     from topology.export import User
     from topology.model import Topology
 
@@ -173,8 +173,8 @@ def _declared(settings: "Settings", version: str | None) -> "Topology":
 
 
 def _ask_version(settings: "Settings") -> str:
-    from service import logs
     from service.cli.connecting import connected
+    from service.telemetry import logs
     from topology.contract.problems import BrokerUnreachable
 
     async def ask() -> str:
@@ -189,7 +189,7 @@ def _ask_version(settings: "Settings") -> str:
 
 
 def _verified(settings: "Settings") -> "Verification":
-    from service import logs
+    from service.telemetry import logs
 
     with logs.written(service="lanekeeper", level="error"):
         return run(_verify(settings))
@@ -197,7 +197,7 @@ def _verified(settings: "Settings") -> "Verification":
 
 async def _verify(settings: "Settings") -> "Verification":
     from service.cli.connecting import connected, management_of
-    from topology.broker.verify import verify
+    from topology.broker.admin.verify import verify
     from topology.declaration import declare
 
     async with connected(settings, "topology") as connection:
@@ -206,9 +206,9 @@ async def _verify(settings: "Settings") -> "Verification":
 
 
 async def _apply(settings: "Settings", users: "list[User]") -> None:
-    from service import logs
     from service.cli.connecting import connected, management_of
-    from topology.broker.apply import apply
+    from service.telemetry import logs
+    from topology.broker.admin.apply import apply
     from topology.contract.problems import BrokerError
     from topology.declaration import declare
     from topology.export import definitions

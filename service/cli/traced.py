@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
+    from service.config.settings import Settings
     from service.replies import Final
-    from service.settings import Settings
-    from topology.tracing import Tracing
+    from topology.telemetry.tracing import Tracing
 
 SERVICE_NAME = "lanekeeper send"
 
@@ -18,14 +18,15 @@ SERVICE_NAME = "lanekeeper send"
 @contextmanager
 def traced(settings: "Settings") -> Iterator["Tracing"]:
     """The command's span is the root of the trace, where the settings say where spans go; its id is told first."""
-    from topology import recording
-    from topology.tracing import Tracing
+    from topology.telemetry import recording
+    from topology.telemetry.tracing import Tracing
 
     base, traces = settings.otlp
     if base is None and traces is None:
         yield Tracing()
         return
-    from service import logs, telemetry  # the exporter is slow to import
+    from service.telemetry import exporters as telemetry
+    from service.telemetry import logs  # the exporter is slow to import
 
     spec = telemetry.TelemetrySpec(service_name=SERVICE_NAME, otlp_endpoint=base, otlp_traces_endpoint=traces)
     assert spec.traces_url is not None
@@ -51,7 +52,7 @@ def tell_trace_of(answer: "Final") -> None:
     """The trace that the reply names, unless it is this command's own, which was told before."""
     from opentelemetry import trace
 
-    from topology import propagation
+    from topology.telemetry import propagation
 
     named = propagation.read(answer.headers)
     if named is not None and not trace.get_current_span().get_span_context().is_valid:

@@ -1,0 +1,4 @@
+"""The acts of `lanekeeper demo`; `story.py` runs them in order.
+
+Imported by `cli` alone.
+"""

@@ -12,13 +12,13 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
-from consumers.activity import quantile
+from consumers.capacity.activity import quantile
 from consumers.failures import RateLimitedError
 from consumers.providers.anthropic import AnthropicProvider
-from service.budget_sections import BudgetSettings
+from service.config.budget_sections import BudgetSettings
+from service.config.settings import Settings
 from service.demo import first_come
 from service.demo.working import working
-from service.settings import Settings
 from service.simulated.app import SimulatedAPI
 from service.simulated.options import SimulatedOptions
 from topology.lanes import BATCH, CRITICAL

@@ -14,7 +14,7 @@ from topology.broker.connection import Connection
 from topology.broker.inbox import Inbox
 from topology.broker.publisher import Publisher
 from topology.contract.messages import Message, Request
-from topology.tracing import Tracing
+from topology.telemetry.tracing import Tracing
 
 ATTEMPTS = 4
 PAUSE_S = 0.5

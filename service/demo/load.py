@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 
-from consumers.activity import quantile
+from consumers.capacity.activity import quantile
 from topology.lanes import BATCH, CRITICAL, NORMAL
 
 BATCH_JOBS = 500

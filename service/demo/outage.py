@@ -6,17 +6,17 @@ import json
 from contextlib import suppress
 from dataclasses import dataclass
 
-from service import logs
-from service.budget_sections import ProviderSettings
 from service.client import Client
+from service.config.budget_sections import ProviderSettings
+from service.config.settings import Settings
 from service.demo.working import working
 from service.replies import Final
-from service.settings import Settings
 from service.simulated.app import SimulatedAPI
 from service.simulated.options import SimulatedOptions
-from topology import signals
+from service.telemetry import logs
 from topology.contract.problems import LanekeeperError
 from topology.lanes import CRITICAL
+from topology.telemetry import signals
 
 UP = SimulatedOptions(latency_ms=300)
 DOWN = SimulatedOptions(faults={"unavailable": 1.0})

@@ -14,19 +14,19 @@ import uvloop
 from rich.console import Console
 
 from consumers.providers.anthropic import AnthropicProvider
-from service.assembly import Parts
-from service.budget_sections import BudgetSettings, CapsSettings
 from service.client import Client
+from service.config.budget_sections import BudgetSettings, CapsSettings
+from service.config.settings import Settings
 from service.demo import budget, first_come, load, outage, unbroken
-from service.demo.broker import private_broker
 from service.demo.load import Ask, Board, Result
 from service.demo.table import show_budget, show_outage, show_unbroken, show_verdict, watching
 from service.demo.working import working
-from service.settings import Settings
+from service.private_broker.broker import private_broker
 from service.simulated.app import SimulatedAPI
 from service.simulated.options import SimulatedOptions
+from service.worker.assembly import Parts
+from topology.broker.admin.remove import remove
 from topology.broker.connection import Connection
-from topology.broker.remove import remove
 from topology.contract.problems import LanekeeperError
 from topology.declaration import declare
 

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Column, Table
 
-from consumers.activity import LaneActivity
+from consumers.capacity.activity import LaneActivity
 from service.demo import unbroken
 from service.demo.budget import ACCOUNT, JOBS, SOON_S, USED_LEAST, Spending
 from service.demo.load import BATCH_JOBS, Board

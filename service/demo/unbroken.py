@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from service.client import Client
+from service.config.settings import Settings
 from service.replies import Final
-from service.settings import Settings
 from service.simulated.app import SimulatedAPI
-from topology import signals
 from topology.contract.problems import LanekeeperError
 from topology.lanes import BATCH
+from topology.telemetry import signals
 
 JOBS = 60
 TWICE = 20

@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from service import worker
-from service.assembly import Parts, assemble
 from service.client import Client
-from service.settings import Settings
+from service.config.settings import Settings
+from service.worker import running as worker
+from service.worker.assembly import Parts, assemble
 
 GRACE_S = 1.0
 

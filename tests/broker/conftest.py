@@ -6,7 +6,7 @@ import aiormq
 import pytest
 from aiormq.abc import AbstractConnection
 
-from topology.broker.management import Management, discover
+from topology.broker.admin.management import Management, discover
 from topology.declaration import declare
 from topology.lanes import DEFAULT_LANES
 from topology.model import Topology

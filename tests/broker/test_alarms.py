@@ -7,18 +7,18 @@ import pytest
 from aiormq.connection import Connection as Underlying
 from structlog.testing import capture_logs
 
-from service.demo.broker import PrivateBroker
+from service.private_broker.broker import PrivateBroker
 from tests.support.alarms import memory_alarm
 from tests.support.waiting import until
-from topology import signals
-from topology.broker import alarms
+from topology.broker.admin.depth import depths
+from topology.broker.admin.rights import WritingRights, see_that_it_may_write
 from topology.broker.connection import Connection
-from topology.broker.depth import depths
+from topology.broker.driver import alarms
 from topology.broker.publisher import Publisher
-from topology.broker.rights import WritingRights, see_that_it_may_write
 from topology.contract.messages import Message
 from topology.contract.problems import BrokerBlocked, BrokerUnreachable, ConfirmUnknown
-from topology.tracing import Tracing
+from topology.telemetry import signals
+from topology.telemetry.tracing import Tracing
 
 MESSAGE = Message(body=b"x")
 

@@ -10,12 +10,12 @@ import aiormq
 import pytest
 import structlog.testing
 
-from service.demo.broker import PrivateBroker
+from service.private_broker.broker import PrivateBroker
 from tests.support.brokers import Vhost
 from tests.support.connections import close_connection
 from tests.support.waiting import until
-from topology.broker.alarms import Alarmed
 from topology.broker.connection import Connection
+from topology.broker.driver.alarms import Alarmed
 
 APPLICATION = """
 import asyncio, logging, sys

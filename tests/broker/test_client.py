@@ -19,9 +19,9 @@ from tests.support.connections import close_connection
 from tests.support.house import house
 from tests.support.requester import requester
 from tests.support.waiting import until
-from topology.broker.apply import apply
+from topology.broker.admin.apply import apply
+from topology.broker.admin.depth import depths
 from topology.broker.connection import Connection
-from topology.broker.depth import depths
 from topology.contract.problems import AccessRefused, BrokerUnreachable, PublishRefused, TopologyMismatch
 from topology.declaration import declare
 from topology.lanes import DEFAULT_LANES

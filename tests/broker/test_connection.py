@@ -6,13 +6,13 @@ from collections.abc import Callable
 import pytest
 from yarl import URL
 
-from service.demo.broker import PrivateBroker
+from service.private_broker.broker import PrivateBroker
 from tests.support.brokers import Vhost
 from tests.support.connections import close_connection
 from tests.support.waiting import until
-from topology.broker import management
+from topology.broker.admin import management
+from topology.broker.admin.depth import depths
 from topology.broker.connection import Connection
-from topology.broker.depth import depths
 from topology.broker.inbox import Inbox
 from topology.contract.problems import AccessRefused, BrokerUnreachable
 

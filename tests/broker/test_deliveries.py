@@ -11,13 +11,13 @@ import pytest
 from tests.support.brokers import Vhost
 from tests.support.connections import close_connection
 from tests.support.waiting import until
+from topology.broker.admin.depth import depths
 from topology.broker.connection import Connection
 from topology.broker.deliveries import Deliveries
-from topology.broker.depth import depths
 from topology.broker.publisher import Publisher
 from topology.broker.session import ChannelLost, Delivery
 from topology.contract.messages import Message
-from topology.tracing import Tracing
+from topology.telemetry.tracing import Tracing
 
 QUORUM = {"x-queue-type": "quorum"}
 

@@ -5,7 +5,7 @@ import asyncio
 import aiormq
 from pamqp.commands import Basic
 
-from service.demo.broker import PrivateBroker
+from service.private_broker.broker import PrivateBroker
 
 
 async def test_a_killed_broker_comes_back_with_what_it_had_confirmed(own_broker: PrivateBroker) -> None:

@@ -10,8 +10,8 @@ import pytest
 from tests.support.brokers import Vhost
 from tests.support.connections import close_connection
 from tests.support.waiting import until
+from topology.broker.admin.depth import depths
 from topology.broker.connection import Connection
-from topology.broker.depth import depths
 from topology.broker.publisher import Publisher
 from topology.contract.messages import Message
 from topology.contract.problems import (
@@ -25,7 +25,7 @@ from topology.contract.problems import (
     Unroutable,
 )
 from topology.lanes import MIB
-from topology.tracing import Tracing
+from topology.telemetry.tracing import Tracing
 
 LARGEST = {3: 128 * MIB, 4: 16 * MIB}
 """What the broker takes as one message unless it is told otherwise, by its major version."""

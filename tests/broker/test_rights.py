@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.support.brokers import Vhost
+from topology.broker.admin.rights import see_that_it_may_write
 from topology.broker.connection import Connection
-from topology.broker.rights import see_that_it_may_write
 from topology.contract.problems import AccessRefused, TopologyMismatch
 
 

@@ -9,20 +9,20 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from consumers.activity import LaneActivity
+from consumers.capacity.activity import LaneActivity
+from consumers.capacity.slots import Line, Slots
 from consumers.job import Answered, Job, Outcome, now_ms
 from consumers.pool import Pool
-from consumers.slots import Line, Slots
 from tests.support.brokers import Vhost
 from tests.support.waiting import until
+from topology.broker.admin.depth import depths
 from topology.broker.connection import Connection
 from topology.broker.deliveries import Deliveries
-from topology.broker.depth import depths
 from topology.broker.publisher import Publisher
 from topology.broker.session import Delivery
 from topology.contract.messages import Message
 from topology.lanes import BATCH, CRITICAL, NORMAL, LaneSpec
-from topology.tracing import Tracing
+from topology.telemetry.tracing import Tracing
 
 LANES = (CRITICAL, NORMAL, BATCH)
 ANSWERED = Answered(body=b"{}", model="m", provider="p")

@@ -4,12 +4,12 @@ import time
 
 import pytest
 
+from service.checks.status import Status, look
 from service.client import Client
 from service.simulated.options import SimulatedOptions
-from service.status import Status, look
 from tests.support.house import House, house
 from tests.support.waiting import until
-from topology.broker.apply import apply
+from topology.broker.admin.apply import apply
 from topology.broker.connection import Connection
 from topology.contract.problems import TopologyMismatch
 from topology.declaration import declare

@@ -6,8 +6,8 @@ from dataclasses import replace
 import aiormq
 import pytest
 
-from topology.broker.apply import apply, bind, declare_exchange, declare_queue
-from topology.broker.management import Management
+from topology.broker.admin.apply import apply, bind, declare_exchange, declare_queue
+from topology.broker.admin.management import Management
 from topology.contract.problems import BrokerUnreachable, TopologyMismatch
 from topology.declaration import declare
 from topology.lanes import BATCH, CRITICAL, DEFAULT_LANES, NORMAL

@@ -12,7 +12,7 @@ from aiormq.abc import AbstractConnection, DeliveredMessage
 from aiormq.exceptions import ChannelAccessRefused, DeliveryError
 from pamqp.commands import Basic
 
-from topology.broker.apply import apply
+from topology.broker.admin.apply import apply
 from topology.declaration import declare
 from topology.delays import hop
 from topology.lanes import BATCH, CRITICAL, NORMAL

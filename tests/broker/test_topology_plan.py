@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from aiormq.abc import AbstractChannel
 
-from topology.broker.apply import apply, bind, declare_exchange, declare_queue
-from topology.broker.management import Management
+from topology.broker.admin.apply import apply, bind, declare_exchange, declare_queue
+from topology.broker.admin.management import Management
 from topology.export import definitions
 from topology.model import Binding, Exchange, Queue, Topology, Value
 from topology.plan import compare

@@ -11,9 +11,9 @@ from yarl import URL
 
 from tests.support.house import house
 from tests.support.users import Act, Broker, imported_users
-from topology.broker.apply import apply
-from topology.broker.management import Management, discover
-from topology.broker.verify import verify
+from topology.broker.admin.apply import apply
+from topology.broker.admin.management import Management, discover
+from topology.broker.admin.verify import verify
 from topology.contract.problems import AccessRefused
 from topology.delays import hop
 from topology.names import Names

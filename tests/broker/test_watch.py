@@ -10,17 +10,17 @@ from structlog.testing import capture_logs
 from tests.support.brokers import Vhost
 from tests.support.connections import close_connection
 from tests.support.waiting import until
-from topology import signals
-from topology.broker import watch as watching
-from topology.broker.apply import apply
+from topology.broker.admin import watch as watching
+from topology.broker.admin.apply import apply
+from topology.broker.admin.management import Management, discover
+from topology.broker.admin.verify import verify
+from topology.broker.admin.watch import TopologyWatch
 from topology.broker.connection import Connection
-from topology.broker.management import Management, discover
-from topology.broker.verify import verify
-from topology.broker.watch import TopologyWatch
 from topology.declaration import declare
 from topology.lanes import DEFAULT_LANES
 from topology.model import Topology
 from topology.names import Names
+from topology.telemetry import signals
 
 COMMAND = "run: lanekeeper topology apply"
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from consumers.activity import SAMPLES, LaneActivity, quantile
+from consumers.capacity.activity import SAMPLES, LaneActivity, quantile
 from consumers.job import Answered, Buried, Deferred, Outcome, Refused, Retried
 from topology.contract.problems import RequestProblem
 

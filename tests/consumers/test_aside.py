@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from consumers.aside import Aside
+from consumers.fairness.aside import Aside
 from consumers.job import Deferred, Job, Refused
 from tests.support.jobs import NAMES, NOW_MS, Bench
 from topology.broker.heads import Heads

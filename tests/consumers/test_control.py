@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from consumers import claiming, settle
-from consumers.control import Control
-from consumers.control_answer import Answers
+from consumers.control.answer import Answers
+from consumers.control.queue import Control
 from consumers.job import Answered, Refused
-from consumers.reply_address import ReplyRule
+from consumers.replies.address import ReplyRule
 from consumers.state.base import Granted, Held, Identity, StoreUnavailable
 from tests.support.jobs import NAMES, NOW_MS, Bench, FakeDelivery
 from topology import names as n

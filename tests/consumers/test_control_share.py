@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import structlog
 
-from consumers import control as control_module
-from consumers.control import AT_ONCE_S, Control
-from consumers.control_answer import Answers
-from consumers.reply_address import ReplyRule
+from consumers.control import queue as control_module
+from consumers.control.answer import Answers
+from consumers.control.queue import AT_ONCE_S, Control
+from consumers.replies.address import ReplyRule
 from consumers.share import NAMES_KEPT, TOLD_EVERY_S, Seldom, Share
 from consumers.state.base import Identity
 from tests.support.jobs import NAMES, NOW_MS, Bench, FakeDelivery
 from topology import names as n
-from topology import signals
 from topology.contract.messages import Message
 from topology.contract.problems import AccessRefused, BrokerError
+from topology.telemetry import signals
 
 ASKER = "amq.gen-abcdefghijklmnopqrstuv"
 PER_S = 2

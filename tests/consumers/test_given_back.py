@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from consumers.capacity.pausing import Pausing
 from consumers.failpoints import Failpoints
 from consumers.failures import (
     UNREACHABLE,
@@ -25,7 +26,6 @@ from consumers.job import Answered, Buried, Deferred, Dropped, Job, Refused, Ret
 from consumers.limits.estimates import Estimates
 from consumers.limits.local import LocalBudgets
 from consumers.limits.spec import BudgetSpec, Caps
-from consumers.pausing import Pausing
 from consumers.prices import Prices
 from consumers.providers.base import Answer, Parts, Usage
 from consumers.providers.breaker import FAILURES, Breakers
@@ -41,7 +41,7 @@ from tests.support.virtual_time import virtually
 from tests.support.waiting import until
 from topology import names as n
 from topology.contract.messages import Request
-from topology.tracing import Tracing
+from topology.telemetry.tracing import Tracing
 
 MODEL = "claude-sonnet-5-5"
 BODY = b'{"model":"claude-sonnet-5-5","max_tokens":5,"messages":[{"role":"user","content":"hi"}]}'

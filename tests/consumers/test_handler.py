@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from consumers.capacity.pausing import Pausing
 from consumers.failpoints import Failpoints
 from consumers.failures import UNREACHABLE, OverloadedError, RejectedError, TransientError
 from consumers.gates.claim import DEATHS_AT_MOST, SUSPECT_FROM, ClaimGate
@@ -28,7 +29,6 @@ from consumers.job import (
     Replayed,
     Retried,
 )
-from consumers.pausing import Pausing
 from consumers.providers.base import Answer, Parts
 from consumers.providers.breaker import Breakers
 from consumers.providers.registry import Registry
@@ -42,7 +42,7 @@ from topology.broker.publisher import SURELY_WITHIN_S
 from topology.contract.messages import Message, Request
 from topology.contract.problems import ConfirmUnknown
 from topology.lanes import CRITICAL
-from topology.tracing import Tracing
+from topology.telemetry.tracing import Tracing
 
 
 class FakeProvider:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from consumers.lending import AT_MOST, Seen, Share, decide
+from consumers.capacity.lending import AT_MOST, Seen, Share, decide
 
 CRITICAL = Seen(slots=16, kept=2, most=128, target_wait_s=1)
 NORMAL = Seen(slots=8, kept=1, most=64, target_wait_s=10)

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from consumers.pausing import Pausing
+from consumers.capacity.pausing import Pausing
 from tests.support.waiting import until
 
 

@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 
 from consumers import settle
-from consumers.activity import LaneActivity
-from consumers.entering import FromQueue
+from consumers.capacity.activity import LaneActivity
+from consumers.fairness.entering import FromQueue
+from consumers.fairness.turns import Turn, Turns
 from consumers.job import Answered, Job, Outcome, Refused
 from consumers.pool import Pool
-from consumers.turns import Turn, Turns
 from tests.support.jobs import Bench, FakeDelivery
 from tests.support.waiting import until
 from topology import names as n
 from topology.broker.session import ChannelLost
 from topology.contract.problems import BrokerUnreachable, RequestProblem
-from topology.tracing import Tracing
+from topology.telemetry.tracing import Tracing
 
 ANSWERED = Answered(body=b"{}", model="m", provider="p")
 

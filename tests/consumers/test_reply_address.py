@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from consumers.reply_address import ReplyRule
+from consumers.replies.address import ReplyRule
 from topology.names import Names
 
 OPEN = ReplyRule(names=Names())

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from consumers.job import Answered, Buried, Job, Outcome, Refused, Replayed
-from consumers.retelling import PAUSES_S, Retelling
+from consumers.replies.retelling import PAUSES_S, Retelling
 from tests.support.jobs import NOW_MS, Bench
 from topology import names as n
 from topology.contract.problems import BrokerUnreachable, PublishRefused, RequestProblem

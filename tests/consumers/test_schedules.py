@@ -17,7 +17,7 @@ from consumers.failures import RejectedError
 from consumers.job import Job, Outcome, Replayed
 from consumers.settle import Settler
 from consumers.state.base import Completion, Copy, Identity
-from consumers.state.sqlite_requests import Requests, Times
+from consumers.state.sqlite.requests import Requests, Times
 from tests.support.schedules.faults import FAULTS
 from tests.support.schedules.operation import Operation
 from tests.support.schedules.schedule import run, with_faults

@@ -7,9 +7,9 @@ from itertools import cycle
 
 import pytest
 
-from consumers import scouting
-from consumers.scouting import Scouted, Scouting
-from consumers.turns import Bench, Turns
+from consumers.fairness import scouting
+from consumers.fairness.scouting import Scouted, Scouting
+from consumers.fairness.turns import Bench, Turns
 from tests.support.waiting import until
 
 QUEUE = "lane.normal"

@@ -9,14 +9,14 @@ from types import SimpleNamespace
 import pytest
 from structlog.testing import capture_logs
 
-from consumers import slots
-from consumers.activity import LaneActivity
+from consumers.capacity import slots
+from consumers.capacity.activity import LaneActivity
+from consumers.capacity.slots import Line, Slots
 from consumers.job import Job
-from consumers.slots import Line, Slots
 from tests.support.jobs import NOW_MS, Bench
 from tests.support.waiting import until
-from topology import signals
 from topology.contract.problems import BrokerUnreachable
+from topology.telemetry import signals
 
 
 @dataclass(eq=False)

@@ -21,10 +21,10 @@ from consumers.state.base import Stop, StoreUnavailable
 from tests.support.allowances import MemoryAllowances
 from tests.support.jobs import NOW_MS, Bench
 from tests.support.virtual_time import virtually
-from topology import signals
 from topology.contract import codec
 from topology.contract.problems import RequestProblem
 from topology.lanes import CRITICAL
+from topology.telemetry import signals
 
 MODEL = "claude-sonnet-5-5"
 ESTIMATE = Amounts(1, 1000, 500)

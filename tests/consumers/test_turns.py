@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 
-from consumers import turns as turns_module
-from consumers.turns import FIGURES_OF, Bench, Shares, TenantShare, Turn, Turns
+from consumers.fairness import turns as turns_module
+from consumers.fairness.turns import FIGURES_OF, Bench, Shares, TenantShare, Turn, Turns
 
 
 class Side:

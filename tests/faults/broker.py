@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from service.demo import container
-from service.demo.source import (
+from service.private_broker import container
+from service.private_broker.source import (
     ERLANG_ARGUMENTS,
     LOOPBACK,
     USER,

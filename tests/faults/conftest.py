@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from service.demo.source import Unavailable
+from service.private_broker.source import Unavailable
 from tests.faults.ground import Ground, ground
 from tests.faults.trial import Made
 

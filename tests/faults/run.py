@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from service.demo.source import Unavailable
+from service.private_broker.source import Unavailable
 from tests.faults import report
 from tests.faults.faults import FAULTS
 from tests.faults.ground import SETTLED_S, Ground, ground

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from service.demo.source import Unavailable
+from service.private_broker.source import Unavailable
 from service.simulated.app import SimulatedAPI
 from tests.faults.checker import Verdict, check
 from tests.faults.clients import Load, Mix

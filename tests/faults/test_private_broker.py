@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from service.demo import container, install, node
-from service.demo.source import LOOPBACK, Steps
+from service.private_broker import container, install, node
+from service.private_broker.source import LOOPBACK, Steps
 
 ROOT = Path(__file__).parents[2]
 GONE_WITHIN_S = 10
@@ -38,7 +38,7 @@ def source(request: pytest.FixtureRequest) -> str:
 def start(source: str, tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
     def start(*command: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", "service.demo.run", "--sources", source, "--", *command],
+            [sys.executable, "-m", "service.private_broker.run", "--sources", source, "--", *command],
             cwd=ROOT,
             env={**os.environ, "TMPDIR": str(tmp_path)},
             stdout=subprocess.PIPE,

@@ -17,7 +17,7 @@ from pamqp import frame
 from pamqp.commands import Basic
 from pamqp.header import ContentHeader
 
-from consumers import control_question
+from consumers.control import question as control_question
 from consumers.failures import ProviderError
 from consumers.limits import headers as rate_headers
 from consumers.providers.answers import parse_message, read_answer
@@ -26,15 +26,15 @@ from consumers.providers.events import EventSplitter
 from consumers.providers.frames import FrameSplitter
 from consumers.providers.stream_field import say_stream
 from consumers.providers.translation import classify, from_event, read_retry_after_s
-from topology import propagation
-from topology.broker import fields
-from topology.broker.frames import NESTED_LEVELS, message_of, properties_of, tolerate
+from topology.broker.driver import fields
+from topology.broker.driver.frames import NESTED_LEVELS, message_of, properties_of, tolerate
 from topology.contract import headers as header_rules
 from topology.contract.codec import UNREADABLE, decode
 from topology.contract.messages import Message, Request
 from topology.contract.problems import DETAIL_CHARACTERS, RequestProblem
 from topology.lanes import CRITICAL, LaneSpec
 from topology.names import Names
+from topology.telemetry import propagation
 
 tolerate()
 

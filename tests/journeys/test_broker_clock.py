@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from service.clock_check import clock
-from service.demo import container
-from service.demo.source import Steps
+from service.checks.clock import clock
+from service.private_broker import container
+from service.private_broker.source import Steps
 from tests.support.brokers import RunningBroker, Vhost, fresh_vhost
 from tests.support.house import house
 from tests.support.requester import Requester, requester
 from tests.support.waiting import until
-from topology.broker.apply import apply
+from topology.broker.admin.apply import apply
 from topology.broker.connection import Connection
 from topology.declaration import declare
 from topology.lanes import DEFAULT_LANES

@@ -21,7 +21,7 @@ from tests.support.ledger import Ledger
 from tests.support.processes import environment, lanekeeper
 from tests.support.requester import requester
 from tests.support.waiting import until
-from topology.broker.apply import apply
+from topology.broker.admin.apply import apply
 from topology.contract.problems import BrokerUnreachable, ConfirmUnknown
 
 SHORT_MS = 3_000

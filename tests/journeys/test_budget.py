@@ -6,10 +6,10 @@ The simulated provider enforces its limits by buckets of its own; it is the judg
 import asyncio
 from statistics import quantiles
 
+from service.checks.status import look
 from service.client import Client
 from service.simulated.app import SimulatedAPI
 from service.simulated.options import SimulatedOptions
-from service.status import look
 from tests.support.house import PLENTY, House, house
 from tests.support.processes import environment, lanekeeper
 from tests.support.redis import redis_server

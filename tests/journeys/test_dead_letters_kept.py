@@ -10,7 +10,7 @@ import structlog
 from tests.support.house import house
 from tests.support.requester import requester
 from tests.support.waiting import until
-from topology import signals
+from topology.telemetry import signals
 
 
 @pytest.mark.default_broker_only

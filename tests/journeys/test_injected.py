@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 from aiormq.exceptions import AMQPError
 
-from service import logs
+from service.telemetry import logs
 from tests.support.house import House, house
 from tests.support.requester import raw_properties, requester, table
 

@@ -22,7 +22,7 @@ from tests.support.parts import PASSED, ms, outline, unaccounted_ms
 from tests.support.processes import HOUSE, environment, lanekeeper
 from tests.support.requester import requester
 from tests.support.waterfall import drawn, names
-from topology.tracing import Tracing
+from topology.telemetry.tracing import Tracing
 
 MS = 1_000_000
 BUSY_MS = 300

@@ -8,9 +8,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from consumers.providers.registry import SPEND_REFUSALS
+from service.checks.status import Status, look
 from service.simulated.app import SimulatedAPI
 from service.simulated.options import SimulatedOptions
-from service.status import Status, look
 from tests.support.house import PLENTY, House, house
 from tests.support.requester import requester
 from tests.support.waiting import until

@@ -12,7 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from service.simulated.app import SimulatedAPI
-from service.worker import summarise_once
+from service.worker.running import summarise_once
 from tests.support.house import house
 from tests.support.processes import environment, lanekeeper, run
 from tests.support.requester import requester

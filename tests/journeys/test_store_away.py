@@ -13,7 +13,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from service.health import Health
+from service.worker.health import Health
 from tests.support.house import house
 from tests.support.requester import requester
 from tests.support.stores import store_url

@@ -18,7 +18,7 @@ from tests.support.requester import requester
 from topology.contract.problems import RequestProblem
 from topology.delays import hop
 from topology.names import Names
-from topology.tracing import Tracing
+from topology.telemetry.tracing import Tracing
 
 SECRET = "marzipan"
 """Stands in every prompt here, and in nothing that is exported."""

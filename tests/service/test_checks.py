@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from service.checks import look
-from service.provider_checks import Finding
-from service.settings import load_settings
+from service.checks.providers import Finding
+from service.checks.run import look
+from service.config.settings import load_settings
 
 NOBODY_LISTENS = "amqp://guest:guest@127.0.0.1:1/"
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from service.cli.main import run
-from service.settings import KNOWN
+from service.config.settings import KNOWN
 
 
 @pytest.fixture(autouse=True)

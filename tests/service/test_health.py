@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import aiohttp
 import pytest
 
-from service.health import CannotListen, Health
+from service.worker.health import CannotListen, Health
 
 
 class Readiness:

@@ -8,9 +8,9 @@ import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service import logs, redaction
-from topology import signals
+from service.telemetry import logs, redaction
 from topology.contract.problems import BrokerUnreachable
+from topology.telemetry import signals
 
 
 class Terminal(io.StringIO):

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from service.production import of_file, of_settings, of_transport, refuse, risks
-from service.settings import Settings, load_settings
+from service.checks.production import of_file, of_settings, of_transport, refuse, risks
+from service.config.settings import Settings, load_settings
 from tests.support.redis import redis_server
 from topology.contract.problems import AccessRefused
 from topology.declaration import RECOMMENDED
@@ -131,5 +131,5 @@ def test_every_row_is_told_in_the_document() -> None:
     document = (Path(__file__).parents[2] / "docs" / "production.md").read_text()
 
     assert [row for row in rows if f"| {row} |" not in document] == []
-    source = (Path(__file__).parents[2] / "service" / "production.py").read_text()
+    source = (Path(__file__).parents[2] / "service" / "checks" / "production.py").read_text()
     assert [row for row in rows if f'"{row}"' not in source] == []

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from service import provider_checks
-from service.provider_checks import Finding, providers
-from service.settings import load_settings
+from service.checks import providers as provider_checks
+from service.checks.providers import Finding, providers
+from service.config.settings import load_settings
 from service.simulated.app import SimulatedAPI
 from service.simulated.options import SimulatedOptions
 

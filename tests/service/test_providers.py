@@ -6,8 +6,8 @@ import pytest
 
 from consumers.providers import cloud
 from consumers.reading import Reading
-from service.providers import open_providers
-from service.settings import load_settings
+from service.config.settings import load_settings
+from service.worker.open_providers import open_providers
 from topology.contract.problems import SettingsError
 
 AWS = {"LANEKEEPER_PROVIDERS__AWS__KIND": "bedrock", "LANEKEEPER_PROVIDERS__AWS__REGION": "eu-central-1"}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from service.settings import Settings, load_settings
+from service.config.settings import Settings, load_settings
 from tests.support.settings import lane, load, wrong
 from topology.contract.problems import SettingsError
 from topology.lanes import DEFAULT_LANES

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from service.settings import KNOWN
+from service.config.settings import KNOWN
 from tests.support.settings import load, wrong
 from tests.support.settings_page import LANE, PAGE, Entry, entries, page
 from topology.contract.problems import SettingsError

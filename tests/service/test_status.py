@@ -3,8 +3,8 @@
 import json
 from typing import Any
 
-from service.status import merge
-from topology.broker.depth import Depth
+from service.checks.status import merge
+from topology.broker.admin.depth import Depth
 from topology.lanes import BATCH, CRITICAL
 from topology.names import Names
 

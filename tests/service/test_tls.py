@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from service.sections import TlsSettings
+from service.config.sections import TlsSettings
 from topology.broker.connection import Connection
 from topology.contract.problems import BrokerUnreachable
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from consumers.activity import LaneActivity
+from consumers.capacity.activity import LaneActivity
+from consumers.capacity.pausing import Pausing
 from consumers.claiming import Claiming
-from consumers.pausing import Pausing
-from service import worker
-from service.assembly import Parts
+from service.worker import running as worker
+from service.worker.assembly import Parts
 from tests.support.memory_store import MemoryStore
 from topology.contract.problems import BrokerUnreachable
 from topology.names import Names

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from service.demo import container
-from service.demo.source import ERLANG_ARGUMENTS, USER, Steps, Unavailable
+from service.private_broker import container
+from service.private_broker.source import ERLANG_ARGUMENTS, USER, Steps, Unavailable
 from tests.support import keeper
 from tests.support.nodes import COMMAND_S, READY_S, SIZE, Node, docker
 from tests.support.waiting import until

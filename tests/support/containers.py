@@ -8,8 +8,8 @@ from typing import cast
 from testcontainers.community.rabbitmq import RabbitMqContainer
 from testcontainers.core.config import ConnectionMode, testcontainers_config
 
-from service.demo import container
-from service.demo.source import LOOPBACK, USER, Access, Steps, Unavailable, version_if_ready
+from service.private_broker import container
+from service.private_broker.source import LOOPBACK, USER, Access, Steps, Unavailable, version_if_ready
 from tests.support.brokers import RunningBroker
 
 READY_S = 60

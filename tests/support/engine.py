@@ -6,8 +6,8 @@ import subprocess
 from contextlib import suppress
 from pathlib import Path
 
-from service.demo import container, install
-from service.demo.source import Steps, Unavailable
+from service.private_broker import container, install
+from service.private_broker.source import Steps, Unavailable
 
 START_S = 60
 STOP_S = 30

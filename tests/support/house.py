@@ -15,15 +15,15 @@ from typing import Any
 
 from pydantic import SecretStr
 
-from service import worker
-from service.assembly import Parts, assemble
-from service.settings import Settings
+from service.config.settings import Settings
 from service.simulated.app import SimulatedAPI
 from service.simulated.calls import Call
 from service.simulated.options import SimulatedOptions
+from service.worker import running as worker
+from service.worker.assembly import Parts, assemble
 from tests.support.stores import store_url
 from tests.support.waiting import until
-from topology.broker.apply import apply
+from topology.broker.admin.apply import apply
 from topology.broker.connection import Connection
 from topology.declaration import declare
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from consumers.claiming import Claiming
-from consumers.direct_sender import DirectSender
 from consumers.failpoints import Failpoints
 from consumers.job import Deferred, Job, Outcome, is_trusted
 from consumers.lifecycle import Lifecycle
 from consumers.parking import Parking
-from consumers.reply import Replies
-from consumers.reply_address import ReplyRule
-from consumers.retelling import Retelling
+from consumers.replies.address import ReplyRule
+from consumers.replies.direct import DirectSender
+from consumers.replies.reply import Replies
+from consumers.replies.retelling import Retelling
 from consumers.settle import Settler
 from tests.support.memory_store import MemoryStore
 from topology.broker.session import ChannelLost
@@ -23,7 +23,7 @@ from topology.contract.messages import Message
 from topology.contract.problems import MessageTooLarge
 from topology.lanes import CRITICAL, LaneSpec
 from topology.names import Names
-from topology.tracing import Tracing
+from topology.telemetry.tracing import Tracing
 
 NAMES = Names()
 NOW_MS = 1_790_000_000_000

@@ -20,9 +20,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from service.demo import container, install
-from service.demo.descendants import adopt_orphans, kill_all
-from service.demo.source import Leaving, Steps, Unavailable
+from service.private_broker import container, install
+from service.private_broker.descendants import adopt_orphans, kill_all
+from service.private_broker.source import Leaving, Steps, Unavailable
 from tests.support.brokers import RunningBroker
 from tests.support.engine import Engine
 

@@ -22,9 +22,9 @@ from consumers.state.base import (
     StoreUnavailable,
 )
 from consumers.state.spec import StoreSpec
-from consumers.state.sqlite_file import SCHEMA
-from consumers.state.sqlite_requests import Requests, Times
-from consumers.state.sqlite_shares import Waiting
+from consumers.state.sqlite.file import SCHEMA
+from consumers.state.sqlite.requests import Requests, Times
+from consumers.state.sqlite.shares import Waiting
 
 
 class MemoryStore:

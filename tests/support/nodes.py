@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
-from service.demo.source import USER, Steps
+from service.private_broker.source import USER, Steps
 from tests.support.brokers import Vhost
 from tests.support.waiting import until
 

@@ -12,8 +12,8 @@ import sys
 import service.cli.main
 import service.cli.serve
 import service.simulated.app
-import service.telemetry
-import service.worker
+import service.telemetry.exporters
+import service.worker.running
 
 _PR_SET_PDEATHSIG = 1
 

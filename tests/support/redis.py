@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from service.demo.install import install
-from service.demo.source import LOOPBACK, Steps, Unavailable, free_ports
+from service.private_broker.install import install
+from service.private_broker.source import LOOPBACK, Steps, Unavailable, free_ports
 
 SERVER = "redis-server"
 START_S = 10

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from service.settings import Settings, load_settings
+from service.config.settings import Settings, load_settings
 from topology.contract.problems import SettingsError
 from topology.lanes import LaneSpec
 

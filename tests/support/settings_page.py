@@ -15,10 +15,10 @@ from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
 from service.cli.settings import text_of
-from service.effective import plain
-from service.settings import KNOWN, Settings
-from service.sources import ANY, Place, is_section
-from service.validation import allowed
+from service.config.effective import plain
+from service.config.settings import KNOWN, Settings
+from service.config.sources import ANY, Place, is_section
+from service.config.validation import allowed
 from topology.lanes import DEFAULT_LANES
 
 PAGE = Path(__file__).parents[2] / "docs/settings.md"

@@ -9,8 +9,8 @@ import sys
 import time
 
 from consumers.limits.amounts import Amounts
-from consumers.state.redis_budgets import RedisBudgets
-from consumers.state.redis_client import RedisClient
+from consumers.state.redis.budgets import RedisBudgets
+from consumers.state.redis.client import RedisClient
 from tests.support.budget import ACCOUNT, spec
 
 LANES = ("critical", "normal", "batch", "batch")

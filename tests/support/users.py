@@ -15,7 +15,7 @@ from aiormq.exceptions import ChannelAccessRefused
 from yarl import URL
 
 from tests.support.brokers import Vhost
-from topology.broker.management import Management, discover
+from topology.broker.admin.management import Management, discover
 from topology.declaration import declare
 from topology.export import User, definitions, hash_password
 from topology.lanes import DEFAULT_LANES

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from opentelemetry import baggage, context, trace
 from opentelemetry.trace import INVALID_SPAN_CONTEXT
 
-from topology import propagation
+from topology.telemetry import propagation
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 SPAN = "00f067aa0ba902b7"

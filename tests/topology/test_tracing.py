@@ -9,10 +9,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import SpanKind, StatusCode
 
-from topology import recording, signals
 from topology.contract.messages import Message
 from topology.contract.problems import ConfirmUnknown, LanekeeperError, RequestProblem
-from topology.tracing import Tracing
+from topology.telemetry import recording, signals
+from topology.telemetry.tracing import Tracing
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 SPAN = "00f067aa0ba902b7"

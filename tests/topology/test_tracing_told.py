@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from topology import signals
+from topology.telemetry import signals
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/tracing.md").read_text(encoding="utf-8")

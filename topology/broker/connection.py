@@ -18,14 +18,14 @@ from aiormq.connection import Connection as Underlying
 from aiormq.exceptions import AMQPError, AuthenticationError, InvalidFrameError, ProbableAuthenticationError
 from yarl import URL
 
-from topology import logs, signals
-from topology.broker.alarms import Alarmed
-from topology.broker.backoff import pause_s
-from topology.broker.border import asks_to_stop, border, cancellations, is_nameless, said
-from topology.broker.frames import tolerate
-from topology.broker.quiet import hush
-from topology.broker.urls import urls_of
+from topology.broker.driver.alarms import Alarmed
+from topology.broker.driver.backoff import pause_s
+from topology.broker.driver.border import asks_to_stop, border, cancellations, is_nameless, said
+from topology.broker.driver.frames import tolerate
+from topology.broker.driver.quiet import hush
+from topology.broker.driver.urls import urls_of
 from topology.contract.problems import AccessRefused, BrokerBlocked, BrokerError, BrokerUnreachable
+from topology.telemetry import logs, signals
 
 CONNECT_TIMEOUT_S = 10
 NEXT_TIMEOUT_S = 4

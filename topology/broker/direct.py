@@ -11,8 +11,8 @@ from aiormq.abc import DeliveredMessage
 from aiormq.channel import Channel
 from aiormq.exceptions import ChannelAccessRefused
 
-from topology.broker.border import border
-from topology.broker.frames import message_of
+from topology.broker.driver.border import border
+from topology.broker.driver.frames import message_of
 from topology.contract.messages import Message
 from topology.contract.problems import AccessRefused, BrokerUnreachable
 from topology.names import DIRECT_REPLY_TO

@@ -14,9 +14,9 @@ from aiormq.abc import DeliveredMessage
 from aiormq.channel import Channel
 from pamqp.commands import Basic
 
-from topology.broker.border import border
 from topology.broker.connection import Connection
-from topology.broker.frames import message_of
+from topology.broker.driver.border import border
+from topology.broker.driver.frames import message_of
 from topology.broker.session import ChannelLost
 from topology.contract.messages import Message
 from topology.contract.problems import BrokerUnreachable

@@ -15,12 +15,12 @@ from aiormq.channel import Channel
 from aiormq.exceptions import AMQPError
 from pamqp.commands import Basic
 
-from topology import logs, signals
-from topology.broker.border import asks_to_stop
 from topology.broker.connection import Connection
-from topology.broker.frames import properties_of
+from topology.broker.driver.border import asks_to_stop
+from topology.broker.driver.frames import properties_of
 from topology.contract.messages import Message
 from topology.contract.problems import BrokerBlocked, BrokerError
+from topology.telemetry import logs, signals
 
 WAITING = 1000
 """Notices that may wait to be written; more are dropped."""

@@ -19,9 +19,9 @@ from aiormq.exceptions import (
     PublishError,
 )
 
-from topology.broker.border import asks_to_stop, is_nameless
 from topology.broker.connection import Connection
-from topology.broker.frames import properties_of
+from topology.broker.driver.border import asks_to_stop, is_nameless
+from topology.broker.driver.frames import properties_of
 from topology.broker.limit import SMALL_BYTES, MessageLimit
 from topology.contract.messages import Message
 from topology.contract.problems import (
@@ -35,7 +35,7 @@ from topology.contract.problems import (
     TopologyMismatch,
     Unroutable,
 )
-from topology.tracing import Tracing
+from topology.telemetry.tracing import Tracing
 
 CONFIRM_TIMEOUT_S = 10.0
 CONFIRM_LEAST_S = 1.0

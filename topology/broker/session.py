@@ -9,8 +9,8 @@ from aiormq.channel import Channel
 from pamqp.commands import Basic
 
 from topology import names
-from topology.broker.border import border
-from topology.broker.frames import message_of
+from topology.broker.driver.border import border
+from topology.broker.driver.frames import message_of
 from topology.contract.messages import Message
 from topology.contract.problems import BrokerError, BrokerUnreachable
 

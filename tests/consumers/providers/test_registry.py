@@ -24,7 +24,7 @@ from consumers.providers.routes import Route
 from service.simulated.app import SimulatedAPI
 from service.simulated.options import SimulatedOptions
 from topology.contract.messages import Request
-from topology.tracing import Tracing
+from topology.telemetry.tracing import Tracing
 
 from .conftest import KEY, AskedFor
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from consumers.state.base import Store
-from consumers.state.redis import RedisStore
+from consumers.state.redis.store import RedisStore
 from consumers.state.spec import StoreSpec
-from consumers.state.sqlite import SqliteStore
+from consumers.state.sqlite.store import SqliteStore
 from tests.support.redis import RedisServer, redis_server
 
 Opened = Callable[..., Awaitable[Store]]

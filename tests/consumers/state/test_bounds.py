@@ -4,7 +4,7 @@ import time
 
 from consumers.state.base import Cancelling, Ended, Granted, Identity, Room, Store
 from consumers.state.spec import StoreSpec
-from consumers.state.sqlite import SqliteStore
+from consumers.state.sqlite.store import SqliteStore
 from tests.consumers.state.conftest import Opened
 from tests.support.completions import CANCELLED, ME, answered, copy
 from tests.support.waiting import until

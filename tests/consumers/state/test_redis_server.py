@@ -9,10 +9,10 @@ import pytest
 from redis.asyncio import Redis
 from structlog.testing import capture_logs
 
-from consumers.state import redis_client
 from consumers.state.base import Ended, Granted, Held, Running, StoreUnavailable
-from consumers.state.redis import RedisStore
-from service.demo.source import LOOPBACK
+from consumers.state.redis import client as redis_client
+from consumers.state.redis.store import RedisStore
+from service.private_broker.source import LOOPBACK
 from tests.support.completions import ME, answered, copy
 from tests.support.redis import RedisServer
 from tests.support.waiting import until

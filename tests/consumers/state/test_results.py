@@ -5,7 +5,7 @@ from pathlib import Path
 
 from consumers.state.base import Found, Granted, Identity, Running, Store
 from consumers.state.spec import StoreSpec
-from consumers.state.sqlite import SqliteStore
+from consumers.state.sqlite.store import SqliteStore
 from tests.consumers.state.conftest import Opened
 from tests.support.completions import ME, answered, copy
 from tests.support.waiting import until

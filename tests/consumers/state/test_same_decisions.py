@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from consumers.state.base import Completion, Copy, Ended, Granted, Held, Identity, Running, Store
-from consumers.state.redis import RedisStore
+from consumers.state.redis.store import RedisStore
 from tests.support.completions import CANCELLED, answered, copy, failed
 from tests.support.memory_store import MemoryStore
 from tests.support.redis import RedisServer

@@ -14,8 +14,8 @@ from consumers.limits.amounts import Amounts
 from consumers.limits.base import Reservation
 from consumers.limits.order import Waiter
 from consumers.limits.spec import DEFAULT_LANES, BudgetSpec, Caps
-from consumers.state.redis_budget_ledger import Ledger
-from consumers.state.redis_budget_script import STEP
+from consumers.state.redis.budget_ledger import Ledger
+from consumers.state.redis.budget_script import STEP
 from tests.support.redis import RedisServer
 
 AGEING = {name: replace(lane, boost_s=10.0 if name == "batch" else None) for name, lane in DEFAULT_LANES.items()}

@@ -6,7 +6,7 @@ import pytest
 
 from consumers.state.base import Ended, Granted, Identity, Running
 from consumers.state.clock import Clock
-from consumers.state.sqlite import SqliteStore
+from consumers.state.sqlite.store import SqliteStore
 from tests.support.completions import ME, answered, copy
 
 

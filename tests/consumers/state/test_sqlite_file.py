@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from consumers.state import sqlite_file
 from consumers.state.base import Cancelling, Ended, Found, Granted, Identity, Running, Store, StoreUnavailable
-from consumers.state.sqlite import SqliteStore
-from consumers.state.sqlite_writer import TOGETHER_AT_MOST
+from consumers.state.sqlite import file as sqlite_file
+from consumers.state.sqlite.store import SqliteStore
+from consumers.state.sqlite.writer import TOGETHER_AT_MOST
 from tests.support.completions import CANCELLED, ME, answered, copy
 from tests.support.waiting import until
 
@@ -212,7 +212,7 @@ async def test_one_full_disk_fails_all_that_were_to_be_written_together(path: Pa
 
 async def test_no_work_is_taken_while_its_disk_has_next_to_no_room(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with a_store(path) as store:
-        monkeypatch.setattr("consumers.state.sqlite.ROOM_BYTES", 2**62)
+        monkeypatch.setattr("consumers.state.sqlite.store.ROOM_BYTES", 2**62)
         with pytest.raises(StoreUnavailable, match="no room left"):
             await store.probe()
         await store.complete(ME, copy(), answered(), token=None)
@@ -356,7 +356,7 @@ MANY = """
 import asyncio, sys
 from pathlib import Path
 from consumers.state.base import Granted, Identity
-from consumers.state.sqlite import SqliteStore
+from consumers.state.sqlite.store import SqliteStore
 from tests.support.completions import copy
 
 async def main():

@@ -4,8 +4,8 @@ import asyncio
 from pathlib import Path
 
 from consumers.state.base import Found, Granted, Identity
-from consumers.state.sqlite import SqliteStore
-from consumers.state.sqlite_writer import TOGETHER_AT_MOST
+from consumers.state.sqlite.store import SqliteStore
+from consumers.state.sqlite.writer import TOGETHER_AT_MOST
 from tests.support.completions import ME, copy
 
 

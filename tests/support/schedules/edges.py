@@ -19,7 +19,7 @@ from consumers.state.base import (
     Stop,
     StoreUnavailable,
 )
-from consumers.state.sqlite_requests import Requests, Times
+from consumers.state.sqlite.requests import Requests, Times
 from tests.support.schedules.broker import Broker, Channel
 from tests.support.schedules.loop import SteppedLoop
 from tests.support.schedules.operation import DELIVERY, Edge

@@ -12,7 +12,7 @@ import random
 from collections.abc import Mapping
 
 from consumers.settle import Settler
-from consumers.state.sqlite_requests import Requests
+from consumers.state.sqlite.requests import Requests
 from tests.support.schedules.faults import FAULTS, publishes
 from tests.support.schedules.world import Move, World
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from consumers.activity import LaneActivity
+from consumers.capacity.activity import LaneActivity
+from consumers.capacity.pausing import Pausing
 from consumers.claiming import Claiming
-from consumers.direct_sender import DirectSender
 from consumers.failpoints import Failpoints
 from consumers.fallen import Fallen
 from consumers.gates.claim import ClaimGate
@@ -17,13 +17,13 @@ from consumers.gates.schedule import ScheduleGate
 from consumers.handler import Handler
 from consumers.job import Job, is_trusted
 from consumers.lifecycle import Lifecycle
-from consumers.pausing import Pausing
 from consumers.pool import Pool
 from consumers.providers.registry import Registry
 from consumers.reading import Reading
-from consumers.reply import Replies
-from consumers.reply_address import ReplyRule
-from consumers.retelling import Retelling
+from consumers.replies.address import ReplyRule
+from consumers.replies.direct import DirectSender
+from consumers.replies.reply import Replies
+from consumers.replies.retelling import Retelling
 from consumers.retry import RetryPolicy
 from consumers.settle import Settler
 from tests.support.jobs import NobodyElse
@@ -33,7 +33,7 @@ from tests.support.schedules.loop import SteppedLoop
 from tests.support.schedules.operation import DELIVERY, Edge
 from topology.broker.session import Delivery
 from topology.lanes import CRITICAL
-from topology.tracing import Tracing
+from topology.telemetry.tracing import Tracing
 
 SPEC = replace(CRITICAL, name=LANE, slots=2)
 GRACE_S = 5.0

@@ -18,8 +18,8 @@ import structlog
 from consumers.settle import Settler
 from consumers.state.base import Completion, Identity
 from consumers.state.spec import StoreSpec
-from consumers.state.sqlite_file import SCHEMA
-from consumers.state.sqlite_requests import Requests, Times
+from consumers.state.sqlite.file import SCHEMA
+from consumers.state.sqlite.requests import Requests, Times
 from tests.support.schedules.broker import NAMES, Broker
 from tests.support.schedules.operation import Operation
 from tests.support.schedules.promise import Promise

@@ -2,7 +2,7 @@
 
 import pytest
 
-from topology.broker.backoff import LEAST_S, pause_s
+from topology.broker.driver.backoff import LEAST_S, pause_s
 
 
 @pytest.mark.parametrize("failures", [0, 3, 1024, 100_000])

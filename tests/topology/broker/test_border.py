@@ -2,7 +2,7 @@
 
 import pytest
 
-from topology.broker.border import border
+from topology.broker.driver.border import border
 from topology.contract.problems import BrokerUnreachable
 
 

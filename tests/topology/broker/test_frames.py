@@ -13,8 +13,8 @@ from pamqp import frame
 from pamqp.commands import Basic
 from pamqp.header import ContentHeader
 
-from topology.broker import fields, frames
-from topology.broker.frames import HEADERS_BYTES, NESTED_LEVELS, message_of, properties_of, tolerate
+from topology.broker.driver import fields, frames
+from topology.broker.driver.frames import HEADERS_BYTES, NESTED_LEVELS, message_of, properties_of, tolerate
 from topology.contract.codec import UNREADABLE
 from topology.contract.headers import carried
 from topology.contract.messages import Message

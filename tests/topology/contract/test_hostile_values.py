@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from service import redaction
+from service.telemetry import redaction
 from topology import names as n
-from topology import propagation
 from topology.contract import headers as header_rules
 from topology.contract.codec import decode
 from topology.contract.headers import carried
@@ -21,6 +20,7 @@ from topology.contract.messages import Message, Request
 from topology.contract.problems import RequestProblem
 from topology.lanes import CRITICAL
 from topology.names import Names
+from topology.telemetry import propagation
 
 ROOT = Path(__file__).parents[3]
 OUR_PACKAGES = ("topology", "consumers", "service")

@@ -1,0 +1,282 @@
+"""Slots that follow the work: looks at what the queues need, and carries out what `lending.decide` says.
+
+Slots that are added to a queue are one more consumer of it, on a channel of its own, with a prefetch of just those
+slots: so nothing that was delivered waits for a slot, and no prefetch is changed under a live consumer (which has no
+effect: facts.md, section 2). They are taken back by ending that consumer; what it has in hand ends by itself. The
+lane that lent them has not waited for it: its own consumer kept its prefetch all the while.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import structlog
+
+from consumers.capacity.activity import LaneActivity
+from consumers.capacity.lending import Seen, Share, decide
+from consumers.job import Job, NowMs
+from topology.contract.problems import BrokerError
+from topology.telemetry import signals
+
+LOOK_EVERY_S = 0.25
+"""What is lent must be back within a second. Looked at, because what counts is a level held for a while, and no single
+delivery changes it: a few additions, four times a second."""
+ASK_EVERY_S = 1.0
+"""How often the broker is asked what waits, and only for queues whose slots are all in use. So fast a queue grows."""
+STEADY_S = 3.0
+"""Slots that were idle for so long are lent, and added ones that were unused for so long given up."""
+HELD_FOR_S = 2.0
+"""Where the provider was the limit so lately, it is: between two looks a request may just have got its turn."""
+SAY_EVERY_S = 60.0
+log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+Depths = Callable[[list[str]], Awaitable[Mapping[str, int]]]
+"""How many messages wait in each queue."""
+WaitingFor = Callable[[], Mapping[str, str]]
+"""By lane: what of the provider's budget its requests wait for; lanes that do not wait for it are left out."""
+
+
+class Working(Protocol):
+    """A pool."""
+
+    @property
+    def queue(self) -> str: ...
+    @property
+    def slots(self) -> int: ...
+    @property
+    def running(self) -> int: ...
+    @property
+    def in_hand(self) -> int: ...
+    @property
+    def jobs(self) -> Collection[Job]: ...
+    async def run(self) -> None: ...
+    async def stop(self) -> None: ...
+    def give_back_waiting(self) -> None: ...
+
+
+@dataclass(slots=True)
+class _Added:
+    """Slots that were added to a queue at one time."""
+
+    pool: Working
+    is_ending: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Line:
+    """A queue whose slots follow its work, and what is known of it."""
+
+    lane: str
+    pool: Working
+    """Its own slots."""
+    more: Callable[[int], Working]
+    """Makes a pool of so many slots on the same queue."""
+    kept: int
+    most: int
+    target_wait_s: float
+    activity: LaneActivity
+    side: Working | None = None
+    """Works on the same slots what was set aside."""
+    resize: Callable[[int], None] = lambda slots: None
+    """Told how many slots there are, whenever that changes."""
+    added: list[_Added] = field(default_factory=list)
+    used: deque[int] = field(default_factory=lambda: deque(maxlen=round(STEADY_S / LOOK_EVERY_S)))
+    share: Share = field(default_factory=Share)
+    waiting_since_ms: int | None = None
+    said_s: float | None = None
+
+    @property
+    def open(self) -> list[_Added]:
+        return [each for each in self.added if not each.is_ending]
+
+    @property
+    def open_slots(self) -> int:
+        return sum(each.pool.slots for each in self.open)
+
+    @property
+    def ending(self) -> int:
+        return sum(each.pool.in_hand for each in self.added if each.is_ending)
+
+    @property
+    def in_hand(self) -> int:
+        aside = 0 if self.side is None else self.side.running
+        return self.pool.in_hand + aside + sum(each.pool.in_hand for each in self.added)
+
+    @property
+    def is_full(self) -> bool:
+        return self.in_hand - self.ending >= self.pool.slots + self.open_slots
+
+    def wait_s(self, now_ms: int) -> float:
+        """The longest of what was taken lately, or how long something has waited since with nothing being taken."""
+        parts = [self.pool, *(each.pool for each in self.added), *([] if self.side is None else [self.side])]
+        jobs = [job for part in parts for job in part.jobs]
+        waits = [
+            job.taken_ms - job.request.start_ms
+            for job in jobs
+            if job.request is not None and job.taken_ms >= now_ms - 1000 * STEADY_S
+        ]
+        if self.waiting_since_ms is not None:
+            taken_ms = max((job.taken_ms for job in jobs), default=0)
+            waits.append(now_ms - max(self.waiting_since_ms, taken_ms))
+        return max(waits, default=0) / 1000
+
+
+class Slots:
+    """Adds slots to queues and takes them back. `lines`: the most urgent first."""
+
+    def __init__(self, lines: Sequence[Line], *, depths: Depths, now_ms: NowMs, waiting_for: WaitingFor = dict) -> None:
+        self._lines = lines
+        self._depths = depths
+        self._now_ms = now_ms
+        self._waiting_for = waiting_for
+        self._held: dict[str, tuple[str, float]] = {}
+        self._ask_at_s = 0.0
+        self._paused = False
+        self._stopping = asyncio.Event()
+        self._group = asyncio.TaskGroup()
+        for line in lines:  # none is lent before it has been seen idle for a while
+            line.used.append(line.pool.slots)
+
+    async def run(self) -> None:
+        """Look until stopped: returns when what runs on added slots has ended. Cancel it to end at once."""
+        async with self._group:
+            while not self._stopping.is_set():
+                await self._look()
+                try:
+                    async with asyncio.timeout(LOOK_EVERY_S):
+                        await self._stopping.wait()
+                except TimeoutError:
+                    pass
+
+    async def stop(self) -> None:
+        """Take no more on added slots."""
+        self._stopping.set()
+        await self._take_all_back()
+
+    def give_back_waiting(self) -> None:
+        """After `stop`: as `Pool.give_back_waiting`, on added slots."""
+        for line in self._lines:
+            for each in line.added:
+                each.pool.give_back_waiting()
+
+    @property
+    def is_paused(self) -> bool:
+        return self._paused
+
+    async def pause(self, reason: str) -> None:
+        """Take all back: nothing new is taken, and what is idle meanwhile is so for no lack of work."""
+        self._paused = True
+        await self._take_all_back()
+
+    async def resume(self) -> None:
+        """Look again."""
+        self._paused = False
+
+    async def _look(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        for lane, reason in self._waiting_for().items():
+            self._held[lane] = (reason, now_s + HELD_FOR_S)
+        if asks := now_s >= self._ask_at_s:
+            self._ask_at_s = now_s + ASK_EVERY_S
+        waiting = await self._ask() if asks else {}
+        if self._paused or self._stopping.is_set():
+            return
+        shares = decide([self._seen(line, waiting.get(line.pool.queue, 0), asks, now_s) for line in self._lines])
+        for line, share in zip(self._lines, shares, strict=True):
+            limit = share.limit if asks else line.share.limit  # known of those only that wait
+            self._carry_out(line, Share(share.lent, share.grown, limit))
+            if asks and limit is not None:
+                self._say(line, limit, now_s)
+        self._show()
+
+    async def _ask(self) -> Mapping[str, int]:
+        full = [line.pool.queue for line in self._lines if line.is_full]
+        if not full or self._paused:
+            return {}
+        try:
+            return await self._depths(full)
+        except BrokerError:  # the pools themselves tell
+            return {}
+
+    def _seen(self, line: Line, waiting: int, asked: bool, now_s: float) -> Seen:
+        line.used.append(line.in_hand)
+        now_ms = self._now_ms()
+        if not waiting and asked:
+            line.waiting_since_ms = None
+        elif waiting and line.waiting_since_ms is None:
+            line.waiting_since_ms = now_ms
+        reason, until_s = self._held.get(line.lane, ("", 0.0))
+        return Seen(
+            slots=line.pool.slots,
+            kept=line.kept,
+            most=line.most,
+            target_wait_s=line.target_wait_s,
+            extra=max(line.open_slots + line.ending, line.share.extra),  # the latter where many ended since
+            grown=line.share.grown,
+            ending=line.ending,
+            busiest=max(line.used),
+            waiting=waiting,
+            wait_s=line.wait_s(now_ms) if waiting else 0.0,
+            held=reason if now_s < until_s else None,
+        )
+
+    def _carry_out(self, line: Line, share: Share) -> None:
+        while (excess := line.open_slots - share.extra) > 0:
+            least = min(line.open, key=lambda each: (each.pool.slots < excess, abs(each.pool.slots - excess)))
+            least.is_ending = True
+            self._group.create_task(least.pool.stop(), name=f"take back {line.pool.queue}")
+        while (room := share.extra - line.open_slots - line.ending) > 0:
+            # by powers of two, so that only few more have to be taken back than are wanted
+            added = _Added(line.more(1 << room.bit_length() - 1))
+            line.added.append(added)
+            line.used.append(line.pool.slots + line.open_slots + line.ending)  # not idle before they are consumed
+            self._group.create_task(self._work(line, added), name=f"added slots {line.pool.queue}")
+        line.resize(line.pool.slots + line.open_slots)
+        if (share.lent, share.grown) != (line.share.lent, line.share.grown):
+            log.debug(
+                signals.SLOTS_CHANGED,
+                lane=line.lane,
+                queue=line.pool.queue,
+                slots=line.pool.slots,
+                lent=share.lent,
+                grown=share.grown,
+            )
+        line.share = share
+
+    async def _work(self, line: Line, added: _Added) -> None:
+        try:
+            await added.pool.run()
+        finally:
+            line.added.remove(added)
+
+    async def _take_all_back(self) -> None:
+        ending = [each for line in self._lines for each in line.open]
+        for each in ending:
+            each.is_ending = True
+        for line in self._lines:
+            line.share = Share()
+            line.resize(line.pool.slots)
+        self._show()
+        await asyncio.gather(*(each.pool.stop() for each in ending))
+
+    def _say(self, line: Line, limit: str, now_s: float) -> None:
+        if line.said_s is None or now_s >= line.said_s + SAY_EVERY_S:
+            line.said_s = now_s
+            log.info(
+                signals.SLOTS_LIMITED,
+                lane=line.lane,
+                queue=line.pool.queue,
+                limit=limit,
+                wait_s=round(line.wait_s(self._now_ms()), 1),
+            )
+
+    def _show(self) -> None:
+        """In what `status` is told."""
+        for line in self._lines:
+            line.activity.extra_slots = 0
+            line.activity.slots_limit = None
+        for line in self._lines:
+            line.activity.extra_slots += line.share.extra
+            line.activity.slots_limit = line.activity.slots_limit or line.share.limit

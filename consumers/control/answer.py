@@ -1,0 +1,130 @@
+"""How control messages are answered: in one shape, with `x-lane-control`; a result is the final reply again.
+
+Answers go to queues that the broker named, by direct reply-to, and to `lane.reply.<user_id>` of whoever asked; to no
+other address (threat T1). Who asked from elsewhere, or from nowhere, cannot be told: that is logged and counted.
+"""
+
+import json
+import uuid
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import structlog
+
+from consumers.replies.address import ReplyRule, is_direct
+from consumers.replies.direct import DirectSender
+from consumers.share import Seldom
+from consumers.state.base import Completion
+from topology import names as n
+from topology.broker.notices import Notices
+from topology.broker.publisher import Publisher
+from topology.contract.messages import Message
+from topology.contract.problems import BrokerError, MessageTooLarge, RequestProblem, answer_too_large
+from topology.telemetry import signals
+
+JSON = "application/json"
+PROBLEM = "application/problem+json"
+log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+class Answers:
+    """Publishes them. Through `notices`, unconfirmed, goes what is told to whoever sends too much."""
+
+    def __init__(
+        self, publisher: Publisher, *, direct: DirectSender, rule: ReplyRule, notices: Notices | None = None
+    ) -> None:
+        self._publisher = publisher
+        self._direct = direct
+        self._rule = rule
+        self._notices = notices
+        self._seldom = Seldom()
+        self.refused = 0
+        """Control messages that could not be understood, or asked for what is another's."""
+        self.unanswered = 0
+        """Of whatever came of so many, nobody could be told, though somebody should have been."""
+
+    async def tell(
+        self, question: Message, body: Mapping[str, Any], *, id: str | None, as_: Literal["accepted", "pending"]
+    ) -> None:
+        """What was done, or what is known so far."""
+        await self._send(question, json.dumps(body).encode(), JSON, _headers(id, {n.CONTROL: as_}))
+
+    async def refuse(self, question: Message, problem: RequestProblem, *, id: str | None) -> None:
+        """What is wrong with it."""
+        self._tell_of(question, problem)
+        document = problem.document(request=id or "", attempts=0)
+        await self._send(question, document, PROBLEM, _headers(id, {n.CONTROL: "error"}), is_due=True)
+
+    async def refuse_cheaply(self, question: Message, problem: RequestProblem, *, id: str | None) -> None:
+        """The same, for what comes by the thousand: an answer that cannot be written soon is counted as unanswered."""
+        address = question.reply_to or ""
+        if self._notices is None or not self._rule.allows_control(address, user=question.user_id):
+            await self.refuse(question, problem, id=id)
+            return
+        self._tell_of(question, problem)
+        document = problem.document(request=id or "", attempts=0)
+        answer = _answer(question, document, PROBLEM, _headers(id, {n.CONTROL: "error"}))
+        if not self._notices.send(answer, routing_key=address):
+            self.unanswered += 1
+
+    def _tell_of(self, question: Message, problem: RequestProblem) -> None:
+        self.refused += 1
+        who = question.user_id or ""
+        if count := self._seldom.count(f"{problem.code} {who}"):
+            log.warning(
+                signals.CONTROL_REFUSED,
+                type=(question.type or "")[:40],
+                key=question.routing_key[:40],
+                user=who,
+                reason=problem.brief,
+                count=count,
+                refused=self.refused,
+            )
+
+    async def replay(self, question: Message, completion: Completion, *, id: str) -> None:
+        """How the request ended, as its requester was told."""
+        headers = {n.STATUS: completion.status, **completion.headers, n.REPLAYED: True}
+        content_type = PROBLEM if completion.status == "error" else JSON
+        try:
+            await self._send(question, completion.body, content_type, _headers(id, headers))
+        except MessageTooLarge as error:
+            await self.refuse(question, answer_too_large(error.size, error.limit), id=id)
+
+    async def _send(
+        self, question: Message, body: bytes, content_type: str, headers: Mapping[str, Any], *, is_due: bool = False
+    ) -> None:
+        """Whoever has gone wants no answer. `is_due`: whoever gave no address should be told all the same."""
+        address = question.reply_to or ""
+        if not self._rule.allows_control(address, user=question.user_id):
+            if address or is_due:
+                self.unanswered += 1
+                if count := self._seldom.count(f"unanswered {question.user_id or ''}"):
+                    log.warning(
+                        signals.CONTROL_UNANSWERED, reply_to=address[:100], count=count, unanswered=self.unanswered
+                    )
+            return
+        answer = _answer(question, body, content_type, headers)
+        try:
+            if is_direct(address):
+                await self._direct.send(answer, address, traced=False)
+            else:
+                await self._publisher.publish(answer, exchange="", routing_key=address, mandatory=False, traced=False)
+        except MessageTooLarge:
+            raise
+        except (BrokerError, RequestProblem) as error:  # asked again, it is told again
+            log.debug(signals.CONTROL_UNANSWERED, reply_to=address[:100], reason=str(error))
+
+
+def _answer(question: Message, body: bytes, content_type: str, headers: Mapping[str, Any]) -> Message:
+    return Message(
+        body=body,
+        headers=headers,
+        content_type=content_type,
+        message_id=uuid.uuid4().hex,
+        correlation_id=question.correlation_id,
+        persistent=False,
+    )
+
+
+def _headers(id: str | None, headers: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(headers) if id is None else {**headers, n.REQUEST_ID: id}

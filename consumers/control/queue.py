@@ -1,0 +1,241 @@
+"""What is said on the control exchange: cancellations, which are recorded, and questions for results.
+
+One queue for all workers, so that one of them does it. A cancellation stays there until the store has it. Many are
+worked at once, so that the store writes them together; who sends more than its share is refused before the store is
+asked, which is faster. First come, first read: another's cancellation waits for what is in the queue before it.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection
+from contextlib import aclosing
+from functools import partial
+from typing import Any
+
+import structlog
+
+from consumers.claiming import Claiming
+from consumers.control.answer import Answers
+from consumers.control.question import Question, id_of, read
+from consumers.job import NowMs, moment_text
+from consumers.settle import Settler
+from consumers.share import Seldom, Share
+from consumers.state.base import Cancelling, Completion, Found, Identity, StoreUnavailable
+from topology import names as n
+from topology.broker.deliveries import Deliveries
+from topology.broker.session import ChannelLost, Delivery, Session
+from topology.contract.messages import Message
+from topology.contract.problems import AccessRefused, BrokerError, RequestProblem
+from topology.telemetry import signals
+
+FAULTS_AT_MOST = 5
+"""The delivery at which a message that we fail at is given up: all requests wait for those that are not recorded."""
+LOOK_EVERY_S = 0.05
+CATCH_UP_WITHIN_S = 5.0
+"""How long requests wait for the cancellations that came before the worker. Thousands are recorded in that time, and a
+flood may never end. What is left is recorded beside the requests, and one that is cancelled too late runs."""
+QUIET_S = 0.5
+"""Where the queue may not be looked at: nothing delivered for so long, and it is taken for empty."""
+AT_ONCE_S = 5
+"""Seconds of its share that a tenant may send at once: who cancels all of its requests is no flood."""
+TOGETHER = 32
+"""What was turned away is acknowledged in so many at a time."""
+Ready = Callable[[], Awaitable[int]]
+"""How many messages wait in the control queue. Raises BrokerError."""
+log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+class Control:
+    """Reads the control queue, one message after the other."""
+
+    def __init__(
+        self,
+        deliveries: Deliveries,
+        *,
+        claiming: Claiming,
+        settler: Settler,
+        answers: Answers,
+        now_ms: NowMs,
+        ready: Ready,
+        kept_s: float,
+        per_tenant_s: float,
+        speakers: Collection[str] = (),
+        needs_user_id: bool = False,
+    ) -> None:
+        self._deliveries = deliveries
+        self._claiming = claiming
+        self._settler = settler
+        self._answers = answers
+        self._now_ms = now_ms
+        self._question = partial(read, speakers=speakers, needs_user_id=needs_user_id)
+        self._ready = ready
+        self._kept_s = kept_s
+        self._share = Share(per_s=per_tenant_s, at_once=AT_ONCE_S * per_tenant_s)
+        self._per_tenant_s = per_tenant_s
+        self._displaced = Seldom()
+        self.displaced = 0
+        """Cancellations that were forgotten for newer ones of their tenant, because no worker had seen the request."""
+        self._is_behind = True
+        self._in_hand = 0
+        self._busy_at_s = 0.0
+        self._session: Session | None = None
+
+    @property
+    def trouble(self) -> str | None:
+        return self._deliveries.trouble
+
+    @property
+    def behind(self) -> str | None:
+        """Why no request should be worked on yet: it may have been cancelled, while no worker or no store was there."""
+        return "cancellations are waiting to be recorded" if self._is_behind else None
+
+    async def run(self) -> None:
+        """Read until stopped."""
+        async with aclosing(self._deliveries.sessions()) as sessions:
+            async for session in sessions:
+                self._is_behind, self._session = True, session
+                self._busy_at_s = asyncio.get_running_loop().time()
+                catching_up = asyncio.create_task(self._catch_up(session), name="control backlog")
+                try:
+                    async with asyncio.TaskGroup() as reading:  # as many as the prefetch
+                        await self._read_all(session, reading)
+                except* ChannelLost as lost:
+                    log.warning(signals.DELIVERY_LOST, queue=self._deliveries.queue, error=str(lost.exceptions[0]))
+                finally:
+                    self._session = None
+                    catching_up.cancel()
+
+    async def _read_all(self, session: Session, reading: asyncio.TaskGroup) -> None:
+        """Begin with each, unless its tenant has used up its share. Raises ChannelLost."""
+        turned_away: list[Delivery] = []
+        async for delivery in session:
+            if self._has_its_share_left(delivery.message):
+                reading.create_task(self._take(delivery), name=f"control {delivery.tag}")
+            else:
+                await self._turn_away(delivery.message)
+                turned_away.append(delivery)
+            if turned_away and (not session.waiting or len(turned_away) >= TOGETHER):
+                await self._settler.dismiss_together(session, turned_away)
+                turned_away.clear()
+
+    async def _catch_up(self, session: Session) -> None:
+        """See when all that waited has been read, or for too long: at first, and again after the store was away. Looked
+        at, because a queue does not tell when it is empty."""
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + CATCH_UP_WITHIN_S
+        while self._session is session:
+            if self._claiming.is_away:
+                self._is_behind, end_s = True, loop.time() + CATCH_UP_WITHIN_S
+            elif self._is_behind:
+                waiting = await self._waiting(session)
+                if waiting and loop.time() >= end_s:
+                    log.warning(signals.CONTROL_BEHIND, waiting=waiting, waited_s=CATCH_UP_WITHIN_S)
+                    waiting = 0
+                self._is_behind = waiting > 0
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def _waiting(self, session: Session) -> int:
+        """How many control messages are not done with; at least 1 where that cannot be known."""
+        here = session.waiting + self._in_hand
+        try:
+            return here + await self._ready()
+        except AccessRefused:  # a user that may read it, but not look at it: all are delivered as fast as they are read
+            is_quiet = asyncio.get_running_loop().time() - self._busy_at_s > QUIET_S
+            return here or (0 if is_quiet else 1)
+        except BrokerError:
+            return here or 1
+
+    async def stop(self) -> None:
+        """Read no more; `run` returns when what was taken has been recorded."""
+        await self._deliveries.stop()
+
+    async def _take(self, delivery: Delivery) -> None:
+        self._in_hand += 1
+        try:
+            await self._read(delivery)
+        finally:
+            self._in_hand -= 1
+            self._busy_at_s = asyncio.get_running_loop().time()
+
+    async def _read(self, delivery: Delivery) -> None:
+        """What cannot be carried out is refused, and what cannot be recorded goes back: never lost, never a loop."""
+        message = delivery.message
+        try:
+            question = self._question(message)
+            if question is not None:
+                await self._carry_out(message, question)
+        except RequestProblem as problem:
+            await self._answers.refuse(message, problem, id=id_of(message))
+        except StoreUnavailable as away:
+            log.warning(signals.CONTROL_POSTPONED, type=message.type, reason=str(away))
+            await self._settler.postpone(delivery)
+            return
+        except Exception:  # a fault of ours must not end the worker, and with the next one all the others
+            log.exception(signals.HANDLER_FAILED, where="control", type=str(message.type)[:40])
+            if (delivery.times_delivered or 1) < FAULTS_AT_MOST:
+                await self._settler.put_back(delivery)
+                return
+            fault = RequestProblem("internal", "a fault of ours; the worker's log has it")
+            await self._answers.refuse(message, fault, id=id_of(message))
+        await self._settler.dismiss(delivery)
+
+    def _has_its_share_left(self, message: Message) -> bool:
+        """By the tenant that it speaks for; by its user, where it cannot be understood."""
+        try:
+            question = self._question(message)
+        except RequestProblem:
+            question = None
+        return self._share.take(question.identity.tenant if question is not None else message.user_id or "")
+
+    async def _turn_away(self, message: Message) -> None:
+        """Before the store is asked, so that the queue is soon read."""
+        problem = RequestProblem(
+            "too_many_control_messages",
+            f"a tenant may send {self._per_tenant_s:g} control messages a second, and {AT_ONCE_S} times as many at "
+            "once; this one was not carried out: send it again later",
+        )
+        await self._answers.refuse_cheaply(message, problem, id=id_of(message))
+
+    async def _carry_out(self, message: Message, question: Question) -> None:
+        """Raises StoreUnavailable."""
+        identity = question.identity
+        if question.kind == n.CANCEL_KEY:
+            outcome = await self._cancel(identity)
+            await self._answers.tell(message, outcome, id=identity.id, as_="accepted")
+            return
+        found = await self._claiming.find(identity)
+        if found is not None and found.completion is not None:
+            await self._answers.replay(message, found.completion, id=identity.id)
+        else:
+            await self._answers.tell(message, _state(identity.id, found), id=identity.id, as_="pending")
+
+    async def _cancel(self, identity: Identity) -> dict[str, Any]:
+        known = await self._claiming.find(identity)
+        attempts = known.attempts if known else 0
+        problem = RequestProblem("cancelled", "cancelled by its owner")
+        ending = Completion(
+            status="error",
+            code=problem.code,
+            body=problem.document(request=identity.id, attempts=attempts),
+            headers={n.ATTEMPT: attempts},
+            ended_ms=self._now_ms(),
+        )
+        came_to = await self._claiming.cancel(identity, ending)
+        if came_to is Cancelling.DISPLACED:
+            self.displaced += 1
+            if count := self._displaced.count(identity.tenant):
+                log.warning(
+                    signals.CANCELLATION_DISPLACED, tenant=identity.tenant, count=count, displaced=self.displaced
+                )
+            came_to = Cancelling.UNSEEN
+        told = {"id": identity.id, "outcome": came_to.value}
+        if came_to is Cancelling.UNSEEN:
+            return {**told, "kept_until": moment_text(self._now_ms() + round(self._kept_s * 1000))}
+        return told
+
+
+def _state(id: str, found: Found | None) -> dict[str, Any]:
+    """What is known of a request that has not ended."""
+    if found is None:
+        return {"id": id, "status": "unknown", "attempts": 0}
+    told = {"id": id, "status": "running" if found.running else "waiting", "attempts": found.attempts}
+    return told if found.due_ms is None else {**told, "due_at": moment_text(found.due_ms)}

@@ -1,0 +1,88 @@
+"""How what a queue delivers comes by a slot: by itself, or set aside meanwhile."""
+
+from typing import Protocol
+
+from consumers.fairness.aside import Aside
+from consumers.fairness.turns import Bench, Turn
+from consumers.job import Job, Outcome
+from consumers.rank import rank
+
+
+class Entering(Protocol):
+    """The way from a delivery to its slot."""
+
+    async def enter(self, job: Job) -> Turn:
+        """Wait for a slot, which is then held, or until the request is to be set aside."""
+        ...
+
+    def leave(self, job: Job) -> None:
+        """Give the slot back."""
+        ...
+
+    def unread(self, queue: str) -> None:
+        """No job could be made of what this queue delivered last."""
+        ...
+
+    async def set_aside(self, job: Job) -> Outcome | None:
+        """Move it. What it comes to where it cannot be moved. Raises BrokerError."""
+        ...
+
+
+class FromQueue:
+    """Of an intake or a due queue. Without `aside` everything waits in hand."""
+
+    def __init__(self, bench: Bench, aside: Aside | None = None) -> None:
+        self._bench = bench
+        self._aside = aside
+
+    async def enter(self, job: Job) -> Turn:
+        tenant = job.identity.tenant
+        if self._bench.begin(tenant):
+            return Turn.BEGIN
+        movable = self._aside is not None and self._aside.may_take(job)
+        return await self._bench.wait(tenant, rank=_rank(job), movable=movable)
+
+    def leave(self, job: Job) -> None:
+        self._bench.end(job.identity.tenant)
+
+    def unread(self, queue: str) -> None:
+        """The next comes by itself."""
+
+    async def set_aside(self, job: Job) -> Outcome | None:
+        assert self._aside is not None
+        outcome = await self._aside.put(job)
+        if outcome is None:
+            self._bench.count_aside(job.identity.tenant)
+        return outcome
+
+
+class FromAside:
+    """Of the heads of side queues, on the slots of the intake."""
+
+    def __init__(self, bench: Bench, aside: Aside) -> None:
+        self._bench = bench
+        self._aside = aside
+
+    async def enter(self, job: Job) -> Turn:
+        tenant = job.identity.tenant
+        self._aside.arrived(job)
+        try:
+            if self._bench.begin(tenant):
+                return Turn.BEGIN
+            return await self._bench.wait(tenant, rank=_rank(job), movable=True, is_head=True)
+        finally:
+            self._aside.left(job)
+
+    def leave(self, job: Job) -> None:
+        self._bench.end(job.identity.tenant)
+
+    def unread(self, queue: str) -> None:
+        self._aside.passed_over(queue)
+
+    async def set_aside(self, job: Job) -> Outcome | None:
+        """It was held for too long: to the end of its queue, where another process may have a slot for it."""
+        return await self._aside.put(job)
+
+
+def _rank(job: Job) -> int:
+    return rank(job.message.priority, is_fresh=job.is_fresh) or 0

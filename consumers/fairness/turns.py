@@ -1,0 +1,277 @@
+"""Whose request goes next where tenants share a lane's slots, and what must not wait for them in hand.
+
+    turns = Turns(shares, side)             one for each lane in a process
+    intake = turns.bench(slots=16)          the slots of one queue
+    if intake.begin(tenant) or await intake.wait(…) is Turn.BEGIN:
+        …                                   a slot is held
+        intake.end(tenant)
+
+A slot that comes free goes to the tenant that holds the fewest for its weight; of those, to the one whose turn is the
+longest ago. So slots are shared, and no tenant's number of requests counts. Of what waits in hand a tenant may have no
+more than its share; the rest is set aside (`consumers/fairness/aside.py`), so that whoever comes next is seen.
+"""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from itertools import islice
+from typing import Final, Protocol
+
+from consumers.spending import EVERY_TENANT
+
+HELD_S: Final = 60.0
+"""What has waited in hand for so long is set aside: a delivery may not be held for ever (`consumers/job.py`), and
+another process may have a slot for it."""
+LATELY_S: Final = 600.0
+"""Who had a request so long ago may have the next in the queue: it is looked for."""
+FIGURES_OF: Final = 256
+"""Tenants of a lane of which figures are kept: the latest."""
+
+
+@dataclass(frozen=True, slots=True)
+class TenantShare:
+    """What is settled about one tenant."""
+
+    weight: float = 1.0
+    in_flight: int | None = None
+    """Its requests of one lane that a process works on at a time, at most."""
+
+
+class Shares:
+    """By tenant; `*` is for each that is not named."""
+
+    def __init__(self, tenants: Mapping[str, TenantShare] | None = None) -> None:
+        self._tenants = tenants or {}
+        self._other = self._tenants.get(EVERY_TENANT, TenantShare())
+
+    def of(self, tenant: str) -> TenantShare:
+        return self._tenants.get(tenant, self._other)
+
+
+class Turn(Enum):
+    """What becomes of a delivery."""
+
+    BEGIN = auto()
+    ASIDE = auto()
+
+
+class SetAside(Protocol):
+    """Which tenants have requests set aside, as far as is known."""
+
+    def has(self, tenant: str) -> bool: ...
+
+
+@dataclass(eq=False, slots=True)
+class _Waiting:
+    tenant: str
+    rank: int
+    """Of a tenant's own requests the highest goes first."""
+    movable: bool
+    turn: "asyncio.Future[Turn]"
+
+
+@dataclass(slots=True)
+class Figures:
+    """Of one tenant in one lane, since the process began."""
+
+    begun: int = 0
+    set_aside: int = 0
+    seen_s: float = 0.0
+    """When it last began or was set aside, by the event loop's clock."""
+
+
+@dataclass(slots=True)
+class Turns:
+    """The slots of one lane in this process."""
+
+    shares: Shares = field(default_factory=Shares)
+    side: SetAside | None = None
+    """None: nothing can be set aside."""
+    benches: list["Bench"] = field(default_factory=list)
+    _figures: "OrderedDict[str, Figures]" = field(default_factory=OrderedDict)
+
+    def bench(self, slots: int) -> "Bench":
+        made = Bench(self, slots)
+        self.benches.append(made)
+        return made
+
+    def is_at_its_cap(self, tenant: str) -> bool:
+        cap = self.shares.of(tenant).in_flight
+        return cap is not None and sum(bench.running_of(tenant) for bench in self.benches) >= cap
+
+    def figures(self, tenant: str) -> Figures:
+        """Of a tenant, to be counted in."""
+        if (found := self._figures.get(tenant)) is None:
+            if len(self._figures) >= FIGURES_OF:
+                self._figures.popitem(last=False)
+            found = self._figures[tenant] = Figures()
+        else:
+            self._figures.move_to_end(tenant)
+        found.seen_s = asyncio.get_running_loop().time()
+        return found
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether more than one tenant has had requests here lately."""
+        latest = list(islice(reversed(self._figures.values()), 2))
+        return len(latest) == 2 and latest[1].seen_s > asyncio.get_running_loop().time() - LATELY_S
+
+    def snapshot(self) -> dict[str, dict[str, int]]:
+        """The figures as JSON, by tenant; those that were active last come last."""
+        return {
+            tenant: {
+                "running": sum(bench.running_of(tenant) for bench in self.benches),
+                "in_hand": sum(bench.waiting_of(tenant) for bench in self.benches),
+                "begun": each.begun,
+                "set_aside": each.set_aside,
+            }
+            for tenant, each in self._figures.items()
+        }
+
+
+class Bench:
+    """The slots of one queue, and who waits for them in hand."""
+
+    def __init__(self, turns: Turns, slots: int) -> None:
+        self._turns = turns
+        self._slots = slots
+        self._running: dict[str, int] = {}
+        self._passes: dict[str, float] = {}
+        """By tenant, while it runs or waits: its turns so far, by weight; the fewest go first among equals."""
+        self._floor = 0.0
+        """Where a tenant that comes anew begins."""
+        self._waiting: list[_Waiting] = []
+        self.running = 0
+        self.begun = 0
+        self.is_sorting = False
+        """What waits is set aside where it is over its tenant's share (`consumers/fairness/scouting.py`)."""
+
+    @property
+    def slots(self) -> int:
+        return self._slots
+
+    @property
+    def is_full(self) -> bool:
+        return self.running >= self._slots
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether more than one tenant has had requests in this lane lately."""
+        return self._turns.is_shared
+
+    def running_of(self, tenant: str) -> int:
+        return self._running.get(tenant, 0)
+
+    def waiting_of(self, tenant: str) -> int:
+        return sum(each.tenant == tenant for each in self._waiting)
+
+    def count_aside(self, tenant: str) -> None:
+        self._turns.figures(tenant).set_aside += 1
+
+    def resize(self, slots: int) -> None:
+        """Have so many slots from now on; what holds one keeps it."""
+        self._slots = slots
+        self._serve()
+
+    def sort(self, is_sorting: bool) -> None:
+        """Begin or stop setting aside what is over its tenant's share."""
+        self.is_sorting = is_sorting
+        if is_sorting:
+            for each in self._waiting[:]:
+                if each.movable and self._is_over(each.tenant):
+                    self._tell(each, Turn.ASIDE)
+
+    def begin(self, tenant: str) -> bool:
+        """Take a slot at once, if there is one. Whoever waits meanwhile is at its cap."""
+        if self.running >= self._slots or self._turns.is_at_its_cap(tenant):
+            return False
+        self._grant(tenant)
+        return True
+
+    async def wait(self, tenant: str, *, rank: int = 0, movable: bool = False, is_head: bool = False) -> Turn:
+        """After `begin` was false: wait for a slot, or to be set aside. `movable`: it may be. `is_head`: it was, and is
+        again only when it has been held for too long."""
+        movable = movable and self._turns.side is not None
+        if movable and not is_head and self._belongs_aside(tenant):
+            return Turn.ASIDE
+        waiting = _Waiting(tenant, rank, movable and not is_head, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
+        self._passes.setdefault(tenant, self._floor)
+        try:
+            async with asyncio.timeout(HELD_S if movable else None):
+                return await waiting.turn
+        except TimeoutError:
+            return waiting.turn.result() if _is_told(waiting) else Turn.ASIDE
+        except asyncio.CancelledError:
+            if _is_told(waiting) and waiting.turn.result() is Turn.BEGIN:
+                self.end(tenant)  # it was granted in the moment of being cancelled
+            raise
+        finally:
+            if waiting in self._waiting:
+                self._waiting.remove(waiting)
+                self._forget(tenant)
+
+    def end(self, tenant: str) -> None:
+        """Give a slot back: whoever is next gets it."""
+        self.running -= 1
+        self._running[tenant] -= 1
+        if not self._running[tenant]:
+            del self._running[tenant]
+            self._forget(tenant)
+        for bench in self._turns.benches:  # a tenant at its cap may wait at another
+            bench.serve()
+
+    def serve(self) -> None:
+        """Give free slots to those that wait."""
+        if self._waiting:
+            self._serve()
+
+    def _serve(self) -> None:
+        while self.running < self._slots:
+            eligible = [each for each in self._waiting if not self._turns.is_at_its_cap(each.tenant)]
+            if not eligible:
+                return
+            # of one tenant's the first of the highest rank
+            chosen = min(eligible, key=lambda each: (*self._standing(each.tenant), -each.rank))
+            self._grant(chosen.tenant)
+            self._tell(chosen, Turn.BEGIN)
+
+    def _standing(self, tenant: str) -> tuple[float, float]:
+        return self.running_of(tenant) / self._turns.shares.of(tenant).weight, self._passes.get(tenant, self._floor)
+
+    def _grant(self, tenant: str) -> None:
+        self.running += 1
+        self.begun += 1
+        self._running[tenant] = self._running.get(tenant, 0) + 1
+        self._floor = self._passes.get(tenant, self._floor)
+        self._passes[tenant] = self._floor + 1 / self._turns.shares.of(tenant).weight
+        self._turns.figures(tenant).begun += 1
+
+    def _tell(self, waiting: _Waiting, turn: Turn) -> None:
+        self._waiting.remove(waiting)
+        if not waiting.turn.done():
+            waiting.turn.set_result(turn)
+        self._forget(waiting.tenant)
+
+    def _forget(self, tenant: str) -> None:
+        if tenant not in self._running and not self.waiting_of(tenant):
+            self._passes.pop(tenant, None)
+
+    def _belongs_aside(self, tenant: str) -> bool:
+        if self._turns.is_at_its_cap(tenant):
+            return True
+        side = self._turns.side
+        return (self.is_sorting or (side is not None and side.has(tenant))) and self._is_over(tenant)
+
+    def _is_over(self, tenant: str) -> bool:
+        """Whether it has its share of the slots, with what waits in hand: at least one."""
+        tenants: Collection[str] = {*self._running, tenant, *(each.tenant for each in self._waiting)}
+        weight = self._turns.shares.of(tenant).weight
+        share = self._slots * weight / sum(self._turns.shares.of(each).weight for each in tenants)
+        return self.running_of(tenant) + self.waiting_of(tenant) >= max(1.0, share)
+
+
+def _is_told(waiting: _Waiting) -> bool:
+    return waiting.turn.done() and not waiting.turn.cancelled()

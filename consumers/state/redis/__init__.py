@@ -1,0 +1,4 @@
+"""The store in Redis, for workers on several machines. Start at `store.py`.
+
+Imported by `state/opening.py` alone.
+"""

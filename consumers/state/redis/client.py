@@ -1,0 +1,108 @@
+"""Redis over a bounded pool of connections, each call with its own time, and what is wrong with it in words."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from redis import exceptions
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from consumers.state.base import StoreUnavailable
+from consumers.state.redis.scripts import WRITE, Script
+
+CONNECT_S = 3.0
+CALL_S = 3.0
+CONNECTIONS = 32
+SHOWN = 200  # characters of what Redis answered
+Argument = str | bytes | int | float
+
+
+class RedisClient:
+    """Connects when it is called, and again after an error. `trouble` is why the last call failed."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        self.address = f"{parts.scheme}://{parts.hostname}:{parts.port or 6379}"
+        """As it may be shown."""
+        self.trouble: str | None = None
+        pool = BlockingConnectionPool.from_url(
+            url,
+            max_connections=CONNECTIONS,
+            timeout=CALL_S,  # for a connection to become free
+            socket_connect_timeout=CONNECT_S,
+            socket_timeout=CALL_S,
+            retry=Retry(NoBackoff(), 0),  # whoever calls decides; a claim that is sent twice is refused the second time
+            protocol=2,  # with the next line: no greeting, one round trip less for each connection
+            driver_info=None,
+        )
+        self._redis: Redis = Redis.from_pool(pool)
+
+    async def run(self, script: Script, keys: Sequence[str], *arguments: Argument) -> Any:
+        """What a script gives. Raises StoreUnavailable."""
+
+        async def step() -> Any:
+            try:
+                return await self._redis.evalsha(script.sha, len(keys), *keys, *arguments)
+            except exceptions.NoScriptError:  # Redis was started again, or never saw it
+                return await self._redis.eval(script.text, len(keys), *keys, *arguments)
+
+        return await self._told(step)
+
+    async def write(self, key: str, value: str, *, for_s: int) -> None:
+        """Write something, by a script as all else: a user may be allowed the one and not the other. Raises
+        StoreUnavailable."""
+        await self.run(WRITE, [key], value, for_s)
+
+    async def risks(self) -> list[str]:
+        """Why what is written could be lost, by its settings; nothing where Redis does not tell."""
+        try:
+            info = await self._redis.info("memory", "persistence")
+        except (exceptions.RedisError, OSError, TimeoutError):
+            return []
+        found = []
+        if info.get("maxmemory_policy") != "noeviction":
+            found.append(f"maxmemory-policy is {info.get('maxmemory_policy')}: set noeviction")
+        if info.get("aof_enabled") != 1:
+            found.append("appendonly is off: what was written is lost with a restart")
+        return found
+
+    async def aclose(self) -> None:
+        await self._redis.aclose(close_connection_pool=True)
+
+    async def _told(self, step: Any) -> Any:
+        try:
+            async with asyncio.timeout(CONNECT_S + CALL_S):
+                value = await step()
+        except (exceptions.RedisError, OSError, TimeoutError, RuntimeError) as error:  # uvloop: RuntimeError, closed
+            self.trouble = f"Redis at {self.address} {_explain(error)}"
+            raise StoreUnavailable(self.trouble) from error
+        self.trouble = None
+        return value
+
+
+def _explain(error: Exception) -> str:
+    text = " ".join(str(error).split())[:SHOWN]
+    if "unauthenticated" in text:  # what Redis says to more than ten words without a password
+        error = exceptions.AuthenticationError(text)
+    match error:
+        case exceptions.AuthenticationError() | exceptions.AuthorizationError() | exceptions.NoPermissionError():
+            return f"refuses this user or password, or what it wants to do: see LANEKEEPER_STORE_URL ({text})"
+        case exceptions.BusyLoadingError():
+            return f"is still loading its data: it is tried again ({text})"
+        case exceptions.ReadOnlyError():
+            return f"is a replica that may not be written: give the primary's address ({text})"
+        case exceptions.OutOfMemoryError():
+            return f"refuses writes, its memory is full: raise maxmemory ({text})"
+        case exceptions.InvalidResponse():
+            return f"is not a Redis: see LANEKEEPER_STORE_URL ({text})"
+        case exceptions.ResponseError() if "MISCONF" in text or "NOREPLICAS" in text or "disk" in text:
+            return f"refuses writes: see its disk, its replicas and its log ({text})"
+        case exceptions.ResponseError():
+            return f"answered: {text}"
+        case exceptions.TimeoutError() | TimeoutError():
+            return f"does not answer within {CALL_S:g} s: see that it runs, and LANEKEEPER_STORE_URL"
+        case _:
+            return f"cannot be reached: see that it runs, and LANEKEEPER_STORE_URL ({text})"

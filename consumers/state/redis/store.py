@@ -1,0 +1,186 @@
+"""The store in Redis, for workers on several machines: one script, and so one round trip, a step.
+
+What `Store` promises holds as long as Redis keeps what it has acknowledged: with `appendonly yes` and `appendfsync
+always` through a crash, with `everysec` but for its last second. One that comes back empty has forgotten claims and
+results: a repeated id runs again, no request is lost. Redis Cluster is not supported (a renewal is one script over all
+that run).
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Self
+from urllib.parse import quote
+
+import structlog
+
+from consumers.state.base import (
+    Cancelling,
+    Completion,
+    Conflict,
+    Copy,
+    Ended,
+    Found,
+    Granted,
+    Held,
+    Identity,
+    Room,
+    Running,
+    Stop,
+    StoreUnavailable,
+    Taken,
+)
+from consumers.state.redis import scripts
+from consumers.state.redis.client import Argument, RedisClient
+from consumers.state.spec import DEFAULT, StoreSpec
+from topology.telemetry import signals
+
+log = structlog.get_logger()
+
+
+class RedisStore:
+    """See `Store`. `spec.max_bytes` is not heeded: Redis's own `maxmemory` bounds it, and keys expire by themselves."""
+
+    def __init__(self, url: str, *, namespace: str, spec: StoreSpec = DEFAULT) -> None:
+        self._client = RedisClient(url)
+        self._namespace = namespace
+        self._lease_ms = round(spec.lease_s * 1000)
+        self._keep_ms = round(spec.keep_s * 1000)
+        self._cancelled_ms = round(spec.cancelled_s * 1000)
+        self._spec = spec
+        self._warned = False
+
+    @property
+    def trouble(self) -> str | None:
+        return self._client.trouble
+
+    async def __aenter__(self) -> Self:
+        with suppress(StoreUnavailable):
+            await self.probe()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._client.aclose()
+
+    async def probe(self) -> None:
+        await self._client.write(f"{self._namespace}:probe", "1", for_s=60)
+        if not self._warned:
+            self._warned = True
+            for reason in await self._client.risks():
+                log.warning(signals.STORE_VOLATILE, store=self._client.address, reason=reason)
+
+    async def claim(self, identity: Identity, copy: Copy) -> Granted | Running | Ended | Conflict:
+        times = (self._lease_ms, self._keep_ms, self._cancelled_ms)
+        match await self._client.run(scripts.CLAIM, [self._request(identity)], *_of_copy(copy), *times):
+            case [b"granted", token, deaths]:
+                return Granted(token=token, deaths=deaths)
+            case [b"running", for_ms]:
+                return Running(for_ms=for_ms)
+            case [b"ended", same_copy, ending]:
+                return Ended(completion=_completion(ending), same_copy=same_copy == 1)
+            case _:
+                return Conflict()
+
+    async def renew(self, held: Sequence[Held]) -> Mapping[Held, Stop]:
+        if not held:
+            return {}
+        keys = [self._request(each.identity) for each in held]
+        tokens = [each.token for each in held]
+        stops = await self._client.run(scripts.RENEW, keys, self._lease_ms, self._keep_ms, *tokens)
+        return {each: Stop(stop.decode()) for each, stop in zip(held, stops, strict=True) if stop}
+
+    async def release(self, held: Held, *, attempts: int = 0, due_ms: int | None = None) -> None:
+        values = (held.token, attempts, "" if due_ms is None else due_ms, self._keep_ms, self._cancelled_ms)
+        await self._client.run(scripts.RELEASE, [self._request(held.identity)], *values)
+
+    async def defer(self, identity: Identity, *, due_ms: int, keep_until_ms: int) -> bool:
+        return bool(await self._client.run(scripts.DEFER, [self._request(identity)], due_ms, keep_until_ms))
+
+    async def complete(
+        self, identity: Identity, copy: Copy, completion: Completion, *, token: int | None
+    ) -> Completion | None:
+        held = "" if token is None else token
+        values = (self._keep_ms, *_of_copy(copy), held, *_of_completion(completion))
+        match await self._client.run(scripts.COMPLETE, [self._request(identity)], *values):
+            case [b"given"]:
+                return completion
+            case [b"held", ending]:
+                return _completion(ending)
+            case _:
+                return None
+
+    async def note(self, identity: Identity, completion: Completion) -> None:
+        values = (self._keep_ms, *_of_completion(completion))
+        await self._client.run(scripts.NOTE, [self._request(identity)], *values)
+
+    async def cancel(self, identity: Identity, completion: Completion) -> Cancelling:
+        unseen = (identity.id, self._request(Identity(identity.tenant, "")), self._spec.unseen_per_tenant)
+        values = (self._cancelled_ms, *_of_completion(completion), *unseen)
+        keys = [self._request(identity), self._of_tenant("unseen", identity.tenant)]
+        return Cancelling((await self._client.run(scripts.CANCEL, keys, *values)).decode())
+
+    async def reserve(self, identity: Identity, copy: Copy, *, weight: int, until_ms: int) -> Room:
+        member = f"{identity.id} {copy.mark.hex()}"
+        message = (quote(identity.tenant, safe=""), member, copy.nonce.hex(), int(copy.redelivered), weight, until_ms)
+        keys = [self._of_tenant("waiting", identity.tenant), f"{self._namespace}:waiting"]
+        bounds = (self._spec.waiting_per_tenant, self._spec.waiting_in_all)
+        return Room((await self._client.run(scripts.RESERVE, keys, *message, *bounds)).decode())
+
+    async def find(self, identity: Identity) -> Found | None:
+        match await self._client.run(scripts.FIND, [self._request(identity)]):
+            case [b"ended", attempts, ending]:
+                return Found(completion=_completion(ending), running=False, attempts=int(attempts))
+            case [state, attempts, due]:
+                due_ms = int(due) if due else None
+                return Found(completion=None, running=state == b"running", attempts=int(attempts), due_ms=due_ms)
+            case _:
+                return None
+
+    async def sweep(self) -> int:
+        """Nothing: Redis forgets by itself."""
+        return 0
+
+    async def take(self, name: str, amount: float, *, limit: float, period_s: int) -> Taken:
+        keys = [self._allowance(name, period_s)]
+        granted, used, resets_in_ms = await self._client.run(scripts.TAKE, keys, amount, limit, period_s)
+        return Taken(granted=granted == 1, used=float(used), resets_in_s=resets_in_ms / 1000)
+
+    async def give_back(self, name: str, amount: float, *, period_s: int) -> None:
+        await self._client.run(scripts.CORRECT, [self._allowance(name, period_s)], amount, period_s)
+
+    async def hold(self, name: str, owner: str, *, for_s: float) -> int | None:
+        token = await self._client.run(scripts.HOLD, [f"{self._namespace}:lease:{name}"], owner, round(for_s * 1000))
+        return None if token is None else int(token)
+
+    async def let_go(self, name: str, owner: str) -> None:
+        await self._client.run(scripts.LET_GO, [f"{self._namespace}:lease:{name}"], owner)
+
+    def _request(self, identity: Identity) -> str:
+        return f"{self._namespace}:request:{quote(identity.tenant, safe='')}:{identity.id}"
+
+    def _of_tenant(self, what: str, tenant: str) -> str:
+        return f"{self._namespace}:{what}:{quote(tenant, safe='')}"
+
+    def _allowance(self, name: str, period_s: int) -> str:
+        return f"{self._namespace}:allowance:{period_s}:{name}"
+
+
+def _of_copy(copy: Copy) -> tuple[Argument, ...]:
+    dead_at: Argument = "" if copy.dead_at_ms is None else copy.dead_at_ms
+    return (copy.body_hash, copy.mark, int(copy.redelivered), dead_at, copy.nonce)
+
+
+def _of_completion(completion: Completion) -> tuple[Argument, ...]:
+    headers = json.dumps(dict(completion.headers), ensure_ascii=False)
+    return (completion.status, completion.code, headers, completion.ended_ms, completion.body)
+
+
+def _completion(ending: Sequence[Any]) -> Completion:
+    status, code, headers, ended_ms, body = ending
+    return Completion(
+        status="ok" if status == b"ok" else "error",
+        code=code.decode(),
+        body=body,
+        headers=json.loads(headers),
+        ended_ms=int(ended_ms),
+    )

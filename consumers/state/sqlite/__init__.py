@@ -1,0 +1,4 @@
+"""The store in a file, for the processes of one machine. Start at `store.py`.
+
+Imported by `state/opening.py` alone.
+"""

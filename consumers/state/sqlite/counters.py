@@ -1,0 +1,70 @@
+"""Allowances and leases as rows of a SQLite file: functions over an open transaction."""
+
+import sqlite3
+
+from consumers.state.base import Taken
+from consumers.state.sqlite.requests import STEP_ROWS, Times
+
+KEPT_AFTER_MS = 86_400_000
+"""How long a period is kept after its end, should the calendar be set back."""
+
+
+class Counters:
+    """What `Allowances` and `Leases` promise, over one connection."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._execute = connection.execute
+
+    def take(self, at: Times, name: str, amount: float, *, limit: float, period_s: int) -> Taken:
+        period, used = self._used(at, name, period_s)
+        granted = used + amount <= limit
+        if granted:
+            used += amount
+            self._use(name, period, used, period_s)
+        return Taken(granted=granted, used=used, resets_in_s=((period + 1) * period_s * 1000 - at.today) / 1000)
+
+    def correct(self, at: Times, name: str, amount: float, *, period_s: int) -> None:
+        period, used = self._used(at, name, period_s)
+        # What is given back was perhaps taken in the period before.
+        self._use(name, period, max(0.0, used - amount), period_s)
+
+    def hold(self, at: Times, name: str, owner: str, *, for_s: float) -> int | None:
+        found = self._execute("SELECT owner, token, lease_ms FROM lease WHERE name = ?", (name,)).fetchone()
+        token = at.today
+        if found is not None:
+            holder, token, lease_ms = found
+            if holder != owner:
+                if lease_ms > at.now:
+                    return None
+                token += 1
+        self._execute(
+            "INSERT INTO lease VALUES (?, ?, ?, ?) ON CONFLICT (name) DO UPDATE "
+            "SET owner = excluded.owner, token = excluded.token, lease_ms = excluded.lease_ms",
+            (name, owner, token, at.now + round(for_s * 1000)),
+        )
+        return int(token)
+
+    def let_go(self, name: str, owner: str) -> None:
+        self._execute("UPDATE lease SET lease_ms = 0 WHERE name = ? AND owner = ?", (name, owner))
+
+    def sweep(self, at: Times) -> int:
+        """One step: periods that are over."""
+        return self._execute(
+            "DELETE FROM allowance WHERE (name, period_s, period) IN "
+            f"(SELECT name, period_s, period FROM allowance WHERE ends_ms < ? LIMIT {STEP_ROWS})",
+            (at.today - KEPT_AFTER_MS,),
+        ).rowcount
+
+    def _used(self, at: Times, name: str, period_s: int) -> tuple[int, float]:
+        period = at.today // (period_s * 1000)
+        found = self._execute(
+            "SELECT used FROM allowance WHERE name = ? AND period_s = ? AND period = ?", (name, period_s, period)
+        ).fetchone()
+        return period, 0.0 if found is None else float(found[0])
+
+    def _use(self, name: str, period: int, used: float, period_s: int) -> None:
+        self._execute(
+            "INSERT INTO allowance VALUES (?, ?, ?, ?, ?) "
+            "ON CONFLICT (name, period_s, period) DO UPDATE SET used = excluded.used",
+            (name, period_s, period, (period + 1) * period_s * 1000, used),
+        )

@@ -1,0 +1,238 @@
+"""The SQLite file: opened, made or brought up to date, and what is wrong with it in words.
+
+    open_file(path, namespace=…, clock=…) -> sqlite3.Connection     raises sqlite3.Error, OSError, StoreUnavailable
+    explain(error, path) -> str                                     what to tell of them, and what helps
+
+Write-ahead log with `synchronous=FULL`: what was committed survives a power cut (NORMAL may take it back), and readers
+and writers of several processes get along.
+"""
+
+import fcntl
+import os
+import sqlite3
+import time
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import quote
+
+from consumers.state.base import StoreUnavailable
+from consumers.state.clock import Clock
+from consumers.state.sqlite import shares as sqlite_shares
+
+VERSION = 3
+"""Of the schema, kept in the file as `user_version`."""
+APPLICATION = 0x4C616E65
+"""Marks the file as ours ("Lane")."""
+BUSY_S = 3.0
+"""How long to wait for another process's transaction: they last milliseconds, so that this means that one hangs."""
+LEASE_AT_MOST_MS = 3_600_000
+ROOM_BYTES = 1024 * 1024
+"""What the disk must have left: an answer is larger than what `probe` writes, and its provider would have been paid."""
+WAL_BYTES = 64 * 1024 * 1024
+"""What is left of the log after a checkpoint."""
+
+_REQUESTS = """
+CREATE TABLE request (
+    tenant TEXT NOT NULL,
+    id TEXT NOT NULL,
+    body_hash BLOB,             -- NULL: no copy was seen yet (noted, or cancelled before it came)
+    mark BLOB,
+    token INTEGER NOT NULL,
+    lease_ms INTEGER NOT NULL,  -- since boot; 0: nobody holds it
+    claimed_ms INTEGER NOT NULL,
+    attempts INTEGER NOT NULL,
+    keep_ms INTEGER NOT NULL,   -- since 1970: when it may be forgotten
+    noted INTEGER NOT NULL,     -- it ended, or was deferred, before it could be claimed: it binds nobody
+    cancelling INTEGER NOT NULL,  -- what follows is how it ends unless its holder ends it otherwise
+    nonce BLOB,                 -- of the delivery that holds it, or held it last
+    deaths INTEGER NOT NULL,    -- holders that never let go
+    due_ms INTEGER,             -- since 1970: when its next attempt may begin, if it waits and that is known
+    status TEXT,                -- NULL: it has not ended, and nobody cancelled it
+    code TEXT,
+    headers TEXT,
+    ended_ms INTEGER,
+    body BLOB,                  -- last, because a row is read from its beginning
+    UNIQUE (tenant, id)
+) STRICT;
+CREATE INDEX request_by_keep ON request (keep_ms);
+CREATE TABLE allowance (
+    name TEXT NOT NULL,
+    period_s INTEGER NOT NULL,
+    period INTEGER NOT NULL,  -- how many there were since 1970
+    ends_ms INTEGER NOT NULL,
+    used REAL NOT NULL,
+    PRIMARY KEY (name, period_s, period)
+) STRICT, WITHOUT ROWID;
+CREATE TABLE lease (
+    name TEXT PRIMARY KEY, owner TEXT NOT NULL, token INTEGER NOT NULL, lease_ms INTEGER NOT NULL
+) STRICT, WITHOUT ROWID;
+CREATE TABLE store (
+    only INTEGER PRIMARY KEY CHECK (only = 1), namespace TEXT NOT NULL, boot TEXT NOT NULL, probed_ms INTEGER
+) STRICT;
+"""
+SCHEMA = _REQUESTS + sqlite_shares.SCHEMA
+MIGRATIONS: dict[int, str] = {1: "ALTER TABLE request ADD COLUMN due_ms INTEGER", 2: sqlite_shares.SCHEMA}
+"""From a version to the next one."""
+
+
+def open_file(path: Path, *, namespace: str, clock: Clock) -> sqlite3.Connection:
+    """Open the file as it may be used: ours, of this version, leases of an earlier boot ended. Made if it is not."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with suppress(FileExistsError):  # opened and closed, it would lose the locks that this process has on it already
+        # SQLite itself would make it readable by all
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    connection = sqlite3.connect(
+        f"file:{quote(str(path))}?mode=rw", uri=True, timeout=BUSY_S, isolation_level=None, cached_statements=64
+    )
+    try:
+        _check(connection, path)
+        _write_ahead(connection)
+        connection.execute("PRAGMA synchronous=FULL")
+        connection.execute(f"PRAGMA journal_size_limit={WAL_BYTES}")
+        connection.execute("BEGIN IMMEDIATE")
+        _bring_up_to_date(connection, path, namespace=namespace)
+        _end_leases_of_earlier_boots(connection, clock)
+        connection.execute("COMMIT")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _check(connection: sqlite3.Connection, path: Path) -> int:
+    """The file's version, before anything is written to it."""
+    version = _pragma(connection, "user_version")
+    if version > VERSION:
+        raise StoreUnavailable(
+            f"{path} was made by a newer version of Lanekeeper (schema {version}, this one knows {VERSION}): "
+            "run that version, or set LANEKEEPER_STORE_URL to another file"
+        )
+    if (
+        _pragma(connection, "application_id") != APPLICATION
+        and connection.execute("SELECT 1 FROM sqlite_master").fetchone()
+    ):
+        raise StoreUnavailable(f"{path} is a database of something else: set LANEKEEPER_STORE_URL to another file")
+    return version
+
+
+def _write_ahead(connection: sqlite3.Connection) -> None:
+    """Two processes that start at once: one is told "database is locked" in spite of the timeout."""
+    end = time.monotonic() + BUSY_S
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > end:
+                raise
+            time.sleep(0.02)  # nothing tells when the other has done it
+
+
+def _bring_up_to_date(connection: sqlite3.Connection, path: Path, *, namespace: str) -> None:
+    before = version = _check(connection, path)  # again: another process may have done it meanwhile
+    if version == 0:
+        _run(connection, SCHEMA)
+        connection.execute("INSERT INTO store VALUES (1, ?, '', NULL)", (namespace,))
+        connection.execute(f"PRAGMA application_id={APPLICATION}")
+        version = VERSION
+    while version < VERSION:
+        _run(connection, MIGRATIONS[version])
+        version += 1
+    if version != before:
+        connection.execute(f"PRAGMA user_version={version}")
+    (found,) = connection.execute("SELECT namespace FROM store").fetchone()
+    if found != namespace:
+        raise StoreUnavailable(
+            f"{path} belongs to the namespace {found}, this is {namespace}: set LANEKEEPER_STORE_URL to another file"
+        )
+
+
+def _end_leases_of_earlier_boots(connection: sqlite3.Connection, clock: Clock) -> None:
+    boot = clock.boot()
+    (before,) = connection.execute("SELECT boot FROM store").fetchone()
+    if before == boot != "":
+        return
+    # Where the system does not say which boot this is, a lease further away than any can be is of an earlier one.
+    above = 0 if boot else clock.since_boot_ms() + LEASE_AT_MOST_MS
+    connection.execute("UPDATE request SET lease_ms = 0 WHERE lease_ms > ?", (above,))
+    connection.execute("UPDATE lease SET lease_ms = 0 WHERE lease_ms > ?", (above,))
+    connection.execute("UPDATE store SET boot = ?", (boot,))
+
+
+def _run(connection: sqlite3.Connection, script: str) -> None:
+    """`executescript` would commit first."""
+    for statement in script.split(";\n"):
+        if statement.strip():
+            connection.execute(statement)
+
+
+def _pragma(connection: sqlite3.Connection, name: str) -> int:
+    (value,) = connection.execute(f"PRAGMA {name}").fetchone()
+    return int(value)
+
+
+def inode(path: Path) -> tuple[int, int] | None:
+    """Which file it is now; None where there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return (found.st_dev, found.st_ino)
+
+
+def log_of(path: Path) -> Path:
+    """Where SQLite keeps the write-ahead log of a file."""
+    return path.with_name(path.name + "-wal")
+
+
+def drop_log(path: Path, log: tuple[int, int] | None) -> None:
+    """Remove the log of a file that was removed or replaced under us: SQLite would apply it to what is there now.
+
+    Not where another process has done so, and has its own log by now: `log` is the one that we had.
+    """
+    with suppress(FileNotFoundError, NotADirectoryError):
+        folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            if log is not None and inode(log_of(path)) == log:
+                log_of(path).unlink()
+                path.with_name(path.name + "-shm").unlink(missing_ok=True)
+        finally:
+            os.close(folder)
+
+
+def probe(connection: sqlite3.Connection, path: Path, today: int) -> int:
+    """Write something, as any operation would; how many bytes its disk has left."""
+    connection.execute("UPDATE store SET probed_ms = ?", (today,))
+    disk = os.statvfs(path)
+    return disk.f_bavail * disk.f_frsize
+
+
+def explain(error: Exception, path: Path) -> str:
+    """What is wrong with the store, and what to do."""
+    if isinstance(error, StoreUnavailable):
+        return str(error)
+    if isinstance(error, OSError):
+        why = error.strerror or str(error)
+        return f"{path} cannot be opened ({why}): let this user write it and its folder, or set LANEKEEPER_STORE_URL"
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    told = _TOLD.get(code, "cannot be used")
+    return f"{path} {told} ({getattr(error, 'sqlite_errorname', type(error).__name__)}: {error})"
+
+
+_LOCKED = f"is locked by another process for more than {BUSY_S:g} s: end what holds it (`fuser` names it)"
+_CORRUPT = (
+    "is corrupt: stop every worker on it, move it away together with its -wal and -shm, and start again; "
+    "what it remembered is lost, requests are not"
+)
+_TOLD = {
+    sqlite3.SQLITE_BUSY: _LOCKED,
+    sqlite3.SQLITE_LOCKED: _LOCKED,
+    sqlite3.SQLITE_READONLY: "is read-only: let this user write it and its folder",
+    sqlite3.SQLITE_PERM: "may not be written by this user: change its owner or mode",
+    sqlite3.SQLITE_FULL: "has no room left, its disk is full: free some space",
+    sqlite3.SQLITE_IOERR: "cannot be read or written: see whether its disk is full or broken",
+    sqlite3.SQLITE_CORRUPT: _CORRUPT,
+    sqlite3.SQLITE_NOTADB: _CORRUPT,
+    sqlite3.SQLITE_CANTOPEN: "cannot be opened: see that its folder is there and this user may write to it",
+}

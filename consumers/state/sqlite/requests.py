@@ -1,0 +1,309 @@
+"""Claims and results as rows of a SQLite file: functions over an open transaction, without waiting for anything.
+
+Each reads its row once and writes it at most once. Times: `now` is since boot, `today` since 1970, both ms.
+"""
+
+import json
+import sqlite3
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from consumers.state.base import (
+    Cancelling,
+    Completion,
+    Conflict,
+    Copy,
+    Ended,
+    Found,
+    Granted,
+    Held,
+    Identity,
+    Running,
+    Stop,
+)
+from consumers.state.spec import StoreSpec
+from consumers.state.sqlite.shares import UNSEEN, Shares
+
+CANCELLED = "cancelled"
+"""The code of `PROBLEMS`."""
+ROW_BYTES = 300
+"""Of a row beside its body, roughly."""
+UNSEEN_BYTES = 800
+"""Of the cancellation of what no worker has seen, with what counts it."""
+FORGOTTEN_AT_MOST = 10
+"""Cancellations that one more pushes out: several, where fewer are kept than before."""
+STEP_ROWS = 200
+STEP_BYTES = 32 * 1024 * 1024
+"""What one step of sweeping removes at most, so that claims need not wait for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """Taken once for all that is done in one transaction."""
+
+    now: int
+    today: int
+
+
+class Row(NamedTuple):
+    """One request."""
+
+    body_hash: bytes | None
+    mark: bytes | None
+    token: int
+    lease_ms: int
+    claimed_ms: int
+    attempts: int
+    keep_ms: int
+    noted: int
+    cancelling: int
+    nonce: bytes | None = None
+    deaths: int = 0
+    due_ms: int | None = None
+    status: Literal["ok", "error"] | None = None
+    code: str | None = None
+    headers: str | None = None
+    ended_ms: int | None = None
+    body: bytes | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.status is not None and not self.cancelling
+
+    @property
+    def is_deferred(self) -> bool:
+        """It waits until it is due, and nobody has claimed it yet."""
+        return bool(self.noted) and self.status is None
+
+    def is_held_against(self, copy: Copy, now: int) -> bool:
+        """By a live lease, unless this copy is the holder's own delivery, come back without it."""
+        return self.lease_ms > now and not (copy.redelivered and self.mark == copy.mark)
+
+    def ended_by(self, completion: Completion) -> "Row":
+        return self._replace(
+            status=completion.status,
+            code=completion.code,
+            headers=json.dumps(dict(completion.headers), ensure_ascii=False),
+            ended_ms=completion.ended_ms,
+            body=completion.body,
+        )
+
+    def completion(self) -> Completion:
+        assert self.status is not None
+        assert self.ended_ms is not None
+        return Completion(
+            status=self.status,
+            code=self.code or "",
+            body=self.body or b"",
+            headers=json.loads(self.headers or "{}"),
+            ended_ms=self.ended_ms,
+        )
+
+
+_READ = f"SELECT {', '.join(Row._fields)} FROM request WHERE tenant = ? AND id = ?"
+_WRITE = (
+    f"INSERT INTO request (tenant, id, {', '.join(Row._fields)}) VALUES (?, ?{', ?' * len(Row._fields)}) "
+    f"ON CONFLICT (tenant, id) DO UPDATE SET {', '.join(f'{name} = excluded.{name}' for name in Row._fields)}"
+)
+_IS_UNSEEN = f"body_hash IS NULL AND noted = 0 AND code = '{CANCELLED}'"
+_RENEW = "UPDATE request SET lease_ms = ? WHERE tenant = ? AND id = ?"
+
+
+class Requests:
+    """What `Claims` and `Results` promise, over one connection."""
+
+    def __init__(self, connection: sqlite3.Connection, spec: StoreSpec) -> None:
+        self._execute = connection.execute
+        self._lease_ms = round(spec.lease_s * 1000)
+        self._keep_ms = round(spec.keep_s * 1000)
+        self._max_bytes = spec.max_bytes
+        self._cancelled_ms = round(spec.cancelled_s * 1000)
+        self._unseen_at_most = spec.unseen_per_tenant
+        self._shares = Shares(connection)
+        self._page_bytes = int(connection.execute("PRAGMA page_size").fetchone()[0])
+
+    def claim(self, at: Times, identity: Identity, copy: Copy) -> Granted | Running | Ended | Conflict:
+        row = self._read(at, identity)
+        if row is None or row.noted or _runs_again(row, copy):
+            return self._grant(at, identity, copy, token=_next_token(at, row))
+        if row.body_hash not in (None, copy.body_hash):
+            return Conflict()
+        if row.ended:
+            return Ended(completion=row.completion(), same_copy=row.mark in (None, copy.mark))
+        if row.lease_ms and copy.nonce and row.nonce == copy.nonce:  # granted before, and the answer was lost
+            return Granted(token=row.token, deaths=row.deaths)
+        if row.is_held_against(copy, at.now):
+            return Running(for_ms=at.now - row.claimed_ms)
+        if row.cancelling:  # its holder was told, and died
+            self._end_as_cancelled(at, identity, row)
+            return Ended(completion=row.completion(), same_copy=True)
+        deaths = row.deaths + bool(row.lease_ms)
+        return self._grant(at, identity, copy, token=row.token + 1, attempts=row.attempts, deaths=deaths)
+
+    def renew(self, at: Times, held: Sequence[Held]) -> dict[Held, Stop]:
+        stops = {}
+        for each in held:
+            row = self._read(at, each.identity)
+            if row is None:  # forgotten: nobody else holds it
+                continue
+            if row.token != each.token:
+                stops[each] = Stop.FENCED
+                continue
+            if row.cancelling or (row.ended and row.code == CANCELLED):
+                stops[each] = Stop.CANCELLED
+            if not row.ended:
+                self._execute(_RENEW, (at.now + self._lease_ms, each.identity.tenant, each.identity.id))
+        return stops
+
+    def release(self, at: Times, held: Held, attempts: int, due_ms: int | None = None) -> None:
+        row = self._read(at, held.identity)
+        if row is None or row.ended:
+            return
+        if row.token != held.token:
+            self._write(held.identity, row._replace(deaths=max(0, row.deaths - 1)))
+        elif row.cancelling:
+            self._end_as_cancelled(at, held.identity, row)
+        else:
+            keep_ms = at.today + self._keep_ms
+            self._write(held.identity, row._replace(lease_ms=0, attempts=attempts, keep_ms=keep_ms, due_ms=due_ms))
+
+    def defer(self, at: Times, identity: Identity, due_ms: int, keep_until_ms: int) -> bool:
+        row = self._read(at, identity)
+        if row is None or row.noted:
+            waiting = Row(None, None, _next_token(at, row), 0, 0, 0, keep_until_ms, 1, 0, due_ms=due_ms)
+            self._write(identity, waiting)
+            return True
+        return not row.ended
+
+    def complete(
+        self, at: Times, identity: Identity, copy: Copy, completion: Completion, token: int | None
+    ) -> Completion | None:
+        row = self._read(at, identity)
+        keep_ms = at.today + self._keep_ms
+        if row is not None and row.token == token:
+            if row.ended:
+                return row.completion()
+            self._write(identity, row._replace(lease_ms=0, keep_ms=keep_ms, cancelling=0).ended_by(completion))
+            return completion
+        if row is not None and not row.noted and not (token is None and _runs_again(row, copy)):
+            if row.body_hash not in (None, copy.body_hash):
+                return completion if token is None else None
+            if row.ended:
+                return row.completion()
+            if token is not None or row.is_held_against(copy, at.now):
+                return None
+        ours = Row(copy.body_hash, copy.mark, _next_token(at, row), 0, at.now, 0, keep_ms, 0, 0)
+        self._write(identity, ours.ended_by(completion))
+        return completion
+
+    def note(self, at: Times, identity: Identity, completion: Completion) -> None:
+        row = self._read(at, identity)
+        if row is None or (row.noted and not row.is_deferred):
+            noted = Row(None, None, _next_token(at, row), 0, 0, 0, at.today + self._keep_ms, 1, 0)
+            self._write(identity, noted.ended_by(completion))
+
+    def cancel(self, at: Times, identity: Identity, completion: Completion) -> Cancelling:
+        row = self._read(at, identity)
+        if row is None or row.noted:
+            keep_ms = 0 if row is None else row.keep_ms
+            unseen = Row(None, None, _next_token(at, row), 0, 0, 0, keep_ms, 0, 0)
+            self._end_as_cancelled(at, identity, unseen.ended_by(completion))
+            return Cancelling.RECORDED if row is not None and row.is_deferred else self._kept_unseen(at, identity)
+        if row.ended:
+            return Cancelling.ENDED
+        if row.lease_ms > at.now:
+            if not row.cancelling:
+                self._write(identity, row._replace(cancelling=1).ended_by(completion))
+            return Cancelling.TOLD
+        # The token stays: whoever held it, should it still be there, learns that it was cancelled, not taken over.
+        self._end_as_cancelled(at, identity, row.ended_by(completion))
+        return Cancelling.RECORDED
+
+    def _kept_unseen(self, at: Times, identity: Identity) -> Cancelling:
+        """Beyond what is kept for one tenant its oldest goes."""
+        self._shares.forget_ended(UNSEEN, at.today)
+        if not self._shares.has(UNSEEN, identity.tenant, identity.id):
+            self._shares.add(UNSEEN, identity.tenant, identity.id, until_ms=at.today + self._cancelled_ms)
+        came_to = Cancelling.UNSEEN
+        for _ in range(FORGOTTEN_AT_MOST):
+            if self._shares.used(UNSEEN, identity.tenant) <= self._unseen_at_most:
+                break
+            oldest = self._shares.forget_oldest(UNSEEN, identity.tenant)
+            key = (identity.tenant, oldest)
+            self._execute(f"DELETE FROM request WHERE tenant = ? AND id = ? AND {_IS_UNSEEN}", key)
+            came_to = Cancelling.DISPLACED
+        return came_to
+
+    def find(self, at: Times, identity: Identity) -> Found | None:
+        row = self._read(at, identity)
+        if row is None:
+            return None
+        if row.ended:
+            return Found(completion=row.completion(), running=False, attempts=row.attempts)
+        is_running = row.lease_ms > at.now
+        return Found(
+            completion=None, running=is_running, attempts=row.attempts, due_ms=None if is_running else row.due_ms
+        )
+
+    def sweep(self, at: Times) -> int:
+        """One step: what was kept long enough, else of what is beyond the bound the oldest."""
+        removed = self._remove("keep_ms <= ? AND lease_ms <= ?", at.today, at.now, up_to_bytes=STEP_BYTES)
+        if not removed and (beyond := self._used_bytes() - self._max_bytes) > 0:
+            ended = f"status IS NOT NULL AND lease_ms <= ? AND NOT ({_IS_UNSEEN})"  # else what was cancelled would run
+            removed = self._remove(ended, at.now, up_to_bytes=min(beyond, STEP_BYTES))
+        return removed or self._shares.forget_ended(UNSEEN, at.today)
+
+    def _used_bytes(self) -> int:
+        """Without the cancellations that have a bound of their own: they cost nobody a result."""
+        (pages,) = self._execute("PRAGMA page_count").fetchone()
+        (free,) = self._execute("PRAGMA freelist_count").fetchone()
+        return int(pages - free) * self._page_bytes - UNSEEN_BYTES * self._shares.used(UNSEEN)
+
+    def _remove(self, which: str, *values: int, up_to_bytes: int) -> int:
+        """The oldest first; those that go beyond so many bytes, or rows, are left for the next step."""
+        found = self._execute(
+            f"SELECT rowid, length(body) FROM request WHERE {which} ORDER BY keep_ms LIMIT {STEP_ROWS}", values
+        ).fetchall()
+        size = count = 0
+        for rowid, body_bytes in found:
+            if size >= up_to_bytes:
+                break
+            self._execute("DELETE FROM request WHERE rowid = ?", (rowid,))
+            size += ROW_BYTES + (body_bytes or 0)
+            count += 1
+        return count
+
+    def _read(self, at: Times, identity: Identity) -> Row | None:
+        """None also of what was kept long enough, and not yet removed."""
+        found = self._execute(_READ, (identity.tenant, identity.id)).fetchone()
+        if found is None:
+            return None
+        row = Row._make(found)
+        return None if row.keep_ms <= at.today and row.lease_ms <= at.now else row
+
+    def _grant(
+        self, at: Times, identity: Identity, copy: Copy, *, token: int, attempts: int = 0, deaths: int = 0
+    ) -> Granted:
+        lease_ms, keep_ms = at.now + self._lease_ms, at.today + self._keep_ms
+        held = Row(copy.body_hash, copy.mark, token, lease_ms, at.now, attempts, keep_ms, 0, 0, copy.nonce, deaths)
+        self._write(identity, held)
+        return Granted(token=token, deaths=deaths)
+
+    def _end_as_cancelled(self, at: Times, identity: Identity, row: Row) -> None:
+        """As the row has it. It may still wait in the broker: its ending is kept for as long as it can."""
+        keep_ms = max(row.keep_ms, at.today + self._cancelled_ms)
+        self._write(identity, row._replace(lease_ms=0, keep_ms=keep_ms, cancelling=0))
+
+    def _write(self, identity: Identity, row: Row) -> None:
+        self._execute(_WRITE, (identity.tenant, identity.id, *row))
+
+
+def _next_token(at: Times, row: Row | None) -> int:
+    """The first is the time: higher than that of a row that was removed, or lost with the whole store."""
+    return at.today if row is None else row.token + 1
+
+
+def _runs_again(row: Row, copy: Copy) -> bool:
+    """The dead letter of just this ending was published again."""
+    return row.ended and row.status == "error" and copy.dead_at_ms is not None and copy.dead_at_ms == row.ended_ms

@@ -1,0 +1,191 @@
+"""The one thread that works on the SQLite file: all that waits is done in one transaction, and so by one fsync.
+
+    await writer.do(lambda tables, at: tables.requests.claim(at, identity, copy))
+
+What an operation finds is its value; an error of SQLite's is that of all that were in its transaction, because none of
+it was kept. The file is opened again after an error, and where it was removed or replaced.
+"""
+
+import asyncio
+import queue
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from consumers.state.base import StoreUnavailable
+from consumers.state.clock import Clock
+from consumers.state.spec import StoreSpec
+from consumers.state.sqlite.counters import Counters
+from consumers.state.sqlite.file import drop_log, explain, inode, log_of, open_file
+from consumers.state.sqlite.requests import Requests, Times
+from consumers.state.sqlite.shares import Waiting
+
+T = TypeVar("T")
+WAITING_AT_MOST = 10_000
+"""Operations: each holds what it wants to write in memory."""
+TOGETHER_AT_MOST = 500
+"""Operations in one transaction, so that none waits for too long."""
+REOPEN_S = 0.5
+CLOSE_S = 10.0
+"""How long what waits may take at the end: a lock is waited for once (`BUSY_S`), then the last fsync."""
+_OF_ITS_OWN = (
+    sqlite3.DataError,
+    sqlite3.IntegrityError,
+    sqlite3.InterfaceError,
+    sqlite3.ProgrammingError,
+    ValueError,
+    OverflowError,
+)
+"""A fault of one operation (too large for SQLite, a text that is no Unicode), not of the file or of its neighbours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """What operations work on."""
+
+    connection: sqlite3.Connection
+    requests: Requests
+    counters: Counters
+    waiting: Waiting
+    file: tuple[int, int] | None
+    log: tuple[int, int] | None
+
+
+Operation = Callable[[Tables, Times], T]
+_Waiting = tuple[Operation[Any], "asyncio.Future[Any]"]
+_Done = tuple["asyncio.Future[Any]", Any, Exception | None]
+
+
+class Writer:
+    """From `start` to `close`, on one event loop."""
+
+    def __init__(self, path: Path, *, namespace: str, spec: StoreSpec, clock: Clock) -> None:
+        self._path = path
+        self._namespace = namespace
+        self._spec = spec
+        self._clock = clock
+        self._waiting = 0
+        self._queue: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="store", daemon=True)
+        self._tables: Tables | None = None
+        self._reopen_at = 0.0
+        self.trouble: str | None = None
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._ended = self._loop.create_future()
+        self._thread.start()
+
+    async def close(self) -> None:
+        """Do what waits, then end."""
+        self._queue.put(None)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(self._ended), CLOSE_S)
+
+    async def do(self, operation: Operation[T]) -> T:
+        """Its value, once it is durable. Raises StoreUnavailable."""
+        if self._waiting >= WAITING_AT_MOST:
+            raise StoreUnavailable(f"{self._path} is too slow: {self._waiting} operations wait for it")
+        done: asyncio.Future[T] = self._loop.create_future()
+        self._waiting += 1
+        self._queue.put((operation, done))
+        return await done
+
+    def _hand_back(self, done: list[_Done]) -> None:
+        self._waiting -= len(done)
+        for future, value, error in done:
+            if future.done():  # whoever asked has gone
+                continue
+            if error is None:
+                future.set_result(value)
+            else:
+                future.set_exception(error)
+
+    # ---- in the thread ----
+
+    def _run(self) -> None:
+        ending = False
+        while not ending:
+            together: list[_Waiting] = []
+            each = self._queue.get()
+            with suppress(queue.Empty):
+                while each is not None:
+                    together.append(each)
+                    if len(together) == TOGETHER_AT_MOST:
+                        break
+                    each = self._queue.get_nowait()
+            ending = each is None
+            if together:
+                self._tell(self._hand_back, self._do_all(together))
+        self._shut()
+        self._tell(self._ended.set_result, None)
+
+    def _tell(self, callback: Callable[..., object], *values: object) -> None:
+        with suppress(RuntimeError):  # the loop was closed before us
+            self._loop.call_soon_threadsafe(callback, *values)
+
+    def _do_all(self, together: list[_Waiting]) -> list[_Done]:
+        try:
+            done = self._transact(together)
+        except (sqlite3.Error, OSError, StoreUnavailable) as error:
+            self.trouble = text = explain(error, self._path)
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+                self._shut()
+            return [(future, None, StoreUnavailable(text)) for _, future in together]
+        except Exception as error:  # a fault of ours, told to whoever asked: the thread goes on
+            self._shut()
+            return [(future, None, error) for _, future in together]
+        self.trouble = None
+        return done
+
+    def _transact(self, together: list[_Waiting]) -> list[_Done]:
+        tables = self._usable()
+        done: list[_Done] = []
+        tables.connection.execute("BEGIN IMMEDIATE")
+        try:
+            at = Times(now=self._clock.since_boot_ms(), today=self._clock.since_1970_ms())
+            for operation, future in together:
+                if future.cancelled():
+                    done.append((future, None, None))
+                    continue
+                try:
+                    done.append((future, operation(tables, at), None))
+                except _OF_ITS_OWN as error:
+                    done.append((future, None, error))
+            tables.connection.execute("COMMIT")
+        except BaseException:
+            with suppress(sqlite3.Error):
+                tables.connection.execute("ROLLBACK")
+            raise
+        return done
+
+    def _usable(self) -> Tables:
+        tables = self._tables
+        if tables is not None and tables.file != inode(self._path):
+            self._shut()
+            drop_log(self._path, tables.log)
+        if self._tables is None:
+            if time.monotonic() < self._reopen_at and self.trouble is not None:
+                raise StoreUnavailable(self.trouble)
+            self._reopen_at = time.monotonic() + REOPEN_S
+            connection = open_file(self._path, namespace=self._namespace, clock=self._clock)
+            self._tables = Tables(
+                connection,
+                requests=Requests(connection, self._spec),
+                counters=Counters(connection),
+                waiting=Waiting(connection, self._spec),
+                file=inode(self._path),
+                log=inode(log_of(self._path)),
+            )
+        return self._tables
+
+    def _shut(self) -> None:
+        if self._tables is not None:
+            with suppress(sqlite3.Error):
+                self._tables.connection.close()
+            self._tables = None

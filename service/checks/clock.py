@@ -1,0 +1,42 @@
+"""Whether the broker writes on messages when they came: it can since 3.12, where it is told to."""
+
+import asyncio
+import uuid
+
+from service.checks.providers import Finding
+from topology.broker.connection import Connection
+from topology.broker.inbox import Inbox
+from topology.broker.publisher import Publisher
+from topology.contract.messages import Message
+from topology.contract.problems import BrokerError
+from topology.names import BROKER_TIMESTAMP_MS, SENT_MS
+from topology.telemetry.tracing import Tracing
+
+WITHIN_S = 5.0
+SINCE = (3, 12)
+SETTING = "message_interceptors.incoming.set_header_timestamp.overwrite = false"
+WITHOUT = f"the wait and the deadline of a request without {SENT_MS} count from its first delivery"
+
+
+async def clock(connection: Connection) -> Finding | None:
+    """None where it cannot be seen: whether this user may reply is another finding."""
+    try:
+        async with Inbox(connection) as inbox:
+            message = Message(body=b"{}", message_id=uuid.uuid4().hex, persistent=False)
+            await Publisher(connection, tracing=Tracing()).publish(
+                message, exchange="", routing_key=inbox.name, traced=False, timeout_s=WITHIN_S
+            )
+            async with asyncio.timeout(WITHIN_S):
+                came = await anext(inbox)
+    except (BrokerError, TimeoutError):
+        return None
+    if BROKER_TIMESTAMP_MS in came.headers:
+        return Finding("clock", True, f"the broker writes {BROKER_TIMESTAMP_MS}: waits and deadlines count from then")
+    if not _can(connection.version):
+        return Finding("clock", True, f"{WITHOUT}: RabbitMQ {connection.version} cannot tell when it came")
+    return Finding("clock", True, f"{WITHOUT}; recommended in rabbitmq.conf: {SETTING}")
+
+
+def _can(version: str) -> bool:
+    major, _, rest = version.partition(".")
+    return (int(major), int(rest.partition(".")[0])) >= SINCE

@@ -1,0 +1,141 @@
+"""What a production profile does not accept, one list for `lanekeeper check` and for the start of a worker.
+
+    await refuse(settings)                       raises SettingsError with everything at once
+    async for risk in risks(settings, connection): …
+
+Every row is told in docs/production.md. Without the profile they are warnings of `check`; what goes over a network in
+plain text is logged at start as well.
+"""
+
+import stat
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from consumers.state.opening import SQLITE, redis_risks
+from service.config.budget_sections import FIRST
+from service.config.settings import Settings
+from topology.broker.admin.rights import see_that_it_may_write
+from topology.broker.connection import Connection
+from topology.contract.problems import AccessRefused, BrokerBlocked, BrokerError, SettingsError
+from topology.declaration import RECOMMENDED, is_before
+
+PLAIN = frozenset({"amqp", "http", "redis"})
+"""Schemes whose passwords, prompts and answers anybody on the way can read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Risk:
+    """One of docs/production.md's rows."""
+
+    what: str
+    text: str
+    """What is so, and how to mend it."""
+
+
+async def refuse(settings: Settings) -> None:
+    """Raise SettingsError that names everything that this profile does not accept; nothing without a profile."""
+    if not settings.is_production:
+        return
+    async with Connection(settings.broker_url, name="lanekeeper check", ssl_context=settings.ssl_context()) as broker:
+        found = [risk async for risk in risks(settings, broker)]
+    if found:
+        lines = "".join(f"\n  {each.what}: {each.text}" for each in found)
+        raise SettingsError(f"not fit for production (LANEKEEPER_PROFILE), {len(found)} findings:{lines}")
+
+
+async def risks(settings: Settings, broker: Connection | None) -> AsyncIterator[Risk]:
+    """All that can be seen. `broker` None: it is not reached, which is a finding elsewhere."""
+    for risk in (*of_transport(settings), *of_settings(settings), *of_file(settings)):
+        yield risk
+    if broker is not None:
+        async for risk in _of_broker(settings, broker):
+            yield risk
+    if not settings.store.startswith(SQLITE):
+        for text in await redis_risks(settings.store):
+            yield Risk("store durability", text)
+
+
+def of_transport(settings: Settings) -> Iterator[Risk]:
+    """Plain text to another machine."""
+    urls = [("broker TLS", "LANEKEEPER_AMQP_URL", "amqps://", url) for url in settings.broker_urls]
+    if settings.management is not None:
+        urls.append(("management TLS", "LANEKEEPER_MANAGEMENT_URL", "https://", settings.management))
+    urls.append(("store TLS", "LANEKEEPER_STORE_URL", "rediss://", settings.store))
+    for each in settings.routes_spec().providers:
+        if each.name == FIRST:
+            urls.append(("provider TLS", "ANTHROPIC_BASE_URL", "https://", settings.provider_url))
+        elif (base := settings.providers[each.name].base_url) is not None:
+            name = f"LANEKEEPER_PROVIDERS__{each.name.upper()}__BASE_URL"
+            urls.append(("provider TLS", name, "https://", base.get_secret_value()))
+    for what, setting, better, url in urls:
+        if (host := _plain_to(url)) is not None:
+            yield Risk(what, f"plain text to {host}, which is not this machine: set {setting} to {better}…")
+
+
+def of_settings(settings: Settings) -> Iterator[Risk]:
+    """What is set, or left out."""
+    if "guest" in {urlsplit(url).username or "guest" for url in settings.broker_urls}:
+        yield Risk(
+            "broker user", "guest, whose password everybody knows: lanekeeper topology export --user worker:worker"
+        )
+    if not settings.needs_user_id:
+        yield Risk(
+            "user_id",
+            "requests without user_id are taken, and share one tenant: whoever knows an id fetches or cancels it; "
+            "set LANEKEEPER_REQUIRE_USER_ID=true",
+        )
+    if not settings.binds_replies:
+        yield Risk(
+            "replies",
+            "a request may have its reply sent into any queue: set LANEKEEPER_REPLY_TO__BOUND_TO_USER=true",
+        )
+    if settings.log_content:
+        yield Risk("log content", "the log may hold prompts and answers: leave LANEKEEPER_LOG_CONTENT out")
+    if settings.failpoints:
+        yield Risk("failpoints", "the worker dies on purpose: leave LANEKEEPER_FAILPOINTS out")
+
+
+def of_file(settings: Settings) -> Iterator[Risk]:
+    """A SQLite file that others may read."""
+    if not settings.store.startswith(SQLITE):
+        return
+    path = Path(unquote(settings.store.removeprefix(SQLITE)))
+    with suppress(OSError):
+        if (mode := stat.S_IMODE(path.stat().st_mode)) & 0o077:
+            yield Risk("store file", f"{path} has mode {mode:04o}, and holds answers: chmod 600 {path}")
+
+
+async def _of_broker(settings: Settings, broker: Connection) -> AsyncIterator[Risk]:
+    if is_before(broker.version, RECOMMENDED):
+        wanted = ".".join(map(str, RECOMMENDED))
+        yield Risk("broker version", f"RabbitMQ {broker.version} has known holes (docs/broker.md): {wanted} or later")
+    try:
+        # A worker's user may not: an administrator, a deployer, or whoever has all rights may.
+        await see_that_it_may_write(broker, [(settings.names().requests, f"{settings.lane_specs()[0].name}.a.b")])
+    except AccessRefused:
+        return
+    except BrokerBlocked as blocked:
+        yield Risk("broker rights", f"they cannot be seen now: {blocked}")
+    except BrokerError:
+        return  # nothing is declared yet, which is told elsewhere
+    else:
+        yield Risk(
+            "broker rights",
+            f"user {settings.credentials[0]} may publish requests, and so may do more than a worker needs: "
+            "lanekeeper topology export --user worker:worker, and lanekeeper consume",
+        )
+
+
+def _plain_to(url: str) -> str | None:
+    """The host that is spoken to in plain text, where that is not this machine."""
+    parts = urlsplit(url)
+    host = parts.hostname or "localhost"
+    if parts.scheme not in PLAIN or host == "localhost":
+        return None
+    with suppress(ValueError):
+        return None if ip_address(host).is_loopback else host
+    return host

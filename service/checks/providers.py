@@ -1,0 +1,133 @@
+"""What `lanekeeper check` looks at in each provider: its key, whether it is reached, the models that it is asked for.
+
+By the call that a worker makes, for one token: the only one that every house has, and that says all three.
+"""
+
+import asyncio
+import json
+import uuid
+from dataclasses import dataclass
+
+from consumers.failures import OverloadedError, ProviderError, RateLimitedError, RejectedError, SpendLimitError
+from consumers.providers.anthropic import AnthropicProvider
+from consumers.providers.routes import Routes
+from service.config.budget_sections import FIRST
+from service.config.masking import mask_url
+from service.config.settings import Settings
+from service.worker.open_providers import key_setting, open_provider
+from topology.contract.messages import Request
+from topology.contract.problems import RequestProblem, SettingsError
+
+WITHIN_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at."""
+
+    what: str
+    well: bool | None
+    """None: it does not apply here, which is no failure."""
+    text: str
+
+
+async def providers(settings: Settings) -> list[Finding]:
+    """One of each provider, made side by side; and one of each lane whose own model nobody has."""
+    spec = settings.routes_spec()
+    asked: dict[str, set[str]] = {each.name: set() for each in spec.providers}
+    lost: list[Finding] = []
+    routes = Routes(spec)
+    for each in spec.providers:  # one that no lane asks for its own model has at least one of its table
+        asked[each.name].update(list((each.models or {}).values())[:1])
+    for lane in settings.lane_specs():
+        try:
+            for route in routes.of(lane.name, "", lane.model):
+                asked[route.provider].add(route.name)
+        except RequestProblem as problem:
+            text = (
+                f"{problem.detail}; set LANEKEEPER_LANES__{lane.name.upper()}__MODEL, or add it to a provider's models"
+            )
+            lost.append(Finding(f"lane {lane.name}", False, text))
+    found = await asyncio.gather(*(_provider(settings, name, sorted(models)) for name, models in asked.items()))
+    return [*found, *lost]
+
+
+async def _provider(settings: Settings, name: str, models: list[str]) -> Finding:
+    what = f"provider {name}"
+    try:
+        provider = open_provider(settings, name)
+    except SettingsError as error:
+        return Finding(what, False, str(error))
+    try:
+        said = await asyncio.gather(*(_trouble(settings, provider, model) for model in models))
+    finally:
+        await provider.aclose()
+    if troubles := [each for each in dict.fromkeys(said) if each is not None]:
+        return Finding(what, False, "; ".join(troubles))
+    return Finding(what, True, f"{_shown(settings, name)} takes the key and answers as {', '.join(models)}")
+
+
+async def _trouble(settings: Settings, provider: AnthropicProvider, model: str) -> str | None:
+    """What is wrong with asking it for one token; None: nothing, or what passes by itself."""
+    name = provider.name
+    try:
+        async with asyncio.timeout(WITHIN_S):
+            await provider.stream(_one_token(model), timeout_s=WITHIN_S, parts=None)
+    except TimeoutError:
+        return f"{_shown(settings, name)}: no answer within {WITHIN_S:g} s; see {_address_setting(settings, name)}"
+    except (RateLimitedError, OverloadedError):
+        return None  # it knows the key, and has no room at this moment
+    except RejectedError as error:
+        if error.status in (401, 403):
+            return f"{_shown(settings, name)} refuses the key ({error.detail}): see {key_setting(name)}"
+        if error.status == 404:
+            return f"{_shown(settings, name)} has no model {model!r} ({error.detail}): see {_models_setting(name)}"
+        return f"{_shown(settings, name)} refuses a request for {model!r}: {error.detail}"
+    except SpendLimitError as error:
+        return f"{_shown(settings, name)} answers no more: {error.detail}; raise the limit there"
+    except ProviderError as error:
+        if error.type == "credentials":
+            return f"{error.detail}; set {key_setting(name)}, or what the house's own library looks for"
+        return f"{_shown(settings, name)}: {error.detail}; see {_address_setting(settings, name)}"
+    return None
+
+
+def _one_token(model: str) -> Request:
+    asked = {"model": model, "max_tokens": 1, "messages": [{"role": "user", "content": "1"}]}
+    return Request(
+        id=uuid.uuid4().hex,
+        lane="",
+        app="lanekeeper",
+        body=json.dumps(asked).encode(),
+        model=model,
+        max_tokens=1,
+        stream=False,
+        beta=None,
+        sent_ms=0,
+        sent_by="sender",
+        due_ms=None,
+        deadline_ms=0,
+        attempts=0,
+    )
+
+
+def _shown(settings: Settings, name: str) -> str:
+    """Where it is, as far as it may be shown."""
+    if name == FIRST:
+        return settings.provider
+    section = settings.providers[name]
+    if section.base_url is not None:
+        return mask_url(section.base_url.get_secret_value())
+    return f"{section.kind} in {section.region}"
+
+
+def _models_setting(name: str) -> str:
+    lanes = "LANEKEEPER_LANES__<LANE>__MODEL"
+    return lanes if name == FIRST else f"LANEKEEPER_PROVIDERS__{name.upper()}__MODELS, {lanes}"
+
+
+def _address_setting(settings: Settings, name: str) -> str:
+    if name == FIRST:
+        return "ANTHROPIC_BASE_URL"
+    what = "REGION" if settings.providers[name].base_url is None else "BASE_URL"
+    return f"LANEKEEPER_PROVIDERS__{name.upper()}__{what}"

@@ -1,0 +1,163 @@
+"""What `lanekeeper check` looks at: each finding says what is wrong and how to mend it."""
+
+import uuid
+from collections.abc import AsyncIterator
+from textwrap import shorten
+
+from consumers.state.base import StoreUnavailable
+from consumers.state.opening import open_store
+from service.checks.clock import clock
+from service.checks.production import risks
+from service.checks.providers import Finding, providers
+from service.checks.status import gather
+from service.config.settings import Settings
+from topology.broker.admin.management import discover
+from topology.broker.admin.rights import see_that_it_may_write
+from topology.broker.admin.verify import verify
+from topology.broker.connection import Connection
+from topology.broker.inbox import Inbox
+from topology.broker.publisher import Publisher
+from topology.contract.messages import Message
+from topology.contract.problems import BrokerError
+from topology.declaration import Broker, declare
+from topology.telemetry.tracing import Tracing
+
+SHOWN = 5  # differences
+NOTE = 300  # characters
+
+
+async def look(settings: Settings, *, simulate: bool = False) -> AsyncIterator[Finding]:
+    """All findings, as they are made. `simulate`: no provider is to be asked."""
+    yield Finding("settings", True, f"namespace {settings.namespace}, lanes as set")
+    why_no_provider = "not asked: answers are simulated" if simulate else None
+    connection = Connection(settings.broker_url, name="lanekeeper check", ssl_context=settings.ssl_context())
+    try:
+        await connection.__aenter__()
+    except BrokerError as error:
+        yield Finding("broker", False, str(error))
+        async for finding in _risks(settings, None):
+            yield finding
+    else:
+        try:
+            async for finding in _broker(settings, connection):
+                yield finding
+            if (publisher := await _publisher(settings, connection)) is not None:
+                yield publisher
+                for each in ("topology", "providers", "store"):
+                    yield Finding(
+                        each, None, "not looked at: it concerns who works lanes, and this user may only publish"
+                    )
+                return
+            yield await _topology(settings, connection)
+            yield await _replies(connection)
+            async for finding in _risks(settings, connection):
+                yield finding
+            if (found := await clock(connection)) is not None:
+                yield found
+            if why_no_provider is None and await _is_simulated(settings, connection):
+                why_no_provider = "not asked: the workers that run answer by a simulated one"
+        finally:
+            await connection.__aexit__(None, None, None)
+    if why_no_provider is not None:
+        yield Finding("providers", None, why_no_provider)
+    else:
+        for finding in await providers(settings):
+            yield finding
+    yield await _store(settings)
+
+
+async def _risks(settings: Settings, connection: Connection | None) -> AsyncIterator[Finding]:
+    """What the production profile refuses; without it that is no failure."""
+    async for risk in risks(settings, connection):
+        if settings.is_production:
+            yield Finding(risk.what, False, risk.text)
+        else:
+            yield Finding(risk.what, None, f"not for production: {risk.text}")
+
+
+async def _publisher(settings: Settings, connection: Connection) -> Finding | None:
+    """What a user may publish that may not reply, as an application's; None for any other."""
+    user, _ = settings.credentials
+    names = settings.names()
+    if await _may_write(connection, "", names.reply_prefix + "check"):
+        return None
+    keys = [f"{lane.name}.{user}" for lane in settings.lane_specs()]
+    may = [key for key in keys if await _may_write(connection, names.requests, f"{key}.check")]
+    if not may:
+        return None
+    return Finding("permissions", True, f"user {user} may publish, with keys {', '.join(f'{key}.…' for key in may)}")
+
+
+async def _may_write(connection: Connection, exchange: str, key: str) -> bool:
+    try:
+        await see_that_it_may_write(connection, [(exchange, key)])
+    except BrokerError:
+        return False
+    return True
+
+
+async def _is_simulated(settings: Settings, connection: Connection) -> bool:
+    """Whether workers run, and none of them calls a provider."""
+    try:
+        answers = await gather(connection, names=settings.names())
+    except BrokerError:
+        return False
+    return bool(answers) and all(answer.get("simulated") for answer in answers)
+
+
+async def _broker(settings: Settings, connection: Connection) -> AsyncIterator[Finding]:
+    told = f"RabbitMQ {connection.version} at {settings.broker}"
+    try:
+        Broker.of(connection.version)
+    except ValueError as error:
+        yield Finding("broker", False, str(error))
+        return
+    yield Finding("broker", True, told)
+
+
+async def _topology(settings: Settings, connection: Connection) -> Finding:
+    wanted = declare(settings.lane_specs(), names=settings.names(), broker_version=connection.version)
+    try:
+        underlying = await connection.underlying()
+        management = await discover(
+            settings.broker_url,
+            settings.management,
+            connection=underlying,
+            ssl_context=settings.tls.given_context(),
+        )
+        found = await verify(wanted, management, underlying)
+    except BrokerError as error:
+        return Finding("topology", False, str(error))
+    differences = found.differences
+    if not differences:
+        told = f"{len(wanted.exchanges)} exchanges and {len(wanted.queues)} queues are as declared"
+        if found.note is not None:
+            told += ", as far as seen: " + shorten(found.note, NOTE, placeholder=" …")
+        return Finding("topology", True, told)
+    named = "; ".join(each.line for each in differences[:SHOWN])
+    more = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
+    command = "apply" if found.missing else "plan"
+    return Finding("topology", False, f"{named}{more}; run: lanekeeper topology {command}")
+
+
+async def _replies(connection: Connection) -> Finding:
+    """Whether this user may reply: a message to a queue of its own, through the default exchange."""
+    try:
+        async with Inbox(connection) as inbox:
+            message = Message(body=b"{}", message_id=uuid.uuid4().hex, persistent=False)
+            await Publisher(connection, tracing=Tracing()).publish(
+                message, exchange="", routing_key=inbox.name, traced=False, timeout_s=5
+            )
+    except BrokerError as error:
+        return Finding("permissions", False, f"{error}; see the users in: lanekeeper topology export")
+    return Finding("permissions", True, "replies can be sent and taken")
+
+
+async def _store(settings: Settings) -> Finding:
+    """Whether it can be opened and written; a SQLite file that is not there yet is made, as a worker would."""
+    try:
+        async with open_store(settings.store, namespace=settings.namespace, spec=settings.store_spec()) as store:
+            await store.probe()
+    except StoreUnavailable as error:
+        return Finding("store", False, str(error))
+    return Finding("store", True, f"{settings.shown_store} can be written")

@@ -1,0 +1,280 @@
+"""What the lanes are doing, over all workers: each is asked, the queues are looked at, the figures are put together.
+
+Only workers know what runs and how long it waited; only the broker knows what waits. So the question goes to the
+control exchange, every worker answers from memory, and the depths come from the queues.
+"""
+
+import asyncio
+import json
+import uuid
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from consumers.capacity.activity import quantile
+from topology.broker.admin.depth import Depth, depths
+from topology.broker.connection import Connection
+from topology.broker.direct import DirectReplies
+from topology.broker.publisher import Publisher
+from topology.contract.messages import Message
+from topology.contract.problems import AccessRefused, Unroutable
+from topology.lanes import LaneSpec
+from topology.names import DIRECT_REPLY_TO, STATUS_KEY, Names
+from topology.telemetry.tracing import Tracing
+
+QUIET_S = 0.3
+"""No further answer for so long, and all are thought to be in."""
+LONGEST_S = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneStatus:
+    """One lane; of what workers tell, None where none of them answered."""
+
+    lane: str
+    depth: int | None
+    """Messages that wait in the intake, in the due queue, aside, and in a worker's hand for a slot; None where the user
+    may not look at the queues."""
+    consumers: int | None
+    """Consumers of the intake, as the broker counts them, scouts too; None the same."""
+    workers: int
+    """Processes that work the lane and answered."""
+    running: int | None
+    slots: int | None
+    """Of the intake, over all workers; lent and grown ones included."""
+    due_slots: int | None
+    """Of the due queue, beside them."""
+    extra_slots: int | None
+    """Of these, the lent and grown ones."""
+    slots_limit: str | None
+    """Why it gets no more slots, though its requests wait longer than they should: rpm, itpm, otpm, … where that is the
+    provider's limit, or slots_max; None where that is not so."""
+    wait_p50_ms: int | None
+    wait_p95_ms: int | None
+    waits_since_delivery: int | None
+    """Of the latest requests, those whose wait counts from their first delivery: nobody told when they came."""
+    answered: int | None
+    failed: int | None
+    retried: int | None
+    throughput_per_min: int | None
+    deferred_for: Mapping[str, int] | None
+    """How often requests were put off, by reason: scheduled, breaker, tenant, …"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """All lanes, and the workers that answered."""
+
+    lanes: tuple[LaneStatus, ...]
+    workers: tuple[str, ...]
+    waiting: tuple[str, ...] = ()
+    """Who waits for a provider's budget, and for what: a line a lane, reason and account."""
+    paused: tuple[str, ...] = ()
+    """Accounts that nothing is asked of, because of their spend limit, and until when."""
+    breakers: tuple[str, ...] = ()
+    """Providers that are not called at present."""
+    spent: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
+    """By "lane" and "tenant", then by name: requests, tokens and dollars since the workers began."""
+    tenants: Mapping[str, Mapping[str, Mapping[str, int]]] = field(default_factory=dict)
+    """By lane and tenant: running, in hand, begun and set aside since the workers began; of the latest tenants."""
+    prices_as_of: str | None = None
+    undelivered: int = 0
+    """Replies that their queues never took since the workers began: full for a minute. Each is kept under its id."""
+    dead_letters: Mapping[str, int] = field(default_factory=dict)
+    """Since the workers began: `exported` and `dropped`, the oldest beyond what is kept; `unparked`, invalid messages
+    that were answered alone."""
+    control: Mapping[str, int] = field(default_factory=dict)
+    """Control messages since the workers began: `refused`; `unanswered`, where nobody could be told; `displaced`,
+    cancellations of unseen ids that were forgotten for newer ones."""
+    simulated: tuple[str, ...] = ()
+    """Workers whose provider is simulated: they spend nothing."""
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self), indent=2)
+
+
+async def look(
+    connection: Connection,
+    *,
+    lanes: Sequence[LaneSpec],
+    names: Names,
+    quiet_s: float = QUIET_S,
+) -> Status:
+    """Ask and look. Raises BrokerUnreachable, AccessRefused (to ask), TopologyMismatch (nothing is declared)."""
+    answers = await gather(connection, names=names, quiet_s=quiet_s)
+    queues = [
+        queue for lane in lanes for queue in (names.intake(lane.name), names.due(lane.name), *_sides(lane, names))
+    ]
+    try:
+        found = await depths(connection, queues)
+    except AccessRefused:
+        found = {}  # whoever may ask the workers need not be allowed to look at the queues
+    return merge(answers, found, lanes=lanes, names=names)
+
+
+async def gather(connection: Connection, *, names: Names, quiet_s: float = QUIET_S) -> list[Mapping[str, Any]]:
+    """The workers' answers: those that come before `quiet_s` pass without one; `LONGEST_S` in all."""
+    came: asyncio.Queue[Message] = asyncio.Queue()  # bounded by the workers there are
+    direct = DirectReplies(on_reply=came.put_nowait, on_lost=lambda: None)
+    question = Message(
+        body=b"{}",
+        content_type="application/json",
+        type=STATUS_KEY,
+        message_id=uuid.uuid4().hex,
+        correlation_id=uuid.uuid4().hex,
+        reply_to=DIRECT_REPLY_TO,
+        persistent=False,
+        expiration=str(round(1000 * LONGEST_S)),  # it goes to `lane.control` too: not to wait there for a worker
+    )
+    answers: list[Mapping[str, Any]] = []
+    try:
+        publisher = Publisher(connection, tracing=Tracing(), on_channel=direct.consume)
+        await publisher.publish(question, exchange=names.control, routing_key=STATUS_KEY, traced=False)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LONGEST_S):
+                while True:
+                    async with asyncio.timeout(quiet_s):
+                        message = await came.get()
+                    if message.correlation_id == question.correlation_id:
+                        answers.append(json.loads(message.body))
+    except Unroutable:
+        pass  # no worker has bound a queue
+    finally:
+        await direct.close()
+    return answers
+
+
+def merge(
+    answers: Sequence[Mapping[str, Any]],
+    found: Mapping[str, Depth],
+    *,
+    lanes: Sequence[LaneSpec],
+    names: Names,
+) -> Status:
+    """The workers' figures and the queues' depths as one status."""
+    tenants = _tenants(answers)
+    return Status(
+        lanes=tuple(
+            _lane(
+                lane.name,
+                [answer["lanes"][lane.name] for answer in answers if lane.name in answer.get("lanes", ())],
+                intake=found.get(names.intake(lane.name)),
+                due=found.get(names.due(lane.name)),
+                aside=sum(found[queue].ready for queue in _sides(lane, names) if queue in found)
+                + sum(figures["in_hand"] for figures in tenants.get(lane.name, {}).values()),
+            )
+            for lane in lanes
+        ),
+        workers=tuple(sorted(str(answer.get("worker", "?")) for answer in answers)),
+        waiting=tuple(sorted(_waiting(answers))),
+        paused=tuple(sorted(_paused(answers))),
+        breakers=tuple(
+            sorted(
+                {
+                    f"{name}: {each['state']}, asked again in {each['retry_in_s']} s"
+                    for answer in answers
+                    for name, each in answer.get("breakers", {}).items()
+                }
+            )
+        ),
+        spent=_spent([answer for answer in answers if not answer.get("simulated")]),
+        undelivered=sum(answer.get("undelivered", 0) for answer in answers),
+        dead_letters=_sums(answers, "dead_letters"),
+        control=_sums(answers, "control"),
+        simulated=tuple(sorted(str(answer.get("worker", "?")) for answer in answers if answer.get("simulated"))),
+        tenants=tenants,
+        prices_as_of=next((answer["prices_as_of"] for answer in answers if "prices_as_of" in answer), None),
+    )
+
+
+def _sums(answers: Sequence[Mapping[str, Any]], what: str) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for answer in answers:
+        for name, count in answer.get(what, {}).items():
+            total[name] = total.get(name, 0) + count
+    return total
+
+
+def _waiting(answers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    found: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
+    for answer in answers:
+        for account, lanes in answer.get("waiting", {}).items():
+            for lane, each in lanes.items():
+                found.setdefault((lane, each["reason"], account), []).append(each)
+    for (lane, reason, account), them in found.items():
+        oldest_s = max(each["oldest_s"] for each in them)
+        count = sum(each["count"] for each in them)
+        guessed = (
+            "" if all(each.get("is_known", True) for each in them) else " (a guess: nobody has told this limit yet)"
+        )
+        yield f"{lane}: {count} wait for {reason}{guessed} of {account}, the first for {oldest_s:.1f} s"
+
+
+def _paused(answers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    until_ms: dict[str, int] = {}
+    for answer in answers:
+        for account, told_ms in answer.get("paused_until_ms", {}).items():
+            until_ms[account] = max(told_ms, until_ms.get(account, 0))
+    for account, ms in until_ms.items():
+        until = datetime.fromtimestamp(ms / 1000, tz=UTC)
+        yield f"{account}: paused by its spend limit until {until:%Y-%m-%d %H:%M:%S} UTC"
+
+
+def _spent(answers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
+    total: dict[str, dict[str, dict[str, float]]] = {}
+    for answer in answers:
+        for kind, names in answer.get("spent", {}).items():
+            for name, figures in names.items():
+                sums = total.setdefault(kind, {}).setdefault(name, {})
+                for what, amount in figures.items():
+                    sums[what] = round(sums.get(what, 0) + amount, 6)
+    return total
+
+
+def _sides(lane: LaneSpec, names: Names) -> list[str]:
+    return [names.side(lane.name, number) for number in range(lane.side_queues)]
+
+
+def _tenants(answers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, int]]]:
+    total: dict[str, dict[str, dict[str, int]]] = {}
+    for answer in answers:
+        for lane, tenants in answer.get("tenants", {}).items():
+            for tenant, figures in tenants.items():
+                sums = total.setdefault(lane, {}).setdefault(tenant, {})
+                for what, count in figures.items():
+                    sums[what] = sums.get(what, 0) + count
+    return total
+
+
+def _lane(
+    lane: str, figures: Sequence[Mapping[str, Any]], *, intake: Depth | None, due: Depth | None, aside: int
+) -> LaneStatus:
+    waits = sorted(wait for each in figures for wait in each["waits_ms"])
+
+    def total(*fields: str) -> int | None:
+        return sum(each.get(field, 0) for each in figures for field in fields) if figures else None
+
+    return LaneStatus(
+        lane=lane,
+        depth=None if intake is None or due is None else intake.ready + due.ready + aside,
+        consumers=None if intake is None else intake.consumers,
+        workers=len(figures),
+        running=total("running"),
+        slots=total("slots", "extra_slots"),
+        due_slots=total("due_slots"),
+        extra_slots=total("extra_slots"),
+        slots_limit=", ".join(sorted({limit for each in figures if (limit := each.get("slots_limit"))})) or None,
+        wait_p50_ms=quantile(waits, 0.5),
+        wait_p95_ms=quantile(waits, 0.95),
+        waits_since_delivery=total("waits_since_delivery"),
+        answered=total("answered"),
+        failed=total("failed"),
+        retried=total("retried"),
+        throughput_per_min=total("throughput_per_min"),
+        deferred_for=dict(sum((Counter(each.get("deferred_for", {})) for each in figures), Counter()))
+        if figures
+        else None,
+    )

@@ -1,0 +1,65 @@
+"""The settings as they are in effect, each with where it comes from, fit to be shown: no key, no password of a URL."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import SecretStr
+
+from service.config.masking import mask_url
+from service.config.settings import KNOWN, Settings
+from service.config.sources import ANY, Place
+from topology.broker.driver.urls import urls_of
+
+DEFAULT = "default"
+HIDDEN = "(hidden)"
+
+
+@dataclass(frozen=True, slots=True)
+class Effective:
+    """One setting."""
+
+    name: str
+    """In a TOML file and for `--set`: `lanes.batch.slots`."""
+    variable: str
+    value: Any
+    """Plain, as JSON has it."""
+    source: str
+    """`default`, `environment`, `option`, or the file."""
+
+
+def effective(settings: Settings, found: Mapping[Place, str]) -> Iterator[Effective]:
+    """All of them, in the order of their declaration. `found`: where each comes from that is given."""
+    for pattern, variable in KNOWN.env_names.items():
+        for place in _places(settings, pattern):
+            value = settings.shown_store if place == ("store_url",) else plain(_value(settings, place))
+            named = variable.replace(f"__{ANY}__", f"__{place[1].upper()}__") if ANY in pattern else variable
+            yield Effective(".".join(place), named, value, found.get(place, DEFAULT))
+
+
+def _places(settings: Settings, pattern: Place) -> Iterator[Place]:
+    if ANY in pattern:
+        yield from ((pattern[0], name, *pattern[2:]) for name in settings.providers)
+    else:
+        yield pattern
+
+
+def _value(node: Any, place: Place) -> Any:
+    for step in place:
+        node = node[step] if isinstance(node, Mapping) else getattr(node, step)
+    return node
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON has it, without secrets."""
+    if isinstance(value, SecretStr):
+        text = value.get_secret_value()
+        return ", ".join(mask_url(each) for each in urls_of(text)) if "://" in text else HIDDEN
+    if is_dataclass(value) and not isinstance(value, type):
+        return {name: each for name, each in asdict(value).items() if each is not None}
+    if isinstance(value, Mapping):
+        return {str(name): plain(each) for name, each in value.items()}
+    if isinstance(value, tuple | list):
+        return [plain(each) for each in value]
+    return str(value) if isinstance(value, Path) else value

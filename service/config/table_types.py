@@ -1,0 +1,172 @@
+"""What a setting may be that is a table whose names its author chooses: models, prices, caps; and the day of prices."""
+
+from collections.abc import Callable, Mapping
+from datetime import date, datetime, timedelta, timezone
+from typing import Annotated, Any
+
+import jiter
+from pydantic import PlainValidator
+
+from consumers.fairness.turns import TenantShare
+from consumers.prices import Price
+from consumers.spending import EVERY_TENANT, Cap, Spent
+from service.config.masking import mask
+from service.config.value_types import listed, model, not_bool, not_empty, words, wrong
+
+_EARLIEST = timezone(timedelta(hours=14))
+"""Where a day begins first."""
+
+
+class _OddError(ValueError):
+    """What is odd about a table, in words."""
+
+
+def _table(value: Any) -> Any:
+    """A table; in the environment a JSON object, or `name=value` separated by commas. Raises ValueError."""
+    if not isinstance(value, str):
+        return value
+    if value.lstrip().startswith("{"):
+        try:
+            return jiter.from_json(value.encode(), catch_duplicate_keys=True)
+        except ValueError as error:
+            raise _OddError("a name is there twice" if "duplicate" in str(error) else "this is no JSON") from None
+    found: dict[str, str] = {}
+    for name, _, said in (each.partition("=") for each in value.split(",") if each.strip()):
+        if name.strip() in found:
+            raise _OddError(f"{mask(name.strip())} is there twice")
+        found[name.strip()] = said.strip()
+    return found
+
+
+def _each(name_of: Callable[[Any], str], read: Callable[[Any], Any], what: str) -> Callable[[Any], dict[str, Any]]:
+    """A validator of tables whose names and values are read by these; they raise where one cannot be."""
+
+    def validate(value: Any) -> dict[str, Any]:
+        try:
+            table = _table(value)
+        except _OddError as odd:
+            raise wrong(f"{what}; {odd}") from None
+        if not isinstance(table, Mapping):
+            raise wrong(what)
+        found: dict[str, Any] = {}
+        others: list[str] = []
+        for name, said in table.items():
+            try:
+                found[name_of(name)] = read(said)
+            except (AttributeError, KeyError, TypeError, ValueError):
+                others.append(name)
+        if others:
+            raise wrong(f"{what}; not so: {listed(others)}")
+        return found
+
+    return validate
+
+
+def _tenant(value: Any) -> str:
+    """A broker's user, as it is written there."""
+    if not isinstance(value, str) or not value.isprintable() or value != value.strip() or not 0 < len(value) < 256:
+        raise ValueError
+    if "*" in value:
+        raise ValueError
+    return value
+
+
+def _tenant_or_every(value: Any) -> str:
+    return EVERY_TENANT if value == EVERY_TENANT else _tenant(value)
+
+
+def _one_model(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError
+    return model(value)
+
+
+def _some_models(value: Any) -> tuple[str, ...]:
+    return tuple(_one_model(each) for each in not_empty(tuple(words(value))))
+
+
+def _figure(value: Any) -> float:
+    found = float(not_bool(value))
+    if not 0 <= found < 1e15:
+        raise ValueError
+    return found
+
+
+def _figures(value: Mapping[str, Any], fields: tuple[str, ...]) -> dict[str, float]:
+    if not value or not value.keys() <= set(fields):
+        raise ValueError
+    return {name: _figure(said) for name, said in value.items()}
+
+
+def _price(value: Any) -> Price:
+    return Price(**_figures(value, ("input", "output", "cache_read", "cache_write")))
+
+
+def _cap(value: Any) -> Cap:
+    found = _figures(value, Spent._fields)
+    if not all(found.values()):
+        raise ValueError
+    return Cap(**found)
+
+
+def _share(value: Any) -> TenantShare:
+    found = _figures(value, ("weight", "in_flight"))
+    if not all(found.values()) or not found.get("in_flight", 1.0).is_integer():
+        raise ValueError
+    return TenantShare(
+        weight=found.get("weight", 1.0), in_flight=int(found["in_flight"]) if "in_flight" in found else None
+    )
+
+
+def _day(value: Any) -> str:
+    try:
+        found = date.fromisoformat(str(value).strip())
+    except ValueError:
+        raise wrong("a date such as 2026-11-21") from None
+    if found > (today := datetime.now(_EARLIEST).date()):
+        raise wrong(f"the day from which these prices are known, {today} at the latest")
+    return found.isoformat()
+
+
+Day = Annotated[str, PlainValidator(_day)]
+ModelNames = Annotated[
+    Mapping[str, str],
+    PlainValidator(_each(_one_model, _one_model, "a table model = model, or model=model, separated by commas")),
+]
+ModelLists = Annotated[
+    Mapping[str, tuple[str, ...]],
+    PlainValidator(_each(_tenant, _some_models, "a table tenant = [models], in the environment as JSON, without *")),
+]
+PriceTable = Annotated[
+    Mapping[str, Price],
+    PlainValidator(
+        _each(
+            _one_model,
+            _price,
+            "for each model a table of US dollars per million tokens: input, output, and perhaps cache_read and "
+            "cache_write; in the environment as JSON",
+        )
+    ),
+]
+ShareTable = Annotated[
+    Mapping[str, TenantShare],
+    PlainValidator(
+        _each(
+            _tenant_or_every,
+            _share,
+            "for each tenant (* alone: for every other) a table of numbers above 0: weight, in_flight (a whole one); "
+            "in the environment as JSON",
+        )
+    ),
+]
+CapTable = Annotated[
+    Mapping[str, Cap],
+    PlainValidator(
+        _each(
+            _tenant_or_every,
+            _cap,
+            "for each tenant (* alone: for every other) a table of numbers above 0: requests, tokens, usd, what is "
+            "used in a day; in the environment as JSON",
+        )
+    ),
+]

@@ -1,0 +1,208 @@
+"""What a setting may be: the types of its values."""
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, TypeVar
+from urllib.parse import SplitResult, unquote, urlsplit
+
+import jiter
+from pydantic import AfterValidator, BeforeValidator, FilePath, SecretStr
+from pydantic_core import PydanticCustomError
+
+from consumers import failpoints
+from service.config.masking import mask
+from topology.broker.driver.urls import urls_of
+
+ALLOWED = "allowed"
+"""Type of our own errors; their context says what is allowed."""
+_NAMESPACE = re.compile(r"[a-z][a-z0-9_-]{0,39}")
+_MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}")
+_PROVIDER = re.compile(r"[a-z][a-z0-9_-]{0,39}")
+_PLACE = re.compile(r"[a-z0-9][a-z0-9.:-]{0,99}")
+_USER = re.compile(r"[^\x00-\x1f\x7f{}\[\]\"',]{1,255}")
+_PRINTABLE = re.compile(r"[!-~]{1,2000}")
+N = TypeVar("N", int, float)
+
+
+def wrong(what: str) -> PydanticCustomError:
+    """What is told of a value."""
+    return PydanticCustomError(ALLOWED, "allowed is {what}", {"what": what})
+
+
+def not_bool(value: Any) -> Any:
+    """pydantic takes `true` for 1."""
+    if isinstance(value, bool):
+        raise wrong("a number")
+    return value.strip() if isinstance(value, str) else value
+
+
+def _finite(value: N) -> N:
+    if not math.isfinite(value):
+        raise ValueError
+    return value
+
+
+def _namespace(value: str) -> str:
+    # `x-` would begin the delay bits' headers, which headers exchanges then pass over; `amq` belongs to the broker.
+    if _NAMESPACE.fullmatch(value) is None or value.startswith(("x-", "amq")) or value == "x":
+        raise wrong("a to z, 0 to 9, _ and -, up to 40, a letter first, not beginning with amq or x-")
+    return value
+
+
+def model(value: str) -> str:
+    """As it may be called in a request."""
+    if _MODEL.fullmatch(value) is None:
+        raise wrong("the name of a model, such as claude-haiku-5-5")
+    return value
+
+
+def _place(value: str) -> str:
+    if _PLACE.fullmatch(value) is None:  # it becomes a part of the provider's address
+        raise wrong("the name of a region, such as eu-central-1, or of a project: a to z, 0 to 9, - . :")
+    return value
+
+
+def is_provider_name(value: str) -> bool:
+    """As it can stand in an environment variable, in an account's name and in the log."""
+    return _PROVIDER.fullmatch(value) is not None
+
+
+def _provider(value: str) -> str:
+    if not is_provider_name(value):
+        raise wrong("a list of providers' names: a to z, 0 to 9, _ and -, up to 40, a letter first")
+    return value
+
+
+def words(value: Any) -> Any:
+    """A list; in the environment separated by commas, or a JSON array."""
+    if not isinstance(value, str):
+        return value
+    if value.lstrip().startswith("["):
+        try:
+            return jiter.from_json(value.encode())
+        except (ValueError, UnicodeEncodeError):
+            raise wrong("names separated by commas, or a JSON array of them") from None
+    return [word.strip() for word in value.split(",") if word.strip()]
+
+
+def _user(value: str) -> str:
+    """A broker's user, as it is written there; a piece of a JSON value that is none is no user."""
+    if _USER.fullmatch(value) is None or value != value.strip():
+        raise wrong("users of the broker, separated by commas, or a JSON array of them; none with { } [ ] or quotes")
+    return value
+
+
+def not_empty(value: tuple[str, ...]) -> tuple[str, ...]:
+    """As it stands."""
+    if not value or any(not word.strip() for word in value):
+        raise wrong("at least one name")
+    return value
+
+
+def _each_once(value: tuple[str, ...]) -> tuple[str, ...]:
+    if twice := [name for name in dict.fromkeys(value) if value.count(name) > 1]:
+        raise wrong(f"each name once, and {listed(twice)} is there again")
+    return value
+
+
+def listed(names: Sequence[Any]) -> str:
+    """A few of them, shown."""
+    return ", ".join(mask(each) for each in names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _key(value: SecretStr) -> SecretStr:
+    text = value.get_secret_value().strip()
+    if _PRINTABLE.fullmatch(text) is None:
+        raise wrong("a key without spaces or control characters")
+    return SecretStr(text)
+
+
+def _split(value: SecretStr, *, schemes: tuple[str, ...], example: str) -> SplitResult:
+    what = f"a URL such as {example}, other characters in user and password as %XX"
+    try:
+        parts = urlsplit(value.get_secret_value().strip())
+        port = parts.port
+    except ValueError:
+        raise wrong(what) from None
+    printable = _PRINTABLE.fullmatch(value.get_secret_value().strip()) is not None
+    if parts.scheme not in schemes or not parts.hostname or port == 0 or parts.fragment or not printable:
+        raise wrong(what)
+    return parts
+
+
+def _amqp_urls(value: SecretStr) -> SecretStr:
+    """One URL, or several with commas between them: of one cluster, and so with one virtual host."""
+    every = [_amqp_url(SecretStr(each)) for each in urls_of(value.get_secret_value())]
+    if len({(parts.scheme, unquote(parts.path[1:]) or "/") for parts in every}) > 1:
+        raise wrong("URLs of one cluster: all amqp:// or all amqps://, and with the same virtual host")
+    return SecretStr(",".join(parts.geturl() for parts in every))
+
+
+def _amqp_url(value: SecretStr) -> SplitResult:
+    parts = _split(value, schemes=("amqp", "amqps"), example="amqps://user:password@host:5671/vhost")
+    if parts.query:
+        # `no_verify_ssl=1` among them would turn the check of the broker's certificate off without a word.
+        raise wrong("a URL without ?…: for certificates there are LANEKEEPER_TLS__CA_FILE, …__CERT_FILE, …__KEY_FILE")
+    if parts.path.count("/") > 1:
+        raise wrong("a URL with one virtual host after the address; write / in its name as %2F")
+    if "," in parts.path:
+        raise wrong("a whole URL, amqp://…, after each comma; write , in a virtual host's name as %2C")
+    return parts
+
+
+def _http_url(value: SecretStr) -> SecretStr:
+    parts = _split(value, schemes=("http", "https"), example="https://host:8443")
+    if parts.query:
+        raise wrong("a URL without ?…")
+    return SecretStr(parts.geturl().rstrip("/"))
+
+
+def _store_url(value: SecretStr) -> SecretStr:
+    text = value.get_secret_value().strip()
+    if text.startswith("sqlite:"):
+        file = text.removeprefix("sqlite:///")
+        if file in (text, "", "/") or file.endswith("/") or "?" in text or "#" in text or not text.isprintable():
+            raise wrong("sqlite:///relative/file or sqlite:////absolute/file, with ?, # and % in it as %XX")
+        return SecretStr(text)
+    parts = _split(
+        SecretStr(text),
+        schemes=("redis", "rediss"),
+        example="redis://:password@host:6379/0 or sqlite:////absolute/file",
+    )
+    if parts.query or re.fullmatch(r"/?|/[0-9]{1,5}", parts.path) is None:
+        # `ssl_cert_reqs=none` among them would turn the check of the certificate off without a word.
+        raise wrong("a URL with nothing after the address but the database's number, such as redis://host:6379/0")
+    return SecretStr(text)
+
+
+def _chances(value: Any) -> Any:
+    """`after_store:0.2,before_claim:1`, or a table: a probability for each place."""
+    if isinstance(value, str):
+        pairs = (each.partition(":") for each in value.split(",") if each.strip())
+        value = {name.strip(): chance.strip() or "1" for name, _, chance in pairs}
+    try:
+        chances = {name: float(chance) for name, chance in value.items()}
+    except (AttributeError, TypeError, ValueError):
+        chances = {"": 0.0}
+    if not chances.keys() <= failpoints.NAMES or not all(0 <= chance <= 1 for chance in chances.values()):
+        raise wrong(f"name:probability from 0 to 1, separated by commas; names: {', '.join(sorted(failpoints.NAMES))}")
+    return chances
+
+
+Number = Annotated[N, BeforeValidator(not_bool), AfterValidator(_finite)]
+Namespace = Annotated[str, AfterValidator(_namespace)]
+ModelName = Annotated[str, AfterValidator(model)]
+ProviderName = Annotated[str, AfterValidator(_provider)]
+PlaceName = Annotated[str, AfterValidator(_place)]
+_Once = (BeforeValidator(words), AfterValidator(not_empty), AfterValidator(_each_once))
+ModelWords = Annotated[tuple[ModelName, ...], *_Once]
+ProviderNames = Annotated[tuple[ProviderName, ...], *_Once]
+Patterns = Annotated[tuple[str, ...], BeforeValidator(words), AfterValidator(not_empty)]
+UserNames = Annotated[tuple[Annotated[str, AfterValidator(_user)], ...], BeforeValidator(words)]
+Key = Annotated[SecretStr, AfterValidator(_key)]
+AmqpUrl = Annotated[SecretStr, AfterValidator(_amqp_urls)]
+HttpUrl = Annotated[SecretStr, AfterValidator(_http_url)]
+StoreUrl = Annotated[SecretStr, AfterValidator(_store_url)]
+Chances = Annotated[dict[str, float], BeforeValidator(_chances)]
+ReadableFile = FilePath

@@ -1,0 +1,178 @@
+"""A private broker: found or started, used, and gone without a trace.
+
+    async with private_broker() as broker:
+        broker.amqp_url, broker.management_url, broker.version
+        await broker.kill()      # SIGKILL, as a power cut would
+        await broker.start()     # the same data, ports and name
+
+It comes from Docker where an engine answers and an image is to be had, else from an installed rabbitmq-server, else
+that is installed (Debian, as root). It listens on loopback only, on ports that were free, with a password made for it.
+A process of its own has it (`guard.py`), so that nothing of it stays, however we end. From a shell: `run.py`.
+"""
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from service.private_broker.guard import SOURCES
+from topology.contract.problems import BrokerUnreachable
+
+Say = Callable[[str], None]
+
+
+def say_on_stderr(text: str) -> None:
+    """Tell what takes long where it disturbs no output."""
+    print(text, file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True, slots=True)
+class GuardedBroker:
+    """A running broker of one's own; its calls block. For asyncio: PrivateBroker."""
+
+    amqp_url: str = field(repr=False)
+    """With user and password; the virtual host is `/`."""
+    management_url: str
+    """Without credentials: they are those of `amqp_url`."""
+    version: str
+    guard: "_Guard" = field(repr=False)
+
+    def kill(self) -> None:
+        """SIGKILL it, as a power cut would. Raises BrokerUnreachable where its guard is gone."""
+        self.guard.order("kill")
+
+    def start(self) -> None:
+        """After `kill`: start it again with the same data, ports and name, and wait until it is ready."""
+        self.guard.order("start")
+
+
+@dataclass(frozen=True, slots=True)
+class PrivateBroker:
+    """A running broker of one's own."""
+
+    blocking: GuardedBroker
+
+    @property
+    def amqp_url(self) -> str:
+        """With user and password; the virtual host is `/`."""
+        return self.blocking.amqp_url
+
+    @property
+    def management_url(self) -> str:
+        """Without credentials: they are those of `amqp_url`."""
+        return self.blocking.management_url
+
+    @property
+    def version(self) -> str:
+        return self.blocking.version
+
+    async def kill(self) -> None:
+        """SIGKILL it, as a power cut would. Raises BrokerUnreachable where its guard is gone."""
+        await asyncio.to_thread(self.blocking.kill)
+
+    async def start(self) -> None:
+        """After `kill`: start it again with the same data, ports and name, and wait until it is ready."""
+        await asyncio.to_thread(self.blocking.start)
+
+
+@asynccontextmanager
+async def private_broker(
+    *, sources: Sequence[str] = SOURCES, image: str | None = None, say: Say = say_on_stderr
+) -> AsyncIterator[PrivateBroker]:
+    """A broker for as long as the block lasts. Raises BrokerUnreachable, saying what to install, where there is none.
+
+    `sources`: where it may come from, in this order. `image`: the Docker image to take. `say` is told, from another
+    thread, what takes long.
+    """
+    guard = _Guard(sources, image)
+    try:
+        # Cancelled, the thread goes on reading until the guard, told to leave below, ends.
+        yield PrivateBroker(await asyncio.to_thread(guard.ready, say))
+    finally:
+        guard.release()
+        await _whatever_comes(asyncio.to_thread(guard.wait))
+
+
+@contextmanager
+def guarded_broker(
+    *, sources: Sequence[str] = SOURCES, image: str | None = None, say: Say = say_on_stderr
+) -> Iterator[GuardedBroker]:
+    """`private_broker` for code without an event loop."""
+    guard = _Guard(sources, image)
+    try:
+        yield guard.ready(say)
+    finally:
+        guard.release()
+        guard.wait()
+
+
+async def _whatever_comes(ending: Any) -> None:
+    """Await to the end, even if cancelled meanwhile; then the cancellation goes on its way."""
+    task = asyncio.ensure_future(ending)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+
+
+class _Guard:
+    """Our end of the guard's pipes. When it is closed, by us or by our end, the guard takes everything down."""
+
+    def __init__(self, sources: Sequence[str], image: str | None) -> None:
+        command = [sys.executable, "-m", "service.private_broker.guard", "--sources", ",".join(sources)]
+        # No asyncio subprocess: a loop that is closed too early kills its children, before they could clean up.
+        self._process = subprocess.Popen(
+            command if image is None else [*command, "--image", image],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=Path(__file__).parents[2],  # where `service` is found, whether it is installed or not
+            start_new_session=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def ready(self, say: Say) -> GuardedBroker:
+        answer = self._answer("ready", say)
+        return GuardedBroker(answer["amqp_url"], answer["management_url"], answer["version"], self)
+
+    def order(self, command: str) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(f"{command}\n".encode())
+            self._process.stdin.flush()
+        except (BrokenPipeError, ValueError) as error:
+            raise BrokerUnreachable("the private broker's guard has ended") from error
+        self._answer("done", say_on_stderr)
+
+    def release(self) -> None:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+
+    def wait(self) -> None:
+        self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+    def _answer(self, kind: str, say: Say) -> Any:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            answer = json.loads(line)
+            if "say" in answer:
+                say(answer["say"])
+            elif "error" in answer:
+                raise BrokerUnreachable(answer["error"])
+            else:
+                return answer[kind]
+        raise BrokerUnreachable("the private broker's guard ended without a word")

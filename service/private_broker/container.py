@@ -1,0 +1,142 @@
+"""A broker in a Docker container of its own, on loopback ports.
+
+Docker's command is used, not its API: nothing more to install, and it knows contexts and rootless engines.
+"""
+
+import os
+import secrets
+import shutil
+import socket
+from contextlib import suppress
+from pathlib import Path
+
+from service.private_broker.source import (
+    ERLANG_ARGUMENTS,
+    USER,
+    Access,
+    Steps,
+    TooSlow,
+    Unavailable,
+    free_ports,
+    version_if_ready,
+)
+
+OFFICIAL = "rabbitmq:4.3-management"
+LOCAL = "debian-rabbitmq:4.3-management"
+"""Built from Debian's packages, where no registry is reached: tests/support/rabbitmq-image."""
+LABEL = "org.lanekeeper.broker"
+"""On every container that is made here or for the tests; says who has it: host name and process."""
+ANSWER_S = 10
+PULL_S = 300
+START_S = 60
+
+
+def engine_answers(steps: Steps) -> bool:
+    """Whether there is a Docker engine to talk to."""
+    if shutil.which("docker") is None:
+        return False
+    with suppress(Unavailable):
+        return steps.run(["docker", "version", "--format", "{{.Server.Version}}"], within_s=ANSWER_S)[0] == 0
+    return False
+
+
+def find_image(steps: Steps, *, official: str = OFFICIAL, local: str = LOCAL) -> str | None:
+    """An image that is here, else the official one pulled, else None.
+
+    Where the registry does not answer, that is known within seconds: its manifest is asked for first.
+    """
+    for image in (official, local):
+        if steps.run(["docker", "image", "inspect", image], within_s=ANSWER_S)[0] == 0:
+            return image
+    with suppress(Unavailable):
+        if steps.run(["docker", "manifest", "inspect", official], within_s=ANSWER_S)[0] == 0:
+            steps.say(f"pulling {official}")
+            if steps.run(["docker", "pull", "--quiet", official], within_s=PULL_S)[0] == 0:
+                return official
+    return None
+
+
+def owner() -> str:
+    """This process, as the label of its containers has it."""
+    return f"{socket.gethostname()}:{os.getpid()}"
+
+
+def sweep(steps: Steps) -> None:
+    """Remove containers whose owner was killed and could not: of this machine alone, an engine can have several."""
+    mine, _, _ = owner().rpartition(":")
+    listed = steps.run(
+        ["docker", "ps", "--all", f"--filter=label={LABEL}", f'--format={{{{.ID}}}} {{{{.Label "{LABEL}"}}}}'],
+        within_s=ANSWER_S,
+    )[1]
+    for line in listed.splitlines():
+        identity, _, its = line.partition(" ")
+        host, _, process = its.rpartition(":")
+        if host == mine and process.isdigit() and not _is_running(int(process)):
+            steps.run(["docker", "rm", "--force", "--volumes", identity], within_s=START_S)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+class Container:
+    """One container. `folder` is this broker's own; who made it removes it. `configuration`: a rabbitmq.conf."""
+
+    def __init__(self, folder: Path, *, image: str, steps: Steps, configuration: Path | None = None) -> None:
+        self._image = image
+        self._configuration = configuration
+        self._steps = steps
+        self._name = f"lanekeeper-{secrets.token_hex(6)}"
+        self._created = False
+        amqp, management = free_ports(2)
+        self.access = Access(amqp_port=amqp, management_port=management)
+        self._settings = folder / "settings.env"  # a file, so that no list of processes shows the password
+        self._settings.write_text(
+            f"RABBITMQ_DEFAULT_USER={USER}\n"
+            f"RABBITMQ_DEFAULT_PASS={self.access.password}\n"
+            f"RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS={ERLANG_ARGUMENTS}\n"
+        )
+
+    def start(self) -> str:
+        command = ["docker", "start", self._name] if self._created else self._create()
+        # Not left in the middle: a container that the engine makes after `rm` was asked would stay.
+        self._created = True
+        code, said = Steps().run(command, within_s=START_S)
+        if code:
+            raise Unavailable(f"Docker did not start {self._image}: {said}")
+        for _ in self._steps.until(START_S):
+            if version := version_if_ready(self.access):
+                return version
+        raise TooSlow(f"{self._image} was not ready within {START_S} s")
+
+    def kill(self) -> None:
+        Steps().run(["docker", "kill", self._name], within_s=START_S)
+
+    def remove(self) -> None:
+        if self._created:
+            Steps().run(["docker", "rm", "--force", "--volumes", self._name], within_s=START_S)
+
+    def _create(self) -> list[str]:
+        ports = ((self.access.amqp_port, 5672), (self.access.management_port, 15672))
+        file = self._configuration
+        mounted = [f"--volume={file}:/etc/rabbitmq/conf.d/30-lanekeeper.conf:ro"] if file else []
+        published = [word for ours, its in ports for word in ("--publish", f"127.0.0.1:{ours}:{its}")]
+        return [
+            "docker",
+            "run",
+            "--detach",
+            "--pull=never",
+            f"--name={self._name}",
+            f"--hostname={self._name}",  # part of the node's name, and so of the path to its data
+            f"--label={LABEL}={owner()}",
+            f"--env-file={self._settings}",
+            *published,
+            *mounted,
+            self._image,
+        ]

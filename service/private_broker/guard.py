@@ -1,0 +1,152 @@
+"""The guard: a process that has the broker, and takes everything down when its standard input closes.
+
+It outlives whoever started it by the moment that cleaning up takes, however that one ended: its standard input is a
+pipe whose other end nobody else holds. It sits in a session of its own, where Ctrl-C does not reach it.
+
+Standard input: lines `kill` and `start`. Standard output: one JSON object a line, {"say": …} about what takes long,
+{"ready": {…}} after the start, {"done": …} for a line that was carried out, {"error": …} as the last.
+"""
+
+import argparse
+import json
+import os
+import queue
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from service.private_broker import container, install, node
+from service.private_broker.descendants import adopt_orphans, kill_all
+from service.private_broker.source import Leaving, Server, Steps, TooSlow, Unavailable
+
+SOURCES = ("docker", "installed", "install")
+"""Where a broker may come from, in the order in which they are tried (design.md, section 7)."""
+
+
+def report(**fields: object) -> None:
+    """Say something to whoever started us; nothing, where nobody listens any more."""
+    try:
+        os.write(1, (json.dumps(fields) + "\n").encode())
+    except BrokenPipeError:
+        raise Leaving from None
+
+
+@dataclass(slots=True)
+class Guard:
+    """Finds a source, starts a server, obeys, removes."""
+
+    sources: tuple[str, ...]
+    image: str | None
+    steps: Steps
+    commands: queue.SimpleQueue[str]
+    folders: list[Path] = field(default_factory=list)
+    server: Server | None = None
+
+    def run(self) -> None:
+        try:
+            server, version = self._started()
+            access = server.access
+            report(
+                ready={"amqp_url": access.amqp_url, "management_url": access.management_url, "version": version},
+            )
+            while (command := self.commands.get()) and not self.steps.leaving.is_set():
+                self._obey(server, command)
+        finally:
+            self.remove()
+
+    def _obey(self, server: Server, command: str) -> None:
+        {"kill": server.kill, "start": server.start}[command]()
+        report(done=command)
+
+    def _started(self) -> tuple[Server, str]:
+        why: list[str] = []
+        for source in self.sources:
+            try:
+                return self._started_from(source)
+            except Unavailable as error:
+                why.append(str(error))
+        raise Unavailable("\n".join([install.ADVICE, *why]))
+
+    def _started_from(self, source: str) -> tuple[Server, str]:
+        for last in (False, False, True):
+            self.server = self._make(source)
+            try:
+                return self.server, self.server.start()
+            except Unavailable as error:
+                self.remove()
+                # Somebody may have taken a port between our asking for a free one and the broker's listening on it.
+                if last or isinstance(error, TooSlow):
+                    raise
+        raise AssertionError("the last round returns or raises")
+
+    def _make(self, source: str) -> Server:
+        if source == "docker":
+            if not container.engine_answers(self.steps):
+                raise Unavailable("Docker: no engine answers")
+            container.sweep(self.steps)
+            image = self.image or container.find_image(self.steps)
+            if image is None:
+                raise Unavailable(f"Docker: {container.OFFICIAL} is not here and cannot be pulled")
+            return container.Container(self._folder(), image=image, steps=self.steps)
+        if source == "install" and node.installed() is None:
+            install.install(self.steps, "rabbitmq-server", services=install.SERVICES)
+        return node.Node(self._folder(), steps=self.steps)
+
+    def _folder(self) -> Path:
+        self.folders.append(Path(tempfile.mkdtemp(prefix="lanekeeper-broker-")))
+        return self.folders[-1]
+
+    def remove(self) -> None:
+        """Take down what there is; can be called again."""
+        if self.server is not None:
+            self.server.remove()
+        self.server = None
+        kill_all()
+        while self.folders:
+            shutil.rmtree(self.folders.pop(), ignore_errors=True)
+
+
+def _listen(commands: queue.SimpleQueue[str], leave: Callable[[], None]) -> None:
+    buffer = b""
+    while chunk := os.read(0, 1024):
+        *lines, buffer = (buffer + chunk).split(b"\n")
+        for line in lines:
+            commands.put(line.decode())
+    leave()
+
+
+def main() -> int:
+    """Guard one broker until standard input ends. 0: it was; 1: there was none to be had."""
+    options = argparse.ArgumentParser()
+    options.add_argument("--sources", default=",".join(SOURCES))
+    options.add_argument("--image", help="the Docker image to take")
+    chosen = options.parse_args()
+
+    steps = Steps(say=lambda text: report(say=text))
+    commands: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def leave(*_: object) -> None:
+        steps.leaving.set()
+        commands.put("")
+
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, leave)
+    threading.Thread(target=_listen, args=(commands, leave), name="lifeline", daemon=True).start()
+    adopt_orphans()
+    try:
+        Guard(tuple(chosen.sources.split(",")), chosen.image, steps, commands).run()
+    except Leaving:
+        pass
+    except Unavailable as error:
+        report(error=str(error))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

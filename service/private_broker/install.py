@@ -1,0 +1,68 @@
+"""Programs from Debian's packages, without letting a package start its own service."""
+
+import os
+import shutil
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from service.private_broker.source import FIXED_PATH, Steps, Unavailable
+
+POLICY = Path("/usr/sbin/policy-rc.d")
+"""Debian asks it before a package's scripts start a service; 101: not allowed."""
+FORBID = "#!/bin/sh\n# made by Lanekeeper while it installs a package, removed afterwards\nexit 101\n"
+SERVICES = ("rabbitmq-server.service", "epmd.service", "epmd.socket")
+"""What the package rabbitmq-server would start at the next boot."""
+INSTALL_S = 600
+ADVICE = (
+    "no broker to be had: set LANEKEEPER_AMQP_URL, or start Docker, or install RabbitMQ "
+    "(Debian and Ubuntu: apt install rabbitmq-server; macOS: brew install rabbitmq)"
+)
+
+
+def can_install() -> bool:
+    """Whether this is Debian, or one of its kind, and we are root."""
+    return os.geteuid() == 0 and Path("/etc/debian_version").exists() and shutil.which("apt-get") is not None
+
+
+def install(steps: Steps, package: str, *, services: Sequence[str] = ()) -> None:
+    """Install a package; its `services` shall not start at the next boot either. Raises Unavailable with what apt said.
+
+    When it is interrupted, apt is asked to stop, and does so where the system is whole: at once while it downloads,
+    after the package's last step while it installs.
+    """
+    if not can_install():
+        raise Unavailable(f"{package} is not installed, and can be only by root on Debian")
+    steps.say(f"installing {package} from Debian's packages (once)")
+    command = ["apt-get", "-q", "-o", "DPkg::Lock::Timeout=120", "install", "-y", "--no-install-recommends", package]
+    with _no_service_started():
+        code, said = _apt(steps, command)
+        if code:  # no package lists yet, or old ones
+            _apt(steps, ["apt-get", "-q", "update"])
+            code, said = _apt(steps, command)
+    if code:
+        raise Unavailable(f"apt-get could not install {package}:\n{said[-1500:]}")
+    if services and shutil.which("systemctl"):
+        steps.run(["systemctl", "disable", "--quiet", *services], within_s=30)
+
+
+def _apt(steps: Steps, command: list[str]) -> tuple[int, str]:
+    return steps.run(
+        ["env", "DEBIAN_FRONTEND=noninteractive", f"PATH={FIXED_PATH}", *command],
+        within_s=INSTALL_S,
+        end_with=signal.SIGINT,
+    )
+
+
+@contextmanager
+def _no_service_started() -> Iterator[None]:
+    if POLICY.exists():  # whoever made it has said what may be started
+        yield
+        return
+    POLICY.write_text(FORBID)
+    POLICY.chmod(0o755)
+    try:
+        yield
+    finally:
+        POLICY.unlink(missing_ok=True)

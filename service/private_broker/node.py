@@ -1,0 +1,142 @@
+"""A private node of an installed RabbitMQ: own folder, own name, own ports, own epmd; never the system's node.
+
+The server's script is run directly, not Debian's wrapper in /usr/sbin, which wants to be root and changes the user.
+Its environment is written out here, whole, so that nobody's RABBITMQ_* variables and no file in /etc take part.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from service.private_broker.descendants import kill_all
+from service.private_broker.source import (
+    ERLANG_ARGUMENTS,
+    FIXED_PATH,
+    LOOPBACK,
+    USER,
+    Access,
+    Steps,
+    TooSlow,
+    Unavailable,
+    free_ports,
+    version_if_ready,
+)
+
+DEBIAN = Path("/usr/lib/rabbitmq/bin/rabbitmq-server")
+START_S = 60
+LOG_TAIL_CHARS = 1500
+
+
+def installed() -> tuple[Path, Path] | None:
+    """RabbitMQ's server script and Erlang's epmd, or None where either is missing."""
+    server = DEBIAN if os.access(DEBIAN, os.X_OK) else _which("rabbitmq-server")
+    epmd = _which("epmd")
+    return None if server is None or epmd is None else (server, epmd)
+
+
+def _which(name: str) -> Path | None:
+    # Debian keeps some of it in /usr/sbin, which is not on everybody's PATH.
+    found = shutil.which(name) or shutil.which(name, path=FIXED_PATH)
+    return None if found is None else Path(found)
+
+
+class Node:
+    """One node. `folder` is its own and holds all that it writes; who made the folder removes it."""
+
+    def __init__(self, folder: Path, *, steps: Steps) -> None:
+        programs = installed()
+        if programs is None:
+            raise Unavailable("no rabbitmq-server is installed")
+        self._server, self._epmd = programs
+        self._folder = folder
+        self._steps = steps
+        self._processes: list[subprocess.Popen[bytes]] = []
+        amqp, management, self._distribution_port, self._epmd_port = free_ports(4)
+        self.access = Access(amqp_port=amqp, management_port=management)
+        self._configure()
+
+    def start(self) -> str:
+        """See Server; the error holds the end of the node's log."""
+        environment = self._environment()
+        epmd = [str(self._epmd), "-port", str(self._epmd_port), "-address", LOOPBACK]
+        # epmd in the foreground, as a child: one that Erlang starts by itself stays for ever.
+        self._processes = [self._run(epmd, environment), self._run([str(self._server)], environment)]
+        for _ in self._steps.until(START_S):
+            if self._processes[1].poll() is not None:
+                raise Unavailable(f"RabbitMQ did not start:\n{self._log_tail()}")
+            if version := version_if_ready(self.access):
+                return version
+        raise TooSlow(f"RabbitMQ was not ready within {START_S} s:\n{self._log_tail()}")
+
+    def kill(self) -> None:
+        """See Server; whatever it started goes with it."""
+        for each in self._processes:
+            with suppress(ProcessLookupError):
+                os.killpg(each.pid, signal.SIGKILL)
+        for each in self._processes:
+            each.wait()
+        self._processes = []
+        kill_all()
+
+    remove = kill
+
+    def _run(self, command: list[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        if sys.platform == "linux" and shutil.which("setpriv"):
+            command = ["setpriv", "--pdeathsig", "KILL", *command]  # goes with the guard, even if that is killed
+        with (self._folder / "output").open("ab") as output:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=environment,
+                cwd=self._folder,
+                start_new_session=True,
+            )
+
+    def _configure(self) -> None:
+        (self._folder / "enabled_plugins").write_text("[rabbitmq_management].\n")
+        (self._folder / "rabbitmq.conf").write_text(
+            f"listeners.tcp.1 = {LOOPBACK}:{self.access.amqp_port}\n"
+            f"management.tcp.ip = {LOOPBACK}\n"
+            f"management.tcp.port = {self.access.management_port}\n"
+            f"default_user = {USER}\n"
+            f"default_pass = {self.access.password}\n"
+            "disk_free_limit.absolute = 50MB\n"
+        )
+
+    def _environment(self) -> dict[str, str]:
+        folder = self._folder
+        return {
+            "PATH": f"{self._epmd.parent}:{FIXED_PATH}",
+            "HOME": str(folder),  # for Erlang's cookie
+            "LANG": "C.UTF-8",
+            "ERL_EPMD_PORT": str(self._epmd_port),
+            "ERL_EPMD_ADDRESS": LOOPBACK,
+            "RABBITMQ_NODENAME": f"lanekeeper-{self._epmd_port}@localhost",
+            "RABBITMQ_DIST_PORT": str(self._distribution_port),
+            "RABBITMQ_CONF_ENV_FILE": str(folder / "no-rabbitmq-env.conf"),
+            "RABBITMQ_CONFIG_FILE": str(folder / "rabbitmq.conf"),
+            "RABBITMQ_CONFIG_FILES": str(folder / "conf.d"),
+            "RABBITMQ_ADVANCED_CONFIG_FILE": str(folder / "advanced.config"),
+            "RABBITMQ_ENABLED_PLUGINS_FILE": str(folder / "enabled_plugins"),
+            "RABBITMQ_MNESIA_BASE": str(folder / "data"),
+            "RABBITMQ_LOG_BASE": str(folder / "log"),
+            "RABBITMQ_GENERATED_CONFIG_DIR": str(folder / "config"),
+            "RABBITMQ_LOGS": "-",
+            # Bound to cores, several brokers on one machine would all sit on the first.
+            "RABBITMQ_SCHEDULER_BIND_TYPE": "u",
+            "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": (
+                f"-start_epmd false -kernel inet_dist_use_interface {{127,0,0,1}} {ERLANG_ARGUMENTS}"
+            ),
+            # Makes the script replace itself with Erlang, so that the process that is watched is the node.
+            "detached": "true",
+        }
+
+    def _log_tail(self) -> str:
+        return (self._folder / "output").read_text(errors="replace")[-LOG_TAIL_CHARS:].strip()

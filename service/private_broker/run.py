@@ -1,0 +1,122 @@
+"""`python -m service.private_broker.run -- COMMAND …`: a command with a private broker around it.
+
+The command finds LANEKEEPER_AMQP_URL and LANEKEEPER_MANAGEMENT_URL in its environment.
+
+When the command has ended, or on Ctrl-C or SIGTERM at any second, everything that it left running is ended, and the
+broker is taken down.
+"""
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from types import FrameType
+
+from service.private_broker.broker import GuardedBroker, guarded_broker
+from service.private_broker.descendants import adopt_orphans, descendants, reap
+from service.private_broker.guard import SOURCES
+from topology.contract.problems import BrokerUnreachable
+
+GRACE_S = 15
+"""How long a command that was told to end may take."""
+LEFT_S = 5
+"""How long what it left behind may go on by itself."""
+CLEANING_UP_S = 60
+"""How long that may take when told to end: it may be a guard with a broker of its own, or Docker's engine."""
+POLL_S = 0.02
+
+
+class Told(BaseException):
+    """A signal told us to end. Not an Exception: nothing on the way may take it for an error of its own."""
+
+
+@dataclass(slots=True)
+class Signals:
+    """SIGINT, SIGTERM and SIGHUP: the first is noted, and raises Told where that is safe; further ones are nothing."""
+
+    told: signal.Signals | None = None
+    raising: bool = True
+
+    def listen(self) -> None:
+        for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(each, self._on_signal)
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        if self.told is None:
+            self.told = signal.Signals(number)
+            if self.raising:
+                raise Told
+
+
+def main() -> int:
+    """Run the command; its own exit code, 128 + the signal's number where a signal ended it, 1 without a broker."""
+    options = argparse.ArgumentParser(prog="python -m service.private_broker.run")
+    options.add_argument("--sources", default=",".join(SOURCES), help="where the broker may come from, in this order")
+    options.add_argument("--image", help="the Docker image to take")
+    options.add_argument("command", nargs="+", metavar="-- COMMAND …")
+    chosen = options.parse_args()
+
+    adopt_orphans()
+    signals = Signals()
+    signals.listen()
+    code = 1
+    try:
+        with guarded_broker(sources=chosen.sources.split(","), image=chosen.image) as broker:
+            # Raised between the start of a process and its being known here, Told would leave it behind.
+            signals.raising = False
+            code = _run(chosen.command, broker, signals)
+    except BrokerUnreachable as error:
+        print(error, file=sys.stderr)
+    except Told:
+        pass
+    finally:
+        signals.raising = False
+        _end_the_rest()
+    return code if signals.told is None else 128 + signals.told
+
+
+def _run(command: list[str], broker: GuardedBroker, signals: Signals) -> int:
+    environment = [f"LANEKEEPER_AMQP_URL={broker.amqp_url}", f"LANEKEEPER_MANAGEMENT_URL={broker.management_url}"]
+    # Should we be killed, the command is told to end: its broker goes.
+    bound = ["setpriv", "--pdeathsig", "TERM"] if sys.platform == "linux" and shutil.which("setpriv") else []
+    child = subprocess.Popen([*bound, "env", *environment, *command])
+    try:
+        while signals.told is None and child.poll() is None:
+            time.sleep(POLL_S)
+        if signals.told is not None:
+            # At a terminal Ctrl-C has reached the command as well; a second one would cut short its own cleaning up.
+            if not (signals.told is signal.SIGINT and os.isatty(0)):
+                child.send_signal(signals.told)
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(GRACE_S)
+    finally:
+        child.kill()
+        child.wait()
+        _end_the_rest(spare=broker.guard.pid)
+    return child.returncode if child.returncode >= 0 else 128 - child.returncode
+
+
+def _end_the_rest(*, spare: int | None = None) -> None:
+    """Give what is left a moment to end by itself, then tell it to, and kill it only when that has no effect."""
+    began = time.monotonic()
+    told: set[int] = set()
+    while left := set(descendants(os.getpid())) - (set() if spare is None else {spare, *descendants(spare)}):
+        waited_s = time.monotonic() - began
+        for each in left:
+            with suppress(ProcessLookupError, PermissionError):
+                if waited_s > LEFT_S + CLEANING_UP_S:
+                    os.kill(each, signal.SIGKILL)
+                elif waited_s > LEFT_S and each not in told:
+                    told.add(each)
+                    os.kill(each, signal.SIGTERM)
+            reap(each)
+        time.sleep(POLL_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

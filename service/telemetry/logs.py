@@ -1,0 +1,154 @@
+"""Logs: events with fields on standard error, JSON lines, or columns where a person watches.
+
+Standard output belongs to what a command prints. What libraries write with `logging` comes in from WARNING up, as one
+event; below that, some of them log whole requests.
+"""
+
+import logging
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final, Literal, TextIO
+
+import structlog
+from structlog.typing import EventDict, Processor, WrappedLogger
+
+from service.telemetry import redaction
+from topology.contract.problems import LanekeeperError
+from topology.telemetry import signals
+
+Format = Literal["auto", "json", "console"]
+_FRAMES: Final = 12
+_SELDOM_S: Final = 60.0
+
+
+@contextmanager
+def written(
+    *, service: str, level: str, format: Format = "auto", with_content: bool = False, stream: TextIO | None = None
+) -> Iterator[None]:
+    """Write logs to `stream` (None: standard error) for the length of a `with`; then everything is as it was before.
+
+    `level` is one of logging's names; it holds for our own events alone.
+    """
+    out = sys.stderr if stream is None else stream
+    console = format == "console" or (format == "auto" and out.isatty())
+    before = structlog.get_config() if structlog.is_configured() else None
+    structlog.configure(
+        processors=_processors(service, console=console, colours=out.isatty(), with_content=with_content),
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
+        logger_factory=structlog.WriteLoggerFactory(file=out),
+        # Loggers are made at import; caching would tie them to the first configuration, and tests could not capture.
+        cache_logger_on_first_use=False,
+    )
+    libraries = _Libraries()
+    root = logging.getLogger()
+    # Inside another `with` the outer one's is there, and writes as is configured now.
+    added = not any(isinstance(each, _Libraries) for each in root.handlers)
+    if added:
+        root.addHandler(libraries)
+    try:
+        yield
+    finally:
+        if added:
+            root.removeHandler(libraries)
+        if before is None:
+            structlog.reset_defaults()
+        else:
+            structlog.configure(**before)
+
+
+def _processors(service: str, *, console: bool, colours: bool, with_content: bool) -> list[Processor]:
+    def order(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
+        first = {name: event.pop(name) for name in ("timestamp", "level", "event")}
+        return {**first, "service": service, **event}
+
+    def explain(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
+        if error := _error_of(event.pop("exc_info", None)):
+            event["exception"] = explained(error, with_content=with_content)
+        return event
+
+    def redact(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
+        return redaction.fields(event, with_content=with_content)
+
+    def below(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
+        if "exception" in event:
+            event["exception"] = "\n".join(event["exception"])
+        return event
+
+    shared: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        explain,
+    ]
+    if console:
+        return [*shared, redact, below, structlog.dev.ConsoleRenderer(colors=colours, sort_keys=False)]
+    return [*shared, order, redact, structlog.processors.JSONRenderer()]
+
+
+def explained(error: BaseException, *, with_content: bool = False) -> list[str]:
+    """An exception and its causes, innermost call last, without source lines or local variables.
+
+    Texts are kept of errors whose texts are ours or the system's; others (a KeyError, a validator) may quote content.
+    """
+    lines: list[str] = []
+    cause: BaseException | None = error
+    while cause is not None and len(lines) < 4 * _FRAMES:
+        lines.append(f"{type(cause).__module__}.{type(cause).__qualname__}{_said(cause, with_content=with_content)}")
+        frames = traceback.extract_tb(cause.__traceback__, limit=-_FRAMES)
+        lines += [f"  {frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    return lines
+
+
+def _said(error: BaseException, *, with_content: bool) -> str:
+    if with_content:
+        return f": {error}"
+    if (brief := getattr(error, "brief", None)) is not None:
+        return f": {brief}"
+    return f": {error}" if isinstance(error, LanekeeperError | OSError) else ""
+
+
+def _error_of(exc_info: Any) -> BaseException | None:
+    if isinstance(exc_info, BaseException):
+        return exc_info
+    if isinstance(exc_info, tuple):
+        return exc_info[1] if isinstance(exc_info[1], BaseException) else None
+    return sys.exception() if exc_info else None
+
+
+class _Libraries(logging.Handler):
+    """Turns what libraries write into an event each; the exporter of spans is let speak once a minute."""
+
+    def __init__(self) -> None:
+        super().__init__(level=logging.WARNING)
+        self._log = structlog.get_logger()
+        self._quiet_until_s = 0.0
+        self._suppressed = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            # Further lines of a message are where asyncio quotes a task and what it raised.
+            said = record.getMessage().partition("\n")[0]
+            if record.name.startswith("opentelemetry."):
+                self._lost(said)
+            else:
+                self._log.log(
+                    record.levelno,
+                    signals.LIBRARY_WARNED,
+                    library=record.name,
+                    message=said,
+                    exc_info=record.exc_info,
+                )
+        except Exception:  # a logging call must not raise into the library that made it
+            self.handleError(record)
+
+    def _lost(self, said: str) -> None:
+        if time.monotonic() < self._quiet_until_s:
+            self._suppressed += 1
+            return
+        self._quiet_until_s = time.monotonic() + _SELDOM_S
+        self._log.warning(signals.TRACES_LOST, error=said, suppressed=self._suppressed)
+        self._suppressed = 0

@@ -1,0 +1,122 @@
+"""Who is asked, when, and at whose expense: providers, budgets and caps, and the gates before them, made."""
+
+import random
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+from consumers.gates.budget import BudgetGate
+from consumers.gates.caps import CapsGate
+from consumers.gates.route import RouteGate
+from consumers.job import now_ms
+from consumers.lifecycle import Lifecycle
+from consumers.limits.base import Budgets
+from consumers.limits.estimates import Estimates
+from consumers.limits.local import LocalBudgets
+from consumers.providers.base import Provider
+from consumers.providers.breaker import Breakers
+from consumers.providers.registry import Registry
+from consumers.providers.routes import Routes
+from consumers.spending import Spending
+from consumers.state.base import Store
+from consumers.state.redis.budgets import RedisBudgets
+from consumers.state.redis.client import RedisClient
+from service.config.settings import Settings
+from topology.telemetry.tracing import Tracing
+
+HELD_FROM_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Budgeting:
+    """What a request passes before its call, and what makes the call."""
+
+    budgets: Budgets
+    breakers: Breakers
+    spending: Spending
+    prices_as_of: str
+    registry: Registry
+    route_gate: RouteGate
+    caps_gate: CapsGate
+    budget_gate: BudgetGate
+
+    def waiting_for(self) -> Mapping[str, str]:
+        """What each lane waits for at its provider, where that is longer than a moment."""
+        return {
+            lane: waiting.reason
+            for lanes in self.budgets.waiting().values()
+            for lane, waiting in lanes.items()
+            if waiting.oldest_s >= HELD_FROM_S
+        }
+
+
+@asynccontextmanager
+async def open_budgeting(
+    settings: Settings,
+    providers: Sequence[Provider],
+    *,
+    store: Store,
+    lifecycle: Lifecycle,
+    tracing: Tracing,
+    rng: random.Random,
+) -> AsyncIterator[Budgeting]:
+    """Make all of it."""
+    spec, prices = settings.budget_spec(), settings.price_table()
+    async with _budgets(settings) as budgets:
+        breakers, spending = Breakers(store), Spending(store, settings.caps_spec())
+        registry = Registry(
+            *providers,
+            tracing=tracing,
+            breakers=breakers,
+            prices=prices,
+            learn=budgets.learn,
+        )
+        route_gate = RouteGate(Routes(settings.routes_spec()), breakers, now_ms=now_ms, rng=rng)
+        budget_gate = BudgetGate(
+            budgets,
+            route_gate,
+            Estimates(first_output_tokens=spec.first_output_tokens, first_bytes_per_token=spec.first_bytes_per_token),
+            spec=spec,
+            now_ms=now_ms,
+            rng=rng,
+            on_wait=lambda job, wait: lifecycle.tell(
+                job,
+                "deferred",
+                delay_ms=round(1000 * wait.seconds),
+                reason=wait.reason,
+                **({} if wait.is_known else {"guessed": True}),
+            ),
+        )
+        yield Budgeting(
+            budgets=budgets,
+            breakers=breakers,
+            spending=spending,
+            prices_as_of=prices.as_of,
+            registry=registry,
+            route_gate=route_gate,
+            caps_gate=CapsGate(
+                spending,
+                route_gate,
+                prices=prices,
+                estimate=budget_gate.amounts,
+                now_ms=now_ms,
+                rng=rng,
+                tell=lifecycle.tell,
+            ),
+            budget_gate=budget_gate,
+        )
+
+
+@asynccontextmanager
+async def _budgets(settings: Settings) -> AsyncIterator[Budgets]:
+    """One budget for all processes where they share a Redis, else this process's own."""
+    spec = settings.budget_spec()
+    if not settings.store.startswith(("redis://", "rediss://")):
+        yield LocalBudgets(spec)
+        return
+    async with AsyncExitStack() as stack:
+        client = RedisClient(settings.store)
+        stack.push_async_callback(client.aclose)
+        shared = RedisBudgets(client, namespace=settings.namespace, spec=spec)
+        stack.push_async_callback(shared.aclose)
+        yield shared

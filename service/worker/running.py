@@ -1,0 +1,193 @@
+"""A worker at work: its pools run, it answers what `status` asks, it logs each lane once a minute, it stops well."""
+
+import asyncio
+import os
+import platform
+import uuid
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import asdict
+
+import structlog
+
+from consumers.capacity.activity import quantile
+from consumers.job import now_ms
+from consumers.storekeeping import probing, sweeping
+from service.worker.assembly import Parts
+from topology.broker.admin.depth import depths
+from topology.broker.inbox import Inbox
+from topology.contract.messages import Message
+from topology.contract.problems import BrokerError
+from topology.names import STATUS_KEY
+from topology.telemetry import signals
+
+SUMMARY_EVERY_S = 60
+LOOK_EVERY_S = 0.02
+CANCEL_AGAIN_S = 2.0
+BIND_EVERY_S = 30
+log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+async def run(
+    parts: Parts, *, stop: asyncio.Event, grace_s: float, on_ready: Callable[[], None] = lambda: None
+) -> None:
+    """Work until `stop` is set; then take no more, give back what has not begun its call, let the calls that run
+    end within `grace_s`, and give back the rest.
+
+    `on_ready` is called once, when every queue is consumed.
+    """
+    async with asyncio.TaskGroup() as group:
+        pools = [group.create_task(pool.run(), name=f"pool {pool.queue}") for pool in parts.pools]
+        side = [
+            group.create_task(_answer_status(parts), name="status"),
+            group.create_task(_summarise(parts), name="summary"),
+            group.create_task(parts.claiming.run(), name="claims"),
+            group.create_task(probing(parts.store), name="probing"),
+            group.create_task(sweeping(parts.store, owner=uuid.uuid4().hex), name="sweeping"),
+            group.create_task(parts.dead_letters.run(owner=uuid.uuid4().hex), name="dead letters"),
+        ]
+        pools.append(group.create_task(parts.control.run(), name="control"))
+        pools.append(group.create_task(parts.slots.run(), name="slots"))
+        pools.append(group.create_task(parts.scouting.run(), name="scouting"))
+        side.append(group.create_task(parts.pausing.run((*parts.pools, parts.slots, parts.scouting)), name="pausing"))
+        side.append(group.create_task(parts.watch.run(), name="topology watch"))
+        announcing = group.create_task(_announce(parts, on_ready), name="announce")
+        stopping = group.create_task(stop.wait(), name="stop")
+        ended, _ = await asyncio.wait((stopping, *pools, *side), return_when=asyncio.FIRST_COMPLETED)
+        if stopping not in ended:  # a lane that nobody works must not look like an idle one
+            raise RuntimeError(f"{', '.join(task.get_name() for task in ended)} ended by itself")
+        running = sum(activity.running for activity in parts.activities)
+        log.info(signals.SERVICE_STOPPING, running=running, grace_s=grace_s)
+        stops = [
+            group.create_task(_stop(parts), name="stop taking"),
+            group.create_task(parts.control.stop(), name="stop control"),
+        ]
+        _, late = await asyncio.wait((*stops, *pools), timeout=grace_s)
+        orphaned = sum(activity.running for activity in parts.activities) if late else 0
+        await _end((*late, *side, announcing))
+        log.info(signals.SERVICE_STOPPED, orphaned=orphaned)
+
+
+async def _stop(parts: Parts) -> None:
+    """What is given back must find none of our consumers: so all of them end first."""
+    await asyncio.gather(*(pool.stop() for pool in parts.pools), parts.slots.stop(), parts.scouting.stop())
+    for pool in parts.pools:
+        pool.give_back_waiting()
+    parts.slots.give_back_waiting()
+    parts.scouting.give_back_waiting()
+
+
+async def _end(tasks: Iterable[asyncio.Task[object]]) -> None:
+    """Cancel tasks until they have ended: a cancellation that comes while aiormq waits can be lost (topology/broker/
+    border.py)."""
+    pending = {task for task in tasks if not task.done()}
+    while pending:
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
+
+
+async def _announce(parts: Parts, on_ready: Callable[[], None]) -> None:
+    """Say what is worked, as soon as it is: a queue that is not consumed yet answers nobody."""
+    while any(pool.trouble for pool in parts.pools):  # noqa: ASYNC110  five or seven queues, once, with no event behind
+        await asyncio.sleep(LOOK_EVERY_S)
+    for activity in parts.activities:
+        snapshot = activity.snapshot()
+        log.info(signals.LANE_STARTED, lane=activity.lane, slots=snapshot["slots"], due_slots=snapshot["due_slots"])
+    on_ready()
+
+
+async def _answer_status(parts: Parts) -> None:
+    """Tell whoever asks what this worker does; on a queue of its own, made again when it is lost."""
+    me = f"{platform.node()}:{os.getpid()}"
+    while True:
+        with suppress(BrokerError):
+            async with Inbox(parts.consuming, bindings=((parts.names.control, STATUS_KEY),)) as inbox:
+                binding = asyncio.create_task(_bind_again(inbox), name="status binding")
+                try:
+                    async for question in inbox:
+                        if question.type == STATUS_KEY:  # of another type it is answered from the control queue
+                            await _tell(parts, question, me)
+                finally:
+                    await _end((binding,))
+        await asyncio.sleep(1)  # the connection itself comes back with its own backoff
+
+
+async def _bind_again(inbox: Inbox) -> None:
+    while True:
+        await asyncio.sleep(BIND_EVERY_S)
+        with suppress(BrokerError):  # lost with its channel: whoever reads it hears of that
+            await inbox.bind()
+
+
+async def _tell(parts: Parts, question: Message, me: str) -> None:
+    figures = {
+        "worker": me,
+        "lanes": {activity.lane: dict(activity.snapshot()) for activity in parts.activities},
+        "waiting": {
+            account: {lane: asdict(waiting) for lane, waiting in lanes.items()}
+            for account, lanes in parts.budgets.waiting().items()
+        },
+        "paused_until_ms": {
+            account: now_ms() + round(1000 * left_s) for account, left_s in parts.budgets.paused().items()
+        },
+        "breakers": dict(parts.breakers.states(asyncio.get_running_loop().time())),
+        "spent": {
+            kind: {name: spent._asdict() for name, spent in each.items()}
+            for kind, each in parts.spending.totals().items()
+        },
+        "prices_as_of": parts.prices_as_of,
+        "simulated": parts.simulated,
+        "tenants": {lane: turns.snapshot() for lane, turns in parts.turns.items()},
+        "undelivered": parts.retelling.given_up,
+        "dead_letters": {
+            "exported": parts.dead_letters.exported,
+            "dropped": parts.dead_letters.dropped,
+            "unparked": parts.parking.unparked,
+        },
+        "control": {
+            "refused": parts.answers.refused,
+            "unanswered": parts.answers.unanswered,
+            "displaced": parts.control.displaced,
+        },
+    }
+    await parts.answers.tell(question, figures, id=None, as_="accepted")
+
+
+async def _summarise(parts: Parts) -> None:
+    """Once a minute, a line a lane."""
+    while True:
+        await asyncio.sleep(SUMMARY_EVERY_S)
+        await summarise_once(parts)
+
+
+async def summarise_once(parts: Parts) -> None:
+    """Log what `status` shows: depth, consumers, running, waits and throughput of each lane."""
+    queues = {activity.lane: _queues(parts, activity.lane) for activity in parts.activities}
+    try:
+        found = await depths(parts.consuming, [queue for pair in queues.values() for queue in pair])
+    except BrokerError as error:
+        log.warning(signals.BROKER_UNREACHABLE, connection="consume", reason=str(error))
+        return
+    for activity in parts.activities:
+        figures = activity.snapshot()
+        intake, *others = (found[queue] for queue in queues[activity.lane])
+        waits = sorted(figures["waits_ms"])
+        log.info(
+            signals.LANE_SUMMARY,
+            lane=activity.lane,
+            depth=intake.ready + sum(each.ready for each in others),
+            consumers=intake.consumers,
+            running=figures["running"],
+            wait_p50_ms=quantile(waits, 0.5),
+            wait_p95_ms=quantile(waits, 0.95),
+            per_min=figures["throughput_per_min"],
+        )
+
+
+def _queues(parts: Parts, lane: str) -> tuple[str, ...]:
+    """The intake first."""
+    sides = (
+        parts.names.side(lane, each) for spec in parts.lanes if spec.name == lane for each in range(spec.side_queues)
+    )
+    return parts.names.intake(lane), parts.names.due(lane), *sides

@@ -1,0 +1,4 @@
+"""Declaring, verifying and watching the topology, depths, rights, and the management API.
+
+Imported by `service`.
+"""

@@ -1,0 +1,161 @@
+"""Put a declared topology onto a broker, over AMQP. Nothing is ever deleted, and nothing that exists is changed."""
+
+import asyncio
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from aiormq.abc import AbstractChannel, AbstractConnection
+from aiormq.exceptions import (
+    AMQPConnectionError,
+    AMQPError,
+    ChannelAccessRefused,
+    ChannelLockedResource,
+    ChannelNotFoundEntity,
+    ChannelPreconditionFailed,
+)
+
+from topology.broker.driver.border import asks_to_stop, cancellations
+from topology.contract.problems import AccessRefused, BrokerError, BrokerUnreachable, TopologyMismatch
+from topology.model import Binding, Exchange, Queue, Topology
+
+DECLARE_TIMEOUT_S = 30
+"""For one declaration; a cluster that elects a leader meanwhile takes seconds."""
+
+_DIFFERENT = re.compile(
+    r"inequivalent arg '(?P<field>[^']+)' for (?P<what>\w+) '(?P<name>[^']*)' in vhost '(?P<vhost>[^']*)': "
+    r"received (?P<wanted>.+?) but current is (?P<found>.+)"
+)
+_VALUE = re.compile(r"(?:the value )?'(.*?)'")
+
+
+async def apply(topology: Topology, connection: AbstractConnection) -> None:
+    """Declare exchanges, then queues, then bindings; what is there already and alike stays as it is.
+
+    Safe to repeat, and from several processes at once. Raises TopologyMismatch at the first thing that exists with
+    other properties, AccessRefused without the right to configure, BrokerUnreachable where the connection is lost,
+    BrokerError for whatever else the broker refuses. Success proves that everything exists with our arguments, not
+    that there is nothing else: bindings too many, policies, arguments that the broker does not know; `verify` looks.
+    """
+    with broker_errors():
+        channel = await connection.channel()
+        try:
+            for exchange in topology.exchanges:
+                await declare_exchange(channel, exchange)
+            for queue in topology.queues:
+                await declare_queue(channel, queue)
+            for binding in topology.bindings:
+                await bind(channel, binding)
+        finally:
+            if not channel.is_closed:
+                await channel.close()
+
+
+@contextmanager
+def broker_errors() -> Iterator[None]:
+    """Turn what the broker answers to a declaration into our errors."""
+    before = cancellations()
+    try:
+        yield
+    except ChannelPreconditionFailed as error:
+        raise _refusal(str(error)) from error
+    except ChannelAccessRefused as error:
+        raise AccessRefused(
+            f"{error}; `lanekeeper topology apply` needs a user that may configure everything of ours "
+            "(the deployer of `lanekeeper topology export`)"
+        ) from error
+    except ChannelNotFoundEntity as error:
+        raise TopologyMismatch(
+            f"{error}; somebody deleted it meanwhile: run `lanekeeper topology apply` again"
+        ) from error
+    except ChannelLockedResource as error:
+        raise TopologyMismatch(f"{error}; an exclusive queue of another client has a name of ours") from error
+    except (AMQPConnectionError, OSError, TimeoutError, RuntimeError) as error:
+        raise BrokerUnreachable(f"the connection was lost: {error or type(error).__name__}") from error
+    except AMQPError as error:
+        raise BrokerError(str(error)) from error
+    except asyncio.CancelledError:
+        if asks_to_stop():
+            raise
+        raise BrokerUnreachable("the connection was lost") from None
+    if cancellations() > before:  # one that aiormq lost
+        raise asyncio.CancelledError
+
+
+def _refusal(text: str) -> BrokerError:
+    """The error for a 406, which says what differs and how to migrate; other 406s (a queue limit, say) as they are."""
+    found = _DIFFERENT.search(text)
+    if found is None:
+        return BrokerError(text)
+    what, name, vhost = found["what"], found["name"], found["vhost"]
+    return TopologyMismatch(
+        f"{what} {name} in vhost {vhost} exists with another {found['field']}: wanted {_value(found['wanted'])}, "
+        f"found {_value(found['found'])}. It was left as it is; `lanekeeper topology plan` lists every difference. "
+        + (_migrate_queue(name, vhost) if what == "queue" else _migrate_exchange(name))
+    )
+
+
+def _value(text: str) -> str:
+    """`the value '10000' of type 'short'`, `'5'` or `none`, as a person would say it."""
+    quoted = _VALUE.match(text)
+    return quoted[1] if quoted else "nothing" if text == "none" else text
+
+
+def _migrate_queue(name: str, vhost: str) -> str:
+    # Deleting a queue destroys its messages, and quorum queues do not know if-empty, so looking is up to the person.
+    return (
+        f"To migrate it: stop what publishes to it, let the workers empty it until `rabbitmqctl -p '{vhost}' "
+        f"list_queues name messages` shows 0 for it, then `rabbitmqctl -p '{vhost}' delete_queue '{name}'` "
+        "and `lanekeeper topology apply`."
+    )
+
+
+def _migrate_exchange(name: str) -> str:
+    return (
+        f"To migrate it: stop what publishes to it, delete exchange {name} in the management UI (it holds no "
+        "messages), then `lanekeeper topology apply`, which brings its bindings back."
+    )
+
+
+async def declare_exchange(channel: AbstractChannel, exchange: Exchange) -> None:
+    """Declare one exchange; aiormq's own errors."""
+    await channel.exchange_declare(
+        exchange.name,
+        exchange_type=exchange.type,
+        durable=exchange.durable,
+        auto_delete=exchange.auto_delete,
+        internal=exchange.internal,
+        arguments=dict(exchange.arguments),
+        timeout=DECLARE_TIMEOUT_S,
+    )
+
+
+async def declare_queue(channel: AbstractChannel, queue: Queue) -> None:
+    """Declare one queue; aiormq's own errors."""
+    await channel.queue_declare(
+        queue.name,
+        durable=queue.durable,
+        auto_delete=queue.auto_delete,
+        arguments=dict(queue.arguments),
+        timeout=DECLARE_TIMEOUT_S,
+    )
+
+
+async def bind(channel: AbstractChannel, binding: Binding) -> None:
+    """Make one binding; aiormq's own errors."""
+    if binding.destination_kind == "queue":
+        await channel.queue_bind(
+            binding.destination,
+            binding.source,
+            binding.routing_key,
+            arguments=dict(binding.arguments),
+            timeout=DECLARE_TIMEOUT_S,
+        )
+    else:
+        await channel.exchange_bind(
+            binding.destination,
+            binding.source,
+            binding.routing_key,
+            arguments=dict(binding.arguments),
+            timeout=DECLARE_TIMEOUT_S,
+        )

@@ -1,0 +1,74 @@
+"""The oldest messages of a queue, taken one by one and held: removed for good, or back in their place when it is left.
+
+async with Oldest(connection, queue) as oldest:
+    while (letter := await oldest.take()) is not None: …
+        await oldest.remove(letter)
+"""
+
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from aiormq.channel import Channel
+from aiormq.exceptions import ChannelAccessRefused
+from pamqp.commands import Basic
+
+from topology.broker.connection import Connection
+from topology.broker.driver.border import border
+from topology.broker.driver.frames import message_of
+from topology.contract.messages import Message
+from topology.contract.problems import AccessRefused, BrokerUnreachable
+
+RPC_TIMEOUT_S = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Letter:
+    """One message that is held; `behind` it so many are ready."""
+
+    message: Message
+    behind: int
+    tag: int
+
+
+class Oldest:
+    """By `basic.get`: the broker hands each out once, so that several processes may do this at a time."""
+
+    def __init__(self, connection: Connection, queue: str) -> None:
+        self._connection = connection
+        self._queue = queue
+        self._channel: Channel | None = None
+
+    async def __aenter__(self) -> Self:
+        self._channel = await self._connection.channel(confirms=False, timeout_s=RPC_TIMEOUT_S)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """What is still held goes back."""
+        if self._channel is not None:
+            with suppress(BrokerUnreachable), border("closing"):
+                await self._channel.close(timeout=RPC_TIMEOUT_S)
+
+    async def take(self) -> Letter | None:
+        """The oldest that nobody holds; None where there is none. Raises AccessRefused, BrokerUnreachable."""
+        assert self._channel is not None
+        try:
+            with border(f"cannot read {self._queue!r}"):
+                got = await self._channel.basic_get(self._queue, timeout=RPC_TIMEOUT_S)
+        except BrokerUnreachable as error:
+            if isinstance(error.__cause__, ChannelAccessRefused):
+                raise AccessRefused(str(error)) from error
+            raise
+        found = got.delivery
+        if not isinstance(found, Basic.GetOk):
+            return None
+        return Letter(message_of(got), behind=found.message_count or 0, tag=found.delivery_tag or 0)
+
+    async def remove(self, letter: Letter) -> None:
+        """For good. Raises BrokerUnreachable: it may be there again."""
+        assert self._channel is not None
+        with border(f"channel lost before a message of {self._queue} was removed"):
+            await self._channel.basic_ack(letter.tag, wait=True)

@@ -1,0 +1,248 @@
+"""The management HTTP API of RabbitMQ, as far as we need it: which broker it is, and what is on it.
+
+Credentials are sent where they were meant to go: to the URL that was set, or to what answers as RabbitMQ's management
+API at the AMQP host; never along a redirect, and over plain HTTP only where AMQP itself is plain.
+"""
+
+import json
+import ssl
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import quote
+
+import aiohttp
+from aiormq.abc import AbstractConnection
+from yarl import URL
+
+from topology.broker.driver.urls import urls_of
+from topology.contract.problems import AccessRefused, BrokerError, BrokerUnreachable
+from topology.model import Arguments, Binding, Exchange, Queue, Topology, Value
+
+TIMEOUT_S = 10
+PORT = 15672
+TLS_PORT = 15671
+_REALM = "RabbitMQ"
+_QUEUE_COLUMNS = "name,arguments,durable,auto_delete,exclusive,effective_policy_definition,members"
+
+
+@dataclass(frozen=True, slots=True)
+class Overview:
+    """Which broker it is."""
+
+    version: str
+    cluster: str
+
+
+@dataclass(frozen=True, slots=True)
+class Management:
+    """The API of one broker, for one virtual host. A value: each call makes and closes its own HTTP session.
+
+    Every call raises BrokerUnreachable where nothing answers in time, AccessRefused for a user without the tag
+    `management` or without rights in the virtual host, BrokerError for any other answer.
+    """
+
+    url: str
+    user: str
+    password: str = field(repr=False)
+    vhost: str
+    ssl_context: ssl.SSLContext | None = field(default=None, repr=False)
+
+    async def overview(self) -> Overview:
+        """Say which broker it is."""
+        found = await self._get("overview")
+        return Overview(version=str(found["rabbitmq_version"]), cluster=str(found["cluster_name"]))
+
+    async def topology(self) -> Topology:
+        """All of the virtual host's exchanges, queues and bindings but the broker's own (`amq.…`, the default one)."""
+        version = (await self.overview()).version
+        exchanges = await self._get(f"exchanges/{self._vhost}")
+        queues = await self._get(f"queues/{self._vhost}", columns=_QUEUE_COLUMNS)
+        return Topology(
+            exchanges=tuple(
+                _exchange(each) for each in exchanges if each["name"] and not each["name"].startswith("amq.")
+            ),
+            queues=tuple(_queue(each) for each in queues),
+            bindings=await self.bindings(),
+            broker_version=version,
+            nodes=await self._nodes(),
+        )
+
+    async def bindings(self) -> tuple[Binding, ...]:
+        """All of the virtual host's bindings but those of the default exchange."""
+        found = await self._get(f"bindings/{self._vhost}")
+        return tuple(_binding(each) for each in found if each["source"])
+
+    async def import_definitions(self, definitions: dict[str, Any]) -> None:
+        """Make all of `definitions` (topology/export.py); needs the tag `administrator`."""
+        await self._call("POST", "definitions", body=json.dumps(definitions).encode())
+
+    async def _nodes(self) -> tuple[str, ...]:
+        """All nodes of the cluster; none for a user without the tag `monitoring`."""
+        try:
+            found = await self._get("nodes", columns="name")
+        except AccessRefused:
+            return ()
+        return tuple(sorted(each["name"] for each in found))
+
+    @property
+    def address(self) -> str:
+        """The URL without credentials, for messages."""
+        return str(URL(self.url).with_user(None))
+
+    @property
+    def _vhost(self) -> str:
+        return quote(self.vhost, safe="")
+
+    async def _get(self, path: str, **query: str) -> Any:
+        body = await self._call("GET", path, query=query)
+        try:
+            return json.loads(body)
+        except ValueError as error:
+            raise BrokerError(f"{self.address} answered with something else than JSON; is it RabbitMQ's?") from error
+
+    async def _call(
+        self, method: str, path: str, *, query: dict[str, str] | None = None, body: bytes | None = None
+    ) -> bytes:
+        # Encoded here, because the virtual host "/" has to stay %2F in the path.
+        url = URL(f"{str(URL(self.url).with_user(None)).rstrip('/')}/api/{path}", encoded=True)
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)) as session,
+                session.request(
+                    method,
+                    url.with_query(query) if query else url,
+                    data=body,
+                    headers={
+                        "authorization": aiohttp.encode_basic_auth(self.user, self.password),
+                        "content-type": "application/json",
+                    },
+                    ssl=self.ssl_context or True,
+                    allow_redirects=False,
+                ) as answer,
+            ):
+                text = await answer.read()
+                if answer.status >= 300:
+                    raise self._refusal(answer.status, path, text)
+                return text
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise BrokerUnreachable(f"no management API at {self.address}: {error or type(error).__name__}") from error
+
+    def _refusal(self, status: int, path: str, text: bytes) -> BrokerError:
+        if status in (401, 403):
+            return AccessRefused(
+                f"the management API at {self.address} refuses user {self.user!r} ({status}): "
+                f"it needs the tag `management` and rights in virtual host {self.vhost!r}"
+            )
+        if status == 404:
+            return BrokerError(f"the management API at {self.address} knows no virtual host {self.vhost!r}")
+        said = text[:200].decode("utf-8", errors="replace")
+        return BrokerError(f"the management API at {self.address} answered {status} to {path}: {said}")
+
+
+async def discover(
+    amqp_url: str,
+    management_url: str | None = None,
+    *,
+    connection: AbstractConnection | None = None,
+    ssl_context: ssl.SSLContext | None = None,
+) -> Management | None:
+    """Find the management API of a broker, or of the first of several (`urls.py`) that has one.
+
+    With `management_url` it is that one, unasked (credentials of its own, if it has any, go before the AMQP ones).
+    Without, it is looked for at the AMQP host: port 15672, or over TLS port 15671 for `amqps`. None where nothing
+    answers as RabbitMQ there, where it does not let the AMQP user in, or where it is not the broker of `connection`
+    (several brokers on one machine).
+    """
+    every = [URL(each) for each in urls_of(amqp_url)]
+    if management_url is not None:
+        own = URL(management_url)
+        user, password, vhost = _access(every[0])
+        if own.user is not None:
+            user, password = own.user, own.password or ""
+        return Management(str(own.with_user(None)), user, password, vhost, ssl_context)
+    for amqp in every:
+        management = await _at_host(amqp, connection, ssl_context)
+        if management is not None:
+            return management
+    return None
+
+
+def _access(amqp: URL) -> tuple[str, str, str]:
+    """User, password and virtual host."""
+    return amqp.user or "guest", amqp.password or "guest", amqp.path[1:] or "/"
+
+
+async def _at_host(
+    amqp: URL, connection: AbstractConnection | None, ssl_context: ssl.SSLContext | None
+) -> Management | None:
+    tls = amqp.scheme == "amqps"
+    url = URL.build(scheme="https" if tls else "http", host=amqp.host or "localhost", port=TLS_PORT if tls else PORT)
+    if not await _answers_as_rabbitmq(url, ssl_context):
+        return None
+    management = Management(str(url), *_access(amqp), ssl_context)
+    try:
+        overview = await management.overview()
+    except BrokerError:
+        return None
+    return management if connection is None or is_same_broker(overview, connection) else None
+
+
+def is_same_broker(overview: Overview, connection: AbstractConnection) -> bool:
+    """Whether an API and a connection reach the same cluster, by the name that both report."""
+    return str(connection.server_properties.get("cluster_name", overview.cluster)) == overview.cluster
+
+
+async def _answers_as_rabbitmq(url: URL, ssl_context: ssl.SSLContext | None) -> bool:
+    """Ask without credentials: whatever else listens on that port shall not get them."""
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=3)) as session,
+            session.get(url / "api" / "overview", ssl=ssl_context or True, allow_redirects=False) as answer,
+        ):
+            return answer.status == 401 and _REALM in answer.headers.get("www-authenticate", "")
+    except (aiohttp.ClientError, OSError, TimeoutError):
+        return False
+
+
+def _exchange(found: dict[str, Any]) -> Exchange:
+    return Exchange(
+        name=found["name"],
+        type=found["type"],
+        internal=found["internal"],
+        arguments=_arguments(found["arguments"]),
+        durable=found["durable"],
+        auto_delete=found["auto_delete"],
+    )
+
+
+def _queue(found: dict[str, Any]) -> Queue:
+    return Queue(
+        name=found["name"],
+        arguments=_arguments(found["arguments"]),
+        durable=found["durable"],
+        auto_delete=found["auto_delete"],
+        exclusive=bool(found.get("exclusive", False)),
+        policy=_arguments(found.get("effective_policy_definition")),
+        members=tuple(found.get("members", ())),
+    )
+
+
+def _binding(found: dict[str, Any]) -> Binding:
+    return Binding(
+        source=found["source"],
+        destination=found["destination"],
+        destination_kind="exchange" if found["destination_type"] == "exchange" else "queue",
+        routing_key=found["routing_key"],
+        arguments=_arguments(found["arguments"]),
+    )
+
+
+def _arguments(found: object) -> Arguments:
+    """Arguments as plain values: an empty table comes as [] from some versions; what is nested becomes JSON text."""
+    if not isinstance(found, dict):
+        return {}
+    return {key: _value(value) for key, value in found.items()}
+
+
+def _value(found: object) -> Value:
+    return found if isinstance(found, str | int | float | bool) else json.dumps(found, sort_keys=True)

@@ -1,0 +1,92 @@
+"""Look whether a broker is as declared.
+
+A declaration that succeeded proves little: bindings too many and policies it does not meet, and arguments that the
+broker does not know are taken in silence. The management API shows all; without it, one sees only what exists.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from aiormq.abc import AbstractChannel, AbstractConnection
+from aiormq.exceptions import ChannelAccessRefused, ChannelNotFoundEntity
+
+from topology.broker.admin.apply import DECLARE_TIMEOUT_S, broker_errors
+from topology.broker.admin.management import Management, is_same_broker
+from topology.contract.problems import BrokerError
+from topology.model import Exchange, Queue, Topology
+from topology.plan import Difference, compare
+
+_SHOWN = 5  # of what is hidden; a user with few rights would be told some sixty names
+NO_NODES = (
+    "the nodes of the cluster could not be seen, nor so whether each queue has its replicas; "
+    "the management API shows them to a user that has the tag `monitoring`"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What was found, and how far one could look."""
+
+    differences: tuple[Difference, ...]
+    seen: Literal["everything", "existence"]
+    note: str | None = None
+    """What could not be seen, why, and what to do about it; None where everything was."""
+
+    @property
+    def missing(self) -> tuple[Difference, ...]:
+        """Without these requests cannot be served; what merely differs or is extra may be on purpose."""
+        return tuple(each for each in self.differences if each.change == "missing")
+
+
+async def verify(topology: Topology, management: Management | None, connection: AbstractConnection) -> Verification:
+    """Compare a broker with what is declared. Raises BrokerUnreachable where the connection is lost meanwhile.
+
+    A management API that fails, or belongs to another broker, is noted and not waited for.
+    """
+    note = "no management API was found"
+    if management is not None:
+        try:
+            if is_same_broker(await management.overview(), connection):
+                found = await management.topology()
+                return Verification(tuple(compare(topology, found)), "everything", None if found.nodes else NO_NODES)
+            note = f"the management API at {management.address} is another broker's"
+        except BrokerError as error:
+            note = str(error)
+    missing, hidden = await _exist(topology, connection)
+    shown = ", ".join(hidden[:_SHOWN]) + (f" and {len(hidden) - _SHOWN} more" if len(hidden) > _SHOWN else "")
+    return Verification(
+        missing,
+        "existence",
+        f"{note}, so that arguments and bindings could not be seen"
+        + (f", nor whether these exist, which the user has no rights to: {shown}" if hidden else "")
+        + "; set LANEKEEPER_MANAGEMENT_URL, with a user that has the tag `management`",
+    )
+
+
+async def _exist(topology: Topology, connection: AbstractConnection) -> tuple[tuple[Difference, ...], list[str]]:
+    """What is missing, and what could not be asked for: from 4.3 on, asking needs some right to the thing."""
+    missing: list[Difference] = []
+    hidden: list[str] = []
+    with broker_errors():
+        channel = await connection.channel()
+        things: tuple[Exchange | Queue, ...] = (*topology.exchanges, *topology.queues)
+        for thing in things:
+            if channel.is_closed:
+                channel = await connection.channel()  # each refusal closes the channel
+            try:
+                await _ask(thing, channel)
+            except ChannelNotFoundEntity:
+                missing.append(Difference("missing", "queue" if isinstance(thing, Queue) else "exchange", thing.name))
+            except ChannelAccessRefused:
+                if thing.name not in hidden:  # an exchange and a queue of one name
+                    hidden.append(thing.name)
+        if not channel.is_closed:
+            await channel.close()
+    return tuple(missing), hidden
+
+
+async def _ask(thing: Exchange | Queue, channel: AbstractChannel) -> None:
+    if isinstance(thing, Queue):
+        await channel.queue_declare(thing.name, passive=True, timeout=DECLARE_TIMEOUT_S)
+    else:
+        await channel.exchange_declare(thing.name, passive=True, timeout=DECLARE_TIMEOUT_S)

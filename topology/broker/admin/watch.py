@@ -1,0 +1,183 @@
+"""The topology is looked at again whenever it may have changed: without it, what we publish may go nowhere.
+
+After each reconnect, when a queue's consumer was ended or a publish found no exchange, and every 45 s. What
+exists is asked over AMQP; bindings are shown by the management API alone, and where it does not answer soon they are
+made again by a process that declares, which changes nothing where they are there.
+"""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import replace
+
+from aiormq.abc import AbstractConnection
+
+from topology.broker.admin.apply import apply, bind, broker_errors
+from topology.broker.admin.management import Management, is_same_broker
+from topology.broker.admin.verify import verify
+from topology.broker.connection import Connection
+from topology.broker.driver.border import asks_to_stop
+from topology.contract.problems import BrokerError
+from topology.model import Topology
+from topology.names import Names
+from topology.plan import Difference, compare
+from topology.telemetry import logs, signals
+
+LOOK_EVERY_S = 45.0
+"""So that an exchange deleted or a binding removed is noticed within a minute: 75 questions, 30 ms of CPU."""
+AGAIN_AFTER_S = 2.0
+"""While something is wrong."""
+SOONEST_S = 0.2
+"""After a look, whoever asks for another: a hundred publishes that find no exchange ask at once."""
+MANAGEMENT_WITHIN_S = 5.0
+COMMAND = "lanekeeper topology apply"
+log = logs.logger()
+
+FindManagement = Callable[[Connection], Awaitable[Management | None]]
+
+
+class TopologyWatch:
+    """Looks, over `connection`, whether all that is declared is there. `declares`: what is missing is then declared.
+
+    It believes in what it was given: whoever makes it has just applied or verified the topology.
+    """
+
+    def __init__(
+        self, topology: Topology, connection: Connection, *, declares: bool, find_management: FindManagement
+    ) -> None:
+        self._topology = topology
+        self._connection = connection
+        self._declares = declares
+        self._find_management = find_management
+        self._management: Management | None = None
+        self._looked_at = connection.openings
+        self._searched_at = 0
+        self._missing: tuple[Difference, ...] = ()
+        self._unbound: tuple[Difference, ...] = ()
+        self._failed: str | None = None
+        self._reported: dict[str, frozenset[str]] = {}
+        self._heard = 0
+        self._asked = asyncio.Event()
+        names = Names(topology.namespace)
+        self._intakes = tuple(names.intake(lane) for lane in topology.lanes)
+
+    @property
+    def trouble(self) -> str | None:
+        """What is missing, or that nobody has looked since the connection was opened; None: all is there."""
+        if self._failed is not None:
+            return self._failed
+        if missing := (*self._missing, *self._unbound):
+            more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+            return f"{missing[0].line.removeprefix(missing[0].what).strip()}{more}; run: {COMMAND}"
+        return None if self._is_looked_at else "not verified since the connection was lost"
+
+    @property
+    def hindrance(self) -> str | None:
+        """Why no work should be taken; None where it is well, or all that is missing is the intake of a lane.
+
+        Then nothing comes in there, and the other lanes go on. Without anything else what is worked goes nowhere.
+        """
+        if all(self._is_an_intake(each) for each in (*self._missing, *self._unbound)) and self._failed is None:
+            return None if self._is_looked_at else self.trouble
+        return self.trouble
+
+    def look(self) -> None:
+        """Have it looked at soon."""
+        self._asked.set()
+
+    @property
+    def _is_looked_at(self) -> bool:
+        return self._connection.is_open and self._looked_at == self._connection.openings
+
+    def _is_an_intake(self, missing: Difference) -> bool:
+        return missing.what != "exchange" and any(
+            missing.name == intake or f" → queue {intake}," in missing.name for intake in self._intakes
+        )
+
+    async def run(self) -> None:
+        """Look, until cancelled."""
+        while True:
+            if asks_to_stop():  # told while aiormq waited: it may have forgotten
+                raise asyncio.CancelledError
+            self._asked.clear()
+            try:
+                await self._look()
+            except BrokerError as error:
+                if self._connection.is_open:
+                    self._failed = str(error)
+            await asyncio.sleep(SOONEST_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(AGAIN_AFTER_S if self.trouble else LOOK_EVERY_S * random.uniform(0.8, 1.2)):
+                    await self._asked.wait()
+
+    async def _look(self) -> None:
+        underlying = await self._connection.underlying()
+        opening = self._connection.openings
+        if self._heard != opening:
+            self._heard = opening
+            self._connection.loss.add_done_callback(lambda _: self.look())
+        missing = (await verify(self._topology, None, underlying)).missing
+        self._report("things", missing)
+        if missing and self._declares:
+            self._missing = missing
+            await self._apply(underlying)
+            missing = (await verify(self._topology, None, underlying)).missing
+        self._missing, self._failed, self._looked_at = missing, None, opening
+        if not missing:
+            await self._look_at_bindings(underlying, opening)
+
+    async def _look_at_bindings(self, underlying: AbstractConnection, opening: int) -> None:
+        """Not waited for long: whoever works does so meanwhile."""
+        unbound: tuple[Difference, ...] | None = None
+        with suppress(BrokerError, TimeoutError):
+            async with asyncio.timeout(MANAGEMENT_WITHIN_S):
+                if self._searched_at != opening:
+                    self._searched_at = opening
+                    self._management = await self._find_management(self._connection)
+                if self._management is not None:
+                    unbound = await self._unbound_at(self._management, underlying)
+        if unbound is not None:
+            self._report("bindings", unbound)
+        if self._declares and unbound != ():
+            self._unbound = unbound or ()
+            await self._bind(underlying)
+            unbound = ()
+        self._unbound = self._unbound if unbound is None else unbound
+
+    async def _unbound_at(
+        self, management: Management, underlying: AbstractConnection
+    ) -> tuple[Difference, ...] | None:
+        if not is_same_broker(await management.overview(), underlying):
+            return None
+        found = compare(
+            replace(self._topology, exchanges=(), queues=()), Topology(bindings=await management.bindings())
+        )
+        return tuple(each for each in found if each.change == "missing")
+
+    async def _apply(self, underlying: AbstractConnection) -> None:
+        await apply(self._topology, underlying)
+        log.info(
+            signals.TOPOLOGY_APPLIED,
+            exchanges=len(self._topology.exchanges),
+            queues=len(self._topology.queues),
+            bindings=len(self._topology.bindings),
+        )
+
+    async def _bind(self, underlying: AbstractConnection) -> None:
+        with broker_errors():
+            channel = await underlying.channel()
+            for binding in self._topology.bindings:
+                await bind(channel, binding)
+            await channel.close()
+
+    def _report(self, kind: str, missing: tuple[Difference, ...]) -> None:
+        """Say what is missing once, and again only when it was there in between."""
+        known = self._reported.get(kind, frozenset())
+        self._reported[kind] = frozenset(each.line for each in missing)
+        new = [each for each in missing if each.line not in known]
+        if queues := [each.name for each in new if each.what == "queue"]:
+            log.error(signals.QUEUE_DELETED, queues=queues, command=COMMAND)
+        for each in new:
+            if each.what != "queue":
+                log.error(signals.TOPOLOGY_DIFFERS, difference=each.line, command=COMMAND)
