@@ -22,11 +22,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, assert_never
 
 import structlog
 
-from consumers.failures import NEVER_SENT, OverloadedError, ProviderError, RejectedError, TransientError
+from consumers.failures import ProviderError, Trips
 from consumers.providers.routes import Route
 from consumers.state.base import Leases, StoreUnavailable
 from topology.telemetry import signals
@@ -205,16 +205,21 @@ class Breakers:
 
     async def failed(self, entered: Pass, error: ProviderError, now_s: float, *, timeout_s: float) -> None:
         """The call failed: that is counted where it is the provider's doing."""
-        if not _is_its_own(error):
-            await self.answered(entered, now_s)
-            return
-        if error.type == "timeout" and timeout_s < FAIR_S:
-            await self.unknown(entered, now_s)
-            return
+        match error.means.trips:
+            case Trips.NO:
+                return await self.answered(entered, now_s)
+            case Trips.IN_TIME if timeout_s < FAIR_S:
+                return await self.unknown(entered, now_s)
+            case Trips.YES | Trips.IN_TIME:
+                is_unreached = False
+            case Trips.UNREACHED:
+                is_unreached = True
+            case never:
+                assert_never(never)
         route = entered.route
         breaker = self._of(route)
         was = breaker.state
-        failure = Failure(now_s, entered.request, is_unreached=error.type in NEVER_SENT)
+        failure = Failure(now_s, entered.request, is_unreached=is_unreached)
         breaker.failed(failure, probe=entered.is_probe)
         if breaker.state is not was:
             self._tell(entered.tell, route, breaker, now_s, error)
@@ -222,6 +227,7 @@ class Breakers:
         elif breaker.is_doubted and not await self._lease(route, for_s=0) and breaker.state is State.CLOSED:
             breaker.open(now_s)
             self._tell(entered.tell, route, breaker, now_s, error)
+        return None
 
     async def unknown(self, entered: Pass, now_s: float) -> None:
         """It was cancelled, or had no time."""
@@ -270,16 +276,6 @@ class Breakers:
             figures |= {"error": error.brief, "retry_in_s": round(breaker.wait_s(now_s), 1)}
         how(signals.BREAKER_CHANGED, **figures)
         tell("breaker", **figures)
-
-
-def _is_its_own(error: ProviderError) -> bool:
-    match error:
-        case TransientError() | OverloadedError():
-            return True
-        case RejectedError(status=401):
-            return True  # nobody's request is answered with such a key
-        case _:
-            return False
 
 
 def _key(route: Route) -> tuple[str, str]:
