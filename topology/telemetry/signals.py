@@ -97,7 +97,7 @@ HANDLER_FAILED: Final = "handler.failed"  # error, where: a fault of ours; the r
 SPEND_LIMIT_MET: Final = "account.spend_limit"  # account, pauses_after, error: for the first time since it answered
 ACCOUNT_PAUSED: Final = "account.paused"  # account, for_s: its spend limit is reached; a person has to act
 LEARNED_UNREADABLE: Final = (
-    "limits.unreadable"  # account, error: another version of Lanekeeper wrote what was learned; it is forgotten here
+    "limits.unreadable"  # account, error: another version of Lanekeeper wrote what was learned; this process ignores it
 )
 LIMITS_LEARNED: Final = (
     "limits.learned"  # account, kind, requests, input_tokens, output_tokens: a minute's, from now on
