@@ -13,14 +13,15 @@ from consumers.limits.amounts import Amounts
 from consumers.limits.base import Reservation
 from consumers.rank import restored
 from consumers.state.base import Completion, Copy, Held, Identity, Stop
-from topology import names as n
+from lanekeeper.contract import names as n
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.names import Names
+from lanekeeper.contract.problems import RequestProblem
 from topology.broker.session import Delivery
-from topology.contract.headers import HopHeaders, read_hop
-from topology.contract.messages import Message, Request
-from topology.contract.problems import RequestProblem
-from topology.contract.published import Published, published
+from topology.codec.headers import HopHeaders, read_hop
+from topology.codec.published import Published, published
+from topology.codec.request import Request
 from topology.lanes import LaneSpec
-from topology.names import Names
 
 CLAIM_WITHIN_S = 60.0
 ATTEMPT_WITHIN_S = 1200.0

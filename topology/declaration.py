@@ -15,10 +15,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lanekeeper.contract.names import KEPT_KEYS, Names
 from topology import delays
 from topology.lanes import LaneSpec
 from topology.model import Arguments, Binding, Exchange, Queue, Topology, Value
-from topology.names import KEPT_KEYS, Names
 
 OLDEST = (3, 10)
 RECOMMENDED = (4, 3, 5)

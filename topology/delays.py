@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
+from lanekeeper.contract.names import Names
 from topology.model import Binding, Exchange, Queue, Value
-from topology.names import Names
 
 LEVELS: Final = 29
 UNIT_MS: Final = 100

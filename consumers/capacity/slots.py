@@ -17,8 +17,8 @@ import structlog
 from consumers.capacity.activity import LaneActivity
 from consumers.capacity.lending import Seen, Share, decide
 from consumers.job import Job, NowMs
-from topology.contract.problems import BrokerError
-from topology.telemetry import signals
+from lanekeeper.contract.problems import BrokerError
+from lanekeeper.telemetry import signals
 
 LOOK_EVERY_S = 0.25
 """What is lent must be back within a second. Looked at, because what counts is a level held for a while, and no single

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from functools import lru_cache
 from typing import NamedTuple
 
-from topology.contract.problems import RequestProblem
+from lanekeeper.contract.problems import RequestProblem
 
 MODEL_CLASSES = ("fable", "mythos", "opus", "sonnet", "haiku")
 """Anthropic counts by class: all Sonnets share one limit (facts.md, part two, A)."""

@@ -12,8 +12,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from topology.contract.problems import RequestProblem
-from topology.names import Names
+from lanekeeper.contract.names import Names
+from lanekeeper.contract.problems import RequestProblem
 
 LONGEST = 255
 _BROKER_NAMED = re.compile(r"amq\.gen-[A-Za-z0-9_-]{22}")

@@ -7,9 +7,9 @@ connection of their own, and go out one by one, so that the address that killed 
 import asyncio
 from typing import Any
 
-from topology.broker.publisher import Publisher
-from topology.contract.messages import Message
-from topology.contract.problems import ConfirmUnknown, RequestProblem
+from lanekeeper.amqp.publisher import Publisher
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.problems import ConfirmUnknown, RequestProblem
 
 KILLED_WITHIN_S = 2.0
 TRIES = 3

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, Protocol, Self
 
-from topology.contract.problems import LanekeeperError
+from lanekeeper.contract.problems import LanekeeperError
 
 LEASE_S = 10.0
 """How long a claim holds that is not renewed. Only a second message of the same identity waits for that: the request

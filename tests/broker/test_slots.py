@@ -13,16 +13,16 @@ from consumers.capacity.activity import LaneActivity
 from consumers.capacity.slots import Line, Slots
 from consumers.job import Answered, Job, Outcome, now_ms
 from consumers.pool import Pool
+from lanekeeper.amqp.connection import Connection
+from lanekeeper.amqp.depth import depths
+from lanekeeper.amqp.publisher import Publisher
+from lanekeeper.contract.messages import Message
+from lanekeeper.telemetry.tracing import Tracing
 from tests.support.brokers import Vhost
 from tests.support.waiting import until
-from topology.broker.admin.depth import depths
-from topology.broker.connection import Connection
 from topology.broker.deliveries import Deliveries
-from topology.broker.publisher import Publisher
 from topology.broker.session import Delivery
-from topology.contract.messages import Message
 from topology.lanes import BATCH, CRITICAL, NORMAL, LaneSpec
-from topology.telemetry.tracing import Tracing
 
 LANES = (CRITICAL, NORMAL, BATCH)
 ANSWERED = Answered(body=b"{}", model="m", provider="p")

@@ -9,14 +9,14 @@ from aiormq.abc import AbstractChannel, DeliveredMessage
 from pamqp.commands import Basic
 from yarl import URL
 
+from lanekeeper.contract.names import Names
+from lanekeeper.contract.problems import AccessRefused
 from tests.support.house import house
 from tests.support.users import Act, Broker, imported_users
 from topology.broker.admin.apply import apply
 from topology.broker.admin.management import Management, discover
 from topology.broker.admin.verify import verify
-from topology.contract.problems import AccessRefused
 from topology.delays import hop
-from topology.names import Names
 from topology.plan import compare
 
 

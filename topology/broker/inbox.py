@@ -14,12 +14,12 @@ from aiormq.abc import DeliveredMessage
 from aiormq.channel import Channel
 from pamqp.commands import Basic
 
-from topology.broker.connection import Connection
-from topology.broker.driver.border import border
-from topology.broker.driver.frames import message_of
+from lanekeeper.amqp.connection import Connection
+from lanekeeper.amqp.driver.border import border
+from lanekeeper.amqp.driver.frames import message_of
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.problems import BrokerUnreachable
 from topology.broker.session import ChannelLost
-from topology.contract.messages import Message
-from topology.contract.problems import BrokerUnreachable
 
 RPC_TIMEOUT_S = 30
 CLOSE_TIMEOUT_S = 3

@@ -8,11 +8,11 @@ from aiormq.abc import ChannelFrame, DeliveredMessage
 from aiormq.channel import Channel
 from pamqp.commands import Basic
 
-from topology import names
-from topology.broker.driver.border import border
-from topology.broker.driver.frames import message_of
-from topology.contract.messages import Message
-from topology.contract.problems import BrokerError, BrokerUnreachable
+from lanekeeper.amqp.driver.border import border
+from lanekeeper.amqp.driver.frames import message_of
+from lanekeeper.contract import names
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.problems import BrokerError, BrokerUnreachable
 
 RPC_TIMEOUT_S = 30
 CLOSE_TIMEOUT_S = 3

@@ -12,12 +12,12 @@ from typing import Any
 
 from aiormq.exceptions import ChannelInvalidStateError
 
-from topology import names as n
+from lanekeeper.contract import names as n
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.names import Names
 from topology.broker.session import Delivery
-from topology.contract.messages import Message
 from topology.declaration import DELIVERY_LIMIT
 from topology.delays import LEVELS, wait_ms
-from topology.names import Names
 
 NAMES = Names()
 LANE = "critical"
