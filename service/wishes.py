@@ -13,7 +13,7 @@ from topology.contract.codec import PRIORITY_AT_MOST
 from topology.contract.messages import Message
 
 PRIORITY = 4
-"""Said, because a message without one is 4 on quorum queues and 0 on classic ones (contract, section 1)."""
+"""Said, because a message without one is 4 on quorum queues and 0 on classic ones (docs/facts.md, section 1)."""
 ANSWER_LATE_S = 5.0
 """After a deadline its problem document should be here; waiting longer is in vain."""
 
