@@ -28,7 +28,7 @@ ATTEMPT_WITHIN_S = 1200.0
 STORE_WITHIN_S = 180.0
 """How long a delivery may wait for its claim, be worked on, and wait for the store to take how it ended. With the time
 that two publishes may take after that (100 s each) it is less than the broker's consumer timeout, 1800 s: what is held
-longer the broker takes back, counts for nothing, and hands out again and again (reliability.md, section 0)."""
+longer the broker takes back, counts for nothing, and hands out again and again (docs/facts.md, section 7)."""
 NowMs = Callable[[], int]
 """The clock: ms since 1970."""
 
@@ -296,5 +296,5 @@ Outcome = Answered | Deferred | Retried | Refused | Buried | Dropped | Replayed
 
 
 def ended_by(problem: RequestProblem) -> Refused | Buried:
-    """The outcome of a problem: parked where the contract's table says so (section 2)."""
+    """The outcome of a problem: parked where the table of errors in docs/contract.md says so."""
     return Buried(problem) if problem.type.parked else Refused(problem)

@@ -1,7 +1,7 @@
 """A pool works the deliveries of one queue, as many at a time as there are slots for them.
 
 The queue's prefetch equals the slots, so that no delivery waits in a worker: more would let lower priorities overtake
-(facts.md, section 2). It does where tenants share a lane that is full: `consumers/fairness/turns.py` says who is
+(docs/facts.md, section 2). It does where tenants share a lane that is full: `consumers/fairness/turns.py` says who is
 next then.
 """
 

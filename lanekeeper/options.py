@@ -12,7 +12,7 @@ from lanekeeper.contract.messages import PRIORITY_AT_MOST, Message
 from lanekeeper.replies import Problem
 
 PRIORITY = 4
-"""Said, because a message without one is 4 on quorum queues and 0 on classic ones (contract, section 1)."""
+"""Said, because a message without one is 4 on quorum queues and 0 on classic ones (docs/facts.md, section 1)."""
 ANSWER_LATE_S = 5.0
 """After a deadline its problem document should be here; waiting longer is in vain."""
 

@@ -2,7 +2,7 @@
 
 Slots that are added to a queue are one more consumer of it, on a channel of its own, with a prefetch of just those
 slots: so nothing that was delivered waits for a slot, and no prefetch is changed under a live consumer (which has no
-effect: facts.md, section 2). They are taken back by ending that consumer; what it has in hand ends by itself. The
+effect: docs/facts.md, section 2). They are taken back by ending that consumer; what it has in hand ends by itself. The
 lane that lent them has not waited for it: its own consumer kept its prefetch all the while.
 """
 

@@ -6,7 +6,7 @@
     Allowances      how much of something was used in a period
     Leases          who does what only one process should do
 
-The store is no system of record: losing it can cost a repeated call, never a request (design.md, section 1).
+The store is no system of record: losing it can cost a repeated call, never a request.
 Every method raises `StoreUnavailable` where the store cannot answer, or cannot make it durable.
 """
 

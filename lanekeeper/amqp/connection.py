@@ -1,7 +1,7 @@
 """One supervised connection to the broker: it is opened, watched, and opened again when it is lost.
 
 Plain `aiormq.connect`, never a client's restoring objects: what is restored behind one's back has been lost behind it
-(design.md, section 3). Whoever holds a channel sees it close, and asks for another.
+(docs/reliability.md). Whoever holds a channel sees it close, and asks for another.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ class Connection:
 
     `url`: one, or several with commas between them (`urls.py`), of which a random one comes first and the next one
     whenever one fails. `heartbeat_s` 10: aiormq notices a silent broker after three times that and three seconds
-    (facts.md, section 8).
+    (docs/facts.md, section 8).
     """
 
     def __init__(

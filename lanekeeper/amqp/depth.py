@@ -1,4 +1,7 @@
-"""How many messages wait in a queue, and how many consumers it has: a passive declare, exact at once (facts.md, 11)."""
+"""How many messages wait in a queue, and how many consumers it has.
+
+A passive declare tells both exactly and at once (docs/facts.md, section 9).
+"""
 
 from dataclasses import dataclass
 

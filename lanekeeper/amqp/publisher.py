@@ -220,7 +220,10 @@ class Publisher:
             return self._confirming
 
     async def _take_turn(self, message_id: str) -> asyncio.Event:
-        """At most one mandatory publish a message id at a time: aiormq matches returns by it (facts.md, section 4)."""
+        """Wait until no other mandatory publish of this message id is in flight.
+
+        aiormq matches returned messages by their id (docs/facts.md, section 4).
+        """
         while (other := self._in_flight.get(message_id)) is not None:
             await other.wait()
         done = self._in_flight[message_id] = asyncio.Event()

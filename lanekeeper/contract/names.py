@@ -154,7 +154,7 @@ OURS = frozenset(
     }
 )  # fmt: skip
 
-# The broker's own; facts.md, part one, sections 3 and 7.
+# The broker's own; docs/facts.md, sections 3 and 7.
 BROKER_TIMESTAMP_MS = "timestamp_in_ms"
 DELIVERY_COUNT = "x-delivery-count"
 ACQUIRED_COUNT = "x-acquired-count"

@@ -79,7 +79,7 @@ class SettingsError(LanekeeperError):
 
 @dataclass(frozen=True, slots=True)
 class ProblemType:
-    """One row of the contract's table of errors (section 2)."""
+    """One row of the table of errors in docs/contract.md."""
 
     code: str
     status: int
@@ -163,7 +163,7 @@ class RequestProblem(LanekeeperError):
         return _QUOTES.split(self.detail, 1)[0].strip() if self._brief is None else self._brief
 
     def document(self, *, request: str, attempts: int) -> bytes:
-        """The problem document: JSON, UTF-8, as section 2 of the contract shows it."""
+        """The problem document: JSON, UTF-8, as docs/contract.md shows it."""
         return json.dumps(
             {
                 "type": f"urn:lanekeeper:problem:{self.code.replace('_', '-')}",

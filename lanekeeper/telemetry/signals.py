@@ -3,8 +3,8 @@
 Events are fixed names, the rest are fields (`log.info(signals.REQUEST_ANSWERED, lane=…, wait_ms=…)`), never sentences.
 No event, span or attribute holds a prompt, an answer, a key or a URL's password.
 
-Attribute names are our own constants, because the packages lag behind the conventions or deprecate them (facts.md,
-part two, B). Sources: `messaging.*` and RabbitMQ from open-telemetry/semantic-conventions, docs/messaging/
+Attribute names are our own constants, because the packages lag behind the conventions or deprecate them (docs/facts.md,
+section 11). Sources: `messaging.*` and RabbitMQ from open-telemetry/semantic-conventions, docs/messaging/
 (messaging-spans.md, rabbitmq.md; schema 1.44.0, status Development); `gen_ai.*` from open-telemetry/
 semantic-conventions-genai, docs/gen-ai/ (gen-ai-spans.md, anthropic.md, status Development), with `cache_write` as that
 repository and the Anthropic SDK's own spans have it since September 2026 (it was `cache_creation`); `error.*` and

@@ -120,7 +120,7 @@ def carried(headers: Mapping[str, Any], *, of: Names) -> dict[str, Any]:
     """The headers that go along on a hop: the requester's own, without the broker's, ours, and the delay's bits.
 
     They keep their AMQP types, but for the trace context, which every hop writes anew. `x-death` must not stay:
-    RabbitMQ 3.10 drops a republished message as a cycle (facts.md, section 3).
+    RabbitMQ 3.10 drops a republished message as a cycle (docs/facts.md, section 3).
     """
     return {
         key: headers.encoded(key) if isinstance(headers, Headers) and key not in names.TRACE_CONTEXT else value

@@ -1,4 +1,4 @@
-"""Problem documents are the contract's table (section 2), to the letter."""
+"""Problem documents are the contract's table, to the letter."""
 
 import json
 

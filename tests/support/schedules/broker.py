@@ -1,4 +1,4 @@
-"""A broker in memory: as much of what RabbitMQ 4.3 does with quorum queues as the promise depends on (facts.md).
+"""A broker in memory: as much of what RabbitMQ 4.3 does with quorum queues as the promise depends on (docs/facts.md).
 
 A message is with one consumer at a time, within its prefetch. What comes back is served first: a lost channel and
 `reject` count a delivery, `nack` does not, and all count an acquisition. Acknowledgements are frames under way: they
