@@ -13,13 +13,13 @@ import structlog
 from consumers.capacity.activity import quantile
 from consumers.job import now_ms
 from consumers.storekeeping import probing, sweeping
+from lanekeeper.amqp.depth import depths
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.names import STATUS_KEY
+from lanekeeper.contract.problems import BrokerError
+from lanekeeper.telemetry import signals
 from service.worker.assembly import Parts
-from topology.broker.admin.depth import depths
 from topology.broker.inbox import Inbox
-from topology.contract.messages import Message
-from topology.contract.problems import BrokerError
-from topology.names import STATUS_KEY
-from topology.telemetry import signals
 
 SUMMARY_EVERY_S = 60
 LOOK_EVERY_S = 0.02

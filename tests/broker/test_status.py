@@ -4,17 +4,17 @@ import time
 
 import pytest
 
+from lanekeeper import Client
+from lanekeeper.amqp.connection import Connection
+from lanekeeper.contract.names import Names
+from lanekeeper.contract.problems import TopologyMismatch
 from service.checks.status import LONGEST_S, Status, look
-from service.client import Client
 from service.simulated.options import SimulatedOptions
 from tests.support.house import House, house
 from tests.support.waiting import until
 from topology.broker.admin.apply import apply
-from topology.broker.connection import Connection
-from topology.contract.problems import TopologyMismatch
 from topology.declaration import declare
 from topology.lanes import DEFAULT_LANES
-from topology.names import Names
 
 
 async def seen(home: House) -> Status:

@@ -15,13 +15,13 @@ import aiohttp
 import pytest
 from yarl import URL
 
+from lanekeeper.amqp.connection import Connection
+from lanekeeper.contract.names import Names
 from service.checks.status import look
 from service.simulated.app import SimulatedAPI
 from tests.support.stores import store_url
 from tests.support.waiting import until
-from topology.broker.connection import Connection
 from topology.lanes import DEFAULT_LANES
-from topology.names import Names
 
 HOUSE = Path(__file__).parents[2]
 

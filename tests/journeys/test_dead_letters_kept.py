@@ -7,10 +7,10 @@ import stat
 import pytest
 import structlog
 
+from lanekeeper.telemetry import signals
 from tests.support.house import house
 from tests.support.requester import requester
 from tests.support.waiting import until
-from topology.telemetry import signals
 
 
 @pytest.mark.default_broker_only

@@ -25,7 +25,7 @@ from consumers.state.base import StoreUnavailable
 from consumers.state.redis.budget_ledger import Ledger
 from consumers.state.redis.budget_script import STEP
 from consumers.state.redis.client import RedisClient
-from topology.telemetry import signals
+from lanekeeper.telemetry import signals
 
 FORMAT = 1
 """Of what was learned, as `Account.dump` writes it. Another shape has another number, so that two versions that share a

@@ -21,12 +21,12 @@ from consumers.state.base import StoreUnavailable
 from consumers.state.redis.budgets import FORGOTTEN_AFTER_S, RedisBudgets
 from consumers.state.redis.client import RedisClient
 from consumers.state.redis.scripts import Script
+from lanekeeper.telemetry import signals
 from service.simulated.buckets import Bucket
 from tests.support.budget import ACCOUNT, spec
 from tests.support.redis import RedisServer
 from tests.support.spender import BURST_S, PER_MINUTE
 from tests.support.waiting import until
-from topology.telemetry import signals
 
 ONE = Amounts(1, 1, 1)
 AN_HOUR_LATER = Script(
