@@ -12,8 +12,8 @@ BreakerOpen                 no call was made: every provider that may be called 
 """
 
 from consumers.limits.headers import RateHeaders
-from topology.contract.identity import is_word, shown
-from topology.contract.problems import LanekeeperError
+from lanekeeper.contract.identity import is_word, shown
+from lanekeeper.contract.problems import LanekeeperError
 
 UNREACHABLE = "unreachable"
 """The type of a failure to connect. What was sent and lost is `connection`."""

@@ -25,7 +25,7 @@ from consumers.state.base import StoreUnavailable
 from consumers.state.redis.budget_ledger import Ledger
 from consumers.state.redis.budget_script import STEP
 from consumers.state.redis.client import RedisClient
-from topology.telemetry import signals
+from lanekeeper.telemetry import signals
 
 FORM = 2
 """Of the account as the script keeps it. A version of Lanekeeper that keeps it otherwise has another number, and so

@@ -18,10 +18,10 @@ from consumers.limits.headers import RateHeaders, Told
 from consumers.state.redis.budgets import FORM, RedisBudgets
 from consumers.state.redis.client import RedisClient
 from consumers.state.redis.scripts import Script
+from lanekeeper.telemetry import signals
 from tests.support.budget import ACCOUNT, spec
 from tests.support.redis import RedisServer
 from tests.support.spender import BURST_S, PER_MINUTE
-from topology.telemetry import signals
 
 ONE = Amounts(1, 1, 1)
 LANES = ("critical", "normal", "batch")
