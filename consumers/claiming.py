@@ -28,7 +28,7 @@ from consumers.state.base import (
     Store,
     StoreUnavailable,
 )
-from topology.telemetry import signals
+from lanekeeper.telemetry import signals
 
 RENEW_EVERY_S = 0.5
 """A twentieth of a lease; a cancelled request's provider is told within this time and a round trip."""

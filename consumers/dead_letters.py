@@ -17,10 +17,10 @@ import structlog
 from consumers.job import NowMs, dead_at_ms
 from consumers.lifecycle import Lifecycle
 from consumers.state.base import Store, StoreUnavailable
-from topology import names as n
+from lanekeeper.contract import names as n
+from lanekeeper.contract.problems import BrokerError
+from lanekeeper.telemetry import signals
 from topology.broker.admin.deadletters import Letter, Oldest
-from topology.contract.problems import BrokerError
-from topology.telemetry import signals
 
 DAY_S = 86_400
 GIB = 1024**3

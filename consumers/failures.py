@@ -20,8 +20,8 @@ from typing import Final
 
 from consumers.limits.base import Kind
 from consumers.limits.headers import RateHeaders
-from topology.contract.identity import is_word, shown
-from topology.contract.problems import LanekeeperError
+from lanekeeper.contract.identity import is_word, shown
+from lanekeeper.contract.problems import LanekeeperError
 
 
 class Retry(Enum):

@@ -22,11 +22,11 @@ from consumers.providers.routes import Route
 from consumers.reading import Reading
 from consumers.replies.reply import Parts, Replies
 from consumers.state.base import Stop
-from topology.contract import bounds, codec
-from topology.contract.messages import Request
-from topology.contract.problems import RequestProblem
+from lanekeeper.contract.names import Names
+from lanekeeper.contract.problems import RequestProblem
+from topology.codec import bounds, decoding
+from topology.codec.request import Request
 from topology.lanes import LaneSpec, urgency
-from topology.names import Names
 
 LATER_MS = 1000
 SLACK_S = 1.0
@@ -150,9 +150,9 @@ class Handler:
         """In one step, or, where its body may take a while, in several: the event loop goes on between them."""
         assert job.lane is not None
         message = job.message
-        rank = (urgency(job.lane.name), codec.weight(message))
+        rank = (urgency(job.lane.name), decoding.weight(message))
         decode = partial(
-            codec.decode,
+            decoding.decode,
             message,
             lane=job.lane,
             request_id=job.id,
@@ -160,11 +160,11 @@ class Handler:
             now_ms=job.taken_ms,
             values=self._values,
         )
-        if codec.weight(message) <= bounds.SMALL_BYTES:
+        if decoding.weight(message) <= bounds.SMALL_BYTES:
             return await self._reading.turn(decode, rank=rank)
-        raw = await self._reading.turn(partial(codec.unpacked, message), rank=rank)
+        raw = await self._reading.turn(partial(decoding.unpacked, message), rank=rank)
         if (excess := await self._reading.excess(raw, values=self._values, rank=rank)) is not None:
-            raise codec.too_large(excess)
+            raise decoding.too_large(excess)
         return await self._reading.turn(partial(decode, raw=raw), rank=rank)
 
     async def _attempt(self, job: Job) -> Outcome:

@@ -13,21 +13,22 @@ from consumers.limits.amounts import Amounts
 from consumers.limits.base import Reservation
 from consumers.rank import restored
 from consumers.state.base import Completion, Copy, Held, Identity, Stop
-from topology import names as n
+from lanekeeper.contract import names as n
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.names import Names
+from lanekeeper.contract.problems import RequestProblem
 from topology.broker.session import Delivery
-from topology.contract.headers import HopHeaders, read_hop
-from topology.contract.messages import Message, Request
-from topology.contract.problems import RequestProblem
-from topology.contract.published import Published, published
+from topology.codec.headers import HopHeaders, read_hop
+from topology.codec.published import Published, published
+from topology.codec.request import Request
 from topology.lanes import LaneSpec
-from topology.names import Names
 
 CLAIM_WITHIN_S = 60.0
 ATTEMPT_WITHIN_S = 1200.0
 STORE_WITHIN_S = 180.0
 """How long a delivery may wait for its claim, be worked on, and wait for the store to take how it ended. With the time
 that two publishes may take after that (100 s each) it is less than the broker's consumer timeout, 1800 s: what is held
-longer the broker takes back, counts for nothing, and hands out again and again (reliability.md, section 0)."""
+longer the broker takes back, counts for nothing, and hands out again and again (docs/facts.md, section 7)."""
 NowMs = Callable[[], int]
 """The clock: ms since 1970."""
 
@@ -295,5 +296,5 @@ Outcome = Answered | Deferred | Retried | Refused | Buried | Dropped | Replayed
 
 
 def ended_by(problem: RequestProblem) -> Refused | Buried:
-    """The outcome of a problem: parked where the contract's table says so (section 2)."""
+    """The outcome of a problem: parked where the table of errors in docs/contract.md says so."""
     return Buried(problem) if problem.type.parked else Refused(problem)

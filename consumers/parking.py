@@ -4,7 +4,7 @@ tenants' dead letters nor their results."""
 import structlog
 
 from consumers.share import Seldom, Share
-from topology.telemetry import signals
+from lanekeeper.telemetry import signals
 
 UNIT_BYTES = 64 * 1024
 """Each begun so many bytes of a body count as one message."""

@@ -1,7 +1,7 @@
 """A pool works the deliveries of one queue, as many at a time as there are slots for them.
 
 The queue's prefetch equals the slots, so that no delivery waits in a worker: more would let lower priorities overtake
-(facts.md, section 2). It does where tenants share a lane that is full: `consumers/fairness/turns.py` says who is
+(docs/facts.md, section 2). It does where tenants share a lane that is full: `consumers/fairness/turns.py` says who is
 next then.
 """
 
@@ -21,12 +21,12 @@ from consumers.fairness.turns import Turn, Turns
 from consumers.job import Answered, Buried, Deferred, Dropped, Job, Outcome, Refused, Replayed, Retried
 from consumers.settle import Settler
 from consumers.state.base import StoreUnavailable
+from lanekeeper.contract.problems import BrokerError, RequestProblem
+from lanekeeper.telemetry import recording, signals
+from lanekeeper.telemetry.tracing import Tracing
 from topology.broker.deliveries import Deliveries
 from topology.broker.session import ChannelLost, Delivery, Session
-from topology.contract import codec
-from topology.contract.problems import BrokerError, RequestProblem
-from topology.telemetry import recording, signals
-from topology.telemetry.tracing import Tracing
+from topology.codec import decoding
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
@@ -247,7 +247,7 @@ class Pool:
             del self._undecided[task]
 
     def _record(self, span: Span, job: Job, outcome: Outcome) -> None:
-        app = codec.app_of(job.routing_key)
+        app = decoding.app_of(job.routing_key)
         recording.request(
             span,
             lane=job.lane_name,

@@ -7,7 +7,7 @@ from typing import assert_never
 
 from consumers.failures import ProviderError, Retry
 from consumers.job import Buried, Refused, Retried, ended_by
-from topology.contract.problems import RequestProblem
+from lanekeeper.contract.problems import RequestProblem
 
 JITTER = 0.5
 """A pause is drawn from its step to half as much again: those that failed together do not come back together. From

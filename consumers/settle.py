@@ -32,17 +32,17 @@ from consumers.parking import Parking
 from consumers.replies.reply import Replies
 from consumers.replies.retelling import Retelling
 from consumers.state.base import Completion, StoreUnavailable
-from topology import names as n
-from topology.broker.publisher import Publisher
+from lanekeeper.amqp.publisher import Publisher
+from lanekeeper.contract import names as n
+from lanekeeper.contract.identity import shown
+from lanekeeper.contract.names import Names
+from lanekeeper.contract.problems import PROBLEMS, BrokerError, MessageTooLarge, RequestProblem, answer_too_large
+from lanekeeper.telemetry import signals
+from lanekeeper.telemetry.tracing import Tracing
 from topology.broker.session import ChannelLost, Delivery, Session
-from topology.contract.bounds import ANSWER_BYTES
-from topology.contract.headers import ERRORS_KEPT, HopHeaders
-from topology.contract.identity import shown
-from topology.contract.problems import PROBLEMS, BrokerError, MessageTooLarge, RequestProblem, answer_too_large
+from topology.codec.bounds import ANSWER_BYTES
+from topology.codec.headers import ERRORS_KEPT, HopHeaders
 from topology.delays import MAX_DELAY_MS, hop
-from topology.names import Names
-from topology.telemetry import signals
-from topology.telemetry.tracing import Tracing
 
 NEVER_KEPT = frozenset({"idempotency_conflict"})
 """It is no ending of the request that has this id."""

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import structlog
 
 from consumers.state.base import Allowances, StoreUnavailable
-from topology.telemetry import signals
+from lanekeeper.telemetry import signals
 
 DAY_S = 86_400
 LEVELS = (50, 80, 100)

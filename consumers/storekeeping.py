@@ -7,7 +7,7 @@ from contextlib import suppress
 import structlog
 
 from consumers.state.base import Store, StoreUnavailable
-from topology.telemetry import signals
+from lanekeeper.telemetry import signals
 
 PROBE_EVERY_S = 5.0
 PROBE_AGAIN_S = 0.5

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import structlog
 
-from topology.telemetry import signals
+from lanekeeper.telemetry import signals
 
 LOOK_EVERY_S = 0.05
 """Looked at, because conditions are attributes of very different parts: four reads, 20 times a second (0.01 % CPU)."""

@@ -2,7 +2,7 @@
 
 Slots that are added to a queue are one more consumer of it, on a channel of its own, with a prefetch of just those
 slots: so nothing that was delivered waits for a slot, and no prefetch is changed under a live consumer (which has no
-effect: facts.md, section 2). They are taken back by ending that consumer; what it has in hand ends by itself. The
+effect: docs/facts.md, section 2). They are taken back by ending that consumer; what it has in hand ends by itself. The
 lane that lent them has not waited for it: its own consumer kept its prefetch all the while.
 """
 
@@ -17,8 +17,8 @@ import structlog
 from consumers.capacity.activity import LaneActivity
 from consumers.capacity.lending import Seen, Share, decide
 from consumers.job import Job, NowMs
-from topology.contract.problems import BrokerError
-from topology.telemetry import signals
+from lanekeeper.contract.problems import BrokerError
+from lanekeeper.telemetry import signals
 
 LOOK_EVERY_S = 0.25
 """What is lent must be back within a second. Looked at, because what counts is a level held for a while, and no single

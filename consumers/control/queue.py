@@ -20,12 +20,12 @@ from consumers.job import NowMs, moment_text
 from consumers.settle import Settler
 from consumers.share import Seldom, Share
 from consumers.state.base import Cancelling, Completion, Found, Identity, StoreUnavailable
-from topology import names as n
+from lanekeeper.contract import names as n
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.problems import AccessRefused, BrokerError, RequestProblem
+from lanekeeper.telemetry import signals
 from topology.broker.deliveries import Deliveries
 from topology.broker.session import ChannelLost, Delivery, Session
-from topology.contract.messages import Message
-from topology.contract.problems import AccessRefused, BrokerError, RequestProblem
-from topology.telemetry import signals
 
 FAULTS_AT_MOST = 5
 """The delivery at which a message that we fail at is given up: all requests wait for those that are not recorded."""

@@ -11,7 +11,7 @@ from consumers.limits.base import Heard, Kind, Reservation, Wait, Waiting
 from consumers.limits.desk import Desk
 from consumers.limits.order import NEVER
 from consumers.limits.spec import BudgetSpec
-from topology.telemetry import signals
+from lanekeeper.telemetry import signals
 
 LATE_S = 0.0005
 """A timer fires so much later than what it waits for is there: a moment too early it would have to fire twice."""

@@ -29,7 +29,7 @@ import structlog
 from consumers.failures import ProviderError, Trips
 from consumers.providers.routes import Route
 from consumers.state.base import Leases, StoreUnavailable
-from topology.telemetry import signals
+from lanekeeper.telemetry import signals
 
 FAILURES = 10
 """In a row. Of calls of which 30 % fail by chance, every 240,000th meets so many."""

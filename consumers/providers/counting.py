@@ -12,7 +12,7 @@ ONE_REQUEST = Amounts(requests=1)
 
 
 def counted(usage: Usage) -> Amounts:
-    """Of an answer: what was read from the cache counts against no limit (facts.md, part two, A)."""
+    """Of an answer: what was read from the cache counts against no limit (docs/facts.md, section 10)."""
     return Amounts(1, usage.input_tokens + usage.cache_creation_input_tokens, usage.output_tokens)
 
 

@@ -27,9 +27,9 @@ from consumers.providers import counting
 from consumers.providers.base import Answer, Parts, Provider, Restartable
 from consumers.providers.breaker import Breakers, Pass, Tell, nobody
 from consumers.providers.routes import Route
-from topology.contract.messages import Request
-from topology.telemetry import recording, signals
-from topology.telemetry.tracing import Tracing
+from lanekeeper.telemetry import recording, signals
+from lanekeeper.telemetry.tracing import Tracing
+from topology.codec.request import Request
 
 LONG_S = 5.0
 """After a 429 that tells a longer wait a fallback model is asked, too."""

@@ -1,15 +1,15 @@
 """Direct reply-to: sent without a queue, on the channel that asked.
 
-Before RabbitMQ 4.3.5 a forged address kills the connection that answers it (facts.md, section 6): there they have a
-connection of their own, and go out one by one, so that the address that killed it is known.
+Before RabbitMQ 4.3.5 a forged address kills the connection that answers it (docs/facts.md, section 6). There these
+replies have a connection of their own and are sent one by one, so that the address that killed it is known.
 """
 
 import asyncio
 from typing import Any
 
-from topology.broker.publisher import Publisher
-from topology.contract.messages import Message
-from topology.contract.problems import ConfirmUnknown, RequestProblem
+from lanekeeper.amqp.publisher import Publisher
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.problems import ConfirmUnknown, RequestProblem
 
 KILLED_WITHIN_S = 2.0
 TRIES = 3
@@ -20,7 +20,7 @@ DEADLY_KEPT = 1000
 class DirectSender:
     """Publishes to direct reply-to addresses. `own`: a publisher on a connection of its own; None where that is mended.
 
-    Never mandatory: brokers before 4.3 report delivered direct replies as unroutable (facts.md, section 6).
+    Never mandatory: brokers before 4.3 report delivered direct replies as unroutable (docs/facts.md, section 6).
     """
 
     def __init__(self, publisher: Publisher, *, own: Publisher | None) -> None:

@@ -9,10 +9,10 @@ from consumers.job import Job
 from consumers.replies.address import ReplyRule, is_direct
 from consumers.replies.direct import DirectSender
 from consumers.state.base import Completion
-from topology import names as n
-from topology.broker.publisher import Publisher
-from topology.contract.messages import Message
-from topology.contract.problems import (
+from lanekeeper.amqp.publisher import Publisher
+from lanekeeper.contract import names as n
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.problems import (
     PROBLEMS,
     AccessRefused,
     BrokerError,
@@ -22,7 +22,7 @@ from topology.contract.problems import (
     Unroutable,
     answer_too_large,
 )
-from topology.telemetry import signals
+from lanekeeper.telemetry import signals
 
 JSON = "application/json"
 PROBLEM = "application/problem+json"

@@ -15,8 +15,8 @@ import structlog
 from consumers.claiming import Claiming
 from consumers.job import Job, Outcome, Replayed
 from consumers.state.base import Completion
-from topology import names as n
-from topology.telemetry import signals
+from lanekeeper.contract import names as n
+from lanekeeper.telemetry import signals
 
 PAUSES_S = (1, 2, 4, 8, 16, 30)
 """A minute together: a requester that was slow, or is started again, has made room by then."""

@@ -83,13 +83,13 @@ async def _worked(
 ) -> None:
     import structlog
 
+    from lanekeeper.telemetry import signals
     from service.checks import production
     from service.cli.version import lanekeeper_version
     from service.simulated.app import SimulatedAPI
     from service.worker import running as worker
     from service.worker.assembly import assemble
     from service.worker.health import CannotListen, Health
-    from topology.telemetry import signals
 
     log = structlog.get_logger()
     async with AsyncExitStack() as stack:

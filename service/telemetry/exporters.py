@@ -18,8 +18,8 @@ from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, Resou
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
+from lanekeeper.telemetry import signals
 from service.telemetry import logs
-from topology.telemetry import signals
 
 FLUSH_S: Final = 2.5
 log: structlog.stdlib.BoundLogger = structlog.get_logger()

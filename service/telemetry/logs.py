@@ -15,9 +15,9 @@ from typing import Any, Final, Literal, TextIO
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
+from lanekeeper.contract.problems import LanekeeperError
+from lanekeeper.telemetry import signals
 from service.telemetry import redaction
-from topology.contract.problems import LanekeeperError
-from topology.telemetry import signals
 
 Format = Literal["auto", "json", "console"]
 _FRAMES: Final = 12

@@ -12,12 +12,12 @@ from consumers.fairness.entering import FromQueue
 from consumers.fairness.turns import Turn, Turns
 from consumers.job import Answered, Job, Outcome, Refused
 from consumers.pool import Pool
+from lanekeeper.contract import names as n
+from lanekeeper.contract.problems import BrokerUnreachable, RequestProblem
+from lanekeeper.telemetry.tracing import Tracing
 from tests.support.jobs import Bench, FakeDelivery
 from tests.support.waiting import until
-from topology import names as n
 from topology.broker.session import ChannelLost
-from topology.contract.problems import BrokerUnreachable, RequestProblem
-from topology.telemetry.tracing import Tracing
 
 ANSWERED = Answered(body=b"{}", model="m", provider="p")
 

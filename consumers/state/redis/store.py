@@ -33,7 +33,7 @@ from consumers.state.base import (
 from consumers.state.redis import scripts
 from consumers.state.redis.client import Argument, RedisClient
 from consumers.state.spec import DEFAULT, StoreSpec
-from topology.telemetry import signals
+from lanekeeper.telemetry import signals
 
 log = structlog.get_logger()
 
