@@ -10,6 +10,7 @@ from functools import partial
 import structlog
 from opentelemetry.trace import TracerProvider
 
+from consumers.attempt import Attempts
 from consumers.capacity.activity import LaneActivity
 from consumers.capacity.pausing import Pausing
 from consumers.capacity.slots import Depths, Slots
@@ -200,16 +201,21 @@ async def assemble(
                 budgeting.caps_gate,
                 budgeting.budget_gate,
             ),
-            providers=budgeting.registry,
-            elsewhere=budgeting.route_gate,
-            purse=budgeting.budget_gate,
+            attempts=Attempts(
+                budgeting.registry,
+                breakers=budgeting.breakers,
+                route_gate=budgeting.route_gate,
+                budget_gate=budgeting.budget_gate,
+                replies=replies,
+                lifecycle=lifecycle,
+                pausing=pausing,
+                policy=settings.retry_policy(),
+                now_ms=now_ms,
+                rng=rng,
+            ),
+            routes=budgeting.routes,
             replies=replies,
-            lifecycle=lifecycle,
-            pausing=pausing,
-            policy=settings.retry_policy(),
             names=names,
-            now_ms=now_ms,
-            rng=rng,
             failpoints=failpoints,
             reading=reading,
             values=settings.json_values,
