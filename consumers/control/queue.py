@@ -11,8 +11,6 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
-import structlog
-
 from consumers.claiming import Claiming
 from consumers.control.answer import Answers
 from consumers.control.question import Question, id_of, read
@@ -23,7 +21,7 @@ from consumers.state.base import Cancelling, Completion, Found, Identity, StoreU
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import AccessRefused, BrokerError, RequestProblem
-from lanekeeper.telemetry import signals
+from lanekeeper.telemetry import logs, signals
 from topology.broker.deliveries import Deliveries
 from topology.broker.session import ChannelLost, Delivery, Session
 
@@ -41,7 +39,7 @@ TOGETHER = 32
 """What was turned away is acknowledged in so many at a time."""
 Ready = Callable[[], Awaitable[int]]
 """How many messages wait in the control queue. Raises BrokerError."""
-log: structlog.stdlib.BoundLogger = structlog.get_logger()
+log = logs.logger()
 
 
 class Control:

@@ -21,15 +21,14 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from logging import INFO, WARNING
 from math import inf
 from typing import Any, NamedTuple
-
-import structlog
 
 from consumers.failures import NEVER_SENT, OverloadedError, ProviderError, RejectedError, TransientError
 from consumers.providers.routes import Route
 from consumers.state.base import Leases, StoreUnavailable
-from lanekeeper.telemetry import signals
+from lanekeeper.telemetry import logs, signals
 
 FAILURES = 10
 """In a row. Of calls of which 30 % fail by chance, every 240,000th meets so many."""
@@ -56,7 +55,7 @@ REMEMBERED = 1000
 """Requesters name models: what failed is not remembered of more."""
 Tell = Callable[..., None]
 """Takes the name of a life-cycle event, and its figures."""
-log: structlog.stdlib.BoundLogger = structlog.get_logger()
+log = logs.logger()
 
 
 class State(StrEnum):
@@ -264,11 +263,18 @@ class Breakers:
 
     @staticmethod
     def _tell(tell: Tell, route: Route, breaker: Breaker, now_s: float, error: ProviderError | None = None) -> None:
-        how = log.warning if breaker.state is State.OPEN else log.info
         figures: dict[str, Any] = {"provider": route.provider, "model": route.model, "state": breaker.state.value}
         if error is not None:
             figures |= {"error": error.brief, "retry_in_s": round(breaker.wait_s(now_s), 1)}
-        how(signals.BREAKER_CHANGED, **figures)
+        log.log(
+            WARNING if breaker.state is State.OPEN else INFO,
+            signals.BREAKER_CHANGED,
+            provider=route.provider,
+            model=route.model,
+            state=breaker.state.value,
+            error=figures.get("error"),
+            retry_in_s=figures.get("retry_in_s"),
+        )
         tell("breaker", **figures)
 
 

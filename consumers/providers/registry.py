@@ -17,8 +17,6 @@ from dataclasses import replace
 from functools import partial
 from math import inf
 
-import structlog
-
 from consumers.failures import (
     BreakerOpen,
     OverloadedError,
@@ -34,7 +32,7 @@ from consumers.providers import counting
 from consumers.providers.base import Answer, Parts, Provider, Restartable
 from consumers.providers.breaker import Breakers, Pass, Tell, nobody
 from consumers.providers.routes import Route
-from lanekeeper.telemetry import recording, signals
+from lanekeeper.telemetry import logs, recording, signals
 from lanekeeper.telemetry.tracing import Tracing
 from topology.codec.request import Request
 
@@ -51,7 +49,7 @@ Enter = Callable[[Route, float], Awaitable[Pass | None]]
 Move = Callable[[Route, ProviderError | None], Awaitable[bool]]
 """Reserve for another route at once, or not at all; whether it could. Then what was reserved for the one before is
 settled: by the error of its call, or given back where none was made (None)."""
-log: structlog.stdlib.BoundLogger = structlog.get_logger()
+log = logs.logger()
 
 
 async def stay(_: Route, __: ProviderError | None) -> bool:
@@ -109,7 +107,6 @@ class Registry:
             first = error
         log.info(
             signals.FAILED_OVER,
-            request=request.id,
             provider=entered.route.provider,
             model=entered.route.model,
             to_provider=other.route.provider,
@@ -117,7 +114,7 @@ class Registry:
             error=first.brief,
         )
         if parts is not None and parts.restart():
-            log.info(signals.STREAM_RESTARTED, request=request.id, error=first.brief)
+            log.info(signals.STREAM_RESTARTED, error=first.brief)
         try:
             return await self._call(other, request, timeout_s=min(timeout_s, left_s), parts=parts, until_s=until_s)
         except (RejectedError, SpendLimitError) as error:
