@@ -53,6 +53,8 @@ CANCELLATION_UNSENT: Final = "cancellation.unsent"
 CONTROL_BEHIND: Final = "control.behind"
 CONTROL_POSTPONED: Final = "control.postponed"
 CONTROL_UNANSWERED: Final = "control.unanswered"
+
+# Log events: one request, and the store.
 REQUEST_ANSWERED: Final = "request.answered"
 REQUEST_DEFERRED: Final = "request.deferred"
 REQUEST_RETRIED: Final = "request.retried"
@@ -82,6 +84,8 @@ SPEND_LIMIT_MET: Final = "account.spend_limit"
 ACCOUNT_PAUSED: Final = "account.paused"
 LEARNED_UNREADABLE: Final = "limits.unreadable"
 LIMITS_LEARNED: Final = "limits.learned"
+
+# Log events: providers and spending.
 BREAKER_CHANGED: Final = "breaker.changed"
 FAILED_OVER: Final = "failed.over"
 CAP_REACHED: Final = "cap.reached"

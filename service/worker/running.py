@@ -174,7 +174,7 @@ async def summarise_once(parts: Parts) -> None:
         log.info(
             signals.LANE_SUMMARY,
             lane=activity.lane,
-            depth=intake.ready + sum(each.ready for each in others),
+            depth=intake.ready + sum(each.ready for each in others) + parts.turns[activity.lane].in_hand,
             consumers=intake.consumers,
             running=figures["running"],
             wait_p50_ms=quantile(waits, 0.5),
