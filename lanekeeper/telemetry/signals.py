@@ -47,6 +47,8 @@ QUEUE_DELETED: Final = "queue.deleted"
 TAKING_PAUSED: Final = "taking.paused"
 TAKING_RESUMED: Final = "taking.resumed"
 CONSUMER_CANCELLED: Final = "consumer.cancelled"
+
+# Log events: control messages.
 CONTROL_REFUSED: Final = "control.refused"
 CANCELLATION_DISPLACED: Final = "cancellation.displaced"
 CANCELLATION_UNSENT: Final = "cancellation.unsent"
