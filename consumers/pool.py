@@ -1,7 +1,7 @@
 """A pool works the deliveries of one queue, as many at a time as there are slots for them.
 
 The queue's prefetch equals the slots, so that no delivery waits in a worker: more would let lower priorities overtake
-(facts.md, section 2). It does where tenants share a lane that is full: `consumers/fairness/turns.py` says who is
+(docs/facts.md, section 2). It does where tenants share a lane that is full: `consumers/fairness/turns.py` says who is
 next then.
 """
 
@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any, assert_never
 
-import structlog
 from opentelemetry.trace import Span
 
 from consumers import waits
@@ -21,14 +20,14 @@ from consumers.fairness.turns import Turn, Turns
 from consumers.job import Answered, Buried, Deferred, Dropped, Job, Outcome, Refused, Replayed, Retried
 from consumers.settle import Settler
 from consumers.state.base import StoreUnavailable
+from lanekeeper.contract.problems import BrokerError, RequestProblem
+from lanekeeper.telemetry import logs, recording, signals
+from lanekeeper.telemetry.tracing import Tracing
 from topology.broker.deliveries import Deliveries
 from topology.broker.session import ChannelLost, Delivery, Session
-from topology.contract import codec
-from topology.contract.problems import BrokerError, RequestProblem
-from topology.telemetry import recording, signals
-from topology.telemetry.tracing import Tracing
+from topology.codec import decoding
 
-log: structlog.stdlib.BoundLogger = structlog.get_logger()
+log = logs.logger()
 
 
 class Pool:
@@ -145,21 +144,22 @@ class Pool:
                 return await self._settler.release(delivery)
             if (job := await self._job(delivery)) is None:
                 return None
-            try:
-                with self._undecided_yet(job):
-                    turn = await self._entering.enter(job)
-            except asyncio.CancelledError:
-                if self._stopping:
-                    await self._settler.release(delivery)
-                raise
-            if turn is Turn.ASIDE:
-                return await self._set_aside(job)
-            self._begun += 1
-            try:
-                await self._work(job)
-            finally:
-                self._begun -= 1
-                self._entering.leave(job)
+            with logs.about(job):
+                try:
+                    with self._undecided_yet(job):
+                        turn = await self._entering.enter(job)
+                except asyncio.CancelledError:
+                    if self._stopping:
+                        await self._settler.release(delivery)
+                    raise
+                if turn is Turn.ASIDE:
+                    return await self._set_aside(job)
+                self._begun += 1
+                try:
+                    await self._work(job)
+                finally:
+                    self._begun -= 1
+                    self._entering.leave(job)
         finally:
             self._in_hand -= 1
 
@@ -186,10 +186,10 @@ class Pool:
                 await self._settler.release(job.delivery)
             raise
         except BrokerError as error:
-            log.error(signals.HANDLER_FAILED, request=job.id, lane=job.lane_name, where="set aside", error=str(error))
+            log.error(signals.HANDLER_FAILED, where="set aside", error=str(error))
             await self._settler.postpone(job.delivery)
         except Exception:  # one request that cannot be moved must not end the lane for all others
-            log.exception(signals.HANDLER_FAILED, request=job.id, lane=job.lane_name, where="set aside")
+            log.exception(signals.HANDLER_FAILED, where="set aside")
             await self._settler.put_back(job.delivery)
 
     async def _work(self, job: Job) -> None:
@@ -202,6 +202,7 @@ class Pool:
             with self._tracing.process(
                 delivery.message, queue=self.queue, delivery_tag=delivery.tag, start_ns=taken_ns
             ) as span:
+                job.span = span
                 with self._undecided_yet(job):
                     outcome = await self._outcome(job)
                 settled = await self._settle(job, outcome)
@@ -213,12 +214,10 @@ class Pool:
                 await self._settler.release(delivery)
             raise
         except StoreUnavailable as away:
-            log.error(signals.HANDLER_FAILED, request=delivery.message.message_id, where="store", error=str(away))
+            log.error(signals.HANDLER_FAILED, where="store", error=str(away))
             await self._settler.postpone(delivery)
         except Exception:  # one request that cannot even be buried must not end the lane for all others
-            log.exception(
-                signals.HANDLER_FAILED, request=delivery.message.message_id, lane=self._activity.lane, where="settle"
-            )
+            log.exception(signals.HANDLER_FAILED, where="settle")
             await self._settler.put_back(delivery)
         finally:
             self._activity.running -= 1
@@ -247,7 +246,7 @@ class Pool:
             del self._undecided[task]
 
     def _record(self, span: Span, job: Job, outcome: Outcome) -> None:
-        app = codec.app_of(job.routing_key)
+        app = decoding.app_of(job.routing_key)
         recording.request(
             span,
             lane=job.lane_name,
@@ -284,5 +283,5 @@ class Pool:
         except StoreUnavailable:  # nothing is known of it, and nothing may be done without a claim
             raise
         except Exception as error:
-            log.exception(signals.HANDLER_FAILED, request=job.id, lane=job.lane_name, where="handle")
+            log.exception(signals.HANDLER_FAILED, where="handle")
             return Buried(RequestProblem("internal", f"a fault of Lanekeeper: {type(error).__name__}; see its log"))

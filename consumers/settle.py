@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import assert_never
 
-import structlog
-
 from consumers.claiming import Claiming
 from consumers.copies import dead_letter, on_its_round
 from consumers.failpoints import Failpoints
@@ -32,17 +30,17 @@ from consumers.parking import Parking
 from consumers.replies.reply import Replies
 from consumers.replies.retelling import Retelling
 from consumers.state.base import Completion, StoreUnavailable
-from topology import names as n
-from topology.broker.publisher import Publisher
+from lanekeeper.amqp.publisher import Publisher
+from lanekeeper.contract import names as n
+from lanekeeper.contract.identity import shown
+from lanekeeper.contract.names import Names
+from lanekeeper.contract.problems import PROBLEMS, BrokerError, MessageTooLarge, RequestProblem, answer_too_large
+from lanekeeper.telemetry import logs, signals
+from lanekeeper.telemetry.tracing import Tracing
 from topology.broker.session import ChannelLost, Delivery, Session
-from topology.contract.bounds import ANSWER_BYTES
-from topology.contract.headers import ERRORS_KEPT, HopHeaders
-from topology.contract.identity import shown
-from topology.contract.problems import PROBLEMS, BrokerError, MessageTooLarge, RequestProblem, answer_too_large
+from topology.codec.bounds import ANSWER_BYTES
+from topology.codec.headers import ERRORS_KEPT, HopHeaders
 from topology.delays import MAX_DELAY_MS, hop
-from topology.names import Names
-from topology.telemetry import signals
-from topology.telemetry.tracing import Tracing
 
 NEVER_KEPT = frozenset({"idempotency_conflict"})
 """It is no ending of the request that has this id."""
@@ -53,7 +51,7 @@ NOTED = frozenset(
 TAKEN_OVER_WAIT_MS = 1000
 PUT_BACK_AFTER_S = 1.0
 """What fails at once comes back at once: not thousands of times a second."""
-log: structlog.stdlib.BoundLogger = structlog.get_logger()
+log = logs.logger()
 
 
 class Settler:
@@ -99,7 +97,7 @@ class Settler:
                     await self._bury(job, forbidden.code, forbidden.detail, ended_ms=self._now_ms())
                 outcome = Buried(forbidden)
         except (BrokerError, StoreUnavailable) as error:
-            log.error(signals.HANDLER_FAILED, request=job.id, lane=job.lane_name, where="settle", error=str(error))
+            log.error(signals.HANDLER_FAILED, where="settle", error=str(error))
             await self._claiming.release(job)
             await self.postpone(job.delivery)
             return None
@@ -110,7 +108,7 @@ class Settler:
             with self._tracing.settle("ack", job.message, queue=job.delivery.queue, delivery_tag=job.delivery.tag):
                 await job.delivery.ack()
         except ChannelLost as lost:
-            log.warning(signals.DELIVERY_LOST, queue=job.delivery.queue, request=job.id, error=str(lost))
+            log.warning(signals.DELIVERY_LOST, queue=job.delivery.queue, error=str(lost))
             return None
         self._failpoints.reach("after_ack")
         self._tell(job, outcome)
@@ -244,7 +242,7 @@ class Settler:
             return
         tries = job.hop.reply_try + 1
         error = completion.body.decode() if completion.code in NEVER_KEPT | NOTED else None
-        log.debug(signals.REPLY_REFUSED, request=job.id, lane=job.lane_name, tries=tries, delay_ms=pause_ms)
+        log.debug(signals.REPLY_REFUSED, tries=tries, delay_ms=pause_ms)
         past = HopHeaders(
             attempts=job.attempts, errors=job.hop.errors, due_ms=job.hop.due_ms, reply_try=tries, reply_error=error
         )
@@ -266,7 +264,7 @@ class Settler:
         try:
             await self._publisher.publish_surely(letter, exchange=self._names.dead, routing_key=job.routing_key)
         except MessageTooLarge as error:  # the broker's limit was lowered since: that it was there is what can be kept
-            log.error(signals.DEAD_LETTER_CUT, request=job.id, lane=job.lane_name, size=error.size, limit=error.limit)
+            log.error(signals.DEAD_LETTER_CUT, size=error.size, limit=error.limit)
             letter.body = b""
             await self._publisher.publish_surely(letter, exchange=self._names.dead, routing_key=job.routing_key)
 
@@ -278,38 +276,29 @@ class Settler:
     def _tell(self, job: Job, outcome: Outcome) -> None:
         match outcome:
             case Answered(model=model, provider=provider):
-                figures = {"model": shown(model), "provider": provider, "wait_ms": job.wait_ms, "run_ms": job.run_ms}
-                log.debug(signals.REQUEST_ANSWERED, request=job.id, lane=job.lane_name, **figures)
-                self._lifecycle.tell(job, "completed", **figures)
+                model, wait_ms, run_ms = shown(model), job.wait_ms, job.run_ms
+                log.debug(signals.REQUEST_ANSWERED, model=model, provider=provider, wait_ms=wait_ms, run_ms=run_ms)
+                self._lifecycle.tell(job, "completed", model=model, provider=provider, wait_ms=wait_ms, run_ms=run_ms)
             case Deferred(delay_ms=delay_ms, reason=reason):
-                log.debug(
-                    signals.REQUEST_DEFERRED, request=job.id, lane=job.lane_name, delay_ms=delay_ms, reason=reason
-                )
+                log.debug(signals.REQUEST_DEFERRED, delay_ms=delay_ms, reason=reason)
                 self._lifecycle.tell(job, "deferred", delay_ms=delay_ms, reason=reason)
             case Retried(delay_ms=delay_ms, brief=brief):
-                log.info(
-                    signals.REQUEST_RETRIED,
-                    request=job.id,
-                    lane=job.lane_name,
-                    attempt=job.attempts,
-                    delay_ms=delay_ms,
-                    error=brief,
-                )
+                log.info(signals.REQUEST_RETRIED, delay_ms=delay_ms, error=brief)
                 self._lifecycle.tell(job, "retrying", delay_ms=delay_ms, error=brief)
             case Refused(problem) | Buried(problem):
-                buried = isinstance(outcome, Buried)
-                event = signals.REQUEST_BURIED if buried else signals.REQUEST_REFUSED
-                log.info(event, request=job.id, lane=job.lane_name, code=problem.code, reason=problem.brief)
                 self._lifecycle.tell(job, "failed", code=problem.code, status=problem.status)
-                if buried:
+                if isinstance(outcome, Buried):
+                    log.info(signals.REQUEST_BURIED, code=problem.code, reason=problem.brief)
                     self._lifecycle.tell(job, "dead", code=problem.code)
+                else:
+                    log.info(signals.REQUEST_REFUSED, code=problem.code, reason=problem.brief)
             case Dropped(problem):
-                log.info(signals.REQUEST_REFUSED, request=job.id, lane=job.lane_name, code=problem.code, reason="")
+                log.info(signals.REQUEST_REFUSED, code=problem.code, reason="")
                 self._lifecycle.tell(job, problem.code)
             case Replayed(retold=True):
                 pass  # told when it ended
             case Replayed(completion=completion):
-                log.debug(signals.REQUEST_REPLAYED, request=job.id, lane=job.lane_name, code=completion.code)
+                log.debug(signals.REQUEST_REPLAYED, code=completion.code)
                 never_told = completion.code == "cancelled" and not job.attempts
                 self._lifecycle.tell(job, "cancelled" if never_told else "replayed", status=completion.status)
             case _:

@@ -11,8 +11,6 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
-import structlog
-
 from consumers.claiming import Claiming
 from consumers.control.answer import Answers
 from consumers.control.question import Question, id_of, read
@@ -20,12 +18,12 @@ from consumers.job import NowMs, moment_text
 from consumers.settle import Settler
 from consumers.share import Seldom, Share
 from consumers.state.base import Cancelling, Completion, Found, Identity, StoreUnavailable
-from topology import names as n
+from lanekeeper.contract import names as n
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.problems import AccessRefused, BrokerError, RequestProblem
+from lanekeeper.telemetry import logs, signals
 from topology.broker.deliveries import Deliveries
 from topology.broker.session import ChannelLost, Delivery, Session
-from topology.contract.messages import Message
-from topology.contract.problems import AccessRefused, BrokerError, RequestProblem
-from topology.telemetry import signals
 
 FAULTS_AT_MOST = 5
 """The delivery at which a message that we fail at is given up: all requests wait for those that are not recorded."""
@@ -41,7 +39,7 @@ TOGETHER = 32
 """What was turned away is acknowledged in so many at a time."""
 Ready = Callable[[], Awaitable[int]]
 """How many messages wait in the control queue. Raises BrokerError."""
-log: structlog.stdlib.BoundLogger = structlog.get_logger()
+log = logs.logger()
 
 
 class Control:

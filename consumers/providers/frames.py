@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from consumers.failures import AnswerTooLargeError, TransientError
-from topology.contract import bounds
+from topology.codec import bounds
 
 _PRELUDE: Final = struct.Struct(">III")
 _CRC: Final = struct.Struct(">I")

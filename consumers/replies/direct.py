@@ -1,6 +1,6 @@
 """Direct reply-to: sent without a queue, on the channel that asked.
 
-Before RabbitMQ 4.3.5 a forged address kills the connection that answers it (facts.md, section 6). There the first
+Before RabbitMQ 4.3.5 a forged address kills the connection that answers it (docs/facts.md, section 6). There the first
 message to an address goes out over a connection of its own, one at a time, so that the address that killed it is known.
 An address that has taken one was made by the broker: what follows goes out with everything else.
 """
@@ -8,9 +8,9 @@ An address that has taken one was made by the broker: what follows goes out with
 import asyncio
 from typing import Any
 
-from topology.broker.publisher import Publisher
-from topology.contract.messages import Message
-from topology.contract.problems import ConfirmUnknown, RequestProblem
+from lanekeeper.amqp.publisher import Publisher
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.problems import ConfirmUnknown, RequestProblem
 
 KILLED_WITHIN_S = 2.0
 TRIES = 3
@@ -21,7 +21,7 @@ KEPT = 1000
 class DirectSender:
     """Publishes to direct reply-to addresses. `own`: a publisher on a connection of its own; None where that is mended.
 
-    Never mandatory: brokers before 4.3 report delivered direct replies as unroutable (facts.md, section 6).
+    Never mandatory: brokers before 4.3 report delivered direct replies as unroutable (docs/facts.md, section 6).
     """
 
     def __init__(self, publisher: Publisher, *, own: Publisher | None) -> None:

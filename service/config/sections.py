@@ -14,7 +14,7 @@ from consumers.retry import RetryPolicy
 from consumers.state.spec import StoreSpec
 from service.config.validation import Disagreement
 from service.config.value_types import ModelName, ModelWords, Number, Patterns, ProviderNames, ReadableFile
-from topology.contract.bounds import ANSWER_BYTES
+from topology.codec.bounds import ANSWER_BYTES
 from topology.lanes import BATCH, CRITICAL, DEFAULT_LANES, GIB, MIB, NORMAL, LaneSpec
 
 YEAR_S = 365 * 86_400

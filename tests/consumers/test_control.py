@@ -11,10 +11,10 @@ from consumers.control.queue import Control
 from consumers.job import Answered, Refused
 from consumers.replies.address import ReplyRule
 from consumers.state.base import Granted, Held, Identity, StoreUnavailable
+from lanekeeper.contract import names as n
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.problems import RequestProblem
 from tests.support.jobs import NAMES, NOW_MS, Bench, FakeDelivery
-from topology import names as n
-from topology.contract.messages import Message
-from topology.contract.problems import RequestProblem
 
 ANSWERED = Answered(body=b'{"id":"msg"}', model="claude-x", provider="anthropic")
 ASKER = "amq.gen-abcdefghijklmnopqrstuv"

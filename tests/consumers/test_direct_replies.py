@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from consumers.replies.direct import DirectSender
-from topology.contract.messages import Message
-from topology.contract.problems import ConfirmUnknown, RequestProblem
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.problems import ConfirmUnknown, RequestProblem
 
 ADDRESS = "amq.rabbitmq.reply-to.somebody"
 ANSWER = Message(body=b"{}", exchange="", routing_key=ADDRESS)

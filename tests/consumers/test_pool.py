@@ -1,10 +1,15 @@
 """A pool: a task a delivery; whatever happens to one harms no other, and stopping gives back what runs."""
 
 import asyncio
+import io
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from consumers import settle
 from consumers.capacity.activity import LaneActivity
@@ -12,12 +17,14 @@ from consumers.fairness.entering import FromQueue
 from consumers.fairness.turns import Turn, Turns
 from consumers.job import Answered, Job, Outcome, Refused
 from consumers.pool import Pool
+from lanekeeper.contract import names as n
+from lanekeeper.contract.problems import BrokerUnreachable, RequestProblem
+from lanekeeper.telemetry import logs as loggers
+from lanekeeper.telemetry.tracing import Tracing
+from service.telemetry import logs
 from tests.support.jobs import Bench, FakeDelivery
 from tests.support.waiting import until
-from topology import names as n
 from topology.broker.session import ChannelLost
-from topology.contract.problems import BrokerUnreachable, RequestProblem
-from topology.telemetry.tracing import Tracing
 
 ANSWERED = Answered(body=b"{}", model="m", provider="p")
 
@@ -61,7 +68,12 @@ class Working:
     """A pool at work on fakes."""
 
     def __init__(
-        self, bench: Bench, handle: Callable[[Job], Awaitable[Outcome]], *, entering: FromQueue | None = None
+        self,
+        bench: Bench,
+        handle: Callable[[Job], Awaitable[Outcome]],
+        *,
+        entering: FromQueue | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self.bench = bench
         self.deliveries = FakeDeliveries()
@@ -72,7 +84,7 @@ class Working:
             handle=handle,
             settler=bench.settler,
             activity=self.activity,
-            tracing=Tracing(),
+            tracing=tracing or Tracing(),
             entering=entering,
         )
         self.running = asyncio.create_task(self.pool.run())
@@ -383,3 +395,77 @@ async def test_what_waits_for_a_slot_when_it_is_stopped_at_once_is_given_back() 
     working.running.cancel()
     await asyncio.wait([working.running])
     assert bench.log.count("give back") == 5
+
+
+def lines(out: io.StringIO) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in out.getvalue().splitlines()]
+
+
+async def test_each_line_of_a_request_says_which_request_it_is_about() -> None:
+    bench, out = Bench(), io.StringIO()
+    together = asyncio.Barrier(2)
+    log = loggers.logger()
+
+    async def work(job: Job) -> Outcome:
+        log.info("before the call")
+        await together.wait()
+        job.attempt_started_ms = 1
+        await asyncio.create_task(speak())
+        return ANSWERED
+
+    async def speak() -> None:
+        log.info("in a task of its own")
+
+    with logs.written(service="s", level="debug", stream=out):
+        working = Working(bench, work)
+        working.deliver(
+            bench.delivery(message_id="a", headers={"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}),
+            bench.delivery(message_id="b"),
+        )
+        await until(lambda: working.activity.answered == 2)
+        log.info("about none")
+        await working.stop()
+
+    told = [each for each in lines(out) if each["event"] != "about none"]
+    assert sorted((each["event"], each["request"], each["lane"], each["attempt"]) for each in told) == [
+        (event, request, "critical", attempt)
+        for event, attempt in (("before the call", 0), ("in a task of its own", 1), ("request.answered", 1))
+        for request in ("a", "b")
+    ]
+    assert {each["request"]: each.get("trace_id") for each in told} == {"a": "a" * 32, "b": None}
+    (other,) = (each for each in lines(out) if each["event"] == "about none")
+    assert other.keys() == {"timestamp", "level", "event", "service"}
+
+
+async def test_a_request_that_begins_its_trace_here_is_logged_with_it() -> None:
+    bench, out = Bench(), io.StringIO()
+    spans = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(spans))
+
+    with logs.written(service="s", level="debug", stream=out):
+        working = Working(bench, answer, tracing=Tracing(provider))
+        working.deliver(bench.delivery(message_id="a"))
+        await until(lambda: working.activity.answered == 1)
+        await working.stop()
+
+    (span,) = (each for each in spans.get_finished_spans() if each.name == "process lane.critical")
+    assert span.context is not None
+    assert [each["trace_id"] for each in lines(out)] == [f"{span.context.trace_id:032x}"]
+
+
+async def test_a_line_below_the_level_asks_for_no_field() -> None:
+    class Subject:
+        asked = 0
+
+        def log_fields(self) -> dict[str, str]:
+            self.asked += 1
+            return {"request": "a"}
+
+    subject, out = Subject(), io.StringIO()
+    with logs.written(service="s", level="info", stream=out), loggers.about(subject):
+        loggers.logger().debug("not read")
+        assert subject.asked == 0
+        loggers.logger().info("read")
+
+    assert [each["request"] for each in lines(out)] == ["a"]

@@ -6,9 +6,9 @@ import pytest
 
 from consumers.job import Answered, Buried, Job, Outcome, Refused, Replayed
 from consumers.replies.retelling import PAUSES_S, Retelling
+from lanekeeper.contract import names as n
+from lanekeeper.contract.problems import BrokerUnreachable, PublishRefused, RequestProblem
 from tests.support.jobs import NOW_MS, Bench
-from topology import names as n
-from topology.contract.problems import BrokerUnreachable, PublishRefused, RequestProblem
 
 ANSWERED = Answered(body=b'{"id":"msg"}', model="claude-x", provider="anthropic")
 REJECTED = Buried(RequestProblem("provider_rejected", "402 …", status=402))

@@ -10,11 +10,8 @@ from consumers import claiming, settle
 from consumers.job import Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried
 from consumers.parking import Parking
 from consumers.state.base import StoreUnavailable
-from tests.support.jobs import BODY, NOW_MS, Bench
-from topology import names as n
-from topology.contract import codec
-from topology.contract.headers import HopHeaders, read_hop
-from topology.contract.problems import (
+from lanekeeper.contract import names as n
+from lanekeeper.contract.problems import (
     AccessRefused,
     BrokerUnreachable,
     ConfirmUnknown,
@@ -22,6 +19,9 @@ from topology.contract.problems import (
     RequestProblem,
     Unroutable,
 )
+from tests.support.jobs import BODY, NOW_MS, Bench
+from topology.codec import decoding
+from topology.codec.headers import HopHeaders, read_hop
 from topology.lanes import CRITICAL
 
 ANSWERED = Answered(body=b'{"id":"msg"}', model="claude-x", provider="anthropic")
@@ -260,13 +260,13 @@ async def test_a_redelivered_message_that_had_ended_ends_as_it_had(bench: Bench,
 async def test_its_time_counts_from_now_and_its_ending_goes_along_on_a_hop(bench: Bench) -> None:
     headers = {n.DEAD_AT: "2026-09-21T13:00:00.000Z", n.SENT_MS: NOW_MS - 5_000_000}
     job = bench.job(headers=headers, timestamp_s=5.0)
-    job.request = codec.decode(job.message, lane=CRITICAL, request_id=job.id, hop=None, now_ms=NOW_MS)
+    job.request = decoding.decode(job.message, lane=CRITICAL, request_id=job.id, hop=None, now_ms=NOW_MS)
     assert job.request.sent_ms == NOW_MS
     await bench.settler.settle(job, DEFERRED)
     copy = bench.to("lane.delay.01")
     back = bench.job(exchange="lane.due", headers=copy.headers, timestamp_s=5.0)
     assert back.copy().dead_at_ms == job.copy().dead_at_ms is not None
-    request = codec.decode(back.message, lane=CRITICAL, request_id=back.id, hop=back.hop, now_ms=NOW_MS + 900)
+    request = decoding.decode(back.message, lane=CRITICAL, request_id=back.id, hop=back.hop, now_ms=NOW_MS + 900)
     assert request.sent_ms == NOW_MS
 
 

@@ -8,11 +8,11 @@ from aiormq.abc import ChannelFrame, DeliveredMessage
 from aiormq.channel import Channel
 from pamqp.commands import Basic
 
-from topology import names
-from topology.broker.driver.border import border
-from topology.broker.driver.frames import message_of
-from topology.contract.messages import Message
-from topology.contract.problems import BrokerError, BrokerUnreachable
+from lanekeeper.amqp.driver.border import border
+from lanekeeper.amqp.driver.frames import message_of
+from lanekeeper.contract import names
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.problems import BrokerError, BrokerUnreachable
 
 RPC_TIMEOUT_S = 30
 CLOSE_TIMEOUT_S = 3
@@ -46,8 +46,8 @@ class Delivery:
         """How often it was delivered without being settled or given back, this time included; None where the broker
         does not count (classic queues).
 
-        Believed only on a redelivered message of a queue that counts: elsewhere the header can be forged (facts.md,
-        section 7). On 4.3 a message that was only given back has an acquired count and no delivery count.
+        Believed only on a redelivered message of a queue that counts: elsewhere the header can be forged
+        (docs/facts.md, section 7). On 4.3 a message that was only returned by nack has no delivery count.
         """
         if not self.redelivered:
             return 1
@@ -60,7 +60,7 @@ class Delivery:
         await self._settle(self._channel.basic_ack(self.tag, wait=False))
 
     async def reject(self) -> None:
-        """Give it back and have the broker count that (facts.md: nack is not counted on 4.3)."""
+        """Give it back and have the broker count that (docs/facts.md, section 7: nack is not counted on 4.3)."""
         await self._settle(self._channel.basic_reject(self.tag, requeue=True, wait=False))
 
     async def give_back(self) -> None:
