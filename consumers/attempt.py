@@ -9,8 +9,6 @@ import asyncio
 import random
 from typing import assert_never
 
-import structlog
-
 from consumers import retry
 from consumers.capacity.pausing import Pausing
 from consumers.chain import Route
@@ -27,7 +25,7 @@ from consumers.providers.registry import Registry
 from consumers.replies.reply import Parts, Replies
 from consumers.state.base import Stop
 from lanekeeper.contract.problems import RequestProblem
-from lanekeeper.telemetry import signals
+from lanekeeper.telemetry import logs, signals
 from topology.codec.request import Request
 from topology.lanes import LaneSpec
 
@@ -42,7 +40,7 @@ LEAST_LEFT_S = 1.0
 DEADLINE_ABOUT_S = 0.1
 LATE = TransientError("no answer before the request's deadline", type=TIMEOUT)
 """What a deadline ended may be a provider that hangs, though nobody waited until its call had timed out."""
-log: structlog.stdlib.BoundLogger = structlog.get_logger()
+log = logs.logger()
 
 
 class Attempts:
@@ -136,7 +134,7 @@ class Attempts:
                 job.attempt_started_ms = self._now_ms()
                 self._lifecycle.tell(job, "started", wait_ms=job.wait_ms)
             else:
-                _restart(request, failed, route, parts)
+                _restart(failed, route, parts)
             try:
                 return await self._call(job, entered, request, timeout_s=timeout_s, parts=parts, until_s=until_s)
             except ProviderError as error:
@@ -222,12 +220,11 @@ class Attempts:
         )
 
 
-def _restart(request: Request, failed: tuple[Route, ProviderError], route: Route, parts: Parts | None) -> None:
+def _restart(failed: tuple[Route, ProviderError], route: Route, parts: Parts | None) -> None:
     """The answer comes from somewhere else: the requester forgets what it has of the call that failed."""
     before, error = failed
     log.info(
         signals.FAILED_OVER,
-        request=request.id,
         provider=before.provider,
         model=before.model,
         to_provider=route.provider,
@@ -235,7 +232,7 @@ def _restart(request: Request, failed: tuple[Route, ProviderError], route: Route
         error=error.brief,
     )
     if parts is not None and parts.restart():
-        log.info(signals.STREAM_RESTARTED, request=request.id, error=error.brief)
+        log.info(signals.STREAM_RESTARTED, error=error.brief)
 
 
 def _may_help(error: ProviderError, failed: Route, other: Route) -> bool:

@@ -21,15 +21,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from logging import INFO, WARNING
 from math import inf
 from typing import Any, NamedTuple, assert_never
-
-import structlog
 
 from consumers.chain import Route
 from consumers.failures import ProviderError, Trips
 from consumers.state.base import Leases, StoreUnavailable
-from lanekeeper.telemetry import signals
+from lanekeeper.telemetry import logs, signals
 
 FAILURES = 10
 """In a row. Of calls of which 30 % fail by chance, every 240,000th meets so many."""
@@ -54,7 +53,7 @@ STORE_WITHIN_S = 1.0
 """No call waits longer for the store."""
 REMEMBERED = 1000
 """Requesters name models: what failed is not remembered of more."""
-log: structlog.stdlib.BoundLogger = structlog.get_logger()
+log = logs.logger()
 
 
 class State(StrEnum):
@@ -303,8 +302,15 @@ def _changed(route: Route, breaker: Breaker, now_s: float, error: ProviderError 
         error=None if error is None else error.brief,
         retry_in_s=None if error is None else round(breaker.wait_s(now_s), 1),
     )
-    how = log.warning if breaker.state is State.OPEN else log.info
-    how(signals.BREAKER_CHANGED, **change.figures())
+    log.log(
+        WARNING if change.state is State.OPEN else INFO,
+        signals.BREAKER_CHANGED,
+        provider=change.provider,
+        model=change.model,
+        state=change.state.value,
+        error=change.error,
+        retry_in_s=change.retry_in_s,
+    )
     return change
 
 

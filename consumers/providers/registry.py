@@ -5,21 +5,19 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 
-import structlog
-
 from consumers.chain import Route
 from consumers.failures import ProviderError
 from consumers.limits.base import Heard, Kind
 from consumers.prices import Prices
 from consumers.providers import counting
 from consumers.providers.base import Answer, Parts, Provider
-from lanekeeper.telemetry import recording, signals
+from lanekeeper.telemetry import logs, recording, signals
 from lanekeeper.telemetry.tracing import Tracing
 from topology.codec.request import Request
 
 SPEND_REFUSALS = 10
 """In a row, from one account: then it is left alone until a person has acted."""
-log: structlog.stdlib.BoundLogger = structlog.get_logger()
+log = logs.logger()
 
 
 class Registry:

@@ -9,9 +9,8 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import Context
 from typing import Any
-
-import structlog
 
 from consumers.limits import forecast, learned
 from consumers.limits.account import Account
@@ -25,7 +24,7 @@ from consumers.state.base import StoreUnavailable
 from consumers.state.redis.budget_ledger import Ledger
 from consumers.state.redis.budget_script import STEP
 from consumers.state.redis.client import RedisClient
-from lanekeeper.telemetry import signals
+from lanekeeper.telemetry import logs, signals
 
 FORM = 2
 """Of the account as the script keeps it. A version of Lanekeeper that keeps it otherwise has another number, and so
@@ -44,7 +43,7 @@ JUMP_S = 0.5
 """What the two clocks differ by from one step to the next is the time that the answer took, and less."""
 
 
-log: structlog.stdlib.BoundLogger = structlog.get_logger()
+log = logs.logger()
 
 
 class RedisBudgets:
@@ -196,7 +195,10 @@ class RedisBudgets:
         if self._now_s() - ledger.told_s > FORGOTTEN_AFTER_S:
             books.elsewhere = [(0.0, 0.0, 0.0) for _ in self._lanes]
         if ledger.task is None:
-            ledger.task = asyncio.get_running_loop().create_task(self._steps(ledger), name=f"budget {books.name}")
+            # in a context of its own: it works for all who wait, and its log lines are about none of them
+            ledger.task = asyncio.get_running_loop().create_task(
+                self._steps(ledger), name=f"budget {books.name}", context=Context()
+            )
 
     async def _steps(self, ledger: Ledger) -> None:
         in_s = RETRY_S
