@@ -6,7 +6,7 @@ import pytest
 
 from consumers.providers import cloud
 from consumers.reading import Reading
-from service.config.settings import load_settings
+from service.config.loading import load_settings
 from service.worker.open_providers import open_providers
 from topology.contract.problems import SettingsError
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from service.config.settings import Settings, load_settings
+from service.config.loading import load_settings
+from service.config.settings import Settings
 from tests.support.settings import lane, load, wrong
 from topology.contract.problems import SettingsError
 from topology.lanes import DEFAULT_LANES
@@ -42,6 +43,26 @@ def test_the_slots_that_are_kept_and_the_most_follow_from_the_slots_where_they_a
     assert (batch.kept_slots, batch.most_slots, batch.most_due_slots) == (1, 24, 6)
     fixed = lane(load(lanes={"batch": {"slots": 1, "slots_min": 0, "slots_max": 1, "target_wait_s": 5}}), "batch")
     assert (fixed.kept_slots, fixed.most_slots, fixed.most_due_slots, fixed.target_wait_s) == (0, 1, 1, 5)
+
+
+@pytest.mark.parametrize("source", ["environment", "file", "option"])
+def test_a_lane_whose_slots_are_set_has_exactly_these_even_where_they_are_the_defaults(source: str) -> None:
+    match source:
+        case "environment":
+            settings = load(env={"LANEKEEPER_LANES__CRITICAL__SLOTS": "16"})
+        case "file":
+            settings = load("[lanes.critical]\nslots = 16")
+        case _:
+            settings = load(lanes={"critical": {"slots": 16}})
+
+    critical = lane(settings, "critical")
+    assert (critical.slots, critical.most_slots, critical.most_due_slots) == (16, 16, 4)
+    assert lane(settings, "batch").most_slots == 32, "nobody said how many"
+
+
+def test_a_lane_whose_slots_and_the_most_of_them_are_set_may_grow() -> None:
+    env = {"LANEKEEPER_LANES__CRITICAL__SLOTS_MAX": "64"}
+    assert lane(load("[lanes.critical]\nslots = 16", env=env), "critical").most_slots == 64
 
 
 def test_slots_that_are_out_of_order_are_told_together() -> None:
@@ -345,6 +366,9 @@ def test_no_secret_is_in_an_error_or_in_the_repr() -> None:
         {"LANEKEEPER_LANES__BATCH__MODELS": '{"a": 1}'},
         {"LANEKEEPER_LANES__BATCH__MODELS": '[["a"]]'},
         {"LANEKEEPER_LANES__BATCH__SLOTS": "1" * 5000},
+        {"LANEKEEPER_LANES__BATCH__SLOTS": "1" * 500},
+        {"LANEKEEPER_BUDGET__CONCURRENCY": "1" * 500},
+        {"LANEKEEPER_TLS__CA_FILE": "1" * 5000},
         {"LANEKEEPER_LANES__BATCH__DEADLINE_S": "1e400"},
         {"LANEKEEPER_NAMESPACE": "\udcff"},
         {"LANEKEEPER_": "1"},

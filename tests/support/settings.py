@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from service.config.settings import Settings, load_settings
+from service.config.loading import load_settings
+from service.config.settings import Settings
 from topology.contract.problems import SettingsError
 from topology.lanes import LaneSpec
 
