@@ -26,8 +26,8 @@ def every(settings: Settings) -> Iterator[Disagreement]:
     yield from _models(
         lanes=settings.lane_specs(),
         routes=settings.routes_spec(),
-        prices=settings.price_table(),
-        in_money=settings.caps_spec().in_money,
+        prices=settings.prices.table(),
+        in_money=settings.caps.spec().in_money,
     )
     yield from _limits(lanes=settings.lane_specs(), caps=settings.budget_spec().accounts)
 

@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from dotenv import dotenv_values
@@ -85,7 +86,8 @@ class _Given:
             if value is None:
                 continue
             if names.is_setting(here):
-                kept[key] = value
+                # A table is one setting: read-only, pydantic-settings does not mix it with a farther source's.
+                kept[key] = MappingProxyType(value) if isinstance(value, dict) else value
                 self.found[here] = told.Found(value, name, source)
             elif names.is_group(here) and isinstance(value, Mapping):
                 if inside := self._settings_in(value, here, source, where):

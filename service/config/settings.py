@@ -4,10 +4,8 @@ load_settings().lane_specs() -> tuple[LaneSpec, ...]
 """
 
 import fnmatch
-import os
 import re
 import ssl
-from pathlib import Path
 from typing import Final, Literal
 from urllib.parse import quote, unquote, urlsplit
 
@@ -15,11 +13,9 @@ from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from consumers.limits.spec import BudgetSpec
-from consumers.prices import Prices
 from consumers.providers.routes import ProviderModels, RoutesSpec
 from consumers.replies.address import ReplyRule
 from consumers.retry import RetryPolicy
-from consumers.spending import CapsSpec
 from consumers.state.spec import SEEN_LATE_S, StoreSpec
 from service.config.budget_sections import (
     FIRST,
@@ -43,6 +39,7 @@ from service.config.sections import (
     TlsSettings,
     WaitingSettings,
 )
+from service.config.state_folder import state_folder
 from service.config.value_types import AmqpUrl, Chances, HttpUrl, Key, Namespace, Number, StoreUrl, UserNames
 from topology.broker.driver.urls import urls_of
 from topology.contract.bounds import VALUES
@@ -162,12 +159,6 @@ class Settings(BaseSettings):
             tenants=self.models.tenants,
         )
 
-    def price_table(self) -> Prices:
-        return self.prices.table()
-
-    def caps_spec(self) -> CapsSpec:
-        return self.caps.spec()
-
     def _lane(self, lane: LaneSpec) -> LaneSettings:
         found: LaneSettings = getattr(self.lanes, lane.name)
         return found
@@ -222,7 +213,7 @@ class Settings(BaseSettings):
     @property
     def management(self) -> str | None:
         """The management URL with its credentials, if any were given; never shown."""
-        return None if self.management_url is None else self.management_url.get_secret_value()
+        return _unmasked(self.management_url)
 
     @property
     def vhost(self) -> str:
@@ -238,8 +229,7 @@ class Settings(BaseSettings):
     @property
     def provider_url(self) -> str:
         """The provider's base URL, for whoever calls it."""
-        url = self.anthropic_base_url
-        return ANTHROPIC_URL if url is None else url.get_secret_value()
+        return _unmasked(self.anthropic_base_url) or ANTHROPIC_URL
 
     @property
     def provider(self) -> str:
@@ -249,14 +239,12 @@ class Settings(BaseSettings):
     @property
     def api_key(self) -> str | None:
         """The provider's key itself; never shown."""
-        return None if self.anthropic_api_key is None else self.anthropic_api_key.get_secret_value()
+        return _unmasked(self.anthropic_api_key)
 
     @property
     def store(self) -> str:
         """The store's URL, for whoever opens it; never shown."""
-        if self.store_url is not None:
-            return self.store_url.get_secret_value()
-        return f"sqlite:///{quote(str(state_folder() / f'{self.namespace}.sqlite'))}"
+        return _unmasked(self.store_url) or f"sqlite:///{quote(str(state_folder() / f'{self.namespace}.sqlite'))}"
 
     @property
     def shown_store(self) -> str:
@@ -276,11 +264,7 @@ class Settings(BaseSettings):
     @property
     def otlp(self) -> tuple[str | None, str | None]:
         """The collector's base URL, and the whole URL for spans, which comes before it."""
-        base, traces = self.otel_endpoint, self.otel_traces_endpoint
-        return (
-            None if base is None else base.get_secret_value(),
-            None if traces is None else traces.get_secret_value(),
-        )
+        return _unmasked(self.otel_endpoint), _unmasked(self.otel_traces_endpoint)
 
     def on_broker(self, url: str, *, namespace: str) -> "Settings":
         """The same, on another broker and under other names: a private one, for the demo."""
@@ -307,12 +291,5 @@ class Settings(BaseSettings):
         return self.tls.context() if urlsplit(self.broker_urls[0]).scheme == "amqps" else None
 
 
-def state_folder() -> Path:
-    """Where this user's programs keep their state (XDG Base Directory Specification)."""
-    base = Path(os.environ.get("XDG_STATE_HOME", ""))
-    if not base.is_absolute():  # the specification says to pass over such a one
-        try:
-            base = Path.home() / ".local/state"
-        except RuntimeError:  # a user without name and home, in a container
-            base = Path("/var/lib")
-    return base / "lanekeeper"
+def _unmasked(value: SecretStr | None) -> str | None:
+    return None if value is None else value.get_secret_value()

@@ -61,9 +61,9 @@ async def open_budgeting(
     rng: random.Random,
 ) -> AsyncIterator[Budgeting]:
     """Make all of it."""
-    spec, prices = settings.budget_spec(), settings.price_table()
+    spec, prices = settings.budget_spec(), settings.prices.table()
     async with _budgets(settings) as budgets:
-        breakers, spending = Breakers(store), Spending(store, settings.caps_spec())
+        breakers, spending = Breakers(store), Spending(store, settings.caps.spec())
         registry = Registry(
             *providers,
             tracing=tracing,

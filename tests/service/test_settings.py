@@ -88,6 +88,14 @@ def test_options_come_before_the_environment_before_dotenv_before_toml() -> None
     assert (batch.call_timeout_s, batch.max_tokens, batch.max_attempts, batch.slots) == (1, 2, 3, 4)
 
 
+def test_a_table_replaces_that_of_a_farther_source() -> None:
+    toml = '[models.fallbacks]\n"claude-sonnet-5-5" = "claude-haiku-5-5"'
+
+    settings = load(toml, models={"fallbacks": {"claude-opus-5-5": "claude-sonnet-5-5"}})
+
+    assert settings.models.fallbacks == {"claude-opus-5-5": "claude-sonnet-5-5"}
+
+
 def test_lanekeeper_toml_is_read_where_it_lies() -> None:
     Path("lanekeeper.toml").write_text('namespace = "staging"')
 
