@@ -19,10 +19,10 @@ from dotenv import dotenv_values
 from pydantic_settings import EnvSettingsSource, InitSettingsSource
 from pydantic_settings.sources import DefaultSettingsSource
 
+from lanekeeper.contract.problems import SettingsError
 from service.config import cross_checks, names, told
 from service.config.names import Place
 from service.config.settings import PREFIX, Settings
-from topology.contract.problems import SettingsError
 
 CONFIG_FILE = Path("lanekeeper.toml")
 DOTENV_FILE = Path(".env")

@@ -14,7 +14,7 @@ from consumers.replies.retelling import WAITING
 from consumers.retry import RetryPolicy
 from consumers.state.spec import StoreSpec
 from service.config.value_types import ModelName, ModelWords, Number, Patterns, ProviderNames, ReadableFile
-from topology.contract.bounds import ANSWER_BYTES
+from topology.codec.bounds import ANSWER_BYTES
 from topology.lanes import BATCH, CRITICAL, GIB, MIB, NORMAL, LaneSpec
 
 YEAR_S = 365 * 86_400

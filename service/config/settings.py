@@ -17,6 +17,8 @@ from consumers.providers.routes import ProviderModels, RoutesSpec
 from consumers.replies.address import ReplyRule
 from consumers.retry import RetryPolicy
 from consumers.state.spec import SEEN_LATE_S, StoreSpec
+from lanekeeper.amqp.driver.urls import urls_of
+from lanekeeper.contract.names import Names
 from service.config.budget_sections import (
     FIRST,
     BudgetSettings,
@@ -41,10 +43,8 @@ from service.config.sections import (
 )
 from service.config.state_folder import state_folder
 from service.config.value_types import AmqpUrl, Chances, HttpUrl, Key, Namespace, Number, StoreUrl, UserNames
-from topology.broker.driver.urls import urls_of
-from topology.contract.bounds import VALUES
+from topology.codec.bounds import VALUES
 from topology.lanes import DEFAULT_LANES, LaneSpec
-from topology.names import Names
 
 PREFIX: Final = "LANEKEEPER_"
 ANTHROPIC_URL: Final = "https://api.anthropic.com"

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from lanekeeper.contract.problems import SettingsError
 from service.config.loading import load_settings
 from service.config.settings import Settings
 from tests.support.settings import lane, load, wrong
-from topology.contract.problems import SettingsError
 from topology.lanes import DEFAULT_LANES
 
 SECRET = "s3cret"

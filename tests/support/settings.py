@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from lanekeeper.contract.problems import SettingsError
 from service.config.loading import load_settings
 from service.config.settings import Settings
-from topology.contract.problems import SettingsError
 from topology.lanes import LaneSpec
 
 
