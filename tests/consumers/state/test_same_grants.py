@@ -6,15 +6,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import redis as redis_client
+from consumers.state.redis.budget_ledger import Ledger
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from consumers.limits.account import Account
 from consumers.limits.amounts import Amounts
 from consumers.limits.base import Reservation
-from consumers.limits.order import Waiter
 from consumers.limits.spec import DEFAULT_LANES, BudgetSpec, Caps
-from consumers.state.redis.budget_ledger import Ledger
+from consumers.limits.waiter import Waiter
 from consumers.state.redis.budget_script import STEP
 from tests.support.redis import RedisServer
 
