@@ -6,18 +6,16 @@ script in Redis decide (`consumers/state/redis/shared_turns.py`).
 
 from typing import Final, Protocol
 
-import structlog
-
 from consumers.limits import forecast
 from consumers.limits.account import Account
 from consumers.limits.amounts import Amounts
 from consumers.limits.base import Heard, Kind, Reservation, Wait
 from consumers.limits.waiter import Waiter
-from lanekeeper.telemetry import signals
+from lanekeeper.telemetry import logs, signals
 
 LATE_S: Final = 0.0005
 """A timer fires this much after the moment it waits for. If it fired too early, it would have to fire twice."""
-log: structlog.stdlib.BoundLogger = structlog.get_logger()
+log = logs.logger()
 
 
 class Turns(Protocol):
@@ -72,4 +70,11 @@ def log_learned(account: Account, heard: Heard, *, before: Amounts) -> None:
     if heard.kind is Kind.SPEND_LIMIT:
         log.error(signals.ACCOUNT_PAUSED, account=account.name, for_s=account.spec.spend_pause_s)
     if (after := account.per_minute()) != before:
-        log.info(signals.LIMITS_LEARNED, account=account.name, kind=str(heard.kind), **after._asdict())
+        log.info(
+            signals.LIMITS_LEARNED,
+            account=account.name,
+            kind=str(heard.kind),
+            requests=after.requests,
+            input_tokens=after.input_tokens,
+            output_tokens=after.output_tokens,
+        )

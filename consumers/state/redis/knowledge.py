@@ -1,15 +1,13 @@
 """What was learned of an account, on its way to other processes and from them."""
 
-import structlog
-
 from consumers.limits import learned
 from consumers.limits.account import Account
 from consumers.limits.learned import Learned
-from lanekeeper.telemetry import signals
+from lanekeeper.telemetry import logs, signals
 
 SHOWN: int = 200
 """Characters of an error."""
-log: structlog.stdlib.BoundLogger = structlog.get_logger()
+log = logs.logger()
 
 
 class Knowledge:

@@ -10,10 +10,9 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import Context
 from math import inf
 from typing import Any, Final
-
-import structlog
 
 from consumers.limits import forecast
 from consumers.limits.account import Account
@@ -29,7 +28,7 @@ from consumers.state.redis.budget_script import FORM, STEP
 from consumers.state.redis.client import RedisClient
 from consumers.state.redis.knowledge import Knowledge
 from consumers.state.redis.untold import Untold
-from lanekeeper.telemetry import signals
+from lanekeeper.telemetry import logs, signals
 
 LOOK_EVERY_S: Final = 0.5
 """How often a process asks while somebody waits. So it notices what others give back, and they know that it still
@@ -43,7 +42,7 @@ AT_ONCE_S: Final = 1.0
 JUMP_S: Final = 0.5
 """A clock has jumped if the two differ by this much more or less than a step before. Smaller differences are the time
 that an answer took."""
-log: structlog.stdlib.BoundLogger = structlog.get_logger()
+log = logs.logger()
 
 
 def shared_accounts(
@@ -108,7 +107,10 @@ class SharedTurns:
         if self.now_s() - self._told_s > FORGOTTEN_AFTER_S:
             self.account.nobody_elsewhere()
         if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._steps(), name=f"budget {self.account.name}")
+            # in a context of its own: it works for all who wait, and its log lines are about none of them
+            self._task = asyncio.get_running_loop().create_task(
+                self._steps(), name=f"budget {self.account.name}", context=Context()
+            )
 
     async def decided(self, waiter: Waiter) -> None:
         """Not decided where Redis is away, or slow."""
