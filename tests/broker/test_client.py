@@ -21,11 +21,11 @@ from lanekeeper.replies import Final, Part, Problem
 from service.simulated.options import SimulatedOptions
 from tests.support.connections import close_connection
 from tests.support.house import house
+from tests.support.lanes import LANES
 from tests.support.requester import requester
 from tests.support.waiting import until
 from topology.broker.admin.apply import apply
 from topology.declaration import declare
-from topology.lanes import DEFAULT_LANES
 
 
 @asynccontextmanager
@@ -229,7 +229,7 @@ async def test_a_full_lane_is_told_soon_and_by_name(vhost) -> None:
 async def test_without_a_worker_a_question_is_given_up_and_a_cancellation_is_kept(vhost, monkeypatch) -> None:
     monkeypatch.setattr("lanekeeper.control.ANSWERED_WITHIN_S", 0.3)
     async with Connection(vhost.amqp_url, name="test") as connection:
-        topology = declare(DEFAULT_LANES, names=Names(), broker_version=connection.version)
+        topology = declare(LANES, names=Names(), broker_version=connection.version)
         await apply(topology, await connection.underlying())
         async with Client(vhost.amqp_url) as client:
             with pytest.raises(NoReply, match="no worker answered"):

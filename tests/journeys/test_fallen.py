@@ -9,6 +9,7 @@ import pytest
 from lanekeeper import Client
 from lanekeeper.contract.problems import PublishRefused
 from tests.support.house import house
+from tests.support.lanes import SIDE_QUEUES
 from tests.support.requester import requester
 from tests.support.waiting import until
 
@@ -172,7 +173,8 @@ async def test_a_full_lane_refuses_what_is_new_and_finishes_what_it_took(vhost) 
         for each in (*delayed, retried):
             assert (await app.final(each)).status == "ok"
         assert not app.finals(accepted[0]), "they came back while the intake was full and its only slot taken"
-        waiting = [await app.depth(each) for each in ("lane.batch", *(f"lane.batch.side.{n:02d}" for n in range(8)))]
+        sides = (f"lane.batch.side.{n:02d}" for n in range(SIDE_QUEUES))
+        waiting = [await app.depth(each) for each in ("lane.batch", *sides)]
         assert sum(waiting) >= 7, "in the intake, or set aside; the head of what is aside is in hand"
         for each in accepted:
             assert (await app.final(each, within_s=20)).status == "ok"

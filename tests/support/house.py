@@ -22,6 +22,7 @@ from service.simulated.calls import Call
 from service.simulated.options import SimulatedOptions
 from service.worker import running as worker
 from service.worker.assembly import Parts, assemble
+from tests.support.lanes import SETTINGS
 from tests.support.stores import store_url
 from tests.support.waiting import until
 from topology.broker.admin.apply import apply
@@ -85,7 +86,7 @@ async def house(
             amqp_url=SecretStr(url),
             anthropic_api_key=SecretStr("sk-ant-simulated"),
             anthropic_base_url=SecretStr(base_url or api.base_url),
-            lanes={} if lanes is None else lanes,
+            lanes={name: {**few, **(lanes or {}).get(name, {})} for name, few in SETTINGS.items()},
             retry=QUICK if retry is None else retry,
             budget=budget,
             **{"store_url": SecretStr(store_url(url)), **settings},

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import house
+from tests.support.lanes import ENVIRONMENT
 from tests.support.stores import store_url
 from tests.support.waiting import until
 
@@ -36,7 +37,7 @@ def environment(amqp_url: str | None, management_url: str | None = None, **setti
     }
     given = {name: value for name, value in broker.items() if value is not None}
     key = {"ANTHROPIC_API_KEY": "sk-ant-simulated"}
-    return {**kept, "PYTHONPATH": str(HOUSE), **key, **QUICK, **PLENTY, **given, **settings}
+    return {**kept, "PYTHONPATH": str(HOUSE), **key, **QUICK, **PLENTY, **ENVIRONMENT, **given, **settings}
 
 
 class Running:

@@ -235,7 +235,7 @@ async def test_one_that_is_cancelled_leaves_no_hole(opened: Opened) -> None:
 
 
 async def test_what_one_process_gives_back_another_gets(opened: Opened) -> None:
-    slow = {"requests": 6_000, "input_tokens": 3600, "burst_s": 10}
+    slow = {"requests": 6_000, "input_tokens": 600, "burst_s": 60}  # by itself it would have it after 20 s
     one, other = opened(**slow), opened(**slow)
     taken = await one.reserve(ACCOUNT, lane="normal", amounts=Amounts(1, 400, 1), until=None)
     waits = ask(other, "normal", amounts=Amounts(1, 400, 1))
@@ -243,7 +243,7 @@ async def test_what_one_process_gives_back_another_gets(opened: Opened) -> None:
     assert not waits.done()
     one.settle(taken, Amounts(1, 50, 1))
 
-    await asyncio.wait_for(waits, 1)
+    await asyncio.wait_for(waits, 10)
 
 
 async def test_what_one_process_learns_holds_for_all(opened: Opened) -> None:
@@ -341,7 +341,7 @@ async def test_an_answer_that_makes_no_sense_keeps_nobody_waiting_for_ever(opene
     with pytest.raises(ValueError, match="Expecting value"):
         await task
 
-    await asyncio.wait_for(waits, 2)
+    await asyncio.wait_for(waits, 30)
 
 
 @pytest.mark.parametrize("ahead_s", [-600, 600])
@@ -392,7 +392,7 @@ async def test_a_spend_limit_that_one_process_meets_stops_all(opened: Opened) ->
     one.learn(ACCOUNT, Heard(kind=Kind.SPEND_LIMIT))
 
     with pytest.raises(WaitTooLong) as caught:
-        await asyncio.wait_for(waits, 2)
+        await asyncio.wait_for(waits, 30)
     assert caught.value.wait.reason == "paused"
     with pytest.raises(WaitTooLong):
         await other.reserve(ACCOUNT, lane="critical", amounts=ONE, until=None)
@@ -406,7 +406,7 @@ async def test_a_process_that_has_not_heard_of_a_pause_is_granted_nothing(opened
     assert await one.try_reserve(ACCOUNT, lane="normal", amounts=ONE) is None
 
     with pytest.raises(WaitTooLong):
-        await asyncio.wait_for(other.reserve(ACCOUNT, lane="critical", amounts=ONE, until=None), 1)
+        await asyncio.wait_for(other.reserve(ACCOUNT, lane="critical", amounts=ONE, until=None), 30)
 
 
 async def test_one_that_cannot_be_in_time_is_told_at_once_also_where_others_are_before_it(opened: Opened) -> None:
@@ -433,7 +433,7 @@ async def test_while_redis_is_away_nobody_is_granted_and_then_all_are(opened: Op
     assert not any(each.done() for each in waits)
     own_redis.start()  # and has forgotten what was spent
 
-    await asyncio.wait_for(asyncio.gather(*waits), 5)
+    await asyncio.wait_for(asyncio.gather(*waits), 30)
 
 
 async def test_a_request_takes_one_round_trip_and_settling_goes_with_others(opened: Opened) -> None:
@@ -453,7 +453,7 @@ async def test_what_another_version_has_learned_is_forgotten_where_it_cannot_be_
     opened: Opened, redis: RedisServer, learned: str, written_as: int
 ) -> None:
     ours = opened()
-    first = await asyncio.wait_for(ask(ours, "normal"), 5)
+    first = await asyncio.wait_for(ask(ours, "normal"), 30)
     client = RedisClient(redis.url)
     key = f"{ours._namespace}:budget:{ACCOUNT}"
     await client.run(ANOTHER_VERSION, [key], learned, written_as)
@@ -461,11 +461,11 @@ async def test_what_another_version_has_learned_is_forgotten_where_it_cannot_be_
 
     with capture_logs() as logs:
         ours.settle(first, ONE)
-        await asyncio.wait_for(asyncio.gather(*(ask(ours, lane) for lane in ("batch", "normal", "critical"))), 5)
+        await asyncio.wait_for(asyncio.gather(*(ask(ours, lane) for lane in ("batch", "normal", "critical"))), 30)
 
     assert [each["event"] for each in logs] == [signals.LEARNED_UNREADABLE]
     ours.learn(ACCOUNT, answered(Told(limit=300)))  # and it goes on learning
-    await asyncio.wait_for(ask(ours, "critical"), 5)
+    await asyncio.wait_for(ask(ours, "critical"), 30)
 
 
 async def test_a_lane_whose_turn_for_a_call_has_come_and_that_waits_for_tokens_holds_up_nobody(opened: Opened) -> None:
