@@ -35,7 +35,7 @@ async def test_two_workers_are_asked_and_their_figures_added(vhost) -> None:
             found[:] = [await seen(home)]
             return found[0].lanes[0].workers == 2
 
-        await until(both, within_s=10)
+        await until(both)
         assert other.is_well
 
     critical, normal, _ = found[0].lanes

@@ -24,11 +24,10 @@ from service.worker import running as worker
 from service.worker.assembly import Parts, assemble
 from tests.support.lanes import SETTINGS
 from tests.support.stores import store_url
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, until
 from topology.broker.admin.apply import apply
 from topology.declaration import declare
 
-READY_S = 30
 QUICK = {"base_s": 0.05, "cap_s": 0.2}
 PLENTY = {"requests_per_min": 1e6, "input_tokens_per_min": 1e9, "output_tokens_per_min": 1e9}
 """What the provider allows, so that none waits until the first answer has told it."""
@@ -98,11 +97,11 @@ async def house(
             working = asyncio.create_task(worker.run(parts, stop=home._stop, grace_s=5), name="worker")
             try:
                 if waits:
-                    await until(lambda: working.done() or home.is_well, within_s=READY_S)
+                    await until(lambda: working.done() or home.is_well)
                 yield home
             finally:
                 home._stop.set()
-                await asyncio.wait_for(working, timeout=20)
+                await asyncio.wait_for(working, timeout=PATIENCE_S)
 
 
 async def _applied(settings: Settings) -> None:
