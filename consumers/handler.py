@@ -10,13 +10,13 @@ from typing import Protocol
 from consumers import retry
 from consumers.capacity.pausing import Pausing
 from consumers.failpoints import Failpoints
-from consumers.failures import BreakerOpen, ProviderError, TransientError
+from consumers.failures import TIMEOUT, BreakerOpen, ProviderError, TransientError
 from consumers.gates.base import Gate
 from consumers.gates.deadline import exceeded
 from consumers.job import ATTEMPT_WITHIN_S, Answered, Deferred, Dropped, Job, NowMs, Outcome, Refused, ended_by
 from consumers.lifecycle import Lifecycle
 from consumers.providers.base import Answer
-from consumers.providers.counting import counted, is_unpaid, spent
+from consumers.providers.counting import counted, spent
 from consumers.providers.registry import Registry
 from consumers.providers.routes import Route
 from consumers.reading import Reading
@@ -201,7 +201,7 @@ class Handler:
             if job.reservation is not None:
                 job.usage = spent(error, job.reservation.amounts)
             has_sent = parts is not None and parts.has_sent
-            if is_unpaid(error) and not has_sent and (wait_s := self._elsewhere.closed_s(job)) > 0:
+            if error.is_outage and not has_sent and (wait_s := self._elsewhere.closed_s(job)) > 0:
                 job.attempt_started_ms = None  # by its breaker the provider is down: that is no failure of the request
                 return self._elsewhere.later(job, wait_s)
             return self._decide(error, job, request, lane)
@@ -244,7 +244,7 @@ class Handler:
             case None if job.attempt_started_ms is None:
                 return Deferred(delay_ms=LATER_MS, reason="paused", due_ms=job.hop.due_ms)
             case None:
-                late = TransientError(f"the answer was not whole after {ATTEMPT_WITHIN_S:g} s", type="timeout")
+                late = TransientError(f"the answer was not whole after {ATTEMPT_WITHIN_S:g} s", type=TIMEOUT)
                 return self._decide(late, job, request, lane)
 
     def _decide(self, error: ProviderError, job: Job, request: Request, lane: LaneSpec) -> Outcome:

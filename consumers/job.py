@@ -9,6 +9,8 @@ from datetime import UTC, datetime
 from hashlib import blake2b
 from typing import Protocol
 
+from opentelemetry.trace import INVALID_SPAN, Span
+
 from consumers.limits.amounts import Amounts
 from consumers.limits.base import Reservation
 from consumers.rank import restored
@@ -17,6 +19,7 @@ from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import RequestProblem
+from lanekeeper.telemetry import propagation
 from topology.broker.session import Delivery
 from topology.codec.headers import HopHeaders, read_hop
 from topology.codec.published import Published, published
@@ -59,8 +62,8 @@ class Job:
 
     __slots__ = (
         "_copy", "attempt_started_ms", "claim", "completion", "cost_usd", "deaths", "delivery", "hop", "id",
-        "identity", "lane", "limit", "lost", "request", "reservation", "route", "run_ms", "stopped", "taken_ms",
-        "trusted", "usage",
+        "identity", "lane", "limit", "lost", "request", "reservation", "route", "run_ms", "span", "stopped",
+        "taken_ms", "trusted", "usage",
     )  # fmt: skip
 
     def __init__(
@@ -107,6 +110,8 @@ class Job:
         self.completion: Completion | None = None
         """How it ended, as it is stored and told."""
         self._copy: Copy | None = None
+        self.span: Span = INVALID_SPAN
+        """What is traced of this delivery."""
         self.stopped: Stop | None = None
         """Why it must not go on, where that is so."""
 
@@ -115,6 +120,13 @@ class Job:
         self.stopped = why
         if self.limit is not None and not self.limit.expired():
             self.limit.reschedule(asyncio.get_running_loop().time())
+
+    def log_fields(self) -> dict[str, str | int]:
+        """What each of its log lines carries; `trace_id` only where there is a trace."""
+        fields: dict[str, str | int] = {"request": self.id, "lane": self.lane_name, "attempt": self.attempts}
+        if (trace_id := propagation.trace_id(self.span, self.message.headers)) is not None:
+            fields["trace_id"] = trace_id
+        return fields
 
     @property
     def user_id(self) -> str | None:

@@ -12,13 +12,11 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import structlog
-
 from consumers.capacity.activity import LaneActivity
 from consumers.capacity.lending import Seen, Share, decide
 from consumers.job import Job, NowMs
 from lanekeeper.contract.problems import BrokerError
-from lanekeeper.telemetry import signals
+from lanekeeper.telemetry import logs, signals
 
 LOOK_EVERY_S = 0.25
 """What is lent must be back within a second. Looked at, because what counts is a level held for a while, and no single
@@ -30,7 +28,7 @@ STEADY_S = 3.0
 HELD_FOR_S = 2.0
 """Where the provider was the limit so lately, it is: between two looks a request may just have got its turn."""
 SAY_EVERY_S = 60.0
-log: structlog.stdlib.BoundLogger = structlog.get_logger()
+log = logs.logger()
 
 Depths = Callable[[list[str]], Awaitable[Mapping[str, int]]]
 """How many messages wait in each queue."""

@@ -11,8 +11,6 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
-import structlog
-
 from consumers.claiming import Claiming
 from consumers.control.answer import Answers
 from consumers.control.question import Question, id_of, read
@@ -23,7 +21,7 @@ from consumers.state.base import Cancelling, Completion, Found, Identity, StoreU
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import AccessRefused, BrokerError, RequestProblem
-from lanekeeper.telemetry import signals
+from lanekeeper.telemetry import logs, signals
 from topology.broker.deliveries import Deliveries
 from topology.broker.session import ChannelLost, Delivery, Session
 
@@ -41,7 +39,7 @@ TOGETHER = 32
 """What was turned away is acknowledged in so many at a time."""
 Ready = Callable[[], Awaitable[int]]
 """How many messages wait in the control queue. Raises BrokerError."""
-log: structlog.stdlib.BoundLogger = structlog.get_logger()
+log = logs.logger()
 
 
 class Control:
@@ -114,7 +112,7 @@ class Control:
                 await self._turn_away(delivery.message)
                 turned_away.append(delivery)
             if turned_away and (not session.waiting or len(turned_away) >= TOGETHER):
-                await self._settler.dismiss_together(session, turned_away)
+                await self._settler.ack_together(session, turned_away)
                 turned_away.clear()
 
     async def _catch_up(self, session: Session) -> None:
@@ -167,16 +165,16 @@ class Control:
             await self._answers.refuse(message, problem, id=id_of(message))
         except StoreUnavailable as away:
             log.warning(signals.CONTROL_POSTPONED, type=message.type, reason=str(away))
-            await self._settler.postpone(delivery)
+            await self._settler.nack_later(delivery)
             return
         except Exception:  # a fault of ours must not end the worker, and with the next one all the others
             log.exception(signals.HANDLER_FAILED, where="control", type=str(message.type)[:40])
             if (delivery.times_delivered or 1) < FAULTS_AT_MOST:
-                await self._settler.put_back(delivery)
+                await self._settler.reject_later(delivery)
                 return
             fault = RequestProblem("internal", "a fault of ours; the worker's log has it")
             await self._answers.refuse(message, fault, id=id_of(message))
-        await self._settler.dismiss(delivery)
+        await self._settler.ack(delivery)
 
     def _has_its_share_left(self, message: Message) -> bool:
         """By the tenant that it speaks for; by its user, where it cannot be understood."""

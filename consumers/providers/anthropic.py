@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import httpx2
 from anthropic import AsyncAnthropic, DefaultAioHttpClient
 
-from consumers.failures import AnswerTooLargeError, ProviderError, TransientError
+from consumers.failures import TIMEOUT, AnswerTooLargeError, ProviderError, TransientError
 from consumers.limits import headers as rate_headers
 from consumers.providers.answers import parse_message, read_answer
 from consumers.providers.assembly import Assembly, parse_event, to_json
@@ -142,7 +142,7 @@ class AnthropicProvider:
             if not limit.expired():
                 raise
             what = "no event" if streamed else "no whole answer"
-            raise TransientError(f"{what} from the provider within {timeout_s:g} s", type="timeout") from error
+            raise TransientError(f"{what} from the provider within {timeout_s:g} s", type=TIMEOUT) from error
         except ProviderError as error:
             if response is not None:
                 error.rate = rate_headers.read(response.headers, now_s=time.time())

@@ -12,7 +12,7 @@ from typing import Any, Final
 from opentelemetry import baggage, context, trace
 from opentelemetry.baggage.propagation import W3CBaggagePropagator
 from opentelemetry.context import Context
-from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, TraceState
+from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, TraceFlags, TraceState
 
 from lanekeeper.contract.names import BAGGAGE, TRACEPARENT, TRACESTATE
 
@@ -50,6 +50,13 @@ def read(headers: Mapping[str, Any]) -> SpanContext | None:
         trace_flags=_FLAGS[int(flags, 16) & _KNOWN_FLAGS],
         trace_state=_state(headers.get(TRACESTATE)) if TRACESTATE in headers else _NO_STATE,
     )
+
+
+def trace_id(span: Span, headers: Mapping[str, Any]) -> str | None:
+    """The trace of a span, else the one that a message names, as logs write it: 32 hexadecimal digits."""
+    found = span.get_span_context()
+    named = found if found.is_valid else read(headers)
+    return None if named is None else f"{named.trace_id:032x}"
 
 
 def received(headers: Mapping[str, Any], publisher: SpanContext | None) -> Context:

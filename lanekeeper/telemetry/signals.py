@@ -1,6 +1,6 @@
-"""The one list of log events, spans and span attributes; the comment beside each names its fields or its meaning.
+"""The one list of log events, spans and span attributes. docs/logs.md and docs/tracing.md tell what they mean.
 
-Events are fixed names, the rest are fields (`log.info(signals.REQUEST_ANSWERED, lane=…, wait_ms=…)`), never sentences.
+Events are fixed names, the rest are fields (`log.info(signals.REQUEST_ANSWERED, wait_ms=…)`), never sentences.
 No event, span or attribute holds a prompt, an answer, a key or a URL's password.
 
 Attribute names are our own constants, because the packages lag behind the conventions or deprecate them (docs/facts.md,
@@ -13,101 +13,85 @@ repository and the Anthropic SDK's own spans have it since September 2026 (it wa
 
 from typing import Final
 
-# Log events: the service as a whole.
-SERVICE_READY: Final = "service.ready"  # version, lanes, broker, providers: all parts work, requests are taken
-SERVICE_STOPPING: Final = "service.stopping"  # reason, running: no more is taken, what runs may finish
-SERVICE_STOPPED: Final = "service.stopped"  # orphaned: deliveries left unacknowledged, which come back elsewhere
-HEALTH_ABSENT: Final = "health.absent"  # reason: another worker has the address; /healthz and /readyz are not served
-TRACES_EXPORTED_TO: Final = "traces.exported_to"  # endpoint: spans are sent there
-TRACES_LOST: Final = "traces.lost"  # endpoint, error, suppressed: spans could not be sent; requests are not affected
-LIBRARY_WARNED: Final = "library.warned"  # library, message: what another package wrote with `logging`, from WARNING up
+# Log events; docs/logs.md tells the fields of each and when it is written. First the service as a whole.
+SERVICE_READY: Final = "service.ready"
+SERVICE_STOPPING: Final = "service.stopping"
+SERVICE_STOPPED: Final = "service.stopped"
+HEALTH_ABSENT: Final = "health.absent"
+TRACES_EXPORTED_TO: Final = "traces.exported_to"
+TRACES_LOST: Final = "traces.lost"
+LIBRARY_WARNED: Final = "library.warned"
 
 # Log events: the broker and the way to it.
-BROKER_CONNECTED: Final = "broker.connected"  # connection, broker, version
-BROKER_LOST: Final = "broker.lost"  # connection, broker, reason: it was open; it is opened again
-BROKER_UNREACHABLE: Final = "broker.unreachable"  # connection, reason, retry_in_s
-PLAIN_TEXT: Final = "transport.plain"  # what, reason: passwords and prompts go to another machine in plain text
-BROKER_BLOCKED: Final = "broker.blocked"  # connection, reason: memory or disk alarm, publishes wait
-BROKER_UNBLOCKED: Final = "broker.unblocked"  # connection, blocked_s
-TOPOLOGY_APPLIED: Final = "topology.applied"  # exchanges, queues, bindings: how many were declared
-TOPOLOGY_DIFFERS: Final = "topology.differs"  # difference, command: one event a difference
-NOTICE_DROPPED: Final = "notice.dropped"  # error: a life-cycle event could not be published, which is allowed
-STORE_VOLATILE: Final = "store.volatile"  # store, reason: what it has acknowledged could be lost, by its settings
+BROKER_CONNECTED: Final = "broker.connected"
+BROKER_LOST: Final = "broker.lost"
+BROKER_UNREACHABLE: Final = "broker.unreachable"
+PLAIN_TEXT: Final = "transport.plain"
+BROKER_BLOCKED: Final = "broker.blocked"
+BROKER_UNBLOCKED: Final = "broker.unblocked"
+TOPOLOGY_APPLIED: Final = "topology.applied"
+TOPOLOGY_DIFFERS: Final = "topology.differs"
+DEAD_LETTERS_REMOVED: Final = "dead_letters.removed"
+DEAD_LETTERS_UNKEPT: Final = "dead_letters.unkept"
+INVALID_UNPARKED: Final = "invalid.unparked"
+NOTICE_DROPPED: Final = "notice.dropped"
+STORE_VOLATILE: Final = "store.volatile"
 
 # Log events: lanes.
-LANE_STARTED: Final = "lane.started"  # lane, slots, due_slots
-LANE_SUMMARY: Final = "lane.summary"  # every minute: lane, depth, consumers, running, wait_p50_ms, wait_p95_ms, per_s
-SLOTS_CHANGED: Final = "slots.changed"  # lane, queue, slots, lent, grown: its own, and those added to them
-SLOTS_LIMITED: Final = "slots.limited"  # lane, queue, limit, wait_s: it waits too long, and more slots are of no use
-CONSUME_FAILED: Final = "consume.failed"  # queue, reason: it is tried again
-QUEUE_DELETED: Final = "queue.deleted"  # queues, command: they were there; what was in them is lost
-TAKING_PAUSED: Final = "taking.paused"  # reasons: no request is taken, and none that is in hand goes to the provider
-TAKING_RESUMED: Final = "taking.resumed"  # paused_s
-CONSUMER_CANCELLED: Final = "consumer.cancelled"  # queue: the broker ended it (queue deleted, leader moved)
-CONTROL_REFUSED: Final = (
-    "control.refused"  # reason, refused (how many so far): a control message that is not understood
-)
-CANCELLATION_DISPLACED: Final = "cancellation.displaced"  # tenant, count, displaced: its oldest of unseen ids go first
-CANCELLATION_UNSENT: Final = "cancellation.unsent"  # request, error: nobody waits for it any more, and it runs on
-CONTROL_BEHIND: Final = (
-    "control.behind"  # waiting, waited_s: requests are taken, and cancellations recorded beside them
-)
-CONTROL_POSTPONED: Final = "control.postponed"  # type, reason: the store is away; the message is read again
-CONTROL_UNANSWERED: Final = (
-    "control.unanswered"  # reply_to, unanswered (how many so far): nobody can be told what came of a control message
-)
+LANE_STARTED: Final = "lane.started"
+LANE_SUMMARY: Final = "lane.summary"
+SLOTS_CHANGED: Final = "slots.changed"
+SLOTS_LIMITED: Final = "slots.limited"
+CONSUME_FAILED: Final = "consume.failed"
+QUEUE_DELETED: Final = "queue.deleted"
+TAKING_PAUSED: Final = "taking.paused"
+TAKING_RESUMED: Final = "taking.resumed"
+CONSUMER_CANCELLED: Final = "consumer.cancelled"
 
-# Log events: one request. `request` is its message id; most tell its `lane` as well.
-DEAD_LETTERS_REMOVED: Final = "dead_letters.removed"  # removed, exported_to: the oldest, beyond what is kept
-DEAD_LETTERS_UNKEPT: Final = "dead_letters.unkept"  # error: they could not be looked after; it is tried again
-INVALID_UNPARKED: Final = "invalid.unparked"  # tenant, code, count, unparked: its share of the dead letters is used up
-REQUEST_ANSWERED: Final = "request.answered"  # model, provider, wait_ms, run_ms, input_tokens, output_tokens
-REQUEST_DEFERRED: Final = "request.deferred"  # delay_ms, reason: held back by a limit or a wish; not an error
-REQUEST_RETRIED: Final = "request.retried"  # delay_ms, error, status, provider_request: the attempt failed
-REQUEST_REFUSED: Final = "request.refused"  # code, detail: final error, nothing kept
-REQUEST_BURIED: Final = "request.buried"  # code, detail: final error, parked in the dead letters
-REQUEST_REPLAYED: Final = "request.replayed"  # code: it had ended before, and was answered from the store
-REQUEST_STOPPED: Final = "request.stopped"  # reason: cancelled, or taken over by another delivery; its call is ended
-COMPLETION_LOST: Final = "completion.lost"  # request, error: an ending could not be kept; its provider is called again
-DEFERRAL_UNKEPT: Final = "deferral.unkept"  # error: until when it waits could not be kept; `result` cannot tell of it
-RENEWAL_FAILED: Final = "renewal.failed"  # error: claims could not be renewed; nobody else can take them either
-STORE_AWAY: Final = "store.away"  # reason: nothing is taken, and nothing acknowledged, until it is well again
-STORE_WELL: Final = "store.well"  # the store can be written again
-SWEEP_FAILED: Final = "store.sweep_failed"  # error: what was kept long enough stays for now
-STORE_SWEPT: Final = "store.swept"  # removed: results that were kept long enough, or were beyond the bound
-STREAM_RESTARTED: Final = "stream.restarted"  # error: the requester was told to forget the parts so far
-REPLY_UNROUTABLE: Final = "reply.unroutable"  # reply_to: the requester has gone
-REPLY_REFUSED: Final = "reply.refused"  # tries, delay_ms: the reply queue is full; it is tried again after that
-REPLY_GIVEN_UP: Final = (
-    "reply.given_up"  # tries, given_up (so far): never sent, kept under its id; once a second at most
-)
-DEAD_LETTER_CUT: Final = (
-    "dead_letter.cut"  # size, limit: the broker takes no such message any more; parked without body
-)
-ANSWER_UNSENT: Final = (
-    "answer.unsent"  # size, limit: it was kept, and the broker takes no such message; told as an error
-)
-PART_LOST: Final = (
-    "part.lost"  # reason: events of a stream could not be sent on, the first of them; the final reply still is
-)
-DELIVERY_LOST: Final = "delivery.lost"  # queue, error: its acknowledgement failed; the broker delivers it again
-HANDLER_FAILED: Final = "handler.failed"  # error, where: a fault of ours; the request is buried as `internal`
+# Log events: control messages.
+CONTROL_REFUSED: Final = "control.refused"
+CANCELLATION_DISPLACED: Final = "cancellation.displaced"
+CANCELLATION_UNSENT: Final = "cancellation.unsent"
+CONTROL_BEHIND: Final = "control.behind"
+CONTROL_POSTPONED: Final = "control.postponed"
+CONTROL_UNANSWERED: Final = "control.unanswered"
+
+# Log events: one request, and the store.
+REQUEST_ANSWERED: Final = "request.answered"
+REQUEST_DEFERRED: Final = "request.deferred"
+REQUEST_RETRIED: Final = "request.retried"
+REQUEST_REFUSED: Final = "request.refused"
+REQUEST_BURIED: Final = "request.buried"
+REQUEST_REPLAYED: Final = "request.replayed"
+REQUEST_STOPPED: Final = "request.stopped"
+COMPLETION_LOST: Final = "completion.lost"
+DEFERRAL_UNKEPT: Final = "deferral.unkept"
+RENEWAL_FAILED: Final = "renewal.failed"
+STORE_AWAY: Final = "store.away"
+STORE_WELL: Final = "store.well"
+SWEEP_FAILED: Final = "store.sweep_failed"
+STORE_SWEPT: Final = "store.swept"
+STREAM_RESTARTED: Final = "stream.restarted"
+REPLY_UNROUTABLE: Final = "reply.unroutable"
+REPLY_REFUSED: Final = "reply.refused"
+REPLY_GIVEN_UP: Final = "reply.given_up"
+DEAD_LETTER_CUT: Final = "dead_letter.cut"
+ANSWER_UNSENT: Final = "answer.unsent"
+PART_LOST: Final = "part.lost"
+DELIVERY_LOST: Final = "delivery.lost"
+HANDLER_FAILED: Final = "handler.failed"
 
 # Log events: the budget.
-SPEND_LIMIT_MET: Final = "account.spend_limit"  # account, pauses_after, error: for the first time since it answered
-ACCOUNT_PAUSED: Final = "account.paused"  # account, for_s: its spend limit is reached; a person has to act
-LEARNED_UNREADABLE: Final = (
-    "limits.unreadable"  # account, error: another version of Lanekeeper wrote what was learned; it is forgotten here
-)
-LIMITS_LEARNED: Final = (
-    "limits.learned"  # account, kind, requests, input_tokens, output_tokens: a minute's, from now on
-)
+SPEND_LIMIT_MET: Final = "account.spend_limit"
+ACCOUNT_PAUSED: Final = "account.paused"
+LEARNED_UNREADABLE: Final = "limits.unreadable"
+LIMITS_LEARNED: Final = "limits.learned"
 
 # Log events: providers and spending.
-BREAKER_CHANGED: Final = "breaker.changed"  # provider, model, state, error, retry_in_s: open pauses its calls
-FAILED_OVER: Final = "failed.over"  # provider, model, to_provider, to_model, error: and another is asked
-CAP_REACHED: Final = "cap.reached"  # cap, percent (50, 80, 100), used, limit: of what a lane or tenant may use a day
-CAP_UNCORRECTED: Final = "cap.uncorrected"  # cap, error: it stays counted by its estimate
+BREAKER_CHANGED: Final = "breaker.changed"
+FAILED_OVER: Final = "failed.over"
+CAP_REACHED: Final = "cap.reached"
+CAP_UNCORRECTED: Final = "cap.uncorrected"
 
 # Spans: `<operation> <destination>`, the destination being of few values (an exchange, a queue of ours, a model).
 # docs/tracing.md tells what they mean.

@@ -7,7 +7,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
-import structlog
 from opentelemetry.trace import TracerProvider
 
 from consumers.capacity.activity import LaneActivity
@@ -65,7 +64,6 @@ CONTROL_PREFETCH = 128
 """Recorded at once: the store writes them with one fsync."""
 FINISH_WITHIN_S = 2.0
 """How long an answer that the provider has given may take into the store, when all else has ended."""
-log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)

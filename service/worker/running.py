@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict
 
-import structlog
-
 from consumers.capacity.activity import quantile
 from consumers.job import now_ms
 from consumers.storekeeping import probing, sweeping
@@ -17,7 +15,7 @@ from lanekeeper.amqp.depth import depths
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import STATUS_KEY
 from lanekeeper.contract.problems import BrokerError
-from lanekeeper.telemetry import signals
+from lanekeeper.telemetry import logs, signals
 from service.worker.assembly import Parts
 from topology.broker.inbox import Inbox
 
@@ -25,7 +23,7 @@ SUMMARY_EVERY_S = 60
 LOOK_EVERY_S = 0.02
 CANCEL_AGAIN_S = 2.0
 BIND_EVERY_S = 30
-log: structlog.stdlib.BoundLogger = structlog.get_logger()
+log = logs.logger()
 
 
 async def run(
