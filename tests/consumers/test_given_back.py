@@ -133,8 +133,8 @@ class Ground:
     async def held(self, job: Job) -> dict[str, Any]:
         """What is still held for it, after what goes on by itself has ended; nothing: an empty one."""
         for _ in range(3):
-            await self.spending.finish(within_s=1)
-            await self.bench.claiming.finish(within_s=1)
+            await self.spending.finish(within_s=30)
+            await self.bench.claiming.finish(within_s=30)
         books = self.budgets.turns("anthropic/sonnet").account
         found = {
             "running": books.concurrency.running,
@@ -264,7 +264,7 @@ async def test_a_claim_that_is_being_let_go_is_let_go_though_its_worker_stops() 
     letting_go.cancel()
     await asyncio.wait([letting_go])
     may_go.set()
-    await claiming.finish(within_s=1)
+    await claiming.finish(within_s=30)
     assert letting_go.cancelled()
     assert await ground.deaths() == 0
 

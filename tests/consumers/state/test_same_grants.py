@@ -167,10 +167,10 @@ async def play(one: Player, other: Player, story: Sequence[tuple[Any, ...]]) -> 
             loop.now_s += of[0]
         for player in (one, other):
             await player.decided()
-        assert one.granted == other.granted, (what, one.granted[-3:], other.granted[-3:])
+        assert one.granted == other.granted, what
         assert one.account.learned() == other.account.learned(), what
         for mine, its in zip(one.account.buckets, other.account.buckets, strict=True):
-            assert abs(mine.level - its.level) < 1e-5, (what, mine.level, its.level, mine.parts, its.parts)
+            assert mine.level == pytest.approx(its.level, abs=1e-5), what
             assert all(abs(x - y) < 1e-5 for x, y in zip(mine.parts, its.parts, strict=True)), (
                 what,
                 mine.parts,
