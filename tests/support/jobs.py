@@ -19,7 +19,7 @@ from consumers.gates.route import RouteGate
 from consumers.job import Job, is_trusted
 from consumers.lifecycle import Lifecycle
 from consumers.limits.estimates import Estimates
-from consumers.limits.local import LocalBudgets
+from consumers.limits.own_turns import own_accounts
 from consumers.limits.spec import BudgetSpec
 from consumers.parking import Parking
 from consumers.providers.breaker import Breakers
@@ -184,7 +184,7 @@ def attempts(
         breakers=breakers,
         route_gate=RouteGate(breakers, now_ms=now_ms, rng=rng),
         budget_gate=BudgetGate(
-            LocalBudgets(spec),
+            own_accounts(spec),
             breakers,
             Estimates(first_output_tokens=5, first_bytes_per_token=3.5),
             spec=spec,
