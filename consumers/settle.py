@@ -6,7 +6,7 @@ again. Nothing is acknowledged whose outcome is not with the broker, and what is
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import assert_never
 
@@ -122,10 +122,13 @@ class Settler:
         with suppress(ChannelLost):
             await delivery.ack()
 
-    async def dismiss_together(self, session: Session, deliveries: Sequence[Delivery]) -> None:
-        """The same of several that one channel delivered."""
+    async def dismiss_together(
+        self, session: Session, deliveries: Sequence[Delivery], *, in_hand: Collection[int]
+    ) -> None:
+        """The same of several that one channel delivered. `in_hand`: the tags of what it delivered and what is not done
+        with yet."""
         with suppress(ChannelLost):
-            await session.ack(deliveries)
+            await session.ack(deliveries, in_hand=in_hand)
 
     async def postpone(self, delivery: Delivery) -> None:
         """Give back what the broker or the store did not let end: through no fault of its own, and uncounted on 4.3."""
