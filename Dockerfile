@@ -11,6 +11,7 @@ RUN python3 -m venv /opt/lanekeeper \
  && python3 -m venv /opt/build \
  && /opt/build/bin/pip install --quiet --require-hashes --only-binary=:all: -r requirements-build.lock
 COPY pyproject.toml README.md ./
+COPY lanekeeper lanekeeper
 COPY topology topology
 COPY consumers consumers
 COPY service service

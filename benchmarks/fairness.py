@@ -24,18 +24,18 @@ import ground
 import uvloop
 
 from consumers.capacity.activity import quantile
-from service.client import Client
+from lanekeeper import Client
+from lanekeeper.amqp.connection import Connection
+from lanekeeper.amqp.depth import Depth, depths
+from lanekeeper.amqp.publisher import Publisher
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.names import TENANT, Names
+from lanekeeper.telemetry.tracing import Tracing
 from service.simulated.app import SimulatedAPI
 from service.simulated.options import SimulatedOptions
 from topology.broker.admin.apply import apply
-from topology.broker.admin.depth import Depth, depths
-from topology.broker.connection import Connection
-from topology.broker.publisher import Publisher
-from topology.contract.messages import Message
 from topology.declaration import declare
 from topology.lanes import DEFAULT_LANES
-from topology.names import TENANT, Names
-from topology.telemetry.tracing import Tracing
 
 LANE = "normal"
 INTAKE = Names().intake(LANE)

@@ -14,13 +14,13 @@ import ground
 import uvloop
 
 from consumers.capacity.activity import quantile
-from service.client import Client
+from lanekeeper import Client
+from lanekeeper.amqp.depth import depths
+from lanekeeper.amqp.publisher import Publisher
+from lanekeeper.contract.messages import Message
+from lanekeeper.telemetry.tracing import Tracing
 from service.worker import running as worker
 from service.worker.assembly import assemble
-from topology.broker.admin.depth import depths
-from topology.broker.publisher import Publisher
-from topology.contract.messages import Message
-from topology.telemetry.tracing import Tracing
 
 LATENCY_MS = 300
 PUBLISHING_AT_ONCE = 200

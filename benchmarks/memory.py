@@ -15,7 +15,7 @@ import ground
 import psutil
 import uvloop
 
-from service.client import Client
+from lanekeeper import Client
 from service.worker.assembly import assemble
 
 LOOKS = 20

@@ -20,10 +20,10 @@ import ground
 import uvloop
 from anthropic import AsyncAnthropic
 
-from service.client import Client
+from lanekeeper import Client
 from service.worker import running as worker
 from service.worker.assembly import assemble
-from topology.contract.messages import Request
+from topology.codec.request import Request
 
 PROMPT = "Tell me what a lane is. " * 40  # about 1 KB
 

@@ -25,7 +25,7 @@ from overhead import PROMPT, Round, measured
 from consumers.state.base import Completion, Copy, Granted, Held, Identity, Store
 from consumers.state.opening import open_store
 from consumers.state.spec import DEFAULT
-from service.client import Client
+from lanekeeper import Client
 from service.worker import running as worker
 from service.worker.assembly import assemble
 

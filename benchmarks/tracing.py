@@ -18,9 +18,9 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 
-from topology.contract.messages import Message
-from topology.telemetry import recording, signals
-from topology.telemetry.tracing import Tracing
+from lanekeeper.contract.messages import Message
+from lanekeeper.telemetry import recording, signals
+from lanekeeper.telemetry.tracing import Tracing
 
 ROUNDS = 5
 HEADERS = {

@@ -8,10 +8,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
-from functools import partial
 from typing import Any, TypeVar
-
-import structlog
 
 from consumers.job import CLAIM_WITHIN_S, STORE_WITHIN_S, Job
 from consumers.state.base import (
@@ -28,7 +25,7 @@ from consumers.state.base import (
     Store,
     StoreUnavailable,
 )
-from topology.telemetry import signals
+from lanekeeper.telemetry import logs, signals
 
 RENEW_EVERY_S = 0.5
 """A twentieth of a lease; a cancelled request's provider is told within this time and a round trip."""
@@ -38,7 +35,7 @@ DEFERRED_KEPT_MS = 60_000
 """After its deadline: by then a request that was deferred has ended, and that is kept under its id."""
 PAUSE_CAP_S = 1.0
 T = TypeVar("T")
-log: structlog.stdlib.BoundLogger = structlog.get_logger()
+log = logs.logger()
 
 
 class Claiming:
@@ -74,7 +71,8 @@ class Claiming:
             return
         for held, why in stops.items():
             if (job := self._held.get(held)) is not None and job.stopped is None:
-                log.info(signals.REQUEST_STOPPED, request=job.id, lane=job.lane_name, reason=why.value)
+                with logs.about(job):
+                    log.info(signals.REQUEST_STOPPED, reason=why.value)
                 job.stop(why)
 
     async def claim(self, job: Job) -> Granted | Running | Ended | Conflict:
@@ -115,7 +113,7 @@ class Claiming:
             async with asyncio.timeout(DEFER_WITHIN_S):
                 return await self._defer(job, due_ms, deadline_ms)
         except (StoreUnavailable, TimeoutError) as error:
-            log.info(signals.DEFERRAL_UNKEPT, request=job.id, lane=job.lane_name, error=str(error))
+            log.info(signals.DEFERRAL_UNKEPT, error=str(error))
             return True
 
     async def defer_for_long(self, job: Job, *, due_ms: int, deadline_ms: int) -> bool:
@@ -157,7 +155,7 @@ class Claiming:
         try:
             return await asyncio.shield(completing)
         except asyncio.CancelledError:
-            completing.add_done_callback(partial(_tell_of_loss, job.id))
+            completing.add_done_callback(_tell_of_loss)
             raise
 
     async def _complete(self, job: Job, completion: Completion, held: Held | None) -> Completion | None:
@@ -211,11 +209,11 @@ class Claiming:
             job.claim = None
 
 
-def _tell_of_loss(request: str, completing: "asyncio.Task[Completion | None]") -> None:
+def _tell_of_loss(completing: "asyncio.Task[Completion | None]") -> None:
     """Of an ending that nobody waits for any more, and that could not be kept: its provider is called again."""
     if completing.cancelled() or completing.exception() is not None:
         why = "" if completing.cancelled() else str(completing.exception())
-        log.warning(signals.COMPLETION_LOST, request=request, error=why)
+        log.warning(signals.COMPLETION_LOST, error=why)
 
 
 async def _surely(call: Callable[[], Awaitable[T]], *, within_s: float | None = None) -> T:

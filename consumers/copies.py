@@ -9,11 +9,11 @@ from typing import Any
 
 from consumers.job import Job, moment_text
 from consumers.rank import rank
-from topology import names as n
-from topology.contract.headers import ERRORS_KEPT, HopHeaders, carried, hop_headers
-from topology.contract.messages import Message
+from lanekeeper.contract import names as n
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.names import Names
+from topology.codec.headers import ERRORS_KEPT, HopHeaders, carried, hop_headers
 from topology.delays import Hop
-from topology.names import Names
 
 
 def on_its_round(job: Job, way: Hop, past: HopHeaders, *, now_ms: int, names: Names) -> Message:

@@ -12,15 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import structlog
-
 from consumers.job import NowMs, dead_at_ms
 from consumers.lifecycle import Lifecycle
 from consumers.state.base import Store, StoreUnavailable
-from topology import names as n
+from lanekeeper.contract import names as n
+from lanekeeper.contract.problems import BrokerError
+from lanekeeper.telemetry import logs, signals
 from topology.broker.admin.deadletters import Letter, Oldest
-from topology.contract.problems import BrokerError
-from topology.telemetry import signals
 
 DAY_S = 86_400
 GIB = 1024**3
@@ -30,7 +28,7 @@ SAMPLE = 8
 STEP = 1000
 """Letters that one look removes at most."""
 LEASE = "dead letters"
-log: structlog.stdlib.BoundLogger = structlog.get_logger()
+log = logs.logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,41 +1,152 @@
-"""How an attempt can fail. What an adapter raises, and what `retry.decide` reads: the class says what may help.
+"""How a call to a provider can fail, and what each failure means. The table below is the only place that says it.
 
 ProviderError
-├── TransientError          connection, timeout, 5xx, a stream or body cut short: try again
-├── RateLimitedError        429: wait as told by `retry_after_s`
-├── OverloadedError         529: back off
-├── SpendLimitError         the account's or workspace's spend limit: never try again
-├── RejectedError           the provider refused it for good (400, 401, 403, 404, 413, 422, other 4xx)
-└── AnswerTooLargeError     its answer is more than can be read or sent back: another would be as large
+├── TransientError          connection, timeout, 5xx, a stream or body cut short
+├── RateLimitedError        429
+├── OverloadedError         529
+├── SpendLimitError         the account's or workspace's spend limit
+├── RejectedError           the provider refused the request (400, 401, 403, 404, 413, 422, other 4xx)
+└── AnswerTooLargeError     the answer is more than can be read or sent back
 
 BreakerOpen                 no call was made: every provider that may be called is known to fail now
+
+Each ProviderError carries its row of the table. mypy fails for a new class that passes no row, for a new row that does
+not fill every column, and for a new value of a column until whoever reads that column handles it (`assert_never`).
 """
 
-from consumers.limits.headers import RateHeaders
-from topology.contract.identity import is_word, shown
-from topology.contract.problems import LanekeeperError
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Final
 
-UNREACHABLE = "unreachable"
+from consumers.limits.base import Kind
+from consumers.limits.headers import RateHeaders
+from lanekeeper.contract.identity import is_word, shown
+from lanekeeper.contract.problems import LanekeeperError
+
+
+class Retry(Enum):
+    """Whether another attempt may help, and how long to wait before it. Read by `retry.decide`."""
+
+    REJECTED = auto()
+    """It does not help: the request ends as `provider_rejected`."""
+    TOO_LARGE = auto()
+    """It does not help, because another answer would be as large: the request ends as `answer_too_large`."""
+    SOON = auto()
+    """It may help, and the first retry comes quickly."""
+    BACK_OFF = auto()
+    """It may help, but not before the time that the provider told."""
+    AS_TOLD = auto()
+    """It may help after exactly the time that the provider told."""
+
+
+class Failover(Enum):
+    """Who else may answer within the same attempt. Read by `attempt.py`."""
+
+    NOBODY = auto()
+    PROVIDER = auto()
+    """Another provider, with any model."""
+    SAME_MODEL = auto()
+    """Another provider, with the same model."""
+    ACCOUNT = auto()
+    """Another account, with any model."""
+    SAME_MODEL_FIRST = auto()
+    """Another account with the same model; with another model only where the provider told to wait for long."""
+
+
+class Trips(Enum):
+    """Whether the circuit breaker counts it as a failure. Read by `breaker.py`."""
+
+    NO = auto()
+    """The provider is there: it answered, if only to refuse."""
+    YES = auto()
+    IN_TIME = auto()
+    """A timeout is counted only where the call was given enough time."""
+    UNREACHED = auto()
+    """It is counted, and a few in a row are enough."""
+
+
+class Paid(Enum):
+    """What the provider counted against the account's limits. Read by `counting.spent`."""
+
+    NOTHING = auto()
+    REQUEST = auto()
+    """One request and no tokens."""
+    UNKNOWN = auto()
+    """Up to all that was reserved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """One row of the table. `says`: what the budget learns of the account."""
+
+    retry: Retry
+    failover: Failover
+    trips: Trips
+    paid: Paid
+    says: Kind
+
+
+# fmt: off
+UNSENT       = Meaning(Retry.SOON,      Failover.SAME_MODEL,       Trips.UNREACHED, Paid.NOTHING, Kind.FAILED)
+SERVER_ERROR = Meaning(Retry.SOON,      Failover.SAME_MODEL,       Trips.YES,       Paid.REQUEST, Kind.FAILED)
+BROKEN_OFF   = Meaning(Retry.SOON,      Failover.SAME_MODEL,       Trips.YES,       Paid.UNKNOWN, Kind.FAILED)
+TIMED_OUT    = Meaning(Retry.SOON,      Failover.SAME_MODEL,       Trips.IN_TIME,   Paid.UNKNOWN, Kind.FAILED)
+RATE_LIMITED = Meaning(Retry.AS_TOLD,   Failover.SAME_MODEL_FIRST, Trips.NO,        Paid.REQUEST, Kind.RATE_LIMITED)
+OVERLOADED   = Meaning(Retry.BACK_OFF,  Failover.ACCOUNT,          Trips.YES,       Paid.REQUEST, Kind.OVERLOADED)
+SPEND_LIMIT  = Meaning(Retry.REJECTED,  Failover.PROVIDER,         Trips.NO,        Paid.REQUEST, Kind.SPEND_LIMIT)
+KEY_REFUSED  = Meaning(Retry.REJECTED,  Failover.PROVIDER,         Trips.YES,       Paid.REQUEST, Kind.FAILED)
+FORBIDDEN    = Meaning(Retry.REJECTED,  Failover.PROVIDER,         Trips.NO,        Paid.REQUEST, Kind.FAILED)
+REJECTED     = Meaning(Retry.REJECTED,  Failover.NOBODY,           Trips.NO,        Paid.REQUEST, Kind.FAILED)
+TOO_LARGE    = Meaning(Retry.TOO_LARGE, Failover.NOBODY,           Trips.NO,        Paid.UNKNOWN, Kind.FAILED)
+# fmt: on
+
+UNREACHABLE: Final = "unreachable"
 """The type of a failure to connect. What was sent and lost is `connection`."""
-NEVER_SENT = frozenset({UNREACHABLE, "credentials"})
-"""Types of failures before anything was sent: there was no connection, or nothing to sign with."""
+TIMEOUT: Final = "timeout"
+"""The type of a call that took longer than it may, or than its request's deadline."""
+_BY_TYPE: Final = {UNREACHABLE: UNSENT, "credentials": UNSENT, TIMEOUT: TIMED_OUT}
+"""Before anything was sent there was no connection, or nothing to sign with."""
+_BY_STATUS: Final = {401: KEY_REFUSED, 403: FORBIDDEN}
 
 
 class ProviderError(LanekeeperError):
     """An attempt failed. `detail` is one line for the requester, in which a provider may quote what it was asked;
-    `status` the provider's, 0 if none."""
+    `status` the provider's, 0 if none; `retry_after_s` what the provider told, None where it told nothing."""
 
-    def __init__(self, detail: str, *, status: int = 0, type: str = "", request_id: str | None = None) -> None:
+    def __init__(
+        self,
+        detail: str,
+        *,
+        means: Meaning,
+        status: int = 0,
+        type: str = "",
+        request_id: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
         super().__init__(detail)
         self.detail = detail
+        self.means = means
         self.status = status
         self.type = type
         """Anthropic's error type (`overloaded_error`, …) or our own word for what happened."""
         self.request_id = request_id
+        self.retry_after_s = retry_after_s
         self.had_begun = False
         """It came in the middle of an answer."""
         self.rate: RateHeaders | None = None
         """What the response told of the account's limits; set by the adapter."""
+
+    @property
+    def paid(self) -> Paid:
+        """As its row says; of an answer that had begun it is not known."""
+        return Paid.UNKNOWN if self.had_begun else self.means.paid
+
+    @property
+    def is_outage(self) -> bool:
+        """The provider itself failed, before it did anything that is paid. Where its breaker is open then, that is no
+        failure of the request."""
+        is_its_own = self.means.trips is not Trips.NO and self.means.retry is not Retry.REJECTED
+        return is_its_own and self.paid is not Paid.UNKNOWN
 
     @property
     def brief(self) -> str:
@@ -50,11 +161,15 @@ class ProviderError(LanekeeperError):
 
 
 class TransientError(ProviderError):
-    """Connection lost, time over, a 5xx, or an answer that is broken or incomplete: trying again may help."""
+    """Connection lost, time over, a 5xx, or an answer that is broken or incomplete."""
+
+    def __init__(self, detail: str, *, status: int = 0, type: str = "", request_id: str | None = None) -> None:
+        means = SERVER_ERROR if status >= 400 else _BY_TYPE.get(type, BROKEN_OFF)
+        super().__init__(detail, means=means, status=status, type=type, request_id=request_id)
 
 
 class RateLimitedError(ProviderError):
-    """429. `retry_after_s` is what the provider told, None where it told nothing."""
+    """429."""
 
     def __init__(
         self,
@@ -65,8 +180,9 @@ class RateLimitedError(ProviderError):
         type: str = "rate_limit_error",
         request_id: str | None = None,
     ) -> None:
-        super().__init__(detail, status=status, type=type, request_id=request_id)
-        self.retry_after_s = retry_after_s
+        super().__init__(
+            detail, means=RATE_LIMITED, status=status, type=type, request_id=request_id, retry_after_s=retry_after_s
+        )
 
 
 class OverloadedError(ProviderError):
@@ -81,16 +197,24 @@ class OverloadedError(ProviderError):
         type: str = "overloaded_error",
         request_id: str | None = None,
     ) -> None:
-        super().__init__(detail, status=status, type=type, request_id=request_id)
-        self.retry_after_s = retry_after_s
+        super().__init__(
+            detail, means=OVERLOADED, status=status, type=type, request_id=request_id, retry_after_s=retry_after_s
+        )
 
 
 class SpendLimitError(ProviderError):
     """The account's or the workspace's spend limit is reached: no retry helps before a person acts."""
 
+    def __init__(self, detail: str, *, status: int = 0, type: str = "", request_id: str | None = None) -> None:
+        super().__init__(detail, means=SPEND_LIMIT, status=status, type=type, request_id=request_id)
+
 
 class RejectedError(ProviderError):
     """The provider refused the request for good."""
+
+    def __init__(self, detail: str, *, status: int = 0, type: str = "", request_id: str | None = None) -> None:
+        means = _BY_STATUS.get(status, REJECTED)
+        super().__init__(detail, means=means, status=status, type=type, request_id=request_id)
 
 
 class AnswerTooLargeError(ProviderError):
@@ -100,6 +224,7 @@ class AnswerTooLargeError(ProviderError):
         super().__init__(
             f"the provider's answer has {excess}: ask for less "
             "(a smaller max_tokens, fewer or smaller results of tools)",
+            means=TOO_LARGE,
             type="too_large",
             request_id=request_id,
         )

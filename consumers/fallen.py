@@ -5,11 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 from consumers.job import Job, NowMs, Outcome, ended_by, is_trusted
-from topology import names as n
+from lanekeeper.contract import names as n
+from lanekeeper.contract.names import Names
+from lanekeeper.contract.problems import RequestProblem
 from topology.broker.session import Delivery
-from topology.contract.problems import RequestProblem
 from topology.lanes import LaneSpec
-from topology.names import Names
 
 
 class Fallen:

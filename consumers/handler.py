@@ -10,23 +10,23 @@ from typing import Protocol
 from consumers import retry
 from consumers.capacity.pausing import Pausing
 from consumers.failpoints import Failpoints
-from consumers.failures import BreakerOpen, ProviderError, TransientError
+from consumers.failures import TIMEOUT, BreakerOpen, ProviderError, TransientError
 from consumers.gates.base import Gate
 from consumers.gates.deadline import exceeded
 from consumers.job import ATTEMPT_WITHIN_S, Answered, Deferred, Dropped, Job, NowMs, Outcome, Refused, ended_by
 from consumers.lifecycle import Lifecycle
 from consumers.providers.base import Answer
-from consumers.providers.counting import counted, is_unpaid, spent
+from consumers.providers.counting import counted, spent
 from consumers.providers.registry import Registry
 from consumers.providers.routes import Route
 from consumers.reading import Reading
 from consumers.replies.reply import Parts, Replies
 from consumers.state.base import Stop
-from topology.contract import bounds, codec
-from topology.contract.messages import Request
-from topology.contract.problems import RequestProblem
+from lanekeeper.contract.names import Names
+from lanekeeper.contract.problems import RequestProblem
+from topology.codec import bounds, decoding
+from topology.codec.request import Request
 from topology.lanes import LaneSpec, urgency
-from topology.names import Names
 
 LATER_MS = 1000
 SLACK_S = 1.0
@@ -150,9 +150,9 @@ class Handler:
         """In one step, or, where its body may take a while, in several: the event loop goes on between them."""
         assert job.lane is not None
         message = job.message
-        rank = (urgency(job.lane.name), codec.weight(message))
+        rank = (urgency(job.lane.name), decoding.weight(message))
         decode = partial(
-            codec.decode,
+            decoding.decode,
             message,
             lane=job.lane,
             request_id=job.id,
@@ -160,11 +160,11 @@ class Handler:
             now_ms=job.taken_ms,
             values=self._values,
         )
-        if codec.weight(message) <= bounds.SMALL_BYTES:
+        if decoding.weight(message) <= bounds.SMALL_BYTES:
             return await self._reading.turn(decode, rank=rank)
-        raw = await self._reading.turn(partial(codec.unpacked, message), rank=rank)
+        raw = await self._reading.turn(partial(decoding.unpacked, message), rank=rank)
         if (excess := await self._reading.excess(raw, values=self._values, rank=rank)) is not None:
-            raise codec.too_large(excess)
+            raise decoding.too_large(excess)
         return await self._reading.turn(partial(decode, raw=raw), rank=rank)
 
     async def _attempt(self, job: Job) -> Outcome:
@@ -201,7 +201,7 @@ class Handler:
             if job.reservation is not None:
                 job.usage = spent(error, job.reservation.amounts)
             has_sent = parts is not None and parts.has_sent
-            if is_unpaid(error) and not has_sent and (wait_s := self._elsewhere.closed_s(job)) > 0:
+            if error.is_outage and not has_sent and (wait_s := self._elsewhere.closed_s(job)) > 0:
                 job.attempt_started_ms = None  # by its breaker the provider is down: that is no failure of the request
                 return self._elsewhere.later(job, wait_s)
             return self._decide(error, job, request, lane)
@@ -244,7 +244,7 @@ class Handler:
             case None if job.attempt_started_ms is None:
                 return Deferred(delay_ms=LATER_MS, reason="paused", due_ms=job.hop.due_ms)
             case None:
-                late = TransientError(f"the answer was not whole after {ATTEMPT_WITHIN_S:g} s", type="timeout")
+                late = TransientError(f"the answer was not whole after {ATTEMPT_WITHIN_S:g} s", type=TIMEOUT)
                 return self._decide(late, job, request, lane)
 
     def _decide(self, error: ProviderError, job: Job, request: Request, lane: LaneSpec) -> Outcome:

@@ -9,25 +9,29 @@ from datetime import UTC, datetime
 from hashlib import blake2b
 from typing import Protocol
 
+from opentelemetry.trace import INVALID_SPAN, Span
+
 from consumers.limits.amounts import Amounts
 from consumers.limits.base import Reservation
 from consumers.rank import restored
 from consumers.state.base import Completion, Copy, Held, Identity, Stop
-from topology import names as n
+from lanekeeper.contract import names as n
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.names import Names
+from lanekeeper.contract.problems import RequestProblem
+from lanekeeper.telemetry import propagation
 from topology.broker.session import Delivery
-from topology.contract.headers import HopHeaders, read_hop
-from topology.contract.messages import Message, Request
-from topology.contract.problems import RequestProblem
-from topology.contract.published import Published, published
+from topology.codec.headers import HopHeaders, read_hop
+from topology.codec.published import Published, published
+from topology.codec.request import Request
 from topology.lanes import LaneSpec
-from topology.names import Names
 
 CLAIM_WITHIN_S = 60.0
 ATTEMPT_WITHIN_S = 1200.0
 STORE_WITHIN_S = 180.0
 """How long a delivery may wait for its claim, be worked on, and wait for the store to take how it ended. With the time
 that two publishes may take after that (100 s each) it is less than the broker's consumer timeout, 1800 s: what is held
-longer the broker takes back, counts for nothing, and hands out again and again (reliability.md, section 0)."""
+longer the broker takes back, counts for nothing, and hands out again and again (docs/facts.md, section 7)."""
 NowMs = Callable[[], int]
 """The clock: ms since 1970."""
 
@@ -58,8 +62,8 @@ class Job:
 
     __slots__ = (
         "_copy", "attempt_started_ms", "claim", "completion", "cost_usd", "deaths", "delivery", "hop", "id",
-        "identity", "lane", "limit", "lost", "request", "reservation", "route", "run_ms", "stopped", "taken_ms",
-        "trusted", "usage",
+        "identity", "lane", "limit", "lost", "request", "reservation", "route", "run_ms", "span", "stopped",
+        "taken_ms", "trusted", "usage",
     )  # fmt: skip
 
     def __init__(
@@ -106,6 +110,8 @@ class Job:
         self.completion: Completion | None = None
         """How it ended, as it is stored and told."""
         self._copy: Copy | None = None
+        self.span: Span = INVALID_SPAN
+        """What is traced of this delivery."""
         self.stopped: Stop | None = None
         """Why it must not go on, where that is so."""
 
@@ -114,6 +120,13 @@ class Job:
         self.stopped = why
         if self.limit is not None and not self.limit.expired():
             self.limit.reschedule(asyncio.get_running_loop().time())
+
+    def log_fields(self) -> dict[str, str | int]:
+        """What each of its log lines carries; `trace_id` only where there is a trace."""
+        fields: dict[str, str | int] = {"request": self.id, "lane": self.lane_name, "attempt": self.attempts}
+        if (trace_id := propagation.trace_id(self.span, self.message.headers)) is not None:
+            fields["trace_id"] = trace_id
+        return fields
 
     @property
     def user_id(self) -> str | None:
@@ -295,5 +308,5 @@ Outcome = Answered | Deferred | Retried | Refused | Buried | Dropped | Replayed
 
 
 def ended_by(problem: RequestProblem) -> Refused | Buried:
-    """The outcome of a problem: parked where the contract's table says so (section 2)."""
+    """The outcome of a problem: parked where the table of errors in docs/contract.md says so."""
     return Buried(problem) if problem.type.parked else Refused(problem)

@@ -5,11 +5,11 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 from consumers.job import Job, NowMs
-from topology import names as n
+from lanekeeper.contract import names as n
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.names import Names
 from topology.broker.notices import Notices
-from topology.contract.codec import app_of
-from topology.contract.messages import Message
-from topology.names import Names
+from topology.codec.decoding import app_of
 
 EVENTS: Mapping[str, Set[str]] = {
     "deferred": {"delay_ms", "reason"},

@@ -1,16 +1,14 @@
 """How much of what is no valid request is parked and kept under its id: a tenant's rubbish must push out neither other
 tenants' dead letters nor their results."""
 
-import structlog
-
 from consumers.share import Seldom, Share
-from topology.telemetry import signals
+from lanekeeper.telemetry import logs, signals
 
 UNIT_BYTES = 64 * 1024
 """Each begun so many bytes of a body count as one message."""
 INVALID_PER_HOUR = 1000
 HOUR_S = 3600
-log: structlog.stdlib.BoundLogger = structlog.get_logger()
+log = logs.logger()
 
 
 class Parking:

@@ -1,7 +1,7 @@
 """A pool works the deliveries of one queue, as many at a time as there are slots for them.
 
 The queue's prefetch equals the slots, so that no delivery waits in a worker: more would let lower priorities overtake
-(facts.md, section 2). It does where tenants share a lane that is full: `consumers/fairness/turns.py` says who is
+(docs/facts.md, section 2). It does where tenants share a lane that is full: `consumers/fairness/turns.py` says who is
 next then.
 """
 
@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any, assert_never
 
-import structlog
 from opentelemetry.trace import Span
 
 from consumers import waits
@@ -21,14 +20,14 @@ from consumers.fairness.turns import Turn, Turns
 from consumers.job import Answered, Buried, Deferred, Dropped, Job, Outcome, Refused, Replayed, Retried
 from consumers.settle import Settler
 from consumers.state.base import StoreUnavailable
+from lanekeeper.contract.problems import BrokerError, RequestProblem
+from lanekeeper.telemetry import logs, recording, signals
+from lanekeeper.telemetry.tracing import Tracing
 from topology.broker.deliveries import Deliveries
 from topology.broker.session import ChannelLost, Delivery, Session
-from topology.contract import codec
-from topology.contract.problems import BrokerError, RequestProblem
-from topology.telemetry import recording, signals
-from topology.telemetry.tracing import Tracing
+from topology.codec import decoding
 
-log: structlog.stdlib.BoundLogger = structlog.get_logger()
+log = logs.logger()
 
 
 class Pool:
@@ -142,24 +141,25 @@ class Pool:
         self._in_hand += 1
         try:
             if self._gives_back:
-                return await self._settler.release(delivery)
+                return await self._settler.nack(delivery)
             if (job := await self._job(delivery)) is None:
                 return None
-            try:
-                with self._undecided_yet(job):
-                    turn = await self._entering.enter(job)
-            except asyncio.CancelledError:
-                if self._stopping:
-                    await self._settler.release(delivery)
-                raise
-            if turn is Turn.ASIDE:
-                return await self._set_aside(job)
-            self._begun += 1
-            try:
-                await self._work(job)
-            finally:
-                self._begun -= 1
-                self._entering.leave(job)
+            with logs.about(job):
+                try:
+                    with self._undecided_yet(job):
+                        turn = await self._entering.enter(job)
+                except asyncio.CancelledError:
+                    if self._stopping:
+                        await self._settler.nack(delivery)
+                    raise
+                if turn is Turn.ASIDE:
+                    return await self._set_aside(job)
+                self._begun += 1
+                try:
+                    await self._work(job)
+                finally:
+                    self._begun -= 1
+                    self._entering.leave(job)
         finally:
             self._in_hand -= 1
 
@@ -171,26 +171,26 @@ class Pool:
             log.exception(
                 signals.HANDLER_FAILED, request=delivery.message.message_id, lane=self._activity.lane, where="read"
             )
-            await self._settler.put_back(delivery)
+            await self._settler.reject_later(delivery)
             self._entering.unread(delivery.queue)
             return None
 
     async def _set_aside(self, job: Job) -> None:
         try:
             if (outcome := await self._entering.set_aside(job)) is None:
-                await self._settler.dismiss(job.delivery)
+                await self._settler.ack(job.delivery)
             else:
                 await self._settle(job, outcome)
         except asyncio.CancelledError:
             if self._stopping:
-                await self._settler.release(job.delivery)
+                await self._settler.nack(job.delivery)
             raise
         except BrokerError as error:
-            log.error(signals.HANDLER_FAILED, request=job.id, lane=job.lane_name, where="set aside", error=str(error))
-            await self._settler.postpone(job.delivery)
+            log.error(signals.HANDLER_FAILED, where="set aside", error=str(error))
+            await self._settler.nack_later(job.delivery)
         except Exception:  # one request that cannot be moved must not end the lane for all others
-            log.exception(signals.HANDLER_FAILED, request=job.id, lane=job.lane_name, where="set aside")
-            await self._settler.put_back(job.delivery)
+            log.exception(signals.HANDLER_FAILED, where="set aside")
+            await self._settler.reject_later(job.delivery)
 
     async def _work(self, job: Job) -> None:
         """Work one delivery. Everything is caught here and in `_outcome`, and nowhere else."""
@@ -202,6 +202,7 @@ class Pool:
             with self._tracing.process(
                 delivery.message, queue=self.queue, delivery_tag=delivery.tag, start_ns=taken_ns
             ) as span:
+                job.span = span
                 with self._undecided_yet(job):
                     outcome = await self._outcome(job)
                 settled = await self._settle(job, outcome)
@@ -210,16 +211,14 @@ class Pool:
                     self._record_waits(job, taken_ns)
         except asyncio.CancelledError:
             if self._stopping:
-                await self._settler.release(delivery)
+                await self._settler.nack(delivery)
             raise
         except StoreUnavailable as away:
-            log.error(signals.HANDLER_FAILED, request=delivery.message.message_id, where="store", error=str(away))
-            await self._settler.postpone(delivery)
+            log.error(signals.HANDLER_FAILED, where="store", error=str(away))
+            await self._settler.nack_later(delivery)
         except Exception:  # one request that cannot even be buried must not end the lane for all others
-            log.exception(
-                signals.HANDLER_FAILED, request=delivery.message.message_id, lane=self._activity.lane, where="settle"
-            )
-            await self._settler.put_back(delivery)
+            log.exception(signals.HANDLER_FAILED, where="settle")
+            await self._settler.reject_later(delivery)
         finally:
             self._activity.running -= 1
             self._jobs.discard(job)
@@ -247,7 +246,7 @@ class Pool:
             del self._undecided[task]
 
     def _record(self, span: Span, job: Job, outcome: Outcome) -> None:
-        app = codec.app_of(job.routing_key)
+        app = decoding.app_of(job.routing_key)
         recording.request(
             span,
             lane=job.lane_name,
@@ -284,5 +283,5 @@ class Pool:
         except StoreUnavailable:  # nothing is known of it, and nothing may be done without a claim
             raise
         except Exception as error:
-            log.exception(signals.HANDLER_FAILED, request=job.id, lane=job.lane_name, where="handle")
+            log.exception(signals.HANDLER_FAILED, where="handle")
             return Buried(RequestProblem("internal", f"a fault of Lanekeeper: {type(error).__name__}; see its log"))

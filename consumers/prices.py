@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Final, Protocol
 
 AS_OF: Final = "2026-11-21"
-"""When the defaults were read (facts.md, part two, A)."""
+"""When the defaults were read (docs/facts.md, section 10)."""
 MILLION: Final = 1_000_000
 _DATED: Final = re.compile(r"[-@]\d{8}$")
 

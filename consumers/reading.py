@@ -1,6 +1,6 @@
 """Large bodies are read one after the other, and at most half of the time: the event loop belongs to everybody.
 
-Parsing cannot be interrupted. Each step of it is short (`topology/contract/bounds.py`), but what comes in one piece of
+Parsing cannot be interrupted. Each step of it is short (`topology/codec/bounds.py`), but what comes in one piece of
 a socket would be read in one turn of the loop, however many bodies that is; and who sends one after the other would
 leave the loop little time for anything else. So there is a pause after reading, as long as the reading took.
 """
@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Final, TypeVar
 
-from topology.contract import bounds
+from topology.codec import bounds
 
 T = TypeVar("T")
 AT_ONCE_S: Final = 0.01

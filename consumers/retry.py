@@ -3,17 +3,11 @@
 import math
 import random
 from dataclasses import dataclass
+from typing import assert_never
 
-from consumers.failures import (
-    AnswerTooLargeError,
-    OverloadedError,
-    ProviderError,
-    RateLimitedError,
-    RejectedError,
-    SpendLimitError,
-)
+from consumers.failures import ProviderError, Retry
 from consumers.job import Buried, Refused, Retried, ended_by
-from topology.contract.problems import RequestProblem
+from lanekeeper.contract.problems import RequestProblem
 
 JITTER = 0.5
 """A pause is drawn from its step to half as much again: those that failed together do not come back together. From
@@ -57,12 +51,18 @@ def decide(
     `attempts`: made so far, this one included. `left_ms`: until its deadline; no delay begins that would end after it.
     `has_other`: another account may be asked next time, so that nobody waits for as long as this one told.
     """
-    if isinstance(error, (RejectedError, SpendLimitError)):
-        return ended_by(
-            RequestProblem("provider_rejected", error.detail, status=error.status or None, brief=error.brief)
-        )
-    if isinstance(error, AnswerTooLargeError):
-        return ended_by(RequestProblem("answer_too_large", error.detail))
+    match error.means.retry:
+        case Retry.REJECTED:
+            status = error.status or None
+            return ended_by(RequestProblem("provider_rejected", error.detail, status=status, brief=error.brief))
+        case Retry.TOO_LARGE:
+            return ended_by(RequestProblem("answer_too_large", error.detail))
+        case Retry.SOON:
+            first_s = policy.floor_s
+        case Retry.BACK_OFF | Retry.AS_TOLD:
+            first_s = policy.base_s
+        case never:
+            assert_never(never)
     if attempts >= max_attempts:
         return ended_by(
             RequestProblem(
@@ -71,7 +71,6 @@ def decide(
                 brief=f"after {attempts} attempts: {error.brief}",
             )
         )
-    first_s = policy.base_s if isinstance(error, (RateLimitedError, OverloadedError)) else policy.floor_s
     pause_s = _step_s(
         first_s, failures=attempts, pauses=max_attempts - 1, left_s=left_ms / 1000, policy=policy
     ) * rng.uniform(1, 1 + JITTER)
@@ -117,12 +116,9 @@ def _factor(total: float, count: int) -> float:
 
 
 def _told(error: ProviderError, pause_s: float, *, policy: RetryPolicy, rng: random.Random) -> float:
-    """The pause, or what the provider told instead: a rate limit ends when it says, an overload not before."""
-    match error:
-        case RateLimitedError(retry_after_s=told) if told is not None:
-            # not all in the same instant after it
-            return max(policy.floor_s, told + rng.uniform(0, min(1.0, 0.1 * told)))
-        case OverloadedError(retry_after_s=told) if told is not None:
-            return max(pause_s, told + rng.uniform(0, min(1.0, 0.1 * told)))
-        case _:
-            return pause_s
+    """The pause, with what the provider told: a rate limit ends when it says, an overload not before."""
+    told_s = error.retry_after_s
+    if told_s is None:
+        return pause_s
+    told_s += rng.uniform(0, min(1.0, 0.1 * told_s))  # not all in the same instant after it
+    return max(policy.floor_s if error.means.retry is Retry.AS_TOLD else pause_s, told_s)

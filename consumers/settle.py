@@ -10,8 +10,6 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import assert_never
 
-import structlog
-
 from consumers.claiming import Claiming
 from consumers.copies import dead_letter, on_its_round
 from consumers.failpoints import Failpoints
@@ -32,17 +30,17 @@ from consumers.parking import Parking
 from consumers.replies.reply import Replies
 from consumers.replies.retelling import Retelling
 from consumers.state.base import Completion, StoreUnavailable
-from topology import names as n
-from topology.broker.publisher import Publisher
+from lanekeeper.amqp.publisher import Publisher
+from lanekeeper.contract import names as n
+from lanekeeper.contract.identity import shown
+from lanekeeper.contract.names import Names
+from lanekeeper.contract.problems import PROBLEMS, BrokerError, MessageTooLarge, RequestProblem, answer_too_large
+from lanekeeper.telemetry import logs, signals
+from lanekeeper.telemetry.tracing import Tracing
 from topology.broker.session import ChannelLost, Delivery, Session
-from topology.contract.bounds import ANSWER_BYTES
-from topology.contract.headers import ERRORS_KEPT, HopHeaders
-from topology.contract.identity import shown
-from topology.contract.problems import PROBLEMS, BrokerError, MessageTooLarge, RequestProblem, answer_too_large
+from topology.codec.bounds import ANSWER_BYTES
+from topology.codec.headers import ERRORS_KEPT, HopHeaders
 from topology.delays import MAX_DELAY_MS, hop
-from topology.names import Names
-from topology.telemetry import signals
-from topology.telemetry.tracing import Tracing
 
 NEVER_KEPT = frozenset({"idempotency_conflict"})
 """It is no ending of the request that has this id."""
@@ -51,9 +49,9 @@ NOTED = frozenset(
 )
 """Told of what is no request: its id is free for a better one."""
 TAKEN_OVER_WAIT_MS = 1000
-PUT_BACK_AFTER_S = 1.0
-"""What fails at once comes back at once: not thousands of times a second."""
-log: structlog.stdlib.BoundLogger = structlog.get_logger()
+RETURN_AFTER_S = 1.0
+"""A returned message is delivered again at once. If it fails at once, this keeps it from going round all the time."""
+log = logs.logger()
 
 
 class Settler:
@@ -99,9 +97,9 @@ class Settler:
                     await self._bury(job, forbidden.code, forbidden.detail, ended_ms=self._now_ms())
                 outcome = Buried(forbidden)
         except (BrokerError, StoreUnavailable) as error:
-            log.error(signals.HANDLER_FAILED, request=job.id, lane=job.lane_name, where="settle", error=str(error))
+            log.error(signals.HANDLER_FAILED, where="settle", error=str(error))
             await self._claiming.release(job)
-            await self.postpone(job.delivery)
+            await self.nack_later(job.delivery)
             return None
         finally:
             self._claiming.forget(job)
@@ -110,35 +108,36 @@ class Settler:
             with self._tracing.settle("ack", job.message, queue=job.delivery.queue, delivery_tag=job.delivery.tag):
                 await job.delivery.ack()
         except ChannelLost as lost:
-            log.warning(signals.DELIVERY_LOST, queue=job.delivery.queue, request=job.id, error=str(lost))
+            log.warning(signals.DELIVERY_LOST, queue=job.delivery.queue, error=str(lost))
             return None
         self._failpoints.reach("after_ack")
         self._tell(job, outcome)
         return outcome
 
-    async def dismiss(self, delivery: Delivery) -> None:
-        """Acknowledge what needs no more: a request that was set aside, a control message that was recorded or that
-        nobody can read."""
+    async def ack(self, delivery: Delivery) -> None:
+        """Acknowledge what needs no outcome: a request that was set aside, or a control message."""
         with suppress(ChannelLost):
             await delivery.ack()
 
-    async def dismiss_together(
-        self, session: Session, deliveries: Sequence[Delivery], *, in_hand: Collection[int]
-    ) -> None:
-        """The same of several that one channel delivered. `in_hand`: the tags of what it delivered and what is not done
-        with yet."""
+    async def ack_together(self, session: Session, deliveries: Sequence[Delivery], *, in_hand: Collection[int]) -> None:
+        """The same for several deliveries of one channel. `in_hand`: the tags of those that are not settled yet."""
         with suppress(ChannelLost):
             await session.ack(deliveries, in_hand=in_hand)
 
-    async def postpone(self, delivery: Delivery) -> None:
-        """Give back what the broker or the store did not let end: through no fault of its own, and uncounted on 4.3."""
-        await asyncio.sleep(PUT_BACK_AFTER_S)
-        await self.release(delivery)
+    async def nack(self, delivery: Delivery) -> None:
+        """Return a delivery that the worker cannot finish, because it stops. RabbitMQ 4.3 does not count that."""
+        with suppress(ChannelLost):
+            await delivery.nack()
 
-    async def put_back(self, delivery: Delivery) -> None:
-        """Put back what could not be settled. The broker counts it: what never can be ends at its delivery limit, in
-        `lane.fallen`."""
-        await asyncio.sleep(PUT_BACK_AFTER_S)
+    async def nack_later(self, delivery: Delivery) -> None:
+        """Return, after a pause, a delivery that the broker or the store did not let end. 4.3 does not count that."""
+        await asyncio.sleep(RETURN_AFTER_S)
+        await self.nack(delivery)
+
+    async def reject_later(self, delivery: Delivery) -> None:
+        """Return, after a pause, a delivery that could not be settled. The broker counts that: a message that never can
+        be settled reaches its delivery limit and goes to `lane.fallen`."""
+        await asyncio.sleep(RETURN_AFTER_S)
         try:
             with self._tracing.settle("reject", delivery.message, queue=delivery.queue, delivery_tag=delivery.tag):
                 await delivery.reject()
@@ -247,7 +246,7 @@ class Settler:
             return
         tries = job.hop.reply_try + 1
         error = completion.body.decode() if completion.code in NEVER_KEPT | NOTED else None
-        log.debug(signals.REPLY_REFUSED, request=job.id, lane=job.lane_name, tries=tries, delay_ms=pause_ms)
+        log.debug(signals.REPLY_REFUSED, tries=tries, delay_ms=pause_ms)
         past = HopHeaders(
             attempts=job.attempts, errors=job.hop.errors, due_ms=job.hop.due_ms, reply_try=tries, reply_error=error
         )
@@ -269,50 +268,36 @@ class Settler:
         try:
             await self._publisher.publish_surely(letter, exchange=self._names.dead, routing_key=job.routing_key)
         except MessageTooLarge as error:  # the broker's limit was lowered since: that it was there is what can be kept
-            log.error(signals.DEAD_LETTER_CUT, request=job.id, lane=job.lane_name, size=error.size, limit=error.limit)
+            log.error(signals.DEAD_LETTER_CUT, size=error.size, limit=error.limit)
             letter.body = b""
             await self._publisher.publish_surely(letter, exchange=self._names.dead, routing_key=job.routing_key)
-
-    async def release(self, delivery: Delivery) -> None:
-        """Return what the worker, stopping, could not end: through no fault of its own, and uncounted on 4.3."""
-        with suppress(ChannelLost):
-            await delivery.give_back()
 
     def _tell(self, job: Job, outcome: Outcome) -> None:
         match outcome:
             case Answered(model=model, provider=provider):
-                figures = {"model": shown(model), "provider": provider, "wait_ms": job.wait_ms, "run_ms": job.run_ms}
-                log.debug(signals.REQUEST_ANSWERED, request=job.id, lane=job.lane_name, **figures)
-                self._lifecycle.tell(job, "completed", **figures)
+                model, wait_ms, run_ms = shown(model), job.wait_ms, job.run_ms
+                log.debug(signals.REQUEST_ANSWERED, model=model, provider=provider, wait_ms=wait_ms, run_ms=run_ms)
+                self._lifecycle.tell(job, "completed", model=model, provider=provider, wait_ms=wait_ms, run_ms=run_ms)
             case Deferred(delay_ms=delay_ms, reason=reason):
-                log.debug(
-                    signals.REQUEST_DEFERRED, request=job.id, lane=job.lane_name, delay_ms=delay_ms, reason=reason
-                )
+                log.debug(signals.REQUEST_DEFERRED, delay_ms=delay_ms, reason=reason)
                 self._lifecycle.tell(job, "deferred", delay_ms=delay_ms, reason=reason)
             case Retried(delay_ms=delay_ms, brief=brief):
-                log.info(
-                    signals.REQUEST_RETRIED,
-                    request=job.id,
-                    lane=job.lane_name,
-                    attempt=job.attempts,
-                    delay_ms=delay_ms,
-                    error=brief,
-                )
+                log.info(signals.REQUEST_RETRIED, delay_ms=delay_ms, error=brief)
                 self._lifecycle.tell(job, "retrying", delay_ms=delay_ms, error=brief)
             case Refused(problem) | Buried(problem):
-                buried = isinstance(outcome, Buried)
-                event = signals.REQUEST_BURIED if buried else signals.REQUEST_REFUSED
-                log.info(event, request=job.id, lane=job.lane_name, code=problem.code, reason=problem.brief)
                 self._lifecycle.tell(job, "failed", code=problem.code, status=problem.status)
-                if buried:
+                if isinstance(outcome, Buried):
+                    log.info(signals.REQUEST_BURIED, code=problem.code, reason=problem.brief)
                     self._lifecycle.tell(job, "dead", code=problem.code)
+                else:
+                    log.info(signals.REQUEST_REFUSED, code=problem.code, reason=problem.brief)
             case Dropped(problem):
-                log.info(signals.REQUEST_REFUSED, request=job.id, lane=job.lane_name, code=problem.code, reason="")
+                log.info(signals.REQUEST_REFUSED, code=problem.code, reason="")
                 self._lifecycle.tell(job, problem.code)
             case Replayed(retold=True):
                 pass  # told when it ended
             case Replayed(completion=completion):
-                log.debug(signals.REQUEST_REPLAYED, request=job.id, lane=job.lane_name, code=completion.code)
+                log.debug(signals.REQUEST_REPLAYED, code=completion.code)
                 never_told = completion.code == "cancelled" and not job.attempts
                 self._lifecycle.tell(job, "cancelled" if never_told else "replayed", status=completion.status)
             case _:

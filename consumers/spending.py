@@ -14,10 +14,8 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, NamedTuple, TypeVar
 
-import structlog
-
 from consumers.state.base import Allowances, StoreUnavailable
-from topology.telemetry import signals
+from lanekeeper.telemetry import logs, signals
 
 DAY_S = 86_400
 LEVELS = (50, 80, 100)
@@ -28,7 +26,7 @@ LANE, TENANT = "lane", "tenant"
 T = TypeVar("T")
 Tell = Callable[..., None]
 """Takes the name of a life-cycle event, and its figures."""
-log: structlog.stdlib.BoundLogger = structlog.get_logger()
+log = logs.logger()
 
 
 class Spent(NamedTuple):
@@ -223,7 +221,7 @@ class Spending:
         for each in LEVELS:
             if before < each <= level and await self._is_news(bound, each):
                 figures = {"cap": bound.name, "percent": each, "used": round(used, 4), "limit": bound.limit}
-                log.warning(signals.CAP_REACHED, **figures)
+                log.warning(signals.CAP_REACHED, cap=bound.name, percent=each, used=figures["used"], limit=bound.limit)
                 tell("cap", **figures)
 
     async def _is_news(self, bound: Bound, level: int) -> bool:

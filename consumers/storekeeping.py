@@ -4,10 +4,8 @@ import asyncio
 import random
 from contextlib import suppress
 
-import structlog
-
 from consumers.state.base import Store, StoreUnavailable
-from topology.telemetry import signals
+from lanekeeper.telemetry import logs, signals
 
 PROBE_EVERY_S = 5.0
 PROBE_AGAIN_S = 0.5
@@ -16,7 +14,7 @@ SWEEP_EVERY_S = 60.0
 STEP_PAUSE_S = 0.05
 """Between two steps, for those who wait to write."""
 LEASE = "sweep"
-log: structlog.stdlib.BoundLogger = structlog.get_logger()
+log = logs.logger()
 
 
 async def probing(store: Store) -> None:

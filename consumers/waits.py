@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from consumers.job import Job, dead_at_ms
-from topology import names as n
-from topology.telemetry import signals
+from lanekeeper.contract import names as n
+from lanekeeper.telemetry import signals
 
 MS: Final = 1_000_000
 SHORTEST_NS: Final = 1 * MS

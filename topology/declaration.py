@@ -15,10 +15,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lanekeeper.contract.names import KEPT_KEYS, Names
 from topology import delays
 from topology.lanes import LaneSpec
 from topology.model import Arguments, Binding, Exchange, Queue, Topology, Value
-from topology.names import KEPT_KEYS, Names
 
 OLDEST = (3, 10)
 RECOMMENDED = (4, 3, 5)
@@ -33,7 +33,7 @@ _VERSION = re.compile(r"(\d+)\.(\d+)")
 
 @dataclass(frozen=True, slots=True, order=True)
 class Broker:
-    """What a RabbitMQ version can do, as far as the declaration depends on it (design.md, section 6)."""
+    """What a RabbitMQ version can do, as far as the declaration depends on it (docs/broker.md)."""
 
     major: int
     minor: int
@@ -64,7 +64,7 @@ class Broker:
 
     @property
     def priorities(self) -> str:
-        """What a requester may expect of `priority` inside a lane (contract, section 8)."""
+        """What a requester may expect of `priority` inside a lane (docs/contract.md)."""
         if (self.major, self.minor) >= (4, 3):
             return "strict, 0 to 31"
         return "two classes, above 4 is high" if self.quorum_intake else f"strict, 0 to {CLASSIC_PRIORITIES}"

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
+from lanekeeper.contract.names import Names
 from topology.model import Binding, Exchange, Queue, Value
-from topology.names import Names
 
 LEVELS: Final = 29
 UNIT_MS: Final = 100
@@ -70,7 +70,7 @@ def exchanges(names: Names) -> tuple[Exchange, ...]:
     """The headers exchanges of all levels.
 
     Each has `lane.fallen` as alternate exchange: without it one message with a missing bit would never leave the queue
-    above, and stop the delays of every lane behind it (design.md, section 3).
+    above, and stop the delays of every lane behind it (docs/facts.md, section 3).
     """
     return tuple(
         Exchange(names.delay(level), "headers", arguments={"alternate-exchange": names.fallen})

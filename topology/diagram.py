@@ -1,8 +1,8 @@
 """A topology for people: Mermaid for the README, an outline for the terminal."""
 
+from lanekeeper.contract.names import Names
 from topology import delays
 from topology.model import Arguments, Exchange, Queue, Topology
-from topology.names import Names
 
 _FLOW = """\
   app -- "&lt;lane&gt;.&lt;app&gt;.&lt;task&gt;" --> requests

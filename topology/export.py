@@ -30,9 +30,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lanekeeper.contract.names import CONTROL_KEYS, Names
 from topology.lanes import BATCH, MIB, NORMAL
 from topology.model import Arguments, Queue, Topology
-from topology.names import CONTROL_KEYS, Names
 
 Role = Literal["application", "client", "worker", "operator", "deployer"]
 

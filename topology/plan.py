@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from lanekeeper.contract.names import Names
 from topology.model import Arguments, Binding, Exchange, Queue, Topology, Value
-from topology.names import Names
 
 REPLICAS = 3
 """Members of a quorum queue that is declared in a cluster of three or more: RabbitMQ's own default. The argument that

@@ -14,12 +14,12 @@ from pathlib import Path
 from contest.gate import spec
 from contest.load import Ask, Asking, Load
 
-from service.client import Client
+from lanekeeper import Client
+from lanekeeper.amqp.connection import Connection
+from lanekeeper.contract.names import Names
 from topology.broker.admin.remove import remove
-from topology.broker.connection import Connection
 from topology.declaration import declare
 from topology.lanes import DEFAULT_LANES
-from topology.names import Names
 
 START_WITHIN_S = 60
 TOLD = ("breaker.changed", "account.paused", "limits.learned", "request.retried", "request.deferred")

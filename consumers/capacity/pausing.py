@@ -12,16 +12,14 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-import structlog
-
-from topology.telemetry import signals
+from lanekeeper.telemetry import logs, signals
 
 LOOK_EVERY_S = 0.05
 """Looked at, because conditions are attributes of very different parts: four reads, 20 times a second (0.01 % CPU)."""
 TOLD_AFTER_S = 0.5
 """A pause that is shorter, as at every start, is no news."""
 Condition = Callable[[], str | None]
-log: structlog.stdlib.BoundLogger = structlog.get_logger()
+log = logs.logger()
 
 
 class Pausable(Protocol):

@@ -2,7 +2,7 @@
 
 Slots that are added to a queue are one more consumer of it, on a channel of its own, with a prefetch of just those
 slots: so nothing that was delivered waits for a slot, and no prefetch is changed under a live consumer (which has no
-effect: facts.md, section 2). They are taken back by ending that consumer; what it has in hand ends by itself. The
+effect: docs/facts.md, section 2). They are taken back by ending that consumer; what it has in hand ends by itself. The
 lane that lent them has not waited for it: its own consumer kept its prefetch all the while.
 """
 
@@ -12,13 +12,11 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import structlog
-
 from consumers.capacity.activity import LaneActivity
 from consumers.capacity.lending import Seen, Share, decide
 from consumers.job import Job, NowMs
-from topology.contract.problems import BrokerError
-from topology.telemetry import signals
+from lanekeeper.contract.problems import BrokerError
+from lanekeeper.telemetry import logs, signals
 
 LOOK_EVERY_S = 0.25
 """What is lent must be back within a second. Looked at, because what counts is a level held for a while, and no single
@@ -30,7 +28,7 @@ STEADY_S = 3.0
 HELD_FOR_S = 2.0
 """Where the provider was the limit so lately, it is: between two looks a request may just have got its turn."""
 SAY_EVERY_S = 60.0
-log: structlog.stdlib.BoundLogger = structlog.get_logger()
+log = logs.logger()
 
 Depths = Callable[[list[str]], Awaitable[Mapping[str, int]]]
 """How many messages wait in each queue."""

@@ -10,8 +10,8 @@ from enum import Enum, auto
 
 from consumers.control.question import Question
 from consumers.share import Share
-from topology.contract.messages import Message
-from topology.contract.problems import RequestProblem
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.problems import RequestProblem
 
 AT_ONCE_S = 5
 """Seconds of its share that a tenant may send at once: who cancels all of its requests is no flood."""

@@ -9,22 +9,20 @@ import uuid
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import structlog
-
 from consumers.replies.address import ReplyRule, is_direct
 from consumers.replies.direct import DirectSender
 from consumers.share import Seldom
 from consumers.state.base import Completion
-from topology import names as n
+from lanekeeper.amqp.publisher import Publisher
+from lanekeeper.contract import names as n
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.problems import BrokerError, MessageTooLarge, RequestProblem, answer_too_large
+from lanekeeper.telemetry import logs, signals
 from topology.broker.notices import Notices
-from topology.broker.publisher import Publisher
-from topology.contract.messages import Message
-from topology.contract.problems import BrokerError, MessageTooLarge, RequestProblem, answer_too_large
-from topology.telemetry import signals
 
 JSON = "application/json"
 PROBLEM = "application/problem+json"
-log: structlog.stdlib.BoundLogger = structlog.get_logger()
+log = logs.logger()
 
 
 class Answers:

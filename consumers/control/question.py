@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from consumers.job import tenant_of
 from consumers.state.base import Identity
-from topology import names as n
-from topology.contract.identity import REQUEST_ID, is_request_id
-from topology.contract.messages import Message
-from topology.contract.problems import RequestProblem
+from lanekeeper.contract import names as n
+from lanekeeper.contract.identity import REQUEST_ID, is_request_id
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.problems import RequestProblem
 
 MESSAGE_BYTES = 4096
 KNOWN = (*n.CONTROL_KEYS, n.STATUS_KEY)

@@ -11,8 +11,6 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
-import structlog
-
 from consumers.claiming import Claiming
 from consumers.control.allowance import Allowance, Due
 from consumers.control.answer import Answers
@@ -21,12 +19,12 @@ from consumers.job import NowMs, moment_text
 from consumers.settle import Settler
 from consumers.share import Seldom
 from consumers.state.base import Cancelling, Completion, Found, Identity, StoreUnavailable
-from topology import names as n
+from lanekeeper.contract import names as n
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.problems import AccessRefused, BrokerError, RequestProblem
+from lanekeeper.telemetry import logs, signals
 from topology.broker.deliveries import Deliveries
 from topology.broker.session import ChannelLost, Delivery, Session
-from topology.contract.messages import Message
-from topology.contract.problems import AccessRefused, BrokerError, RequestProblem
-from topology.telemetry import signals
 
 FAULTS_AT_MOST = 5
 """The delivery at which a message that we fail at is given up: all requests wait for those that are not recorded."""
@@ -42,7 +40,7 @@ AT_A_TIME = 32
 """What is refused in so many, and then whoever else waits for the event loop."""
 Ready = Callable[[], Awaitable[int]]
 """How many messages wait in the control queue. Raises BrokerError."""
-log: structlog.stdlib.BoundLogger = structlog.get_logger()
+log = logs.logger()
 
 
 class Control:
@@ -129,7 +127,7 @@ class Control:
     async def _acknowledge_all(self, session: Session) -> None:
         await asyncio.sleep(GATHER_S)
         done, self._done = self._done, []
-        await self._settler.dismiss_together(session, done, in_hand=self._in_hand)
+        await self._settler.ack_together(session, done, in_hand=self._in_hand)
 
     async def _catch_up(self, session: Session) -> None:
         """See when all that waited has been read, or for too long: at first, and again after the store was away. Looked
@@ -185,12 +183,12 @@ class Control:
             await self._answers.refuse(message, problem, id=id_of(message))
         except StoreUnavailable as away:
             log.warning(signals.CONTROL_POSTPONED, type=message.type, reason=str(away))
-            await self._settler.postpone(delivery)
+            await self._settler.nack_later(delivery)
             return False
         except Exception:  # a fault of ours must not end the worker, and with the next one all the others
             log.exception(signals.HANDLER_FAILED, where="control", type=str(message.type)[:40])
             if (delivery.times_delivered or 1) < FAULTS_AT_MOST:
-                await self._settler.put_back(delivery)
+                await self._settler.reject_later(delivery)
                 return False
             fault = RequestProblem("internal", "a fault of ours; the worker's log has it")
             await self._answers.refuse(message, fault, id=id_of(message))

@@ -15,13 +15,13 @@ from typing import Final
 from consumers.copies import set_aside
 from consumers.job import Deferred, Job, NowMs, Outcome, Refused
 from consumers.rank import HIGHEST
-from topology import names as n
+from lanekeeper.amqp.publisher import Publisher
+from lanekeeper.contract import names as n
+from lanekeeper.contract.messages import UNREADABLE
+from lanekeeper.contract.names import Names
+from lanekeeper.contract.problems import PublishRefused, RequestProblem
 from topology.broker.heads import Heads
-from topology.broker.publisher import Publisher
-from topology.contract.codec import UNREADABLE
-from topology.contract.problems import PublishRefused, RequestProblem
 from topology.lanes import LaneSpec
-from topology.names import Names
 
 PLACE_KEPT_S: Final = 1.0
 """What a tenant was given last holds for so long without a sign of it: until its head has come round."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from consumers.fairness.turns import Bench
-from topology.contract.problems import BrokerError
+from lanekeeper.contract.problems import BrokerError
 
 LOOK_EVERY_S: Final = 0.25
 """Where slots come free sooner than that, nothing is moved."""

@@ -118,6 +118,11 @@ class Turns:
         latest = list(islice(reversed(self._figures.values()), 2))
         return len(latest) == 2 and latest[1].seen_s > asyncio.get_running_loop().time() - LATELY_S
 
+    @property
+    def in_hand(self) -> int:
+        """Deliveries that wait here for a slot."""
+        return sum(bench.waiting for bench in self.benches)
+
     def snapshot(self) -> dict[str, dict[str, int]]:
         """The figures as JSON, by tenant; those that were active last come last."""
         return {
@@ -163,6 +168,10 @@ class Bench:
 
     def running_of(self, tenant: str) -> int:
         return self._running.get(tenant, 0)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
 
     def waiting_of(self, tenant: str) -> int:
         return sum(each.tenant == tenant for each in self._waiting)

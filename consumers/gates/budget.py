@@ -18,8 +18,8 @@ from consumers.limits.estimates import Estimates, Kind, task_of
 from consumers.limits.spec import BudgetSpec
 from consumers.providers.counting import spent
 from consumers.state.base import Stop
-from topology.contract.messages import Request
-from topology.contract.problems import RequestProblem
+from lanekeeper.contract.problems import RequestProblem
+from topology.codec.request import Request
 
 TOLD_FROM_S = 1.0
 """A shorter wait is told nobody."""

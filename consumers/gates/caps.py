@@ -10,8 +10,8 @@ from consumers.limits.amounts import Amounts
 from consumers.prices import MILLION, Price, Prices
 from consumers.spending import Hold, Over, Spending, Spent
 from consumers.state.base import StoreUnavailable
-from topology.contract.messages import Request
-from topology.contract.problems import RequestProblem
+from lanekeeper.contract.problems import RequestProblem
+from topology.codec.request import Request
 
 SPREAD_MS = 60_000
 """Those that wait for the next day come back over so long a time."""

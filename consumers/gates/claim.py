@@ -5,7 +5,7 @@ from typing import assert_never
 from consumers.claiming import Claiming
 from consumers.job import Answered, Buried, Deferred, Dropped, Job, NowMs, Outcome, Refused, Replayed, Retried
 from consumers.state.base import Conflict, Ended, Granted, Running
-from topology.contract.problems import RequestProblem
+from lanekeeper.contract.problems import RequestProblem
 
 DEATHS_AT_MOST = 4
 """With so many holders that died under it a request is buried: it is delivered for the fifth time. Not the broker's

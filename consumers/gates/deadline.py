@@ -1,7 +1,7 @@
 """The deadline gate: a request whose time is over is answered so, and the provider is not called."""
 
 from consumers.job import Job, NowMs, Outcome, Refused
-from topology.contract.problems import RequestProblem
+from lanekeeper.contract.problems import RequestProblem
 
 
 class DeadlineGate:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from consumers.job import Deferred, Job, NowMs, Outcome, Refused, ended_by
 from consumers.providers.breaker import Breakers
 from consumers.providers.routes import Route, Routes
-from topology.contract.problems import RequestProblem
+from lanekeeper.contract.problems import RequestProblem
 
 REASON = "breaker"
 HOLD_S = 3.0

@@ -3,7 +3,7 @@
 from consumers.claiming import Claiming
 from consumers.job import Deferred, Job, NowMs, Outcome, Refused
 from consumers.state.base import Room
-from topology.contract.problems import RequestProblem
+from lanekeeper.contract.problems import RequestProblem
 
 UNCOUNTED_MS = 60_000
 """A wait that is no longer needs no room of its own: what comes in is bounded by how fast it can be published."""

@@ -8,7 +8,6 @@ between lanes. Where calls are what is short (`concurrency.py`), each lane has i
 
 from collections.abc import Sequence
 from math import ceil, inf
-from typing import Any
 
 from consumers.limits.adaptive import Adaptive
 from consumers.limits.amounts import CONCURRENCY, NOTHING, PAUSED, Amounts
@@ -18,6 +17,7 @@ from consumers.limits.burst import Bursts
 from consumers.limits.concurrency import Concurrency
 from consumers.limits.demand import Demand
 from consumers.limits.headers import RateHeaders
+from consumers.limits.learned import Learned
 from consumers.limits.order import Lines, Order, Waiter
 from consumers.limits.spec import BudgetSpec
 from consumers.limits.underway import Underway
@@ -194,12 +194,12 @@ class Account:
 
     # ---- shared with other processes ---------------------------------------------------------------------------------
 
-    def dump(self) -> list[Any]:
-        """What was learned, for other processes; as JSON has it."""
-        return [self._adaptive.dump(), self._bursts.dump(), self.paused_until_s, self.held_until_s]
+    def learned(self) -> Learned:
+        """What was learned, for other processes."""
+        return Learned(self._adaptive.learned(), self._bursts.learned(), self.paused_until_s, self.held_until_s)
 
-    def load(self, learned: Sequence[Any]) -> None:
-        """What other processes have learned."""
+    def load(self, learned: Learned) -> None:
+        """Take over what other processes have learned."""
         limits, bursts, self.paused_until_s, self.held_until_s = learned
         self._adaptive.load(limits)
         self._bursts.load(bursts)

@@ -9,10 +9,10 @@ otherwise. They come back step by step.
 
 from collections.abc import Sequence
 from math import inf
-from typing import Any
 
 from consumers.limits.amounts import Amounts
 from consumers.limits.headers import RateHeaders
+from consumers.limits.learned import LearnedLimits
 from consumers.limits.spec import Caps
 
 STEP = 0.1
@@ -51,20 +51,20 @@ class Adaptive:
         self._halved_s = -inf
         self._moved_s = now_s
 
-    def dump(self) -> list[Any]:
-        """Everything that was learned, as JSON has it."""
-        return [
-            list(self._told),
-            list(self._told_s),
-            list(self._grown),
+    def learned(self) -> LearnedLimits:
+        """Everything that was learned, for other processes."""
+        return LearnedLimits(
+            tuple(self._told),
+            tuple(self._told_s),
+            tuple(self._grown),
             self._is_silent,
-            list(self._factors),
+            tuple(self._factors),
             self._halved_s,
             self._moved_s,
-        ]
+        )
 
-    def load(self, learned: Sequence[Any]) -> None:
-        """What another process learned."""
+    def load(self, learned: LearnedLimits) -> None:
+        """Take over what another process learned."""
         told, told_s, grown, self._is_silent, factors, self._halved_s, self._moved_s = learned
         self._told, self._told_s, self._grown, self._factors = list(told), list(told_s), list(grown), list(factors)
 

@@ -7,7 +7,7 @@ from typing import Final, NamedTuple, Protocol
 
 from consumers.limits.amounts import NOTHING, Amounts
 from consumers.limits.headers import RateHeaders
-from topology.contract.problems import LanekeeperError
+from lanekeeper.contract.problems import LanekeeperError
 
 
 @dataclass(slots=True, kw_only=True)

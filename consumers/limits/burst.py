@@ -11,10 +11,11 @@ matters: it estimates the input, and corrects that when the call ends. How much 
 
 from collections.abc import Sequence
 from math import inf
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from consumers.limits.amounts import Amounts
 from consumers.limits.headers import ROUNDED_UP_BY, RateHeaders
+from consumers.limits.learned import LearnedBursts
 
 UNKNOWN_S = 5.0
 """Where nothing is known of an account: some four calls at once, until one has been answered. Fewer would let few
@@ -68,12 +69,12 @@ class Bursts:
         self.margin = 0.0
         """So much more than the expected input the provider takes of a request until it ends; as this process heard."""
 
-    def dump(self) -> list[Any]:
-        """What was learned, as JSON has it."""
-        return [list(self._proven_s), list(self._cut), self._cut_s, self._moved_s]
+    def learned(self) -> LearnedBursts:
+        """What was learned, for other processes."""
+        return LearnedBursts(tuple(self._proven_s), tuple(self._cut), self._cut_s, self._moved_s)
 
-    def load(self, learned: Sequence[Any]) -> None:
-        """What another process learned."""
+    def load(self, learned: LearnedBursts) -> None:
+        """Take over what another process learned."""
         proven_s, cut, self._cut_s, self._moved_s = learned
         self._proven_s, self._cut = list(proven_s), list(cut)
 

@@ -1,7 +1,7 @@
 """What a response tells of the account's limits: `anthropic-ratelimit-{requests,input-tokens,output-tokens}-*`.
 
 Each has `limit` (a minute), `remaining` (tokens rounded to thousands) and `reset` (RFC 3339, when it is full again);
-facts.md, part two, A. What cannot be true is as if it had not been said.
+docs/facts.md, section 10. What cannot be true is as if it had not been said.
 """
 
 import math

@@ -3,19 +3,17 @@
 import asyncio
 from collections.abc import Callable, Mapping
 
-import structlog
-
 from consumers.limits.account import Account
 from consumers.limits.amounts import Amounts
 from consumers.limits.base import Heard, Kind, Reservation, Wait, Waiting
 from consumers.limits.desk import Desk
 from consumers.limits.order import NEVER
 from consumers.limits.spec import BudgetSpec
-from topology.telemetry import signals
+from lanekeeper.telemetry import logs, signals
 
 LATE_S = 0.0005
 """A timer fires so much later than what it waits for is there: a moment too early it would have to fire twice."""
-log: structlog.stdlib.BoundLogger = structlog.get_logger()
+log = logs.logger()
 
 
 class LocalBudgets:
@@ -111,7 +109,14 @@ def tell(account: str, heard: Heard, *, before: Amounts, after: Amounts, pause_s
     if heard.kind is Kind.SPEND_LIMIT:
         log.error(signals.ACCOUNT_PAUSED, account=account, for_s=pause_s)
     if after != before:
-        log.info(signals.LIMITS_LEARNED, account=account, kind=str(heard.kind), **after._asdict())
+        log.info(
+            signals.LIMITS_LEARNED,
+            account=account,
+            kind=str(heard.kind),
+            requests=after.requests,
+            input_tokens=after.input_tokens,
+            output_tokens=after.output_tokens,
+        )
 
 
 def _now_s() -> float:

@@ -2,7 +2,7 @@
 
 The client makes the HTTP call (authentication, version, pool, TLS) and chooses the exception class; what it would do
 beyond that is switched off or left out, because it costs several times the call: its retries (one place decides to
-retry), its spans (`topology/telemetry/tracing.py` makes them), its models of requests and answers.
+retry), its spans (`lanekeeper/telemetry/tracing.py` makes them), its models of requests and answers.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import httpx2
 from anthropic import AsyncAnthropic, DefaultAioHttpClient
 
-from consumers.failures import AnswerTooLargeError, ProviderError, TransientError
+from consumers.failures import TIMEOUT, AnswerTooLargeError, ProviderError, TransientError
 from consumers.limits import headers as rate_headers
 from consumers.providers.answers import parse_message, read_answer
 from consumers.providers.assembly import Assembly, parse_event, to_json
@@ -29,8 +29,8 @@ from consumers.providers.events import EventSplitter
 from consumers.providers.stream_field import say_stream
 from consumers.providers.translation import NETWORK_ERRORS, border, from_event, one_line
 from consumers.reading import Reading
-from topology.contract import bounds
-from topology.contract.messages import Request
+from topology.codec import bounds
+from topology.codec.request import Request
 from topology.lanes import urgency
 
 MAX_TOKENS_AT_ONCE: Final = 128_000 * 600 // 3600
@@ -142,7 +142,7 @@ class AnthropicProvider:
             if not limit.expired():
                 raise
             what = "no event" if streamed else "no whole answer"
-            raise TransientError(f"{what} from the provider within {timeout_s:g} s", type="timeout") from error
+            raise TransientError(f"{what} from the provider within {timeout_s:g} s", type=TIMEOUT) from error
         except ProviderError as error:
             if response is not None:
                 error.rate = rate_headers.read(response.headers, now_s=time.time())

@@ -6,8 +6,8 @@ from typing import Any
 import jiter
 
 from consumers.failures import AnswerTooLargeError, TransientError
-from topology.contract import bounds
-from topology.contract.bounds import Measure
+from topology.codec import bounds
+from topology.codec.bounds import Measure
 
 _JSON_DELTA = "input_json_delta"
 _JSON = "partial_json"

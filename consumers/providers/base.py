@@ -13,7 +13,7 @@ from consumers.failures import (
     TransientError,
 )
 from consumers.limits.headers import RateHeaders
-from topology.contract.messages import Request
+from topology.codec.request import Request
 
 __all__ = [
     "Answer",

@@ -21,15 +21,14 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from logging import INFO, WARNING
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, assert_never
 
-import structlog
-
-from consumers.failures import NEVER_SENT, OverloadedError, ProviderError, RejectedError, TransientError
+from consumers.failures import ProviderError, Trips
 from consumers.providers.routes import Route
 from consumers.state.base import Leases, StoreUnavailable
-from topology.telemetry import signals
+from lanekeeper.telemetry import logs, signals
 
 FAILURES = 10
 """In a row. Of calls of which 30 % fail by chance, every 240,000th meets so many."""
@@ -56,7 +55,7 @@ REMEMBERED = 1000
 """Requesters name models: what failed is not remembered of more."""
 Tell = Callable[..., None]
 """Takes the name of a life-cycle event, and its figures."""
-log: structlog.stdlib.BoundLogger = structlog.get_logger()
+log = logs.logger()
 
 
 class State(StrEnum):
@@ -205,16 +204,21 @@ class Breakers:
 
     async def failed(self, entered: Pass, error: ProviderError, now_s: float, *, timeout_s: float) -> None:
         """The call failed: that is counted where it is the provider's doing."""
-        if not _is_its_own(error):
-            await self.answered(entered, now_s)
-            return
-        if error.type == "timeout" and timeout_s < FAIR_S:
-            await self.unknown(entered, now_s)
-            return
+        match error.means.trips:
+            case Trips.NO:
+                return await self.answered(entered, now_s)
+            case Trips.IN_TIME if timeout_s < FAIR_S:
+                return await self.unknown(entered, now_s)
+            case Trips.YES | Trips.IN_TIME:
+                is_unreached = False
+            case Trips.UNREACHED:
+                is_unreached = True
+            case never:
+                assert_never(never)
         route = entered.route
         breaker = self._of(route)
         was = breaker.state
-        failure = Failure(now_s, entered.request, is_unreached=error.type in NEVER_SENT)
+        failure = Failure(now_s, entered.request, is_unreached=is_unreached)
         breaker.failed(failure, probe=entered.is_probe)
         if breaker.state is not was:
             self._tell(entered.tell, route, breaker, now_s, error)
@@ -222,6 +226,7 @@ class Breakers:
         elif breaker.is_doubted and not await self._lease(route, for_s=0) and breaker.state is State.CLOSED:
             breaker.open(now_s)
             self._tell(entered.tell, route, breaker, now_s, error)
+        return None
 
     async def unknown(self, entered: Pass, now_s: float) -> None:
         """It was cancelled, or had no time."""
@@ -264,22 +269,19 @@ class Breakers:
 
     @staticmethod
     def _tell(tell: Tell, route: Route, breaker: Breaker, now_s: float, error: ProviderError | None = None) -> None:
-        how = log.warning if breaker.state is State.OPEN else log.info
         figures: dict[str, Any] = {"provider": route.provider, "model": route.model, "state": breaker.state.value}
         if error is not None:
             figures |= {"error": error.brief, "retry_in_s": round(breaker.wait_s(now_s), 1)}
-        how(signals.BREAKER_CHANGED, **figures)
+        log.log(
+            WARNING if breaker.state is State.OPEN else INFO,
+            signals.BREAKER_CHANGED,
+            provider=route.provider,
+            model=route.model,
+            state=breaker.state.value,
+            error=figures.get("error"),
+            retry_in_s=figures.get("retry_in_s"),
+        )
         tell("breaker", **figures)
-
-
-def _is_its_own(error: ProviderError) -> bool:
-    match error:
-        case TransientError() | OverloadedError():
-            return True
-        case RejectedError(status=401):
-            return True  # nobody's request is answered with such a key
-        case _:
-            return False
 
 
 def _key(route: Route) -> tuple[str, str]:

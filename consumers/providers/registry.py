@@ -16,27 +16,18 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
+from typing import assert_never
 
-import structlog
-
-from consumers.failures import (
-    BreakerOpen,
-    OverloadedError,
-    ProviderError,
-    RateLimitedError,
-    RejectedError,
-    SpendLimitError,
-    TransientError,
-)
+from consumers.failures import TIMEOUT, BreakerOpen, Failover, ProviderError, Retry, TransientError
 from consumers.limits.base import Heard, Kind
 from consumers.prices import Prices
 from consumers.providers import counting
 from consumers.providers.base import Answer, Parts, Provider, Restartable
 from consumers.providers.breaker import Breakers, Pass, Tell, nobody
 from consumers.providers.routes import Route
-from topology.contract.messages import Request
-from topology.telemetry import recording, signals
-from topology.telemetry.tracing import Tracing
+from lanekeeper.telemetry import logs, recording, signals
+from lanekeeper.telemetry.tracing import Tracing
+from topology.codec.request import Request
 
 LONG_S = 5.0
 """After a 429 that tells a longer wait a fallback model is asked, too."""
@@ -45,13 +36,13 @@ SPEND_REFUSALS = 10
 LEAST_LEFT_S = 1.0
 """With less left until its deadline nobody else is asked."""
 DEADLINE_ABOUT_S = 0.1
-LATE = TransientError("no answer before the request's deadline", type="timeout")
+LATE = TransientError("no answer before the request's deadline", type=TIMEOUT)
 """What a deadline ended may be a provider that hangs, though nobody waited until its call had timed out."""
 Enter = Callable[[Route, float], Awaitable[Pass | None]]
 Move = Callable[[Route, ProviderError | None], Awaitable[bool]]
 """Reserve for another route at once, or not at all; whether it could. Then what was reserved for the one before is
 settled: by the error of its call, or given back where none was made (None)."""
-log: structlog.stdlib.BoundLogger = structlog.get_logger()
+log = logs.logger()
 
 
 async def stay(_: Route, __: ProviderError | None) -> bool:
@@ -109,7 +100,6 @@ class Registry:
             first = error
         log.info(
             signals.FAILED_OVER,
-            request=request.id,
             provider=entered.route.provider,
             model=entered.route.model,
             to_provider=other.route.provider,
@@ -117,14 +107,13 @@ class Registry:
             error=first.brief,
         )
         if parts is not None and parts.restart():
-            log.info(signals.STREAM_RESTARTED, request=request.id, error=first.brief)
+            log.info(signals.STREAM_RESTARTED, error=first.brief)
         try:
             return await self._call(other, request, timeout_s=min(timeout_s, left_s), parts=parts, until_s=until_s)
-        except (RejectedError, SpendLimitError) as error:
-            if isinstance(first, (RejectedError, SpendLimitError)):
-                raise
-            # what the second refuses, the first may answer yet
-            raise first from error
+        except ProviderError as error:
+            if error.means.retry is Retry.REJECTED and first.means.retry is not Retry.REJECTED:
+                raise first from error  # what the second refuses, the first may answer yet
+            raise
 
     async def _enter(self, routes: Sequence[Route], enter: Enter, move: Move) -> tuple[Pass, Sequence[Route]]:
         """The first that may be called, and those after it."""
@@ -217,16 +206,18 @@ def asking_for(request: Request, model: str) -> Request:
 
 def _helps(error: ProviderError, failed: Route, other: Route) -> bool:
     """Whether another may answer where one failed so."""
-    is_elsewhere = other.provider != failed.provider
-    match error:
-        case TransientError():
-            return is_elsewhere and other.model == failed.model
-        case OverloadedError():
-            return other.account != failed.account
-        case RateLimitedError(retry_after_s=told):
-            is_long = told is not None and told > LONG_S  # a weaker model is for that only
-            return other.account != failed.account and (is_long or other.model == failed.model)
-        case SpendLimitError() | RejectedError(status=401 | 403):
-            return is_elsewhere
-        case _:
+    is_elsewhere, is_paid_by_another = other.provider != failed.provider, other.account != failed.account
+    is_same = other.model == failed.model
+    match error.means.failover:
+        case Failover.NOBODY:
             return False
+        case Failover.PROVIDER:
+            return is_elsewhere
+        case Failover.SAME_MODEL:
+            return is_elsewhere and is_same
+        case Failover.ACCOUNT:
+            return is_paid_by_another
+        case Failover.SAME_MODEL_FIRST:
+            return is_paid_by_another and (is_same or (error.retry_after_s or 0) > LONG_S)
+        case never:
+            assert_never(never)

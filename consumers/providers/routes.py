@@ -10,10 +10,10 @@ from difflib import get_close_matches
 from functools import lru_cache
 from typing import NamedTuple
 
-from topology.contract.problems import RequestProblem
+from lanekeeper.contract.problems import RequestProblem
 
 MODEL_CLASSES = ("fable", "mythos", "opus", "sonnet", "haiku")
-"""Anthropic counts by class: all Sonnets share one limit (facts.md, part two, A)."""
+"""Anthropic counts by class: all Sonnets share one limit (docs/facts.md, section 10)."""
 CACHED = 10_000
 MADE_UP = 256
 """Models that only requests name have limits of their own up to so many; the rest share one account a provider: whoever

@@ -18,6 +18,7 @@ import anthropic
 import httpx2
 
 from consumers.failures import (
+    TIMEOUT,
     UNREACHABLE,
     OverloadedError,
     ProviderError,
@@ -77,7 +78,7 @@ def border(*, secret: str) -> Iterator[None]:
             type="connection" if is_there else UNREACHABLE,
         ) from error
     except httpx2.TimeoutException as error:
-        raise TransientError("the provider's answer stopped coming", type="timeout") from error
+        raise TransientError("the provider's answer stopped coming", type=TIMEOUT) from error
     except NETWORK_ERRORS as error:
         raise TransientError(
             f"the provider's answer broke off: {_line(_said(error), secret)}", type="connection"

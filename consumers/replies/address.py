@@ -12,12 +12,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from topology.contract.problems import RequestProblem
-from topology.names import Names
+from lanekeeper.contract.names import Names
+from lanekeeper.contract.problems import RequestProblem
 
 LONGEST = 255
 _BROKER_NAMED = re.compile(r"amq\.gen-[A-Za-z0-9_-]{22}")
-"""A queue that the broker named: nobody can create one by hand (facts.md, section 6)."""
+"""A queue that the broker named: nobody can create one by hand (docs/facts.md, section 6)."""
 _DIRECT = re.compile(r"amq\.rabbitmq\.reply-to\.[A-Za-z0-9._+/=-]{1,200}")
 _USER = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """As `topology export` makes them. With a dot in it, one user's name could begin another's queue."""

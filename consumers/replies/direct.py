@@ -1,26 +1,27 @@
 """Direct reply-to: sent without a queue, on the channel that asked.
 
-Before RabbitMQ 4.3.5 a forged address kills the connection that answers it (facts.md, section 6): there they have a
-connection of their own, and go out one by one, so that the address that killed it is known.
+Before RabbitMQ 4.3.5 a forged address kills the connection that answers it (docs/facts.md, section 6). There the first
+message to an address goes out over a connection of its own, one at a time, so that the address that killed it is known.
+An address that has taken one was made by the broker: what follows goes out with everything else.
 """
 
 import asyncio
 from typing import Any
 
-from topology.broker.publisher import Publisher
-from topology.contract.messages import Message
-from topology.contract.problems import ConfirmUnknown, RequestProblem
+from lanekeeper.amqp.publisher import Publisher
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.problems import ConfirmUnknown, RequestProblem
 
 KILLED_WITHIN_S = 2.0
 TRIES = 3
-DEADLY_KEPT = 1000
-"""Forged addresses that are remembered, so that each kills the connection once, not at every part."""
+KEPT = 1000
+"""Addresses that are remembered: the forged, so that each kills the connection once; and the good."""
 
 
 class DirectSender:
     """Publishes to direct reply-to addresses. `own`: a publisher on a connection of its own; None where that is mended.
 
-    Never mandatory: brokers before 4.3 report delivered direct replies as unroutable (facts.md, section 6).
+    Never mandatory: brokers before 4.3 report delivered direct replies as unroutable (docs/facts.md, section 6).
     """
 
     def __init__(self, publisher: Publisher, *, own: Publisher | None) -> None:
@@ -28,6 +29,7 @@ class DirectSender:
         self._own = own
         self._one_by_one = asyncio.Lock()
         self._deadly: dict[str, None] = {}
+        self._good: dict[str, None] = {}
 
     @property
     def is_apart(self) -> bool:
@@ -41,24 +43,33 @@ class DirectSender:
     async def send(self, message: Message, address: str, **how: Any) -> None:
         """Once. Raises RequestProblem for an address that killed the connection, now or before; else as
         `Publisher.publish`."""
+        how |= {"exchange": "", "routing_key": address, "mandatory": False}
         if self._own is None:
-            await self._publisher.publish(message, exchange="", routing_key=address, mandatory=False, **how)
-            return
+            await self._publisher.publish(message, **how)
+        elif address in self._good:
+            try:
+                await self._publisher.publish(message, **how)
+            except ConfirmUnknown:  # it may be this one that the connection was lost by: the next try finds out
+                self._good.pop(address, None)
+                raise
+        else:
+            await self._find_out(self._own, message, address, how)
+
+    async def _find_out(self, own: Publisher, message: Message, address: str, how: dict[str, Any]) -> None:
         async with self._one_by_one:
             if (known := self.refusal(address)) is not None:
                 raise known
             # so that it is the connection that is open now whose loss we watch
-            await self._own.connection.underlying()
-            loss = self._own.connection.loss
+            await own.connection.underlying()
+            loss = own.connection.loss
             try:
-                await self._own.publish(message, exchange="", routing_key=address, mandatory=False, **how)
+                await own.publish(message, **how)
             except ConfirmUnknown as error:
                 if not await _killed_by_the_broker(loss):
                     raise
-                self._deadly[address] = None
-                if len(self._deadly) > DEADLY_KEPT:
-                    del self._deadly[next(iter(self._deadly))]
+                _remember(address, self._deadly)
                 raise _deadly() from error
+            _remember(address, self._good)
 
     async def send_surely(self, message: Message, address: str) -> None:
         """Until the broker has it. Raises as `send`."""
@@ -71,6 +82,12 @@ class DirectSender:
                 if not left:
                     raise
         return None
+
+
+def _remember(address: str, among: dict[str, None]) -> None:
+    among[address] = None
+    if len(among) > KEPT:
+        del among[next(iter(among))]
 
 
 def _deadly() -> RequestProblem:

@@ -3,16 +3,14 @@
 import uuid
 from typing import Any
 
-import structlog
-
 from consumers.job import Job
 from consumers.replies.address import ReplyRule, is_direct
 from consumers.replies.direct import DirectSender
 from consumers.state.base import Completion
-from topology import names as n
-from topology.broker.publisher import Publisher
-from topology.contract.messages import Message
-from topology.contract.problems import (
+from lanekeeper.amqp.publisher import Publisher
+from lanekeeper.contract import names as n
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.problems import (
     PROBLEMS,
     AccessRefused,
     BrokerError,
@@ -22,12 +20,12 @@ from topology.contract.problems import (
     Unroutable,
     answer_too_large,
 )
-from topology.telemetry import signals
+from lanekeeper.telemetry import logs, signals
 
 JSON = "application/json"
 PROBLEM = "application/problem+json"
 PART_TIMEOUT_S = 5.0
-log: structlog.stdlib.BoundLogger = structlog.get_logger()
+log = logs.logger()
 
 
 class Replies:
@@ -65,7 +63,7 @@ class Replies:
                 job, body=completion.body, content_type=JSON if is_answer else PROBLEM, headers=headers
             )
         except MessageTooLarge as error:  # kept when the broker took more; what is told then has to be short
-            log.error(signals.ANSWER_UNSENT, request=job.id, lane=job.lane_name, size=error.size, limit=error.limit)
+            log.error(signals.ANSWER_UNSENT, size=error.size, limit=error.limit)
             told = answer_too_large(error.size, error.limit).document(request=job.id, attempts=job.attempts)
             return await self._final(job, body=told, content_type=PROBLEM, headers={**headers, n.STATUS: "error"})
 
@@ -92,7 +90,7 @@ class Replies:
             else:
                 await self._publisher.publish_surely(message, exchange="", routing_key=address, refused_within_s=0)
         except Unroutable:
-            log.info(signals.REPLY_UNROUTABLE, id=job.id, lane=job.lane_name)
+            log.info(signals.REPLY_UNROUTABLE)
         except AccessRefused as error:
             raise RequestProblem("internal", f"the worker's user may not send replies: {error}") from error
         except PublishRefused:
@@ -157,7 +155,7 @@ class Parts:
         why = await self._replies.part(self._job, address, part=part, seq=self._seq, body=body)
         if why is not None and not self._has_lost:  # told once: a full queue loses all that follow
             self._has_lost = True
-            log.info(signals.PART_LOST, id=self._job.id, lane=self._job.lane_name, reason=why)
+            log.info(signals.PART_LOST, reason=why)
 
     def restart(self) -> bool:
         """What comes now is of another call; whether anything had been sent."""

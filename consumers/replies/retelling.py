@@ -10,13 +10,11 @@ import json
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
-import structlog
-
 from consumers.claiming import Claiming
 from consumers.job import Job, Outcome, Replayed
 from consumers.state.base import Completion
-from topology import names as n
-from topology.telemetry import signals
+from lanekeeper.contract import names as n
+from lanekeeper.telemetry import logs, signals
 
 PAUSES_S = (1, 2, 4, 8, 16, 30)
 """A minute together: a requester that was slow, or is started again, has made room by then."""
@@ -26,7 +24,7 @@ SHARE = 10
 (`user_id` is missing), those of one queue."""
 LOUD_EVERY_MS = 1000
 Handle = Callable[[Job], Awaitable[Outcome]]
-log: structlog.stdlib.BoundLogger = structlog.get_logger()
+log = logs.logger()
 
 
 class Retelling:
@@ -62,12 +60,12 @@ class Retelling:
     def give_up(self, job: Job, *, now_ms: int) -> None:
         """Loudly, but not once for each of a flood."""
         self.given_up += 1
-        fields = {"request": job.id, "lane": job.lane_name, "tries": job.hop.reply_try + 1, "given_up": self.given_up}
+        tries = job.hop.reply_try + 1
         if now_ms < self._silent_until_ms:
-            log.debug(signals.REPLY_GIVEN_UP, **fields)
+            log.debug(signals.REPLY_GIVEN_UP, tries=tries, given_up=self.given_up)
             return
         self._silent_until_ms = now_ms + LOUD_EVERY_MS
-        log.warning(signals.REPLY_GIVEN_UP, **fields)
+        log.warning(signals.REPLY_GIVEN_UP, tries=tries, given_up=self.given_up)
 
     def first(self, handle: Handle) -> Handle:
         """`handle`, but for what only has its reply left."""

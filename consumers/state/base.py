@@ -6,7 +6,7 @@
     Allowances      how much of something was used in a period
     Leases          who does what only one process should do
 
-The store is no system of record: losing it can cost a repeated call, never a request (design.md, section 1).
+The store is no system of record: losing it can cost a repeated call, never a request.
 Every method raises `StoreUnavailable` where the store cannot answer, or cannot make it durable.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, Protocol, Self
 
-from topology.contract.problems import LanekeeperError
+from lanekeeper.contract.problems import LanekeeperError
 
 LEASE_S = 10.0
 """How long a claim holds that is not renewed. Only a second message of the same identity waits for that: the request

@@ -4,7 +4,7 @@ import asyncio
 import os
 import sys
 
-from service.client import Client, ControlRefused, Final, NotEnded, Part, Problem
+from lanekeeper import Client, ControlRefused, Final, NotEnded, Part, Problem
 
 KEY = "normal.examples.client"
 

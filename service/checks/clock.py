@@ -3,14 +3,14 @@
 import asyncio
 import uuid
 
+from lanekeeper.amqp.connection import Connection
+from lanekeeper.amqp.publisher import Publisher
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.names import BROKER_TIMESTAMP_MS, SENT_MS
+from lanekeeper.contract.problems import BrokerError
+from lanekeeper.telemetry.tracing import Tracing
 from service.checks.providers import Finding
-from topology.broker.connection import Connection
 from topology.broker.inbox import Inbox
-from topology.broker.publisher import Publisher
-from topology.contract.messages import Message
-from topology.contract.problems import BrokerError
-from topology.names import BROKER_TIMESTAMP_MS, SENT_MS
-from topology.telemetry.tracing import Tracing
 
 WITHIN_S = 5.0
 SINCE = (3, 12)

@@ -16,11 +16,11 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from consumers.state.opening import SQLITE, redis_risks
+from lanekeeper.amqp.connection import Connection
+from lanekeeper.contract.problems import AccessRefused, BrokerBlocked, BrokerError, SettingsError
 from service.config.budget_sections import FIRST
 from service.config.settings import Settings
 from topology.broker.admin.rights import see_that_it_may_write
-from topology.broker.connection import Connection
-from topology.contract.problems import AccessRefused, BrokerBlocked, BrokerError, SettingsError
 from topology.declaration import RECOMMENDED, is_before
 
 PLAIN = frozenset({"amqp", "http", "redis"})

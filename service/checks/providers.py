@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from consumers.failures import OverloadedError, ProviderError, RateLimitedError, RejectedError, SpendLimitError
 from consumers.providers.anthropic import AnthropicProvider
 from consumers.providers.routes import Routes
+from lanekeeper.contract.problems import RequestProblem, SettingsError
 from service.config.budget_sections import FIRST
 from service.config.masking import mask_url
 from service.config.settings import Settings
 from service.worker.open_providers import key_setting, open_provider
-from topology.contract.messages import Request
-from topology.contract.problems import RequestProblem, SettingsError
+from topology.codec.request import Request
 
 WITHIN_S = 10.0
 

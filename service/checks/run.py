@@ -6,6 +6,11 @@ from textwrap import shorten
 
 from consumers.state.base import StoreUnavailable
 from consumers.state.opening import open_store
+from lanekeeper.amqp.connection import Connection
+from lanekeeper.amqp.publisher import Publisher
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.problems import BrokerError
+from lanekeeper.telemetry.tracing import Tracing
 from service.checks.clock import clock
 from service.checks.production import risks
 from service.checks.providers import Finding, providers
@@ -14,13 +19,8 @@ from service.config.settings import Settings
 from topology.broker.admin.management import discover
 from topology.broker.admin.rights import see_that_it_may_write
 from topology.broker.admin.verify import verify
-from topology.broker.connection import Connection
 from topology.broker.inbox import Inbox
-from topology.broker.publisher import Publisher
-from topology.contract.messages import Message
-from topology.contract.problems import BrokerError
 from topology.declaration import Broker, declare
-from topology.telemetry.tracing import Tracing
 
 SHOWN = 5  # differences
 NOTE = 300  # characters

@@ -15,15 +15,15 @@ from datetime import UTC, datetime
 from typing import Any
 
 from consumers.capacity.activity import quantile
-from topology.broker.admin.depth import Depth, depths
-from topology.broker.connection import Connection
-from topology.broker.direct import DirectReplies
-from topology.broker.publisher import Publisher
-from topology.contract.messages import Message
-from topology.contract.problems import AccessRefused, Unroutable
+from lanekeeper.amqp.connection import Connection
+from lanekeeper.amqp.depth import Depth, depths
+from lanekeeper.amqp.direct import DirectReplies
+from lanekeeper.amqp.publisher import Publisher
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.names import DIRECT_REPLY_TO, STATUS_KEY, Names
+from lanekeeper.contract.problems import AccessRefused, Unroutable
+from lanekeeper.telemetry.tracing import Tracing
 from topology.lanes import LaneSpec
-from topology.names import DIRECT_REPLY_TO, STATUS_KEY, Names
-from topology.telemetry.tracing import Tracing
 
 QUIET_S = 0.3
 """No further answer for so long, and all are thought to be in."""
@@ -87,7 +87,7 @@ class Status:
     """Since the workers began: `exported` and `dropped`, the oldest beyond what is kept; `unparked`, invalid messages
     that were answered alone."""
     control: Mapping[str, int] = field(default_factory=dict)
-    """Control messages since the workers began: `refused`; `unanswered`, where nobody could be told; `displaced`,
+    """Control messages since the workers began: `refused`; `unanswered`, where nobody was told; `displaced`,
     cancellations of unseen ids that were forgotten for newer ones."""
     simulated: tuple[str, ...] = ()
     """Workers whose provider is simulated: they spend nothing."""

@@ -4,7 +4,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from service.replies import Final, Problem
+    from lanekeeper.replies import Final, Problem
 
 
 def print_answer(answer: "Final", *, json: bool) -> None:

@@ -8,8 +8,8 @@ from service.cli import options
 from service.cli.ending import run
 
 if TYPE_CHECKING:
+    from lanekeeper.control import Cancelled
     from service.config.settings import Settings
-    from service.control import Cancelled
 
 TEXTS: dict["Cancelled", str] = {
     "recorded": "{id} is cancelled: it ends so wherever it waits",

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lanekeeper.contract.problems import SettingsError
 from service.cli import options
 from service.cli.ending import FAILED, run
-from topology.contract.problems import SettingsError
 
 if TYPE_CHECKING:
     from service.checks.providers import Finding

@@ -3,12 +3,12 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from service.client import Client
+from lanekeeper import Client
+from lanekeeper.amqp.connection import Connection
+from lanekeeper.telemetry.tracing import Tracing
 from service.config.settings import Settings
 from service.telemetry import logs
 from topology.broker.admin.management import Management, discover
-from topology.broker.connection import Connection
-from topology.telemetry.tracing import Tracing
 
 
 @asynccontextmanager

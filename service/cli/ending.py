@@ -7,8 +7,8 @@ import traceback
 from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
 
+from lanekeeper.contract.problems import LanekeeperError, SettingsError
 from service.telemetry import redaction
-from topology.contract.problems import LanekeeperError, SettingsError
 
 T = TypeVar("T")
 FAILED = 1

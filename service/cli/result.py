@@ -33,8 +33,8 @@ def result(
 
 
 async def _result(settings: "Settings", id: str, *, tenant: str | None, wait_s: float, json: bool) -> None:
+    from lanekeeper.replies import Problem
     from service.cli.connecting import client_of
-    from service.replies import Problem
 
     async with client_of(settings) as client:
         try:

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lanekeeper.contract.problems import AccessRefused
 from service.cli import options
 from service.cli.answers import print_answer, print_text, printable, tell_problem
 from service.cli.cancel import told
 from service.cli.ending import BAD_USE, FAILED, run
 from service.cli.options import LaneName
 from service.cli.traced import tell_trace_of, traced
-from topology.contract.problems import AccessRefused
 
 if TYPE_CHECKING:
-    from service.client import Client
+    from lanekeeper import Client
+    from lanekeeper.options import Wishes
+    from lanekeeper.replies import Final, Part
+    from lanekeeper.telemetry.tracing import Tracing
     from service.config.settings import Settings
-    from service.replies import Final, Part
-    from service.wishes import Wishes
-    from topology.telemetry.tracing import Tracing
 
 DEFAULT_KEY = "{lane}.cli.send"
 QUIET_S = 2.0
@@ -110,8 +110,8 @@ async def _send(
     json: bool,
     tracing: "Tracing",
 ) -> None:
+    from lanekeeper.replies import Problem
     from service.cli.connecting import client_of
-    from service.replies import Problem
 
     id = wishes.setdefault("message_id", uuid.uuid4().hex)
     async with client_of(settings, tracing=tracing) as client:
@@ -146,7 +146,7 @@ async def _send(
 
 async def _cancel(client: "Client", id: str, *, tenant: str | None) -> None:
     """On Ctrl-C: say what becomes of the request. A second Ctrl-C ends it at once."""
-    from service.client import LanekeeperError, NoReply
+    from lanekeeper import LanekeeperError, NoReply
 
     print(f"lanekeeper: cancelling {id}; Ctrl-C again leaves it running", file=sys.stderr, flush=True)
     try:
@@ -186,7 +186,7 @@ def _bound_s(settings: "Settings", lane: str, wishes: "Wishes") -> float:
 
     A key of no lane is answered at once; the longest deadline will do for it.
     """
-    from service.wishes import ANSWER_LATE_S
+    from lanekeeper.options import ANSWER_LATE_S
 
     deadlines_s = {each.name: each.deadline_s for each in settings.lane_specs()}
     deadline_s = wishes.get("deadline_s", deadlines_s.get(lane, max(deadlines_s.values())))
@@ -210,7 +210,7 @@ async def _watch(client: "Client", lane: str) -> None:
 async def _print_parts(replies: "AsyncGenerator[Part | Final, None]", *, json: bool) -> None:
     from json import dumps
 
-    from service.replies import Part
+    from lanekeeper.replies import Part
 
     async for reply in replies:
         if not isinstance(reply, Part):

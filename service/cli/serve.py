@@ -81,17 +81,17 @@ def _work(settings: "Settings", *, lanes: tuple[str, ...], declares: bool, simul
 async def _worked(
     settings: "Settings", *, lanes: tuple[str, ...], declares: bool, simulate: bool, traces: "TracerProvider | None"
 ) -> None:
-    import structlog
 
+    from lanekeeper.telemetry import signals
+    from lanekeeper.telemetry.logs import logger
     from service.checks import production
     from service.cli.version import lanekeeper_version
     from service.simulated.app import SimulatedAPI
     from service.worker import running as worker
     from service.worker.assembly import assemble
     from service.worker.health import CannotListen, Health
-    from topology.telemetry import signals
 
-    log = structlog.get_logger()
+    log = logger()
     async with AsyncExitStack() as stack:
         stop = stack.enter_context(_stop_signals())
         if simulate:

@@ -173,9 +173,9 @@ def _declared(settings: "Settings", version: str | None) -> "Topology":
 
 
 def _ask_version(settings: "Settings") -> str:
+    from lanekeeper.contract.problems import BrokerUnreachable
     from service.cli.connecting import connected
     from service.telemetry import logs
-    from topology.contract.problems import BrokerUnreachable
 
     async def ask() -> str:
         async with connected(settings, "topology") as connection:
@@ -206,10 +206,10 @@ async def _verify(settings: "Settings") -> "Verification":
 
 
 async def _apply(settings: "Settings", users: "list[User]") -> None:
+    from lanekeeper.contract.problems import BrokerError
     from service.cli.connecting import connected, management_of
     from service.telemetry import logs
     from topology.broker.admin.apply import apply
-    from topology.contract.problems import BrokerError
     from topology.declaration import declare
     from topology.export import definitions
 

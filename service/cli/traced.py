@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
+    from lanekeeper.replies import Final
+    from lanekeeper.telemetry.tracing import Tracing
     from service.config.settings import Settings
-    from service.replies import Final
-    from topology.telemetry.tracing import Tracing
 
 SERVICE_NAME = "lanekeeper send"
 
@@ -18,8 +18,8 @@ SERVICE_NAME = "lanekeeper send"
 @contextmanager
 def traced(settings: "Settings") -> Iterator["Tracing"]:
     """The command's span is the root of the trace, where the settings say where spans go; its id is told first."""
-    from topology.telemetry import recording
-    from topology.telemetry.tracing import Tracing
+    from lanekeeper.telemetry import recording
+    from lanekeeper.telemetry.tracing import Tracing
 
     base, traces = settings.otlp
     if base is None and traces is None:
@@ -52,7 +52,7 @@ def tell_trace_of(answer: "Final") -> None:
     """The trace that the reply names, unless it is this command's own, which was told before."""
     from opentelemetry import trace
 
-    from topology.telemetry import propagation
+    from lanekeeper.telemetry import propagation
 
     named = propagation.read(answer.headers)
     if named is not None and not trace.get_current_span().get_span_context().is_valid:

@@ -7,10 +7,10 @@ from typing import Any
 
 from pydantic import SecretStr
 
+from lanekeeper.amqp.driver.urls import urls_of
 from service.config.masking import mask_url
 from service.config.settings import KNOWN, Settings
 from service.config.sources import ANY, Place
-from topology.broker.driver.urls import urls_of
 
 DEFAULT = "default"
 HIDDEN = "(hidden)"

@@ -26,6 +26,9 @@ from consumers.replies.address import ReplyRule
 from consumers.retry import RetryPolicy
 from consumers.spending import CapsSpec
 from consumers.state.spec import SEEN_LATE_S, StoreSpec
+from lanekeeper.amqp.driver.urls import urls_of
+from lanekeeper.contract.names import Names
+from lanekeeper.contract.problems import SettingsError
 from service.config import cross_checks as agreement
 from service.config import sources, validation
 from service.config.budget_sections import (
@@ -53,11 +56,8 @@ from service.config.sections import (
 )
 from service.config.validation import Disagreement
 from service.config.value_types import AmqpUrl, Chances, HttpUrl, Key, Namespace, Number, StoreUrl, UserNames
-from topology.broker.driver.urls import urls_of
-from topology.contract.bounds import VALUES
-from topology.contract.problems import SettingsError
+from topology.codec.bounds import VALUES
 from topology.lanes import DEFAULT_LANES, LaneSpec
-from topology.names import Names
 
 CONFIG_FILE = Path("lanekeeper.toml")
 DOTENV_FILE = Path(".env")

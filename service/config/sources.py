@@ -14,8 +14,8 @@ from typing import Any, get_args, get_origin
 from dotenv import dotenv_values
 from pydantic import BaseModel
 
+from lanekeeper.contract.problems import SettingsError
 from service.config.masking import mask
-from topology.contract.problems import SettingsError
 
 PREFIX = "LANEKEEPER_"
 Place = tuple[str, ...]

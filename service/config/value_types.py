@@ -11,8 +11,8 @@ from pydantic import AfterValidator, BeforeValidator, FilePath, SecretStr
 from pydantic_core import PydanticCustomError
 
 from consumers import failpoints
+from lanekeeper.amqp.driver.urls import urls_of
 from service.config.masking import mask
-from topology.broker.driver.urls import urls_of
 
 ALLOWED = "allowed"
 """Type of our own errors; their context says what is allowed."""

@@ -9,12 +9,13 @@ from typing import Any
 from consumers.failures import ProviderError
 from consumers.job import now_ms
 from consumers.providers.base import Provider
+from lanekeeper.amqp.connection import Connection
+from lanekeeper.amqp.publisher import Publisher
+from lanekeeper.contract.messages import Message
+from lanekeeper.telemetry.tracing import Tracing
 from service.demo.load import Ask, Board, Result, board, send
-from topology.broker.connection import Connection
 from topology.broker.inbox import Inbox
-from topology.broker.publisher import Publisher
-from topology.contract.messages import Message, Request
-from topology.telemetry.tracing import Tracing
+from topology.codec.request import Request
 
 ATTEMPTS = 4
 PAUSE_S = 0.5

@@ -6,17 +6,17 @@ import json
 from contextlib import suppress
 from dataclasses import dataclass
 
-from service.client import Client
+from lanekeeper import Client
+from lanekeeper.contract.problems import LanekeeperError
+from lanekeeper.replies import Final
+from lanekeeper.telemetry import signals
 from service.config.budget_sections import ProviderSettings
 from service.config.settings import Settings
 from service.demo.working import working
-from service.replies import Final
 from service.simulated.app import SimulatedAPI
 from service.simulated.options import SimulatedOptions
 from service.telemetry import logs
-from topology.contract.problems import LanekeeperError
 from topology.lanes import CRITICAL
-from topology.telemetry import signals
 
 UP = SimulatedOptions(latency_ms=300)
 DOWN = SimulatedOptions(faults={"unavailable": 1.0})

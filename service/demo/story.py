@@ -14,7 +14,9 @@ import uvloop
 from rich.console import Console
 
 from consumers.providers.anthropic import AnthropicProvider
-from service.client import Client
+from lanekeeper import Client
+from lanekeeper.amqp.connection import Connection
+from lanekeeper.contract.problems import LanekeeperError
 from service.config.budget_sections import BudgetSettings, CapsSettings
 from service.config.settings import Settings
 from service.demo import budget, first_come, load, outage, unbroken
@@ -26,8 +28,6 @@ from service.simulated.app import SimulatedAPI
 from service.simulated.options import SimulatedOptions
 from service.worker.assembly import Parts
 from topology.broker.admin.remove import remove
-from topology.broker.connection import Connection
-from topology.contract.problems import LanekeeperError
 from topology.declaration import declare
 
 BATCH_SLOTS = 12

@@ -8,13 +8,13 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from service.client import Client
+from lanekeeper import Client
+from lanekeeper.contract.problems import LanekeeperError
+from lanekeeper.replies import Final
+from lanekeeper.telemetry import signals
 from service.config.settings import Settings
-from service.replies import Final
 from service.simulated.app import SimulatedAPI
-from topology.contract.problems import LanekeeperError
 from topology.lanes import BATCH
-from topology.telemetry import signals
 
 JOBS = 60
 TWICE = 20

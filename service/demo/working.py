@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from service.client import Client
+from lanekeeper import Client
 from service.config.settings import Settings
 from service.worker import running as worker
 from service.worker.assembly import Parts, assemble

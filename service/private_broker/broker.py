@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lanekeeper.contract.problems import BrokerUnreachable
 from service.private_broker.guard import SOURCES
-from topology.contract.problems import BrokerUnreachable
 
 Say = Callable[[str], None]
 

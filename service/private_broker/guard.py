@@ -25,7 +25,7 @@ from service.private_broker.descendants import adopt_orphans, kill_all
 from service.private_broker.source import Leaving, Server, Steps, TooSlow, Unavailable
 
 SOURCES = ("docker", "installed", "install")
-"""Where a broker may come from, in the order in which they are tried (design.md, section 7)."""
+"""Where a broker may come from, in the order in which they are tried."""
 
 
 def report(**fields: object) -> None:

@@ -17,10 +17,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
 
+from lanekeeper.contract.problems import BrokerUnreachable
 from service.private_broker.broker import GuardedBroker, guarded_broker
 from service.private_broker.descendants import adopt_orphans, descendants, reap
 from service.private_broker.guard import SOURCES
-from topology.contract.problems import BrokerUnreachable
 
 GRACE_S = 15
 """How long a command that was told to end may take."""

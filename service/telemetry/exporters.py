@@ -12,17 +12,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, TextIO
 
-import structlog
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
+from lanekeeper.telemetry import signals
+from lanekeeper.telemetry.logs import logger
 from service.telemetry import logs
-from topology.telemetry import signals
 
 FLUSH_S: Final = 2.5
-log: structlog.stdlib.BoundLogger = structlog.get_logger()
+log = logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

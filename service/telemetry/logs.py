@@ -15,9 +15,10 @@ from typing import Any, Final, Literal, TextIO
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
+from lanekeeper.contract.problems import LanekeeperError
+from lanekeeper.telemetry import logs as loggers
+from lanekeeper.telemetry import signals
 from service.telemetry import redaction
-from topology.contract.problems import LanekeeperError
-from topology.telemetry import signals
 
 Format = Literal["auto", "json", "console"]
 _FRAMES: Final = 12
@@ -42,6 +43,7 @@ def written(
         # Loggers are made at import; caching would tie them to the first configuration, and tests could not capture.
         cache_logger_on_first_use=False,
     )
+    used_before = loggers.use(structlog.get_logger().bind())
     libraries = _Libraries()
     root = logging.getLogger()
     # Inside another `with` the outer one's is there, and writes as is configured now.
@@ -53,6 +55,7 @@ def written(
     finally:
         if added:
             root.removeHandler(libraries)
+        loggers.use(used_before)
         if before is None:
             structlog.reset_defaults()
         else:
@@ -63,6 +66,9 @@ def _processors(service: str, *, console: bool, colours: bool, with_content: boo
     def order(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
         first = {name: event.pop(name) for name in ("timestamp", "level", "event")}
         return {**first, "service": service, **event}
+
+    def subject(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
+        return {**loggers.fields_of_subject(), **event}
 
     def explain(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
         if error := _error_of(event.pop("exc_info", None)):
@@ -78,7 +84,7 @@ def _processors(service: str, *, console: bool, colours: bool, with_content: boo
         return event
 
     shared: list[Processor] = [
-        structlog.contextvars.merge_contextvars,
+        subject,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         explain,

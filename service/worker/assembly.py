@@ -7,7 +7,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
-import structlog
 from opentelemetry.trace import TracerProvider
 
 from consumers.capacity.activity import LaneActivity
@@ -38,35 +37,34 @@ from consumers.settle import Settler
 from consumers.spending import Spending
 from consumers.state.base import Store
 from consumers.state.opening import open_store
+from lanekeeper.amqp.connection import Connection
+from lanekeeper.amqp.depth import depths
+from lanekeeper.amqp.publisher import Publisher
+from lanekeeper.contract.names import Names
+from lanekeeper.contract.problems import AccessRefused, BrokerBlocked, BrokerUnreachable, TopologyMismatch
+from lanekeeper.telemetry.tracing import Tracing
 from service.config.settings import Settings
 from service.worker.budgeting import open_budgeting
 from service.worker.open_providers import open_providers
 from service.worker.pool_factory import Pools
 from topology.broker.admin.apply import apply
 from topology.broker.admin.deadletters import Oldest
-from topology.broker.admin.depth import depths
 from topology.broker.admin.management import Management, discover
 from topology.broker.admin.rights import WritingRights
 from topology.broker.admin.verify import verify
 from topology.broker.admin.watch import FindManagement, TopologyWatch
-from topology.broker.connection import Connection
 from topology.broker.deliveries import Deliveries
 from topology.broker.heads import Heads
 from topology.broker.notices import Notices
-from topology.broker.publisher import Publisher
-from topology.contract.problems import AccessRefused, BrokerBlocked, BrokerUnreachable, TopologyMismatch
 from topology.declaration import RECOMMENDED, declare, is_before
 from topology.lanes import LaneSpec
 from topology.model import Topology
-from topology.names import Names
-from topology.telemetry.tracing import Tracing
 
 CONTROL_PREFETCH = 512
 """Recorded at once: the store writes them with one fsync. And far enough ahead of what is refused: an
 acknowledgement makes room only after an fsync of the broker's."""
 FINISH_WITHIN_S = 2.0
 """How long an answer that the provider has given may take into the store, when all else has ended."""
-log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)

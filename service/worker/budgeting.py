@@ -21,8 +21,8 @@ from consumers.spending import Spending
 from consumers.state.base import Store
 from consumers.state.redis.budgets import RedisBudgets
 from consumers.state.redis.client import RedisClient
+from lanekeeper.telemetry.tracing import Tracing
 from service.config.settings import Settings
-from topology.telemetry.tracing import Tracing
 
 HELD_FROM_S = 0.5
 

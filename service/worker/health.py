@@ -11,7 +11,7 @@ from typing import Self
 
 from aiohttp import web
 
-from topology.contract.problems import LanekeeperError
+from lanekeeper.contract.problems import LanekeeperError
 
 Readiness = Callable[[], Mapping[str, str | None]]
 """What must work, by name ("consume connection"), each with its trouble; None: it works. Asked at every `/readyz`."""

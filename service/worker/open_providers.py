@@ -6,9 +6,9 @@ from typing import Any
 from consumers.providers.anthropic import AnthropicProvider
 from consumers.providers.cloud import KINDS, ExtraMissing
 from consumers.reading import Reading
+from lanekeeper.contract.problems import SettingsError
 from service.config.budget_sections import FIRST
 from service.config.settings import Settings
-from topology.contract.problems import SettingsError
 
 
 def open_providers(

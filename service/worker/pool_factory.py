@@ -16,13 +16,13 @@ from consumers.job import Job, is_trusted, now_ms
 from consumers.pool import Pool
 from consumers.replies.retelling import Retelling
 from consumers.settle import Settler
+from lanekeeper.amqp.publisher import Publisher
+from lanekeeper.contract.names import Names
+from lanekeeper.telemetry.tracing import Tracing
 from topology.broker.deliveries import Deliveries
 from topology.broker.heads import Heads
-from topology.broker.publisher import Publisher
 from topology.broker.session import Delivery
 from topology.lanes import LaneSpec
-from topology.names import Names
-from topology.telemetry.tracing import Tracing
 
 FALLEN_SLOTS = 8
 MOST = 10_000

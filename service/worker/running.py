@@ -8,24 +8,22 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict
 
-import structlog
-
 from consumers.capacity.activity import quantile
 from consumers.job import now_ms
 from consumers.storekeeping import probing, sweeping
+from lanekeeper.amqp.depth import depths
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.names import STATUS_KEY
+from lanekeeper.contract.problems import BrokerError
+from lanekeeper.telemetry import logs, signals
 from service.worker.assembly import Parts
-from topology.broker.admin.depth import depths
 from topology.broker.inbox import Inbox
-from topology.contract.messages import Message
-from topology.contract.problems import BrokerError
-from topology.names import STATUS_KEY
-from topology.telemetry import signals
 
 SUMMARY_EVERY_S = 60
 LOOK_EVERY_S = 0.02
 CANCEL_AGAIN_S = 2.0
 BIND_EVERY_S = 30
-log: structlog.stdlib.BoundLogger = structlog.get_logger()
+log = logs.logger()
 
 
 async def run(
@@ -176,7 +174,7 @@ async def summarise_once(parts: Parts) -> None:
         log.info(
             signals.LANE_SUMMARY,
             lane=activity.lane,
-            depth=intake.ready + sum(each.ready for each in others),
+            depth=intake.ready + sum(each.ready for each in others) + parts.turns[activity.lane].in_hand,
             consumers=intake.consumers,
             running=figures["running"],
             wait_p50_ms=quantile(waits, 0.5),

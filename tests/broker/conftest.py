@@ -6,11 +6,11 @@ import aiormq
 import pytest
 from aiormq.abc import AbstractConnection
 
+from lanekeeper.contract.names import Names
 from topology.broker.admin.management import Management, discover
 from topology.declaration import declare
 from topology.lanes import DEFAULT_LANES
 from topology.model import Topology
-from topology.names import Names
 
 
 @pytest.fixture

@@ -7,18 +7,18 @@ import pytest
 from aiormq.connection import Connection as Underlying
 from structlog.testing import capture_logs
 
+from lanekeeper.amqp.connection import Connection
+from lanekeeper.amqp.depth import depths
+from lanekeeper.amqp.driver import alarms
+from lanekeeper.amqp.publisher import Publisher
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.problems import BrokerBlocked, BrokerUnreachable, ConfirmUnknown
+from lanekeeper.telemetry import signals
+from lanekeeper.telemetry.tracing import Tracing
 from service.private_broker.broker import PrivateBroker
 from tests.support.alarms import memory_alarm
 from tests.support.waiting import until
-from topology.broker.admin.depth import depths
 from topology.broker.admin.rights import WritingRights, see_that_it_may_write
-from topology.broker.connection import Connection
-from topology.broker.driver import alarms
-from topology.broker.publisher import Publisher
-from topology.contract.messages import Message
-from topology.contract.problems import BrokerBlocked, BrokerUnreachable, ConfirmUnknown
-from topology.telemetry import signals
-from topology.telemetry.tracing import Tracing
 
 MESSAGE = Message(body=b"x")
 

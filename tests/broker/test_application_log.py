@@ -10,16 +10,16 @@ import aiormq
 import pytest
 import structlog.testing
 
+from lanekeeper.amqp.connection import Connection
+from lanekeeper.amqp.driver.alarms import Alarmed
 from service.private_broker.broker import PrivateBroker
 from tests.support.brokers import Vhost
 from tests.support.connections import close_connection
 from tests.support.waiting import until
-from topology.broker.connection import Connection
-from topology.broker.driver.alarms import Alarmed
 
 APPLICATION = """
 import asyncio, logging, sys
-from service.client import Client
+from lanekeeper import Client
 
 class Opened(logging.Handler):
     def emit(self, record):

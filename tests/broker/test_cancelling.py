@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from lanekeeper.amqp.connection import Connection
 from tests.support.brokers import Vhost
-from topology.broker.connection import Connection
 from topology.broker.deliveries import Deliveries
 from topology.broker.inbox import Inbox
 

@@ -11,21 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from service.client import Client, NoReply, ReplyLost
-from service.replies import Final, Part, Problem
+from lanekeeper import Client, NoReply, ReplyLost
+from lanekeeper.amqp.connection import Connection
+from lanekeeper.amqp.depth import depths
+from lanekeeper.contract.names import Names
+from lanekeeper.contract.problems import AccessRefused, BrokerUnreachable, PublishRefused, TopologyMismatch
+from lanekeeper.options import Wishes
+from lanekeeper.replies import Final, Part, Problem
 from service.simulated.options import SimulatedOptions
-from service.wishes import Wishes
 from tests.support.connections import close_connection
 from tests.support.house import house
 from tests.support.requester import requester
 from tests.support.waiting import until
 from topology.broker.admin.apply import apply
-from topology.broker.admin.depth import depths
-from topology.broker.connection import Connection
-from topology.contract.problems import AccessRefused, BrokerUnreachable, PublishRefused, TopologyMismatch
 from topology.declaration import declare
 from topology.lanes import DEFAULT_LANES
-from topology.names import Names
 
 
 @asynccontextmanager
@@ -227,7 +227,7 @@ async def test_a_full_lane_is_told_soon_and_by_name(vhost) -> None:
 
 
 async def test_without_a_worker_a_question_is_given_up_and_a_cancellation_is_kept(vhost, monkeypatch) -> None:
-    monkeypatch.setattr("service.control.ANSWERED_WITHIN_S", 0.3)
+    monkeypatch.setattr("lanekeeper.control.ANSWERED_WITHIN_S", 0.3)
     async with Connection(vhost.amqp_url, name="test") as connection:
         topology = declare(DEFAULT_LANES, names=Names(), broker_version=connection.version)
         await apply(topology, await connection.underlying())
@@ -287,7 +287,7 @@ async def test_a_broker_that_is_not_there_and_a_wrong_password_are_told_apart(vh
 async def test_a_script_that_configures_no_logging_prints_its_own_lines_alone(vhost) -> None:
     script = (
         "import asyncio, sys\n"
-        "from service.client import Client\n"
+        "from lanekeeper import Client\n"
         "async def main():\n"
         "    async with Client(sys.argv[1]) as client:\n"
         "        await asyncio.to_thread(sys.stdin.readline)\n"

@@ -6,15 +6,15 @@ from collections.abc import Callable
 import pytest
 from yarl import URL
 
+from lanekeeper.amqp.connection import Connection
+from lanekeeper.amqp.depth import depths
+from lanekeeper.contract.problems import AccessRefused, BrokerUnreachable
 from service.private_broker.broker import PrivateBroker
 from tests.support.brokers import Vhost
 from tests.support.connections import close_connection
 from tests.support.waiting import until
 from topology.broker.admin import management
-from topology.broker.admin.depth import depths
-from topology.broker.connection import Connection
 from topology.broker.inbox import Inbox
-from topology.contract.problems import AccessRefused, BrokerUnreachable
 
 
 async def test_it_knows_the_brokers_version_and_address(vhost: Vhost) -> None:

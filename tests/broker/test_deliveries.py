@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
+from lanekeeper.amqp.connection import Connection
+from lanekeeper.amqp.depth import depths
+from lanekeeper.amqp.publisher import Publisher
+from lanekeeper.contract.messages import Message
+from lanekeeper.telemetry.tracing import Tracing
 from tests.support.brokers import Vhost
 from tests.support.connections import close_connection
 from tests.support.waiting import until
-from topology.broker.admin.depth import depths
-from topology.broker.connection import Connection
 from topology.broker.deliveries import Deliveries
-from topology.broker.publisher import Publisher
 from topology.broker.session import ChannelLost, Delivery
-from topology.contract.messages import Message
-from topology.telemetry.tracing import Tracing
 
 QUORUM = {"x-queue-type": "quorum"}
 
@@ -162,7 +162,7 @@ async def test_what_is_given_back_is_counted_before_4_3_only(lines: Lines) -> No
 
     async def give_back_twice(delivery: Delivery) -> None:
         seen.append(delivery.times_delivered)
-        await (delivery.give_back() if len(seen) < 3 else delivery.ack())
+        await (delivery.nack() if len(seen) < 3 else delivery.ack())
 
     async with lines.at_work(give_back_twice):
         await lines.publish(b"x")

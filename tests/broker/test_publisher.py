@@ -7,14 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.support.brokers import Vhost
-from tests.support.connections import close_connection
-from tests.support.waiting import until
-from topology.broker.admin.depth import depths
-from topology.broker.connection import Connection
-from topology.broker.publisher import Publisher
-from topology.contract.messages import Message
-from topology.contract.problems import (
+from lanekeeper.amqp.connection import Connection
+from lanekeeper.amqp.depth import depths
+from lanekeeper.amqp.publisher import Publisher
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.problems import (
     AccessRefused,
     BrokerError,
     BrokerUnreachable,
@@ -24,8 +21,11 @@ from topology.contract.problems import (
     TopologyMismatch,
     Unroutable,
 )
+from lanekeeper.telemetry.tracing import Tracing
+from tests.support.brokers import Vhost
+from tests.support.connections import close_connection
+from tests.support.waiting import until
 from topology.lanes import MIB
-from topology.telemetry.tracing import Tracing
 
 LARGEST = {3: 128 * MIB, 4: 16 * MIB}
 """What the broker takes as one message unless it is told otherwise, by its major version."""

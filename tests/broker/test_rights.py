@@ -4,10 +4,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from lanekeeper.amqp.connection import Connection
+from lanekeeper.contract.problems import AccessRefused, TopologyMismatch
 from tests.support.brokers import Vhost
 from topology.broker.admin.rights import see_that_it_may_write
-from topology.broker.connection import Connection
-from topology.contract.problems import AccessRefused, TopologyMismatch
 
 
 @pytest.fixture

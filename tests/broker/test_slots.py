@@ -13,16 +13,16 @@ from consumers.capacity.activity import LaneActivity
 from consumers.capacity.slots import Line, Slots
 from consumers.job import Answered, Job, Outcome, now_ms
 from consumers.pool import Pool
+from lanekeeper.amqp.connection import Connection
+from lanekeeper.amqp.depth import depths
+from lanekeeper.amqp.publisher import Publisher
+from lanekeeper.contract.messages import Message
+from lanekeeper.telemetry.tracing import Tracing
 from tests.support.brokers import Vhost
 from tests.support.waiting import until
-from topology.broker.admin.depth import depths
-from topology.broker.connection import Connection
 from topology.broker.deliveries import Deliveries
-from topology.broker.publisher import Publisher
 from topology.broker.session import Delivery
-from topology.contract.messages import Message
 from topology.lanes import BATCH, CRITICAL, NORMAL, LaneSpec
-from topology.telemetry.tracing import Tracing
 
 LANES = (CRITICAL, NORMAL, BATCH)
 ANSWERED = Answered(body=b"{}", model="m", provider="p")
@@ -35,8 +35,8 @@ class Acking:
         await job.delivery.ack()
         return outcome
 
-    async def release(self, delivery: Delivery) -> None:
-        await delivery.give_back()
+    async def nack(self, delivery: Delivery) -> None:
+        await delivery.nack()
 
 
 class Noting(Deliveries):
@@ -186,7 +186,7 @@ async def test_what_is_held_by_the_provider_gets_none_and_is_told(work: Work) ->
 async def test_inside_a_lane_the_urgent_go_first_over_all_its_consumers(work: Work, vhost: Vhost) -> None:
     """Of those that wait, that is: what was taken before they came runs already."""
     if tuple(map(int, vhost.version.split(".")[:2])) < (4, 3):
-        pytest.skip("quorum queues are not strict before 4.3 (facts.md, section 1)")
+        pytest.skip("quorum queues are not strict before 4.3 (docs/facts.md, section 1)")
     await work.publish("batch", 60, priority=1)
     await until(lambda: work.running["batch"] == 25)
     await work.publish("batch", 20, priority=9)

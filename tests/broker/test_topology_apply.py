@@ -6,13 +6,13 @@ from dataclasses import replace
 import aiormq
 import pytest
 
+from lanekeeper.contract.names import Names
+from lanekeeper.contract.problems import BrokerUnreachable, TopologyMismatch
 from topology.broker.admin.apply import apply, bind, declare_exchange, declare_queue
 from topology.broker.admin.management import Management
-from topology.contract.problems import BrokerUnreachable, TopologyMismatch
 from topology.declaration import declare
 from topology.lanes import BATCH, CRITICAL, DEFAULT_LANES, NORMAL
 from topology.model import Binding, Exchange, Queue, Topology
-from topology.names import Names
 from topology.plan import compare
 
 

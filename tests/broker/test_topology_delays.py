@@ -12,12 +12,12 @@ from aiormq.abc import AbstractConnection, DeliveredMessage
 from aiormq.exceptions import ChannelAccessRefused, DeliveryError
 from pamqp.commands import Basic
 
+from lanekeeper.contract.names import Names
 from topology.broker.admin.apply import apply
 from topology.declaration import declare
 from topology.delays import hop
 from topology.lanes import BATCH, CRITICAL, NORMAL
 from topology.model import Topology
-from topology.names import Names
 
 NAMES = Names()
 

@@ -9,14 +9,14 @@ from aiormq.abc import AbstractChannel, DeliveredMessage
 from pamqp.commands import Basic
 from yarl import URL
 
+from lanekeeper.contract.names import Names
+from lanekeeper.contract.problems import AccessRefused
 from tests.support.house import house
 from tests.support.users import Act, Broker, imported_users
 from topology.broker.admin.apply import apply
 from topology.broker.admin.management import Management, discover
 from topology.broker.admin.verify import verify
-from topology.contract.problems import AccessRefused
 from topology.delays import hop
-from topology.names import Names
 from topology.plan import compare
 
 
@@ -152,7 +152,7 @@ async def test_a_copy_to_another_lane_is_refused_from_4_0_on(broker_with_users: 
     for header in ("CC", "BCC"):
         copied = publish("lane.requests", f"normal.{it.app}.chat", {header: [f"critical.{it.app}.chat"]})
 
-        # 3.x lets it pass (contract, section 8); the worker refuses CC there, and BCC nobody can see.
+        # 3.x lets it pass (docs/contract.md); the worker refuses CC there, and BCC nobody can see.
         assert await it.may("application", copied) == it.version.startswith("3.")
 
 

@@ -13,11 +13,11 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from yarl import URL
 
+from lanekeeper.contract.problems import AccessRefused, BrokerError, BrokerUnreachable
 from topology.broker.admin import management as management_module
 from topology.broker.admin.apply import apply, bind
 from topology.broker.admin.management import Management, discover
 from topology.broker.admin.verify import verify
-from topology.contract.problems import AccessRefused, BrokerError, BrokerUnreachable
 from topology.model import Binding
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]

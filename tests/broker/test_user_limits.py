@@ -9,12 +9,12 @@ import pytest
 from aiormq.exceptions import AMQPError
 from yarl import URL
 
+from lanekeeper.contract.names import Names
 from tests.support.brokers import Vhost
 from tests.support.users import HASH, PASSWORD
 from topology.declaration import declare
 from topology.export import User, definitions
 from topology.lanes import DEFAULT_LANES
-from topology.names import Names
 
 CONNECTIONS, CHANNELS = 2, 3
 

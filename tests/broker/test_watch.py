@@ -7,6 +7,9 @@ from contextlib import asynccontextmanager
 import pytest
 from structlog.testing import capture_logs
 
+from lanekeeper.amqp.connection import Connection
+from lanekeeper.contract.names import Names
+from lanekeeper.telemetry import signals
 from tests.support.brokers import Vhost
 from tests.support.connections import close_connection
 from tests.support.waiting import until
@@ -15,12 +18,9 @@ from topology.broker.admin.apply import apply
 from topology.broker.admin.management import Management, discover
 from topology.broker.admin.verify import verify
 from topology.broker.admin.watch import TopologyWatch
-from topology.broker.connection import Connection
 from topology.declaration import declare
 from topology.lanes import DEFAULT_LANES
 from topology.model import Topology
-from topology.names import Names
-from topology.telemetry import signals
 
 COMMAND = "run: lanekeeper topology apply"
 

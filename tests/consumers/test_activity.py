@@ -4,7 +4,7 @@ import pytest
 
 from consumers.capacity.activity import SAMPLES, LaneActivity, quantile
 from consumers.job import Answered, Buried, Deferred, Outcome, Refused, Retried
-from topology.contract.problems import RequestProblem
+from lanekeeper.contract.problems import RequestProblem
 
 PROBLEM = RequestProblem("internal", "…")
 ANSWERED = Answered(body=b"{}", model="m", provider="p")

@@ -4,11 +4,11 @@ import dataclasses
 
 from consumers.fairness.aside import Aside
 from consumers.job import Deferred, Job, Refused
+from lanekeeper.contract.names import SENT_MS
+from lanekeeper.contract.problems import PublishRefused
 from tests.support.jobs import NAMES, NOW_MS, Bench
 from topology.broker.heads import Heads
-from topology.contract.problems import PublishRefused
 from topology.lanes import CRITICAL
-from topology.names import SENT_MS
 
 LANE = dataclasses.replace(CRITICAL, side_queues=4)
 

@@ -11,11 +11,11 @@ from consumers.control.queue import Control
 from consumers.job import Answered, Refused
 from consumers.replies.address import ReplyRule
 from consumers.state.base import Granted, Held, Identity, StoreUnavailable
+from lanekeeper.contract import names as n
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.problems import RequestProblem
 from tests.support.control_queue import FakeDeliveries, FakeSession, none_waits
 from tests.support.jobs import NAMES, NOW_MS, Bench, FakeDelivery
-from topology import names as n
-from topology.contract.messages import Message
-from topology.contract.problems import RequestProblem
 
 ANSWERED = Answered(body=b'{"id":"msg"}', model="claude-x", provider="anthropic")
 ASKER = "amq.gen-abcdefghijklmnopqrstuv"
@@ -23,7 +23,7 @@ ASKER = "amq.gen-abcdefghijklmnopqrstuv"
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settle, "PUT_BACK_AFTER_S", 0)
+    monkeypatch.setattr(settle, "RETURN_AFTER_S", 0)
 
 
 @pytest.fixture
@@ -217,7 +217,7 @@ async def test_what_cannot_be_recorded_goes_back(bench: Bench, monkeypatch: pyte
     monkeypatch.setattr(claiming, "STORE_WITHIN_S", 0)
     bench.store.failing = StoreUnavailable("locked")
     await read(bench, {"cancel": "m-1"})
-    assert bench.log == ["give back"]
+    assert bench.log == ["nack"]
 
 
 async def test_a_fault_of_ours_loses_no_cancellation_and_holds_up_nothing_for_ever(bench: Bench) -> None:

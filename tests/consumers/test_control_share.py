@@ -16,12 +16,12 @@ from consumers.control.queue import Control
 from consumers.replies.address import ReplyRule
 from consumers.share import NAMES_KEPT, TOLD_EVERY_S, Seldom, Share
 from consumers.state.base import Identity
+from lanekeeper.contract import names as n
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.problems import AccessRefused, BrokerError
+from lanekeeper.telemetry import signals
 from tests.support.control_queue import FakeDeliveries, FakeSession, none_waits
 from tests.support.jobs import NAMES, NOW_MS, Bench, FakeDelivery
-from topology import names as n
-from topology.contract.messages import Message
-from topology.contract.problems import AccessRefused, BrokerError
-from topology.telemetry import signals
 
 ASKER = "amq.gen-abcdefghijklmnopqrstuv"
 PER_S = 2

@@ -14,12 +14,12 @@ from consumers.dead_letters import DeadLetters, DeadSpec
 from consumers.lifecycle import Lifecycle
 from consumers.state.spec import StoreSpec
 from consumers.state.sqlite.store import SqliteStore
+from lanekeeper.contract import names as n
+from lanekeeper.contract.messages import Message
+from lanekeeper.telemetry import signals
 from tests.support.jobs import NAMES, NOW_MS, FakeNotices
 from tests.support.waiting import until
-from topology import names as n
 from topology.broker.admin.deadletters import Letter
-from topology.contract.messages import Message
-from topology.telemetry import signals
 
 
 class Queue:

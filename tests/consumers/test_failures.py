@@ -2,7 +2,23 @@
 
 import pytest
 
-from consumers.failures import OverloadedError, ProviderError, TransientError
+from consumers.failures import (
+    BROKEN_OFF,
+    FORBIDDEN,
+    KEY_REFUSED,
+    REJECTED,
+    SERVER_ERROR,
+    TIMED_OUT,
+    TOO_LARGE,
+    UNSENT,
+    AnswerTooLargeError,
+    Meaning,
+    OverloadedError,
+    Paid,
+    ProviderError,
+    RejectedError,
+    TransientError,
+)
 
 
 @pytest.mark.parametrize(
@@ -17,3 +33,30 @@ from consumers.failures import OverloadedError, ProviderError, TransientError
 )
 def test_its_brief_has_names_and_ids_and_no_text(error: ProviderError, brief: str) -> None:
     assert error.brief == brief
+
+
+@pytest.mark.parametrize(
+    ("error", "means"),
+    [
+        (TransientError("x", type="unreachable"), UNSENT),
+        (TransientError("x", type="credentials"), UNSENT),
+        (TransientError("x", type="timeout"), TIMED_OUT),
+        (TransientError("x", type="timeout", status=500), SERVER_ERROR),
+        (TransientError("x", type="cut"), BROKEN_OFF),
+        (RejectedError("x", status=400), REJECTED),
+        (RejectedError("x", status=401), KEY_REFUSED),
+        (RejectedError("x", status=403), FORBIDDEN),
+        (AnswerTooLargeError("x"), TOO_LARGE),
+    ],
+)
+def test_what_a_failure_means_follows_from_its_class_its_type_and_its_status(
+    error: ProviderError, means: Meaning
+) -> None:
+    assert error.means is means
+
+
+def test_what_fails_in_the_middle_of_an_answer_may_have_been_paid_whatever_it_is() -> None:
+    error = OverloadedError("x")
+    assert (error.paid, error.is_outage) == (Paid.REQUEST, True)
+    error.had_begun = True
+    assert (error.paid, error.is_outage) == (Paid.UNKNOWN, False)

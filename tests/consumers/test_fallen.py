@@ -6,8 +6,8 @@ import pytest
 
 from consumers.fallen import Fallen
 from consumers.job import Buried, Refused
+from lanekeeper.contract import names as n
 from tests.support.jobs import NAMES, NOW_MS, Bench
-from topology import names as n
 from topology.lanes import DEFAULT_LANES
 
 FALLEN = Fallen(DEFAULT_LANES, names=NAMES, now_ms=lambda: NOW_MS)

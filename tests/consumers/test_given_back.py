@@ -35,13 +35,13 @@ from consumers.reading import Reading
 from consumers.retry import RetryPolicy
 from consumers.spending import Cap, CapsSpec, Spending
 from consumers.state.base import Granted, Identity, Stop
+from lanekeeper.contract import names as n
+from lanekeeper.telemetry.tracing import Tracing
 from tests.support.allowances import MemoryAllowances
 from tests.support.jobs import NAMES, NOW_MS, Bench
 from tests.support.virtual_time import virtually
 from tests.support.waiting import until
-from topology import names as n
-from topology.contract.messages import Request
-from topology.telemetry.tracing import Tracing
+from topology.codec.request import Request
 
 MODEL = "claude-sonnet-5-5"
 BODY = b'{"model":"claude-sonnet-5-5","max_tokens":5,"messages":[{"role":"user","content":"hi"}]}'

@@ -35,14 +35,15 @@ from consumers.providers.registry import Registry
 from consumers.reading import Reading
 from consumers.retry import RetryPolicy
 from consumers.state.base import Completion
+from lanekeeper.amqp.publisher import SURELY_WITHIN_S
+from lanekeeper.contract import names as n
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.problems import ConfirmUnknown
+from lanekeeper.telemetry.tracing import Tracing
 from tests.support.jobs import BODY, NAMES, NOW_MS, Bench, NobodyElse
 from tests.support.waiting import until
-from topology import names as n
-from topology.broker.publisher import SURELY_WITHIN_S
-from topology.contract.messages import Message, Request
-from topology.contract.problems import ConfirmUnknown
+from topology.codec.request import Request
 from topology.lanes import CRITICAL
-from topology.telemetry.tracing import Tracing
 
 
 class FakeProvider:

@@ -1,10 +1,15 @@
 """A pool: a task a delivery; whatever happens to one harms no other, and stopping gives back what runs."""
 
 import asyncio
+import io
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from consumers import settle
 from consumers.capacity.activity import LaneActivity
@@ -12,12 +17,14 @@ from consumers.fairness.entering import FromQueue
 from consumers.fairness.turns import Turn, Turns
 from consumers.job import Answered, Job, Outcome, Refused
 from consumers.pool import Pool
+from lanekeeper.contract import names as n
+from lanekeeper.contract.problems import BrokerUnreachable, RequestProblem
+from lanekeeper.telemetry import logs as loggers
+from lanekeeper.telemetry.tracing import Tracing
+from service.telemetry import logs
 from tests.support.jobs import Bench, FakeDelivery
 from tests.support.waiting import until
-from topology import names as n
 from topology.broker.session import ChannelLost
-from topology.contract.problems import BrokerUnreachable, RequestProblem
-from topology.telemetry.tracing import Tracing
 
 ANSWERED = Answered(body=b"{}", model="m", provider="p")
 
@@ -61,7 +68,12 @@ class Working:
     """A pool at work on fakes."""
 
     def __init__(
-        self, bench: Bench, handle: Callable[[Job], Awaitable[Outcome]], *, entering: FromQueue | None = None
+        self,
+        bench: Bench,
+        handle: Callable[[Job], Awaitable[Outcome]],
+        *,
+        entering: FromQueue | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self.bench = bench
         self.deliveries = FakeDeliveries()
@@ -72,7 +84,7 @@ class Working:
             handle=handle,
             settler=bench.settler,
             activity=self.activity,
-            tracing=Tracing(),
+            tracing=tracing or Tracing(),
             entering=entering,
         )
         self.running = asyncio.create_task(self.pool.run())
@@ -92,7 +104,7 @@ async def answer(job: Job) -> Outcome:
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settle, "PUT_BACK_AFTER_S", 0)
+    monkeypatch.setattr(settle, "RETURN_AFTER_S", 0)
 
 
 async def test_deliveries_are_worked_side_by_side_and_counted() -> None:
@@ -193,7 +205,7 @@ async def test_what_was_not_settled_is_not_counted() -> None:
     bench.publisher.failing = {"": BrokerUnreachable("down")}
     working = Working(bench, answer)
     working.deliver(bench.delivery())
-    await until(lambda: "give back" in bench.log or "reject" in bench.log)
+    await until(lambda: "nack" in bench.log or "reject" in bench.log)
     await working.stop()
     assert working.activity.answered == 0
 
@@ -218,7 +230,7 @@ async def test_a_lost_channel_ends_the_work_on_it_and_another_is_taken() -> None
     working.deliver(ChannelLost("gone"), bench.delivery(message_id="after"))
     await until(lambda: working.activity.answered)
     assert cancelled == ["before"]
-    assert not {"give back", "reject"} & set(bench.log), "nothing is given back on a lost channel"
+    assert not {"nack", "reject"} & set(bench.log), "nothing is given back on a lost channel"
     assert working.deliveries.sessions_opened == 2
     await working.stop()
 
@@ -260,12 +272,12 @@ async def test_what_has_not_begun_its_call_is_given_back_at_once_and_what_has_en
     await working.pool.stop()
     working.pool.give_back_waiting()
     await until(lambda: working.pool.in_hand == 2)
-    assert bench.log == ["give back"] * 4
+    assert bench.log == ["nack"] * 4
     assert (working.activity.running, len(working.pool.jobs), working.running.done()) == (2, 2, False)
     go.set()
     await asyncio.wait_for(working.running, 2)
     assert bench.log.count("ack") == 2
-    assert bench.log.count("give back") == 4
+    assert bench.log.count("nack") == 4
 
 
 async def test_what_gets_its_turn_in_the_moment_of_being_given_back_does_not_begin() -> None:
@@ -284,7 +296,7 @@ async def test_what_gets_its_turn_in_the_moment_of_being_given_back_does_not_beg
     turn.set()
     working.pool.give_back_waiting()
     await asyncio.wait_for(working.running, 2)
-    assert bench.log == ["give back"] * 5
+    assert bench.log == ["nack"] * 5
 
 
 async def test_what_has_an_outcome_is_settled_though_the_rest_is_given_back() -> None:
@@ -307,7 +319,7 @@ async def test_what_has_an_outcome_is_settled_though_the_rest_is_given_back() ->
     assert not working.running.done()
     confirmed.set()
     await asyncio.wait_for(working.running, 2)
-    assert (bench.log.count("ack"), bench.log.count("give back")) == (1, 0)
+    assert (bench.log.count("ack"), bench.log.count("nack")) == (1, 0)
 
 
 async def test_what_arrives_when_all_is_given_back_is_not_begun() -> None:
@@ -322,7 +334,7 @@ async def test_what_arrives_when_all_is_given_back_is_not_begun() -> None:
     working.pool._stopping = True
     working.pool.give_back_waiting()
     working.deliver(bench.delivery(), bench.delivery())
-    await until(lambda: bench.log == ["give back"] * 2)
+    await until(lambda: bench.log == ["nack"] * 2)
     await working.stop()
     assert not handled
 
@@ -343,7 +355,7 @@ async def test_what_still_runs_when_it_is_cancelled_is_given_back_once() -> None
     working.running.cancel()
     await asyncio.wait([working.running])
     assert working.running.cancelled()
-    assert bench.log == ["give back", "give back"]
+    assert bench.log == ["nack", "nack"]
     assert (working.activity.running, working.pool.in_hand, len(working.pool.jobs)) == (0, 0, 0)
 
 
@@ -382,4 +394,78 @@ async def test_what_waits_for_a_slot_when_it_is_stopped_at_once_is_given_back() 
     await working.pool.stop()
     working.running.cancel()
     await asyncio.wait([working.running])
-    assert bench.log.count("give back") == 5
+    assert bench.log.count("nack") == 5
+
+
+def lines(out: io.StringIO) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in out.getvalue().splitlines()]
+
+
+async def test_each_line_of_a_request_says_which_request_it_is_about() -> None:
+    bench, out = Bench(), io.StringIO()
+    together = asyncio.Barrier(2)
+    log = loggers.logger()
+
+    async def work(job: Job) -> Outcome:
+        log.info("before the call")
+        await together.wait()
+        job.attempt_started_ms = 1
+        await asyncio.create_task(speak())
+        return ANSWERED
+
+    async def speak() -> None:
+        log.info("in a task of its own")
+
+    with logs.written(service="s", level="debug", stream=out):
+        working = Working(bench, work)
+        working.deliver(
+            bench.delivery(message_id="a", headers={"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}),
+            bench.delivery(message_id="b"),
+        )
+        await until(lambda: working.activity.answered == 2)
+        log.info("about none")
+        await working.stop()
+
+    told = [each for each in lines(out) if each["event"] != "about none"]
+    assert sorted((each["event"], each["request"], each["lane"], each["attempt"]) for each in told) == [
+        (event, request, "critical", attempt)
+        for event, attempt in (("before the call", 0), ("in a task of its own", 1), ("request.answered", 1))
+        for request in ("a", "b")
+    ]
+    assert {each["request"]: each.get("trace_id") for each in told} == {"a": "a" * 32, "b": None}
+    (other,) = (each for each in lines(out) if each["event"] == "about none")
+    assert other.keys() == {"timestamp", "level", "event", "service"}
+
+
+async def test_a_request_that_begins_its_trace_here_is_logged_with_it() -> None:
+    bench, out = Bench(), io.StringIO()
+    spans = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(spans))
+
+    with logs.written(service="s", level="debug", stream=out):
+        working = Working(bench, answer, tracing=Tracing(provider))
+        working.deliver(bench.delivery(message_id="a"))
+        await until(lambda: working.activity.answered == 1)
+        await working.stop()
+
+    (span,) = (each for each in spans.get_finished_spans() if each.name == "process lane.critical")
+    assert span.context is not None
+    assert [each["trace_id"] for each in lines(out)] == [f"{span.context.trace_id:032x}"]
+
+
+async def test_a_line_below_the_level_asks_for_no_field() -> None:
+    class Subject:
+        asked = 0
+
+        def log_fields(self) -> dict[str, str]:
+            self.asked += 1
+            return {"request": "a"}
+
+    subject, out = Subject(), io.StringIO()
+    with logs.written(service="s", level="info", stream=out), loggers.about(subject):
+        loggers.logger().debug("not read")
+        assert subject.asked == 0
+        loggers.logger().info("read")
+
+    assert [each["request"] for each in lines(out)] == ["a"]

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from consumers.replies.address import ReplyRule
-from topology.names import Names
+from lanekeeper.contract.names import Names
 
 OPEN = ReplyRule(names=Names())
 BOUND = ReplyRule(names=Names(), bound=True)

@@ -6,9 +6,9 @@ import pytest
 
 from consumers.job import Answered, Buried, Job, Outcome, Refused, Replayed
 from consumers.replies.retelling import PAUSES_S, Retelling
+from lanekeeper.contract import names as n
+from lanekeeper.contract.problems import BrokerUnreachable, PublishRefused, RequestProblem
 from tests.support.jobs import NOW_MS, Bench
-from topology import names as n
-from topology.contract.problems import BrokerUnreachable, PublishRefused, RequestProblem
 
 ANSWERED = Answered(body=b'{"id":"msg"}', model="claude-x", provider="anthropic")
 REJECTED = Buried(RequestProblem("provider_rejected", "402 …", status=402))
@@ -74,7 +74,7 @@ async def test_it_is_tried_for_a_minute_and_then_given_up_and_stays_under_its_id
 async def test_what_could_not_be_sent_round_is_not_acknowledged(bench: Bench) -> None:
     bench.publisher.failing = {**FULL, "lane.delay.03": BrokerUnreachable("down")}
     assert await bench.settler.settle(bench.job(), ANSWERED) is None
-    assert bench.log[-1] == "give back"
+    assert bench.log[-1] == "nack"
 
 
 async def test_a_result_that_the_store_has_lost_is_worked_again(bench: Bench) -> None:

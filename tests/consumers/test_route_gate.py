@@ -14,7 +14,7 @@ from consumers.providers.routes import ProviderModels, Route, Routes, RoutesSpec
 from consumers.state.base import Stop
 from tests.support.jobs import NOW_MS, Bench
 from tests.support.virtual_time import virtually
-from topology.contract import codec
+from topology.codec import decoding
 from topology.lanes import BATCH, CRITICAL, LaneSpec
 
 MODEL = "claude-sonnet-5-5"
@@ -33,7 +33,7 @@ class Ground:
         body = b'{"model":"%s","max_tokens":5,"messages":[{"role":"user","content":"hi"}]}' % MODEL.encode()
         job = Bench().job(body=body, headers=headers)
         assert job.lane
-        job.request = codec.decode(job.message, lane=job.lane, request_id=job.id, hop=None, now_ms=NOW_MS)
+        job.request = decoding.decode(job.message, lane=job.lane, request_id=job.id, hop=None, now_ms=NOW_MS)
         return job
 
     @property

@@ -18,12 +18,12 @@ from consumers.job import Job, Outcome, Replayed
 from consumers.settle import Settler
 from consumers.state.base import Completion, Copy, Identity
 from consumers.state.sqlite.requests import Requests, Times
+from lanekeeper.contract import names as n
 from tests.support.schedules.faults import FAULTS
 from tests.support.schedules.operation import Operation
 from tests.support.schedules.schedule import run, with_faults
 from tests.support.schedules.worker import SPEC
 from tests.support.schedules.world import Violation, World, reads_logs
-from topology import names as n
 from topology.broker.session import ChannelLost, Delivery
 
 TURNS = 80

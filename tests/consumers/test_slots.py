@@ -13,10 +13,10 @@ from consumers.capacity import slots
 from consumers.capacity.activity import LaneActivity
 from consumers.capacity.slots import Line, Slots
 from consumers.job import Job
+from lanekeeper.contract.problems import BrokerUnreachable
+from lanekeeper.telemetry import signals
 from tests.support.jobs import NOW_MS, Bench
 from tests.support.waiting import until
-from topology.contract.problems import BrokerUnreachable
-from topology.telemetry import signals
 
 
 @dataclass(eq=False)

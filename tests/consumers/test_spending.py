@@ -18,13 +18,13 @@ from consumers.providers.breaker import Breakers
 from consumers.providers.routes import ProviderModels, Routes, RoutesSpec
 from consumers.spending import Bound, Cap, CapsSpec, Hold, Over, Spending, Spent
 from consumers.state.base import Stop, StoreUnavailable
+from lanekeeper.contract.problems import RequestProblem
+from lanekeeper.telemetry import signals
 from tests.support.allowances import MemoryAllowances
 from tests.support.jobs import NOW_MS, Bench
 from tests.support.virtual_time import virtually
-from topology.contract import codec
-from topology.contract.problems import RequestProblem
+from topology.codec import decoding
 from topology.lanes import CRITICAL
-from topology.telemetry import signals
 
 MODEL = "claude-sonnet-5-5"
 ESTIMATE = Amounts(1, 1000, 500)
@@ -200,7 +200,7 @@ class Ground:
         body = b'{"model":"%s","max_tokens":5,"messages":[{"role":"user","content":"hi"}]}' % model.encode()
         job = Bench().job(body=body, **properties)
         assert job.lane
-        job.request = codec.decode(job.message, lane=job.lane, request_id=job.id, hop=None, now_ms=NOW_MS)
+        job.request = decoding.decode(job.message, lane=job.lane, request_id=job.id, hop=None, now_ms=NOW_MS)
         return job
 
     async def through(

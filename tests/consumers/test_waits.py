@@ -6,9 +6,9 @@ import pytest
 
 from consumers import waits
 from consumers.job import Job, moment_text
+from lanekeeper.contract import names as n
 from tests.support.jobs import NOW_MS, Bench
-from topology import names as n
-from topology.contract import codec
+from topology.codec import decoding
 from topology.lanes import CRITICAL
 
 MS = 1_000_000
@@ -19,7 +19,7 @@ def job_of(headers: dict[str, Any], *, read: bool = True, **properties: Any) -> 
     job = Bench().job(headers=headers, **properties)
     if read:
         hop = job.hop if job.trusted else None
-        job.request = codec.decode(job.message, lane=CRITICAL, request_id=job.id, hop=hop, now_ms=job.taken_ms)
+        job.request = decoding.decode(job.message, lane=CRITICAL, request_id=job.id, hop=hop, now_ms=job.taken_ms)
     return job
 
 

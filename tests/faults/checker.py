@@ -1,6 +1,6 @@
 """Judges a history: what must never be in it, and how well the service did otherwise. A pure function.
 
-The promise (contract.md, section 2): what was confirmed ends in exactly one final outcome. A reply may come twice, the
+The promise (docs/contract.md): what was confirmed ends in exactly one final outcome. A reply may come twice, the
 same; a provider may be called again, but not once an answer is out.
 """
 

@@ -16,12 +16,12 @@ from typing import Any, Self
 from aiormq.abc import DeliveredMessage
 from pamqp.commands import Basic
 
-from service.client import Client
-from service.replies import Problem
+from lanekeeper import Client
+from lanekeeper.contract.problems import LanekeeperError
+from lanekeeper.replies import Problem
 from tests.faults.connections import Publisher, connected, read
 from tests.faults.history import OK, Asked, History, Parked, Part, Published, Replied
 from tests.faults.mix import EVERYTHING, REPLY_QUEUE, Mix, Wish, draw
-from topology.contract.problems import LanekeeperError
 
 DEAD_QUEUE = "lane.dead"
 FETCHED_AT_ONCE = 10

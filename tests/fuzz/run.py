@@ -23,7 +23,7 @@ def one(target: str, *, seconds: int) -> None:
     """Fuzz one target in this process, which ends with it."""
     import atheris
 
-    with atheris.instrument_imports(include=["topology", "consumers"]):
+    with atheris.instrument_imports(include=["lanekeeper", "topology", "consumers"]):
         from tests.fuzz.targets import TARGETS
     from tests.support.corpus.requests import REQUESTS
 

@@ -22,19 +22,20 @@ from consumers.failures import ProviderError
 from consumers.limits import headers as rate_headers
 from consumers.providers.answers import parse_message, read_answer
 from consumers.providers.assembly import Assembly, parse_event, to_json
+from consumers.providers.event_stream import FrameSplitter
 from consumers.providers.events import EventSplitter
-from consumers.providers.frames import FrameSplitter
 from consumers.providers.stream_field import say_stream
 from consumers.providers.translation import classify, from_event, read_retry_after_s
-from topology.broker.driver import fields
-from topology.broker.driver.frames import NESTED_LEVELS, message_of, properties_of, tolerate
-from topology.contract import headers as header_rules
-from topology.contract.codec import UNREADABLE, decode
-from topology.contract.messages import Message, Request
-from topology.contract.problems import DETAIL_CHARACTERS, RequestProblem
+from lanekeeper.amqp.driver import fields
+from lanekeeper.amqp.driver.frames import NESTED_LEVELS, message_of, properties_of, tolerate
+from lanekeeper.contract.messages import UNREADABLE, Message
+from lanekeeper.contract.names import Names
+from lanekeeper.contract.problems import DETAIL_CHARACTERS, RequestProblem
+from lanekeeper.telemetry import propagation
+from topology.codec import headers as header_rules
+from topology.codec.decoding import decode
+from topology.codec.request import Request
 from topology.lanes import CRITICAL, LaneSpec
-from topology.names import Names
-from topology.telemetry import propagation
 
 tolerate()
 

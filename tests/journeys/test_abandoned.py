@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import pytest
 
-from service.client import Client, Final, Problem
+from lanekeeper import Client, Final, Problem
 from tests.support.brokers import Vhost
 from tests.support.house import House, house
 from tests.support.waiting import until

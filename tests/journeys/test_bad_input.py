@@ -1,4 +1,4 @@
-"""Everything malformed is answered and parked as the contract says, and the worker goes on (contract, section 2).
+"""Everything malformed is answered and parked as the contract says, and the worker goes on (docs/contract.md).
 
 One worker takes all of them: what one leaves behind would show at the next.
 """

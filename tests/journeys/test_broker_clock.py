@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from lanekeeper.amqp.connection import Connection
+from lanekeeper.contract.names import Names
 from service.checks.clock import clock
 from service.private_broker import container
 from service.private_broker.source import Steps
@@ -14,10 +16,8 @@ from tests.support.house import house
 from tests.support.requester import Requester, requester
 from tests.support.waiting import until
 from topology.broker.admin.apply import apply
-from topology.broker.connection import Connection
 from topology.declaration import declare
 from topology.lanes import DEFAULT_LANES
-from topology.names import Names
 
 CONFIGURATION = Path(__file__).parents[2] / "deploy" / "rabbitmq.conf"
 SENT = "x-lane-sent-ms"

@@ -13,7 +13,8 @@ from urllib.parse import quote
 import aiohttp
 import pytest
 
-from service.client import Client, ReplyLost
+from lanekeeper import Client, ReplyLost
+from lanekeeper.contract.problems import BrokerUnreachable, ConfirmUnknown
 from service.simulated.app import SimulatedAPI
 from service.simulated.options import SimulatedOptions
 from tests.support.house import house
@@ -22,7 +23,6 @@ from tests.support.processes import environment, lanekeeper
 from tests.support.requester import requester
 from tests.support.waiting import until
 from topology.broker.admin.apply import apply
-from topology.contract.problems import BrokerUnreachable, ConfirmUnknown
 
 SHORT_MS = 3_000
 """A delay that ends while the broker is down: it takes longer to start."""

@@ -6,8 +6,8 @@ The simulated provider enforces its limits by buckets of its own; it is the judg
 import asyncio
 from statistics import quantiles
 
+from lanekeeper import Client
 from service.checks.status import look
-from service.client import Client
 from service.simulated.app import SimulatedAPI
 from service.simulated.options import SimulatedOptions
 from tests.support.house import PLENTY, House, house

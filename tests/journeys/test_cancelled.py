@@ -7,7 +7,7 @@ import time
 import pytest
 
 from consumers.state.base import Identity
-from service.client import Client, ControlRefused
+from lanekeeper import Client, ControlRefused
 from tests.support.house import House, house
 from tests.support.requester import Got, Requester, requester
 from tests.support.waiting import until

@@ -15,8 +15,13 @@ import aiohttp
 import pytest
 from yarl import URL
 
+from lanekeeper.amqp.connection import Connection
+from lanekeeper.contract.names import Names
+from service.checks.status import look
+from service.simulated.app import SimulatedAPI
 from tests.support.stores import store_url
 from tests.support.waiting import until
+from topology.lanes import DEFAULT_LANES
 
 HOUSE = Path(__file__).parents[2]
 
@@ -75,7 +80,7 @@ class Serving:
     async def stop(self, number: int) -> int:
         if self.process.returncode is None:
             self.process.send_signal(number)
-        code = await asyncio.wait_for(self.process.wait(), timeout=30)
+        code = await asyncio.wait_for(self.process.wait(), timeout=60)
         await self._reading
         return code
 
@@ -84,7 +89,7 @@ class Serving:
 async def serving(environment: dict[str, str], folder: Path, *line: str) -> AsyncIterator[Serving]:
     serving = Serving(await begin(environment, folder, *line))
     try:
-        await until(lambda: serving.told("service.ready") or serving.process.returncode is not None, within_s=30)
+        await until(lambda: serving.told("service.ready") or serving.process.returncode is not None, within_s=60)
         assert serving.process.returncode is None, serving.events
         yield serving
     finally:
@@ -129,15 +134,15 @@ async def test_what_was_sent_without_waiting_is_fetched_and_what_runs_is_cancell
         code, out, _ = await run(environment, tmp_path, "result", "--json", "later")
         assert (code, json.loads(out)["role"]) == (0, "assistant")
 
-        running = await begin(environment, tmp_path, "send", "--id", "slow", "[[latency: 30s]]")
-        await until(lambda: _running(environment, tmp_path), within_s=20)
+        running = await begin(environment, tmp_path, "send", "--id", "slow", "[[latency: 120s]]")
+        await until(lambda: _running(environment), within_s=60)
         code, out, err = await run(environment, tmp_path, "result", "slow")
         assert (code, out) == (1, "")
         assert err.startswith("lanekeeper: request slow has no result yet: running, ")
         code, out, _ = await run(environment, tmp_path, "cancel", "--json", "slow")
         assert (code, json.loads(out)) == (0, {"id": "slow", "outcome": "told"})
 
-        _, err_of_send = await asyncio.wait_for(running.communicate(), timeout=20)
+        _, err_of_send = await asyncio.wait_for(running.communicate(), timeout=60)
         assert running.returncode == 1
         assert err_of_send.startswith(b"lanekeeper: request slow\nlanekeeper: cancelled (499):")
         code, out, err = await run(environment, tmp_path, "result", "slow")
@@ -155,12 +160,12 @@ async def test_what_was_sent_without_waiting_is_fetched_and_what_runs_is_cancell
 @pytest.mark.parametrize("stream", [[], ["--stream"]])
 async def test_an_interrupted_send_cancels_its_request_and_says_so(environment, tmp_path, stream) -> None:
     async with serving(environment, tmp_path, "serve", "--simulate", "--port", "0"):
-        sending = await begin(environment, tmp_path, "send", *stream, "--id", "slow", "[[latency: 30s]]")
+        sending = await begin(environment, tmp_path, "send", *stream, "--id", "slow", "[[latency: 120s]]")
         assert sending.stderr is not None
         assert await sending.stderr.readline() == b"lanekeeper: request slow\n"
-        await until(lambda: _running(environment, tmp_path), within_s=20)
+        await until(lambda: _running(environment), within_s=60)
         sending.send_signal(signal.SIGINT)
-        _, err = await asyncio.wait_for(sending.communicate(), timeout=20)
+        _, err = await asyncio.wait_for(sending.communicate(), timeout=60)
 
         assert err.decode().splitlines() == [
             "lanekeeper: cancelling slow; Ctrl-C again leaves it running",
@@ -195,38 +200,41 @@ async def test_a_full_lane_is_told_soon(environment, tmp_path) -> None:
         code, _, err = await run(environment, tmp_path, "send", "--no-wait", "x")
         return err if code else ""
 
-    told = await until(refused, within_s=30)
+    told = await until(refused, within_s=60)
     assert told.startswith("lanekeeper: the lane is full: lane.critical holds ")
 
 
 async def test_stopping_lets_what_runs_finish(environment, tmp_path) -> None:
-    async with serving(environment, tmp_path, "serve", "--simulate", "--port", "0") as service:
-        asked = asyncio.create_task(run(environment, tmp_path, "send", "[[latency: 2s]] slow"))
-        await until(lambda: _running(environment, tmp_path), within_s=20)
+    async with SimulatedAPI() as api:
+        its = {**environment, "ANTHROPIC_BASE_URL": api.base_url, "ANTHROPIC_API_KEY": "any"}
+        async with serving(its, tmp_path, "serve", "--port", "0") as service:
+            asked = asyncio.create_task(run(environment, tmp_path, "send", "[[latency: 2s]] slow"))
+            await until(lambda: api.running, within_s=60)
 
-        assert await service.stop(signal.SIGINT) == 0
-        assert (await asked)[0] == 0
+            assert await service.stop(signal.SIGINT) == 0
+            assert (await asked)[0] == 0
 
 
-async def _running(environment: dict[str, str], folder: Path) -> int:
-    _, out, _ = await run(environment, folder, "status", "--json")
-    return int(json.loads(out)["lanes"][0]["running"])
+async def _running(environment: dict[str, str]) -> int | None:
+    """As `lanekeeper status` tells it, without the time that a process takes to start."""
+    async with Connection(environment["LANEKEEPER_AMQP_URL"], name="test") as connection:
+        return (await look(connection, lanes=DEFAULT_LANES, names=Names())).lanes[0].running
 
 
 async def test_a_second_signal_ends_it_at_once_and_the_request_is_kept(environment, tmp_path) -> None:
     async with serving(environment, tmp_path, "serve", "--simulate", "--port", "0") as service:
-        await run(environment, tmp_path, "send", "--no-wait", "[[latency: 30s]] slow")
-        await until(lambda: _running(environment, tmp_path), within_s=20)
+        await run(environment, tmp_path, "send", "--no-wait", "[[latency: 120s]] slow")
+        await until(lambda: _running(environment), within_s=60)
 
         service.process.send_signal(signal.SIGINT)
-        await until(lambda: service.told("service.stopping"), within_s=5)
+        await until(lambda: service.told("service.stopping"))
         assert await service.stop(signal.SIGINT) == 130
 
     async def waits() -> bool:
         _, out, _ = await run(environment, tmp_path, "status", "--json")
         return bool(json.loads(out)["lanes"][0]["depth"] == 1)
 
-    await until(waits, within_s=10)
+    await until(waits, within_s=60)
 
 
 async def test_consume_needs_the_topology_and_works_only_its_lanes(environment, tmp_path) -> None:
@@ -277,7 +285,7 @@ async def test_check_finds_everything_well_where_it_is(environment, tmp_path) ->
     simulated = await begin(environment, tmp_path, "simulate", "--port", "0")
     try:
         assert simulated.stdout is not None
-        url = (await asyncio.wait_for(simulated.stdout.readline(), timeout=20)).decode().strip()
+        url = (await asyncio.wait_for(simulated.stdout.readline(), timeout=60)).decode().strip()
         told = {**environment, "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": "any"}
         assert (await run(told, tmp_path, "topology", "apply"))[0] == 0
 
@@ -288,7 +296,7 @@ async def test_check_finds_everything_well_where_it_is(environment, tmp_path) ->
         assert all(each["text"].startswith("not for production") for each in found if each["well"] is None)
     finally:
         simulated.send_signal(signal.SIGINT)
-        assert await asyncio.wait_for(simulated.wait(), timeout=10) == 0
+        assert await asyncio.wait_for(simulated.wait(), timeout=60) == 0
 
 
 async def test_check_takes_a_simulated_provider_for_none_to_ask(environment, tmp_path) -> None:

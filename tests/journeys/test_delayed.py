@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from consumers.state.base import Identity
-from service.client import Client
+from lanekeeper import Client
 from tests.support.house import house
 from tests.support.requester import requester
 from tests.support.waiting import until

@@ -10,7 +10,7 @@ import pytest
 from aiormq.exceptions import ChannelAccessRefused
 from yarl import URL
 
-from service.client import AccessRefused, Client, Final
+from lanekeeper import AccessRefused, Client, Final
 from service.simulated.options import SimulatedOptions
 from tests.support.brokers import Vhost
 from tests.support.connections import close_connection

@@ -6,11 +6,11 @@ import time
 import aiormq
 import pytest
 
-from service.client import Client
+from lanekeeper import Client
+from lanekeeper.contract.problems import PublishRefused
 from tests.support.house import house
 from tests.support.requester import requester
 from tests.support.waiting import until
-from topology.contract.problems import PublishRefused
 
 LIMIT = 20
 """The broker's own delivery limit: at the delivery after it, the message falls."""

@@ -109,7 +109,7 @@ async def test_inside_a_lane_higher_priorities_go_first(vhost, shuffled) -> None
 
 
 async def test_the_priority_that_is_not_given_is_four_or_none(vhost) -> None:
-    """4 in a quorum intake, 0 in a classic one: contract, section 1."""
+    """4 in a quorum intake, 0 in a classic one: docs/facts.md, section 1."""
     async with house(vhost.amqp_url, lanes={"normal": SMALL}) as home, requester(vhost.amqp_url) as app:
         await app.publish({"prompt": BLOCK}, key="normal.tests.x", priority=9)
         await until(lambda: home.api.running == 1)

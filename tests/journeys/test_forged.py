@@ -129,7 +129,7 @@ async def test_reply_addresses_can_be_narrowed_to_a_list(vhost) -> None:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 async def test_a_forged_direct_reply_address_harms_nobody_else(vhost, stream) -> None:
-    """Before 4.3.5 it kills the connection that answers it (facts.md, section 6)."""
+    """Before 4.3.5 it kills the connection that answers it (docs/facts.md, section 6)."""
     async with (
         house(vhost.amqp_url) as home,
         requester(vhost.amqp_url) as app,

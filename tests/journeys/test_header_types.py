@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from lanekeeper.contract.messages import Headers
 from tests.support.house import house
 from tests.support.requester import Got, Requester, raw_properties, requester, table
 from tests.support.waiting import until
-from topology.contract.messages import Headers
 
 EVERY_TYPE = {
     b"boolean": b"t\x01",

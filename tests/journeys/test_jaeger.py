@@ -13,8 +13,9 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Span, use_span
 
-from service.client import Client
-from service.replies import Final
+from lanekeeper import Client
+from lanekeeper.replies import Final
+from lanekeeper.telemetry.tracing import Tracing
 from service.simulated.app import SimulatedAPI
 from tests.support.jaeger import Jaeger, running
 from tests.support.otlp import ReceivedSpan, one
@@ -22,7 +23,6 @@ from tests.support.parts import PASSED, ms, outline, unaccounted_ms
 from tests.support.processes import HOUSE, environment, lanekeeper
 from tests.support.requester import requester
 from tests.support.waterfall import drawn, names
-from topology.telemetry.tracing import Tracing
 
 MS = 1_000_000
 BUSY_MS = 300

@@ -74,6 +74,8 @@ async def test_content_reaches_the_requester_and_the_dead_letter_alone(vhost, tm
         assert CANARY in str(dead[-1].headers["x-lane-errors"])
         told = [each for each in worker.events if each["event"] == "request.buried"]
         assert len(told) == 9
+        of_requests = [each for each in worker.events if each["event"].startswith("request.")]
+        assert [each for each in of_requests if not {"request", "lane", "attempt", "trace_id"} <= each.keys()] == []
         assert {"invalid_request_error 400 (req_1)"} <= {each["reason"] for each in told}
         signals = {
             "log": [json.dumps(each) for each in worker.events] + worker.lines,

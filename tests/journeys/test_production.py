@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from service.client import Client, Problem
+from lanekeeper import Client, Problem
 from tests.support.house import house
 from tests.support.processes import environment, lanekeeper, run
 from tests.support.users import imported_users

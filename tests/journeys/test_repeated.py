@@ -3,7 +3,7 @@
 import asyncio
 from collections import Counter
 
-from service.client import Client
+from lanekeeper import Client
 from tests.support.house import house
 from tests.support.requester import requester
 

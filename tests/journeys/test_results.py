@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 import pytest
 
 from consumers.state.base import Identity
-from service.client import Client, ControlRefused, NotEnded
-from service.replies import Problem
+from lanekeeper import Client, ControlRefused, NotEnded
+from lanekeeper.replies import Problem
 from tests.support.house import house
 from tests.support.requester import requester
 from tests.support.stores import store_url

@@ -7,6 +7,7 @@ import asyncio
 import json
 import signal
 import time
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -40,13 +41,18 @@ async def test_status_shows_what_waits_runs_and_was_answered_over_all_workers(vh
             assert (await app.ask({"prompt": "[[fault: invalid]]"}, headers=sent)).code == "provider_rejected"
             assert (await app.ask({"prompt": "[[fault: overloaded x1]]"}, key="normal.tests.x")).status == "ok"
             for n in range(7):
-                await app.publish({"prompt": f"job {n} [[latency: 20s]]"}, key="batch.tests.x")
+                await app.publish({"prompt": f"job {n} [[latency: 120s]]"}, key="batch.tests.x")
             await until(lambda: api.running == 2)
             assert (await app.control({"cancel": 1}, key="cancel")).code == "invalid_request"
 
-            code, lines = await run("status", "--json", environ=environ, folder=tmp_path)
-            assert code == 0
-            told = json.loads("\n".join(lines))
+            async def told_once_nothing_moves() -> Any:
+                """Workers answer, then queues are looked at: what moves meanwhile is not seen, or seen twice."""
+                code, lines = await run("status", "--json", environ=environ, folder=tmp_path)
+                assert code == 0
+                told = json.loads("\n".join(lines))
+                return told if told["lanes"][2]["depth"] == 5 else None
+
+            told = await until(told_once_nothing_moves, within_s=60)
             lanes = {lane["lane"]: lane for lane in told["lanes"]}
             assert len(told["workers"]) == 2
             assert told["control"]["refused"] == 1
@@ -101,13 +107,18 @@ async def test_the_log_tells_the_same_of_each_lane_once_a_minute(vhost) -> None:
         for n in range(4):
             await app.ask({"prompt": f"chat {n}"}, headers={"x-lane-sent-ms": time.time_ns() // 1_000_000})
         for n in range(3):
-            await app.publish({"prompt": f"job {n} [[latency: 2s]]"}, key="batch.tests.x")
+            await app.publish({"prompt": f"job {n} [[latency: 60s]]"}, key="batch.tests.x")
         await until(lambda: home.api.running == 1)
-        with capture_logs() as logs:
-            await summarise_once(home.parts)
-        lanes = {each["lane"]: each for each in logs if each["event"] == "lane.summary"}
+
+        async def summary_once_nothing_moves() -> Any:
+            with capture_logs() as logs:
+                await summarise_once(home.parts)
+            lanes = {each["lane"]: each for each in logs if each["event"] == "lane.summary"}
+            return lanes if lanes["batch"]["depth"] == 2 else None
+
+        lanes = await until(summary_once_nothing_moves)
         assert list(lanes) == ["critical", "normal", "batch"]
-        assert (lanes["batch"]["depth"], lanes["batch"]["running"], lanes["batch"]["consumers"]) == (2, 1, 1)
+        assert (lanes["batch"]["running"], lanes["batch"]["consumers"]) in ((1, 1), (1, 2)), "a scout consumes as well"
         assert (lanes["critical"]["depth"], lanes["critical"]["per_min"]) == (0, 4)
         assert lanes["critical"]["wait_p95_ms"] >= lanes["critical"]["wait_p50_ms"] >= 0
         assert lanes["normal"]["wait_p50_ms"] is None

@@ -10,15 +10,15 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-from service.client import Client
+from lanekeeper import Client
+from lanekeeper.contract.names import Names
+from lanekeeper.contract.problems import RequestProblem
+from lanekeeper.telemetry.tracing import Tracing
 from service.simulated.app import SimulatedAPI
 from tests.support.otlp import OtlpReceiver, ReceivedSpan, one, tree
 from tests.support.processes import environment, lanekeeper
 from tests.support.requester import requester
-from topology.contract.problems import RequestProblem
 from topology.delays import hop
-from topology.names import Names
-from topology.telemetry.tracing import Tracing
 
 SECRET = "marzipan"
 """Stands in every prompt here, and in nothing that is exported."""

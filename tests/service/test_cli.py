@@ -229,7 +229,7 @@ def test_an_unexpected_error_is_one_line_and_a_traceback_only_on_demand(
 def test_errors_in_task_groups_are_told_by_what_is_in_them(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from topology.contract.problems import BrokerUnreachable
+    from lanekeeper.contract.problems import BrokerUnreachable
 
     def broken(*_: object, **__: object) -> None:
         raise ExceptionGroup("several", [ValueError("x"), ExceptionGroup("in", [BrokerUnreachable("gone")])])

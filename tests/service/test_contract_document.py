@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from consumers.lifecycle import COMMON, EVENTS
+from lanekeeper.contract import names as n
+from lanekeeper.contract.problems import PROBLEMS, RequestProblem
 from service.cli import later
-from topology import names as n
-from topology.contract.headers import LATER
-from topology.contract.problems import PROBLEMS, RequestProblem
+from topology.codec.headers import LATER
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = (ROOT / "docs" / "contract.md").read_text()

@@ -8,9 +8,9 @@ import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lanekeeper.contract.problems import BrokerUnreachable
+from lanekeeper.telemetry import signals
 from service.telemetry import logs, redaction
-from topology.contract.problems import BrokerUnreachable
-from topology.telemetry import signals
 
 
 class Terminal(io.StringIO):
@@ -100,7 +100,7 @@ def test_an_exception_says_where_but_quotes_only_what_is_ours() -> None:
             structlog.get_logger().exception(signals.HANDLER_FAILED)
 
     (line,) = lines(out)
-    assert line["exception"][0] == "topology.contract.problems.BrokerUnreachable: no broker at h:5672"
+    assert line["exception"][0] == "lanekeeper.contract.problems.BrokerUnreachable: no broker at h:5672"
     assert "test_an_exception_says_where" in line["exception"][1]
     assert "builtins.KeyError" in line["exception"]
     assert "secret prompt" not in out.getvalue()

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from lanekeeper.contract.problems import AccessRefused
 from service.checks.production import of_file, of_settings, of_transport, refuse, risks
 from service.config.settings import Settings, load_settings
 from tests.support.redis import redis_server
-from topology.contract.problems import AccessRefused
 from topology.declaration import RECOMMENDED
 
 GOOD = {

@@ -6,9 +6,9 @@ import pytest
 
 from consumers.providers import cloud
 from consumers.reading import Reading
+from lanekeeper.contract.problems import SettingsError
 from service.config.settings import load_settings
 from service.worker.open_providers import open_providers
-from topology.contract.problems import SettingsError
 
 AWS = {"LANEKEEPER_PROVIDERS__AWS__KIND": "bedrock", "LANEKEEPER_PROVIDERS__AWS__REGION": "eu-central-1"}
 

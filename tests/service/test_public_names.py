@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 PUBLIC = {
-    "topology.contract.messages": {"Message", "Request"},
-    "topology.contract.problems": {
+    "lanekeeper.contract.messages": {"Message"},
+    "topology.codec.request": {"Request"},
+    "lanekeeper.contract.problems": {
         "LanekeeperError", "RequestProblem", "BrokerError", "BrokerUnreachable", "PublishRefused", "Unroutable",
         "ConfirmUnknown", "AccessRefused", "TopologyMismatch", "SettingsError", "PROBLEMS",
     },
     "topology.lanes": {"LaneSpec", "DEFAULT_LANES", "CRITICAL", "NORMAL", "BATCH"},
-    "topology.names": {"Names"},
+    "lanekeeper.contract.names": {"Names"},
     "topology.declaration": {"declare"},
     "topology.delays": {"hop", "LEVELS", "UNIT_MS", "MAX_DELAY_MS"},
     "consumers.handler": {"Handler"},
@@ -23,7 +24,7 @@ PUBLIC = {
         "OverloadedError", "SpendLimitError", "RejectedError",
     },
     "service.worker.assembly": {"assemble", "Parts"},
-    "service.client": {
+    "lanekeeper": {
         "Client", "Wishes", "Final", "Part", "Cancelled", "Depth", "Names", "Tracing",
         "LanekeeperError", "Problem", "NoReply", "NotEnded", "ReplyLost", "ControlRefused", "BrokerError",
         "BrokerUnreachable", "BrokerBlocked", "PublishRefused", "Unroutable", "ConfirmUnknown", "AccessRefused",

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from lanekeeper.contract.problems import SettingsError
 from service.config.settings import Settings, load_settings
 from tests.support.settings import lane, load, wrong
-from topology.contract.problems import SettingsError
 from topology.lanes import DEFAULT_LANES
 
 SECRET = "s3cret"

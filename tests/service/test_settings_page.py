@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from lanekeeper.contract.problems import SettingsError
 from service.config.settings import KNOWN
 from tests.support.settings import load, wrong
 from tests.support.settings_page import LANE, PAGE, Entry, entries, page
-from topology.contract.problems import SettingsError
 
 ENTRIES = entries()
 

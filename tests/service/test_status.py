@@ -3,10 +3,10 @@
 import json
 from typing import Any
 
+from lanekeeper.amqp.depth import Depth
+from lanekeeper.contract.names import Names
 from service.checks.status import merge
-from topology.broker.admin.depth import Depth
 from topology.lanes import BATCH, CRITICAL
-from topology.names import Names
 
 NAMES = Names()
 LANES = (CRITICAL, BATCH)

@@ -9,12 +9,12 @@ import time
 import pytest
 from opentelemetry import trace
 
+from lanekeeper.contract.messages import Message
+from lanekeeper.telemetry import recording, signals
+from lanekeeper.telemetry.tracing import Tracing
 from service.telemetry import exporters as telemetry
 from service.telemetry.exporters import TelemetrySpec
 from tests.support.otlp import OtlpReceiver, one
-from topology.contract.messages import Message
-from topology.telemetry import recording, signals
-from topology.telemetry.tracing import Tracing
 
 CANARY = "canary-91c2"
 KEY = "sk-ant-api03-" + CANARY

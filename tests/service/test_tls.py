@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from lanekeeper.amqp.connection import Connection
+from lanekeeper.contract.problems import BrokerUnreachable
 from service.config.sections import TlsSettings
-from topology.broker.connection import Connection
-from topology.contract.problems import BrokerUnreachable
 
 
 def certificate(folder: Path, name: str, *, days: int = 2) -> tuple[Path, Path]:

@@ -8,11 +8,11 @@ import pytest
 from consumers.capacity.activity import LaneActivity
 from consumers.capacity.pausing import Pausing
 from consumers.claiming import Claiming
+from lanekeeper.contract.names import Names
+from lanekeeper.contract.problems import BrokerUnreachable
 from service.worker import running as worker
 from service.worker.assembly import Parts
 from tests.support.memory_store import MemoryStore
-from topology.contract.problems import BrokerUnreachable
-from topology.names import Names
 
 
 class NoConnection:

@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import SecretStr
 
+from lanekeeper.amqp.connection import Connection
 from service.config.settings import Settings
 from service.simulated.app import SimulatedAPI
 from service.simulated.calls import Call
@@ -24,7 +25,6 @@ from service.worker.assembly import Parts, assemble
 from tests.support.stores import store_url
 from tests.support.waiting import until
 from topology.broker.admin.apply import apply
-from topology.broker.connection import Connection
 from topology.declaration import declare
 
 READY_S = 30

@@ -17,13 +17,13 @@ from consumers.replies.direct import DirectSender
 from consumers.replies.reply import Replies
 from consumers.replies.retelling import Retelling
 from consumers.settle import Settler
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.names import Names
+from lanekeeper.contract.problems import MessageTooLarge
+from lanekeeper.telemetry.tracing import Tracing
 from tests.support.memory_store import MemoryStore
 from topology.broker.session import ChannelLost
-from topology.contract.messages import Message
-from topology.contract.problems import MessageTooLarge
 from topology.lanes import CRITICAL, LaneSpec
-from topology.names import Names
-from topology.telemetry.tracing import Tracing
 
 NAMES = Names()
 NOW_MS = 1_790_000_000_000
@@ -49,8 +49,8 @@ class FakeDelivery:
     async def reject(self) -> None:
         await self._settle("reject")
 
-    async def give_back(self) -> None:
-        await self._settle("give back")
+    async def nack(self) -> None:
+        await self._settle("nack")
 
     async def _settle(self, how: str) -> None:
         if self.is_lost:

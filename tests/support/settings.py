@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from lanekeeper.contract.problems import SettingsError
 from service.config.settings import Settings, load_settings
-from topology.contract.problems import SettingsError
 from topology.lanes import LaneSpec
 
 

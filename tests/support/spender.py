@@ -1,5 +1,6 @@
 """A process that spends a shared budget as fast as it is let: `python -m tests.support.spender URL NAMESPACE SECONDS`.
 
+With a fourth argument it is a process of another version of Lanekeeper: what it learns, it writes with that version.
 Writes when it was granted what, as JSON: `[[seconds since 1970, lane], …]`.
 """
 
@@ -8,7 +9,10 @@ import json
 import sys
 import time
 
+from consumers.limits import learned
 from consumers.limits.amounts import Amounts
+from consumers.limits.base import Heard, Kind
+from consumers.limits.headers import RateHeaders, Told
 from consumers.state.redis.budgets import RedisBudgets
 from consumers.state.redis.client import RedisClient
 from tests.support.budget import ACCOUNT, spec
@@ -18,7 +22,9 @@ PER_MINUTE = 1200
 BURST_S = 1.0
 
 
-async def main(url: str, namespace: str, seconds: float) -> None:
+async def main(url: str, namespace: str, seconds: float, version: str = "") -> None:
+    if version:
+        learned.VERSION = int(version)  # type: ignore[misc]
     client = RedisClient(url)
     budgets = RedisBudgets(client, namespace=namespace, spec=spec(requests=PER_MINUTE, burst_s=BURST_S))
     granted: list[tuple[float, str]] = []
@@ -28,6 +34,8 @@ async def main(url: str, namespace: str, seconds: float) -> None:
             reservation = await budgets.reserve(ACCOUNT, lane=lane, amounts=Amounts(1, 10, 10), until=None)
             granted.append((time.time(), lane))
             await asyncio.sleep(0.05)
+            told = Told(limit=PER_MINUTE + len(granted) % 2)  # so that every answer is news
+            budgets.learn(ACCOUNT, Heard(kind=Kind.ANSWERED, rate=RateHeaders(told, Told(), Told())))
             budgets.settle(reservation, Amounts(1, 10, 5))
 
     workers = [asyncio.ensure_future(worker(lane)) for lane in LANES * 2]
@@ -41,4 +49,4 @@ async def main(url: str, namespace: str, seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], sys.argv[2], float(sys.argv[3])))
+    asyncio.run(main(sys.argv[1], sys.argv[2], float(sys.argv[3]), *sys.argv[4:]))

@@ -14,13 +14,13 @@ from aiormq.abc import AbstractChannel, AbstractConnection
 from aiormq.exceptions import ChannelAccessRefused
 from yarl import URL
 
+from lanekeeper.contract.names import Names
 from tests.support.brokers import Vhost
 from topology.broker.admin.management import Management, discover
 from topology.declaration import declare
 from topology.export import User, definitions, hash_password
 from topology.lanes import DEFAULT_LANES
 from topology.model import Topology
-from topology.names import Names
 
 PASSWORD = secrets.token_urlsafe()
 HASH = hash_password(PASSWORD, salt=secrets.token_bytes(4))

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from lanekeeper.contract.names import Names
 from topology.declaration import Broker, declare
 from topology.lanes import BATCH, CRITICAL, DEFAULT_LANES, NORMAL
 from topology.model import Queue, Topology
-from topology.names import Names
 
 VERSIONS = ("4.3.6", "4.0.5", "3.10.8")
 

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lanekeeper.contract.names import Names
 from topology import delays
 from topology.declaration import declare
 from topology.lanes import DEFAULT_LANES
 from topology.model import Binding, Topology
-from topology.names import Names
 
 NAMES = Names()
 TOPOLOGY = declare(DEFAULT_LANES, names=NAMES, broker_version="4.3.6")

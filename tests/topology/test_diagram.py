@@ -3,10 +3,10 @@
 import re
 from pathlib import Path
 
+from lanekeeper.contract.names import Names
 from topology.declaration import declare
 from topology.diagram import mermaid, render
 from topology.lanes import DEFAULT_LANES
-from topology.names import Names
 
 TOPOLOGY = declare(DEFAULT_LANES, names=Names(), broker_version="4.3.6")
 FOLDED = re.compile(r"lane\.delay\.|lane\.(\w+\.)?side\.")

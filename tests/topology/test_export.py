@@ -7,10 +7,10 @@ import re
 
 import pytest
 
+from lanekeeper.contract.names import Names
 from topology.declaration import declare
 from topology.export import Role, User, definitions, hash_password, rights
 from topology.lanes import DEFAULT_LANES
-from topology.names import Names
 
 TOPOLOGY = declare(DEFAULT_LANES, names=Names(), broker_version="4.3.6")
 HASH = hash_password("correct horse", salt=b"salt")

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from lanekeeper.contract.names import Names
 from topology.declaration import declare
 from topology.lanes import DEFAULT_LANES
 from topology.model import Binding, Exchange, Queue, Topology, Value
-from topology.names import Names
 from topology.plan import Difference, compare, without_levels
 
 DECLARED = declare(DEFAULT_LANES, names=Names(), broker_version="4.3.6")

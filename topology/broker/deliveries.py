@@ -15,13 +15,13 @@ from contextlib import suppress
 
 from aiormq.exceptions import ChannelNotFoundEntity
 
-from topology.broker.connection import Connection
-from topology.broker.driver.backoff import pause_s
-from topology.broker.driver.border import border
+from lanekeeper.amqp.connection import Connection
+from lanekeeper.amqp.driver.backoff import pause_s
+from lanekeeper.amqp.driver.border import border
+from lanekeeper.contract.problems import BrokerError, BrokerUnreachable
+from lanekeeper.telemetry import logs, signals
 from topology.broker.heads import Heads, HeadsSession
 from topology.broker.session import Session
-from topology.contract.problems import BrokerError, BrokerUnreachable
-from topology.telemetry import logs, signals
 
 OPEN_TIMEOUT_S = 5
 """How long a connection is waited for at a time: whoever stops meanwhile waits no longer."""

@@ -16,7 +16,7 @@ from typing import Final
 from aiormq.channel import Channel
 from pamqp.commands import Basic
 
-from topology.broker.driver.border import border
+from lanekeeper.amqp.driver.border import border
 from topology.broker.session import RPC_TIMEOUT_S, ChannelLost, Delivery, Session
 
 LOOK_EVERY_S: Final = 1.0

@@ -14,12 +14,12 @@ from aiormq.abc import DeliveredMessage
 from aiormq.channel import Channel
 from pamqp.commands import Basic
 
-from topology.broker.connection import Connection
-from topology.broker.driver.border import border
-from topology.broker.driver.frames import message_of
+from lanekeeper.amqp.connection import Connection
+from lanekeeper.amqp.driver.border import border
+from lanekeeper.amqp.driver.frames import message_of
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.problems import BrokerUnreachable
 from topology.broker.session import ChannelLost
-from topology.contract.messages import Message
-from topology.contract.problems import BrokerUnreachable
 
 RPC_TIMEOUT_S = 30
 CLOSE_TIMEOUT_S = 3
@@ -27,7 +27,7 @@ CLOSE_TIMEOUT_S = 3
 WAITING = 1000
 """Messages that may wait to be read before the broker is asked to hold the rest (its prefetch)."""
 TOGETHER = 50
-"""At most so many are acknowledged with one frame: a third less CPU under load (facts.md, part three)."""
+"""At most so many are acknowledged with one frame: a third less CPU under load (docs/facts.md, section 12)."""
 
 
 class Inbox:

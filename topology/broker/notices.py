@@ -15,12 +15,12 @@ from aiormq.channel import Channel
 from aiormq.exceptions import AMQPError
 from pamqp.commands import Basic
 
-from topology.broker.connection import Connection
-from topology.broker.driver.border import asks_to_stop
-from topology.broker.driver.frames import properties_of
-from topology.contract.messages import Message
-from topology.contract.problems import BrokerBlocked, BrokerError
-from topology.telemetry import logs, signals
+from lanekeeper.amqp.connection import Connection
+from lanekeeper.amqp.driver.border import asks_to_stop
+from lanekeeper.amqp.driver.frames import properties_of
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.problems import BrokerBlocked, BrokerError
+from lanekeeper.telemetry import logs, signals
 
 WAITING = 1000
 """Notices that may wait to be written; more are dropped."""

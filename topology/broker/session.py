@@ -9,11 +9,11 @@ from aiormq.abc import ChannelFrame, DeliveredMessage
 from aiormq.channel import Channel
 from pamqp.commands import Basic
 
-from topology import names
-from topology.broker.driver.border import border
-from topology.broker.driver.frames import message_of
-from topology.contract.messages import Message
-from topology.contract.problems import BrokerError, BrokerUnreachable
+from lanekeeper.amqp.driver.border import border
+from lanekeeper.amqp.driver.frames import message_of
+from lanekeeper.contract import names
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.problems import BrokerError, BrokerUnreachable
 
 RPC_TIMEOUT_S = 30
 CLOSE_TIMEOUT_S = 3
@@ -44,11 +44,11 @@ class Delivery:
 
     @property
     def times_delivered(self) -> int | None:
-        """How often it was delivered without being settled or given back, this time included; None where the broker
-        does not count (classic queues).
+        """How often it was delivered without being settled, this time included; None if the queue does not count
+        (classic queues).
 
-        Believed only on a redelivered message of a queue that counts: elsewhere the header can be forged (facts.md,
-        section 7). On 4.3 a message that was only given back has an acquired count and no delivery count.
+        Believed only on a redelivered message of a queue that counts: elsewhere the header can be forged
+        (docs/facts.md, section 7). On 4.3 a message that was only returned by nack has no delivery count.
         """
         if not self.redelivered:
             return 1
@@ -57,15 +57,15 @@ class Delivery:
         return count + 1 if self._counted and isinstance(count, int) else None
 
     async def ack(self) -> None:
-        """Tell the broker to forget it. Raises ChannelLost where that cannot be told: it comes again."""
+        """Acknowledge it. Raises ChannelLost if the channel is gone; the broker then delivers it again."""
         await self._settle(self._channel.basic_ack(self.tag, wait=False))
 
     async def reject(self) -> None:
-        """Give it back and have the broker count that (facts.md: nack is not counted on 4.3)."""
+        """Return it and have the broker count that (docs/facts.md, section 7)."""
         await self._settle(self._channel.basic_reject(self.tag, requeue=True, wait=False))
 
-    async def give_back(self) -> None:
-        """Give it back without fault of its own (stopping); not counted on 4.3."""
+    async def nack(self) -> None:
+        """Return it. RabbitMQ 4.3 does not count that: for a delivery that is not to blame."""
         await self._settle(self._channel.basic_nack(self.tag, requeue=True, wait=False))
 
     async def _settle(self, call: Awaitable[None]) -> None:

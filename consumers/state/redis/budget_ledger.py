@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
+from consumers.limits import learned
 from consumers.limits.account import Account
 from consumers.limits.base import Heard
+from consumers.limits.learned import Learned
 from consumers.limits.order import Waiter
 
 
@@ -40,10 +42,20 @@ class Ledger:
     fires_s: float = -inf
     """When; uvloop's handle of what is due within half a millisecond does not tell."""
     told_s: float = -inf
+    unreadable: str = ""
+    """Why what others have learned could not be read, as it was logged last."""
+    _written: tuple[Learned, str] | None = None
 
     def give_back(self, lane: int, over: Sequence[float], own: Sequence[float]) -> None:
         """What was reserved and not used; below 0: used beyond it."""
         self.back.append({"lane": lane + 1, "over": list(over), "own": list(own)})
+
+    def learned(self) -> str:
+        """What was learned, as Redis keeps it."""
+        known = self.books.learned()
+        if self._written is None or self._written[0] != known:
+            self._written = known, learned.write(known)
+        return self._written[1]
 
     def lowered(self, before: Sequence[float]) -> bool:
         """Whether the provider turned out to have less than was there before."""

@@ -16,12 +16,16 @@ local time = redis.call('TIME')
 local now = time[1] + time[2] / 1000000
 local asked = cjson.decode(ARGV[1])
 local shares, boosts, lanes = asked.shares, asked.boosts, #asked.shares
-local raw = redis.call('GET', KEYS[1])
-local account = raw and cmsgpack.unpack(raw)
+local raw, account, is_forgotten = redis.call('GET', KEYS[1]), nil, false
+if raw then
+  local is_unpacked, found = pcall(cmsgpack.unpack, raw)
+  if is_unpacked and type(found) == 'table' and found.form == asked.form then account = found end
+  is_forgotten = not account
+end
 if not account then
   account = {
-    at = now, levels = {}, parts = {}, waiting = {},
-    version = asked.version, learned = ARGV[2], format = asked.format, stopped_until = asked.stopped_until,
+    form = asked.form, at = now, levels = {}, parts = {}, waiting = {},
+    version = asked.version, learned = ARGV[2], stopped_until = asked.stopped_until,
     limits = asked.limits, bursts = asked.bursts, most = asked.most, guessed = asked.guessed,
   }
   for d = 1, 3 do
@@ -140,7 +144,6 @@ if asked.changed and not is_news then
     end
   end
   account.version, account.learned, account.stopped_until = account.version + 1, ARGV[2], asked.stopped_until
-  account.format = asked.format
   account.limits, account.bursts = asked.limits, asked.bursts
   account.most, account.guessed = asked.most, asked.guessed
   size()
@@ -329,7 +332,7 @@ redis.call('SET', KEYS[1], cmsgpack.pack(account), 'PX', 3600000)
 return {
   string.format('%.6f', now),
   cjson.encode({granted = granted, look_in = look_in, levels = levels, parts = parts, elsewhere = elsewhere,
-    version = account.version, format = account.format}),
+    version = account.version, is_forgotten = is_forgotten}),
   is_news and account.learned or '',
 }
 """

@@ -9,11 +9,10 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import Context
 from typing import Any
 
-import structlog
-
-from consumers.limits import forecast
+from consumers.limits import forecast, learned
 from consumers.limits.account import Account
 from consumers.limits.amounts import Amounts
 from consumers.limits.base import Heard, Reservation, Wait, Waiting
@@ -25,11 +24,11 @@ from consumers.state.base import StoreUnavailable
 from consumers.state.redis.budget_ledger import Ledger
 from consumers.state.redis.budget_script import STEP
 from consumers.state.redis.client import RedisClient
-from topology.telemetry import signals
+from lanekeeper.telemetry import logs, signals
 
-FORMAT = 1
-"""Of what was learned, as `Account.dump` writes it. Another shape has another number, so that two versions that share a
-Redis can tell that they do not understand each other. Versions that told none wrote 1."""
+FORM = 2
+"""Of the account as the script keeps it. A version of Lanekeeper that keeps it otherwise has another number, and so
+another key: while both run, each spends the whole budget, and 429s lower it for both."""
 LOOK_EVERY_S = 0.5
 """While somebody waits: what other processes give back is noticed, and they know that we wait still. Redis could tell
 (publish and subscribe), at the price of a connection more and of what is lost with it."""
@@ -44,7 +43,7 @@ JUMP_S = 0.5
 """What the two clocks differ by from one step to the next is the time that the answer took, and less."""
 
 
-log: structlog.stdlib.BoundLogger = structlog.get_logger()
+log = logs.logger()
 
 
 class RedisBudgets:
@@ -59,7 +58,7 @@ class RedisBudgets:
         self._lanes = tuple(spec.lanes)
         self._usual = {
             "process": secrets.token_hex(6),
-            "format": FORMAT,
+            "form": FORM,
             "expires_s": FORGOTTEN_AFTER_S,
             "shares": [lane.share for lane in spec.lanes.values()],
             "boosts": [-1 if lane.boost_s is None else lane.boost_s for lane in spec.lanes.values()],
@@ -128,12 +127,12 @@ class RedisBudgets:
         ledger = self._ledger(self._desk.books(account))
         books = ledger.books
         books.refill(self._now_s())
-        before, known, levels = books.per_minute(), books.dump(), [bucket.level for bucket in books.buckets]
+        before, known, levels = books.per_minute(), books.learned(), [bucket.level for bucket in books.buckets]
         is_less = books.learn(heard, self._now_s())
         tell(account, heard, before=before, after=books.per_minute(), pause_s=self._spec.spend_pause_s)
         if ledger.lowered(levels):
             self._look_in(ledger, SETTLE_WITHIN_S)  # later it would not be true any more
-        if books.dump() != known:
+        if books.learned() != known:
             ledger.heard.append(heard)
             ledger.has_changed = True
             self._step(books)
@@ -196,7 +195,10 @@ class RedisBudgets:
         if self._now_s() - ledger.told_s > FORGOTTEN_AFTER_S:
             books.elsewhere = [(0.0, 0.0, 0.0) for _ in self._lanes]
         if ledger.task is None:
-            ledger.task = asyncio.get_running_loop().create_task(self._steps(ledger), name=f"budget {books.name}")
+            # in a context of its own: it works for all who wait, and its log lines are about none of them
+            ledger.task = asyncio.get_running_loop().create_task(
+                self._steps(ledger), name=f"budget {books.name}", context=Context()
+            )
 
     async def _steps(self, ledger: Ledger) -> None:
         in_s = RETRY_S
@@ -235,17 +237,17 @@ class RedisBudgets:
         books = ledger.books
         waiters, room = self._candidates(books)
         asked, told = ledger.asked(waiters, room=room, now_s=self._now_s())
-        key = f"{self._namespace}:budget:{books.name}"
+        key = f"{self._namespace}:budget:{FORM}:{books.name}"
         self.steps += 1
         try:
-            said = await self._client.run(STEP, [key], json.dumps(self._usual | asked), json.dumps(books.dump()))
+            said = await self._client.run(STEP, [key], json.dumps(self._usual | asked), ledger.learned())
         except BaseException:
             ledger.failed(told)
             raise
-        redis_s, reply, learned = float(said[0]), json.loads(said[1]), said[2]
+        redis_s, reply, text = float(said[0]), json.loads(said[1]), said[2]
         self._set_clock(redis_s)
         ledger.told_s = redis_s
-        self._believe(ledger, reply, learned, told.heard, redis_s)
+        self._believe(ledger, reply, text, told.heard, redis_s)
         return self._grant(ledger, waiters, reply, redis_s)
 
     def _candidates(self, books: Account) -> tuple[Sequence[Waiter], int]:
@@ -259,11 +261,13 @@ class RedisBudgets:
             return waiters, len(waiters)
         return waiters, 1 if any(books.turns()) else max(1, int(calls.limit) - calls.running)
 
-    def _believe(self, ledger: Ledger, reply: Mapping[str, Any], learned: bytes, heard: int, redis_s: float) -> None:
+    def _believe(self, ledger: Ledger, reply: Mapping[str, Any], text: bytes, heard: int, redis_s: float) -> None:
         """What Redis counts, and what others have learned."""
         books = ledger.books
-        if learned:
-            self._load(books, learned, reply.get("format", FORMAT))
+        if reply["is_forgotten"]:
+            log.warning(signals.LEARNED_UNREADABLE, account=books.name, error=f"the account is not of form {FORM}")
+        if text:
+            self._load(ledger, text)
             for each in ledger.heard:  # what we have learned meanwhile is not there yet
                 books.learn(each, redis_s)
             ledger.has_changed = bool(ledger.heard)
@@ -276,16 +280,15 @@ class RedisBudgets:
             bucket.correct(level, parts, redis_s)
         books.elsewhere = reply["elsewhere"]
 
-    def _load(self, books: Account, learned: bytes, told_format: object) -> None:
+    def _load(self, ledger: Ledger, text: bytes) -> None:
         """What others have learned; what cannot be read is forgotten, and what this process knows stands."""
-        known = books.dump()
         try:
-            if told_format != FORMAT:
-                raise ValueError(f"format {told_format}, known is {FORMAT}")
-            books.load(json.loads(learned))
-        except (ValueError, TypeError, LookupError) as error:
-            books.load(known)
-            log.warning(signals.LEARNED_UNREADABLE, account=books.name, error=str(error)[:200])
+            ledger.books.load(learned.read(text))
+            ledger.unreadable = ""
+        except learned.UnreadableError as error:
+            if str(error) != ledger.unreadable:  # another version writes every few seconds: said once
+                ledger.unreadable = str(error)
+                log.warning(signals.LEARNED_UNREADABLE, account=ledger.books.name, error=str(error)[:200])
 
     def _grant(self, ledger: Ledger, waiters: Sequence[Waiter], reply: Mapping[str, Any], redis_s: float) -> float:
         books = ledger.books

@@ -12,8 +12,6 @@ from contextlib import suppress
 from typing import Any, Self
 from urllib.parse import quote
 
-import structlog
-
 from consumers.state.base import (
     Cancelling,
     Completion,
@@ -33,9 +31,9 @@ from consumers.state.base import (
 from consumers.state.redis import scripts
 from consumers.state.redis.client import Argument, RedisClient
 from consumers.state.spec import DEFAULT, StoreSpec
-from topology.telemetry import signals
+from lanekeeper.telemetry import logs, signals
 
-log = structlog.get_logger()
+log = logs.logger()
 
 
 class RedisStore:

@@ -20,7 +20,7 @@ from consumers.limits.spec import BudgetSpec, Caps
 from consumers.state.base import Stop
 from tests.support.jobs import NOW_MS, Bench
 from tests.support.virtual_time import virtually
-from topology.contract import codec
+from topology.codec import decoding
 from topology.lanes import BATCH, CRITICAL, LaneSpec
 
 BODY = json.dumps({"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "hi " * 100}]}).encode()
@@ -74,7 +74,7 @@ class Ground:
         headers = {} if deadline_ms is None else {"x-lane-deadline-ms": deadline_ms}
         key = f"{lane.name}.shop.chat.eu"
         job = Bench().job(lane=lane, body=BODY, headers=headers, routing_key=key, user_id="shop", reply_to=None)
-        job.request = codec.decode(job.message, lane=lane, request_id=job.id, hop=None, now_ms=self.now_ms())
+        job.request = decoding.decode(job.message, lane=lane, request_id=job.id, hop=None, now_ms=self.now_ms())
         return job
 
     async def spend(self, account: str, requests: int = 0) -> None:

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from consumers.providers.anthropic import AnthropicProvider
 from service.simulated.app import SimulatedAPI
-from topology.contract.messages import Request
+from topology.codec.request import Request
 
 KEY = "sk-ant-a-secret-key"
 

@@ -404,7 +404,7 @@ async def test_what_failed_in_the_middle_of_an_answer_may_have_been_counted(
         await provider.stream(asked("a story [[fault: error_mid_stream]]"), timeout_s=5, parts=Received())
 
     assert counting.spent(caught.value, RESERVED) == RESERVED
-    assert not counting.is_unpaid(caught.value)
+    assert not caught.value.is_outage
 
 
 async def test_an_unknown_host_and_a_failed_handshake_are_transient(api: SimulatedAPI, asked: AskedFor) -> None:

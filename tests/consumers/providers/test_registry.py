@@ -21,10 +21,10 @@ from consumers.providers.anthropic import AnthropicProvider
 from consumers.providers.breaker import FAILURES, Breakers
 from consumers.providers.registry import Registry, asking_for
 from consumers.providers.routes import Route
+from lanekeeper.telemetry.tracing import Tracing
 from service.simulated.app import SimulatedAPI
 from service.simulated.options import SimulatedOptions
-from topology.contract.messages import Request
-from topology.telemetry.tracing import Tracing
+from topology.codec.request import Request
 
 from .conftest import KEY, AskedFor
 

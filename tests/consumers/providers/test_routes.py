@@ -3,7 +3,7 @@
 import pytest
 
 from consumers.providers.routes import MADE_UP, ProviderModels, Route, Routes, RoutesSpec, model_class
-from topology.contract.problems import RequestProblem
+from lanekeeper.contract.problems import RequestProblem
 
 OPUS, SONNET, HAIKU = "claude-opus-5-5", "claude-sonnet-5-5", "claude-haiku-5-5"
 FIRST = ProviderModels(name="anthropic")

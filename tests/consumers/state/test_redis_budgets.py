@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 
 import pytest
-from structlog.testing import capture_logs
 
 from consumers.limits import adaptive
 from consumers.limits.account import Account
@@ -26,7 +25,6 @@ from tests.support.budget import ACCOUNT, spec
 from tests.support.redis import RedisServer
 from tests.support.spender import BURST_S, PER_MINUTE
 from tests.support.waiting import until
-from topology.telemetry import signals
 
 ONE = Amounts(1, 1, 1)
 AN_HOUR_LATER = Script(
@@ -39,14 +37,6 @@ return redis.call('SET', KEYS[1], cmsgpack.pack(account))
 """
 )
 """As if it had been written by a clock that was ahead, with somebody in line who has died since."""
-ANOTHER_VERSION = Script(
-    """
-local account = cmsgpack.unpack(redis.call('GET', KEYS[1]))
-account.learned, account.format, account.version = ARGV[1], tonumber(ARGV[2]), account.version + 1
-return redis.call('SET', KEYS[1], cmsgpack.pack(account))
-"""
-)
-"""As if a process of another version of Lanekeeper had learned something."""
 Opened = Callable[..., RedisBudgets]
 
 
@@ -362,7 +352,7 @@ async def test_a_clock_that_is_put_back_stops_nobody(opened: Opened, redis: Redi
     waits = ask(dead, "critical", amounts=Amounts(9, 1, 1))
     await asyncio.sleep(0.3)
     await gone(waits)
-    budgets, key = opened(), f"{one._namespace}:budget:{ACCOUNT}"
+    budgets, key = opened(), f"{one._namespace}:budget:2:{ACCOUNT}"
     await budgets._client.run(AN_HOUR_LATER, [key])
     began_s = now_s()
     await ask(budgets, "batch")
@@ -443,29 +433,6 @@ async def test_a_request_takes_one_round_trip_and_settling_goes_with_others(open
         budgets.settle(reservation, Amounts(1, 0, 0))
 
     assert budgets.steps <= 65
-
-
-@pytest.mark.parametrize(
-    ("learned", "written_as"),
-    [('{"limits": {"requests": 5}}', 2), ("[[], [], 0, 0]", 1), ("[1, 2]", 1), ('"?"', 1), ("null", 1)],
-)
-async def test_what_another_version_has_learned_is_forgotten_where_it_cannot_be_read(
-    opened: Opened, redis: RedisServer, learned: str, written_as: int
-) -> None:
-    ours = opened()
-    first = await asyncio.wait_for(ask(ours, "normal"), 5)
-    client = RedisClient(redis.url)
-    key = f"{ours._namespace}:budget:{ACCOUNT}"
-    await client.run(ANOTHER_VERSION, [key], learned, written_as)
-    await client.aclose()
-
-    with capture_logs() as logs:
-        ours.settle(first, ONE)
-        await asyncio.wait_for(asyncio.gather(*(ask(ours, lane) for lane in ("batch", "normal", "critical"))), 5)
-
-    assert [each["event"] for each in logs] == [signals.LEARNED_UNREADABLE]
-    ours.learn(ACCOUNT, answered(Told(limit=300)))  # and it goes on learning
-    await asyncio.wait_for(ask(ours, "critical"), 5)
 
 
 async def test_a_lane_whose_turn_for_a_call_has_come_and_that_waits_for_tokens_holds_up_nobody(opened: Opened) -> None:

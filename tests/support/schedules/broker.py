@@ -1,4 +1,4 @@
-"""A broker in memory: as much of what RabbitMQ 4.3 does with quorum queues as the promise depends on (facts.md).
+"""A broker in memory: as much of what RabbitMQ 4.3 does with quorum queues as the promise depends on (docs/facts.md).
 
 A message is with one consumer at a time, within its prefetch. What comes back is served first: a lost channel and
 `reject` count a delivery, `nack` does not, and all count an acquisition. Acknowledgements are frames under way: they
@@ -12,12 +12,12 @@ from typing import Any
 
 from aiormq.exceptions import ChannelInvalidStateError
 
-from topology import names as n
+from lanekeeper.contract import names as n
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.names import Names
 from topology.broker.session import Delivery
-from topology.contract.messages import Message
 from topology.declaration import DELIVERY_LIMIT
 from topology.delays import LEVELS, wait_ms
-from topology.names import Names
 
 NAMES = Names()
 LANE = "critical"

@@ -20,15 +20,16 @@ from consumers.state.base import (
     StoreUnavailable,
 )
 from consumers.state.sqlite.requests import Requests, Times
+from lanekeeper.amqp.publisher import Publisher
+from lanekeeper.contract import names as n
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.problems import ConfirmUnknown
 from tests.support.schedules.broker import Broker, Channel
 from tests.support.schedules.loop import SteppedLoop
 from tests.support.schedules.operation import DELIVERY, Edge
 from tests.support.schedules.promise import Promise
-from topology import names as n
-from topology.broker.publisher import Publisher
 from topology.broker.session import ChannelLost, Delivery
-from topology.contract.messages import Message, Request
-from topology.contract.problems import ConfirmUnknown
+from topology.codec.request import Request
 
 REOPEN_AFTER_S = 0.1
 T = TypeVar("T")

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from consumers.failures import OverloadedError, RejectedError, TransientError
+from lanekeeper.contract import names as n
 from tests.support.schedules.broker import Channel
 from tests.support.schedules.operation import Operation
 from tests.support.schedules.worker import Worker
 from tests.support.schedules.world import BODY, Move, World
-from topology import names as n
 
 JUMPS_S = (0.3, 2.0, 11.0, 130.0, 700.0)
 """Past a pause, a lease, a deadline, and past all that is waited for the store and the broker."""

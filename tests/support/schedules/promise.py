@@ -8,11 +8,12 @@ from typing import NamedTuple
 
 from consumers.job import moment_text
 from consumers.state.base import Copy, Held, Identity
+from lanekeeper.contract import names as n
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.problems import PROBLEMS
 from tests.support.schedules.broker import NAMES, Channel, Entry
 from tests.support.schedules.operation import DELIVERY
-from topology import names as n
-from topology.contract.messages import Message, Request
-from topology.contract.problems import PROBLEMS
+from topology.codec.request import Request
 
 NOT_KEPT = "idempotency_conflict"
 UNKNOWN_BODY = ("poison", "deadline_exceeded")

@@ -26,6 +26,7 @@ from consumers.replies.reply import Replies
 from consumers.replies.retelling import Retelling
 from consumers.retry import RetryPolicy
 from consumers.settle import Settler
+from lanekeeper.telemetry.tracing import Tracing
 from tests.support.jobs import NobodyElse
 from tests.support.schedules.broker import LANE, NAMES, Channel
 from tests.support.schedules.edges import DeliveriesEdge, ProviderEdge, PublisherEdge, SessionEdge, StoreEdge, World
@@ -33,7 +34,6 @@ from tests.support.schedules.loop import SteppedLoop
 from tests.support.schedules.operation import DELIVERY, Edge
 from topology.broker.session import Delivery
 from topology.lanes import CRITICAL
-from topology.telemetry.tracing import Tracing
 
 SPEC = replace(CRITICAL, name=LANE, slots=2)
 GRACE_S = 5.0

@@ -20,11 +20,11 @@ from consumers.state.base import Completion, Identity
 from consumers.state.spec import StoreSpec
 from consumers.state.sqlite.file import SCHEMA
 from consumers.state.sqlite.requests import Requests, Times
+from lanekeeper.contract.messages import Message
 from tests.support.schedules.broker import NAMES, Broker
 from tests.support.schedules.operation import Operation
 from tests.support.schedules.promise import Promise
 from tests.support.schedules.worker import Worker
-from topology.contract.messages import Message
 
 BEGAN_MS = 1_790_000_000_000
 TURN_S = 0.001

@@ -15,8 +15,8 @@ from aiormq.exceptions import (
     ChannelPreconditionFailed,
 )
 
-from topology.broker.driver.border import asks_to_stop, cancellations
-from topology.contract.problems import AccessRefused, BrokerError, BrokerUnreachable, TopologyMismatch
+from lanekeeper.amqp.driver.border import asks_to_stop, cancellations
+from lanekeeper.contract.problems import AccessRefused, BrokerError, BrokerUnreachable, TopologyMismatch
 from topology.model import Binding, Exchange, Queue, Topology
 
 DECLARE_TIMEOUT_S = 30

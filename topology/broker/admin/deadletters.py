@@ -14,11 +14,11 @@ from aiormq.channel import Channel
 from aiormq.exceptions import ChannelAccessRefused
 from pamqp.commands import Basic
 
-from topology.broker.connection import Connection
-from topology.broker.driver.border import border
-from topology.broker.driver.frames import message_of
-from topology.contract.messages import Message
-from topology.contract.problems import AccessRefused, BrokerUnreachable
+from lanekeeper.amqp.connection import Connection
+from lanekeeper.amqp.driver.border import border
+from lanekeeper.amqp.driver.frames import message_of
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.problems import AccessRefused, BrokerUnreachable
 
 RPC_TIMEOUT_S = 10
 

@@ -14,8 +14,8 @@ import aiohttp
 from aiormq.abc import AbstractConnection
 from yarl import URL
 
-from topology.broker.driver.urls import urls_of
-from topology.contract.problems import AccessRefused, BrokerError, BrokerUnreachable
+from lanekeeper.amqp.driver.urls import urls_of
+from lanekeeper.contract.problems import AccessRefused, BrokerError, BrokerUnreachable
 from topology.model import Arguments, Binding, Exchange, Queue, Topology, Value
 
 TIMEOUT_S = 10

@@ -4,8 +4,8 @@ from contextlib import suppress
 
 from aiormq.exceptions import AMQPError
 
-from topology.broker.connection import Connection
-from topology.contract.problems import BrokerError
+from lanekeeper.amqp.connection import Connection
+from lanekeeper.contract.problems import BrokerError
 from topology.model import Topology
 
 RPC_TIMEOUT_S = 30

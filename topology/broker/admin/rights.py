@@ -6,11 +6,11 @@ from contextlib import suppress
 
 from aiormq.exceptions import ChannelAccessRefused, ChannelNotFoundEntity
 
-from topology.broker.connection import Connection
-from topology.broker.driver.border import border
-from topology.broker.publisher import CONFIRM_TIMEOUT_S
+from lanekeeper.amqp.connection import Connection
+from lanekeeper.amqp.driver.border import border
+from lanekeeper.amqp.publisher import CONFIRM_TIMEOUT_S
+from lanekeeper.contract.problems import AccessRefused, BrokerError, BrokerUnreachable, TopologyMismatch
 from topology.broker.session import CLOSE_TIMEOUT_S
-from topology.contract.problems import AccessRefused, BrokerError, BrokerUnreachable, TopologyMismatch
 
 AGAIN_S = 1.0
 SAID_WITHIN_S = 1.0

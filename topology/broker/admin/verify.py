@@ -10,9 +10,9 @@ from typing import Literal
 from aiormq.abc import AbstractChannel, AbstractConnection
 from aiormq.exceptions import ChannelAccessRefused, ChannelNotFoundEntity
 
+from lanekeeper.contract.problems import BrokerError
 from topology.broker.admin.apply import DECLARE_TIMEOUT_S, broker_errors
 from topology.broker.admin.management import Management, is_same_broker
-from topology.contract.problems import BrokerError
 from topology.model import Exchange, Queue, Topology
 from topology.plan import Difference, compare
 

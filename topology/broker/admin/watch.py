@@ -13,16 +13,16 @@ from dataclasses import replace
 
 from aiormq.abc import AbstractConnection
 
+from lanekeeper.amqp.connection import Connection
+from lanekeeper.amqp.driver.border import asks_to_stop
+from lanekeeper.contract.names import Names
+from lanekeeper.contract.problems import BrokerError
+from lanekeeper.telemetry import logs, signals
 from topology.broker.admin.apply import apply, bind, broker_errors
 from topology.broker.admin.management import Management, is_same_broker
 from topology.broker.admin.verify import verify
-from topology.broker.connection import Connection
-from topology.broker.driver.border import asks_to_stop
-from topology.contract.problems import BrokerError
 from topology.model import Topology
-from topology.names import Names
 from topology.plan import Difference, compare
-from topology.telemetry import logs, signals
 
 LOOK_EVERY_S = 45.0
 """So that an exchange deleted or a binding removed is noticed within a minute: 75 questions, 30 ms of CPU."""

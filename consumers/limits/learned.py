@@ -1,0 +1,125 @@
+"""What was learned of an account, as text that names its version, and read back with every value checked. Pure.
+
+Processes of two versions of Lanekeeper share one Redis while a deployment is renewed. Text that this version does not
+understand raises `UnreadableError`; whoever reads it keeps what it knows itself.
+"""
+
+import json
+from collections.abc import Mapping
+from math import inf
+from typing import Any, Final, NamedTuple
+
+VERSION: Final = 1
+"""To be raised whenever a field is added, removed, or means something else."""
+MOST: Final = 1e12
+
+
+class UnreadableError(ValueError):
+    """Another version wrote it, or it is damaged."""
+
+
+class LearnedLimits(NamedTuple):
+    """Of the three limits a minute, in the order of `Amounts`; what each means is told in `adaptive.py`."""
+
+    told: tuple[float | None, ...]
+    told_s: tuple[float, ...]
+    grown: tuple[float, ...]
+    is_silent: bool
+    factors: tuple[float, ...]
+    halved_s: float
+    moved_s: float
+
+
+class LearnedBursts(NamedTuple):
+    """Of the sizes of the three buckets; what each means is told in `burst.py`."""
+
+    proven_s: tuple[float | None, ...]
+    cut: tuple[float, ...]
+    cut_s: float
+    moved_s: float
+
+
+class Learned(NamedTuple):
+    """All of it."""
+
+    limits: LearnedLimits
+    bursts: LearnedBursts
+    paused_until_s: float
+    held_until_s: float
+
+
+def write(learned: Learned) -> str:
+    """As JSON."""
+    return json.dumps(
+        {
+            "version": VERSION,
+            **learned._asdict(),
+            "limits": learned.limits._asdict(),
+            "bursts": learned.bursts._asdict(),
+        }
+    )
+
+
+def read(text: str | bytes) -> Learned:
+    """Raises UnreadableError, whatever the text is."""
+    try:
+        found = json.loads(text)
+        if (version := found["version"]) != VERSION:
+            raise UnreadableError(f"version {version!r}, this process reads {VERSION}")
+        return Learned(
+            _limits(found["limits"]),
+            _bursts(found["bursts"]),
+            _moment(found["paused_until_s"]),
+            _moment(found["held_until_s"]),
+        )
+    except UnreadableError:
+        raise
+    except (ValueError, TypeError, LookupError, RecursionError, OverflowError) as error:
+        raise UnreadableError(f"{type(error).__name__}: {error}") from error
+
+
+def _limits(found: Mapping[str, Any]) -> LearnedLimits:
+    if not isinstance(found["is_silent"], bool):
+        raise UnreadableError("is_silent is neither true nor false")
+    return LearnedLimits(
+        told=_three_or_none(found["told"], least=1.0),
+        told_s=(_moment(found["told_s"][0]), _moment(found["told_s"][1]), _moment(found["told_s"][2])),
+        grown=_three(found["grown"], least=0.0),
+        is_silent=found["is_silent"],
+        factors=_three(found["factors"], least=1e-3, most=1.0),
+        halved_s=_moment(found["halved_s"]),
+        moved_s=_moment(found["moved_s"]),
+    )
+
+
+def _bursts(found: Mapping[str, Any]) -> LearnedBursts:
+    return LearnedBursts(
+        proven_s=_three_or_none(found["proven_s"], least=0.0),
+        cut=_three(found["cut"], least=1e-3, most=1.0),
+        cut_s=_moment(found["cut_s"]),
+        moved_s=_moment(found["moved_s"]),
+    )
+
+
+def _three_or_none(values: Any, *, least: float) -> tuple[float | None, ...]:
+    requests, input_tokens, output_tokens = values
+    return tuple(
+        None if each is None else _number(each, least=least, most=MOST)
+        for each in (requests, input_tokens, output_tokens)
+    )
+
+
+def _three(values: Any, *, least: float, most: float = MOST) -> tuple[float, ...]:
+    requests, input_tokens, output_tokens = values
+    return tuple(_number(each, least=least, most=most) for each in (requests, input_tokens, output_tokens))
+
+
+def _moment(value: Any) -> float:
+    """Since 1970; minus infinity where it never happened."""
+    return _number(value, least=-inf, most=MOST)
+
+
+def _number(value: Any, *, least: float, most: float) -> float:
+    if type(value) not in (int, float) or not least <= value <= most:
+        raise UnreadableError(f"{str(value)[:40]} where a number from {least:g} to {most:g} is expected")
+    return float(value)

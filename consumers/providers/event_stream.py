@@ -1,0 +1,109 @@
+"""Amazon's event stream (`application/vnd.amazon.eventstream`), as Bedrock sends the events of a Message in it.
+
+A frame: total length, length of the headers, CRC of these eight bytes; headers; payload; CRC of all before it. Numbers
+are big-endian. The payload of an event is `{"bytes": "<base64 of Anthropic's event>"}`; a fault is a frame of its own.
+(Amazon Transcribe's documentation, "Event stream encoding"; the vendor's client reads it with botocore, which only
+those need who sign.)
+"""
+
+import base64
+import json
+import struct
+import zlib
+from collections.abc import Mapping
+from typing import Final
+
+from consumers.failures import AnswerTooLargeError, TransientError
+from topology.codec import bounds
+
+_PRELUDE: Final = struct.Struct(">III")
+_CRC: Final = struct.Struct(">I")
+_SIZES: Final = {0: 0, 1: 0, 2: 1, 3: 2, 4: 4, 5: 8, 8: 8, 9: 16}
+"""Bytes of a header's value, by its type; 6 (bytes) and 7 (text) say their length."""
+_FIELDS: Final = 100
+"""Of a frame's payload, which has two or three."""
+_TYPES: Final[Mapping[str, str]] = {
+    "throttlingException": "rate_limit_error",
+    "validationException": "invalid_request_error",
+    "serviceUnavailableException": "overloaded_error",
+    "modelTimeoutException": "timeout_error",
+}
+"""Anthropic's names for Bedrock's faults in the middle of a stream; the others are faults of the service."""
+
+
+class FrameSplitter:
+    """Takes the bytes of a stream in any pieces, gives the data of each event, as `EventSplitter` does."""
+
+    def __init__(self, *, max_event_bytes: int) -> None:
+        self._max_event_bytes = max_event_bytes
+        self._rest = bytearray()
+
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """The data of the events that end in this piece. Raises `TransientError` for what is no such stream."""
+        self._rest += chunk
+        found = []
+        while len(self._rest) >= _PRELUDE.size:
+            size, headers_size, crc = _PRELUDE.unpack_from(self._rest)
+            if zlib.crc32(self._rest[:8]) != crc or size < headers_size + 16:
+                raise _broken("a frame's beginning is damaged")
+            if size > self._max_event_bytes:
+                raise AnswerTooLargeError(f"an event of more than {self._max_event_bytes} bytes")
+            if len(self._rest) < size:
+                break
+            frame = bytes(self._rest[:size])
+            del self._rest[:size]
+            if zlib.crc32(frame[:-4]) != _CRC.unpack(frame[-4:])[0]:
+                raise _broken("a frame is damaged")
+            body = _PRELUDE.size + headers_size
+            if (data := _data(_headers(frame[_PRELUDE.size : body]), frame[body:-4])) is not None:
+                found.append(data)
+        return found
+
+
+def _data(headers: Mapping[str, str], payload: bytes) -> bytes | None:
+    kind = headers.get(":message-type")
+    if kind in ("exception", "error"):
+        code = headers.get(":exception-type") or headers.get(":error-code") or ""
+        said = headers.get(":error-message") or _field(payload, "message") or code
+        return json.dumps({"type": "error", "error": {"type": _TYPES.get(code, "api_error"), "message": said}}).encode()
+    if (encoded := _field(payload, "bytes")) is None:
+        return None
+    try:
+        return base64.b64decode(encoded, validate=True)
+    except ValueError as error:  # binascii.Error, or characters beyond ASCII
+        raise _broken("the data of an event is not base64") from error
+
+
+def _field(payload: bytes, name: str) -> str | None:
+    if bounds.excess(payload, values=_FIELDS) is not None:
+        return None
+    try:
+        fields = json.loads(payload)
+    except (ValueError, RecursionError):
+        return None
+    value = fields.get(name) if isinstance(fields, dict) else None
+    return value if isinstance(value, str) else None
+
+
+def _headers(raw: bytes) -> dict[str, str]:
+    """Those that are text."""
+    found: dict[str, str] = {}
+    at = 0
+    try:
+        while at < len(raw):
+            end = at + 1 + raw[at]
+            name, kind, at = raw[at + 1 : end].decode(), raw[end], end + 1
+            if kind in (6, 7):
+                size = int.from_bytes(raw[at : at + 2], "big")
+                if kind == 7:
+                    found[name] = raw[at + 2 : at + 2 + size].decode()
+                at += 2 + size
+            else:
+                at += _SIZES[kind]
+    except (IndexError, KeyError, UnicodeDecodeError) as error:
+        raise _broken("the headers of a frame cannot be read") from error
+    return found
+
+
+def _broken(what: str) -> TransientError:
+    return TransientError(f"the stream is broken: {what}", type="broken_stream")

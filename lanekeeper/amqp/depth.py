@@ -1,0 +1,39 @@
+"""How many messages wait in a queue, and how many consumers it has.
+
+A passive declare tells both exactly and at once (docs/facts.md, section 9).
+"""
+
+from dataclasses import dataclass
+
+from aiormq.exceptions import ChannelAccessRefused
+
+from lanekeeper.amqp.connection import Connection
+from lanekeeper.amqp.driver.border import border
+from lanekeeper.contract.problems import AccessRefused, BrokerUnreachable
+
+RPC_TIMEOUT_S = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Depth:
+    """`ready` messages wait; those being worked are not counted."""
+
+    ready: int
+    consumers: int
+
+
+async def depths(connection: Connection, queues: list[str]) -> dict[str, Depth]:
+    """The depth of each queue. Raises AccessRefused, BrokerUnreachable (also where a queue is not there)."""
+    channel = await connection.channel(confirms=False, timeout_s=RPC_TIMEOUT_S)
+    try:
+        with border("cannot look at the queues"):
+            found = {}
+            for queue in queues:
+                told = await channel.queue_declare(queue, passive=True, timeout=RPC_TIMEOUT_S)
+                found[queue] = Depth(told.message_count or 0, told.consumer_count or 0)
+            await channel.close(timeout=RPC_TIMEOUT_S)
+    except BrokerUnreachable as error:
+        if isinstance(error.__cause__, ChannelAccessRefused):
+            raise AccessRefused(f"{error}: from 4.3 on, a user needs some right to a queue to see it") from error
+        raise
+    return found

@@ -1,0 +1,54 @@
+"""Direct reply-to: replies come to the channel that published, from no queue; unacknowledged, at most once.
+
+replies = DirectReplies(on_reply=…, on_lost=…)
+publisher = Publisher(connection, tracing=tracing, on_channel=replies.consume)
+"""
+
+from collections.abc import Callable
+from contextlib import suppress
+
+from aiormq.abc import DeliveredMessage
+from aiormq.channel import Channel
+from aiormq.exceptions import ChannelAccessRefused
+
+from lanekeeper.amqp.driver.border import border
+from lanekeeper.amqp.driver.frames import message_of
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.names import DIRECT_REPLY_TO
+from lanekeeper.contract.problems import AccessRefused, BrokerUnreachable
+
+RPC_TIMEOUT_S = 30
+CLOSE_TIMEOUT_S = 3
+
+
+class DirectReplies:
+    """Takes them on the channel of a publisher, and on the next one when that is lost."""
+
+    def __init__(self, *, on_reply: Callable[[Message], None], on_lost: Callable[[], None]) -> None:
+        """`on_lost`: the channel has closed, and nothing that was published on it is answered any more."""
+        self._on_reply = on_reply
+        self._on_lost = on_lost
+        self._channel: Channel | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._channel is not None and not self._channel.is_closed
+
+    async def consume(self, channel: Channel) -> None:
+        """For `on_channel`: the broker wants it before the first publish. Raises BrokerUnreachable, AccessRefused."""
+        with border("no direct replies"):
+            try:
+                await channel.basic_consume(DIRECT_REPLY_TO, self._on_delivery, no_ack=True, timeout=RPC_TIMEOUT_S)
+            except ChannelAccessRefused as error:
+                raise AccessRefused(str(error)) from error
+        self._channel = channel
+        channel.closing.add_done_callback(lambda _: self._on_lost())
+
+    async def close(self) -> None:
+        """Close the channel."""
+        if self._channel is not None:
+            with suppress(BrokerUnreachable), border("closing"):
+                await self._channel.close(timeout=CLOSE_TIMEOUT_S)
+
+    async def _on_delivery(self, delivered: DeliveredMessage) -> None:
+        self._on_reply(message_of(delivered))

@@ -1,0 +1,142 @@
+"""AMQP frames to our `Message` and back, whatever a client put into them.
+
+pamqp raises on bytes that are not UTF-8, on timestamps past the year 9999 and on deeply nested tables. It does so in
+the task that reads the connection: one such message would end the connection, be delivered again, and end the next one.
+And it reads what it cannot write again (a double of 1e300), so that a retry or a dead letter would fail for ever.
+`tolerate()` mends both: what can be read can be written (`fields.py`), and what cannot is named; the codec then refuses
+the message.
+"""
+
+import struct
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+from aiormq.abc import DeliveredMessage
+from pamqp import decode, encode
+from pamqp.commands import Basic
+from pamqp.header import ContentHeader
+
+from lanekeeper.amqp.driver import fields
+from lanekeeper.contract.messages import UNREADABLE, Headers, Message
+
+HEADERS_BYTES = 64 * 1024
+"""Of headers that are read. All properties must fit one frame of 128 KiB with what a hop adds to them: the broker
+answers a larger one by closing the connection (501 FRAME_ERROR), and with it everybody else's publishes."""
+NESTED_LEVELS = 16
+_MORE_FLAGS = 1
+_SKIP: dict[str, Callable[[bytes], int]] = {
+    "shortstr": lambda data: 1 + data[0],
+    "octet": lambda data: 1,
+    "timestamp": lambda data: 8,
+    "table": lambda data: 4 + int(struct.unpack(">I", data[:4])[0]),
+}
+_BROKEN = (ValueError, OverflowError, OSError, RecursionError, KeyError, IndexError, TypeError, struct.error)
+
+
+def tolerate() -> None:
+    """Make pamqp survive what it would raise on. Safe to call more than once."""
+    decode.METHODS["shortstr"] = _read_short_str
+    encode.METHODS["table"] = fields.write
+    Basic.Properties.unmarshal = _unmarshal_properties  # type: ignore[method-assign]
+    ContentHeader._get_flags = staticmethod(_read_flags)  # type: ignore[method-assign]
+
+
+def message_of(delivered: DeliveredMessage) -> Message:
+    """The message that a `Basic.Deliver` or `Basic.Return` brought."""
+    properties = delivered.header.properties
+    timestamp = properties.timestamp
+    return Message(
+        body=delivered.body,
+        exchange=delivered.delivery.exchange or "",  # type: ignore[union-attr]
+        routing_key=delivered.delivery.routing_key or "",  # type: ignore[union-attr]
+        headers=properties.headers or {},
+        content_type=properties.content_type,
+        content_encoding=properties.content_encoding,
+        message_id=properties.message_id,
+        correlation_id=properties.correlation_id,
+        reply_to=properties.reply_to,
+        priority=properties.priority,
+        type=properties.message_type,
+        expiration=properties.expiration,
+        timestamp_s=timestamp.timestamp() if isinstance(timestamp, datetime) else None,
+        user_id=properties.user_id,
+        app_id=properties.app_id,
+        persistent=properties.delivery_mode != 1,
+    )
+
+
+def properties_of(message: Message) -> Basic.Properties:
+    """The properties that `message` is published with."""
+    timestamp = message.timestamp_s
+    return Basic.Properties(
+        headers={key: value for key, value in message.headers.items() if key != UNREADABLE} or None,
+        content_type=message.content_type,
+        content_encoding=message.content_encoding,
+        message_id=message.message_id,
+        correlation_id=message.correlation_id,
+        reply_to=message.reply_to,
+        priority=message.priority,
+        message_type=message.type,
+        expiration=message.expiration,
+        timestamp=None if timestamp is None else datetime.fromtimestamp(timestamp, tz=UTC),
+        user_id=message.user_id,
+        app_id=message.app_id,
+        delivery_mode=2 if message.persistent else 1,
+    )
+
+
+def _unmarshal_properties(self: Any, flags: int, data: bytes) -> None:
+    """As pamqp's own, but a property that cannot be read is passed over and named in the headers."""
+    unreadable = ["flags (more than there are properties)"] if flags & _MORE_FLAGS else []
+    for name in self.__slots__:
+        if not flags & self.flags[name]:
+            continue
+        kind = getattr(self.__class__, f"_{name}")
+        try:
+            consumed, value = _read_headers(data) if kind == "table" else _METHOD_OF[kind](data)
+        except _BROKEN as error:
+            unreadable.append(f"{name} ({_reason(error)})")
+            try:
+                consumed, value = _SKIP[kind](data), None
+            except _BROKEN:
+                break
+        setattr(self, name, value)
+        data = data[consumed:]
+    if unreadable:
+        self.headers = self.headers or Headers()
+        self.headers[UNREADABLE] = ", ".join(unreadable)
+
+
+def _read_flags(data: bytes) -> tuple[int, int]:
+    """Bytes read, and the flags. No client sends more than one word of them; brokers of 3.x pass on what says that
+    another one follows, whether it does or not, and pamqp raises where it does not."""
+    return 2, int.from_bytes(data[:2], "big")
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, fields.TooMuch) else type(error).__name__
+
+
+def _read_headers(data: bytes) -> tuple[int, Headers]:
+    size = int(struct.unpack_from(">I", data)[0])
+    if size > HEADERS_BYTES:  # before it is read: a hundred thousand headers block everybody for a while
+        raise fields.TooMuch(f"{size} bytes, allowed are {HEADERS_BYTES}")
+    return fields.read(data, levels=NESTED_LEVELS)
+
+
+def _read_short_str(value: bytes) -> tuple[int, str]:
+    """For routing keys, which nobody could name: what is not UTF-8 becomes `?`, byte by byte, and so gets no longer."""
+    length = value[0]
+    text = value[1 : length + 1]
+    try:
+        return length + 1, text.decode()
+    except UnicodeDecodeError:
+        return length + 1, text.decode("ascii", errors="replace").replace("\ufffd", "?")
+
+
+_METHOD_OF: dict[str, Callable[[bytes], tuple[int, Any]]] = {
+    "shortstr": decode.short_str,  # strict: a property that is not UTF-8 is unreadable
+    "octet": decode.octet,
+    "timestamp": decode.timestamp,
+}

@@ -1,0 +1,230 @@
+"""Publishing: nothing is published until the broker has confirmed it, and a return is an error.
+
+`publish` makes one attempt; `publish_surely` repeats it until the broker has taken the message or the time is over.
+"""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from aiormq.channel import Channel
+from aiormq.exceptions import (
+    AMQPError,
+    ChannelAccessRefused,
+    ChannelInvalidStateError,
+    ChannelNotFoundEntity,
+    DeliveryError,
+    PublishError,
+)
+
+from lanekeeper.amqp.connection import Connection
+from lanekeeper.amqp.driver.border import asks_to_stop, is_nameless
+from lanekeeper.amqp.driver.frames import properties_of
+from lanekeeper.amqp.limit import SMALL_BYTES, MessageLimit
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.problems import (
+    AccessRefused,
+    BrokerBlocked,
+    BrokerError,
+    BrokerUnreachable,
+    ConfirmUnknown,
+    MessageTooLarge,
+    PublishRefused,
+    TopologyMismatch,
+    Unroutable,
+)
+from lanekeeper.telemetry.tracing import Tracing
+
+CONFIRM_TIMEOUT_S = 10.0
+CONFIRM_LEAST_S = 1.0
+"""For the confirm of what could be published at last, after most of its time was waited for the broker."""
+SURELY_WITHIN_S = 100.0
+"""Long enough for a broker's restart; then the delivery goes back, and what is stored is told when it comes again."""
+DEFAULT_EXCHANGE = "amq.default"
+"""The default exchange in the broker's errors. They name the exchange that is meant, and end the whole channel."""
+
+
+class Publisher:
+    """Publishes over one connection, on a channel with confirms."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        *,
+        tracing: Tracing,
+        on_missing: Callable[[], None] | None = None,
+        on_channel: Callable[[Channel], Awaitable[None]] | None = None,
+    ) -> None:
+        """`on_missing`: called when an exchange, or a queue behind it, is not there; somebody may look what else.
+        `on_channel`: called with each channel before anything is published on it."""
+        self.connection = connection
+        self._tracing = tracing
+        self._confirming: Channel | None = None
+        self._opening = asyncio.Lock()
+        self._in_flight: dict[str, asyncio.Event] = {}
+        self._on_missing = on_missing
+        self._on_channel = on_channel
+        self._limit = MessageLimit(connection)
+
+    async def refuses(self, size: int) -> int | None:
+        """The limit of the broker's that a body of so many bytes is over; None where it may be published, or where that
+        cannot be found out now: `publish` looks again."""
+        try:
+            await self._limit.check(size)
+        except MessageTooLarge as error:
+            return error.limit
+        except BrokerUnreachable:
+            return None
+        return None
+
+    async def publish(
+        self,
+        message: Message,
+        *,
+        exchange: str,
+        routing_key: str,
+        mandatory: bool = True,
+        timeout_s: float = CONFIRM_TIMEOUT_S,
+        traced: bool = True,
+    ) -> None:
+        """Publish once and wait for the confirm.
+
+        Raises Unroutable (returned), PublishRefused (nack), ConfirmUnknown (no confirm: it may be there or not),
+        BrokerBlocked (an alarm, for all of the time: nothing was published), BrokerUnreachable, AccessRefused,
+        MessageTooLarge (not sent), TopologyMismatch (no such exchange). `traced` false: no span, for the parts of a
+        stream.
+        """
+        if len(message.body) > SMALL_BYTES:
+            await self._limit.check(len(message.body))
+        span: AbstractContextManager[Any] = (
+            self._tracing.send(message, exchange=exchange, routing_key=routing_key) if traced else nullcontext()
+        )
+        with span:
+            if self.connection.blocked is not None or not self.connection.is_open:
+                # not handed to a connection that the broker does not read: it would go out with the alarm's end
+                end = asyncio.get_running_loop().time() + timeout_s
+                await self.connection.flowing(timeout_s=timeout_s)
+                timeout_s = max(CONFIRM_LEAST_S, end - asyncio.get_running_loop().time())
+            channel = await self._confirm_channel(timeout_s=timeout_s)
+            turn = await self._take_turn(message.message_id) if mandatory and message.message_id else None
+            try:
+                await channel.basic_publish(
+                    message.body,
+                    exchange=exchange,
+                    routing_key=routing_key,
+                    properties=properties_of(message),
+                    mandatory=mandatory,
+                    timeout=timeout_s,
+                    wait=False,
+                )
+            except PublishError as error:
+                raise Unroutable(f"no queue takes {routing_key!r} from exchange {exchange!r}") from error
+            except DeliveryError as error:
+                raise PublishRefused(
+                    f"the broker refused {routing_key!r}: a queue that it goes to is full; try again later"
+                ) from error
+            except (ChannelNotFoundEntity, ChannelAccessRefused) as error:
+                if f"'{exchange or DEFAULT_EXCHANGE}'" not in str(error):
+                    raise ConfirmUnknown(f"channel lost by another publish: {error}") from error
+                if isinstance(error, ChannelAccessRefused):
+                    raise AccessRefused(str(error)) from error
+                raise TopologyMismatch(f"{error}; run: lanekeeper topology apply") from error
+            except TimeoutError as error:
+                why = f": the broker reads nothing, {self.connection.blocked}" if self.connection.blocked else ""
+                raise ConfirmUnknown(f"no confirm for {routing_key!r} within {timeout_s:g} s{why}") from error
+            except (AMQPError, ChannelInvalidStateError, RuntimeError, OSError) as error:
+                raise ConfirmUnknown(f"connection lost while publishing {routing_key!r}: {error}") from error
+            except asyncio.CancelledError:
+                if asks_to_stop():
+                    raise
+                raise ConfirmUnknown(f"connection lost while publishing {routing_key!r}") from None
+            except Exception as error:
+                if not is_nameless(error):
+                    raise
+                raise ConfirmUnknown(f"connection lost while publishing {routing_key!r}") from error
+            finally:
+                if turn is not None:
+                    del self._in_flight[message.message_id or ""]
+                    turn.set()
+
+    async def publish_surely(
+        self,
+        message: Message,
+        *,
+        exchange: str,
+        routing_key: str,
+        mandatory: bool = True,
+        within_s: float = SURELY_WITHIN_S,
+        refused_within_s: float = 60,
+        gives_up_on: tuple[type[BrokerError], ...] = (),
+    ) -> None:
+        """Publish until the broker has confirmed it, `within_s` at most; the last error is raised then.
+
+        `refused_within_s`: how long a refusal (nack) is answered with another try. The message may be published more
+        than once. Raised at once: AccessRefused, MessageTooLarge; what the caller names in `gives_up_on`; Unroutable
+        from the default exchange (a requester that has gone), while from one of ours a queue must come back.
+        The error's `maybe_published` says whether any of the tries was left without a confirm.
+        """
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        end = began + within_s
+        pause_s = 0.05
+        maybe_published = False
+        while True:
+            if BrokerBlocked in gives_up_on and self.connection.blocked is not None:
+                blocked = BrokerBlocked(
+                    f"the broker at {self.connection.address} takes nothing: {self.connection.blocked} (a memory or "
+                    "disk alarm; `rabbitmqctl status` says which); try again later, under the same message_id"
+                )
+                blocked.maybe_published = maybe_published
+                raise blocked
+            left_s = max(CONFIRM_LEAST_S, end - loop.time())
+            try:
+                await self.publish(
+                    message,
+                    exchange=exchange,
+                    routing_key=routing_key,
+                    mandatory=mandatory,
+                    timeout_s=min(CONFIRM_TIMEOUT_S, left_s),
+                )
+            except BrokerError as error:
+                maybe_published = error.maybe_published = maybe_published or error.maybe_published
+                if isinstance(error, TopologyMismatch | Unroutable) and exchange and self._on_missing is not None:
+                    self._on_missing()
+                if isinstance(error, (AccessRefused, MessageTooLarge, *gives_up_on)) or (
+                    isinstance(error, Unroutable) and not exchange
+                ):
+                    raise
+                if isinstance(error, PublishRefused) and loop.time() + pause_s > began + refused_within_s:
+                    raise
+                if loop.time() + pause_s > end:
+                    raise
+                await asyncio.sleep(pause_s * random.uniform(0.5, 1))
+                pause_s = min(2.0, pause_s * 2)
+            else:
+                return
+
+    async def _confirm_channel(self, *, timeout_s: float) -> Channel:
+        channel = self._confirming
+        if channel is not None and not channel.is_closed:
+            return channel
+        await self.connection.underlying(timeout_s=timeout_s)  # all wait for it together, not one after the other
+        async with self._opening:
+            if self._confirming is None or self._confirming.is_closed:
+                channel = await self.connection.channel(confirms=True, timeout_s=timeout_s)
+                if self._on_channel is not None:
+                    await self._on_channel(channel)
+                self._confirming = channel
+            return self._confirming
+
+    async def _take_turn(self, message_id: str) -> asyncio.Event:
+        """Wait until no other mandatory publish of this message id is in flight.
+
+        aiormq matches returned messages by their id (docs/facts.md, section 4).
+        """
+        while (other := self._in_flight.get(message_id)) is not None:
+            await other.wait()
+        done = self._in_flight[message_id] = asyncio.Event()
+        return done

@@ -1,0 +1,261 @@
+"""Our own Python client: publish a request, wait for its answer or read its parts; cancel it, fetch how it ended.
+
+async with Client("amqp://guest:guest@localhost:5672/") as client:
+    reply = await client.request({"prompt": "Name three rivers."}, key="critical.docs.example")
+    print(reply.text)
+    id = await client.publish({"prompt": "Name all rivers."}, key="batch.docs.example")
+    later = await client.result(id, wait_s=600)
+"""
+
+import asyncio
+import ssl
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import AsyncExitStack, aclosing
+from types import TracebackType
+from typing import Any, Self, Unpack
+from urllib.parse import unquote, urlsplit
+
+from lanekeeper.abandoned import Abandoned
+from lanekeeper.amqp.connection import Connection
+from lanekeeper.amqp.depth import Depth, depths
+from lanekeeper.amqp.driver.urls import urls_of
+from lanekeeper.amqp.publisher import Publisher
+from lanekeeper.contract import names as n
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.names import Names
+from lanekeeper.contract.problems import (
+    AccessRefused,
+    BrokerBlocked,
+    BrokerError,
+    PublishRefused,
+    TopologyMismatch,
+)
+from lanekeeper.control import Cancelled, Control, ControlRefused, NoReply, NotEnded, no_answer
+from lanekeeper.options import Wishes, bound_s, message_of
+from lanekeeper.replies import Final, Part, final_of, part_of
+from lanekeeper.reply_queue import ReplyLost, ReplyQueue, next_of
+from lanekeeper.telemetry.tracing import Tracing
+
+PUBLISH_WITHIN_S = 30.0
+REFUSED_WITHIN_S = 2.0
+"""A lane that is full is seldom empty a moment later: whoever asks is told."""
+
+
+class Client:
+    """One connection, and on it a channel for requests and their replies, and another for what is said of them: where
+    a user may not cancel, the broker closes that one, and no answer is lost with it.
+
+    Replies come by direct reply-to: that needs no right to declare anything.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        names: Names | None = None,
+        ssl_context: ssl.SSLContext | None = None,
+        tracing: Tracing | None = None,
+        publish_within_s: float = PUBLISH_WITHIN_S,
+        cancel_abandoned: bool = True,
+        identified: bool = False,
+    ) -> None:
+        """`cancel_abandoned`: a request whose caller is cancelled (`wait_for`, a task group, Ctrl-C), or leaves its
+        stream early, is cancelled too. False: it runs on, and its result can be fetched.
+
+        `identified`: everything carries `user_id`, the connection's user, which the broker checks, so that requests are
+        its own alone. Workers may require it (docs/production.md)."""
+        self._names = names or Names()
+        self._user = unquote(urlsplit(urls_of(url)[0]).username or "guest")
+        self._own = self._user if identified else None
+        self._connection = Connection(url, name="lanekeeper client", ssl_context=ssl_context)
+        tracing = tracing or Tracing()
+        self._replies = ReplyQueue()
+        self._publisher = Publisher(self._connection, tracing=tracing, on_channel=self._replies.direct.consume)
+        self._publish_within_s = publish_within_s
+        answers = ReplyQueue()
+        asking = Publisher(self._connection, tracing=tracing, on_channel=answers.direct.consume)
+        self._control = Control(asking, answers, names=self._names, user=self._user)
+        self._abandoned = Abandoned(self._control, is_on=cancel_abandoned)
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        """Connect. Raises BrokerUnreachable, AccessRefused."""
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self._connection)
+            stack.push_async_callback(self._abandoned.finish)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    async def publish(self, body: Mapping[str, Any] | bytes, *, key: str, **wishes: Unpack[Wishes]) -> str:
+        """Publish and wait for no answer. The request's id, by which its `result` can be fetched.
+
+        Raises PublishRefused (the lane is full), BrokerUnreachable, ConfirmUnknown, AccessRefused, TopologyMismatch.
+        """
+        message = self._message(body, wishes, stream=False)
+        await self._publish(message, key=key)
+        assert message.message_id is not None
+        return message.message_id
+
+    async def request(
+        self,
+        body: Mapping[str, Any] | bytes,
+        *,
+        key: str,
+        timeout_s: float | None = None,
+        **wishes: Unpack[Wishes],
+    ) -> Final:
+        """Publish and wait for the answer. Raises as `publish`, and Problem, NoReply (after `timeout_s`), ReplyLost.
+
+        Cancelled while it waits, it has the request cancelled as well (see `cancel_abandoned`): the id has ended so.
+
+        Where the connection is lost meanwhile, the next one fetches what is kept under the request's id; or, where the
+        caller gave the id or the user may not ask, publishes it again: that also tells whether the id was used with
+        another body before. ReplyLost where no connection comes in time.
+        """
+        message = self._message(body, wishes, stream=False)
+        timeout_s = bound_s(message) if timeout_s is None else timeout_s
+        try:
+            return await self._answer(message, key, timeout_s, wishes)
+        except asyncio.CancelledError:
+            self._abandon(message, wishes)
+            raise
+
+    async def stream(
+        self,
+        body: Mapping[str, Any] | bytes,
+        *,
+        key: str,
+        timeout_s: float | None = None,
+        **wishes: Unpack[Wishes],
+    ) -> AsyncGenerator[Part | Final, None]:
+        """Publish and yield the answer's parts as they come, the whole answer last.
+
+        Left before its end (`break`, `aclose`, cancellation), it has the request cancelled (see `cancel_abandoned`).
+
+        Raises as `publish`, and Problem, NoReply, and ReplyLost where the connection is lost: parts are gone with it,
+        the whole answer can be fetched (`result`).
+        """
+        message = self._message(body, wishes, stream=True)
+        timeout_s = bound_s(message) if timeout_s is None else timeout_s
+        reply: Part | Final | None = None
+        try:
+            async with aclosing(self._replied(message, key, _end(timeout_s))) as replies:
+                async for reply in replies:
+                    yield reply
+        except TimeoutError:
+            raise no_answer(message.message_id, timeout_s) from None
+        except (asyncio.CancelledError, GeneratorExit):
+            if not isinstance(reply, Final):
+                self._abandon(message, wishes)
+            raise
+
+    async def cancel(self, id: str, *, tenant: str | None = None) -> Cancelled:
+        """Cancel a request wherever it is: `recorded`, `told` to its worker, `ended` before, or `unseen` (`Cancelled`).
+
+        Raises ControlRefused, NoReply (no worker runs; the next one records it), AccessRefused, TopologyMismatch,
+        BrokerUnreachable.
+        """
+        return await self._control.cancel(id, tenant=tenant or self._own)
+
+    async def result(self, id: str, *, tenant: str | None = None, wait_s: float = 0) -> Final:
+        """How a request ended, whoever waited for it; for `wait_s` it is asked for again and again.
+
+        Raises Problem where it ended in an error, NotEnded, ControlRefused, NoReply (no worker runs), AccessRefused,
+        TopologyMismatch, BrokerUnreachable.
+        """
+        return await self._control.result(id, tenant=tenant or self._own, end=_end(wait_s))
+
+    async def depth(self, lane: str) -> Depth | None:
+        """What waits in a lane's intake, and how many workers take it; None where this user may not look at it."""
+        queue = self._names.intake(lane)
+        try:
+            return (await depths(self._connection, [queue]))[queue]
+        except BrokerError:
+            return None
+
+    def _message(self, body: Mapping[str, Any] | bytes, wishes: Wishes, *, stream: bool) -> Message:
+        if self._own is not None:
+            wishes.setdefault("tenant", self._own)
+        return message_of(body, wishes, stream=stream, user=self._user)
+
+    async def _answer(self, message: Message, key: str, timeout_s: float | None, wishes: Wishes) -> Final:
+        end = _end(timeout_s)
+        while True:
+            try:
+                async with aclosing(self._replied(message, key, end)) as replies:
+                    async for reply in replies:
+                        if isinstance(reply, Final):
+                            return reply
+            except TimeoutError:
+                raise no_answer(message.message_id, timeout_s) from None
+            except ReplyLost as lost:
+                if "message_id" in wishes:
+                    continue
+                try:
+                    return await self._kept(message, wishes.get("tenant"), timeout_s, end, lost)
+                except AccessRefused:
+                    continue  # a user that may not ask for results may publish again, and is told how it ended
+
+    def _abandon(self, message: Message, wishes: Wishes) -> None:
+        """Nobody waits for it any more."""
+        if message.reply_to is not None:  # else it was not published yet
+            assert message.message_id is not None
+            self._abandoned.cancel(message.message_id, tenant=wishes.get("tenant"))
+
+    async def _replied(self, message: Message, key: str, end: float | None) -> AsyncGenerator[Part | Final, None]:
+        """Publish, and give what is replied. Raises TimeoutError at `end` (by the loop's clock), ReplyLost."""
+        with self._replies.expecting(message) as arrived:
+            await self._publish(message, key=key)
+            self._replies.published(arrived)
+            while True:
+                reply = await next_of(arrived, end=end)
+                if n.STATUS in reply.headers:
+                    yield final_of(reply)
+                    return
+                yield part_of(reply)
+
+    async def _kept(
+        self, message: Message, tenant: str | None, timeout_s: float | None, end: float | None, lost: ReplyLost
+    ) -> Final:
+        """The answer to a request whose reply was lost, as soon as it is kept under its id. Raises AccessRefused, …"""
+        assert message.message_id is not None
+        try:
+            return await self._control.result(message.message_id, tenant=tenant, end=end)
+        except (NotEnded, NoReply):
+            raise no_answer(message.message_id, timeout_s) from None
+        except AccessRefused:
+            raise
+        except (BrokerError, ControlRefused) as error:
+            raise ReplyLost(f"{lost}; fetching its result failed: {error}") from error
+
+    async def _publish(self, message: Message, *, key: str) -> None:
+        deadline_ms = message.headers.get(n.DEADLINE_MS)
+        within_s = self._publish_within_s
+        if isinstance(deadline_ms, int):
+            within_s = min(within_s, deadline_ms / 1000)  # later it would be answered that it is too late
+        try:
+            await self._publisher.publish_surely(
+                message,
+                exchange=self._names.requests,
+                routing_key=key,
+                within_s=within_s,
+                refused_within_s=min(REFUSED_WITHIN_S, within_s),
+                gives_up_on=(TopologyMismatch, BrokerBlocked),
+            )
+        except PublishRefused as error:
+            lane = key.partition(".")[0]
+            depth = await self.depth(lane)
+            holds = "" if depth is None else f" holds {depth.ready} requests and"
+            full = PublishRefused(f"the lane is full: {self._names.intake(lane)}{holds} takes no more; try again later")
+            full.maybe_published = error.maybe_published
+            raise full from error
+
+
+def _end(timeout_s: float | None) -> float | None:
+    """When a time that begins now is over, by the loop's clock."""
+    return None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s

@@ -1,0 +1,207 @@
+"""What a requester says over `lane.control`, to cancel a request or to fetch its result, and how it is answered.
+
+    key     body                           any one worker answers, with `x-lane-control`
+    cancel  {"cancel": id, "tenant": "…"}  accepted: {"id", "outcome": "recorded" | "told" | "ended" | "unseen"}
+    result  {"result": id, "tenant": "…"}  pending: {"id", "status": "running" | "waiting" | "unknown", "due_at": "…"};
+                                           once it has ended the final reply again, with `x-lane-status` in its place
+    both    what is not allowed            error: a problem document
+
+A cancellation is kept until it has been recorded; a question that nobody awaits any more is dropped by the broker.
+A tenant is believed of the user that the broker has checked (`user_id`), and so it is said together with that one.
+"""
+
+import asyncio
+import json
+import uuid
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any, Literal, TypeAlias
+
+from lanekeeper.amqp.publisher import Publisher
+from lanekeeper.contract import names as n
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.names import Names
+from lanekeeper.contract.problems import AccessRefused, BrokerError, LanekeeperError, TopologyMismatch, Unroutable
+from lanekeeper.replies import Final, final_of
+from lanekeeper.reply_queue import ReplyQueue, next_of
+
+ANSWERED_WITHIN_S = 5.0
+"""A worker answers from its store, in milliseconds; where none does for so long, none takes control messages."""
+ASK_AGAIN_FIRST_S = 0.1
+ASK_AGAIN_CAP_S = 5.0
+"""Between two questions for one result."""
+
+Cancelled: TypeAlias = Literal["recorded", "told", "ended", "unseen"]
+"""`recorded`: it ends as cancelled, wherever it waits. `told`: it runs, and its worker stops it. `ended`: too late.
+`unseen`: no worker has seen such a request; when it comes, within the longest lane's deadline, it ends as cancelled."""
+
+
+class NoReply(LanekeeperError):
+    """No reply came in time: no final one to a request, or none from any worker to a control message."""
+
+
+class ControlRefused(LanekeeperError):
+    """A worker does not do what was asked over `lane.control`: the tenant is another's, or the id is none."""
+
+    def __init__(self, document: Mapping[str, Any]) -> None:
+        self.fields = document
+        """The problem document's, as it came."""
+        super().__init__(f"refused by the worker: {document.get('detail', 'no detail')}")
+
+    @property
+    def is_passing(self) -> bool:
+        """Whether the same may be asked again later: its tenant has asked too much."""
+        return bool(self.fields.get("retryable"))
+
+
+class NotEnded(LanekeeperError):
+    """There is no result yet. `status` says why: `running`, `waiting`, or `unknown`."""
+
+    def __init__(self, id: str, status: str, *, attempts: int = 0, due_at: datetime | None = None) -> None:
+        self.id = id
+        self.status = status
+        self.attempts = attempts
+        """Attempts that were made so far."""
+        self.due_at = due_at
+        """When its next attempt, or the first, may begin; None where that is not known."""
+        super().__init__(
+            f"request {id} has no result yet: {status}, {self._hint()}; to wait: lanekeeper result --wait 20s {id}"
+        )
+
+    def _hint(self) -> str:
+        match self.status:
+            case "running":
+                return "a worker is at it"
+            case "waiting":
+                when = "" if self.due_at is None else f", due at {self.due_at.isoformat(timespec='seconds')}"
+                made = f"attempt {self.attempts} was made, it waits for the next" if self.attempts else "not begun yet"
+                return f"{made}{when}"
+            case "unknown":
+                return "no worker has seen it: it waits in its lane, was never published, or ended too long ago"
+            case _:
+                return "ask again later"
+
+
+class Control:
+    """Says it, as `user` (the connection's), and reads the answers."""
+
+    def __init__(self, publisher: Publisher, replies: ReplyQueue, *, names: Names, user: str) -> None:
+        self._publisher = publisher
+        self._replies = replies
+        self._names = names
+        self._user = user
+
+    async def cancel(self, id: str, *, tenant: str | None) -> Cancelled:
+        """Raises ControlRefused, NoReply (it is kept), AccessRefused, TopologyMismatch, other BrokerErrors."""
+        return outcome_of(await self._asked(cancellation(id, tenant=tenant, user=self._user)))
+
+    async def result(self, id: str, *, tenant: str | None, end: float | None) -> Final:
+        """Ask until it has ended, the last time at `end` (by the loop's clock).
+
+        None: for as long as the broker is there. Raises Problem, NotEnded, ControlRefused, NoReply, AccessRefused,
+        TopologyMismatch, other BrokerErrors.
+        """
+        loop = asyncio.get_running_loop()
+        pause_s = ASK_AGAIN_FIRST_S
+        while True:
+            try:
+                return result_of(await self._asked(question(id, tenant=tenant, user=self._user)))
+            except (AccessRefused, TopologyMismatch):
+                raise
+            except (NotEnded, NoReply, BrokerError, ControlRefused) as error:
+                if isinstance(error, ControlRefused) and not error.is_passing:
+                    raise
+                over = isinstance(error, BrokerError) if end is None else loop.time() >= end
+                if over:
+                    raise
+            await asyncio.sleep(pause_s if end is None else max(0.0, min(pause_s, end - loop.time())))
+            pause_s = min(ASK_AGAIN_CAP_S, pause_s * 1.5)
+
+    async def cancel_unheard(self, id: str, *, tenant: str | None, within_s: float) -> None:
+        """Have a request cancelled, and wait for the broker alone, which keeps it. Raises BrokerError."""
+        message = cancellation(id, tenant=tenant, user=self._user)
+        await self._say(message, within_s=within_s)
+
+    async def _say(self, message: Message, *, within_s: float) -> None:
+        try:
+            await self._publisher.publish_surely(
+                message,
+                exchange=self._names.control,
+                routing_key=message.type or "",
+                within_s=within_s,
+                gives_up_on=(TopologyMismatch, Unroutable),
+            )
+        except Unroutable as error:
+            raise TopologyMismatch(f"{error}; run: lanekeeper topology apply") from error
+
+    async def _asked(self, message: Message) -> Message:
+        """Any one worker's answer."""
+        with self._replies.expecting(message) as arrived:
+            await self._say(message, within_s=ANSWERED_WITHIN_S)
+            self._replies.published(arrived)
+            try:
+                return await next_of(arrived, end=asyncio.get_running_loop().time() + ANSWERED_WITHIN_S)
+            except TimeoutError:
+                kept = "; it is recorded as soon as one runs" if message.persistent else ""
+                raise NoReply(
+                    f"no worker answered within {ANSWERED_WITHIN_S:g} s{kept}: "
+                    "start one with `lanekeeper serve` or `lanekeeper consume`"
+                ) from None
+
+
+def no_answer(id: str | None, timeout_s: float | None) -> NoReply:
+    """To a request, within its time."""
+    return NoReply(
+        f"no answer to {id} within {timeout_s:g} s; it may still come, and is kept: lanekeeper result {id}. "
+        "Is a worker running? Ask: lanekeeper status"
+    )
+
+
+def cancellation(id: str, *, tenant: str | None, user: str) -> Message:
+    """Ask for a request to be cancelled."""
+    return _message(n.CANCEL_KEY, id, tenant=tenant, user=user)
+
+
+def question(id: str, *, tenant: str | None, user: str) -> Message:
+    """Ask how a request ended."""
+    message = _message(n.RESULT_KEY, id, tenant=tenant, user=user)
+    message.persistent = False
+    message.expiration = str(round(ANSWERED_WITHIN_S * 1000))
+    return message
+
+
+def outcome_of(reply: Message) -> Cancelled:
+    """What a cancellation came to. Raises ControlRefused."""
+    _see_that_it_is_done(reply)
+    outcome: Cancelled = json.loads(reply.body)["outcome"]
+    return outcome
+
+
+def result_of(reply: Message) -> Final:
+    """How a request ended. Raises Problem where that was an error, NotEnded, ControlRefused."""
+    _see_that_it_is_done(reply)
+    if n.STATUS in reply.headers:
+        return final_of(reply)
+    found = json.loads(reply.body)
+    due_at = found.get("due_at")
+    raise NotEnded(
+        str(found["id"]),
+        str(found["status"]),
+        attempts=int(found.get("attempts", 0)),
+        due_at=None if due_at is None else datetime.fromisoformat(due_at),
+    )
+
+
+def _message(key: str, id: str, *, tenant: str | None, user: str) -> Message:
+    return Message(
+        body=json.dumps({key: id} if tenant is None else {key: id, "tenant": tenant}).encode(),
+        content_type="application/json",
+        type=key,
+        message_id=uuid.uuid4().hex,
+        user_id=None if tenant is None else user,
+    )
+
+
+def _see_that_it_is_done(reply: Message) -> None:
+    if reply.headers.get(n.CONTROL) == "error":
+        raise ControlRefused(json.loads(reply.body))

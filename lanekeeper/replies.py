@@ -1,0 +1,108 @@
+"""Replies as a requester reads them: parts of a stream, the final answer, or the problem that it ended in."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lanekeeper.contract import names as n
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.problems import PROBLEMS, RequestProblem
+
+
+class Problem(RequestProblem):
+    """The request ended in an error; `fields` are the problem document's, as it came."""
+
+    def __init__(self, document: Mapping[str, Any]) -> None:
+        code = str(document.get("code"))
+        detail = str(document.get("detail", "no detail"))
+        # A newer service may know codes that this client does not.
+        known = code if code in PROBLEMS else "internal"
+        super().__init__(known, detail if known == code else f"{code}: {detail}", status=_int(document.get("status")))
+        self.fields = document
+
+    @property
+    def request(self) -> str:
+        return str(self.fields.get("request", ""))
+
+    @property
+    def attempts(self) -> int:
+        return _int(self.fields.get("attempts")) or 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What comes before the final reply of a stream."""
+
+    kind: Literal["event", "restart"]
+    """`restart`: forget the events so far, an attempt failed or another worker took over."""
+    seq: int
+    event: Mapping[str, Any]
+    """One event of Anthropic's stream; empty for a restart."""
+
+    @property
+    def text(self) -> str:
+        """The text that it adds, if any."""
+        delta = self.event.get("delta")
+        return str(delta.get("text", "")) if isinstance(delta, Mapping) else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Final:
+    """The answer, and what is told with it."""
+
+    body: bytes
+    """Anthropic's Message, as JSON."""
+    request_id: str
+    lane: str
+    model: str
+    provider: str
+    attempt: int
+    wait_ms: int
+    run_ms: int
+    replayed: bool
+    headers: Mapping[str, Any]
+
+    @property
+    def message(self) -> dict[str, Any]:
+        found = json.loads(self.body)
+        assert isinstance(found, dict)
+        return found
+
+    @property
+    def text(self) -> str:
+        """The text blocks of the answer, joined."""
+        return "".join(block["text"] for block in self.message.get("content", ()) if block.get("type") == "text")
+
+
+def part_of(message: Message) -> Part:
+    """Read a reply that is not the final one."""
+    kind = message.headers.get(n.PART)
+    return Part(
+        kind="restart" if kind == "restart" else "event",
+        seq=_int(message.headers.get(n.SEQ)) or 0,
+        event={} if kind == "restart" else json.loads(message.body),
+    )
+
+
+def final_of(message: Message) -> Final:
+    """Read the final reply. Raises Problem where the request ended in an error."""
+    headers = message.headers
+    if headers.get(n.STATUS) != "ok":
+        raise Problem(json.loads(message.body))
+    return Final(
+        body=message.body,
+        request_id=str(headers.get(n.REQUEST_ID, "")),
+        lane=str(headers.get(n.LANE_NAME, "")),
+        model=str(headers.get(n.MODEL, "")),
+        provider=str(headers.get(n.PROVIDER, "")),
+        attempt=_int(headers.get(n.ATTEMPT)) or 0,
+        wait_ms=_int(headers.get(n.WAIT_MS)) or 0,
+        run_ms=_int(headers.get(n.RUN_MS)) or 0,
+        replayed=headers.get(n.REPLAYED) is True,
+        headers=headers,
+    )
+
+
+def _int(value: object) -> int | None:
+    return value if isinstance(value, int) else None

@@ -1,0 +1,84 @@
+"""Replies over direct reply-to: a client takes them on the very channel that it publishes its requests on.
+
+    publisher = Publisher(connection, tracing=tracing, on_channel=replies.direct.consume)
+    with replies.expecting(message) as arrived:
+        …                                          publish it
+        replies.published(arrived)
+        reply = await next_of(arrived, end=None)
+
+It needs no right to declare or to read anything, and nobody else can read or guess the address. With the channel goes
+every answer that it was to take.
+"""
+
+import asyncio
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from lanekeeper.amqp.direct import DirectReplies
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.names import DIRECT_REPLY_TO
+from lanekeeper.contract.problems import BrokerError
+
+
+class ReplyLost(BrokerError):
+    """The connection was lost while the answer was awaited: the request goes on, its reply finds nobody."""
+
+
+class Arrivals:
+    """What was replied to one message, in order."""
+
+    def __init__(self) -> None:
+        self.came: asyncio.Queue[Message | BrokerError] = asyncio.Queue()
+        self.is_published = False
+        """Before that, a channel that is lost is none that its answer comes on."""
+
+
+class ReplyQueue:
+    """Hands replies to whoever awaits them, by correlation id."""
+
+    def __init__(self) -> None:
+        self._expected: dict[str, Arrivals] = {}
+        self.direct = DirectReplies(on_reply=self._on_reply, on_lost=self._on_lost)
+        """For the publisher of what is to be answered."""
+
+    @contextmanager
+    def expecting(self, message: Message) -> Iterator[Arrivals]:
+        """What is replied to a message, as it comes; the message gets a correlation id and the address."""
+        message.reply_to = DIRECT_REPLY_TO
+        message.correlation_id = uuid.uuid4().hex
+        arrived = self._expected[message.correlation_id] = Arrivals()
+        try:
+            yield arrived
+        finally:
+            del self._expected[message.correlation_id]
+
+    def published(self, arrived: Arrivals) -> None:
+        """The broker has taken the message: from now on its answer is lost with the channel."""
+        arrived.is_published = True
+        if not self.direct.is_open:
+            arrived.came.put_nowait(_lost())
+
+    def _on_reply(self, message: Message) -> None:
+        if (arrived := self._expected.get(message.correlation_id or "")) is not None:
+            arrived.came.put_nowait(message)
+
+    def _on_lost(self) -> None:
+        for arrived in self._expected.values():
+            if arrived.is_published:
+                arrived.came.put_nowait(_lost())
+
+
+async def next_of(arrived: Arrivals, *, end: float | None) -> Message:
+    """The next reply. Raises ReplyLost, and TimeoutError at `end` (by the loop's clock)."""
+    async with asyncio.timeout_at(end):
+        reply = await arrived.came.get()
+    if isinstance(reply, BrokerError):
+        raise reply
+    return reply
+
+
+def _lost() -> ReplyLost:
+    return ReplyLost(
+        "the connection was lost before the answer came; ask again under the same id, or fetch it: lanekeeper result"
+    )

@@ -1,0 +1,4 @@
+"""The names of log lines, spans and metrics, and how spans are written and carried over the wire.
+
+Imported by everything above `lanekeeper/contract`.
+"""

@@ -1,0 +1,152 @@
+"""The one list of log events, spans and span attributes. docs/logs.md and docs/tracing.md tell what they mean.
+
+Events are fixed names, the rest are fields (`log.info(signals.REQUEST_ANSWERED, wait_ms=…)`), never sentences.
+No event, span or attribute holds a prompt, an answer, a key or a URL's password.
+
+Attribute names are our own constants, because the packages lag behind the conventions or deprecate them (docs/facts.md,
+section 11). Sources: `messaging.*` and RabbitMQ from open-telemetry/semantic-conventions, docs/messaging/
+(messaging-spans.md, rabbitmq.md; schema 1.44.0, status Development); `gen_ai.*` from open-telemetry/
+semantic-conventions-genai, docs/gen-ai/ (gen-ai-spans.md, anthropic.md, status Development), with `cache_write` as that
+repository and the Anthropic SDK's own spans have it since September 2026 (it was `cache_creation`); `error.*` and
+`server.*` from the general conventions (stable). `lane.*` are ours.
+"""
+
+from typing import Final
+
+# Log events; docs/logs.md tells the fields of each and when it is written. First the service as a whole.
+SERVICE_READY: Final = "service.ready"
+SERVICE_STOPPING: Final = "service.stopping"
+SERVICE_STOPPED: Final = "service.stopped"
+HEALTH_ABSENT: Final = "health.absent"
+TRACES_EXPORTED_TO: Final = "traces.exported_to"
+TRACES_LOST: Final = "traces.lost"
+LIBRARY_WARNED: Final = "library.warned"
+
+# Log events: the broker and the way to it.
+BROKER_CONNECTED: Final = "broker.connected"
+BROKER_LOST: Final = "broker.lost"
+BROKER_UNREACHABLE: Final = "broker.unreachable"
+PLAIN_TEXT: Final = "transport.plain"
+BROKER_BLOCKED: Final = "broker.blocked"
+BROKER_UNBLOCKED: Final = "broker.unblocked"
+TOPOLOGY_APPLIED: Final = "topology.applied"
+TOPOLOGY_DIFFERS: Final = "topology.differs"
+DEAD_LETTERS_REMOVED: Final = "dead_letters.removed"
+DEAD_LETTERS_UNKEPT: Final = "dead_letters.unkept"
+INVALID_UNPARKED: Final = "invalid.unparked"
+NOTICE_DROPPED: Final = "notice.dropped"
+STORE_VOLATILE: Final = "store.volatile"
+
+# Log events: lanes.
+LANE_STARTED: Final = "lane.started"
+LANE_SUMMARY: Final = "lane.summary"
+SLOTS_CHANGED: Final = "slots.changed"
+SLOTS_LIMITED: Final = "slots.limited"
+CONSUME_FAILED: Final = "consume.failed"
+QUEUE_DELETED: Final = "queue.deleted"
+TAKING_PAUSED: Final = "taking.paused"
+TAKING_RESUMED: Final = "taking.resumed"
+CONSUMER_CANCELLED: Final = "consumer.cancelled"
+
+# Log events: control messages.
+CONTROL_REFUSED: Final = "control.refused"
+CANCELLATION_DISPLACED: Final = "cancellation.displaced"
+CANCELLATION_UNSENT: Final = "cancellation.unsent"
+CONTROL_BEHIND: Final = "control.behind"
+CONTROL_POSTPONED: Final = "control.postponed"
+CONTROL_UNANSWERED: Final = "control.unanswered"
+
+# Log events: one request, and the store.
+REQUEST_ANSWERED: Final = "request.answered"
+REQUEST_DEFERRED: Final = "request.deferred"
+REQUEST_RETRIED: Final = "request.retried"
+REQUEST_REFUSED: Final = "request.refused"
+REQUEST_BURIED: Final = "request.buried"
+REQUEST_REPLAYED: Final = "request.replayed"
+REQUEST_STOPPED: Final = "request.stopped"
+COMPLETION_LOST: Final = "completion.lost"
+DEFERRAL_UNKEPT: Final = "deferral.unkept"
+RENEWAL_FAILED: Final = "renewal.failed"
+STORE_AWAY: Final = "store.away"
+STORE_WELL: Final = "store.well"
+SWEEP_FAILED: Final = "store.sweep_failed"
+STORE_SWEPT: Final = "store.swept"
+STREAM_RESTARTED: Final = "stream.restarted"
+REPLY_UNROUTABLE: Final = "reply.unroutable"
+REPLY_REFUSED: Final = "reply.refused"
+REPLY_GIVEN_UP: Final = "reply.given_up"
+DEAD_LETTER_CUT: Final = "dead_letter.cut"
+ANSWER_UNSENT: Final = "answer.unsent"
+PART_LOST: Final = "part.lost"
+DELIVERY_LOST: Final = "delivery.lost"
+HANDLER_FAILED: Final = "handler.failed"
+
+# Log events: the budget.
+SPEND_LIMIT_MET: Final = "account.spend_limit"
+ACCOUNT_PAUSED: Final = "account.paused"
+LEARNED_UNREADABLE: Final = "limits.unreadable"
+LIMITS_LEARNED: Final = "limits.learned"
+
+# Log events: providers and spending.
+BREAKER_CHANGED: Final = "breaker.changed"
+FAILED_OVER: Final = "failed.over"
+CAP_REACHED: Final = "cap.reached"
+CAP_UNCORRECTED: Final = "cap.uncorrected"
+
+# Spans: `<operation> <destination>`, the destination being of few values (an exchange, a queue of ours, a model).
+# docs/tracing.md tells what they mean.
+ASK: Final = "ask"  # CLIENT: `lanekeeper send`, from before it publishes until it has its answer
+SEND: Final = "send"  # PRODUCER
+PROCESS: Final = "process"  # CONSUMER
+CHAT: Final = "chat"  # CLIENT
+ACK: Final = "ack"  # CLIENT, as is REJECT
+REJECT: Final = "reject"
+WAIT: Final = "wait"  # INTERNAL, as is DELAY: told by the worker that ended it, when it had passed
+DELAY: Final = "delay"
+SETTLE: Final = "settle"  # only as messaging.operation.type
+REPLY_TEMPLATE: Final = "(reply)"  # stands for every queue that a requester named: there are as many as requesters
+TURN: Final = "(turn)"  # what a worker holds waits for its claim, and for room in the budget
+DEAD_LETTER: Final = "(dead letter)"  # until somebody publishes it again
+DEFAULT_EXCHANGE: Final = "amq.default"  # messaging.destination.name where exchange and key are empty
+
+# Attributes: general.
+ERROR_TYPE: Final = "error.type"
+SERVER_ADDRESS: Final = "server.address"
+SERVER_PORT: Final = "server.port"
+
+# Attributes: messaging.
+MESSAGING_SYSTEM: Final = "messaging.system"
+RABBITMQ: Final = "rabbitmq"  # its value
+MESSAGING_OPERATION_NAME: Final = "messaging.operation.name"
+MESSAGING_OPERATION_TYPE: Final = "messaging.operation.type"
+MESSAGING_DESTINATION_NAME: Final = "messaging.destination.name"  # exchange:routing key[:queue]
+MESSAGING_DESTINATION_TEMPLATE: Final = "messaging.destination.template"
+MESSAGING_MESSAGE_ID: Final = "messaging.message.id"
+MESSAGING_CONVERSATION_ID: Final = "messaging.message.conversation_id"  # the correlation_id
+MESSAGING_BODY_SIZE: Final = "messaging.message.body.size"  # bytes
+MESSAGING_ROUTING_KEY: Final = "messaging.rabbitmq.destination.routing_key"
+MESSAGING_DELIVERY_TAG: Final = "messaging.rabbitmq.message.delivery_tag"
+
+# Attributes: the model's call.
+GEN_AI_OPERATION_NAME: Final = "gen_ai.operation.name"  # "chat"
+GEN_AI_PROVIDER_NAME: Final = "gen_ai.provider.name"
+GEN_AI_REQUEST_MODEL: Final = "gen_ai.request.model"
+GEN_AI_REQUEST_MAX_TOKENS: Final = "gen_ai.request.max_tokens"
+GEN_AI_REQUEST_STREAM: Final = "gen_ai.request.stream"  # only where it is true
+GEN_AI_RESPONSE_MODEL: Final = "gen_ai.response.model"
+GEN_AI_RESPONSE_FINISH_REASONS: Final = "gen_ai.response.finish_reasons"  # string[]
+GEN_AI_INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"  # the cached ones included
+GEN_AI_OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
+GEN_AI_CACHE_READ_TOKENS: Final = "gen_ai.usage.cache_read.input_tokens"
+GEN_AI_CACHE_WRITE_TOKENS: Final = "gen_ai.usage.cache_write.input_tokens"
+PROVIDER_REQUEST_ID: Final = "anthropic.request.id"  # the SDK's own name for it
+
+# Attributes: ours, on process spans.
+LANE_NAME: Final = "lane.name"
+LANE_APP: Final = "lane.app"
+LANE_ATTEMPT: Final = "lane.attempt"  # from 1
+LANE_WAIT_MS: Final = "lane.wait_ms"  # from publishing, or the due time, to the start of this attempt
+LANE_REDELIVERED: Final = "lane.redelivered"  # only where it is true
+LANE_OUTCOME: Final = "lane.outcome"  # answered, deferred, retried, refused, buried, dropped, replayed
+LANE_DELAY_MS: Final = "lane.delay_ms"  # how long it was put off
+LANE_COST_USD: Final = "lane.cost_usd"  # on chat spans: by the table of prices

@@ -1,0 +1,97 @@
+"""What was learned is read by the version that wrote it; anything else is refused, and never half believed."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from consumers.limits import learned
+from consumers.limits.account import Account
+from consumers.limits.amounts import Amounts
+from consumers.limits.base import Heard, Kind
+from consumers.limits.headers import RateHeaders, Told
+from consumers.limits.order import Waiter
+from consumers.limits.spec import BudgetSpec
+
+RATE = RateHeaders(Told(limit=60, remaining=50), Told(limit=9_000, remaining=5_000), Told())
+HEARD = (
+    Heard(kind=Kind.ANSWERED, rate=RATE, counted=Amounts(1, 1_000, 10)),
+    Heard(kind=Kind.ANSWERED),
+    Heard(kind=Kind.RATE_LIMITED, rate=RATE),
+    Heard(kind=Kind.RATE_LIMITED, retry_after_s=3.0),
+    Heard(kind=Kind.OVERLOADED),
+    Heard(kind=Kind.SPEND_LIMIT),
+)
+heard = st.lists(st.tuples(st.sampled_from(HEARD), st.integers(0, 400)), max_size=12)
+numbers = st.one_of(st.floats(), st.integers(), st.none(), st.text(max_size=3), st.booleans())
+values = st.recursive(numbers, lambda inner: st.lists(inner, max_size=4), max_leaves=6)
+
+
+def account_that(said: list[tuple[Heard, int]]) -> tuple[Account, float]:
+    account, now_s = Account("a", BudgetSpec(), now_s=0), 0.0
+    for each, later_s in said:
+        now_s += later_s
+        account.learn(each, now_s)
+    return account, now_s
+
+
+def written() -> dict[str, Any]:
+    account, _ = account_that([(each, 1) for each in HEARD])
+    found: dict[str, Any] = json.loads(learned.write(account.learned()))
+    return found
+
+
+@settings(max_examples=50)
+@given(said=heard)
+def test_whatever_was_learned_another_process_reads_as_it_was(said: list[tuple[Heard, int]]) -> None:
+    account, now_s = account_that(said)
+    other = Account("a", BudgetSpec(), now_s=now_s)
+    other.load(learned.read(learned.write(account.learned())))
+
+    assert other.learned() == account.learned()
+    assert other.per_minute() == account.per_minute()
+    assert [bucket.burst for bucket in other.buckets] == [bucket.burst for bucket in account.buckets]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "?", "null", "3", '"?"', "[]", "{}", "[[], [], 0, 0]", '{"version": 1}', b"\xff", "[" * 100_000, "1" * 5_000],
+)
+def test_what_is_no_learned_text_at_all_is_refused(text: str | bytes) -> None:
+    with pytest.raises(learned.UnreadableError):
+        learned.read(text)
+
+
+@pytest.mark.parametrize("version", [0, 2, 99, "1", None, [1]])
+def test_another_version_is_refused_though_every_field_is_there(version: object) -> None:
+    with pytest.raises(learned.UnreadableError, match="version"):
+        learned.read(json.dumps(written() | {"version": version}))
+
+
+@settings(max_examples=300)
+@given(value=values, data=st.data())
+def test_a_field_that_is_something_else_is_refused_or_does_no_harm(value: object, data: st.DataObject) -> None:
+    found = written()
+    part = data.draw(st.sampled_from([found, found["limits"], found["bursts"]]))
+    part[data.draw(st.sampled_from(sorted(part)))] = value
+    try:
+        read = learned.read(json.dumps(found))
+    except learned.UnreadableError:
+        return
+    account = Account("a", BudgetSpec(), now_s=500.0)
+    account.load(read)
+    for at, each in enumerate(HEARD):
+        account.learn(each, 500.0 + at)
+    account.join(waiter := Waiter(0, Amounts(1, 10, 10), arrived_s=506.0))
+
+    assert account.turn(1_000_000.0)[0] is waiter
+
+
+def test_a_limit_that_no_account_has_is_refused() -> None:
+    for told in (0, -5, 1e300, "60"):
+        found = written()
+        found["limits"]["told"] = [told, None, None]
+        with pytest.raises(learned.UnreadableError):
+            learned.read(json.dumps(found))

@@ -1,0 +1,100 @@
+"""Amazon's event stream: what comes in any pieces is split as botocore splits it, and what is damaged is a failure."""
+
+import base64
+import json
+import struct
+import zlib
+from contextlib import suppress
+
+import pytest
+from botocore.eventstream import EventStreamBuffer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from consumers.failures import AnswerTooLargeError, ProviderError, TransientError
+from consumers.providers.event_stream import FrameSplitter
+
+EVENTS = [b'{"type":"message_start","message":{}}', b'{"type":"ping"}', b'{"type":"message_stop"}']
+
+
+def frame(payload: bytes, **headers: str) -> bytes:
+    said = b"".join(
+        bytes([len(name) + 1])
+        + b":"
+        + name.replace("_", "-").encode()
+        + b"\x07"
+        + struct.pack(">H", len(value))
+        + value.encode()
+        for name, value in headers.items()
+    )
+    prelude = struct.pack(">II", 16 + len(said) + len(payload), len(said))
+    body = prelude + struct.pack(">I", zlib.crc32(prelude)) + said + payload
+    return body + struct.pack(">I", zlib.crc32(body))
+
+
+def event(data: bytes) -> bytes:
+    payload = json.dumps({"bytes": base64.b64encode(data).decode(), "p": "abcdef"}).encode()
+    return frame(payload, message_type="event", event_type="chunk", content_type="application/json")
+
+
+def fault(name: str, message: str = "Too many") -> bytes:
+    return frame(json.dumps({"message": message}).encode(), message_type="exception", exception_type=name)
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=40))
+def test_the_events_are_the_same_in_whatever_pieces_they_come(sizes: list[int]) -> None:
+    stream, splitter, found, at = b"".join(map(event, EVENTS)), FrameSplitter(max_event_bytes=1000), [], 0
+    for size in [*sizes, len(stream)]:
+        found += splitter.feed(stream[at : at + size])
+        at += size
+
+    assert found == EVENTS
+
+
+def test_botocore_reads_these_frames_so_too() -> None:
+    buffer = EventStreamBuffer()
+    buffer.add_data(b"".join(map(event, EVENTS)))
+
+    assert [base64.b64decode(json.loads(each.payload)["bytes"]) for each in buffer] == EVENTS
+
+
+@pytest.mark.parametrize(
+    ("name", "type"),
+    [
+        ("throttlingException", "rate_limit_error"),
+        ("serviceUnavailableException", "overloaded_error"),
+        ("validationException", "invalid_request_error"),
+        ("modelStreamErrorException", "api_error"),
+        ("internalServerException", "api_error"),
+    ],
+)
+def test_a_fault_is_an_error_event_as_anthropic_would_send_it(name: str, type: str) -> None:
+    (data,) = FrameSplitter(max_event_bytes=1000).feed(fault(name))
+
+    assert json.loads(data) == {"type": "error", "error": {"type": type, "message": "Too many"}}
+
+
+def test_other_frames_are_passed_over() -> None:
+    other = frame(b"{}", message_type="event", event_type="initial-response")
+
+    assert FrameSplitter(max_event_bytes=1000).feed(other + event(EVENTS[1])) == [EVENTS[1]]
+
+
+@given(st.integers(0, 200), st.integers(1, 255))
+def test_a_damaged_byte_is_found(at: int, flip: int) -> None:
+    damaged = bytearray(event(EVENTS[0]))
+    damaged[at % len(damaged)] ^= flip
+
+    with pytest.raises(TransientError):
+        FrameSplitter(max_event_bytes=1000).feed(bytes(damaged))
+
+
+@given(st.binary(min_size=12, max_size=300))
+def test_what_is_no_such_stream_at_all_ends_in_a_failure_or_in_waiting(junk: bytes) -> None:
+    with suppress(ProviderError):
+        assert FrameSplitter(max_event_bytes=1000).feed(junk) == []
+
+
+def test_an_event_that_is_too_large_is_not_waited_for() -> None:
+    with pytest.raises(AnswerTooLargeError, match="more than 1000 bytes"):
+        FrameSplitter(max_event_bytes=1000).feed(event(b"x" * 2000)[:12])

@@ -1,0 +1,150 @@
+"""Processes of two versions of Lanekeeper share one Redis: neither stalls the other, and no grant is lost."""
+
+import asyncio
+import json
+import secrets
+import sys
+from collections.abc import AsyncIterator
+from itertools import pairwise
+
+import pytest
+from structlog.testing import capture_logs
+
+from consumers.limits import learned
+from consumers.limits.account import Account
+from consumers.limits.amounts import Amounts
+from consumers.limits.base import Heard, Kind
+from consumers.limits.headers import RateHeaders, Told
+from consumers.state.redis.budgets import FORM, RedisBudgets
+from consumers.state.redis.client import RedisClient
+from consumers.state.redis.scripts import Script
+from lanekeeper.telemetry import signals
+from tests.support.budget import ACCOUNT, spec
+from tests.support.redis import RedisServer
+from tests.support.spender import BURST_S, PER_MINUTE
+
+ONE = Amounts(1, 1, 1)
+LANES = ("critical", "normal", "batch")
+LEARNED_ELSEWHERE = Script(
+    """
+local account = cmsgpack.unpack(redis.call('GET', KEYS[1]))
+account.learned, account.version = ARGV[1], account.version + 1
+return redis.call('SET', KEYS[1], cmsgpack.pack(account))
+"""
+)
+"""As a process of another version that keeps accounts in the same form, and has learned something."""
+KEPT_ELSEWHERE = Script("return redis.call('SET', KEYS[1], cmsgpack.pack(cjson.decode(ARGV[1])))")
+PLAIN = learned.write(Account(ACCOUNT, spec(), now_s=0.0).learned())
+
+
+@pytest.fixture
+def namespace() -> str:
+    return f"test-{secrets.token_hex(4)}"
+
+
+@pytest.fixture
+async def client(redis: RedisServer) -> AsyncIterator[RedisClient]:
+    client = RedisClient(redis.url)
+    yield client
+    await client.aclose()
+
+
+@pytest.fixture
+async def ours(client: RedisClient, namespace: str) -> AsyncIterator[RedisBudgets]:
+    budgets = RedisBudgets(client, namespace=namespace, spec=spec(requests=600, burst_s=1.0))
+    yield budgets
+    await budgets.aclose()
+
+
+async def one_of_each_lane(budgets: RedisBudgets) -> None:
+    async with asyncio.timeout(5):
+        for lane in LANES:
+            budgets.settle(await budgets.reserve(ACCOUNT, lane=lane, amounts=ONE, until=None), ONE)
+
+
+def answered(limit: float) -> Heard:
+    return Heard(kind=Kind.ANSWERED, rate=RateHeaders(Told(limit=limit), Told(), Told()), counted=ONE)
+
+
+def unreadable(logs: list[dict[str, object]]) -> int:
+    return sum(each["event"] == signals.LEARNED_UNREADABLE for each in logs)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps(json.loads(PLAIN) | {"version": learned.VERSION + 1}),
+        json.dumps({"version": learned.VERSION + 1, "limits": {"requests": 5}}),
+        json.dumps([[[60, None, None], [0, 0, 0], [0, 0, 0], False, [1, 1, 1], 0, None], [[], [], 0, 0], 0, 0]),
+        PLAIN.replace("false", "null"),
+        PLAIN.replace("1.0", '"1"'),
+        "null",
+        "?",
+    ],
+)
+async def test_what_another_version_has_learned_is_ignored_and_logged_once(
+    ours: RedisBudgets, client: RedisClient, namespace: str, text: str
+) -> None:
+    ours.learn(ACCOUNT, answered(300))
+    await one_of_each_lane(ours)
+
+    with capture_logs() as logs:
+        for _ in range(3):
+            await client.run(LEARNED_ELSEWHERE, [f"{namespace}:budget:{FORM}:{ACCOUNT}"], text)
+            await one_of_each_lane(ours)
+    assert unreadable(logs) == 1  # type: ignore[arg-type]
+
+    ours.learn(ACCOUNT, answered(200))  # and it goes on learning
+    await one_of_each_lane(ours)
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        {"form": FORM + 1, "budgets": []},
+        {"at": 1_000_000, "levels": [1, 1, 1], "learned": "[]", "version": 7},
+        {"form": FORM - 1},
+        7,
+    ],
+)
+async def test_an_account_that_is_kept_in_another_form_is_begun_anew_and_that_is_logged(
+    ours: RedisBudgets, client: RedisClient, namespace: str, kept: object
+) -> None:
+    await one_of_each_lane(ours)
+    await client.run(KEPT_ELSEWHERE, [f"{namespace}:budget:{FORM}:{ACCOUNT}"], json.dumps(kept))
+
+    with capture_logs() as logs:
+        await one_of_each_lane(ours)
+        await one_of_each_lane(ours)
+    assert unreadable(logs) == 1  # type: ignore[arg-type]
+
+
+async def test_an_account_that_is_damaged_is_begun_anew(
+    ours: RedisBudgets, client: RedisClient, namespace: str
+) -> None:
+    await one_of_each_lane(ours)
+    await client.write(f"{namespace}:budget:{FORM}:{ACCOUNT}", "\xff\x00 no account", for_s=60)
+
+    await one_of_each_lane(ours)
+
+
+async def test_two_versions_side_by_side_spend_one_budget_and_every_lane_of_both_goes_on(
+    redis: RedisServer, namespace: str
+) -> None:
+    seconds = 5.0
+
+    async def spender(*version: str) -> list[tuple[float, str]]:
+        command = (sys.executable, "-m", "tests.support.spender", redis.url, namespace, str(seconds), *version)
+        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+        written, _ = await process.communicate()
+        found: list[tuple[float, str]] = json.loads(written.splitlines()[-1])
+        return found
+
+    both = await asyncio.gather(spender(), spender(str(learned.VERSION + 1)))
+
+    together = sorted(at_s for found in both for at_s, _ in found)
+    assert len(together) <= 1.02 * PER_MINUTE / 60 * (BURST_S + together[-1] - together[0])
+    for found in both:
+        assert {lane for _, lane in found} == set(LANES)
+        times = [at_s for at_s, _ in found]
+        assert max(later_s - at_s for at_s, later_s in pairwise(times)) < seconds / 2

@@ -1,0 +1,84 @@
+"""Direct reply-to before RabbitMQ 4.3.5: an address is tried on a connection of its own before others share it."""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from consumers.replies.direct import DirectSender
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.problems import ConfirmUnknown, RequestProblem
+
+ADDRESS = "amq.rabbitmq.reply-to.somebody"
+ANSWER = Message(body=b"{}", exchange="", routing_key=ADDRESS)
+
+
+@dataclass
+class Line:
+    """A publisher and its connection, which closes over what is published while `dies_by` says why."""
+
+    sent: list[str] = field(default_factory=list)
+    dies_by: str | None = None
+
+    def __post_init__(self) -> None:
+        self.loss: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    @property
+    def connection(self) -> "Line":
+        return self
+
+    async def underlying(self) -> None:
+        if self.loss.done():
+            self.loss = asyncio.get_running_loop().create_future()
+
+    async def publish(self, _: Message, *, routing_key: str, **__: Any) -> None:
+        if self.dies_by is not None:
+            self.loss.set_result(self.dies_by)
+            raise ConfirmUnknown("connection lost")
+        self.sent.append(routing_key)
+
+
+def sender() -> tuple[DirectSender, Line, Line]:
+    shared, own = Line(), Line()
+    return DirectSender(shared, own=own), shared, own  # type: ignore[arg-type]
+
+
+async def test_an_address_that_took_a_message_is_answered_with_everything_else() -> None:
+    direct, shared, own = sender()
+    for _ in range(3):
+        await direct.send_surely(ANSWER, ADDRESS)
+    await direct.send_surely(ANSWER, f"{ADDRESS}-else")
+    assert own.sent == [ADDRESS, f"{ADDRESS}-else"]
+    assert shared.sent == [ADDRESS, ADDRESS]
+
+
+async def test_a_forged_address_never_gets_to_the_shared_connection() -> None:
+    direct, shared, own = sender()
+    own.dies_by = "INTERNAL_ERROR"
+    with pytest.raises(RequestProblem, match="the broker did not make"):
+        await direct.send_surely(ANSWER, ADDRESS)
+    own.dies_by = None
+    with pytest.raises(RequestProblem):
+        await direct.send(ANSWER, ADDRESS)
+    assert direct.refusal(ADDRESS) is not None
+    assert not own.sent + shared.sent
+
+
+async def test_where_the_shared_connection_is_lost_the_address_is_tried_apart_again() -> None:
+    """It may have become deadly: its node was forgotten by the cluster."""
+    direct, shared, own = sender()
+    await direct.send_surely(ANSWER, ADDRESS)
+    shared.dies_by = own.dies_by = "INTERNAL_ERROR"
+    with pytest.raises(RequestProblem):
+        await direct.send_surely(ANSWER, ADDRESS)
+    assert shared.loss.done()
+    assert direct.refusal(ADDRESS) is not None
+
+
+async def test_a_lost_connection_costs_no_answer() -> None:
+    direct, shared, own = sender()
+    await direct.send_surely(ANSWER, ADDRESS)
+    shared.dies_by = "connection reset"
+    await direct.send_surely(ANSWER, ADDRESS)
+    assert own.sent == [ADDRESS, ADDRESS]

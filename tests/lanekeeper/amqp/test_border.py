@@ -1,0 +1,17 @@
+"""What aiormq raises becomes ours, and nothing else does."""
+
+import pytest
+
+from lanekeeper.amqp.driver.border import border
+from lanekeeper.contract.problems import BrokerUnreachable
+
+
+@pytest.mark.parametrize("raised", [OSError("gone"), TimeoutError(), RuntimeError("closed"), Exception()])
+async def test_a_lost_connection_is_told_as_that(raised: Exception) -> None:
+    with pytest.raises(BrokerUnreachable, match="no channel"), border("no channel"):
+        raise raised
+
+
+async def test_a_fault_of_ours_stays_one() -> None:
+    with pytest.raises(ValueError, match="ours"), border("no channel"):
+        raise ValueError("ours")

@@ -1,0 +1,312 @@
+"""What a client puts into a message's properties ends in a Message, and what we read we can write again."""
+
+import struct
+from datetime import UTC, datetime
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from aiormq.abc import DeliveredMessage
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pamqp import frame
+from pamqp.commands import Basic
+from pamqp.header import ContentHeader
+
+from lanekeeper.amqp.driver import fields, frames
+from lanekeeper.amqp.driver.frames import HEADERS_BYTES, NESTED_LEVELS, message_of, properties_of, tolerate
+from lanekeeper.contract.messages import UNREADABLE, Message
+from lanekeeper.contract.names import Names
+from topology.codec.headers import carried
+
+tolerate()
+
+SIZES = dict(zip([bytes([each]) for each in b"tbBsuIilLfdDT"], (1, 1, 1, 2, 2, 4, 4, 8, 8, 4, 8, 5, 8), strict=True))
+CONTENT_TYPE, HEADERS, CORRELATION_ID, REPLY_TO, TIMESTAMP = 1 << 15, 1 << 13, 1 << 10, 1 << 9, 1 << 6
+
+
+def delivered(flags: int, data: bytes) -> Message:
+    """The message whose property bytes are `data`, through the same calls as a frame from the socket."""
+    payload = struct.pack(">HHQH", 60, 0, 2, flags) + data
+    raw = struct.pack(">BHI", 2, 1, len(payload)) + payload + b"\xce"
+    _, _, header = frame.unmarshal(raw)
+    assert isinstance(header, ContentHeader)
+    return received(header)
+
+
+def received(header: ContentHeader) -> Message:
+    deliver = Basic.Deliver(consumer_tag="c", delivery_tag=1, exchange="lane.requests", routing_key="critical.a.b")
+    return message_of(DeliveredMessage(delivery=deliver, header=header, body=b"{}", channel=None))  # type: ignore[arg-type]
+
+
+def round_trip(message: Message) -> Message:
+    raw = frame.marshal(ContentHeader(body_size=2, properties=properties_of(message)), 1)
+    _, _, header = frame.unmarshal(raw)
+    assert isinstance(header, ContentHeader)
+    return received(header)
+
+
+def short(text: bytes) -> bytes:
+    return bytes([len(text)]) + text
+
+
+def table(fields: bytes) -> bytes:
+    return struct.pack(">I", len(fields)) + fields
+
+
+def nested(levels: int) -> bytes:
+    inner = b"V"
+    for _ in range(levels):
+        inner = b"F" + table(b"\x01k" + inner)
+    return table(b"\x01k" + inner)
+
+
+def test_a_property_that_is_not_utf_8_is_named_and_the_others_are_read() -> None:
+    message = delivered(
+        CONTENT_TYPE | CORRELATION_ID | REPLY_TO, short(b"application/json") + short(b"\xff\xfe") + short(b"answers")
+    )
+    assert message.headers == {UNREADABLE: "correlation_id (UnicodeDecodeError)"}
+    assert message.correlation_id is None
+    assert (message.content_type, message.reply_to) == ("application/json", "answers")
+
+
+@pytest.mark.parametrize("seconds", [2**64 - 1, 2**60, 253_402_300_800_000])
+def test_a_timestamp_past_the_calendar_is_named(seconds: int) -> None:
+    message = delivered(TIMESTAMP, struct.pack(">Q", seconds))
+    assert UNREADABLE in message.headers
+    assert message.timestamp_s is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        b"\x01k?1234",  # no such type
+        b"\x09k",
+        b"\x02\xff\xfeV",  # a name that is not UTF-8
+        b"\x01kT" + b"\xff" * 8,
+        b"\x01kA\x7f\xff\xff\xff",
+    ],
+)
+def test_headers_that_cannot_be_read_are_named_and_what_follows_is_read(fields: bytes) -> None:
+    message = delivered(HEADERS | REPLY_TO, table(fields) + short(b"answers"))
+    assert set(message.headers) == {UNREADABLE}
+    assert message.reply_to == "answers"
+
+
+@pytest.mark.parametrize("levels", [NESTED_LEVELS, 100, 300, 9_000])
+def test_deeply_nested_headers_are_named(levels: int) -> None:
+    assert list(delivered(HEADERS, nested(levels)).headers) == [UNREADABLE]
+
+
+@pytest.mark.parametrize("kind", [b"A", b"F"], ids=["arrays", "tables"])
+def test_neither_arrays_nor_tables_go_deeper_than_is_allowed(kind: bytes) -> None:
+    def deep(levels: int) -> bytes:
+        inner = b"V"
+        for _ in range(levels):
+            inside = inner if kind == b"A" else b"\x01k" + inner
+            inner = kind + table(inside)
+        return table(b"\x01k" + inner)
+
+    assert list(delivered(HEADERS, deep(NESTED_LEVELS - 1)).headers) == ["k"]
+    assert list(delivered(HEADERS, deep(NESTED_LEVELS)).headers) == [UNREADABLE]
+
+
+def test_a_table_of_too_many_values_is_named() -> None:
+    def full(values: int) -> bytes:  # the array is one as well
+        return table(b"\x01kA" + table(b"V" * (values - 1)))
+
+    assert list(delivered(HEADERS, full(fields.VALUES)).headers) == ["k"]
+    found = delivered(HEADERS, full(fields.VALUES + 1)).headers
+    assert list(found) == [UNREADABLE]
+    assert f"more than {fields.VALUES} values" in found[UNREADABLE]
+
+
+def test_20_000_levels_are_refused_before_they_are_read() -> None:
+    assert delivered(HEADERS, nested(20_000)).headers[UNREADABLE].endswith(f"allowed are {HEADERS_BYTES})")
+
+
+def test_headers_as_deep_as_the_brokers_own_are_read() -> None:
+    deaths = [{"queue": "lane.critical", "routing-keys": ["critical.a.b"], "count": 1}]
+    assert round_trip(Message(body=b"{}", headers={"x-death": deaths})).headers == {"x-death": deaths}
+
+
+def test_headers_that_would_not_fit_a_frame_on_the_next_hop_are_named() -> None:
+    fields = b"\x03bigS" + struct.pack(">I", HEADERS_BYTES) + b"y" * HEADERS_BYTES
+    message = delivered(HEADERS | REPLY_TO, table(fields) + short(b"answers"))
+    assert list(message.headers) == [UNREADABLE]
+    assert "allowed are 65536" in message.headers[UNREADABLE]
+    assert message.reply_to == "answers"
+
+
+@pytest.mark.parametrize(
+    ("flags", "data"),
+    [
+        (HEADERS, b"\x00\x00"),
+        (HEADERS, b"\x00\x00\xff\xff"),
+        (CORRELATION_ID, b""),
+        (TIMESTAMP, b"\x00\x01"),
+        (CONTENT_TYPE | HEADERS | CORRELATION_ID, short(b"a") + b"\x00"),
+    ],
+)
+def test_properties_that_are_cut_short_are_named(flags: int, data: bytes) -> None:
+    assert UNREADABLE in delivered(flags, data).headers
+
+
+@pytest.mark.parametrize("words", [b"", b"\x00\x01" * 200, b"\x80\x00", b"\x00"], ids=len)
+def test_flags_that_go_on_are_named_and_end_no_connection(words: bytes) -> None:
+    message = delivered(1, words)
+    assert "flags" in message.headers[UNREADABLE]
+
+
+def test_a_routing_key_that_is_not_utf_8_becomes_no_longer() -> None:
+    key = b"critical." + b"\xff" * 246
+    raw = Basic.Deliver(consumer_tag="c", delivery_tag=1, exchange="e", routing_key="x" * 255).marshal()
+    deliver = Basic.Deliver()
+    deliver.unmarshal(raw.replace(b"x" * 255, key))
+    assert deliver.routing_key == "critical." + "?" * 246
+
+
+def test_what_could_not_be_read_is_not_published() -> None:
+    assert properties_of(Message(body=b"", headers={UNREADABLE: "headers", "a": 1})).headers == {"a": 1}
+
+
+def test_every_property_goes_out_and_comes_back() -> None:
+    message = Message(
+        body=b"{}",
+        exchange="lane.requests",
+        routing_key="critical.a.b",
+        headers={"a": 1, "b": "zwei", "c": [True, None, {"d": 1.5}]},
+        content_type="application/json",
+        content_encoding="gzip",
+        message_id="m-1",
+        correlation_id="c-1",
+        reply_to="answers",
+        priority=9,
+        type="messages",
+        expiration="60000",
+        timestamp_s=1_790_000_000.0,
+        user_id="guest",
+        app_id="shop",
+        persistent=False,
+    )
+    assert round_trip(message) == message
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        1e300,
+        0.1,
+        float("inf"),
+        b"\xff\xfe",
+        2**63 - 1,
+        -(2**63),
+        Decimal("-21474836.48"),
+        Decimal("1E-255"),
+        datetime(2026, 11, 21, tzinfo=UTC),
+        "k" * 1000,
+        bytearray(b"x"),
+    ],
+    ids=repr,
+)
+def test_a_header_value_that_can_be_read_can_be_written(value: Any) -> None:
+    assert round_trip(Message(body=b"{}", headers={"v": value})).headers["v"] == value
+
+
+@pytest.mark.parametrize("value", [0, 9, -1, 403, 65_536, 2**31, 2**40, 2**63 - 1, -(2**63)])
+def test_an_integer_of_ours_is_a_signed_64_bit_one(value: int) -> None:
+    assert fields.write({"k": value}) == table(b"\x01kl" + struct.pack(">q", value))
+
+
+@pytest.mark.parametrize("value", [2**63, -(2**63) - 1, object(), Decimal("1E300")])
+def test_what_amqp_has_no_type_for_is_not_written(value: object) -> None:
+    with pytest.raises(TypeError):
+        fields.write({"k": value})
+
+
+@given(kind=st.sampled_from([bytes([each]) for each in b"tbBsuIilLfdDT"]), data=st.binary(min_size=8, max_size=8))
+@settings(max_examples=100, deadline=None)
+def test_a_requesters_header_goes_on_as_the_bytes_that_it_came_in(kind: bytes, data: bytes) -> None:
+    value = kind + data[: SIZES[kind]]
+    nested_too = b"F" + table(b"\x01a" + value) + b"\x03sum" + value
+    came = table(b"\x01k" + value + b"\x01t" + nested_too)
+    message = delivered(HEADERS, came)
+    if UNREADABLE not in message.headers:  # a time past the calendar
+        assert fields.write(carried(message.headers, of=Names())) == came
+
+
+def test_where_another_property_cannot_be_read_headers_keep_their_types() -> None:
+    came = table(b"\x01kB\x05")
+    message = delivered(HEADERS | CORRELATION_ID, came + short(b"\xff"))
+    assert set(message.headers) == {"k", UNREADABLE}
+    again = Message(body=b"", headers=carried(message.headers, of=Names()))
+    assert came in ContentHeader(body_size=0, properties=properties_of(again)).marshal()
+
+
+def test_a_long_name_of_a_header_keeps_its_length() -> None:
+    assert round_trip(Message(body=b"{}", headers={"n" * 255: 1})).headers == {"n" * 255: 1}
+
+
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=20)
+    | st.binary(max_size=20).map(bytearray)
+    | st.datetimes(datetime(1970, 1, 1), datetime(2100, 1, 1), timezones=st.just(UTC)).map(  # noqa: DTZ001
+        lambda when: when.replace(microsecond=0)
+    ),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+texts = st.none() | st.text(max_size=60)
+
+
+@given(
+    headers=st.dictionaries(st.text(max_size=20), values, max_size=6),
+    correlation_id=texts,
+    reply_to=texts,
+    priority=st.none() | st.integers(0, 255),
+    timestamp_s=st.none() | st.integers(0, 2**32 - 1).map(float),
+    persistent=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_message_goes_out_and_comes_back(**properties: Any) -> None:
+    message = Message(body=b"{}", exchange="lane.requests", routing_key="critical.a.b", **properties)
+    back = round_trip(message)
+    if back.correlation_id is None and message.correlation_id == "":
+        back.correlation_id = ""  # pamqp sends no empty properties
+    if back.reply_to is None and message.reply_to == "":
+        back.reply_to = ""
+    assert back == message
+
+
+@given(flags=st.integers(0, 2**15 - 1).map(lambda bits: bits << 1), data=st.binary(max_size=400))
+@settings(max_examples=150, deadline=None)
+def test_any_bytes_end_in_a_message_that_can_be_published(flags: int, data: bytes) -> None:
+    message = delivered(flags, data)
+    ContentHeader(body_size=2, properties=properties_of(message)).marshal()
+
+
+@given(
+    fields=st.lists(
+        st.tuples(
+            st.binary(max_size=5),
+            st.sampled_from([bytes([letter]) for letter in b"tbBsuIilLfdDSATFVx"]),
+            st.binary(max_size=12),
+        ),
+        max_size=4,
+    )
+)
+@settings(max_examples=150, deadline=None)
+def test_any_table_ends_in_headers_that_can_be_written(fields: list[tuple[bytes, bytes, bytes]]) -> None:
+    data = table(b"".join(short(name) + kind + value for name, kind, value in fields))
+    message = delivered(HEADERS, data)
+    ContentHeader(body_size=2, properties=properties_of(message)).marshal()
+
+
+def test_tolerating_twice_is_tolerating_once() -> None:
+    tolerate()
+    frames.tolerate()
+    assert round_trip(Message(body=b"{}", headers={"a": 1})).headers == {"a": 1}

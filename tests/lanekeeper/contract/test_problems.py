@@ -1,0 +1,116 @@
+"""Problem documents are the contract's table, to the letter."""
+
+import json
+
+import pytest
+
+from lanekeeper.contract import problems
+from lanekeeper.contract.problems import DETAIL_CHARACTERS, PROBLEMS, LanekeeperError, RequestProblem
+
+CONTRACT = {  # code: (status, also in lane.dead)
+    "invalid_request": (400, True),
+    "unsupported_media": (415, True),
+    "too_large": (413, True),
+    "forbidden_reply_to": (403, True),
+    "forbidden_webhook": (403, True),
+    "forbidden_model": (403, True),
+    "unroutable": (404, True),
+    "superseded": (409, False),
+    "idempotency_conflict": (409, False),
+    "cancelled": (499, False),
+    "too_many_waiting": (429, False),
+    "deadline_exceeded": (504, False),
+    "provider_rejected": (400, True),
+    "answer_too_large": (502, True),
+    "attempts_exhausted": (502, True),
+    "poison": (500, True),
+    "internal": (500, True),
+    "too_many_control_messages": (429, False),
+}
+
+
+def test_the_table_is_the_contracts() -> None:
+    assert {code: (row.status, row.parked) for code, row in PROBLEMS.items()} == CONTRACT
+
+
+def test_only_a_forbidden_reply_address_is_not_answered() -> None:
+    assert [code for code, row in PROBLEMS.items() if not row.answered] == ["forbidden_reply_to"]
+
+
+def test_sending_again_may_help_where_the_request_was_not_at_fault() -> None:
+    assert {code for code, row in PROBLEMS.items() if row.retryable} == {
+        "too_many_waiting",
+        "deadline_exceeded",
+        "attempts_exhausted",
+        "internal",
+        "too_many_control_messages",
+    }
+
+
+def test_a_document_is_as_the_contract_shows_it() -> None:
+    detail = "not answered within 30000 ms: 29120 ms in the queue, 880 ms in attempt 1"
+    document = RequestProblem("deadline_exceeded", detail).document(request="5b0c", attempts=1)
+    again = "; to try again, publish it with a new message_id: under this one this error is kept"
+    assert json.loads(document) == {
+        "type": "urn:lanekeeper:problem:deadline-exceeded",
+        "title": "Deadline exceeded",
+        "status": 504,
+        "detail": detail + again,
+        "code": "deadline_exceeded",
+        "request": "5b0c",
+        "attempts": 1,
+        "retryable": True,
+    }
+
+
+@pytest.mark.parametrize("code", PROBLEMS)
+def test_what_may_be_tried_again_is_told_how(code: str) -> None:
+    """Under the same id the same error would be told again, unless it is of a control message."""
+    kind = PROBLEMS[code]
+    document = json.loads(RequestProblem(code, "…").document(request="r", attempts=0))
+    assert ("a new message_id" in document["detail"]) == (kind.retryable and kind.kept)
+    assert ("its dead letter as it is" in document["detail"]) == (kind.retryable and kind.parked)
+
+
+@pytest.mark.parametrize("code", PROBLEMS)
+def test_every_document_names_its_code_in_its_type(code: str) -> None:
+    document = json.loads(RequestProblem(code, "…").document(request="r", attempts=0))
+    assert document["type"] == f"urn:lanekeeper:problem:{code.replace('_', '-')}"
+    assert document["code"] == code
+    assert document["title"]
+
+
+def test_a_rejection_has_the_providers_status() -> None:
+    problem = RequestProblem("provider_rejected", "402 billing_error: …", status=402)
+    assert json.loads(problem.document(request="r", attempts=1))["status"] == 402
+
+
+def test_a_long_detail_is_cut() -> None:
+    problem = RequestProblem("invalid_request", "x" * 200_000)
+    assert len(problem.detail) == DETAIL_CHARACTERS
+    assert problem.detail.endswith("x…")
+    assert len(str(problem)) < DETAIL_CHARACTERS + 50
+
+
+def test_an_unknown_code_is_a_mistake_of_ours() -> None:
+    with pytest.raises(KeyError):
+        RequestProblem("teapot", "…")
+
+
+def test_every_error_is_of_one_tree() -> None:
+    raised = [each for each in vars(problems).values() if isinstance(each, type) and issubclass(each, Exception)]
+    assert all(issubclass(each, LanekeeperError) for each in raised)
+    assert {each.__name__ for each in raised} == {
+        "LanekeeperError",
+        "RequestProblem",
+        "BrokerError",
+        "BrokerUnreachable",
+        "MessageTooLarge",
+        "PublishRefused",
+        "Unroutable",
+        "ConfirmUnknown",
+        "BrokerBlocked",
+        "AccessRefused",
+        "TopologyMismatch",
+        "SettingsError",
+    }

@@ -1,0 +1,88 @@
+"""What is said over the control exchange, and how its answers are read."""
+
+import json
+from datetime import UTC, datetime
+
+import pytest
+
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.problems import RequestProblem
+from lanekeeper.control import ControlRefused, NotEnded, cancellation, outcome_of, question, result_of
+from lanekeeper.replies import Problem
+
+
+def answered(document: object, **headers: str) -> Message:
+    named = {f"x-lane-{name}": value for name, value in headers.items()}
+    return Message(body=json.dumps(document).encode(), headers=named, content_type="application/json")
+
+
+def test_a_cancellation_is_kept_and_a_question_is_not() -> None:
+    asked, kept = question("id-1", tenant=None, user="crm"), cancellation("id-1", tenant=None, user="crm")
+
+    assert (json.loads(kept.body), kept.type, kept.persistent, kept.expiration) == (
+        {"cancel": "id-1"},
+        "cancel",
+        True,
+        None,
+    )
+    assert (json.loads(asked.body), asked.type, asked.persistent) == ({"result": "id-1"}, "result", False)
+    assert asked.expiration == "5000"
+    assert asked.message_id != kept.message_id
+
+
+@pytest.mark.parametrize("make", [cancellation, question])
+def test_a_tenant_is_said_with_the_user_that_the_broker_checks(make) -> None:
+    told, untold = make("id-1", tenant="acme", user="crm"), make("id-1", tenant=None, user="crm")
+
+    assert (json.loads(told.body)["tenant"], told.user_id) == ("acme", "crm")
+    assert ("tenant" in json.loads(untold.body), untold.user_id) == (False, None)
+
+
+@pytest.mark.parametrize("outcome", ["recorded", "told", "ended", "unseen"])
+def test_a_cancellation_tells_what_it_came_to(outcome: str) -> None:
+    assert outcome_of(answered({"id": "id-1", "outcome": outcome}, control="accepted")) == outcome
+
+
+def test_a_result_is_the_final_reply_again() -> None:
+    reply = answered({"content": [{"type": "text", "text": "a"}]}, status="ok")
+    reply.headers = {**reply.headers, "x-lane-replayed": True}
+
+    assert (result_of(reply).text, result_of(reply).replayed) == ("a", True)
+
+
+def test_a_result_that_is_an_error_is_raised_as_its_problem() -> None:
+    body = RequestProblem("cancelled", "by its owner").document(request="id-1", attempts=1)
+
+    with pytest.raises(Problem, match="cancelled: by its owner"):
+        result_of(Message(body=body, headers={"x-lane-status": "error"}, content_type="application/problem+json"))
+
+
+@pytest.mark.parametrize("status", ["running", "waiting", "unknown"])
+def test_what_has_not_ended_says_why_and_what_to_do(status: str) -> None:
+    with pytest.raises(NotEnded, match="lanekeeper result --wait 20s id-1") as caught:
+        result_of(answered({"id": "id-1", "status": status, "attempts": 2}, control="pending"))
+
+    assert (caught.value.id, caught.value.status, caught.value.attempts) == ("id-1", status, 2)
+
+
+@pytest.mark.parametrize(
+    ("attempts", "hint"),
+    [(0, "not begun yet, due at 2026-11-21T18:00:00"), (2, "attempt 2 was made, it waits for the next, due at 2026")],
+)
+def test_what_waits_says_until_when(attempts: int, hint: str) -> None:
+    document = {"id": "id-1", "status": "waiting", "attempts": attempts, "due_at": "2026-11-21T18:00:00.500Z"}
+
+    with pytest.raises(NotEnded, match=hint) as caught:
+        result_of(answered(document, control="pending"))
+
+    assert caught.value.due_at == datetime(2026, 11, 21, 18, 0, 0, 500_000, tzinfo=UTC)
+
+
+@pytest.mark.parametrize("read", [outcome_of, result_of])
+def test_a_refusal_is_an_error_of_its_own(read) -> None:
+    document = json.loads(RequestProblem("invalid_request", "tenant: another's").document(request="", attempts=0))
+
+    with pytest.raises(ControlRefused, match="tenant: another's") as caught:
+        read(answered(document, control="error"))
+
+    assert caught.value.fields["code"] == "invalid_request"

@@ -1,0 +1,57 @@
+"""Every log line that the code can write, read from its source: the event, its level and its fields."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from lanekeeper.telemetry import signals
+
+ROOT = Path(__file__).parents[2]
+LEVELS = {"debug", "info", "warning", "error", "exception"}
+
+
+class LogCall(NamedTuple):
+    """One call of a logger."""
+
+    at: str
+    event: str
+    levels: frozenset[str]
+    fields: frozenset[str]
+
+
+def log_calls() -> Iterator[LogCall]:
+    """All of them. A call whose fields cannot be read from the source is an error: name them."""
+    for package in ("lanekeeper", "topology", "consumers", "service"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Call) and _is_log(node):
+                    yield _read(node, at=f"{path.relative_to(ROOT)}:{node.lineno}")
+
+
+def _is_log(call: ast.Call) -> bool:
+    of = call.func
+    if not isinstance(of, ast.Attribute) or of.attr not in {*LEVELS, "log"}:
+        return False
+    owner = of.value
+    return (isinstance(owner, ast.Name) and owner.id == "log") or (
+        isinstance(owner, ast.Attribute) and owner.attr == "_log"
+    )
+
+
+def _read(call: ast.Call, *, at: str) -> LogCall:
+    assert isinstance(call.func, ast.Attribute)
+    event = call.args[1 if call.func.attr == "log" else 0]
+    assert isinstance(event, ast.Attribute), f"{at}: the event is no constant of signals.py"
+    assert all(each.arg for each in call.keywords), f"{at}: fields are hidden behind **"
+    fields = frozenset(str(each.arg) for each in call.keywords) - {"exc_info"}
+    return LogCall(at, str(getattr(signals, event.attr)), _levels(call), fields)
+
+
+def _levels(call: ast.Call) -> frozenset[str]:
+    """`log.log(WARNING if … else INFO, …)` names its levels; any other expression may be any of them."""
+    assert isinstance(call.func, ast.Attribute)
+    if call.func.attr == "log":
+        named = frozenset(each.id.lower() for each in ast.walk(call.args[0]) if isinstance(each, ast.Name))
+        return named & LEVELS or frozenset({"any"})
+    return frozenset({"error" if call.func.attr == "exception" else call.func.attr})

@@ -1,0 +1,105 @@
+"""JSON that would hold the event loop is found out before it is parsed, and what is only long is not taken for it."""
+
+import json
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.problems import RequestProblem
+from tests.support.corpus.requests import REQUESTS, Nasty
+from topology.codec import bounds, decoding
+from topology.codec.bounds import DIGITS, SMALL_BYTES, Measure, excess
+from topology.lanes import CRITICAL
+
+STALL_S = 0.5
+"""Of CPU, on a machine with other things to do; by itself 0.1 s. Before: up to 1.8 s."""
+ANY = st.recursive(
+    st.none() | st.integers() | st.booleans() | st.text(alphabet='a,:[{}]"\\\n9é'),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(alphabet='a,:"\\9'), inner),
+)
+
+
+def counted(value: Any) -> int:
+    """Keys and values in all; what is empty counts twice, and the outermost not."""
+    match value:
+        case dict():
+            return sum(2 + counted(each) for each in value.values()) or 1
+        case list():
+            return sum(1 + counted(each) for each in value) or 1
+    return 0
+
+
+@given(ANY, st.integers(1, 10), st.booleans())
+def test_keys_and_values_are_counted_in_pieces_of_any_size(value: Any, size: int, is_ascii: bool) -> None:
+    raw = json.dumps(value, ensure_ascii=is_ascii).encode()
+    pieces = [raw[at : at + size] for at in range(0, len(raw), size)]
+
+    for values in (counted(value), counted(value) - 1):
+        measure = Measure(values)
+        found = [measure.add(piece) for piece in pieces]
+        if values < counted(value):
+            assert any(found)
+        else:
+            assert not any(found)
+
+
+def test_a_long_prompt_full_of_marks_and_digits_is_no_excess() -> None:
+    prompt = '[{"a": 1, "b": [2, "\\"]}], ' * 100_000 + "9" * 100_000
+
+    assert excess(json.dumps({"prompt": prompt}).encode(), values=1000) is None
+
+
+@pytest.mark.parametrize("piece", [b"[],", b"{},", b"0,", b'"",', b'{"a":1},', b'"a,b",'])
+def test_more_values_than_are_allowed_are_named(piece: bytes) -> None:
+    raw = b"[" + piece * 100_000 + b"0]"
+
+    assert excess(raw, values=200_001 + 100_000 * piece.count(b":")) is None
+    found = excess(raw, values=99_000)
+    assert found is not None
+    assert "more than 99000 keys and values (LANEKEEPER_JSON_VALUES)" in found
+
+
+def test_a_number_that_is_too_long_is_named() -> None:
+    def array(digits: int) -> bytes:
+        return b"[" + b"9" * digits + b"," + b" " * SMALL_BYTES + b"1]"
+
+    assert excess(array(DIGITS), values=100) is None
+    assert excess(array(DIGITS + 100), values=100) == f"a number of more than {DIGITS} digits"
+
+
+@pytest.mark.parametrize("nasty", REQUESTS.values(), ids=REQUESTS)
+def test_no_step_of_reading_a_request_takes_long(nasty: Nasty) -> None:
+    message = Message(
+        body=nasty.body,
+        exchange="lane.requests",
+        routing_key="critical.tests.nasty",
+        content_encoding=nasty.content_encoding,
+    )
+    longest_s, code, detail = 0.0, None, ""
+
+    def step(work: Any) -> Any:
+        nonlocal longest_s
+        began_s = time.process_time()
+        try:
+            return work()
+        finally:
+            longest_s = max(longest_s, time.process_time() - began_s)
+
+    try:
+        raw = step(lambda: decoding.unpacked(message))
+        steps = bounds.measured(raw, values=bounds.VALUES)
+        while (found := step(lambda: next(steps, ""))) is None:
+            pass
+        if found:
+            raise decoding.too_large(found)
+        step(lambda: decoding.decode(message, lane=CRITICAL, request_id="r", hop=None, now_ms=1, raw=raw))
+    except RequestProblem as problem:
+        code, detail = problem.code, problem.detail
+
+    assert code == nasty.code
+    assert len(detail) < 700
+    assert longest_s < STALL_S

@@ -1,0 +1,419 @@
+"""From a delivered message to a request: what is good, what is refused and by which code, and nothing else, ever."""
+
+import gzip
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lanekeeper.contract.messages import UNREADABLE, Message
+from lanekeeper.contract.problems import RequestProblem
+from topology.codec import decoding
+from topology.codec.decoding import PACKED_BYTES, UNPACKED_BYTES, app_of
+from topology.codec.headers import HopHeaders
+from topology.codec.request import Request
+from topology.lanes import CRITICAL, NORMAL
+
+NOW_MS = 1_790_000_000_000
+WHOLE = b'{"model": "claude-x", "max_tokens": 64,\n "messages": [{"role": "user", "content": "hi"}]}'
+TALK = '"messages":[{"role":"user","content":"hi"}]'
+
+
+def message(body: bytes | str = WHOLE, **properties: Any) -> Message:
+    raw = body.encode() if isinstance(body, str) else body
+    return Message(**{"body": raw, "exchange": "lane.requests", "routing_key": "critical.shop.chat", **properties})
+
+
+def decode(found: Message, *, hop: HopHeaders | None = None, lane: Any = CRITICAL) -> Request:
+    return decoding.decode(found, lane=lane, request_id="r-1", hop=hop, now_ms=NOW_MS)
+
+
+def refused(found: Message, **how: Any) -> RequestProblem:
+    with pytest.raises(RequestProblem) as problem:
+        decode(found, **how)
+    return problem.value
+
+
+# what is asked
+
+
+def test_a_whole_body_is_passed_on_byte_for_byte() -> None:
+    request = decode(message(WHOLE))
+    assert request.body == WHOLE
+    assert (request.model, request.max_tokens, request.stream) == ("claude-x", 64, False)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        '"temperature": 1.00, "x": 1e2, "y": 0.1234567890123456789',
+        '"thinking": {"type": "enabled", "budget_tokens": 1024}, "tools": [{"name": "t"}], "future_field": null',
+        '"system": [{"type": "text", "text": "a\\u00e9\\n"}]',
+    ],
+)
+@pytest.mark.parametrize("given_fields", ['"model": "claude-x", "max_tokens": 64,', '"max_tokens": 64,', ""])
+def test_what_is_unknown_or_written_oddly_stays_as_it_was_written(odd: str, given_fields: str) -> None:
+    body = f"  {{{given_fields} {odd}, {TALK}}}"
+    request = decode(message(body))
+    assert request.body.endswith(f"{odd}, {TALK}}}".encode())
+    asked = json.loads(request.body)
+    assert asked["model"] == request.model
+    assert asked["max_tokens"] == request.max_tokens
+    assert asked["messages"] == [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("body", "model", "max_tokens"),
+    [
+        (f"{{{TALK}}}", CRITICAL.model, CRITICAL.max_tokens),
+        (f'{{"model":null,{TALK},"max_tokens":null}}', CRITICAL.model, CRITICAL.max_tokens),
+        (f'{{"max_tokens":7,{TALK}}}', CRITICAL.model, 7),
+        (f'{{"model":"m",{TALK}}}', "m", CRITICAL.max_tokens),
+        ('{"prompt":"hi"}', CRITICAL.model, CRITICAL.max_tokens),
+        ('{"prompt":"hi","model":"m","max_tokens":7,"stream":false}', "m", 7),
+    ],
+)
+def test_what_is_left_out_is_the_lanes(body: str, model: str, max_tokens: int) -> None:
+    request = decode(message(body))
+    assert (request.model, request.max_tokens) == (model, max_tokens)
+    asked = json.loads(request.body)
+    assert asked == {"model": model, "max_tokens": max_tokens, "messages": [{"role": "user", "content": "hi"}]}
+    assert request.body.count(b'"model"') == request.body.count(b'"max_tokens"') == 1
+
+
+def test_the_short_form_may_have_a_system_prompt() -> None:
+    asked = json.loads(decode(message('{"prompt":"hi","system":"be brief ✓"}')).body)
+    assert asked["system"] == "be brief ✓"
+
+
+def test_a_gzipped_body_is_unpacked() -> None:
+    assert decode(message(gzip.compress(WHOLE), content_encoding="gzip")).body == WHOLE
+    assert decode(message(content_encoding="identity")).body == WHOLE
+
+
+@pytest.mark.parametrize(
+    "content_type", [None, "", "application/json", "Application/JSON", "application/json; charset=utf-8"]
+)
+def test_content_types_that_are_json(content_type: str | None) -> None:
+    assert decode(message(content_type=content_type)).body == WHOLE
+
+
+def test_an_empty_property_is_an_absent_one() -> None:
+    """Some clients cannot leave one out."""
+    assert decode(message(message_id="", type="", content_type="", content_encoding="")).body == WHOLE
+
+
+def test_a_stream_is_asked_for_by_header() -> None:
+    assert decode(message(headers={"x-lane-stream": True})).stream
+    body = f'{{"stream":true,{TALK}}}'
+    assert decode(message(body, headers={"x-lane-stream": True})).stream
+
+
+def test_only_models_that_the_lane_allows() -> None:
+    lane = replace(CRITICAL, models=frozenset({"claude-x", CRITICAL.model}))
+    assert json.loads(decode(message(), lane=lane).body)["model"] == "claude-x"
+    problem = refused(message(f'{{"model":"other",{TALK}}}'), lane=lane)
+    assert problem.code == "forbidden_model"
+    assert "'other'" in problem.detail
+    assert "claude-x" in problem.detail
+
+
+def test_who_asks_and_for_what() -> None:
+    request = decode(message(user_id="shop", headers={"anthropic-beta": "files-api"}))
+    assert (request.id, request.lane, request.app) == ("r-1", "critical", "shop")
+    assert request.beta == "files-api"
+
+
+@pytest.mark.parametrize(
+    ("key", "app"),
+    [("critical.shop.chat", "shop"), ("critical", "unknown"), ("critical..x", "unknown"), ("", "unknown")],
+)
+def test_the_application_is_the_keys_second_word(key: str, app: str) -> None:
+    assert app_of(key) == app
+
+
+# what is refused
+
+BAD: list[tuple[str, Message, str, str]] = [
+    ("nothing", message(b""), "invalid_request", "empty"),
+    ("not json", message(b"{"), "invalid_request", "not JSON"),
+    ("not utf-8", message(b'{"prompt":"\xff"}'), "invalid_request", "not JSON in UTF-8"),
+    ("utf-16", message('{"prompt":"x"}'.encode("utf-16")), "invalid_request", "not JSON in UTF-8"),
+    ("bom", message(b'\xef\xbb\xbf{"prompt":"x"}'), "invalid_request", "not JSON in UTF-8"),
+    ("nan", message(f'{{{TALK},"t":NaN}}'), "invalid_request", "not JSON"),
+    ("infinity", message(f'{{{TALK},"t":-Infinity}}'), "invalid_request", "not JSON"),
+    ("twice", message(f'{{{TALK},"model":"a","model":"b"}}'), "invalid_request", 'duplicate key "model"'),
+    ("half a surrogate", message('{"prompt":"\\ud800"}'), "invalid_request", "not JSON"),
+    (
+        "deep",
+        message(b'{"messages":' + b"[" * 9000 + b"]" * 9000 + b"}"),
+        "invalid_request",
+        "nested too deeply: allowed are 200",
+    ),
+    ("5000 digits", message(f'{{{TALK},"x":1{"0" * 5000}}}'), "invalid_request", "out of range"),
+    ("4000 digits", message(f'{{{TALK},"max_tokens":1{"0" * 4000}}}'), "invalid_request", "max_tokens"),
+    ("something after", message(WHOLE + b"{}"), "invalid_request", "not JSON"),
+    ("an array", message(b"[]"), "invalid_request", "found an array, allowed is a JSON object"),
+    ("null", message(b"null"), "invalid_request", "found null"),
+    ("a string", message(b'"secret"'), "invalid_request", "found a string"),
+    ("neither form", message(b'{"model":"m"}'), "invalid_request", "`messages` is missing"),
+    ("both forms", message(f'{{"prompt":"x",{TALK}}}'), "invalid_request", "not both"),
+    ("no messages", message(b'{"messages":[]}'), "invalid_request", "messages: List should have at least 1 item"),
+    ("messages no list", message(b'{"messages":"hi"}'), "invalid_request", "messages: "),
+    ("a message no object", message(b'{"messages":["secret"]}'), "invalid_request", "messages.0: "),
+    ("no content", message(b'{"messages":[{"role":"user"}]}'), "invalid_request", "messages.0.content: Field required"),
+    (
+        "content 5",
+        message(b'{"messages":[{"role":"u","content":5}]}'),
+        "invalid_request",
+        "string or an array (found 5)",
+    ),
+    ("role 5", message(b'{"messages":[{"role":5,"content":""}]}'), "invalid_request", "messages.0.role"),
+    ("model 5", message(f'{{"model":5,{TALK}}}'), "invalid_request", "model: "),
+    ("model empty", message(f'{{"model":"",{TALK}}}'), "invalid_request", "model: "),
+    ("max_tokens 0", message(f'{{"max_tokens":0,{TALK}}}'), "invalid_request", "max_tokens: "),
+    ("max_tokens true", message(f'{{"max_tokens":true,{TALK}}}'), "invalid_request", "max_tokens: "),
+    ("max_tokens '1'", message(f'{{"max_tokens":"1",{TALK}}}'), "invalid_request", "max_tokens: "),
+    ("system 5", message(f'{{"system":5,{TALK}}}'), "invalid_request", "system: "),
+    ("stream 1", message(f'{{"stream":1,{TALK}}}'), "invalid_request", "stream: "),
+    ("stream by body alone", message(f'{{"stream":true,{TALK}}}'), "invalid_request", "x-lane-stream says false"),
+    (
+        "stream by header alone",
+        message(f'{{"stream":false,{TALK}}}', headers={"x-lane-stream": True}),
+        "invalid_request",
+        "stream is false",
+    ),
+    ("prompt empty", message(b'{"prompt":""}'), "invalid_request", "prompt: "),
+    ("prompt with more", message(b'{"prompt":"x","tools":[]}'), "invalid_request", "tools: Extra inputs"),
+    ("1 MiB and a byte", message(b" " * (PACKED_BYTES + 1)), "too_large", f"allowed are {PACKED_BYTES}"),
+    (
+        "a gzip bomb",
+        message(gzip.compress(b" " * (UNPACKED_BYTES + 1)), content_encoding="gzip"),
+        "too_large",
+        "when unpacked",
+    ),
+    ("no gzip", message(content_encoding="gzip"), "invalid_request", "content_encoding is gzip, but it is not"),
+    ("half a gzip", message(gzip.compress(WHOLE)[:-5], content_encoding="gzip"), "invalid_request", "cut short"),
+    ("gzip and more", message(gzip.compress(WHOLE) + b"x", content_encoding="gzip"), "invalid_request", "follows it"),
+    ("brotli", message(content_encoding="br"), "unsupported_media", "'br'"),
+    ("text", message(content_type="text/plain"), "unsupported_media", "'text/plain'"),
+    ("latin", message(content_type="application/json; charset=latin-1"), "unsupported_media", "latin-1"),
+    ("another lane's key", message(routing_key="batch.shop.chat"), "invalid_request", "'batch.shop.chat'"),
+    ("a lane's name prefixed", message(routing_key="criticality.a.b"), "invalid_request", "routing key"),
+    ("x-death", message(headers={"x-death": [{"reason": "expired"}]}), "invalid_request", "x-death"),
+    ("unknown header", message(headers={"x-lane-modell": "m"}), "invalid_request", "x-lane-modell"),
+    ("message_id spaced", message(message_id="a b"), "invalid_request", "message_id"),
+    ("message_id long", message(message_id="a" * 129), "invalid_request", "message_id"),
+    ("message_id newline", message(message_id="a\n"), "invalid_request", "message_id"),
+    (
+        "a handler",
+        message(type="resize"),
+        "invalid_request",
+        "type 'resize': handlers of other types are not available",
+    ),
+    (
+        "unreadable",
+        message(headers={UNREADABLE: "timestamp (ValueError)"}),
+        "invalid_request",
+        "timestamp (ValueError)",
+    ),
+    ("deadline too long", message(headers={"x-lane-deadline-ms": 120_001}), "invalid_request", "at most 120000"),
+    ("years ahead", message(headers={"x-lane-at": "2199-01-01T00:00:00Z"}), "invalid_request", "more than a year"),
+]
+
+
+@pytest.mark.parametrize(("found", "code", "named"), [each[1:] for each in BAD], ids=[each[0] for each in BAD])
+def test_bad(found: Message, code: str, named: str) -> None:
+    problem = refused(found)
+    assert problem.code == code
+    assert named in problem.detail
+    assert "secret" not in problem.detail
+
+
+def test_a_key_of_200_kb_does_not_get_into_the_detail() -> None:
+    assert len(refused(message(b'{"prompt":"x","' + b"k" * 200_000 + b'":1}')).detail) < 200
+
+
+def test_what_is_nested_too_deeply_is_told_so() -> None:
+    def nested(depth: int) -> Message:
+        return message(f'{{{TALK},"x":{"[" * (depth - 1)}0{"]" * (depth - 1)}}}')
+
+    assert decode(nested(decoding.NESTED))
+    problem = refused(nested(decoding.NESTED + 1))
+    assert (problem.code, problem.detail) == (
+        "invalid_request",
+        "body: nested too deeply: allowed are 200 arrays and objects inside of each other",
+    )
+
+
+def test_what_repeats_may_be_packed_as_small_as_it_gets() -> None:
+    rows = "2026-11-22,0,0,shop\n" * 150_000
+    for prompt in (rows, "0" * 3_000_000):
+        packed = gzip.compress(json.dumps({"prompt": prompt}).encode())
+        assert len(packed) < len(prompt) / 200
+        found = decode(message(packed, content_encoding="gzip"))
+        assert json.loads(found.body)["messages"][0]["content"] == prompt
+
+
+# what a worker wrote
+
+
+def test_the_internal_headers_of_a_fresh_request_are_not_believed() -> None:
+    request = decode(message(user_id="shop", headers={"x-lane-attempt": 3, "x-lane-user-id": "bank"}))
+    assert (request.attempts, request.errors) == (0, ())
+
+
+def test_what_a_worker_wrote_is() -> None:
+    hop = HopHeaders(attempts=2, errors=("b", "a"), first_seen_ms=NOW_MS - 5000, due_ms=NOW_MS - 10, user_id="shop")
+    found = message(user_id="the-workers", headers={"x-death": [{"reason": "expired"}]})
+    request = decode(found, hop=hop)
+    assert (request.attempts, request.errors) == (2, ("b", "a"))
+    assert (request.sent_ms, request.due_ms) == (NOW_MS - 5000, NOW_MS - 10)
+    assert request.deadline_ms == NOW_MS - 10 + 120_000
+
+
+def test_the_key_of_what_came_back_is_not_looked_at() -> None:
+    assert decode(message(routing_key="normal.a.b"), hop=HopHeaders()).lane == "critical"
+
+
+# when
+
+
+@pytest.mark.parametrize(
+    ("properties", "sent_ms", "by"),
+    [
+        ({}, NOW_MS, "delivery"),
+        ({"headers": {"x-lane-sent-ms": NOW_MS - 700}}, NOW_MS - 700, "sender"),
+        ({"headers": {"x-lane-sent-ms": NOW_MS - 700, "timestamp_in_ms": NOW_MS - 900}}, NOW_MS - 900, "broker"),
+        ({"headers": {"x-lane-sent-ms": NOW_MS + 700}}, NOW_MS, "sender"),  # nobody sends in the future
+        ({"headers": {"x-lane-sent-ms": NOW_MS + 10**10}}, NOW_MS, "sender"),
+        ({"headers": {"timestamp_in_ms": True}}, NOW_MS, "delivery"),
+        ({"headers": {"timestamp_in_ms": "x"}, "timestamp_s": 0.0}, NOW_MS, "delivery"),
+        ({"timestamp_s": NOW_MS / 1000 - 60}, NOW_MS - 60_000 + 999, "timestamp"),
+    ],
+)
+def test_when_it_was_sent_and_by_whose_clock(properties: dict[str, Any], sent_ms: int, by: str) -> None:
+    request = decode(message(**properties))
+    assert (request.sent_ms, request.sent_by) == (sent_ms, by)
+
+
+def test_a_time_far_ahead_lengthens_neither_the_deadline_nor_a_delay() -> None:
+    ahead = {"x-lane-sent-ms": NOW_MS + 10**10}
+    assert decode(message(headers=ahead)).deadline_ms == NOW_MS + 120_000
+    delayed = decode(message(headers={**ahead, "x-lane-delay-ms": 5000}))
+    assert (delayed.due_ms, delayed.deadline_ms) == (NOW_MS + 5000, NOW_MS + 125_000)
+
+
+def test_a_dead_letter_that_is_published_again_has_all_its_time_again() -> None:
+    """Its headers are those of its first life, the broker's among them: it keeps what is there already."""
+    old_ms = NOW_MS - 3_600_000
+    headers = {"x-lane-dead-at": "2026-11-21T18:00:00Z", "x-lane-sent-ms": old_ms, "timestamp_in_ms": old_ms}
+    first = decode(message(headers=headers, timestamp_s=old_ms / 1000))
+    assert (first.sent_ms, first.sent_by) == (NOW_MS, "delivery")
+    hop = HopHeaders(attempts=1, first_seen_ms=first.sent_ms, dead_at="2026-11-21T18:00:00Z")
+    later = decoding.decode(message(headers=headers), lane=CRITICAL, request_id="r-1", hop=hop, now_ms=NOW_MS + 9000)
+    assert (later.sent_ms, later.sent_by) == (NOW_MS, "delivery")
+
+
+@pytest.mark.parametrize("priority", [10, 31, 200, 255])
+def test_a_priority_above_nine_is_refused_by_name(priority: int) -> None:
+    problem = refused(message(priority=priority))
+    assert (problem.code, problem.detail) == ("invalid_request", f"priority: found {priority}, allowed are 0 to 9")
+
+
+@pytest.mark.parametrize("priority", [None, 0, 9])
+def test_priorities_of_the_contract_are_taken(priority: int | None) -> None:
+    assert decode(message(priority=priority))
+
+
+@pytest.mark.parametrize(
+    ("headers", "due_ms", "deadline_ms"),
+    [
+        ({}, None, NOW_MS + 120_000),
+        ({"x-lane-deadline-ms": 5000}, None, NOW_MS + 5000),
+        ({"x-lane-delay-ms": 3000}, NOW_MS + 3000, NOW_MS + 123_000),
+        ({"x-lane-delay-ms": 3000, "x-lane-deadline-ms": 5000}, NOW_MS + 3000, NOW_MS + 8000),
+        ({"x-lane-at": "1970-01-01T00:00:00Z"}, NOW_MS, NOW_MS + 120_000),
+    ],
+)
+def test_when_it_is_due_and_until_when(headers: dict[str, Any], due_ms: int | None, deadline_ms: int) -> None:
+    request = decode(message(headers=headers))
+    assert (request.due_ms, request.deadline_ms) == (due_ms, deadline_ms)
+
+
+def test_the_deadline_stays_where_it_was_through_hops() -> None:
+    first = decode(message())
+    later = decoding.decode(
+        message(headers={"timestamp_in_ms": NOW_MS + 9000}),  # the broker stamps what a worker publishes anew
+        lane=CRITICAL,
+        request_id="r-1",
+        hop=HopHeaders(attempts=1, first_seen_ms=first.sent_ms),
+        now_ms=NOW_MS + 9500,
+    )
+    assert later.deadline_ms == first.deadline_ms
+
+
+def test_another_lane_has_other_bounds() -> None:
+    found = message(f"{{{TALK}}}", routing_key="normal.a.b")
+    assert decode(found, lane=NORMAL).deadline_ms == NOW_MS + 600_000
+
+
+# anything
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+turns = st.fixed_dictionaries({}, optional={"role": json_values, "content": json_values})
+bodies = (
+    st.binary(max_size=200)
+    | json_values.map(lambda value: json.dumps(value).encode())
+    | st.fixed_dictionaries(
+        {},
+        optional={
+            "messages": st.lists(turns, max_size=3) | json_values,
+            "prompt": json_values,
+            "model": json_values,
+            "max_tokens": json_values,
+            "stream": json_values,
+            "system": json_values,
+            "other": json_values,
+        },
+    ).map(lambda value: json.dumps(value).encode())
+)
+header_names = st.sampled_from(
+    ["x-lane-stream", "x-lane-delay-ms", "x-lane-at", "x-death", "timestamp_in_ms", "x-mine"]
+)
+header_values = json_values | st.binary(max_size=20)
+texts = st.none() | st.text(max_size=30)
+
+
+@given(
+    body=bodies,
+    headers=st.dictionaries(header_names | st.text(max_size=10), header_values, max_size=3),
+    content_type=texts | st.just("application/json"),
+    content_encoding=texts | st.sampled_from(["gzip", "identity"]),
+    message_id=texts,
+    type=texts,
+    priority=st.none() | st.integers(0, 255),
+    timestamp_s=st.none() | st.floats(0, 2**40),
+    user_id=texts,
+    routing_key=st.text(max_size=20) | st.just("critical.a.b"),
+    hop=st.none() | st.just(HopHeaders(attempts=1, first_seen_ms=5, due_ms=6)),
+)
+@settings(max_examples=100, deadline=None)
+def test_any_message_is_a_request_or_a_problem(hop: HopHeaders | None, **properties: Any) -> None:
+    found = Message(exchange="lane.requests", **properties)
+    try:
+        request = decode(found, hop=hop)
+    except RequestProblem as problem:
+        assert problem.code in {"invalid_request", "unsupported_media", "too_large"}  # noqa: PT017 (either is right)
+        problem.document(request="r", attempts=0)
+    else:
+        asked = json.loads(request.body)
+        assert (asked["model"], asked["max_tokens"]) == (request.model, request.max_tokens)
+        assert asked["messages"]

@@ -1,0 +1,163 @@
+"""Headers: what a requester may say, what is refused by name, what a hop takes along."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lanekeeper.contract import names as n
+from lanekeeper.contract.names import Names
+from lanekeeper.contract.problems import RequestProblem
+from topology.codec.headers import YEAR_MS, HopHeaders, RequestHeaders, carried, hop_headers, read, read_hop
+
+NOTHING = RequestHeaders(deadline_ms=None, stream=False, delay_ms=None, at_ms=None, sent_ms=None, beta=None)
+
+
+def said(**changed: Any) -> RequestHeaders:
+    return RequestHeaders(**{**{field: getattr(NOTHING, field) for field in NOTHING.__dataclass_fields__}, **changed})
+
+
+@pytest.mark.parametrize(
+    ("headers", "expected"),
+    [
+        ({}, NOTHING),
+        ({"x-lane-deadline-ms": 1}, said(deadline_ms=1)),
+        ({"x-lane-deadline-ms": "30000"}, said(deadline_ms=30_000)),  # amqp-publish writes nothing but strings
+        ({"x-lane-stream": True}, said(stream=True)),
+        ({"x-lane-stream": "true"}, said(stream=True)),
+        ({"x-lane-stream": "false"}, NOTHING),
+        ({"x-lane-delay-ms": 100}, said(delay_ms=100)),
+        ({"x-lane-delay-ms": YEAR_MS}, said(delay_ms=YEAR_MS)),
+        ({"x-lane-at": "1970-01-01T00:00:01Z"}, said(at_ms=1000)),
+        ({"x-lane-at": "1970-01-01T01:00:01.500+01:00"}, said(at_ms=1500)),
+        ({"x-lane-at": "1970-01-01 00:00:01Z"}, said(at_ms=1000)),
+        ({"x-lane-at": "1970-01-01t00:00:01z"}, said(at_ms=1000)),  # RFC 3339 allows small letters
+        ({"x-lane-sent-ms": 1_790_000_000_000}, said(sent_ms=1_790_000_000_000)),
+        ({"anthropic-beta": "context-1m-2026-08-07,files-api"}, said(beta="context-1m-2026-08-07,files-api")),
+        ({"x-lane-tenant": "shop"}, NOTHING),
+        ({"x-lane-no-batch": True}, NOTHING),
+        ({"traceparent": "rubbish", "tracestate": 5, "baggage": None}, NOTHING),
+        ({"x-mine": "kept", "timestamp_in_ms": 5}, NOTHING),
+        (dict.fromkeys(n.OURS, "forged"), NOTHING),  # a dead letter can be published again as it is
+    ],
+)
+def test_what_a_requester_may_say(headers: dict[str, Any], expected: RequestHeaders) -> None:
+    assert read(headers) == expected
+
+
+@pytest.mark.parametrize(
+    ("headers", "named"),
+    [
+        ({"x-lane-deadline": 5}, "'x-lane-deadline'; did you mean x-lane-deadline-ms?"),
+        ({"X-Lane-Stream": True}, "'X-Lane-Stream'"),
+        ({"x-lane-colour": "red"}, "known: x-lane-at, "),
+        (
+            {"x-lane-debounce": "k", "x-lane-delay-ms": 5},
+            "x-lane-debounce: debouncing is not available in this version",
+        ),
+        ({"x-lane-webhook": "https://a.example/"}, "x-lane-webhook"),
+        ({"x-lane-pipeline": "p"}, "x-lane-pipeline: pipelines are not available in this version"),
+        ({"x-lane-order": "k"}, "x-lane-order: ordering by key is not available in this version"),
+        ({"x-lane-body": "https://a.example/"}, "x-lane-body: bodies by address are not available in this version"),
+        ({"x-lane-body-sha256": "0" * 64}, "x-lane-body-sha256: bodies by address are not available"),
+        ({"CC": ["batch.a.b"]}, "CC"),
+        ({"BCC": []}, "BCC"),
+        ({"x-lane-delay-ms": 5, "x-lane-at": "2026-11-21T18:00:00Z"}, "x-lane-delay-ms and x-lane-at"),
+        ({"x-lane-deadline-ms": 0}, "found 0, allowed is whole milliseconds from 1"),
+        ({"x-lane-deadline-ms": True}, "found True"),
+        ({"x-lane-deadline-ms": 1.5}, "found 1.5"),
+        ({"x-lane-deadline-ms": "soon"}, "found 'soon'"),
+        ({"x-lane-deadline-ms": "٣"}, "x-lane-deadline-ms"),
+        ({"x-lane-deadline-ms": "9" * 400}, "x-lane-deadline-ms"),
+        ({"x-lane-deadline-ms": []}, "found list"),
+        ({"x-lane-delay-ms": -1}, "found -1"),
+        ({"x-lane-delay-ms": 0}, "found 0, allowed is whole milliseconds from 100"),
+        ({"x-lane-delay-ms": 99}, "found 99, allowed is whole milliseconds from 100"),
+        ({"x-lane-delay-ms": YEAR_MS + 1}, "x-lane-delay-ms"),
+        ({"x-lane-stream": 1}, "x-lane-stream: found 1, allowed is true or false"),
+        ({"x-lane-stream": "True"}, "x-lane-stream"),
+        ({"x-lane-no-batch": "maybe"}, "x-lane-no-batch"),
+        ({"x-lane-at": "2026-11-21T18:00:00"}, "x-lane-at"),  # no zone: whose time?
+        ({"x-lane-at": "2026-11-21"}, "x-lane-at"),
+        ({"x-lane-at": "tomorrow"}, "x-lane-at"),
+        ({"x-lane-at": 1_790_000_000}, "x-lane-at"),
+        ({"x-lane-at": "2026-02-30T18:00:00Z"}, "x-lane-at"),
+        ({"x-lane-at": "2" * 100_000}, "x-lane-at"),
+        ({"x-lane-tenant": 5}, "x-lane-tenant"),
+        ({"anthropic-beta": "a\r\nx-api-key: b"}, "anthropic-beta"),
+        ({"anthropic-beta": "ä"}, "anthropic-beta"),
+        ({"anthropic-beta": ""}, "anthropic-beta"),
+        ({"anthropic-beta": "a" * 1025}, "anthropic-beta"),
+        ({"anthropic-beta": ["a"]}, "anthropic-beta"),
+    ],
+)
+def test_what_is_wrong_is_refused_by_name(headers: dict[str, Any], named: str) -> None:
+    with pytest.raises(RequestProblem) as refused:
+        read(headers)
+    assert refused.value.code == "invalid_request"
+    assert named in refused.value.detail
+    assert len(refused.value.detail) < 400
+
+
+def test_a_hop_tells_the_next_worker_everything() -> None:
+    hop = HopHeaders(attempts=3, errors=("b", "a"), first_seen_ms=5, due_ms=6, user_id="shop", expiration="60000")
+    assert read_hop(hop_headers(hop)) == hop
+    assert read_hop(hop_headers(HopHeaders())) == HopHeaders()
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {n.ATTEMPT: -1, n.FIRST_SEEN_MS: -5, n.DUE_MS: True},
+        {n.ATTEMPT: "3", n.ERRORS: "a", n.USER_ID: 5, n.EXPIRATION: b"\xff"},
+        {n.ATTEMPT: 1.5, n.ERRORS: {"a": 1}, n.DUE_MS: []},
+    ],
+)
+def test_a_hop_without_sense_says_nothing(headers: dict[str, Any]) -> None:
+    assert read_hop(headers) == HopHeaders()
+
+
+def test_a_hop_takes_along_what_is_the_requesters_and_nothing_of_the_brokers_or_ours() -> None:
+    requesters = {
+        "x-mine": 1,
+        "traceparent": "00-…",
+        "x-lane-stream": True,
+        "x-lane-deadline-ms": 5,
+        "anthropic-beta": "b",
+    }
+    brokers = {
+        "x-death": [{"count": 1}],
+        "x-first-death-queue": "q",
+        "x-last-death-reason": "expired",
+        "x-delivery-count": 3,
+        "x-acquired-count": 4,
+        "CC": ["a"],
+        "BCC": ["b"],
+    }
+    bits = {f"lane-d{level:02d}": True for level in range(29)}
+    ours = dict.fromkeys(n.OURS, "…")
+    assert carried({**requesters, **brokers, **bits, **ours}, of=Names()) == requesters
+
+
+def test_the_bits_of_another_namespace_are_the_requesters_own() -> None:
+    assert carried({"lane-d00": 1, "mine-d00": 1}, of=Names("mine")) == {"lane-d00": 1}
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=30) | st.binary(max_size=30),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+header_names = st.sampled_from(sorted(n.PUBLIC | n.OURS | {"anthropic-beta", "CC", "x-death"})) | st.text(max_size=30)
+
+
+@given(headers=st.dictionaries(header_names, anything, max_size=8))
+@settings(max_examples=80, deadline=None)
+def test_any_headers_are_read_or_refused(headers: dict[str, Any]) -> None:
+    read_hop(headers)
+    carried(headers, of=Names())
+    try:
+        assert isinstance(read(headers), RequestHeaders)
+    except RequestProblem as problem:
+        assert problem.code == "invalid_request"  # noqa: PT017 (either is right)

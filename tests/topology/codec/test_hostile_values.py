@@ -1,0 +1,272 @@
+"""Whatever a requester writes into any field: one format is read, in linear time, and no error tells of its content."""
+
+import ast
+import gzip
+import json
+import pickle
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lanekeeper.contract import names as n
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.names import Names
+from lanekeeper.contract.problems import RequestProblem
+from lanekeeper.telemetry import propagation
+from service.telemetry import redaction
+from topology.codec import headers as header_rules
+from topology.codec.decoding import decode
+from topology.codec.headers import carried
+from topology.codec.request import Request
+from topology.lanes import CRITICAL
+
+ROOT = Path(__file__).parents[3]
+OUR_PACKAGES = ("lanekeeper", "topology", "consumers", "service")
+NOW_MS = 1_790_000_000_000
+KEY = "critical.tests.x"
+
+
+def decoded(message: Message) -> Request:
+    return decode(message, lane=CRITICAL, request_id="h-1", hop=None, now_ms=NOW_MS)
+
+
+def message(body: bytes = b'{"prompt": "fine"}', **more: Any) -> Message:
+    return Message(**{"body": body, "routing_key": KEY, **more})
+
+
+# ---- one format (T13) ------------------------------------------------------------------------------------------------
+
+EXECUTING = {"pickle", "cPickle", "dill", "marshal", "shelve", "yaml", "jsonpickle", "joblib", "cloudpickle"}
+
+
+def test_nothing_of_ours_can_read_a_format_that_runs_code() -> None:
+    found = []
+    for path in sorted(each for package in OUR_PACKAGES for each in (ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names = {each.name.split(".")[0] for each in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names = {(node.module or "").split(".")[0]}
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                names = {node.func.id} & {"eval", "exec", "compile", "__import__"}
+                names = {f"{each}()" for each in names}
+            else:
+                continue
+            found += [f"{path.relative_to(ROOT)}:{node.lineno} {name}" for name in names & EXECUTING or names & CALLS]
+    assert found == []
+
+
+CALLS = {"eval()", "exec()", "compile()", "__import__()"}
+
+
+class Executed:
+    """Leaves a file behind where it is unpickled."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.trace,))
+
+
+@pytest.mark.parametrize("content_type", [None, "application/json", "application/x-python-serialize"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_pickle_is_refused_and_not_run(tmp_path: Path, content_type: str | None, packed: bool) -> None:
+    trace = tmp_path / "ran"
+    body = pickle.dumps(Executed(trace))
+    encoding = "gzip" if packed else None
+    with pytest.raises(RequestProblem, match=r"not JSON|content_type"):
+        decoded(message(gzip.compress(body) if packed else body, content_type=content_type, content_encoding=encoding))
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(json.dumps({"prompt": "x"}).encode("utf-16"), id="UTF-16"),
+        pytest.param(json.dumps({"prompt": "x"}).encode("utf-32-le"), id="UTF-32"),
+        pytest.param(b'{"prompt": "x", "max_tokens": NaN}', id="NaN"),
+        pytest.param(b'{"messages": [{"role": "user", "content": "x"}], "x": Infinity}', id="Infinity"),
+        pytest.param(b'{"prompt": "x", "prompt": "y"}', id="a key twice"),
+        pytest.param(b'{"messages": [{"role": "user", "role": "user", "content": "x"}]}', id="a key twice, inside"),
+        pytest.param(b'{"prompt": "\\ud800"}', id="a lone surrogate"),
+        pytest.param(b'{"prompt": "\xed\xa0\x80"}', id="a surrogate in UTF-8"),
+        pytest.param(b"!!python/object/apply:os.system ['true']", id="YAML"),
+        pytest.param(b'{"messages": [{"role": "user", "content": "x"}], "x": ' + b"9" * 5000 + b"}", id="5000 digits"),
+    ],
+)
+def test_what_two_readers_could_read_otherwise_is_refused(body: bytes) -> None:
+    with pytest.raises(RequestProblem, match="body: not JSON"):
+        decoded(message(body))
+
+
+# ---- linear time (T14) -----------------------------------------------------------------------------------------------
+
+LONG = 64 * 1024
+STALL_S = 0.1
+PATHOLOGICAL = {
+    "digits": "9" * LONG,
+    "spaces": " " * LONG,
+    "spaces and a letter": " " * LONG + "x",
+    "slashes": "/" * LONG,
+    "a scheme without end": "a://" * (LONG // 4),
+    "bearers": "bearer " * (LONG // 7),
+    "keys": "sk-ant-" * (LONG // 7),
+    "at signs": "a://" + "@" * LONG,
+    "commas": "a=b," * (LONG // 4),
+    "semicolons": "application/json;" * (LONG // 17),
+    "dashes": "00-" + "-" * LONG,
+    "zeros": "00-" + "0" * LONG,
+    "letters": "aA" * (LONG // 2),
+    "line breaks": "\r\n" * (LONG // 2),
+    "escapes": "\x1b[2J" * (LONG // 4),
+    "direction marks": "\u202e" * LONG,
+    "quotes": '"' * LONG,
+    "backslashes": "\\" * LONG,
+    "stars": "x*" * (LONG // 2),
+    "a time": "2026-11-21T18:00:00." + "0" * LONG,
+}
+HEADERS = sorted(n.PUBLIC | n.OURS | n.TRACE_CONTEXT | {n.ANTHROPIC_BETA, n.BROKER_TIMESTAMP_MS, "x-own"})
+PROPERTIES = (
+    "content_type",
+    "content_encoding",
+    "message_id",
+    "correlation_id",
+    "reply_to",
+    "type",
+    "user_id",
+    "app_id",
+)
+
+
+def cpu_s(do: Any) -> float:
+    began = time.thread_time()
+    do()
+    return time.thread_time() - began
+
+
+@pytest.mark.parametrize("text", PATHOLOGICAL.values(), ids=PATHOLOGICAL)
+def test_64_kb_of_anything_in_any_field_take_no_time(text: str) -> None:
+    """More than any field can hold on the wire but the body: a short string has 255 bytes, all headers 64 KiB."""
+    inside = json.dumps({"prompt": text, "model": text[:256]}).encode()
+    messages = {
+        **{f"header {name}": message(headers={name: text}) for name in HEADERS},
+        **{f"property {name}": message(**{name: text}) for name in PROPERTIES},
+        "a header's name": message(headers={text[:255]: 1, f"x-lane-{text[:200]}": 1}),
+        "the key": message(routing_key=f"critical.{text}"),
+        "the body": message(text.encode()),
+        "in the body": message(inside),
+        "as a key of the body": message(json.dumps({text: 1, "prompt": 5}).encode()),
+        "as a role": message(json.dumps({"messages": [{"role": text, "content": text}], "max_tokens": text}).encode()),
+    }
+
+    def read(each: Message) -> None:
+        try:
+            decoded(each)
+        except RequestProblem as problem:
+            redaction.text(problem.detail)
+        header_rules.read_hop(each.headers)
+        carried(each.headers, of=Names())
+        propagation.received(each.headers, propagation.read(each.headers))
+        for value in (*each.headers, *each.headers.values()):
+            redaction.text(str(value))
+
+    slow = {where: took for where, each in messages.items() if (took := cpu_s(lambda each=each: read(each))) > STALL_S}
+    assert slow == {}
+
+
+# ---- internal headers (T24) ------------------------------------------------------------------------------------------
+
+FORGED: dict[str, Any] = {
+    **dict.fromkeys(n.OURS, "forged"),
+    n.ATTEMPT: 99,
+    n.FIRST_SEEN_MS: 1,
+    n.DUE_MS: 4_000_000_000_000,
+    n.HOP_MS: 1,
+    n.BACK_MS: 1,
+    n.ERRORS: ["forged"],
+    n.REDELIVERED: True,
+    n.SEQ: 5,
+    n.REPLAYED: True,
+}
+
+
+def test_every_internal_header_of_a_fresh_request_is_without_effect_and_goes_no_further() -> None:
+    assert FORGED.keys() >= n.OURS
+    dead_at = {n.DEAD_AT}  # makes older times of the requester's own count for nothing
+    for name, value in FORGED.items():
+        with_it = message(headers={name: value, "x-own": 1, n.SENT_MS: NOW_MS - 5})
+        without = message(headers={"x-own": 1, **({} if name in dead_at else {n.SENT_MS: NOW_MS - 5})})
+        assert decoded(with_it) == decoded(without), name
+        assert carried(with_it.headers, of=Names()).keys() == {"x-own", n.SENT_MS}, name
+
+
+@pytest.mark.parametrize("name", ["x-lane-Attempt", "X-LANE-ATTEMPT", "x-lane-attempt ", "x-lane-attempt\0"])
+def test_nor_does_one_that_is_only_like_it(name: str) -> None:
+    with pytest.raises(RequestProblem, match="unknown header"):
+        decoded(message(headers={name: 99}))
+
+
+# ---- content stays out of errors (T9) --------------------------------------------------------------------------------
+
+CANARY = "KANARIENVOGEL"
+WHOLE: dict[str, Any] = {
+    "model": "claude-sonnet-5-5",
+    "max_tokens": 10,
+    "messages": [{"role": "user", "content": [{"type": "text", "text": CANARY}]}],
+    "system": CANARY,
+    "tools": [{"name": CANARY, "input_schema": {CANARY: CANARY}}],
+}
+
+
+def wrong_bodies() -> list[bytes]:
+    """Each with the canary in its values, and wrong in another way."""
+    whole = json.dumps(WHOLE).encode()
+    at = whole.index(CANARY.encode())
+    return [
+        whole[: at + 5],
+        whole + b"}",
+        whole.replace(CANARY.encode(), CANARY.encode() + b"\xff"),
+        whole.replace(CANARY.encode(), CANARY.encode() + b"\\ud800"),
+        whole.replace(CANARY.encode(), CANARY.encode() + b"\n"),
+        whole.replace(b'"' + CANARY.encode() + b'"', CANARY.encode()),
+        gzip.compress(whole)[:-9],
+        json.dumps(CANARY).encode(),
+        json.dumps([CANARY]).encode(),
+        *(
+            json.dumps({**WHOLE, name: value}).encode()
+            for name, value in [
+                ("messages", CANARY),
+                ("messages", [CANARY]),
+                ("messages", [{"role": "user", "content": {"text": CANARY}}]),
+                ("messages", [{"role": 5, "content": CANARY}]),
+                ("messages", [{"content": CANARY}]),
+                ("messages", [{"role": "user", "content": CANARY}] * 3 + [{"role": CANARY}]),
+                ("max_tokens", CANARY),
+                ("stream", CANARY),
+                ("system", {"text": CANARY}),
+                ("model", [CANARY]),
+                ("model", CANARY * 30),
+                ("prompt", CANARY),
+            ]
+        ),
+        json.dumps({"prompt": [CANARY]}).encode(),
+        json.dumps({"prompt": CANARY, "system": [CANARY]}).encode(),
+        json.dumps({"prompt": CANARY, "stop": CANARY}).encode(),
+        b'{"messages": [{"role": "user", "content": [{"type": "x", "'
+        + CANARY.encode()
+        + b'": 1, "'
+        + CANARY.encode()
+        + b'": 2}]}]}',
+    ]
+
+
+@pytest.mark.parametrize("body", wrong_bodies())
+def test_no_error_quotes_what_a_body_says(body: bytes) -> None:
+    for each in (message(body), message(gzip.compress(body), content_encoding="gzip")):
+        with pytest.raises(RequestProblem) as raised:
+            decoded(replace(each))
+        assert CANARY not in raised.value.detail

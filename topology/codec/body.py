@@ -1,0 +1,106 @@
+"""The body of a request: Anthropic's own, or the short form; only what we must know of it is looked at.
+
+Whatever else is in it goes to the provider as it came, and is the provider's to judge.
+"""
+
+import json
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
+
+from lanekeeper.contract.problems import RequestProblem
+
+FIELDS_AT_MOST = 1000
+"""Of the short form, which has five: each one that is unknown costs an error of pydantic's."""
+
+
+def _text_or_blocks(content: Any) -> Any:
+    """Look at the kind alone: pydantic would copy the blocks, one by one."""
+    if not isinstance(content, str | list):
+        raise PydanticCustomError("text_or_blocks", "Input should be a string or an array")
+    return content
+
+
+TextOrBlocks = Annotated[Any, AfterValidator(_text_or_blocks)]
+ModelName = Annotated[str, Field(min_length=1, max_length=256)]
+MaxTokens = Annotated[int, Field(ge=1, le=10_000_000)]
+
+
+class Turn(BaseModel):
+    """One message of the conversation."""
+
+    model_config = ConfigDict(strict=True)
+    role: str
+    content: TextOrBlocks
+
+
+class MessagesBody(BaseModel):
+    """The JSON body of `POST /v1/messages`; `model` and `max_tokens` may be left to the lane."""
+
+    model_config = ConfigDict(strict=True)
+    messages: Annotated[list[Any], Field(min_length=1)]
+    """Of what `Turn` says: looked at one by one, because pydantic takes 4 µs to make each."""
+    model: ModelName | None = None
+    max_tokens: MaxTokens | None = None
+    stream: bool | None = None
+    system: TextOrBlocks | None = None
+
+
+class PromptBody(BaseModel):
+    """The short form."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    prompt: Annotated[str, Field(min_length=1)]
+    system: str | None = None
+    model: ModelName | None = None
+    max_tokens: MaxTokens | None = None
+    stream: bool | None = None
+
+
+def check(found: object) -> MessagesBody | PromptBody:
+    """Check what was decoded. Raises RequestProblem that names every wrong field, never what the prompt says."""
+    if not isinstance(found, dict):
+        raise RequestProblem("invalid_request", f"body: found {_kind(found)}, allowed is a JSON object")
+    if "prompt" in found and "messages" in found:
+        raise RequestProblem("invalid_request", "body: give `messages` or the short form's `prompt`, not both")
+    if "prompt" not in found and "messages" not in found:
+        raise RequestProblem("invalid_request", "body: `messages` is missing (or `prompt`, the short form)")
+    if "prompt" in found and len(found) > FIELDS_AT_MOST:
+        raise RequestProblem(
+            "invalid_request", f"body: {len(found)} fields; {', '.join(PromptBody.model_fields)} are known"
+        )
+    try:
+        if "prompt" in found:
+            return PromptBody.model_validate(found)
+        checked = MessagesBody.model_validate(found)
+    except ValidationError as error:
+        raise _problem(error) from None
+    for number, turn in enumerate(checked.messages):
+        if _is_turn(turn):
+            continue
+        try:
+            Turn.model_validate(turn)
+        except ValidationError as error:
+            raise _problem(error, "messages", number) from None
+    return checked
+
+
+def _is_turn(turn: object) -> bool:
+    return isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), (str, list))
+
+
+def _problem(error: ValidationError, *place: str | int) -> RequestProblem:
+    wrong = [
+        f"{'.'.join(str(step)[:40] for step in (*place, *each['loc']))}: {each['msg']} (found {_kind(each['input'])})"
+        for each in error.errors(include_url=False, include_context=False)[:5]
+    ]
+    return RequestProblem("invalid_request", f"body: {'; '.join(wrong)}")
+
+
+def _kind(value: object) -> str:
+    """What was found, in JSON's words. Strings and objects may hold a prompt: only their kind is told."""
+    if value is None or isinstance(value, (bool, int, float)):
+        return json.dumps(value)[:40]
+    kinds: dict[type, str] = {str: "a string", list: "an array", dict: "an object"}
+    return kinds.get(type(value), "something else")

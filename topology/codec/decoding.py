@@ -1,0 +1,241 @@
+"""From a delivered message to a `Request`, strictly: what is wrong is refused by name, and nothing is guessed."""
+
+import json
+import re
+import zlib
+from collections.abc import Mapping
+
+import jiter
+
+from lanekeeper.contract.identity import REQUEST_ID, is_request_id
+from lanekeeper.contract.messages import PRIORITY_AT_MOST, UNREADABLE, Message
+from lanekeeper.contract.names import DEADLINE_MS, DEATH, STREAM
+from lanekeeper.contract.problems import RequestProblem
+from topology.codec import body as bodies
+from topology.codec import bounds
+from topology.codec import headers as header_rules
+from topology.codec.headers import HopHeaders, RequestHeaders
+from topology.codec.published import published
+from topology.codec.request import Request
+from topology.lanes import MIB, LaneSpec
+
+PACKED_BYTES = MIB
+UNPACKED_BYTES = 8 * MIB
+UNPACKED_TIMES = 1032
+"""What gzip packs into one byte at the most. To unpack 8 MiB takes 20 ms of CPU, however small they were packed."""
+NESTED = 200
+"""Arrays and objects inside of each other: as many as the parser follows."""
+_TWICE = re.compile(r'Detected duplicate key "(?P<key>.*)"', re.DOTALL)
+_JSON_TYPE = re.compile(r'application/json(\s*;\s*charset="?utf-8"?)?\s*', re.IGNORECASE)
+
+
+def decode(
+    message: Message,
+    *,
+    lane: LaneSpec,
+    request_id: str,
+    hop: HopHeaders | None,
+    now_ms: int,
+    raw: bytes | None = None,
+    values: int = bounds.VALUES,
+) -> Request:
+    """Read a request of `lane`. `hop` is None for a fresh one, else what a worker wrote on it. `raw`: the body, where
+    it has been unpacked and found small enough already.
+
+    Raises RequestProblem (invalid_request, unsupported_media, too_large, forbidden_model).
+    """
+    _check_properties(message, lane=lane, fresh=hop is None)
+    said = header_rules.read(message.headers)
+    if raw is None:
+        raw = unpacked(message)
+        if (excess := bounds.excess(raw, values=values)) is not None:
+            raise too_large(excess)
+    found = _parsed(raw)
+    checked = bodies.check(found)
+    assert isinstance(found, dict)
+    if checked.stream is not None and checked.stream != said.stream:
+        raise RequestProblem(
+            "invalid_request",
+            f"body: stream is {str(checked.stream).lower()}, but header {STREAM} says {str(said.stream).lower()}",
+        )
+    model = checked.model or lane.model
+    if lane.models is not None and model not in lane.models:
+        raise RequestProblem(
+            "forbidden_model",
+            f"model {model[:80]!r} is not allowed in lane {lane.name}; allowed: {', '.join(sorted(lane.models))}",
+        )
+    max_tokens = checked.max_tokens or lane.max_tokens
+    past = hop or HopHeaders()
+    sent = published(message, past, now_ms=now_ms)
+    due_ms = _due_ms(said, past, sent_ms=sent.ms)
+    return Request(
+        id=request_id,
+        lane=lane.name,
+        app=app_of(message.routing_key),
+        body=_filled(raw, found, checked, model=model, max_tokens=max_tokens, rewrite=lane.models is not None),
+        model=model,
+        max_tokens=max_tokens,
+        stream=said.stream,
+        states_stream="stream" in checked.model_fields_set,
+        beta=said.beta,
+        sent_ms=sent.ms,
+        sent_by=sent.by,
+        due_ms=due_ms,
+        deadline_ms=(due_ms or sent.ms) + _deadline_ms(said, lane),
+        attempts=past.attempts,
+        errors=past.errors,
+    )
+
+
+def unpacked(message: Message) -> bytes:
+    """The body after its content encoding. Raises RequestProblem (unsupported_media, too_large, invalid_request)."""
+    if len(message.body) > PACKED_BYTES:
+        raise RequestProblem("too_large", f"body: {len(message.body)} bytes, allowed are {PACKED_BYTES}")
+    encoding = (message.content_encoding or "identity").lower()
+    if encoding == "identity":
+        return message.body
+    if encoding != "gzip":
+        raise RequestProblem("unsupported_media", f"content_encoding {encoding[:40]!r}: allowed are identity and gzip")
+    unpacker = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
+    try:
+        body = unpacker.decompress(message.body, UNPACKED_BYTES + 1)
+    except zlib.error as error:
+        raise RequestProblem("invalid_request", f"body: content_encoding is gzip, but it is not: {error}") from error
+    if len(body) > UNPACKED_BYTES:
+        raise RequestProblem("too_large", f"body: more than {UNPACKED_BYTES} bytes when unpacked")
+    if not unpacker.eof or unpacker.unused_data:
+        raise RequestProblem("invalid_request", "body: the gzip data is cut short, or something follows it")
+    return body
+
+
+def weight(message: Message) -> int:
+    """How many bytes its body has to be read as at the most, before that is known."""
+    size = len(message.body)
+    return min(UNPACKED_BYTES, UNPACKED_TIMES * size) if message.content_encoding else size
+
+
+def too_large(excess: str) -> RequestProblem:
+    """The problem of a body that would take too long to parse."""
+    return RequestProblem("too_large", f"body: {excess}")
+
+
+def app_of(routing_key: str) -> str:
+    """The application's word in a key `<lane>.<app>.<task>…`."""
+    words = routing_key.split(".", 2)
+    return words[1] if len(words) > 1 and words[1] else "unknown"
+
+
+def _check_properties(message: Message, *, lane: LaneSpec, fresh: bool) -> None:
+    if UNREADABLE in message.headers:
+        raise RequestProblem("invalid_request", f"properties that cannot be read: {message.headers[UNREADABLE]}")
+    if fresh:
+        if message.routing_key.split(".", 1)[0] != lane.name:
+            raise RequestProblem(
+                "invalid_request",
+                f"routing key {message.routing_key[:120]!r}: allowed is {lane.name}.<app>.<task> in lane {lane.name}",
+            )
+        if DEATH in message.headers:
+            raise RequestProblem("invalid_request", f"header {DEATH}: not allowed on a fresh request")
+    if message.message_id and not is_request_id(message.message_id):
+        raise RequestProblem("invalid_request", f"message_id: {REQUEST_ID}; found something else")
+    if message.priority is not None and message.priority > PRIORITY_AT_MOST:
+        raise RequestProblem(
+            "invalid_request", f"priority: found {message.priority}, allowed are 0 to {PRIORITY_AT_MOST}"
+        )
+    if message.type not in (None, "", "messages"):
+        raise RequestProblem(
+            "invalid_request",
+            f"type {message.type[:40]!r}: handlers of other types are not available in this version; "
+            "leave it out, or say messages",
+        )
+    if message.content_type and not _JSON_TYPE.fullmatch(message.content_type):
+        raise RequestProblem(
+            "unsupported_media", f"content_type {message.content_type[:60]!r}: allowed is application/json (UTF-8)"
+        )
+
+
+def _parsed(raw: bytes) -> object:
+    if not raw:
+        raise RequestProblem("invalid_request", "body: empty; allowed is a JSON object")
+    try:
+        return jiter.from_json(raw, allow_inf_nan=False, catch_duplicate_keys=True, cache_mode="none")
+    except ValueError as error:
+        if str(error).startswith("recursion limit exceeded"):
+            detail = f"body: nested too deeply: allowed are {NESTED} arrays and objects inside of each other"
+            raise RequestProblem("invalid_request", detail) from None
+        raise RequestProblem("invalid_request", f"body: not JSON in UTF-8: {_without_content(str(error))}") from None
+
+
+def _without_content(said: str) -> str:
+    """jiter names the place and what is wrong there, and quotes nothing but a key that is there twice."""
+    twice = _TWICE.match(said)
+    if (
+        twice is None
+        or twice["key"] in bodies.MessagesBody.model_fields
+        or twice["key"] in bodies.PromptBody.model_fields
+    ):
+        return said[:200]
+    return f"a key is there twice{said[twice.end() :]}"
+
+
+def _due_ms(said: RequestHeaders, past: HopHeaders, *, sent_ms: int) -> int | None:
+    if past.due_ms is not None:
+        return past.due_ms
+    if said.delay_ms is not None:
+        return sent_ms + said.delay_ms
+    if said.at_ms is not None:
+        if said.at_ms - sent_ms > header_rules.YEAR_MS:
+            raise RequestProblem("invalid_request", "header x-lane-at: more than a year ahead")
+        return max(said.at_ms, sent_ms)
+    return None
+
+
+def _deadline_ms(said: RequestHeaders, lane: LaneSpec) -> int:
+    most = int(lane.deadline_s * 1000)
+    if said.deadline_ms is None:
+        return most
+    if said.deadline_ms > most:
+        raise RequestProblem(
+            "invalid_request",
+            f"header {DEADLINE_MS}: found {said.deadline_ms}, lane {lane.name} allows at most {most}",
+        )
+    return said.deadline_ms
+
+
+def _filled(
+    raw: bytes,
+    found: Mapping[str, object],
+    checked: bodies.MessagesBody | bodies.PromptBody,
+    *,
+    model: str,
+    max_tokens: int,
+    rewrite: bool,
+) -> bytes:
+    """The body as the provider takes it: the very bytes that came, with what is missing put in front.
+
+    `rewrite` (a lane that allows only some models): what goes out is what was checked, whatever the bytes could mean to
+    another reader.
+    """
+    if isinstance(checked, bodies.PromptBody):
+        body: dict[str, object] = {
+            "model": model,
+            "max_tokens": max_tokens,
+            "messages": [{"role": "user", "content": checked.prompt}],
+        }
+        if checked.system is not None:
+            body["system"] = checked.system
+        return _dumped(body)
+    filled = {"model": model, "max_tokens": max_tokens}
+    missing = {key: value for key, value in filled.items() if key not in checked.model_fields_set}
+    is_null = any(getattr(checked, key) is None for key in filled.keys() - missing.keys())
+    if rewrite or is_null:
+        return _dumped({**found, **filled})
+    # `messages` follows, so that the comma is right
+    return raw.replace(b"{", _dumped(missing)[:-1] + b",", 1) if missing else raw
+
+
+def _dumped(body: Mapping[str, object]) -> bytes:
+    try:
+        return json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    except (ValueError, UnicodeEncodeError) as error:
+        raise RequestProblem("invalid_request", f"body: holds what JSON in UTF-8 cannot say: {error}") from None

@@ -1,0 +1,218 @@
+"""The headers of a request: what a requester may say, what only a worker may have written, what a hop leaves out."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from difflib import get_close_matches
+from typing import Any
+
+from lanekeeper.contract import names
+from lanekeeper.contract.messages import Headers
+from lanekeeper.contract.names import Names
+from lanekeeper.contract.problems import RequestProblem
+from topology.delays import UNIT_MS, strip_bits
+
+LATER = {
+    names.DEBOUNCE: "debouncing is",
+    names.WEBHOOK: "webhooks are",
+    names.PIPELINE: "pipelines are",
+    names.ORDER: "ordering by key is",
+    names.BODY: "bodies by address are",
+    names.BODY_SHA256: "bodies by address are",
+}
+"""What the contract has and this version has not: refused, never ignored."""
+PREFIX = "x-lane-"
+YEAR_MS = 365 * 24 * 3600 * 1000
+SENT_AT_MOST_MS = 10**14
+BETA_LENGTH = 1024
+ERRORS_KEPT = 5
+_DIGITS = re.compile(r"[0-9]{1,15}")
+_BETA = re.compile(r"[A-Za-z0-9_.,: -]+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestHeaders:
+    """What the requester said; times in ms, `at_ms` and `sent_ms` since 1970."""
+
+    deadline_ms: int | None
+    stream: bool
+    delay_ms: int | None
+    at_ms: int | None
+    sent_ms: int | None
+    beta: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HopHeaders:
+    """What a worker wrote when it sent the request through a delay; nothing of it is believed from anyone else."""
+
+    attempts: int = 0
+    errors: tuple[str, ...] = ()
+    first_seen_ms: int | None = None
+    due_ms: int | None = None
+    user_id: str | None = None
+    expiration: str | None = None
+    dead_at: str | None = None
+    """Of a dead letter that was published again."""
+    redelivered: bool = False
+    """It was moved here from a queue that counts nothing, where its last delivery was never settled."""
+    hop_ms: int | None = None
+    """When it was sent into the delay; ms since 1970."""
+    back_ms: int | None = None
+    """When the delay is over."""
+    is_fresh: bool = False
+    """It was set aside before anybody had worked on it."""
+    reply_try: int = 0
+    """How often its reply was refused: it has ended, and only that is left. 0: it has not."""
+    reply_error: str | None = None
+    """The problem document that is its reply; None: the store has its reply."""
+
+
+def read(headers: Mapping[str, Any]) -> RequestHeaders:
+    """Read what the requester said. Raises RequestProblem for what is unknown, wrong, or not in this version."""
+    for key in headers:
+        if key in LATER:
+            raise RequestProblem("invalid_request", f"header {key}: {LATER[key]} not available in this version")
+        if key.lower().startswith(PREFIX) and key not in names.PUBLIC and key not in names.OURS:
+            near = get_close_matches(key[len(PREFIX) :], [each[len(PREFIX) :] for each in names.PUBLIC], n=1)
+            hint = f"; did you mean {PREFIX}{near[0]}?" if near else f"; known: {', '.join(sorted(names.PUBLIC))}"
+            raise RequestProblem("invalid_request", f"unknown header {key[:80]!r}{hint}")
+    if names.CC in headers or names.BCC in headers:
+        raise RequestProblem("invalid_request", "headers CC and BCC are not allowed: publish once, with one key")
+    if names.DELAY_MS in headers and names.AT in headers:
+        raise RequestProblem("invalid_request", f"headers {names.DELAY_MS} and {names.AT}: give one of them")
+    _bool(headers, names.NO_BATCH)
+    tenant = headers.get(names.TENANT)
+    if tenant is not None and not isinstance(tenant, str):
+        raise _wrong(names.TENANT, tenant, "a string")
+    return RequestHeaders(
+        deadline_ms=_ms(headers, names.DEADLINE_MS, low=1, high=YEAR_MS),
+        stream=_bool(headers, names.STREAM),
+        delay_ms=_ms(headers, names.DELAY_MS, low=UNIT_MS, high=YEAR_MS),
+        at_ms=_time(headers, names.AT),
+        sent_ms=_ms(headers, names.SENT_MS, low=0, high=SENT_AT_MOST_MS),
+        beta=_beta(headers),
+    )
+
+
+def read_hop(headers: Mapping[str, Any]) -> HopHeaders:
+    """Read what a worker wrote. Only for a message that came through the delay cascade."""
+    errors = headers.get(names.ERRORS)
+    return HopHeaders(
+        attempts=_whole(headers.get(names.ATTEMPT)) or 0,
+        errors=tuple(str(each) for each in errors[:ERRORS_KEPT]) if isinstance(errors, list) else (),
+        first_seen_ms=_whole(headers.get(names.FIRST_SEEN_MS)),
+        due_ms=_whole(headers.get(names.DUE_MS)),
+        user_id=_text(headers.get(names.USER_ID)),
+        expiration=_text(headers.get(names.EXPIRATION)),
+        dead_at=_text(headers.get(names.DEAD_AT)),
+        redelivered=headers.get(names.REDELIVERED) is True,
+        hop_ms=_whole(headers.get(names.HOP_MS)),
+        back_ms=_whole(headers.get(names.BACK_MS)),
+        is_fresh=headers.get(names.FRESH) is True,
+        reply_try=_whole(headers.get(names.REPLY_TRY)) or 0,
+        reply_error=_text(headers.get(names.REPLY_ERROR)),
+    )
+
+
+def carried(headers: Mapping[str, Any], *, of: Names) -> dict[str, Any]:
+    """The headers that go along on a hop: the requester's own, without the broker's, ours, and the delay's bits.
+
+    They keep their AMQP types, but for the trace context, which every hop writes anew. `x-death` must not stay:
+    RabbitMQ 3.10 drops a republished message as a cycle (docs/facts.md, section 3).
+    """
+    return {
+        key: headers.encoded(key) if isinstance(headers, Headers) and key not in names.TRACE_CONTEXT else value
+        for key, value in strip_bits(headers, of).items()
+        if key not in names.OURS
+        and key not in (names.CC, names.BCC)
+        and not key.startswith(names.STRIPPED_ON_REPUBLISH)
+    }
+
+
+def hop_headers(hop: HopHeaders) -> dict[str, Any]:
+    """The internal headers that tell the next worker what happened so far."""
+    found: dict[str, Any] = {
+        names.ATTEMPT: hop.attempts,
+        names.ERRORS: list(hop.errors) or None,
+        names.FIRST_SEEN_MS: hop.first_seen_ms,
+        names.DUE_MS: hop.due_ms,
+        names.USER_ID: hop.user_id,
+        names.EXPIRATION: hop.expiration,
+        names.DEAD_AT: hop.dead_at,
+        names.REDELIVERED: hop.redelivered or None,
+        names.HOP_MS: hop.hop_ms,
+        names.BACK_MS: hop.back_ms,
+        names.FRESH: hop.is_fresh or None,
+        names.REPLY_TRY: hop.reply_try or None,
+        names.REPLY_ERROR: hop.reply_error,
+    }
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _wrong(key: str, found: object, allowed: str) -> RequestProblem:
+    shown = repr(found)[:60] if isinstance(found, (int, float, str)) else type(found).__name__
+    return RequestProblem("invalid_request", f"header {key}: found {shown}, allowed is {allowed}")
+
+
+def _ms(headers: Mapping[str, Any], key: str, *, low: int, high: int) -> int | None:
+    """Milliseconds as an integer, or as digits in a string: shell clients (amqp-publish) write nothing else."""
+    value = headers.get(key)
+    if value is None:
+        return None
+    if isinstance(value, str) and _DIGITS.fullmatch(value):
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise _wrong(key, value, f"whole milliseconds from {low} to {high}")
+    return value
+
+
+def ms_or_none(headers: Mapping[str, Any], key: str) -> int | None:
+    """What a header says, where it says it well: for messages that are refused, or fell out of a queue, as they are."""
+    try:
+        return _ms(headers, key, low=0, high=SENT_AT_MOST_MS)
+    except RequestProblem:
+        return None
+
+
+def _bool(headers: Mapping[str, Any], key: str) -> bool:
+    value = headers.get(key, False)
+    if value in ("true", "false") and isinstance(value, str):
+        return value == "true"
+    if not isinstance(value, bool):
+        raise _wrong(key, value, "true or false")
+    return value
+
+
+def _time(headers: Mapping[str, Any], key: str) -> int | None:
+    value = headers.get(key)
+    if value is None:
+        return None
+    allowed = "an RFC 3339 time with a zone, such as 2026-11-21T18:00:00Z"
+    if not isinstance(value, str) or len(value) > 40 or "T" not in value.upper().replace(" ", "T"):
+        raise _wrong(key, value, allowed)
+    try:
+        when = datetime.fromisoformat(value.upper())  # RFC 3339 allows t and z
+        if when.tzinfo is None:
+            raise _wrong(key, value, allowed)
+        return int(when.timestamp() * 1000)
+    except (ValueError, OverflowError) as error:
+        raise _wrong(key, value, allowed) from error
+
+
+def _beta(headers: Mapping[str, Any]) -> str | None:
+    value = headers.get(names.ANTHROPIC_BETA)
+    if value is None:
+        return None
+    if not isinstance(value, str) or len(value) > BETA_LENGTH or not _BETA.fullmatch(value):
+        raise _wrong(names.ANTHROPIC_BETA, value, "names of betas, separated by commas")
+    return value
+
+
+def _whole(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None

@@ -1,0 +1,35 @@
+"""When a request was published, as far as that is known: its wait and its deadline count from then."""
+
+from typing import NamedTuple
+
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.names import BROKER_TIMESTAMP_MS, DEAD_AT, SENT_MS
+from topology.codec.headers import HopHeaders, ms_or_none
+from topology.codec.request import Clock
+
+
+class Published(NamedTuple):
+    """When, in ms since 1970, and by whose clock."""
+
+    ms: int
+    by: Clock
+
+
+def published(message: Message, past: HopHeaders, *, now_ms: int) -> Published:
+    """Never in the future, and never later than a worker first saw it."""
+    seen_ms = past.first_seen_ms or now_ms
+    told = None if DEAD_AT in message.headers else _told(message)
+    # a dead letter that is published again still has the times of its first life
+    return Published(seen_ms, "delivery") if told is None else Published(min(told.ms, seen_ms), told.by)
+
+
+def _told(message: Message) -> Published | None:
+    stamped = message.headers.get(BROKER_TIMESTAMP_MS)
+    if isinstance(stamped, int) and not isinstance(stamped, bool) and stamped > 0:
+        return Published(stamped, "broker")
+    if (sent_ms := ms_or_none(message.headers, SENT_MS)) is not None:
+        return Published(sent_ms, "sender")
+    if message.timestamp_s is not None and message.timestamp_s > 0:
+        # the end of that second: a delay counted from it is never short
+        return Published(int(message.timestamp_s) * 1000 + 999, "timestamp")
+    return None

@@ -1,4 +1,0 @@
-"""What is said over the wire, typed: messages, headers, bodies, problems.
-
-Imported by everything above `topology/names.py`.
-"""

@@ -1,4 +1,0 @@
-"""The names of log lines, spans and metrics, and how spans are written and carried over the wire.
-
-Imported by `topology/broker`, `consumers` and `service`.
-"""
