@@ -61,8 +61,9 @@ from topology.declaration import RECOMMENDED, declare, is_before
 from topology.lanes import LaneSpec
 from topology.model import Topology
 
-CONTROL_PREFETCH = 128
-"""Recorded at once: the store writes them with one fsync."""
+CONTROL_PREFETCH = 512
+"""Recorded at once: the store writes them with one fsync. And far enough ahead of what is refused: an
+acknowledgement makes room only after an fsync of the broker's."""
 FINISH_WITHIN_S = 2.0
 """How long an answer that the provider has given may take into the store, when all else has ended."""
 
@@ -233,7 +234,7 @@ async def assemble(
         for lane in worked:
             pools.add_lane(lane, handler)
         pools.add_fallen(every)
-        answers = Answers(publisher, direct=direct, rule=rule, notices=notices if own is None else None)
+        answers = Answers(publisher, direct=direct, rule=rule, notices=notices)
         control = Control(
             Deliveries(consuming, queue=names.control, prefetch=CONTROL_PREFETCH, on_missing=watch.look),
             claiming=claiming,
