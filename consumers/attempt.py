@@ -7,7 +7,8 @@ What a failure means for all this stands in the table of `failures.py`.
 
 import asyncio
 import random
-from typing import assert_never
+from dataclasses import replace
+from typing import Any, assert_never
 
 from consumers import retry
 from consumers.capacity.pausing import Pausing
@@ -16,20 +17,19 @@ from consumers.failures import TIMEOUT, BreakerOpen, Failover, ProviderError, Re
 from consumers.gates.budget import BudgetGate
 from consumers.gates.deadline import exceeded
 from consumers.gates.route import RouteGate
-from consumers.job import ATTEMPT_WITHIN_S, Answered, Deferred, Dropped, Job, NowMs, Outcome, Refused, ended_by
+from consumers.job import ATTEMPT_WITHIN_S, Asked, Attempted, Job, NowMs
 from consumers.lifecycle import Lifecycle
+from consumers.limits.amounts import Amounts
+from consumers.outcomes import LATER_MS, Answered, Deferred, Outcome, Refused, ended_by, stopped_by
 from consumers.providers.base import Answer
 from consumers.providers.breaker import Breakers, Change, Pass
 from consumers.providers.counting import counted, spent
 from consumers.providers.registry import Registry
 from consumers.replies.reply import Parts, Replies
-from consumers.state.base import Stop
 from lanekeeper.contract.problems import RequestProblem
 from lanekeeper.telemetry import logs, signals
 from topology.codec.request import Request
-from topology.lanes import LaneSpec
 
-LATER_MS = 1000
 SLACK_S = 1.0
 """A call that its deadline ends is ended by the deadline, not by its own timeout in the same instant: that would be a
 failure of the provider's."""
@@ -71,67 +71,52 @@ class Attempts:
         self._now_ms = now_ms
         self._rng = rng
 
-    async def make(self, job: Job) -> Outcome:
+    async def make(self, job: Job, asked: Asked) -> Outcome:
         """Ask for an answer, within what is left of the deadline, and say what that comes to."""
-        request, lane = job.request, job.lane
-        assert request is not None
-        assert lane is not None
-        left_s = (request.deadline_ms - self._now_ms()) / 1000
+        left_s = (asked.request.deadline_ms - self._now_ms()) / 1000
         if left_s <= 0:  # the store was waited for
-            return Refused(exceeded(job))
-        loop = asyncio.get_running_loop()
-        began_s = loop.time()
-        parts = self._replies.parts(job) if request.stream else None
-        job.limit = limit = asyncio.timeout(min(left_s, ATTEMPT_WITHIN_S))
+            return Refused(exceeded(job, asked))
+        clock = asyncio.get_running_loop().time
+        began_s = clock()
+        parts = self._replies.parts(job) if asked.request.stream else None
         try:
-            async with limit:
-                if job.stopped is not None:
-                    job.stop(job.stopped)
+            async with job.interruptible(min(left_s, ATTEMPT_WITHIN_S)):
                 await self._pausing.opened()  # an answer that could not be sent is not asked for
-                began_s = loop.time()
-                answer = await self._ask(job, request, lane, parts)
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            job.run_ms = _run_ms(job, began_s)
-            return self._ended_early(job, request, lane, is_over=left_s <= ATTEMPT_WITHIN_S)
+                began_s = clock()
+                answer = await self._ask(job, asked, parts)
+                _ran(job, clock() - began_s, usage=counted(answer.usage), cost_usd=answer.cost_usd)
+                return Answered(body=answer.body, model=answer.model, provider=answer.provider)
         except RequestProblem as forbidden:  # nothing may be sent to its reply address: found out while streaming to it
-            job.run_ms = _run_ms(job, began_s)
+            _ran(job, clock() - began_s)
             return ended_by(forbidden)
         except BreakerOpen as closed:
-            return self._route_gate.later(job, closed.retry_in_s)
+            return self._route_gate.later(job, asked, closed.retry_in_s)
         except ProviderError as error:
-            job.run_ms = _run_ms(job, began_s)
-            if job.reservation is not None:
-                job.usage = spent(error, job.reservation.amounts)
             has_sent = parts is not None and parts.has_sent
-            if error.is_outage and not has_sent and (wait_s := self._breakers.least_wait_s(job.chain.routes)) > 0:
-                job.attempt_started_ms = None  # by its breaker the provider is down: that is no failure of the request
-                return self._route_gate.later(job, wait_s)
-            return self._decide(error, job, request, lane)
-        finally:
-            job.limit = None  # what has ended cannot be made to end
-        job.run_ms = _run_ms(job, began_s)
-        job.usage, job.cost_usd = counted(answer.usage), answer.cost_usd
-        return Answered(body=answer.body, model=answer.model, provider=answer.provider)
+            wait_s = self._breakers.least_wait_s(asked.chain.routes) if error.is_outage and not has_sent else 0.0
+            _ran(job, clock() - began_s, usage=self._spent(job, error), counts=wait_s <= 0)
+            # by its breaker the provider is down: that is no failure of the request
+            return self._route_gate.later(job, asked, wait_s) if wait_s > 0 else self._decide(error, job, asked)
+        _ran(job, clock() - began_s)
+        return self._ended_early(job, asked, is_over=left_s <= ATTEMPT_WITHIN_S)
 
-    async def _ask(self, job: Job, request: Request, lane: LaneSpec, parts: Parts | None) -> Answer:
+    async def _ask(self, job: Job, asked: Asked, parts: Parts | None) -> Answer:
         """Call the route that is reserved for, then, where that fails, one of those after it.
 
         Raises the ProviderError that counts, and BreakerOpen where no call was made.
         """
-        clock = asyncio.get_running_loop().time
+        request, chain, clock = asked.request, asked.chain, asyncio.get_running_loop().time
         left_s = (request.deadline_ms - self._now_ms()) / 1000
-        until_s, timeout_s = clock() + left_s, min(lane.call_timeout_s, left_s + SLACK_S)
+        until_s, timeout_s = clock() + left_s, min(asked.lane.call_timeout_s, left_s + SLACK_S)
         failed: tuple[Route, ProviderError] | None = None
-        for route in job.chain.routes if job.route is None else job.chain.since(job.route):
+        for route in chain.routes if job.reserved is None else chain.since(job.reserved.route):
             if failed is not None and not _may_help(failed[1], failed[0], route):
                 continue
-            entered = await self._enter(job, route, None if failed is None else failed[1])
+            entered = await self._enter(job, asked, route, None if failed is None else failed[1])
             if entered is None:
                 continue
             if failed is None:
-                job.attempt_started_ms = self._now_ms()
+                job.attempted = Attempted(started_ms=self._now_ms())
                 self._lifecycle.tell(job, "started", wait_ms=job.wait_ms)
             else:
                 _restart(failed, route, parts)
@@ -147,24 +132,26 @@ class Attempts:
                     raise
                 failed, timeout_s = (route, error), min(timeout_s, left_s)
         if failed is None:
-            raise BreakerOpen(self._breakers.least_wait_s(job.chain.routes))
+            raise BreakerOpen(self._breakers.least_wait_s(chain.routes))
         raise failed[1]
 
-    async def _enter(self, job: Job, route: Route, error: ProviderError | None) -> Pass | None:
+    async def _enter(self, job: Job, asked: Asked, route: Route, error: ProviderError | None) -> Pass | None:
         """Have the breaker's leave, and budget of the route's account; None where one of them is not to be had now."""
         clock = asyncio.get_running_loop().time
         entered = await self._breakers.enter(route, clock(), request=job.id)
         if entered is None:
             return None
         self._tell(job, entered.change)
-        if job.route is None or route == job.route:
+        if job.reserved is None or route == job.reserved.route:
             return entered
-        is_reserved = False
+        before, used, is_reserved = job.reserved.route, self._spent(job, error), False
         try:
-            is_reserved = await self._budget_gate.move(job, route, error)
+            is_reserved = await self._budget_gate.move(job, asked, route, used)
         finally:
             if not is_reserved:
                 await self._breakers.unknown(entered, clock())
+        if is_reserved and used is not None and used.output_tokens > 0 and job.attempted is not None:
+            job.attempted = replace(job.attempted, lost=(*job.attempted.lost, (before.model, used)))
         return entered if is_reserved else None
 
     async def _call(
@@ -191,29 +178,30 @@ class Attempts:
         if change is not None:
             self._lifecycle.tell(job, "breaker", **change.figures())
 
-    def _ended_early(self, job: Job, request: Request, lane: LaneSpec, *, is_over: bool) -> Outcome:
-        """It was told to stop, its time was over, or it was held as long as a delivery may be."""
-        match job.stopped:
-            case Stop.CANCELLED:
-                return Dropped(RequestProblem("cancelled", "cancelled by its owner while it ran"))
-            case Stop.FENCED:
-                return Deferred(delay_ms=LATER_MS, reason="running elsewhere", due_ms=job.hop.due_ms)
-            case None if is_over:
-                return Refused(exceeded(job))
-            case None if job.attempt_started_ms is None:
-                return Deferred(delay_ms=LATER_MS, reason="paused", due_ms=job.hop.due_ms)
-            case None:
-                late = TransientError(f"the answer was not whole after {ATTEMPT_WITHIN_S:g} s", type=TIMEOUT)
-                return self._decide(late, job, request, lane)
+    @staticmethod
+    def _spent(job: Job, error: ProviderError | None) -> Amounts | None:
+        """What a call used of what was reserved for it; None: nothing was reserved, or no call was made."""
+        return None if job.reserved is None or error is None else spent(error, job.reserved.reservation.amounts)
 
-    def _decide(self, error: ProviderError, job: Job, request: Request, lane: LaneSpec) -> Outcome:
-        others = self._breakers.callable(job.chain.routes)
-        has_other = job.route is not None and any(each.account != job.route.account for each in others)
+    def _ended_early(self, job: Job, asked: Asked, *, is_over: bool) -> Outcome:
+        """It was told to stop, its time was over, or it was held as long as a delivery may be."""
+        if job.stopped is not None:
+            return stopped_by(job.stopped, doing="ran", due_ms=job.hop.due_ms)
+        if is_over:
+            return Refused(exceeded(job, asked))
+        if job.attempted is None:
+            return Deferred(delay_ms=LATER_MS, reason="paused", due_ms=job.hop.due_ms)
+        late = TransientError(f"the answer was not whole after {ATTEMPT_WITHIN_S:g} s", type=TIMEOUT)
+        return self._decide(late, job, asked)
+
+    def _decide(self, error: ProviderError, job: Job, asked: Asked) -> Outcome:
+        others, here = self._breakers.callable(asked.chain.routes), job.reserved
+        has_other = here is not None and any(each.account != here.route.account for each in others)
         return retry.decide(
             error,
             attempts=job.attempts,
-            max_attempts=lane.max_attempts,
-            left_ms=request.deadline_ms - self._now_ms(),
+            max_attempts=asked.lane.max_attempts,
+            left_ms=asked.request.deadline_ms - self._now_ms(),
             policy=self._policy,
             rng=self._rng,
             has_other=has_other,
@@ -254,6 +242,7 @@ def _may_help(error: ProviderError, failed: Route, other: Route) -> bool:
             assert_never(never)
 
 
-def _run_ms(job: Job, began_s: float) -> int:
-    """How long the call took; nothing where it was not made."""
-    return 0 if job.attempt_started_ms is None else round(1000 * (asyncio.get_running_loop().time() - began_s))
+def _ran(job: Job, seconds: float, **came_to: Any) -> None:
+    """Note what the attempt came to, where a call was made."""
+    if job.attempted is not None:
+        job.attempted = replace(job.attempted, run_ms=round(1000 * seconds), **came_to)

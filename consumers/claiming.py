@@ -88,7 +88,6 @@ class Claiming:
             raise
         if isinstance(found, Granted):
             job.claim = Held(job.identity, found.token)
-            job.deaths = found.deaths
             self._held[job.claim] = job
             self._taken.set()
         return found

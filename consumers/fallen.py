@@ -4,7 +4,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
-from consumers.job import Job, NowMs, Outcome, ended_by, is_trusted
+from consumers.job import Job, NowMs, is_trusted
+from consumers.outcomes import Outcome, ended_by
 from lanekeeper.contract import names as n
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import RequestProblem

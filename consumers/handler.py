@@ -7,7 +7,8 @@ from functools import partial
 from consumers.attempt import Attempts
 from consumers.failpoints import Failpoints
 from consumers.gates.base import Gate
-from consumers.job import Deferred, Job, Outcome, ended_by
+from consumers.job import Asked, Job
+from consumers.outcomes import Deferred, Outcome, ended_by
 from consumers.providers.routes import Routes
 from consumers.reading import Reading
 from consumers.replies.reply import Replies
@@ -15,7 +16,7 @@ from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import RequestProblem
 from topology.codec import bounds, decoding
 from topology.codec.request import Request
-from topology.lanes import urgency
+from topology.lanes import LaneSpec, urgency
 
 
 class Handler:
@@ -45,15 +46,15 @@ class Handler:
         self._names = names
         self._needs_user_id = needs_user_id
 
-    async def handle(self, job: Job) -> Outcome:
+    async def handle(self, job: Job, *, lane: LaneSpec) -> Outcome:
         """Fit to be worked → decoded → through the gates → one attempt."""
         if (unfit := self._unfit(job)) is not None:
             return unfit
         try:
-            job.request = await self._decode(job)
+            request = await self._decode(job, lane)
         except RequestProblem as problem:
             return ended_by(problem)
-        job.chain = self._routes.of(job.lane_name, job.identity.tenant, job.request.model)
+        job.asked = asked = Asked(request, lane, self._routes.of(lane.name, job.identity.tenant, request.model))
         if job.delivery.times_delivered is None:
             # a classic intake (3.x) counts nothing: the due queue does
             return Deferred(delay_ms=0, reason="redelivered", redelivered=True)
@@ -61,16 +62,16 @@ class Handler:
         outcome: Outcome | None = None
 
         async def leave(gate: Gate) -> None:
-            await gate.leave(job, outcome)
+            await gate.leave(job, asked, outcome)
 
         async with AsyncExitStack() as passed:  # all are left, though one of them raises, or is cancelled
             for gate in self._gates:
-                outcome = await gate.enter(job)
+                outcome = await gate.enter(job, asked)
                 if outcome is not None:
                     return outcome
                 passed.push_async_callback(leave, gate)
             self._failpoints.reach("after_claim")
-            outcome = await self._attempts.make(job)
+            outcome = await self._attempts.make(job, asked)
             self._failpoints.reach("after_call")
             return outcome
 
@@ -95,15 +96,14 @@ class Handler:
             return ended_by(forbidden)
         return None
 
-    async def _decode(self, job: Job) -> Request:
+    async def _decode(self, job: Job, lane: LaneSpec) -> Request:
         """In one step, or, where its body may take a while, in several: the event loop goes on between them."""
-        assert job.lane is not None
         message = job.message
-        rank = (urgency(job.lane.name), decoding.weight(message))
+        rank = (urgency(lane.name), decoding.weight(message))
         decode = partial(
             decoding.decode,
             message,
-            lane=job.lane,
+            lane=lane,
             request_id=job.id,
             hop=job.hop if job.trusted else None,
             now_ms=job.taken_ms,

@@ -1,6 +1,5 @@
 """A job is one delivery being worked; an outcome is what that came to. The outcomes are a closed set."""
 
-import asyncio
 import time
 import uuid
 from collections.abc import Callable, Collection
@@ -11,6 +10,7 @@ from hashlib import blake2b
 from opentelemetry.trace import INVALID_SPAN, Span
 
 from consumers.chain import Chain, Route
+from consumers.interruptible import Interruptible
 from consumers.limits.amounts import Amounts
 from consumers.limits.base import Reservation
 from consumers.rank import restored
@@ -18,7 +18,6 @@ from consumers.state.base import Completion, Copy, Held, Identity, Stop
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import Names
-from lanekeeper.contract.problems import RequestProblem
 from lanekeeper.telemetry import propagation
 from topology.broker.session import Delivery
 from topology.codec.headers import HopHeaders, read_hop
@@ -41,6 +40,40 @@ def now_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a delivery asks for: known once it has been read."""
+
+    request: Request
+    lane: LaneSpec
+    chain: Chain
+    """Who may be asked for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """Where a job is called, and what is reserved there for its call."""
+
+    route: Route
+    reservation: Reservation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempted:
+    """What the attempt of a delivery has come to: from its first call on."""
+
+    started_ms: int
+    run_ms: int = 0
+    usage: Amounts | None = None
+    """What the provider counted; None: that is not known."""
+    cost_usd: float | None = None
+    """What the answer cost; None: no answer, or its model has no price."""
+    lost: tuple[tuple[str, Amounts], ...] = ()
+    """Calls before the last one that may have been paid: their models, and what was expected."""
+    counts: bool = True
+    """False where the provider was down: that is no failure of the request."""
+
+
 class Job:
     """One delivery on its way through the pipeline.
 
@@ -48,9 +81,8 @@ class Job:
     """
 
     __slots__ = (
-        "_copy", "attempt_started_ms", "chain", "claim", "completion", "cost_usd", "deaths", "delivery", "hop", "id",
-        "identity", "lane", "limit", "lost", "request", "reservation", "route", "run_ms", "span", "stopped",
-        "taken_ms", "trusted", "usage",
+        "_copy", "asked", "attempted", "claim", "completion", "delivery", "hop", "id", "identity", "lane", "reserved",
+        "span", "stopped", "taken_ms", "trusted", "waiting",
     )  # fmt: skip
 
     def __init__(
@@ -75,27 +107,13 @@ class Job:
         stated = headers.get(n.TENANT) or (headers.get(n.USER_ID) if n.DEAD_AT in headers else None)
         self.identity = Identity(tenant_of(self.user_id, stated, speakers), self.id)
         self.taken_ms = taken_ms
-        self.request: Request | None = None
-        """Set once the codec has read it."""
-        self.chain = Chain()
-        """Who may be asked for it; found when it has been read."""
-        self.attempt_started_ms: int | None = None
-        self.run_ms = 0
-        """How long the attempt of this delivery ran."""
+        self.asked: Asked | None = None
+        """None until it has been read."""
         self.claim: Held | None = None
-        self.deaths = 0
-        """Holders of its claim before this one that never let go."""
-        self.limit: asyncio.Timeout | None = None
-        """Ends the attempt, or the wait for its budget; there while it runs."""
-        self.route: Route | None = None
-        """Where it is called, and whose budget it uses."""
-        self.reservation: Reservation | None = None
-        self.usage: Amounts | None = None
-        """What the provider counted of the attempt; None: that is not known."""
-        self.lost: list[tuple[str, Amounts]] = []
-        """Calls within the attempt before the last one that may have been paid: their models, and what was expected."""
-        self.cost_usd: float | None = None
-        """What the answer cost; None: no answer, or its model has no price."""
+        self.reserved: Reserved | None = None
+        """None while nothing is reserved for it."""
+        self.attempted: Attempted | None = None
+        """None until its call has begun."""
         self.completion: Completion | None = None
         """How it ended, as it is stored and told."""
         self._copy: Copy | None = None
@@ -103,12 +121,18 @@ class Job:
         """What is traced of this delivery."""
         self.stopped: Stop | None = None
         """Why it must not go on, where that is so."""
+        self.waiting: Interruptible | None = None
+        """What it waits for, where that can be ended."""
 
     def stop(self, why: Stop) -> None:
-        """Have the attempt end now: the provider's socket is closed with it."""
+        """Have it end now what it waits for, and whatever it would wait for next."""
         self.stopped = why
-        if self.limit is not None and not self.limit.expired():
-            self.limit.reschedule(asyncio.get_running_loop().time())
+        if self.waiting is not None:
+            self.waiting.end()
+
+    def interruptible(self, seconds: float | None) -> Interruptible:
+        """What bounds a wait, so that `stop` ends it: `async with job.interruptible(30): …`."""
+        return Interruptible(self, seconds)
 
     def log_fields(self) -> dict[str, str | int]:
         """What each of its log lines carries; `trace_id` only where there is a trace."""
@@ -177,24 +201,29 @@ class Job:
     @property
     def attempts(self) -> int:
         """Attempts made so far, the one of this delivery included."""
-        return self.hop.attempts + (0 if self.attempt_started_ms is None else 1)
+        return self.hop.attempts + (1 if self.attempted is not None and self.attempted.counts else 0)
 
     @property
     def wait_ms(self) -> int:
         """From publishing (or the due time) to the start of this delivery's attempt, or until it was taken."""
-        return self.waited_ms(self.attempt_started_ms or self.taken_ms)
+        return self.waited_ms(self.taken_ms if self.attempted is None else self.attempted.started_ms)
+
+    @property
+    def run_ms(self) -> int:
+        """How long the attempt of this delivery ran."""
+        return 0 if self.attempted is None else self.attempted.run_ms
 
     def waited_ms(self, until_ms: int) -> int:
         """From publishing (or the due time) to `until_ms`."""
-        if self.request is not None:
-            return max(0, until_ms - self.request.start_ms)
+        if self.asked is not None:
+            return max(0, until_ms - self.asked.request.start_ms)
         return max(0, until_ms - max(self.published.ms, self.hop.due_ms or 0))
 
     @property
     def published(self) -> Published:
         """When it was published, as far as is known; of what is no request, too."""
-        if self.request is not None:
-            return Published(self.request.sent_ms, self.request.sent_by)
+        if self.asked is not None:
+            return Published(self.asked.request.sent_ms, self.asked.request.sent_by)
         return published(self.message, self.hop, now_ms=self.taken_ms)
 
 
@@ -227,75 +256,3 @@ def is_trusted(message: Message, names: Names) -> bool:
     return message.exchange == names.due_exchange or message.exchange.startswith(
         (names.delay_prefix, names.side_prefix)
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answered:
-    """The provider answered: the Message goes to the requester."""
-
-    body: bytes
-    model: str
-    provider: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Deferred:
-    """It waits, and no attempt is counted."""
-
-    delay_ms: int
-    reason: str
-    due_ms: int | None = None
-    """When it is due, where that is what it waits for; ms since 1970."""
-    redelivered: bool = False
-    """It leaves a queue that counts nothing, where its last delivery was never settled."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Retried:
-    """The attempt failed and counts; it comes back after `delay_ms`, ahead of its peers."""
-
-    delay_ms: int
-    error: str
-    """One line, for the requester."""
-    brief: str = ""
-    """The same without content, for logs and events."""
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """A final error with nothing to keep."""
-
-    problem: RequestProblem
-
-
-@dataclass(frozen=True, slots=True)
-class Buried:
-    """A final error; the message is kept in `lane.dead`."""
-
-    problem: RequestProblem
-
-
-@dataclass(frozen=True, slots=True)
-class Dropped:
-    """It was cancelled, or a newer one took its place: told so, and nothing is kept of it."""
-
-    problem: RequestProblem
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replayed:
-    """It had ended before: what the store keeps is told again."""
-
-    completion: Completion
-    buries: bool = False
-    """This very message was never settled: whether it was parked is not known, so it is parked (again)."""
-    retold: bool = False
-    """All else was done: its reply queue refused it before."""
-
-
-Outcome = Answered | Deferred | Retried | Refused | Buried | Dropped | Replayed
-
-
-def ended_by(problem: RequestProblem) -> Refused | Buried:
-    """The outcome of a problem: parked where the table of errors in docs/contract.md says so."""
-    return Buried(problem) if problem.type.parked else Refused(problem)

@@ -17,7 +17,8 @@ from consumers import waits
 from consumers.capacity.activity import LaneActivity
 from consumers.fairness.entering import Entering, FromQueue
 from consumers.fairness.turns import Turn, Turns
-from consumers.job import Answered, Buried, Deferred, Dropped, Job, Outcome, Refused, Replayed, Retried
+from consumers.job import Job
+from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried
 from consumers.settle import Settler
 from consumers.state.base import StoreUnavailable
 from lanekeeper.contract.problems import BrokerError, RequestProblem
@@ -109,7 +110,7 @@ class Pool:
         """
         self._gives_back = True
         for task, job in self._undecided.items():
-            if job.attempt_started_ms is None:
+            if job.attempted is None:
                 task.cancel()
 
     @property
@@ -226,11 +227,11 @@ class Pool:
     async def _settle(self, job: Job, outcome: Outcome) -> Outcome | None:
         settled = await self._settler.settle(job, outcome)
         if settled is not None:
-            attempted = job.attempt_started_ms is not None
+            attempted = job.attempted
             self._activity.record(
                 settled,
                 wait_ms=job.wait_ms,
-                run_ms=job.run_ms if attempted else None,
+                run_ms=attempted.run_ms if attempted is not None and attempted.counts else None,
                 since_delivery=job.published.by == "delivery",
             )
         return settled

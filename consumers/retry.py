@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from consumers.failures import ProviderError, Retry
-from consumers.job import Buried, Refused, Retried, ended_by
+from consumers.outcomes import Buried, Refused, Retried, ended_by
 from lanekeeper.contract.problems import RequestProblem
 
 JITTER = 0.5

@@ -13,19 +13,9 @@ from typing import assert_never
 from consumers.claiming import Claiming
 from consumers.copies import dead_letter, on_its_round
 from consumers.failpoints import Failpoints
-from consumers.job import (
-    Answered,
-    Buried,
-    Deferred,
-    Dropped,
-    Job,
-    NowMs,
-    Outcome,
-    Refused,
-    Replayed,
-    Retried,
-)
+from consumers.job import Job, NowMs
 from consumers.lifecycle import Lifecycle
+from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried
 from consumers.parking import Parking
 from consumers.replies.reply import Replies
 from consumers.replies.retelling import Retelling
@@ -213,7 +203,7 @@ class Settler:
         ended_ms = self._now_ms()
         headers: dict[str, str | int] = {
             n.ATTEMPT: job.attempts,
-            n.WAIT_MS: job.waited_ms(job.attempt_started_ms or ended_ms),
+            n.WAIT_MS: job.waited_ms(ended_ms if job.attempted is None else job.attempted.started_ms),
             n.RUN_MS: job.run_ms,
             n.WAIT_FROM: job.published.by,
         }

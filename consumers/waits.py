@@ -42,13 +42,14 @@ def before(job: Job, taken_ns: int) -> Iterator[Wait]:
 
 def turn(job: Job, taken_ns: int) -> Iterator[Wait]:
     """From when it was taken until its call began."""
-    if job.attempt_started_ms is not None and job.attempt_started_ms * MS - taken_ns >= SHORTEST_TURN_NS:
-        yield Wait(f"{signals.WAIT} {signals.TURN}", taken_ns, job.attempt_started_ms * MS)
+    if job.attempted is not None and job.attempted.started_ms * MS - taken_ns >= SHORTEST_TURN_NS:
+        yield Wait(f"{signals.WAIT} {signals.TURN}", taken_ns, job.attempted.started_ms * MS)
 
 
 def _sent_ns(job: Job, taken_ns: int) -> int | None:
-    if job.request is not None:
-        return taken_ns if job.request.sent_ms == job.taken_ms else job.request.sent_ms * MS
+    if job.asked is not None:
+        sent_ms = job.asked.request.sent_ms
+        return taken_ns if sent_ms == job.taken_ms else sent_ms * MS
     said = job.message.headers.get(n.SENT_MS)  # what expired was never read: its own word has to do
     return said * MS if isinstance(said, int) and not isinstance(said, bool) and said > 0 else None
 

@@ -7,12 +7,12 @@ from typing import Protocol
 from benchmarks.replaying.load import Ask
 from benchmarks.replaying.provider import Answer, Provider
 from consumers.failures import ProviderError, RateLimitedError, TransientError
-from consumers.job import Retried
 from consumers.limits.amounts import Amounts
 from consumers.limits.base import Heard, Kind, Reservation
 from consumers.limits.estimates import Estimates
 from consumers.limits.estimates import Kind as Likes
 from consumers.limits.spec import BudgetSpec
+from consumers.outcomes import Retried
 from consumers.providers import counting
 from consumers.providers.breaker import Breaker, Failure, State
 from consumers.retry import RetryPolicy, decide

@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from consumers.job import Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried
+from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried
 
 SAMPLES = 256
 """The waits and run times that are kept of each lane, the latest."""

@@ -111,9 +111,9 @@ class Line:
         parts = [self.pool, *(each.pool for each in self.added), *([] if self.side is None else [self.side])]
         jobs = [job for part in parts for job in part.jobs]
         waits = [
-            job.taken_ms - job.request.start_ms
+            job.taken_ms - job.asked.request.start_ms
             for job in jobs
-            if job.request is not None and job.taken_ms >= now_ms - 1000 * STEADY_S
+            if job.asked is not None and job.taken_ms >= now_ms - 1000 * STEADY_S
         ]
         if self.waiting_since_ms is not None:
             taken_ms = max((job.taken_ms for job in jobs), default=0)

@@ -13,7 +13,8 @@ from hashlib import blake2b
 from typing import Final
 
 from consumers.copies import set_aside
-from consumers.job import Deferred, Job, NowMs, Outcome, Refused
+from consumers.job import Job, NowMs
+from consumers.outcomes import Deferred, Outcome, Refused
 from consumers.rank import HIGHEST
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract import names as n

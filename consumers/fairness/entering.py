@@ -4,7 +4,8 @@ from typing import Protocol
 
 from consumers.fairness.aside import Aside
 from consumers.fairness.turns import Bench, Turn
-from consumers.job import Job, Outcome
+from consumers.job import Job
+from consumers.outcomes import Outcome
 from consumers.rank import rank
 
 

@@ -2,15 +2,16 @@
 
 from typing import Protocol
 
-from consumers.job import Job, Outcome
+from consumers.job import Asked, Job
+from consumers.outcomes import Outcome
 
 
 class Gate(Protocol):
     """`enter` lets the job pass (None) or ends its delivery with an outcome; `leave` is called, in reverse order, for
     every gate that let it pass, whatever became of it."""
 
-    async def enter(self, job: Job) -> Outcome | None: ...
+    async def enter(self, job: Job, asked: Asked) -> Outcome | None: ...
 
-    async def leave(self, job: Job, outcome: Outcome | None) -> None:
+    async def leave(self, job: Job, asked: Asked, outcome: Outcome | None) -> None:
         """`outcome` is None where the delivery was lost or the worker stops: nothing is known."""
         ...

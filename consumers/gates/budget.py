@@ -9,18 +9,18 @@ import random
 from collections.abc import Callable, Sequence
 
 from consumers.chain import Route
-from consumers.failures import ProviderError
 from consumers.gates.waiting_room import WaitingRoom
-from consumers.job import Answered, Deferred, Dropped, Job, NowMs, Outcome, Refused
+from consumers.interruptible import Interruptible
+from consumers.job import Asked, Job, NowMs, Reserved
 from consumers.limits.amounts import PAUSED, Amounts
-from consumers.limits.base import Budgets, Reservation, Wait, WaitTooLong
+from consumers.limits.base import Budgets, Wait, WaitTooLong
 from consumers.limits.estimates import Estimates, Kind, task_of
 from consumers.limits.spec import BudgetSpec
+from consumers.outcomes import Answered, Deferred, Outcome, Refused, stopped_by
 from consumers.providers.breaker import Breakers
-from consumers.providers.counting import spent
-from consumers.state.base import Stop
 from lanekeeper.contract.problems import RequestProblem
 from topology.codec.request import Request
+from topology.lanes import LaneSpec
 
 TOLD_FROM_S = 1.0
 """A shorter wait is told nobody."""
@@ -36,7 +36,7 @@ OnWait = Callable[[Job, Wait], None]
 
 
 class BudgetGate:
-    """Sets the job's route and reservation. `on_wait` is told of each wait that is not short, when it begins."""
+    """Reserves for a job, at its best route. `on_wait` is told of each wait that is not short, when it begins."""
 
     def __init__(
         self,
@@ -58,33 +58,23 @@ class BudgetGate:
         self._on_wait = on_wait
         self._room = WaitingRoom()
 
-    async def enter(self, job: Job) -> Outcome | None:
-        assert job.request is not None
-        routes = self._breakers.callable(job.chain.routes)
+    async def enter(self, job: Job, asked: Asked) -> Outcome | None:
+        routes = self._breakers.callable(asked.chain.routes)
         route = routes[0]
-        until = self._start_by(job, job.request, route)
+        until = self._start_by(job, asked.request, route)
         began_s = asyncio.get_running_loop().time()
         try:
-            # `job.stop` ends the wait as it ends an attempt
-            async with asyncio.timeout(self._spec.hold_s) as job.limit:
-                if job.stopped is not None:
-                    job.stop(job.stopped)
-                if len(routes) > 1 and (found := await self._overflowing(job, job.request, routes)) is not None:
-                    job.route, job.reservation = found
+            async with job.interruptible(self._spec.hold_s) as wait:
+                if len(routes) > 1 and (found := await self._overflowing(job, asked, routes, wait)) is not None:
+                    job.reserved = found
                     return None
-                route = await self._soonest(job, job.request, routes)
-                until = self._start_by(job, job.request, route)
-                job.reservation = await self._reserve(job, job.request, route, until)
-                job.route = route
+                route = await self._soonest(job, asked.request, routes)
+                until = self._start_by(job, asked.request, route)
+                job.reserved = await self._reserve(job, asked, route, until, wait)
+                return None
         except WaitTooLong as too_long:
-            return self._too_long(job, job.request, route, too_long.wait)
-        except TimeoutError:
-            if job.limit is None or not job.limit.expired():
-                raise
-            return await self._held(job, job.request, route, asyncio.get_running_loop().time() - began_s)
-        finally:
-            job.limit = None
-        return None
+            return self._too_long(job, asked.request, route, too_long.wait)
+        return await self._held(job, asked.request, route, asyncio.get_running_loop().time() - began_s)
 
     def _start_by(self, job: Job, request: Request, route: Route) -> float:
         """By when its call must begin, to be answered in time. What may begin at once may try in any case."""
@@ -92,44 +82,38 @@ class BudgetGate:
         spare_s = max(left_s - self._estimates.run_s(self._kind(job, route)), min(left_s, AT_ONCE_S))
         return asyncio.get_running_loop().time() + spare_s
 
-    async def leave(self, job: Job, outcome: Outcome | None) -> None:
+    async def leave(self, job: Job, asked: Asked, outcome: Outcome | None) -> None:
         """Give back what was not used. What the provider counted of a failure that is not known is as reserved."""
-        reservation, job.reservation = job.reservation, None
-        if reservation is None:
+        reserved, job.reserved = job.reserved, None
+        if reserved is None:
             return
-        if job.attempt_started_ms is None and job.usage is None:
-            self._budgets.settle(reservation, None)
+        attempted = job.attempted
+        if attempted is None:
+            self._budgets.settle(reserved.reservation, None)
             return
-        self._budgets.settle(reservation, reservation.amounts if job.usage is None else job.usage)
-        if job.request is None or job.route is None:
-            return
-        kind = self._kind(job, job.route)
-        if isinstance(outcome, (Answered, Refused)) and job.run_ms is not None:
-            self._estimates.learn_run(kind, job.run_ms / 1000, was_cut=isinstance(outcome, Refused))
-        if isinstance(outcome, Answered) and job.usage is not None:
+        usage, kind = attempted.usage, self._kind(job, reserved.route)
+        self._budgets.settle(reserved.reservation, reserved.reservation.amounts if usage is None else usage)
+        if isinstance(outcome, (Answered, Refused)):
+            self._estimates.learn_run(kind, attempted.run_ms / 1000, was_cut=isinstance(outcome, Refused))
+        if isinstance(outcome, Answered) and usage is not None:
             self._estimates.learn(
                 kind,
-                body_bytes=len(job.request.body),
-                input_tokens=job.usage.input_tokens,
-                output_tokens=job.usage.output_tokens,
+                body_bytes=len(asked.request.body),
+                input_tokens=usage.input_tokens,
+                output_tokens=usage.output_tokens,
             )
 
-    async def move(self, job: Job, route: Route, error: ProviderError | None) -> bool:
+    async def move(self, job: Job, asked: Asked, route: Route, used: Amounts | None) -> bool:
         """Reserve for another route at once, or not at all; whether it could. Then what was reserved for the one before
-        is settled: by the error of its call, or given back where none was made (None).
+        is settled: by what its call used, or given back where none was made (None).
         """
-        assert job.request is not None
-        amounts = self.amounts(job, job.request, route)
+        amounts = self.amounts(job, asked.request, route)
         found = await self._budgets.try_reserve(route.account, lane=job.lane_name, amounts=amounts)
         if found is None:
             return False
-        before, model = job.reservation, job.route.model if job.route else ""
-        job.reservation, job.route = found, route
+        before, job.reserved = job.reserved, Reserved(route, found)
         if before is not None:
-            used = None if error is None else spent(error, before.amounts)
-            if used is not None and used.output_tokens > 0:
-                job.lost.append((model, used))
-            self._budgets.settle(before, used)
+            self._budgets.settle(before.reservation, used)
         return True
 
     def amounts(self, job: Job, request: Request, route: Route) -> Amounts:
@@ -141,18 +125,17 @@ class BudgetGate:
         )
 
     async def _overflowing(
-        self, job: Job, request: Request, routes: Sequence[Route]
-    ) -> tuple[Route, Reservation] | None:
+        self, job: Job, asked: Asked, routes: Sequence[Route], wait: Interruptible
+    ) -> Reserved | None:
         """The first that has room soon enough."""
-        assert job.lane is not None
-        patience_s = job.lane.target_wait_s if self._spec.overflow_s is None else self._spec.overflow_s
+        patience_s = asked.lane.target_wait_s if self._spec.overflow_s is None else self._spec.overflow_s
         for route in routes:
-            until = self._start_by(job, request, route)
+            until = self._start_by(job, asked.request, route)
             soon = min(until, asyncio.get_running_loop().time() + patience_s)
-            if (await self._wait(job, request, route)).seconds > soon - asyncio.get_running_loop().time():
+            if (await self._wait(job, asked.request, route)).seconds > soon - asyncio.get_running_loop().time():
                 continue
             try:
-                return route, await self._reserve(job, request, route, soon)
+                return await self._reserve(job, asked, route, soon, wait)
             except WaitTooLong:
                 continue
         return None
@@ -163,36 +146,34 @@ class BudgetGate:
         waits = [await self._wait(job, request, route) for route in routes]
         return routes[min(range(len(routes)), key=lambda each: waits[each].seconds)]
 
-    async def _reserve(self, job: Job, request: Request, route: Route, until: float) -> Reservation:
+    async def _reserve(self, job: Job, asked: Asked, route: Route, until: float, held: Interruptible) -> Reserved:
         has_to_wait = False
 
         def on_wait(wait: Wait) -> None:
             nonlocal has_to_wait
             has_to_wait = True
-            self._waits(job, route, wait)
+            self._waits(job, asked.lane, route, wait, held)
 
-        amounts, arrived = self.amounts(job, request, route), self._arrived(job, request)
-        held_until = None if job.limit is None else job.limit.when()
+        amounts, arrived = self.amounts(job, asked.request, route), self._arrived(job, asked.request)
+        held_until = held.until_s
         try:
             reservation = await self._budgets.reserve(
                 route.account, lane=job.lane_name, amounts=amounts, until=until, arrived=arrived, on_wait=on_wait
             )
         except WaitTooLong:
-            if job.limit is not None and job.stopped is None and not job.limit.expired():
-                job.limit.reschedule(held_until)  # it may wait elsewhere
+            held.bound(held_until)  # it may wait elsewhere
             raise
         finally:
             if has_to_wait:
                 self._room.leave(job.lane_name, route.account)
         if not has_to_wait:
             self._room.passed(job.lane_name, route.account)
-        return reservation
+        return Reserved(route, reservation)
 
-    def _waits(self, job: Job, route: Route, wait: Wait) -> None:
-        slots = 1 if job.lane is None else job.lane.slots
-        patience_s = self._room.enter(job.lane_name, route.account, slots=slots)
-        if patience_s is not None and job.limit is not None and job.stopped is None:
-            job.limit.reschedule(asyncio.get_running_loop().time() + min(patience_s, self._spec.hold_s))
+    def _waits(self, job: Job, lane: LaneSpec, route: Route, wait: Wait, held: Interruptible) -> None:
+        patience_s = self._room.enter(lane.name, route.account, slots=lane.slots)
+        if patience_s is not None:
+            held.bound(asyncio.get_running_loop().time() + min(patience_s, self._spec.hold_s))
         if self._on_wait is not None and wait.seconds >= TOLD_FROM_S:
             self._on_wait(job, wait)
 
@@ -225,16 +206,12 @@ class BudgetGate:
 
     async def _held(self, job: Job, request: Request, route: Route, held_s: float) -> Outcome:
         """It was told to stop, has waited as long as a delivery may be held, or lets others of its lane pass."""
-        match job.stopped:
-            case Stop.CANCELLED:
-                return Dropped(RequestProblem("cancelled", "cancelled by its owner while it waited for the budget"))
-            case Stop.FENCED:
-                return Deferred(delay_ms=LATER_MS, reason="running elsewhere", due_ms=job.hop.due_ms)
-            case None:
-                wait = await self._wait(job, request, route)
-                passing = held_s < self._spec.hold_s
-                delay_ms = max(LATER_MS, min(BACK_WITHIN_MS, round(1000 * wait.seconds))) if passing else LATER_MS
-                return Deferred(delay_ms=delay_ms, reason=wait.reason, due_ms=job.hop.due_ms)
+        if job.stopped is not None:
+            return stopped_by(job.stopped, doing="waited for the budget", due_ms=job.hop.due_ms)
+        wait = await self._wait(job, request, route)
+        passing = held_s < self._spec.hold_s
+        delay_ms = max(LATER_MS, min(BACK_WITHIN_MS, round(1000 * wait.seconds))) if passing else LATER_MS
+        return Deferred(delay_ms=delay_ms, reason=wait.reason, due_ms=job.hop.due_ms)
 
     def _kind(self, job: Job, route: Route) -> Kind:
         return Kind(job.lane_name, task_of(job.routing_key), route.model)

@@ -5,8 +5,9 @@ from collections.abc import Callable
 from functools import partial
 
 from consumers.chain import Route
-from consumers.job import Answered, Deferred, Job, NowMs, Outcome, Refused, ended_by
+from consumers.job import Asked, Attempted, Job, NowMs
 from consumers.limits.amounts import Amounts
+from consumers.outcomes import Answered, Deferred, Outcome, Refused, ended_by
 from consumers.prices import MILLION, Price, Prices
 from consumers.providers.breaker import Breakers
 from consumers.spending import Hold, Over, Spending, Spent
@@ -43,13 +44,12 @@ class CapsGate:
         self._rng = rng
         self._held: dict[Job, Hold] = {}
 
-    async def enter(self, job: Job) -> Outcome | None:
-        assert job.request is not None
+    async def enter(self, job: Job, asked: Asked) -> Outcome | None:
         tenant = job.identity.tenant
         bounds = self._spending.bounds(job.lane_name, tenant)
         if not bounds or job.stopped is not None:
             return None
-        route = self._breakers.callable(job.chain.routes)[0]
+        route = self._breakers.callable(asked.chain.routes)[0]
         price = self._prices.of(route.model)
         if price is None and any(each.what == "usd" for each in bounds):
             return ended_by(
@@ -60,26 +60,27 @@ class CapsGate:
                 )
             )
         try:
-            wanted = _spent(self._estimate(job, job.request, route), price)
+            wanted = _spent(self._estimate(job, asked.request, route), price)
             found = await self._spending.take(bounds, wanted, tell=partial(self._tell, job))
         except StoreUnavailable:  # a cap that cannot be looked at holds
             return Deferred(delay_ms=STORE_AWAY_MS, reason="store", due_ms=job.hop.due_ms)
         if isinstance(found, Over):
-            return self._over(job, job.request, found)
+            return self._over(job, asked.request, found)
         self._held[job] = found
         return None
 
-    async def leave(self, job: Job, outcome: Outcome | None) -> None:
+    async def leave(self, job: Job, asked: Asked, outcome: Outcome | None) -> None:
         """An answer counts as what it was. A failure counts nothing, but where it may have been paid: as estimated."""
-        hold = self._held.pop(job, None)
+        hold, attempted = self._held.pop(job, None), job.attempted
         used = Spent()
         if isinstance(outcome, Answered):
-            tokens = 0.0 if job.usage is None else job.usage.input_tokens + job.usage.output_tokens
-            used = Spent(1, tokens, job.cost_usd or 0.0)
+            usage = None if attempted is None else attempted.usage
+            tokens = 0.0 if usage is None else usage.input_tokens + usage.output_tokens
+            used = Spent(1, tokens, (attempted and attempted.cost_usd) or 0.0)
             self._spending.count(job.lane_name, job.identity.tenant, used)
-        elif hold is not None and _may_be_paid(job):
+        elif hold is not None and attempted is not None and _may_be_paid(attempted):
             used = hold.spent
-        for model, amounts in job.lost:
+        for model, amounts in () if attempted is None else attempted.lost:
             _, tokens, usd = _spent(amounts, self._prices.of(model))
             used = Spent(used.requests, used.tokens + tokens, used.usd + usd)
         if hold is not None:
@@ -98,9 +99,9 @@ class CapsGate:
         return Deferred(delay_ms=delay_ms, reason=over.bound.reason, due_ms=job.hop.due_ms)
 
 
-def _may_be_paid(job: Job) -> bool:
+def _may_be_paid(attempted: Attempted) -> bool:
     """A call that was cut off, by the provider, its deadline or its owner."""
-    return job.attempt_started_ms is not None if job.usage is None else job.usage.output_tokens > 0
+    return attempted.usage is None or attempted.usage.output_tokens > 0
 
 
 def _spent(amounts: Amounts, price: Price | None) -> Spent:

@@ -3,7 +3,8 @@
 from typing import assert_never
 
 from consumers.claiming import Claiming
-from consumers.job import Answered, Buried, Deferred, Dropped, Job, NowMs, Outcome, Refused, Replayed, Retried
+from consumers.job import Asked, Job, NowMs
+from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried
 from consumers.state.base import Conflict, Ended, Granted, Running
 from lanekeeper.contract.problems import RequestProblem
 
@@ -26,7 +27,7 @@ class ClaimGate:
         self._now_ms = now_ms
         self._suspect: Job | None = None
 
-    async def enter(self, job: Job) -> Outcome | None:
+    async def enter(self, job: Job, asked: Asked) -> Outcome | None:
         """Raises StoreUnavailable where the store stays away: no provider is called without a claim."""
         match await self._claiming.claim(job):
             case Granted(deaths=deaths) if deaths >= DEATHS_AT_MOST:
@@ -57,7 +58,7 @@ class ClaimGate:
                     )
                 )
 
-    async def leave(self, job: Job, outcome: Outcome | None) -> None:
+    async def leave(self, job: Job, asked: Asked, outcome: Outcome | None) -> None:
         """What has ended keeps its claim until the store has the completion."""
         if self._suspect is job:
             self._suspect = None

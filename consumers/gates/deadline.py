@@ -1,6 +1,7 @@
 """The deadline gate: a request whose time is over is answered so, and the provider is not called."""
 
-from consumers.job import Job, NowMs, Outcome, Refused
+from consumers.job import Asked, Job, NowMs
+from consumers.outcomes import Outcome, Refused
 from lanekeeper.contract.problems import RequestProblem
 
 
@@ -10,20 +11,18 @@ class DeadlineGate:
     def __init__(self, *, now_ms: NowMs) -> None:
         self._now_ms = now_ms
 
-    async def enter(self, job: Job) -> Outcome | None:
-        assert job.request is not None
-        if self._now_ms() < job.request.deadline_ms:
+    async def enter(self, job: Job, asked: Asked) -> Outcome | None:
+        if self._now_ms() < asked.request.deadline_ms:
             return None
-        return Refused(exceeded(job))
+        return Refused(exceeded(job, asked))
 
-    async def leave(self, job: Job, outcome: Outcome | None) -> None:
+    async def leave(self, job: Job, asked: Asked, outcome: Outcome | None) -> None:
         """Nothing was taken."""
 
 
-def exceeded(job: Job) -> RequestProblem:
+def exceeded(job: Job, asked: Asked) -> RequestProblem:
     """The problem of a request whose time is over, with where it went."""
-    assert job.request is not None
-    bound_ms = job.request.deadline_ms - job.request.start_ms
+    bound_ms = asked.request.deadline_ms - asked.request.start_ms
     spent = f"{job.wait_ms} ms waiting"
     if job.attempts:
         spent += f", {job.run_ms} ms in attempt {job.attempts}" if job.run_ms else f", {job.attempts} attempts made"

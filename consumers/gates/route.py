@@ -6,7 +6,8 @@ A short wait for a breaker is waited for here; a longer one is the request's own
 import asyncio
 import random
 
-from consumers.job import Deferred, Job, NowMs, Outcome, Refused, ended_by
+from consumers.job import Asked, Job, NowMs
+from consumers.outcomes import Deferred, Outcome, Refused, ended_by, stopped_by
 from consumers.providers.breaker import Breakers
 from lanekeeper.contract.problems import RequestProblem
 
@@ -32,26 +33,27 @@ class RouteGate:
         self._now_ms = now_ms
         self._rng = rng
 
-    async def enter(self, job: Job) -> Outcome | None:
-        assert job.request is not None
-        if job.chain.forbidden:
-            return ended_by(RequestProblem("forbidden_model", job.chain.forbidden))
+    async def enter(self, job: Job, asked: Asked) -> Outcome | None:
+        if asked.chain.forbidden:
+            return ended_by(RequestProblem("forbidden_model", asked.chain.forbidden))
         clock = asyncio.get_running_loop().time
-        left_s = (job.request.deadline_ms - self._now_ms()) / 1000
+        left_s = (asked.request.deadline_ms - self._now_ms()) / 1000
         until_s = clock() + min(HOLD_S, left_s)
-        while (wait_s := self._breakers.least_wait_s(job.chain.routes)) > 0 and job.stopped is None:
+        while (wait_s := self._breakers.least_wait_s(asked.chain.routes)) > 0:
+            if job.stopped is not None:
+                return stopped_by(job.stopped, doing="waited for a provider", due_ms=job.hop.due_ms)
             if clock() + wait_s >= until_s:
-                return self.later(job, wait_s)
-            await _sleep(job, wait_s + self._rng.uniform(0, STAGGER_S))
+                return self.later(job, asked, wait_s)
+            async with job.interruptible(None):
+                await asyncio.sleep(wait_s + self._rng.uniform(0, STAGGER_S))
         return None
 
-    async def leave(self, job: Job, outcome: Outcome | None) -> None:
+    async def leave(self, job: Job, asked: Asked, outcome: Outcome | None) -> None:
         """Nothing was taken."""
 
-    def later(self, job: Job, wait_s: float) -> Outcome:
+    def later(self, job: Job, asked: Asked, wait_s: float) -> Outcome:
         """What becomes of a job that no provider may be called for."""
-        assert job.request is not None
-        left_ms = job.request.deadline_ms - self._now_ms()
+        left_ms = asked.request.deadline_ms - self._now_ms()
         wait_ms = max(LEAST_WAIT_MS, round(1000 * wait_s))
         if wait_ms >= left_ms:
             return Refused(
@@ -61,22 +63,10 @@ class RouteGate:
                     f"and {max(0, left_ms)} ms are left",
                 )
             )
-        assert job.lane is not None
-        stay_s = min(SHARE_OF_OUTAGE * self._down_s(job), MOST_TARGETS * job.lane.target_wait_s)
+        stay_s = min(SHARE_OF_OUTAGE * self._down_s(asked), MOST_TARGETS * asked.lane.target_wait_s)
         delay_ms = round(max(wait_ms, 1000 * stay_s) * (1 + self._rng.uniform(0, SPREAD)))
         return Deferred(delay_ms=min(delay_ms, max(wait_ms, left_ms // 2)), reason=REASON, due_ms=job.hop.due_ms)
 
-    def _down_s(self, job: Job) -> float:
+    def _down_s(self, asked: Asked) -> float:
         now_s = asyncio.get_running_loop().time()
-        return min(self._breakers.down_s(each, now_s) for each in job.chain.routes)
-
-
-async def _sleep(job: Job, seconds: float) -> None:
-    """`job.stop` ends it as it ends an attempt."""
-    try:
-        async with asyncio.timeout(None) as job.limit:
-            await asyncio.sleep(seconds)
-    except TimeoutError:
-        pass
-    finally:
-        job.limit = None
+        return min(self._breakers.down_s(each, now_s) for each in asked.chain.routes)

@@ -1,7 +1,8 @@
 """The schedule gate: what is not due yet goes into the delay cascade, and no worker holds it meanwhile."""
 
 from consumers.claiming import Claiming
-from consumers.job import Deferred, Job, NowMs, Outcome, Refused
+from consumers.job import Asked, Job, NowMs
+from consumers.outcomes import Deferred, Outcome, Refused
 from consumers.state.base import Room
 from lanekeeper.contract.problems import RequestProblem
 
@@ -27,10 +28,9 @@ class ScheduleGate:
         self._claiming = claiming
         self._now_ms = now_ms
 
-    async def enter(self, job: Job) -> Outcome | None:
+    async def enter(self, job: Job, asked: Asked) -> Outcome | None:
         """Raises StoreUnavailable where a long wait can be neither counted nor kept."""
-        assert job.request is not None
-        due_ms = job.request.due_ms
+        due_ms = asked.request.due_ms
         if due_ms is None:
             return None
         left_ms = due_ms - self._now_ms()
@@ -38,7 +38,7 @@ class ScheduleGate:
             return None
         is_new = job.hop.due_ms is None  # what waits already has its room: our own deferrals are never refused
         defer = self._claiming.defer_for_long if is_new and left_ms > UNCOUNTED_MS else self._claiming.defer
-        if not await defer(job, due_ms=due_ms, deadline_ms=job.request.deadline_ms):
+        if not await defer(job, due_ms=due_ms, deadline_ms=asked.request.deadline_ms):
             return None
         if is_new and left_ms > UNCOUNTED_MS and (full := await self._without_room(job, due_ms)) is not None:
             return full
@@ -57,5 +57,5 @@ class ScheduleGate:
             )
         )
 
-    async def leave(self, job: Job, outcome: Outcome | None) -> None:
+    async def leave(self, job: Job, asked: Asked, outcome: Outcome | None) -> None:
         """Nothing was taken."""

@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from consumers.claiming import Claiming
-from consumers.job import Job, Outcome, Replayed
+from consumers.job import Job
+from consumers.outcomes import Outcome, Replayed
 from consumers.state.base import Completion
 from lanekeeper.contract import names as n
 from lanekeeper.telemetry import logs, signals

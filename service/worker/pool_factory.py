@@ -75,7 +75,7 @@ class Pools:
         self.heads[self._names.intake(lane.name)] = heads
         common: dict[str, Any] = {
             "job_of": self._job_maker(lane),
-            "handle": self._retelling.first(handler.handle),
+            "handle": self._retelling.first(partial(handler.handle, lane=lane)),
             "activity": activity,
         }
         intake, due = turns.bench(lane.slots), turns.bench(lane.due_slots)

@@ -11,7 +11,8 @@ import pytest
 
 from consumers.capacity.activity import LaneActivity
 from consumers.capacity.slots import Line, Slots
-from consumers.job import Answered, Job, Outcome, now_ms
+from consumers.job import Job, now_ms
+from consumers.outcomes import Answered, Outcome
 from consumers.pool import Pool
 from lanekeeper.amqp.connection import Connection
 from lanekeeper.amqp.depth import depths

@@ -3,7 +3,7 @@
 import pytest
 
 from consumers.capacity.activity import SAMPLES, LaneActivity, quantile
-from consumers.job import Answered, Buried, Deferred, Outcome, Refused, Retried
+from consumers.outcomes import Answered, Buried, Deferred, Outcome, Refused, Retried
 from lanekeeper.contract.problems import RequestProblem
 
 PROBLEM = RequestProblem("internal", "…")

@@ -3,7 +3,8 @@
 import dataclasses
 
 from consumers.fairness.aside import Aside
-from consumers.job import Deferred, Job, Refused
+from consumers.job import Job
+from consumers.outcomes import Deferred, Refused
 from lanekeeper.contract.names import SENT_MS
 from lanekeeper.contract.problems import PublishRefused
 from tests.support.jobs import NAMES, NOW_MS, Bench

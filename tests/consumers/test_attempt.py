@@ -11,9 +11,11 @@ import pytest
 from consumers.attempt import Attempts
 from consumers.capacity.pausing import Pausing
 from consumers.chain import Chain, Route
-from consumers.failures import ProviderError
 from consumers.gates.route import RouteGate
-from consumers.job import Answered, Buried, Deferred, Job, Outcome, Refused, Retried
+from consumers.job import Asked, Job, Reserved
+from consumers.limits.amounts import Amounts
+from consumers.limits.base import Reservation
+from consumers.outcomes import Answered, Buried, Deferred, Outcome, Refused, Retried
 from consumers.prices import Prices
 from consumers.providers.anthropic import AnthropicProvider
 from consumers.providers.breaker import FAILURES, Breakers
@@ -23,14 +25,19 @@ from lanekeeper.contract import names as n
 from lanekeeper.telemetry.tracing import Tracing
 from service.simulated.app import SimulatedAPI
 from service.simulated.options import SimulatedOptions
-from tests.support.jobs import NOW_MS, Bench, read
+from tests.support.jobs import NOW_MS, Bench, asked, read
 from topology.lanes import NORMAL
 
 MODEL, FALLBACK = "claude-haiku-5-5", "claude-sonnet-5-5"
+EXPECTED, REFUSED = Amounts(1, 10, 20), Amounts(1)
 
 
 def route(provider: str, model: str = MODEL) -> Route:
     return Route(provider=provider, model=model, name=model, account=f"{provider}/{model}")
+
+
+def reserve(at: Route) -> Reserved:
+    return Reserved(at, Reservation(account=at.account, lane="normal", amounts=EXPECTED))
 
 
 class Moves:
@@ -38,12 +45,12 @@ class Moves:
 
     def __init__(self) -> None:
         self.has_room = True
-        self.asked: list[tuple[str, str | None]] = []
+        self.asked: list[tuple[str, Amounts | None]] = []
 
-    async def move(self, job: Job, to: Route, error: ProviderError | None) -> bool:
-        self.asked.append((to.provider, None if error is None else type(error).__name__))
+    async def move(self, job: Job, _: Asked, to: Route, used: Amounts | None) -> bool:
+        self.asked.append((to.provider, used))
         if self.has_room:
-            job.route = to
+            job.reserved = reserve(to)
         return self.has_room
 
 
@@ -96,8 +103,8 @@ class House:
             headers={n.STREAM: stream, n.DEADLINE_MS: deadline_ms},
         )
         read(job, Chain(routes or BOTH), now_ms=self.now_ms())
-        job.route = job.chain.routes[0]
-        return await self._attempts.make(job)
+        self.job, job.reserved = job, reserve((routes or BOTH)[0])
+        return await self._attempts.make(job, asked(job))
 
     def parts(self) -> list[str]:
         """What the requester was sent before the final reply: the type of each event, or `restart`."""
@@ -147,24 +154,28 @@ def failed_with(outcome: Outcome) -> str:
 
 
 @pytest.mark.parametrize(
-    ("fault", "error"),
+    ("fault", "used"),
     [
-        ("server_error", "TransientError"),
-        ("reset at=start", "TransientError"),
-        ("overloaded", "OverloadedError"),
-        ("rate_limited retry_after=60", "RateLimitedError"),
-        ("rate_limited retry_after=none", "RateLimitedError"),
-        ("spend_limit", "SpendLimitError"),
-        ("authentication", "RejectedError"),
-        ("permission", "RejectedError"),
+        ("server_error", REFUSED),
+        ("reset at=start", EXPECTED),
+        ("overloaded", REFUSED),
+        ("rate_limited retry_after=60", REFUSED),
+        ("rate_limited retry_after=none", REFUSED),
+        ("spend_limit", REFUSED),
+        ("authentication", REFUSED),
+        ("permission", REFUSED),
     ],
 )
-async def test_where_one_fails_the_next_is_asked_in_the_same_attempt(open_house: Open, fault: str, error: str) -> None:
+async def test_where_one_fails_the_next_is_asked_in_the_same_attempt(
+    open_house: Open, fault: str, used: Amounts
+) -> None:
     house = await open_house(failing(fault))
 
     assert answered_by(await house.ask()) == "two"
     assert house.calls == (1, 1)
-    assert house.moves.asked == [("two", error)]
+    assert house.moves.asked == [("two", used)]
+    assert house.job.attempted is not None
+    assert house.job.attempted.lost == (((MODEL, EXPECTED),) if used is EXPECTED else ()), "it may have been paid"
     assert house.bench.log == ["event: started"]
 
 

@@ -8,7 +8,7 @@ import pytest
 from consumers import claiming, settle
 from consumers.control.answer import Answers
 from consumers.control.queue import Control
-from consumers.job import Answered, Refused
+from consumers.outcomes import Answered, Refused
 from consumers.replies.address import ReplyRule
 from consumers.state.base import Granted, Held, Identity, StoreUnavailable
 from lanekeeper.contract import names as n

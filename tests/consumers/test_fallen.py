@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from consumers.fallen import Fallen
-from consumers.job import Buried, Refused
+from consumers.outcomes import Buried, Refused
 from lanekeeper.contract import names as n
 from tests.support.jobs import NAMES, NOW_MS, Bench
 from topology.lanes import DEFAULT_LANES

@@ -23,10 +23,11 @@ from consumers.gates.claim import ClaimGate
 from consumers.gates.deadline import DeadlineGate
 from consumers.gates.route import RouteGate
 from consumers.handler import Handler
-from consumers.job import Answered, Buried, Deferred, Dropped, Job, Refused, Retried
+from consumers.job import Job
 from consumers.limits.estimates import Estimates
 from consumers.limits.own_turns import own_accounts
 from consumers.limits.spec import BudgetSpec, Caps
+from consumers.outcomes import Answered, Buried, Deferred, Dropped, Refused, Retried
 from consumers.prices import Prices
 from consumers.providers.base import Answer, Parts, Usage
 from consumers.providers.breaker import FAILURES, Breakers
@@ -42,6 +43,7 @@ from tests.support.jobs import NAMES, NOW_MS, Bench, routes_of
 from tests.support.virtual_time import virtually
 from tests.support.waiting import until
 from topology.codec.request import Request
+from topology.lanes import CRITICAL
 
 MODEL = "claude-sonnet-5-5"
 BODY = b'{"model":"claude-sonnet-5-5","max_tokens":5,"messages":[{"role":"user","content":"hi"}]}'
@@ -139,9 +141,9 @@ class Ground:
         found = {
             "running": books.concurrency.running,
             "waiting": len(books.lines),
-            "reservation": job.reservation,
+            "reservation": job.reserved,
             "caps": len(self.caps._held),
-            "limit": job.limit,
+            "waiting for": job.waiting,
             "probing": [each for each in self.breakers._all.values() if each.state == "probing"],
         }
         return {what: value for what, value in found.items() if value}
@@ -191,7 +193,7 @@ async def test_what_was_taken_is_given_back_after_a_call(error: Exception | None
     ground = Ground()
     ground.provider.error, job = error, ground.job()
 
-    assert isinstance(await ground.handler.handle(job), outcome)
+    assert isinstance(await ground.handler.handle(job, lane=CRITICAL), outcome)
 
     assert await ground.held(job) == {}
     assert ground.counted == counted
@@ -203,7 +205,7 @@ async def test_and_after_a_fault_of_ours() -> None:
     ground.provider.error, job = FAULT, ground.job()
 
     with pytest.raises(ValueError, match="a fault of ours"):
-        await ground.handler.handle(job)
+        await ground.handler.handle(job, lane=CRITICAL)
 
     assert await ground.held(job) == {}
     assert await ground.deaths() == 0
@@ -213,7 +215,7 @@ async def test_and_after_a_fault_of_ours() -> None:
 async def test_and_where_it_is_told_to_stop(why: Stop, outcome: type) -> None:
     ground = Ground()
     ground.provider.takes_s, job = 30, ground.job()
-    working = asyncio.create_task(ground.handler.handle(job))
+    working = asyncio.create_task(ground.handler.handle(job, lane=CRITICAL))
     await until(lambda: ground.provider.calls)
     job.stop(why)
 
@@ -230,7 +232,7 @@ def test_and_wherever_it_is_cancelled(is_probe: bool) -> None:
         if is_probe:
             await ground.open_breaker()
         ground.provider.takes_s, job = 30, ground.job()
-        working = asyncio.create_task(ground.handler.handle(job))
+        working = asyncio.create_task(ground.handler.handle(job, lane=CRITICAL))
         for _ in range(turns):
             await asyncio.sleep(0)
         working.cancel()
@@ -274,11 +276,11 @@ async def test_where_no_provider_may_be_called_nothing_is_taken_for_it() -> None
     ground.provider.error = TransientError("500", status=500)
     for each in range(FAILURES):
         job = ground.bench.job(body=BODY, message_id=f"m-{each}")
-        await ground.handler.handle(job)
+        await ground.handler.handle(job, lane=CRITICAL)
         assert await ground.held(job) == {}
 
     calls, job = ground.provider.calls, ground.job(**{n.DEADLINE_MS: 300})
-    outcome = await ground.handler.handle(job)
+    outcome = await ground.handler.handle(job, lane=CRITICAL)
 
     assert isinstance(outcome, Refused)
     assert "no provider may be called for" in outcome.problem.detail

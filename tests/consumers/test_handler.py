@@ -16,20 +16,8 @@ from consumers.gates.claim import DEATHS_AT_MOST, SUSPECT_FROM, ClaimGate
 from consumers.gates.deadline import DeadlineGate
 from consumers.gates.schedule import ScheduleGate
 from consumers.handler import Handler
-from consumers.job import (
-    ATTEMPT_WITHIN_S,
-    CLAIM_WITHIN_S,
-    STORE_WITHIN_S,
-    Answered,
-    Buried,
-    Deferred,
-    Dropped,
-    Job,
-    Outcome,
-    Refused,
-    Replayed,
-    Retried,
-)
+from consumers.job import ATTEMPT_WITHIN_S, CLAIM_WITHIN_S, STORE_WITHIN_S, Asked, Job
+from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried
 from consumers.providers.base import Answer, Parts
 from consumers.providers.breaker import Breakers
 from consumers.providers.registry import Registry
@@ -40,7 +28,7 @@ from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import ConfirmUnknown
 from lanekeeper.telemetry.tracing import Tracing
-from tests.support.jobs import BODY, NAMES, NOW_MS, Bench, attempts, routes_of
+from tests.support.jobs import BODY, NAMES, NOW_MS, Bench, asked, attempts, read, routes_of
 from tests.support.waiting import until
 from topology.codec.request import Request
 from topology.lanes import CRITICAL
@@ -72,11 +60,11 @@ class FakeGate:
     def __init__(self, log: list[str], name: str, outcome: Outcome | None = None) -> None:
         self._log, self._name, self._outcome = log, name, outcome
 
-    async def enter(self, job: Job) -> Outcome | None:
+    async def enter(self, job: Job, asked: Asked) -> Outcome | None:
         self._log.append(f"{self._name} enter")
         return self._outcome
 
-    async def leave(self, job: Job, outcome: Outcome | None) -> None:
+    async def leave(self, job: Job, asked: Asked, outcome: Outcome | None) -> None:
         self._log.append(f"{self._name} leave {type(outcome).__name__}")
 
 
@@ -118,7 +106,7 @@ def handler(
 
 
 async def handle(bench: Bench, job: Job, provider: FakeProvider | None = None, **how: Any) -> Outcome:
-    return await handler(bench, provider or FakeProvider(), **how).handle(job)
+    return await handler(bench, provider or FakeProvider(), **how).handle(job, lane=job.lane or CRITICAL)
 
 
 def again(bench: Bench, **properties: Any) -> Job:
@@ -232,12 +220,13 @@ async def test_suspects_are_worked_one_at_a_time(bench: Bench) -> None:
     for id in ("m-1", "m-2"):
         for _ in range(SUSPECT_FROM):
             await bench.claiming.claim(again(bench, message_id=id))
-    first, second = again(bench, message_id="m-1"), again(bench, message_id="m-2")
-    assert await gate.enter(first) is None
-    assert await gate.enter(second) == Deferred(delay_ms=1000, reason="suspect")
-    assert await gate.enter(bench.job(message_id="m-3")) is None
-    await gate.leave(first, None)
-    assert await gate.enter(again(bench, message_id="m-2")) is None
+    first, second = (read(again(bench, message_id=each)) for each in ("m-1", "m-2"))
+    third, fourth = read(bench.job(message_id="m-3")), read(again(bench, message_id="m-2"))
+    assert await gate.enter(first, asked(first)) is None
+    assert await gate.enter(second, asked(second)) == Deferred(delay_ms=1000, reason="suspect")
+    assert await gate.enter(third, asked(third)) is None
+    await gate.leave(first, asked(first), None)
+    assert await gate.enter(fourth, asked(fourth)) is None
 
 
 async def test_what_came_again_where_nobody_counts_is_moved_to_where_it_is_counted(bench: Bench) -> None:
@@ -382,8 +371,8 @@ async def test_all_gates_are_left_though_one_is_cancelled_while_it_gives_back(be
     log: list[str] = []
 
     class Slow(FakeGate):
-        async def leave(self, job: Job, outcome: Outcome | None) -> None:
-            await super().leave(job, outcome)
+        async def leave(self, job: Job, asked: Asked, outcome: Outcome | None) -> None:
+            await super().leave(job, asked, outcome)
             await asyncio.sleep(30)
 
     working = asyncio.create_task(handle(bench, bench.job(), gates=(FakeGate(log, "a"), Slow(log, "b"))))
@@ -450,7 +439,7 @@ async def test_a_cancellation_ends_a_running_attempt(bench: Bench) -> None:
     working = asyncio.create_task(
         handle(bench, job, FakeProvider(takes_s=30), gates=(ClaimGate(bench.claiming, now_ms=lambda: NOW_MS),))
     )
-    await until(lambda: job.limit is not None)
+    await until(lambda: job.waiting is not None)
     assert await bench.claiming.cancel(job.identity, CANCELLED) == "told"
     outcome = await working
     assert isinstance(outcome, Dropped)
@@ -469,7 +458,7 @@ async def test_whoever_is_fenced_off_stops_and_tells_nobody(bench: Bench) -> Non
     working = asyncio.create_task(
         handle(bench, job, FakeProvider(takes_s=30), gates=(ClaimGate(bench.claiming, now_ms=lambda: NOW_MS),))
     )
-    await until(lambda: job.limit is not None)
+    await until(lambda: job.waiting is not None)
     heir = bench.job(delivery=bench.delivery())
     heir.delivery.redelivered = True
     await bench.claiming.claim(heir)

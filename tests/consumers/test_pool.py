@@ -15,7 +15,8 @@ from consumers import settle
 from consumers.capacity.activity import LaneActivity
 from consumers.fairness.entering import FromQueue
 from consumers.fairness.turns import Turn, Turns
-from consumers.job import Answered, Job, Outcome, Refused
+from consumers.job import Attempted, Job
+from consumers.outcomes import Answered, Outcome, Refused
 from consumers.pool import Pool
 from lanekeeper.contract import names as n
 from lanekeeper.contract.problems import BrokerUnreachable, RequestProblem
@@ -260,7 +261,7 @@ async def test_what_has_not_begun_its_call_is_given_back_at_once_and_what_has_en
 
     async def hold(job: Job) -> Outcome:
         if job.id.startswith("running"):
-            job.attempt_started_ms = 1
+            job.attempted = Attempted(started_ms=1)
         await go.wait()
         return ANSWERED
 
@@ -286,7 +287,7 @@ async def test_what_gets_its_turn_in_the_moment_of_being_given_back_does_not_beg
 
     async def begin(job: Job) -> Outcome:
         await turn.wait()
-        job.attempt_started_ms = 1
+        job.attempted = Attempted(started_ms=1)
         return ANSWERED
 
     working = Working(bench, begin)
@@ -409,7 +410,7 @@ async def test_each_line_of_a_request_says_which_request_it_is_about() -> None:
     async def work(job: Job) -> Outcome:
         log.info("before the call")
         await together.wait()
-        job.attempt_started_ms = 1
+        job.attempted = Attempted(started_ms=1)
         await asyncio.create_task(speak())
         return ANSWERED
 

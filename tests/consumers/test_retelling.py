@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from consumers.job import Answered, Buried, Job, Outcome, Refused, Replayed
+from consumers.job import Job
+from consumers.outcomes import Answered, Buried, Outcome, Refused, Replayed
 from consumers.replies.retelling import PAUSES_S, Retelling
 from lanekeeper.contract import names as n
 from lanekeeper.contract.problems import BrokerUnreachable, PublishRefused, RequestProblem

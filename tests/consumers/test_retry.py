@@ -17,7 +17,7 @@ from consumers.failures import (
     SpendLimitError,
     TransientError,
 )
-from consumers.job import Buried, Refused, Retried
+from consumers.outcomes import Buried, Refused, Retried
 from consumers.retry import RetryPolicy
 from topology.lanes import DEFAULT_LANES, LaneSpec
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,11 +10,12 @@ import pytest
 from consumers.chain import Chain, Route
 from consumers.failures import TransientError
 from consumers.gates.route import HOLD_S, RouteGate
-from consumers.job import Buried, Deferred, Job, Refused
+from consumers.job import Job
+from consumers.outcomes import Buried, Deferred, Dropped, Outcome, Refused
 from consumers.providers.breaker import FAILURES, Breakers
 from consumers.providers.routes import ProviderModels, Routes, RoutesSpec
 from consumers.state.base import Stop
-from tests.support.jobs import NOW_MS, Bench, read
+from tests.support.jobs import NOW_MS, Bench, asked, read
 from tests.support.virtual_time import virtually
 from topology.lanes import BATCH, CRITICAL, LaneSpec
 
@@ -34,6 +36,9 @@ class Ground:
         job = Bench().job(body=body, headers=headers)
         return read(job, self.routes.of("critical", "", MODEL))
 
+    async def enter(self, job: Job) -> Outcome | None:
+        return await self.gate.enter(job, asked(job))
+
     @property
     def all(self) -> tuple[Route, ...]:
         return self.routes.of("critical", "", MODEL).routes
@@ -51,7 +56,7 @@ class Ground:
 async def test_a_model_that_is_forbidden_is_parked() -> None:
     ground = Ground(tenants={"": ("claude-haiku-5-5",)})
 
-    outcome = await ground.gate.enter(ground.job())
+    outcome = await ground.enter(ground.job())
 
     assert isinstance(outcome, Buried)
     assert outcome.problem.code == "forbidden_model"
@@ -63,7 +68,7 @@ def test_one_that_is_known_to_fail_is_not_among_those_that_are_asked() -> None:
         one, two = ground.all
         await ground.break_(one)
 
-        assert await ground.gate.enter(ground.job()) is None
+        assert await ground.enter(ground.job()) is None
         assert ground.breakers.callable(ground.all) == [two]
 
     virtually(story())
@@ -76,7 +81,7 @@ def test_a_short_wait_is_waited_for() -> None:
             await ground.break_(route)
         began_s = asyncio.get_running_loop().time()
 
-        assert await ground.gate.enter(ground.job()) is None
+        assert await ground.enter(ground.job()) is None
 
         assert 0 < asyncio.get_running_loop().time() - began_s <= HOLD_S
 
@@ -89,7 +94,7 @@ def test_a_long_one_is_the_requests_own_and_tells_its_reason() -> None:
         for route in ground.all:
             await ground.break_(route, times=7)
 
-        outcome = await ground.gate.enter(ground.job())
+        outcome = await ground.enter(ground.job())
 
         assert isinstance(outcome, Deferred)
         assert outcome.reason == "breaker"
@@ -109,9 +114,8 @@ def test_the_longer_the_provider_is_down_the_longer_they_stay_away_as_their_lane
         while ground.breakers.down_s(route, asyncio.get_running_loop().time()) < 120:
             await ground.break_(route)
         job = ground.job()
-        job.lane = lane
 
-        outcome = ground.gate.later(job, 1.0)
+        outcome = ground.gate.later(job, replace(asked(job), lane=lane), 1.0)
 
         assert isinstance(outcome, Deferred)
         assert least_s <= outcome.delay_ms / 1000 <= most_s + 2
@@ -125,7 +129,7 @@ def test_one_that_reaches_its_deadline_before_is_refused_at_once() -> None:
         for route in ground.all:
             await ground.break_(route, times=7)
 
-        outcome = await ground.gate.enter(ground.job(**{"x-lane-deadline-ms": 2000}))
+        outcome = await ground.enter(ground.job(**{"x-lane-deadline-ms": 2000}))
 
         assert isinstance(outcome, Refused)
         assert outcome.problem.code == "deadline_exceeded"
@@ -142,7 +146,7 @@ def test_what_was_told_to_stop_does_not_wait() -> None:
         job = ground.job()
         job.stopped = Stop.CANCELLED
 
-        assert await ground.gate.enter(job) is None
+        assert isinstance(await ground.enter(job), Dropped)
 
     virtually(story())
 
@@ -154,7 +158,7 @@ def test_one_whose_deadline_comes_before_a_short_wait_is_over_is_refused_at_once
             await ground.break_(route)
         began_s = asyncio.get_running_loop().time()
 
-        outcome = await ground.gate.enter(ground.job(**{"x-lane-deadline-ms": 100}))
+        outcome = await ground.enter(ground.job(**{"x-lane-deadline-ms": 100}))
 
         assert isinstance(outcome, Refused)
         assert asyncio.get_running_loop().time() == began_s
@@ -169,11 +173,11 @@ def test_one_that_is_told_to_stop_while_it_waits_stops_waiting() -> None:
             await ground.break_(route, times=2)
         job = ground.job()
         began_s = asyncio.get_running_loop().time()
-        entering = asyncio.create_task(ground.gate.enter(job))
+        entering = asyncio.create_task(ground.enter(job))
         await asyncio.sleep(0.1)
         job.stop(Stop.CANCELLED)
 
-        assert await entering is None
+        assert isinstance(await entering, Dropped)
         assert asyncio.get_running_loop().time() == pytest.approx(began_s + 0.1)
 
     virtually(story())

@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from consumers.failures import RejectedError
-from consumers.job import Job, Outcome, Replayed
+from consumers.job import Job
+from consumers.outcomes import Outcome, Replayed
 from consumers.settle import Settler
 from consumers.state.base import Completion, Copy, Identity
 from consumers.state.sqlite.requests import Requests, Times

@@ -7,7 +7,8 @@ import pytest
 import structlog
 
 from consumers import claiming, settle
-from consumers.job import Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried
+from consumers.job import Attempted
+from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried
 from consumers.parking import Parking
 from consumers.state.base import StoreUnavailable
 from lanekeeper.contract import names as n
@@ -19,7 +20,7 @@ from lanekeeper.contract.problems import (
     RequestProblem,
     Unroutable,
 )
-from tests.support.jobs import BODY, NOW_MS, Bench
+from tests.support.jobs import BODY, NOW_MS, Bench, asked, read
 from topology.codec import decoding
 from topology.codec.headers import HopHeaders, read_hop
 from topology.lanes import CRITICAL
@@ -260,8 +261,7 @@ async def test_a_redelivered_message_that_had_ended_ends_as_it_had(bench: Bench,
 async def test_its_time_counts_from_now_and_its_ending_goes_along_on_a_hop(bench: Bench) -> None:
     headers = {n.DEAD_AT: "2026-09-21T13:00:00.000Z", n.SENT_MS: NOW_MS - 5_000_000}
     job = bench.job(headers=headers, timestamp_s=5.0)
-    job.request = decoding.decode(job.message, lane=CRITICAL, request_id=job.id, hop=None, now_ms=NOW_MS)
-    assert job.request.sent_ms == NOW_MS
+    assert asked(read(job)).request.sent_ms == NOW_MS
     await bench.settler.settle(job, DEFERRED)
     copy = bench.to("lane.delay.01")
     back = bench.job(exchange="lane.due", headers=copy.headers, timestamp_s=5.0)
@@ -329,7 +329,7 @@ async def test_a_dead_letter_is_the_request_as_published_with_the_cause(bench: B
 
 async def test_a_retry_tells_the_next_worker_what_happened(bench: Bench) -> None:
     job = bench.job(headers={"x-mine": 1, n.ATTEMPT: 9, n.USER_ID: "bank"}, user_id="shop", expiration="60000")
-    job.attempt_started_ms = NOW_MS
+    job.attempted = Attempted(started_ms=NOW_MS)
     await bench.settler.settle(job, RETRIED)
     copy = bench.to("lane.delay.02")
     assert read_hop(copy.headers) == HopHeaders(
@@ -363,7 +363,7 @@ async def test_what_came_back_keeps_its_past_and_five_errors(bench: Bench) -> No
         n.USER_ID: "shop",
     }
     job = bench.job(exchange="lane.due", headers={**headers, "lane-d00": True, "lane-d07": True}, user_id="the-workers")
-    job.attempt_started_ms = NOW_MS
+    job.attempted = Attempted(started_ms=NOW_MS)
     await bench.settler.settle(job, RETRIED)
     copy = bench.to("lane.delay.02")
     hop = read_hop(copy.headers)

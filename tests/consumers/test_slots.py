@@ -179,7 +179,7 @@ async def test_they_are_given_up_when_unused() -> None:
 
 def job(bench: Bench, *, waited_ms: int) -> Job:
     found = bench.job()
-    found.request = SimpleNamespace(start_ms=found.taken_ms - waited_ms)  # type: ignore[assignment]
+    found.asked = SimpleNamespace(request=SimpleNamespace(start_ms=found.taken_ms - waited_ms))  # type: ignore[assignment]
     return found
 
 

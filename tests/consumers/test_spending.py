@@ -9,8 +9,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from consumers.gates.caps import CapsGate
-from consumers.job import Answered, Deferred, Dropped, Job, Outcome, Refused, Retried
+from consumers.job import Attempted, Job
 from consumers.limits.amounts import Amounts
+from consumers.outcomes import Answered, Deferred, Dropped, Outcome, Refused, Retried
 from consumers.prices import Price, Prices
 from consumers.providers.base import Usage
 from consumers.providers.breaker import Breakers
@@ -19,7 +20,7 @@ from consumers.state.base import Stop, StoreUnavailable
 from lanekeeper.contract.problems import RequestProblem
 from lanekeeper.telemetry import signals
 from tests.support.allowances import MemoryAllowances
-from tests.support.jobs import NOW_MS, Bench, read
+from tests.support.jobs import NOW_MS, Bench, asked, read
 from tests.support.virtual_time import virtually
 from topology.lanes import CRITICAL
 
@@ -109,7 +110,7 @@ async def test_what_is_larger_than_a_whole_cap_has_reached_nothing() -> None:
 async def test_a_level_is_told_as_an_event_of_the_request_that_reached_it() -> None:
     ground = Ground(tenants={"shop": Cap(requests=2)})
 
-    await ground.gate.enter(ground.job(user_id="shop"))
+    await ground.enter(ground.job(user_id="shop"))
 
     ((id, event, figures),) = ground.told
     assert (id, event) == ("m-1", "cap")
@@ -174,6 +175,9 @@ async def test_a_store_that_is_away_leaves_the_estimate_counted() -> None:
     assert store.used == {"cap lane batch requests": 1}
 
 
+Lost = tuple[tuple[str, Amounts], ...]
+
+
 class Ground:
     """A gate of caps, and jobs that go through it."""
 
@@ -197,12 +201,15 @@ class Ground:
         job = Bench().job(body=body, **properties)
         return read(job)
 
+    async def enter(self, job: Job) -> Outcome | None:
+        return await self.gate.enter(job, asked(job))
+
     async def through(
-        self, job: Job, outcome: Outcome, *, usage: Amounts | None, cost_usd: float | None = None
+        self, job: Job, outcome: Outcome, *, usage: Amounts | None, cost_usd: float | None = None, lost: Lost = ()
     ) -> None:
-        assert await self.gate.enter(job) is None
-        job.attempt_started_ms, job.usage, job.cost_usd = NOW_MS, usage, cost_usd
-        await self.gate.leave(job, outcome)
+        assert await self.gate.enter(job, asked(job)) is None
+        job.attempted = Attempted(started_ms=NOW_MS, usage=usage, cost_usd=cost_usd, lost=lost)
+        await self.gate.leave(job, asked(job), outcome)
         await self.spending.finish(within_s=30)
 
 
@@ -241,9 +248,8 @@ async def test_a_call_that_was_cut_off_may_have_been_paid(outcome: Outcome) -> N
 async def test_a_call_that_was_cut_off_before_another_provider_answered_counts_too() -> None:
     ground = Ground(lanes={"critical": Cap(requests=10, tokens=10_000, usd=1)})
     job = ground.job()
-    job.lost.append((MODEL, ESTIMATE))
 
-    await ground.through(job, ANSWERED, usage=Amounts(1, 100, 50), cost_usd=0.01)
+    await ground.through(job, ANSWERED, usage=Amounts(1, 100, 50), cost_usd=0.01, lost=((MODEL, ESTIMATE),))
 
     assert ground.store.used["cap lane critical requests"] == 1
     assert ground.store.used["cap lane critical tokens"] == 1650
@@ -253,11 +259,11 @@ async def test_a_call_that_was_cut_off_before_another_provider_answered_counts_t
 async def test_leaving_waits_for_no_store() -> None:
     ground = Ground(lanes={"critical": Cap(usd=1)})
     job = ground.job()
-    assert await ground.gate.enter(job) is None
-    job.attempt_started_ms, job.usage, job.cost_usd = NOW_MS, ESTIMATE, 0.5
+    assert await ground.gate.enter(job, asked(job)) is None
+    job.attempted = Attempted(started_ms=NOW_MS, usage=ESTIMATE, cost_usd=0.5)
     ground.store.is_away = True
 
-    await ground.gate.leave(job, ANSWERED)
+    await ground.gate.leave(job, asked(job), ANSWERED)
 
     assert ground.spending.totals()["lane"]["critical"].usd == 0.5
 
@@ -267,7 +273,7 @@ async def test_what_must_stop_takes_nothing() -> None:
     job = ground.job()
     job.stopped = Stop.CANCELLED
 
-    assert await ground.gate.enter(job) is None
+    assert await ground.gate.enter(job, asked(job)) is None
     assert ground.store.used == {}
 
 
@@ -275,8 +281,8 @@ async def test_what_was_not_called_gives_back_all() -> None:
     ground = Ground(lanes={"critical": Cap(requests=10)})
     job = ground.job()
 
-    assert await ground.gate.enter(job) is None
-    await ground.gate.leave(job, None)
+    assert await ground.gate.enter(job, asked(job)) is None
+    await ground.gate.leave(job, asked(job), None)
     await ground.spending.finish(within_s=30)
 
     assert ground.store.used == {"cap lane critical requests": 0}
@@ -287,12 +293,12 @@ async def test_over_a_cap_it_waits_for_the_next_day_where_its_deadline_allows() 
     ground.store.resets_in_s = 30
     await ground.through(ground.job(user_id="shop"), ANSWERED, usage=ESTIMATE)
 
-    outcome = await ground.gate.enter(ground.job(user_id="shop"))
+    outcome = await ground.enter(ground.job(user_id="shop"))
 
     assert isinstance(outcome, Deferred)
     assert outcome.reason == "tenant"
     assert 30_000 <= outcome.delay_ms <= 90_000
-    assert await ground.gate.enter(ground.job(user_id="other")) is None
+    assert await ground.enter(ground.job(user_id="other")) is None
 
 
 async def test_over_a_cap_until_after_its_deadline_it_is_refused_with_the_figures() -> None:
@@ -300,7 +306,7 @@ async def test_over_a_cap_until_after_its_deadline_it_is_refused_with_the_figure
     ground.store.resets_in_s = CRITICAL.deadline_s + 1
     await ground.through(ground.job(), ANSWERED, usage=ESTIMATE, cost_usd=COST)
 
-    outcome = await ground.gate.enter(ground.job())
+    outcome = await ground.enter(ground.job())
 
     assert isinstance(outcome, Refused)
     assert outcome.problem.code == "deadline_exceeded"
@@ -314,24 +320,24 @@ async def test_a_request_larger_than_the_whole_cap_does_not_wait_for_a_day_that_
     ground = Ground(lanes={"critical": Cap(tokens=100)})
     ground.store.resets_in_s = 1
 
-    assert isinstance(await ground.gate.enter(ground.job()), Refused)
+    assert isinstance(await ground.enter(ground.job()), Refused)
 
 
 async def test_a_model_without_a_price_does_not_slip_through_a_cap_in_dollars() -> None:
     ground = Ground(lanes={"critical": Cap(usd=1)})
 
-    outcome = await ground.gate.enter(ground.job(model="unpriced-1"))
+    outcome = await ground.enter(ground.job(model="unpriced-1"))
 
     assert outcome is not None
     assert outcome.problem.code == "forbidden_model"  # type: ignore[union-attr]
-    assert await Ground(lanes={"critical": Cap(tokens=5000)}).gate.enter(ground.job(model="unpriced-1")) is None
+    assert await Ground(lanes={"critical": Cap(tokens=5000)}).enter(ground.job(model="unpriced-1")) is None
 
 
 async def test_a_cap_that_cannot_be_looked_at_holds() -> None:
     ground = Ground(lanes={"critical": Cap(usd=1)})
     ground.store.is_away = True
 
-    outcome = await ground.gate.enter(ground.job())
+    outcome = await ground.enter(ground.job())
 
     assert isinstance(outcome, Deferred)
     assert outcome.reason == "store"

@@ -5,11 +5,10 @@ from typing import Any
 import pytest
 
 from consumers import waits
-from consumers.job import Job, moment_text
+from consumers.job import Attempted, Job, moment_text
 from lanekeeper.contract import names as n
+from tests.support import jobs
 from tests.support.jobs import NOW_MS, Bench
-from topology.codec import decoding
-from topology.lanes import CRITICAL
 
 MS = 1_000_000
 TAKEN_NS = NOW_MS * MS + 400_000
@@ -18,8 +17,7 @@ TAKEN_NS = NOW_MS * MS + 400_000
 def job_of(headers: dict[str, Any], *, read: bool = True, **properties: Any) -> Job:
     job = Bench().job(headers=headers, **properties)
     if read:
-        hop = job.hop if job.trusted else None
-        job.request = decoding.decode(job.message, lane=CRITICAL, request_id=job.id, hop=hop, now_ms=job.taken_ms)
+        jobs.read(job, now_ms=job.taken_ms)
     return job
 
 
@@ -68,7 +66,7 @@ def test_a_dead_letter_lay_there_until_it_was_published_again() -> None:
 
 def test_a_turn_is_told_where_it_was_waited_for() -> None:
     job = job_of({})
-    job.attempt_started_ms = NOW_MS + 4
+    job.attempted = Attempted(started_ms=NOW_MS + 4)
     assert not list(waits.turn(job, TAKEN_NS))
-    job.attempt_started_ms = NOW_MS + 3000
+    job.attempted = Attempted(started_ms=NOW_MS + 3000)
     assert list(waits.turn(job, TAKEN_NS)) == [waits.Wait("wait (turn)", TAKEN_NS, (NOW_MS + 3000) * MS)]

@@ -18,7 +18,8 @@ PUBLIC = {
     "topology.declaration": {"declare"},
     "topology.delays": {"hop", "LEVELS", "UNIT_MS", "MAX_DELAY_MS"},
     "consumers.handler": {"Handler"},
-    "consumers.job": {"Job", "Answered", "Deferred", "Retried", "Refused", "Buried", "Outcome"},
+    "consumers.job": {"Job"},
+    "consumers.outcomes": {"Answered", "Deferred", "Retried", "Refused", "Buried", "Outcome"},
     "consumers.providers.base": {
         "Answer", "Parts", "Provider", "Usage", "ProviderError", "TransientError", "RateLimitedError",
         "OverloadedError", "SpendLimitError", "RejectedError",

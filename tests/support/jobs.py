@@ -16,7 +16,7 @@ from consumers.claiming import Claiming
 from consumers.failpoints import Failpoints
 from consumers.gates.budget import BudgetGate
 from consumers.gates.route import RouteGate
-from consumers.job import Job, is_trusted
+from consumers.job import Asked, Job, is_trusted
 from consumers.lifecycle import Lifecycle
 from consumers.limits.estimates import Estimates
 from consumers.limits.own_turns import own_accounts
@@ -208,7 +208,14 @@ def routes_of(*providers: str) -> Routes:
 def read(job: Job, chain: Chain | None = None, *, now_ms: int = NOW_MS) -> Job:
     """The job, its request decoded; asked of a provider "one" where no chain is given."""
     assert job.lane
-    request = decoding.decode(job.message, lane=job.lane, request_id=job.id, hop=None, now_ms=now_ms)
-    job.request = request
-    job.chain = chain or routes_of("one").of(job.lane_name, job.identity.tenant, request.model)
+    hop = job.hop if job.trusted else None
+    request = decoding.decode(job.message, lane=job.lane, request_id=job.id, hop=hop, now_ms=now_ms)
+    chain = chain or routes_of("one").of(job.lane_name, job.identity.tenant, request.model)
+    job.asked = Asked(request, job.lane, chain)
     return job
+
+
+def asked(job: Job) -> Asked:
+    """What a job asks for that has been read."""
+    assert job.asked
+    return job.asked

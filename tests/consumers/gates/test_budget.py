@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 
 from consumers.chain import Chain, Route
-from consumers.failures import OverloadedError, TransientError
 from consumers.gates.budget import BudgetGate
-from consumers.job import Answered, Deferred, Dropped, Job, Outcome, Refused
+from consumers.job import Attempted, Job
 from consumers.limits.amounts import Amounts
 from consumers.limits.base import Heard, Kind, Reservation, Wait, WaitTooLong
 from consumers.limits.estimates import Estimates
 from consumers.limits.own_turns import own_accounts
 from consumers.limits.spec import BudgetSpec, Caps
+from consumers.outcomes import Answered, Deferred, Dropped, Outcome, Refused
 from consumers.providers.breaker import Breakers
 from consumers.state.base import Stop
-from tests.support.jobs import NOW_MS, Bench, read
+from tests.support.jobs import NOW_MS, Bench, asked, read
 from tests.support.virtual_time import virtually
 from topology.lanes import BATCH, CRITICAL, LaneSpec
 
@@ -71,7 +71,7 @@ class Ground:
         books.buckets[0].level = -requests
 
     async def enter(self, job: Job) -> Outcome | None:
-        return await self.gate.enter(job)
+        return await self.gate.enter(job, asked(job))
 
 
 def story(tell: Callable[[Ground], Awaitable[None]], *routes: Route) -> None:
@@ -86,9 +86,9 @@ def test_a_request_that_there_is_budget_for_passes_with_its_route_and_a_reservat
         job = on.job()
 
         assert await on.enter(job) is None
-        assert job.route == ONE
-        assert job.reservation is not None
-        assert job.reservation.amounts == Amounts(1, pytest.approx(len(BODY) / 3.5), 5)  # max_tokens
+        assert job.reserved is not None
+        assert job.reserved.route == ONE
+        assert job.reserved.reservation.amounts == Amounts(1, pytest.approx(len(BODY) / 3.5), 5)  # max_tokens
         assert on.told == []
 
     story(tell)
@@ -98,8 +98,8 @@ def test_what_was_used_is_settled_and_what_was_not_is_given_back() -> None:
     async def tell(on: Ground) -> None:
         job = on.job()
         await on.enter(job)
-        job.attempt_started_ms, job.usage = on.now_ms(), Amounts(1, 7, 2)
-        await on.gate.leave(job, DONE)
+        job.attempted = Attempted(started_ms=on.now_ms(), usage=Amounts(1, 7, 2))
+        await on.gate.leave(job, asked(job), DONE)
 
         books = on.budgets.turns("one/m").account
         assert [bucket.burst - bucket.level for bucket in books.buckets] == [1, 7, 2]
@@ -112,7 +112,7 @@ def test_a_request_that_was_never_sent_gives_everything_back() -> None:
     async def tell(on: Ground) -> None:
         job = on.job()
         await on.enter(job)
-        await on.gate.leave(job, None)
+        await on.gate.leave(job, asked(job), None)
 
         assert [bucket.burst - bucket.level for bucket in on.budgets.turns("one/m").account.buckets] == [0, 0, 0]
 
@@ -123,12 +123,12 @@ def test_what_an_answer_used_is_what_the_next_of_its_kind_reserves() -> None:
     async def tell(on: Ground) -> None:
         first, second = on.job(), on.job()
         await on.enter(first)
-        first.attempt_started_ms, first.usage = on.now_ms(), Amounts(1, 50, 2)
-        await on.gate.leave(first, DONE)
+        first.attempted = Attempted(started_ms=on.now_ms(), usage=Amounts(1, 50, 2))
+        await on.gate.leave(first, asked(first), DONE)
         await on.enter(second)
 
-        assert second.reservation is not None
-        assert second.reservation.amounts == Amounts(1, pytest.approx(50), pytest.approx(3))
+        assert second.reserved is not None
+        assert second.reserved.reservation.amounts == Amounts(1, pytest.approx(50), pytest.approx(3))
 
     story(tell)
 
@@ -221,7 +221,8 @@ def test_a_short_patience_at_one_account_does_not_bound_the_wait_at_the_next(mon
         job = on.job(lane)
 
         assert await on.enter(job) is None
-        assert job.route == TWO
+        assert job.reserved is not None
+        assert job.reserved.route == TWO
         standing.cancel()
 
     story(tell)
@@ -284,9 +285,9 @@ def test_a_wait_that_is_too_long_goes_to_the_next_provider() -> None:
 
         assert await on.enter(job) is None
         assert on.loop.time() == began_s
-        assert job.route == TWO
-        assert job.reservation is not None
-        assert job.reservation.account == "two/m2"
+        assert job.reserved is not None
+        assert job.reserved.route == TWO
+        assert job.reserved.reservation.account == "two/m2"
         assert "one/m" not in on.budgets.waiting()
 
     story(tell, ONE, TWO)
@@ -298,7 +299,8 @@ def test_a_wait_that_is_short_for_its_lane_does_not_go_to_the_next_provider(lane
         await on.spend("one/m", requests=5)
         job = on.job(lane)
         assert await on.enter(job) is None
-        assert job.route == taken
+        assert job.reserved is not None
+        assert job.reserved.route == taken
 
     story(tell, ONE, TWO)
 
@@ -307,8 +309,8 @@ def test_who_would_be_cut_at_the_deadline_in_its_call_is_refused_before_it() -> 
     async def tell(on: Ground) -> None:
         known = on.job()
         assert await on.enter(known) is None
-        known.attempt_started_ms, known.run_ms, known.usage = on.now_ms(), 4000, Amounts(1, 10, 10)
-        await on.gate.leave(known, Answered(body=b"{}", model="m", provider="one"))
+        known.attempted = Attempted(started_ms=on.now_ms(), run_ms=4000, usage=Amounts(1, 10, 10))
+        await on.gate.leave(known, asked(known), Answered(body=b"{}", model="m", provider="one"))
         assert await on.enter(on.job(deadline_ms=3000)) is None, "what may begin at once may try"
         await on.spend("one/m", requests=5)
 
@@ -327,7 +329,8 @@ def test_where_all_have_long_waits_the_shortest_is_taken() -> None:
         await on.spend("two/m2", requests=20)
         job = on.job()
         assert await on.enter(job) is None
-        assert job.route == TWO
+        assert job.reserved is not None
+        assert job.reserved.route == TWO
 
     story(tell, ONE, TWO)
 
@@ -337,7 +340,8 @@ def test_a_paused_account_is_passed_over() -> None:
         on.budgets.learn("one/m", Heard(kind=Kind.SPEND_LIMIT))
         job = on.job()
         assert await on.enter(job) is None
-        assert job.route == TWO
+        assert job.reserved is not None
+        assert job.reserved.route == TWO
 
     story(tell, ONE, TWO)
 
@@ -346,27 +350,13 @@ def test_a_failed_call_moves_to_another_account_that_has_room_and_is_settled_whe
     async def tell(on: Ground) -> None:
         job = on.job()
         await on.enter(job)
-        assert await on.gate.move(job, TWO, OverloadedError("529"))
+        assert await on.gate.move(job, asked(job), TWO, Amounts(1))
 
-        assert job.route == TWO
-        assert job.reservation is not None
-        assert job.reservation.account == "two/m2"
+        assert job.reserved is not None
+        assert job.reserved.route == TWO
+        assert job.reserved.reservation.account == "two/m2"
         spent = [bucket.burst - bucket.level for bucket in on.budgets.turns("one/m").account.buckets]
         assert spent == [1, 0, 0]  # the request was counted, its tokens were not
-        assert job.lost == []
-
-    story(tell, ONE, TWO)
-
-
-def test_a_call_that_was_cut_off_and_may_have_been_paid_is_remembered_with_its_model() -> None:
-    async def tell(on: Ground) -> None:
-        job = on.job()
-        await on.enter(job)
-        assert job.reservation is not None
-        reserved = job.reservation.amounts
-        assert await on.gate.move(job, TWO, TransientError("cut", type="cut"))
-
-        assert job.lost == [("m", reserved)]
 
     story(tell, ONE, TWO)
 
@@ -376,10 +366,10 @@ def test_a_failed_call_stays_where_it_is_when_the_other_account_has_no_room() ->
         await on.spend("two/m2")
         job = on.job()
         await on.enter(job)
-        kept = job.reservation
-        assert not await on.gate.move(job, TWO, None)
+        kept = job.reserved
+        assert not await on.gate.move(job, asked(job), TWO, None)
 
-        assert (job.route, job.reservation) == (ONE, kept)
+        assert job.reserved is kept
         assert on.budgets.waiting() == {}
 
     story(tell, ONE, TWO)

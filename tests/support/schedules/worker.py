@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from consumers.capacity.activity import LaneActivity
@@ -87,10 +88,11 @@ class Worker:
             failpoints=Failpoints(),
             reading=Reading(clock=lambda: 0.0),
         )
+        handle = partial(handler.handle, lane=SPEC)
         fallen = Fallen((SPEC,), names=NAMES, now_ms=world.now_ms)
         self._pools = (
-            self._pool(world.broker.intake.name, SPEC.slots, self._job_of, retelling.first(handler.handle)),
-            self._pool(world.broker.due.name, SPEC.due_slots, self._job_of, retelling.first(handler.handle)),
+            self._pool(world.broker.intake.name, SPEC.slots, self._job_of, retelling.first(handle)),
+            self._pool(world.broker.due.name, SPEC.due_slots, self._job_of, retelling.first(handle)),
             self._pool(world.broker.fallen.name, 1, fallen.job_of, retelling.first(fallen.handle)),
         )
         self._running = [self.loop.create_task(pool.run()) for pool in self._pools]

@@ -1,0 +1,60 @@
+"""A wait that `job.stop` can end: `async with job.interruptible(seconds): …`."""
+
+import asyncio
+from types import TracebackType
+from typing import Protocol, Self
+
+from consumers.state.base import Stop
+
+
+class Waiter(Protocol):
+    """A job."""
+
+    stopped: Stop | None
+    waiting: "Interruptible | None"
+
+
+class Interruptible:
+    """Ends what is awaited inside it when the job is told to stop, or when the time is over.
+
+    The block is left then without an exception, and the statement after it runs. A call that is ended so closes the
+    provider's socket.
+    """
+
+    __slots__ = ("_job", "_limit")
+
+    def __init__(self, job: Waiter, seconds: float | None) -> None:
+        self._job = job
+        self._limit = asyncio.timeout(seconds)
+
+    async def __aenter__(self) -> Self:
+        await self._limit.__aenter__()
+        self._job.waiting = self
+        if self._job.stopped is not None:
+            self.end()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self._job.waiting = None  # what has ended cannot be made to end
+        try:
+            await self._limit.__aexit__(kind, error, trace)
+        except TimeoutError:
+            return True
+        return isinstance(error, TimeoutError) and self._limit.expired()
+
+    @property
+    def until_s(self) -> float | None:
+        """When the time is over, by the event loop's clock."""
+        return self._limit.when()
+
+    def end(self) -> None:
+        """Have it end now."""
+        if not self._limit.expired():
+            self._limit.reschedule(asyncio.get_running_loop().time())
+
+    def bound(self, until_s: float | None) -> None:
+        """Give it another end, unless it has ended."""
+        if self._job.stopped is None and not self._limit.expired():
+            self._limit.reschedule(until_s)

@@ -1,0 +1,93 @@
+"""What a delivery can come to: a closed set. `settle.py` carries it out."""
+
+from dataclasses import dataclass
+from typing import assert_never
+
+from consumers.state.base import Completion, Stop
+from lanekeeper.contract.problems import RequestProblem
+
+LATER_MS = 1000
+"""Until a request that runs elsewhere is looked at again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """The provider answered: the Message goes to the requester."""
+
+    body: bytes
+    model: str
+    provider: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deferred:
+    """It waits, and no attempt is counted."""
+
+    delay_ms: int
+    reason: str
+    due_ms: int | None = None
+    """When it is due, where that is what it waits for; ms since 1970."""
+    redelivered: bool = False
+    """It leaves a queue that counts nothing, where its last delivery was never settled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retried:
+    """The attempt failed and counts; it comes back after `delay_ms`, ahead of its peers."""
+
+    delay_ms: int
+    error: str
+    """One line, for the requester."""
+    brief: str = ""
+    """The same without content, for logs and events."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A final error with nothing to keep."""
+
+    problem: RequestProblem
+
+
+@dataclass(frozen=True, slots=True)
+class Buried:
+    """A final error; the message is kept in `lane.dead`."""
+
+    problem: RequestProblem
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """It was cancelled, or a newer one took its place: told so, and nothing is kept of it."""
+
+    problem: RequestProblem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """It had ended before: what the store keeps is told again."""
+
+    completion: Completion
+    buries: bool = False
+    """This very message was never settled: whether it was parked is not known, so it is parked (again)."""
+    retold: bool = False
+    """All else was done: its reply queue refused it before."""
+
+
+Outcome = Answered | Deferred | Retried | Refused | Buried | Dropped | Replayed
+
+
+def ended_by(problem: RequestProblem) -> Refused | Buried:
+    """The outcome of a problem: parked where the table of errors in docs/contract.md says so."""
+    return Buried(problem) if problem.type.parked else Refused(problem)
+
+
+def stopped_by(why: Stop, *, doing: str, due_ms: int | None) -> Dropped | Deferred:
+    """The outcome of a job that was told to stop. `doing`: what it was doing, for its requester."""
+    match why:
+        case Stop.CANCELLED:
+            return Dropped(RequestProblem("cancelled", f"cancelled by its owner while it {doing}"))
+        case Stop.FENCED:
+            return Deferred(delay_ms=LATER_MS, reason="running elsewhere", due_ms=due_ms)
+        case never:
+            assert_never(never)
