@@ -141,7 +141,7 @@ class Pool:
         self._in_hand += 1
         try:
             if self._gives_back:
-                return await self._settler.release(delivery)
+                return await self._settler.nack(delivery)
             if (job := await self._job(delivery)) is None:
                 return None
             with logs.about(job):
@@ -150,7 +150,7 @@ class Pool:
                         turn = await self._entering.enter(job)
                 except asyncio.CancelledError:
                     if self._stopping:
-                        await self._settler.release(delivery)
+                        await self._settler.nack(delivery)
                     raise
                 if turn is Turn.ASIDE:
                     return await self._set_aside(job)
@@ -171,26 +171,26 @@ class Pool:
             log.exception(
                 signals.HANDLER_FAILED, request=delivery.message.message_id, lane=self._activity.lane, where="read"
             )
-            await self._settler.put_back(delivery)
+            await self._settler.reject_later(delivery)
             self._entering.unread(delivery.queue)
             return None
 
     async def _set_aside(self, job: Job) -> None:
         try:
             if (outcome := await self._entering.set_aside(job)) is None:
-                await self._settler.dismiss(job.delivery)
+                await self._settler.ack(job.delivery)
             else:
                 await self._settle(job, outcome)
         except asyncio.CancelledError:
             if self._stopping:
-                await self._settler.release(job.delivery)
+                await self._settler.nack(job.delivery)
             raise
         except BrokerError as error:
             log.error(signals.HANDLER_FAILED, where="set aside", error=str(error))
-            await self._settler.postpone(job.delivery)
+            await self._settler.nack_later(job.delivery)
         except Exception:  # one request that cannot be moved must not end the lane for all others
             log.exception(signals.HANDLER_FAILED, where="set aside")
-            await self._settler.put_back(job.delivery)
+            await self._settler.reject_later(job.delivery)
 
     async def _work(self, job: Job) -> None:
         """Work one delivery. Everything is caught here and in `_outcome`, and nowhere else."""
@@ -211,14 +211,14 @@ class Pool:
                     self._record_waits(job, taken_ns)
         except asyncio.CancelledError:
             if self._stopping:
-                await self._settler.release(delivery)
+                await self._settler.nack(delivery)
             raise
         except StoreUnavailable as away:
             log.error(signals.HANDLER_FAILED, where="store", error=str(away))
-            await self._settler.postpone(delivery)
+            await self._settler.nack_later(delivery)
         except Exception:  # one request that cannot even be buried must not end the lane for all others
             log.exception(signals.HANDLER_FAILED, where="settle")
-            await self._settler.put_back(delivery)
+            await self._settler.reject_later(delivery)
         finally:
             self._activity.running -= 1
             self._jobs.discard(job)

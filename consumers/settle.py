@@ -49,8 +49,8 @@ NOTED = frozenset(
 )
 """Told of what is no request: its id is free for a better one."""
 TAKEN_OVER_WAIT_MS = 1000
-PUT_BACK_AFTER_S = 1.0
-"""What fails at once comes back at once: not thousands of times a second."""
+RETURN_AFTER_S = 1.0
+"""A returned message is delivered again at once. If it fails at once, this keeps it from going round all the time."""
 log = logs.logger()
 
 
@@ -99,7 +99,7 @@ class Settler:
         except (BrokerError, StoreUnavailable) as error:
             log.error(signals.HANDLER_FAILED, where="settle", error=str(error))
             await self._claiming.release(job)
-            await self.postpone(job.delivery)
+            await self.nack_later(job.delivery)
             return None
         finally:
             self._claiming.forget(job)
@@ -114,26 +114,30 @@ class Settler:
         self._tell(job, outcome)
         return outcome
 
-    async def dismiss(self, delivery: Delivery) -> None:
-        """Acknowledge what needs no more: a request that was set aside, a control message that was recorded or that
-        nobody can read."""
+    async def ack(self, delivery: Delivery) -> None:
+        """Acknowledge what needs no outcome: a request that was set aside, or a control message."""
         with suppress(ChannelLost):
             await delivery.ack()
 
-    async def dismiss_together(self, session: Session, deliveries: Sequence[Delivery]) -> None:
-        """The same of several that one channel delivered."""
+    async def ack_together(self, session: Session, deliveries: Sequence[Delivery]) -> None:
+        """The same for several deliveries of one channel."""
         with suppress(ChannelLost):
             await session.ack(deliveries)
 
-    async def postpone(self, delivery: Delivery) -> None:
-        """Give back what the broker or the store did not let end: through no fault of its own, and uncounted on 4.3."""
-        await asyncio.sleep(PUT_BACK_AFTER_S)
-        await self.release(delivery)
+    async def nack(self, delivery: Delivery) -> None:
+        """Return a delivery that the worker cannot finish, because it stops. RabbitMQ 4.3 does not count that."""
+        with suppress(ChannelLost):
+            await delivery.nack()
 
-    async def put_back(self, delivery: Delivery) -> None:
-        """Put back what could not be settled. The broker counts it: what never can be ends at its delivery limit, in
-        `lane.fallen`."""
-        await asyncio.sleep(PUT_BACK_AFTER_S)
+    async def nack_later(self, delivery: Delivery) -> None:
+        """Return, after a pause, a delivery that the broker or the store did not let end. 4.3 does not count that."""
+        await asyncio.sleep(RETURN_AFTER_S)
+        await self.nack(delivery)
+
+    async def reject_later(self, delivery: Delivery) -> None:
+        """Return, after a pause, a delivery that could not be settled. The broker counts that: a message that never can
+        be settled reaches its delivery limit and goes to `lane.fallen`."""
+        await asyncio.sleep(RETURN_AFTER_S)
         try:
             with self._tracing.settle("reject", delivery.message, queue=delivery.queue, delivery_tag=delivery.tag):
                 await delivery.reject()
@@ -267,11 +271,6 @@ class Settler:
             log.error(signals.DEAD_LETTER_CUT, size=error.size, limit=error.limit)
             letter.body = b""
             await self._publisher.publish_surely(letter, exchange=self._names.dead, routing_key=job.routing_key)
-
-    async def release(self, delivery: Delivery) -> None:
-        """Return what the worker, stopping, could not end: through no fault of its own, and uncounted on 4.3."""
-        with suppress(ChannelLost):
-            await delivery.give_back()
 
     def _tell(self, job: Job, outcome: Outcome) -> None:
         match outcome:

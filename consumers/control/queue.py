@@ -112,7 +112,7 @@ class Control:
                 await self._turn_away(delivery.message)
                 turned_away.append(delivery)
             if turned_away and (not session.waiting or len(turned_away) >= TOGETHER):
-                await self._settler.dismiss_together(session, turned_away)
+                await self._settler.ack_together(session, turned_away)
                 turned_away.clear()
 
     async def _catch_up(self, session: Session) -> None:
@@ -165,16 +165,16 @@ class Control:
             await self._answers.refuse(message, problem, id=id_of(message))
         except StoreUnavailable as away:
             log.warning(signals.CONTROL_POSTPONED, type=message.type, reason=str(away))
-            await self._settler.postpone(delivery)
+            await self._settler.nack_later(delivery)
             return
         except Exception:  # a fault of ours must not end the worker, and with the next one all the others
             log.exception(signals.HANDLER_FAILED, where="control", type=str(message.type)[:40])
             if (delivery.times_delivered or 1) < FAULTS_AT_MOST:
-                await self._settler.put_back(delivery)
+                await self._settler.reject_later(delivery)
                 return
             fault = RequestProblem("internal", "a fault of ours; the worker's log has it")
             await self._answers.refuse(message, fault, id=id_of(message))
-        await self._settler.dismiss(delivery)
+        await self._settler.ack(delivery)
 
     def _has_its_share_left(self, message: Message) -> bool:
         """By the tenant that it speaks for; by its user, where it cannot be understood."""

@@ -150,7 +150,7 @@ async def test_what_is_given_back_is_counted_before_4_3_only(lines: Lines) -> No
 
     async def give_back_twice(delivery: Delivery) -> None:
         seen.append(delivery.times_delivered)
-        await (delivery.give_back() if len(seen) < 3 else delivery.ack())
+        await (delivery.nack() if len(seen) < 3 else delivery.ack())
 
     async with lines.at_work(give_back_twice):
         await lines.publish(b"x")

@@ -35,8 +35,8 @@ class Acking:
         await job.delivery.ack()
         return outcome
 
-    async def release(self, delivery: Delivery) -> None:
-        await delivery.give_back()
+    async def nack(self, delivery: Delivery) -> None:
+        await delivery.nack()
 
 
 class Noting(Deliveries):

@@ -22,7 +22,7 @@ ASKER = "amq.gen-abcdefghijklmnopqrstuv"
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settle, "PUT_BACK_AFTER_S", 0)
+    monkeypatch.setattr(settle, "RETURN_AFTER_S", 0)
 
 
 @pytest.fixture
@@ -216,7 +216,7 @@ async def test_what_cannot_be_recorded_goes_back(bench: Bench, monkeypatch: pyte
     monkeypatch.setattr(claiming, "STORE_WITHIN_S", 0)
     bench.store.failing = StoreUnavailable("locked")
     await read(bench, {"cancel": "m-1"})
-    assert bench.log == ["give back"]
+    assert bench.log == ["nack"]
 
 
 async def test_a_fault_of_ours_loses_no_cancellation_and_holds_up_nothing_for_ever(bench: Bench) -> None:

@@ -104,7 +104,7 @@ async def answer(job: Job) -> Outcome:
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settle, "PUT_BACK_AFTER_S", 0)
+    monkeypatch.setattr(settle, "RETURN_AFTER_S", 0)
 
 
 async def test_deliveries_are_worked_side_by_side_and_counted() -> None:
@@ -205,7 +205,7 @@ async def test_what_was_not_settled_is_not_counted() -> None:
     bench.publisher.failing = {"": BrokerUnreachable("down")}
     working = Working(bench, answer)
     working.deliver(bench.delivery())
-    await until(lambda: "give back" in bench.log or "reject" in bench.log)
+    await until(lambda: "nack" in bench.log or "reject" in bench.log)
     await working.stop()
     assert working.activity.answered == 0
 
@@ -230,7 +230,7 @@ async def test_a_lost_channel_ends_the_work_on_it_and_another_is_taken() -> None
     working.deliver(ChannelLost("gone"), bench.delivery(message_id="after"))
     await until(lambda: working.activity.answered)
     assert cancelled == ["before"]
-    assert not {"give back", "reject"} & set(bench.log), "nothing is given back on a lost channel"
+    assert not {"nack", "reject"} & set(bench.log), "nothing is given back on a lost channel"
     assert working.deliveries.sessions_opened == 2
     await working.stop()
 
@@ -272,12 +272,12 @@ async def test_what_has_not_begun_its_call_is_given_back_at_once_and_what_has_en
     await working.pool.stop()
     working.pool.give_back_waiting()
     await until(lambda: working.pool.in_hand == 2)
-    assert bench.log == ["give back"] * 4
+    assert bench.log == ["nack"] * 4
     assert (working.activity.running, len(working.pool.jobs), working.running.done()) == (2, 2, False)
     go.set()
     await asyncio.wait_for(working.running, 2)
     assert bench.log.count("ack") == 2
-    assert bench.log.count("give back") == 4
+    assert bench.log.count("nack") == 4
 
 
 async def test_what_gets_its_turn_in_the_moment_of_being_given_back_does_not_begin() -> None:
@@ -296,7 +296,7 @@ async def test_what_gets_its_turn_in_the_moment_of_being_given_back_does_not_beg
     turn.set()
     working.pool.give_back_waiting()
     await asyncio.wait_for(working.running, 2)
-    assert bench.log == ["give back"] * 5
+    assert bench.log == ["nack"] * 5
 
 
 async def test_what_has_an_outcome_is_settled_though_the_rest_is_given_back() -> None:
@@ -319,7 +319,7 @@ async def test_what_has_an_outcome_is_settled_though_the_rest_is_given_back() ->
     assert not working.running.done()
     confirmed.set()
     await asyncio.wait_for(working.running, 2)
-    assert (bench.log.count("ack"), bench.log.count("give back")) == (1, 0)
+    assert (bench.log.count("ack"), bench.log.count("nack")) == (1, 0)
 
 
 async def test_what_arrives_when_all_is_given_back_is_not_begun() -> None:
@@ -334,7 +334,7 @@ async def test_what_arrives_when_all_is_given_back_is_not_begun() -> None:
     working.pool._stopping = True
     working.pool.give_back_waiting()
     working.deliver(bench.delivery(), bench.delivery())
-    await until(lambda: bench.log == ["give back"] * 2)
+    await until(lambda: bench.log == ["nack"] * 2)
     await working.stop()
     assert not handled
 
@@ -355,7 +355,7 @@ async def test_what_still_runs_when_it_is_cancelled_is_given_back_once() -> None
     working.running.cancel()
     await asyncio.wait([working.running])
     assert working.running.cancelled()
-    assert bench.log == ["give back", "give back"]
+    assert bench.log == ["nack", "nack"]
     assert (working.activity.running, working.pool.in_hand, len(working.pool.jobs)) == (0, 0, 0)
 
 
@@ -394,7 +394,7 @@ async def test_what_waits_for_a_slot_when_it_is_stopped_at_once_is_given_back() 
     await working.pool.stop()
     working.running.cancel()
     await asyncio.wait([working.running])
-    assert bench.log.count("give back") == 5
+    assert bench.log.count("nack") == 5
 
 
 def lines(out: io.StringIO) -> list[dict[str, Any]]:

@@ -37,7 +37,7 @@ OUTCOMES = [ANSWERED, DEFERRED, RETRIED, REFUSED, BURIED, DROPPED]
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settle, "PUT_BACK_AFTER_S", 0)
+    monkeypatch.setattr(settle, "RETURN_AFTER_S", 0)
 
 
 @pytest.fixture
@@ -72,13 +72,13 @@ async def test_nothing_is_acknowledged_or_told_whose_publish_failed(
 ) -> None:
     bench.publisher.failing = dict.fromkeys(("", "lane.delay.01", "lane.delay.02", "lane.dead"), error)
     assert not await bench.settler.settle(bench.job(), outcome)
-    assert [step for step in bench.log if not step.startswith("failed")] in (["give back"], ["stored", "give back"])
+    assert [step for step in bench.log if not step.startswith("failed")] in (["nack"], ["stored", "nack"])
 
 
 async def test_a_request_is_parked_before_it_is_answered(bench: Bench) -> None:
     bench.publisher.failing = {"lane.dead": PublishRefused("full")}
     assert not await bench.settler.settle(bench.job(), BURIED)
-    assert bench.log == ["stored", "failed: lane.dead", "give back"]
+    assert bench.log == ["stored", "failed: lane.dead", "nack"]
 
 
 async def test_a_requester_that_has_gone_is_no_failure(bench: Bench) -> None:
@@ -120,7 +120,7 @@ async def test_such_an_address_that_cannot_be_parked_either_is_put_back(bench: B
         "lane.dead": BrokerUnreachable("down"),
     }
     assert not await bench.settler.settle(bench.job(), ANSWERED)
-    assert bench.log[-1] == "give back"
+    assert bench.log[-1] == "nack"
 
 
 async def test_what_is_buried_already_is_parked_once(bench: Bench) -> None:
@@ -228,7 +228,7 @@ async def test_one_that_stays_away_has_it_put_back(bench: Bench, monkeypatch: py
     monkeypatch.setattr(claiming, "STORE_WITHIN_S", 0)
     bench.store.failing = StoreUnavailable("locked")
     assert await bench.settler.settle(bench.job(), ANSWERED) is None
-    assert bench.log == ["give back"]
+    assert bench.log == ["nack"]
 
 
 async def test_an_answer_is_kept_although_its_delivery_is_lost_meanwhile(bench: Bench) -> None:
@@ -391,15 +391,15 @@ async def test_a_request_without_an_id_gets_one_for_good(bench: Bench) -> None:
 
 async def test_what_a_stopping_worker_could_not_end_is_given_back_uncounted(bench: Bench) -> None:
     delivery = bench.delivery()
-    await bench.settler.release(delivery)  # type: ignore[arg-type]
+    await bench.settler.nack(delivery)  # type: ignore[arg-type]
     delivery.is_lost = True
-    await bench.settler.release(delivery)  # type: ignore[arg-type]
-    assert bench.log == ["give back"]
+    await bench.settler.nack(delivery)  # type: ignore[arg-type]
+    assert bench.log == ["nack"]
 
 
 async def test_what_is_put_back_waits_a_moment(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settle, "PUT_BACK_AFTER_S", 60)
-    putting = asyncio.create_task(bench.settler.put_back(bench.delivery()))  # type: ignore[arg-type]
+    monkeypatch.setattr(settle, "RETURN_AFTER_S", 60)
+    putting = asyncio.create_task(bench.settler.reject_later(bench.delivery()))  # type: ignore[arg-type]
     await asyncio.sleep(0.01)
     assert bench.log == []
     putting.cancel()

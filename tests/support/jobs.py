@@ -49,8 +49,8 @@ class FakeDelivery:
     async def reject(self) -> None:
         await self._settle("reject")
 
-    async def give_back(self) -> None:
-        await self._settle("give back")
+    async def nack(self) -> None:
+        await self._settle("nack")
 
     async def _settle(self, how: str) -> None:
         if self.is_lost:

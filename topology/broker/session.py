@@ -43,8 +43,8 @@ class Delivery:
 
     @property
     def times_delivered(self) -> int | None:
-        """How often it was delivered without being settled or given back, this time included; None where the broker
-        does not count (classic queues).
+        """How often it was delivered without being settled, this time included; None if the queue does not count
+        (classic queues).
 
         Believed only on a redelivered message of a queue that counts: elsewhere the header can be forged
         (docs/facts.md, section 7). On 4.3 a message that was only returned by nack has no delivery count.
@@ -56,15 +56,15 @@ class Delivery:
         return count + 1 if self._counted and isinstance(count, int) else None
 
     async def ack(self) -> None:
-        """Tell the broker to forget it. Raises ChannelLost where that cannot be told: it comes again."""
+        """Acknowledge it. Raises ChannelLost if the channel is gone; the broker then delivers it again."""
         await self._settle(self._channel.basic_ack(self.tag, wait=False))
 
     async def reject(self) -> None:
-        """Give it back and have the broker count that (docs/facts.md, section 7: nack is not counted on 4.3)."""
+        """Return it and have the broker count that (docs/facts.md, section 7)."""
         await self._settle(self._channel.basic_reject(self.tag, requeue=True, wait=False))
 
-    async def give_back(self) -> None:
-        """Give it back without fault of its own (stopping); not counted on 4.3."""
+    async def nack(self) -> None:
+        """Return it. RabbitMQ 4.3 does not count that: for a delivery that is not to blame."""
         await self._settle(self._channel.basic_nack(self.tag, requeue=True, wait=False))
 
     async def _settle(self, call: Awaitable[None]) -> None:
