@@ -3,7 +3,6 @@
 import asyncio
 import random
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from functools import partial
 from typing import Protocol
 
@@ -110,20 +109,19 @@ class Handler:
             return Deferred(delay_ms=0, reason="redelivered", redelivered=True)
         self._failpoints.reach("before_claim")
         outcome: Outcome | None = None
-
-        async def leave(gate: Gate) -> None:
-            await gate.leave(job, outcome)
-
-        async with AsyncExitStack() as passed:  # all are left, though one of them raises, or is cancelled
+        passed: list[Gate] = []
+        try:
             for gate in self._gates:
                 outcome = await gate.enter(job)
                 if outcome is not None:
                     return outcome
-                passed.push_async_callback(leave, gate)
+                passed.append(gate)
             self._failpoints.reach("after_claim")
             outcome = await self._attempt(job)
             self._failpoints.reach("after_call")
             return outcome
+        finally:
+            await _leave(passed, job, outcome)
 
     def _unfit(self, job: Job) -> Outcome | None:
         """What ends a delivery before it is even read."""
@@ -257,3 +255,13 @@ class Handler:
             rng=self._rng,
             has_other=self._elsewhere.has_other(job),
         )
+
+
+async def _leave(passed: list[Gate], job: Job, outcome: Outcome | None) -> None:
+    """Leave all gates, the last one first, though one of them raises, or is cancelled."""
+    try:
+        while passed:
+            await passed.pop().leave(job, outcome)
+    finally:
+        if passed:
+            await _leave(passed, job, outcome)
