@@ -24,7 +24,7 @@ from consumers.gates.route import RouteGate
 from consumers.handler import Handler
 from consumers.job import Answered, Buried, Deferred, Dropped, Job, Refused, Retried
 from consumers.limits.estimates import Estimates
-from consumers.limits.local import LocalBudgets
+from consumers.limits.own_turns import own_accounts
 from consumers.limits.spec import BudgetSpec, Caps
 from consumers.prices import Prices
 from consumers.providers.base import Answer, Parts, Usage
@@ -77,7 +77,7 @@ class Ground:
         self.provider = Provider()
         limits = Caps(requests=6000, input_tokens=600_000, output_tokens=600_000)
         spec = BudgetSpec(accounts={"anthropic": limits})
-        self.budgets = LocalBudgets(spec)
+        self.budgets = own_accounts(spec)
         self.breakers = Breakers(rng=random.Random(1))
         self.store = MemoryAllowances()
         self.spending = Spending(self.store, CapsSpec(lanes={"critical": Cap(requests=10, usd=1)}))
@@ -133,9 +133,9 @@ class Ground:
     async def held(self, job: Job) -> dict[str, Any]:
         """What is still held for it, after what goes on by itself has ended; nothing: an empty one."""
         for _ in range(3):
-            await self.spending.finish(within_s=1)
-            await self.bench.claiming.finish(within_s=1)
-        books = self.budgets._desk.books("anthropic/sonnet")
+            await self.spending.finish(within_s=30)
+            await self.bench.claiming.finish(within_s=30)
+        books = self.budgets.turns("anthropic/sonnet").account
         found = {
             "running": books.concurrency.running,
             "waiting": len(books.lines),
@@ -264,7 +264,7 @@ async def test_a_claim_that_is_being_let_go_is_let_go_though_its_worker_stops() 
     letting_go.cancel()
     await asyncio.wait([letting_go])
     may_go.set()
-    await claiming.finish(within_s=1)
+    await claiming.finish(within_s=30)
     assert letting_go.cancelled()
     assert await ground.deaths() == 0
 

@@ -19,7 +19,7 @@ async def test_a_worker_that_starts_under_a_flood_of_cancellations_answers_reque
         async def has_piled_up() -> bool:
             return await app.depth("lane.control") > FLOOD_PER_S
 
-        await until(has_piled_up, within_s=30)
+        await until(has_piled_up)
         asked = await app.publish({"prompt": "urgent"})
         async with house(vhost.amqp_url, waits=False, control={"per_tenant_s": 10}) as home:
             assert (await app.final(asked, within_s=25)).status == "ok"

@@ -15,7 +15,7 @@ from consumers.job import Answered, Deferred, Dropped, Job, Outcome, Refused
 from consumers.limits.amounts import Amounts
 from consumers.limits.base import Heard, Kind, Reservation, Wait, WaitTooLong
 from consumers.limits.estimates import Estimates
-from consumers.limits.local import LocalBudgets
+from consumers.limits.own_turns import own_accounts
 from consumers.limits.spec import BudgetSpec, Caps
 from consumers.state.base import Stop
 from tests.support.jobs import NOW_MS, Bench
@@ -54,7 +54,7 @@ class Ground:
         self._began_s = self.loop.time()
         caps = Caps(requests=60, input_tokens=60_000, output_tokens=60_000)
         self.spec = BudgetSpec(accounts={"one/m": caps, "two/m2": caps})
-        self.budgets = LocalBudgets(self.spec)
+        self.budgets = own_accounts(self.spec)
         self.chain = Chain(*(routes or (ONE,)))
         self.told: list[tuple[str, Wait]] = []
         self.gate = BudgetGate(
@@ -79,7 +79,7 @@ class Ground:
 
     async def spend(self, account: str, requests: int = 0) -> None:
         """All of it, and so many requests more."""
-        books = self.budgets._desk.books(account)
+        books = self.budgets.turns(account).account
         for bucket in books.buckets:
             bucket.parts = [0.0, 0.0, 0.0]
             bucket.level = 0.0
@@ -117,7 +117,7 @@ def test_what_was_used_is_settled_and_what_was_not_is_given_back() -> None:
         job.attempt_started_ms, job.usage = on.now_ms(), Amounts(1, 7, 2)
         await on.gate.leave(job, DONE)
 
-        books = on.budgets._desk.books("one/m")
+        books = on.budgets.turns("one/m").account
         assert [bucket.burst - bucket.level for bucket in books.buckets] == [1, 7, 2]
         assert books.concurrency.running == 0
 
@@ -130,7 +130,7 @@ def test_a_request_that_was_never_sent_gives_everything_back() -> None:
         await on.enter(job)
         await on.gate.leave(job, None)
 
-        assert [bucket.burst - bucket.level for bucket in on.budgets._desk.books("one/m").buckets] == [0, 0, 0]
+        assert [bucket.burst - bucket.level for bucket in on.budgets.turns("one/m").account.buckets] == [0, 0, 0]
 
     story(tell)
 
@@ -367,7 +367,7 @@ def test_a_failed_call_moves_to_another_account_that_has_room_and_is_settled_whe
         assert job.route == TWO
         assert job.reservation is not None
         assert job.reservation.account == "two/m2"
-        spent = [bucket.burst - bucket.level for bucket in on.budgets._desk.books("one/m").buckets]
+        spent = [bucket.burst - bucket.level for bucket in on.budgets.turns("one/m").account.buckets]
         assert spent == [1, 0, 0]  # the request was counted, its tokens were not
         assert job.lost == []
 
