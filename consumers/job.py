@@ -8,10 +8,10 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from hashlib import blake2b
-from typing import Protocol
 
 from opentelemetry.trace import INVALID_SPAN, Span
 
+from consumers.chain import Chain, Route
 from consumers.limits.amounts import Amounts
 from consumers.limits.base import Reservation
 from consumers.rank import restored
@@ -42,19 +42,6 @@ def now_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
-class Route(Protocol):
-    """One provider that may be called, with the model that it is asked for and the account that pays."""
-
-    @property
-    def provider(self) -> str: ...
-
-    @property
-    def model(self) -> str: ...
-
-    @property
-    def account(self) -> str: ...
-
-
 class Job:
     """One delivery on its way through the pipeline.
 
@@ -62,7 +49,7 @@ class Job:
     """
 
     __slots__ = (
-        "_copy", "attempt_started_ms", "claim", "completion", "cost_usd", "deaths", "delivery", "hop", "id",
+        "_copy", "attempt_started_ms", "chain", "claim", "completion", "cost_usd", "deaths", "delivery", "hop", "id",
         "identity", "lane", "limit", "lost", "request", "reservation", "route", "run_ms", "span", "stopped",
         "taken_ms", "trusted", "usage",
     )  # fmt: skip
@@ -91,6 +78,8 @@ class Job:
         self.taken_ms = taken_ms
         self.request: Request | None = None
         """Set once the codec has read it."""
+        self.chain = Chain()
+        """Who may be asked for it; found when it has been read."""
         self.attempt_started_ms: int | None = None
         self.run_ms = 0
         """How long the attempt of this delivery ran."""
