@@ -193,8 +193,8 @@ class ControlSettings(Section):
 
     per_tenant_s: Number[float] = Field(default=100, ge=1, le=100_000)
     """Control messages a second of one tenant that a process carries out, and five times as many at once; what is
-    above is answered `too_many_control_messages`. Each costs up to 1 ms of CPU, so that those of
-    one tenant take a tenth of a core; another's waits for what is in the queue before it."""
+    above is answered `too_many_control_messages`, as many as these, and the rest is not answered. Each costs up to 1 ms
+    of CPU, so that those of one tenant take a tenth of a core; one that is not answered costs 0.1 ms."""
     unseen_per_tenant: Number[int] = Field(default=StoreSpec().unseen_per_tenant, ge=1, le=10_000_000)
     """Cancellations kept for one tenant of ids that no worker has seen; beyond it its oldest goes. 8 MB of the
     store, and as many as critical's intake holds requests."""
