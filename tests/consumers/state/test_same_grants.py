@@ -30,7 +30,7 @@ from consumers.limits.waiter import Waiter
 from consumers.state.redis import shared_turns
 from consumers.state.redis.budget_script import STEP
 from consumers.state.redis.client import RedisClient
-from consumers.state.redis.scripts import Script
+from consumers.state.redis.script import Script
 from consumers.state.redis.shared_turns import SharedTurns
 from tests.support.redis import RedisServer
 
@@ -181,7 +181,9 @@ async def play(one: Player, other: Player, story: Sequence[tuple[Any, ...]]) -> 
             )
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(story=steps, spec=specs)
 def test_a_process_by_itself_and_redis_grant_the_same(
     redis: RedisServer, monkeypatch: pytest.MonkeyPatch, story: list[tuple[Any, ...]], spec: BudgetSpec

@@ -23,7 +23,7 @@ from consumers.limits.waiter import Waiter
 from consumers.state.base import StoreUnavailable
 from consumers.state.redis.budget_script import FORM
 from consumers.state.redis.client import RedisClient
-from consumers.state.redis.scripts import Script
+from consumers.state.redis.script import Script
 from consumers.state.redis.shared_turns import (
     FORGOTTEN_AFTER_S,
     SETTLE_WITHIN_S,
