@@ -7,9 +7,9 @@ import pytest
 from aiormq.abc import AbstractConnection
 
 from lanekeeper.contract.names import Names
+from tests.support.lanes import LANES
 from topology.broker.admin.management import Management, discover
 from topology.declaration import declare
-from topology.lanes import DEFAULT_LANES
 from topology.model import Topology
 
 
@@ -29,4 +29,4 @@ async def management(vhost) -> Management:
 
 @pytest.fixture
 def declared(connection: AbstractConnection) -> Topology:
-    return declare(DEFAULT_LANES, names=Names(), broker_version=str(connection.server_properties["version"]))
+    return declare(LANES, names=Names(), broker_version=str(connection.server_properties["version"]))
