@@ -1,7 +1,6 @@
 """START HERE: the pipeline of one request, read from top to bottom."""
 
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from functools import partial
 
 from consumers.attempt import Attempts
@@ -60,20 +59,19 @@ class Handler:
             return Deferred(delay_ms=0, reason="redelivered", redelivered=True)
         self._failpoints.reach("before_claim")
         outcome: Outcome | None = None
-
-        async def leave(gate: Gate) -> None:
-            await gate.leave(job, asked, outcome)
-
-        async with AsyncExitStack() as passed:  # all are left, though one of them raises, or is cancelled
+        passed: list[Gate] = []
+        try:
             for gate in self._gates:
                 outcome = await gate.enter(job, asked)
                 if outcome is not None:
                     return outcome
-                passed.push_async_callback(leave, gate)
+                passed.append(gate)
             self._failpoints.reach("after_claim")
             outcome = await self._attempts.make(job, asked)
             self._failpoints.reach("after_call")
             return outcome
+        finally:
+            await _leave(passed, job, asked, outcome)
 
     def _unfit(self, job: Job) -> Outcome | None:
         """What ends a delivery before it is even read."""
@@ -115,3 +113,13 @@ class Handler:
         if (excess := await self._reading.excess(raw, values=self._values, rank=rank)) is not None:
             raise decoding.too_large(excess)
         return await self._reading.turn(partial(decode, raw=raw), rank=rank)
+
+
+async def _leave(passed: list[Gate], job: Job, asked: Asked, outcome: Outcome | None) -> None:
+    """Leave all gates, the last one first, though one of them raises, or is cancelled."""
+    try:
+        while passed:
+            await passed.pop().leave(job, asked, outcome)
+    finally:
+        if passed:
+            await _leave(passed, job, asked, outcome)

@@ -1,5 +1,6 @@
 """A job is one delivery being worked; an outcome is what that came to. The outcomes are a closed set."""
 
+import os
 import time
 import uuid
 from collections.abc import Callable, Collection
@@ -180,7 +181,7 @@ class Job:
             body_hash=blake2b(message.body, digest_size=16).digest(),
             mark=blake2b(repr(told).encode(errors="replace"), digest_size=16).digest(),
             redelivered=self.redelivered,
-            nonce=uuid.uuid4().bytes[:8],
+            nonce=os.urandom(8),
             dead_at_ms=dead_at_ms(self.dead_at),
         )
         return self._copy
