@@ -181,6 +181,8 @@ class Breakers:
 
     def least_wait_s(self, routes: Iterable[Route]) -> float:
         """Until one of them may be called, as far as is known; 0: now."""
+        if not self._all:
+            return 0.0
         now_s = asyncio.get_running_loop().time()
         return min(self.wait_s(each, now_s) for each in routes)
 
