@@ -16,11 +16,13 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from service.private_broker.broker import PrivateBroker, guarded_broker, private_broker
 from service.private_broker.source import Unavailable
 from tests.support import keeper
 from tests.support.brokers import RunningBroker, Vhost, fresh_vhost
+from tests.support.examples import examples
 from tests.support.stores import stores
 
 DEFAULT = "default"
@@ -39,7 +41,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start the keeper of brokers, and have images made before any test's time runs: in the session's first process."""
+    """Say how properties are tried; start the keeper of brokers, and have images made before any test's time runs:
+    in the session's first process."""
+    # How long an example takes says how busy the machine is.
+    settings.register_profile(
+        "any machine", max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("any machine")
     if config.option.every_version and not hasattr(config, "workerinput"):
         stack = config.stash[_STACK] = ExitStack()
         os.environ[KEEPER] = stack.enter_context(keeper.keeping())

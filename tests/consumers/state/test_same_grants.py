@@ -16,6 +16,7 @@ from consumers.limits.order import Waiter
 from consumers.limits.spec import DEFAULT_LANES, BudgetSpec, Caps
 from consumers.state.redis.budget_ledger import Ledger
 from consumers.state.redis.budget_script import STEP
+from tests.support.examples import examples
 from tests.support.redis import RedisServer
 
 AGEING = {name: replace(lane, boost_s=10.0 if name == "batch" else None) for name, lane in DEFAULT_LANES.items()}
@@ -107,7 +108,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(played=steps, ages=st.booleans())
 def test_a_process_by_itself_and_redis_grant_the_same(
     redis: RedisServer, played: list[tuple[Any, ...]], ages: bool
