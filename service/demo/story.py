@@ -26,7 +26,7 @@ from service.demo.working import working
 from service.private_broker.broker import private_broker
 from service.simulated.app import SimulatedAPI
 from service.simulated.options import SimulatedOptions
-from service.worker.assembly import Parts
+from service.worker.worker import Worker
 from topology.broker.admin.remove import remove
 from topology.declaration import declare
 
@@ -112,12 +112,13 @@ async def _taken_away_at_the_end(stack: AsyncExitStack, settings: Settings) -> N
 
 
 def _fitted(settings: Settings) -> Settings:
-    """The user's settings but for what the real account may spend, with a lively retry and twelve slots for the flood,
-    unless its slots were set.
+    """The user's settings, without the limits of the real account, and with short retry pauses. The batch lane has
+    twelve slots, unless they were set.
     """
     lanes = settings.lanes
-    if "batch" not in lanes.model_fields_set or "slots" not in lanes.batch.model_fields_set:
-        lanes = lanes.model_copy(update={"batch": lanes.batch.model_copy(update={"slots": BATCH_SLOTS})})
+    if lanes.batch.slots_max is None:
+        slots = {"slots": BATCH_SLOTS, "slots_max": BATCH_SLOTS}
+        lanes = lanes.model_copy(update={"batch": lanes.batch.model_copy(update=slots)})
     return settings.model_copy(
         update={
             "lanes": lanes,
@@ -128,7 +129,7 @@ def _fitted(settings: Settings) -> Settings:
     )
 
 
-async def _through_lanes(client: Client, parts: Parts, console: Console) -> Board:
+async def _through_lanes(client: Client, parts: Worker, console: Console) -> Board:
     scores = load.board()
 
     async def asking(ask: Ask) -> Result:

@@ -119,6 +119,18 @@ async def test_what_is_acknowledged_is_gone_and_tells_what_it_was(lines: Lines) 
     await lines.until_ready(0)
 
 
+async def test_several_are_acknowledged_at_once_and_what_is_in_hand_is_not(lines: Lines) -> None:
+    await lines.publish(*(b"%d" % at for at in range(10)))
+    deliveries = Deliveries(lines.consuming, queue="some", prefetch=10)
+    async with aclosing(deliveries.sessions()) as sessions:
+        session = await anext(sessions)
+        tags = {delivery.tag: delivery for delivery in [await anext(session) for _ in range(10)]}
+        first, *_, last = sorted(tags)
+        held = {first + 3, last}
+        await session.ack([each for tag, each in tags.items() if tag not in held], in_hand=held)
+    await lines.until_ready(2)
+
+
 async def test_a_delivery_count_that_a_client_wrote_is_not_believed(lines: Lines) -> None:
     seen: list[int | None] = []
 

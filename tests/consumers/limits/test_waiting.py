@@ -8,16 +8,16 @@ import pytest
 import uvloop
 
 from consumers.limits.account import Account
+from consumers.limits.accounts import MOST
 from consumers.limits.adaptive import FORGOTTEN_AFTER_S
 from consumers.limits.amounts import Amounts
 from consumers.limits.base import Heard, Kind, Reservation, Wait, WaitTooLong
 from consumers.limits.bucket import LEAST
 from consumers.limits.concurrency import REGAIN_S
-from consumers.limits.desk import ACCOUNTS
 from consumers.limits.headers import RateHeaders, Told
-from consumers.limits.local import LocalBudgets
-from consumers.limits.order import Waiter
+from consumers.limits.own_turns import own_accounts
 from consumers.limits.spec import DEFAULT_LANES, BudgetSpec
+from consumers.limits.waiter import Waiter
 from tests.support.budget import ACCOUNT, spec
 from tests.support.virtual_time import virtually
 
@@ -29,18 +29,18 @@ class Bench:
 
     def __init__(self, **given: object) -> None:
         self.loop = asyncio.get_running_loop()
-        self.budgets = LocalBudgets(spec(**given))  # type: ignore[arg-type]
+        self.budgets = own_accounts(spec(**given))  # type: ignore[arg-type]
         self.order: list[str] = []
 
     def empty(self) -> None:
         """The lanes' parts too."""
-        for bucket in self.books.buckets:
+        for bucket in self.account.buckets:
             bucket.level = 0.0
             bucket.parts = [0.0, 0.0, 0.0]
 
     @property
-    def books(self) -> Account:
-        return self.budgets._desk.books(ACCOUNT)
+    def account(self) -> Account:
+        return self.budgets.turns(ACCOUNT).account
 
     def ask(
         self,
@@ -100,14 +100,14 @@ def test_however_long_a_request_has_waited_it_does_not_go_before_a_lane_above() 
 
 def test_with_ageing_a_long_wait_goes_before_younger_ones_of_the_lane_above_but_never_before_the_top() -> None:
     ages = {**DEFAULT_LANES, "batch": replace(DEFAULT_LANES["batch"], boost_s=10.0)}
-    books = Account(ACCOUNT, spec(lanes=ages), now_s=0)
+    account = Account(ACCOUNT, spec(lanes=ages), now_s=0)
     for lane in (2, 1, 0):
-        books.join(Waiter(lane, Amounts(1, 1_000, 1), arrived_s=float(2 - lane)))
-    for bucket in books.buckets:
+        account.join(Waiter(lane, Amounts(1, 1_000, 1), arrived_s=float(2 - lane)))
+    for bucket in account.buckets:
         bucket.level, bucket.parts = 0.0, [0.0, 0.0, 0.0]
 
-    assert books.lines.order(9).lanes == (0, 1, 2)
-    assert books.lines.order(11).lanes == (0, 2, 1)
+    assert account.lines.order(9).lanes == (0, 1, 2)
+    assert account.lines.order(11).lanes == (0, 2, 1)
 
 
 def test_what_comes_back_stands_where_it_stood() -> None:
@@ -128,7 +128,7 @@ def test_what_comes_back_stands_where_it_stood() -> None:
 
 def test_nobody_is_refused_by_a_limit_that_is_only_guessed() -> None:
     async def tell(on: Bench) -> None:
-        budgets = LocalBudgets(BudgetSpec())
+        budgets = own_accounts(BudgetSpec())
         asked = [
             asyncio.ensure_future(
                 budgets.reserve("new/model", lane="critical", amounts=Amounts(1, 2_000, 500), until=on.loop.time() + 30)
@@ -182,16 +182,16 @@ def test_a_grant_and_a_cancellation_in_one_turn_of_the_loop_lose_nothing(granted
         await asyncio.sleep(0)
         if not granted_first:
             first.cancel()
-        for bucket in on.books.buckets:
+        for bucket in on.account.buckets:
             bucket.level = bucket.parts[0] = 1.5  # enough for one, at once
-        on.budgets._step(on.books)
+        on.budgets.turns(ACCOUNT).step()
         if granted_first:
             first.cancel()
         began_s = on.loop.time()
 
         assert await on.since(began_s, second) < 0.01
         assert on.order == ["second"]
-        assert on.books.concurrency.running == 1
+        assert on.account.concurrency.running == 1
 
     story(tell)
 
@@ -388,9 +388,9 @@ def test_a_turn_that_is_a_blink_away_is_waited_for_on_uvloop_too() -> None:
     async def tell() -> None:
         on, waited = Bench(), 0
         for _ in range(40):  # half of the time the rounding of the clock makes it less
-            on.books.refill(on.loop.time())
+            on.account.refill(on.loop.time())
             on.empty()
-            for bucket in on.books.buckets:
+            for bucket in on.account.buckets:
                 bucket.level = 1 + LEAST * (1 - 1e-9)
             at_once = await on.budgets.try_reserve(ACCOUNT, lane="critical", amounts=ONE)
             waited += at_once is None  # else the clock has gone on since
@@ -409,9 +409,10 @@ def test_accounts_that_nobody_uses_are_forgotten_when_there_are_many() -> None:
             reservation = await on.budgets.reserve(f"model-{number}", lane="batch", amounts=ONE, until=None)
             on.budgets.settle(reservation, ONE)
 
-        known = on.budgets._desk.accounts
-        assert len(known) <= 2 + ACCOUNTS
-        assert {"used", ACCOUNT} <= known.keys()
+        known = on.budgets
+        assert len(known) <= 2 + MOST
+        assert "used" in known
+        assert ACCOUNT in known
         on.budgets.settle(running, ONE)
         await waits
 
@@ -420,7 +421,7 @@ def test_accounts_that_nobody_uses_are_forgotten_when_there_are_many() -> None:
 
 def test_a_limit_that_was_told_once_keeps_nobody_out_for_ever_though_nobody_calls_meanwhile() -> None:
     async def told() -> None:
-        budgets, loop = LocalBudgets(BudgetSpec()), asyncio.get_running_loop()
+        budgets, loop = own_accounts(BudgetSpec()), asyncio.get_running_loop()
         call, in_vain = Amounts(1, 10_000, 500), 0
         once = RateHeaders(Told(limit=1), Told(limit=1000), Told(limit=1000))
         budgets.learn(ACCOUNT, Heard(kind=Kind.ANSWERED, rate=once, counted=call))
