@@ -1,12 +1,13 @@
 """What one tenant may have kept of what nobody has worked on yet: cancellations of unseen ids, requests that wait."""
 
+import asyncio
 import time
 
-from consumers.state.base import Cancelling, Ended, Granted, Identity, Room, Store
+from consumers.state.base import Cancelling, Completion, Ended, Granted, Identity, Room, Store
 from consumers.state.spec import StoreSpec
 from consumers.state.sqlite.store import SqliteStore
 from tests.consumers.state.conftest import Opened
-from tests.support.completions import CANCELLED, ME, answered, copy
+from tests.support.completions import CANCELLED, ME, answered, copy, failed, untried
 from tests.support.waiting import until
 
 OTHER = "other tenant"
@@ -92,6 +93,73 @@ async def test_unseen_cancellations_evict_no_result(tmp_path) -> None:
         assert [n for n in range(10) if await store.find(Identity("bank", str(n))) is None] == []
         assert not await is_cancelled(store, "0")
         assert await is_cancelled(store, "1499")
+
+
+async def kept(store: Store, tenant: str, *ids: str) -> list[str]:
+    return [id for id in ids if await store.find(Identity(tenant, id)) is not None]
+
+
+async def ended(store: Store, tenant: str, *ids: str, ending: Completion) -> None:
+    for id in ids:
+        await store.complete(Identity(tenant, id), copy(), ending, token=None)
+
+
+async def swept(store: Store) -> None:
+    while await store.sweep():
+        pass
+
+
+async def test_a_flood_of_what_ends_before_any_attempt_evicts_no_other_tenants_result(tmp_path) -> None:
+    spec = StoreSpec(max_bytes=200_000, untried_per_tenant=100)
+    async with SqliteStore(tmp_path / "a.sqlite", namespace="lane", spec=spec) as store:
+        results = [str(n) for n in range(10)]
+        await ended(store, "bank", *results, ending=answered("x" * 10_000))
+        await ended(store, "shop", "late", ending=untried())
+        await ended(store, "flood", *(str(n) for n in range(1500)), ending=untried())
+        await swept(store)
+
+        assert await kept(store, "bank", *results) == results
+        assert await kept(store, "shop", "late") == ["late"]
+        assert await kept(store, "flood", *(str(n) for n in range(1500))) == [str(n) for n in range(1400, 1500)]
+
+
+async def test_what_ended_before_any_attempt_is_counted_whether_it_was_claimed_or_not(tmp_path) -> None:
+    async with SqliteStore(tmp_path / "a.sqlite", namespace="lane", spec=StoreSpec(untried_per_tenant=2)) as store:
+        for id in "abc":
+            granted = await store.claim(Identity(ME.tenant, id), copy())
+            assert isinstance(granted, Granted)
+            await store.complete(Identity(ME.tenant, id), copy(), untried("cap_exceeded"), token=granted.token)
+        await ended(store, ME.tenant, "d", ending=untried())
+        assert await kept(store, ME.tenant, *"abcd") == ["c", "d"]
+
+
+async def test_what_was_tried_or_runs_again_is_not_displaced(tmp_path) -> None:
+    async with SqliteStore(tmp_path / "a.sqlite", namespace="lane", spec=StoreSpec(untried_per_tenant=1)) as store:
+        await ended(store, ME.tenant, "answered", ending=answered())
+        await ended(store, ME.tenant, "failed", ending=failed())
+        await ended(store, ME.tenant, "again", ending=untried())
+        await asyncio.sleep(0.002)  # so that it is kept for longer
+        again = await store.claim(Identity(ME.tenant, "again"), copy(dead_at_ms=1_000))
+        assert isinstance(again, Granted)
+        await ended(store, ME.tenant, "b", "c", ending=untried())
+
+        assert await kept(store, ME.tenant, "answered", "failed", "again", "b", "c") == [
+            "answered",
+            "failed",
+            "again",
+            "c",
+        ]
+
+
+async def test_beyond_the_stores_bound_what_was_removed_counts_no_more(tmp_path) -> None:
+    spec = StoreSpec(max_bytes=200_000, untried_per_tenant=50)
+    async with SqliteStore(tmp_path / "a.sqlite", namespace="lane", spec=spec) as store:
+        await ended(store, "flood", *(str(n) for n in range(50)), ending=untried())
+        await ended(store, "bank", *(str(n) for n in range(60)), ending=answered("x" * 10_000))
+        await swept(store)
+        left = await kept(store, "bank", *(str(n) for n in range(60)))
+        assert 10 <= len(left) <= 20
+        assert await kept(store, "flood", *(str(n) for n in range(50))) == []
 
 
 async def reserved(store: Store, tenant: str, mark: str, *, weight: int = 1, left_ms: int = 60_000, **of: bool) -> Room:
