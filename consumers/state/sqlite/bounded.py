@@ -1,26 +1,26 @@
-"""Rows of which each tenant has a bounded number: what costs its publisher nothing, and must cost nobody else a result.
+"""What costs its publisher nothing, and must cost nobody else a result: rows that are counted by tenant.
 
-Beyond the bound a tenant's own oldest goes. Their bytes do not count towards the store's bound.
+Cancellations of what no worker has seen: beyond a tenant's bound its oldest goes. Requests that ended before any
+attempt: they are kept like all others until the store is full; then what a tenant has beyond its bound goes first.
 """
 
 import sqlite3
-from typing import Literal
 
 from consumers.state.base import Identity
 from consumers.state.spec import StoreSpec
 from consumers.state.sqlite.shares import UNSEEN, UNTRIED, Shares
 
-Kind = Literal["unseen", "untried"]
 IS_UNSEEN = "body_hash IS NULL AND noted = 0 AND code = 'cancelled'"
+UNSEEN_BYTES = 800
+"""Of the cancellation of what no worker has seen, with what counts it."""
 FORGOTTEN_AT_MOST = 10
-"""Those that one more pushes out: several, where fewer are kept than before."""
-_ROW_BYTES: dict[Kind, int] = {UNSEEN: 800, UNTRIED: 1000}
-"""Of a row, with what counts it."""
-_FORGET: dict[Kind, str] = {
-    UNSEEN: f"DELETE FROM request WHERE tenant = ? AND id = ? AND keep_ms <= ? AND {IS_UNSEEN}",
-    # A dead letter that was published again since is kept for longer than what is counted here.
-    UNTRIED: "DELETE FROM request WHERE tenant = ? AND id = ? AND keep_ms <= ? AND status = 'error' AND lease_ms = 0",
-}
+"""Cancellations that one more pushes out: several, where fewer are kept than before."""
+STEP_ROWS = 200
+_FORGET_UNSEEN = f"DELETE FROM request WHERE tenant = ? AND id = ? AND {IS_UNSEEN}"
+_FORGET_UNTRIED = (
+    "DELETE FROM request WHERE tenant = ? AND id = ? AND keep_ms <= ? AND status = 'error' AND lease_ms = 0"
+)
+"""A dead letter that was published again since is kept for longer than what was counted."""
 
 
 class Bounded:
@@ -29,32 +29,43 @@ class Bounded:
     def __init__(self, connection: sqlite3.Connection, spec: StoreSpec) -> None:
         self._execute = connection.execute
         self._shares = Shares(connection)
-        self._at_most: dict[Kind, int] = {UNSEEN: spec.unseen_per_tenant, UNTRIED: spec.untried_per_tenant}
+        self._unseen_at_most = spec.unseen_per_tenant
+        self._untried_at_most = spec.untried_per_tenant
 
     @property
-    def used_bytes(self) -> int:
-        """Roughly."""
-        return sum(each * self._shares.used(kind) for kind, each in _ROW_BYTES.items())
+    def unseen_bytes(self) -> int:
+        return UNSEEN_BYTES * self._shares.used(UNSEEN)
 
-    def count(self, kind: Kind, identity: Identity, *, today: int, until_ms: int) -> bool:
-        """Count a row that was written; whether its tenant's oldest of that kind was removed for it."""
-        self._shares.forget_ended(kind, today)
+    def count_unseen(self, identity: Identity, *, today: int, until_ms: int) -> bool:
+        """Whether its tenant's oldest was removed for it."""
+        self._shares.forget_ended(UNSEEN, today)
+        self._add(UNSEEN, identity, until_ms)
+        displaces = False
+        for _ in range(FORGOTTEN_AT_MOST):
+            if self._shares.used(UNSEEN, identity.tenant) <= self._unseen_at_most:
+                break
+            if (oldest := self._shares.forget_oldest(UNSEEN, identity.tenant)) is not None:
+                self._execute(_FORGET_UNSEEN, (identity.tenant, oldest[0]))
+            displaces = True
+        return displaces
+
+    def count_untried(self, identity: Identity, *, until_ms: int) -> None:
+        self._add(UNTRIED, identity, until_ms)
+
+    def _add(self, kind: str, identity: Identity, until_ms: int) -> None:
         if not self._shares.has(kind, identity.tenant, identity.id):
             self._shares.add(kind, identity.tenant, identity.id, until_ms=until_ms)
-        for removed in range(FORGOTTEN_AT_MOST):
-            oldest = None
-            if self._shares.used(kind, identity.tenant) > self._at_most[kind]:
-                oldest = self._shares.forget_oldest(kind, identity.tenant)
-            if oldest is None:
-                return removed > 0
-            self._execute(_FORGET[kind], (identity.tenant, *oldest))
-        return True
 
-    def removed(self, tenant: str, id: str) -> None:
-        """A row was removed: what counted it goes too."""
-        for kind in self._at_most:
-            self._shares.forget(kind, tenant, id)
+    def remove_surplus(self) -> int:
+        """A bounded step: of the tenant that has most that was not tried, the oldest beyond its bound; how many, with
+        those whose row has gone before."""
+        tenant, used = self._shares.most(UNTRIED)
+        surplus = min(used - self._untried_at_most, STEP_ROWS)
+        for _ in range(surplus):
+            if (oldest := self._shares.forget_oldest(UNTRIED, tenant)) is not None:
+                self._execute(_FORGET_UNTRIED, (tenant, *oldest))
+        return max(surplus, 0)
 
     def sweep(self, today: int) -> int:
         """A bounded step: those that count no more."""
-        return sum(self._shares.forget_ended(kind, today) for kind in self._at_most)
+        return self._shares.forget_ended(UNSEEN, today) + self._shares.forget_ended(UNTRIED, today)

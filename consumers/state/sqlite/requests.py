@@ -24,7 +24,6 @@ from consumers.state.base import (
 )
 from consumers.state.spec import StoreSpec
 from consumers.state.sqlite.bounded import IS_UNSEEN, Bounded
-from consumers.state.sqlite.shares import UNSEEN, UNTRIED
 
 CANCELLED = "cancelled"
 """The code of `PROBLEMS`."""
@@ -195,7 +194,7 @@ class Requests:
     def _end(self, at: Times, identity: Identity, row: Row, completion: Completion) -> None:
         self._write(identity, row.ended_by(completion))
         if completion.is_untried:
-            self._bounded.count(UNTRIED, identity, today=at.today, until_ms=row.keep_ms)
+            self._bounded.count_untried(identity, until_ms=row.keep_ms)
 
     def note(self, at: Times, identity: Identity, completion: Completion) -> None:
         row = self._read(at, identity)
@@ -222,7 +221,7 @@ class Requests:
 
     def _kept_unseen(self, at: Times, identity: Identity) -> Cancelling:
         until_ms = at.today + self._cancelled_ms
-        displaces = self._bounded.count(UNSEEN, identity, today=at.today, until_ms=until_ms)
+        displaces = self._bounded.count_unseen(identity, today=at.today, until_ms=until_ms)
         return Cancelling.DISPLACED if displaces else Cancelling.UNSEEN
 
     def find(self, at: Times, identity: Identity) -> Found | None:
@@ -237,31 +236,29 @@ class Requests:
         )
 
     def sweep(self, at: Times) -> int:
-        """One step: what was kept long enough, else of what is beyond the bound the oldest."""
+        """One step: what was kept long enough; else, beyond the bound, what a tenant has too much of, or the oldest."""
         removed = self._remove("keep_ms <= ? AND lease_ms <= ?", at.today, at.now, up_to_bytes=STEP_BYTES)
         if not removed and (beyond := self._used_bytes() - self._max_bytes) > 0:
             ended = f"status IS NOT NULL AND lease_ms <= ? AND NOT ({IS_UNSEEN})"  # else what was cancelled would run
-            removed = self._remove(ended, at.now, up_to_bytes=min(beyond, STEP_BYTES))
+            removed = self._bounded.remove_surplus() or self._remove(ended, at.now, up_to_bytes=min(beyond, STEP_BYTES))
         return removed or self._bounded.sweep(at.today)
 
     def _used_bytes(self) -> int:
-        """Without what is bounded by tenant."""
+        """Without the cancellations that have a bound of their own: they cost nobody a result."""
         (pages,) = self._execute("PRAGMA page_count").fetchone()
         (free,) = self._execute("PRAGMA freelist_count").fetchone()
-        return int(pages - free) * self._page_bytes - self._bounded.used_bytes
+        return int(pages - free) * self._page_bytes - self._bounded.unseen_bytes
 
     def _remove(self, which: str, *values: int, up_to_bytes: int) -> int:
         """The oldest first; those that go beyond so many bytes, or rows, are left for the next step."""
         found = self._execute(
-            f"SELECT rowid, tenant, id, length(body) FROM request WHERE {which} ORDER BY keep_ms LIMIT {STEP_ROWS}",
-            values,
+            f"SELECT rowid, length(body) FROM request WHERE {which} ORDER BY keep_ms LIMIT {STEP_ROWS}", values
         ).fetchall()
         size = count = 0
-        for rowid, tenant, id, body_bytes in found:
+        for rowid, body_bytes in found:
             if size >= up_to_bytes:
                 break
             self._execute("DELETE FROM request WHERE rowid = ?", (rowid,))
-            self._bounded.removed(tenant, id)
             size += ROW_BYTES + (body_bytes or 0)
             count += 1
         return count

@@ -53,6 +53,14 @@ class Shares:
         found = self._execute("SELECT weight FROM share_sum WHERE kind = ? AND tenant IS ?", (kind, tenant)).fetchone()
         return 0 if found is None else int(found[0])
 
+    def most(self, kind: str) -> tuple[str, int]:
+        """The tenant that uses most of a kind, and how much."""
+        found = self._execute(
+            "SELECT tenant, weight FROM share_sum WHERE kind = ? AND tenant IS NOT NULL ORDER BY weight DESC LIMIT 1",
+            (kind,),
+        ).fetchone()
+        return ("", 0) if found is None else (str(found[0]), int(found[1]))
+
     def forget_ended(self, kind: str, today: int) -> int:
         """A bounded step: those that count no more, the first first; how many."""
         ended = self._execute(
@@ -75,13 +83,6 @@ class Shares:
         for _, _, weight in found:
             self._change(kind, tenant, -weight)
         return (str(found[0][0]), int(found[0][1])) if found else None
-
-    def forget(self, kind: str, tenant: str, member: str) -> None:
-        """One, where it is counted."""
-        row = (kind, tenant, member)
-        found = self._execute("DELETE FROM share WHERE (kind, tenant, member) = (?, ?, ?) RETURNING weight", row)
-        for (weight,) in found.fetchall():
-            self._change(kind, tenant, -weight)
 
     def _change(self, kind: str, tenant: str, by: int) -> None:
         for each in (tenant, None):
