@@ -1,31 +1,32 @@
-"""The gate of the caps: what a lane or a tenant may use in a day is taken by estimate, and corrected after the call."""
+"""The gate of daily caps: takes what a request is expected to use before its call, and corrects it afterwards."""
 
 import random
 from collections.abc import Callable
 from functools import partial
 
-from consumers.gates.route import RouteGate
-from consumers.job import Answered, Deferred, Job, NowMs, Outcome, Refused, Route, ended_by
+from consumers.chain import Route
+from consumers.job import Answered, Deferred, Job, NowMs, Outcome, Refused, ended_by
 from consumers.limits.amounts import Amounts
 from consumers.prices import MILLION, Price, Prices
+from consumers.providers.breaker import Breakers
 from consumers.spending import Hold, Over, Spending, Spent
 from consumers.state.base import StoreUnavailable
 from lanekeeper.contract.problems import RequestProblem
 from topology.codec.request import Request
 
 SPREAD_MS = 60_000
-"""Those that wait for the next day come back over so long a time."""
+"""Requests that wait for the next day come back spread over this time."""
 STORE_AWAY_MS = 1000
 Estimate = Callable[[Job, Request, Route], Amounts]
 
 
 class CapsGate:
-    """`estimate`: what a request is expected to use there (`BudgetGate.amounts`). `tell`: as `Lifecycle.tell`."""
+    """`estimate`: what a request is expected to use on a route (`BudgetGate.amounts`). `tell`: as `Lifecycle.tell`."""
 
     def __init__(
         self,
         spending: Spending,
-        routes: RouteGate,
+        breakers: Breakers,
         *,
         prices: Prices,
         estimate: Estimate,
@@ -35,7 +36,7 @@ class CapsGate:
     ) -> None:
         self._spending = spending
         self._tell = tell
-        self._routes = routes
+        self._breakers = breakers
         self._prices = prices
         self._estimate = estimate
         self._now_ms = now_ms
@@ -48,7 +49,7 @@ class CapsGate:
         bounds = self._spending.bounds(job.lane_name, tenant)
         if not bounds or job.stopped is not None:
             return None
-        route = self._routes.of(job.lane_name, tenant, job.request.model)[0]
+        route = self._breakers.callable(job.chain.routes)[0]
         price = self._prices.of(route.model)
         if price is None and any(each.what == "usd" for each in bounds):
             return ended_by(
@@ -61,7 +62,7 @@ class CapsGate:
         try:
             wanted = _spent(self._estimate(job, job.request, route), price)
             found = await self._spending.take(bounds, wanted, tell=partial(self._tell, job))
-        except StoreUnavailable:  # a cap that cannot be looked at holds
+        except StoreUnavailable:  # a cap that cannot be checked counts as reached
             return Deferred(delay_ms=STORE_AWAY_MS, reason="store", due_ms=job.hop.due_ms)
         if isinstance(found, Over):
             return self._over(job, job.request, found)
@@ -69,7 +70,7 @@ class CapsGate:
         return None
 
     async def leave(self, job: Job, outcome: Outcome | None) -> None:
-        """An answer counts as what it was. A failure counts nothing, but where it may have been paid: as estimated."""
+        """An answer counts what it used. A failure counts nothing, or the estimate if it may have been paid."""
         hold = self._held.pop(job, None)
         used = Spent()
         if isinstance(outcome, Answered):
@@ -98,7 +99,7 @@ class CapsGate:
 
 
 def _may_be_paid(job: Job) -> bool:
-    """A call that was cut off, by the provider, its deadline or its owner."""
+    """Whether the call was cut off, by the provider, its deadline or its owner, and may have been paid."""
     return job.attempt_started_ms is not None if job.usage is None else job.usage.output_tokens > 0
 
 

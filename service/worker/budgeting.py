@@ -36,6 +36,7 @@ class Budgeting:
     spending: Spending
     prices_as_of: str
     registry: Registry
+    routes: Routes
     route_gate: RouteGate
     caps_gate: CapsGate
     budget_gate: BudgetGate
@@ -67,14 +68,13 @@ async def open_budgeting(
         registry = Registry(
             *providers,
             tracing=tracing,
-            breakers=breakers,
             prices=prices,
             learn=budgets.learn,
         )
-        route_gate = RouteGate(Routes(settings.routes_spec()), breakers, now_ms=now_ms, rng=rng)
+        route_gate = RouteGate(breakers, now_ms=now_ms, rng=rng)
         budget_gate = BudgetGate(
             budgets,
-            route_gate,
+            breakers,
             Estimates(first_output_tokens=spec.first_output_tokens, first_bytes_per_token=spec.first_bytes_per_token),
             spec=spec,
             now_ms=now_ms,
@@ -93,10 +93,11 @@ async def open_budgeting(
             spending=spending,
             prices_as_of=prices.as_of,
             registry=registry,
+            routes=Routes(settings.routes_spec()),
             route_gate=route_gate,
             caps_gate=CapsGate(
                 spending,
-                route_gate,
+                breakers,
                 prices=prices,
                 estimate=budget_gate.amounts,
                 now_ms=now_ms,

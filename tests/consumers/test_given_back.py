@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from consumers.attempt import Attempts
 from consumers.capacity.pausing import Pausing
 from consumers.failpoints import Failpoints
 from consumers.failures import (
@@ -30,7 +31,6 @@ from consumers.prices import Prices
 from consumers.providers.base import Answer, Parts, Usage
 from consumers.providers.breaker import FAILURES, Breakers
 from consumers.providers.registry import Registry
-from consumers.providers.routes import ProviderModels, Routes, RoutesSpec
 from consumers.reading import Reading
 from consumers.retry import RetryPolicy
 from consumers.spending import Cap, CapsSpec, Spending
@@ -38,7 +38,7 @@ from consumers.state.base import Granted, Identity, Stop
 from lanekeeper.contract import names as n
 from lanekeeper.telemetry.tracing import Tracing
 from tests.support.allowances import MemoryAllowances
-from tests.support.jobs import NAMES, NOW_MS, Bench
+from tests.support.jobs import NAMES, NOW_MS, Bench, routes_of
 from tests.support.virtual_time import virtually
 from tests.support.waiting import until
 from topology.codec.request import Request
@@ -82,15 +82,10 @@ class Ground:
         self.store = MemoryAllowances()
         self.spending = Spending(self.store, CapsSpec(lanes={"critical": Cap(requests=10, usd=1)}))
         rng = random.Random(1)
-        routes = RouteGate(
-            Routes(RoutesSpec(providers=(ProviderModels(name="anthropic"),))),
-            self.breakers,
-            now_ms=lambda: NOW_MS,
-            rng=rng,
-        )
+        routes = RouteGate(self.breakers, now_ms=lambda: NOW_MS, rng=rng)
         budget = BudgetGate(
             self.budgets,
-            routes,
+            self.breakers,
             Estimates(first_output_tokens=5, first_bytes_per_token=3.5),
             spec=spec,
             now_ms=lambda: NOW_MS,
@@ -98,7 +93,7 @@ class Ground:
         )
         self.caps = CapsGate(
             self.spending,
-            routes,
+            self.breakers,
             prices=Prices(),
             estimate=budget.amounts,
             now_ms=lambda: NOW_MS,
@@ -113,16 +108,21 @@ class Ground:
                 self.caps,
                 budget,
             ),
-            providers=Registry(self.provider, tracing=Tracing(), breakers=self.breakers),
-            elsewhere=routes,
-            purse=budget,
+            attempts=Attempts(
+                Registry(self.provider, tracing=Tracing()),
+                breakers=self.breakers,
+                route_gate=routes,
+                budget_gate=budget,
+                replies=self.bench.replies,
+                lifecycle=self.bench.lifecycle,
+                pausing=Pausing({}),
+                policy=RetryPolicy(),
+                now_ms=lambda: NOW_MS,
+                rng=rng,
+            ),
+            routes=routes_of("anthropic"),
             replies=self.bench.replies,
-            lifecycle=self.bench.lifecycle,
-            pausing=Pausing({}),
-            policy=RetryPolicy(),
             names=NAMES,
-            now_ms=lambda: NOW_MS,
-            rng=rng,
             failpoints=Failpoints(),
             reading=Reading(),
         )
@@ -135,10 +135,10 @@ class Ground:
         for _ in range(3):
             await self.spending.finish(within_s=30)
             await self.bench.claiming.finish(within_s=30)
-        books = self.budgets.turns("anthropic/sonnet").account
+        account = self.budgets.turns("anthropic/sonnet").account
         found = {
-            "running": books.concurrency.running,
-            "waiting": len(books.lines),
+            "running": account.concurrency.running,
+            "waiting": len(account.lines),
             "reservation": job.reservation,
             "caps": len(self.caps._held),
             "limit": job.limit,
@@ -161,7 +161,7 @@ class Ground:
     async def open_breaker(self) -> None:
         """And wait until it may be probed."""
         clock = asyncio.get_running_loop().time
-        (route,) = Routes(RoutesSpec(providers=(ProviderModels(name="anthropic"),))).of("critical", "", MODEL)
+        (route,) = routes_of("anthropic").of("critical", "", MODEL).routes
         for each in range(FAILURES):
             entered = await self.breakers.enter(route, clock(), request=str(each))
             assert entered

@@ -9,21 +9,18 @@ import pytest
 from structlog.testing import capture_logs
 
 from consumers.gates.caps import CapsGate
-from consumers.gates.route import RouteGate
 from consumers.job import Answered, Deferred, Dropped, Job, Outcome, Refused, Retried
 from consumers.limits.amounts import Amounts
 from consumers.prices import Price, Prices
 from consumers.providers.base import Usage
 from consumers.providers.breaker import Breakers
-from consumers.providers.routes import ProviderModels, Routes, RoutesSpec
 from consumers.spending import Bound, Cap, CapsSpec, Hold, Over, Spending, Spent
 from consumers.state.base import Stop, StoreUnavailable
 from lanekeeper.contract.problems import RequestProblem
 from lanekeeper.telemetry import signals
 from tests.support.allowances import MemoryAllowances
-from tests.support.jobs import NOW_MS, Bench
+from tests.support.jobs import NOW_MS, Bench, read
 from tests.support.virtual_time import virtually
-from topology.codec import decoding
 from topology.lanes import CRITICAL
 
 MODEL = "claude-sonnet-5-5"
@@ -183,11 +180,10 @@ class Ground:
     def __init__(self, **caps: Any) -> None:
         self.store = MemoryAllowances()
         self.spending = Spending(self.store, CapsSpec(**caps))
-        routes = Routes(RoutesSpec(providers=(ProviderModels(name="anthropic"),)))
         rng = random.Random(1)
         self.gate = CapsGate(
             self.spending,
-            RouteGate(routes, Breakers(), now_ms=lambda: NOW_MS, rng=rng),
+            Breakers(),
             prices=Prices(),
             estimate=lambda _, __, ___: ESTIMATE,
             now_ms=lambda: NOW_MS,
@@ -199,9 +195,7 @@ class Ground:
     def job(self, model: str = MODEL, **properties: Any) -> Job:
         body = b'{"model":"%s","max_tokens":5,"messages":[{"role":"user","content":"hi"}]}' % model.encode()
         job = Bench().job(body=body, **properties)
-        assert job.lane
-        job.request = decoding.decode(job.message, lane=job.lane, request_id=job.id, hop=None, now_ms=NOW_MS)
-        return job
+        return read(job)
 
     async def through(
         self, job: Job, outcome: Outcome, *, usage: Amounts | None, cost_usd: float | None = None
