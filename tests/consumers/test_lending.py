@@ -1,4 +1,5 @@
-"""What each queue gets beside its own slots: lent ones first, then growth; never another's reserve; no flapping."""
+"""How many slots a queue gets in addition to its own: lent ones first, then grown ones; never another lane's
+reserve."""
 
 from collections import deque
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Whoever stops waiting for an answer pays for no more of it: the provider's call ends within a second."""
+"""If a caller stops waiting for its answer, the call to the provider ends within a second."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""A stream that breaks is announced, begun again, and never passed off as an answer."""
+"""If a stream breaks, the requester is told, it begins again, and a partial answer is never sent as a whole one."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a provider allows a minute is spent in the lanes' order, and nobody provokes its refusals.
+"""A provider's limit is spent in the order of the lanes, and without causing 429s.
 
 The simulated provider enforces its limits by buckets of its own; it is the judge.
 """

@@ -1,4 +1,4 @@
-"""When its time is over, a request is answered so, wherever it was."""
+"""A request past its deadline is answered `deadline_exceeded`, wherever it is."""
 
 import time
 

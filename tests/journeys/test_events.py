@@ -1,4 +1,4 @@
-"""Life-cycle events tell what becomes of each request, under keys that can be bound."""
+"""Life-cycle events report the steps of each request, under routing keys that a queue can be bound with."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""What a requester writes into headers and properties gets into no HTTP header, no second log line, no terminal."""
+"""Text from headers and properties cannot become an HTTP header, a second log line or a terminal's command."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""An answer that cannot be sent back ends at once, and stands in nobody's way."""
+"""An answer that is too large to be sent ends its request at once and delays no other."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Requests and answers that are made to hold everybody up do not, and each ends as the contract says."""
+"""Requests and answers that are made to block the worker do not, and each ends as the contract says."""
 
 import asyncio
 import json

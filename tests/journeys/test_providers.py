@@ -1,4 +1,4 @@
-"""Several providers, fallbacks, caps: who asks is answered by another provider, and nobody spends more than may be."""
+"""Several providers, fallbacks and caps: another provider answers if one fails, and no cap is exceeded."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""A message id that comes again: the provider is called once, and everybody is told the same."""
+"""A repeated message id: the provider is called once, and every copy gets the same reply."""
 
 import asyncio
 from collections import Counter

@@ -1,4 +1,4 @@
-"""How a request ended can be read under its id, by whoever did not wait."""
+"""The outcome of a request can be fetched by its id later."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""What a worker tells of itself: `lanekeeper status`, its log once a minute, and that it ends when it is told to.
+"""`lanekeeper status`, the summary in the log once a minute, and how a worker stops.
 
 `/readyz` while the broker is away: test_broker_killed.py. Stopping under a load: test_worker_killed.py.
 """

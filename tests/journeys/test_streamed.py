@@ -1,4 +1,4 @@
-"""A request that streams gets its parts as they come, and a final reply that equals them put together."""
+"""A streamed request gets its parts as they are produced, and a final reply that equals all parts together."""
 
 import json
 

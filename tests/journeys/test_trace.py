@@ -1,4 +1,4 @@
-"""One trace over two processes: published here, worked by `lanekeeper serve`; read from the very bytes exported."""
+"""One trace over two processes, the publisher and `lanekeeper serve`, read from the bytes that they exported."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping

@@ -1,4 +1,4 @@
-"""A worker dies in the middle of its work, or is told to stop: others take over, and nothing is lost.
+"""A worker is killed at its work, or told to stop: others take over, and no request is lost.
 
 Worker processes over one simulated provider in the test, which sees every call.
 """

@@ -1,4 +1,4 @@
-"""Whatever comes, in whatever order: nothing is overspent, no lane loses its share, nobody is forgotten."""
+"""In every order of events nothing is overspent, no lane loses its share, and no request is forgotten."""
 
 from dataclasses import dataclass, field
 from math import inf

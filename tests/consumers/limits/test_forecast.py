@@ -1,4 +1,4 @@
-"""Nobody is told that he cannot be in time who would have been; and what is predicted for the first is what happens."""
+"""No request is refused as too late that would have been in time; the forecast for the first in line is exact."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""From a delivered message to a request: what is good, what is refused and by which code, and nothing else, ever."""
+"""From a delivered message to a request: what is accepted, what is refused and with which code, and no other errors."""
 
 import gzip
 import json
