@@ -1,4 +1,4 @@
-"""Putting the topology onto a real broker: whole, again, at once, and never over what differs."""
+"""Applying the topology to a real broker: completely, repeatedly, concurrently, and never over differing objects."""
 
 import asyncio
 from dataclasses import replace

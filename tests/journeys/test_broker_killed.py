@@ -1,4 +1,4 @@
-"""The broker dies under a load, or cuts off what hangs on it: nothing that it confirmed is lost.
+"""The broker dies or closes connections under load: no confirmed request is lost.
 
 Counted by request id. How long recovery took is printed (`pytest -s`).
 """

@@ -1,4 +1,4 @@
-"""The budget gate: which account pays, who waits, who is refused, and what is given back."""
+"""The budget gate: which account pays, which request waits, which is refused, and what is given back."""
 
 import asyncio
 import json

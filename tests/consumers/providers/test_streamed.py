@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from consumers.failures import TransientError
 from consumers.providers.streamed import StreamedMessage, parse_event, to_json
+from tests.support.examples import examples
 
 START: dict[str, Any] = {
     "type": "message_start",
@@ -225,7 +226,7 @@ def streams(draw: st.DrawFn) -> list[dict[str, Any]]:
     return [*events, end(reason, usage=usage), STOP]
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(events=streams())
 async def test_the_message_is_the_one_that_the_vendors_client_puts_together(events: list[dict[str, Any]]) -> None:
     wire = b"".join(b"event: %b\ndata: %b\n\n" % (e["type"].encode(), json.dumps(e).encode()) for e in events)
