@@ -6,6 +6,8 @@ The simulated provider enforces its limits by buckets of its own; it is the judg
 import asyncio
 from statistics import quantiles
 
+import pytest
+
 from lanekeeper import Client
 from service.checks.status import look
 from service.simulated.app import SimulatedAPI
@@ -15,6 +17,8 @@ from tests.support.processes import environment, lanekeeper
 from tests.support.redis import redis_server
 from tests.support.requester import Requester, requester
 from tests.support.waiting import until
+
+pytestmark = pytest.mark.default_broker_only
 
 MODEL = "claude-sonnet-5-5"
 """The same for all lanes: one account."""

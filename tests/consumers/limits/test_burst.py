@@ -18,6 +18,7 @@ from consumers.limits.spec import BudgetSpec, Caps
 from consumers.limits.waiter import Waiter
 from service.simulated.buckets import Bucket
 from tests.support.budget import ACCOUNT, Traffic
+from tests.support.examples import examples
 from tests.support.virtual_time import virtually
 
 KNOWN = (False, False, False)
@@ -120,7 +121,7 @@ def test_a_provider_that_tells_the_minute_and_enforces_the_second_is_not_asked_f
     virtually(story())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     capacity=st.floats(1, 60),
     steps=st.lists(st.tuples(st.floats(0, 10), st.integers(1, 4), st.floats(0, 5)), min_size=1, max_size=30),

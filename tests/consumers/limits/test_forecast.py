@@ -13,6 +13,7 @@ from consumers.limits.base import Heard, Kind
 from consumers.limits.own_turns import own_accounts
 from consumers.limits.spec import BudgetSpec, Caps
 from consumers.limits.waiter import Waiter
+from tests.support.examples import examples
 from tests.support.virtual_time import virtually
 
 CAPS = Caps(requests=60, input_tokens=6_000, output_tokens=600)
@@ -38,7 +39,7 @@ def starts_s(account: Account, waiter: Waiter, now_s: float) -> float:
     return now_s - began_s
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     lane=st.integers(0, 2),
     wanted=st.floats(1, 2_000),

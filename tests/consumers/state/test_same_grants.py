@@ -32,6 +32,7 @@ from consumers.state.redis.budget_script import STEP
 from consumers.state.redis.client import RedisClient
 from consumers.state.redis.script import Script
 from consumers.state.redis.shared_turns import SharedTurns
+from tests.support.examples import examples
 from tests.support.redis import RedisServer
 
 AGEING = {name: replace(lane, boost_s=10.0 if name == "batch" else None) for name, lane in DEFAULT_LANES.items()}
@@ -182,7 +183,9 @@ async def play(one: Player, other: Player, story: Sequence[tuple[Any, ...]]) -> 
 
 
 @settings(
-    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=examples(80),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(story=steps, spec=specs)
 def test_a_process_by_itself_and_redis_grant_the_same(
