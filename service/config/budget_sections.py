@@ -8,7 +8,7 @@ from pydantic import Field
 from consumers.limits.headers import LEAST
 from consumers.limits.order import FIRST_TO_AGE
 from consumers.limits.spec import DEFAULT_LANES as LANE_BUDGETS
-from consumers.limits.spec import BudgetSpec, Caps, LaneBudget
+from consumers.limits.spec import AccountCaps, BudgetSpec, LaneBudget
 from consumers.prices import AS_OF, Prices
 from consumers.spending import Cap, CapsSpec
 from service.config.sections import Disagreement, Section
@@ -40,8 +40,8 @@ class LimitsSettings(Section):
     concurrency: Number[int] | None = Field(default=None, ge=1)
     """Calls at the same time, at most. Example: 50"""
 
-    def limits(self) -> Caps:
-        return Caps(
+    def limits(self) -> AccountCaps:
+        return AccountCaps(
             requests=self.requests_per_min,
             input_tokens=self.input_tokens_per_min,
             output_tokens=self.output_tokens_per_min,

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from pydantic import BaseModel
 
-from consumers.limits.spec import Caps
+from consumers.limits.spec import AccountCaps
 from consumers.prices import Prices
 from consumers.providers.routes import RoutesSpec, unknown
 from service.config.budget_sections import FIRST
@@ -88,7 +88,7 @@ def _models(*, lanes: Sequence[LaneSpec], routes: RoutesSpec, prices: Prices, in
         yield Disagreement(problem.text, at=(problem.place,), by=_SPOKEN_OF)
 
 
-def _limits(*, lanes: Sequence[LaneSpec], caps: Mapping[str, Caps]) -> Iterator[Disagreement]:
+def _limits(*, lanes: Sequence[LaneSpec], caps: Mapping[str, AccountCaps]) -> Iterator[Disagreement]:
     """Limits that are too low: one answer of every lane must fit into a provider's limit for a minute. `caps`: by
     provider."""
     longest = max(lanes, key=lambda lane: lane.max_tokens)
