@@ -1,4 +1,4 @@
-"""A worker stops well, and in time when the broker does not answer; it does not live on with a lane that ended."""
+"""A worker stops in time, also if the broker does not answer; it ends if one of its lanes ends."""
 
 import asyncio
 from typing import Any

@@ -1,4 +1,4 @@
-"""Nobody is told that he cannot be in time who would have been; and what is predicted for the first is what happens."""
+"""No request is refused as too late that would have been in time; the forecast for the first in line is exact."""
 
 import asyncio
 
@@ -11,11 +11,12 @@ from consumers.limits.account import Account
 from consumers.limits.amounts import Amounts
 from consumers.limits.base import Heard, Kind
 from consumers.limits.own_turns import own_accounts
-from consumers.limits.spec import BudgetSpec, Caps
+from consumers.limits.spec import AccountCaps, BudgetSpec
 from consumers.limits.waiter import Waiter
+from tests.support.examples import examples
 from tests.support.virtual_time import virtually
 
-CAPS = Caps(requests=60, input_tokens=6_000, output_tokens=600)
+CAPS = AccountCaps(requests=60, input_tokens=6_000, output_tokens=600)
 SPEC = BudgetSpec(accounts={"a": CAPS})
 """Buckets of 10 s: 1,000 input tokens, of which 300, 200 and 50 are the lanes' reserves."""
 CRITICAL, NORMAL, BATCH = range(3)
@@ -38,7 +39,7 @@ def starts_s(account: Account, waiter: Waiter, now_s: float) -> float:
     return now_s - began_s
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     lane=st.integers(0, 2),
     wanted=st.floats(1, 2_000),
@@ -109,7 +110,7 @@ def test_a_lane_above_that_waits_for_output_is_not_thought_to_take_the_input_mea
 
 
 def test_where_calls_are_short_the_first_does_not_wait_for_those_behind_it() -> None:
-    account = new_account(BudgetSpec(accounts={"a": Caps(concurrency=1)}))
+    account = new_account(BudgetSpec(accounts={"a": AccountCaps(concurrency=1)}))
     for number in range(100):
         account.join(Waiter(BATCH, Amounts(1, 1, 1), arrived_s=float(number), until_s=130.0))
     first, _ = account.turn(100.0)

@@ -1,4 +1,4 @@
-"""Waiting in one process: who leaves makes room, changes are noticed, and what cannot be in time is told at once."""
+"""Waiting in one process: leaving makes room, changes are noticed, and requests that cannot be in time are refused."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

@@ -1,4 +1,4 @@
-"""What one tenant may have kept of what nobody has worked on yet: cancellations of unseen ids, requests that wait."""
+"""How much the store keeps for one tenant of what no worker has seen: cancellations of unseen ids, waiting requests."""
 
 import time
 
