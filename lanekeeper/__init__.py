@@ -23,15 +23,34 @@ if TYPE_CHECKING:
         Unroutable,
     )
     from lanekeeper.control import Cancelled, ControlRefused, NoReply, NotEnded
-    from lanekeeper.options import Wishes
+    from lanekeeper.options import Options
     from lanekeeper.replies import Final, Part, Problem
     from lanekeeper.reply_queue import ReplyLost
     from lanekeeper.telemetry.tracing import Tracing
 
 __all__ = [
-    "AccessRefused", "BrokerBlocked", "BrokerError", "BrokerUnreachable", "Cancelled", "Client", "ConfirmUnknown",
-    "ControlRefused", "Depth", "Final", "LanekeeperError", "Names", "NoReply", "NotEnded", "Part", "Problem",
-    "PublishRefused", "ReplyLost", "TopologyMismatch", "Tracing", "Unroutable", "Wishes",
+    "AccessRefused",
+    "BrokerBlocked",
+    "BrokerError",
+    "BrokerUnreachable",
+    "Cancelled",
+    "Client",
+    "ConfirmUnknown",
+    "ControlRefused",
+    "Depth",
+    "Final",
+    "LanekeeperError",
+    "Names",
+    "NoReply",
+    "NotEnded",
+    "Options",
+    "Part",
+    "Problem",
+    "PublishRefused",
+    "ReplyLost",
+    "TopologyMismatch",
+    "Tracing",
+    "Unroutable",
 ]  # fmt: skip
 
 _HOMES = (
