@@ -4,7 +4,7 @@ What these clients change (read in anthropic 2.12, `lib/{bedrock,vertex,foundry}
 
     Bedrock   POST /model/{model}/invoke[-with-response-stream]; the body without `model` and `stream`, with
               `anthropic_version` and `anthropic_beta`; signed (SigV4), or a Bedrock API key as bearer; streams come in
-              AWS's frames (`frames.py`), not as Server-Sent Events
+              AWS's event stream (`event_stream.py`), not as Server-Sent Events
     Vertex    POST …/publishers/anthropic/models/{model}:[stream]rawPredict; the body without `model`, with
               `anthropic_version`; a Google access token as bearer
     Foundry   Anthropic's own API at the resource's URL; the key as `x-api-key` and `api-key`
@@ -19,7 +19,7 @@ from typing import Any, Final
 from anthropic import AsyncAnthropicFoundry
 
 from consumers.providers.anthropic import AnthropicProvider, Dialect, client_options
-from consumers.providers.frames import FrameSplitter
+from consumers.providers.event_stream import FrameSplitter
 
 MISSING: Final = "needs packages that are not installed; run: pip install 'lanekeeper[{extra}]'"
 

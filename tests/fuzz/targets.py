@@ -22,8 +22,8 @@ from consumers.failures import ProviderError
 from consumers.limits import headers as rate_headers
 from consumers.providers.answers import parse_message, read_answer
 from consumers.providers.assembly import Assembly, parse_event, to_json
+from consumers.providers.event_stream import FrameSplitter
 from consumers.providers.events import EventSplitter
-from consumers.providers.frames import FrameSplitter
 from consumers.providers.stream_field import say_stream
 from consumers.providers.translation import classify, from_event, read_retry_after_s
 from lanekeeper.amqp.driver import fields

@@ -18,7 +18,7 @@ from consumers.providers import cloud
 
 from .conftest import AskedFor
 from .test_anthropic import MESSAGE, Received
-from .test_frames import event, fault
+from .test_event_stream import event, fault
 
 EVENTS = [
     {

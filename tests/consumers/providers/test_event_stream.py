@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from consumers.failures import AnswerTooLargeError, ProviderError, TransientError
-from consumers.providers.frames import FrameSplitter
+from consumers.providers.event_stream import FrameSplitter
 
 EVENTS = [b'{"type":"message_start","message":{}}', b'{"type":"ping"}', b'{"type":"message_stop"}']
 
