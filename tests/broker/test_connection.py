@@ -1,9 +1,13 @@
 """The supervised connection: what is wrong is one clear line, and what is lost comes back."""
 
 import asyncio
+import gc
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
+from aio_pika.tools import OneShotCallback
+from aiormq.exceptions import ChannelNotFoundEntity
 from yarl import URL
 
 from lanekeeper.amqp.connection import Connection
@@ -167,3 +171,17 @@ async def test_the_management_api_is_found_at_the_first_of_several_hosts_that_ha
     found = await management.discover(f"{dead},{vhost.amqp_url}")
     assert found is not None
     assert (await found.overview()).version.startswith(vhost.version.split("+")[0])
+
+
+async def test_a_channel_that_has_closed_leaves_nothing_on_its_connection(vhost: Vhost) -> None:
+    def callbacks() -> int:
+        gc.collect()
+        return sum(isinstance(each, OneShotCallback) for each in gc.get_objects())
+
+    async with Connection(vhost.amqp_url, name="test") as connection:
+        before = callbacks()
+        for _ in range(5):
+            await (await connection.channel(confirms=False)).close()
+            with suppress(ChannelNotFoundEntity):
+                await (await connection.channel(confirms=False)).get_queue("nowhere")
+        await until(lambda: callbacks() == before)

@@ -1,4 +1,4 @@
-"""An application with packages of its own named `service`, `topology` and `consumers` uses the client, from the wheel."""
+"""An application with its own packages `service`, `topology` and `consumers` uses the client, from the wheel."""
 
 import asyncio
 import json
@@ -16,8 +16,8 @@ from tests.support.house import house
 
 HOUSE = Path(__file__).parents[2]
 OWN = ("service", "topology", "consumers")
-FOR_WORKERS = {"aiohttp", "anthropic", "jiter", "pydantic", "redis", "rich", "typer", "uvloop"}
-"""What the client does without."""
+FOR_WORKERS = {"aiohttp", "anthropic", "jiter", "pydantic", "redis", "typer", "uvloop"}
+"""What the client does without. (`rich` is loaded by structlog where it is installed.)"""
 SCRIPT = """
 import asyncio, json, sys
 import consumers, service, topology
