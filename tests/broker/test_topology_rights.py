@@ -64,6 +64,10 @@ async def unbind(channel: AbstractChannel, queue: str, exchange: str, key: str) 
     await (await channel.get_queue(queue, ensure=False)).unbind(exchange, key)
 
 
+async def purge(channel: AbstractChannel, queue: str) -> None:
+    await (await channel.get_queue(queue, ensure=False)).purge()
+
+
 def declare_queue(name: str) -> Act:
     arguments = {"x-queue-type": "quorum"}
     return Act(f"declare {name}", lambda channel: channel.declare_queue(name, durable=True, arguments=arguments))
@@ -144,7 +148,7 @@ NOT_FOR_APPLICATIONS = [
     *(get(queue) for queue in ("lane.normal", "lane.normal.due", "lane.dead", "lane.fallen", "lane.delay.00")),
     *(own_queue(exchange) for exchange in ("lane.requests", "lane.events", "lane.dead", "lane.due", "amq.topic")),
     delete_queue("lane.normal"),
-    Act("purge lane.normal", lambda channel: channel.queue_purge("lane.normal")),
+    Act("purge lane.normal", lambda channel: purge(channel, "lane.normal")),
     Act("unbind lane.normal", lambda channel: unbind(channel, "lane.normal", "lane.requests", "normal.#")),
 ]
 
