@@ -18,11 +18,12 @@ import selectors
 import statistics
 import time
 
+from consumers.limits.accounts import Accounts
 from consumers.limits.amounts import Amounts
-from consumers.limits.local import LocalBudgets
+from consumers.limits.own_turns import OwnTurns, own_accounts
 from consumers.limits.spec import BudgetSpec, Caps
-from consumers.state.redis.budgets import RedisBudgets
 from consumers.state.redis.client import RedisClient
+from consumers.state.redis.shared_turns import shared_accounts
 
 LANES = ("critical", "normal", "batch")
 RESERVED, USED = Amounts(1, 800, 300), Amounts(1, 790, 120)
@@ -49,9 +50,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._instant.passed_s
 
 
-def budgets(per_minute: float) -> LocalBudgets:
+def budgets(per_minute: float) -> Accounts[OwnTurns]:
     caps = Caps(requests=per_minute, input_tokens=per_minute * 10_000, output_tokens=per_minute * 10_000)
-    return LocalBudgets(BudgetSpec(accounts={"a": caps}))
+    return own_accounts(BudgetSpec(accounts={"a": caps}))
 
 
 async def with_room(grants: int) -> float:
@@ -79,14 +80,14 @@ async def woken(grants: int, waiting: int, *, until_s: float | None) -> tuple[fl
     await asyncio.sleep(0)
     began = time.process_time()
     await asyncio.gather(*tasks)
-    return 1e6 * (time.process_time() - began) / grants, some.wake_ups / grants
+    return 1e6 * (time.process_time() - began) / grants, some.turns("a").wake_ups / grants
 
 
 async def shared(url: str, grants: int, at_once: int) -> str:
     """Through Redis, where there is always room."""
     client = RedisClient(url)
     caps = Caps(requests=1e9, input_tokens=1e12, output_tokens=1e12)
-    some = RedisBudgets(client, namespace=f"benchmark-{secrets.token_hex(4)}", spec=BudgetSpec(accounts={"a": caps}))
+    some = shared_accounts(client, namespace=f"benchmark-{secrets.token_hex(4)}", spec=BudgetSpec(accounts={"a": caps}))
     left = iter(range(grants))
     took_ms: list[float] = []
 
@@ -103,7 +104,7 @@ async def shared(url: str, grants: int, at_once: int) -> str:
     await some.aclose()
     await client.aclose()
     return (
-        f"{1e6 * cpu / grants:7.1f} CPU-µs, {some.steps / grants:.2f} round trips, "
+        f"{1e6 * cpu / grants:7.1f} CPU-µs, {some.turns('a').steps / grants:.2f} round trips, "
         f"{statistics.median(took_ms):.2f} ms each, {grants / wall:.0f}/s"
     )
 

@@ -14,7 +14,8 @@ from typing import Any
 import structlog
 
 from consumers.providers.anthropic import AnthropicProvider
-from service.config.settings import Settings, load_settings
+from service.config.loading import load_settings
+from service.config.settings import Settings
 from service.private_broker.broker import private_broker
 from service.private_broker.source import LOOPBACK, free_ports
 

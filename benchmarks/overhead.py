@@ -21,6 +21,7 @@ import uvloop
 from anthropic import AsyncAnthropic
 
 from lanekeeper import Client
+from service.worker import heap
 from service.worker import running as worker
 from service.worker.assembly import assemble
 from topology.codec.request import Request
@@ -56,6 +57,7 @@ async def main(rounds: int, requests: int, at_once: int) -> None:
         provider = ground.adapter(base_url)
         stop = asyncio.Event()
         async with assemble(settings, declares=True) as parts, Client(url, names=parts.names) as client:
+            heap.settle()
             working = asyncio.create_task(worker.run(parts, stop=stop, grace_s=5))
             body = json.dumps(
                 {"model": "claude-haiku-5-5", "max_tokens": 100, "messages": [{"role": "user", "content": PROMPT}]}

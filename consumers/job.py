@@ -1,16 +1,17 @@
 """A job is one delivery being worked; an outcome is what that came to. The outcomes are a closed set."""
 
 import asyncio
+import os
 import time
 import uuid
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from hashlib import blake2b
-from typing import Protocol
 
 from opentelemetry.trace import INVALID_SPAN, Span
 
+from consumers.chain import Chain, Route
 from consumers.limits.amounts import Amounts
 from consumers.limits.base import Reservation
 from consumers.rank import restored
@@ -41,19 +42,6 @@ def now_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
-class Route(Protocol):
-    """One provider that may be called, with the model that it is asked for and the account that pays."""
-
-    @property
-    def provider(self) -> str: ...
-
-    @property
-    def model(self) -> str: ...
-
-    @property
-    def account(self) -> str: ...
-
-
 class Job:
     """One delivery on its way through the pipeline.
 
@@ -61,7 +49,7 @@ class Job:
     """
 
     __slots__ = (
-        "_copy", "attempt_started_ms", "claim", "completion", "cost_usd", "deaths", "delivery", "hop", "id",
+        "_copy", "attempt_started_ms", "chain", "claim", "completion", "cost_usd", "deaths", "delivery", "hop", "id",
         "identity", "lane", "limit", "lost", "request", "reservation", "route", "run_ms", "span", "stopped",
         "taken_ms", "trusted", "usage",
     )  # fmt: skip
@@ -90,6 +78,8 @@ class Job:
         self.taken_ms = taken_ms
         self.request: Request | None = None
         """Set once the codec has read it."""
+        self.chain = Chain()
+        """Who may be asked for it; found when it has been read."""
         self.attempt_started_ms: int | None = None
         self.run_ms = 0
         """How long the attempt of this delivery ran."""
@@ -167,7 +157,7 @@ class Job:
             body_hash=blake2b(message.body, digest_size=16).digest(),
             mark=blake2b(repr(told).encode(errors="replace"), digest_size=16).digest(),
             redelivered=self.redelivered,
-            nonce=uuid.uuid4().bytes[:8],
+            nonce=os.urandom(8),
             dead_at_ms=dead_at_ms(self.dead_at),
         )
         return self._copy

@@ -6,7 +6,7 @@ again. Nothing is acknowledged whose outcome is not with the broker, and what is
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import assert_never
 
@@ -119,10 +119,10 @@ class Settler:
         with suppress(ChannelLost):
             await delivery.ack()
 
-    async def ack_together(self, session: Session, deliveries: Sequence[Delivery]) -> None:
-        """The same for several deliveries of one channel."""
+    async def ack_together(self, session: Session, deliveries: Sequence[Delivery], *, in_hand: Collection[int]) -> None:
+        """The same for several deliveries of one channel. `in_hand`: the tags of those that are not settled yet."""
         with suppress(ChannelLost):
-            await session.ack(deliveries)
+            await session.ack(deliveries, in_hand=in_hand)
 
     async def nack(self, delivery: Delivery) -> None:
         """Return a delivery that the worker cannot finish, because it stops. RabbitMQ 4.3 does not count that."""

@@ -14,7 +14,7 @@ from consumers.limits.amounts import NOTHING, Amounts
 from consumers.limits.base import Budgets, Heard, Kind
 from consumers.limits.estimates import Estimates
 from consumers.limits.estimates import Kind as Task
-from consumers.limits.local import LocalBudgets
+from consumers.limits.own_turns import own_accounts
 from consumers.limits.spec import DEFAULT_LANES as SHARES
 from consumers.limits.spec import BudgetSpec
 from topology.lanes import DEFAULT_LANES
@@ -37,7 +37,7 @@ def spec(load: Load) -> BudgetSpec:
 @asynccontextmanager
 async def gate_alone(base_url: str, load: Load) -> AsyncIterator[Asking]:
     async with calling(base_url) as call:
-        yield _gate(call, LocalBudgets(spec(load)), load)
+        yield _gate(call, own_accounts(spec(load)), load)
 
 
 def _gate(call: Call, budgets: Budgets, load: Load) -> Asking:

@@ -1,7 +1,7 @@
 """START HERE: one scenario, played in virtual time against the real `Account`. Pure.
 
 A heap of events stands for the clock, and this file for what surrounds the account in a worker: estimates, the timer
-of `LocalBudgets`, retries and the breaker. Without `slots` whoever has come waits at the gate. There are no
+of `Accounts`, retries and the breaker. Without `slots` whoever has come waits at the gate. There are no
 deadlines: nobody is refused, so that all waits are seen.
 
 Several processes share one account here, each with estimates of its own, and what one does reaches the account as late
@@ -24,8 +24,8 @@ from consumers.limits import forecast
 from consumers.limits.account import Account
 from consumers.limits.amounts import NOTHING, Amounts
 from consumers.limits.base import NO_NEWS, Heard, Kind, Reservation
-from consumers.limits.local import LATE_S
-from consumers.limits.order import Waiter
+from consumers.limits.turns import LATE_S
+from consumers.limits.waiter import Waiter
 
 STEP_S = (0.0005, 0.0020)
 """To the account and back, where several processes share it."""
@@ -169,7 +169,7 @@ class Replay:
         self.after(BACK_S, lambda: self.arrives(waiter.ask))
 
     def _step(self) -> None:
-        """As `LocalBudgets` does it."""
+        """As `OwnTurns` does it."""
         waiter, in_s = self._account.turn(self.now_s)
         while waiter is not None:
             assert isinstance(waiter, Standing)

@@ -26,7 +26,8 @@ log = logs.logger()
 
 
 class Answers:
-    """Publishes them. Through `notices`, unconfirmed, goes what is told to whoever sends too much."""
+    """Publishes them. `notices`: where all but results go, many in one write: none is confirmed, for whoever got no
+    answer asks again."""
 
     def __init__(
         self, publisher: Publisher, *, direct: DirectSender, rule: ReplyRule, notices: Notices | None = None
@@ -53,17 +54,10 @@ class Answers:
         document = problem.document(request=id or "", attempts=0)
         await self._send(question, document, PROBLEM, _headers(id, {n.CONTROL: "error"}), is_due=True)
 
-    async def refuse_cheaply(self, question: Message, problem: RequestProblem, *, id: str | None) -> None:
-        """The same, for what comes by the thousand: an answer that cannot be written soon is counted as unanswered."""
-        address = question.reply_to or ""
-        if self._notices is None or not self._rule.allows_control(address, user=question.user_id):
-            await self.refuse(question, problem, id=id)
-            return
+    def refuse_untold(self, question: Message, problem: RequestProblem) -> None:
+        """The same of what comes by the thousand: it is counted, and logged once a minute."""
         self._tell_of(question, problem)
-        document = problem.document(request=id or "", attempts=0)
-        answer = _answer(question, document, PROBLEM, _headers(id, {n.CONTROL: "error"}))
-        if not self._notices.send(answer, routing_key=address):
-            self.unanswered += 1
+        self.unanswered += 1
 
     def _tell_of(self, question: Message, problem: RequestProblem) -> None:
         self.refused += 1
@@ -83,25 +77,37 @@ class Answers:
         """How the request ended, as its requester was told."""
         headers = {n.STATUS: completion.status, **completion.headers, n.REPLAYED: True}
         content_type = PROBLEM if completion.status == "error" else JSON
+        if not self._may_answer(question):
+            return
         try:
-            await self._send(question, completion.body, content_type, _headers(id, headers))
+            await self._publish(question, _answer(question, completion.body, content_type, _headers(id, headers)))
         except MessageTooLarge as error:
             await self.refuse(question, answer_too_large(error.size, error.limit), id=id)
 
     async def _send(
         self, question: Message, body: bytes, content_type: str, headers: Mapping[str, Any], *, is_due: bool = False
     ) -> None:
-        """Whoever has gone wants no answer. `is_due`: whoever gave no address should be told all the same."""
-        address = question.reply_to or ""
-        if not self._rule.allows_control(address, user=question.user_id):
-            if address or is_due:
-                self.unanswered += 1
-                if count := self._seldom.count(f"unanswered {question.user_id or ''}"):
-                    log.warning(
-                        signals.CONTROL_UNANSWERED, reply_to=address[:100], count=count, unanswered=self.unanswered
-                    )
+        if not self._may_answer(question, is_due=is_due):
             return
         answer = _answer(question, body, content_type, headers)
+        address = question.reply_to or ""
+        is_apart = self._direct.is_apart and is_direct(address)
+        if self._notices is None or is_apart or not self._notices.send(answer, routing_key=address):
+            await self._publish(question, answer)
+
+    def _may_answer(self, question: Message, *, is_due: bool = False) -> bool:
+        """Whoever has gone wants no answer. `is_due`: whoever gave no address should be told all the same."""
+        address = question.reply_to or ""
+        may = self._rule.allows_control(address, user=question.user_id)
+        if not may and (address or is_due):
+            self.unanswered += 1
+            if count := self._seldom.count(f"unanswered {question.user_id or ''}"):
+                log.warning(signals.CONTROL_UNANSWERED, reply_to=address[:100], count=count, unanswered=self.unanswered)
+        return may
+
+    async def _publish(self, question: Message, answer: Message) -> None:
+        """Raises MessageTooLarge."""
+        address = question.reply_to or ""
         try:
             if is_direct(address):
                 await self._direct.send(answer, address, traced=False)

@@ -1,8 +1,8 @@
 """What is said on the control exchange: cancellations, which are recorded, and questions for results.
 
 One queue for all workers, so that one of them does it. A cancellation stays there until the store has it. Many are
-worked at once, so that the store writes them together; who sends more than its share is refused before the store is
-asked, which is faster. First come, first read: another's cancellation waits for what is in the queue before it.
+worked at once, so that the store writes them together. First come, first read: another's cancellation waits for what is
+in the queue before it; so what is beyond a tenant's share costs next to nothing (`allowance.py`).
 """
 
 import asyncio
@@ -12,11 +12,12 @@ from functools import partial
 from typing import Any
 
 from consumers.claiming import Claiming
+from consumers.control.allowance import Allowance, Due
 from consumers.control.answer import Answers
 from consumers.control.question import Question, id_of, read
 from consumers.job import NowMs, moment_text
 from consumers.settle import Settler
-from consumers.share import Seldom, Share
+from consumers.share import Seldom
 from consumers.state.base import Cancelling, Completion, Found, Identity, StoreUnavailable
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
@@ -33,10 +34,10 @@ CATCH_UP_WITHIN_S = 5.0
 flood may never end. What is left is recorded beside the requests, and one that is cancelled too late runs."""
 QUIET_S = 0.5
 """Where the queue may not be looked at: nothing delivered for so long, and it is taken for empty."""
-AT_ONCE_S = 5
-"""Seconds of its share that a tenant may send at once: who cancels all of its requests is no flood."""
-TOGETHER = 32
-"""What was turned away is acknowledged in so many at a time."""
+GATHER_S = 0.01
+"""How long the first that is done with waits for others, to be acknowledged with them: each write is a system call."""
+AT_A_TIME = 32
+"""What is refused in so many, and then whoever else waits for the event loop."""
 Ready = Callable[[], Awaitable[int]]
 """How many messages wait in the control queue. Raises BrokerError."""
 log = logs.logger()
@@ -67,13 +68,13 @@ class Control:
         self._question = partial(read, speakers=speakers, needs_user_id=needs_user_id)
         self._ready = ready
         self._kept_s = kept_s
-        self._share = Share(per_s=per_tenant_s, at_once=AT_ONCE_S * per_tenant_s)
-        self._per_tenant_s = per_tenant_s
+        self._allowance = Allowance(per_tenant_s=per_tenant_s, speakers=speakers, question=self._question)
         self._displaced = Seldom()
         self.displaced = 0
         """Cancellations that were forgotten for newer ones of their tenant, because no worker had seen the request."""
         self._is_behind = True
-        self._in_hand = 0
+        self._in_hand: set[int] = set()
+        self._done: list[Delivery] = []
         self._busy_at_s = 0.0
         self._session: Session | None = None
 
@@ -104,16 +105,29 @@ class Control:
 
     async def _read_all(self, session: Session, reading: asyncio.TaskGroup) -> None:
         """Begin with each, unless its tenant has used up its share. Raises ChannelLost."""
-        turned_away: list[Delivery] = []
+        self._in_hand, self._done, counted = set(), [], 0
         async for delivery in session:
-            if self._has_its_share_left(delivery.message):
-                reading.create_task(self._take(delivery), name=f"control {delivery.tag}")
-            else:
-                await self._turn_away(delivery.message)
-                turned_away.append(delivery)
-            if turned_away and (not session.waiting or len(turned_away) >= TOGETHER):
-                await self._settler.ack_together(session, turned_away)
-                turned_away.clear()
+            due = self._allowance.due(delivery.message)
+            if due is not Due.COUNTED:
+                self._in_hand.add(delivery.tag)
+                reading.create_task(self._take(delivery, due, session, reading), name=f"control {delivery.tag}")
+                continue
+            self._answers.refuse_untold(delivery.message, self._allowance.problem)
+            self._acknowledge(delivery, session, reading)
+            counted += 1
+            if counted % AT_A_TIME == 0:
+                await asyncio.sleep(0)
+
+    def _acknowledge(self, delivery: Delivery, session: Session, reading: asyncio.TaskGroup) -> None:
+        """Soon, with others."""
+        if not self._done:
+            reading.create_task(self._acknowledge_all(session), name="control acknowledging")
+        self._done.append(delivery)
+
+    async def _acknowledge_all(self, session: Session) -> None:
+        await asyncio.sleep(GATHER_S)
+        done, self._done = self._done, []
+        await self._settler.ack_together(session, done, in_hand=self._in_hand)
 
     async def _catch_up(self, session: Session) -> None:
         """See when all that waited has been read, or for too long: at first, and again after the store was away. Looked
@@ -133,7 +147,7 @@ class Control:
 
     async def _waiting(self, session: Session) -> int:
         """How many control messages are not done with; at least 1 where that cannot be known."""
-        here = session.waiting + self._in_hand
+        here = session.waiting + len(self._in_hand)
         try:
             return here + await self._ready()
         except AccessRefused:  # a user that may read it, but not look at it: all are delivered as fast as they are read
@@ -146,15 +160,19 @@ class Control:
         """Read no more; `run` returns when what was taken has been recorded."""
         await self._deliveries.stop()
 
-    async def _take(self, delivery: Delivery) -> None:
-        self._in_hand += 1
+    async def _take(self, delivery: Delivery, due: Due, session: Session, reading: asyncio.TaskGroup) -> None:
         try:
-            await self._read(delivery)
+            if due is Due.REFUSED:
+                message = delivery.message
+                await self._answers.refuse(message, self._allowance.problem, id=id_of(message))
+            elif not await self._is_done_with(delivery):
+                return
+            self._acknowledge(delivery, session, reading)
         finally:
-            self._in_hand -= 1
+            self._in_hand.discard(delivery.tag)
             self._busy_at_s = asyncio.get_running_loop().time()
 
-    async def _read(self, delivery: Delivery) -> None:
+    async def _is_done_with(self, delivery: Delivery) -> bool:
         """What cannot be carried out is refused, and what cannot be recorded goes back: never lost, never a loop."""
         message = delivery.message
         try:
@@ -166,32 +184,15 @@ class Control:
         except StoreUnavailable as away:
             log.warning(signals.CONTROL_POSTPONED, type=message.type, reason=str(away))
             await self._settler.nack_later(delivery)
-            return
+            return False
         except Exception:  # a fault of ours must not end the worker, and with the next one all the others
             log.exception(signals.HANDLER_FAILED, where="control", type=str(message.type)[:40])
             if (delivery.times_delivered or 1) < FAULTS_AT_MOST:
                 await self._settler.reject_later(delivery)
-                return
+                return False
             fault = RequestProblem("internal", "a fault of ours; the worker's log has it")
             await self._answers.refuse(message, fault, id=id_of(message))
-        await self._settler.ack(delivery)
-
-    def _has_its_share_left(self, message: Message) -> bool:
-        """By the tenant that it speaks for; by its user, where it cannot be understood."""
-        try:
-            question = self._question(message)
-        except RequestProblem:
-            question = None
-        return self._share.take(question.identity.tenant if question is not None else message.user_id or "")
-
-    async def _turn_away(self, message: Message) -> None:
-        """Before the store is asked, so that the queue is soon read."""
-        problem = RequestProblem(
-            "too_many_control_messages",
-            f"a tenant may send {self._per_tenant_s:g} control messages a second, and {AT_ONCE_S} times as many at "
-            "once; this one was not carried out: send it again later",
-        )
-        await self._answers.refuse_cheaply(message, problem, id=id_of(message))
+        return True
 
     async def _carry_out(self, message: Message, question: Question) -> None:
         """Raises StoreUnavailable."""

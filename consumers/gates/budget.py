@@ -7,15 +7,16 @@ not). Whoever cannot be in time is refused at once, with the figures.
 import asyncio
 import random
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
+from consumers.chain import Route
 from consumers.failures import ProviderError
 from consumers.gates.waiting_room import WaitingRoom
-from consumers.job import Answered, Deferred, Dropped, Job, NowMs, Outcome, Refused, Route
+from consumers.job import Answered, Deferred, Dropped, Job, NowMs, Outcome, Refused
 from consumers.limits.amounts import PAUSED, Amounts
 from consumers.limits.base import Budgets, Reservation, Wait, WaitTooLong
 from consumers.limits.estimates import Estimates, Kind, task_of
 from consumers.limits.spec import BudgetSpec
+from consumers.providers.breaker import Breakers
 from consumers.providers.counting import spent
 from consumers.state.base import Stop
 from lanekeeper.contract.problems import RequestProblem
@@ -34,19 +35,13 @@ is refused again ends its request."""
 OnWait = Callable[[Job, Wait], None]
 
 
-class Routes(Protocol):
-    """Which providers may be called, the best first; at least one."""
-
-    def of(self, lane: str, tenant: str, model: str) -> Sequence[Route]: ...
-
-
 class BudgetGate:
     """Sets the job's route and reservation. `on_wait` is told of each wait that is not short, when it begins."""
 
     def __init__(
         self,
         budgets: Budgets,
-        routes: Routes,
+        breakers: Breakers,
         estimates: Estimates,
         *,
         spec: BudgetSpec,
@@ -56,7 +51,7 @@ class BudgetGate:
     ) -> None:
         self._rng = rng
         self._budgets = budgets
-        self._routes = routes
+        self._breakers = breakers
         self._estimates = estimates
         self._spec = spec
         self._now_ms = now_ms
@@ -65,7 +60,7 @@ class BudgetGate:
 
     async def enter(self, job: Job) -> Outcome | None:
         assert job.request is not None
-        routes = self._routes.of(job.lane_name, job.identity.tenant, job.request.model)
+        routes = self._breakers.callable(job.chain.routes)
         route = routes[0]
         until = self._start_by(job, job.request, route)
         began_s = asyncio.get_running_loop().time()

@@ -4,10 +4,11 @@ import random
 from collections.abc import Callable
 from functools import partial
 
-from consumers.gates.route import RouteGate
-from consumers.job import Answered, Deferred, Job, NowMs, Outcome, Refused, Route, ended_by
+from consumers.chain import Route
+from consumers.job import Answered, Deferred, Job, NowMs, Outcome, Refused, ended_by
 from consumers.limits.amounts import Amounts
 from consumers.prices import MILLION, Price, Prices
+from consumers.providers.breaker import Breakers
 from consumers.spending import Hold, Over, Spending, Spent
 from consumers.state.base import StoreUnavailable
 from lanekeeper.contract.problems import RequestProblem
@@ -25,7 +26,7 @@ class CapsGate:
     def __init__(
         self,
         spending: Spending,
-        routes: RouteGate,
+        breakers: Breakers,
         *,
         prices: Prices,
         estimate: Estimate,
@@ -35,7 +36,7 @@ class CapsGate:
     ) -> None:
         self._spending = spending
         self._tell = tell
-        self._routes = routes
+        self._breakers = breakers
         self._prices = prices
         self._estimate = estimate
         self._now_ms = now_ms
@@ -48,7 +49,7 @@ class CapsGate:
         bounds = self._spending.bounds(job.lane_name, tenant)
         if not bounds or job.stopped is not None:
             return None
-        route = self._routes.of(job.lane_name, tenant, job.request.model)[0]
+        route = self._breakers.callable(job.chain.routes)[0]
         price = self._prices.of(route.model)
         if price is None and any(each.what == "usd" for each in bounds):
             return ended_by(

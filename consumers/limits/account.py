@@ -7,26 +7,27 @@ between lanes. Where calls are what is short (`concurrency.py`), each lane has i
 """
 
 from collections.abc import Sequence
-from math import ceil, inf
+from math import inf
 
 from consumers.limits.adaptive import Adaptive
 from consumers.limits.amounts import CONCURRENCY, NOTHING, PAUSED, Amounts
 from consumers.limits.base import Heard, Kind, Reservation
 from consumers.limits.buckets import Buckets
 from consumers.limits.burst import Bursts
+from consumers.limits.call_credit import CallCredit
 from consumers.limits.concurrency import Concurrency
 from consumers.limits.demand import Demand
 from consumers.limits.headers import RateHeaders
 from consumers.limits.learned import Learned
-from consumers.limits.order import Lines, Order, Waiter
+from consumers.limits.order import Lines, Order
 from consumers.limits.spec import BudgetSpec
 from consumers.limits.underway import Underway
+from consumers.limits.waiter import Waiter
 
 HOLD_AT_MOST_S = 60.0
 """What a `retry-after` is believed: the buckets are a minute's."""
 INPUT = 1
 """Of the buckets."""
-WHOLE = 1 - 1e-9
 
 
 class Account:
@@ -34,8 +35,8 @@ class Account:
 
     def __init__(self, name: str, spec: BudgetSpec, *, now_s: float) -> None:
         self.name = name
-        self._spec = spec
-        self._names = tuple(spec.lanes)
+        self.spec = spec
+        self.lanes = tuple(spec.lanes)
         self.shares = tuple(lane.share for lane in spec.lanes.values())
         caps = spec.caps(name)
         self._adaptive = Adaptive(spec.start, caps, now_s=now_s)
@@ -44,17 +45,22 @@ class Account:
         """Which limits nobody has told or set."""
         sizes = self._bursts.sizes(guessed=self.guessed)
         self.buckets = Buckets(self._adaptive.per_minute(), sizes=sizes, shares=self.shares, now_s=now_s)
-        self.demand = Demand(len(self._names), now_s=now_s)
+        self.demand = Demand(len(self.lanes), now_s=now_s)
         self.lines = Lines([lane.boost_s for lane in spec.lanes.values()])
         self.concurrency = Concurrency(caps.concurrency)
-        self._turns = [0.0 for _ in self._names]
-        """Where calls are what is short: each lane's share of them, saved up to one."""
+        self._credit = CallCredit(self.shares)
         self._underway = Underway()
         self.paused_until_s = self.held_until_s = -inf
         self.is_pressed = False
         """Somebody had to wait since a guessed limit was last raised."""
-        self.elsewhere: list[Sequence[float]] = [(0.0, 0.0, 0.0) for _ in self._names]
-        """What those of each lane wait for that wait in other processes."""
+        self.elsewhere: Sequence[Sequence[float]] = ()
+        """What the waiters of each lane wait for that wait in other processes."""
+        self.nobody_elsewhere()
+
+    @property
+    def is_idle(self) -> bool:
+        """Nobody waits, and no call runs."""
+        return self.lines.is_empty and not self.concurrency.running
 
     def refill(self, now_s: float) -> None:
         """What has come in since."""
@@ -62,7 +68,7 @@ class Account:
 
     def paused_s(self, now_s: float) -> float:
         """How long nothing is granted, because of a spend limit."""
-        return _left_s(self.paused_until_s, now_s, self._spec.spend_pause_s)
+        return _left_s(self.paused_until_s, now_s, self.spec.spend_pause_s)
 
     def stopped_s(self, now_s: float) -> float:
         """How long nothing is granted, because of that or of a refusal."""
@@ -101,13 +107,14 @@ class Account:
         if self.concurrency.is_full:
             return None, self.concurrency.regains_in_s(now_s)
         order, soonest_s = self.lines.order(now_s), self.lines.aged_in_s(now_s)
-        for lane in self._by_turn(order):
+        for lane in self._by_credit(order):
             waiter = self.lines.heads[lane]
             if waiter is None:
                 continue
             in_s = self.buckets.wait_s(lane, waiter.amounts, order)
             if in_s == 0:
-                return self._granted(waiter, now_s), 0.0
+                self._begin(waiter, self.buckets.take(lane, waiter.amounts), now_s)
+                return waiter, 0.0
             self.is_pressed = True
             if in_s < soonest_s:
                 soonest_s = in_s
@@ -122,7 +129,7 @@ class Account:
         reservation.is_settled = True
         self._underway.end(reservation)
         self.concurrency.end(now_s - reservation.at_s)
-        lane = self._names.index(reservation.lane)
+        lane = self.lanes.index(reservation.lane)
         self.refill(now_s)
         used = used or NOTHING
         self.buckets.settle(lane, reservation.amounts, own=reservation.own, used=used)
@@ -169,7 +176,7 @@ class Account:
             case Kind.OVERLOADED:
                 self.concurrency.overloaded(now_s)
             case Kind.SPEND_LIMIT:
-                self.paused_until_s = now_s + self._spec.spend_pause_s
+                self.paused_until_s = now_s + self.spec.spend_pause_s
                 stopped = True
             case Kind.FAILED:
                 pass
@@ -211,64 +218,49 @@ class Account:
         self.paused_until_s += jump_s
         self.held_until_s += jump_s
 
-    def turns(self) -> list[bool]:
-        """Where calls are what is short, the lanes that wait and whose turn has come: they are asked first."""
-        limited = self.concurrency.is_limited
+    def nobody_elsewhere(self) -> None:
+        """What other processes have told is too old."""
+        self.elsewhere = [NOTHING for _ in self.lanes]
+
+    def due_for_a_call(self) -> list[bool]:
+        """When concurrency is the bottleneck: the lanes that wait and are due for a call. They are asked first."""
+        is_limited = self.concurrency.is_limited
         return [
-            limited and head is not None and turn >= WHOLE
-            for head, turn in zip(self.lines.heads, self._turns, strict=True)
+            is_limited and head is not None and self._credit.is_due(lane) for lane, head in enumerate(self.lines.heads)
         ]
 
-    def turn_of(self, lane: int, count: int) -> int:
-        """Where calls are what is short: how many begin, at most, before one that has `count` of its lane before it."""
-        return ceil((count + 1 - self._turns[lane]) / self.shares[lane]) + 1
+    def calls_before(self, lane: int, count: int) -> int:
+        """When concurrency is the bottleneck: how many calls begin, at most, before that of a request that has `count`
+        of its lane before it."""
+        return self._credit.calls_before(lane, count)
 
-    def begin(self, waiter: Waiter, reservation: Reservation) -> bool:
-        """Somebody else has granted it: it leaves its line. False where it is no longer there."""
+    def begin(self, waiter: Waiter, *, own: Amounts, now_s: float) -> bool:
+        """Another has granted it, `own` of it from what its lane has saved. False where it has left its line."""
         if waiter not in self.lines:
             return False
-        waiter.reservation = reservation
-        self._underway.begin(reservation)
-        if self.concurrency.is_limited:
-            self._turn_taken(waiter.lane)
-        self.lines.leave(waiter)
-        self.demand.add(waiter.lane, waiter.amounts, reservation.at_s)
-        self.concurrency.begin()
-        self._head_changed(waiter.lane)
+        self._begin(waiter, own, now_s)
         return True
 
     # ---- inside ------------------------------------------------------------------------------------------------------
 
-    def _by_turn(self, order: Order) -> Sequence[int]:
-        """Where calls are what is short, the lanes whose turn has come go first."""
+    def _by_credit(self, order: Order) -> Sequence[int]:
+        """When concurrency is the bottleneck, the lanes that are due for a call go first."""
         if not self.concurrency.is_limited:
             return order.lanes
-        return sorted(order.lanes, key=lambda lane: self._turns[lane] < WHOLE)
+        return sorted(order.lanes, key=lambda lane: not self._credit.is_due(lane))
 
-    def _granted(self, waiter: Waiter, now_s: float) -> Waiter:
+    def _begin(self, waiter: Waiter, own: Amounts, now_s: float) -> None:
         lane = waiter.lane
         if self.concurrency.is_limited:
-            self._turn_taken(lane)
+            self._credit.begin(lane, self.lines.heads)
         self.lines.leave(waiter)
         self.demand.add(lane, waiter.amounts, now_s)
         waiter.reservation = Reservation(
-            account=self.name,
-            lane=self._names[lane],
-            amounts=waiter.amounts,
-            own=self.buckets.take(lane, waiter.amounts),
-            at_s=now_s,
+            account=self.name, lane=self.lanes[lane], amounts=waiter.amounts, own=own, at_s=now_s
         )
         self._underway.begin(waiter.reservation)
         self.concurrency.begin()
         self._head_changed(lane)
-        return waiter
-
-    def _turn_taken(self, lane: int) -> None:
-        if self._turns[lane] >= WHOLE:
-            self._turns[lane] -= 1
-        for each, waiter in enumerate(self.lines.heads):
-            if waiter is not None:
-                self._turns[each] = min(1.0, self._turns[each] + self.shares[each])
 
     def _head_changed(self, lane: int) -> None:
         waiter = self.lines.heads[lane]
@@ -295,7 +287,7 @@ class Account:
         fills = [was and not now for was, now in zip(was_guessed, self.guessed, strict=True)]
         sizes = self._bursts.sizes(guessed=self.guessed)
         self.buckets.resize(self._adaptive.per_minute(), sizes=sizes, fills=fills)
-        for lane in range(len(self._names)):
+        for lane in range(len(self.lanes)):
             self._head_changed(lane)
 
 

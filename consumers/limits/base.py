@@ -84,11 +84,11 @@ NO_NEWS: Final = Heard(kind=Kind.FAILED)
 
 
 class Budgets(Protocol):
-    """The budgets of all accounts. Times are the event loop's."""
+    """The budgets of all accounts. `name`: of an account; times are the event loop's."""
 
     async def reserve(
         self,
-        account: str,
+        name: str,
         *,
         lane: str,
         amounts: Amounts,
@@ -104,7 +104,7 @@ class Budgets(Protocol):
         """
         ...
 
-    async def try_reserve(self, account: str, *, lane: str, amounts: Amounts) -> Reservation | None:
+    async def try_reserve(self, name: str, *, lane: str, amounts: Amounts) -> Reservation | None:
         """At once, or not at all."""
         ...
 
@@ -112,11 +112,11 @@ class Budgets(Protocol):
         """After the call. None: the provider counted nothing."""
         ...
 
-    def learn(self, account: str, heard: Heard) -> None:
+    def learn(self, name: str, heard: Heard) -> None:
         """From every response, also errors."""
         ...
 
-    async def predicted_wait(self, account: str, *, lane: str, amounts: Amounts) -> Wait:
+    async def predicted_wait(self, name: str, *, lane: str, amounts: Amounts) -> Wait:
         """For one that would join its lane's line now."""
         ...
 

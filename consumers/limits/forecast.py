@@ -12,7 +12,8 @@ from consumers.limits.account import Account
 from consumers.limits.amounts import CONCURRENCY, NOTHING, PAUSED, REASONS, Amounts
 from consumers.limits.base import Wait
 from consumers.limits.bucket import Bucket
-from consumers.limits.order import Order, Waiter
+from consumers.limits.order import Order
+from consumers.limits.waiter import Waiter
 
 
 def wait(account: Account, lane: int, amounts: Amounts, now_s: float) -> Wait:
@@ -82,7 +83,7 @@ def _wait(
     longest_s, least_s = max(longest_s, stopped_s), max(least_s, stopped_s)
     if account.concurrency.is_limited:
         above_it = sum(account.lines.count(other) for other in account.lines.order(now_s).above[lane])
-        count = min(above_it + count, account.turn_of(lane, count))
+        count = min(above_it + count, account.calls_before(lane, count))
         if (in_s := account.concurrency.wait_s(count)) > longest_s:
             longest_s, reason, is_known = in_s, CONCURRENCY, account.concurrency.is_set
             least_s = in_s if is_known else least_s

@@ -43,6 +43,7 @@ class RateHeaders:
 
 def read(headers: Mapping[str, str], *, now_s: float) -> RateHeaders | None:
     """None where nothing is said. `headers`: names in lower case, or looked up in any; `now_s`: since 1970."""
+    headers = dict(headers.items())  # httpx2 goes through all of them for each that is asked for
     found = [
         _told(headers, name, least, rounded_up_by, now_s)
         for name, least, rounded_up_by in zip(_NAMES, LEAST, ROUNDED_UP_BY, strict=True)

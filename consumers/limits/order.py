@@ -9,29 +9,11 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
-from consumers.limits.amounts import Amounts
-from consumers.limits.base import Reservation
+from consumers.limits.waiter import Waiter
 
 NEVER: Final = float("inf")
 FIRST_TO_AGE: Final = 2
 """The lanes from this rank on may age: the one below the top has only the top before it."""
-
-
-class Waiter:
-    """One request that waits. `lane` is its rank: 0 goes first."""
-
-    __slots__ = ("amounts", "arrived_s", "lane", "number", "reservation", "until_s")
-
-    def __init__(self, lane: int, amounts: Amounts, *, arrived_s: float, until_s: float | None = None) -> None:
-        self.lane = lane
-        self.amounts = amounts
-        self.arrived_s = arrived_s
-        """When it first asked; before now where it was put off and has come back."""
-        self.until_s = until_s
-        self.number = 0
-        """In the order of joining, over all lanes."""
-        self.reservation: Reservation | None = None
-        """Set when it is granted."""
 
 
 class Order(NamedTuple):

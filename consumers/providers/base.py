@@ -60,16 +60,6 @@ Parts = Callable[[bytes], Awaitable[None]]
 """Takes one event of the stream, as JSON. Called in order, awaited before the next event is read."""
 
 
-class Restartable(Protocol):
-    """Parts that can begin again: the next event is announced as the first of another attempt."""
-
-    async def __call__(self, event: bytes, /) -> None: ...
-
-    def restart(self) -> bool:
-        """Whether events had been sent, which the requester is now told to forget."""
-        ...
-
-
 class Provider(Protocol):
     """One adapter. Its client's own retries are switched off: one place decides to retry (`consumers/retry.py`)."""
 

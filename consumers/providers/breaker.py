@@ -17,7 +17,7 @@ import asyncio
 import random
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -25,8 +25,8 @@ from logging import INFO, WARNING
 from math import inf
 from typing import Any, NamedTuple, assert_never
 
+from consumers.chain import Route
 from consumers.failures import ProviderError, Trips
-from consumers.providers.routes import Route
 from consumers.state.base import Leases, StoreUnavailable
 from lanekeeper.telemetry import logs, signals
 
@@ -53,8 +53,6 @@ STORE_WITHIN_S = 1.0
 """No call waits longer for the store."""
 REMEMBERED = 1000
 """Requesters name models: what failed is not remembered of more."""
-Tell = Callable[..., None]
-"""Takes the name of a life-cycle event, and its figures."""
 log = logs.logger()
 
 
@@ -139,22 +137,35 @@ class Breaker:
         return len(self._failed) == FAILURES and len({each.request for each in self._failed}) >= REQUESTS
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """How a breaker changed: told as the event `breaker` of the request that changed it."""
+
+    provider: str
+    model: str
+    state: State
+    error: str | None = None
+    retry_in_s: float | None = None
+
+    def figures(self) -> dict[str, Any]:
+        """Those that there are."""
+        found = {"provider": self.provider, "model": self.model, "state": self.state.value}
+        return found if self.error is None else {**found, "error": self.error, "retry_in_s": self.retry_in_s}
+
+
 @dataclass(frozen=True, slots=True)
 class Pass:
     """A call may be made; to be given to one of `answered`, `failed`, `unknown`."""
 
     route: Route
-    is_probe: bool
     request: str
-    tell: Tell
-
-
-def nobody(_: str, /, **__: Any) -> None:
-    """Is told."""
+    is_probe: bool = False
+    change: Change | None = None
+    """What it changed to let this call through."""
 
 
 class Breakers:
-    """All of this process. What changes is logged, and told as the event `breaker` of the request that changed it."""
+    """All of this process. What changes is logged, and given to the caller, who tells of it."""
 
     def __init__(self, leases: Leases | None = None, *, rng: random.Random | None = None) -> None:
         self._leases = leases
@@ -168,16 +179,28 @@ class Breakers:
         found = self._all.get(_key(route))
         return 0.0 if found is None else found.wait_s(now_s)
 
+    def least_wait_s(self, routes: Iterable[Route]) -> float:
+        """Until one of them may be called, as far as is known; 0: now."""
+        now_s = asyncio.get_running_loop().time()
+        return min(self.wait_s(each, now_s) for each in routes)
+
+    def callable(self, routes: Sequence[Route]) -> Sequence[Route]:
+        """Those that are not known to fail now; all of them where none is left."""
+        if not self._all:
+            return routes
+        now_s = asyncio.get_running_loop().time()
+        return [each for each in routes if self.wait_s(each, now_s) <= 0] or routes
+
     def down_s(self, route: Route, now_s: float) -> float:
         """For how long no call could be made there; 0: one may."""
         found = self._all.get(_key(route))
         return 0.0 if found is None else max(0.0, now_s - found.down_since_s)
 
-    async def enter(self, route: Route, now_s: float, *, request: str, tell: Tell = nobody) -> Pass | None:
+    async def enter(self, route: Route, now_s: float, *, request: str) -> Pass | None:
         """None: no call may be made there now."""
         breaker = self._all.get(_key(route))
         if breaker is None or breaker.state is State.CLOSED:
-            return Pass(route, False, request, tell)
+            return Pass(route, request)
         if breaker.wait_s(now_s) > 0:
             return None
         breaker.probe(now_s)
@@ -189,26 +212,28 @@ class Breakers:
         if not is_ours:  # another process has it open, or finds out
             breaker.open(now_s)
             return None
-        self._tell(tell, route, breaker, now_s)
-        return Pass(route, True, request, tell)
+        return Pass(route, request, is_probe=True, change=_changed(route, breaker, now_s))
 
-    async def answered(self, entered: Pass, now_s: float) -> None:
-        """The provider answered, if only to refuse."""
+    async def answered(self, entered: Pass, now_s: float) -> Change | None:
+        """The provider answered, if only to refuse. How that changed the breaker, if it did."""
         breaker = self._all.pop(_key(entered.route), None)
         was_open = breaker is not None and breaker.state is not State.CLOSED
+        change = None
         if breaker is not None and was_open:
             breaker.state = State.CLOSED
-            self._tell(entered.tell, entered.route, breaker, now_s)
+            change = _changed(entered.route, breaker, now_s)
         if was_open or entered.is_probe:
             await self._let_go(entered.route)
+        return change
 
-    async def failed(self, entered: Pass, error: ProviderError, now_s: float, *, timeout_s: float) -> None:
-        """The call failed: that is counted where it is the provider's doing."""
+    async def failed(self, entered: Pass, error: ProviderError, now_s: float, *, timeout_s: float) -> Change | None:
+        """The call failed: counted where it is the provider's doing. How that changed the breaker, if it did."""
         match error.means.trips:
             case Trips.NO:
                 return await self.answered(entered, now_s)
             case Trips.IN_TIME if timeout_s < FAIR_S:
-                return await self.unknown(entered, now_s)
+                await self.unknown(entered, now_s)
+                return None
             case Trips.YES | Trips.IN_TIME:
                 is_unreached = False
             case Trips.UNREACHED:
@@ -221,11 +246,12 @@ class Breakers:
         failure = Failure(now_s, entered.request, is_unreached=is_unreached)
         breaker.failed(failure, probe=entered.is_probe)
         if breaker.state is not was:
-            self._tell(entered.tell, route, breaker, now_s, error)
+            change = _changed(route, breaker, now_s, error)
             await self._lease(route, for_s=breaker.wait_s(now_s))
-        elif breaker.is_doubted and not await self._lease(route, for_s=0) and breaker.state is State.CLOSED:
+            return change
+        if breaker.is_doubted and not await self._lease(route, for_s=0) and breaker.state is State.CLOSED:
             breaker.open(now_s)
-            self._tell(entered.tell, route, breaker, now_s, error)
+            return _changed(route, breaker, now_s, error)
         return None
 
     async def unknown(self, entered: Pass, now_s: float) -> None:
@@ -267,21 +293,25 @@ class Breakers:
                 async with asyncio.timeout(STORE_WITHIN_S):
                     await self._leases.let_go(_name(route), self._owner)
 
-    @staticmethod
-    def _tell(tell: Tell, route: Route, breaker: Breaker, now_s: float, error: ProviderError | None = None) -> None:
-        figures: dict[str, Any] = {"provider": route.provider, "model": route.model, "state": breaker.state.value}
-        if error is not None:
-            figures |= {"error": error.brief, "retry_in_s": round(breaker.wait_s(now_s), 1)}
-        log.log(
-            WARNING if breaker.state is State.OPEN else INFO,
-            signals.BREAKER_CHANGED,
-            provider=route.provider,
-            model=route.model,
-            state=breaker.state.value,
-            error=figures.get("error"),
-            retry_in_s=figures.get("retry_in_s"),
-        )
-        tell("breaker", **figures)
+
+def _changed(route: Route, breaker: Breaker, now_s: float, error: ProviderError | None = None) -> Change:
+    change = Change(
+        provider=route.provider,
+        model=route.model,
+        state=breaker.state,
+        error=None if error is None else error.brief,
+        retry_in_s=None if error is None else round(breaker.wait_s(now_s), 1),
+    )
+    log.log(
+        WARNING if change.state is State.OPEN else INFO,
+        signals.BREAKER_CHANGED,
+        provider=change.provider,
+        model=change.model,
+        state=change.state.value,
+        error=change.error,
+        retry_in_s=change.retry_in_s,
+    )
+    return change
 
 
 def _key(route: Route) -> tuple[str, str]:

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from functools import lru_cache
 from typing import NamedTuple
 
-from lanekeeper.contract.problems import RequestProblem
+from consumers.chain import Chain, Route
 
 MODEL_CLASSES = ("fable", "mythos", "opus", "sonnet", "haiku")
 """Anthropic counts by class: all Sonnets share one limit (docs/facts.md, section 10)."""
@@ -18,19 +18,6 @@ CACHED = 10_000
 MADE_UP = 256
 """Models that only requests name have limits of their own up to so many; the rest share one account a provider: whoever
 asks for ever new ones must not fill our books."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
-    """One provider that may be called."""
-
-    provider: str
-    model: str
-    """As Anthropic calls it, and the tables of prices do."""
-    name: str
-    """As the provider calls it."""
-    account: str
-    """Whose budget it uses: the provider's for this class of models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,15 +122,15 @@ class Routes:
         )
         self._made_up: set[str] = set()
         self.of = lru_cache(maxsize=CACHED)(self._of)
+        """The chain by lane, tenant and model."""
 
-    def _of(self, lane: str, tenant: str, model: str) -> tuple[Route, ...]:
-        """At least one, the first to be asked first. Raises RequestProblem (forbidden_model)."""
+    def _of(self, lane: str, tenant: str, model: str) -> Chain:
         spec = self._spec
         allowed = spec.tenants.get(tenant)
         if allowed is not None and model not in allowed:
-            raise RequestProblem(
-                "forbidden_model",
-                f"model {model[:80]!r} is not for tenant {tenant[:80]!r}; allowed: {', '.join(sorted(allowed))}",
+            return Chain(
+                forbidden=f"model {model[:80]!r} is not for tenant {tenant[:80]!r}; "
+                f"allowed: {', '.join(sorted(allowed))}"
             )
         in_lane = spec.lane_models.get(lane)
         chain: list[Route] = []
@@ -154,10 +141,8 @@ class Routes:
             following = spec.fallbacks.get(following)
         if not chain:
             has = sorted({each for provider in spec.providers for each in provider.models or ()})
-            raise RequestProblem(
-                "forbidden_model", f"no provider of lane {lane} has model {model[:80]!r}; there are {', '.join(has)}"
-            )
-        return tuple(chain)
+            return Chain(forbidden=f"no provider of lane {lane} has model {model[:80]!r}; there are {', '.join(has)}")
+        return Chain(tuple(chain))
 
     def _with(self, lane: str, model: str) -> Iterator[Route]:
         for name in self._spec.lanes.get(lane, self._by_name):

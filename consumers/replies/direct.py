@@ -31,6 +31,11 @@ class DirectSender:
         self._deadly: dict[str, None] = {}
         self._good: dict[str, None] = {}
 
+    @property
+    def is_apart(self) -> bool:
+        """Whether they have a connection of their own."""
+        return self._own is not None
+
     def refusal(self, address: str) -> RequestProblem | None:
         """Of an address that killed the connection before; None of any other."""
         return _deadly() if address in self._deadly else None

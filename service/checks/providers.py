@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from consumers.failures import OverloadedError, ProviderError, RateLimitedError, RejectedError, SpendLimitError
 from consumers.providers.anthropic import AnthropicProvider
 from consumers.providers.routes import Routes
-from lanekeeper.contract.problems import RequestProblem, SettingsError
+from lanekeeper.contract.problems import SettingsError
 from service.config.budget_sections import FIRST
 from service.config.masking import mask_url
 from service.config.settings import Settings
@@ -40,12 +40,12 @@ async def providers(settings: Settings) -> list[Finding]:
     for each in spec.providers:  # one that no lane asks for its own model has at least one of its table
         asked[each.name].update(list((each.models or {}).values())[:1])
     for lane in settings.lane_specs():
-        try:
-            for route in routes.of(lane.name, "", lane.model):
-                asked[route.provider].add(route.name)
-        except RequestProblem as problem:
+        chain = routes.of(lane.name, "", lane.model)
+        for route in chain.routes:
+            asked[route.provider].add(route.name)
+        if chain.forbidden:
             text = (
-                f"{problem.detail}; set LANEKEEPER_LANES__{lane.name.upper()}__MODEL, or add it to a provider's models"
+                f"{chain.forbidden}; set LANEKEEPER_LANES__{lane.name.upper()}__MODEL, or add it to a provider's models"
             )
             lost.append(Finding(f"lane {lane.name}", False, text))
     found = await asyncio.gather(*(_provider(settings, name, sorted(models)) for name, models in asked.items()))

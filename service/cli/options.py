@@ -47,7 +47,7 @@ def settings_of(config: Path | None, sets: list[str] | None, *, for_calls: bool 
 
     Raises SettingsError, typer.BadParameter.
     """
-    from service.config.settings import load_settings
+    from service.config.loading import load_settings
 
     return load_settings(config, for_calls=for_calls, **given_by(sets, options))
 

@@ -87,6 +87,7 @@ async def _worked(
     from service.checks import production
     from service.cli.version import lanekeeper_version
     from service.simulated.app import SimulatedAPI
+    from service.worker import heap
     from service.worker import running as worker
     from service.worker.assembly import assemble
     from service.worker.health import CannotListen, Health
@@ -123,6 +124,7 @@ async def _worked(
                 health=health.url if listens else None,
             )
 
+        heap.settle()
         stop.armed = True
         await worker.run(parts, stop=stop.event, grace_s=settings.grace_s, on_ready=ready)
 

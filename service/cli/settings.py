@@ -24,7 +24,7 @@ def settings(
     Example:  lanekeeper settings --set lanes.batch.slots=12 --given
     """
     from service.config.effective import DEFAULT, effective
-    from service.config.settings import load_with_sources
+    from service.config.loading import load_with_sources
 
     found, sources = load_with_sources(config, **options.given_by(sets, {}))
     shown = [each for each in effective(found, sources) if not given or each.source != DEFAULT]

@@ -17,7 +17,7 @@ DEAD_LETTERS = {
 }
 CONTROL = {
     "refused": "control messages refused",
-    "unanswered": "control messages that nobody could be told of",
+    "unanswered": "control messages that nobody was told of",
     "displaced": "cancellations of unseen ids forgotten",
 }
 """What is told of each count that is not 0."""

@@ -1,4 +1,5 @@
 """Settings: the only reader of the environment, TOML files and options.
 
-Start at `settings.py`. Every other folder of `service` may import it.
+Start at `loading.py` (where they come from), then `settings.py` (what there is). Every other folder of `service` may
+import it.
 """

@@ -11,9 +11,8 @@ from consumers.limits.spec import DEFAULT_LANES as LANE_BUDGETS
 from consumers.limits.spec import BudgetSpec, Caps, LaneBudget
 from consumers.prices import AS_OF, Prices
 from consumers.spending import Cap, CapsSpec
-from service.config.sections import Section
+from service.config.sections import Disagreement, Section
 from service.config.table_types import CapTable, Day, ModelLists, ModelNames, PriceTable, ShareTable
-from service.config.validation import Disagreement
 from service.config.value_types import HttpUrl, Key, Number, PlaceName
 from topology.lanes import BATCH, CRITICAL, DEFAULT_LANES, NORMAL
 

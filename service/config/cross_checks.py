@@ -1,13 +1,16 @@
-"""Whether providers, models, lanes, prices and caps go together. Pure."""
+"""Whether settings that are each right by themselves go together. Pure."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from pydantic import BaseModel
 
 from consumers.limits.spec import Caps
 from consumers.prices import Prices
 from consumers.providers.routes import RoutesSpec, unknown
 from service.config.budget_sections import FIRST
-from service.config.sources import ANY
-from service.config.validation import Disagreement
+from service.config.names import ANY, Place
+from service.config.sections import Disagreement, Section
+from service.config.settings import Settings
 from service.config.value_types import is_provider_name
 from topology.lanes import LaneSpec
 
@@ -15,7 +18,44 @@ _SPOKEN_OF = (("prices", "models"), ("providers", ANY, "models"), ("lanes", ANY,
 """Where models are. Which are unknown follows from all of it."""
 
 
-def names(providers: Collection[str]) -> Iterator[Disagreement]:
+def every(settings: Settings) -> Iterator[Disagreement]:
+    """What does not go together."""
+    for place, section in _sections(settings):
+        yield from (each.under(place) for each in section.disagreements())
+    yield from _names(settings.providers)
+    yield from _models(
+        lanes=settings.lane_specs(),
+        routes=settings.routes_spec(),
+        prices=settings.prices.table(),
+        in_money=settings.caps.spec().in_money,
+    )
+    yield from _limits(lanes=settings.lane_specs(), caps=settings.budget_spec().accounts)
+
+
+def lacks(settings: Settings) -> Iterator[Disagreement]:
+    """Settings that only processes which call providers need."""
+    if any(each.name == FIRST for each in settings.routes_spec().providers) and settings.api_key is None:
+        yield Disagreement(
+            "not set; set it, or answer without a provider: lanekeeper serve --simulate",
+            at=(("anthropic_api_key",),),
+        )
+    for name, provider in settings.providers.items():
+        yield from (each.under(("providers", name)) for each in provider.lacks())
+
+
+def _sections(node: BaseModel, place: Place = ()) -> Iterator[tuple[Place, Section]]:
+    """All sections, and where they lie."""
+    if isinstance(node, Section):
+        yield place, node
+    for name, value in node:
+        if isinstance(value, Section):
+            yield from _sections(value, (*place, name))
+    if isinstance(node, Settings):
+        for name, provider in node.providers.items():
+            yield from _sections(provider, ("providers", name))
+
+
+def _names(providers: Collection[str]) -> Iterator[Disagreement]:
     """Of providers, as their author chose them."""
     for name in providers:
         at = (("providers", name),)
@@ -27,7 +67,7 @@ def names(providers: Collection[str]) -> Iterator[Disagreement]:
             yield Disagreement(f"{name[:80]!r} is no name: a to z, 0 to 9, _ and -, up to 40, a letter first", at=at)
 
 
-def models(*, lanes: Sequence[LaneSpec], routes: RoutesSpec, prices: Prices, in_money: bool) -> Iterator[Disagreement]:
+def _models(*, lanes: Sequence[LaneSpec], routes: RoutesSpec, prices: Prices, in_money: bool) -> Iterator[Disagreement]:
     """A model is known that has a price, or that both a lane and a provider's table speak of. `in_money`: dollars are
     capped."""
     in_lanes = {model for lane in lanes for model in (lane.model, *(lane.models or ()))}
@@ -48,7 +88,7 @@ def models(*, lanes: Sequence[LaneSpec], routes: RoutesSpec, prices: Prices, in_
         yield Disagreement(problem.text, at=(problem.place,), by=_SPOKEN_OF)
 
 
-def limits(*, lanes: Sequence[LaneSpec], caps: Mapping[str, Caps]) -> Iterator[Disagreement]:
+def _limits(*, lanes: Sequence[LaneSpec], caps: Mapping[str, Caps]) -> Iterator[Disagreement]:
     """Every lane's request must fit into a minute of every provider that has a limit set. `caps`: by provider."""
     longest = max(lanes, key=lambda lane: lane.max_tokens)
     for provider, cap in caps.items():

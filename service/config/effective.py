@@ -9,8 +9,8 @@ from pydantic import SecretStr
 
 from lanekeeper.amqp.driver.urls import urls_of
 from service.config.masking import mask_url
-from service.config.settings import KNOWN, Settings
-from service.config.sources import ANY, Place
+from service.config.names import ANY, SETTINGS, Place, variable
+from service.config.settings import Settings
 
 DEFAULT = "default"
 HIDDEN = "(hidden)"
@@ -31,11 +31,10 @@ class Effective:
 
 def effective(settings: Settings, found: Mapping[Place, str]) -> Iterator[Effective]:
     """All of them, in the order of their declaration. `found`: where each comes from that is given."""
-    for pattern, variable in KNOWN.env_names.items():
+    for pattern in SETTINGS:
         for place in _places(settings, pattern):
             value = settings.shown_store if place == ("store_url",) else plain(_value(settings, place))
-            named = variable.replace(f"__{ANY}__", f"__{place[1].upper()}__") if ANY in pattern else variable
-            yield Effective(".".join(place), named, value, found.get(place, DEFAULT))
+            yield Effective(".".join(place), variable(place), value, found.get(place, DEFAULT))
 
 
 def _places(settings: Settings, pattern: Place) -> Iterator[Place]:

@@ -2,6 +2,7 @@
 
 import ssl
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -12,13 +13,28 @@ from consumers.parking import INVALID_PER_HOUR
 from consumers.replies.retelling import WAITING
 from consumers.retry import RetryPolicy
 from consumers.state.spec import StoreSpec
-from service.config.validation import Disagreement
 from service.config.value_types import ModelName, ModelWords, Number, Patterns, ProviderNames, ReadableFile
 from topology.codec.bounds import ANSWER_BYTES
-from topology.lanes import BATCH, CRITICAL, DEFAULT_LANES, GIB, MIB, NORMAL, LaneSpec
+from topology.lanes import BATCH, CRITICAL, GIB, MIB, NORMAL, LaneSpec
 
 YEAR_S = 365 * 86_400
-_BY_NAME = {lane.name: lane for lane in DEFAULT_LANES}
+
+
+@dataclass(frozen=True, slots=True)
+class Disagreement:
+    """Settings that are each right by themselves, and do not go together; or one that another needs."""
+
+    text: str
+    at: tuple[tuple[str, ...], ...]
+    """The places of the settings that it is about: told under those of them that were given."""
+    by: tuple[tuple[str, ...], ...] = ()
+    """What else it follows from: where one of all these is wrong by itself, this is not told."""
+
+    def under(self, place: tuple[str, ...]) -> "Disagreement":
+        """The same of a section that lies there."""
+        return Disagreement(
+            self.text, tuple((*place, *each) for each in self.at), tuple((*place, *each) for each in self.by)
+        )
 
 
 class Section(BaseModel):
@@ -91,10 +107,8 @@ class LaneSettings(Section):
         return cls(**fields, models=None if spec.models is None else tuple(sorted(spec.models)))
 
     def spec(self, name: str) -> LaneSpec:
-        values = self.model_dump(exclude={"providers"})
-        if self.slots_max is None and self.slots != _BY_NAME[name].slots:
-            values["slots_max"] = self.slots  # who says how many means it
-        return LaneSpec(name=name, **{**values, "models": None if self.models is None else frozenset(self.models)})
+        values = self.model_dump(exclude={"providers", "models"})
+        return LaneSpec(name=name, **values, models=None if self.models is None else frozenset(self.models))
 
 
 class LanesSettings(Section):
@@ -179,8 +193,8 @@ class ControlSettings(Section):
 
     per_tenant_s: Number[float] = Field(default=100, ge=1, le=100_000)
     """Control messages a second of one tenant that a process carries out, and five times as many at once; what is
-    above is answered `too_many_control_messages`. Each costs up to 1 ms of CPU, so that those of
-    one tenant take a tenth of a core; another's waits for what is in the queue before it."""
+    above is answered `too_many_control_messages`, as many as these, and the rest is not answered. Each costs up to 1 ms
+    of CPU, so that those of one tenant take a tenth of a core; one that is not answered costs 0.1 ms."""
     unseen_per_tenant: Number[int] = Field(default=StoreSpec().unseen_per_tenant, ge=1, le=10_000_000)
     """Cancellations kept for one tenant of ids that no worker has seen; beyond it its oldest goes. 8 MB of the
     store, and as many as critical's intake holds requests."""

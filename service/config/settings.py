@@ -1,36 +1,24 @@
-"""Settings: the only file that reads the environment. What it finds goes down as frozen specs.
+"""Settings: every one of them, valid. `service/config/loading.py` reads them; they go down as frozen specs.
 
-    settings = load_settings()            options > environment > .env > TOML > defaults
-    settings.lane_specs() -> tuple[LaneSpec, ...]
-
-The sources are read by `service/config/sources.py`, not by pydantic-settings' own: those stop at the first malformed
-value, pass over unknown variables, and let `lanes = 4` in a file vanish under a variable of one lane.
+load_settings().lane_specs() -> tuple[LaneSpec, ...]
 """
 
 import fnmatch
-import os
 import re
 import ssl
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any, Literal
+from typing import Final, Literal
 from urllib.parse import quote, unquote, urlsplit
 
-from pydantic import BaseModel, Field, SecretStr
+from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from consumers.limits.spec import BudgetSpec
-from consumers.prices import Prices
 from consumers.providers.routes import ProviderModels, RoutesSpec
 from consumers.replies.address import ReplyRule
 from consumers.retry import RetryPolicy
-from consumers.spending import CapsSpec
 from consumers.state.spec import SEEN_LATE_S, StoreSpec
 from lanekeeper.amqp.driver.urls import urls_of
 from lanekeeper.contract.names import Names
-from lanekeeper.contract.problems import SettingsError
-from service.config import cross_checks as agreement
-from service.config import sources, validation
 from service.config.budget_sections import (
     FIRST,
     BudgetSettings,
@@ -50,23 +38,16 @@ from service.config.sections import (
     ReplySettings,
     ResultSettings,
     RetrySettings,
-    Section,
     TlsSettings,
     WaitingSettings,
 )
-from service.config.validation import Disagreement
+from service.config.state_folder import state_folder
 from service.config.value_types import AmqpUrl, Chances, HttpUrl, Key, Namespace, Number, StoreUrl, UserNames
 from topology.codec.bounds import VALUES
 from topology.lanes import DEFAULT_LANES, LaneSpec
 
-CONFIG_FILE = Path("lanekeeper.toml")
-DOTENV_FILE = Path(".env")
-ANTHROPIC_URL = "https://api.anthropic.com"
-LATER = {
-    ("webhooks",): "the sending of webhooks",
-    ("gateway", "keys"): "the HTTP gateway",
-}
-"""Settings that come with later versions: refused, never ignored."""
+PREFIX: Final = "LANEKEEPER_"
+ANTHROPIC_URL: Final = "https://api.anthropic.com"
 
 
 class Settings(BaseSettings):
@@ -77,6 +58,9 @@ class Settings(BaseSettings):
         frozen=True,
         populate_by_name=True,
         hide_input_in_errors=True,
+        env_prefix=PREFIX,
+        env_nested_delimiter="__",
+        enable_decoding=False,  # lists and tables have commas as well: service/config/value_types.py
         # One field of a lane can be set alone: the others keep that lane's defaults.
         nested_model_default_partial_update=True,
     )
@@ -90,9 +74,9 @@ class Settings(BaseSettings):
     https://rabbit.example.com:15671"""
     namespace: Namespace = "lane"
     """What every name on the broker begins with: two of them share a virtual host. Example: staging"""
-    anthropic_api_key: Key | None = None
+    anthropic_api_key: Key | None = Field(default=None, alias="ANTHROPIC_API_KEY")
     """The first provider's key; with `serve --simulate` none is needed. Example: sk-ant-secret"""
-    anthropic_base_url: HttpUrl | None = None
+    anthropic_base_url: HttpUrl | None = Field(default=None, alias="ANTHROPIC_BASE_URL")
     """Where the first provider is. None: https://api.anthropic.com. Example: https://gateway.example.com/anthropic"""
     providers: dict[str, ProviderSettings] = {}
     models: ModelsSettings = ModelsSettings()
@@ -135,10 +119,10 @@ class Settings(BaseSettings):
     """Of our own events; what libraries say is told from `warning` up. Example: debug"""
     log_content: bool = False
     """Whether prompts and answers may appear in the log. Never in spans or metrics. Example: true"""
-    otel_endpoint: HttpUrl | None = None
+    otel_endpoint: HttpUrl | None = Field(default=None, alias="OTEL_EXPORTER_OTLP_ENDPOINT")
     """Where spans go, over OTLP/HTTP; the SDK reads every other `OTEL_*` itself. None: no traces are sent.
     Example: http://jaeger.example.com:4318"""
-    otel_traces_endpoint: HttpUrl | None = None
+    otel_traces_endpoint: HttpUrl | None = Field(default=None, alias="OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
     """The whole URL for spans; comes before the other. Example:
     http://jaeger.example.com:4318/v1/traces"""
 
@@ -151,7 +135,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Only what is given: `Settings()` is the defaults, whatever the environment holds."""
+        """`Settings()` is the defaults, whatever the environment holds: sources are read by `load_settings` alone."""
         return (init_settings,)
 
     def budget_spec(self) -> BudgetSpec:
@@ -174,35 +158,6 @@ class Settings(BaseSettings):
             fallbacks=self.models.fallbacks,
             tenants=self.models.tenants,
         )
-
-    def price_table(self) -> Prices:
-        return self.prices.table()
-
-    def caps_spec(self) -> CapsSpec:
-        return self.caps.spec()
-
-    def disagreements(self) -> Iterator[Disagreement]:
-        """What is wrong with settings that are each right by themselves."""
-        for place, section in _sections(self):
-            yield from (each.under(place) for each in section.disagreements())
-        yield from agreement.names(self.providers)
-        yield from agreement.models(
-            lanes=self.lane_specs(),
-            routes=self.routes_spec(),
-            prices=self.price_table(),
-            in_money=self.caps_spec().in_money,
-        )
-        yield from agreement.limits(lanes=self.lane_specs(), caps=self.budget_spec().accounts)
-
-    def lacks(self) -> Iterator[Disagreement]:
-        """What who calls providers needs besides."""
-        if any(each.name == FIRST for each in self.routes_spec().providers) and self.api_key is None:
-            yield Disagreement(
-                "not set; set it, or answer without a provider: lanekeeper serve --simulate",
-                at=(("anthropic_api_key",),),
-            )
-        for name, provider in self.providers.items():
-            yield from (each.under(("providers", name)) for each in provider.lacks())
 
     def _lane(self, lane: LaneSpec) -> LaneSettings:
         found: LaneSettings = getattr(self.lanes, lane.name)
@@ -258,7 +213,7 @@ class Settings(BaseSettings):
     @property
     def management(self) -> str | None:
         """The management URL with its credentials, if any were given; never shown."""
-        return None if self.management_url is None else self.management_url.get_secret_value()
+        return _unmasked(self.management_url)
 
     @property
     def vhost(self) -> str:
@@ -274,8 +229,7 @@ class Settings(BaseSettings):
     @property
     def provider_url(self) -> str:
         """The provider's base URL, for whoever calls it."""
-        url = self.anthropic_base_url
-        return ANTHROPIC_URL if url is None else url.get_secret_value()
+        return _unmasked(self.anthropic_base_url) or ANTHROPIC_URL
 
     @property
     def provider(self) -> str:
@@ -285,14 +239,12 @@ class Settings(BaseSettings):
     @property
     def api_key(self) -> str | None:
         """The provider's key itself; never shown."""
-        return None if self.anthropic_api_key is None else self.anthropic_api_key.get_secret_value()
+        return _unmasked(self.anthropic_api_key)
 
     @property
     def store(self) -> str:
         """The store's URL, for whoever opens it; never shown."""
-        if self.store_url is not None:
-            return self.store_url.get_secret_value()
-        return f"sqlite:///{quote(str(state_folder() / f'{self.namespace}.sqlite'))}"
+        return _unmasked(self.store_url) or f"sqlite:///{quote(str(state_folder() / f'{self.namespace}.sqlite'))}"
 
     @property
     def shown_store(self) -> str:
@@ -312,11 +264,7 @@ class Settings(BaseSettings):
     @property
     def otlp(self) -> tuple[str | None, str | None]:
         """The collector's base URL, and the whole URL for spans, which comes before it."""
-        base, traces = self.otel_endpoint, self.otel_traces_endpoint
-        return (
-            None if base is None else base.get_secret_value(),
-            None if traces is None else traces.get_secret_value(),
-        )
+        return _unmasked(self.otel_endpoint), _unmasked(self.otel_traces_endpoint)
 
     def on_broker(self, url: str, *, namespace: str) -> "Settings":
         """The same, on another broker and under other names: a private one, for the demo."""
@@ -343,89 +291,5 @@ class Settings(BaseSettings):
         return self.tls.context() if urlsplit(self.broker_urls[0]).scheme == "amqps" else None
 
 
-def state_folder() -> Path:
-    """Where this user's programs keep their state (XDG Base Directory Specification)."""
-    base = Path(os.environ.get("XDG_STATE_HOME", ""))
-    if not base.is_absolute():  # the specification says to pass over such a one
-        try:
-            base = Path.home() / ".local/state"
-        except RuntimeError:  # a user without name and home, in a container
-            base = Path("/var/lib")
-    return base / "lanekeeper"
-
-
-KNOWN = sources.Known(
-    env_names={
-        **sources.env_names(Settings),
-        ("anthropic_api_key",): "ANTHROPIC_API_KEY",
-        ("anthropic_base_url",): "ANTHROPIC_BASE_URL",
-        ("otel_endpoint",): "OTEL_EXPORTER_OTLP_ENDPOINT",
-        ("otel_traces_endpoint",): "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
-    },
-    later=LATER,
-)
-
-
-def load_settings(
-    config: Path | None = None,
-    *,
-    environ: Mapping[str, str] | None = None,
-    dotenv: Path = DOTENV_FILE,
-    for_calls: bool = False,
-    **options: Any,
-) -> Settings:
-    """Read all sources and validate them together.
-
-    `config`: a TOML file that must exist; None: `lanekeeper.toml`, if there. `options`: nested as `Settings` is
-    (`lanes={"batch": {"slots": 12}}`), None for what was not given. `for_calls`: providers will be called,
-    and so their keys must be there. Raises SettingsError that names everything that is wrong.
-    """
-    reading = _read(config, os.environ if environ is None else environ, dotenv, options)
-    return _made(reading, for_calls=for_calls)
-
-
-def load_with_sources(config: Path | None = None, **options: Any) -> tuple[Settings, Mapping[sources.Place, str]]:
-    """The same, and by its place where each comes from that is no default: `environment`, `option`, a file's name."""
-    reading = _read(config, os.environ, DOTENV_FILE, options)
-    return _made(reading, for_calls=False), {place: found.source for place, found in reading.found.items()}
-
-
-def _read(config: Path | None, environ: Mapping[str, str], dotenv: Path, options: Mapping[str, Any]) -> sources.Reading:
-    reading = sources.Reading()
-    if config is not None or CONFIG_FILE.is_file():
-        sources.read_toml(reading, KNOWN, config or CONFIG_FILE)
-    sources.read_dotenv(reading, KNOWN, dotenv)
-    sources.read_environment(reading, KNOWN, environ)
-    sources.read_options(reading, KNOWN, options)
-    return reading
-
-
-def _made(reading: sources.Reading, *, for_calls: bool) -> Settings:
-    settings, wrong = validation.validate(Settings, reading, KNOWN)
-    disagreements = [*settings.disagreements(), *(settings.lacks() if for_calls else ())]
-    problems = [
-        *reading.problems,
-        *wrong.values(),
-        *validation.disagreed(disagreements, reading, KNOWN, wrong=wrong.keys()),
-    ]
-    if problems:
-        raise SettingsError(_told(problems))
-    return settings
-
-
-def _sections(node: BaseModel, place: sources.Place = ()) -> Iterator[tuple[sources.Place, Section]]:
-    """All sections, and where they lie."""
-    if isinstance(node, Section):
-        yield place, node
-    for name, value in node:
-        if isinstance(value, Section):
-            yield from _sections(value, (*place, name))
-    if isinstance(node, Settings):
-        for name, provider in node.providers.items():
-            yield from _sections(provider, ("providers", name))
-
-
-def _told(problems: list[str]) -> str:
-    if len(problems) == 1:
-        return f"wrong setting: {problems[0]}"
-    return f"{len(problems)} wrong settings:" + "".join(f"\n  {each}" for each in problems)
+def _unmasked(value: SecretStr | None) -> str | None:
+    return None if value is None else value.get_secret_value()

@@ -1,13 +1,14 @@
 """What a setting may be: the types of its values."""
 
-import math
 import re
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 from urllib.parse import SplitResult, unquote, urlsplit
 
 import jiter
-from pydantic import AfterValidator, BeforeValidator, FilePath, SecretStr
+from pydantic import AfterValidator, BeforeValidator, SecretStr
 from pydantic_core import PydanticCustomError
 
 from consumers import failpoints
@@ -38,7 +39,7 @@ def not_bool(value: Any) -> Any:
 
 
 def _finite(value: N) -> N:
-    if not math.isfinite(value):
+    if not abs(value) <= sys.float_info.max:  # a whole number can be larger than any float; nan is not
         raise ValueError
     return value
 
@@ -190,6 +191,16 @@ def _chances(value: Any) -> Any:
     return chances
 
 
+def _readable_file(value: Path) -> Path:
+    try:
+        is_there = value.is_file()
+    except OSError:  # its name is too long, say
+        is_there = False
+    if not is_there:
+        raise ValueError
+    return value
+
+
 Number = Annotated[N, BeforeValidator(not_bool), AfterValidator(_finite)]
 Namespace = Annotated[str, AfterValidator(_namespace)]
 ModelName = Annotated[str, AfterValidator(model)]
@@ -205,4 +216,4 @@ AmqpUrl = Annotated[SecretStr, AfterValidator(_amqp_urls)]
 HttpUrl = Annotated[SecretStr, AfterValidator(_http_url)]
 StoreUrl = Annotated[SecretStr, AfterValidator(_store_url)]
 Chances = Annotated[dict[str, float], BeforeValidator(_chances)]
-ReadableFile = FilePath
+ReadableFile = Annotated[Path, AfterValidator(_readable_file)]

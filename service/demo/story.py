@@ -112,12 +112,13 @@ async def _taken_away_at_the_end(stack: AsyncExitStack, settings: Settings) -> N
 
 
 def _fitted(settings: Settings) -> Settings:
-    """The user's settings but for what the real account may spend, with a lively retry and twelve slots for the flood,
-    unless its slots were set.
+    """The user's settings, without the limits of the real account, and with short retry pauses. The batch lane has
+    twelve slots, unless they were set.
     """
     lanes = settings.lanes
-    if "batch" not in lanes.model_fields_set or "slots" not in lanes.batch.model_fields_set:
-        lanes = lanes.model_copy(update={"batch": lanes.batch.model_copy(update={"slots": BATCH_SLOTS})})
+    if lanes.batch.slots_max is None:
+        slots = {"slots": BATCH_SLOTS, "slots_max": BATCH_SLOTS}
+        lanes = lanes.model_copy(update={"batch": lanes.batch.model_copy(update=slots)})
     return settings.model_copy(
         update={
             "lanes": lanes,

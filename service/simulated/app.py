@@ -52,7 +52,7 @@ class SimulatedAPI:
         """Counts by outcome and model, running and peak concurrency, tokens."""
         return self._calls.stats()
 
-    async def until(self, holds: Callable[[], bool], *, timeout_s: float = 10.0) -> None:
+    async def until(self, holds: Callable[[], bool], *, timeout_s: float = 60.0) -> None:
         """Wait until `holds`, looked at whenever a call starts or ends. Raises `TimeoutError`."""
         await self._calls.until(holds, timeout_s)
 

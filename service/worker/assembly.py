@@ -9,6 +9,7 @@ from functools import partial
 
 from opentelemetry.trace import TracerProvider
 
+from consumers.attempt import Attempts
 from consumers.capacity.activity import LaneActivity
 from consumers.capacity.pausing import Pausing
 from consumers.capacity.slots import Depths, Slots
@@ -60,8 +61,9 @@ from topology.declaration import RECOMMENDED, declare, is_before
 from topology.lanes import LaneSpec
 from topology.model import Topology
 
-CONTROL_PREFETCH = 128
-"""Recorded at once: the store writes them with one fsync."""
+CONTROL_PREFETCH = 512
+"""Recorded at once: the store writes them with one fsync. And far enough ahead of what is refused: an
+acknowledgement makes room only after an fsync of the broker's."""
 FINISH_WITHIN_S = 2.0
 """How long an answer that the provider has given may take into the store, when all else has ended."""
 
@@ -198,16 +200,21 @@ async def assemble(
                 budgeting.caps_gate,
                 budgeting.budget_gate,
             ),
-            providers=budgeting.registry,
-            elsewhere=budgeting.route_gate,
-            purse=budgeting.budget_gate,
+            attempts=Attempts(
+                budgeting.registry,
+                breakers=budgeting.breakers,
+                route_gate=budgeting.route_gate,
+                budget_gate=budgeting.budget_gate,
+                replies=replies,
+                lifecycle=lifecycle,
+                pausing=pausing,
+                policy=settings.retry_policy(),
+                now_ms=now_ms,
+                rng=rng,
+            ),
+            routes=budgeting.routes,
             replies=replies,
-            lifecycle=lifecycle,
-            pausing=pausing,
-            policy=settings.retry_policy(),
             names=names,
-            now_ms=now_ms,
-            rng=rng,
             failpoints=failpoints,
             reading=reading,
             values=settings.json_values,
@@ -227,7 +234,7 @@ async def assemble(
         for lane in worked:
             pools.add_lane(lane, handler)
         pools.add_fallen(every)
-        answers = Answers(publisher, direct=direct, rule=rule, notices=notices if own is None else None)
+        answers = Answers(publisher, direct=direct, rule=rule, notices=notices)
         control = Control(
             Deliveries(consuming, queue=names.control, prefetch=CONTROL_PREFETCH, on_missing=watch.look),
             claiming=claiming,

@@ -12,15 +12,15 @@ from consumers.job import now_ms
 from consumers.lifecycle import Lifecycle
 from consumers.limits.base import Budgets
 from consumers.limits.estimates import Estimates
-from consumers.limits.local import LocalBudgets
+from consumers.limits.own_turns import own_accounts
 from consumers.providers.base import Provider
 from consumers.providers.breaker import Breakers
 from consumers.providers.registry import Registry
 from consumers.providers.routes import Routes
 from consumers.spending import Spending
 from consumers.state.base import Store
-from consumers.state.redis.budgets import RedisBudgets
 from consumers.state.redis.client import RedisClient
+from consumers.state.redis.shared_turns import shared_accounts
 from lanekeeper.telemetry.tracing import Tracing
 from service.config.settings import Settings
 
@@ -36,6 +36,7 @@ class Budgeting:
     spending: Spending
     prices_as_of: str
     registry: Registry
+    routes: Routes
     route_gate: RouteGate
     caps_gate: CapsGate
     budget_gate: BudgetGate
@@ -61,20 +62,19 @@ async def open_budgeting(
     rng: random.Random,
 ) -> AsyncIterator[Budgeting]:
     """Make all of it."""
-    spec, prices = settings.budget_spec(), settings.price_table()
+    spec, prices = settings.budget_spec(), settings.prices.table()
     async with _budgets(settings) as budgets:
-        breakers, spending = Breakers(store), Spending(store, settings.caps_spec())
+        breakers, spending = Breakers(store), Spending(store, settings.caps.spec())
         registry = Registry(
             *providers,
             tracing=tracing,
-            breakers=breakers,
             prices=prices,
             learn=budgets.learn,
         )
-        route_gate = RouteGate(Routes(settings.routes_spec()), breakers, now_ms=now_ms, rng=rng)
+        route_gate = RouteGate(breakers, now_ms=now_ms, rng=rng)
         budget_gate = BudgetGate(
             budgets,
-            route_gate,
+            breakers,
             Estimates(first_output_tokens=spec.first_output_tokens, first_bytes_per_token=spec.first_bytes_per_token),
             spec=spec,
             now_ms=now_ms,
@@ -93,10 +93,11 @@ async def open_budgeting(
             spending=spending,
             prices_as_of=prices.as_of,
             registry=registry,
+            routes=Routes(settings.routes_spec()),
             route_gate=route_gate,
             caps_gate=CapsGate(
                 spending,
-                route_gate,
+                breakers,
                 prices=prices,
                 estimate=budget_gate.amounts,
                 now_ms=now_ms,
@@ -112,11 +113,11 @@ async def _budgets(settings: Settings) -> AsyncIterator[Budgets]:
     """One budget for all processes where they share a Redis, else this process's own."""
     spec = settings.budget_spec()
     if not settings.store.startswith(("redis://", "rediss://")):
-        yield LocalBudgets(spec)
+        yield own_accounts(spec)
         return
     async with AsyncExitStack() as stack:
         client = RedisClient(settings.store)
         stack.push_async_callback(client.aclose)
-        shared = RedisBudgets(client, namespace=settings.namespace, spec=spec)
+        shared = shared_accounts(client, namespace=settings.namespace, spec=spec)
         stack.push_async_callback(shared.aclose)
         yield shared

@@ -8,9 +8,9 @@ from aio_pika.abc import AbstractConnection
 
 from lanekeeper.contract.names import Names
 from tests.support.brokers import version_of
+from tests.support.lanes import LANES
 from topology.broker.admin.management import Management, discover
 from topology.declaration import declare
-from topology.lanes import DEFAULT_LANES
 from topology.model import Topology
 
 
@@ -30,4 +30,4 @@ async def management(vhost) -> Management:
 
 @pytest.fixture
 def declared(connection: AbstractConnection) -> Topology:
-    return declare(DEFAULT_LANES, names=Names(), broker_version=version_of(connection))
+    return declare(LANES, names=Names(), broker_version=version_of(connection))

@@ -71,7 +71,7 @@ async def test_a_lost_connection_is_told_and_comes_back(vhost: Vhost) -> None:
         channel = await connection.raw_channel(confirms=True)
         loss = connection.loss
         await close_connection(vhost, vhost.name)
-        assert "CONNECTION_FORCED" in await asyncio.wait_for(loss, 10)
+        assert "CONNECTION_FORCED" in await asyncio.wait_for(loss, 60)
         await connection.underlying(timeout_s=10)
         assert connection.trouble is None
         assert connection.loss is not loss
@@ -156,7 +156,7 @@ async def test_it_is_back_soon_after_the_broker_was_killed_and_started(own_broke
     async with Connection(own_broker.amqp_url, name="test") as connection:
         loss = connection.loss
         await own_broker.kill()
-        assert await asyncio.wait_for(loss, 5)
+        assert await asyncio.wait_for(loss, 60)
         await own_broker.start()
         await connection.underlying(timeout_s=5)
 

@@ -70,7 +70,7 @@ class Lines:
             await until(lambda: deliveries.trouble is None)
             yield deliveries
             await deliveries.stop()
-            await asyncio.wait_for(running, 10)
+            await asyncio.wait_for(running, 60)
         finally:
             running.cancel()
             await asyncio.wait([running])
@@ -117,6 +117,18 @@ async def test_what_is_acknowledged_is_gone_and_tells_what_it_was(lines: Lines) 
     assert (delivery.message.body, delivery.message.message_id, delivery.message.priority) == (b"x", "m", 7)
     assert delivery.message.headers["a"] == 1
     await lines.until_ready(0)
+
+
+async def test_several_are_acknowledged_at_once_and_what_is_in_hand_is_not(lines: Lines) -> None:
+    await lines.publish(*(b"%d" % at for at in range(10)))
+    deliveries = Deliveries(lines.consuming, queue="some", prefetch=10)
+    async with aclosing(deliveries.sessions()) as sessions:
+        session = await anext(sessions)
+        tags = {delivery.tag: delivery for delivery in [await anext(session) for _ in range(10)]}
+        first, *_, last = sorted(tags)
+        held = {first + 3, last}
+        await session.ack([each for tag, each in tags.items() if tag not in held], in_hand=held)
+    await lines.until_ready(2)
 
 
 async def test_a_delivery_count_that_a_client_wrote_is_not_believed(lines: Lines) -> None:
@@ -195,7 +207,7 @@ async def test_a_lost_connection_ends_the_work_and_what_was_not_settled_comes_ag
         await lines.publish(b"1", b"2")
         await until(lambda: len(begun) == 2)
         await close_connection(lines.vhost, f"{lines.vhost.name} consume")
-        await until(lambda: len(begun) == 4, within_s=20)
+        await until(lambda: len(begun) == 4)
     assert sorted(begun) == [(b"1", False), (b"1", True), (b"2", False), (b"2", True)]
     assert sorted(ended) == [b"1", b"2"]
     assert lines.lost
@@ -251,7 +263,7 @@ async def test_stopping_while_there_is_no_queue_does_not_wait_for_it(lines: Line
     running = asyncio.create_task(run())
     await until(lambda: "not-there" in (deliveries.trouble or ""))
     await deliveries.stop()
-    await asyncio.wait_for(running, 3)
+    await asyncio.wait_for(running, 60)
 
 
 async def test_stopping_while_a_channel_is_opened_takes_nothing(lines: Lines) -> None:
@@ -267,7 +279,7 @@ async def test_stopping_while_a_channel_is_opened_takes_nothing(lines: Lines) ->
     running = asyncio.create_task(run())
     await asyncio.sleep(0)  # it waits for its channel now
     await deliveries.stop()
-    await asyncio.wait_for(running, 5)
+    await asyncio.wait_for(running, 60)
     assert not taken
     await lines.until_ready(1)
 
@@ -312,7 +324,7 @@ async def test_a_connection_that_is_lost_over_a_pause_is_not_consumed_before_its
     async with lines.at_work(ack) as deliveries:
         await deliveries.pause("store: away")
         await close_connection(lines.vhost, f"{lines.vhost.name} consume")
-        await until(lambda: lines.consuming.openings == 2, within_s=20)
+        await until(lambda: lines.consuming.openings == 2)
         await lines.publish(b"1")
         await asyncio.sleep(0.2)
         assert not seen
@@ -365,9 +377,9 @@ async def test_a_queue_whose_consumer_was_ended_is_reported_as_maybe_missing(lin
     await until(lambda: deliveries.trouble is None)
     channel = await lines.publisher.connection.raw_channel(confirms=False)
     await channel.queue_delete("some")
-    await asyncio.wait_for(asked.wait(), 5)
+    await asyncio.wait_for(asked.wait(), 60)
     await deliveries.stop()
-    await asyncio.wait_for(running, 5)
+    await asyncio.wait_for(running, 60)
 
 
 async def test_stopping_while_there_is_no_connection_does_not_wait_for_it(lines: Lines) -> None:
@@ -377,4 +389,4 @@ async def test_stopping_while_there_is_no_connection_does_not_wait_for_it(lines:
         await until(lambda: "not into virtual host" in (deliveries.trouble or "") or not lines.consuming.is_open)
         loop = asyncio.get_running_loop()
         began_s = loop.time()
-    assert loop.time() - began_s < 1
+    assert loop.time() - began_s < 10

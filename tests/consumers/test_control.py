@@ -14,6 +14,7 @@ from consumers.state.base import Granted, Held, Identity, StoreUnavailable
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import RequestProblem
+from tests.support.control_queue import FakeDeliveries, FakeSession, none_waits
 from tests.support.jobs import NAMES, NOW_MS, Bench, FakeDelivery
 
 ANSWERED = Answered(body=b'{"id":"msg"}', model="claude-x", provider="anthropic")
@@ -35,14 +36,14 @@ def answers_of(bench: Bench, *, bound: bool = False) -> Answers:
     return Answers(bench.publisher, direct=bench.direct, rule=rule)  # type: ignore[arg-type]
 
 
-def control(bench: Bench, *, needs_user_id: bool = False) -> Control:
+def control(bench: Bench, delivery: FakeDelivery, *, needs_user_id: bool = False) -> Control:
     return Control(
-        None,  # type: ignore[arg-type]
+        FakeDeliveries(FakeSession(bench.log, [delivery], ends=True)),  # type: ignore[arg-type]
         claiming=bench.claiming,
         settler=bench.settler,
         answers=answers_of(bench),
         now_ms=lambda: NOW_MS,
-        ready=None,  # type: ignore[arg-type]
+        ready=none_waits,
         kept_s=86_400,
         per_tenant_s=100,
         speakers=("gateway",),
@@ -63,7 +64,7 @@ async def read(
     fields = {"reply_to": ASKER, "correlation_id": "q-1", **properties}
     message = Message(body=raw, type=kind, routing_key=kind or "" if key is None else key, **fields)
     delivery = FakeDelivery(message, bench.log, queue="lane.control")
-    await control(bench, needs_user_id=needs_user_id)._read(delivery)  # type: ignore[arg-type]
+    await control(bench, delivery, needs_user_id=needs_user_id).run()
     return delivery
 
 
@@ -224,7 +225,7 @@ async def test_a_fault_of_ours_loses_no_cancellation_and_holds_up_nothing_for_ev
     await read(bench, {"cancel": "m-1"})
     assert bench.log == ["reject"]
     message = Message(body=b'{"cancel": "m-1"}', type="cancel", routing_key="cancel", reply_to=ASKER)
-    await control(bench)._read(FakeDelivery(message, bench.log, times_delivered=5))  # type: ignore[arg-type]
+    await control(bench, FakeDelivery(message, bench.log, times_delivered=5)).run()
     assert bench.log == ["reject", "confirmed: reply", "ack"]
     assert (told(bench)["code"], told(bench)["request"]) == ("internal", "m-1")
 

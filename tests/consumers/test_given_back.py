@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from consumers.attempt import Attempts
 from consumers.capacity.pausing import Pausing
 from consumers.failpoints import Failpoints
 from consumers.failures import (
@@ -24,13 +25,12 @@ from consumers.gates.route import RouteGate
 from consumers.handler import Handler
 from consumers.job import Answered, Buried, Deferred, Dropped, Job, Refused, Retried
 from consumers.limits.estimates import Estimates
-from consumers.limits.local import LocalBudgets
+from consumers.limits.own_turns import own_accounts
 from consumers.limits.spec import BudgetSpec, Caps
 from consumers.prices import Prices
 from consumers.providers.base import Answer, Parts, Usage
 from consumers.providers.breaker import FAILURES, Breakers
 from consumers.providers.registry import Registry
-from consumers.providers.routes import ProviderModels, Routes, RoutesSpec
 from consumers.reading import Reading
 from consumers.retry import RetryPolicy
 from consumers.spending import Cap, CapsSpec, Spending
@@ -38,7 +38,7 @@ from consumers.state.base import Granted, Identity, Stop
 from lanekeeper.contract import names as n
 from lanekeeper.telemetry.tracing import Tracing
 from tests.support.allowances import MemoryAllowances
-from tests.support.jobs import NAMES, NOW_MS, Bench
+from tests.support.jobs import NAMES, NOW_MS, Bench, routes_of
 from tests.support.virtual_time import virtually
 from tests.support.waiting import until
 from topology.codec.request import Request
@@ -77,20 +77,15 @@ class Ground:
         self.provider = Provider()
         limits = Caps(requests=6000, input_tokens=600_000, output_tokens=600_000)
         spec = BudgetSpec(accounts={"anthropic": limits})
-        self.budgets = LocalBudgets(spec)
+        self.budgets = own_accounts(spec)
         self.breakers = Breakers(rng=random.Random(1))
         self.store = MemoryAllowances()
         self.spending = Spending(self.store, CapsSpec(lanes={"critical": Cap(requests=10, usd=1)}))
         rng = random.Random(1)
-        routes = RouteGate(
-            Routes(RoutesSpec(providers=(ProviderModels(name="anthropic"),))),
-            self.breakers,
-            now_ms=lambda: NOW_MS,
-            rng=rng,
-        )
+        routes = RouteGate(self.breakers, now_ms=lambda: NOW_MS, rng=rng)
         budget = BudgetGate(
             self.budgets,
-            routes,
+            self.breakers,
             Estimates(first_output_tokens=5, first_bytes_per_token=3.5),
             spec=spec,
             now_ms=lambda: NOW_MS,
@@ -98,7 +93,7 @@ class Ground:
         )
         self.caps = CapsGate(
             self.spending,
-            routes,
+            self.breakers,
             prices=Prices(),
             estimate=budget.amounts,
             now_ms=lambda: NOW_MS,
@@ -113,16 +108,21 @@ class Ground:
                 self.caps,
                 budget,
             ),
-            providers=Registry(self.provider, tracing=Tracing(), breakers=self.breakers),
-            elsewhere=routes,
-            purse=budget,
+            attempts=Attempts(
+                Registry(self.provider, tracing=Tracing()),
+                breakers=self.breakers,
+                route_gate=routes,
+                budget_gate=budget,
+                replies=self.bench.replies,
+                lifecycle=self.bench.lifecycle,
+                pausing=Pausing({}),
+                policy=RetryPolicy(),
+                now_ms=lambda: NOW_MS,
+                rng=rng,
+            ),
+            routes=routes_of("anthropic"),
             replies=self.bench.replies,
-            lifecycle=self.bench.lifecycle,
-            pausing=Pausing({}),
-            policy=RetryPolicy(),
             names=NAMES,
-            now_ms=lambda: NOW_MS,
-            rng=rng,
             failpoints=Failpoints(),
             reading=Reading(),
         )
@@ -133,9 +133,9 @@ class Ground:
     async def held(self, job: Job) -> dict[str, Any]:
         """What is still held for it, after what goes on by itself has ended; nothing: an empty one."""
         for _ in range(3):
-            await self.spending.finish(within_s=1)
-            await self.bench.claiming.finish(within_s=1)
-        books = self.budgets._desk.books("anthropic/sonnet")
+            await self.spending.finish(within_s=30)
+            await self.bench.claiming.finish(within_s=30)
+        books = self.budgets.turns("anthropic/sonnet").account
         found = {
             "running": books.concurrency.running,
             "waiting": len(books.lines),
@@ -161,7 +161,7 @@ class Ground:
     async def open_breaker(self) -> None:
         """And wait until it may be probed."""
         clock = asyncio.get_running_loop().time
-        (route,) = Routes(RoutesSpec(providers=(ProviderModels(name="anthropic"),))).of("critical", "", MODEL)
+        (route,) = routes_of("anthropic").of("critical", "", MODEL).routes
         for each in range(FAILURES):
             entered = await self.breakers.enter(route, clock(), request=str(each))
             assert entered
@@ -264,7 +264,7 @@ async def test_a_claim_that_is_being_let_go_is_let_go_though_its_worker_stops() 
     letting_go.cancel()
     await asyncio.wait([letting_go])
     may_go.set()
-    await claiming.finish(within_s=1)
+    await claiming.finish(within_s=30)
     assert letting_go.cancelled()
     assert await ground.deaths() == 0
 

@@ -1,20 +1,21 @@
 """The pipeline: each step can end a request, in this order, and what a gate took it gives back."""
 
 import asyncio
-import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from consumers.attempt import SLACK_S
 from consumers.capacity.pausing import Pausing
+from consumers.chain import Route
 from consumers.failpoints import Failpoints
 from consumers.failures import UNREACHABLE, OverloadedError, RejectedError, TransientError
 from consumers.gates.claim import DEATHS_AT_MOST, SUSPECT_FROM, ClaimGate
 from consumers.gates.deadline import DeadlineGate
 from consumers.gates.schedule import ScheduleGate
-from consumers.handler import SLACK_S, Elsewhere, Handler
+from consumers.handler import Handler
 from consumers.job import (
     ATTEMPT_WITHIN_S,
     CLAIM_WITHIN_S,
@@ -33,14 +34,13 @@ from consumers.providers.base import Answer, Parts
 from consumers.providers.breaker import Breakers
 from consumers.providers.registry import Registry
 from consumers.reading import Reading
-from consumers.retry import RetryPolicy
 from consumers.state.base import Completion
 from lanekeeper.amqp.publisher import SURELY_WITHIN_S
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import ConfirmUnknown
 from lanekeeper.telemetry.tracing import Tracing
-from tests.support.jobs import BODY, NAMES, NOW_MS, Bench, NobodyElse
+from tests.support.jobs import BODY, NAMES, NOW_MS, Bench, attempts, routes_of
 from tests.support.waiting import until
 from topology.codec.request import Request
 from topology.lanes import CRITICAL
@@ -95,23 +95,23 @@ def handler(
     gates: Any = None,
     now_ms: Callable[[], int] = lambda: NOW_MS,
     pausing: Pausing | None = None,
-    elsewhere: Elsewhere | None = None,
     breakers: Breakers | None = None,
 ) -> Handler:
     return Handler(
         gates=gates
         if gates is not None
         else (DeadlineGate(now_ms=now_ms), ScheduleGate(bench.claiming, now_ms=now_ms)),
-        providers=Registry(provider, tracing=Tracing(), breakers=breakers),
-        elsewhere=elsewhere or NobodyElse(),
-        purse=NobodyElse(),
+        attempts=attempts(
+            Registry(provider, tracing=Tracing()),
+            replies=bench.replies,
+            lifecycle=bench.lifecycle,
+            breakers=breakers,
+            pausing=pausing,
+            now_ms=now_ms,
+        ),
+        routes=routes_of("fake"),
         replies=bench.replies,
-        lifecycle=bench.lifecycle,
-        pausing=pausing or Pausing({}),
-        policy=RetryPolicy(),
         names=NAMES,
-        now_ms=now_ms,
-        rng=random.Random(5),
         failpoints=Failpoints(),
         reading=Reading(),
     )
@@ -293,20 +293,17 @@ async def test_a_failed_attempt_is_decided_on(bench: Bench, error: Exception, ki
     assert isinstance(await handle(bench, bench.job(), FakeProvider(error)), kind)
 
 
-class Down:
-    """Every provider's breaker is open."""
+class Down(Breakers):
+    """Each call is let through, and finds every breaker open when it has failed."""
 
-    def after(self, job: Job) -> tuple[()]:
-        return ()
-
-    def has_other(self, job: Job) -> bool:
-        return False
-
-    def closed_s(self, job: Job) -> float:
+    def least_wait_s(self, routes: Iterable[Route]) -> float:
         return 2.0
 
-    def later(self, job: Job, wait_s: float) -> Outcome:
-        return Deferred(delay_ms=round(1000 * wait_s), reason="breaker")
+
+class Shut(Down):
+    """No call is let through."""
+
+    async def enter(self, *_: Any, **__: Any) -> None: ...
 
 
 @pytest.mark.parametrize(
@@ -317,27 +314,26 @@ async def test_what_fails_because_the_provider_is_down_waits_and_counts_no_attem
 ) -> None:
     job = bench.job(exchange="lane.due", headers={n.ATTEMPT: CRITICAL.max_attempts - 1, n.FIRST_SEEN_MS: NOW_MS})
 
-    outcome = await handle(bench, job, FakeProvider(error), elsewhere=Down())
+    outcome = await handle(bench, job, FakeProvider(error), breakers=Down())
 
-    assert outcome == Deferred(delay_ms=2000, reason="breaker")
+    assert isinstance(outcome, Deferred)
+    assert outcome.reason == "breaker"
+    assert 2000 <= outcome.delay_ms <= 3000
     assert job.attempts == CRITICAL.max_attempts - 1
 
 
 async def test_an_attempt_that_sent_parts_counts_so_that_the_next_has_them_forgotten(bench: Bench) -> None:
     job = bench.job(headers={n.STREAM: True})
 
-    outcome = await handle(bench, job, FakeProvider(OverloadedError("529")), elsewhere=Down())
+    outcome = await handle(bench, job, FakeProvider(OverloadedError("529")), breakers=Down())
 
     assert isinstance(outcome, Retried)
     assert job.attempts == 1
 
 
 async def test_where_no_call_is_made_nothing_has_started(bench: Bench) -> None:
-    class Shut(Breakers):
-        async def enter(self, *_: Any, **__: Any) -> None: ...
-
     job = bench.job()
-    outcome = await handle(bench, job, elsewhere=Down(), breakers=Shut())
+    outcome = await handle(bench, job, breakers=Shut())
 
     assert isinstance(outcome, Deferred)
     assert (job.attempts, bench.log) == (0, [])
@@ -349,7 +345,7 @@ async def test_but_what_may_have_been_paid_counts_so_that_it_is_not_paid_for_eve
 ) -> None:
     job = bench.job(exchange="lane.due", headers={n.ATTEMPT: CRITICAL.max_attempts - 1, n.FIRST_SEEN_MS: NOW_MS})
 
-    assert code(await handle(bench, job, FakeProvider(error), elsewhere=Down())) == "attempts_exhausted"
+    assert code(await handle(bench, job, FakeProvider(error), breakers=Down())) == "attempts_exhausted"
 
 
 async def test_attempts_are_those_of_all_deliveries(bench: Bench) -> None:
@@ -399,7 +395,7 @@ async def test_all_gates_are_left_though_one_is_cancelled_while_it_gives_back(be
 
 
 async def test_no_delivery_is_held_until_the_broker_takes_it_back(bench: Bench, monkeypatch) -> None:
-    monkeypatch.setattr("consumers.handler.ATTEMPT_WITHIN_S", 0.02)
+    monkeypatch.setattr("consumers.attempt.ATTEMPT_WITHIN_S", 0.02)
     outcome = await handle(bench, bench.job(), FakeProvider(takes_s=30))
     assert isinstance(outcome, Retried)
     held_s = CLAIM_WITHIN_S + ATTEMPT_WITHIN_S + STORE_WITHIN_S + 2 * SURELY_WITHIN_S
@@ -407,7 +403,7 @@ async def test_no_delivery_is_held_until_the_broker_takes_it_back(bench: Bench, 
 
 
 async def test_what_is_held_up_by_a_pause_is_no_attempt(bench: Bench, monkeypatch) -> None:
-    monkeypatch.setattr("consumers.handler.ATTEMPT_WITHIN_S", 0.02)
+    monkeypatch.setattr("consumers.attempt.ATTEMPT_WITHIN_S", 0.02)
     paused = Pausing({"store": lambda: "locked"})
     job, provider = bench.job(), FakeProvider()
     outcome = await handle(bench, job, provider, pausing=paused)

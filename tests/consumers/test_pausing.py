@@ -44,7 +44,7 @@ class World:
 
 async def test_while_nothing_holds_nobody_waits_even_where_nobody_watches() -> None:
     world = World()
-    await asyncio.wait_for(world.pausing.opened(), 0.1)
+    await asyncio.wait_for(world.pausing.opened(), 30)
     assert world.pausing.reasons() == {}
 
 
@@ -70,7 +70,7 @@ async def test_who_would_call_a_provider_waits_from_the_moment_that_a_condition_
         await asyncio.sleep(0.12)
         assert not waiting.done()
         world.store = None
-        await asyncio.wait_for(waiting, 1)
+        await asyncio.wait_for(waiting, 30)
 
 
 async def test_a_taker_that_had_its_hands_full_is_told_again() -> None:

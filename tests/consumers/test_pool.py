@@ -95,7 +95,7 @@ class Working:
 
     async def stop(self) -> None:
         await self.pool.stop()
-        await asyncio.wait_for(self.running, 2)
+        await asyncio.wait_for(self.running, 30)
 
 
 async def answer(job: Job) -> Outcome:
@@ -250,7 +250,7 @@ async def test_stopping_lets_what_runs_end() -> None:
     await asyncio.sleep(0.01)
     assert not working.running.done()
     go.set()
-    await asyncio.wait_for(working.running, 2)
+    await asyncio.wait_for(working.running, 30)
     assert "ack" in bench.log
 
 
@@ -275,7 +275,7 @@ async def test_what_has_not_begun_its_call_is_given_back_at_once_and_what_has_en
     assert bench.log == ["nack"] * 4
     assert (working.activity.running, len(working.pool.jobs), working.running.done()) == (2, 2, False)
     go.set()
-    await asyncio.wait_for(working.running, 2)
+    await asyncio.wait_for(working.running, 30)
     assert bench.log.count("ack") == 2
     assert bench.log.count("nack") == 4
 
@@ -295,7 +295,7 @@ async def test_what_gets_its_turn_in_the_moment_of_being_given_back_does_not_beg
     await working.pool.stop()
     turn.set()
     working.pool.give_back_waiting()
-    await asyncio.wait_for(working.running, 2)
+    await asyncio.wait_for(working.running, 30)
     assert bench.log == ["nack"] * 5
 
 
@@ -318,7 +318,7 @@ async def test_what_has_an_outcome_is_settled_though_the_rest_is_given_back() ->
     await asyncio.sleep(0.01)
     assert not working.running.done()
     confirmed.set()
-    await asyncio.wait_for(working.running, 2)
+    await asyncio.wait_for(working.running, 30)
     assert (bench.log.count("ack"), bench.log.count("nack")) == (1, 0)
 
 

@@ -6,11 +6,12 @@ from collections.abc import Callable, Coroutine
 
 import pytest
 
-from consumers.reading import AT_ONCE_S, Reading
+from consumers.reading import AT_ONCE_S, TINY_BYTES, Reading
 from tests.support.virtual_time import virtually
 
 CRITICAL, BATCH = 0, 2
 LONG_S = 0.05
+LARGE = 100_000
 
 
 class Ground:
@@ -30,7 +31,7 @@ class Ground:
 
         return work
 
-    def read(self, name: str, *, lane: int = BATCH, size: int = 1, s: float = LONG_S) -> "asyncio.Task[str]":
+    def read(self, name: str, *, lane: int = BATCH, size: int = LARGE, s: float = LONG_S) -> "asyncio.Task[str]":
         return asyncio.ensure_future(self.reading.turn(self.taking(name, s), rank=(lane, size)))
 
     @property
@@ -64,9 +65,9 @@ async def test_nothing_is_collected_while_reading_and_afterwards_it_is_again() -
         raise ValueError(gc.isenabled())
 
     ground = Ground()
-    assert not await ground.reading.turn(gc.isenabled, rank=(BATCH, 1))
+    assert not await ground.reading.turn(gc.isenabled, rank=(BATCH, LARGE))
     with pytest.raises(ValueError, match="False"):
-        await ground.reading.turn(broken, rank=(BATCH, 1))
+        await ground.reading.turn(broken, rank=(BATCH, LARGE))
     assert gc.isenabled()
 
 
@@ -78,6 +79,14 @@ async def test_short_bodies_are_read_at_once() -> None:
         await ground.read(str(n), s=AT_ONCE_S / 10)
 
     assert {s for _, s in ground.began} == {began_s}
+
+
+@in_virtual_time
+async def test_what_is_tiny_waits_for_nobody() -> None:
+    ground = Ground()
+    await asyncio.gather(ground.read("long"), ground.read("next"), ground.read("tiny", size=TINY_BYTES))
+
+    assert ground.order == ["long", "tiny", "next"]
 
 
 @in_virtual_time
@@ -97,10 +106,10 @@ async def test_the_most_urgent_lane_goes_first_then_the_shortest_body() -> None:
     ground = Ground()
     await asyncio.gather(
         ground.read("first"),
-        ground.read("long", size=1000),
-        ground.read("short", size=10),
-        ground.read("critical", lane=CRITICAL, size=5000),
-        ground.read("short too", size=10),
+        ground.read("long", size=LARGE * 2),
+        ground.read("short", size=LARGE // 2),
+        ground.read("critical", lane=CRITICAL, size=LARGE * 3),
+        ground.read("short too", size=LARGE // 2),
     )
 
     assert ground.order == ["first", "critical", "short", "short too", "long"]
@@ -127,7 +136,7 @@ async def test_what_fails_or_is_cancelled_keeps_nobody_waiting() -> None:
     await first
     waiting.cancel()
     with pytest.raises(ValueError, match="broken"):
-        await ground.reading.turn(broken, rank=(CRITICAL, 1))
+        await ground.reading.turn(broken, rank=(CRITICAL, LARGE))
     assert await last == "last"
     assert ground.order == ["first", "last"]
 
@@ -147,7 +156,7 @@ async def test_a_body_is_measured_in_several_turns() -> None:
     ground = Ground()
     raw = b'["' + b"," * 10_000_000 + b'"]'
 
-    assert await ground.reading.excess(raw, values=1000, rank=(BATCH, 1)) is None
+    assert await ground.reading.excess(raw, values=1000, rank=(BATCH, LARGE)) is None
     assert "more than 1000 keys and values" in (
-        await ground.reading.excess(b"[" + b"[]," * 1_000_000, values=1000, rank=(BATCH, 1)) or ""
+        await ground.reading.excess(b"[" + b"[]," * 1_000_000, values=1000, rank=(BATCH, LARGE)) or ""
     )

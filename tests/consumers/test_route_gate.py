@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
+from consumers.chain import Chain, Route
 from consumers.failures import TransientError
 from consumers.gates.route import HOLD_S, RouteGate
 from consumers.job import Buried, Deferred, Job, Refused
 from consumers.providers.breaker import FAILURES, Breakers
-from consumers.providers.routes import ProviderModels, Route, Routes, RoutesSpec
+from consumers.providers.routes import ProviderModels, Routes, RoutesSpec
 from consumers.state.base import Stop
-from tests.support.jobs import NOW_MS, Bench
+from tests.support.jobs import NOW_MS, Bench, read
 from tests.support.virtual_time import virtually
-from topology.codec import decoding
 from topology.lanes import BATCH, CRITICAL, LaneSpec
 
 MODEL = "claude-sonnet-5-5"
@@ -27,18 +27,16 @@ class Ground:
         providers = tuple(ProviderModels(name=name) for name in names or ("one", "two"))
         self.routes = Routes(RoutesSpec(providers=providers, **more))
         self.breakers = Breakers(rng=random.Random(1))
-        self.gate = RouteGate(self.routes, self.breakers, now_ms=lambda: NOW_MS, rng=random.Random(1))
+        self.gate = RouteGate(self.breakers, now_ms=lambda: NOW_MS, rng=random.Random(1))
 
     def job(self, **headers: Any) -> Job:
         body = b'{"model":"%s","max_tokens":5,"messages":[{"role":"user","content":"hi"}]}' % MODEL.encode()
         job = Bench().job(body=body, headers=headers)
-        assert job.lane
-        job.request = decoding.decode(job.message, lane=job.lane, request_id=job.id, hop=None, now_ms=NOW_MS)
-        return job
+        return read(job, self.routes.of("critical", "", MODEL))
 
     @property
     def all(self) -> tuple[Route, ...]:
-        return self.routes.of("critical", "", MODEL)
+        return self.routes.of("critical", "", MODEL).routes
 
     async def break_(self, route: Route, *, times: int = 1) -> None:
         """Open its breaker, and fail so many probes: `times` 7 leaves it open for 2.5 to 5 s."""
@@ -66,7 +64,7 @@ def test_one_that_is_known_to_fail_is_not_among_those_that_are_asked() -> None:
         await ground.break_(one)
 
         assert await ground.gate.enter(ground.job()) is None
-        assert ground.gate.of("critical", "", MODEL) == [two]
+        assert ground.breakers.callable(ground.all) == [two]
 
     virtually(story())
 
@@ -181,12 +179,8 @@ def test_one_that_is_told_to_stop_while_it_waits_stops_waiting() -> None:
     virtually(story())
 
 
-async def test_after_a_jobs_route_come_those_that_may_be_asked_instead() -> None:
-    ground = Ground()
-    job = ground.job()
-    one, two = ground.all
+def test_after_a_route_come_those_that_may_be_asked_instead() -> None:
+    one, two = Ground().all
 
-    job.route = two
-    assert ground.gate.after(job) == (two,)
-    job.route = one
-    assert ground.gate.after(job) == (one, two)
+    assert Chain((one, two)).since(two) == (two,)
+    assert Chain((one, two)).since(one) == (one, two)

@@ -89,7 +89,7 @@ class Lane:
             yield
         finally:
             await self.scouting.stop()
-            await asyncio.wait_for(running, 5)
+            await asyncio.wait_for(running, 30)
 
 
 @pytest.fixture(autouse=True)

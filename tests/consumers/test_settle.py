@@ -240,7 +240,7 @@ async def test_an_answer_is_kept_although_its_delivery_is_lost_meanwhile(bench: 
     with pytest.raises(asyncio.CancelledError):
         await settling
     bench.store.failing = None
-    await bench.claiming.finish(within_s=5)
+    await bench.claiming.finish(within_s=30)
     assert bench.log == ["stored"]
 
 

@@ -95,7 +95,7 @@ class World:
         await self.slots.stop()
         for each in self.added:
             each.in_hand = 0
-        await asyncio.wait_for(running, 2)
+        await asyncio.wait_for(running, 30)
 
 
 @pytest.fixture(autouse=True)
@@ -259,7 +259,7 @@ async def test_stopping_takes_no_more_and_waits_for_what_runs() -> None:
     await asyncio.sleep(0.05)
     assert not running.done()
     world.added[0].in_hand = 0
-    await asyncio.wait_for(running, 1)
+    await asyncio.wait_for(running, 30)
 
 
 async def test_when_it_stops_what_waits_on_added_slots_is_given_back() -> None:
@@ -270,4 +270,4 @@ async def test_when_it_stops_what_waits_on_added_slots_is_given_back() -> None:
     world.added[0].in_hand = 3
     await world.slots.stop()
     world.slots.give_back_waiting()
-    await asyncio.wait_for(running, 1)
+    await asyncio.wait_for(running, 30)

@@ -13,11 +13,11 @@ from service.private_broker import container
 from service.private_broker.source import Steps
 from tests.support.brokers import RunningBroker, Vhost, fresh_vhost
 from tests.support.house import house
+from tests.support.lanes import LANES
 from tests.support.requester import Requester, requester
 from tests.support.waiting import until
 from topology.broker.admin.apply import apply
 from topology.declaration import declare
-from topology.lanes import DEFAULT_LANES
 
 CONFIGURATION = Path(__file__).parents[2] / "deploy" / "rabbitmq.conf"
 SENT = "x-lane-sent-ms"
@@ -35,7 +35,7 @@ async def published_before_any_worker(app: Requester, **how: object) -> str:
 
 async def declared(url: str) -> None:
     async with Connection(url, name="deploy") as connection:
-        topology = declare(DEFAULT_LANES, names=Names(), broker_version=connection.version)
+        topology = declare(LANES, names=Names(), broker_version=connection.version)
         await apply(topology, await connection.underlying())
 
 

@@ -1,4 +1,4 @@
-"""A flood of cancellations by one tenant holds up no requests."""
+"""A flood of cancellations by one tenant holds up no requests, and no cancellation of another tenant's."""
 
 import pytest
 
@@ -8,6 +8,7 @@ from tests.support.requester import requester
 from tests.support.waiting import until
 
 FLOOD_PER_S = 1500
+LONG = "[[latency: 60s]]"
 
 
 @pytest.mark.default_broker_only
@@ -19,10 +20,28 @@ async def test_a_worker_that_starts_under_a_flood_of_cancellations_answers_reque
         async def has_piled_up() -> bool:
             return await app.depth("lane.control") > FLOOD_PER_S
 
-        await until(has_piled_up, within_s=30)
+        await until(has_piled_up)
         asked = await app.publish({"prompt": "urgent"})
         async with house(vhost.amqp_url, waits=False, control={"per_tenant_s": 10}) as home:
             assert (await app.final(asked, within_s=25)).status == "ok"
             for _ in range(10):
                 assert (await app.ask({"prompt": "urgent too"}, within_s=20)).status == "ok"
             assert home.parts.answers.refused
+
+
+@pytest.mark.default_broker_only
+async def test_another_tenant_cancels_under_a_flood_of_cancellations_which_is_read_to_its_end(vhost) -> None:
+    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+        async with flooding(vhost.amqp_url, per_s=FLOOD_PER_S, user=vhost.user):
+            await until(lambda: home.parts.answers.unanswered > FLOOD_PER_S, within_s=60)
+            for id in ("a", "b", "c", "d", "e"):
+                running = await app.publish({"prompt": f"running {id} {LONG}"}, message_id=id)
+                await until(lambda id=id: home.calls(f"running {id}"), within_s=30)
+                assert (await app.control({"cancel": id}, key="cancel")).json == {"id": id, "outcome": "told"}
+                assert (await app.final(running)).code == "cancelled"
+
+        async def is_read() -> bool:
+            return await app.depth("lane.control") == 0
+
+        await until(is_read, within_s=30)
+        assert home.parts.control.displaced == 0

@@ -19,7 +19,7 @@ async def test_what_was_cancelled_while_no_worker_ran_is_never_called(vhost) -> 
                 {"cancel": f"c-{n}"}, exchange="lane.control", key="cancel", message_type="cancel", mandatory=True
             )
         async with house(vhost.amqp_url) as home:
-            finals = await asyncio.gather(*(app.final(each, within_s=30) for each in asked))
+            finals = await asyncio.gather(*(app.final(each) for each in asked))
             assert {final.code for final in finals} == {"cancelled"}
-            assert (await app.final(kept, within_s=30)).status == "ok"
+            assert (await app.final(kept)).status == "ok"
             assert [call.prompt for call in home.api.calls] == ["wanted"]

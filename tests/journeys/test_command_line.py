@@ -19,9 +19,9 @@ from lanekeeper.amqp.connection import Connection
 from lanekeeper.contract.names import Names
 from service.checks.status import look
 from service.simulated.app import SimulatedAPI
+from tests.support.lanes import ENVIRONMENT, LANES
 from tests.support.stores import store_url
 from tests.support.waiting import until
-from topology.lanes import DEFAULT_LANES
 
 HOUSE = Path(__file__).parents[2]
 
@@ -33,6 +33,7 @@ def environment(vhost) -> dict[str, str]:
     }
     return {
         **kept,
+        **ENVIRONMENT,
         "LANEKEEPER_AMQP_URL": vhost.amqp_url,
         "LANEKEEPER_MANAGEMENT_URL": vhost.management_url,
         "LANEKEEPER_STORE_URL": store_url(vhost.amqp_url),
@@ -218,7 +219,7 @@ async def test_stopping_lets_what_runs_finish(environment, tmp_path) -> None:
 async def _running(environment: dict[str, str]) -> int | None:
     """As `lanekeeper status` tells it, without the time that a process takes to start."""
     async with Connection(environment["LANEKEEPER_AMQP_URL"], name="test") as connection:
-        return (await look(connection, lanes=DEFAULT_LANES, names=Names())).lanes[0].running
+        return (await look(connection, lanes=LANES, names=Names())).lanes[0].running
 
 
 async def test_a_second_signal_ends_it_at_once_and_the_request_is_kept(environment, tmp_path) -> None:

@@ -37,11 +37,11 @@ async def test_over_in_an_attempt_the_providers_connection_is_closed(vhost) -> N
                 headers={"x-lane-deadline-ms": 400, "x-lane-stream": stream},
             )
             assert reply.code == "deadline_exceeded"
-            assert 0.39 < time.monotonic() - before_s < 1.4
+            assert 0.39 < time.monotonic() - before_s < 15
             assert reply.json["attempts"] == 1
             assert "attempt 1" in reply.json["detail"]
             assert reply.headers["x-lane-run-ms"] >= 390
-            assert reply.headers["x-lane-wait-ms"] < 1000
+            assert reply.headers["x-lane-wait-ms"] < 400
         await home.api.until(lambda: home.api.running == 0)
         assert len(home.api.calls) == 2
 
@@ -53,7 +53,7 @@ async def test_a_retry_that_could_only_come_too_late_is_not_begun(vhost) -> None
             {"prompt": "not today [[fault: rate_limited retry_after=60]]"}, headers={"x-lane-deadline-ms": 5000}
         )
         assert reply.code == "deadline_exceeded"
-        assert time.monotonic() - before_s < 2
+        assert time.monotonic() - before_s < 4.5
         assert "429" in reply.json["detail"] or "rate limit" in reply.json["detail"]
         assert len(home.api.calls) == 1
 

@@ -25,7 +25,7 @@ def left_on(vhost) -> list[str]:
 async def test_all_is_answered_and_the_verdict_says_so(vhost, tmp_path) -> None:
     of_the_real_account = {"LANEKEEPER_BUDGET__REQUESTS_PER_MIN": "30"}
     environ = environment(vhost.amqp_url, vhost.management_url, **QUICK, **of_the_real_account)
-    code, lines = await run("demo", environ=environ, folder=tmp_path, within_s=100)
+    code, lines = await run("demo", environ=environ, folder=tmp_path, within_s=160)
     told = " ".join(" ".join(lines).split())
     assert code == 0, told
     assert "OK: all 580 requests answered right" in told
@@ -49,7 +49,7 @@ async def test_a_broken_lane_is_a_failed_demo(vhost, tmp_path) -> None:
         "LANEKEEPER_PRICES__MODELS": '{"claude-no-such-model": {"input": 1, "output": 5}}',  # known, but not there
     }
     environ = environment(vhost.amqp_url, vhost.management_url, **QUICK, **broken)
-    code, lines = await run("demo", environ=environ, folder=tmp_path, within_s=100)
+    code, lines = await run("demo", environ=environ, folder=tmp_path, within_s=160)
     told = "\n".join(lines)
     assert code == 1, told
     assert "FAILED: 40 requests were not answered right" in told
@@ -64,10 +64,10 @@ async def test_interrupted_it_leaves_nothing_on_the_broker(vhost, tmp_path, numb
     environ = environment(vhost.amqp_url, vhost.management_url)
     async with lanekeeper("demo", environ=environ, folder=tmp_path) as demo:
         if moment == "in the middle":
-            await until(lambda: [line for line in demo.lines if "answered" in line] or demo.has_ended, within_s=40)
-        await until(lambda: left_on(vhost), within_s=20)
+            await until(lambda: [line for line in demo.lines if "answered" in line] or demo.has_ended)
+        await until(lambda: left_on(vhost))
         demo.send(number)
-        assert await demo.ended(within_s=15) == 130
+        assert await demo.ended() == 130
     await until(lambda: not left_on(vhost))
 
 
@@ -80,13 +80,13 @@ async def test_interrupted_it_leaves_no_process_container_or_folder(tmp_path, mo
         word = "starting a broker" if moment.startswith("while") else "answered"
         await until(lambda: [line for line in demo.lines if word in line] or demo.has_ended, within_s=90)
         if moment.startswith("while"):
-            await until(lambda: list(temporary.iterdir()), within_s=20)
+            await until(lambda: list(temporary.iterdir()))
         theirs = psutil.Process(demo.process.pid).children(recursive=True)
         secrets = [
             line for path in temporary.glob("*/settings.env") for line in path.read_text().split() if "PASS" in line
         ]
         demo.send(signal.SIGINT)
-        assert await demo.ended(within_s=30) == 130, demo.events
+        assert await demo.ended() == 130, demo.events
     await until(lambda: not [each for each in theirs if each.is_running()])
     assert not list(temporary.iterdir())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tmp"]

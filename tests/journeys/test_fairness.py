@@ -27,7 +27,9 @@ WINDOW_S = 10.0
 WITHIN_S = 60
 READY_S = 60
 LANE = "normal"
-SLOTS = {LANE: {"slots": 4}}
+SIDE_QUEUES = 8
+"""Each tenant has one of its own, and more than one."""
+SLOTS = {LANE: {"slots": 4, "side_queues": SIDE_QUEUES}}
 SLOW = SimulatedOptions(latency_ms=LATENCY_MS)
 
 
@@ -72,6 +74,7 @@ def environ(vhost, api) -> dict[str, str]:
         ANTHROPIC_BASE_URL=api.base_url,
         LANEKEEPER_SPEAKERS=vhost.user,
         LANEKEEPER_LANES__NORMAL__SLOTS="4",
+        LANEKEEPER_LANES__NORMAL__SIDE_QUEUES=str(SIDE_QUEUES),
         LANEKEEPER_BUDGET__REQUESTS_PER_MIN="1000000",
         LANEKEEPER_BUDGET__INPUT_TOKENS_PER_MIN="1000000000",
         LANEKEEPER_BUDGET__OUTPUT_TOKENS_PER_MIN="1000000000",
@@ -96,7 +99,12 @@ async def test_a_single_request_does_not_wait_behind_another_tenants_backlog(vho
 async def test_short_calls_of_the_highest_priority_do_not_hold_up_another_tenant_either(vhost) -> None:
     quick = SimulatedOptions(latency_ms=50)
     async with (
-        house(vhost.amqp_url, simulated=quick, lanes={LANE: {"slots": 2}}, speakers=(vhost.user,)) as home,
+        house(
+            vhost.amqp_url,
+            simulated=quick,
+            lanes={LANE: {"slots": 2, "side_queues": SIDE_QUEUES}},
+            speakers=(vhost.user,),
+        ) as home,
         requester(vhost.amqp_url) as app,
     ):
         await app.final(await ask(app, vhost, "small", "came before"), within_s=WITHIN_S)
@@ -237,7 +245,7 @@ async def test_a_worker_that_is_killed_while_it_sets_aside_loses_nothing(vhost, 
                 )
 
             async def set_aside() -> int:
-                return sum([await app.depth(f"lane.{LANE}.side.{each:02d}") for each in range(8)])
+                return sum([await app.depth(f"lane.{LANE}.side.{each:02d}") for each in range(SIDE_QUEUES)])
 
             await until(set_aside, within_s=WITHIN_S)
             first.send(signal.SIGKILL)

@@ -149,13 +149,13 @@ async def test_a_forged_direct_reply_address_harms_nobody_else(vhost, stream) ->
             )
             ours += [await direct.publish({"prompt": f"mine after {n}"}), await app.publish({"prompt": f"and {n}"})]
             for each in ours:
-                await until(lambda each=each: app.finals(each) or direct.finals(each), within_s=20)
+                await until(lambda each=each: app.finals(each) or direct.finals(each))
                 got = (app.finals(each) or direct.finals(each))[0]
                 assert got.status == "ok"
         assert home.is_well
         if tuple(int(part) for part in vhost.version.split(".")[:3]) < (4, 3, 5):
             for n in range(3):
-                dead = await app.buried(f"evil-{n}", within_s=20)
+                dead = await app.buried(f"evil-{n}")
                 assert dead.headers["x-lane-dead-code"] == "forbidden_reply_to"
                 assert len(app.dead_of(f"evil-{n}")) == 1
         await until(lambda: _nothing_left(app))

@@ -94,7 +94,7 @@ async def test_every_integer_header_of_ours_is_a_signed_64_bit_one_whatever_its_
         assert integers(failed) == dict.fromkeys(("x-lane-attempt", "x-lane-wait-ms", "x-lane-run-ms"), b"l")
         assert integers(await app.buried("failed"))["x-lane-attempt"] == b"l"
 
-        sent = await until(lambda: [each for each in on_its_way if each.properties.message_id == "failed"], within_s=5)
+        sent = await until(lambda: [each for each in on_its_way if each.properties.message_id == "failed"])
         for copy in sent:
             ours = {name: kind for name, kind in integers(copy).items() if name != "x-lane-delay-ms"}
             assert ours.keys() == {
@@ -113,6 +113,6 @@ async def test_integers_of_a_control_reply_are_signed_64_bit_ones(vhost) -> None
         await app.ask({"prompt": "now"}, message_id="now")
         how = {"exchange": "lane.control", "key": "result", "message_type": "result"}
         asked = await app.publish({"result": "now"}, **how)
-        again = await until(lambda: app.replies[asked], within_s=5)
+        again = await until(lambda: app.replies[asked])
         assert again[0].headers["x-lane-replayed"] is True
         assert set(integers(again[0]).values()) == {b"l"}

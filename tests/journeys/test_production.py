@@ -63,6 +63,6 @@ async def test_a_request_without_user_id_is_refused_and_one_with_it_is_its_users
         with pytest.raises(Problem, match="user_id: missing; publish with the property user_id"):
             await nobody.request({"prompt": "x"}, key=key)
         answer = await mine.request({"prompt": "mine"}, key=key, message_id="m-1")
-        again = await asyncio.wait_for(mine.result("m-1", wait_s=5), 10)
+        again = await asyncio.wait_for(mine.result("m-1", wait_s=5), 60)
 
         assert answer.text == again.text == "echo: mine"

@@ -47,7 +47,7 @@ async def test_an_attempt_that_hangs_is_cut_at_the_lanes_limit_and_tried_again(v
         reply = await app.ask({"prompt": "wake up [[fault: hang x1]]"})
         assert reply.headers["x-lane-attempt"] == 2
         first, second = home.api.calls
-        assert 0.45 < second.started_s - first.started_s < 3
+        assert 0.45 < second.started_s - first.started_s < 15
         assert first.outcome == "client_gone" or first.status == 0
 
 
@@ -77,7 +77,7 @@ async def test_a_rate_limit_is_waited_for_as_the_provider_told(vhost) -> None:
         reply = await app.ask({"prompt": "patience [[fault: rate_limited retry_after=2 x1]]"})
         first, second = home.api.calls
         assert reply.headers["x-lane-attempt"] == 2
-        assert 2.0 <= second.started_s - first.started_s < 3.2
+        assert 2.0 <= second.started_s - first.started_s < 10
         assert reply.headers["x-lane-wait-ms"] >= 2000
 
 
@@ -109,8 +109,8 @@ async def test_a_lone_request_outlasts_a_short_outage_of_its_provider(vhost) -> 
 
 async def test_the_lane_works_on_while_one_waits_for_its_retry(vhost) -> None:
     async with house(vhost.amqp_url, lanes={"critical": {"slots": 1}}), requester(vhost.amqp_url) as app:
-        waiting = await app.publish({"prompt": "later [[fault: unavailable retry_after=2 x1]]"})
-        others = await asyncio.gather(*(app.ask({"prompt": f"now {n}"}, within_s=1.9) for n in range(5)))
+        waiting = await app.publish({"prompt": "later [[fault: unavailable retry_after=6 x1]]"})
+        others = await asyncio.gather(*(app.ask({"prompt": f"now {n}"}, within_s=5.9) for n in range(5)))
         assert [each.status for each in others] == ["ok"] * 5
         assert not app.finals(waiting)
         assert (await app.final(waiting)).status == "ok"

@@ -82,7 +82,7 @@ async def test_from_the_start(vhost, spoil: Callable[[Path], None], word: str) -
         assert not home.api.calls
         assert not app.finals(asked)
         remove(path)
-        assert (await app.final(asked, within_s=20)).status == "ok"
+        assert (await app.final(asked)).status == "ok"
         await until(lambda: home.is_well)
         assert (await readiness(health))[0] == 200
         assert len(home.api.calls) == 1
@@ -95,13 +95,13 @@ async def test_locked_while_it_works(vhost) -> None:
         path = Path(unquote(store_url(vhost.amqp_url).removeprefix("sqlite:///")))
         with closing(sqlite3.connect(path, isolation_level=None)) as other:
             other.execute("BEGIN EXCLUSIVE")
-            await until(lambda: home.parts.store.trouble, within_s=20)
+            await until(lambda: home.parts.store.trouble)
             second = await app.publish({"prompt": "later"})
             await until(lambda: home.api.running == 0)
             await asyncio.sleep(0.5)  # nothing happens meanwhile: there is no condition to wait for
             assert not app.finals(first), "an answer that is not recorded is not told"
             assert len(home.api.calls) == 1, "no call without a claim"
             other.execute("ROLLBACK")
-        assert (await app.final(first, within_s=20)).status == "ok"
-        assert (await app.final(second, within_s=20)).status == "ok"
+        assert (await app.final(first)).status == "ok"
+        assert (await app.final(second)).status == "ok"
         assert len(home.api.calls) == 2, "what was answered meanwhile was kept in hand"

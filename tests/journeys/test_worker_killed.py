@@ -57,7 +57,7 @@ async def test_what_a_killed_worker_was_working_on_is_taken_over(vhost, api, env
             again = await until(
                 lambda: [call for call in api.calls if call.prompt in cut and call.started_s > died], within_s=30
             )
-            await until(lambda: not ledger.lost, within_s=40)
+            await until(lambda: not ledger.lost)
         ledger.check()
         repeated = len(api.calls) - 16
         print(f"first takeover {again[0].started_s - died:.2f} s after the kill; {repeated} calls repeated")
@@ -87,7 +87,7 @@ async def test_a_request_that_kills_its_worker_every_time_is_buried_and_its_neig
             neighbours += [await app.publish({"prompt": f"neighbour {len(lives)} {n}"}) for n in range(5)]
             for each in neighbours:
                 assert (await app.final(each)).status == "ok"
-            await until(stands, within_s=20)
+            await until(stands)
             if app.finals(poison):
                 break
             lives.append(int(worker.lines[-1].removeprefix("life ")))
@@ -127,7 +127,7 @@ async def test_told_to_stop_it_takes_no_more_finishes_what_runs_and_leaves_the_r
             await until(lambda: is_depth(app, "lane.batch", 8))
 
         async with house(vhost.amqp_url) as home, ledger.reading():
-            await until(lambda: not ledger.lost, within_s=30)
+            await until(lambda: not ledger.lost)
             ledger.check()
             assert len(api.calls) + len(home.api.calls) == 12, "no call was made twice"
             assert ledger.repeated == 0
@@ -157,7 +157,7 @@ async def test_told_to_stop_it_gives_back_at_once_what_waits_for_the_budget(vhos
             assert [call.outcome for call in api.calls] == ["ok"], "what ran a call has finished it"
 
     async with house(vhost.amqp_url) as home, ledger.reading():
-        await until(lambda: not ledger.lost, within_s=30)
+        await until(lambda: not ledger.lost)
         ledger.check()
         assert len(api.calls) + len(home.api.calls) == 8, "no call was made twice"
         assert ledger.repeated == 0
@@ -191,13 +191,13 @@ async def test_a_second_signal_ends_it_at_once_and_nothing_is_lost(vhost, api, e
     async with requester(vhost.amqp_url) as app:
         async with lanekeeper("serve", environ=environ, folder=tmp_path) as worker:
             await worker.ready()
-            asked = await app.publish({"prompt": "long [[latency: 9s]]"})
+            asked = await app.publish({"prompt": "long [[latency: 20s]]"})
             await until(lambda: api.running == 1)
             worker.send(signal.SIGTERM)
             await worker.tells("service.stopping")
             told = time.monotonic()
             worker.send(signal.SIGTERM)
             assert await worker.ended() == 130
-            assert time.monotonic() - told < 5, "it did not wait for the call"
+            assert time.monotonic() - told < 15, "it did not wait for the call"
         async with house(vhost.amqp_url):
-            assert (await app.final(asked, within_s=30)).status == "ok"
+            assert (await app.final(asked)).status == "ok"

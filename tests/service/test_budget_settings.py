@@ -140,7 +140,7 @@ def test_prices_add_to_the_table_and_have_a_date() -> None:
         }
     )
 
-    prices = settings.price_table()
+    prices = settings.prices.table()
     assert prices.as_of == "2026-11-01"
     assert prices.of("house-model-1") == Price(1, 2)
     assert prices.of("claude-opus-5-5") == Price(3, 9, 0)
@@ -153,12 +153,12 @@ def test_caps_of_lanes_and_tenants() -> None:
         env={"LANEKEEPER_CAPS__LANES__BATCH__USD": "50"},
     )
 
-    spec = settings.caps_spec()
+    spec = settings.caps.spec()
     assert spec.lanes["batch"] == Cap(usd=50)
     assert spec.lanes["critical"] == Cap()
     assert spec.tenants == {"shop": Cap(usd=5, requests=100), "*": Cap(tokens=1000)}
     assert spec.in_money
-    assert not load().caps_spec().in_money
+    assert not load().caps.spec().in_money
 
 
 @pytest.mark.parametrize(

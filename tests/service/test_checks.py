@@ -6,7 +6,7 @@ import pytest
 
 from service.checks.providers import Finding
 from service.checks.run import look
-from service.config.settings import load_settings
+from service.config.loading import load_settings
 
 NOBODY_LISTENS = "amqp://guest:guest@127.0.0.1:1/"
 

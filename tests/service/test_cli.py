@@ -212,7 +212,7 @@ def test_an_unexpected_error_is_one_line_and_a_traceback_only_on_demand(
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("odd, at amqp://u:s3cret@host/\nand more")
 
-    monkeypatch.setattr("service.config.settings.load_settings", broken)
+    monkeypatch.setattr("service.config.loading.load_settings", broken)
 
     assert main.run(["status"]) == 1
     told = one_line(capsys)
@@ -234,7 +234,7 @@ def test_errors_in_task_groups_are_told_by_what_is_in_them(
     def broken(*_: object, **__: object) -> None:
         raise ExceptionGroup("several", [ValueError("x"), ExceptionGroup("in", [BrokerUnreachable("gone")])])
 
-    monkeypatch.setattr("service.config.settings.load_settings", broken)
+    monkeypatch.setattr("service.config.loading.load_settings", broken)
 
     assert main.run(["status"]) == 1
     assert "gone" in one_line(capsys)

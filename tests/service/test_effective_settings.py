@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from service.cli.main import run
-from service.config.settings import KNOWN
+from service.config.names import SETTINGS, variable
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    for name in (*KNOWN.env_names.values(), *(name for name in os.environ if name.startswith("LANEKEEPER_"))):
+    for name in (*map(variable, SETTINGS), *(name for name in os.environ if name.startswith("LANEKEEPER_"))):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
 
@@ -42,7 +42,7 @@ def test_each_source_is_named_and_the_nearer_one_wins(
         "lanes.normal.slots": (3, "option"),
     }
     assert found["lanes.critical.slots"]["variable"] == "LANEKEEPER_LANES__CRITICAL__SLOTS"
-    assert found.keys() == {".".join(place) for place in KNOWN.env_names if "*" not in place}
+    assert found.keys() == {".".join(place) for place in SETTINGS if "*" not in place}
 
 
 def test_keys_and_passwords_are_hidden(

@@ -7,7 +7,8 @@ import pytest
 
 from lanekeeper.contract.problems import AccessRefused
 from service.checks.production import of_file, of_settings, of_transport, refuse, risks
-from service.config.settings import Settings, load_settings
+from service.config.loading import load_settings
+from service.config.settings import Settings
 from tests.support.redis import redis_server
 from topology.declaration import RECOMMENDED
 

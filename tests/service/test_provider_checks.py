@@ -10,7 +10,7 @@ import pytest
 
 from service.checks import providers as provider_checks
 from service.checks.providers import Finding, providers
-from service.config.settings import load_settings
+from service.config.loading import load_settings
 from service.simulated.app import SimulatedAPI
 from service.simulated.options import SimulatedOptions
 

@@ -7,7 +7,7 @@ import pytest
 from consumers.providers import cloud
 from consumers.reading import Reading
 from lanekeeper.contract.problems import SettingsError
-from service.config.settings import load_settings
+from service.config.loading import load_settings
 from service.worker.open_providers import open_providers
 
 AWS = {"LANEKEEPER_PROVIDERS__AWS__KIND": "bedrock", "LANEKEEPER_PROVIDERS__AWS__REGION": "eu-central-1"}

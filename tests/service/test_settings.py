@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from lanekeeper.contract.problems import SettingsError
-from service.config.settings import Settings, load_settings
+from service.config.loading import load_settings
+from service.config.settings import Settings
 from tests.support.settings import lane, load, wrong
 from topology.lanes import DEFAULT_LANES
 
@@ -44,6 +45,26 @@ def test_the_slots_that_are_kept_and_the_most_follow_from_the_slots_where_they_a
     assert (fixed.kept_slots, fixed.most_slots, fixed.most_due_slots, fixed.target_wait_s) == (0, 1, 1, 5)
 
 
+@pytest.mark.parametrize("source", ["environment", "file", "option"])
+def test_a_lane_whose_slots_are_set_has_exactly_these_even_where_they_are_the_defaults(source: str) -> None:
+    match source:
+        case "environment":
+            settings = load(env={"LANEKEEPER_LANES__CRITICAL__SLOTS": "16"})
+        case "file":
+            settings = load("[lanes.critical]\nslots = 16")
+        case _:
+            settings = load(lanes={"critical": {"slots": 16}})
+
+    critical = lane(settings, "critical")
+    assert (critical.slots, critical.most_slots, critical.most_due_slots) == (16, 16, 4)
+    assert lane(settings, "batch").most_slots == 32, "nobody said how many"
+
+
+def test_a_lane_whose_slots_and_the_most_of_them_are_set_may_grow() -> None:
+    env = {"LANEKEEPER_LANES__CRITICAL__SLOTS_MAX": "64"}
+    assert lane(load("[lanes.critical]\nslots = 16", env=env), "critical").most_slots == 64
+
+
 def test_slots_that_are_out_of_order_are_told_together() -> None:
     told = wrong("[lanes.batch]\nslots = 4\nslots_min = 5\nslots_max = 3\n[lanes.normal]\ntarget_wait_s = 0")
     assert (
@@ -65,6 +86,14 @@ def test_options_come_before_the_environment_before_dotenv_before_toml() -> None
     batch = lane(load(toml, env=env, lanes={"batch": {"slots": 4}}), "batch")
 
     assert (batch.call_timeout_s, batch.max_tokens, batch.max_attempts, batch.slots) == (1, 2, 3, 4)
+
+
+def test_a_table_replaces_that_of_a_farther_source() -> None:
+    toml = '[models.fallbacks]\n"claude-sonnet-5-5" = "claude-haiku-5-5"'
+
+    settings = load(toml, models={"fallbacks": {"claude-opus-5-5": "claude-sonnet-5-5"}})
+
+    assert settings.models.fallbacks == {"claude-opus-5-5": "claude-sonnet-5-5"}
 
 
 def test_lanekeeper_toml_is_read_where_it_lies() -> None:
@@ -345,6 +374,9 @@ def test_no_secret_is_in_an_error_or_in_the_repr() -> None:
         {"LANEKEEPER_LANES__BATCH__MODELS": '{"a": 1}'},
         {"LANEKEEPER_LANES__BATCH__MODELS": '[["a"]]'},
         {"LANEKEEPER_LANES__BATCH__SLOTS": "1" * 5000},
+        {"LANEKEEPER_LANES__BATCH__SLOTS": "1" * 500},
+        {"LANEKEEPER_BUDGET__CONCURRENCY": "1" * 500},
+        {"LANEKEEPER_TLS__CA_FILE": "1" * 5000},
         {"LANEKEEPER_LANES__BATCH__DEADLINE_S": "1e400"},
         {"LANEKEEPER_NAMESPACE": "\udcff"},
         {"LANEKEEPER_": "1"},

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lanekeeper.contract.problems import SettingsError
-from service.config.settings import KNOWN
+from service.config.names import SETTINGS, variable
 from tests.support.settings import load, wrong
 from tests.support.settings_page import LANE, PAGE, Entry, entries, page
 
@@ -23,7 +23,7 @@ def test_the_page_is_made_of_the_declarations() -> None:
 
 def test_every_setting_is_on_it() -> None:
     said = PAGE.read_text()
-    names = {each.replace("*", "<NAME>") for each in KNOWN.env_names.values()}
+    names = {variable(place).replace("*", "<NAME>") for place in SETTINGS}
     for lane in ("CRITICAL", "NORMAL", "BATCH"):
         names = {each.replace(f"__{lane}__", f"__{LANE}__") for each in names}
     assert not [each for each in names if f"| `{each}` |" not in said]

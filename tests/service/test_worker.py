@@ -96,7 +96,7 @@ async def test_it_works_until_it_is_told_to_stop() -> None:
     await asyncio.sleep(0.01)
     assert not working.done()
     stop.set()
-    await asyncio.wait_for(working, 1)
+    await asyncio.wait_for(working, 30)
     assert not any(pool.was_cancelled for pool in pools)
 
 
@@ -115,7 +115,7 @@ async def test_nothing_is_given_back_while_a_consumer_of_ours_may_get_it_again()
     await asyncio.sleep(0.05)
     assert not quick.gave_back
     slow_stops.set()
-    await asyncio.wait_for(working, 1)
+    await asyncio.wait_for(working, 30)
     assert quick.gave_back
     assert slow.gave_back
 
@@ -125,20 +125,20 @@ async def test_what_does_not_end_within_the_grace_is_cancelled() -> None:
     slow = FakePool("slow", stops=False)
     working = run(FakePool("a"), slow, stop=stop, grace_s=0.05)
     stop.set()
-    await asyncio.wait_for(working, 1)
+    await asyncio.wait_for(working, 30)
     assert slow.was_cancelled
 
 
 async def test_a_lane_that_fails_ends_the_worker() -> None:
     with pytest.raises(ExceptionGroup) as failed:
-        await asyncio.wait_for(run(FakePool("a", ends=ZeroDivisionError()), FakePool("b"), stop=asyncio.Event()), 1)
+        await asyncio.wait_for(run(FakePool("a", ends=ZeroDivisionError()), FakePool("b"), stop=asyncio.Event()), 30)
     assert failed.group_contains(ZeroDivisionError)
 
 
 async def test_so_does_one_that_ends_in_silence() -> None:
     """A CancelledError that nobody asked for ends a task without a word."""
     with pytest.raises(ExceptionGroup) as failed:
-        await asyncio.wait_for(run(FakePool("a", ends=asyncio.CancelledError()), stop=asyncio.Event()), 1)
+        await asyncio.wait_for(run(FakePool("a", ends=asyncio.CancelledError()), stop=asyncio.Event()), 30)
     assert failed.group_contains(RuntimeError, match="pool a ended by itself")
 
 
@@ -150,6 +150,6 @@ async def test_it_says_that_it_is_ready_when_every_queue_is_consumed() -> None:
     await asyncio.sleep(0.05)
     assert not ready.is_set()
     late.trouble = None
-    await asyncio.wait_for(ready.wait(), 1)
+    await asyncio.wait_for(ready.wait(), 30)
     stop.set()
-    await asyncio.wait_for(working, 1)
+    await asyncio.wait_for(working, 30)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from consumers.limits import headers
 from consumers.limits.amounts import NOTHING, Amounts
 from consumers.limits.base import Budgets, Heard, Kind
-from consumers.limits.local import LocalBudgets
+from consumers.limits.own_turns import own_accounts
 from consumers.limits.spec import BudgetSpec, Caps
 from service.simulated.buckets import Limits, make_limits
 from service.simulated.errors import Refusal
@@ -151,4 +151,4 @@ class Traffic:
 
 def traffic(**given: object) -> Traffic:
     """On books that know the account's limits."""
-    return Traffic(LocalBudgets(spec()), **given)  # type: ignore[arg-type]
+    return Traffic(own_accounts(spec()), **given)  # type: ignore[arg-type]

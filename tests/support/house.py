@@ -22,12 +22,12 @@ from service.simulated.calls import Call
 from service.simulated.options import SimulatedOptions
 from service.worker import running as worker
 from service.worker.assembly import Parts, assemble
+from tests.support.lanes import SETTINGS
 from tests.support.stores import store_url
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, until
 from topology.broker.admin.apply import apply
 from topology.declaration import declare
 
-READY_S = 30
 QUICK = {"base_s": 0.05, "cap_s": 0.2}
 PLENTY = {"requests_per_min": 1e6, "input_tokens_per_min": 1e9, "output_tokens_per_min": 1e9}
 """What the provider allows, so that none waits until the first answer has told it."""
@@ -85,7 +85,7 @@ async def house(
             amqp_url=SecretStr(url),
             anthropic_api_key=SecretStr("sk-ant-simulated"),
             anthropic_base_url=SecretStr(base_url or api.base_url),
-            lanes={} if lanes is None else lanes,
+            lanes={name: {**few, **(lanes or {}).get(name, {})} for name, few in SETTINGS.items()},
             retry=QUICK if retry is None else retry,
             budget=budget,
             **{"store_url": SecretStr(store_url(url)), **settings},
@@ -97,11 +97,11 @@ async def house(
             working = asyncio.create_task(worker.run(parts, stop=home._stop, grace_s=5), name="worker")
             try:
                 if waits:
-                    await until(lambda: working.done() or home.is_well, within_s=READY_S)
+                    await until(lambda: working.done() or home.is_well)
                 yield home
             finally:
                 home._stop.set()
-                await asyncio.wait_for(working, timeout=20)
+                await asyncio.wait_for(working, timeout=PATIENCE_S)
 
 
 async def _applied(settings: Settings) -> None:

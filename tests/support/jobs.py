@@ -4,18 +4,32 @@ They show the order of things, and nothing of how a broker behaves: that is what
 """
 
 import json
+import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from consumers.attempt import Attempts
+from consumers.capacity.pausing import Pausing
+from consumers.chain import Chain
 from consumers.claiming import Claiming
 from consumers.failpoints import Failpoints
-from consumers.job import Deferred, Job, Outcome, is_trusted
+from consumers.gates.budget import BudgetGate
+from consumers.gates.route import RouteGate
+from consumers.job import Job, is_trusted
 from consumers.lifecycle import Lifecycle
+from consumers.limits.estimates import Estimates
+from consumers.limits.own_turns import own_accounts
+from consumers.limits.spec import BudgetSpec
 from consumers.parking import Parking
+from consumers.providers.breaker import Breakers
+from consumers.providers.registry import Registry
+from consumers.providers.routes import ProviderModels, Routes, RoutesSpec
 from consumers.replies.address import ReplyRule
 from consumers.replies.direct import DirectSender
 from consumers.replies.reply import Replies
 from consumers.replies.retelling import Retelling
+from consumers.retry import RetryPolicy
 from consumers.settle import Settler
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import Names
@@ -23,6 +37,7 @@ from lanekeeper.contract.problems import MessageTooLarge
 from lanekeeper.telemetry.tracing import Tracing
 from tests.support.memory_store import MemoryStore
 from topology.broker.session import ChannelLost
+from topology.codec import decoding
 from topology.lanes import CRITICAL, LaneSpec
 
 NAMES = Names()
@@ -153,20 +168,47 @@ class Bench:
         return found
 
 
-class NobodyElse:
-    """One provider, and nothing to be moved."""
+def attempts(
+    registry: Registry,
+    *,
+    replies: Replies,
+    lifecycle: Lifecycle,
+    breakers: Breakers | None = None,
+    pausing: Pausing | None = None,
+    now_ms: Callable[[], int] = lambda: NOW_MS,
+) -> Attempts:
+    """What makes attempts where there is budget for everybody."""
+    breakers, rng, spec = breakers or Breakers(), random.Random(5), BudgetSpec()
+    return Attempts(
+        registry,
+        breakers=breakers,
+        route_gate=RouteGate(breakers, now_ms=now_ms, rng=rng),
+        budget_gate=BudgetGate(
+            own_accounts(spec),
+            breakers,
+            Estimates(first_output_tokens=5, first_bytes_per_token=3.5),
+            spec=spec,
+            now_ms=now_ms,
+            rng=rng,
+        ),
+        replies=replies,
+        lifecycle=lifecycle,
+        pausing=pausing or Pausing({}),
+        policy=RetryPolicy(),
+        now_ms=now_ms,
+        rng=rng,
+    )
 
-    def after(self, job: Job) -> tuple[()]:
-        return ()
 
-    def has_other(self, job: Job) -> bool:
-        return False
+def routes_of(*providers: str) -> Routes:
+    """Each has every model."""
+    return Routes(RoutesSpec(providers=tuple(ProviderModels(name=each) for each in providers)))
 
-    def closed_s(self, job: Job) -> float:
-        return 0.0
 
-    def later(self, job: Job, wait_s: float) -> Outcome:
-        return Deferred(delay_ms=round(1000 * wait_s), reason="breaker")
-
-    async def move(self, job: Job, route: object, error: object) -> bool:
-        return False
+def read(job: Job, chain: Chain | None = None, *, now_ms: int = NOW_MS) -> Job:
+    """The job, its request decoded; asked of a provider "one" where no chain is given."""
+    assert job.lane
+    request = decoding.decode(job.message, lane=job.lane, request_id=job.id, hop=None, now_ms=now_ms)
+    job.request = request
+    job.chain = chain or routes_of("one").of(job.lane_name, job.identity.tenant, request.model)
+    return job

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import house
+from tests.support.lanes import ENVIRONMENT
 from tests.support.stores import store_url
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, until
 
 HOUSE = Path(__file__).parents[2]
 QUICK = {"LANEKEEPER_RETRY__BASE_S": "0.05", "LANEKEEPER_RETRY__CAP_S": "0.2"}
@@ -36,7 +37,7 @@ def environment(amqp_url: str | None, management_url: str | None = None, **setti
     }
     given = {name: value for name, value in broker.items() if value is not None}
     key = {"ANTHROPIC_API_KEY": "sk-ant-simulated"}
-    return {**kept, "PYTHONPATH": str(HOUSE), **key, **QUICK, **PLENTY, **given, **settings}
+    return {**kept, "PYTHONPATH": str(HOUSE), **key, **QUICK, **PLENTY, **ENVIRONMENT, **given, **settings}
 
 
 class Running:
@@ -59,13 +60,13 @@ class Running:
         wanted = {"event": event, **fields}
         return [each for each in self.events if wanted.items() <= each.items()]
 
-    async def tells(self, event: str, *, within_s: float = 20, **fields: Any) -> dict[str, Any]:
+    async def tells(self, event: str, *, within_s: float = PATIENCE_S, **fields: Any) -> dict[str, Any]:
         """The first event of that name with these fields, as soon as it is there."""
         await until(lambda: self.told(event, **fields) or self.has_ended, within_s=within_s)
         assert self.told(event, **fields), f"ended with {self.process.returncode}: {self.events}"
         return self.told(event, **fields)[0]
 
-    async def ready(self, *, within_s: float = 30) -> str:
+    async def ready(self, *, within_s: float = PATIENCE_S) -> str:
         """Wait until it takes requests; the URL of its health endpoint, if it has one."""
         return str((await self.tells("service.ready", within_s=within_s))["health"])
 
@@ -73,7 +74,7 @@ class Running:
         with suppress(ProcessLookupError):
             self.process.send_signal(number)
 
-    async def ended(self, *, within_s: float = 30) -> int:
+    async def ended(self, *, within_s: float = PATIENCE_S) -> int:
         """Its exit code (-n where signal n ended it), once all that it wrote has been read."""
         code = await asyncio.wait_for(self.process.wait(), timeout=within_s)
         await asyncio.gather(*self._reading)

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from lanekeeper.contract.problems import SettingsError
-from service.config.settings import Settings, load_settings
+from service.config.loading import load_settings
+from service.config.settings import Settings
 from topology.lanes import LaneSpec
 
 

@@ -16,9 +16,9 @@ from pydantic.fields import FieldInfo
 
 from service.cli.settings import text_of
 from service.config.effective import plain
-from service.config.settings import KNOWN, Settings
-from service.config.sources import ANY, Place, is_section
-from service.config.validation import allowed
+from service.config.names import ANY, SETTINGS, Place, is_section, variable
+from service.config.settings import Settings
+from service.config.told import allowed
 from topology.lanes import DEFAULT_LANES
 
 PAGE = Path(__file__).parents[2] / "docs/settings.md"
@@ -71,7 +71,7 @@ def entries() -> list[Entry]:
     """All settings, those of the lanes once."""
     found: dict[Place, Entry] = {}
     lanes = {lane.name for lane in DEFAULT_LANES}
-    for place, variable in KNOWN.env_names.items():
+    for place in SETTINGS:
         shared = tuple(LANE if step in lanes else step for step in place)
         kind, field, default = _declared(place)
         if shared in found:
@@ -81,11 +81,10 @@ def entries() -> list[Entry]:
             )
             continue
         text, example = _documented(kind, place[-1])
+        name = variable(place).replace(ANY, "<NAME>")
         for lane in lanes:
-            variable = variable.replace(f"__{lane.upper()}__", f"__{LANE}__")
-        found[shared] = Entry(
-            shared, variable.replace(ANY, "<NAME>"), field, text, example or _said(default), (default,)
-        )
+            name = name.replace(f"__{lane.upper()}__", f"__{LANE}__")
+        found[shared] = Entry(shared, name, field, text, example or _said(default), (default,))
     return list(found.values())
 
 

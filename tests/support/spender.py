@@ -13,8 +13,8 @@ from consumers.limits import learned
 from consumers.limits.amounts import Amounts
 from consumers.limits.base import Heard, Kind
 from consumers.limits.headers import RateHeaders, Told
-from consumers.state.redis.budgets import RedisBudgets
 from consumers.state.redis.client import RedisClient
+from consumers.state.redis.shared_turns import shared_accounts
 from tests.support.budget import ACCOUNT, spec
 
 LANES = ("critical", "normal", "batch", "batch")
@@ -26,7 +26,7 @@ async def main(url: str, namespace: str, seconds: float, version: str = "") -> N
     if version:
         learned.VERSION = int(version)  # type: ignore[misc]
     client = RedisClient(url)
-    budgets = RedisBudgets(client, namespace=namespace, spec=spec(requests=PER_MINUTE, burst_s=BURST_S))
+    budgets = shared_accounts(client, namespace=namespace, spec=spec(requests=PER_MINUTE, burst_s=BURST_S))
     granted: list[tuple[float, str]] = []
 
     async def worker(lane: str) -> None:

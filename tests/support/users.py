@@ -16,10 +16,10 @@ from yarl import URL
 
 from lanekeeper.contract.names import Names
 from tests.support.brokers import Vhost
+from tests.support.lanes import LANES
 from topology.broker.admin.management import Management, discover
 from topology.declaration import declare
 from topology.export import User, definitions, hash_password
-from topology.lanes import DEFAULT_LANES
 from topology.model import Topology
 
 PASSWORD = secrets.token_urlsafe()
@@ -46,7 +46,7 @@ class Broker:
             "operator": User(f"operator-{mark}", "operator", HASH),
             "deployer": User(f"deployer-{mark}", "deployer", HASH),
         }
-        self.topology: Topology = declare(DEFAULT_LANES, names=Names(), broker_version=version)
+        self.topology: Topology = declare(LANES, names=Names(), broker_version=version)
         self.management = management
         self.version = version
         self._url = URL(vhost.amqp_url)

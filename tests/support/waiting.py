@@ -6,9 +6,11 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 LOOK_EVERY_S = 0.01
+PATIENCE_S = 60.0
+"""What comes true on an idle machine in a moment may take long on a busy one; nothing that passes waits for it."""
 
 
-async def until(holds: Callable[[], Any] | Callable[[], Awaitable[Any]], *, within_s: float = 10) -> Any:
+async def until(holds: Callable[[], Any] | Callable[[], Awaitable[Any]], *, within_s: float = PATIENCE_S) -> Any:
     """What `holds` gives as soon as it is true. Raises AssertionError with what it gave last."""
     loop = asyncio.get_running_loop()
     end = loop.time() + within_s

@@ -1,7 +1,8 @@
 """What one channel of a queue delivers: a session; and each of it, a delivery that waits to be settled."""
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from bisect import bisect_left
+from collections.abc import Awaitable, Collection, Sequence
 from contextlib import suppress
 
 from aiormq.abc import ChannelFrame, DeliveredMessage
@@ -120,12 +121,16 @@ class Session:
         consuming = await self._channel.basic_consume(self._queue, self._on_delivery, timeout=RPC_TIMEOUT_S)
         self._tag = consuming.consumer_tag or ""
 
-    async def ack(self, deliveries: Sequence[Delivery]) -> None:
+    async def ack(self, deliveries: Sequence[Delivery], *, in_hand: Collection[int] = ()) -> None:
         """Tell the broker to forget several, in one write: alone each is a system call, and under a flood they are what
-        takes the time. Raises ChannelLost."""
+        takes the time. Those before the first tag that is still `in_hand` go as one. Raises ChannelLost."""
         if self._lost is not None:
             raise ChannelLost(f"{self._queue}: {self._lost}")
-        frames = [Basic.Ack(delivery_tag=each.tag) for each in deliveries]
+        tags = sorted(each.tag for each in deliveries)
+        before = bisect_left(tags, min(in_hand, default=tags[-1] + 1))
+        frames = [Basic.Ack(delivery_tag=tag) for tag in tags[before:]]
+        if before:
+            frames.append(Basic.Ack(delivery_tag=tags[before - 1], multiple=True))
         written = ChannelFrame.marshall(channel_number=self._channel.number, frames=frames)
         with border(f"channel lost before {self._queue} deliveries were settled", lost=ChannelLost):
             await self._channel.write_queue.put(written)

@@ -70,7 +70,10 @@ class Writer:
         self._spec = spec
         self._clock = clock
         self._waiting = 0
-        self._queue: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
+        self._gathered: list[_Waiting] = []
+        self._is_busy = False
+        """A group is being worked, or about to be handed over."""
+        self._groups: queue.SimpleQueue[list[_Waiting] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="store", daemon=True)
         self._tables: Tables | None = None
         self._reopen_at = 0.0
@@ -83,7 +86,9 @@ class Writer:
 
     async def close(self) -> None:
         """Do what waits, then end."""
-        self._queue.put(None)
+        while self._gathered:
+            self._hand_over()
+        self._groups.put(None)
         with suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(self._ended), CLOSE_S)
 
@@ -93,11 +98,22 @@ class Writer:
             raise StoreUnavailable(f"{self._path} is too slow: {self._waiting} operations wait for it")
         done: asyncio.Future[T] = self._loop.create_future()
         self._waiting += 1
-        self._queue.put((operation, done))
+        self._gathered.append((operation, done))
+        if not self._is_busy:
+            self._is_busy = True
+            self._loop.call_soon(self._hand_over)
         return await done
+
+    def _hand_over(self) -> None:
+        """Give the thread what has gathered: one wake-up, one transaction. What comes meanwhile is the next group."""
+        group, self._gathered = self._gathered[:TOGETHER_AT_MOST], self._gathered[TOGETHER_AT_MOST:]
+        self._is_busy = bool(group)
+        if group:
+            self._groups.put(group)
 
     def _hand_back(self, done: list[_Done]) -> None:
         self._waiting -= len(done)
+        self._hand_over()
         for future, value, error in done:
             if future.done():  # whoever asked has gone
                 continue
@@ -109,19 +125,8 @@ class Writer:
     # ---- in the thread ----
 
     def _run(self) -> None:
-        ending = False
-        while not ending:
-            together: list[_Waiting] = []
-            each = self._queue.get()
-            with suppress(queue.Empty):
-                while each is not None:
-                    together.append(each)
-                    if len(together) == TOGETHER_AT_MOST:
-                        break
-                    each = self._queue.get_nowait()
-            ending = each is None
-            if together:
-                self._tell(self._hand_back, self._do_all(together))
+        while (group := self._groups.get()) is not None:
+            self._tell(self._hand_back, self._do_all(group))
         self._shut()
         self._tell(self._ended.set_result, None)
 

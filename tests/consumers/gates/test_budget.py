@@ -3,47 +3,33 @@
 import asyncio
 import json
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
+from consumers.chain import Chain, Route
 from consumers.failures import OverloadedError, TransientError
 from consumers.gates.budget import BudgetGate
 from consumers.job import Answered, Deferred, Dropped, Job, Outcome, Refused
 from consumers.limits.amounts import Amounts
 from consumers.limits.base import Heard, Kind, Reservation, Wait, WaitTooLong
 from consumers.limits.estimates import Estimates
-from consumers.limits.local import LocalBudgets
+from consumers.limits.own_turns import own_accounts
 from consumers.limits.spec import BudgetSpec, Caps
+from consumers.providers.breaker import Breakers
 from consumers.state.base import Stop
-from tests.support.jobs import NOW_MS, Bench
+from tests.support.jobs import NOW_MS, Bench, read
 from tests.support.virtual_time import virtually
-from topology.codec import decoding
 from topology.lanes import BATCH, CRITICAL, LaneSpec
 
 BODY = json.dumps({"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "hi " * 100}]}).encode()
 DONE = Answered(body=b"{}", model="m", provider="one")
 
 
-class Route(NamedTuple):
-    provider: str
-    model: str
-    account: str
-
-
-ONE, TWO = Route("one", "m", "one/m"), Route("two", "m2", "two/m2")
-
-
-class Chain:
-    def __init__(self, *routes: Route) -> None:
-        self.routes = routes
-        self.asked: list[tuple[str, str, str]] = []
-
-    def of(self, lane: str, tenant: str, model: str) -> Sequence[Route]:
-        self.asked.append((lane, tenant, model))
-        return self.routes
+ONE = Route(provider="one", model="m", name="m", account="one/m")
+TWO = Route(provider="two", model="m2", name="m2", account="two/m2")
 
 
 class Ground:
@@ -54,12 +40,12 @@ class Ground:
         self._began_s = self.loop.time()
         caps = Caps(requests=60, input_tokens=60_000, output_tokens=60_000)
         self.spec = BudgetSpec(accounts={"one/m": caps, "two/m2": caps})
-        self.budgets = LocalBudgets(self.spec)
-        self.chain = Chain(*(routes or (ONE,)))
+        self.budgets = own_accounts(self.spec)
+        self.routes = routes or (ONE,)
         self.told: list[tuple[str, Wait]] = []
         self.gate = BudgetGate(
             self.budgets,
-            self.chain,
+            Breakers(),
             Estimates(first_output_tokens=512, first_bytes_per_token=3.5),
             spec=self.spec,
             now_ms=self.now_ms,
@@ -74,12 +60,11 @@ class Ground:
         headers = {} if deadline_ms is None else {"x-lane-deadline-ms": deadline_ms}
         key = f"{lane.name}.shop.chat.eu"
         job = Bench().job(lane=lane, body=BODY, headers=headers, routing_key=key, user_id="shop", reply_to=None)
-        job.request = decoding.decode(job.message, lane=lane, request_id=job.id, hop=None, now_ms=self.now_ms())
-        return job
+        return read(job, Chain(self.routes), now_ms=self.now_ms())
 
     async def spend(self, account: str, requests: int = 0) -> None:
         """All of it, and so many requests more."""
-        books = self.budgets._desk.books(account)
+        books = self.budgets.turns(account).account
         for bucket in books.buckets:
             bucket.parts = [0.0, 0.0, 0.0]
             bucket.level = 0.0
@@ -101,7 +86,6 @@ def test_a_request_that_there_is_budget_for_passes_with_its_route_and_a_reservat
         job = on.job()
 
         assert await on.enter(job) is None
-        assert on.chain.asked == [("critical", "shop", "m")]
         assert job.route == ONE
         assert job.reservation is not None
         assert job.reservation.amounts == Amounts(1, pytest.approx(len(BODY) / 3.5), 5)  # max_tokens
@@ -117,7 +101,7 @@ def test_what_was_used_is_settled_and_what_was_not_is_given_back() -> None:
         job.attempt_started_ms, job.usage = on.now_ms(), Amounts(1, 7, 2)
         await on.gate.leave(job, DONE)
 
-        books = on.budgets._desk.books("one/m")
+        books = on.budgets.turns("one/m").account
         assert [bucket.burst - bucket.level for bucket in books.buckets] == [1, 7, 2]
         assert books.concurrency.running == 0
 
@@ -130,7 +114,7 @@ def test_a_request_that_was_never_sent_gives_everything_back() -> None:
         await on.enter(job)
         await on.gate.leave(job, None)
 
-        assert [bucket.burst - bucket.level for bucket in on.budgets._desk.books("one/m").buckets] == [0, 0, 0]
+        assert [bucket.burst - bucket.level for bucket in on.budgets.turns("one/m").account.buckets] == [0, 0, 0]
 
     story(tell)
 
@@ -204,7 +188,7 @@ def test_a_lane_that_waits_for_one_account_does_not_hold_up_its_requests_for_ano
         assert isinstance(outcome, Deferred)
         assert outcome.reason == "rpm"
         assert on.loop.time() - began_s < 1
-        on.chain.routes = (TWO,)
+        on.routes = (TWO,)
         assert await on.enter(on.job(lane)) is None
         assert [each.done() for each in waiting] == [False] * 3
         for each in waiting:
@@ -217,10 +201,10 @@ def test_a_short_patience_at_one_account_does_not_bound_the_wait_at_the_next(mon
     async def tell(on: Ground) -> None:
         lane, reserve = replace(BATCH, slots=2, target_wait_s=3.0), on.budgets.reserve
         await on.spend("one/m", requests=1)
-        on.chain.routes = (ONE,)
+        on.routes = (ONE,)
         standing = asyncio.ensure_future(on.enter(on.job(lane)))
         await asyncio.sleep(0)
-        on.chain.routes = (ONE, TWO)
+        on.routes = (ONE, TWO)
 
         async def fails_at_first(account: str, **asked: Any) -> Reservation:
             if account == "one/m":
@@ -367,7 +351,7 @@ def test_a_failed_call_moves_to_another_account_that_has_room_and_is_settled_whe
         assert job.route == TWO
         assert job.reservation is not None
         assert job.reservation.account == "two/m2"
-        spent = [bucket.burst - bucket.level for bucket in on.budgets._desk.books("one/m").buckets]
+        spent = [bucket.burst - bucket.level for bucket in on.budgets.turns("one/m").account.buckets]
         assert spent == [1, 0, 0]  # the request was counted, its tokens were not
         assert job.lost == []
 

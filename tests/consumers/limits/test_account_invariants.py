@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from consumers.limits.account import Account
 from consumers.limits.amounts import Amounts
 from consumers.limits.base import Reservation
-from consumers.limits.order import Waiter
 from consumers.limits.spec import DEFAULT_LANES, BudgetSpec, Caps
+from consumers.limits.waiter import Waiter
 
 PER_MINUTE = Amounts(60, 6_000, 600)
 BURST = [max(1.0, each / 6) for each in PER_MINUTE]

@@ -1,7 +1,6 @@
 """How much is used at once is learned: no more than the provider's bucket is proven to hold, in virtual time."""
 
 import asyncio
-import json
 import random
 from itertools import pairwise
 
@@ -14,9 +13,9 @@ from consumers.limits.amounts import NOTHING, Amounts
 from consumers.limits.base import Heard, Kind
 from consumers.limits.burst import BACK_EVERY_S, Bursts
 from consumers.limits.headers import RateHeaders, Told
-from consumers.limits.local import LocalBudgets
-from consumers.limits.order import Waiter
+from consumers.limits.own_turns import own_accounts
 from consumers.limits.spec import BudgetSpec, Caps
+from consumers.limits.waiter import Waiter
 from service.simulated.buckets import Bucket
 from tests.support.budget import ACCOUNT, Traffic
 from tests.support.virtual_time import virtually
@@ -36,7 +35,7 @@ def contest(rng: random.Random) -> int:
 
 def unknown(burst_s: float, **given: object) -> Traffic:
     """An account of which nothing is known, with a bucket of so many seconds."""
-    return Traffic(LocalBudgets(BudgetSpec()), burst_s=burst_s, travel_s=TRAVEL_S, **given)  # type: ignore[arg-type]
+    return Traffic(own_accounts(BudgetSpec()), burst_s=burst_s, travel_s=TRAVEL_S, **given)  # type: ignore[arg-type]
 
 
 def told(remaining: float, *, limit: float = 60) -> RateHeaders:
@@ -116,7 +115,7 @@ def test_a_provider_that_tells_the_minute_and_enforces_the_second_is_not_asked_f
             await asyncio.sleep(15)
 
         assert sum(at_s > on.began_s + 120 for at_s in on.refused_at_s) <= 12  # without learning four each time
-        assert on.budgets._desk.books(ACCOUNT).per_minute().requests == 60  # type: ignore[attr-defined]
+        assert on.budgets.turns(ACCOUNT).account.per_minute().requests == 60  # type: ignore[attr-defined]
 
     virtually(story())
 
@@ -244,17 +243,6 @@ def test_a_provider_that_says_nothing_of_limits_has_no_burst_either() -> None:
     for number in range(1000):
         books.join(waiter := Waiter(number % 3, Amounts(1, 10_000, 1000), arrived_s=1))
         assert books.turn(1)[0] is waiter
-
-
-def test_what_one_learned_another_takes_over_as_json() -> None:
-    one, other = (Account("a", BudgetSpec(), now_s=0) for _ in range(2))
-    one.learn(Heard(kind=Kind.ANSWERED, rate=told(4), counted=Amounts(1, 0, 0)), 0)
-    one.learn(Heard(kind=Kind.RATE_LIMITED, rate=told(4)), 10)
-    other.load(json.loads(json.dumps(one.dump())))
-
-    assert [bucket.burst for bucket in other.buckets] == [bucket.burst for bucket in one.buckets]
-    assert [bucket.most for bucket in other.buckets] == [bucket.most for bucket in one.buckets]
-    assert other.per_minute() == one.per_minute()
 
 
 def test_a_bucket_as_large_as_the_providers_begins_to_fill_when_the_call_may_have_arrived() -> None:

@@ -10,9 +10,9 @@ from consumers.limits import forecast
 from consumers.limits.account import Account
 from consumers.limits.amounts import Amounts
 from consumers.limits.base import Heard, Kind
-from consumers.limits.local import LocalBudgets
-from consumers.limits.order import Waiter
+from consumers.limits.own_turns import own_accounts
 from consumers.limits.spec import BudgetSpec, Caps
+from consumers.limits.waiter import Waiter
 from tests.support.virtual_time import virtually
 
 CAPS = Caps(requests=60, input_tokens=6_000, output_tokens=600)
@@ -62,7 +62,7 @@ def test_the_only_one_in_line_begins_when_it_was_predicted(
 
 def test_a_large_request_of_the_top_lane_is_not_refused_that_may_take_what_is_held_for_others() -> None:
     async def story() -> None:
-        budgets = LocalBudgets(SPEC)
+        budgets = own_accounts(SPEC)
         filler = await budgets.reserve("a", lane="critical", amounts=tokens(400), until=None)
         loop = asyncio.get_running_loop()
         began_s = loop.time()
@@ -147,7 +147,7 @@ def test_how_many_calls_run_at_once_after_an_overload_is_a_guess_and_refuses_nob
 
 def test_a_lane_saves_for_its_request_from_when_that_comes() -> None:
     async def story() -> None:
-        budgets = LocalBudgets(SPEC)
+        budgets = own_accounts(SPEC)
         loop = asyncio.get_running_loop()
         full = await budgets.reserve("a", lane="critical", amounts=tokens(1_000), until=None)
         budgets.settle(full, full.amounts)

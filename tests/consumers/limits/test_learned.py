@@ -12,8 +12,8 @@ from consumers.limits.account import Account
 from consumers.limits.amounts import Amounts
 from consumers.limits.base import Heard, Kind
 from consumers.limits.headers import RateHeaders, Told
-from consumers.limits.order import Waiter
 from consumers.limits.spec import BudgetSpec
+from consumers.limits.waiter import Waiter
 
 RATE = RateHeaders(Told(limit=60, remaining=50), Told(limit=9_000, remaining=5_000), Told())
 HEARD = (
@@ -53,6 +53,7 @@ def test_whatever_was_learned_another_process_reads_as_it_was(said: list[tuple[H
     assert other.learned() == account.learned()
     assert other.per_minute() == account.per_minute()
     assert [bucket.burst for bucket in other.buckets] == [bucket.burst for bucket in account.buckets]
+    assert [bucket.most for bucket in other.buckets] == [bucket.most for bucket in account.buckets]
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from consumers.limits.amounts import Amounts
 from consumers.limits.base import NO_NEWS, Heard, Kind, Reservation
 from consumers.limits.concurrency import REGAIN_S
 from consumers.limits.headers import RateHeaders, Told
-from consumers.limits.order import Waiter
 from consumers.limits.spec import BudgetSpec
+from consumers.limits.waiter import Waiter
 from service.simulated.buckets import make_limits
 
 NOTHING_SAID = Told()

@@ -9,7 +9,7 @@ import random
 import pytest
 
 from consumers.limits.amounts import Amounts
-from consumers.limits.local import LocalBudgets
+from consumers.limits.own_turns import own_accounts
 from tests.support.budget import ACCOUNT, Traffic, spec, traffic
 from tests.support.virtual_time import virtually
 
@@ -108,23 +108,23 @@ def test_what_a_lane_does_not_use_is_lent_and_back_within_seconds() -> None:
 
 def test_whoever_waits_is_woken_once_and_not_polled() -> None:
     async def story() -> None:
-        budgets = LocalBudgets(spec())
+        budgets = own_accounts(spec())
         on = Traffic(budgets)
         on.slots("batch", 100, small)
         await on.run(FIVE_MINUTES_S)
 
         assert len(on.waits_s["batch"]) >= 290
-        assert budgets.wake_ups <= 2 * len(on.waits_s["batch"])
+        assert budgets.turns(ACCOUNT).wake_ups <= 2 * len(on.waits_s["batch"])
 
     virtually(story())
 
 
 def test_nobody_looks_at_an_account_for_which_nobody_waits() -> None:
     async def story() -> None:
-        budgets = LocalBudgets(spec())
+        budgets = own_accounts(spec())
         await budgets.reserve(ACCOUNT, lane="batch", amounts=Amounts(1, 1, 1), until=None)
         await asyncio.sleep(3600)
 
-        assert budgets.wake_ups == 0
+        assert budgets.turns(ACCOUNT).wake_ups == 0
 
     virtually(story())

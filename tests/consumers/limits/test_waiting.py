@@ -8,16 +8,16 @@ import pytest
 import uvloop
 
 from consumers.limits.account import Account
+from consumers.limits.accounts import MOST
 from consumers.limits.adaptive import FORGOTTEN_AFTER_S
 from consumers.limits.amounts import Amounts
 from consumers.limits.base import Heard, Kind, Reservation, Wait, WaitTooLong
 from consumers.limits.bucket import LEAST
 from consumers.limits.concurrency import REGAIN_S
-from consumers.limits.desk import ACCOUNTS
 from consumers.limits.headers import RateHeaders, Told
-from consumers.limits.local import LocalBudgets
-from consumers.limits.order import Waiter
+from consumers.limits.own_turns import own_accounts
 from consumers.limits.spec import DEFAULT_LANES, BudgetSpec
+from consumers.limits.waiter import Waiter
 from tests.support.budget import ACCOUNT, spec
 from tests.support.virtual_time import virtually
 
@@ -29,7 +29,7 @@ class Bench:
 
     def __init__(self, **given: object) -> None:
         self.loop = asyncio.get_running_loop()
-        self.budgets = LocalBudgets(spec(**given))  # type: ignore[arg-type]
+        self.budgets = own_accounts(spec(**given))  # type: ignore[arg-type]
         self.order: list[str] = []
 
     def empty(self) -> None:
@@ -40,7 +40,7 @@ class Bench:
 
     @property
     def books(self) -> Account:
-        return self.budgets._desk.books(ACCOUNT)
+        return self.budgets.turns(ACCOUNT).account
 
     def ask(
         self,
@@ -128,7 +128,7 @@ def test_what_comes_back_stands_where_it_stood() -> None:
 
 def test_nobody_is_refused_by_a_limit_that_is_only_guessed() -> None:
     async def tell(on: Bench) -> None:
-        budgets = LocalBudgets(BudgetSpec())
+        budgets = own_accounts(BudgetSpec())
         asked = [
             asyncio.ensure_future(
                 budgets.reserve("new/model", lane="critical", amounts=Amounts(1, 2_000, 500), until=on.loop.time() + 30)
@@ -184,7 +184,7 @@ def test_a_grant_and_a_cancellation_in_one_turn_of_the_loop_lose_nothing(granted
             first.cancel()
         for bucket in on.books.buckets:
             bucket.level = bucket.parts[0] = 1.5  # enough for one, at once
-        on.budgets._step(on.books)
+        on.budgets.turns(ACCOUNT).step()
         if granted_first:
             first.cancel()
         began_s = on.loop.time()
@@ -409,9 +409,10 @@ def test_accounts_that_nobody_uses_are_forgotten_when_there_are_many() -> None:
             reservation = await on.budgets.reserve(f"model-{number}", lane="batch", amounts=ONE, until=None)
             on.budgets.settle(reservation, ONE)
 
-        known = on.budgets._desk.accounts
-        assert len(known) <= 2 + ACCOUNTS
-        assert {"used", ACCOUNT} <= known.keys()
+        known = on.budgets
+        assert len(known) <= 2 + MOST
+        assert "used" in known
+        assert ACCOUNT in known
         on.budgets.settle(running, ONE)
         await waits
 
@@ -420,7 +421,7 @@ def test_accounts_that_nobody_uses_are_forgotten_when_there_are_many() -> None:
 
 def test_a_limit_that_was_told_once_keeps_nobody_out_for_ever_though_nobody_calls_meanwhile() -> None:
     async def told() -> None:
-        budgets, loop = LocalBudgets(BudgetSpec()), asyncio.get_running_loop()
+        budgets, loop = own_accounts(BudgetSpec()), asyncio.get_running_loop()
         call, in_vain = Amounts(1, 10_000, 500), 0
         once = RateHeaders(Told(limit=1), Told(limit=1000), Told(limit=1000))
         budgets.learn(ACCOUNT, Heard(kind=Kind.ANSWERED, rate=once, counted=call))

@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from consumers.chain import Route
 from consumers.failures import (
     UNREACHABLE,
     OverloadedError,
@@ -24,7 +25,6 @@ from consumers.providers.breaker import (
     Breakers,
     Pass,
 )
-from consumers.providers.routes import Route
 from consumers.state.base import StoreUnavailable
 from tests.support.virtual_time import virtually
 
@@ -237,29 +237,21 @@ async def test_calls_that_hang_open_it_though_each_takes_a_minute_to_fail() -> N
     assert these.wait_s(HERE, 120) > 0
 
 
-async def test_how_it_changes_is_told_as_an_event_of_the_request_that_changed_it() -> None:
+async def test_how_it_changes_is_given_to_the_request_that_changed_it() -> None:
     these, told = breakers(), []
 
     for each in range(FAILURES):
-        entered = await these.enter(
-            HERE, 0, request=str(each), tell=lambda event, **figures: told.append((event, figures))
-        )
+        entered = await these.enter(HERE, 0, request=str(each))
         assert entered is not None
-        await these.failed(entered, DOWN, 0, timeout_s=60)
-    probe = await these.enter(HERE, OPEN_S, request="p", tell=lambda event, **figures: told.append((event, figures)))
+        told += [entered.change, await these.failed(entered, DOWN, 0, timeout_s=60)]
+    probe = await these.enter(HERE, OPEN_S, request="p")
     assert probe is not None
-    await these.answered(probe, OPEN_S)
+    told += [probe.change, await these.answered(probe, OPEN_S)]
 
-    assert [(event, figures["state"]) for event, figures in told] == [
-        ("breaker", "open"),
-        ("breaker", "probing"),
-        ("breaker", "closed"),
-    ]
-    assert (told[0][1]["provider"], told[0][1]["model"], told[0][1]["error"]) == (
-        "anthropic",
-        "m",
-        "TransientError 500",
-    )
+    changes = [each.figures() for each in told if each is not None]
+    assert [each["state"] for each in changes] == ["open", "probing", "closed"]
+    assert changes[0]["error"] == "TransientError 500"
+    assert changes[1] == {"provider": "anthropic", "model": "m", "state": "probing"}
 
 
 async def test_one_request_that_fails_each_time_opens_nothing() -> None:

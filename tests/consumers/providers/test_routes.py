@@ -1,9 +1,7 @@
 """Chains: who is asked for a model, in which order, and what is wrong with a table of them."""
 
-import pytest
-
-from consumers.providers.routes import MADE_UP, ProviderModels, Route, Routes, RoutesSpec, model_class
-from lanekeeper.contract.problems import RequestProblem
+from consumers.chain import Chain
+from consumers.providers.routes import MADE_UP, ProviderModels, Routes, RoutesSpec, model_class
 
 OPUS, SONNET, HAIKU = "claude-opus-5-5", "claude-sonnet-5-5", "claude-haiku-5-5"
 FIRST = ProviderModels(name="anthropic")
@@ -11,8 +9,8 @@ BEDROCK = ProviderModels(name="bedrock", models={SONNET: "eu.anthropic.sonnet", 
 KNOWN = frozenset({OPUS, SONNET, HAIKU})
 
 
-def names(routes: tuple[Route, ...]) -> list[str]:
-    return [f"{each.provider}:{each.name}" for each in routes]
+def names(chain: Chain) -> list[str]:
+    return [f"{each.provider}:{each.name}" for each in chain.routes]
 
 
 def test_every_provider_that_has_the_model_is_asked_in_order() -> None:
@@ -59,36 +57,37 @@ def test_a_fallback_that_lane_or_tenant_may_not_use_is_left_out() -> None:
 def test_a_model_that_the_tenant_may_not_use_is_forbidden_and_the_allowed_are_named() -> None:
     routes = Routes(RoutesSpec(providers=(FIRST,), tenants={"shop": (SONNET, HAIKU)}))
 
-    with pytest.raises(RequestProblem) as caught:
-        routes.of("normal", "shop", OPUS)
+    chain = routes.of("normal", "shop", OPUS)
 
-    assert caught.value.code == "forbidden_model"
-    assert f"allowed: {HAIKU}, {SONNET}" in caught.value.detail
-    assert routes.of("normal", "other", OPUS)
+    assert chain.routes == ()
+    assert f"allowed: {HAIKU}, {SONNET}" in chain.forbidden
+    assert routes.of("normal", "other", OPUS).routes
 
 
 def test_a_model_that_no_provider_has_is_forbidden() -> None:
-    with pytest.raises(RequestProblem, match=f"no provider of lane normal has model '{OPUS}'; there are {HAIKU}"):
-        Routes(RoutesSpec(providers=(BEDROCK,))).of("normal", "", OPUS)
+    chain = Routes(RoutesSpec(providers=(BEDROCK,))).of("normal", "", OPUS)
+
+    assert chain.routes == ()
+    assert chain.forbidden.startswith(f"no provider of lane normal has model '{OPUS}'; there are {HAIKU}")
 
 
 def test_all_models_of_a_class_use_one_account_of_their_provider() -> None:
     routes = Routes(RoutesSpec(providers=(FIRST, BEDROCK)))
 
-    assert [each.account for each in routes.of("normal", "", SONNET)] == ["anthropic/sonnet", "bedrock/sonnet"]
-    assert routes.of("normal", "", "claude-sonnet-4-5")[0].account == "anthropic/sonnet"
+    assert [each.account for each in routes.of("normal", "", SONNET).routes] == ["anthropic/sonnet", "bedrock/sonnet"]
+    assert routes.of("normal", "", "claude-sonnet-4-5").routes[0].account == "anthropic/sonnet"
     assert model_class("other-house-1") == "other-house-1"
 
 
 def test_names_that_requests_make_up_share_an_account_beyond_a_bound() -> None:
     routes = Routes(RoutesSpec(providers=(FIRST,), lane_models={"batch": {"house-1"}, "normal": None}))
 
-    accounts = {routes.of("normal", "", f"made-up-{each}")[0].account for each in range(2 * MADE_UP)}
+    accounts = {routes.of("normal", "", f"made-up-{each}").routes[0].account for each in range(2 * MADE_UP)}
 
     assert len(accounts) == MADE_UP + 1
     assert "anthropic/other" in accounts
-    assert routes.of("batch", "", "house-1")[0].account == "anthropic/house-1"
-    assert routes.of("normal", "", SONNET)[0].account == "anthropic/sonnet"
+    assert routes.of("batch", "", "house-1").routes[0].account == "anthropic/house-1"
+    assert routes.of("normal", "", SONNET).routes[0].account == "anthropic/sonnet"
 
 
 def test_everything_that_is_wrong_is_told_at_once_by_name() -> None:

@@ -10,6 +10,7 @@ from tests.support.completions import CANCELLED, ME, answered, copy, failed
 from tests.support.waiting import until
 
 SHORT = 0.2
+RENEWED = 3.0
 
 
 async def granted(store: Store, **of_copy: object) -> int:
@@ -73,17 +74,18 @@ async def test_a_claim_that_is_not_renewed_can_be_had_by_others(opened: Opened) 
         found = await store.claim(ME, copy(mark="other"))
         return found.token if isinstance(found, Granted) else None
 
-    assert await until(taken, within_s=5) > first
+    assert await until(taken) > first
 
 
 async def test_a_claim_that_is_renewed_holds(opened: Opened) -> None:
-    store = await opened(lease_s=SHORT)
+    """Renewed far more often than needed: a busy machine may hold the test up for a second."""
+    store = await opened(lease_s=RENEWED)
     held = Held(ME, await granted(store))
-    end = asyncio.get_running_loop().time() + 4 * SHORT
+    end = asyncio.get_running_loop().time() + 1.2 * RENEWED
     while asyncio.get_running_loop().time() < end:
         assert await store.renew([held]) == {}
         assert isinstance(await store.claim(ME, copy(mark="other")), Running)
-        await asyncio.sleep(SHORT / 10)
+        await asyncio.sleep(RENEWED / 20)
 
 
 async def test_a_running_claim_says_for_how_long(store: Store) -> None:

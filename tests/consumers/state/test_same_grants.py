@@ -1,135 +1,200 @@
-"""What a process grants by itself, Redis's script grants as well: the same requests, at the same times."""
+"""What a process grants by itself, Redis's script grants as well: the same requests, at the same times.
 
+Both play the same random story: requests join, leave and end, time passes, providers answer. After each step the
+reservations, the levels, what the lanes have saved, and what was learned must be the same.
+"""
+
+import asyncio
 import json
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 import redis as redis_client
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from consumers.limits.account import Account
-from consumers.limits.amounts import Amounts
-from consumers.limits.base import Reservation
-from consumers.limits.order import Waiter
+from consumers.limits.amounts import NOTHING, Amounts
+from consumers.limits.base import Heard, Kind, Reservation
+from consumers.limits.headers import RateHeaders, Told
+from consumers.limits.own_turns import OwnTurns
 from consumers.limits.spec import DEFAULT_LANES, BudgetSpec, Caps
-from consumers.state.redis.budget_ledger import Ledger
+from consumers.limits.turns import Turns
+from consumers.limits.waiter import Waiter
+from consumers.state.redis import shared_turns
 from consumers.state.redis.budget_script import STEP
+from consumers.state.redis.client import RedisClient
+from consumers.state.redis.scripts import Script
+from consumers.state.redis.shared_turns import SharedTurns
 from tests.support.redis import RedisServer
 
 AGEING = {name: replace(lane, boost_s=10.0 if name == "batch" else None) for name, lane in DEFAULT_LANES.items()}
-CAPS = {"a": Caps(requests=60, input_tokens=6_000, output_tokens=600)}
+SET = Caps(requests=60, input_tokens=6_000, output_tokens=600)
 NAMES = tuple(DEFAULT_LANES)
 BEGAN_S = 1_000_000.0
 AT_GIVEN_TIME = STEP.text.replace("redis.call('TIME')", "cjson.decode(ARGV[3])")
 """Redis's clock, set by hand."""
 
 
-@dataclass
-class ByItself:
-    """One process that decides by itself."""
+class Loop(asyncio.SelectorEventLoop):
+    """Its time passes only when it is told so."""
 
-    account: Account
-    now_s: float = BEGAN_S
+    now_s = BEGAN_S
+
+    def time(self) -> float:
+        return self.now_s
+
+
+class ByTheLoop(RedisClient):
+    """Runs the script at the loop's time, and is back at once."""
+
+    def __init__(self, server: Any) -> None:
+        self.server = server
+
+    async def run(self, script: Script, keys: Sequence[str], *arguments: str | bytes | int | float) -> Any:
+        micros = round(1e6 * asyncio.get_running_loop().time())
+        time = json.dumps([micros // 1_000_000, micros % 1_000_000])
+        return self.server.eval(AT_GIVEN_TIME, len(keys), *keys, *arguments, time)
+
+
+class Noted(Waiter):
+    """Notes when its turn comes."""
+
+    player: "Player"
+
+    def wake(self) -> bool:
+        assert self.reservation is not None
+        self.player.waiting.remove(self)
+        self.player.running.append(self.reservation)
+        self.player.granted.append((self.lane, self.amounts))
+        return super().wake()
+
+
+@dataclass
+class Player:
+    """Plays a story with one account."""
+
+    turns: Turns
+    waiting: list[Waiter] = field(default_factory=list)
     running: list[Reservation] = field(default_factory=list)
-    granted: list[tuple[float, int, Amounts]] = field(default_factory=list)
+    granted: list[tuple[int, Amounts]] = field(default_factory=list)
 
-    def join(self, lane: int, amounts: Amounts, waited_s: float) -> None:
-        self.account.refill(self.now_s)
-        self.account.join(Waiter(lane, amounts, arrived_s=self.now_s - waited_s))
+    @property
+    def account(self) -> Account:
+        return self.turns.account
 
-    def settle(self, which: int, used: Amounts) -> None:
+    async def join(self, lane: int, amounts: Amounts, waited_s: float) -> None:
+        now_s = self.turns.now_s()
+        waiter = Noted(lane, amounts, arrived_s=now_s - waited_s)
+        waiter.player = self
+        self.account.refill(now_s)
+        self.waiting.append(waiter)
+        self.account.join(waiter)
+
+    async def leave(self, which: int) -> None:
+        if self.waiting:
+            self.account.refill(self.turns.now_s())
+            self.account.leave(self.waiting.pop(which % len(self.waiting)))
+
+    async def settle(self, which: int, used: Amounts) -> None:
         if self.running:
-            self.account.settle(self.running.pop(which % len(self.running)), used, self.now_s)
+            self.turns.settle(self.running.pop(which % len(self.running)), used)
 
-    def step(self) -> None:
-        while (found := self.account.turn(self.now_s)[0]) is not None:
-            assert found.reservation is not None
-            self.running.append(found.reservation)
-            self.granted.append((self.now_s, found.lane, found.amounts))
+    async def decided(self) -> None:
+        """Until nobody else is granted."""
+        self.turns.step()
+        for _ in range(1000):
+            if not isinstance(self.turns, SharedTurns) or not self.turns.is_asking:
+                return
+            await asyncio.sleep(0)
+        raise AssertionError("the script is asked again and again")
 
 
-@dataclass
-class ByRedis(ByItself):
-    """One whose grants come from the script; its own account only keeps the lines."""
+def told(limit: int | None, remaining: int | None) -> Told:
+    return Told(limit=limit, remaining=remaining)
 
-    server: Any = None
-    boosts: list[float] = field(default_factory=list)
-    key: str = field(default_factory=lambda: f"same-{secrets.token_hex(6)}")
 
-    def __post_init__(self) -> None:
-        self.ledger = Ledger(self.account)
-
-    def settle(self, which: int, used: Amounts) -> None:
-        if self.running:
-            done = self.running.pop(which % len(self.running))
-            over = [amount - spent for amount, spent in zip(done.amounts, used, strict=True)]
-            self.ledger.give_back(NAMES.index(done.lane), over, done.own)
-
-    def step(self) -> None:
-        again = True
-        while again:
-            lanes = range(len(NAMES))
-            waiters = [each for lane in lanes for each in self.account.lines.firsts(lane, 16)]
-            asked, _ = self.ledger.asked(waiters, room=len(waiters), now_s=self.now_s)
-            asked |= {"process": "one", "expires_s": 1e6, "shares": self.account.shares, "boosts": self.boosts}
-            time = json.dumps([int(self.now_s), round(1e6 * (self.now_s % 1))])
-            said = self.server.eval(AT_GIVEN_TIME, 1, self.key, json.dumps(asked), json.dumps([]), time)
-            reply = json.loads(said[1])
-            self.ledger.version = reply["version"]
-            for index, *own in reply["granted"]:
-                waiter = waiters[index - 1]
-                lane, amounts = waiter.lane, waiter.amounts
-                reservation = Reservation(account="a", lane=NAMES[lane], amounts=amounts, own=Amounts(*own))
-                assert self.account.begin(waiter, reservation)
-                self.running.append(reservation)
-                self.granted.append((self.now_s, lane, amounts))
-            again = bool(reply["granted"])
-        for bucket, level, parts in zip(self.account.buckets, reply["levels"], reply["parts"], strict=True):
-            bucket.correct(level, parts, self.now_s)
+def heard(kind: Kind, tokens: tuple[int | None, int | None], retry_after_s: float | None) -> Heard:
+    limit, remaining = tokens
+    rate = None if limit is None else RateHeaders(told(60, None), told(limit, remaining), told(None, None))
+    counted = Amounts(1, 100, 10) if kind is Kind.ANSWERED else NOTHING
+    return Heard(kind=kind, rate=rate, retry_after_s=retry_after_s, counted=counted)
 
 
 amounts = st.builds(
     Amounts,
     st.just(1.0),
-    st.integers(1, 1_500).map(float),  # the bucket holds 1,000
+    st.integers(1, 1_500).map(float),  # where limits are set the bucket holds 1,000
     st.integers(1, 60).map(float),
 )
-steps = st.lists(
-    st.one_of(
-        st.tuples(st.just("join"), st.integers(0, 2), amounts, st.sampled_from([0.0, 0.0, 5.0, 30.0])),
-        st.tuples(st.just("pass"), st.integers(1, 200).map(lambda eighths: eighths / 8), st.none(), st.none()),
-        st.tuples(st.just("settle"), st.integers(0, 20), amounts, st.none()),
-    ),
-    min_size=15,
-    max_size=60,
+responses = st.builds(
+    heard,
+    st.sampled_from([Kind.ANSWERED, Kind.ANSWERED, Kind.RATE_LIMITED, Kind.FAILED]),
+    st.sampled_from([(None, None), (6_000, None), (6_000, 3_000), (9_000, 1_000), (4_000, 0)]),
+    st.none(),
+)
+joins = st.tuples(st.just("join"), st.integers(0, 2), amounts, st.sampled_from([0.0, 0.0, 5.0, 30.0]))
+passes = st.tuples(st.just("pass"), st.integers(1, 200).map(lambda eighths: eighths / 8))
+settles = st.tuples(st.just("settle"), st.integers(0, 20), amounts)
+leaves = st.tuples(st.just("leave"), st.integers(0, 20))
+learns = st.tuples(st.just("learn"), responses)
+steps = st.lists(st.one_of(joins, joins, passes, settles, leaves), min_size=15, max_size=60)
+specs = st.builds(
+    lambda caps, lanes: BudgetSpec(accounts={"a": caps}, lanes=lanes),
+    st.just(SET),
+    st.sampled_from([DEFAULT_LANES, AGEING]),
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(played=steps, ages=st.booleans())
+async def play(one: Player, other: Player, story: Sequence[tuple[Any, ...]]) -> None:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, Loop)
+    for what, *of in story:
+        for player in (one, other):
+            match what:
+                case "join":
+                    await player.join(*of)
+                case "leave":
+                    await player.leave(*of)
+                case "settle":
+                    await player.settle(*of)
+                case "learn":
+                    player.turns.learn(of[0])
+        if what == "pass":
+            loop.now_s += of[0]
+        for player in (one, other):
+            await player.decided()
+        assert one.granted == other.granted, what
+        assert one.account.learned() == other.account.learned(), what
+        for mine, its in zip(one.account.buckets, other.account.buckets, strict=True):
+            assert mine.level == pytest.approx(its.level, abs=1e-5), what
+            assert all(abs(x - y) < 1e-5 for x, y in zip(mine.parts, its.parts, strict=True)), (
+                what,
+                mine.parts,
+                its.parts,
+            )
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(story=steps, spec=specs)
 def test_a_process_by_itself_and_redis_grant_the_same(
-    redis: RedisServer, played: list[tuple[Any, ...]], ages: bool
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch, story: list[tuple[Any, ...]], spec: BudgetSpec
 ) -> None:
-    spec = BudgetSpec(accounts=CAPS, lanes=AGEING if ages else DEFAULT_LANES)
-    boosts = [-1 if lane.boost_s is None else lane.boost_s for lane in spec.lanes.values()]
-    with redis_client.Redis.from_url(redis.url) as server:
-        one = ByItself(Account("a", spec, now_s=BEGAN_S))
-        other = ByRedis(Account("a", spec, now_s=BEGAN_S), server=server, boosts=boosts)
-        for each in (one, other):
-            each.step()
-        for what, which, wanted, waited_s in played:
-            for each in (one, other):
-                match what:
-                    case "join":
-                        each.join(which, wanted, waited_s)
-                    case "pass":
-                        each.now_s += which
-                    case "settle":
-                        each.settle(which, wanted)
-                each.step()
-            assert [grant[1:] for grant in one.granted] == [grant[1:] for grant in other.granted], what
-            for mine, its in zip(one.account.buckets, other.account.buckets, strict=True):
-                assert abs(mine.level - its.level) < 1e-6
-                assert all(abs(x - y) < 1e-6 for x, y in zip(mine.parts, its.parts, strict=True))
+    monkeypatch.setattr(shared_turns, "FORGOTTEN_AFTER_S", 1e6)  # between two steps of a story more time passes
+
+    async def both() -> None:
+        def clock() -> float:
+            return asyncio.get_running_loop().time()
+
+        account = Account("a", spec, now_s=BEGAN_S)
+        shared = SharedTurns(ByTheLoop(server), f"same-{secrets.token_hex(6)}", account, clock=clock)
+        one, other = Player(OwnTurns("a", spec)), Player(shared)
+        await play(one, other, story)
+        await one.turns.aclose()
+        await other.turns.aclose()
+
+    with redis_client.Redis.from_url(redis.url) as server, asyncio.Runner(loop_factory=Loop) as runner:
+        runner.run(both())

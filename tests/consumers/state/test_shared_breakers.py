@@ -2,9 +2,9 @@
 
 import random
 
+from consumers.chain import Route
 from consumers.failures import TransientError
 from consumers.providers.breaker import DOUBTED_FROM, FAILURES, OPEN_MOST_S, OPEN_S, Breakers, Pass
-from consumers.providers.routes import Route
 from tests.consumers.state.conftest import Opened
 from tests.support.waiting import until
 

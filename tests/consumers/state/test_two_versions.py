@@ -12,12 +12,14 @@ from structlog.testing import capture_logs
 
 from consumers.limits import learned
 from consumers.limits.account import Account
+from consumers.limits.accounts import Accounts
 from consumers.limits.amounts import Amounts
 from consumers.limits.base import Heard, Kind
 from consumers.limits.headers import RateHeaders, Told
-from consumers.state.redis.budgets import FORM, RedisBudgets
+from consumers.state.redis.budget_script import FORM
 from consumers.state.redis.client import RedisClient
 from consumers.state.redis.scripts import Script
+from consumers.state.redis.shared_turns import SharedTurns, shared_accounts
 from lanekeeper.telemetry import signals
 from tests.support.budget import ACCOUNT, spec
 from tests.support.redis import RedisServer
@@ -50,13 +52,13 @@ async def client(redis: RedisServer) -> AsyncIterator[RedisClient]:
 
 
 @pytest.fixture
-async def ours(client: RedisClient, namespace: str) -> AsyncIterator[RedisBudgets]:
-    budgets = RedisBudgets(client, namespace=namespace, spec=spec(requests=600, burst_s=1.0))
+async def ours(client: RedisClient, namespace: str) -> AsyncIterator[Accounts[SharedTurns]]:
+    budgets = shared_accounts(client, namespace=namespace, spec=spec(requests=600, burst_s=1.0))
     yield budgets
     await budgets.aclose()
 
 
-async def one_of_each_lane(budgets: RedisBudgets) -> None:
+async def one_of_each_lane(budgets: Accounts[SharedTurns]) -> None:
     async with asyncio.timeout(5):
         for lane in LANES:
             budgets.settle(await budgets.reserve(ACCOUNT, lane=lane, amounts=ONE, until=None), ONE)
@@ -83,7 +85,7 @@ def unreadable(logs: list[dict[str, object]]) -> int:
     ],
 )
 async def test_what_another_version_has_learned_is_ignored_and_logged_once(
-    ours: RedisBudgets, client: RedisClient, namespace: str, text: str
+    ours: Accounts[SharedTurns], client: RedisClient, namespace: str, text: str
 ) -> None:
     ours.learn(ACCOUNT, answered(300))
     await one_of_each_lane(ours)
@@ -108,7 +110,7 @@ async def test_what_another_version_has_learned_is_ignored_and_logged_once(
     ],
 )
 async def test_an_account_that_is_kept_in_another_form_is_begun_anew_and_that_is_logged(
-    ours: RedisBudgets, client: RedisClient, namespace: str, kept: object
+    ours: Accounts[SharedTurns], client: RedisClient, namespace: str, kept: object
 ) -> None:
     await one_of_each_lane(ours)
     await client.run(KEPT_ELSEWHERE, [f"{namespace}:budget:{FORM}:{ACCOUNT}"], json.dumps(kept))
@@ -120,7 +122,7 @@ async def test_an_account_that_is_kept_in_another_form_is_begun_anew_and_that_is
 
 
 async def test_an_account_that_is_damaged_is_begun_anew(
-    ours: RedisBudgets, client: RedisClient, namespace: str
+    ours: Accounts[SharedTurns], client: RedisClient, namespace: str
 ) -> None:
     await one_of_each_lane(ours)
     await client.write(f"{namespace}:budget:{FORM}:{ACCOUNT}", "\xff\x00 no account", for_s=60)

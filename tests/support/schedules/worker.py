@@ -1,13 +1,11 @@
 """A worker process: the real pools, handler, gates, claiming and settler on an event loop of its own, and edges."""
 
 import asyncio
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from consumers.capacity.activity import LaneActivity
-from consumers.capacity.pausing import Pausing
 from consumers.claiming import Claiming
 from consumers.failpoints import Failpoints
 from consumers.fallen import Fallen
@@ -24,10 +22,9 @@ from consumers.replies.address import ReplyRule
 from consumers.replies.direct import DirectSender
 from consumers.replies.reply import Replies
 from consumers.replies.retelling import Retelling
-from consumers.retry import RetryPolicy
 from consumers.settle import Settler
 from lanekeeper.telemetry.tracing import Tracing
-from tests.support.jobs import NobodyElse
+from tests.support.jobs import attempts, routes_of
 from tests.support.schedules.broker import LANE, NAMES, Channel
 from tests.support.schedules.edges import DeliveriesEdge, ProviderEdge, PublisherEdge, SessionEdge, StoreEdge, World
 from tests.support.schedules.loop import SteppedLoop
@@ -78,16 +75,15 @@ class Worker:
                 ScheduleGate(claiming, now_ms=world.now_ms),
                 ClaimGate(claiming, now_ms=world.now_ms),
             ),
-            providers=Registry(ProviderEdge(world, self.edge), tracing=TRACING),
-            elsewhere=NobodyElse(),
-            purse=NobodyElse(),
+            attempts=attempts(
+                Registry(ProviderEdge(world, self.edge), tracing=TRACING),
+                replies=replies,
+                lifecycle=lifecycle,
+                now_ms=world.now_ms,
+            ),
+            routes=routes_of(ProviderEdge.name),
             replies=replies,
-            lifecycle=lifecycle,
-            pausing=Pausing({}),
-            policy=RetryPolicy(),
             names=NAMES,
-            now_ms=world.now_ms,
-            rng=random.Random(1),
             failpoints=Failpoints(),
             reading=Reading(clock=lambda: 0.0),
         )

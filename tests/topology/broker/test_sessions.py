@@ -56,7 +56,7 @@ async def test_a_session_that_was_paused_while_it_was_opened_hears_what_comes_ne
         said = asyncio.create_task(getattr(deliveries, then)())
         await asyncio.sleep(0)
         session.paused.set()
-        await asyncio.wait_for(asyncio.gather(first, said), 5)
+        await asyncio.wait_for(asyncio.gather(first, said), 30)
         assert session.log == ["pausing", came_to]
         assert not deliveries.is_paused or then == "stop"
     assert session.log[-1] == "closed"

@@ -1,0 +1,167 @@
+"""The accounts that a process uses: requests wait in the lines of each until `Turns` says that it is their turn."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Final, Generic, TypeVar
+
+from consumers.limits import forecast
+from consumers.limits.amounts import PAUSED, REASONS, Amounts
+from consumers.limits.base import NO_NEWS, Heard, Reservation, Wait, Waiting, WaitTooLong
+from consumers.limits.spec import BudgetSpec
+from consumers.limits.turns import Turns
+from consumers.limits.waiter import Waiter
+
+MOST: Final = 256
+"""Where there are more accounts than this, those that nobody uses are forgotten."""
+AnyTurns = TypeVar("AnyTurns", bound=Turns)
+
+
+class Accounts(Generic[AnyTurns]):
+    """See `Budgets`. `open_turns` makes the turns of the account of that name."""
+
+    def __init__(self, spec: BudgetSpec, open_turns: Callable[[str], AnyTurns]) -> None:
+        self._open_turns = open_turns
+        self._ranks = {name: rank for rank, name in enumerate(spec.lanes)}
+        self._known: dict[str, AnyTurns] = {}
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._known
+
+    def turns(self, name: str) -> AnyTurns:
+        """Of the account of that name; opened where it is not known."""
+        if (turns := self._known.get(name)) is None:
+            if len(self._known) >= MOST:
+                self._forget_idle()
+            turns = self._known[name] = self._open_turns(name)
+        return turns
+
+    async def reserve(
+        self,
+        name: str,
+        *,
+        lane: str,
+        amounts: Amounts,
+        until: float | None,
+        arrived: float | None = None,
+        on_wait: Callable[[Wait], None] | None = None,
+    ) -> Reservation:
+        turns = self._current_turns(name)
+        account, now_s = turns.account, turns.now_s()
+        offset_s = now_s - asyncio.get_running_loop().time()
+        until_s = None if until is None else until + offset_s
+        arrived_s = now_s if arrived is None else min(now_s, arrived + offset_s)
+        if (paused_s := account.paused_s(now_s)) > 0:
+            raise WaitTooLong(Wait(paused_s, PAUSED, paused_s))
+        waiter = Waiter(self._ranks[lane], amounts, arrived_s=arrived_s, until_s=until_s)
+        account.refill(now_s)  # the lanes that waited before have saved what came in before
+        if account.join(waiter):
+            turns.step()
+            if waiter.reservation is not None:
+                return waiter.reservation
+        try:
+            if until_s is not None or on_wait is not None:
+                wait = forecast.of(account, waiter, now_s)
+                if until_s is not None and now_s + wait.least_s > until_s:
+                    raise WaitTooLong(wait)
+                if on_wait is not None:
+                    on_wait(wait)
+        except BaseException:
+            _leave(turns, waiter)
+            raise
+        return await _turn_of(waiter, turns, until)
+
+    async def try_reserve(self, name: str, *, lane: str, amounts: Amounts) -> Reservation | None:
+        turns = self._current_turns(name)
+        account, now_s = turns.account, turns.now_s()
+        waiter = Waiter(self._ranks[lane], amounts, arrived_s=now_s)
+        account.refill(now_s)
+        if account.join(waiter):
+            turns.step()
+        try:
+            await turns.decided(waiter)
+        except BaseException:
+            if waiter.reservation is not None:
+                turns.settle(waiter.reservation, None)
+            raise
+        finally:
+            if waiter.reservation is None:
+                _leave(turns, waiter)
+        return waiter.reservation
+
+    def settle(self, reservation: Reservation, used: Amounts | None) -> None:
+        if not reservation.is_settled:
+            self.turns(reservation.account).settle(reservation, used)
+
+    def learn(self, name: str, heard: Heard) -> None:
+        self.turns(name).learn(heard)
+
+    async def predicted_wait(self, name: str, *, lane: str, amounts: Amounts) -> Wait:
+        turns = self._current_turns(name)
+        return forecast.wait(turns.account, self._ranks[lane], amounts, turns.now_s())
+
+    def waiting(self) -> Mapping[str, Mapping[str, Waiting]]:
+        found: dict[str, dict[str, Waiting]] = {}
+        for name, turns in self._known.items():
+            account, now_s = turns.account, turns.now_s()
+            for lane, rank in self._ranks.items():
+                if (head := account.lines.heads[rank]) is not None:
+                    reason = account.reason(head, now_s)
+                    found.setdefault(name, {})[lane] = Waiting(
+                        count=account.lines.count(rank),
+                        reason=reason,
+                        oldest_s=now_s - head.arrived_s,
+                        is_known=reason not in REASONS or not account.guessed[REASONS.index(reason)],
+                    )
+        return found
+
+    def paused(self) -> Mapping[str, float]:
+        left_s = {name: turns.account.paused_s(turns.now_s()) for name, turns in self._known.items()}
+        return {name: seconds for name, seconds in left_s.items() if seconds > 0}
+
+    async def aclose(self) -> None:
+        """End all timers, and tell other processes what they were not told. Nobody may wait any more."""
+        for turns in list(self._known.values()):
+            await turns.aclose()
+
+    def _current_turns(self, name: str) -> AnyTurns:
+        """For a request that wants to use the account: a limit that was told too long ago does not keep it out."""
+        turns = self.turns(name)
+        if turns.account.is_stale(turns.now_s()):
+            turns.learn(NO_NEWS)
+        return turns
+
+    def _forget_idle(self) -> None:
+        """Requests name models, so that there may be any number of accounts."""
+        for name, turns in list(self._known.items()):
+            if turns.is_idle:
+                del self._known[name]
+
+
+async def _turn_of(waiter: Waiter, turns: Turns, until: float | None) -> Reservation:
+    """Wait for it."""
+    waiter.turn = asyncio.get_running_loop().create_future()
+    try:
+        async with asyncio.timeout_at(until):
+            await waiter.turn
+    except TimeoutError:
+        if waiter.reservation is None:
+            _leave(turns, waiter)
+            wait = forecast.first(turns.account, waiter.lane, waiter.amounts, turns.now_s())
+            raise WaitTooLong(wait) from None
+    except BaseException:
+        if waiter.reservation is not None:
+            turns.settle(waiter.reservation, None)
+        else:
+            _leave(turns, waiter)
+        raise
+    assert waiter.reservation is not None
+    return waiter.reservation
+
+
+def _leave(turns: Turns, waiter: Waiter) -> None:
+    """Out of the line, if it is still there."""
+    if turns.account.leave(waiter):
+        turns.step()

@@ -1,0 +1,78 @@
+"""The turns of an account that this process has for itself: decided at once, after every change and by one timer."""
+
+import asyncio
+
+from consumers.limits.account import Account
+from consumers.limits.accounts import Accounts
+from consumers.limits.amounts import Amounts
+from consumers.limits.base import Heard, Reservation
+from consumers.limits.order import NEVER
+from consumers.limits.spec import BudgetSpec
+from consumers.limits.turns import LATE_S, log_learned, refuse_hopeless
+from consumers.limits.waiter import Waiter
+
+
+def own_accounts(spec: BudgetSpec) -> "Accounts[OwnTurns]":
+    """The budgets of a process that shares them with no other."""
+    return Accounts(spec, lambda name: OwnTurns(name, spec))
+
+
+class OwnTurns:
+    """See `Turns`."""
+
+    def __init__(self, name: str, spec: BudgetSpec) -> None:
+        self.account = Account(name, spec, now_s=self.now_s())
+        self._timer: asyncio.Handle | None = None
+        self._fires_s = NEVER
+        """When the timer fires. uvloop's handle does not tell it where it is due within half a millisecond."""
+        self.wake_ups = 0
+        """How often the timer fired."""
+
+    @property
+    def is_idle(self) -> bool:
+        return self.account.is_idle
+
+    def now_s(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def step(self) -> None:
+        account, now_s = self.account, self.now_s()
+        waiter, in_s = account.turn(now_s)
+        while waiter is not None:
+            if not waiter.wake():  # the next in line gets what it leaves
+                assert waiter.reservation is not None
+                account.settle(waiter.reservation, None, now_s)
+            waiter, in_s = account.turn(now_s)
+        self._look_at(now_s + in_s + LATE_S)
+
+    async def decided(self, waiter: Waiter) -> None:
+        """`step` has decided it."""
+
+    def settle(self, reservation: Reservation, used: Amounts | None) -> None:
+        self.account.settle(reservation, used, self.now_s())
+        self.step()
+
+    def learn(self, heard: Heard) -> None:
+        before = self.account.per_minute()
+        is_less = self.account.learn(heard, self.now_s())
+        log_learned(self.account, heard, before=before)
+        if is_less:
+            refuse_hopeless(self.account, self.now_s())
+        self.step()
+
+    async def aclose(self) -> None:
+        self._look_at(NEVER)
+
+    def _look_at(self, when_s: float) -> None:
+        if self._timer is not None:
+            if abs(self._fires_s - when_s) < LATE_S:
+                return
+            self._timer.cancel()
+            self._timer = None
+        if when_s < NEVER:
+            self._timer, self._fires_s = asyncio.get_running_loop().call_at(when_s, self._look), when_s
+
+    def _look(self) -> None:
+        self._timer = None
+        self.wake_ups += 1
+        self.step()

@@ -1,0 +1,39 @@
+"""One request that waits for its turn, and how its task is told."""
+
+import asyncio
+
+from consumers.limits.amounts import Amounts
+from consumers.limits.base import Reservation, Wait, WaitTooLong
+
+
+class Waiter:
+    """`lane` is the lane's rank: 0 goes first."""
+
+    __slots__ = ("amounts", "arrived_s", "lane", "number", "reservation", "turn", "until_s")
+
+    def __init__(self, lane: int, amounts: Amounts, *, arrived_s: float, until_s: float | None = None) -> None:
+        self.lane = lane
+        self.amounts = amounts
+        self.arrived_s = arrived_s
+        """When it asked first. A request that was put off and came back asked before now."""
+        self.until_s = until_s
+        self.number = 0
+        """In the order of joining, over all lanes."""
+        self.reservation: Reservation | None = None
+        """Set when it is granted."""
+        self.turn: asyncio.Future[None] | None = None
+        """What its task awaits. None before the task waits, and for a request that does not wait."""
+
+    def wake(self) -> bool:
+        """Tell its task that it is granted. False: the task was cancelled and nobody takes the reservation."""
+        if self.turn is None:
+            return True  # its task has not begun to wait, and looks by itself
+        if self.turn.done():
+            return False
+        self.turn.set_result(None)
+        return True
+
+    def refuse(self, wait: Wait) -> None:
+        """Tell its task that it would be too late."""
+        if self.turn is not None and not self.turn.done():
+            self.turn.set_exception(WaitTooLong(wait))

@@ -1,0 +1,324 @@
+local LEAST = 0.000001
+local time = redis.call('TIME')
+local now = time[1] + time[2] / 1000000
+local asked = cjson.decode(ARGV[1])
+local shares, boosts, lanes = asked.shares, asked.boosts, #asked.shares
+local raw, account, is_forgotten = redis.call('GET', KEYS[1]), nil, false
+if raw then
+  local is_unpacked, found = pcall(cmsgpack.unpack, raw)
+  if is_unpacked and type(found) == 'table' and found.form == asked.form then account = found end
+  is_forgotten = not account
+end
+if not account then
+  account = {
+    form = asked.form, at = now, levels = {}, parts = {}, waiting = {},
+    version = asked.version, learned = ARGV[2], stopped_until = asked.stopped_until,
+    limits = asked.limits, bursts = asked.bursts, most = asked.most, guessed = asked.guessed,
+  }
+  for d = 1, 3 do
+    account.levels[d] = asked.bursts[d]
+    account.parts[d] = {}
+    for l = 1, lanes do account.parts[d][l] = shares[l] * account.levels[d] end
+  end
+end
+local levels, parts = account.levels, account.parts
+if now < account.at - 1 then  -- the clock was put back: what was to be later would be very late
+  account.stopped_until, account.waiting = account.stopped_until - (account.at - now), {}
+end
+local waiting = account.waiting
+for process, its in pairs(waiting) do
+  if its.expires < now then waiting[process] = nil end
+end
+
+-- The first of each lane, of all processes; of our own, the next of those that we were told of.
+local own = {}
+for l = 1, lanes do own[l] = {} end
+local gone = {}
+local function first_of(l)
+  local first = nil
+  for process, its in pairs(waiting) do
+    local found = its.heads[tostring(l)]
+    if found and process ~= asked.process and not gone[process .. l] then
+      if not first or found.arrived < first.arrived then
+        first = found
+        first.process = process
+      end
+    end
+  end
+  local mine = own[l][1]
+  if mine and (not first or mine.arrived <= first.arrived) then return mine end
+  return first
+end
+
+local function lower(d, level)
+  if level >= levels[d] then return end
+  levels[d] = level
+  local claimed = 0
+  for l = 1, lanes do claimed = claimed + math.max(0, parts[d][l]) end
+  for l = 1, lanes do
+    if claimed > level and parts[d][l] > 0 then parts[d][l] = parts[d][l] * level / claimed end
+  end
+end
+local burst, most, reserves, wants, caps, holds, per_s = {}, {}, {}, {}, {}, {}, {}
+local function spend(d, l, amount)
+  local part = parts[d][l]
+  local taken = (amount <= part or part >= burst[d]) and amount or math.max(part, 0)
+  levels[d], parts[d][l] = math.min(levels[d], most[d]) - amount, part - taken
+  return taken
+end
+local function size()
+  for d = 1, 3 do
+    burst[d], most[d], per_s[d] = account.bursts[d], account.most[d], account.limits[d] / 60
+    lower(d, burst[d])
+    reserves[d], wants[d], caps[d], holds[d] = {}, wants[d] or {}, caps[d] or {}, {}
+    for l = 1, lanes do reserves[d][l] = shares[l] * burst[d] end
+  end
+end
+local function want()
+  for l = 1, lanes do
+    local first = first_of(l)
+    for d = 1, 3 do
+      local amount = first and first.amounts[d] or 0
+      wants[d][l] = amount
+      caps[d][l] = amount <= reserves[d][l] and reserves[d][l] or math.min(amount, burst[d])
+    end
+  end
+  for d = 1, 3 do
+    local others = 0
+    for l = 2, lanes do others = others + reserves[d][l] end
+    local room = burst[d] - caps[d][1] - others
+    holds[d][1] = reserves[d][1]
+    for l = 2, lanes do
+      local more = math.max(0, math.min(caps[d][l] - reserves[d][l], room))
+      holds[d][l] = reserves[d][l] + more
+      room = room - more
+    end
+  end
+end
+local function held(d, l)
+  local part = parts[d][l]
+  if part <= holds[d][l] or part >= caps[d][l] then return math.max(0, part) end
+  return holds[d][l]
+end
+
+-- What came in since the last step, by what was known then.
+size()
+local before = waiting[asked.process]
+for l = 1, lanes do
+  own[l][1] = before and before.heads[tostring(l)]
+end
+want()
+local passed = math.max(0, now - account.at)
+account.at = now
+for d = 1, 3 do
+  local gained = passed * per_s[d]
+  levels[d] = math.min(burst[d], levels[d] + gained)
+  for l = 1, lanes do
+    local part, cap, saved = parts[d][l], caps[d][l], gained * shares[l]
+    if part < cap then parts[d][l] = math.min(cap, part + saved)
+    elseif part > cap then parts[d][l] = math.max(cap, part - saved) end
+  end
+end
+
+-- What was learned, given back, and found to be wrong.
+local is_news = asked.version ~= account.version
+if asked.changed and not is_news then
+  for d = 1, 3 do
+    local more = asked.bursts[d] - account.bursts[d]
+    if account.guessed[d] and not asked.guessed[d] and more > 0 then  -- it was there, and nobody knew
+      levels[d] = levels[d] + more
+      for l = 1, lanes do parts[d][l] = parts[d][l] + shares[l] * more end
+    end
+  end
+  account.version, account.learned, account.stopped_until = account.version + 1, ARGV[2], asked.stopped_until
+  account.limits, account.bursts = asked.limits, asked.bursts
+  account.most, account.guessed = asked.most, asked.guessed
+  size()
+  want()
+end
+for _, back in ipairs(asked.back) do
+  for d = 1, 3 do
+    local l, over, from_part = back.lane, back.over[d], back.own[d]
+    if over > 0 then
+      levels[d] = math.min(burst[d], levels[d] + over)
+      parts[d][l] = math.max(parts[d][l], math.min(caps[d][l], parts[d][l] + math.min(over, from_part)))
+    elseif over < 0 then
+      spend(d, l, -over)
+    end
+  end
+end
+for d = 1, 3 do
+  if asked.lower[d] >= 0 then lower(d, asked.lower[d]) end
+end
+
+-- Whose turn it is.
+for l = 1, lanes do own[l] = {} end
+for i, waiter in ipairs(asked.waiters) do
+  local line = own[waiter.lane]
+  line[#line + 1] = {index = i, arrived = now - waiter.age, amounts = waiter.amounts}
+end
+
+-- Which lane goes before which: by rank, but for those whose first has aged.
+local function order_of()
+  local order = {}
+  for l = 1, lanes do order[l] = l end
+  for l = 3, lanes do
+    local first, above = first_of(l), first_of(l - 1)
+    if first and boosts[l] >= 0 and now - first.arrived >= boosts[l]
+      and not (above and above.arrived <= first.arrived) then
+      for at = 2, lanes do
+        if order[at] == l then order[at - 1], order[at] = l, order[at - 1] break end
+      end
+    end
+  end
+  return order
+end
+-- Until the level covers `kept` and what the lanes after it have saved by then.
+local function left_in(d, kept, order, at, is_first)
+  if is_first and levels[d] >= burst[d] then return 0 end
+  local missing = kept
+  for after = at + 1, lanes do
+    missing = missing + held(d, order[after])
+  end
+  missing = missing - levels[d]
+  if missing <= 0 then return 0 end
+  local full_in, slope, passed, filling = (burst[d] - levels[d]) / per_s[d], 1, 0, {}
+  for after = at + 1, lanes do
+    local other = order[after]
+    local part = parts[d][other]
+    if shares[other] > 0 and part < holds[d][other] then
+      if part < 0 then return math.min(is_first and full_in or 1e9, missing / per_s[d]) end
+      filling[#filling + 1] = {(holds[d][other] - part) / (shares[other] * per_s[d]), shares[other]}
+      slope = slope - shares[other]
+    end
+  end
+  table.sort(filling, function(x, y) return x[1] < y[1] end)
+  for _, full in ipairs(filling) do
+    local reached = missing - slope * per_s[d] * (full[1] - passed)
+    if reached <= 0 then break end
+    missing, passed, slope = reached, full[1], slope + full[2]
+  end
+  local wait = slope > 0 and passed + missing / (slope * per_s[d]) or 1e9
+  if wait <= full_in then return wait end
+  return is_first and full_in or 1e9
+end
+local function wait_of(amounts, order, at)
+  local longest, l = 0, order[at]
+  for d = 1, 3 do
+    local amount = amounts[d]
+    if amount > 0 then
+      local whole, saved = math.min(amount + LEAST, burst[d]), math.min(amount, burst[d])
+      local part, level_in, wait = parts[d][l], 0, 0
+      if levels[d] < whole then level_in = (whole - levels[d]) / per_s[d] end
+      if part >= saved then
+        wait = level_in
+      else
+        local kept, is_first = amount + LEAST, true
+        if at == 1 and amount >= reserves[d][l] then kept = reserves[d][l] + LEAST end
+        for before = 1, at - 1 do
+          local wanted = wants[d][order[before]]
+          kept = kept + (reserves[d][order[before]] + wanted)
+          is_first = is_first and wanted == 0
+        end
+        for after = at + 1, lanes do
+          local other = order[after]
+          local needs = math.min(wants[d][other], burst[d])
+          is_first = is_first and not (needs > 0 and needs <= parts[d][other])
+        end
+        wait = math.max(level_in, left_in(d, kept, order, at, is_first))
+        if wait > 0 and shares[l] > 0 then
+          wait = math.min(wait, math.max(level_in, (saved - part) / (shares[l] * per_s[d])))
+        end
+      end
+      longest = math.max(longest, wait)
+    end
+  end
+  return longest
+end
+
+local granted, ours_left = {}, now < account.stopped_until and 0 or asked.room
+local lent = {}
+local function take(l, first)
+  local from_parts, before = {}, {levels[1], levels[2], levels[3]}
+  for d = 1, 3 do from_parts[d] = spend(d, l, first.amounts[d]) end
+  if first.index then
+    table.remove(own[l], 1)
+    granted[#granted + 1] = {first.index, from_parts[1], from_parts[2], from_parts[3]}
+    ours_left = ours_left - 1
+    if ours_left <= 0 then
+      for each = 1, lanes do own[each] = {} end
+    end
+  else  -- another process's: it comes for it, and until then it is kept for it
+    gone[first.process .. l] = true
+    lent[#lent + 1] = {l, {before[1] - levels[1], before[2] - levels[2], before[3] - levels[3]}, from_parts}
+  end
+  want()
+end
+local look_in = -1
+local function sooner(wait) if look_in < 0 or wait < look_in then look_in = wait end end
+if ours_left <= 0 then
+  for each = 1, lanes do own[each] = {} end
+end
+want()
+while true do
+  local done, order = true, order_of()
+  look_in = -1
+  local places = {}  -- where calls are what is short, the lanes whose turn has come are asked first
+  for at, l in ipairs(order) do
+    if asked.turns[l] then places[#places + 1] = at end
+  end
+  for at, l in ipairs(order) do
+    if not asked.turns[l] then places[#places + 1] = at end
+  end
+  for _, at in ipairs(places) do
+    local l = order[at]
+    local head = first_of(l)
+    if head then
+      local wait = wait_of(head.amounts, order, at)
+      if wait == 0 then
+        take(l, head)
+        done = false
+        break
+      end
+      sooner(wait)
+      local aged_in = head.arrived + boosts[l] - now
+      if l > 2 and boosts[l] >= 0 and aged_in > 0 then sooner(aged_in) end
+    end
+  end
+  if done then break end
+end
+for i = #lent, 1, -1 do
+  local l, amounts, from_parts = lent[i][1], lent[i][2], lent[i][3]
+  for d = 1, 3 do
+    levels[d] = levels[d] + amounts[d]
+    parts[d][l] = parts[d][l] + from_parts[d]
+  end
+end
+
+-- Who waits still.
+local heads, any = {}, false
+for l = 1, lanes do
+  local mine = own[l][1]
+  if mine then
+    heads[tostring(l)] = {arrived = mine.arrived, amounts = mine.amounts}
+    any = true
+  end
+end
+waiting[asked.process] = any and {expires = now + asked.expires_s, heads = heads, sums = asked.sums} or nil
+local elsewhere = {}
+for l = 1, lanes do elsewhere[l] = {0, 0, 0} end
+for process, its in pairs(waiting) do
+  for l, head in pairs(its.heads) do head.process = nil end
+  if process ~= asked.process then
+    for l = 1, lanes do
+      for d = 1, 3 do elsewhere[l][d] = elsewhere[l][d] + its.sums[l][d] end
+    end
+  end
+end
+redis.call('SET', KEYS[1], cmsgpack.pack(account), 'PX', 3600000)
+return {
+  string.format('%.6f', now),
+  cjson.encode({granted = granted, look_in = look_in, levels = levels, parts = parts, elsewhere = elsewhere,
+    version = account.version, is_forgotten = is_forgotten}),
+  is_news and account.learned or '',
+}

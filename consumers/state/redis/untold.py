@@ -1,0 +1,57 @@
+"""What a process has to tell Redis of one account with its next step, and what becomes of it where that step fails."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any
+
+from consumers.limits.base import Heard
+
+
+@dataclass(slots=True)
+class Told:
+    """What one step has taken along."""
+
+    back: list[dict[str, Any]]
+    lower: list[float]
+    heard: int
+    """How many of `Untold.heard` are in what was learned."""
+    has_learned: bool
+
+
+@dataclass(slots=True)
+class Untold:
+    """Of one account."""
+
+    back: list[dict[str, Any]] = field(default_factory=list)
+    lower: list[float] = field(default_factory=lambda: [inf, inf, inf])
+    heard: list[Heard] = field(default_factory=list)
+    """Responses that changed what was learned. They are heard once more where another process has learned meanwhile."""
+    has_learned: bool = False
+
+    def give_back(self, lane: int, over: Sequence[float], own: Sequence[float]) -> None:
+        """What was reserved and not used; below 0: what was used beyond it."""
+        self.back.append({"lane": lane + 1, "over": list(over), "own": list(own)})
+
+    def levels_fell(self, before: Sequence[float], after: Sequence[float]) -> bool:
+        """Note where the provider turned out to have less than was thought; whether it has."""
+        found = False
+        for each, (was, now) in enumerate(zip(before, after, strict=True)):
+            if now < was:
+                self.lower[each] = min(self.lower[each], max(0.0, now))
+                found = True
+        return found
+
+    def take(self) -> Told:
+        """What the next step tells. It is not told again, unless the step fails."""
+        told = Told(self.back, self.lower, len(self.heard), self.has_learned)
+        self.back, self.lower, self.has_learned = [], [inf, inf, inf], False
+        return told
+
+    def failed(self, told: Told) -> None:
+        """Nobody knows whether Redis counted the step. What was used beyond a reservation is told again; what was given
+        back is not, because counting it twice would spend more than there is."""
+        for each in told.back:
+            each["over"] = [min(0.0, over) for over in each["over"]]
+        self.back = [each for each in told.back if any(each["over"])] + self.back
+        self.has_learned = self.has_learned or told.has_learned

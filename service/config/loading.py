@@ -1,0 +1,155 @@
+"""Loads the settings; the only file that reads the environment.
+
+    load_settings()            options > environment > .env > TOML > defaults
+
+pydantic-settings takes the environment's names apart, merges the sources and validates what they give. It passes over
+names that it does not know, and does not tell which source gave a value. Both are added here, so that all that is wrong
+is told at once, under the names that were written.
+"""
+
+import os
+import tomllib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from dotenv import dotenv_values
+from pydantic_settings import EnvSettingsSource, InitSettingsSource
+from pydantic_settings.sources import DefaultSettingsSource
+
+from lanekeeper.contract.problems import SettingsError
+from service.config import cross_checks, names, told
+from service.config.names import Place
+from service.config.settings import PREFIX, Settings
+
+CONFIG_FILE = Path("lanekeeper.toml")
+DOTENV_FILE = Path(".env")
+
+
+def load_settings(
+    config: Path | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    dotenv: Path = DOTENV_FILE,
+    for_calls: bool = False,
+    **options: Any,
+) -> Settings:
+    """Read all sources and validate them together.
+
+    `config`: a TOML file that must exist; None: `lanekeeper.toml`, if there. `options`: nested as `Settings` is
+    (`lanes={"batch": {"slots": 12}}`), None for what was not given. `for_calls`: providers will be called,
+    and so their keys must be there. Raises SettingsError that names everything that is wrong.
+    """
+    return _read(config, os.environ if environ is None else environ, dotenv, options).settings(for_calls=for_calls)
+
+
+def load_with_sources(config: Path | None = None, **options: Any) -> tuple[Settings, Mapping[Place, str]]:
+    """The same, and by its place where each comes from that is no default: `environment`, `option`, a file's name."""
+    given = _read(config, os.environ, DOTENV_FILE, options)
+    return given.settings(for_calls=False), {place: found.source for place, found in given.found.items()}
+
+
+@dataclass(slots=True)
+class _Given:
+    """What the sources gave."""
+
+    values: list[dict[str, Any]] = field(default_factory=list)
+    """Of each source, nested as the settings are; later ones win."""
+    found: dict[Place, told.Found] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    """What is no setting."""
+
+    def add(self, values: Mapping[str, Any], *, source: str, where: str) -> None:
+        """Of a file or of options. `where`: follows the names in what is told."""
+        self.values.append(self._settings_in(values, (), source, where))
+
+    def add_variables(self, variables: Mapping[str, str], *, source: str, where: str = "") -> None:
+        """An empty one counts as not set: Compose writes `${NAME:-}` so."""
+        reader = EnvSettingsSource(Settings)
+        reader.env_vars = used = {}
+        for name, value in variables.items():
+            if (place := names.place_of(name)) is None:
+                if name.upper().startswith(PREFIX):
+                    self.problems.append(f"{name}{where}: {names.unknown_variable(name)}")
+            elif value.strip():
+                used[name.lower()] = value
+                self.found[place] = told.Found(value, name + where, source)
+        self.values.append({names.field_name(key): value for key, value in reader().items()})
+
+    def _settings_in(self, values: Mapping[str, Any], place: Place, source: str, where: str) -> dict[str, Any]:
+        kept = {}
+        for key, value in values.items():
+            here = (*place, key)
+            name = ".".join(here) + where
+            if value is None:
+                continue
+            if names.is_setting(here):
+                # A table is one setting: read-only, pydantic-settings does not mix it with a farther source's.
+                kept[key] = MappingProxyType(value) if isinstance(value, dict) else value
+                self.found[here] = told.Found(value, name, source)
+            elif names.is_group(here) and isinstance(value, Mapping):
+                if inside := self._settings_in(value, here, source, where):
+                    kept[key] = inside
+            else:
+                self.problems.append(f"{name}: {names.unknown_key(here, value)}")
+        return kept
+
+    def settings(self, *, for_calls: bool) -> Settings:
+        """All sources together. Raises SettingsError."""
+        settings, wrong = told.validated(self.made, self.found)
+        disagreements = [*cross_checks.every(settings), *(cross_checks.lacks(settings) if for_calls else ())]
+        lines = [*self.problems, *wrong.values(), *told.disagreed(disagreements, self.found, wrong=wrong.keys())]
+        if lines:
+            count = "wrong setting: " if len(lines) == 1 else f"{len(lines)} wrong settings:\n  "
+            raise SettingsError(count + "\n  ".join(lines))
+        return settings
+
+    def made(self, without: Collection[Place]) -> Settings:
+        """Raises ValidationError."""
+        every = [{"lanes": self._fixed_slots(without)}, *(_without(each, without) for each in self.values)]
+        sources = (*(InitSettingsSource(Settings, each) for each in reversed(every)), DefaultSettingsSource(Settings))
+        return Settings(_build_sources=(sources, {}))  # type: ignore[call-arg]  # mypy sees the fields alone
+
+    def _fixed_slots(self, without: Collection[Place]) -> dict[str, Any]:
+        """A lane whose slots are set has exactly these, unless its `slots_max` is set as well."""
+        places = (place for place in self.found if place[0] == "lanes" and place[2] == "slots" and place not in without)
+        return {place[1]: {"slots_max": self.found[place].value} for place in places}
+
+
+def _without(values: Mapping[str, Any], places: Collection[Place], here: Place = ()) -> dict[str, Any]:
+    return {
+        key: _without(value, places, (*here, key)) if names.is_group((*here, key)) else value
+        for key, value in values.items()
+        if (*here, key) not in places
+    }
+
+
+def _read(config: Path | None, environ: Mapping[str, str], dotenv: Path, options: Mapping[str, Any]) -> _Given:
+    given = _Given()
+    if config is not None or CONFIG_FILE.is_file():
+        file = config or CONFIG_FILE
+        given.add(_toml(file), source=str(file), where=f" in {file}")
+    if dotenv.is_file():
+        given.add_variables(_dotenv(dotenv), source=str(dotenv), where=f" in {dotenv}")
+    given.add_variables(environ, source="environment")
+    given.add(options, source="option", where=" on the command line")
+    return given
+
+
+def _toml(path: Path) -> dict[str, Any]:
+    """The library's own reader passes over a file that is not there, and over a pipe."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise SettingsError(f"configuration file {path} does not exist") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise SettingsError(f"configuration file {path} cannot be read: {error}") from None
+
+
+def _dotenv(path: Path) -> dict[str, str]:
+    try:
+        return {name: value or "" for name, value in dotenv_values(path, encoding="utf-8").items()}
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path} cannot be read: {error}") from None

@@ -1,0 +1,125 @@
+"""What settings are called: by their place in a TOML file and for `--set` (`lanes.batch.slots`), in capitals in the
+environment (`LANEKEEPER_LANES__BATCH__SLOTS`); and what is told of a name that is no setting."""
+
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from typing import Any, Final, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from service.config.masking import mask
+from service.config.settings import PREFIX, Settings
+
+Place = tuple[str, ...]
+"""A setting's place: ("lanes", "critical", "slots")."""
+ANY: Final = "*"
+"""In the place of a known setting: the name of a section that its author chooses, ("providers", "*", "kind")."""
+_LATER: Final[Mapping[Place, str]] = {
+    ("webhooks",): "the sending of webhooks",
+    ("gateway", "keys"): "the HTTP gateway",
+}
+"""Settings that come with later versions: refused, never ignored."""
+
+
+def is_section(kind: object) -> bool:
+    """Whether it is a model, with settings in it."""
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+def _declared(kind: type[BaseModel], place: Place = ()) -> Iterator[tuple[Place, FieldInfo]]:
+    for name, info in kind.model_fields.items():
+        here = (*place, name)
+        if get_origin(info.annotation) is dict and is_section(inside := get_args(info.annotation)[1]):
+            yield from _declared(inside, (*here, ANY))
+        elif is_section(info.annotation):
+            yield from _declared(info.annotation, here)  # type: ignore[arg-type]
+        else:
+            yield here, info
+
+
+SETTINGS: Final[Mapping[Place, FieldInfo]] = dict(_declared(Settings))
+"""All of them by their place, in the order of their declaration."""
+_GROUPS: Final = frozenset(place[:depth] for place in SETTINGS for depth in range(1, len(place)))
+_ALIASES: Final = {info.alias: name for name, info in Settings.model_fields.items() if info.alias}
+"""Names in the environment that are others than ours would be: ANTHROPIC_API_KEY."""
+
+
+def field_name(name: str) -> str:
+    """Of a field of `Settings` that pydantic calls by its name in the environment."""
+    return _ALIASES.get(name, name)
+
+
+def pattern(place: Place) -> Place:
+    """The place as it stands in `SETTINGS`."""
+    return (place[0], ANY, *place[2:]) if len(place) > 1 and (place[0], ANY) in _GROUPS else place
+
+
+def is_setting(place: Place) -> bool:
+    """Whether a value can be there."""
+    return pattern(place) in SETTINGS
+
+
+def is_group(place: Place) -> bool:
+    """Whether settings lie in it."""
+    return pattern(place) in _GROUPS
+
+
+def variable(place: Place) -> str:
+    """The setting's name in the environment."""
+    return SETTINGS[pattern(place)].alias or PREFIX + "__".join(place).upper()
+
+
+def place_of(name: str) -> Place | None:
+    """The setting that a variable gives; None where it gives none, or is written otherwise."""
+    place = (_ALIASES[name],) if name in _ALIASES else _as_place(name)
+    return place if is_setting(place) and variable(place) == name else None
+
+
+def _as_place(name: str) -> Place:
+    return tuple(name.upper().removeprefix(PREFIX).lower().split("__"))
+
+
+def unknown_variable(name: str) -> str:
+    """What is told of a variable that begins as ours do, and is no setting."""
+    place = _as_place(name)
+    if (later := _later(place)) is not None:
+        return later
+    if place in _GROUPS:
+        inside = next(each for each in SETTINGS if each[: len(place)] == place)
+        return f"is a group of settings; set one of them, such as {variable(inside)}"
+    # Settings of sections that their author names: only where there is such a name.
+    meant = [
+        (each[0], place[1], *each[2:]) if ANY in each else each
+        for each in SETTINGS
+        if len(place) > 1 or ANY not in each
+    ]
+    return _no_setting(
+        name.upper().removeprefix(PREFIX), {each.removeprefix(PREFIX): each for each in map(variable, meant)}
+    )
+
+
+def unknown_key(place: Place, value: Any) -> str:
+    """What is told of a key in a file or an option that is no setting, or of a value where a group of settings is."""
+    if (later := _later(place)) is not None:
+        return later
+    if is_group(place):
+        inside = ", ".join(_inside(place)).replace(ANY, "a table for each name")
+        return f"found {mask(value)}, allowed is a table with {inside}"
+    return _no_setting(place[-1], {each: each for each in _inside(place[:-1])})
+
+
+def _later(place: Place) -> str | None:
+    found = next((what for each, what in _LATER.items() if place[: len(each)] == each), None)
+    return None if found is None else f"{found} is not available in this version; remove it"
+
+
+def _no_setting(name: str, known: Mapping[str, str]) -> str:
+    near = get_close_matches(name, known, n=1, cutoff=0.7)
+    return "no such setting" + (f"; did you mean {known[near[0]]}?" if near else "")
+
+
+def _inside(place: Place) -> list[str]:
+    """The names in a group of settings."""
+    at = pattern(place)
+    return list(dict.fromkeys(each[len(at)] for each in SETTINGS if each[: len(at)] == at))

@@ -1,0 +1,327 @@
+"""One attempt over several providers: who is asked where one fails, what is told and paid, how many calls it takes."""
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+
+import pytest
+
+from consumers.attempt import Attempts
+from consumers.capacity.pausing import Pausing
+from consumers.chain import Chain, Route
+from consumers.failures import ProviderError
+from consumers.gates.route import RouteGate
+from consumers.job import Answered, Buried, Deferred, Job, Outcome, Refused, Retried
+from consumers.prices import Prices
+from consumers.providers.anthropic import AnthropicProvider
+from consumers.providers.breaker import FAILURES, Breakers
+from consumers.providers.registry import Registry
+from consumers.retry import RetryPolicy
+from lanekeeper.contract import names as n
+from lanekeeper.telemetry.tracing import Tracing
+from service.simulated.app import SimulatedAPI
+from service.simulated.options import SimulatedOptions
+from tests.support.jobs import NOW_MS, Bench, read
+from topology.lanes import NORMAL
+
+MODEL, FALLBACK = "claude-haiku-5-5", "claude-sonnet-5-5"
+
+
+def route(provider: str, model: str = MODEL) -> Route:
+    return Route(provider=provider, model=model, name=model, account=f"{provider}/{model}")
+
+
+class Moves:
+    """Has budget of every account, or of none but the first."""
+
+    def __init__(self) -> None:
+        self.has_room = True
+        self.asked: list[tuple[str, str | None]] = []
+
+    async def move(self, job: Job, to: Route, error: ProviderError | None) -> bool:
+        self.asked.append((to.provider, None if error is None else type(error).__name__))
+        if self.has_room:
+            job.route = to
+        return self.has_room
+
+
+class House:
+    """Two providers, `one` and `two`, each a simulated API."""
+
+    def __init__(self, one: SimulatedAPI, two: SimulatedAPI, *providers: AnthropicProvider) -> None:
+        self.one, self.two = one, two
+        self.bench = Bench()
+        self.breakers = Breakers()
+        self.moves = Moves()
+        self._loop = asyncio.get_running_loop()
+        self._began_s = self._loop.time()
+        rng = random.Random(1)
+        self._attempts = Attempts(
+            Registry(*providers, tracing=Tracing(), prices=Prices()),
+            breakers=self.breakers,
+            route_gate=RouteGate(self.breakers, now_ms=self.now_ms, rng=rng),
+            budget_gate=self.moves,  # type: ignore[arg-type]
+            replies=self.bench.replies,
+            lifecycle=self.bench.lifecycle,
+            pausing=Pausing({}),
+            policy=RetryPolicy(),
+            now_ms=self.now_ms,
+            rng=rng,
+        )
+
+    def now_ms(self) -> int:
+        return NOW_MS + round(1000 * (self._loop.time() - self._began_s))
+
+    @property
+    def calls(self) -> tuple[int, int]:
+        return len(self.one.calls), len(self.two.calls)
+
+    async def ask(
+        self,
+        prompt: str = "hello",
+        *routes: Route,
+        id: str = "m-1",
+        stream: bool = False,
+        deadline_ms: int = 60_000,
+    ) -> Outcome:
+        """Make one attempt; of both providers where no routes are given."""
+        content = [{"role": "user", "content": prompt}]
+        job = self.bench.job(
+            lane=NORMAL,
+            routing_key="normal.shop.chat",
+            body=json.dumps({"model": MODEL, "max_tokens": 500, "messages": content}).encode(),
+            message_id=id,
+            headers={n.STREAM: stream, n.DEADLINE_MS: deadline_ms},
+        )
+        read(job, Chain(routes or BOTH), now_ms=self.now_ms())
+        job.route = job.chain.routes[0]
+        return await self._attempts.make(job)
+
+    def parts(self) -> list[str]:
+        """What the requester was sent before the final reply: the type of each event, or `restart`."""
+        return [
+            str(json.loads(each.message.body).get("type", each.message.headers[n.PART]))
+            for each in self.bench.publisher.sent
+        ]
+
+
+Open = Callable[..., Awaitable[House]]
+
+
+@pytest.fixture
+async def open_house() -> AsyncIterator[Open]:
+    async with AsyncExitStack() as stack:
+
+        async def run(one: SimulatedOptions | None = None, two: SimulatedOptions | None = None) -> House:
+            apis = [
+                await stack.enter_async_context(SimulatedAPI(options or SimulatedOptions())) for options in (one, two)
+            ]
+            providers = [
+                AnthropicProvider.at(api.base_url, api_key="a-key", name=name)
+                for api, name in zip(apis, ("one", "two"), strict=True)
+            ]
+            for each in providers:
+                stack.push_async_callback(each.aclose)
+            return House(apis[0], apis[1], *providers)
+
+        yield run
+
+
+def failing(fault: str) -> SimulatedOptions:
+    return SimulatedOptions(faults={fault: 1.0})
+
+
+BOTH = (route("one"), route("two"))
+
+
+def answered_by(outcome: Outcome) -> str:
+    assert isinstance(outcome, Answered), outcome
+    return outcome.provider
+
+
+def failed_with(outcome: Outcome) -> str:
+    assert isinstance(outcome, Retried), outcome
+    return outcome.brief.split()[0]
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        ("server_error", "TransientError"),
+        ("reset at=start", "TransientError"),
+        ("overloaded", "OverloadedError"),
+        ("rate_limited retry_after=60", "RateLimitedError"),
+        ("rate_limited retry_after=none", "RateLimitedError"),
+        ("spend_limit", "SpendLimitError"),
+        ("authentication", "RejectedError"),
+        ("permission", "RejectedError"),
+    ],
+)
+async def test_where_one_fails_the_next_is_asked_in_the_same_attempt(open_house: Open, fault: str, error: str) -> None:
+    house = await open_house(failing(fault))
+
+    assert answered_by(await house.ask()) == "two"
+    assert house.calls == (1, 1)
+    assert house.moves.asked == [("two", error)]
+    assert house.bench.log == ["event: started"]
+
+
+@pytest.mark.parametrize("fault", ["invalid", "too_large", "not_found"])
+async def test_what_is_the_requests_own_is_not_asked_of_another(open_house: Open, fault: str) -> None:
+    house = await open_house(failing(fault))
+
+    outcome = await house.ask()
+
+    assert isinstance(outcome, Buried)
+    assert outcome.problem.code == "provider_rejected"
+    assert house.calls == (1, 0)
+
+
+async def test_without_room_or_time_the_first_failure_stands(open_house: Open) -> None:
+    house = await open_house(failing("overloaded"))
+
+    house.moves.has_room = False
+    assert failed_with(await house.ask()) == "overloaded_error"
+    house.moves.has_room = True
+    assert isinstance(await house.ask(deadline_ms=900), Retried | Refused)
+
+    assert house.calls == (2, 0)
+    assert len(house.moves.asked) == 1
+
+
+async def test_an_attempt_makes_two_calls_at_most(open_house: Open) -> None:
+    house = await open_house(failing("overloaded"), failing("overloaded"))
+
+    outcome = await house.ask("hello", *BOTH, route("one", FALLBACK), route("two", FALLBACK))
+
+    assert failed_with(outcome) == "overloaded_error"
+    assert sum(house.calls) == 2
+
+
+async def test_a_retry_may_still_help_where_the_second_refuses_for_good(open_house: Open) -> None:
+    house = await open_house(failing("server_error"), failing("authentication"))
+
+    assert failed_with(await house.ask()) == "api_error"
+    assert house.calls == (1, 1)
+
+
+async def test_another_model_answers_for_one_that_is_overloaded_and_not_for_a_broken_connection(
+    open_house: Open,
+) -> None:
+    routes = (route("one"), route("one", FALLBACK))
+    house = await open_house()
+
+    answered = await house.ask("[[fault: overloaded x1]]", *routes)
+
+    assert isinstance(answered, Answered)
+    assert answered.model == FALLBACK
+    assert failed_with(await house.ask("[[fault: server_error x1]]", *routes)) == "api_error"
+
+
+async def test_a_stream_that_has_begun_is_begun_again_by_the_other_and_says_so(open_house: Open) -> None:
+    house = await open_house(failing("cut"))
+
+    outcome = await house.ask("a long enough prompt", stream=True)
+
+    assert isinstance(outcome, Answered)
+    assert json.loads(outcome.body)["content"][0]["text"] == "echo: a long enough prompt"
+    parts = house.parts()
+    assert parts.count("restart") == 1
+    assert parts[parts.index("restart") + 1] == "message_start"
+    assert parts[-1] == "message_stop"
+
+
+async def test_while_a_breaker_is_open_the_other_is_asked_at_once(open_house: Open) -> None:
+    house = await open_house(failing("server_error"))
+
+    for each in range(3 * FAILURES):
+        assert answered_by(await house.ask(id=str(each))) == "two"
+
+    assert house.calls == (FAILURES, 3 * FAILURES)
+    assert house.moves.asked[-1] == ("two", None), "no call was made that could be settled"
+    assert "event: breaker" in house.bench.log
+
+
+async def test_where_all_are_open_no_call_is_made(open_house: Open) -> None:
+    house = await open_house(failing("server_error"))
+    for each in range(FAILURES):
+        await house.ask("hello", BOTH[0], id=str(each))
+
+    outcome = await house.ask("hello", BOTH[0])
+
+    assert isinstance(outcome, Deferred)
+    assert outcome.reason == "breaker"
+    assert house.calls == (FAILURES, 0)
+
+
+async def test_a_provider_that_hangs_is_known_though_deadlines_end_its_calls(
+    open_house: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("consumers.providers.breaker.FAIR_S", 0.1)
+    house = await open_house(failing("hang"))
+
+    async def ask(number: int) -> None:
+        assert isinstance(await house.ask(id=str(number), deadline_ms=400), Refused)
+
+    await asyncio.gather(*map(ask, range(FAILURES)))
+
+    assert house.breakers.least_wait_s(BOTH[:1]) > 0
+
+
+async def test_a_cancelled_probe_leaves_the_breaker_to_the_next(open_house: Open) -> None:
+    house = await open_house()
+    for each in range(FAILURES):
+        await house.ask("[[fault: server_error]]", BOTH[0], id=str(each))
+    await asyncio.sleep(house.breakers.least_wait_s(BOTH[:1]))
+
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1):
+            await house.ask("[[fault: hang]]", BOTH[0])
+
+    assert answered_by(await house.ask("hello", BOTH[0])) == "one"
+
+
+async def calls_per_request(house: House, prompts: list[str], *, routes: tuple[Route, ...], at_once: int) -> float:
+    """All are answered in the end, each tried again soon after it failed; how many calls that took."""
+    slots = asyncio.Semaphore(at_once)
+
+    async def answer(number: int, prompt: str) -> None:
+        async with slots:
+            while True:
+                if isinstance(await house.ask(prompt, *routes, id=str(number)), Answered):
+                    return
+                await asyncio.sleep(max(0.01, house.breakers.least_wait_s(routes)))
+
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        for number, prompt in enumerate(prompts):
+            group.create_task(answer(number, prompt))
+    return sum(house.calls) / len(prompts)
+
+
+@pytest.mark.parametrize("routes", [BOTH[:1], BOTH], ids=["one provider", "two"])
+async def test_with_30_percent_of_overloads_a_request_takes_one_and_a_half_calls_at_most(
+    open_house: Open, routes: tuple[Route, ...]
+) -> None:
+    one, two = (SimulatedOptions(faults={"overloaded": 0.3}, seed=seed) for seed in (1, 2))
+    house = await open_house(one, two)
+    prompts = [f"{each}" for each in range(600)]  # 1 / (1 - 0.3) = 1.43 are to be expected
+
+    assert await calls_per_request(house, prompts, routes=routes, at_once=16) <= 1.5
+
+
+@pytest.mark.parametrize("routes", [BOTH[:1], BOTH], ids=["one provider", "two"])
+async def test_with_a_provider_that_goes_and_comes_back_too(open_house: Open, routes: tuple[Route, ...]) -> None:
+    house = await open_house()
+    prompts = [f"{each} [[latency: 20ms]]" for each in range(300)]
+
+    async def go_and_come_back() -> None:
+        await asyncio.sleep(0.1)
+        house.one.configure(failing("unavailable"))
+        await asyncio.sleep(1)
+        house.one.configure(SimulatedOptions())
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(go_and_come_back())
+        assert await calls_per_request(house, prompts, routes=routes, at_once=16) <= 1.5

@@ -1,0 +1,33 @@
+"""Each decision says when it was made, whether it holds and what else was tried; the code that it names exists."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DECISIONS = sorted((ROOT / "docs/decisions").glob("*.md"))
+
+
+@pytest.mark.parametrize("path", DECISIONS, ids=lambda path: path.stem)
+def test_a_decision_has_date_status_and_what_else_was_tried(path: Path) -> None:
+    text = path.read_text()
+
+    assert re.match(r"# .+\n\n- Date: \d{4}-\d\d-\d\d\n- Status: (in force|replaced by \[)", text)
+    assert re.search(r"^## What else was (tried|considered)\n\n\S", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("path", DECISIONS, ids=lambda path: path.stem)
+def test_files_and_constants_that_it_names_exist(path: Path) -> None:
+    text = path.read_text()
+    code = "\n".join(
+        each.read_text()
+        for package in ("lanekeeper", "topology", "consumers", "service")
+        for each in (ROOT / package).rglob("*.py")
+    )
+
+    files = re.findall(r"`((?:lanekeeper|topology|consumers|service|tests|benchmarks)/[\w/.]*)`", text)
+    assert [each for each in files if not (ROOT / each).exists()] == []
+    words = set(re.findall(r"\w+", code))
+    constants = re.findall(r"`([A-Z][A-Z_]+_[A-Z]+|\w+\(\))`", text)
+    assert [each for each in constants if not {each.removesuffix("()"), each.lower()} & words] == []

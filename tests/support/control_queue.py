@@ -1,0 +1,59 @@
+"""A control queue without a broker: it delivers what it was given."""
+
+import asyncio
+from collections.abc import AsyncIterator, Collection, Sequence
+
+from tests.support.jobs import FakeDelivery
+
+
+class FakeSession:
+    """Delivers what it was given, then waits until it is stopped. `ends`: it is stopped then."""
+
+    def __init__(self, log: list[str], deliveries: Sequence[FakeDelivery], *, ends: bool = False) -> None:
+        self._log = log
+        self._left = list(deliveries)
+        self.stopped = asyncio.Event()
+        self.acknowledged: list[int] = []
+        """Tags, in the order of acknowledging."""
+        self.writes = 0
+        if ends:
+            self.stopped.set()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._left)
+
+    def __aiter__(self) -> "FakeSession":
+        return self
+
+    async def __anext__(self) -> FakeDelivery:
+        if not self._left:
+            await self.stopped.wait()
+            raise StopAsyncIteration
+        return self._left.pop(0)
+
+    async def ack(self, deliveries: Sequence[FakeDelivery], *, in_hand: Collection[int]) -> None:
+        assert not {each.tag for each in deliveries} & set(in_hand)
+        self.writes += 1
+        self.acknowledged += [each.tag for each in deliveries]
+        self._log += ["ack"] * len(deliveries)
+
+
+class FakeDeliveries:
+    """One session."""
+
+    queue = "lane.control"
+    trouble = None
+
+    def __init__(self, session: FakeSession) -> None:
+        self._session = session
+
+    async def sessions(self) -> AsyncIterator[FakeSession]:
+        yield self._session
+
+    async def stop(self) -> None:
+        self._session.stopped.set()
+
+
+async def none_waits() -> int:
+    return 0
