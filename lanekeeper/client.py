@@ -42,8 +42,8 @@ REFUSED_WITHIN_S = 2.0
 
 
 class Client:
-    """One connection, and on it a channel for requests and their replies, and another for what is said of them: where
-    a user may not cancel, the broker closes that one, and no answer is lost with it.
+    """One supervised connection, aio-pika's, with two channels: one for requests and their replies, one for control
+    messages. Where a user may not cancel, the broker closes the second, and no answer is lost with it.
 
     Replies come by direct reply-to: that needs no right to declare anything.
     """
