@@ -1,7 +1,8 @@
-"""The one place that settles: store how it ended, publish what comes next, wait for the confirm, then acknowledge.
+"""The one place that settles deliveries: store the outcome, publish what follows, wait for the confirm, acknowledge.
 
-A crash between two steps repeats the later ones from what is stored: the delivery is not acknowledged, so it comes
-again. Nothing is acknowledged whose outcome is not with the broker, and what is told is what is stored.
+After a crash between two steps the broker delivers the request again, and the later steps are repeated from what is
+stored. A delivery is acknowledged only after its outcome is with the broker. The stored outcome is the one that is
+sent.
 """
 
 import asyncio
@@ -43,11 +44,11 @@ from topology.codec.headers import ERRORS_KEPT, HopHeaders
 from topology.delays import MAX_DELAY_MS, hop
 
 NEVER_KEPT = frozenset({"idempotency_conflict"})
-"""It is no ending of the request that has this id."""
+"""Not stored: it concerns this message, not the request that owns the id."""
 NOTED = frozenset(
     {"invalid_request", "unsupported_media", "too_large", "forbidden_reply_to", "forbidden_model", "unroutable"}
 )
-"""Told of what is no request: its id is free for a better one."""
+"""Problems of messages that are no valid request: the id stays free for a valid one."""
 TAKEN_OVER_WAIT_MS = 1000
 RETURN_AFTER_S = 1.0
 """A returned message is delivered again at once. If it fails at once, this keeps it from going round all the time."""
@@ -55,7 +56,7 @@ log = logs.logger()
 
 
 class Settler:
-    """Carries an outcome out."""
+    """Carries out an outcome."""
 
     def __init__(
         self,
@@ -85,8 +86,8 @@ class Settler:
         self._now_ms = now_ms
 
     async def settle(self, job: Job, outcome: Outcome) -> Outcome | None:
-        """Store, publish, confirm, acknowledge. What it came to in the end: another one where the request had ended
-        already, or is worked on elsewhere; None where that could not be done: the broker delivers it again."""
+        """Store, publish, confirm, acknowledge. Return the outcome that holds: another one if the request had ended
+        already or another worker has it. None if it could not be settled: the broker delivers it again."""
         try:
             outcome = await self._stored(job, await self._sendable(outcome))
             self._failpoints.reach("after_store")
@@ -147,7 +148,7 @@ class Settler:
             )
 
     async def _sendable(self, outcome: Outcome) -> Outcome:
-        """What is stored can be sent: an answer that is too large for that ends before it is kept."""
+        """Replace an answer that is too large to be sent, before it is stored."""
         if not isinstance(outcome, Answered):
             return outcome
         limit: int | None = self._answer_bytes
@@ -156,7 +157,8 @@ class Settler:
         return outcome if limit is None else Buried(answer_too_large(size, limit))
 
     async def _stored(self, job: Job, outcome: Outcome) -> Outcome:
-        """Keep an ending, and say what it is: the first that was kept. Raises StoreUnavailable."""
+        """Store the outcome of a request that has ended, and return the one that holds: the first that was stored.
+        Raises StoreUnavailable."""
         match outcome:
             case Deferred() | Retried() | Replayed():
                 return outcome
@@ -168,7 +170,7 @@ class Settler:
             return outcome
         if completion.code in NOTED and job.claim is None and job.is_fresh:
             if job.redelivered and (before := await self._claiming.find(job.identity)) and before.completion:
-                return Replayed(completion=before.completion, buries=True)  # whoever died had read it otherwise
+                return Replayed(completion=before.completion, buries=True)  # read differently before
             if not self._parking.takes(job.identity.tenant, len(job.message.body), code=completion.code):
                 return Refused(outcome.problem) if isinstance(outcome, Buried) else outcome
             await self._claiming.note(job, completion)
@@ -177,7 +179,7 @@ class Settler:
         if holds is None:
             return Deferred(delay_ms=TAKEN_OVER_WAIT_MS, reason="running elsewhere", due_ms=job.hop.due_ms)
         if holds.ended_ms != completion.ended_ms or holds.body != completion.body:
-            # one that came before, or that expired after it had, may be what was stored and never parked
+            # a request that was delivered before may have been stored and never parked
             came_before = job.came_before or job.message.exchange == self._names.fallen
             return Replayed(completion=holds, buries=came_before or isinstance(outcome, Buried))
         return outcome
@@ -207,7 +209,7 @@ class Settler:
                 assert_never(outcome)
 
     def _completion(self, job: Job, outcome: Answered | Refused | Buried | Dropped) -> Completion:
-        """How it is told, the same each time: made once."""
+        """The outcome as it is stored and sent. It is made once, so that it is the same each time."""
         if job.completion is not None:
             return job.completion
         ended_ms = self._now_ms()
@@ -236,7 +238,8 @@ class Settler:
         return job.completion
 
     async def _answer(self, job: Job, completion: Completion, *, replayed: bool = False) -> None:
-        """Send the final reply. One that its queue refuses comes back later for another try, and holds no slot."""
+        """Send the final reply. If its queue refuses it, the request comes back later for another try and holds no
+        slot."""
         if await self._replies.final(job, completion, replayed=replayed):
             return
         now_ms = self._now_ms()
@@ -267,7 +270,7 @@ class Settler:
         self._failpoints.reach_soon("after_publish")
         try:
             await self._publisher.publish_surely(letter, exchange=self._names.dead, routing_key=job.routing_key)
-        except MessageTooLarge as error:  # the broker's limit was lowered since: that it was there is what can be kept
+        except MessageTooLarge as error:  # the broker's limit was lowered since: keep the letter without its body
             log.error(signals.DEAD_LETTER_CUT, size=error.size, limit=error.limit)
             letter.body = b""
             await self._publisher.publish_surely(letter, exchange=self._names.dead, routing_key=job.routing_key)
@@ -295,7 +298,7 @@ class Settler:
                 log.info(signals.REQUEST_REFUSED, code=problem.code, reason="")
                 self._lifecycle.tell(job, problem.code)
             case Replayed(retold=True):
-                pass  # told when it ended
+                pass  # this was reported when it ended
             case Replayed(completion=completion):
                 log.debug(signals.REQUEST_REPLAYED, code=completion.code)
                 never_told = completion.code == "cancelled" and not job.attempts

@@ -5,8 +5,9 @@ vhost         a virtual host of the test's own on it
 own_broker    a broker of the test's own, which it may kill and start again
 
 With `--every-version`, as `./dev test` does it, tests in tests/broker and tests/journeys that use one of them run three
-times: on RabbitMQ 3.10, 4.0 and 4.3 in containers (`-k 4.3`: those on one version). For a version of which no container
-is to be had they are skipped; in CI they fail. Where there is none at all they run on the broker above.
+times: on RabbitMQ 3.10, 4.0 and 4.3 in containers (`-k 4.3`: those on one version). Those with the marker
+`default_broker_only` run on the newest alone. For a version of which no container is to be had they are skipped; in CI
+they fail. Where there is none at all they run on the broker above.
 """
 
 import json
@@ -15,11 +16,13 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from service.private_broker.broker import PrivateBroker, guarded_broker, private_broker
 from service.private_broker.source import Unavailable
 from tests.support import keeper
 from tests.support.brokers import RunningBroker, Vhost, fresh_vhost
+from tests.support.examples import examples
 from tests.support.stores import stores
 
 DEFAULT = "default"
@@ -38,7 +41,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start the keeper of brokers, and have images made before any test's time runs: in the session's first process."""
+    """Say how properties are tried; start the keeper of brokers, and have images made before any test's time runs:
+    in the session's first process."""
+    # How long an example takes says how busy the machine is.
+    settings.register_profile(
+        "any machine", max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("any machine")
     if config.option.every_version and not hasattr(config, "workerinput"):
         stack = config.stash[_STACK] = ExitStack()
         os.environ[KEEPER] = stack.enter_context(keeper.keeping())
@@ -62,13 +71,13 @@ def _missing(version: str) -> str | None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Multiply the tests that use a broker by RabbitMQ's versions."""
     if "broker_version" in metafunc.fixturenames:
-        everywhere = metafunc.definition.nodeid.startswith(ON_EVERY_VERSION)
-        once = metafunc.definition.get_closest_marker("default_broker_only")
         versions: list[object] = [DEFAULT]
-        if metafunc.config.option.every_version and everywhere and once is None:
+        if metafunc.config.option.every_version and metafunc.definition.nodeid.startswith(ON_EVERY_VERSION):
+            once = metafunc.definition.get_closest_marker("default_broker_only")
             missing = json.loads(os.environ[MISSING])
-            versions = [_version(each, missing.get(each)) for each in keeper.VERSIONS]
-            if len(missing) == len(versions):
+            wanted = keeper.VERSIONS if once is None else [each for each in keeper.VERSIONS[-1:] if each not in missing]
+            versions = [_version(each, missing.get(each)) for each in wanted]
+            if len(missing) == len(keeper.VERSIONS) or not versions:
                 versions.append(DEFAULT)
         metafunc.parametrize("broker_version", versions, indirect=True, scope="session")
 

@@ -22,9 +22,9 @@ from topology.model import Arguments, Binding, Exchange, Queue, Topology, Value
 
 OLDEST = (3, 10)
 RECOMMENDED = (4, 3, 5)
-"""Before it, among other holes, a forged direct reply-to address ends the connection that answers it."""
+"""Earlier versions have holes; for example, a forged direct reply-to address kills the connection that answers it."""
 DELIVERY_LIMIT = 20
-"""The backstop; a worker buries a request itself at its fifth delivery."""
+"""For requests that kill their worker before it claims them; a worker buries others at their fifth delivery."""
 NO_DELIVERY_LIMIT = -1
 CLASSIC_PRIORITIES = 9
 REPLICATION = "in a cluster, quorum queues are kept on three nodes"
@@ -54,7 +54,7 @@ class Broker:
 
     @property
     def quorum_intake(self) -> bool:
-        """From 4.0 on quorum queues know priorities; before, only classic ones do."""
+        """Quorum queues have priorities from 4.0 on; before, only classic queues have."""
         return self.major >= 4
 
     @property
@@ -76,7 +76,7 @@ def is_before(version: str, floor: tuple[int, ...]) -> bool:
 
 
 def declare(lanes: Sequence[LaneSpec], *, names: Names, broker_version: str) -> Topology:
-    """All that `lanes` need on a broker of that version. Raises ValueError for a version that is no use."""
+    """Everything that `lanes` need on a broker of that version. Raises ValueError for a version that is too old."""
     broker = Broker.of(broker_version)
     return Topology(
         exchanges=(
@@ -118,7 +118,7 @@ def _exchanges(names: Names) -> tuple[Exchange, ...]:
 
 
 def _intake(lane: LaneSpec, names: Names, broker: Broker) -> Queue:
-    """The bounded queue that takes what is published: full, it refuses publishers instead of dropping from its head."""
+    """The queue that takes what is published. If it is full, it refuses publishers and drops nothing."""
     bounds: dict[str, Value] = {
         "x-max-length": lane.max_length,
         "x-max-length-bytes": lane.max_length_bytes,
@@ -127,8 +127,8 @@ def _intake(lane: LaneSpec, names: Names, broker: Broker) -> Queue:
     }
     if broker.quorum_intake:
         return Queue(names.intake(lane.name), {**_quorum(), **bounds, **_counted()})
-    # A classic queue knows neither a delivery limit nor at-least-once dead-lettering; in quorum queues of 3.x
-    # priorities do nothing. So what is redelivered is moved to the due queue by the worker, and counted there.
+    # On 3.x quorum queues ignore priorities, so the intake is classic. Classic queues have neither a delivery limit
+    # nor at-least-once dead-lettering: the worker moves a redelivered request to the due queue, which counts.
     return Queue(
         names.intake(lane.name),
         {
@@ -141,7 +141,7 @@ def _intake(lane: LaneSpec, names: Names, broker: Broker) -> Queue:
 
 
 def _due(lane: LaneSpec, names: Names) -> Queue:
-    """The queue that takes what comes back from a delay; unlimited, for what was accepted must find its way."""
+    """The queue for what comes back from a delay. It has no limit: an accepted request must never be refused."""
     return Queue(
         names.due(lane.name),
         {**_quorum(), "x-overflow": "reject-publish", "x-dead-letter-exchange": names.fallen, **_counted()},
@@ -153,7 +153,7 @@ def _most_side_queues(lanes: Sequence[LaneSpec]) -> int:
 
 
 def _side(lane: LaneSpec, number: int, names: Names, broker: Broker) -> Queue:
-    """As the lane's intake: bounded, and by priority."""
+    """A side queue has the arguments of the lane's intake: a limit, and priorities."""
     return Queue(names.side(lane.name, number), _intake(lane, names, broker).arguments)
 
 
@@ -173,19 +173,19 @@ def _lane_bindings(lane: str, names: Names) -> tuple[Binding, Binding]:
 
 
 def _quorum() -> dict[str, Value]:
-    """What every quorum queue has. Balanced: without it all 29 wait queues led on the node that declared them."""
+    """Arguments of every quorum queue. Without `balanced` the node that declares leads all 29 wait queues."""
     return {"x-queue-type": "quorum", "x-queue-leader-locator": "balanced"}
 
 
 def _counted() -> dict[str, Value]:
-    """Delivered more often than that, a message goes to `lane.fallen`, and is not lost on the way."""
+    """A message that is delivered more often goes to `lane.fallen`, and is not lost on the way."""
     return {"x-delivery-limit": DELIVERY_LIMIT, "x-dead-letter-strategy": "at-least-once"}
 
 
 def _kept(broker: Broker) -> dict[str, Value]:
-    """For queues whose messages nobody may lose: no limit of any kind.
+    """Arguments of queues that must never lose a message: they have no limit of any kind.
 
-    From 4.0 on the limit is 20 unless said otherwise, and -1 is none; 3.x has none, and would discard at the first
-    return with -1.
+    From 4.0 on the default delivery limit is 20, and -1 means none. 3.x has no default limit, and with -1 it would
+    discard a message when it is first returned.
     """
     return {**_quorum(), "x-delivery-limit": NO_DELIVERY_LIMIT} if broker.quorum_intake else _quorum()

@@ -1,10 +1,10 @@
 """The delay cascade: any delay from 100 ms to a year as a chain of dead-letter hops, with no plugin and no timer.
 
-Level k has a headers exchange and a wait queue of one name; the queue holds a message for 100 ms * 2^k. A delay is a
-number of 100 ms units, and its binary digits say where the message waits: header `lane-dKK` is true to wait at level
-KK, false to pass it by. It enters at the highest bit that is set (entering at the top for nothing costs: 28 exchanges
-in a row took 63 % of the rate), and each level hands on to the next lower one, the last to `lane.due`. No queue on the
-way sets a dead-letter routing key, so that the key it was published with brings it to its lane's due queue.
+Level k has a headers exchange and a wait queue of the same name; the queue holds a message for 100 ms * 2^k. A delay is
+a number of 100 ms units. Its binary digits say where the message waits: the header `lane-dKK` is true to wait at level
+KK, and false to skip it. A message enters at the highest bit that is set, because each exchange costs time (28 in a row
+took 63 % of the rate). Each level passes it to the next lower one, the last to `lane.due`. No wait queue sets a
+dead-letter routing key, so the message keeps its key, which leads it to its lane's due queue.
 
     700 ms = 7 units = 111b:  lane.delay.02 (400 ms) → lane.delay.01 (200 ms) → lane.delay.00 (100 ms) → lane.due
 """
@@ -34,12 +34,12 @@ class Hop:
 
     @property
     def delay_ms(self) -> int:
-        """How long it takes: what was asked for, rounded up."""
+        """The delay that was asked for, rounded up to 100 ms."""
         return sum(wait_ms(level) for level, waits in enumerate(self.headers.values()) if waits)
 
 
 def hop(delay_ms: int, names: Names) -> Hop:
-    """Say how a message gets to its due queue `delay_ms` from now, rounded up to 100 ms; zero or less is at once.
+    """How a message gets to its due queue in `delay_ms`, rounded up to 100 ms. Zero or less: at once.
 
     Raises ValueError beyond a year.
     """
@@ -51,7 +51,7 @@ def hop(delay_ms: int, names: Names) -> Hop:
 
 
 def strip_bits(headers: Mapping[str, _V], names: Names) -> dict[str, _V]:
-    """Leave the delay bits out of `headers`: what another delay left behind would send a message astray."""
+    """`headers` without delay bits: bits of an earlier delay would lead the message to wrong levels."""
     bits = {names.delay_bit(level) for level in range(LEVELS)}
     return {key: value for key, value in headers.items() if key not in bits}
 
@@ -62,15 +62,15 @@ def wait_ms(level: int) -> int:
 
 
 def next_exchange(level: int, names: Names) -> str:
-    """Where a message goes after a level, having waited there or not."""
+    """Where a message goes after a level, whether it waited there or not."""
     return names.delay(level - 1) if level else names.due_exchange
 
 
 def exchanges(names: Names) -> tuple[Exchange, ...]:
     """The headers exchanges of all levels.
 
-    Each has `lane.fallen` as alternate exchange: without it one message with a missing bit would never leave the queue
-    above, and stop the delays of every lane behind it (docs/facts.md, section 3).
+    Each has `lane.fallen` as alternate exchange. Without it, a message with a missing bit would never leave the queue
+    above and would block the delays of every lane behind it (docs/facts.md, section 3).
     """
     return tuple(
         Exchange(names.delay(level), "headers", arguments={"alternate-exchange": names.fallen})
@@ -81,8 +81,9 @@ def exchanges(names: Names) -> tuple[Exchange, ...]:
 def queues(names: Names, *, quorum: Mapping[str, Value]) -> tuple[Queue, ...]:
     """The wait queues of all levels; `quorum` are the arguments that every quorum queue of ours has.
 
-    At-least-once (which needs reject-publish) on every version: with anything less, what expires while the broker is
-    down is lost, 640 of 680 as measured. No length limit: each is the dead-letter target of the one above.
+    At-least-once dead-lettering (which needs reject-publish) on every version: without it, messages that expire while
+    the broker is down are lost (measured: 640 of 680). No length limit, because each is the dead-letter target of the
+    queue above.
     """
     return tuple(
         Queue(
@@ -102,8 +103,8 @@ def queues(names: Names, *, quorum: Mapping[str, Value]) -> tuple[Queue, ...]:
 def bindings(names: Names) -> tuple[Binding, ...]:
     """Per level: true to its wait queue, false to the next exchange.
 
-    Booleans, because a number has one type when it is bound over AMQP and another when it comes from definitions: the
-    broker would keep both as two bindings, and neither be unbound by the other's client.
+    Booleans, because numbers get different types over AMQP and from imported definitions: the broker would keep two
+    bindings, and neither client could remove the other's.
     """
     return tuple(
         binding

@@ -21,7 +21,7 @@ _FLOW = """\
 
 
 def mermaid(topology: Topology) -> str:
-    """Draw the ways that a message can go, as a Mermaid flowchart; the delay cascade is folded into one node."""
+    """Draw the ways of a message as a Mermaid flowchart, with the delay cascade as one node."""
     names = Names(topology.namespace)
     lowest, highest = names.delay(0), names.delay(delays.LEVELS - 1)
     queues = "\n".join(
@@ -55,13 +55,13 @@ def mermaid(topology: Topology) -> str:
 
 
 def _side_queues(topology: Topology) -> int:
-    """How many of them the lanes have, at most."""
+    """The largest number of side queues of any lane."""
     prefix = Names(topology.namespace).side_prefix
     return sum(each.name.startswith(prefix) for each in topology.exchanges)
 
 
 def render(topology: Topology) -> str:
-    """List all of it, a line each, the levels of the delay cascade folded into one, and so each lane's side queues."""
+    """List everything, one line each; the delay levels take one line, and so do each lane's side queues."""
     names = Names(topology.namespace)
     folded = (names.delay_prefix, names.side_prefix)
     cascade = f"{names.delay(0)} … {names.delay(delays.LEVELS - 1)}"

@@ -1,4 +1,4 @@
-"""RabbitMQ definitions of a topology, with users that may do what their part needs and no more.
+"""RabbitMQ definitions of a topology, with users that have only the rights they need.
 
     POST /api/definitions, `rabbitmqctl import_definitions FILE`, or `load_definitions = FILE` in rabbitmq.conf
 
@@ -10,17 +10,17 @@
 | operator | publish to any lane, cancel, watch events by its own queue, read `lane.dead`; see all in the UI |
 | deployer | configure, write and read everything of ours: `topology apply` |
 
-Applications and clients may declare nothing. Who may declare a queue, even one that the broker names, may have it
-dead-letter to `lane.requests` under any key: the broker checks topic permissions where something is published, not
-where it is dead-lettered. They take replies by direct reply-to, which needs no right, or from `lane.reply.<user>`, a
-durable queue that is declared for them here.
+Applications and clients may declare nothing. A user that may declare a queue, even one that the broker names, could
+make it dead-letter to `lane.requests` under any key: the broker checks topic permissions when a message is published,
+and not when it is dead-lettered. They get replies by direct reply-to, which needs no right, or from
+`lane.reply.<user>`, a durable queue that is declared for them here.
 
-Workers and operators may declare queues that the broker names (`amq.gen-…`; a client can give no such name, so this
-allows no exchange): they may publish into every lane anyway. An operator watches events with such a queue, and may have
-it dead-letter to `lane.requests` under any key: operators are trusted.
+Workers and operators may declare queues that the broker names (`amq.gen-…`). They may publish into every lane anyway. A
+client cannot choose such a name, so this right allows no exchange. An operator watches events with such a queue, and
+could make it dead-letter to `lane.requests` under any key: operators are trusted.
 
-Whoever may write `lane.control` is told by workers of its own tenant's requests alone, where requests have a tenant
-(`user_id`). Those without one belong to everybody who knows their id: give untrusted applications no `client` role.
+A user that may write `lane.control` gets answers about requests of its own tenant (`user_id`) only. Requests without a
+tenant belong to everybody who knows their id: do not give the `client` role to untrusted applications.
 """
 
 import base64
@@ -52,19 +52,21 @@ HASHING = "rabbit_password_hashing_sha256"
 SALT_BYTES = 4
 CONTROL_AT_MOST = 5_000
 CONTROL_BYTES = 16 * 1024 * 1024
-"""What waits in `lane.control`, beyond which its publishers are refused: a flood fills no disk while no worker runs,
-and what comes behind it is reached within seconds. A policy: arguments of a queue that exists cannot change."""
+"""How much may wait in `lane.control` before its publishers are refused. So a flood cannot fill the disk while no
+worker runs, and later messages are reached within seconds. It is a policy, because arguments of an existing queue
+cannot change."""
 REPLIES_AT_MOST = 10_000
 REPLY_BYTES_AT_MOST = 256 * MIB
-"""What a reply queue holds for an application that does not read it. A further reply is refused, and kept by its id."""
+"""What a reply queue holds for an application that does not read it. Further replies are refused and stay in the
+store."""
 REPLIES_KEPT_MS = 86_400_000
-"""As long as results are kept by default: a prompt's answer does not lie on the broker for ever."""
+"""As long as results are kept by default, so that answers do not stay on the broker for ever."""
 _USER_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """A user of the broker. Raises ValueError for a name that would be more than one word of a routing key.
+    """A user of the broker. Raises ValueError for a name that is more than one word of a routing key.
 
     `password_hash` comes from `hash_password`: there is no default password, and none is made here.
     """
@@ -73,7 +75,7 @@ class User:
     role: Role
     password_hash: str = field(repr=False)
     lanes: tuple[str, ...] = (NORMAL.name, BATCH.name)
-    """Of an application or client: the lanes that it may publish into. What may be critical, somebody has to decide."""
+    """Of an application or client: the lanes that it may publish into. Critical has to be granted explicitly."""
     connections: int = 200
     """Of an application or client, at one time: some 100 kB of the broker's memory each. `rabbitmqctl set_user_limits`
     changes it, until definitions are imported again."""
@@ -143,7 +145,7 @@ def rights(user: User, topology: Topology) -> Rights:
 
 
 def definitions(topology: Topology, vhost: str, users: Sequence[User] = ()) -> dict[str, Any]:
-    """RabbitMQ's definitions, JSON-able; without users, no permissions either."""
+    """RabbitMQ's definitions as JSON values. Without users there are no permissions either."""
     return {
         "vhosts": [{"name": vhost}],
         "users": [
@@ -196,7 +198,8 @@ def definitions(topology: Topology, vhost: str, users: Sequence[User] = ()) -> d
 
 
 def reply_queues(users: Sequence[User], names: Names) -> list[Queue]:
-    """A queue for the replies of each application: bounded, and full it refuses. It dead-letters nothing."""
+    """A queue for the replies of each application. It has a limit, refuses replies when full, and dead-letters
+    nothing."""
     arguments: Arguments = {
         "x-queue-type": "quorum",
         "x-queue-leader-locator": "balanced",
@@ -209,7 +212,7 @@ def reply_queues(users: Sequence[User], names: Names) -> list[Queue]:
 
 
 def _limits(user: User) -> dict[str, dict[str, int]]:
-    """Nobody but who asks is limited: a worker that is refused a connection would work no more."""
+    """Connection limits for applications and clients only: a worker that is refused a connection could not work."""
     if user.role not in APPLICATIONS:
         return {}
     return {"limits": {"max-connections": user.connections, "max-channels": user.channels}}
@@ -227,7 +230,7 @@ def _permission(user: User, topology: Topology, vhost: str) -> dict[str, str]:
 
 
 def _topic_permissions(user: User, topology: Topology, vhost: str) -> list[dict[str, str]]:
-    """Which keys a user may publish with, by exchange. Without one a user may use any: they fail open."""
+    """Which keys a user may publish with, by exchange. For an exchange without an entry, RabbitMQ allows every key."""
     names = Names(topology.namespace)
     asks = user.role in APPLICATIONS
     written: dict[str, str] = {}
@@ -259,7 +262,7 @@ def _control_policy(topology: Topology, vhost: str) -> dict[str, Any]:
 
 
 def _any(*patterns: str) -> str:
-    """One expression for the whole name: RabbitMQ's match anywhere unless they are anchored."""
+    """One expression, anchored at both ends: RabbitMQ's would match anywhere in the name otherwise."""
     return f"^({'|'.join(patterns)})$"
 
 

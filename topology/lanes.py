@@ -11,23 +11,24 @@ GIB = 1024 * MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneSpec:
-    """What is settled about one lane: how much it takes, how long it may take, what it asks of the model."""
+    """The settings of one lane: slots, time limits, models, lengths of its queues."""
 
     name: str
     slots: int
-    """Requests of the intake that one process works on at the same time; its consumer's prefetch. Slots are added while
-    other lanes lend theirs, or waits exceed the target, and go again when idle (`consumers/capacity/lending.py`)."""
+    """Requests of the intake that one process works on at the same time; also its consumer's prefetch. Slots are added
+    while other lanes lend theirs or waits exceed the target, and removed when idle
+    (`consumers/capacity/lending.py`)."""
     slots_min: int | None = None
-    """Of its idle slots, those that it never lends. None: an eighth of its slots, at least one; two of critical's."""
+    """How many idle slots it never lends. None: an eighth of its slots, at least one (critical: two)."""
     slots_max: int | None = None
-    """What its slots may come to, and its due slots in proportion; the same as `slots`: none are added. None: eight
-    times its slots (the settings say `slots`, where those were set). A slot costs little, and how many are of use the
-    provider's budget says: at 30 s a call batch's four work eight requests a minute, and eight times as many one a
+    """The most slots it may have, with due slots in proportion. The same as `slots`: none are added. None: eight times
+    its slots (the settings say `slots` if those were set). A slot costs little; the provider's budget decides how many
+    are useful. With calls of 30 s, batch's four slots work on eight requests a minute, eight times as many on one a
     second."""
     target_wait_s: float = 10
-    """A lane whose requests wait longer for a slot gets more of them, as long as the provider is not what limits it."""
+    """If requests wait longer for a slot, the lane gets more slots, unless the provider is the bottleneck."""
     call_timeout_s: float
-    """Bounds one attempt; streamed, its first token and every pause after it."""
+    """The limit of one attempt. If it is streamed: of the time to the first token, and of every pause after it."""
     deadline_s: float
     """Default and maximum of the time from publishing (or the due time) to the final answer."""
     max_attempts: int
@@ -36,11 +37,11 @@ class LaneSpec:
     models: frozenset[str] | None = None
     """Models that requests may name; None allows every model."""
     max_length: int
-    """Messages that the intake holds before publishes are refused (not confirmed)."""
+    """How many messages the intake holds before publishes are refused (not confirmed)."""
     max_length_bytes: int = GIB
     side_queues: int = 8
-    """Queues for what is set aside, so that no tenant waits behind another's requests (docs/fairness.md): so many
-    tenants can each have a queue of their own, further ones share. 0: nothing is set aside."""
+    """Queues for requests that are set aside, so that no tenant waits behind another's (docs/fairness.md). Each tenant
+    has one of its own while there are enough; further tenants share. 0: nothing is set aside."""
 
     @property
     def due_slots(self) -> int:
@@ -66,7 +67,7 @@ class LaneSpec:
 CRITICAL = LaneSpec(
     name="critical",
     slots=16,
-    target_wait_s=1,  # somebody sits before it
+    target_wait_s=1,  # a person waits for the answer
     call_timeout_s=60,
     deadline_s=120,
     max_attempts=4,
@@ -86,7 +87,7 @@ NORMAL = LaneSpec(
 BATCH = LaneSpec(
     name="batch",
     slots=4,
-    target_wait_s=60,  # nobody waits for one of them, but for all
+    target_wait_s=60,  # people wait for the whole batch, not for one request
     call_timeout_s=300,
     deadline_s=86_400,
     max_attempts=8,

@@ -16,7 +16,7 @@ Arguments = Mapping[str, Value]
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """An exchange. The defaults are what we declare; the rest is there so that what was found can differ."""
+    """An exchange. The defaults are what we declare; exchanges found on a broker may have other values."""
 
     name: str
     type: str
@@ -73,13 +73,13 @@ class Topology:
     queues: tuple[Queue, ...] = ()
     bindings: tuple[Binding, ...] = ()
     namespace: str = ""
-    """What all names begin with. Found: empty, for a virtual host may hold several, and others' things."""
+    """What all names begin with. Empty if it was found on a broker: a virtual host may hold several namespaces."""
     lanes: tuple[str, ...] = ()
     """Declared: the lanes that it was made for."""
     broker_version: str = ""
-    """The version that it was declared for, or found on."""
+    """The RabbitMQ version that it was declared for, or found on."""
     nodes: tuple[str, ...] = ()
-    """Found: all of the cluster's, running or not; empty where one may not see them."""
+    """Found: all nodes of the cluster, running or not; empty if the user may not see them."""
     note: str = ""
     """Declared: what follows from the version, for people."""
 

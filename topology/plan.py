@@ -1,7 +1,7 @@
-"""What a broker has that is not as declared, each difference by name: for people as a line, for machines as a dict.
+"""Compares a broker with what is declared. Each difference is a line for people and a dict for machines.
 
-Things of ours that are not declared (an earlier lane's queue, a binding made by hand) are reported as extra; nothing is
-ever deleted for them. What does not carry our namespace is somebody else's, and left out.
+What is in our namespace but not declared (a former lane's queue, a binding made by hand) is reported as extra and never
+deleted. What is in no namespace of ours is ignored.
 """
 
 import json
@@ -20,7 +20,7 @@ Change = Literal["missing", "differs", "extra"]
 What = Literal["exchange", "queue", "binding"]
 
 BOUNDS = frozenset({"policy max-length", "policy max-length-bytes", "policy overflow"})
-"""What a policy may set for `lane.control` (`topology export` has one): a full one refuses its publishers."""
+"""What a policy may set for `lane.control` (`topology export` has one)."""
 EFFECTIVE_POLICIES = frozenset(
     {
         "dead-letter-exchange",
@@ -34,7 +34,7 @@ EFFECTIVE_POLICIES = frozenset(
         "overflow",
     }
 )
-"""Policy keys that change what becomes of a message; others (where leaders are placed, say) are the operator's own."""
+"""Policy keys that change what happens to a message. Others (where leaders are placed, say) are up to the operator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Difference:
     found: Value | None = None
     """None: nothing was found for it."""
     remedy: str | None = None
-    """The command that mends it, where it is not `topology apply`."""
+    """The command that corrects it, if that is not `topology apply`."""
 
     @property
     def line(self) -> str:
@@ -90,7 +90,7 @@ def compare(declared: Topology, found: Topology) -> list[Difference]:
 
 
 def without_levels(differences: Sequence[Difference], names: Names) -> tuple[Sequence[Difference], int]:
-    """The differences without the missing parts of delay levels, and how many levels these are of; one is no crowd."""
+    """The differences without the missing parts of delay levels, and the number of these levels. One level stays."""
     level = re.compile(re.escape(names.delay_prefix) + r"\d+")
     levels = {found[0] for each in differences if each.change == "missing" and (found := level.findall(each.name))}
     if len(levels) < 2:
@@ -121,7 +121,7 @@ def _compare_queues(declared: Topology, found: Topology) -> Iterator[Difference]
 
 
 def _compare_members(found: Queue, namespace: str, nodes: tuple[str, ...]) -> Iterator[Difference]:
-    """Whether a queue has all of its replicas; not so where the cluster has grown since it was declared."""
+    """Whether a queue has all its replicas. It has not if the cluster has grown since it was declared."""
     wanted = min(REPLICAS, len(nodes))
     if found.members and len(found.members) < wanted:
         others = [node for node in nodes if node not in found.members][: wanted - len(found.members)]
@@ -154,15 +154,15 @@ def _extra(declared: Topology, found: Topology) -> Iterator[Difference]:
 
 
 def _is_ours(name: str, names: Names) -> bool:
-    """Reply queues carry our namespace, but belong to those who asked."""
+    """Reply queues are in our namespace but belong to the requesters."""
     return name.startswith(f"{names.namespace}.") and not name.startswith(names.reply_prefix)
 
 
 def _concerns_us(binding: Binding, names: Names) -> bool:
     """Whether a binding begins or ends at something of ours.
 
-    Events are there for anyone to bind to, and workers bind queues of their own to control. Any other tap is reported:
-    one on `lane.requests` reads prompts, and keeps what has no lane from reaching `lane.fallen`.
+    Anybody may bind to events, and workers bind their own queues to control. Any other binding is reported: one on
+    `lane.requests` reads prompts, and keeps requests without a lane from reaching `lane.fallen`.
     """
     if _is_ours(binding.destination, names):
         return True
@@ -193,13 +193,13 @@ def _compare_fields(
 ) -> Iterator[Difference]:
     for field in (*declared, *(key for key in found if key not in declared)):
         wanted, actual = declared.get(field), found.get(field)
-        # True equals 1 in Python, and not on a broker.
+        # True equals 1 in Python, but not on a broker.
         if type(wanted) is not type(actual) or wanted != actual:
             yield Difference("differs", what, name, field, wanted, actual)
 
 
 def _identity(binding: Binding) -> tuple[str, ...]:
-    """What tells bindings apart; the broker too takes one with other arguments for another binding."""
+    """What identifies a binding. For the broker too, other arguments make another binding."""
     return (
         binding.source,
         binding.destination_kind,

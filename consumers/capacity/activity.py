@@ -1,4 +1,4 @@
-"""What a lane is doing: what runs, what it came to, how long requests waited. Bounded; for `status` and the log."""
+"""Counts what a lane does: running requests, outcomes, waits. For `status` and the log; of bounded size."""
 
 import math
 import time
@@ -9,7 +9,7 @@ from typing import Any
 from consumers.job import Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried
 
 SAMPLES = 256
-"""The waits and run times that are kept of each lane, the latest."""
+"""How many of the latest waits and run times are kept for each lane."""
 WINDOW_S = 60
 
 
@@ -21,16 +21,16 @@ class LaneActivity:
         self._slots = slots
         self._due_slots = due_slots
         self.extra_slots = 0
-        """Lent and grown ones, of both queues."""
+        """Slots added to its two queues, lent or grown."""
         self.slots_limit: str | None = None
-        """It waits longer than it should, and gets no more slots: what limits it."""
+        """What keeps the lane from getting more slots although its requests wait too long; None: nothing."""
         self.running = 0
         self.answered = 0
         self.failed = 0
         self.retried = 0
         self.deferred = 0
         self.deferred_for: Counter[str] = Counter()
-        """The same by reason."""
+        """Deferred requests, by reason."""
         self.dropped = 0
         self.replayed = 0
         self._waits_ms: deque[int] = deque(maxlen=SAMPLES)
@@ -39,8 +39,8 @@ class LaneActivity:
         self._ended_by_second: deque[tuple[int, int]] = deque(maxlen=WINDOW_S)
 
     def record(self, outcome: Outcome, *, wait_ms: int, run_ms: int | None, since_delivery: bool = False) -> None:
-        """Count what a delivery came to; `run_ms` is None where the provider was not called. `since_delivery`: nobody
-        told when it was published, and so its wait counts from its first delivery."""
+        """Count the outcome of a delivery. `run_ms`: None if the provider was not called. `since_delivery`: the time of
+        publishing is unknown, so the wait counts from the first delivery."""
         match outcome:
             case Answered():
                 self.answered += 1
@@ -55,7 +55,7 @@ class LaneActivity:
             case Dropped():
                 self.dropped += 1
             case Replayed(retold=True):
-                return  # counted when it ended
+                return  # it was counted when it ended
             case Replayed():
                 self.replayed += 1
         if run_ms is not None:

@@ -1,56 +1,56 @@
-"""How many slots each queue gets beside its own: pure arithmetic over what was seen of all of them.
+"""Decides how many slots each queue gets in addition to its own. Pure arithmetic over what was seen of all queues.
 
-Idle slots of a lane are lent to queues that wait, the most urgent first, all but those that the lane keeps. Where that
-is not enough and waits exceed the lane's target, a queue grows, a quarter at a time, up to its most: unless its
-requests wait for the provider already, where more slots would only hold more of them.
+Idle slots of a lane are lent to queues whose requests wait, the most urgent queue first; a lane keeps some. If that is
+not enough and waits exceed the lane's target, the queue grows by a quarter at a time, up to its maximum. A queue whose
+requests wait for the provider does not grow: more slots would only hold more waiting requests.
 
-It does not flap: slots are lent once they have been idle for a while and are back at once; they are asked for at once,
-and given up once they have been unused for a while; `busiest` is the most that was in hand meanwhile.
+To avoid moving slots back and forth, a slot is lent only after it was idle for a while, and given up only after it was
+unused for a while (`busiest` is the most that was in use meanwhile). Lent slots come back at once.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 GROWTH = 4
-"""It grows by one in so many of the slots that it has, at least one."""
+"""A queue grows by a quarter of its slots, at least one."""
 AT_MOST = "slots_max"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """One queue: what is settled about it, what it has, and what was seen."""
+    """One queue: its settings, the slots that it has, and what was seen of it."""
 
     slots: int
-    """Its own."""
+    """Its own slots."""
     kept: int
-    """Of them, if idle, those that are never lent."""
+    """How many of them it never lends, even if idle."""
     most: int
-    """What its slots may come to with all that is added."""
+    """The most slots that it may have, added ones included."""
     target_wait_s: float
     extra: int = 0
-    """Slots beside its own that it has now, those `ending` included."""
+    """The slots that it has now in addition to its own, `ending` included."""
     grown: int = 0
-    """Of these, those that nobody lent."""
+    """How many of these are grown and not lent."""
     ending: int = 0
-    """Requests on slots that were taken back and take no more."""
+    """Requests that still run on slots that were taken back."""
     busiest: int = 0
-    """The most requests that were in hand at a time, lately, and so for how many it has needed slots."""
+    """The most requests that it held at a time lately: so many slots it has needed."""
     waiting: int = 0
     """Requests that wait in the queue while all its slots are in use."""
     wait_s: float = 0.0
-    """How long they wait."""
+    """How long these have waited."""
     held: str | None = None
-    """What of the provider's budget its requests wait for."""
+    """Which part of the provider's budget its requests wait for; None: they do not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a queue is to have beside its own slots."""
+    """The slots that a queue should have in addition to its own."""
 
     lent: int = 0
     grown: int = 0
     limit: str | None = None
-    """Its waits exceed the target, and it does not grow: what it is that limits it."""
+    """Why it does not grow although its waits exceed the target; None: nothing limits it."""
 
     @property
     def extra(self) -> int:
@@ -58,7 +58,7 @@ class Share:
 
 
 def decide(queues: Sequence[Seen]) -> list[Share]:
-    """What each is to have, in the order given: the most urgent first."""
+    """The slots that each queue should have, in the order given: the most urgent first."""
     idle = sum(max(0, each.slots - each.kept - each.busiest) for each in queues) - sum(each.ending for each in queues)
     shares = []
     for each in queues:
@@ -79,7 +79,7 @@ def decide(queues: Sequence[Seen]) -> list[Share]:
 
 
 def _wanted(queue: Seen) -> int:
-    """The slots that it could use beside its own: for what waits as well, unless that would wait at the provider."""
+    """How many more slots it could use. Waiting requests count, unless they would wait at the provider."""
     if not queue.waiting:
         wanted = min(queue.extra, max(0, queue.busiest - queue.slots))
     elif queue.held is None:

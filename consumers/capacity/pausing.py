@@ -1,11 +1,11 @@
-"""Nothing is taken, and no provider is called, while an answer could be neither sent nor recorded.
+"""Pauses all work while an answer could be neither sent nor stored.
 
     pausing = Pausing({"publish connection": lambda: publishing.trouble, …})
     await pausing.opened()                before a provider is called: at once while all is well
     await pausing.run(pools)              pauses and resumes them, until cancelled
 
-A condition gives None, or what is wrong. It is asked where it matters, not remembered, so that nothing slips through
-between its change and our noticing.
+A condition returns None, or what is wrong. It is asked before each call and not remembered, so that no call is made in
+the moment between a change and our noticing it.
 """
 
 import asyncio
@@ -15,21 +15,21 @@ from typing import Protocol
 from lanekeeper.telemetry import logs, signals
 
 LOOK_EVERY_S = 0.05
-"""Looked at, because conditions are attributes of very different parts: four reads, 20 times a second (0.01 % CPU)."""
+"""Polled, because conditions are attributes of very different parts: four reads, 20 times a second (0.01 % CPU)."""
 TOLD_AFTER_S = 0.5
-"""A pause that is shorter, as at every start, is no news."""
+"""A shorter pause, as at every start, is not logged."""
 Condition = Callable[[], str | None]
 log = logs.logger()
 
 
 class Pausable(Protocol):
-    """A pool, or whoever else takes what is delivered."""
+    """A pool, or anything else that takes deliveries."""
 
     @property
     def is_paused(self) -> bool: ...
 
     async def pause(self, reason: str) -> None:
-        """Take nothing new; what is in hand stays."""
+        """Take no new delivery; those that are held stay."""
 
     async def resume(self) -> None:
         """Take again, as soon as there is room."""
@@ -44,17 +44,17 @@ class Pausing:
         self._open = asyncio.Event()
 
     def reasons(self) -> dict[str, str]:
-        """What holds at present, by the condition's name; empty while work is taken."""
+        """The conditions that hold now, by name; empty while work is taken."""
         return {name: why for name, condition in self._conditions.items() if (why := condition()) is not None}
 
     async def opened(self) -> None:
-        """Wait until nothing holds; 0.5 µs where nothing does. Whoever has a deadline bounds it."""
+        """Wait until no condition holds; 0.5 µs if none does. The caller limits the wait by its deadline."""
         while self._holds():
             self._open.clear()
             await self._open.wait()
 
     async def run(self, takers: Sequence[Pausable]) -> None:
-        """Pause the takers while anything holds."""
+        """Pause the takers while any condition holds."""
         loop = asyncio.get_running_loop()
         since_s: float | None = None
         is_told = False
@@ -72,7 +72,7 @@ class Pausing:
                 if since_s is not None and is_told:
                     log.info(signals.TAKING_RESUMED, paused_s=round(loop.time() - since_s, 2))
                 since_s, is_told = None, False
-                # one that had its hands full when it was told is told again
+                # a pool that held too many deliveries to resume is asked again
                 await asyncio.gather(*(each.resume() for each in takers if each.is_paused))
             await asyncio.sleep(LOOK_EVERY_S)
 

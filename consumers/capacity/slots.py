@@ -1,9 +1,9 @@
-"""Slots that follow the work: looks at what the queues need, and carries out what `lending.decide` says.
+"""Adds slots to queues and takes them back: looks at what the queues need, and carries out what `lending.decide` says.
 
-Slots that are added to a queue are one more consumer of it, on a channel of its own, with a prefetch of just those
-slots: so nothing that was delivered waits for a slot, and no prefetch is changed under a live consumer (which has no
-effect: docs/facts.md, section 2). They are taken back by ending that consumer; what it has in hand ends by itself. The
-lane that lent them has not waited for it: its own consumer kept its prefetch all the while.
+Added slots are a further consumer of the queue, on a channel of its own, with a prefetch of just these slots. So no
+delivery waits for a slot, and no prefetch of a running consumer has to change, which would have no effect
+(docs/facts.md, section 2). To take slots back, that consumer is ended; the requests that it holds end by themselves.
+The lane that lent them does not wait for that: its own consumer kept its prefetch all the time.
 """
 
 import asyncio
@@ -19,21 +19,22 @@ from lanekeeper.contract.problems import BrokerError
 from lanekeeper.telemetry import logs, signals
 
 LOOK_EVERY_S = 0.25
-"""What is lent must be back within a second. Looked at, because what counts is a level held for a while, and no single
-delivery changes it: a few additions, four times a second."""
+"""Lent slots must be back within a second. Polled, because what counts is a level over some time, which no single
+delivery changes: a few additions, four times a second."""
 ASK_EVERY_S = 1.0
-"""How often the broker is asked what waits, and only for queues whose slots are all in use. So fast a queue grows."""
+"""How often the broker is asked how many messages wait, for queues whose slots are all in use. A queue grows as
+often."""
 STEADY_S = 3.0
-"""Slots that were idle for so long are lent, and added ones that were unused for so long given up."""
+"""Slots are lent after they were idle for this time, and added ones given up after they were unused for it."""
 HELD_FOR_S = 2.0
-"""Where the provider was the limit so lately, it is: between two looks a request may just have got its turn."""
+"""A provider that was the bottleneck within this time still is: a request may have got its turn between two looks."""
 SAY_EVERY_S = 60.0
 log = logs.logger()
 
 Depths = Callable[[list[str]], Awaitable[Mapping[str, int]]]
 """How many messages wait in each queue."""
 WaitingFor = Callable[[], Mapping[str, str]]
-"""By lane: what of the provider's budget its requests wait for; lanes that do not wait for it are left out."""
+"""By lane: the part of the provider's budget that its requests wait for; other lanes are left out."""
 
 
 class Working(Protocol):
@@ -56,7 +57,7 @@ class Working(Protocol):
 
 @dataclass(slots=True)
 class _Added:
-    """Slots that were added to a queue at one time."""
+    """Slots that were added to a queue together."""
 
     pool: Working
     is_ending: bool = False
@@ -64,11 +65,11 @@ class _Added:
 
 @dataclass(slots=True, kw_only=True)
 class Line:
-    """A queue whose slots follow its work, and what is known of it."""
+    """A queue whose number of slots changes, and what is known of it."""
 
     lane: str
     pool: Working
-    """Its own slots."""
+    """The pool with its own slots."""
     more: Callable[[int], Working]
     """Makes a pool of so many slots on the same queue."""
     kept: int
@@ -76,9 +77,9 @@ class Line:
     target_wait_s: float
     activity: LaneActivity
     side: Working | None = None
-    """Works on the same slots what was set aside."""
+    """The pool of requests that were set aside; it uses the same slots."""
     resize: Callable[[int], None] = lambda slots: None
-    """Told how many slots there are, whenever that changes."""
+    """Called with the number of slots whenever it changes."""
     added: list[_Added] = field(default_factory=list)
     used: deque[int] = field(default_factory=lambda: deque(maxlen=round(STEADY_S / LOOK_EVERY_S)))
     share: Share = field(default_factory=Share)
@@ -107,7 +108,7 @@ class Line:
         return self.in_hand - self.ending >= self.pool.slots + self.open_slots
 
     def wait_s(self, now_ms: int) -> float:
-        """The longest of what was taken lately, or how long something has waited since with nothing being taken."""
+        """The longest wait of the requests taken lately, or the time that requests have waited while none was taken."""
         parts = [self.pool, *(each.pool for each in self.added), *([] if self.side is None else [self.side])]
         jobs = [job for part in parts for job in part.jobs]
         waits = [
@@ -134,11 +135,11 @@ class Slots:
         self._paused = False
         self._stopping = asyncio.Event()
         self._group = asyncio.TaskGroup()
-        for line in lines:  # none is lent before it has been seen idle for a while
+        for line in lines:  # no slot is lent before it was seen idle for a while
             line.used.append(line.pool.slots)
 
     async def run(self) -> None:
-        """Look until stopped: returns when what runs on added slots has ended. Cancel it to end at once."""
+        """Look until stopped; return when the requests on added slots have ended. Cancel it to end at once."""
         async with self._group:
             while not self._stopping.is_set():
                 await self._look()
@@ -164,7 +165,7 @@ class Slots:
         return self._paused
 
     async def pause(self, reason: str) -> None:
-        """Take all back: nothing new is taken, and what is idle meanwhile is so for no lack of work."""
+        """Take all added slots back. Slots that are idle during a pause do not count as idle."""
         self._paused = True
         await self._take_all_back()
 
@@ -183,7 +184,7 @@ class Slots:
             return
         shares = decide([self._seen(line, waiting.get(line.pool.queue, 0), asks, now_s) for line in self._lines])
         for line, share in zip(self._lines, shares, strict=True):
-            limit = share.limit if asks else line.share.limit  # known of those only that wait
+            limit = share.limit if asks else line.share.limit  # known only for lanes that wait
             self._carry_out(line, Share(share.lent, share.grown, limit))
             if asks and limit is not None:
                 self._say(line, limit, now_s)
@@ -195,7 +196,7 @@ class Slots:
             return {}
         try:
             return await self._depths(full)
-        except BrokerError:  # the pools themselves tell
+        except BrokerError:  # the pools report it
             return {}
 
     def _seen(self, line: Line, waiting: int, asked: bool, now_s: float) -> Seen:
@@ -226,7 +227,7 @@ class Slots:
             least.is_ending = True
             self._group.create_task(least.pool.stop(), name=f"take back {line.pool.queue}")
         while (room := share.extra - line.open_slots - line.ending) > 0:
-            # by powers of two, so that only few more have to be taken back than are wanted
+            # in powers of two, so that few more have to be taken back than are needed
             added = _Added(line.more(1 << room.bit_length() - 1))
             line.added.append(added)
             line.used.append(line.pool.slots + line.open_slots + line.ending)  # not idle before they are consumed
@@ -271,7 +272,7 @@ class Slots:
             )
 
     def _show(self) -> None:
-        """In what `status` is told."""
+        """Put the numbers where `status` finds them."""
         for line in self._lines:
             line.activity.extra_slots = 0
             line.activity.slots_limit = None

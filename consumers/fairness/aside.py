@@ -1,10 +1,11 @@
-"""What is over its tenant's share is set aside: moved into a side queue of its lane, where it holds nobody up.
+"""Moves requests over their tenant's share into a side queue of their lane, where they delay nobody else.
 
-Published with confirm, then acknowledged (`consumers/pool.py`), as everything else: a worker that dies between the two
-leaves two messages of one request, and the claim finds that out. No claim is taken, no attempt counted.
+A request is published there with a confirm, and then acknowledged (`consumers/pool.py`). A worker that dies between the
+two leaves two messages of one request; the claim detects that. No claim is taken and no attempt counted.
 
-Each tenant has a side queue of its own as long as there are enough of them. Whose a queue is, a process knows by the
-head that it holds and by what it put there itself. Two processes may choose differently for a moment: order suffers.
+Each tenant has a side queue of its own while there are enough of them. A process knows whose a queue is by the head
+that it holds and by what it put there itself. For a moment two processes may choose different queues for one tenant;
+then that tenant's order is lost.
 """
 
 import asyncio
@@ -24,9 +25,9 @@ from topology.broker.heads import Heads
 from topology.lanes import LaneSpec
 
 PLACE_KEPT_S: Final = 1.0
-"""What a tenant was given last holds for so long without a sign of it: until its head has come round."""
+"""How long a tenant keeps its queue after the last request was put there, until the queue's head has been seen."""
 FULL_FOR_S: Final = 1.0
-"""A queue that was full is not tried again before."""
+"""A queue that was full is not tried again earlier."""
 LATER_MS: Final = 1000
 
 
@@ -47,19 +48,19 @@ class Aside:
         self._now_ms = now_ms
         self._queues = {names.side(lane.name, each): each for each in range(lane.side_queues)}
         self._tenants: dict[int, str] = {}
-        """By side queue, whose its head is that is in hand."""
+        """By side queue: the tenant of the head that is held."""
         self._places: dict[str, _Place] = {}
         self._full_until_s: dict[int, float] = {}
 
     def has(self, tenant: str) -> bool:
-        """Whether the tenant has requests set aside, as far as is known here."""
+        """Whether the tenant has requests set aside, as far as this process knows."""
         return tenant in self._tenants.values() or self._placed(tenant) is not None
 
     def may_take(self, job: Job) -> bool:
-        """Whether it may be moved. What is to be refused for its headers is not: they would be lost."""
+        """Whether it may be moved. A request with wrong headers may not, because moving it would lose them."""
         message = job.message
         if job.trusted:
-            return not job.hop.reply_try  # that needs no call, and is over soon
+            return not job.hop.reply_try  # only its reply is left, which needs no call
         headers = message.headers
         return (
             message.exchange == self._names.requests
@@ -69,23 +70,23 @@ class Aside:
         )
 
     def arrived(self, job: Job) -> None:
-        """The head of a side queue is in hand."""
+        """The head of a side queue is held now."""
         number = self._queues[job.delivery.queue]
         self._tenants[number] = job.identity.tenant
 
     def left(self, job: Job) -> None:
-        """It is worked now, or gone: the next may come."""
+        """The head is being worked on, or is gone: the next one may be fetched."""
         number = self._queues[job.delivery.queue]
         if self._tenants.pop(number, None) is not None:
             self._keep(job.identity.tenant, number)
         self._heads.pass_on(job.delivery.queue)
 
     def passed_over(self, queue: str) -> None:
-        """Of a side queue whose head cannot be read: the next may come."""
+        """The head of a side queue cannot be read: the next one may be fetched."""
         self._heads.pass_on(queue)
 
     async def put(self, job: Job) -> Outcome | None:
-        """Move it: the broker has confirmed it. Returns what it comes to where there is no room. Raises BrokerError."""
+        """Move a request and wait for the confirm. If there is no room, return the outcome. Raises BrokerError."""
         number = self._place(job.identity.tenant)
         if asyncio.get_running_loop().time() < self._full_until_s.get(number, 0):
             return self._full(job)
@@ -116,7 +117,7 @@ class Aside:
         return Deferred(delay_ms=LATER_MS, reason="too many waiting", due_ms=job.hop.due_ms)
 
     def _place(self, tenant: str) -> int:
-        """Its own, else the first of its preferences that is nobody's, else the shortest."""
+        """The tenant's own queue, else the first of its preferences that no tenant has, else the shortest."""
         now_s = asyncio.get_running_loop().time()
         for number, owner in self._tenants.items():
             if owner == tenant:

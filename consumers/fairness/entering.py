@@ -1,4 +1,4 @@
-"""How what a queue delivers comes by a slot: by itself, or set aside meanwhile."""
+"""How a delivery gets a slot: it waits for one, or is set aside."""
 
 from typing import Protocol
 
@@ -9,10 +9,10 @@ from consumers.rank import rank
 
 
 class Entering(Protocol):
-    """The way from a delivery to its slot."""
+    """Takes a delivery to its slot."""
 
     async def enter(self, job: Job) -> Turn:
-        """Wait for a slot, which is then held, or until the request is to be set aside."""
+        """Wait until the request holds a slot, or should be set aside."""
         ...
 
     def leave(self, job: Job) -> None:
@@ -20,16 +20,16 @@ class Entering(Protocol):
         ...
 
     def unread(self, queue: str) -> None:
-        """No job could be made of what this queue delivered last."""
+        """No job could be made of the last delivery of this queue."""
         ...
 
     async def set_aside(self, job: Job) -> Outcome | None:
-        """Move it. What it comes to where it cannot be moved. Raises BrokerError."""
+        """Move it to a side queue. If it cannot be moved, return its outcome. Raises BrokerError."""
         ...
 
 
 class FromQueue:
-    """Of an intake or a due queue. Without `aside` everything waits in hand."""
+    """For an intake or a due queue. Without `aside` every delivery waits here."""
 
     def __init__(self, bench: Bench, aside: Aside | None = None) -> None:
         self._bench = bench
@@ -46,7 +46,7 @@ class FromQueue:
         self._bench.end(job.identity.tenant)
 
     def unread(self, queue: str) -> None:
-        """The next comes by itself."""
+        """Does nothing: the next delivery comes by itself."""
 
     async def set_aside(self, job: Job) -> Outcome | None:
         assert self._aside is not None
@@ -57,7 +57,7 @@ class FromQueue:
 
 
 class FromAside:
-    """Of the heads of side queues, on the slots of the intake."""
+    """For the heads of side queues, which use the slots of the intake."""
 
     def __init__(self, bench: Bench, aside: Aside) -> None:
         self._bench = bench
@@ -80,7 +80,7 @@ class FromAside:
         self._aside.passed_over(queue)
 
     async def set_aside(self, job: Job) -> Outcome | None:
-        """It was held for too long: to the end of its queue, where another process may have a slot for it."""
+        """It was held for too long: move it to the end of its queue, where another process may have a slot for it."""
         return await self._aside.put(job)
 
 

@@ -1,12 +1,12 @@
-"""Looks ahead in queues that are worked slowly: so that one tenant's requests do not hide another's behind them.
+"""Looks ahead in slow queues, so that one tenant's requests do not hide those of another.
 
-A queue is first in, first out, and a higher priority goes ahead whosever it is. Where all of its slots were taken for a
-second, a scout consumes it as well: a pool without slots. What it takes gets the next free slot where its tenant is due
-one, waits in hand within its tenant's share, and is set aside otherwise (`consumers/fairness/turns.py`).
+A queue delivers in order of priority and age, whatever the tenant. If all slots of a queue were taken for a second, a
+scout consumes it too. A scout is a pool without slots. What it takes gets the next free slot if it is its tenant's
+turn, waits here while within its tenant's share, and is set aside otherwise (`consumers/fairness/turns.py`).
 
-Moving costs about half of what such a request does. So no scout goes out for one tenant alone while its slots come free
-within a quarter of a second on average. Where several tenants have come lately, one goes out for whatever waits longer
-than a second.
+Moving a request costs half of what such a request costs in all. So for a single tenant no scout is sent while a slot
+becomes free every quarter of a second on average. If several tenants had requests lately, one is sent as soon as
+requests wait longer than a second.
 """
 
 import asyncio
@@ -18,14 +18,14 @@ from consumers.fairness.turns import Bench
 from lanekeeper.contract.problems import BrokerError
 
 LOOK_EVERY_S: Final = 0.25
-"""Where slots come free sooner than that, nothing is moved."""
+"""If slots become free within this time, nothing is moved."""
 GOES_OUT_AFTER: Final = 4
-"""Looks at a full lane: in a shorter burst the order is the queue's own, strictly by priority."""
+"""How many looks in a row must find the lane full. In shorter bursts the queue's own order holds."""
 GOES_AFTER: Final = 8
-"""Looks without a full lane: until then it may be full again."""
+"""How many looks in a row must find free slots before the scout is called back."""
 AHEAD: Final = 32
-"""What a scout has in hand, and so what is published and confirmed at a time: 390 a second on a busy machine. At 64 a
-chat in another lane of the process waited twice as long meanwhile."""
+"""A scout's prefetch, and so how many requests are moved at a time: 390 a second on a busy machine. With 64, a chat in
+another lane of the process waited twice as long meanwhile."""
 
 Depths = Callable[[list[str]], Awaitable[Mapping[str, int]]]
 
@@ -40,19 +40,19 @@ class Scout(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Scouted:
-    """A queue that is looked at."""
+    """A queue that is watched, and what the looks found."""
 
     queue: str
     bench: Bench
     scout: Callable[[], Scout]
     begun: int = 0
-    """When it was looked at last."""
+    """How many requests had begun at the last look."""
     full: int = 0
-    """For how many looks in a row it was full."""
+    """How many looks in a row found it full."""
     slow: int = 0
-    """For how many of them it was worked slowly."""
+    """How many of these found it slow."""
     idle: int = 0
-    """For how many it was not full."""
+    """How many looks in a row found free slots."""
     at_work: "Scout | None" = None
     leaving: list[Scout] = field(default_factory=list)
 
@@ -68,7 +68,7 @@ class Scouting:
         self._group = asyncio.TaskGroup()
 
     async def run(self) -> None:
-        """Look until stopped: returns when all scouts have ended. Cancel it to end at once."""
+        """Look until stopped; return when all scouts have ended. Cancel it to end at once."""
         async with self._group:
             while not self._stopping.is_set():
                 for each in self._queues:
@@ -95,12 +95,12 @@ class Scouting:
         return self._paused
 
     async def pause(self, reason: str) -> None:
-        """Have no scout out."""
+        """Call all scouts back and send none."""
         self._paused = True
         await self._call_all_back()
 
     async def resume(self) -> None:
-        """Look again."""
+        """Send scouts again when needed."""
         self._paused = False
 
     async def _look(self, each: Scouted) -> None:
@@ -119,7 +119,7 @@ class Scouting:
             return
         try:
             waiting = (await self._depths([each.queue]))[each.queue]
-        except BrokerError:  # the pools themselves tell
+        except BrokerError:  # the pools report it
             return
         is_long = waiting > (begun if is_slow else GOES_OUT_AFTER * begun)
         if is_long and not self._paused and not self._stopping.is_set():

@@ -1,4 +1,4 @@
-"""Whose request goes next where tenants share a lane's slots, and what must not wait for them in hand.
+"""Decides whose request gets the next free slot of a lane, and which requests are set aside.
 
     turns = Turns(shares, side)             one for each lane in a process
     intake = turns.bench(slots=16)          the slots of one queue
@@ -6,9 +6,10 @@
         …                                   a slot is held
         intake.end(tenant)
 
-A slot that comes free goes to the tenant that holds the fewest for its weight; of those, to the one whose turn is the
-longest ago. So slots are shared, and no tenant's number of requests counts. Of what waits in hand a tenant may have no
-more than its share; the rest is set aside (`consumers/fairness/aside.py`), so that whoever comes next is seen.
+A free slot goes to the tenant that holds the fewest slots for its weight; among equals, to the one whose last turn is
+the longest ago. So tenants share the slots, however many requests each has. Of the requests that wait here, a tenant
+may have no more than its share; the others are set aside (`consumers/fairness/aside.py`), so that the next request can
+be seen.
 """
 
 import asyncio
@@ -22,25 +23,25 @@ from typing import Final, Protocol
 from consumers.spending import EVERY_TENANT
 
 HELD_S: Final = 60.0
-"""What has waited in hand for so long is set aside: a delivery may not be held for ever (`consumers/job.py`), and
-another process may have a slot for it."""
+"""A request that has waited here for so long is set aside: a delivery may not be held for ever (`consumers/job.py`),
+and another process may have a slot for it."""
 LATELY_S: Final = 600.0
-"""Who had a request so long ago may have the next in the queue: it is looked for."""
+"""A tenant that had a request within this time may have another one in the queue."""
 FIGURES_OF: Final = 256
-"""Tenants of a lane of which figures are kept: the latest."""
+"""Figures are kept of so many tenants of a lane, those that were active last."""
 
 
 @dataclass(frozen=True, slots=True)
 class TenantShare:
-    """What is settled about one tenant."""
+    """The settings of one tenant."""
 
     weight: float = 1.0
     in_flight: int | None = None
-    """Its requests of one lane that a process works on at a time, at most."""
+    """How many of its requests a process works on at a time in one lane; None: no limit."""
 
 
 class Shares:
-    """By tenant; `*` is for each that is not named."""
+    """The settings by tenant; `*` is for every tenant that is not named."""
 
     def __init__(self, tenants: Mapping[str, TenantShare] | None = None) -> None:
         self._tenants = tenants or {}
@@ -51,14 +52,14 @@ class Shares:
 
 
 class Turn(Enum):
-    """What becomes of a delivery."""
+    """What happens to a delivery."""
 
     BEGIN = auto()
     ASIDE = auto()
 
 
 class SetAside(Protocol):
-    """Which tenants have requests set aside, as far as is known."""
+    """Knows which tenants have requests set aside."""
 
     def has(self, tenant: str) -> bool: ...
 
@@ -67,19 +68,19 @@ class SetAside(Protocol):
 class _Waiting:
     tenant: str
     rank: int
-    """Of a tenant's own requests the highest goes first."""
+    """Among one tenant's requests the highest rank goes first."""
     movable: bool
     turn: "asyncio.Future[Turn]"
 
 
 @dataclass(slots=True)
 class Figures:
-    """Of one tenant in one lane, since the process began."""
+    """Counts of one tenant in one lane since the process started."""
 
     begun: int = 0
     set_aside: int = 0
     seen_s: float = 0.0
-    """When it last began or was set aside, by the event loop's clock."""
+    """When one of its requests last began or was set aside, by the event loop's clock."""
 
 
 @dataclass(slots=True)
@@ -102,7 +103,7 @@ class Turns:
         return cap is not None and sum(bench.running_of(tenant) for bench in self.benches) >= cap
 
     def figures(self, tenant: str) -> Figures:
-        """Of a tenant, to be counted in."""
+        """The counts of a tenant, for the caller to add to."""
         if (found := self._figures.get(tenant)) is None:
             if len(self._figures) >= FIGURES_OF:
                 self._figures.popitem(last=False)
@@ -124,7 +125,7 @@ class Turns:
         return sum(bench.waiting for bench in self.benches)
 
     def snapshot(self) -> dict[str, dict[str, int]]:
-        """The figures as JSON, by tenant; those that were active last come last."""
+        """The figures by tenant, as JSON values; the tenant that was active last comes last."""
         return {
             tenant: {
                 "running": sum(bench.running_of(tenant) for bench in self.benches),
@@ -137,21 +138,22 @@ class Turns:
 
 
 class Bench:
-    """The slots of one queue, and who waits for them in hand."""
+    """The slots of one queue, and the requests that wait here for them."""
 
     def __init__(self, turns: Turns, slots: int) -> None:
         self._turns = turns
         self._slots = slots
         self._running: dict[str, int] = {}
         self._passes: dict[str, float] = {}
-        """By tenant, while it runs or waits: its turns so far, by weight; the fewest go first among equals."""
+        """By tenant that runs or waits: its turns so far, divided by its weight. Among equals the fewest turns go
+        first."""
         self._floor = 0.0
-        """Where a tenant that comes anew begins."""
+        """The number of turns that a new tenant starts with."""
         self._waiting: list[_Waiting] = []
         self.running = 0
         self.begun = 0
         self.is_sorting = False
-        """What waits is set aside where it is over its tenant's share (`consumers/fairness/scouting.py`)."""
+        """Whether waiting requests over their tenant's share are set aside (`consumers/fairness/scouting.py`)."""
 
     @property
     def slots(self) -> int:
@@ -180,12 +182,12 @@ class Bench:
         self._turns.figures(tenant).set_aside += 1
 
     def resize(self, slots: int) -> None:
-        """Have so many slots from now on; what holds one keeps it."""
+        """Change the number of slots. A request that holds a slot keeps it."""
         self._slots = slots
         self._serve()
 
     def sort(self, is_sorting: bool) -> None:
-        """Begin or stop setting aside what is over its tenant's share."""
+        """Begin or stop setting aside requests over their tenant's share."""
         self.is_sorting = is_sorting
         if is_sorting:
             for each in self._waiting[:]:
@@ -193,15 +195,15 @@ class Bench:
                     self._tell(each, Turn.ASIDE)
 
     def begin(self, tenant: str) -> bool:
-        """Take a slot at once, if there is one. Whoever waits meanwhile is at its cap."""
+        """Take a free slot, if there is one. If so, all tenants that wait are at their caps."""
         if self.running >= self._slots or self._turns.is_at_its_cap(tenant):
             return False
         self._grant(tenant)
         return True
 
     async def wait(self, tenant: str, *, rank: int = 0, movable: bool = False, is_head: bool = False) -> Turn:
-        """After `begin` was false: wait for a slot, or to be set aside. `movable`: it may be. `is_head`: it was, and is
-        again only when it has been held for too long."""
+        """After `begin` was false: wait for a slot, or to be set aside. `movable`: it may be set aside. `is_head`: it
+        was set aside before; it is again only if it is held for too long."""
         movable = movable and self._turns.side is not None
         if movable and not is_head and self._belongs_aside(tenant):
             return Turn.ASIDE
@@ -215,7 +217,7 @@ class Bench:
             return waiting.turn.result() if _is_told(waiting) else Turn.ASIDE
         except asyncio.CancelledError:
             if _is_told(waiting) and waiting.turn.result() is Turn.BEGIN:
-                self.end(tenant)  # it was granted in the moment of being cancelled
+                self.end(tenant)  # it was granted at the same moment
             raise
         finally:
             if waiting in self._waiting:
@@ -223,7 +225,7 @@ class Bench:
                 self._forget(tenant)
 
     def end(self, tenant: str) -> None:
-        """Give a slot back: whoever is next gets it."""
+        """Give a slot back, to the request that is next."""
         self.running -= 1
         self._running[tenant] -= 1
         if not self._running[tenant]:
@@ -233,7 +235,7 @@ class Bench:
             bench.serve()
 
     def serve(self) -> None:
-        """Give free slots to those that wait."""
+        """Give free slots to waiting requests."""
         if self._waiting:
             self._serve()
 
@@ -242,7 +244,7 @@ class Bench:
             eligible = [each for each in self._waiting if not self._turns.is_at_its_cap(each.tenant)]
             if not eligible:
                 return
-            # of one tenant's the first of the highest rank
+            # among one tenant's requests: the first with the highest rank
             chosen = min(eligible, key=lambda each: (*self._standing(each.tenant), -each.rank))
             self._grant(chosen.tenant)
             self._tell(chosen, Turn.BEGIN)
@@ -275,7 +277,7 @@ class Bench:
         return (self.is_sorting or (side is not None and side.has(tenant))) and self._is_over(tenant)
 
     def _is_over(self, tenant: str) -> bool:
-        """Whether it has its share of the slots, with what waits in hand: at least one."""
+        """Whether the tenant has used up its share, counting requests that wait here. A share is at least one slot."""
         tenants: Collection[str] = {*self._running, tenant, *(each.tenant for each in self._waiting)}
         weight = self._turns.shares.of(tenant).weight
         share = self._slots * weight / sum(self._turns.shares.of(each).weight for each in tenants)

@@ -1,4 +1,4 @@
-"""A gate: what a request must pass before the provider is called. What it takes in `enter` it gives back in `leave`."""
+"""A gate: a check before the provider is called. What it takes in `enter` it gives back in `leave`."""
 
 from typing import Protocol
 
@@ -12,5 +12,5 @@ class Gate(Protocol):
     async def enter(self, job: Job) -> Outcome | None: ...
 
     async def leave(self, job: Job, outcome: Outcome | None) -> None:
-        """`outcome` is None where the delivery was lost or the worker stops: nothing is known."""
+        """`outcome` is None if the delivery was lost or the worker stops: then nothing is known."""
         ...

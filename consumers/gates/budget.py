@@ -1,7 +1,7 @@
-"""The budget gate: before its call a request waits for its turn, and for enough of the account that pays.
+"""The budget gate: before its call a request waits for its turn, and until the account has enough budget left.
 
-A wait that the whole lane shares keeps its slot: what is behind would wait as well (`waiting_room.py` says when it does
-not). Whoever cannot be in time is refused at once, with the figures.
+A waiting request keeps its slot if the requests behind it would wait as well (`waiting_room.py` decides that). A
+request that cannot be in time is refused at once, with the figures.
 """
 
 import asyncio
@@ -23,15 +23,15 @@ from lanekeeper.contract.problems import RequestProblem
 from topology.codec.request import Request
 
 TOLD_FROM_S = 1.0
-"""A shorter wait is told nobody."""
+"""A shorter wait is not reported."""
 LATER_MS = 1000
 BACK_WITHIN_MS = 15_000
-"""What was put off stands in line again after so long at most: what was predicted may be too much."""
+"""A deferred request is back in line after this time at most, because the forecast may be too long."""
 AT_ONCE_S = 0.25
-"""So soon is at once: no longer than it takes to find out."""
+"""A start this soon counts as immediate: finding out more would take as long."""
 SPREAD_S = 60.0
-"""Those that wait for an account that is paused come back over so long a time: the first finds out for all. A call that
-is refused again ends its request."""
+"""Requests that wait for a paused account come back spread over this time: the first one finds out for all, because a
+call that is refused again ends its request."""
 OnWait = Callable[[Job, Wait], None]
 
 
@@ -87,13 +87,13 @@ class BudgetGate:
         return None
 
     def _start_by(self, job: Job, request: Request, route: Route) -> float:
-        """By when its call must begin, to be answered in time. What may begin at once may try in any case."""
+        """When its call must begin to be answered in time. A call that may begin at once is always tried."""
         left_s = (request.deadline_ms - self._now_ms()) / 1000
         spare_s = max(left_s - self._estimates.run_s(self._kind(job, route)), min(left_s, AT_ONCE_S))
         return asyncio.get_running_loop().time() + spare_s
 
     async def leave(self, job: Job, outcome: Outcome | None) -> None:
-        """Give back what was not used. What the provider counted of a failure that is not known is as reserved."""
+        """Give back what was not used. If it is unknown what a failed call used, all that was reserved counts."""
         reservation, job.reservation = job.reservation, None
         if reservation is None:
             return
@@ -133,7 +133,7 @@ class BudgetGate:
         return True
 
     def amounts(self, job: Job, request: Request, route: Route) -> Amounts:
-        """What it is expected to use there."""
+        """What the request is expected to use on that route."""
         return Amounts(
             1.0,
             self._estimates.input_tokens(route.model, len(request.body)),
@@ -143,7 +143,7 @@ class BudgetGate:
     async def _overflowing(
         self, job: Job, request: Request, routes: Sequence[Route]
     ) -> tuple[Route, Reservation] | None:
-        """The first that has room soon enough."""
+        """The first route that has room soon enough."""
         assert job.lane is not None
         patience_s = job.lane.target_wait_s if self._spec.overflow_s is None else self._spec.overflow_s
         for route in routes:
@@ -179,7 +179,7 @@ class BudgetGate:
             )
         except WaitTooLong:
             if job.limit is not None and job.stopped is None and not job.limit.expired():
-                job.limit.reschedule(held_until)  # it may wait elsewhere
+                job.limit.reschedule(held_until)  # then it waits in a delay
             raise
         finally:
             if has_to_wait:
@@ -197,8 +197,8 @@ class BudgetGate:
             self._on_wait(job, wait)
 
     def _arrived(self, job: Job, request: Request) -> float | None:
-        """What was put off, or taken over from another worker, stands where it stood. None: it comes now, whatever it
-        says of its time."""
+        """The time that decides its place in the line. A request that was deferred, or taken over from another worker,
+        keeps its place. None: a new one, which takes its place now whatever its headers say."""
         if not job.came_before:
             return None
         return asyncio.get_running_loop().time() - max(0, self._now_ms() - request.start_ms) / 1000
@@ -224,7 +224,8 @@ class BudgetGate:
         )
 
     async def _held(self, job: Job, request: Request, route: Route, held_s: float) -> Outcome:
-        """It was told to stop, has waited as long as a delivery may be held, or lets others of its lane pass."""
+        """The outcome of a wait that was ended: by a stop, by the longest time that a delivery may be held, or to let
+        others of its lane pass."""
         match job.stopped:
             case Stop.CANCELLED:
                 return Dropped(RequestProblem("cancelled", "cancelled by its owner while it waited for the budget"))

@@ -1,4 +1,4 @@
-"""The gate of the caps: what a lane or a tenant may use in a day is taken by estimate, and corrected after the call."""
+"""The gate of daily caps: takes what a request is expected to use before its call, and corrects it afterwards."""
 
 import random
 from collections.abc import Callable
@@ -15,13 +15,13 @@ from lanekeeper.contract.problems import RequestProblem
 from topology.codec.request import Request
 
 SPREAD_MS = 60_000
-"""Those that wait for the next day come back over so long a time."""
+"""Requests that wait for the next day come back spread over this time."""
 STORE_AWAY_MS = 1000
 Estimate = Callable[[Job, Request, Route], Amounts]
 
 
 class CapsGate:
-    """`estimate`: what a request is expected to use there (`BudgetGate.amounts`). `tell`: as `Lifecycle.tell`."""
+    """`estimate`: what a request is expected to use on a route (`BudgetGate.amounts`). `tell`: as `Lifecycle.tell`."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class CapsGate:
         try:
             wanted = _spent(self._estimate(job, job.request, route), price)
             found = await self._spending.take(bounds, wanted, tell=partial(self._tell, job))
-        except StoreUnavailable:  # a cap that cannot be looked at holds
+        except StoreUnavailable:  # a cap that cannot be checked counts as reached
             return Deferred(delay_ms=STORE_AWAY_MS, reason="store", due_ms=job.hop.due_ms)
         if isinstance(found, Over):
             return self._over(job, job.request, found)
@@ -70,7 +70,7 @@ class CapsGate:
         return None
 
     async def leave(self, job: Job, outcome: Outcome | None) -> None:
-        """An answer counts as what it was. A failure counts nothing, but where it may have been paid: as estimated."""
+        """An answer counts what it used. A failure counts nothing, or the estimate if it may have been paid."""
         hold = self._held.pop(job, None)
         used = Spent()
         if isinstance(outcome, Answered):
@@ -99,7 +99,7 @@ class CapsGate:
 
 
 def _may_be_paid(job: Job) -> bool:
-    """A call that was cut off, by the provider, its deadline or its owner."""
+    """Whether the call was cut off, by the provider, its deadline or its owner, and may have been paid."""
     return job.attempt_started_ms is not None if job.usage is None else job.usage.output_tokens > 0
 
 

@@ -1,4 +1,5 @@
-"""The claim gate: one delivery of a request is worked at a time, and what has ended is answered from the store."""
+"""The claim gate: only one delivery of a request is worked on at a time; an ended request is answered from the
+store."""
 
 from typing import assert_never
 
@@ -8,18 +9,19 @@ from consumers.state.base import Conflict, Ended, Granted, Running
 from lanekeeper.contract.problems import RequestProblem
 
 DEATHS_AT_MOST = 4
-"""With so many holders that died under it a request is buried: it is delivered for the fifth time. Not the broker's
-count, which also counts lost connections: the worker lives then, and lets go."""
+"""A request is buried after so many holders of its claim died: at its fifth delivery. The broker's count is not used,
+because it also counts lost connections, after which the worker still lives and releases the claim."""
 SUSPECT_FROM = 2
-"""From so many deaths on a request is worked on while no other suspect is: the one that kills is found out by that, and
-whoever only stood beside it is answered."""
+"""From so many deaths on, a request is worked on only while no other suspect is. So the one that kills is found, and a
+request that was merely running beside it is answered."""
 SUSPECT_WAIT_MS = 1000
 LEAST_WAIT_MS = 200
 LONGEST_WAIT_MS = 5_000
 
 
 class ClaimGate:
-    """Takes the claim of (tenant, message id); `settle` completes it, and what did not end gives it back here."""
+    """Takes the claim of (tenant, message id). `settle` completes it; a request that has not ended gives it back
+    here."""
 
     def __init__(self, claiming: Claiming, *, now_ms: NowMs) -> None:
         self._claiming = claiming
@@ -27,7 +29,7 @@ class ClaimGate:
         self._suspect: Job | None = None
 
     async def enter(self, job: Job) -> Outcome | None:
-        """Raises StoreUnavailable where the store stays away: no provider is called without a claim."""
+        """Raises StoreUnavailable if the store stays away: no provider is called without a claim."""
         match await self._claiming.claim(job):
             case Granted(deaths=deaths) if deaths >= DEATHS_AT_MOST:
                 return Buried(
@@ -44,7 +46,7 @@ class ClaimGate:
             case Granted():
                 return None
             case Running(for_ms=for_ms):
-                # the longer it has run, the longer it may: as many looks as a doubling back-off
+                # wait as long again as it has run: as many checks as with a doubling back-off
                 wait_ms = min(LONGEST_WAIT_MS, max(LEAST_WAIT_MS, for_ms))
                 return Deferred(delay_ms=wait_ms, reason="running elsewhere", due_ms=job.hop.due_ms)
             case Ended(completion=completion, same_copy=same_copy):
@@ -58,7 +60,7 @@ class ClaimGate:
                 )
 
     async def leave(self, job: Job, outcome: Outcome | None) -> None:
-        """What has ended keeps its claim until the store has the completion."""
+        """A request that has ended keeps its claim until the store has its outcome."""
         if self._suspect is job:
             self._suspect = None
         match outcome:

@@ -1,11 +1,11 @@
-"""The deadline gate: a request whose time is over is answered so, and the provider is not called."""
+"""The deadline gate: a request past its deadline is answered `deadline_exceeded`, and the provider is not called."""
 
 from consumers.job import Job, NowMs, Outcome, Refused
 from lanekeeper.contract.problems import RequestProblem
 
 
 class DeadlineGate:
-    """Ends what is past its deadline, wherever it spent the time."""
+    """Ends a request that is past its deadline, wherever it spent the time."""
 
     def __init__(self, *, now_ms: NowMs) -> None:
         self._now_ms = now_ms
@@ -17,11 +17,11 @@ class DeadlineGate:
         return Refused(exceeded(job))
 
     async def leave(self, job: Job, outcome: Outcome | None) -> None:
-        """Nothing was taken."""
+        """Does nothing: nothing was taken."""
 
 
 def exceeded(job: Job) -> RequestProblem:
-    """The problem of a request whose time is over, with where it went."""
+    """The problem of a request past its deadline; it tells where the time was spent."""
     assert job.request is not None
     bound_ms = job.request.deadline_ms - job.request.start_ms
     spent = f"{job.wait_ms} ms waiting"

@@ -1,6 +1,6 @@
-"""The route gate: who may be asked at all, and whether one of them is known to answer.
+"""The route gate: which providers a request may be sent to, and whether one of them is known to answer.
 
-A short wait for a breaker is waited for here; a longer one is the request's own, and others pass it meanwhile.
+A request waits here for a breaker for a short time only; after that it is deferred, so that others can pass it.
 """
 
 import asyncio
@@ -14,14 +14,14 @@ REASON = "breaker"
 HOLD_S = 3.0
 LEAST_WAIT_MS = 200
 STAGGER_S = 0.2
-"""Of those that wait here one goes first, and the others see that it finds out."""
+"""Of the requests that wait here one goes first; the others wait for what it finds out."""
 SHARE_OF_OUTAGE = 0.25
-"""So much longer they stay away as the provider has been down: a flood of batch jobs does not go round the delays every
-few seconds while it is down for an hour, and all are back soon after a minute."""
+"""The time that they stay away, as a part of the time that the provider has been down. So a flood of batch jobs does
+not go round the delays every few seconds for an hour, and all are back soon after an outage of a minute."""
 MOST_TARGETS = 5
-"""But no longer than so many times what their lane should wait at most: a chat is back in five seconds."""
+"""They stay away no longer than so many times their lane's target wait: a chat is back in five seconds."""
 SPREAD = 0.5
-"""Those that wait for the same probe come back over half as long again: one of them makes it."""
+"""Requests that wait for the same probe come back spread over half as long again: one of them makes the probe."""
 
 
 class RouteGate:
@@ -46,10 +46,10 @@ class RouteGate:
         return None
 
     async def leave(self, job: Job, outcome: Outcome | None) -> None:
-        """Nothing was taken."""
+        """Does nothing: nothing was taken."""
 
     def later(self, job: Job, wait_s: float) -> Outcome:
-        """What becomes of a job that no provider may be called for."""
+        """The outcome of a job for which no provider may be called."""
         assert job.request is not None
         left_ms = job.request.deadline_ms - self._now_ms()
         wait_ms = max(LEAST_WAIT_MS, round(1000 * wait_s))

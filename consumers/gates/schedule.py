@@ -1,4 +1,4 @@
-"""The schedule gate: what is not due yet goes into the delay cascade, and no worker holds it meanwhile."""
+"""The schedule gate: a request that is not due yet goes into the delay cascade; no worker holds it meanwhile."""
 
 from consumers.claiming import Claiming
 from consumers.job import Deferred, Job, NowMs, Outcome, Refused
@@ -6,9 +6,9 @@ from consumers.state.base import Room
 from lanekeeper.contract.problems import RequestProblem
 
 UNCOUNTED_MS = 60_000
-"""A wait that is no longer needs no room of its own: what comes in is bounded by how fast it can be published."""
+"""Shorter waits are not counted: the speed of publishing limits how many there can be."""
 UNIT_BYTES = 16 * 1024
-"""Each begun so many bytes of a body count as one that waits."""
+"""Each begun 16 KiB of a body counts as one waiting request."""
 WHOSE = {
     Room.TENANT_FULL: "its tenant has as many requests waiting as one may (each 16 KiB of a body count as one)",
     Room.FULL: "as many requests wait as may in all",
@@ -18,9 +18,9 @@ WHOSE = {
 class ScheduleGate:
     """Defers a request until its due time (`x-lane-delay-ms`, `x-lane-at`).
 
-    That is kept before the request goes into the cascade, and never after: there it may be claimed before it is kept.
-    A long wait is counted first, and refused where there is no room: it lies on the broker's disks. What was cancelled
-    or has ended before it came does not wait: the claim gate answers it.
+    The store notes the wait before the request enters the cascade, because afterwards another worker may claim it at
+    any time. A long wait takes space on the broker's disks, so it is counted first, and refused if the tenant has no
+    room. A request that was cancelled or had ended before it arrived does not wait: the claim gate answers it.
     """
 
     def __init__(self, claiming: Claiming, *, now_ms: NowMs) -> None:
@@ -28,7 +28,7 @@ class ScheduleGate:
         self._now_ms = now_ms
 
     async def enter(self, job: Job) -> Outcome | None:
-        """Raises StoreUnavailable where a long wait can be neither counted nor kept."""
+        """Raises StoreUnavailable if a long wait can be neither counted nor noted."""
         assert job.request is not None
         due_ms = job.request.due_ms
         if due_ms is None:
@@ -42,7 +42,7 @@ class ScheduleGate:
             return None
         if is_new and left_ms > UNCOUNTED_MS and (full := await self._without_room(job, due_ms)) is not None:
             return full
-        # the time again: keeping it took some
+        # ask for the time again: the store took some
         return Deferred(delay_ms=max(0, due_ms - self._now_ms()), reason="scheduled", due_ms=due_ms)
 
     async def _without_room(self, job: Job, due_ms: int) -> Outcome | None:
@@ -58,4 +58,4 @@ class ScheduleGate:
         )
 
     async def leave(self, job: Job, outcome: Outcome | None) -> None:
-        """Nothing was taken."""
+        """Does nothing: nothing was taken."""

@@ -1,9 +1,10 @@
-"""How long a request may wait for its budget in a slot of its lane. Pure.
+"""Decides how long a request may wait for its budget in a slot of its lane. Pure.
 
-What waits for the budget keeps its slot: what is behind it would wait as well, and order is kept. But a lane may have
-requests for several accounts, and those that wait for one must not hold up another's. So where all slots of a lane but
-one wait for the same account, the next request for it is put off after a moment, keeps its place in line, and the slot
-looks at what comes behind. As long as nothing else is found there, the moments grow: then putting off helps nobody.
+A request that waits for the budget keeps its slot, because the requests behind it would wait as well. But a lane may
+have requests for several accounts, and those for one must not hold up those for another. So if all slots of a lane but
+one wait for the same account, the next request for that account is deferred after a moment and keeps its place in the
+line; its slot takes the request behind it. While only requests for that account follow, the moments grow, because
+deferring helps nobody then.
 """
 
 from collections import Counter, OrderedDict
@@ -14,18 +15,18 @@ LANES_KNOWN = 64
 
 
 class WaitingRoom:
-    """Of all lanes and accounts of this process."""
+    """Counts the waiting requests of all lanes and accounts of this process."""
 
     def __init__(self) -> None:
         self._waiting: Counter[tuple[str, str]] = Counter()
         self._patience_s: OrderedDict[str, float] = OrderedDict()
 
     def enter(self, lane: str, account: str, *, slots: int) -> float | None:
-        """In how many seconds it is to be put off; None: it may wait as long as any. `leave` follows."""
+        """After how many seconds it must be deferred; None: it may keep waiting. Call `leave` afterwards."""
         waiting = self._waiting[lane, account]
         self._waiting[lane, account] += 1
         if sum(count for (each, _), count in self._waiting.items() if each == lane) > waiting + 1:
-            self._patience_s[lane] = SHORTEST_S  # others come, too
+            self._patience_s[lane] = SHORTEST_S  # requests for other accounts follow, too
         if waiting < max(1, slots - 1):
             return None
         patience_s = self._patience_s.pop(lane, SHORTEST_S)
@@ -35,12 +36,12 @@ class WaitingRoom:
         return patience_s
 
     def leave(self, lane: str, account: str) -> None:
-        """It waits no longer, whatever came of it."""
+        """It waits no longer, for whatever reason."""
         self._waiting[lane, account] -= 1
         if not self._waiting[lane, account]:
             del self._waiting[lane, account]
 
     def passed(self, lane: str, account: str) -> None:
-        """One was granted at once: where others of its lane wait, for another account, it was worth looking."""
+        """A request was granted at once: if others of its lane wait for another account, deferring them has helped."""
         if any(each == lane and other != account for each, other in self._waiting):
             self._patience_s[lane] = SHORTEST_S

@@ -1,7 +1,7 @@
 """The calls of an account that are under way, and what a refusal may owe to them. Pure; time is passed in.
 
 A provider estimates a request's input when its call begins, and corrects that when it ends: until then it may hold more
-than we reserved. So a refusal that our books did not foresee may be one large request's, or what is held of many.
+than we reserved. So a refusal that the account did not foresee may be one large request's, or what is held of many.
 """
 
 from math import inf

@@ -1,4 +1,4 @@
-"""The answer on its way to the requester, its parts before it, and what is told again when nobody took it.
+"""Sends replies: the parts of a stream, the final reply, and the final reply again if its queue refused it.
 
 Start at `reply.py`. Imported by `handler`, `settle` and `control`.
 """

@@ -1,11 +1,11 @@
-"""Where replies may go, as a rule over an address and the user that the broker has checked. Pure.
+"""Decides where replies may go, by the address and the user that the broker has checked. Pure.
 
-A worker may write to every queue, so a `reply_to` could have it write where its requester may not (threat T1).
+A worker may write to every queue, so a `reply_to` could make it write where its requester may not (threat T1).
 
-open    the default: what nobody could choose (`amq.gen-…`, direct reply-to), `lane.reply.…`, and any queue outside
-        `lane.` and `amq.`. Who may publish can so have answers put into another's queue, where its name is known
-bound   direct reply-to, and `lane.reply.<user_id>` and `lane.reply.<user_id>.…` of the very user that published;
-        nobody can tell whose a queue of another name is
+open    the default: names that nobody can choose (`amq.gen-…`, direct reply-to), `lane.reply.…`, and any queue outside
+        `lane.` and `amq.`. A publisher who knows the name of another's queue can send answers there
+bound   direct reply-to, and `lane.reply.<user_id>` and `lane.reply.<user_id>.…` of the user that published; with any
+        other name nobody can tell whose queue it is
 """
 
 import re
@@ -17,21 +17,21 @@ from lanekeeper.contract.problems import RequestProblem
 
 LONGEST = 255
 _BROKER_NAMED = re.compile(r"amq\.gen-[A-Za-z0-9_-]{22}")
-"""A queue that the broker named: nobody can create one by hand (docs/facts.md, section 6)."""
+"""A queue that the broker named: clients cannot create one (docs/facts.md, section 6)."""
 _DIRECT = re.compile(r"amq\.rabbitmq\.reply-to\.[A-Za-z0-9._+/=-]{1,200}")
 _USER = re.compile(r"[A-Za-z0-9_-]{1,64}")
-"""As `topology export` makes them. With a dot in it, one user's name could begin another's queue."""
+"""User names as `topology export` allows them. With dots, one user's name could be the beginning of another's queue."""
 _SHOWN = 100
 
 
 def is_direct(address: str) -> bool:
-    """Whether it is a direct reply-to address, by its form."""
+    """Whether an address has the form of a direct reply-to address."""
     return _DIRECT.fullmatch(address) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplyRule:
-    """`allow`: narrows it further to these patterns. `bound`: to the queues of whoever published."""
+    """`allow`: only addresses of these patterns. `bound`: only queues of the user who published."""
 
     names: Names
     allow: Sequence[re.Pattern[str]] | None = None
@@ -45,13 +45,13 @@ class ReplyRule:
         return may and (self.allow is None or any(pattern.fullmatch(address) for pattern in self.allow))
 
     def allows_control(self, address: str, *, user: str | None) -> bool:
-        """The same for the answer to a control message: never to a queue that somebody could choose."""
+        """The same for the answer to a control message: never a queue whose name a client can choose."""
         if len(address) > LONGEST:
             return False
         return self._is_bound(address, user) or (not self.bound and _BROKER_NAMED.fullmatch(address) is not None)
 
     def refusal(self, address: str, *, user: str | None) -> RequestProblem:
-        """Of an address that is not allowed."""
+        """The problem of an address that is not allowed."""
         reply = self.names.reply_prefix
         if not self.bound:
             may = f"a queue that the broker named, direct reply-to, {reply}…, or a queue of the application's own"

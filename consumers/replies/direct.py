@@ -1,8 +1,8 @@
-"""Direct reply-to: sent without a queue, on the channel that asked.
+"""Direct reply-to: replies without a queue, to the channel that published the request.
 
 Before RabbitMQ 4.3.5 a forged address kills the connection that answers it (docs/facts.md, section 6). There the first
-message to an address goes out over a connection of its own, one at a time, so that the address that killed it is known.
-An address that has taken one was made by the broker: what follows goes out with everything else.
+reply to an address is sent over a connection of its own, one at a time, so that we know which address killed it. An
+address that has taken a reply is genuine: further replies use the ordinary connection.
 """
 
 import asyncio
@@ -15,13 +15,14 @@ from lanekeeper.contract.problems import ConfirmUnknown, RequestProblem
 KILLED_WITHIN_S = 2.0
 TRIES = 3
 KEPT = 1000
-"""Addresses that are remembered: the forged, so that each kills the connection once; and the good."""
+"""How many forged addresses are remembered, so that each kills the connection only once; and as many genuine ones."""
 
 
 class DirectSender:
-    """Publishes to direct reply-to addresses. `own`: a publisher on a connection of its own; None where that is mended.
+    """Publishes to direct reply-to addresses. `own`: a publisher on a connection of its own, for brokers before 4.3.5.
 
-    Never mandatory: brokers before 4.3 report delivered direct replies as unroutable (docs/facts.md, section 6).
+    It never sets `mandatory`: brokers before 4.3 report delivered direct replies as unroutable (docs/facts.md, section
+    6).
     """
 
     def __init__(self, publisher: Publisher, *, own: Publisher | None) -> None:
@@ -37,11 +38,11 @@ class DirectSender:
         return self._own is not None
 
     def refusal(self, address: str) -> RequestProblem | None:
-        """Of an address that killed the connection before; None of any other."""
+        """The problem of an address that killed the connection before; None for any other."""
         return _deadly() if address in self._deadly else None
 
     async def send(self, message: Message, address: str, **how: Any) -> None:
-        """Once. Raises RequestProblem for an address that killed the connection, now or before; else as
+        """Send it once. Raises RequestProblem if the address kills the connection, now or before; else as
         `Publisher.publish`."""
         how |= {"exchange": "", "routing_key": address, "mandatory": False}
         if self._own is None:
@@ -49,7 +50,7 @@ class DirectSender:
         elif address in self._good:
             try:
                 await self._publisher.publish(message, **how)
-            except ConfirmUnknown:  # it may be this one that the connection was lost by: the next try finds out
+            except ConfirmUnknown:  # perhaps this address killed the connection: the next try finds out
                 self._good.pop(address, None)
                 raise
         else:
@@ -59,7 +60,7 @@ class DirectSender:
         async with self._one_by_one:
             if (known := self.refusal(address)) is not None:
                 raise known
-            # so that it is the connection that is open now whose loss we watch
+            # so that we watch the connection that is open now
             await own.connection.underlying()
             loss = own.connection.loss
             try:
@@ -72,13 +73,13 @@ class DirectSender:
             _remember(address, self._good)
 
     async def send_surely(self, message: Message, address: str) -> None:
-        """Until the broker has it. Raises as `send`."""
+        """Send it until the broker has it. Raises as `send`."""
         if self._own is None:
             return await self._publisher.publish_surely(message, exchange="", routing_key=address, mandatory=False)
         for left in reversed(range(TRIES)):
             try:
                 return await self.send(message, address)
-            except ConfirmUnknown:  # the connection was lost by a fault of its own
+            except ConfirmUnknown:  # the connection was lost for another reason
                 if not left:
                     raise
         return None
@@ -95,7 +96,7 @@ def _deadly() -> RequestProblem:
 
 
 async def _killed_by_the_broker(loss: asyncio.Future[str]) -> bool:
-    """Whether the broker ended the connection over what was sent on it (541 INTERNAL_ERROR)."""
+    """Whether the broker ended the connection because of what was sent on it (541 INTERNAL_ERROR)."""
     try:
         async with asyncio.timeout(KILLED_WITHIN_S):
             return "INTERNAL_ERROR" in await asyncio.shield(loss)

@@ -1,4 +1,4 @@
-"""Replies: where they may go, and what they say. The final one is persistent and confirmed, the parts before it not."""
+"""Builds and sends replies. The final reply is persistent and confirmed; the parts before it are not."""
 
 import uuid
 from typing import Any
@@ -37,7 +37,7 @@ class Replies:
         self._rule = rule
 
     def refusal(self, job: Job) -> RequestProblem | None:
-        """Why a reply may not go where the request says; None where it may, or where it wants no reply."""
+        """Why no reply may go to the request's address; None if it may, or if the request wants no reply."""
         address = job.message.reply_to
         if not address:
             return None
@@ -46,13 +46,13 @@ class Replies:
         return self._rule.refusal(address, user=job.user_id)
 
     async def final(self, job: Job, completion: Completion, *, replayed: bool = False) -> bool:
-        """Send how a request ended, in one try. False: the reply queue refuses it (it is full), and nothing was sent.
+        """Send the final reply, once. False: the reply queue is full and refused it.
 
-        A requester that has gone is no error. Raises BrokerError where the broker does not take it.
+        It is no error if the requester has gone. Raises BrokerError if the broker does not take the reply.
         """
         if completion.code and not PROBLEMS[completion.code].answered:
             return True
-        # a cancellation that was recorded before the request came knows nothing of its wait
+        # a cancellation that was recorded before the request arrived does not know its wait
         wait = {n.WAIT_MS: job.wait_ms, n.RUN_MS: job.run_ms, n.WAIT_FROM: job.published.by}
         headers: dict[str, Any] = {n.STATUS: completion.status, n.REQUEST_ID: job.id, **wait, **completion.headers}
         if replayed:
@@ -62,13 +62,13 @@ class Replies:
             return await self._final(
                 job, body=completion.body, content_type=JSON if is_answer else PROBLEM, headers=headers
             )
-        except MessageTooLarge as error:  # kept when the broker took more; what is told then has to be short
+        except MessageTooLarge as error:  # it was stored while the broker took larger messages: send a short error
             log.error(signals.ANSWER_UNSENT, size=error.size, limit=error.limit)
             told = answer_too_large(error.size, error.limit).document(request=job.id, attempts=job.attempts)
             return await self._final(job, body=told, content_type=PROBLEM, headers={**headers, n.STATUS: "error"})
 
     def parts(self, job: Job) -> "Parts":
-        """Sends one event of the stream each time it is called."""
+        """What sends the events of a stream, one at each call."""
         return Parts(self, job)
 
     async def _final(self, job: Job, *, body: bytes, content_type: str, headers: dict[str, Any]) -> bool:
@@ -98,10 +98,10 @@ class Replies:
         return True
 
     async def part(self, job: Job, address: str, *, part: str, seq: int, body: bytes) -> str | None:
-        """Why it was not sent; None: it was. That is no failure of the attempt: the final reply is what counts.
+        """Send one part. Return why it was not sent; None: it was. A lost part does not fail the attempt.
 
-        Raises RequestProblem for an address that nothing may be sent to, and for a part that is too large: the whole
-        answer would be, too. There is no sense in going on.
+        Raises RequestProblem for an address that nothing may be sent to, and for a part that is too large: the final
+        reply would be too large as well.
         """
         headers: dict[str, Any] = {n.REQUEST_ID: job.id, n.ATTEMPT: job.attempts, n.PART: part, n.SEQ: seq}
         if job.lane is not None:
@@ -129,8 +129,8 @@ class Replies:
 class Parts:
     """The parts of one attempt, counted from 0.
 
-    An attempt after the first announces itself before its first event: forget what came so far. So does what begins
-    again within an attempt.
+    Before the first event of a later attempt, or of a second call within an attempt, a part `restart` tells the
+    requester to forget the events so far.
     """
 
     def __init__(self, replies: Replies, job: Job) -> None:
@@ -140,7 +140,7 @@ class Parts:
         self._restarted = False
         self._has_lost = False
         self.has_sent = False
-        """Whether the requester was sent anything that an attempt after this one must have it forget."""
+        """Whether anything was sent that the requester must forget if another attempt follows."""
 
     async def __call__(self, event: bytes, /) -> None:
         if not (address := self._job.message.reply_to):
@@ -153,12 +153,12 @@ class Parts:
     async def _send(self, address: str, part: str, body: bytes) -> None:
         self._seq += 1
         why = await self._replies.part(self._job, address, part=part, seq=self._seq, body=body)
-        if why is not None and not self._has_lost:  # told once: a full queue loses all that follow
+        if why is not None and not self._has_lost:  # logged once: a full queue loses all later parts too
             self._has_lost = True
             log.info(signals.PART_LOST, reason=why)
 
     def restart(self) -> bool:
-        """What comes now is of another call; whether anything had been sent."""
+        """The next events are of another call. Returns whether events had been sent."""
         had_begun = self._seq >= 0
         if had_begun:
             self._seq, self._restarted = -1, True

@@ -1,8 +1,8 @@
-"""A reply that its queue refuses (it is full) is told again beside the lane, and never waited for in a slot.
+"""Sends a reply again if its queue was full. No slot waits for that.
 
-The request goes through a delay and comes back with a header that says: only its reply is left. How it ended is read
-from the store then; what is not kept there (it was no request, or its id is another's) goes along. A minute after the
-first try it is given up: the result stays under its id.
+The request goes through a delay and comes back with a header that says that only its reply is left. Its outcome is then
+read from the store. An outcome that is not stored there (it was no valid request, or the id belongs to another) travels
+in a header. A minute after the first try the reply is given up; the result stays in the store.
 """
 
 import heapq
@@ -17,31 +17,31 @@ from lanekeeper.contract import names as n
 from lanekeeper.telemetry import logs, signals
 
 PAUSES_S = (1, 2, 4, 8, 16, 30)
-"""A minute together: a requester that was slow, or is started again, has made room by then."""
+"""A minute in all: by then a requester that was slow, or was restarted, has made room."""
 WAITING = 1000
 SHARE = 10
-"""What one tenant's replies may take of the bound: a tenth, in however many queues. Where nobody knows the tenant
-(`user_id` is missing), those of one queue."""
+"""One tenant's replies may use a tenth of the bound, in however many queues. Without a tenant (`user_id` is missing)
+the replies of one queue may."""
 LOUD_EVERY_MS = 1000
 Handle = Callable[[Job], Awaitable[Outcome]]
 log = logs.logger()
 
 
 class Retelling:
-    """Counts the replies that this process has sent round; when one comes back is known, so nobody need tell."""
+    """Counts the replies that this process has sent through a delay. It knows when each comes back."""
 
     def __init__(self, claiming: Claiming, *, waiting: int = WAITING) -> None:
         self._claiming = claiming
         self._most = waiting
         self._back: list[tuple[int, tuple[str, str]]] = []
-        """When each comes back, and whose it is: a heap."""
+        """A heap of when each comes back, and whose it is."""
         self._of: Counter[tuple[str, str]] = Counter()
         self._silent_until_ms = 0
         self.given_up = 0
-        """Replies that were never taken."""
+        """How many replies were given up."""
 
     def pause_ms(self, job: Job, *, now_ms: int) -> int | None:
-        """How long a reply that was refused just now waits for its next try; None: it is given up."""
+        """How long a refused reply waits for its next try; None: it is given up."""
         tenant = job.identity.tenant
         whose = ("tenant", tenant) if tenant else ("queue", job.message.reply_to or "")
         while self._back and self._back[0][0] <= now_ms:
@@ -58,7 +58,7 @@ class Retelling:
         return pause_ms
 
     def give_up(self, job: Job, *, now_ms: int) -> None:
-        """Loudly, but not once for each of a flood."""
+        """Count it, and log a warning at most once a second."""
         self.given_up += 1
         tries = job.hop.reply_try + 1
         if now_ms < self._silent_until_ms:
@@ -68,12 +68,12 @@ class Retelling:
         log.warning(signals.REPLY_GIVEN_UP, tries=tries, given_up=self.given_up)
 
     def first(self, handle: Handle) -> Handle:
-        """`handle`, but for what only has its reply left."""
+        """Wraps `handle`: a request that only has its reply left is answered from the store."""
 
         async def told_or_handled(job: Job) -> Outcome:
             if job.hop.reply_try and (completion := await self._completion(job)) is not None:
                 return Replayed(completion=completion, retold=True)
-            return await handle(job)  # the store has lost it: it is worked again
+            return await handle(job)  # the store has lost it: the request is worked on again
 
         return told_or_handled
 

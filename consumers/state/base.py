@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, Protocol, Self
 
+from lanekeeper.contract.names import ATTEMPT
 from lanekeeper.contract.problems import LanekeeperError
 
 LEASE_S = 10.0
@@ -65,6 +66,11 @@ class Completion:
     """Of the reply, beside its status: lane, model, provider, attempt, wait, run time."""
     ended_ms: int
     """By the clock of the worker that ended it; ms since 1970."""
+
+    @property
+    def is_untried(self) -> bool:
+        """It failed before any attempt was made."""
+        return self.status == "error" and self.headers.get(ATTEMPT) == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

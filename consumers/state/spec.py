@@ -25,6 +25,9 @@ class StoreSpec:
     unseen_per_tenant: int = 10_000
     """Such cancellations that are kept for one tenant; beyond it its oldest is forgotten. 8 MB of the file, and as many
     requests as critical's intake holds; they count for nobody's results."""
+    untried_per_tenant: int = 10_000
+    """Requests that ended before any attempt (their time was over, their tenant had too many waiting) of one
+    tenant: beyond it, they are the first to go when the SQLite file is full. 10 MB of it."""
     waiting_per_tenant: int = 10_000
     """What one tenant may have waiting in the broker by `x-lane-delay-ms` and `x-lane-at`, over a minute ahead:
     requests, each begun 16 KiB of a body counted as one, so that it is 160 MiB at most on the broker's disks."""

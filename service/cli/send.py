@@ -112,6 +112,7 @@ async def _send(
 ) -> None:
     from lanekeeper.replies import Problem
     from service.cli.connecting import client_of
+    from service.side_tasks import beside
 
     id = asked.setdefault("message_id", uuid.uuid4().hex)
     async with client_of(settings, tracing=tracing) as client:
@@ -122,17 +123,13 @@ async def _send(
             print(f"lanekeeper: request {printable(id)}", file=sys.stderr, flush=True)
             lane = key.partition(".")[0]
             timeout_s = _bound_s(settings, lane, asked)
-            watching = asyncio.create_task(_watch(client, lane), name="watch")
-            try:
+            async with beside(_watch(client, lane), name="watch"):
                 if stream:
                     await _print_parts(client.stream(body, key=key, timeout_s=timeout_s, **asked), json=json)
                 else:
                     answer = await client.request(body, key=key, timeout_s=timeout_s, **asked)
                     print_answer(answer, json=json)
                     tell_trace_of(answer)
-            finally:
-                watching.cancel()
-                await asyncio.wait([watching])
         except Problem as problem:
             tell_problem(problem)
             raise typer.Exit(FAILED) from None

@@ -1,6 +1,7 @@
 """`lanekeeper simulate`: the simulated Anthropic API by itself."""
 
 import asyncio
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -58,7 +59,7 @@ def simulate(
         input_tokens_per_minute=input_tokens_per_minute,
         output_tokens_per_minute=output_tokens_per_minute,
         burst_s=burst,
-        faults=dict(_share(each) for each in fault or ()),
+        faults=_shares(fault or ()),
         seed=seed,
     )
     run(_simulate(given, host=host, port=port))
@@ -86,12 +87,10 @@ async def _simulate(given: "SimulatedOptions", *, host: str, port: int) -> None:
         await api.stop()
 
 
-def _share(text: str) -> tuple[str, float]:
-    name, equals, share = text.rpartition("=")
+def _shares(options: Iterable[str]) -> dict[str, float]:
+    from service.simulated.faults import parse_share
+
     try:
-        value = float(share)
-    except ValueError:
-        value = -1
-    if not equals or not 0 <= value <= 1:
-        raise typer.BadParameter(f"{text!r} is not NAME=SHARE with a share from 0 to 1", param_hint="--fault")
-    return name, value
+        return dict(parse_share(each) for each in options)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--fault") from None

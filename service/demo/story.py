@@ -26,7 +26,7 @@ from service.demo.working import working
 from service.private_broker.broker import private_broker
 from service.simulated.app import SimulatedAPI
 from service.simulated.options import SimulatedOptions
-from service.worker.assembly import Parts
+from service.worker.worker import Worker
 from topology.broker.admin.remove import remove
 from topology.declaration import declare
 
@@ -129,7 +129,7 @@ def _fitted(settings: Settings) -> Settings:
     )
 
 
-async def _through_lanes(client: Client, parts: Parts, console: Console) -> Board:
+async def _through_lanes(client: Client, parts: Worker, console: Console) -> Board:
     scores = load.board()
 
     async def asking(ask: Ask) -> Result:

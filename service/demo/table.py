@@ -13,6 +13,7 @@ from service.demo import unbroken
 from service.demo.budget import ACCOUNT, JOBS, SOON_S, USED_LEAST, Spending
 from service.demo.load import BATCH_JOBS, Board
 from service.demo.outage import CALLS_MOST, Outage
+from service.side_tasks import beside
 
 REDRAW_S = 0.25
 LINE_EVERY_S = 2.0
@@ -23,12 +24,8 @@ LINE_EVERY_S = 2.0
 async def watching(console: Console, scores: Board, activities: Mapping[str, LaneActivity]) -> AsyncIterator[None]:
     """Show the lanes as they work."""
     show = _redraw if console.is_terminal else _lines
-    task = asyncio.create_task(show(console, scores, activities), name="demo table")
-    try:
+    async with beside(show(console, scores, activities), name="demo table"):
         yield
-    finally:
-        task.cancel()
-        await asyncio.wait({task})
 
 
 async def _redraw(console: Console, scores: Board, activities: Mapping[str, LaneActivity]) -> None:

@@ -7,13 +7,14 @@ from contextlib import asynccontextmanager
 from lanekeeper import Client
 from service.config.settings import Settings
 from service.worker import running as worker
-from service.worker.assembly import Parts, assemble
+from service.worker.assembly import assemble
+from service.worker.worker import Worker
 
 GRACE_S = 1.0
 
 
 @asynccontextmanager
-async def working(settings: Settings, *, lanes: tuple[str, ...] = ()) -> AsyncIterator[tuple[Parts, Client]]:
+async def working(settings: Settings, *, lanes: tuple[str, ...] = ()) -> AsyncIterator[tuple[Worker, Client]]:
     """Work the lanes, all where empty, for the length of a `with`; it begins when every queue is consumed."""
     stop, ready = asyncio.Event(), asyncio.Event()
     async with (

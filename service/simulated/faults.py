@@ -185,14 +185,19 @@ def parse_fault(text: str) -> Fault:
     )
 
 
-def parse_ratio(text: str) -> tuple[str, float]:
-    """An option like `overloaded=0.3` or `rate_limited retry_after=2=0.1`: the fault and its share."""
-    fault, _, share = text.rpartition("=")
-    parse_fault(fault)
+def parse_share(text: str) -> tuple[str, float]:
+    """An option NAME=SHARE, such as `overloaded=0.3` or `rate_limited retry_after=2=0.1`: a fault, and the share of
+    calls that it hits. Raises `ValueError` that names what is allowed.
+    """
+    fault, equals, said = text.rpartition("=")
     try:
-        return fault, float(share)
+        share = float(said)
     except ValueError:
-        raise ValueError(f"fault {fault}: the share of calls must be a number from 0 to 1, not {share!r}") from None
+        share = -1.0
+    if not equals or not 0 <= share <= 1:
+        raise ValueError(f"{text!r} is not NAME=SHARE with a share from 0 to 1")
+    parse_fault(fault)
+    return fault, share
 
 
 def _seconds(text: str) -> float:

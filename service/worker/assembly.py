@@ -1,120 +1,55 @@
 """The composition root: every part of a worker is made here, handed what it uses, and ended in reverse order."""
 
-import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 
 from opentelemetry.trace import TracerProvider
 
 from consumers.attempt import Attempts
-from consumers.capacity.activity import LaneActivity
 from consumers.capacity.pausing import Pausing
-from consumers.capacity.slots import Depths, Slots
+from consumers.capacity.slots import Slots
 from consumers.claiming import Claiming
 from consumers.control.answer import Answers
 from consumers.control.queue import Control
 from consumers.dead_letters import DeadLetters
 from consumers.failpoints import Failpoints
 from consumers.fairness.scouting import Scouting
-from consumers.fairness.turns import Shares, Turns
+from consumers.fairness.turns import Shares
 from consumers.gates.claim import ClaimGate
 from consumers.gates.deadline import DeadlineGate
 from consumers.gates.schedule import ScheduleGate
 from consumers.handler import Handler
 from consumers.job import now_ms
 from consumers.lifecycle import Lifecycle
-from consumers.limits.base import Budgets
 from consumers.parking import Parking
-from consumers.pool import Pool
-from consumers.providers.breaker import Breakers
 from consumers.reading import Reading
 from consumers.replies.direct import DirectSender
 from consumers.replies.reply import Replies
 from consumers.replies.retelling import Retelling
 from consumers.settle import Settler
-from consumers.spending import Spending
-from consumers.state.base import Store
 from consumers.state.opening import open_store
-from lanekeeper.amqp.connection import Connection
-from lanekeeper.amqp.depth import depths
 from lanekeeper.amqp.publisher import Publisher
-from lanekeeper.contract.names import Names
-from lanekeeper.contract.problems import AccessRefused, BrokerBlocked, BrokerUnreachable, TopologyMismatch
 from lanekeeper.telemetry.tracing import Tracing
 from service.config.settings import Settings
+from service.worker import ready
+from service.worker.broker import apply_or_check, connection_for, management_finder, watched_rights
 from service.worker.budgeting import open_budgeting
 from service.worker.open_providers import open_providers
 from service.worker.pool_factory import Pools
-from topology.broker.admin.apply import apply
+from service.worker.worker import Worker
 from topology.broker.admin.deadletters import Oldest
-from topology.broker.admin.management import Management, discover
-from topology.broker.admin.rights import WritingRights
-from topology.broker.admin.verify import verify
-from topology.broker.admin.watch import FindManagement, TopologyWatch
+from topology.broker.admin.watch import TopologyWatch
 from topology.broker.deliveries import Deliveries
-from topology.broker.heads import Heads
 from topology.broker.notices import Notices
 from topology.declaration import RECOMMENDED, declare, is_before
-from topology.lanes import LaneSpec
-from topology.model import Topology
 
 CONTROL_PREFETCH = 512
 """Recorded at once: the store writes them with one fsync. And far enough ahead of what is refused: an
 acknowledgement makes room only after an fsync of the broker's."""
 FINISH_WITHIN_S = 2.0
 """How long an answer that the provider has given may take into the store, when all else has ended."""
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """A worker, made and connected; `worker.run` sets it going."""
-
-    names: Names
-    lanes: tuple[LaneSpec, ...]
-    topology: Topology
-    consuming: Connection
-    publishing: Connection
-    publisher: Publisher
-    store: Store
-    claiming: Claiming
-    control: Control
-    answers: Answers
-    parking: Parking
-    dead_letters: DeadLetters
-    retelling: Retelling
-    pausing: Pausing
-    watch: TopologyWatch
-    pools: tuple[Pool, ...]
-    slots: Slots
-    scouting: Scouting
-    turns: Mapping[str, Turns]
-    """By lane."""
-    budgets: Budgets
-    breakers: Breakers
-    spending: Spending
-    prices_as_of: str
-    simulated: bool
-    """Answers come from a simulated provider: nothing is spent."""
-    activities: tuple[LaneActivity, ...]
-
-    @property
-    def version(self) -> str:
-        """The broker's."""
-        return self.publishing.version
-
-    def reasons(self) -> Mapping[str, str | None]:
-        """What must be well for the worker to take work: each part with what is wrong with it, or None."""
-        return {
-            "consume connection": self.consuming.trouble,
-            "publish connection": self.publishing.trouble or self.publishing.blocked,
-            "topology": self.watch.trouble,
-            "store": self.store.trouble,
-            "control queue": self.control.trouble,
-            **{f"queue {pool.queue}": pool.trouble for pool in self.pools},
-        }
 
 
 @asynccontextmanager
@@ -125,7 +60,7 @@ async def assemble(
     declares: bool,
     traces: TracerProvider | None = None,
     simulated: bool = False,
-) -> AsyncIterator[Parts]:
+) -> AsyncIterator[Worker]:
     """Connect and make every part. `lanes`: the lanes to work, all where empty. `declares`: apply the topology first;
     else it must be there. `traces`: where spans go; None: nowhere, and traces pass through.
 
@@ -141,17 +76,19 @@ async def assemble(
         providers = open_providers(settings, traceparent=tracing.traceparent, reading=reading)
         for each in providers:
             stack.push_async_callback(each.aclose)
-        publishing = await stack.enter_async_context(_connection(settings, "publish"))
-        consuming = await stack.enter_async_context(_connection(settings, "consume"))
+        publishing = await stack.enter_async_context(connection_for("publish", settings))
+        consuming = await stack.enter_async_context(connection_for("consume", settings))
         topology = declare(every, names=names, broker_version=publishing.version)
-        await _apply_or_check(topology, publishing, declares=declares)
-        watch = TopologyWatch(topology, consuming, declares=declares, find_management=_management_finder(settings))
+        await apply_or_check(topology, publishing, declares=declares)
+        watch = TopologyWatch(topology, consuming, declares=declares, find_management=management_finder(settings))
         publisher = Publisher(publishing, tracing=tracing, on_missing=watch.look)
-        rights = await stack.enter_async_context(_rights(publishing, names))
+        rights = await stack.enter_async_context(watched_rights(publishing, names))
         notices = await stack.enter_async_context(Notices(publishing))
         own = None
         if is_before(publishing.version, RECOMMENDED):
-            own = Publisher(await stack.enter_async_context(_connection(settings, "direct replies")), tracing=tracing)
+            own = Publisher(
+                await stack.enter_async_context(connection_for("direct replies", settings)), tracing=tracing
+            )
         direct = DirectSender(publisher, own=own)
         rule = settings.reply_rule()
         store = await stack.enter_async_context(
@@ -241,13 +178,13 @@ async def assemble(
             settler=settler,
             answers=answers,
             now_ms=now_ms,
-            ready=_ready_in(names.control, _ready(consuming)),
+            ready=ready.in_queue(consuming, names.control),
             kept_s=settings.store_spec().cancelled_s,
             per_tenant_s=settings.control.per_tenant_s,
             speakers=settings.speakers,
             needs_user_id=settings.needs_user_id,
         )
-        yield Parts(
+        yield Worker(
             names=names,
             lanes=worked,
             topology=topology,
@@ -272,11 +209,11 @@ async def assemble(
             pools=tuple(pools.made),
             slots=Slots(
                 pools.lines,
-                depths=_ready_or_aside(consuming, pools.heads),
+                depths=ready.with_set_aside(consuming, pools.heads),
                 now_ms=now_ms,
                 waiting_for=budgeting.waiting_for,
             ),
-            scouting=Scouting(pools.scouted, depths=_ready(consuming)),
+            scouting=Scouting(pools.scouted, depths=ready.in_queues(consuming)),
             turns=pools.turns,
             budgets=budgeting.budgets,
             breakers=budgeting.breakers,
@@ -284,81 +221,4 @@ async def assemble(
             prices_as_of=budgeting.prices_as_of,
             simulated=simulated,
             activities=tuple(pools.activities),
-        )
-
-
-def _connection(settings: Settings, purpose: str) -> Connection:
-    return Connection(settings.broker_url, name=f"lanekeeper {purpose}", ssl_context=settings.ssl_context())
-
-
-def _management_finder(settings: Settings) -> FindManagement:
-    async def find(connection: Connection) -> Management | None:
-        return await discover(
-            settings.broker_url,
-            settings.management,
-            connection=await connection.underlying(),
-            ssl_context=settings.tls.given_context(),
-        )
-
-    return find
-
-
-def _ready(connection: Connection) -> Depths:
-    async def ready(queues: list[str]) -> Mapping[str, int]:
-        return {queue: depth.ready for queue, depth in (await depths(connection, queues)).items()}
-
-    return ready
-
-
-def _ready_or_aside(connection: Connection, heads: Mapping[str, Heads]) -> Depths:
-    """What waits in a queue, and of an intake what was set aside."""
-    ready = _ready(connection)
-
-    async def both(queues: list[str]) -> Mapping[str, int]:
-        return {
-            queue: count + (heads[queue].ready if queue in heads else 0)
-            for queue, count in (await ready(queues)).items()
-        }
-
-    return both
-
-
-def _ready_in(queue: str, ready: Depths) -> Callable[[], Awaitable[int]]:
-    async def ready_in() -> int:
-        return (await ready([queue]))[queue]
-
-    return ready_in
-
-
-@asynccontextmanager
-async def _rights(connection: Connection, names: Names) -> AsyncIterator[WritingRights]:
-    """A worker that may answer nobody would take requests and put them back until they are buried as poison."""
-    rights = WritingRights(connection, (("", f"{names.reply_prefix}nobody"), (names.events, "nobody")))
-    try:
-        await rights.look()
-    except (BrokerBlocked, BrokerUnreachable):
-        pass  # an alarm: nothing is taken until it is over, and this is known
-    except AccessRefused as error:
-        raise AccessRefused(
-            f"a worker must be allowed to write: {error}; "
-            "give its user the rights that `lanekeeper topology export --user NAME:worker` shows"
-        ) from error
-    looking = asyncio.create_task(rights.run(), name="rights")
-    try:
-        yield rights
-    finally:
-        looking.cancel()
-        await asyncio.wait([looking])
-
-
-async def _apply_or_check(topology: Topology, connection: Connection, *, declares: bool) -> None:
-    """Declare the topology, or see that it is there."""
-    if declares:
-        await apply(topology, await connection.underlying())
-        return
-    differences = (await verify(topology, None, await connection.underlying())).differences
-    if differences:
-        raise TopologyMismatch(
-            f"the broker's topology is not as declared ({len(differences)} differences): {differences[0].line}; "
-            "run: lanekeeper topology apply"
         )

@@ -4,7 +4,7 @@ import asyncio
 import os
 import platform
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 
@@ -16,18 +16,18 @@ from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import STATUS_KEY
 from lanekeeper.contract.problems import BrokerError
 from lanekeeper.telemetry import logs, signals
-from service.worker.assembly import Parts
+from service.side_tasks import beside, end
+from service.worker.worker import Worker
 from topology.broker.inbox import Inbox
 
 SUMMARY_EVERY_S = 60
 LOOK_EVERY_S = 0.02
-CANCEL_AGAIN_S = 2.0
 BIND_EVERY_S = 30
 log = logs.logger()
 
 
 async def run(
-    parts: Parts, *, stop: asyncio.Event, grace_s: float, on_ready: Callable[[], None] = lambda: None
+    worker: Worker, *, stop: asyncio.Event, grace_s: float, on_ready: Callable[[], None] = lambda: None
 ) -> None:
     """Work until `stop` is set; then take no more, give back what has not begun its call, let the calls that run
     end within `grace_s`, and give back the rest.
@@ -35,79 +35,70 @@ async def run(
     `on_ready` is called once, when every queue is consumed.
     """
     async with asyncio.TaskGroup() as group:
-        pools = [group.create_task(pool.run(), name=f"pool {pool.queue}") for pool in parts.pools]
+        pools = [group.create_task(pool.run(), name=f"pool {pool.queue}") for pool in worker.pools]
         side = [
-            group.create_task(_answer_status(parts), name="status"),
-            group.create_task(_summarise(parts), name="summary"),
-            group.create_task(parts.claiming.run(), name="claims"),
-            group.create_task(probing(parts.store), name="probing"),
-            group.create_task(sweeping(parts.store, owner=uuid.uuid4().hex), name="sweeping"),
-            group.create_task(parts.dead_letters.run(owner=uuid.uuid4().hex), name="dead letters"),
+            group.create_task(_answer_status(worker), name="status"),
+            group.create_task(_summarise(worker), name="summary"),
+            group.create_task(worker.claiming.run(), name="claims"),
+            group.create_task(probing(worker.store), name="probing"),
+            group.create_task(sweeping(worker.store, owner=uuid.uuid4().hex), name="sweeping"),
+            group.create_task(worker.dead_letters.run(owner=uuid.uuid4().hex), name="dead letters"),
         ]
-        pools.append(group.create_task(parts.control.run(), name="control"))
-        pools.append(group.create_task(parts.slots.run(), name="slots"))
-        pools.append(group.create_task(parts.scouting.run(), name="scouting"))
-        side.append(group.create_task(parts.pausing.run((*parts.pools, parts.slots, parts.scouting)), name="pausing"))
-        side.append(group.create_task(parts.watch.run(), name="topology watch"))
-        announcing = group.create_task(_announce(parts, on_ready), name="announce")
+        pools.append(group.create_task(worker.control.run(), name="control"))
+        pools.append(group.create_task(worker.slots.run(), name="slots"))
+        pools.append(group.create_task(worker.scouting.run(), name="scouting"))
+        side.append(
+            group.create_task(worker.pausing.run((*worker.pools, worker.slots, worker.scouting)), name="pausing")
+        )
+        side.append(group.create_task(worker.watch.run(), name="topology watch"))
+        announcing = group.create_task(_announce(worker, on_ready), name="announce")
         stopping = group.create_task(stop.wait(), name="stop")
         ended, _ = await asyncio.wait((stopping, *pools, *side), return_when=asyncio.FIRST_COMPLETED)
         if stopping not in ended:  # a lane that nobody works must not look like an idle one
             raise RuntimeError(f"{', '.join(task.get_name() for task in ended)} ended by itself")
-        running = sum(activity.running for activity in parts.activities)
+        running = sum(activity.running for activity in worker.activities)
         log.info(signals.SERVICE_STOPPING, running=running, grace_s=grace_s)
         stops = [
-            group.create_task(_stop(parts), name="stop taking"),
-            group.create_task(parts.control.stop(), name="stop control"),
+            group.create_task(_stop(worker), name="stop taking"),
+            group.create_task(worker.control.stop(), name="stop control"),
         ]
         _, late = await asyncio.wait((*stops, *pools), timeout=grace_s)
-        orphaned = sum(activity.running for activity in parts.activities) if late else 0
-        await _end((*late, *side, announcing))
+        orphaned = sum(activity.running for activity in worker.activities) if late else 0
+        await end((*late, *side, announcing))
         log.info(signals.SERVICE_STOPPED, orphaned=orphaned)
 
 
-async def _stop(parts: Parts) -> None:
+async def _stop(worker: Worker) -> None:
     """What is given back must find none of our consumers: so all of them end first."""
-    await asyncio.gather(*(pool.stop() for pool in parts.pools), parts.slots.stop(), parts.scouting.stop())
-    for pool in parts.pools:
+    await asyncio.gather(*(pool.stop() for pool in worker.pools), worker.slots.stop(), worker.scouting.stop())
+    for pool in worker.pools:
         pool.give_back_waiting()
-    parts.slots.give_back_waiting()
-    parts.scouting.give_back_waiting()
+    worker.slots.give_back_waiting()
+    worker.scouting.give_back_waiting()
 
 
-async def _end(tasks: Iterable[asyncio.Task[object]]) -> None:
-    """Cancel tasks until they have ended: a cancellation that comes while aiormq waits can be lost (topology/broker/
-    border.py)."""
-    pending = {task for task in tasks if not task.done()}
-    while pending:
-        for task in pending:
-            task.cancel()
-        _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
-
-
-async def _announce(parts: Parts, on_ready: Callable[[], None]) -> None:
+async def _announce(worker: Worker, on_ready: Callable[[], None]) -> None:
     """Say what is worked, as soon as it is: a queue that is not consumed yet answers nobody."""
-    while any(pool.trouble for pool in parts.pools):  # noqa: ASYNC110  five or seven queues, once, with no event behind
+    while any(pool.trouble for pool in worker.pools):  # noqa: ASYNC110  five or seven queues, once, with no event behind
         await asyncio.sleep(LOOK_EVERY_S)
-    for activity in parts.activities:
+    for activity in worker.activities:
         snapshot = activity.snapshot()
         log.info(signals.LANE_STARTED, lane=activity.lane, slots=snapshot["slots"], due_slots=snapshot["due_slots"])
     on_ready()
 
 
-async def _answer_status(parts: Parts) -> None:
+async def _answer_status(worker: Worker) -> None:
     """Tell whoever asks what this worker does; on a queue of its own, made again when it is lost."""
     me = f"{platform.node()}:{os.getpid()}"
     while True:
         with suppress(BrokerError):
-            async with Inbox(parts.consuming, bindings=((parts.names.control, STATUS_KEY),)) as inbox:
-                binding = asyncio.create_task(_bind_again(inbox), name="status binding")
-                try:
-                    async for question in inbox:
-                        if question.type == STATUS_KEY:  # of another type it is answered from the control queue
-                            await _tell(parts, question, me)
-                finally:
-                    await _end((binding,))
+            async with (
+                Inbox(worker.consuming, bindings=((worker.names.control, STATUS_KEY),)) as inbox,
+                beside(_bind_again(inbox), name="status binding"),
+            ):
+                async for question in inbox:
+                    if question.type == STATUS_KEY:  # other types are answered from the control queue
+                        await _tell(worker, question, me)
         await asyncio.sleep(1)  # the connection itself comes back with its own backoff
 
 
@@ -118,63 +109,63 @@ async def _bind_again(inbox: Inbox) -> None:
             await inbox.bind()
 
 
-async def _tell(parts: Parts, question: Message, me: str) -> None:
+async def _tell(worker: Worker, question: Message, me: str) -> None:
     figures = {
         "worker": me,
-        "lanes": {activity.lane: dict(activity.snapshot()) for activity in parts.activities},
+        "lanes": {activity.lane: dict(activity.snapshot()) for activity in worker.activities},
         "waiting": {
             account: {lane: asdict(waiting) for lane, waiting in lanes.items()}
-            for account, lanes in parts.budgets.waiting().items()
+            for account, lanes in worker.budgets.waiting().items()
         },
         "paused_until_ms": {
-            account: now_ms() + round(1000 * left_s) for account, left_s in parts.budgets.paused().items()
+            account: now_ms() + round(1000 * left_s) for account, left_s in worker.budgets.paused().items()
         },
-        "breakers": dict(parts.breakers.states(asyncio.get_running_loop().time())),
+        "breakers": dict(worker.breakers.states(asyncio.get_running_loop().time())),
         "spent": {
             kind: {name: spent._asdict() for name, spent in each.items()}
-            for kind, each in parts.spending.totals().items()
+            for kind, each in worker.spending.totals().items()
         },
-        "prices_as_of": parts.prices_as_of,
-        "simulated": parts.simulated,
-        "tenants": {lane: turns.snapshot() for lane, turns in parts.turns.items()},
-        "undelivered": parts.retelling.given_up,
+        "prices_as_of": worker.prices_as_of,
+        "simulated": worker.simulated,
+        "tenants": {lane: turns.snapshot() for lane, turns in worker.turns.items()},
+        "undelivered": worker.retelling.given_up,
         "dead_letters": {
-            "exported": parts.dead_letters.exported,
-            "dropped": parts.dead_letters.dropped,
-            "unparked": parts.parking.unparked,
+            "exported": worker.dead_letters.exported,
+            "dropped": worker.dead_letters.dropped,
+            "unparked": worker.parking.unparked,
         },
         "control": {
-            "refused": parts.answers.refused,
-            "unanswered": parts.answers.unanswered,
-            "displaced": parts.control.displaced,
+            "refused": worker.answers.refused,
+            "unanswered": worker.answers.unanswered,
+            "displaced": worker.control.displaced,
         },
     }
-    await parts.answers.tell(question, figures, id=None, as_="accepted")
+    await worker.answers.tell(question, figures, id=None, as_="accepted")
 
 
-async def _summarise(parts: Parts) -> None:
+async def _summarise(worker: Worker) -> None:
     """Once a minute, a line a lane."""
     while True:
         await asyncio.sleep(SUMMARY_EVERY_S)
-        await summarise_once(parts)
+        await summarise_once(worker)
 
 
-async def summarise_once(parts: Parts) -> None:
+async def summarise_once(worker: Worker) -> None:
     """Log what `status` shows: depth, consumers, running, waits and throughput of each lane."""
-    queues = {activity.lane: _queues(parts, activity.lane) for activity in parts.activities}
+    queues = {activity.lane: _queues(worker, activity.lane) for activity in worker.activities}
     try:
-        found = await depths(parts.consuming, [queue for pair in queues.values() for queue in pair])
+        found = await depths(worker.consuming, [queue for pair in queues.values() for queue in pair])
     except BrokerError as error:
         log.warning(signals.BROKER_UNREACHABLE, connection="consume", reason=str(error))
         return
-    for activity in parts.activities:
+    for activity in worker.activities:
         figures = activity.snapshot()
         intake, *others = (found[queue] for queue in queues[activity.lane])
         waits = sorted(figures["waits_ms"])
         log.info(
             signals.LANE_SUMMARY,
             lane=activity.lane,
-            depth=intake.ready + sum(each.ready for each in others) + parts.turns[activity.lane].in_hand,
+            depth=intake.ready + sum(each.ready for each in others) + worker.turns[activity.lane].in_hand,
             consumers=intake.consumers,
             running=figures["running"],
             wait_p50_ms=quantile(waits, 0.5),
@@ -183,9 +174,9 @@ async def summarise_once(parts: Parts) -> None:
         )
 
 
-def _queues(parts: Parts, lane: str) -> tuple[str, ...]:
+def _queues(worker: Worker, lane: str) -> tuple[str, ...]:
     """The intake first."""
     sides = (
-        parts.names.side(lane, each) for spec in parts.lanes if spec.name == lane for each in range(spec.side_queues)
+        worker.names.side(lane, each) for spec in worker.lanes if spec.name == lane for each in range(spec.side_queues)
     )
-    return parts.names.intake(lane), parts.names.due(lane), *sides
+    return worker.names.intake(lane), worker.names.due(lane), *sides

@@ -1,4 +1,4 @@
-"""A memory alarm: publishers are told, nothing is handed to a connection that the broker does not read."""
+"""A memory alarm: publishers get an error, and nothing is written to a connection that the broker does not read."""
 
 import asyncio
 import time

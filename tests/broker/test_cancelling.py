@@ -1,4 +1,4 @@
-"""Who is told to stop stops, at whatever moment of talking to the broker that comes."""
+"""A cancellation takes effect at any moment of a conversation with the broker."""
 
 import asyncio
 import random

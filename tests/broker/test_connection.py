@@ -1,4 +1,4 @@
-"""The supervised connection: what is wrong is one clear line, and what is lost comes back."""
+"""The supervised connection: errors are one clear line, and a lost connection is opened again."""
 
 import asyncio
 import gc

@@ -1,4 +1,4 @@
-"""Whether a user may write is found out, and nobody gets a message by it."""
+"""Whether a user may write is found out without delivering a message to anybody."""
 
 from collections.abc import AsyncIterator
 

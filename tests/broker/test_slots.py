@@ -1,4 +1,5 @@
-"""Slots that follow the work, over a real broker: a flood borrows what is idle, and whoever lent it has it back."""
+"""Slots move between lanes over a real broker: a flood borrows idle slots, and the lane that lent them gets them
+back."""
 
 import asyncio
 import time

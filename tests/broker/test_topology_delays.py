@@ -1,4 +1,4 @@
-"""Delays and falls through a real broker: on time, to the lane of the key, and what cannot go on falls."""
+"""Delays through a real broker end on time in the right lane; what cannot be routed goes to `lane.fallen`."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""The topology is watched: what goes missing under a worker, or while it was away, is told; `serve` makes it again."""
+"""The topology is watched: whatever is deleted is reported, and `serve` declares it again."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable

@@ -1,4 +1,4 @@
-"""What a lane tells of itself: counts, and the latest waits and run times; never more than it keeps."""
+"""A lane's figures: counts, and a limited number of the latest waits and run times."""
 
 import pytest
 

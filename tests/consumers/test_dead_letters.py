@@ -1,4 +1,4 @@
-"""Dead letters beyond their bounds go, the oldest first; one process at a time looks."""
+"""Dead letters beyond the limits are removed, the oldest first; only one process at a time does that."""
 
 import asyncio
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What a failed attempt says in logs and events: a provider's words only where they look like what they should be."""
+"""What logs and events say of a failed attempt: a provider's words only if they have the expected form."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What the broker took out of a queue, or could not route, ends as the contract says."""
+"""Requests that the broker took out of a queue or could not route get the outcome that the contract defines."""
 
 from typing import Any
 

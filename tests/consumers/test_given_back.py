@@ -135,10 +135,10 @@ class Ground:
         for _ in range(3):
             await self.spending.finish(within_s=30)
             await self.bench.claiming.finish(within_s=30)
-        books = self.budgets.turns("anthropic/sonnet").account
+        account = self.budgets.turns("anthropic/sonnet").account
         found = {
-            "running": books.concurrency.running,
-            "waiting": len(books.lines),
+            "running": account.concurrency.running,
+            "waiting": len(account.lines),
             "reservation": job.reservation,
             "caps": len(self.caps._held),
             "limit": job.limit,

@@ -1,4 +1,4 @@
-"""The pipeline: each step can end a request, in this order, and what a gate took it gives back."""
+"""The pipeline: each step, in order, can end a request, and each gate gives back what it took."""
 
 import asyncio
 from collections.abc import Callable, Iterable

@@ -1,4 +1,5 @@
-"""What each queue gets beside its own slots: lent ones first, then growth; never another's reserve; no flapping."""
+"""How many slots a queue gets in addition to its own: lent ones first, then grown ones; never another lane's
+reserve."""
 
 from collections import deque
 from dataclasses import replace
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from consumers.capacity.lending import AT_MOST, Seen, Share, decide
+from tests.support.examples import examples
 
 CRITICAL = Seen(slots=16, kept=2, most=128, target_wait_s=1)
 NORMAL = Seen(slots=8, kept=1, most=64, target_wait_s=10)
@@ -155,7 +157,7 @@ def lanes_and_demands(draw: st.DrawFn) -> list[tuple[Seen, int]]:
     return lanes
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(lanes_and_demands(), st.sampled_from([0.0, 5.0]), st.integers(1, 4))
 def test_under_a_constant_load_it_comes_to_rest(world: list[tuple[Seen, int]], wait_s: float, ask_every: int) -> None:
     """Each lane has so many requests that would run at the same time; looked at as the loop does it."""

@@ -1,4 +1,4 @@
-"""Nothing is taken while an answer could not be sent: who would take is told, and who would call waits."""
+"""While an answer could not be sent, pools are paused and calls wait."""
 
 import asyncio
 from collections.abc import AsyncIterator

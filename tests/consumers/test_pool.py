@@ -1,4 +1,4 @@
-"""A pool: a task a delivery; whatever happens to one harms no other, and stopping gives back what runs."""
+"""A pool runs a task for each delivery. A failure of one harms no other; a stop returns what has not ended."""
 
 import asyncio
 import io

@@ -1,4 +1,4 @@
-"""Large bodies are read in turns, so that whoever else needs the event loop gets it."""
+"""Large bodies are parsed one at a time with pauses, so that other tasks get the event loop."""
 
 import asyncio
 import gc

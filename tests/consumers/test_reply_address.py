@@ -1,4 +1,4 @@
-"""Where replies may go: never where the worker may write and the requester may not."""
+"""Where replies may go: never to a queue that the worker may write but the requester may not."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""A reply that its queue refuses is tried again beside the lane: without another call, and not for ever."""
+"""A reply that a full queue refused is sent again, without another call to the provider and for a limited time."""
 
 import json
 

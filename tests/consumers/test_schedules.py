@@ -1,4 +1,4 @@
-"""The promise (docs/reliability.md), under whatever may befall workers, channels, store and clock between two awaits.
+"""The promise (docs/reliability.md) holds whatever happens to workers, channels, store and clock between two awaits.
 
 The real pools, handler, gates, claiming, settler and rows of the store run on a clock of their own in a world that goes
 as a schedule says (tests/support/schedules): a few thousand turns a second, the same each time. A failing schedule is

@@ -1,4 +1,4 @@
-"""A scout consumes a queue as well while its lane is full and slow, and at no other time."""
+"""A scout consumes a queue only while its lane is full and slow."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping

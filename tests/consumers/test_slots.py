@@ -1,4 +1,4 @@
-"""Added slots are pools of their own: they are there when wanted, back when wanted elsewhere, and seen in `status`."""
+"""Added slots are pools of their own: added when needed, taken back when another lane needs them, shown in `status`."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping

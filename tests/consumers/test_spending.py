@@ -1,4 +1,4 @@
-"""What a day may cost: prices, caps of lanes and tenants, and what becomes of a request that is over one."""
+"""Daily caps of lanes and tenants: prices, counting, and what happens to a request over a cap."""
 
 import asyncio
 import random

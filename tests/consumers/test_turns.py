@@ -1,4 +1,4 @@
-"""Who gets a slot that comes free, and who is set aside instead of waiting for one."""
+"""Which request gets a free slot, and which is set aside in place of waiting for one."""
 
 import asyncio
 from collections import Counter

@@ -1,4 +1,4 @@
-"""What a request waited for, as spans: from what its message says, and from what its job has seen."""
+"""The spans of a request's waits, computed from its message and its job."""
 
 from typing import Any
 

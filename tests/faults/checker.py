@@ -1,4 +1,4 @@
-"""Judges a history: what must never be in it, and how well the service did otherwise. A pure function.
+"""Checks a history for what must never happen, and measures how well the service did. A pure function.
 
 The promise (docs/contract.md): what was confirmed ends in exactly one final outcome. A reply may come twice, the
 same; a provider may be called again, but not once an answer is out.

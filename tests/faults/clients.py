@@ -1,4 +1,4 @@
-"""Applications that ask all the time, over several connections, and know what they were told.
+"""Applications that send requests all the time over several connections, and record every reply.
 
 Each request is published until the broker has confirmed it, under the same id: after a confirm that never came, too.
 """

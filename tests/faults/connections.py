@@ -1,4 +1,5 @@
-"""Connections of applications to a broker that breaks: a publisher that knows what it was told, a patient reader."""
+"""Connections of applications to a broker that fails: a publisher that records its confirms, and a reader that
+waits."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence

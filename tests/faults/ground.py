@@ -1,4 +1,4 @@
-"""Everything that faults are injected into: broker, provider, store, three workers, the lines between them, a load.
+"""Everything that faults are injected into: broker, provider, store, three workers, their connections, a load.
 
 async with ground("single", folder=…, seed=1, rate=25) as g:
     async with g.load.asking(): …

@@ -1,4 +1,4 @@
-"""What applications were told, what the provider was asked, and what was broken meanwhile: written down as it happens.
+"""Records what applications sent and received, what the provider was asked, and which faults were active.
 
 Append-only; in a file, a line of JSON an event. Times are `time.monotonic()`, which all processes of
 a machine share. `checker.py` judges it.

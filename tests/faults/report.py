@@ -1,4 +1,4 @@
-"""What came of the runs, as one table: for people, and for docs/reliability.md."""
+"""The results of the runs as one table, for people and for docs/reliability.md."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

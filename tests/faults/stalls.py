@@ -1,4 +1,4 @@
-"""How long a lane owed an answer and gave none."""
+"""The longest time without an answer while a lane had requests."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""Whatever way a command with a private broker ends, nothing of it stays: no process, port or folder."""
+"""However a command with a private broker ends, it leaves no process, port or folder behind."""
 
 import os
 import random

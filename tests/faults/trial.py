@@ -1,4 +1,4 @@
-"""Faults under load, one after the other, and what came of it."""
+"""Runs faults under load, one after the other, and collects the results."""
 
 import asyncio
 import random

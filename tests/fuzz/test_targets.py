@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.fuzz.targets import TARGETS
+from tests.support.examples import examples
 
 CORPUS = Path(__file__).with_name("corpus")
 EXAMPLES = 100
@@ -34,7 +35,7 @@ def neighbours(draw: st.DrawFn, target: str) -> bytes:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_near_the_corpus_nothing_but_typed_errors_comes_out(target: str) -> None:
-    @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @settings(max_examples=examples(EXAMPLES), deadline=None, suppress_health_check=list(HealthCheck), database=None)
     @given(data=neighbours(target))
     def run(data: bytes) -> None:
         TARGETS[target](data)
@@ -44,7 +45,7 @@ def test_near_the_corpus_nothing_but_typed_errors_comes_out(target: str) -> None
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_nor_far_from_it(target: str) -> None:
-    @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @settings(max_examples=examples(EXAMPLES), deadline=None, suppress_health_check=list(HealthCheck), database=None)
     @given(data=st.binary(max_size=300))
     def run(data: bytes) -> None:
         TARGETS[target](data)

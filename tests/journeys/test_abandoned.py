@@ -1,4 +1,4 @@
-"""Whoever stops waiting for an answer pays for no more of it: the provider's call ends within a second."""
+"""If a caller stops waiting for its answer, the call to the provider ends within a second."""
 
 import asyncio
 import time
@@ -10,6 +10,8 @@ from lanekeeper import Client, Final, Problem
 from tests.support.brokers import Vhost
 from tests.support.house import House, house
 from tests.support.waiting import until
+
+pytestmark = pytest.mark.default_broker_only
 
 KEY = "critical.tests.abandoned"
 WORDS = "running, word by word, for a long time [[latency: 60s]]"
@@ -51,10 +53,10 @@ async def test_a_caller_that_is_cancelled_cancels_its_call(vhost: Vhost, how: st
                 await asking
         elif how == "wait_for":
             with pytest.raises(TimeoutError):
-                await asyncio.wait_for(ask(), 1)
+                await asyncio.wait_for(ask(), 5)
         elif how == "timeout":
             with pytest.raises(TimeoutError):
-                async with asyncio.timeout(1):
+                async with asyncio.timeout(5):
                     await ask()
         else:
             with pytest.raises(ExceptionGroup):

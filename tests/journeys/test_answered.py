@@ -6,6 +6,7 @@ import time
 import uuid
 
 import aiohttp
+import pytest
 
 from tests.support.house import house
 from tests.support.requester import requester
@@ -63,6 +64,7 @@ async def test_the_answer_is_the_providers_message_with_every_header_of_the_cont
         await until(lambda: _is_empty(app))
 
 
+@pytest.mark.default_broker_only
 async def test_the_body_is_byte_for_byte_what_the_provider_sends(vhost) -> None:
     """The same call is made past us; only what differs from call to call may differ."""
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
@@ -77,6 +79,7 @@ async def test_the_body_is_byte_for_byte_what_the_provider_sends(vhost) -> None:
         assert reply.body == direct.replace(theirs, reply.json["id"].encode())
 
 
+@pytest.mark.default_broker_only
 async def test_a_whole_body_reaches_the_provider_unchanged_to_the_byte(vhost) -> None:
     """Unknown and beta fields, tools, system, images, thinking: none of our business."""
     raw = ("  " + json.dumps(WHOLE, ensure_ascii=False, indent=2).replace("1.5", "1.500") + "\n").encode()
@@ -90,6 +93,7 @@ async def test_a_whole_body_reaches_the_provider_unchanged_to_the_byte(vhost) ->
         )
 
 
+@pytest.mark.default_broker_only
 async def test_model_and_max_tokens_default_by_lane_and_what_is_given_stands(vhost) -> None:
     lanes = {"critical": {"max_tokens": 77}, "batch": {"max_tokens": 78, "model": "claude-haiku-4-5"}}
     expected = {
@@ -116,6 +120,7 @@ async def test_model_and_max_tokens_default_by_lane_and_what_is_given_stands(vho
             }
 
 
+@pytest.mark.default_broker_only
 async def test_a_gzipped_body_is_unpacked(vhost) -> None:
     packed = gzip.compress(json.dumps({"prompt": "squeezed " + "a" * 100_000}).encode())
     async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
@@ -123,6 +128,7 @@ async def test_a_gzipped_body_is_unpacked(vhost) -> None:
         assert reply.text.startswith("echo: squeezed aaa")
 
 
+@pytest.mark.default_broker_only
 async def test_a_request_without_message_id_is_given_one(vhost) -> None:
     async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
         first, second = await app.ask({"prompt": "a"}), await app.ask({"prompt": "b"})

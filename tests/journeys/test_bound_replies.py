@@ -1,4 +1,4 @@
-"""Replies that are bound to their user: a worker writes nowhere that its requester could not have been told to read."""
+"""Replies bound to their user: a worker writes only to queues that the requester may read."""
 
 import json
 from urllib.parse import quote

@@ -1,4 +1,4 @@
-"""Whose clock the wait and the deadline count by: the broker's, the sender's, else from the first delivery."""
+"""Which clock starts the wait and the deadline: the broker's, else the sender's, else the first delivery."""
 
 import time
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""A broker in trouble, short of its death: a worker asks no provider for an answer that it could not send."""
+"""While the broker has an alarm or lost parts, a worker calls no provider for an answer that it could not send."""
 
 import asyncio
 import time

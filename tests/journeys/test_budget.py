@@ -1,10 +1,12 @@
-"""What a provider allows a minute is spent in the lanes' order, and nobody provokes its refusals.
+"""A provider's limit is spent in the order of the lanes, and without causing 429s.
 
 The simulated provider enforces its limits by buckets of its own; it is the judge.
 """
 
 import asyncio
 from statistics import quantiles
+
+import pytest
 
 from lanekeeper import Client
 from service.checks.status import look
@@ -15,6 +17,8 @@ from tests.support.processes import environment, lanekeeper
 from tests.support.redis import redis_server
 from tests.support.requester import Requester, requester
 from tests.support.waiting import until
+
+pytestmark = pytest.mark.default_broker_only
 
 MODEL = "claude-sonnet-5-5"
 """The same for all lanes: one account."""

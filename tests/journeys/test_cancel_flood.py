@@ -1,4 +1,4 @@
-"""A flood of cancellations by one tenant holds up no requests, and no cancellation of another tenant's."""
+"""A flood of cancellations by one tenant delays neither requests nor other tenants' cancellations."""
 
 import pytest
 

@@ -79,6 +79,7 @@ async def test_what_waits_for_its_next_attempt_makes_none(vhost) -> None:
         assert await ended_once(app, failing)
 
 
+@pytest.mark.default_broker_only
 @pytest.mark.parametrize("stream", [False, True])
 async def test_what_runs_is_broken_off_within_a_second(vhost, stream: bool) -> None:
     async with (
@@ -106,6 +107,7 @@ async def test_what_runs_is_broken_off_within_a_second(vhost, stream: bool) -> N
         assert app.events_of("c-1") == ["started", "cancelled"]
 
 
+@pytest.mark.default_broker_only
 async def test_another_worker_tells_the_one_that_runs_it(vhost) -> None:
     async with (
         house(vhost.amqp_url, works=("normal",)) as first,
@@ -128,6 +130,7 @@ async def test_another_worker_tells_the_one_that_runs_it(vhost) -> None:
             assert cancelled(await app.final(correlation), lane)
 
 
+@pytest.mark.default_broker_only
 async def test_after_the_end_it_is_too_late(vhost) -> None:
     async with (
         house(vhost.amqp_url) as home,
@@ -143,6 +146,7 @@ async def test_after_the_end_it_is_too_late(vhost) -> None:
         assert len(home.calls("quick")) == 1
 
 
+@pytest.mark.default_broker_only
 async def test_what_comes_after_its_cancellation_is_answered_cancelled(vhost) -> None:
     async with (
         house(vhost.amqp_url) as home,
@@ -157,6 +161,7 @@ async def test_what_comes_after_its_cancellation_is_answered_cancelled(vhost) ->
         assert await ended_once(app, late)
 
 
+@pytest.mark.default_broker_only
 async def test_cancelled_twice_it_ends_once(vhost) -> None:
     async with (
         house(vhost.amqp_url) as home,
@@ -194,6 +199,7 @@ async def test_a_cancellation_is_kept_while_no_worker_runs(vhost) -> None:
             assert not home.calls("late")
 
 
+@pytest.mark.default_broker_only
 async def test_another_tenants_request_goes_on(vhost) -> None:
     async with (
         house(vhost.amqp_url) as home,
@@ -215,6 +221,7 @@ async def test_another_tenants_request_goes_on(vhost) -> None:
         assert await ended_once(app, mine, again)
 
 
+@pytest.mark.default_broker_only
 async def test_who_speaks_for_others_cancels_theirs(vhost) -> None:
     async with (
         house(vhost.amqp_url, speakers=(vhost.user,)) as home,
@@ -254,6 +261,7 @@ ODD = [
 """Keys and types."""
 
 
+@pytest.mark.default_broker_only
 async def test_every_answer_says_what_it_is(vhost) -> None:
     async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
         told = [await app.control({"cancel": "c-1"}, key="cancel"), await app.control({"result": "r-1"}, key="result")]
@@ -274,6 +282,7 @@ async def test_every_answer_says_what_it_is(vhost) -> None:
         assert (change.control, "not available in this version" in change.json["detail"]) == ("error", True)
 
 
+@pytest.mark.default_broker_only
 async def test_what_cannot_be_understood_is_refused_and_goes(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         running = await app.publish({"prompt": "running [[latency: 2s]]"}, message_id="m-1")

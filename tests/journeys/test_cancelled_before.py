@@ -1,4 +1,4 @@
-"""A cancellation that was confirmed while nobody worked is recorded before the requests are taken up."""
+"""Cancellations that were confirmed while no worker ran are recorded before requests are taken."""
 
 import asyncio
 

@@ -1,4 +1,5 @@
-"""Dead letters have a bound; the oldest beyond it go, loudly, into a file where there is a folder for it."""
+"""Dead letters have a limit: the oldest beyond it are removed with a warning, and written to a file if a folder is
+set."""
 
 import asyncio
 import json

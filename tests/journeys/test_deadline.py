@@ -1,6 +1,8 @@
-"""When its time is over, a request is answered so, wherever it was."""
+"""A request past its deadline is answered `deadline_exceeded`, wherever it is."""
 
 import time
+
+import pytest
 
 from tests.support.house import house
 from tests.support.requester import requester
@@ -28,6 +30,7 @@ async def test_over_in_the_queue_it_never_reaches_the_provider(vhost) -> None:
         assert not app.dead_of("d-1"), "it is not kept: trying it again makes no sense"
 
 
+@pytest.mark.default_broker_only
 async def test_over_in_an_attempt_the_providers_connection_is_closed(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         for stream in (False, True):
@@ -46,6 +49,7 @@ async def test_over_in_an_attempt_the_providers_connection_is_closed(vhost) -> N
         assert len(home.api.calls) == 2
 
 
+@pytest.mark.default_broker_only
 async def test_a_retry_that_could_only_come_too_late_is_not_begun(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         before_s = time.monotonic()

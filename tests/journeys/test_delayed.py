@@ -1,4 +1,4 @@
-"""A request may say when it is to run. Not before; hardly after."""
+"""A request with a delay runs not before its due time, and soon after it."""
 
 import time
 from datetime import UTC, datetime, timedelta

@@ -1,4 +1,4 @@
-"""`lanekeeper demo`: the verdict is true, and nothing is left of it, however it ended."""
+"""`lanekeeper demo`: its verdict is true, and it leaves nothing behind, however it ends."""
 
 import asyncio
 import re

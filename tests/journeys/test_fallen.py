@@ -1,4 +1,5 @@
-"""What the broker itself takes out of a queue, or cannot route, or does not take: answered, parked, nobody stuck."""
+"""Requests that the broker takes out of a queue, cannot route or refuses are answered and parked, and block no
+others."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""A reply queue that is full holds no slot: what it refuses is tried again beside the lane, and kept under its id."""
+"""A full reply queue takes up no slot: the reply is sent again later, and the result stays in the store."""
 
 import asyncio
 import statistics

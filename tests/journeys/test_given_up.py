@@ -1,4 +1,4 @@
-"""What cannot succeed is answered with a problem document, and parked with its cause."""
+"""A request that cannot succeed is answered with a problem document and parked with its cause."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Frames that no client library writes harm nobody but their sender."""
+"""Malformed AMQP frames harm nobody but their sender."""
 
 from contextlib import suppress
 

@@ -1,4 +1,4 @@
-"""What a requester writes into headers and properties gets into no HTTP header, no second log line, no terminal."""
+"""Text from headers and properties cannot become an HTTP header, a second log line or a terminal's command."""
 
 import io
 import json
@@ -39,6 +39,7 @@ def foreign(home: House) -> list[str]:
     return sorted(name for name in names - OURS if not name.startswith(CLIENTS))
 
 
+@pytest.mark.default_broker_only
 async def test_trace_context_goes_to_the_provider_as_our_own_and_state_and_baggage_do_not(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         await app.ask({"prompt": "x"}, headers={**TRACE, "x-api-key": "stolen", "host": "elsewhere", "x-own": "1"})
@@ -49,6 +50,7 @@ async def test_trace_context_goes_to_the_provider_as_our_own_and_state_and_bagga
         assert "canary" not in str(dict(call.headers))
 
 
+@pytest.mark.default_broker_only
 @pytest.mark.parametrize(
     "text", [CRLF, ESCAPE, "x" * 60_000, "\u2028\u202e\u0085"], ids=["CRLF", "ESC", "long", "lines"]
 )

@@ -1,4 +1,4 @@
-"""An answer that cannot be sent back ends at once, and stands in nobody's way."""
+"""An answer that is too large to be sent ends its request at once and delays no other."""
 
 import asyncio
 import json
@@ -60,6 +60,7 @@ async def test_one_over_our_own_bound_ends_the_same_way_on_every_broker(vhost) -
         assert not home.losses
 
 
+@pytest.mark.default_broker_only
 async def test_eight_of_them_hold_no_slot_and_harm_no_neighbour(vhost) -> None:
     """Their lane answers others afterwards, the publish connection stays, and no part of another's stream is lost."""
     quick = {"prompt": "quick"}

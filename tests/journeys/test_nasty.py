@@ -1,4 +1,4 @@
-"""Requests and answers that are made to hold everybody up do not, and each ends as the contract says."""
+"""Requests and answers that are made to block the worker do not, and each ends as the contract says."""
 
 import asyncio
 import json
@@ -12,6 +12,8 @@ from tests.support.house import house
 from tests.support.malicious_provider import malicious_provider
 from tests.support.requester import Requester, raw_properties, requester, table
 from tests.support.stalls import Stalls
+
+pytestmark = pytest.mark.default_broker_only
 
 STALL_S = 0.9
 """Of CPU, on a machine with other things to do; by itself under 0.1 s. Before: 1.8 s for one message."""

@@ -1,4 +1,4 @@
-"""What is odd but allowed is worked, carried along untouched, and harms nobody."""
+"""Unusual but allowed input is processed, passed on unchanged, and harms nobody."""
 
 import decimal
 import json

@@ -1,4 +1,4 @@
-"""Several providers, fallbacks, caps: who asks is answered by another provider, and nobody spends more than may be."""
+"""Several providers, fallbacks and caps: another provider answers if one fails, and no cap is exceeded."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -14,6 +14,8 @@ from service.simulated.options import SimulatedOptions
 from tests.support.house import PLENTY, House, house
 from tests.support.requester import requester
 from tests.support.waiting import until
+
+pytestmark = pytest.mark.default_broker_only
 
 DOWN = SimulatedOptions(faults={"unavailable": 1.0})
 

@@ -1,13 +1,16 @@
-"""A message id that comes again: the provider is called once, and everybody is told the same."""
+"""A repeated message id: the provider is called once, and every copy gets the same reply."""
 
 import asyncio
 from collections import Counter
+
+import pytest
 
 from lanekeeper import Client
 from tests.support.house import house
 from tests.support.requester import requester
 
 
+@pytest.mark.default_broker_only
 async def test_the_same_request_again_is_answered_from_the_store(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         first = await app.ask({"prompt": "once"}, message_id="i-1")
@@ -43,6 +46,7 @@ async def test_the_same_id_with_another_body_is_a_conflict_and_harms_nobody(vhos
         assert await app.depth("lane.dead") == 0
 
 
+@pytest.mark.default_broker_only
 async def test_tenants_have_ids_of_their_own(vhost) -> None:
     async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
         nobodys = await app.ask({"prompt": "one"}, message_id="i-1")
@@ -51,6 +55,7 @@ async def test_tenants_have_ids_of_their_own(vhost) -> None:
         assert (nobodys.text, mine.text) == ("echo: one", "echo: two")
 
 
+@pytest.mark.default_broker_only
 async def test_without_an_id_nothing_is_the_same(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         await app.ask({"prompt": "any"})
@@ -59,6 +64,7 @@ async def test_without_an_id_nothing_is_the_same(vhost) -> None:
         assert len(home.calls("any")) == 2
 
 
+@pytest.mark.default_broker_only
 async def test_fifty_at_once_over_two_workers_make_one_call(vhost) -> None:
     async with (
         house(vhost.amqp_url) as one,

@@ -1,4 +1,4 @@
-"""A requester that has gone is nobody's failure."""
+"""It is no error if the requester has gone."""
 
 from tests.support.house import house
 from tests.support.requester import requester

@@ -1,4 +1,4 @@
-"""A failed attempt is tried again by itself, and what comes back goes ahead of its peers."""
+"""A failed attempt is retried, and the retry goes ahead of newer requests."""
 
 import asyncio
 import itertools

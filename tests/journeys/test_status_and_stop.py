@@ -1,4 +1,4 @@
-"""What a worker tells of itself: `lanekeeper status`, its log once a minute, and that it ends when it is told to.
+"""`lanekeeper status`, the summary in the log once a minute, and how a worker stops.
 
 `/readyz` while the broker is away: test_broker_killed.py. Stopping under a load: test_worker_killed.py.
 """
@@ -18,6 +18,8 @@ from tests.support.house import house
 from tests.support.processes import environment, lanekeeper, run
 from tests.support.requester import requester
 from tests.support.waiting import until
+
+pytestmark = pytest.mark.default_broker_only
 
 
 async def test_status_shows_what_waits_runs_and_was_answered_over_all_workers(vhost, tmp_path) -> None:

@@ -1,4 +1,4 @@
-"""Two users of the broker, the same ids: neither gets at what is the other's (threat T5)."""
+"""Two users with the same request ids: neither can reach the other's requests (threat T5)."""
 
 import secrets
 from collections.abc import Iterator

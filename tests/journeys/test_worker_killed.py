@@ -1,4 +1,4 @@
-"""A worker dies in the middle of its work, or is told to stop: others take over, and nothing is lost.
+"""A worker is killed at its work, or told to stop: others take over, and no request is lost.
 
 Worker processes over one simulated provider in the test, which sees every call.
 """
@@ -187,6 +187,7 @@ async def test_what_does_not_finish_within_the_grace_is_given_back(vhost, api, e
         assert not app.finals(asked)
 
 
+@pytest.mark.default_broker_only
 async def test_a_second_signal_ends_it_at_once_and_nothing_is_lost(vhost, api, environ, tmp_path) -> None:
     async with requester(vhost.amqp_url) as app:
         async with lanekeeper("serve", environ=environ, folder=tmp_path) as worker:

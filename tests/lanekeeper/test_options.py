@@ -1,4 +1,4 @@
-"""What a request says beside its body."""
+"""What a request says in addition to its body."""
 
 import pytest
 

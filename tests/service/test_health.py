@@ -1,4 +1,4 @@
-"""Health: alive, ready or not and why, and everything else not in this version."""
+"""Health: `/healthz`, `/readyz` with reasons; other paths are not in this version."""
 
 import socket
 from collections.abc import AsyncIterator

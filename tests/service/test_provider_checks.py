@@ -1,4 +1,4 @@
-"""`lanekeeper check` asks every provider: what it says of keys, addresses and models, all at once."""
+"""`lanekeeper check` asks every provider, and reports wrong keys, addresses and models all at once."""
 
 import asyncio
 import socket

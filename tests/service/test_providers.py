@@ -1,4 +1,4 @@
-"""The providers of the settings, made; and what is told where one cannot be."""
+"""Providers are made from the settings; if one cannot be, the error says why."""
 
 from typing import Any
 

@@ -23,7 +23,7 @@ PUBLIC = {
         "Answer", "Parts", "Provider", "Usage", "ProviderError", "TransientError", "RateLimitedError",
         "OverloadedError", "SpendLimitError", "RejectedError",
     },
-    "service.worker.assembly": {"assemble", "Parts"},
+    "service.worker.assembly": {"assemble"},
     "lanekeeper": {
         "Client", "Options", "Final", "Part", "Cancelled", "Depth", "Names", "Tracing",
         "LanekeeperError", "Problem", "NoReply", "NotEnded", "ReplyLost", "ControlRefused", "BrokerError",

@@ -1,4 +1,4 @@
-"""What is installed was checked by hash, what is shipped runs without rights, and listens where nobody else is."""
+"""What is installed is checked by hash; what is shipped runs without rights and listens on loopback only."""
 
 import re
 import tomllib

@@ -1,4 +1,4 @@
-"""A broker that cannot prove who it is gets nothing: not the user's name, not a password."""
+"""A broker without a valid certificate gets neither the user name nor the password."""
 
 import asyncio
 import ssl

@@ -1,4 +1,4 @@
-"""A worker stops well, and in time when the broker does not answer; it does not live on with a lane that ended."""
+"""A worker stops in time, also if the broker does not answer; it ends if one of its lanes ends."""
 
 import asyncio
 from typing import Any
@@ -11,7 +11,7 @@ from consumers.claiming import Claiming
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import BrokerUnreachable
 from service.worker import running as worker
-from service.worker.assembly import Parts
+from service.worker.worker import Worker
 from tests.support.memory_store import MemoryStore
 
 
@@ -55,8 +55,8 @@ class FakePool:
         self.gave_back = True
 
 
-def parts(*pools: FakePool) -> Parts:
-    return Parts(
+def parts(*pools: FakePool) -> Worker:
+    return Worker(
         names=Names(),
         lanes=(),
         topology=None,  # type: ignore[arg-type]

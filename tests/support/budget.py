@@ -1,4 +1,4 @@
-"""A simulated account beside our books: it refuses what our gate should not have let through."""
+"""A simulated account beside ours: it refuses what our gate should not have let through."""
 
 import asyncio
 import random
@@ -150,5 +150,5 @@ class Traffic:
 
 
 def traffic(**given: object) -> Traffic:
-    """On books that know the account's limits."""
+    """On an account whose limits are known."""
     return Traffic(own_accounts(spec()), **given)  # type: ignore[arg-type]

@@ -21,7 +21,8 @@ from service.simulated.app import SimulatedAPI
 from service.simulated.calls import Call
 from service.simulated.options import SimulatedOptions
 from service.worker import running as worker
-from service.worker.assembly import Parts, assemble
+from service.worker.assembly import assemble
+from service.worker.worker import Worker
 from tests.support.lanes import SETTINGS
 from tests.support.stores import store_url
 from tests.support.waiting import PATIENCE_S, until
@@ -39,7 +40,7 @@ class House:
 
     settings: Settings
     api: SimulatedAPI
-    parts: Parts
+    parts: Worker
     _stop: asyncio.Event = field(default_factory=asyncio.Event)
     _losses: list["asyncio.Future[str]"] = field(default_factory=list)
 

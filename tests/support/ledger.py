@@ -1,4 +1,4 @@
-"""Who was promised an answer, and what came of it: counted by request id over any number of deaths.
+"""Counts confirmed requests and their outcomes by request id, over any number of crashes.
 
 ledger = Ledger(url)
 async with ledger.writing():            publishes, confirmed, to a durable reply queue

@@ -1,4 +1,4 @@
-"""An event loop whose time passes only when nothing else is to be done, and then at once: five minutes in a second."""
+"""An event loop in virtual time: when nothing else is to be done, its clock jumps. Five minutes pass in a second."""
 
 import asyncio
 import selectors

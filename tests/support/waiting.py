@@ -1,4 +1,4 @@
-"""Waiting for what is to come true, instead of sleeping and hoping."""
+"""Waits for a condition in place of a fixed sleep."""
 
 import asyncio
 import inspect

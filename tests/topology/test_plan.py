@@ -1,4 +1,4 @@
-"""Every difference has a name; what is not ours has none."""
+"""Every difference is reported by name; objects of others are ignored."""
 
 import json
 from collections.abc import Callable

@@ -5,8 +5,8 @@
             …
             await delivery.ack()
 
-What was delivered on a channel that is lost will be delivered again: whoever works on it must stop (`ChannelLost` ends
-a TaskGroup around the inner loop, and with it the work).
+The broker delivers again what was delivered on a lost channel, so work on it must stop: `ChannelLost` ends a TaskGroup
+around the inner loop, and with it the work.
 """
 
 import asyncio
@@ -24,19 +24,19 @@ from topology.broker.heads import Heads, HeadsSession
 from topology.broker.session import Session
 
 OPEN_TIMEOUT_S = 5
-"""How long a connection is waited for at a time: whoever stops meanwhile waits no longer."""
+"""How long to wait for a connection at a time; a `stop` waits no longer than this."""
 BACKOFF_CAP_S = 5.0
 SHORT_S = 10
-"""A channel that is lost sooner was no success: the pause before the next one grows."""
+"""A channel that is lost sooner counts as a failure: the pause before the next one grows."""
 log = logs.logger()
 
 
 class Deliveries:
-    """A queue that is consumed for as long as it takes: over new channels, with backoff, whenever one is lost.
+    """Consumes a queue until stopped. If the channel is lost, it opens another, with backoff.
 
-    `counted`: the queue counts deliveries (quorum queues do). `on_missing`: called when the queue is not there, or may
-    be gone: the broker ended its consumer. `heads`: nothing is consumed, but the heads of these are fetched; `queue` is
-    then their common name.
+    `counted`: the queue counts deliveries (quorum queues do). `on_missing`: called if the queue does not exist, or the
+    broker ended its consumer. `heads`: fetch the heads of these queues in place of consuming; `queue` is then their
+    common name.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Deliveries:
 
     @property
     def trouble(self) -> str | None:
-        """Why nothing is delivered at present; None while it is consumed."""
+        """Why nothing is delivered at present; None while the queue is consumed."""
         return self._trouble if self._paused is None or self._stopping.is_set() else f"paused: {self._paused}"
 
     @property
@@ -100,18 +100,18 @@ class Deliveries:
             if session.cancelled:
                 log.warning(signals.CONSUMER_CANCELLED, queue=self.queue)
                 self._on_missing()
-            if self._connection.is_open:  # one that comes back has waited already
+            if self._connection.is_open:  # after a reconnect the pause was long enough
                 failures = failures + 1 if loop.time() < opened_s + SHORT_S else 1
                 await self._back_off(failures)
 
     async def stop(self) -> None:
-        """Take no more; the session that runs ends as soon as what it delivered has been taken."""
+        """Take no more. The current session ends as soon as everything it delivered has been taken."""
         self._stopping.set()
         if self._session is not None:
             await self._session.stop()
 
     async def pause(self, reason: str) -> None:
-        """Have nothing delivered until `resume`; what was delivered stays here and can be settled."""
+        """Stop consuming until `resume`. What was delivered stays here and can be settled."""
         self._paused = reason
         self._wanted.clear()
         if self._session is not None:
@@ -125,7 +125,7 @@ class Deliveries:
             await self._session.resume()
 
     async def _may_open(self) -> bool:
-        """Wait until there is a connection, and nobody wants a pause. False as soon as it is to stop."""
+        """Wait until there is a connection and no pause. False as soon as `stop` was called."""
         while not self._stopping.is_set():
             if self._paused is not None:
                 await self._unless_stopped(self._wanted.wait())

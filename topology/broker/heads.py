@@ -1,12 +1,12 @@
-"""Queues whose heads are fetched one at a time (`basic.get`), so that who takes them chooses between them.
+"""Queues whose first messages (heads) are fetched one at a time (`basic.get`), so that their reader can choose.
 
     heads = Heads(queues)
     async for delivery in HeadsSession(channel, heads, …): …       one of each queue is in hand at most
     heads.pass_on(delivery.queue)                                  its head was chosen: the next is fetched
 
-A consumer would have to name beforehand how many of each queue may be in hand; and what is in hand no other process can
-work on, nor a higher priority overtake. Whether a queue holds anything is found by looking, once a second; after a head
-was fetched the broker says what is left.
+A consumer would need a prefetch for each queue, and no other process could work on what it holds, nor could a higher
+priority overtake it. A passive declaration each second finds out whether a queue holds anything; after a fetch the
+broker says how many messages are left.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ LOOK_EVERY_S: Final = 1.0
 
 
 class Heads:
-    """What is known of the queues: how much waits in each, and whose head is in hand. It outlives sessions."""
+    """What is known of the queues: how many messages wait in each, and whose head is held. It outlives sessions."""
 
     def __init__(self, queues: Iterable[str]) -> None:
         self._ready = dict.fromkeys(queues, 0)
@@ -37,7 +37,7 @@ class Heads:
 
     @property
     def ready(self) -> int:
-        """What waits in all of them, but for what is in hand somewhere."""
+        """How many messages wait in all of them, without those that are held somewhere."""
         return sum(self._ready.values())
 
     def ready_in(self, queue: str) -> int:
@@ -47,39 +47,40 @@ class Heads:
         return queue in self._held
 
     def publish_seen(self, queue: str) -> None:
-        """One more was published there."""
+        """This process published one more message there."""
         self._ready[queue] += 1
         self.changed.set()
 
     def pass_on(self, queue: str) -> None:
-        """The head that was in hand is worked now, or gone."""
+        """The head that was held is being worked on, or is gone: the next may be fetched."""
         self._held.discard(queue)
         self.changed.set()
 
     def next(self) -> str | None:
-        """A queue whose head is to be fetched; the ones that were asked longest ago first."""
+        """A queue whose head should be fetched next, the one that was asked longest ago first; None if there is
+        none."""
         for queue, ready in self._ready.items():
             if ready > 0 and queue not in self._held:
                 return queue
         return None
 
     def fetched(self, queue: str, *, left: int) -> None:
-        """Its head is in hand, and so many are left behind it."""
+        """Its head is held now, and `left` messages remain behind it."""
         del self._ready[queue]
         self._ready[queue] = left  # the last to be asked next time
         self._held.add(queue)
 
     def found(self, queue: str, ready: int) -> None:
-        """So many wait there."""
+        """`ready` messages wait there."""
         self._ready[queue] = ready
 
     def lost(self) -> None:
-        """The channel is gone: whatever was in hand is delivered again."""
+        """The channel is gone: the broker delivers again what was held."""
         self._held.clear()
 
 
 class HeadsSession(Session):
-    """The heads that one channel fetches, as deliveries; ends and is lost as every session."""
+    """The heads that one channel fetches, as deliveries. It ends, or is lost, like every session."""
 
     def __init__(self, channel: Channel, heads: Heads, *, queue: str, counted: bool) -> None:
         super().__init__(channel, queue=queue, counted=counted)

@@ -1,4 +1,4 @@
-"""A queue of one's own: exclusive, named by the broker, gone with its connection. For replies, and questions to all.
+"""An exclusive queue, named by the broker, deleted with its connection. For replies, and questions to all workers.
 
 async with Inbox(connection) as inbox:
     reply_to = inbox.name
@@ -23,7 +23,7 @@ from topology.broker.session import ChannelLost
 
 RPC_TIMEOUT_S = 30
 CLOSE_TIMEOUT_S = 3
-"""A broker that hangs is not waited for by whoever stops."""
+"""A hanging broker does not hold up a `stop` for longer."""
 WAITING = 1000
 """Messages that may wait to be read before the broker is asked to hold the rest (its prefetch)."""
 TOGETHER = 50
@@ -56,8 +56,7 @@ class Inbox:
         return self
 
     async def bind(self) -> None:
-        """Bind it, once more where it is bound: an exchange that was deleted has taken its bindings along. Raises
-        BrokerUnreachable."""
+        """Make its bindings again: a deleted exchange has lost them. Raises BrokerUnreachable."""
         assert self._channel is not None
         with border("cannot bind"):
             for exchange, routing_key in self._bindings:

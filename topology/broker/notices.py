@@ -1,7 +1,7 @@
-"""Publishing what may be lost (life-cycle events): nobody waits for it, and many go out in one write.
+"""Publishes messages that may be lost (life-cycle events), many in one write; nobody waits for them.
 
 Two events a request, published the ordinary way, cost a quarter of all that we add to a call (benchmarks/overhead.py).
-So they are gathered for a moment, and their frames, alike but for the key and the body, are put together here.
+So they are collected for a moment and their frames are built here; these differ only in the key and the body.
 """
 
 import asyncio
@@ -61,12 +61,12 @@ class Notices:
                 await self._writer
 
     def publish(self, body: bytes, *, exchange: str, routing_key: str) -> None:
-        """Have it published soon; dropped where too many wait already."""
+        """Publish it soon. It is dropped if too many wait already."""
         with suppress(asyncio.QueueFull):
             self._waiting.put_nowait((exchange, routing_key, _JSON, body))
 
     def send(self, message: Message, *, routing_key: str) -> bool:
-        """The same of a message to a queue; whether it waits to be written. A fifth of what a confirmed one costs."""
+        """The same for a message to a queue; False if it was dropped. It costs a fifth of a confirmed publish."""
         if self._waiting.full():
             return False
         self._waiting.put_nowait(("", routing_key, properties_of(message).marshal(), message.body))
@@ -92,7 +92,7 @@ class Notices:
                     self._waiting.task_done()
 
     async def _send(self, together: list[_Notice]) -> None:
-        if self._connection.blocked is not None:  # it would all wait in our memory until the alarm ends
+        if self._connection.blocked is not None:  # otherwise all of it would stay in our memory until the alarm ends
             raise BrokerBlocked(self._connection.blocked)
         if self._channel is None or self._channel.is_closed:
             self._channel = await self._connection.raw_channel(confirms=False, timeout_s=WRITE_TIMEOUT_S)
@@ -105,7 +105,7 @@ _JSON = Basic.Properties(content_type="application/json", delivery_mode=1).marsh
 
 
 def _frames(channel: int, exchange: str, routing_key: str, properties: bytes, body: bytes) -> bytes:
-    """`Basic.Publish`, content header and body (AMQP 0-9-1, sections 4.2.4 to 4.2.6); a tenth of what pamqp takes."""
+    """`Basic.Publish`, content header and body (AMQP 0-9-1, sections 4.2.4 to 4.2.6), in a tenth of pamqp's time."""
     name, key = exchange.encode(), routing_key.encode()
     method = b"".join((b"\0\x3c\0\x28\0\0", bytes((len(name),)), name, bytes((len(key),)), key, b"\0"))
     header = struct.pack(">HHQ", Basic.frame_id, 0, len(body)) + properties

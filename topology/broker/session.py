@@ -1,4 +1,4 @@
-"""What one channel of a queue delivers: a session; and each of it, a delivery that waits to be settled."""
+"""A session is what one channel of a queue delivers; a delivery is one message of it, until it is settled."""
 
 import asyncio
 from bisect import bisect_left
@@ -17,15 +17,15 @@ from lanekeeper.contract.problems import BrokerError, BrokerUnreachable
 
 RPC_TIMEOUT_S = 30
 CLOSE_TIMEOUT_S = 3
-"""A broker that hangs is not waited for by whoever stops."""
+"""A hanging broker does not hold up a `stop` for longer."""
 
 
 class ChannelLost(BrokerError):
-    """The channel of a delivery is gone: the broker delivers again what was not acknowledged on it."""
+    """The channel of a delivery is gone. The broker delivers again what was not acknowledged on it."""
 
 
 class Delivery:
-    """One message that the broker delivered and waits to hear of."""
+    """One message that was delivered and has to be settled: ack, nack or reject."""
 
     __slots__ = ("_channel", "_counted", "_tag", "message", "queue", "redelivered")
 
@@ -86,7 +86,8 @@ class Session:
         self._lost: str | None = None
         self._stopped = False
         self.cancelled = False
-        """The broker ended the consumer: its queue was deleted, or its leader moved, or it was idle for too long."""
+        """The broker ended the consumer: the queue was deleted, its leader moved, or the consumer timeout was
+        reached."""
 
     async def start(self, *, prefetch: int) -> None:
         self._channel.closing.add_done_callback(self._on_closed)
@@ -103,7 +104,7 @@ class Session:
         self._arrived.put_nowait(None)
 
     async def pause(self) -> None:
-        """Have nothing delivered; what was can still be settled."""
+        """Stop consuming. What was delivered can still be settled."""
         async with self._turn:
             if self._lost is None and (tag := self._tag) is not None:
                 self._tag = None
@@ -111,19 +112,19 @@ class Session:
                     await self._channel.basic_cancel(tag, timeout=RPC_TIMEOUT_S)
 
     async def resume(self) -> None:
-        """After `pause`: consume again, under another tag; the one that was used the broker may not have forgotten."""
+        """After `pause`: consume again under a new tag, because the broker may still know the old one."""
         async with self._turn:
             if self._lost is None and self._tag is None and not self._stopped:
                 with suppress(BrokerUnreachable), border(f"cannot consume {self._queue!r}"):
-                    await self._consume()  # where it cannot, the channel closes, and with it the session
+                    await self._consume()  # if this fails, the channel closes, and the session with it
 
     async def _consume(self) -> None:
         consuming = await self._channel.basic_consume(self._queue, self._on_delivery, timeout=RPC_TIMEOUT_S)
         self._tag = consuming.consumer_tag or ""
 
     async def ack(self, deliveries: Sequence[Delivery], *, in_hand: Collection[int] = ()) -> None:
-        """Tell the broker to forget several, in one write: alone each is a system call, and under a flood they are what
-        takes the time. Those before the first tag that is still `in_hand` go as one. Raises ChannelLost."""
+        """Acknowledge several in one write: a write for each takes most of the time under a flood. All tags before the
+        first one that is still `in_hand` are acknowledged together. Raises ChannelLost."""
         if self._lost is not None:
             raise ChannelLost(f"{self._queue}: {self._lost}")
         tags = sorted(each.tag for each in deliveries)
@@ -141,7 +142,7 @@ class Session:
 
     @property
     def waiting(self) -> int:
-        """Deliveries that have arrived, and that nobody has taken."""
+        """How many deliveries have arrived and not been taken yet."""
         return self._arrived.qsize()
 
     def __aiter__(self) -> "Session":
@@ -149,7 +150,7 @@ class Session:
 
     async def __anext__(self) -> Delivery:
         delivery = await self._arrived.get()
-        if self._lost is not None:  # what has arrived before is delivered again as well
+        if self._lost is not None:  # the broker delivers again also what has arrived already
             raise ChannelLost(f"{self._queue}: {self._lost}")
         if delivery is None:
             raise StopAsyncIteration

@@ -1,4 +1,4 @@
-"""What a worker reads: from a delivered message to a request; its headers, its body, their bounds.
+"""Turns a delivered message into a request: its headers, its body, and the bounds of both.
 
 Start at `decoding.py`. Imported by `consumers` and `service`.
 """

@@ -1,6 +1,6 @@
-"""The body of a request: Anthropic's own, or the short form; only what we must know of it is looked at.
+"""The body of a request: Anthropic's own, or the short form. Only the fields that we need are checked.
 
-Whatever else is in it goes to the provider as it came, and is the provider's to judge.
+The rest of the body goes to the provider unchanged, and the provider judges it.
 """
 
 import json
@@ -12,11 +12,11 @@ from pydantic_core import PydanticCustomError
 from lanekeeper.contract.problems import RequestProblem
 
 FIELDS_AT_MOST = 1000
-"""Of the short form, which has five: each one that is unknown costs an error of pydantic's."""
+"""Of the short form, which has five. Each unknown field costs the time of one pydantic error."""
 
 
 def _text_or_blocks(content: Any) -> Any:
-    """Look at the kind alone: pydantic would copy the blocks, one by one."""
+    """Check only the type: pydantic would copy the blocks one by one."""
     if not isinstance(content, str | list):
         raise PydanticCustomError("text_or_blocks", "Input should be a string or an array")
     return content
@@ -40,7 +40,7 @@ class MessagesBody(BaseModel):
 
     model_config = ConfigDict(strict=True)
     messages: Annotated[list[Any], Field(min_length=1)]
-    """Of what `Turn` says: looked at one by one, because pydantic takes 4 µs to make each."""
+    """Each as `Turn` describes. They are checked without making `Turn` objects, which would take 4 µs each."""
     model: ModelName | None = None
     max_tokens: MaxTokens | None = None
     stream: bool | None = None
@@ -59,7 +59,7 @@ class PromptBody(BaseModel):
 
 
 def check(found: object) -> MessagesBody | PromptBody:
-    """Check what was decoded. Raises RequestProblem that names every wrong field, never what the prompt says."""
+    """Check what was decoded. Raises a RequestProblem that names every wrong field and never quotes the prompt."""
     if not isinstance(found, dict):
         raise RequestProblem("invalid_request", f"body: found {_kind(found)}, allowed is a JSON object")
     if "prompt" in found and "messages" in found:
@@ -99,7 +99,7 @@ def _problem(error: ValidationError, *place: str | int) -> RequestProblem:
 
 
 def _kind(value: object) -> str:
-    """What was found, in JSON's words. Strings and objects may hold a prompt: only their kind is told."""
+    """What was found, in JSON's words. Of strings and objects, which may hold a prompt, only the type is named."""
     if value is None or isinstance(value, (bool, int, float)):
         return json.dumps(value)[:40]
     kinds: dict[type, str] = {str: "a string", list: "an array", dict: "an object"}

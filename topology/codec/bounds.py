@@ -1,22 +1,22 @@
-"""How much JSON may hold, found out before an object is made of it.
+"""Limits how much a JSON text may hold, and checks that before it is parsed.
 
-Parsing holds the event loop for as long as it takes. What it takes depends little on the bytes and much on what they
-say: 8 MiB of `[],[],…` took 1.8 s and 958 MB, 8 MiB of text takes 30 ms. So keys and values are counted first, by a few
-passes over the bytes in C: 10 ms a MiB at the worst, and nothing for short bodies.
+The event loop stands still while JSON is parsed. How long that takes depends on the number of values more than on the
+number of bytes: 8 MiB of `[],[],…` took 1.8 s and 958 MB, 8 MiB of text takes 30 ms. So keys and values are counted
+first, by a few passes over the bytes in C: at most 10 ms a MiB, and nothing for short bodies.
 """
 
 from collections.abc import Iterator
 from typing import Final
 
 VALUES: Final = 100_000
-"""Of one request or answer by default: they are parsed, checked and written again in 50 ms. The largest requests that
-are known (thousands of messages, hundreds of tools) have a tenth of it."""
+"""Keys and values of one request or answer, by default. As many are parsed, checked and written again in 50 ms. The
+largest requests that we know (thousands of messages, hundreds of tools) have a tenth of it."""
 ANSWER_BYTES: Final = 16 * 1024 * 1024
 """What RabbitMQ 4 takes as one message by default, and far more than the longest answer of a model today (1 MB)."""
 DIGITS: Final = 128
-"""Of a number: the time that it takes grows with their square, and 8 MiB of 4,300 each took 0.8 s to write."""
+"""Of one number. Time grows with the square of its digits: 8 MiB of numbers with 4,300 digits took 0.8 s to write."""
 SMALL_BYTES: Final = 32 * 1024
-"""What is so short is parsed in 10 ms, whatever it says."""
+"""A text this short is parsed within 10 ms, whatever it holds."""
 _PIECE_BYTES: Final = 2 * 1024 * 1024
 _MARKS: Final = (b",", b":", b"[", b"{")
 _ZEROS: Final = bytes.maketrans(b"123456789", b"0" * 9)
@@ -26,7 +26,7 @@ _RUN: Final = b"0" * (DIGITS // _STEP)
 
 
 class Measure:
-    """Counts the keys and values of JSON that comes in pieces; what is inside of strings is nobody's concern."""
+    """Counts the keys and values of JSON that comes in pieces. The inside of strings does not count."""
 
     __slots__ = ("_carried", "_in_string", "_values", "left")
 
@@ -37,12 +37,12 @@ class Measure:
         self._carried = b""
 
     def add(self, piece: bytes) -> str | None:
-        """What is too much in all that came so far; None where nothing is."""
+        """Which bound the pieces so far exceed; None: no bound."""
         piece = self._carried + piece
         self._carried = b""
         if b"\\" in piece:
             piece = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
-            if piece.endswith(b"\\"):  # what it escapes is in the next piece
+            if piece.endswith(b"\\"):  # the escaped character is in the next piece
                 piece, self._carried = piece[:-1], b"\\"
         quotes = piece.count(b'"')
         if quotes > 2 * self.left + 2:
@@ -62,12 +62,12 @@ class Measure:
 
 
 def excess(raw: bytes, *, values: int) -> str | None:
-    """What is too much in this JSON; None where nothing is. What is no JSON at all, only a parser knows."""
+    """Which bound this JSON exceeds; None: no bound. Whether it is JSON at all, only a parser can tell."""
     return next((found for found in measured(raw, values=values) if found is not None), None)
 
 
 def measured(raw: bytes, *, values: int) -> Iterator[str | None]:
-    """The same in steps of 20 ms at the most; the first that is not None is the last."""
+    """The same in steps of at most 20 ms. It ends with the first step that is not None."""
     if len(raw) <= min(values, SMALL_BYTES):
         return
     has_many = len(raw) - len(raw.translate(None, b"".join(_MARKS))) > values

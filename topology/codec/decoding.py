@@ -1,4 +1,4 @@
-"""From a delivered message to a `Request`, strictly: what is wrong is refused by name, and nothing is guessed."""
+"""Turns a delivered message into a `Request`, strictly: errors name what is wrong, and nothing is guessed."""
 
 import json
 import re
@@ -22,9 +22,9 @@ from topology.lanes import MIB, LaneSpec
 PACKED_BYTES = MIB
 UNPACKED_BYTES = 8 * MIB
 UNPACKED_TIMES = 1032
-"""What gzip packs into one byte at the most. To unpack 8 MiB takes 20 ms of CPU, however small they were packed."""
+"""The most bytes that gzip packs into one. Unpacking 8 MiB takes 20 ms of CPU, however small it was packed."""
 NESTED = 200
-"""Arrays and objects inside of each other: as many as the parser follows."""
+"""How deep arrays and objects may be nested: as deep as the parser goes."""
 _TWICE = re.compile(r'Detected duplicate key "(?P<key>.*)"', re.DOTALL)
 _JSON_TYPE = re.compile(r'application/json(\s*;\s*charset="?utf-8"?)?\s*', re.IGNORECASE)
 
@@ -39,8 +39,8 @@ def decode(
     raw: bytes | None = None,
     values: int = bounds.VALUES,
 ) -> Request:
-    """Read a request of `lane`. `hop` is None for a fresh one, else what a worker wrote on it. `raw`: the body, where
-    it has been unpacked and found small enough already.
+    """Read a request of `lane`. `hop`: what a worker wrote on it; None for a fresh one. `raw`: the body, if it has been
+    unpacked and measured already.
 
     Raises RequestProblem (invalid_request, unsupported_media, too_large, forbidden_model).
     """
@@ -109,7 +109,7 @@ def unpacked(message: Message) -> bytes:
 
 
 def weight(message: Message) -> int:
-    """How many bytes its body has to be read as at the most, before that is known."""
+    """How many bytes the body may have at most once it is unpacked."""
     size = len(message.body)
     return min(UNPACKED_BYTES, UNPACKED_TIMES * size) if message.content_encoding else size
 
@@ -167,7 +167,7 @@ def _parsed(raw: bytes) -> object:
 
 
 def _without_content(said: str) -> str:
-    """jiter names the place and what is wrong there, and quotes nothing but a key that is there twice."""
+    """jiter's error without the key that it may quote (a duplicate one): place and kind of the error only."""
     twice = _TWICE.match(said)
     if (
         twice is None
@@ -211,10 +211,10 @@ def _filled(
     max_tokens: int,
     rewrite: bool,
 ) -> bytes:
-    """The body as the provider takes it: the very bytes that came, with what is missing put in front.
+    """The body for the provider: the bytes as they came, with missing fields put in front.
 
-    `rewrite` (a lane that allows only some models): what goes out is what was checked, whatever the bytes could mean to
-    another reader.
+    `rewrite` (for a lane that allows only some models): the body is written anew from what was checked, in case another
+    parser would read the bytes differently.
     """
     if isinstance(checked, bodies.PromptBody):
         body: dict[str, object] = {
@@ -230,7 +230,7 @@ def _filled(
     is_null = any(getattr(checked, key) is None for key in filled.keys() - missing.keys())
     if rewrite or is_null:
         return _dumped({**found, **filled})
-    # `messages` follows, so that the comma is right
+    # `messages` follows, so the comma is right
     return raw.replace(b"{", _dumped(missing)[:-1] + b",", 1) if missing else raw
 
 

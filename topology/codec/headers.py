@@ -1,4 +1,4 @@
-"""The headers of a request: what a requester may say, what only a worker may have written, what a hop leaves out."""
+"""The headers of a request: those that a requester may set, those that only workers write, those that a hop drops."""
 
 import re
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ LATER = {
     names.BODY: "bodies by address are",
     names.BODY_SHA256: "bodies by address are",
 }
-"""What the contract has and this version has not: refused, never ignored."""
+"""Headers of the contract that this version does not support. They are refused, never ignored."""
 PREFIX = "x-lane-"
 YEAR_MS = 365 * 24 * 3600 * 1000
 SENT_AT_MOST_MS = 10**14
@@ -33,7 +33,7 @@ _BETA = re.compile(r"[A-Za-z0-9_.,: -]+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestHeaders:
-    """What the requester said; times in ms, `at_ms` and `sent_ms` since 1970."""
+    """What the requester set. Times are in ms; `at_ms` and `sent_ms` count from 1970."""
 
     deadline_ms: int | None
     stream: bool
@@ -45,7 +45,7 @@ class RequestHeaders:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HopHeaders:
-    """What a worker wrote when it sent the request through a delay; nothing of it is believed from anyone else."""
+    """What a worker wrote when it sent the request through a delay. It is believed from workers only."""
 
     attempts: int = 0
     errors: tuple[str, ...] = ()
@@ -54,9 +54,9 @@ class HopHeaders:
     user_id: str | None = None
     expiration: str | None = None
     dead_at: str | None = None
-    """Of a dead letter that was published again."""
+    """Of a dead letter that was published again: when it had ended."""
     redelivered: bool = False
-    """It was moved here from a queue that counts nothing, where its last delivery was never settled."""
+    """It was moved here from a queue that does not count deliveries, where its last delivery was never settled."""
     hop_ms: int | None = None
     """When it was sent into the delay; ms since 1970."""
     back_ms: int | None = None
@@ -64,9 +64,9 @@ class HopHeaders:
     is_fresh: bool = False
     """It was set aside before anybody had worked on it."""
     reply_try: int = 0
-    """How often its reply was refused: it has ended, and only that is left. 0: it has not."""
+    """How often its reply was refused. Above 0 the request has ended, and only its reply has to be sent."""
     reply_error: str | None = None
-    """The problem document that is its reply; None: the store has its reply."""
+    """The problem document to send as its reply; None: the reply is in the store."""
 
 
 def read(headers: Mapping[str, Any]) -> RequestHeaders:
@@ -117,9 +117,9 @@ def read_hop(headers: Mapping[str, Any]) -> HopHeaders:
 
 
 def carried(headers: Mapping[str, Any], *, of: Names) -> dict[str, Any]:
-    """The headers that go along on a hop: the requester's own, without the broker's, ours, and the delay's bits.
+    """The headers that a hop keeps: the requester's own, without the broker's, ours, and the delay's bits.
 
-    They keep their AMQP types, but for the trace context, which every hop writes anew. `x-death` must not stay:
+    They keep their AMQP types, except the trace context, which every hop writes anew. `x-death` must not stay:
     RabbitMQ 3.10 drops a republished message as a cycle (docs/facts.md, section 3).
     """
     return {
@@ -132,7 +132,7 @@ def carried(headers: Mapping[str, Any], *, of: Names) -> dict[str, Any]:
 
 
 def hop_headers(hop: HopHeaders) -> dict[str, Any]:
-    """The internal headers that tell the next worker what happened so far."""
+    """The internal headers for the next worker: what happened so far."""
     found: dict[str, Any] = {
         names.ATTEMPT: hop.attempts,
         names.ERRORS: list(hop.errors) or None,
@@ -157,7 +157,7 @@ def _wrong(key: str, found: object, allowed: str) -> RequestProblem:
 
 
 def _ms(headers: Mapping[str, Any], key: str, *, low: int, high: int) -> int | None:
-    """Milliseconds as an integer, or as digits in a string: shell clients (amqp-publish) write nothing else."""
+    """Milliseconds as an integer, or as digits in a string: shell clients (amqp-publish) can only write strings."""
     value = headers.get(key)
     if value is None:
         return None
@@ -169,7 +169,7 @@ def _ms(headers: Mapping[str, Any], key: str, *, low: int, high: int) -> int | N
 
 
 def ms_or_none(headers: Mapping[str, Any], key: str) -> int | None:
-    """What a header says, where it says it well: for messages that are refused, or fell out of a queue, as they are."""
+    """The milliseconds of a header, or None if it is malformed. For messages that are not read strictly."""
     try:
         return _ms(headers, key, low=0, high=SENT_AT_MOST_MS)
     except RequestProblem:

@@ -1,4 +1,4 @@
-"""When a request was published, as far as that is known: its wait and its deadline count from then."""
+"""When a request was published, as far as is known. Its wait and its deadline count from then."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from topology.codec.request import Clock
 
 
 class Published(NamedTuple):
-    """When, in ms since 1970, and by whose clock."""
+    """The time in ms since 1970, and whose clock told it."""
 
     ms: int
     by: Clock
@@ -30,6 +30,6 @@ def _told(message: Message) -> Published | None:
     if (sent_ms := ms_or_none(message.headers, SENT_MS)) is not None:
         return Published(sent_ms, "sender")
     if message.timestamp_s is not None and message.timestamp_s > 0:
-        # the end of that second: a delay counted from it is never short
+        # take the end of that second: a delay counted from it is never too short
         return Published(int(message.timestamp_s) * 1000 + 999, "timestamp")
     return None

@@ -1,34 +1,34 @@
-"""A request as a value: what is asked, of which lane, until when."""
+"""A request as a value: body, lane, deadline."""
 
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 Clock: TypeAlias = Literal["broker", "sender", "timestamp", "delivery"]
-"""Who told when a request was published: the broker (`timestamp_in_ms`), the sender (`x-lane-sent-ms`), the property
-`timestamp`, or nobody: then its wait counts from the first delivery, and the time before that is not known."""
+"""Where the time of publishing comes from: the broker (`timestamp_in_ms`), the sender (`x-lane-sent-ms`), the property
+`timestamp`, or none of these. In the last case the wait counts from the first delivery."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A request that passed the codec: what is asked, of which lane, until when."""
+    """A request that the codec has read and checked."""
 
     id: str
     lane: str
     app: str
     body: bytes
-    """The JSON that goes to the provider: as published where nothing had to be filled in."""
+    """The JSON for the provider: as it was published, with missing fields filled in."""
     model: str
     max_tokens: int
     stream: bool
-    """The requester asked for the parts as they come."""
+    """The requester wants the parts of the answer as they are produced."""
     beta: str | None
     sent_ms: int
     """When it was published, as far as is known; ms since 1970."""
     sent_by: Clock
     due_ms: int | None
-    """Not to be started before; ms since 1970. None: at once."""
+    """It must not start before; ms since 1970. None: it may start at once."""
     deadline_ms: int
-    """When its time is over; ms since 1970."""
+    """By when it must be answered; ms since 1970."""
     attempts: int
     """Attempts that were made before this delivery."""
     states_stream: bool = True

@@ -3,7 +3,7 @@
 from importlib.resources import files
 from typing import Final
 
-from consumers.state.redis.scripts import Script
+from consumers.state.redis.script import Script
 
 FORM: Final = 2
 """How the script keeps an account. A version of Lanekeeper that keeps it otherwise has another number, and so another

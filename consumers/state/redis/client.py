@@ -11,7 +11,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from consumers.state.base import StoreUnavailable
-from consumers.state.redis.scripts import WRITE, Script
+from consumers.state.redis.script import WRITE, Script
 
 CONNECT_S = 3.0
 CALL_S = 3.0

@@ -28,7 +28,7 @@ from consumers.state.base import (
     StoreUnavailable,
     Taken,
 )
-from consumers.state.redis import scripts
+from consumers.state.redis import request_scripts, share_scripts
 from consumers.state.redis.client import Argument, RedisClient
 from consumers.state.spec import DEFAULT, StoreSpec
 from lanekeeper.telemetry import logs, signals
@@ -69,7 +69,7 @@ class RedisStore:
 
     async def claim(self, identity: Identity, copy: Copy) -> Granted | Running | Ended | Conflict:
         times = (self._lease_ms, self._keep_ms, self._cancelled_ms)
-        match await self._client.run(scripts.CLAIM, [self._request(identity)], *_of_copy(copy), *times):
+        match await self._client.run(request_scripts.CLAIM, [self._request(identity)], *_of_copy(copy), *times):
             case [b"granted", token, deaths]:
                 return Granted(token=token, deaths=deaths)
             case [b"running", for_ms]:
@@ -84,22 +84,22 @@ class RedisStore:
             return {}
         keys = [self._request(each.identity) for each in held]
         tokens = [each.token for each in held]
-        stops = await self._client.run(scripts.RENEW, keys, self._lease_ms, self._keep_ms, *tokens)
+        stops = await self._client.run(request_scripts.RENEW, keys, self._lease_ms, self._keep_ms, *tokens)
         return {each: Stop(stop.decode()) for each, stop in zip(held, stops, strict=True) if stop}
 
     async def release(self, held: Held, *, attempts: int = 0, due_ms: int | None = None) -> None:
         values = (held.token, attempts, "" if due_ms is None else due_ms, self._keep_ms, self._cancelled_ms)
-        await self._client.run(scripts.RELEASE, [self._request(held.identity)], *values)
+        await self._client.run(request_scripts.RELEASE, [self._request(held.identity)], *values)
 
     async def defer(self, identity: Identity, *, due_ms: int, keep_until_ms: int) -> bool:
-        return bool(await self._client.run(scripts.DEFER, [self._request(identity)], due_ms, keep_until_ms))
+        return bool(await self._client.run(request_scripts.DEFER, [self._request(identity)], due_ms, keep_until_ms))
 
     async def complete(
         self, identity: Identity, copy: Copy, completion: Completion, *, token: int | None
     ) -> Completion | None:
         held = "" if token is None else token
         values = (self._keep_ms, *_of_copy(copy), held, *_of_completion(completion))
-        match await self._client.run(scripts.COMPLETE, [self._request(identity)], *values):
+        match await self._client.run(request_scripts.COMPLETE, [self._request(identity)], *values):
             case [b"given"]:
                 return completion
             case [b"held", ending]:
@@ -109,23 +109,23 @@ class RedisStore:
 
     async def note(self, identity: Identity, completion: Completion) -> None:
         values = (self._keep_ms, *_of_completion(completion))
-        await self._client.run(scripts.NOTE, [self._request(identity)], *values)
+        await self._client.run(request_scripts.NOTE, [self._request(identity)], *values)
 
     async def cancel(self, identity: Identity, completion: Completion) -> Cancelling:
         unseen = (identity.id, self._request(Identity(identity.tenant, "")), self._spec.unseen_per_tenant)
         values = (self._cancelled_ms, *_of_completion(completion), *unseen)
         keys = [self._request(identity), self._of_tenant("unseen", identity.tenant)]
-        return Cancelling((await self._client.run(scripts.CANCEL, keys, *values)).decode())
+        return Cancelling((await self._client.run(request_scripts.CANCEL, keys, *values)).decode())
 
     async def reserve(self, identity: Identity, copy: Copy, *, weight: int, until_ms: int) -> Room:
         member = f"{identity.id} {copy.mark.hex()}"
         message = (quote(identity.tenant, safe=""), member, copy.nonce.hex(), int(copy.redelivered), weight, until_ms)
         keys = [self._of_tenant("waiting", identity.tenant), f"{self._namespace}:waiting"]
         bounds = (self._spec.waiting_per_tenant, self._spec.waiting_in_all)
-        return Room((await self._client.run(scripts.RESERVE, keys, *message, *bounds)).decode())
+        return Room((await self._client.run(share_scripts.RESERVE, keys, *message, *bounds)).decode())
 
     async def find(self, identity: Identity) -> Found | None:
-        match await self._client.run(scripts.FIND, [self._request(identity)]):
+        match await self._client.run(request_scripts.FIND, [self._request(identity)]):
             case [b"ended", attempts, ending]:
                 return Found(completion=_completion(ending), running=False, attempts=int(attempts))
             case [state, attempts, due]:
@@ -140,18 +140,20 @@ class RedisStore:
 
     async def take(self, name: str, amount: float, *, limit: float, period_s: int) -> Taken:
         keys = [self._allowance(name, period_s)]
-        granted, used, resets_in_ms = await self._client.run(scripts.TAKE, keys, amount, limit, period_s)
+        granted, used, resets_in_ms = await self._client.run(share_scripts.TAKE, keys, amount, limit, period_s)
         return Taken(granted=granted == 1, used=float(used), resets_in_s=resets_in_ms / 1000)
 
     async def give_back(self, name: str, amount: float, *, period_s: int) -> None:
-        await self._client.run(scripts.CORRECT, [self._allowance(name, period_s)], amount, period_s)
+        await self._client.run(share_scripts.CORRECT, [self._allowance(name, period_s)], amount, period_s)
 
     async def hold(self, name: str, owner: str, *, for_s: float) -> int | None:
-        token = await self._client.run(scripts.HOLD, [f"{self._namespace}:lease:{name}"], owner, round(for_s * 1000))
+        token = await self._client.run(
+            share_scripts.HOLD, [f"{self._namespace}:lease:{name}"], owner, round(for_s * 1000)
+        )
         return None if token is None else int(token)
 
     async def let_go(self, name: str, owner: str) -> None:
-        await self._client.run(scripts.LET_GO, [f"{self._namespace}:lease:{name}"], owner)
+        await self._client.run(share_scripts.LET_GO, [f"{self._namespace}:lease:{name}"], owner)
 
     def _request(self, identity: Identity) -> str:
         return f"{self._namespace}:request:{quote(identity.tenant, safe='')}:{identity.id}"

@@ -23,16 +23,12 @@ from consumers.state.base import (
     Stop,
 )
 from consumers.state.spec import StoreSpec
-from consumers.state.sqlite.shares import UNSEEN, Shares
+from consumers.state.sqlite.bounded import IS_UNSEEN, Bounded
 
 CANCELLED = "cancelled"
 """The code of `PROBLEMS`."""
 ROW_BYTES = 300
 """Of a row beside its body, roughly."""
-UNSEEN_BYTES = 800
-"""Of the cancellation of what no worker has seen, with what counts it."""
-FORGOTTEN_AT_MOST = 10
-"""Cancellations that one more pushes out: several, where fewer are kept than before."""
 STEP_ROWS = 200
 STEP_BYTES = 32 * 1024 * 1024
 """What one step of sweeping removes at most, so that claims need not wait for it."""
@@ -106,7 +102,6 @@ _WRITE = (
     f"INSERT INTO request (tenant, id, {', '.join(Row._fields)}) VALUES (?, ?{', ?' * len(Row._fields)}) "
     f"ON CONFLICT (tenant, id) DO UPDATE SET {', '.join(f'{name} = excluded.{name}' for name in Row._fields)}"
 )
-_IS_UNSEEN = f"body_hash IS NULL AND noted = 0 AND code = '{CANCELLED}'"
 _RENEW = "UPDATE request SET lease_ms = ? WHERE tenant = ? AND id = ?"
 
 
@@ -119,8 +114,7 @@ class Requests:
         self._keep_ms = round(spec.keep_s * 1000)
         self._max_bytes = spec.max_bytes
         self._cancelled_ms = round(spec.cancelled_s * 1000)
-        self._unseen_at_most = spec.unseen_per_tenant
-        self._shares = Shares(connection)
+        self._bounded = Bounded(connection, spec)
         self._page_bytes = int(connection.execute("PRAGMA page_size").fetchone()[0])
 
     def claim(self, at: Times, identity: Identity, copy: Copy) -> Granted | Running | Ended | Conflict:
@@ -184,7 +178,7 @@ class Requests:
         if row is not None and row.token == token:
             if row.ended:
                 return row.completion()
-            self._write(identity, row._replace(lease_ms=0, keep_ms=keep_ms, cancelling=0).ended_by(completion))
+            self._end(at, identity, row._replace(lease_ms=0, keep_ms=keep_ms, cancelling=0), completion)
             return completion
         if row is not None and not row.noted and not (token is None and _runs_again(row, copy)):
             if row.body_hash not in (None, copy.body_hash):
@@ -194,8 +188,13 @@ class Requests:
             if token is not None or row.is_held_against(copy, at.now):
                 return None
         ours = Row(copy.body_hash, copy.mark, _next_token(at, row), 0, at.now, 0, keep_ms, 0, 0)
-        self._write(identity, ours.ended_by(completion))
+        self._end(at, identity, ours, completion)
         return completion
+
+    def _end(self, at: Times, identity: Identity, row: Row, completion: Completion) -> None:
+        self._write(identity, row.ended_by(completion))
+        if completion.is_untried:
+            self._bounded.count_untried(identity, until_ms=row.keep_ms)
 
     def note(self, at: Times, identity: Identity, completion: Completion) -> None:
         row = self._read(at, identity)
@@ -221,19 +220,9 @@ class Requests:
         return Cancelling.RECORDED
 
     def _kept_unseen(self, at: Times, identity: Identity) -> Cancelling:
-        """Beyond what is kept for one tenant its oldest goes."""
-        self._shares.forget_ended(UNSEEN, at.today)
-        if not self._shares.has(UNSEEN, identity.tenant, identity.id):
-            self._shares.add(UNSEEN, identity.tenant, identity.id, until_ms=at.today + self._cancelled_ms)
-        came_to = Cancelling.UNSEEN
-        for _ in range(FORGOTTEN_AT_MOST):
-            if self._shares.used(UNSEEN, identity.tenant) <= self._unseen_at_most:
-                break
-            oldest = self._shares.forget_oldest(UNSEEN, identity.tenant)
-            key = (identity.tenant, oldest)
-            self._execute(f"DELETE FROM request WHERE tenant = ? AND id = ? AND {_IS_UNSEEN}", key)
-            came_to = Cancelling.DISPLACED
-        return came_to
+        until_ms = at.today + self._cancelled_ms
+        displaces = self._bounded.count_unseen(identity, today=at.today, until_ms=until_ms)
+        return Cancelling.DISPLACED if displaces else Cancelling.UNSEEN
 
     def find(self, at: Times, identity: Identity) -> Found | None:
         row = self._read(at, identity)
@@ -247,18 +236,18 @@ class Requests:
         )
 
     def sweep(self, at: Times) -> int:
-        """One step: what was kept long enough, else of what is beyond the bound the oldest."""
+        """One step: what was kept long enough; else, beyond the bound, what a tenant has too much of, or the oldest."""
         removed = self._remove("keep_ms <= ? AND lease_ms <= ?", at.today, at.now, up_to_bytes=STEP_BYTES)
         if not removed and (beyond := self._used_bytes() - self._max_bytes) > 0:
-            ended = f"status IS NOT NULL AND lease_ms <= ? AND NOT ({_IS_UNSEEN})"  # else what was cancelled would run
-            removed = self._remove(ended, at.now, up_to_bytes=min(beyond, STEP_BYTES))
-        return removed or self._shares.forget_ended(UNSEEN, at.today)
+            ended = f"status IS NOT NULL AND lease_ms <= ? AND NOT ({IS_UNSEEN})"  # else what was cancelled would run
+            removed = self._bounded.remove_surplus() or self._remove(ended, at.now, up_to_bytes=min(beyond, STEP_BYTES))
+        return removed or self._bounded.sweep(at.today)
 
     def _used_bytes(self) -> int:
         """Without the cancellations that have a bound of their own: they cost nobody a result."""
         (pages,) = self._execute("PRAGMA page_count").fetchone()
         (free,) = self._execute("PRAGMA freelist_count").fetchone()
-        return int(pages - free) * self._page_bytes - UNSEEN_BYTES * self._shares.used(UNSEEN)
+        return int(pages - free) * self._page_bytes - self._bounded.unseen_bytes
 
     def _remove(self, which: str, *values: int, up_to_bytes: int) -> int:
         """The oldest first; those that go beyond so many bytes, or rows, are left for the next step."""

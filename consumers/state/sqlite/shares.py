@@ -9,6 +9,8 @@ from consumers.state.spec import StoreSpec
 STEP_ROWS = 100
 UNSEEN: Final = "unseen"
 """Cancellations of requests that no worker has seen."""
+UNTRIED: Final = "untried"
+"""Requests that ended before any attempt was made: they cost their publisher nothing."""
 WAITING: Final = "waiting"
 """Requests that wait in the broker because their publisher asked for it."""
 SCHEMA = """
@@ -51,6 +53,14 @@ class Shares:
         found = self._execute("SELECT weight FROM share_sum WHERE kind = ? AND tenant IS ?", (kind, tenant)).fetchone()
         return 0 if found is None else int(found[0])
 
+    def most(self, kind: str) -> tuple[str, int]:
+        """The tenant that uses most of a kind, and how much."""
+        found = self._execute(
+            "SELECT tenant, weight FROM share_sum WHERE kind = ? AND tenant IS NOT NULL ORDER BY weight DESC LIMIT 1",
+            (kind,),
+        ).fetchone()
+        return ("", 0) if found is None else (str(found[0]), int(found[1]))
+
     def forget_ended(self, kind: str, today: int) -> int:
         """A bounded step: those that count no more, the first first; how many."""
         ended = self._execute(
@@ -63,16 +73,16 @@ class Shares:
             self._change(kind, tenant, -weight)
         return len(ended)
 
-    def forget_oldest(self, kind: str, tenant: str) -> str | None:
-        """The member of a tenant that would have ended first."""
+    def forget_oldest(self, kind: str, tenant: str) -> tuple[str, int] | None:
+        """The member of a tenant that would have ended first, and when."""
         found = self._execute(
             "DELETE FROM share WHERE (kind, tenant, member) IN (SELECT kind, tenant, member FROM share "
-            "WHERE kind = ? AND tenant = ? ORDER BY until_ms LIMIT 1) RETURNING member, weight",
+            "WHERE kind = ? AND tenant = ? ORDER BY until_ms LIMIT 1) RETURNING member, until_ms, weight",
             (kind, tenant),
         ).fetchall()
-        for _, weight in found:
+        for _, _, weight in found:
             self._change(kind, tenant, -weight)
-        return str(found[0][0]) if found else None
+        return (str(found[0][0]), int(found[0][1])) if found else None
 
     def _change(self, kind: str, tenant: str, by: int) -> None:
         for each in (tenant, None):

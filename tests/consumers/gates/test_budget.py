@@ -1,4 +1,4 @@
-"""The budget gate: which account pays, who waits, who is refused, and what is given back."""
+"""The budget gate: which account pays, which request waits, which is refused, and what is given back."""
 
 import asyncio
 import json
@@ -62,13 +62,13 @@ class Ground:
         job = Bench().job(lane=lane, body=BODY, headers=headers, routing_key=key, user_id="shop", reply_to=None)
         return read(job, Chain(self.routes), now_ms=self.now_ms())
 
-    async def spend(self, account: str, requests: int = 0) -> None:
+    async def spend(self, name: str, requests: int = 0) -> None:
         """All of it, and so many requests more."""
-        books = self.budgets.turns(account).account
-        for bucket in books.buckets:
+        account = self.budgets.turns(name).account
+        for bucket in account.buckets:
             bucket.parts = [0.0, 0.0, 0.0]
             bucket.level = 0.0
-        books.buckets[0].level = -requests
+        account.buckets[0].level = -requests
 
     async def enter(self, job: Job) -> Outcome | None:
         return await self.gate.enter(job)
@@ -101,9 +101,9 @@ def test_what_was_used_is_settled_and_what_was_not_is_given_back() -> None:
         job.attempt_started_ms, job.usage = on.now_ms(), Amounts(1, 7, 2)
         await on.gate.leave(job, DONE)
 
-        books = on.budgets.turns("one/m").account
-        assert [bucket.burst - bucket.level for bucket in books.buckets] == [1, 7, 2]
-        assert books.concurrency.running == 0
+        account = on.budgets.turns("one/m").account
+        assert [bucket.burst - bucket.level for bucket in account.buckets] == [1, 7, 2]
+        assert account.concurrency.running == 0
 
     story(tell)
 

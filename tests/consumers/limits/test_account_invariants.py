@@ -1,4 +1,4 @@
-"""Whatever comes, in whatever order: nothing is overspent, no lane loses its share, nobody is forgotten."""
+"""In every order of events nothing is overspent, no lane loses its share, and no request is forgotten."""
 
 from dataclasses import dataclass, field
 from math import inf
@@ -11,6 +11,7 @@ from consumers.limits.amounts import Amounts
 from consumers.limits.base import Reservation
 from consumers.limits.spec import DEFAULT_LANES, BudgetSpec, Caps
 from consumers.limits.waiter import Waiter
+from tests.support.examples import examples
 
 PER_MINUTE = Amounts(60, 6_000, 600)
 BURST = [max(1.0, each / 6) for each in PER_MINUTE]
@@ -92,7 +93,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(steps=STEPS)
 def test_never_more_is_spent_than_the_burst_and_what_came_in_and_all_are_served(
     steps: list[tuple[str, int, object]],
@@ -123,7 +124,7 @@ def test_never_more_is_spent_than_the_burst_and_what_came_in_and_all_are_served(
     bench.see_that_nothing_is_overspent()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @example(lane=0, own=[574.0], others=[(1, 902.0)])  # its share is there, and has to wait for what others have taken
 @example(lane=1, own=[1000.0], others=[(0, 386.0)])  # it needs the whole bucket, and so would the lane above take it
 @given(
@@ -153,7 +154,7 @@ def test_a_lane_that_always_waits_gets_its_share_whatever_the_others_do(
     assert bench.by_lane[lane] >= entitled - 2 * largest
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(flood=st.lists(st.tuples(LANES, amounts(0.5)), min_size=20, max_size=60))
 def test_what_is_there_is_used_while_anybody_waits(flood: list[tuple[int, Amounts]]) -> None:
     bench = Bench()

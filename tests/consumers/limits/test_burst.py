@@ -18,6 +18,7 @@ from consumers.limits.spec import BudgetSpec, Caps
 from consumers.limits.waiter import Waiter
 from service.simulated.buckets import Bucket
 from tests.support.budget import ACCOUNT, Traffic
+from tests.support.examples import examples
 from tests.support.virtual_time import virtually
 
 KNOWN = (False, False, False)
@@ -120,7 +121,7 @@ def test_a_provider_that_tells_the_minute_and_enforces_the_second_is_not_asked_f
     virtually(story())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     capacity=st.floats(1, 60),
     steps=st.lists(st.tuples(st.floats(0, 10), st.integers(1, 4), st.floats(0, 5)), min_size=1, max_size=30),
@@ -130,7 +131,7 @@ def test_never_more_is_used_at_once_than_the_provider_holds(
 ) -> None:
     now_s = 0.0
     provider = Bucket(60, burst_s=capacity, clock=lambda: now_s)
-    books = Account("a", BudgetSpec(), now_s=now_s)
+    account = Account("a", BudgetSpec(), now_s=now_s)
     for pause_s, asked, others in steps:
         now_s += pause_s
         provider.take(others)  # somebody else uses the account
@@ -139,8 +140,8 @@ def test_never_more_is_used_at_once_than_the_provider_holds(
                 continue
             provider.take(1)
             rate = told(max(0, int(provider.level())))
-            books.learn(Heard(kind=Kind.ANSWERED, rate=rate, counted=Amounts(1, 0, 0)), now_s)
-            assert books.buckets[0].burst <= provider.capacity + 1e-6
+            account.learn(Heard(kind=Kind.ANSWERED, rate=rate, counted=Amounts(1, 0, 0)), now_s)
+            assert account.buckets[0].burst <= provider.capacity + 1e-6
 
 
 # ---- what is learned -------------------------------------------------------------------------------------------------
@@ -178,14 +179,14 @@ def test_what_nobody_has_proven_is_little_of_a_guess_and_more_of_a_limit_that_is
 
 
 def test_where_the_limits_are_set_and_the_provider_is_silent_ten_seconds_worth_are_used_at_once() -> None:
-    books = Account("a", BudgetSpec(accounts={"a": Caps(requests=60)}), now_s=0)
-    books.learn(Heard(kind=Kind.ANSWERED), 0)
+    account = Account("a", BudgetSpec(accounts={"a": Caps(requests=60)}), now_s=0)
+    account.learn(Heard(kind=Kind.ANSWERED), 0)
     granted_s: list[float] = []
     for each in range(100):
-        books.join(Waiter(each % 3, Amounts(1, 100_000, 1000), arrived_s=0))
+        account.join(Waiter(each % 3, Amounts(1, 100_000, 1000), arrived_s=0))
     now_s = 0.0
     while now_s < 60:
-        found, in_s = books.turn(now_s)
+        found, in_s = account.turn(now_s)
         if found is not None:
             granted_s.append(now_s)
         else:
@@ -196,66 +197,66 @@ def test_where_the_limits_are_set_and_the_provider_is_silent_ten_seconds_worth_a
 
 
 def test_a_refusal_with_figures_halves_the_burst_and_not_the_limit_and_it_comes_back_slowly() -> None:
-    books = Account("a", BudgetSpec(), now_s=0)
-    books.learn(Heard(kind=Kind.ANSWERED, rate=told(59), counted=Amounts(1, 0, 0)), 0)
-    books.learn(Heard(kind=Kind.RATE_LIMITED, rate=told(57)), 10)
-    books.learn(Heard(kind=Kind.RATE_LIMITED, rate=told(57)), 11)  # of the same burst
-    assert books.buckets[0].burst == 30
-    assert books.per_minute().requests == 60
+    account = Account("a", BudgetSpec(), now_s=0)
+    account.learn(Heard(kind=Kind.ANSWERED, rate=told(59), counted=Amounts(1, 0, 0)), 0)
+    account.learn(Heard(kind=Kind.RATE_LIMITED, rate=told(57)), 10)
+    account.learn(Heard(kind=Kind.RATE_LIMITED, rate=told(57)), 11)  # of the same burst
+    assert account.buckets[0].burst == 30
+    assert account.per_minute().requests == 60
 
     found = []
     for second in range(12, 300):
-        books.learn(Heard(kind=Kind.ANSWERED, rate=told(59), counted=Amounts(1, 0, 0)), second)
-        found.append(books.buckets[0].burst)
+        account.learn(Heard(kind=Kind.ANSWERED, rate=told(59), counted=Amounts(1, 0, 0)), second)
+        found.append(account.buckets[0].burst)
     assert found == sorted(found)
     assert found[int(3 * BACK_EVERY_S)] < 42
     assert found[-1] == 60
 
 
 def test_refusals_that_go_on_although_less_is_used_at_once_lower_the_limit() -> None:
-    books = Account("a", BudgetSpec(), now_s=0)
-    books.learn(Heard(kind=Kind.ANSWERED, rate=told(59), counted=Amounts(1, 0, 0)), 0)
+    account = Account("a", BudgetSpec(), now_s=0)
+    account.learn(Heard(kind=Kind.ANSWERED, rate=told(59), counted=Amounts(1, 0, 0)), 0)
     for refusal in range(10):
-        books.learn(Heard(kind=Kind.RATE_LIMITED, rate=told(57)), 6.0 * refusal)
+        account.learn(Heard(kind=Kind.RATE_LIMITED, rate=told(57)), 6.0 * refusal)
 
-    assert books.buckets[0].burst == 1  # which can always be made
-    assert books.per_minute().requests < 10
+    assert account.buckets[0].burst == 1  # which can always be made
+    assert account.per_minute().requests < 10
 
 
 def test_only_what_is_spent_is_used_more_slowly() -> None:
-    books = Account("a", BudgetSpec(), now_s=0)
+    account = Account("a", BudgetSpec(), now_s=0)
     both = RateHeaders(Told(limit=60, remaining=40), Told(limit=60_000, remaining=0), NOTHING_SAID)
-    books.learn(Heard(kind=Kind.ANSWERED, rate=both, counted=Amounts(1, 800, 0)), 0)
+    account.learn(Heard(kind=Kind.ANSWERED, rate=both, counted=Amounts(1, 800, 0)), 0)
     for refusal in range(8):
-        books.learn(Heard(kind=Kind.RATE_LIMITED, rate=both), 6.0 * refusal)
+        account.learn(Heard(kind=Kind.RATE_LIMITED, rate=both), 6.0 * refusal)
 
-    assert books.per_minute().requests == 60
-    assert books.buckets[0].burst == 41
-    assert books.per_minute().input_tokens == pytest.approx(0.8 * 0.8 * 60_000)
+    assert account.per_minute().requests == 60
+    assert account.buckets[0].burst == 41
+    assert account.per_minute().input_tokens == pytest.approx(0.8 * 0.8 * 60_000)
 
 
 def test_a_provider_that_says_nothing_of_limits_has_no_burst_either() -> None:
-    books = Account("a", BudgetSpec(), now_s=0)
-    books.join(Waiter(0, Amounts(1, 1000, 500), arrived_s=0))
-    books.turn(0)
-    books.learn(Heard(kind=Kind.ANSWERED), 1)
+    account = Account("a", BudgetSpec(), now_s=0)
+    account.join(Waiter(0, Amounts(1, 1000, 500), arrived_s=0))
+    account.turn(0)
+    account.learn(Heard(kind=Kind.ANSWERED), 1)
 
     for number in range(1000):
-        books.join(waiter := Waiter(number % 3, Amounts(1, 10_000, 1000), arrived_s=1))
-        assert books.turn(1)[0] is waiter
+        account.join(waiter := Waiter(number % 3, Amounts(1, 10_000, 1000), arrived_s=1))
+        assert account.turn(1)[0] is waiter
 
 
 def test_a_bucket_as_large_as_the_providers_begins_to_fill_when_the_call_may_have_arrived() -> None:
-    books = Account("a", BudgetSpec(), now_s=0)
-    books.learn(Heard(kind=Kind.ANSWERED, rate=told(0), counted=Amounts(1, 0, 0)), 0)
+    account = Account("a", BudgetSpec(), now_s=0)
+    account.learn(Heard(kind=Kind.ANSWERED, rate=told(0), counted=Amounts(1, 0, 0)), 0)
     granted_s: list[float] = []
     now_s = 0.0
     while len(granted_s) < 10:
-        books.join(waiter := Waiter(0, Amounts(1, 0, 0), arrived_s=now_s))
-        found, in_s = books.turn(now_s)
+        account.join(waiter := Waiter(0, Amounts(1, 0, 0), arrived_s=now_s))
+        found, in_s = account.turn(now_s)
         while found is None:
             now_s += in_s + 0.0005
-            found, in_s = books.turn(now_s)
+            found, in_s = account.turn(now_s)
         assert found is waiter
         granted_s.append(now_s)
 
@@ -271,12 +272,12 @@ def test_a_bucket_as_large_as_the_providers_begins_to_fill_when_the_call_may_hav
 def test_whatever_is_told_every_bucket_holds_at_least_one_and_no_more_than_the_setting(
     figures: list[tuple[float, float, Kind, float]],
 ) -> None:
-    books, now_s = Account("a", BudgetSpec(), now_s=0), 0.0
+    account, now_s = Account("a", BudgetSpec(), now_s=0), 0.0
     for remaining, limit, kind, later_s in figures:
         now_s += later_s
         each = Told(limit=limit, remaining=min(remaining, limit))
-        books.learn(Heard(kind=kind, rate=RateHeaders(each, each, each), counted=NOTHING, took_s=later_s), now_s)
-        for bucket, per_minute in zip(books.buckets, books.per_minute(), strict=True):
+        account.learn(Heard(kind=kind, rate=RateHeaders(each, each, each), counted=NOTHING, took_s=later_s), now_s)
+        for bucket, per_minute in zip(account.buckets, account.per_minute(), strict=True):
             assert 1 <= bucket.burst <= max(1.0, per_minute * (1 + 1e-9))
             assert bucket.level <= bucket.burst
             assert sum(part for part in bucket.parts if part > 0) <= bucket.burst * (1 + 1e-9)

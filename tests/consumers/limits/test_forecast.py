@@ -1,4 +1,4 @@
-"""Nobody is told that he cannot be in time who would have been; and what is predicted for the first is what happens."""
+"""No request is refused as too late that would have been in time; the forecast for the first in line is exact."""
 
 import asyncio
 
@@ -13,6 +13,7 @@ from consumers.limits.base import Heard, Kind
 from consumers.limits.own_turns import own_accounts
 from consumers.limits.spec import BudgetSpec, Caps
 from consumers.limits.waiter import Waiter
+from tests.support.examples import examples
 from tests.support.virtual_time import virtually
 
 CAPS = Caps(requests=60, input_tokens=6_000, output_tokens=600)
@@ -21,7 +22,7 @@ SPEC = BudgetSpec(accounts={"a": CAPS})
 CRITICAL, NORMAL, BATCH = range(3)
 
 
-def account(spec: BudgetSpec = SPEC) -> Account:
+def new_account(spec: BudgetSpec = SPEC) -> Account:
     return Account("a", spec, now_s=0.0)
 
 
@@ -29,16 +30,16 @@ def tokens(amount: float) -> Amounts:
     return Amounts(0, amount, 0)
 
 
-def starts_s(books: Account, waiter: Waiter, now_s: float) -> float:
+def starts_s(account: Account, waiter: Waiter, now_s: float) -> float:
     """In how many seconds, woken as the account says."""
     began_s = now_s
     while waiter.reservation is None:
-        found, in_s = books.turn(now_s)
+        found, in_s = account.turn(now_s)
         now_s += in_s if found is None else 0.0
     return now_s - began_s
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     lane=st.integers(0, 2),
     wanted=st.floats(1, 2_000),
@@ -48,16 +49,16 @@ def starts_s(books: Account, waiter: Waiter, now_s: float) -> float:
 def test_the_only_one_in_line_begins_when_it_was_predicted(
     lane: int, wanted: float, level: float, saved: tuple[float, ...]
 ) -> None:
-    books = account()
-    bucket = books.buckets[1]
+    account = new_account()
+    bucket = account.buckets[1]
     bucket.level = level
     bucket.parts = [min(level / 3, part * reserve) for part, reserve in zip(saved, bucket.reserves, strict=True)]
     waiter = Waiter(lane, tokens(wanted), arrived_s=0.0)
-    books.join(waiter)
+    account.join(waiter)
 
-    found = forecast.of(books, waiter, 0.0)
+    found = forecast.of(account, waiter, 0.0)
 
-    assert found.seconds == found.least_s == pytest.approx(starts_s(books, waiter, 0.0), abs=0.001)
+    assert found.seconds == found.least_s == pytest.approx(starts_s(account, waiter, 0.0), abs=0.001)
 
 
 def test_a_large_request_of_the_top_lane_is_not_refused_that_may_take_what_is_held_for_others() -> None:
@@ -77,69 +78,69 @@ def test_a_large_request_of_the_top_lane_is_not_refused_that_may_take_what_is_he
 
 
 def test_what_is_larger_than_could_ever_be_left_is_not_refused_that_begins_when_the_bucket_is_full() -> None:
-    books = account()
-    books.buckets[1].lower(900)
+    account = new_account()
+    account.buckets[1].lower(900)
     waiter = Waiter(NORMAL, tokens(2_000), arrived_s=0.0)
-    books.join(waiter)
+    account.join(waiter)
 
-    assert forecast.of(books, waiter, 0.0).least_s == pytest.approx(1)
+    assert forecast.of(account, waiter, 0.0).least_s == pytest.approx(1)
 
 
 def test_what_comes_back_is_not_told_to_wait_for_those_of_other_processes_that_came_later() -> None:
-    books = account()
-    books.buckets[1].lower(0)
-    books.elsewhere[BATCH] = (0.0, 5_000.0, 0.0)
+    account = new_account()
+    account.buckets[1].lower(0)
+    account.elsewhere[BATCH] = (0.0, 5_000.0, 0.0)
     back, fresh = (Waiter(BATCH, tokens(10), arrived_s=arrived_s) for arrived_s in (-60.0, 0.0))
-    books.join(back)
-    books.join(fresh)
+    account.join(back)
+    account.join(fresh)
 
-    assert forecast.of(books, back, 0.0).least_s < 3
-    assert forecast.of(books, fresh, 0.0).least_s > 50
+    assert forecast.of(account, back, 0.0).least_s < 3
+    assert forecast.of(account, fresh, 0.0).least_s > 50
 
 
 def test_a_lane_above_that_waits_for_output_is_not_thought_to_take_the_input_meanwhile() -> None:
-    books = account()
-    books.buckets[2].lower(0)
+    account = new_account()
+    account.buckets[2].lower(0)
     for _ in range(100):
-        books.join(Waiter(CRITICAL, Amounts(1, 50, 50), arrived_s=0.0))
+        account.join(Waiter(CRITICAL, Amounts(1, 50, 50), arrived_s=0.0))
     waiter = Waiter(NORMAL, tokens(250), arrived_s=0.0)
-    books.join(waiter)
+    account.join(waiter)
 
-    assert forecast.of(books, waiter, 0.0).least_s == pytest.approx(starts_s(books, waiter, 0.0))
+    assert forecast.of(account, waiter, 0.0).least_s == pytest.approx(starts_s(account, waiter, 0.0))
 
 
 def test_where_calls_are_short_the_first_does_not_wait_for_those_behind_it() -> None:
-    books = account(BudgetSpec(accounts={"a": Caps(concurrency=1)}))
+    account = new_account(BudgetSpec(accounts={"a": Caps(concurrency=1)}))
     for number in range(100):
-        books.join(Waiter(BATCH, Amounts(1, 1, 1), arrived_s=float(number), until_s=130.0))
-    first, _ = books.turn(100.0)
+        account.join(Waiter(BATCH, Amounts(1, 1, 1), arrived_s=float(number), until_s=130.0))
+    first, _ = account.turn(100.0)
     assert first is not None
     assert first.reservation is not None
-    books.settle(first.reservation, None, 110.0)  # a call takes ten seconds
-    running, _ = books.turn(110.0)
-    head = books.lines.heads[BATCH]
+    account.settle(first.reservation, None, 110.0)  # a call takes ten seconds
+    running, _ = account.turn(110.0)
+    head = account.lines.heads[BATCH]
     assert running is not None
     assert head is not None
 
-    assert forecast.first(books, BATCH, head.amounts, 110.0).least_s == pytest.approx(10)
-    refused = [waiter for waiter, _ in forecast.hopeless(books, 110.0)]
+    assert forecast.first(account, BATCH, head.amounts, 110.0).least_s == pytest.approx(10)
+    refused = [waiter for waiter, _ in forecast.hopeless(account, 110.0)]
     assert head not in refused
     assert refused
 
 
 def test_how_many_calls_run_at_once_after_an_overload_is_a_guess_and_refuses_nobody() -> None:
-    books = account(BudgetSpec(accounts={"a": CAPS}))
-    books.join(Waiter(CRITICAL, Amounts(1, 1, 1), arrived_s=0.0))
-    running, _ = books.turn(0.0)
+    account = new_account(BudgetSpec(accounts={"a": CAPS}))
+    account.join(Waiter(CRITICAL, Amounts(1, 1, 1), arrived_s=0.0))
+    running, _ = account.turn(0.0)
     assert running is not None
-    books.concurrency.call_s = 30.0
+    account.concurrency.call_s = 30.0
     for number in range(5):
-        books.learn(Heard(kind=Kind.OVERLOADED), float(number))
-    assert books.concurrency.is_full
+        account.learn(Heard(kind=Kind.OVERLOADED), float(number))
+    assert account.concurrency.is_full
     waiter = Waiter(CRITICAL, Amounts(1, 1, 1), arrived_s=5.0, until_s=10.0)
-    books.join(waiter)
+    account.join(waiter)
 
-    found = forecast.of(books, waiter, 5.0)
+    found = forecast.of(account, waiter, 5.0)
 
     assert (found.reason, found.is_known, found.least_s) == ("concurrency", False, 0.0)
     assert found.seconds > 5

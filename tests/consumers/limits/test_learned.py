@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from consumers.limits import learned
@@ -14,6 +14,7 @@ from consumers.limits.base import Heard, Kind
 from consumers.limits.headers import RateHeaders, Told
 from consumers.limits.spec import BudgetSpec
 from consumers.limits.waiter import Waiter
+from tests.support.examples import examples
 
 RATE = RateHeaders(Told(limit=60, remaining=50), Told(limit=9_000, remaining=5_000), Told())
 HEARD = (
@@ -43,7 +44,7 @@ def written() -> dict[str, Any]:
     return found
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(said=heard)
 def test_whatever_was_learned_another_process_reads_as_it_was(said: list[tuple[Heard, int]]) -> None:
     account, now_s = account_that(said)
@@ -71,7 +72,7 @@ def test_another_version_is_refused_though_every_field_is_there(version: object)
         learned.read(json.dumps(written() | {"version": version}))
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(value=values, data=st.data())
 def test_a_field_that_is_something_else_is_refused_or_does_no_harm(value: object, data: st.DataObject) -> None:
     found = written()

@@ -1,4 +1,4 @@
-"""What an account's books make of a response."""
+"""What an account makes of a response."""
 
 import time
 from dataclasses import replace
@@ -20,7 +20,7 @@ NOTHING_SAID = Told()
 FULL = RateHeaders(Told(limit=600), Told(limit=600_000, remaining=600_000), Told(limit=60_000))
 
 
-def account() -> Account:
+def new_account() -> Account:
     """Told 60 requests, 6000 input and 600 output tokens a minute."""
     made = Account("a", BudgetSpec(), now_s=0)
     made.learn(Heard(kind=Kind.ANSWERED, rate=RateHeaders(Told(limit=60), Told(limit=6000), Told(limit=600))), 0)
@@ -46,104 +46,104 @@ def test_it_knows_what_the_simulated_provider_tells() -> None:
 
 
 def test_where_the_provider_has_less_than_we_thought_ours_is_corrected_downwards_only() -> None:
-    books = account()
-    books.learn(heard(requests=Told(limit=60, remaining=59)), 100)
-    assert levels(books) == [10, 1000, 100]
-    books.learn(heard(requests=Told(limit=60, remaining=2)), 100)
-    assert levels(books) == [3, 1000, 100]  # nearly three are told as two
-    books.learn(heard(requests=Told(limit=60, remaining=50)), 100)
-    assert levels(books) == [3, 1000, 100]
+    account = new_account()
+    account.learn(heard(requests=Told(limit=60, remaining=59)), 100)
+    assert levels(account) == [10, 1000, 100]
+    account.learn(heard(requests=Told(limit=60, remaining=2)), 100)
+    assert levels(account) == [3, 1000, 100]  # nearly three are told as two
+    account.learn(heard(requests=Told(limit=60, remaining=50)), 100)
+    assert levels(account) == [3, 1000, 100]
 
 
 def test_what_was_rounded_to_thousands_is_read_as_the_most_that_it_can_mean() -> None:
-    books = account()
-    books.learn(heard(input_tokens=Told(limit=60_000, remaining=10_000)), 100)
-    books.refill(200)
-    books.learn(heard(input_tokens=Told(limit=60_000, remaining=1000)), 200)
-    assert levels(books)[1] == 1500
-    books.learn(heard(input_tokens=Told(limit=60_000, remaining=0)), 200)
-    assert levels(books)[1] == 500
+    account = new_account()
+    account.learn(heard(input_tokens=Told(limit=60_000, remaining=10_000)), 100)
+    account.refill(200)
+    account.learn(heard(input_tokens=Told(limit=60_000, remaining=1000)), 200)
+    assert levels(account)[1] == 1500
+    account.learn(heard(input_tokens=Told(limit=60_000, remaining=0)), 200)
+    assert levels(account)[1] == 500
 
 
 def test_what_came_in_since_it_was_told_is_there_as_well() -> None:
-    books = account()
+    account = new_account()
     told = RateHeaders(Told(limit=60, remaining=2), NOTHING_SAID, NOTHING_SAID)
-    books.learn(Heard(kind=Kind.ANSWERED, rate=told, counted=Amounts(1, 0, 0), took_s=3.0), 100)
-    assert books.buckets[0].burst == 3  # and no more than has been proven
-    assert levels(books)[0] == 3
+    account.learn(Heard(kind=Kind.ANSWERED, rate=told, counted=Amounts(1, 0, 0), took_s=3.0), 100)
+    assert account.buckets[0].burst == 3  # and no more than has been proven
+    assert levels(account)[0] == 3
 
 
 def test_no_more_is_claimed_by_the_lanes_than_the_provider_has() -> None:
-    books = account()
-    books.buckets[1].lower(100)
-    parts = books.buckets[1].parts
+    account = new_account()
+    account.buckets[1].lower(100)
+    parts = account.buckets[1].parts
     assert sum(parts) <= 100
     assert parts[0] == pytest.approx(6 * parts[2])
-    books.join(batch := Waiter(2, Amounts(0, 100, 0), arrived_s=100))
+    account.join(batch := Waiter(2, Amounts(0, 100, 0), arrived_s=100))
 
-    in_s = books.turn(100)[1]
-    assert books.turn(100 + in_s - 0.1)[0] is None
-    assert books.turn(100 + in_s + 0.1)[0] is batch
+    in_s = account.turn(100)[1]
+    assert account.turn(100 + in_s - 0.1)[0] is None
+    assert account.turn(100 + in_s + 0.1)[0] is batch
 
 
 def proven() -> Account:
     """600,000 input tokens a minute, all of which the bucket has held."""
-    books = Account("a", BudgetSpec(), now_s=0)
-    books.learn(Heard(kind=Kind.ANSWERED, rate=FULL), 0)
-    books.refill(100)
-    return books
+    account = Account("a", BudgetSpec(), now_s=0)
+    account.learn(Heard(kind=Kind.ANSWERED, rate=FULL), 0)
+    account.refill(100)
+    return account
 
 
-def underway(books: Account, calls: int, *, input_tokens: float) -> list[Reservation]:
+def underway(account: Account, calls: int, *, input_tokens: float) -> list[Reservation]:
     waiters = [Waiter(0, Amounts(1, input_tokens, 1), arrived_s=100) for _ in range(calls)]
     for waiter in waiters:
-        books.join(waiter)
-        assert books.turn(100)[0] is waiter
+        account.join(waiter)
+        assert account.turn(100)[0] is waiter
     return [waiter.reservation for waiter in waiters if waiter.reservation is not None]
 
 
 def test_what_the_provider_holds_of_calls_under_way_comes_back_with_their_end() -> None:
-    books = proven()
-    burst, calls = books.buckets[1].burst, underway(books, 5, input_tokens=20_000)
-    before = levels(books)[1]
-    books.learn(heard(Kind.RATE_LIMITED, input_tokens=Told(limit=600_000, remaining=460_000)), 100)
-    assert levels(books)[1] == 460_000
-    assert books.buckets[1].burst == burst, "what may be used at once is no less for it"
+    account = proven()
+    burst, calls = account.buckets[1].burst, underway(account, 5, input_tokens=20_000)
+    before = levels(account)[1]
+    account.learn(heard(Kind.RATE_LIMITED, input_tokens=Told(limit=600_000, remaining=460_000)), 100)
+    assert levels(account)[1] == 460_000
+    assert account.buckets[1].burst == burst, "what may be used at once is no less for it"
     for call in calls:
-        books.settle(call, Amounts(1, 20_000, 1), 100)
+        account.settle(call, Amounts(1, 20_000, 1), 100)
 
-    assert levels(books)[1] == pytest.approx(before)
+    assert levels(account)[1] == pytest.approx(before)
 
 
 def test_where_it_goes_on_within_a_minute_less_is_used_at_once() -> None:
-    books = proven()
-    burst = books.buckets[1].burst
-    underway(books, 5, input_tokens=20_000)
+    account = proven()
+    burst = account.buckets[1].burst
+    underway(account, 5, input_tokens=20_000)
     for now_s, remaining in ((100, 460_000), (101, 450_000), (120, 400_000)):
-        assert books.buckets[1].burst == burst
-        books.learn(heard(Kind.RATE_LIMITED, input_tokens=Told(limit=600_000, remaining=remaining)), now_s)
+        assert account.buckets[1].burst == burst
+        account.learn(heard(Kind.RATE_LIMITED, input_tokens=Told(limit=600_000, remaining=remaining)), now_s)
 
-    assert books.buckets[1].burst == burst / 2
+    assert account.buckets[1].burst == burst / 2
 
 
 def test_one_large_request_that_is_refused_halves_nothing_and_stops_nobody() -> None:
-    books = proven()
-    burst = books.buckets[1].burst
-    underway(books, 1, input_tokens=400_000)
-    books.refill(160)
+    account = proven()
+    burst = account.buckets[1].burst
+    underway(account, 1, input_tokens=400_000)
+    account.refill(160)
     refused = heard(Kind.RATE_LIMITED, input_tokens=Told(limit=600_000, remaining=500_000))
-    books.learn(replace(refused, retry_after_s=5), 160)
+    account.learn(replace(refused, retry_after_s=5), 160)
 
-    assert books.buckets[1].burst == burst
-    assert books.stopped_s(160) == 0
-    books.join(chat := Waiter(0, Amounts(1, 100, 1), arrived_s=160))
-    assert books.turn(160)[0] is chat
+    assert account.buckets[1].burst == burst
+    assert account.stopped_s(160) == 0
+    account.join(chat := Waiter(0, Amounts(1, 100, 1), arrived_s=160))
+    assert account.turn(160)[0] is chat
 
 
 def test_a_refusal_without_a_cause_in_the_books_slows_down() -> None:
-    books = account()
-    assert books.learn(Heard(kind=Kind.RATE_LIMITED), 100)
-    assert books.per_minute() == (30, 3000, 300)
+    account = new_account()
+    assert account.learn(Heard(kind=Kind.RATE_LIMITED), 100)
+    assert account.per_minute() == (30, 3000, 300)
 
 
 @pytest.mark.parametrize(
@@ -156,26 +156,26 @@ def test_a_refusal_without_a_cause_in_the_books_slows_down() -> None:
     ids=["requests are spent", "tokens are spent", "the limit is lower"],
 )
 def test_a_refusal_that_its_own_figures_explain_is_only_believed(cause: dict[str, Told]) -> None:
-    books = account()
-    books.learn(heard(Kind.RATE_LIMITED, **cause), 100)
+    account = new_account()
+    account.learn(heard(Kind.RATE_LIMITED, **cause), 100)
 
-    assert books.per_minute().input_tokens == 6000
+    assert account.per_minute().input_tokens == 6000
 
 
 def test_absurd_headers_change_nothing() -> None:
-    books = account()
-    before = (books.per_minute(), levels(books))
+    account = new_account()
+    before = (account.per_minute(), levels(account))
     for name in ("requests", "input-tokens", "output-tokens"):
         for what in ("limit", "remaining"):
             for value in ("-1", "NaN", "inf", "none", ""):
                 told = {f"anthropic-ratelimit-{name}-{what}": value}
-                books.learn(Heard(kind=Kind.ANSWERED, rate=headers.read(told, now_s=0)), 100)
+                account.learn(Heard(kind=Kind.ANSWERED, rate=headers.read(told, now_s=0)), 100)
         told = {f"anthropic-ratelimit-{name}-limit": "0", f"anthropic-ratelimit-{name}-remaining": "0"}
-        books.learn(Heard(kind=Kind.ANSWERED, rate=headers.read(told, now_s=0)), 100)
+        account.learn(Heard(kind=Kind.ANSWERED, rate=headers.read(told, now_s=0)), 100)
         told = {f"anthropic-ratelimit-{name}-limit": "7", f"anthropic-ratelimit-{name}-reset": "3000-01-01T00:00:00Z"}
-        books.learn(Heard(kind=Kind.ANSWERED, rate=headers.read(told, now_s=0)), 100)
+        account.learn(Heard(kind=Kind.ANSWERED, rate=headers.read(told, now_s=0)), 100)
 
-    assert (books.per_minute(), levels(books)) == before
+    assert (account.per_minute(), levels(account)) == before
 
 
 @pytest.mark.parametrize("limit", ["1", "999", "0.5"])
@@ -189,94 +189,94 @@ def test_fewer_tokens_a_minute_than_anybody_sells_are_absurd(limit: str) -> None
 
 
 def test_a_little_that_is_not_told_again_is_guessed_again_and_what_is_told_again_stays() -> None:
-    books = Account("a", BudgetSpec(), now_s=0)
-    books.learn(heard(requests=Told(limit=10), input_tokens=Told(limit=1500, remaining=0)), 0)
+    account = Account("a", BudgetSpec(), now_s=0)
+    account.learn(heard(requests=Told(limit=10), input_tokens=Told(limit=1500, remaining=0)), 0)
     for second in range(0, int(2 * FORGOTTEN_AFTER_S), 10):
-        books.learn(heard(requests=Told(limit=10)), second)
-        assert books.per_minute().requests == 10
-        assert books.per_minute().input_tokens == (1500 if second < FORGOTTEN_AFTER_S else 30_000)
-    assert books.buckets[1].burst > 1000  # and not what was proven of the other
+        account.learn(heard(requests=Told(limit=10)), second)
+        assert account.per_minute().requests == 10
+        assert account.per_minute().input_tokens == (1500 if second < FORGOTTEN_AFTER_S else 30_000)
+    assert account.buckets[1].burst > 1000  # and not what was proven of the other
 
 
 def test_a_large_limit_is_not_forgotten_in_a_lull() -> None:
-    books = Account("a", BudgetSpec(), now_s=0)
-    books.learn(heard(requests=Told(limit=4000)), 0)
-    assert not books.is_stale(86_400)
+    account = Account("a", BudgetSpec(), now_s=0)
+    account.learn(heard(requests=Told(limit=4000)), 0)
+    assert not account.is_stale(86_400)
 
 
 def test_slowed_down_as_far_as_it_goes_it_is_tried_again_after_minutes_without_an_answer() -> None:
-    books = Account("a", BudgetSpec(), now_s=0)
-    books.learn(heard(requests=Told(limit=60)), 0)
+    account = Account("a", BudgetSpec(), now_s=0)
+    account.learn(heard(requests=Told(limit=60)), 0)
     for refusal in range(10):
-        books.learn(Heard(kind=Kind.RATE_LIMITED), 6.0 * refusal)
-    assert books.per_minute().requests < 1
-    assert not books.is_stale(54 + FORGOTTEN_AFTER_S - 1)
-    assert books.is_stale(54 + FORGOTTEN_AFTER_S)
-    books.learn(NO_NEWS, 54 + FORGOTTEN_AFTER_S)
+        account.learn(Heard(kind=Kind.RATE_LIMITED), 6.0 * refusal)
+    assert account.per_minute().requests < 1
+    assert not account.is_stale(54 + FORGOTTEN_AFTER_S - 1)
+    assert account.is_stale(54 + FORGOTTEN_AFTER_S)
+    account.learn(NO_NEWS, 54 + FORGOTTEN_AFTER_S)
 
-    assert books.per_minute().requests == 60
+    assert account.per_minute().requests == 60
 
 
 def test_that_a_limit_is_told_again_is_no_news_to_other_processes_more_than_once_a_minute() -> None:
-    books = Account("a", BudgetSpec(), now_s=0)
+    account = Account("a", BudgetSpec(), now_s=0)
     known = set()
     for second in range(600):
-        books.learn(heard(requests=Told(limit=60)), second)
-        known.add(str(books.learned().limits.told_s))
+        account.learn(heard(requests=Told(limit=60)), second)
+        known.add(str(account.learned().limits.told_s))
     assert len(known) == 10
 
 
 def test_more_than_was_reserved_is_owed_and_less_is_given_back() -> None:
-    books = account()
+    account = new_account()
     for used, left in ((Amounts(1, 500, 10), 500), (Amounts(1, 0, 10), 500)):
-        books.join(waiter := Waiter(0, Amounts(1, 90, 10), arrived_s=100))
-        assert books.turn(100)[0] is waiter
+        account.join(waiter := Waiter(0, Amounts(1, 90, 10), arrived_s=100))
+        assert account.turn(100)[0] is waiter
         assert waiter.reservation is not None
-        books.settle(waiter.reservation, used, 100)
-        assert levels(books)[1] == pytest.approx(left)
+        account.settle(waiter.reservation, used, 100)
+        assert levels(account)[1] == pytest.approx(left)
 
 
 def test_what_is_larger_than_the_bucket_leaves_a_debt_that_all_wait_for() -> None:
-    books = account()
-    books.join(Waiter(1, Amounts(1, 3000, 1), arrived_s=100))
-    assert books.turn(100)[0] is not None
-    assert levels(books)[1] == -2000
-    books.join(critical := Waiter(0, Amounts(1, 100, 1), arrived_s=100))
+    account = new_account()
+    account.join(Waiter(1, Amounts(1, 3000, 1), arrived_s=100))
+    assert account.turn(100)[0] is not None
+    assert levels(account)[1] == -2000
+    account.join(critical := Waiter(0, Amounts(1, 100, 1), arrived_s=100))
 
-    assert books.turn(119) == (None, pytest.approx(2.0, abs=0.01))
-    assert books.turn(121.1)[0] is critical
+    assert account.turn(119) == (None, pytest.approx(2.0, abs=0.01))
+    assert account.turn(121.1)[0] is critical
 
 
 def test_a_clock_that_is_put_back_holds_nothing_up() -> None:
-    books = account()
-    books.learn(Heard(kind=Kind.RATE_LIMITED, retry_after_s=20), 10_000)
-    books.learn(Heard(kind=Kind.SPEND_LIMIT), 10_000)
-    assert books.stopped_s(10_000) == 900
-    assert books.stopped_s(100) == 0
-    assert books.per_minute().requests == 30
+    account = new_account()
+    account.learn(Heard(kind=Kind.RATE_LIMITED, retry_after_s=20), 10_000)
+    account.learn(Heard(kind=Kind.SPEND_LIMIT), 10_000)
+    assert account.stopped_s(10_000) == 900
+    assert account.stopped_s(100) == 0
+    assert account.per_minute().requests == 30
     for second in range(100, 300):
-        books.learn(Heard(kind=Kind.ANSWERED), second)
+        account.learn(Heard(kind=Kind.ANSWERED), second)
 
-    assert books.per_minute().requests == 60
+    assert account.per_minute().requests == 60
 
 
 def test_a_long_stream_and_an_overload_do_not_hold_the_line_for_as_long_as_it_runs() -> None:
-    books = account()
+    account = new_account()
 
     def one(now_s: float) -> Reservation | None:
-        books.join(Waiter(0, Amounts(1, 10, 10), arrived_s=now_s))
-        waiter, _ = books.turn(now_s)
+        account.join(Waiter(0, Amounts(1, 10, 10), arrived_s=now_s))
+        waiter, _ = account.turn(now_s)
         return None if waiter is None else waiter.reservation
 
     assert one(100) is not None  # it streams on and on
     for second in (102, 104, 106):
         refused = one(second)
         assert refused is not None
-        books.learn(heard(Kind.OVERLOADED), second)
-        books.settle(refused, None, second)
+        account.learn(heard(Kind.OVERLOADED), second)
+        account.settle(refused, None, second)
     assert one(107) is None
-    waiter, in_s = books.turn(107)
+    waiter, in_s = account.turn(107)
     assert waiter is None
     assert in_s == REGAIN_S - 1
-    waiter, _ = books.turn(107 + in_s)
+    waiter, _ = account.turn(107 + in_s)
     assert waiter is not None

@@ -36,7 +36,7 @@ def test_batch_uses_what_is_there_and_critical_hardly_waits(tokens: object, burs
         assert on.refused == 0
         assert len(on.waits_s["critical"]) == 150
         assert on.p99_s("critical") < 1
-        on.burst_s = 10  # what our own books began with
+        on.burst_s = 10  # what our own account began with
         assert max(on.shares()) >= 0.95
 
     virtually(story())

@@ -1,4 +1,4 @@
-"""Waiting in one process: who leaves makes room, changes are noticed, and what cannot be in time is told at once."""
+"""Waiting in one process: leaving makes room, changes are noticed, and requests that cannot be in time are refused."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -34,12 +34,12 @@ class Bench:
 
     def empty(self) -> None:
         """The lanes' parts too."""
-        for bucket in self.books.buckets:
+        for bucket in self.account.buckets:
             bucket.level = 0.0
             bucket.parts = [0.0, 0.0, 0.0]
 
     @property
-    def books(self) -> Account:
+    def account(self) -> Account:
         return self.budgets.turns(ACCOUNT).account
 
     def ask(
@@ -100,14 +100,14 @@ def test_however_long_a_request_has_waited_it_does_not_go_before_a_lane_above() 
 
 def test_with_ageing_a_long_wait_goes_before_younger_ones_of_the_lane_above_but_never_before_the_top() -> None:
     ages = {**DEFAULT_LANES, "batch": replace(DEFAULT_LANES["batch"], boost_s=10.0)}
-    books = Account(ACCOUNT, spec(lanes=ages), now_s=0)
+    account = Account(ACCOUNT, spec(lanes=ages), now_s=0)
     for lane in (2, 1, 0):
-        books.join(Waiter(lane, Amounts(1, 1_000, 1), arrived_s=float(2 - lane)))
-    for bucket in books.buckets:
+        account.join(Waiter(lane, Amounts(1, 1_000, 1), arrived_s=float(2 - lane)))
+    for bucket in account.buckets:
         bucket.level, bucket.parts = 0.0, [0.0, 0.0, 0.0]
 
-    assert books.lines.order(9).lanes == (0, 1, 2)
-    assert books.lines.order(11).lanes == (0, 2, 1)
+    assert account.lines.order(9).lanes == (0, 1, 2)
+    assert account.lines.order(11).lanes == (0, 2, 1)
 
 
 def test_what_comes_back_stands_where_it_stood() -> None:
@@ -182,7 +182,7 @@ def test_a_grant_and_a_cancellation_in_one_turn_of_the_loop_lose_nothing(granted
         await asyncio.sleep(0)
         if not granted_first:
             first.cancel()
-        for bucket in on.books.buckets:
+        for bucket in on.account.buckets:
             bucket.level = bucket.parts[0] = 1.5  # enough for one, at once
         on.budgets.turns(ACCOUNT).step()
         if granted_first:
@@ -191,7 +191,7 @@ def test_a_grant_and_a_cancellation_in_one_turn_of_the_loop_lose_nothing(granted
 
         assert await on.since(began_s, second) < 0.01
         assert on.order == ["second"]
-        assert on.books.concurrency.running == 1
+        assert on.account.concurrency.running == 1
 
     story(tell)
 
@@ -388,9 +388,9 @@ def test_a_turn_that_is_a_blink_away_is_waited_for_on_uvloop_too() -> None:
     async def tell() -> None:
         on, waited = Bench(), 0
         for _ in range(40):  # half of the time the rounding of the clock makes it less
-            on.books.refill(on.loop.time())
+            on.account.refill(on.loop.time())
             on.empty()
-            for bucket in on.books.buckets:
+            for bucket in on.account.buckets:
                 bucket.level = 1 + LEAST * (1 - 1e-9)
             at_once = await on.budgets.try_reserve(ACCOUNT, lane="critical", amounts=ONE)
             waited += at_once is None  # else the clock has gone on since

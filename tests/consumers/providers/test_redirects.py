@@ -1,4 +1,4 @@
-"""A provider that points elsewhere: what was asked goes to nobody but who was set."""
+"""A provider that redirects: the request goes only to the URL that was set."""
 
 from collections.abc import Callable
 

@@ -1,12 +1,12 @@
-"""What one tenant may have kept of what nobody has worked on yet: cancellations of unseen ids, requests that wait."""
+"""How much the store keeps for one tenant of what no worker has seen: cancellations of unseen ids, waiting requests."""
 
 import time
 
-from consumers.state.base import Cancelling, Ended, Granted, Identity, Room, Store
+from consumers.state.base import Cancelling, Completion, Ended, Granted, Identity, Room, Store
 from consumers.state.spec import StoreSpec
 from consumers.state.sqlite.store import SqliteStore
 from tests.consumers.state.conftest import Opened
-from tests.support.completions import CANCELLED, ME, answered, copy
+from tests.support.completions import CANCELLED, ME, answered, copy, failed, untried
 from tests.support.waiting import until
 
 OTHER = "other tenant"
@@ -92,6 +92,63 @@ async def test_unseen_cancellations_evict_no_result(tmp_path) -> None:
         assert [n for n in range(10) if await store.find(Identity("bank", str(n))) is None] == []
         assert not await is_cancelled(store, "0")
         assert await is_cancelled(store, "1499")
+
+
+async def kept(store: Store, tenant: str, *ids: str) -> list[str]:
+    return [id for id in ids if await store.find(Identity(tenant, id)) is not None]
+
+
+async def ended(store: Store, tenant: str, *ids: str, ending: Completion) -> None:
+    for id in ids:
+        await store.complete(Identity(tenant, id), copy(), ending, token=None)
+
+
+async def swept(store: Store) -> None:
+    while await store.sweep():
+        pass
+
+
+def numbered(count: int) -> list[str]:
+    return [str(n) for n in range(count)]
+
+
+async def test_in_a_full_store_what_a_flood_has_of_endings_without_an_attempt_goes_first(tmp_path) -> None:
+    spec = StoreSpec(max_bytes=300_000, untried_per_tenant=50)
+    async with SqliteStore(tmp_path / "a.sqlite", namespace="lane", spec=spec) as store:
+        await ended(store, "bank", *numbered(10), ending=answered("x" * 10_000))
+        await ended(store, "shop", "late", ending=untried())
+        await ended(store, "flood", *numbered(1500), ending=untried())
+        await swept(store)
+
+        assert await kept(store, "bank", *numbered(10)) == numbered(10)
+        assert await kept(store, "shop", "late") == ["late"]
+        left = await kept(store, "flood", *numbered(1500))
+        assert len(left) >= 50
+        assert left == numbered(1500)[-len(left) :], "its own oldest went first"
+
+
+async def test_an_ending_without_an_attempt_is_kept_like_others_while_there_is_room(tmp_path) -> None:
+    async with SqliteStore(tmp_path / "a.sqlite", namespace="lane", spec=StoreSpec(untried_per_tenant=2)) as store:
+        await ended(store, "flood", *numbered(10), ending=untried())
+        await swept(store)
+        assert await kept(store, "flood", *numbered(10)) == numbered(10)
+
+
+async def test_what_was_tried_or_runs_again_is_no_surplus(tmp_path) -> None:
+    spec = StoreSpec(max_bytes=100_000, untried_per_tenant=1)
+    async with SqliteStore(tmp_path / "a.sqlite", namespace="lane", spec=spec) as store:
+        await ended(store, ME.tenant, "answered", ending=answered())
+        await ended(store, ME.tenant, "failed", ending=failed())
+        granted = await store.claim(Identity(ME.tenant, "claimed"), copy())
+        assert isinstance(granted, Granted)
+        await store.complete(Identity(ME.tenant, "claimed"), copy(), untried("cap_exceeded"), token=granted.token)
+        await ended(store, ME.tenant, "again", ending=untried())
+        again = await store.claim(Identity(ME.tenant, "again"), copy(dead_at_ms=1_000))
+        assert isinstance(again, Granted)
+        await ended(store, ME.tenant, *numbered(500), ending=untried())
+        await swept(store)
+
+        assert await kept(store, ME.tenant, "answered", "failed", "claimed", "again") == ["answered", "failed", "again"]
 
 
 async def reserved(store: Store, tenant: str, mark: str, *, weight: int = 1, left_ms: int = 60_000, **of: bool) -> Room:

@@ -1,4 +1,4 @@
-"""What waits until it is due is known to whoever asks, binds nobody, and is forgotten soon after."""
+"""That a request waits can be asked for, decides nothing, and is forgotten soon after."""
 
 import time
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from consumers.state.base import Completion, Copy, Ended, Granted, Held, Identity, Running, Store
 from consumers.state.redis.store import RedisStore
 from tests.support.completions import CANCELLED, answered, copy, failed
+from tests.support.examples import examples
 from tests.support.memory_store import MemoryStore
 from tests.support.redis import RedisServer
 
@@ -103,7 +104,7 @@ def in_turn(store: Store | MemoryStore, played: list[tuple[Any, ...]]) -> Callab
     return run
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(played=st.lists(steps, max_size=25))
 def test_sqlite_and_redis_decide_the_same(redis: RedisServer, played: list[tuple[Any, ...]]) -> None:
     async def both() -> tuple[list[object], list[object]]:
@@ -116,7 +117,7 @@ def test_sqlite_and_redis_decide_the_same(redis: RedisServer, played: list[tuple
         assert one == other, step
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(played=st.lists(steps.filter(lambda step: step[0] != "note"), max_size=30))
 def test_a_completion_once_kept_changes_only_for_its_dead_letter(played: list[tuple[Any, ...]]) -> None:
     store = MemoryStore()

@@ -1,7 +1,10 @@
 """What a process grants by itself, Redis's script grants as well: the same requests, at the same times.
 
 Both play the same random story: requests join, leave and end, time passes, providers answer. After each step the
-reservations, the levels, what the lanes have saved, and what was learned must be the same.
+grants and their order, the levels, what the lanes have saved, and what was learned must be the same.
+
+Overloads, `retry-after` and limits of concurrency are not played: while a process may begin no call it tells Redis of
+no waiter, so that it holds up no other process, and its lanes save no more than their reserves meanwhile.
 """
 
 import asyncio
@@ -27,8 +30,9 @@ from consumers.limits.waiter import Waiter
 from consumers.state.redis import shared_turns
 from consumers.state.redis.budget_script import STEP
 from consumers.state.redis.client import RedisClient
-from consumers.state.redis.scripts import Script
+from consumers.state.redis.script import Script
 from consumers.state.redis.shared_turns import SharedTurns
+from tests.support.examples import examples
 from tests.support.redis import RedisServer
 
 AGEING = {name: replace(lane, boost_s=10.0 if name == "batch" else None) for name, lane in DEFAULT_LANES.items()}
@@ -117,11 +121,11 @@ def told(limit: int | None, remaining: int | None) -> Told:
     return Told(limit=limit, remaining=remaining)
 
 
-def heard(kind: Kind, tokens: tuple[int | None, int | None], retry_after_s: float | None) -> Heard:
+def heard(kind: Kind, tokens: tuple[int | None, int | None]) -> Heard:
     limit, remaining = tokens
     rate = None if limit is None else RateHeaders(told(60, None), told(limit, remaining), told(None, None))
     counted = Amounts(1, 100, 10) if kind is Kind.ANSWERED else NOTHING
-    return Heard(kind=kind, rate=rate, retry_after_s=retry_after_s, counted=counted)
+    return Heard(kind=kind, rate=rate, counted=counted)
 
 
 amounts = st.builds(
@@ -134,17 +138,16 @@ responses = st.builds(
     heard,
     st.sampled_from([Kind.ANSWERED, Kind.ANSWERED, Kind.RATE_LIMITED, Kind.FAILED]),
     st.sampled_from([(None, None), (6_000, None), (6_000, 3_000), (9_000, 1_000), (4_000, 0)]),
-    st.none(),
 )
 joins = st.tuples(st.just("join"), st.integers(0, 2), amounts, st.sampled_from([0.0, 0.0, 5.0, 30.0]))
 passes = st.tuples(st.just("pass"), st.integers(1, 200).map(lambda eighths: eighths / 8))
 settles = st.tuples(st.just("settle"), st.integers(0, 20), amounts)
 leaves = st.tuples(st.just("leave"), st.integers(0, 20))
 learns = st.tuples(st.just("learn"), responses)
-steps = st.lists(st.one_of(joins, joins, passes, settles, leaves), min_size=15, max_size=60)
+steps = st.lists(st.one_of(joins, joins, passes, settles, leaves, learns), min_size=15, max_size=60)
 specs = st.builds(
     lambda caps, lanes: BudgetSpec(accounts={"a": caps}, lanes=lanes),
-    st.just(SET),
+    st.sampled_from([SET, Caps(requests=60), Caps()]),
     st.sampled_from([DEFAULT_LANES, AGEING]),
 )
 
@@ -152,6 +155,7 @@ specs = st.builds(
 async def play(one: Player, other: Player, story: Sequence[tuple[Any, ...]]) -> None:
     loop = asyncio.get_running_loop()
     assert isinstance(loop, Loop)
+    await other.decided()  # so that Redis knows the account from the beginning
     for what, *of in story:
         for player in (one, other):
             match what:
@@ -178,7 +182,11 @@ async def play(one: Player, other: Player, story: Sequence[tuple[Any, ...]]) -> 
             )
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(80),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(story=steps, spec=specs)
 def test_a_process_by_itself_and_redis_grant_the_same(
     redis: RedisServer, monkeypatch: pytest.MonkeyPatch, story: list[tuple[Any, ...]], spec: BudgetSpec

@@ -1,4 +1,5 @@
-"""What is done together: each gets its own answer, however many there are, and whatever one of them asked for."""
+"""Writes that are committed together: each gets its own result, however many there are and whatever one of them
+does."""
 
 import asyncio
 from pathlib import Path

@@ -18,7 +18,7 @@ from consumers.limits.base import Heard, Kind
 from consumers.limits.headers import RateHeaders, Told
 from consumers.state.redis.budget_script import FORM
 from consumers.state.redis.client import RedisClient
-from consumers.state.redis.scripts import Script
+from consumers.state.redis.script import Script
 from consumers.state.redis.shared_turns import SharedTurns, shared_accounts
 from lanekeeper.telemetry import signals
 from tests.support.budget import ACCOUNT, spec

@@ -1,4 +1,4 @@
-"""How long is waited between tries."""
+"""The pauses between tries."""
 
 import pytest
 

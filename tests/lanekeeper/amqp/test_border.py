@@ -1,4 +1,4 @@
-"""What aiormq raises becomes ours, and nothing else does."""
+"""aiormq's errors become our errors, and other errors pass unchanged."""
 
 import pytest
 

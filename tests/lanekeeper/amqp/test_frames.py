@@ -1,4 +1,5 @@
-"""What a client puts into a message's properties ends in a Message, and what we read we can write again."""
+"""Any properties that a client writes can be read as a `Message`, and a `Message` that was read can be written
+again."""
 
 import struct
 from datetime import UTC, datetime

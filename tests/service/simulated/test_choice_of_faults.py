@@ -1,6 +1,6 @@
 import pytest
 
-from service.simulated.faults import NO_SCRIPT, Fault, Faults, parse_fault, parse_ratio, parse_script
+from service.simulated.faults import NO_SCRIPT, Fault, Faults, parse_fault, parse_script, parse_share
 
 
 def test_a_fault_is_read_with_its_parameters() -> None:
@@ -16,10 +16,16 @@ def test_a_fault_that_is_not_so_is_refused_by_name(text: str) -> None:
 
 
 def test_a_ratio_is_read_from_its_last_equals_sign() -> None:
-    assert parse_ratio("overloaded=0.3") == ("overloaded", 0.3)
-    assert parse_ratio("rate_limited retry_after=2=0.1") == ("rate_limited retry_after=2", 0.1)
-    with pytest.raises(ValueError, match="number"):
-        parse_ratio("overloaded=often")
+    assert parse_share("overloaded=0.3") == ("overloaded", 0.3)
+    assert parse_share("rate_limited retry_after=2=0.1") == ("rate_limited retry_after=2", 0.1)
+
+
+@pytest.mark.parametrize(
+    "text", ["overloaded=often", "overloaded=2", "overloaded=nan", "overloaded", "=0.5", "nonsense=0.5"]
+)
+def test_a_share_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"is not NAME=SHARE with a share from 0 to 1|no fault"):
+        parse_share(text)
 
 
 def test_a_script_holds_faults_latency_and_length() -> None:

@@ -1,4 +1,4 @@
-"""What comes between the opening of a session and its use reaches it."""
+"""A pause or stop between the opening of a session and its use takes effect."""
 
 import asyncio
 from contextlib import aclosing

@@ -1,4 +1,4 @@
-"""JSON that would hold the event loop is found out before it is parsed, and what is only long is not taken for it."""
+"""JSON that would block the event loop is recognised before it is parsed; JSON that is merely long is accepted."""
 
 import json
 import time

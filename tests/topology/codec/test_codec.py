@@ -1,4 +1,4 @@
-"""From a delivered message to a request: what is good, what is refused and by which code, and nothing else, ever."""
+"""From a delivered message to a request: what is accepted, what is refused and with which code, and no other errors."""
 
 import gzip
 import json
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from lanekeeper.contract.messages import UNREADABLE, Message
 from lanekeeper.contract.problems import RequestProblem
+from tests.support.examples import examples
 from topology.codec import decoding
 from topology.codec.decoding import PACKED_BYTES, UNPACKED_BYTES, app_of
 from topology.codec.headers import HopHeaders
@@ -405,7 +406,7 @@ texts = st.none() | st.text(max_size=30)
     routing_key=st.text(max_size=20) | st.just("critical.a.b"),
     hop=st.none() | st.just(HopHeaders(attempts=1, first_seen_ms=5, due_ms=6)),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_any_message_is_a_request_or_a_problem(hop: HopHeaders | None, **properties: Any) -> None:
     found = Message(exchange="lane.requests", **properties)
     try:

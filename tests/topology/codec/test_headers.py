@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from lanekeeper.contract import names as n
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import RequestProblem
+from tests.support.examples import examples
 from topology.codec.headers import YEAR_MS, HopHeaders, RequestHeaders, carried, hop_headers, read, read_hop
 
 NOTHING = RequestHeaders(deadline_ms=None, stream=False, delay_ms=None, at_ms=None, sent_ms=None, beta=None)
@@ -153,7 +154,7 @@ header_names = st.sampled_from(sorted(n.PUBLIC | n.OURS | {"anthropic-beta", "CC
 
 
 @given(headers=st.dictionaries(header_names, anything, max_size=8))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 def test_any_headers_are_read_or_refused(headers: dict[str, Any]) -> None:
     read_hop(headers)
     carried(headers, of=Names())

@@ -1,4 +1,4 @@
-"""Whatever a requester writes into any field: one format is read, in linear time, and no error tells of its content."""
+"""Any value in any field: only one format is accepted, in linear time, and no error quotes the content."""
 
 import ast
 import gzip

@@ -1,4 +1,4 @@
-"""Put a declared topology onto a broker, over AMQP. Nothing is ever deleted, and nothing that exists is changed."""
+"""Declare a topology on a broker, over AMQP. Nothing is ever deleted, and nothing that exists is changed."""
 
 import asyncio
 import re
@@ -20,7 +20,7 @@ from lanekeeper.contract.problems import AccessRefused, BrokerError, BrokerUnrea
 from topology.model import Binding, Exchange, Queue, Topology
 
 DECLARE_TIMEOUT_S = 30
-"""For one declaration; a cluster that elects a leader meanwhile takes seconds."""
+"""For one declaration. In a cluster that is electing a leader, one takes seconds."""
 
 _DIFFERENT = re.compile(
     r"inequivalent arg '(?P<field>[^']+)' for (?P<what>\w+) '(?P<name>[^']*)' in vhost '(?P<vhost>[^']*)': "
@@ -30,12 +30,12 @@ _VALUE = re.compile(r"(?:the value )?'(.*?)'")
 
 
 async def apply(topology: Topology, connection: AbstractConnection) -> None:
-    """Declare exchanges, then queues, then bindings; what is there already and alike stays as it is.
+    """Declare exchanges, then queues, then bindings. Those that exist and are alike stay as they are.
 
     Safe to repeat, and from several processes at once. Raises TopologyMismatch at the first thing that exists with
     other properties, AccessRefused without the right to configure, BrokerUnreachable where the connection is lost,
-    BrokerError for whatever else the broker refuses. Success proves that everything exists with our arguments, not
-    that there is nothing else: bindings too many, policies, arguments that the broker does not know; `verify` looks.
+    BrokerError for whatever else the broker refuses. Success proves that everything exists with our arguments. It does
+    not show further bindings, policies, or arguments that the broker ignored; `verify` checks these.
     """
     with broker_errors():
         channel = await connection.channel()
@@ -53,7 +53,7 @@ async def apply(topology: Topology, connection: AbstractConnection) -> None:
 
 @contextmanager
 def broker_errors() -> Iterator[None]:
-    """Turn what the broker answers to a declaration into our errors."""
+    """Turn the broker's errors for a declaration into ours."""
     before = cancellations()
     try:
         yield
@@ -102,7 +102,7 @@ def _value(text: str) -> str:
 
 
 def _migrate_queue(name: str, vhost: str) -> str:
-    # Deleting a queue destroys its messages, and quorum queues do not know if-empty, so looking is up to the person.
+    # Deleting a queue destroys its messages, and quorum queues refuse if-empty: the person has to check first.
     return (
         f"To migrate it: stop what publishes to it, let the workers empty it until `rabbitmqctl -p '{vhost}' "
         f"list_queues name messages` shows 0 for it, then `rabbitmqctl -p '{vhost}' delete_queue '{name}'` "

@@ -1,4 +1,4 @@
-"""The oldest messages of a queue, taken one by one and held: removed for good, or back in their place when it is left.
+"""The oldest messages of a queue, fetched one by one: each is removed for good, or returned to its place at the end.
 
 async with Oldest(connection, queue) as oldest:
     while (letter := await oldest.take()) is not None: …
@@ -25,7 +25,7 @@ RPC_TIMEOUT_S = 10
 
 @dataclass(frozen=True, slots=True)
 class Letter:
-    """One message that is held; `behind` it so many are ready."""
+    """One message that is held. `behind`: how many more are ready."""
 
     message: Message
     behind: int
@@ -33,7 +33,7 @@ class Letter:
 
 
 class Oldest:
-    """By `basic.get`: the broker hands each out once, so that several processes may do this at a time."""
+    """Uses `basic.get`. The broker gives each message to one process only, so several may do this at a time."""
 
     def __init__(self, connection: Connection, queue: str) -> None:
         self._connection = connection
@@ -47,13 +47,13 @@ class Oldest:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """What is still held goes back."""
+        """Return the messages that are still held."""
         if self._channel is not None:
             with suppress(BrokerUnreachable), border("closing"):
                 await self._channel.close(timeout=RPC_TIMEOUT_S)
 
     async def take(self) -> Letter | None:
-        """The oldest that nobody holds; None where there is none. Raises AccessRefused, BrokerUnreachable."""
+        """The oldest message that nobody holds; None if there is none. Raises AccessRefused, BrokerUnreachable."""
         assert self._channel is not None
         try:
             with border(f"cannot read {self._queue!r}"):
@@ -68,7 +68,7 @@ class Oldest:
         return Letter(message_of(got), behind=found.message_count or 0, tag=found.delivery_tag or 0)
 
     async def remove(self, letter: Letter) -> None:
-        """For good. Raises BrokerUnreachable: it may be there again."""
+        """Remove it for good. Raises BrokerUnreachable; then it may still be in the queue."""
         assert self._channel is not None
         with border(f"channel lost before a message of {self._queue} was removed"):
             await self._channel.basic_ack(letter.tag, wait=True)

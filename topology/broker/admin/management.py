@@ -1,7 +1,7 @@
 """The management HTTP API of RabbitMQ, as far as we need it: which broker it is, and what is on it.
 
-Credentials are sent where they were meant to go: to the URL that was set, or to what answers as RabbitMQ's management
-API at the AMQP host; never along a redirect, and over plain HTTP only where AMQP itself is plain.
+Credentials are sent only to the URL that was set, or to a server at the AMQP host that answers as RabbitMQ's management
+API. They never follow a redirect, and use plain HTTP only if AMQP itself is not encrypted.
 """
 
 import json
@@ -27,7 +27,7 @@ _QUEUE_COLUMNS = "name,arguments,durable,auto_delete,exclusive,effective_policy_
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """Which broker it is."""
+    """Version and cluster name."""
 
     version: str
     cluster: str
@@ -37,7 +37,7 @@ class Overview:
 class Management:
     """The API of one broker, for one virtual host. A value: each call makes and closes its own HTTP session.
 
-    Every call raises BrokerUnreachable where nothing answers in time, AccessRefused for a user without the tag
+    Every call raises BrokerUnreachable if nothing answers in time, AccessRefused for a user without the tag
     `management` or without rights in the virtual host, BrokerError for any other answer.
     """
 
@@ -148,10 +148,9 @@ async def discover(
 ) -> Management | None:
     """Find the management API of a broker, or of the first of several (`urls.py`) that has one.
 
-    With `management_url` it is that one, unasked (credentials of its own, if it has any, go before the AMQP ones).
-    Without, it is looked for at the AMQP host: port 15672, or over TLS port 15671 for `amqps`. None where nothing
-    answers as RabbitMQ there, where it does not let the AMQP user in, or where it is not the broker of `connection`
-    (several brokers on one machine).
+    With `management_url` that one is used without a check; credentials in it are preferred to those of AMQP. Without
+    it, the AMQP host is tried: port 15672, or port 15671 over TLS for `amqps`. None if nothing answers as RabbitMQ
+    there, if the AMQP user is not let in, or if it is not the broker of `connection` (several brokers on one machine).
     """
     every = [URL(each) for each in urls_of(amqp_url)]
     if management_url is not None:
@@ -188,7 +187,7 @@ async def _at_host(
 
 
 def is_same_broker(overview: Overview, connection: AbstractConnection) -> bool:
-    """Whether an API and a connection reach the same cluster, by the name that both report."""
+    """Whether an API and a connection reach the same cluster: both report its name."""
     if connection.transport is None:
         raise BrokerUnreachable("the connection was closed meanwhile")
     properties = connection.transport.connection.server_properties
@@ -196,7 +195,7 @@ def is_same_broker(overview: Overview, connection: AbstractConnection) -> bool:
 
 
 async def _answers_as_rabbitmq(url: URL, ssl_context: ssl.SSLContext | None) -> bool:
-    """Ask without credentials: whatever else listens on that port shall not get them."""
+    """Ask without credentials, so that another service on that port does not get them."""
     try:
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=3)) as session,
@@ -241,7 +240,7 @@ def _binding(found: dict[str, Any]) -> Binding:
 
 
 def _arguments(found: object) -> Arguments:
-    """Arguments as plain values: an empty table comes as [] from some versions; what is nested becomes JSON text."""
+    """Arguments as plain values. Some versions send an empty table as []; nested values become JSON text."""
     if not isinstance(found, dict):
         return {}
     return {key: _value(value) for key, value in found.items()}

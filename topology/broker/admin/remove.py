@@ -1,4 +1,4 @@
-"""Take a topology off a broker again, with every message in it. For a namespace made for a moment (the demo)."""
+"""Remove a topology from a broker, with all its messages. For namespaces that are used for a short time (the demo)."""
 
 from contextlib import suppress
 
@@ -12,7 +12,7 @@ RPC_TIMEOUT_S = 30
 
 
 async def remove(topology: Topology, connection: Connection) -> None:
-    """Delete the exchanges and queues of `topology`, as far as they and the broker are still there."""
+    """Delete the exchanges and queues of `topology`. What is gone already, or a lost broker, is no error."""
     with suppress(BrokerError, AMQPError, RuntimeError, OSError, TimeoutError):
         channel = await connection.channel(confirms=False, timeout_s=RPC_TIMEOUT_S)
         for queue in topology.queues:

@@ -1,4 +1,4 @@
-"""Whether a user may write to an exchange, found out without a message that anybody could get."""
+"""Finds out whether a user may write to an exchange, without sending a message that anybody receives."""
 
 import asyncio
 from collections.abc import Iterable, Sequence
@@ -14,17 +14,17 @@ from topology.broker.session import CLOSE_TIMEOUT_S
 
 AGAIN_S = 1.0
 SAID_WITHIN_S = 1.0
-"""aiormq may raise a moment before it tells why the channel was closed."""
+"""aiormq may raise a moment before it knows why the channel was closed."""
 
 
 class WritingRights:
-    """Whether a user may write, found out as soon as the broker reads what is published: an alarm hides it."""
+    """Whether a user may write. During an alarm this cannot be found out, because the broker reads no publishes."""
 
     def __init__(self, connection: Connection, routes: Sequence[tuple[str, str]]) -> None:
         self._connection = connection
         self._routes = routes
         self.trouble: str | None = "whether it may write is not known yet"
-        """Why nothing should be taken; None once it may."""
+        """Why no request should be taken; None once the user may write."""
 
     async def look(self) -> None:
         """Raises as `see_that_it_may_write`."""
@@ -36,7 +36,7 @@ class WritingRights:
         self.trouble = None
 
     async def run(self) -> None:
-        """Look until it may."""
+        """Check until the user may write."""
         while self.trouble is not None:
             await asyncio.sleep(AGAIN_S)
             with suppress(BrokerError):
@@ -44,8 +44,8 @@ class WritingRights:
 
 
 async def see_that_it_may_write(connection: Connection, routes: Iterable[tuple[str, str]]) -> None:
-    """Publish to each exchange, under each key, and roll that back: the broker looks at the rights of all that is
-    published, and routes only what is committed.
+    """Publish to each exchange with each key in a transaction, and roll it back. The broker checks the rights of each
+    publish, and routes only what is committed.
 
     Raises AccessRefused, TopologyMismatch (no such exchange), BrokerBlocked, BrokerUnreachable (it is not known).
     """

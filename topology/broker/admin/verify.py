@@ -1,7 +1,7 @@
-"""Look whether a broker is as declared.
+"""Check whether a broker is as declared.
 
-A declaration that succeeded proves little: bindings too many and policies it does not meet, and arguments that the
-broker does not know are taken in silence. The management API shows all; without it, one sees only what exists.
+A declaration that succeeds proves little: it does not show further bindings and policies, and the broker silently
+ignores arguments that it does not know. The management API shows everything. Without it, one sees only what exists.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from topology.broker.admin.management import Management, is_same_broker
 from topology.model import Exchange, Queue, Topology
 from topology.plan import Difference, compare
 
-_SHOWN = 5  # of what is hidden; a user with few rights would be told some sixty names
+_SHOWN = 5  # names of what could not be checked; for a user with few rights there are about sixty
 NO_NODES = (
     "the nodes of the cluster could not be seen, nor so whether each queue has its replicas; "
     "the management API shows them to a user that has the tag `monitoring`"
@@ -25,23 +25,23 @@ NO_NODES = (
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What was found, and how far one could look."""
+    """The differences that were found, and what could not be checked."""
 
     differences: tuple[Difference, ...]
     seen: Literal["everything", "existence"]
     note: str | None = None
-    """What could not be seen, why, and what to do about it; None where everything was."""
+    """What could not be checked, why, and what to do about it; None if everything was."""
 
     @property
     def missing(self) -> tuple[Difference, ...]:
-        """Without these requests cannot be served; what merely differs or is extra may be on purpose."""
+        """Requests cannot be served without these. What merely differs or is extra may be on purpose."""
         return tuple(each for each in self.differences if each.change == "missing")
 
 
 async def verify(topology: Topology, management: Management | None, connection: AbstractConnection) -> Verification:
     """Compare a broker with what is declared. Raises BrokerUnreachable where the connection is lost meanwhile.
 
-    A management API that fails, or belongs to another broker, is noted and not waited for.
+    If the management API fails or belongs to another broker, the result says so in `note`.
     """
     note = "no management API was found"
     if management is not None:
@@ -64,7 +64,7 @@ async def verify(topology: Topology, management: Management | None, connection: 
 
 
 async def _exist(topology: Topology, connection: AbstractConnection) -> tuple[tuple[Difference, ...], list[str]]:
-    """What is missing, and what could not be asked for: from 4.3 on, asking needs some right to the thing."""
+    """What is missing, and what could not be asked: from 4.3 on, asking needs some right to the queue or exchange."""
     missing: list[Difference] = []
     hidden: list[str] = []
     with broker_errors():

@@ -1,8 +1,8 @@
-"""The topology is looked at again whenever it may have changed: without it, what we publish may go nowhere.
+"""Checks the topology again whenever it may have changed: without it, published messages may be lost.
 
-After each reconnect, when a queue's consumer was ended or a publish found no exchange, and every 45 s. What
-exists is asked over AMQP; bindings are shown by the management API alone, and where it does not answer soon they are
-made again by a process that declares, which changes nothing where they are there.
+It checks after each reconnect, after the broker ended a consumer, after a publish found no exchange, and every 45 s. It
+asks over AMQP which queues and exchanges exist. Only the management API shows bindings; if it does not answer soon, a
+process that may declare makes them again, which changes nothing if they exist.
 """
 
 import asyncio
@@ -25,11 +25,11 @@ from topology.model import Topology
 from topology.plan import Difference, compare
 
 LOOK_EVERY_S = 45.0
-"""So that an exchange deleted or a binding removed is noticed within a minute: 75 questions, 30 ms of CPU."""
+"""A deleted exchange or binding is noticed within a minute. One check: 75 questions, 30 ms of CPU."""
 AGAIN_AFTER_S = 2.0
 """While something is wrong."""
 SOONEST_S = 0.2
-"""After a look, whoever asks for another: a hundred publishes that find no exchange ask at once."""
+"""The shortest time between two checks: a hundred publishes that find no exchange ask for one at once."""
 MANAGEMENT_WITHIN_S = 5.0
 COMMAND = "lanekeeper topology apply"
 log = logs.logger()
@@ -38,9 +38,9 @@ FindManagement = Callable[[Connection], Awaitable[Management | None]]
 
 
 class TopologyWatch:
-    """Looks, over `connection`, whether all that is declared is there. `declares`: what is missing is then declared.
+    """Checks over `connection` whether everything declared exists. `declares`: what is missing is then declared.
 
-    It believes in what it was given: whoever makes it has just applied or verified the topology.
+    It assumes at first that all is well: its creator has just applied or verified the topology.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class TopologyWatch:
 
     @property
     def trouble(self) -> str | None:
-        """What is missing, or that nobody has looked since the connection was opened; None: all is there."""
+        """What is missing, or that nothing was checked since the connection was opened; None: nothing is missing."""
         if self._failed is not None:
             return self._failed
         if missing := (*self._missing, *self._unbound):
@@ -74,16 +74,17 @@ class TopologyWatch:
 
     @property
     def hindrance(self) -> str | None:
-        """Why no work should be taken; None where it is well, or all that is missing is the intake of a lane.
+        """Why no work should be taken; None if nothing is missing, or only the intake of a lane.
 
-        Then nothing comes in there, and the other lanes go on. Without anything else what is worked goes nowhere.
+        If an intake is missing, its lane gets no requests and the other lanes go on. If anything else is missing, the
+        results of work could be lost.
         """
         if all(self._is_an_intake(each) for each in (*self._missing, *self._unbound)) and self._failed is None:
             return None if self._is_looked_at else self.trouble
         return self.trouble
 
     def look(self) -> None:
-        """Have it looked at soon."""
+        """Ask for a check soon."""
         self._asked.set()
 
     @property
@@ -96,9 +97,9 @@ class TopologyWatch:
         )
 
     async def run(self) -> None:
-        """Look, until cancelled."""
+        """Check again and again, until cancelled."""
         while True:
-            if asks_to_stop():  # told while aiormq waited: it may have forgotten
+            if asks_to_stop():  # aiormq may have swallowed a cancellation while it waited
                 raise asyncio.CancelledError
             self._asked.clear()
             try:
@@ -128,7 +129,7 @@ class TopologyWatch:
             await self._look_at_bindings(underlying, opening)
 
     async def _look_at_bindings(self, underlying: AbstractConnection, opening: int) -> None:
-        """Not waited for long: whoever works does so meanwhile."""
+        """Work goes on during this check."""
         unbound: tuple[Difference, ...] | None = None
         with suppress(BrokerError, TimeoutError):
             async with asyncio.timeout(MANAGEMENT_WITHIN_S):
@@ -172,7 +173,7 @@ class TopologyWatch:
             await channel.close()
 
     def _report(self, kind: str, missing: tuple[Difference, ...]) -> None:
-        """Say what is missing once, and again only when it was there in between."""
+        """Log once what is missing, and again only if it existed in between."""
         known = self._reported.get(kind, frozenset())
         self._reported[kind] = frozenset(each.line for each in missing)
         new = [each for each in missing if each.line not in known]

@@ -8,7 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from consumers.failures import TransientError
-from consumers.providers.assembly import Assembly, parse_event, to_json
+from consumers.providers.streamed import StreamedMessage, parse_event, to_json
+from tests.support.examples import examples
 
 START: dict[str, Any] = {
     "type": "message_start",
@@ -44,10 +45,10 @@ def block(index: int, start: dict[str, Any], *deltas: dict[str, Any]) -> list[di
 
 
 def assemble(*events: dict[str, Any]) -> dict[str, Any]:
-    assembly = Assembly()
+    streamed = StreamedMessage()
     for event in events:
-        assembly.add(event)
-    return assembly.message()
+        streamed.add(event)
+    return streamed.message()
 
 
 def test_text_thinking_tools_and_citations_are_put_together() -> None:
@@ -225,7 +226,7 @@ def streams(draw: st.DrawFn) -> list[dict[str, Any]]:
     return [*events, end(reason, usage=usage), STOP]
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(events=streams())
 async def test_the_message_is_the_one_that_the_vendors_client_puts_together(events: list[dict[str, Any]]) -> None:
     wire = b"".join(b"event: %b\ndata: %b\n\n" % (e["type"].encode(), json.dumps(e).encode()) for e in events)

@@ -1,0 +1,68 @@
+"""How a worker connects to the broker, and what it checks there before it takes work."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from lanekeeper.amqp.connection import Connection
+from lanekeeper.contract.names import Names
+from lanekeeper.contract.problems import AccessRefused, BrokerBlocked, BrokerUnreachable, TopologyMismatch
+from service.config.settings import Settings
+from service.side_tasks import beside
+from topology.broker.admin.apply import apply
+from topology.broker.admin.management import Management, discover
+from topology.broker.admin.rights import WritingRights
+from topology.broker.admin.verify import verify
+from topology.broker.admin.watch import FindManagement
+from topology.model import Topology
+
+
+def connection_for(purpose: str, settings: Settings) -> Connection:
+    """A connection that is not open yet; the broker lists it under its purpose."""
+    return Connection(settings.broker_url, name=f"lanekeeper {purpose}", ssl_context=settings.ssl_context())
+
+
+def management_finder(settings: Settings) -> FindManagement:
+    """Finds the management API of the broker that a connection leads to."""
+
+    async def find(connection: Connection) -> Management | None:
+        return await discover(
+            settings.broker_url,
+            settings.management,
+            connection=await connection.underlying(),
+            ssl_context=settings.tls.given_context(),
+        )
+
+    return find
+
+
+@asynccontextmanager
+async def watched_rights(connection: Connection, names: Names) -> AsyncIterator[WritingRights]:
+    """The worker's right to write replies and events, looked at now and from then on.
+
+    Without it a worker would take requests and return them, until they are buried as poison. Raises AccessRefused.
+    """
+    rights = WritingRights(connection, (("", f"{names.reply_prefix}nobody"), (names.events, "nobody")))
+    try:
+        await rights.look()
+    except (BrokerBlocked, BrokerUnreachable):
+        pass  # the broker has an alarm: the worker takes nothing until it is over, and looks again then
+    except AccessRefused as error:
+        raise AccessRefused(
+            f"a worker must be allowed to write: {error}; "
+            "give its user the rights that `lanekeeper topology export --user NAME:worker` shows"
+        ) from error
+    async with beside(rights.run(), name="rights"):
+        yield rights
+
+
+async def apply_or_check(topology: Topology, connection: Connection, *, declares: bool) -> None:
+    """Declare the topology, or check that it is there. Raises TopologyMismatch."""
+    if declares:
+        await apply(topology, await connection.underlying())
+        return
+    differences = (await verify(topology, None, await connection.underlying())).differences
+    if differences:
+        raise TopologyMismatch(
+            f"the broker's topology is not as declared ({len(differences)} differences): {differences[0].line}; "
+            "run: lanekeeper topology apply"
+        )

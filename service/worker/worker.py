@@ -1,0 +1,76 @@
+"""A worker: the value that holds its parts."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from consumers.capacity.activity import LaneActivity
+from consumers.capacity.pausing import Pausing
+from consumers.capacity.slots import Slots
+from consumers.claiming import Claiming
+from consumers.control.answer import Answers
+from consumers.control.queue import Control
+from consumers.dead_letters import DeadLetters
+from consumers.fairness.scouting import Scouting
+from consumers.fairness.turns import Turns
+from consumers.limits.base import Budgets
+from consumers.parking import Parking
+from consumers.pool import Pool
+from consumers.providers.breaker import Breakers
+from consumers.replies.retelling import Retelling
+from consumers.spending import Spending
+from consumers.state.base import Store
+from lanekeeper.amqp.connection import Connection
+from lanekeeper.amqp.publisher import Publisher
+from lanekeeper.contract.names import Names
+from topology.broker.admin.watch import TopologyWatch
+from topology.lanes import LaneSpec
+from topology.model import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """All parts of a worker, connected. `running.run` starts it."""
+
+    names: Names
+    lanes: tuple[LaneSpec, ...]
+    topology: Topology
+    consuming: Connection
+    publishing: Connection
+    publisher: Publisher
+    store: Store
+    claiming: Claiming
+    control: Control
+    answers: Answers
+    parking: Parking
+    dead_letters: DeadLetters
+    retelling: Retelling
+    pausing: Pausing
+    watch: TopologyWatch
+    pools: tuple[Pool, ...]
+    slots: Slots
+    scouting: Scouting
+    turns: Mapping[str, Turns]
+    """By lane."""
+    budgets: Budgets
+    breakers: Breakers
+    spending: Spending
+    prices_as_of: str
+    simulated: bool
+    """Answers come from a simulated provider: nothing is spent."""
+    activities: tuple[LaneActivity, ...]
+
+    @property
+    def version(self) -> str:
+        """The broker's."""
+        return self.publishing.version
+
+    def reasons(self) -> Mapping[str, str | None]:
+        """What the worker needs before it takes work: each part, and what is wrong with it or None."""
+        return {
+            "consume connection": self.consuming.trouble,
+            "publish connection": self.publishing.trouble or self.publishing.blocked,
+            "topology": self.watch.trouble,
+            "store": self.store.trouble,
+            "control queue": self.control.trouble,
+            **{f"queue {pool.queue}": pool.trouble for pool in self.pools},
+        }
