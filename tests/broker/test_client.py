@@ -132,7 +132,7 @@ async def test_what_is_published_without_waiting_says_its_id_and_is_worked(vhost
 
 
 @pytest.mark.default_broker_only
-async def test_the_wishes_are_on_the_message(vhost) -> None:
+async def test_the_options_are_on_the_message(vhost) -> None:
     async with (
         house(vhost.amqp_url, works=("critical",)),
         requester(vhost.amqp_url) as app,
