@@ -6,10 +6,11 @@ outage of the store into calls paid twice, and acknowledging what is not recorde
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from consumers.background import Background
 from consumers.job import CLAIM_WITHIN_S, STORE_WITHIN_S, Job
 from consumers.state.base import (
     Cancelling,
@@ -45,7 +46,7 @@ class Claiming:
         self._store = store
         self._held: dict[Held, Job] = {}
         self._taken = asyncio.Event()
-        self._background: set[asyncio.Task[Any]] = set()
+        self._background = Background()
 
     @property
     def is_away(self) -> bool:
@@ -80,11 +81,11 @@ class Claiming:
 
         Cancelled, what may have been granted is given back: a holder that never lets go counts as dead.
         """
-        asking = self._in_background(self._ask(job), name=f"claim {job.id}")
+        asking = self._background.begin(self._ask(job), name=f"claim {job.id}")
         try:
             found = await asyncio.shield(asking)
         except asyncio.CancelledError:
-            self._in_background(self._unask(job, asking), name=f"give back {job.id}")
+            self._background.begin(self._unask(job, asking), name=f"give back {job.id}")
             raise
         if isinstance(found, Granted):
             job.claim = Held(job.identity, found.token)
@@ -102,7 +103,7 @@ class Claiming:
             return
         held, job.claim = job.claim, None
         letting_go = self._let_go(held, attempts=job.attempts, due_ms=due_ms)
-        await asyncio.shield(self._in_background(letting_go, name=f"let go {job.id}"))
+        await asyncio.shield(self._background.begin(letting_go, name=f"let go {job.id}"))
 
     async def defer(self, job: Job, *, due_ms: int, deadline_ms: int) -> bool:
         """Keep until when a request waits that nobody has claimed yet; false where it has ended already, and need not
@@ -150,7 +151,7 @@ class Claiming:
         Raises StoreUnavailable after `STORE_WITHIN_S`. Cancelled, it goes on by itself: what the provider has answered
         is paid for, and a delivery that was lost meanwhile is answered with it when it comes again.
         """
-        completing = self._in_background(self._complete(job, completion, job.claim), name=f"complete {job.id}")
+        completing = self._background.begin(self._complete(job, completion, job.claim), name=f"complete {job.id}")
         try:
             return await asyncio.shield(completing)
         except asyncio.CancelledError:
@@ -167,24 +168,9 @@ class Claiming:
         finally:
             self.forget(job)
 
-    def _in_background(self, doing: Coroutine[Any, Any, T], *, name: str) -> "asyncio.Task[T]":
-        """It goes on where whoever waits for it is cancelled."""
-        task = asyncio.create_task(doing, name=name)
-        self._background.add(task)
-        task.add_done_callback(self._done)
-        return task
-
-    def _done(self, task: "asyncio.Task[Any]") -> None:
-        self._background.discard(task)
-        if not task.cancelled():
-            task.exception()  # told to whoever waits for it
-
     async def finish(self, *, within_s: float) -> None:
         """Wait for what is still being completed; what is not by then is called again elsewhere."""
-        if self._background:
-            _, late = await asyncio.wait(self._background, timeout=within_s)
-            for each in late:
-                each.cancel()
+        await self._background.finish(within_s=within_s)
 
     async def note(self, job: Job, completion: Completion) -> None:
         """Keep, for whoever asks, how a request ended that could not be claimed. Raises as `complete`."""

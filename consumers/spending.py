@@ -9,11 +9,12 @@ and no answer waits for a correction, or is lost with it.
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
+from consumers.background import Background
 from consumers.state.base import Allowances, StoreUnavailable
 from lanekeeper.telemetry import logs, signals
 
@@ -23,7 +24,6 @@ LEVELS = (50, 80, 100)
 EVERY_TENANT = "*"
 TENANTS_COUNTED = 10_000
 LANE, TENANT = "lane", "tenant"
-T = TypeVar("T")
 Tell = Callable[..., None]
 """Takes the name of a life-cycle event, and its figures."""
 log = logs.logger()
@@ -112,7 +112,7 @@ class Spending:
         self._told: OrderedDict[str, tuple[int, float]] = OrderedDict()
         """By a bound's name: the highest level that is told, and when its day ends."""
         self._totals: OrderedDict[tuple[str, str], Spent] = OrderedDict()
-        self._background: set[asyncio.Task[Any]] = set()
+        self._background = Background()
 
     def bounds(self, lane: str, tenant: str) -> tuple[Bound, ...]:
         """All that a request must keep within."""
@@ -120,7 +120,7 @@ class Spending:
 
     async def take(self, bounds: tuple[Bound, ...], spent: Spent, *, tell: Tell) -> Hold | Over:
         """All or nothing; `tell` is told of the levels that are reached by that. Raises StoreUnavailable."""
-        taking = self._in_background(self._take(bounds, spent, tell))
+        taking = self._background.begin(self._take(bounds, spent, tell), name="caps")
         try:
             return await asyncio.shield(taking)
         except asyncio.CancelledError:
@@ -129,14 +129,11 @@ class Spending:
 
     def correct(self, hold: Hold, used: Spent) -> None:
         """After the call. Where the store is away the estimate stays counted; what yesterday was estimated stays."""
-        self._in_background(self._correct(hold, used))
+        self._background.begin(self._correct(hold, used), name="caps")
 
     async def finish(self, *, within_s: float) -> None:
         """Wait for what is still being corrected; what is not by then stays counted as it was estimated."""
-        if self._background:
-            _, late = await asyncio.wait(self._background, timeout=within_s)
-            for each in late:
-                each.cancel()
+        await self._background.finish(within_s=within_s)
 
     def count(self, lane: str, tenant: str, spent: Spent) -> None:
         """Of an answer."""
@@ -195,17 +192,6 @@ class Spending:
     def _unwanted(self, taking: "asyncio.Task[Hold | Over]") -> None:
         if not taking.cancelled() and taking.exception() is None and isinstance(hold := taking.result(), Hold):
             self.correct(hold, Spent())
-
-    def _in_background(self, doing: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
-        task = asyncio.create_task(doing, name="caps")
-        self._background.add(task)
-        task.add_done_callback(self._done)
-        return task
-
-    def _done(self, task: "asyncio.Task[Any]") -> None:
-        self._background.discard(task)
-        if not task.cancelled():
-            task.exception()  # told to whoever waits for it
 
     async def _tell(self, bound: Bound, used: float, *, is_full: bool, ends_s: float, tell: Tell) -> None:
         level = next((each for each in reversed(LEVELS) if is_full or used >= bound.limit * each / 100), 0)

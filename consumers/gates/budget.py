@@ -14,7 +14,7 @@ from consumers.interruptible import Interruptible
 from consumers.job import Asked, Job, NowMs, Reserved
 from consumers.limits.amounts import PAUSED, Amounts
 from consumers.limits.base import Budgets, Wait, WaitTooLong
-from consumers.limits.estimates import Estimates, Kind, task_of
+from consumers.limits.estimates import Estimates, UsageClass, task_of
 from consumers.limits.spec import BudgetSpec
 from consumers.outcomes import Answered, Deferred, Outcome, Refused, stopped_by
 from consumers.providers.breaker import Breakers
@@ -79,7 +79,7 @@ class BudgetGate:
     def _start_by(self, job: Job, request: Request, route: Route) -> float:
         """When its call must begin to be answered in time. A call that may begin at once is always tried."""
         left_s = (request.deadline_ms - self._now_ms()) / 1000
-        spare_s = max(left_s - self._estimates.run_s(self._kind(job, route)), min(left_s, AT_ONCE_S))
+        spare_s = max(left_s - self._estimates.run_s(self._usage_class(job, route)), min(left_s, AT_ONCE_S))
         return asyncio.get_running_loop().time() + spare_s
 
     async def leave(self, job: Job, asked: Asked, outcome: Outcome | None) -> None:
@@ -91,7 +91,7 @@ class BudgetGate:
         if attempted is None:
             self._budgets.settle(reserved.reservation, None)
             return
-        usage, kind = attempted.usage, self._kind(job, reserved.route)
+        usage, kind = attempted.usage, self._usage_class(job, reserved.route)
         self._budgets.settle(reserved.reservation, reserved.reservation.amounts if usage is None else usage)
         if isinstance(outcome, (Answered, Refused)):
             self._estimates.learn_run(kind, attempted.run_ms / 1000, was_cut=isinstance(outcome, Refused))
@@ -121,7 +121,7 @@ class BudgetGate:
         return Amounts(
             1.0,
             self._estimates.input_tokens(route.model, len(request.body)),
-            self._estimates.output_tokens(self._kind(job, route), max_tokens=request.max_tokens),
+            self._estimates.output_tokens(self._usage_class(job, route), max_tokens=request.max_tokens),
         )
 
     async def _overflowing(
@@ -190,7 +190,7 @@ class BudgetGate:
 
     def _too_long(self, job: Job, request: Request, route: Route, wait: Wait) -> Outcome:
         left_s = (request.deadline_ms - self._now_ms()) / 1000
-        run_s = self._estimates.run_s(self._kind(job, route))
+        run_s = self._estimates.run_s(self._usage_class(job, route))
         if wait.reason == PAUSED and wait.seconds < left_s:
             back_s = min(left_s, wait.seconds + self._rng.uniform(0, SPREAD_S))
             return Deferred(delay_ms=round(1000 * back_s), reason=PAUSED, due_ms=job.hop.due_ms)
@@ -214,5 +214,5 @@ class BudgetGate:
         delay_ms = max(LATER_MS, min(BACK_WITHIN_MS, round(1000 * wait.seconds))) if passing else LATER_MS
         return Deferred(delay_ms=delay_ms, reason=wait.reason, due_ms=job.hop.due_ms)
 
-    def _kind(self, job: Job, route: Route) -> Kind:
-        return Kind(job.lane_name, task_of(job.routing_key), route.model)
+    def _usage_class(self, job: Job, route: Route) -> UsageClass:
+        return UsageClass(job.lane_name, task_of(job.routing_key), route.model)

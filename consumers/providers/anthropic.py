@@ -22,11 +22,11 @@ from anthropic import AsyncAnthropic, DefaultAioHttpClient
 from consumers.failures import TIMEOUT, AnswerTooLargeError, ProviderError, TransientError
 from consumers.limits import headers as rate_headers
 from consumers.providers.answers import parse_message, read_answer
-from consumers.providers.assembly import Assembly, parse_event, to_json
 from consumers.providers.base import Answer, Parts
 from consumers.providers.error_body import bound_error_body
 from consumers.providers.events import EventSplitter
 from consumers.providers.stream_field import say_stream
+from consumers.providers.streamed import StreamedMessage, parse_event, to_json
 from consumers.providers.translation import NETWORK_ERRORS, border, from_event, one_line
 from consumers.reading import Reading
 from topology.codec import bounds
@@ -126,11 +126,11 @@ class AnthropicProvider:
                 rate = rate_headers.read(response.headers, now_s=time.time())
                 try:
                     if streamed:
-                        assembly = await self._read_stream(
+                        collected = await self._read_stream(
                             response, urgent=urgent, limit=limit, pause_s=timeout_s, parts=parts
                         )
-                        message = await self._turn(assembly.message, urgent, assembly.size)
-                        body = await self._turn(partial(to_json, message), urgent, assembly.size)
+                        message = await self._turn(collected.message, urgent, collected.size)
+                        body = await self._turn(partial(to_json, message), urgent, collected.size)
                     else:
                         body = await self._read_whole(response)
                         message = await self._parse(body, response, urgent=urgent)
@@ -195,12 +195,12 @@ class AnthropicProvider:
 
     async def _read_stream(
         self, response: httpx2.Response, *, urgent: int, limit: asyncio.Timeout, pause_s: float, parts: Parts | None
-    ) -> Assembly:
+    ) -> StreamedMessage:
         """Forward the events and put them together. The time that `parts` and our own reading take is not the
         provider's."""
         splitter = self._dialect.splitter(self._max_answer_bytes // _EVENTS)
-        assembly, clock = (
-            Assembly(max_bytes=self._max_answer_bytes, values=self._values),
+        collected, clock = (
+            StreamedMessage(max_bytes=self._max_answer_bytes, values=self._values),
             asyncio.get_running_loop().time,
         )
         async with aclosing(self._slices(response)) as slices:
@@ -218,7 +218,7 @@ class AnthropicProvider:
                 for data, event in events:
                     if event.get("type") == "error":
                         raise from_event(event, request_id=_request_id(response), secret=self._key)
-                    is_complete = assembly.add(event, data)
+                    is_complete = collected.add(event, data)
                     if parts is not None:
                         await parts(data)
                     if is_complete:
@@ -229,7 +229,7 @@ class AnthropicProvider:
                     limit.reschedule(until_s + clock() - came_s)
             limit.reschedule(None)
             await _drain(slices)
-        return assembly
+        return collected
 
     def _events(self, splitter: Splitter, piece: bytes) -> list[tuple[bytes, dict[str, Any]]]:
         return [(data, parse_event(data, values=self._values)) for data in splitter.feed(piece)]

@@ -21,10 +21,10 @@ from consumers.control import question as control_question
 from consumers.failures import ProviderError
 from consumers.limits import headers as rate_headers
 from consumers.providers.answers import parse_message, read_answer
-from consumers.providers.assembly import Assembly, parse_event, to_json
 from consumers.providers.event_stream import FrameSplitter
 from consumers.providers.events import EventSplitter
 from consumers.providers.stream_field import say_stream
+from consumers.providers.streamed import StreamedMessage, parse_event, to_json
 from consumers.providers.translation import classify, from_event, read_retry_after_s
 from lanekeeper.amqp.driver import fields
 from lanekeeper.amqp.driver.frames import NESTED_LEVELS, message_of, properties_of, tolerate
@@ -119,14 +119,14 @@ def stream(data: bytes) -> None:
     size, rest = (data[0] + 1 if data else 1), data[1:]
     whole = _events(EventSplitter(max_event_bytes=EVENT_BYTES), rest, size=len(rest) + 1)
     assert _events(EventSplitter(max_event_bytes=EVENT_BYTES), rest, size=size) == whole
-    assembly = Assembly()
+    streamed = StreamedMessage()
     try:
         for event in map(parse_event, whole):
             if event.get("type") == "error":
                 raise from_event(event, request_id=None, secret="sk-ant-secret")
-            if assembly.add(event):
+            if streamed.add(event):
                 break
-        _answered(to_json(assembly.message()))
+        _answered(to_json(streamed.message()))
     except ProviderError as error:
         _is_one_line(error)
 

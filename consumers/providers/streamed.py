@@ -18,7 +18,7 @@ _NONSENSE = (KeyError, TypeError, AttributeError, ValueError)
 """What reading an event raises that is not as it must be."""
 
 
-class Assembly:
+class StreamedMessage:
     """Takes the events in order. What it keeps of them is bounded: in bytes, and in keys and values."""
 
     def __init__(self, *, max_bytes: int = bounds.ANSWER_BYTES, values: int = bounds.VALUES) -> None:

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from consumers.failures import TransientError
-from consumers.providers.assembly import Assembly, parse_event, to_json
+from consumers.providers.streamed import StreamedMessage, parse_event, to_json
 from tests.support.examples import examples
 
 START: dict[str, Any] = {
@@ -45,10 +45,10 @@ def block(index: int, start: dict[str, Any], *deltas: dict[str, Any]) -> list[di
 
 
 def assemble(*events: dict[str, Any]) -> dict[str, Any]:
-    assembly = Assembly()
+    streamed = StreamedMessage()
     for event in events:
-        assembly.add(event)
-    return assembly.message()
+        streamed.add(event)
+    return streamed.message()
 
 
 def test_text_thinking_tools_and_citations_are_put_together() -> None:
