@@ -21,7 +21,7 @@ import time
 from consumers.limits.accounts import Accounts
 from consumers.limits.amounts import Amounts
 from consumers.limits.own_turns import OwnTurns, own_accounts
-from consumers.limits.spec import BudgetSpec, Caps
+from consumers.limits.spec import AccountCaps, BudgetSpec
 from consumers.state.redis.client import RedisClient
 from consumers.state.redis.shared_turns import shared_accounts
 
@@ -51,7 +51,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def budgets(per_minute: float) -> Accounts[OwnTurns]:
-    caps = Caps(requests=per_minute, input_tokens=per_minute * 10_000, output_tokens=per_minute * 10_000)
+    caps = AccountCaps(requests=per_minute, input_tokens=per_minute * 10_000, output_tokens=per_minute * 10_000)
     return own_accounts(BudgetSpec(accounts={"a": caps}))
 
 
@@ -86,7 +86,7 @@ async def woken(grants: int, waiting: int, *, until_s: float | None) -> tuple[fl
 async def shared(url: str, grants: int, at_once: int) -> str:
     """Through Redis, where there is always room."""
     client = RedisClient(url)
-    caps = Caps(requests=1e9, input_tokens=1e12, output_tokens=1e12)
+    caps = AccountCaps(requests=1e9, input_tokens=1e12, output_tokens=1e12)
     some = shared_accounts(client, namespace=f"benchmark-{secrets.token_hex(4)}", spec=BudgetSpec(accounts={"a": caps}))
     left = iter(range(grants))
     took_ms: list[float] = []

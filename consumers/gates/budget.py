@@ -14,7 +14,7 @@ from consumers.gates.waiting_room import WaitingRoom
 from consumers.job import Answered, Deferred, Dropped, Job, NowMs, Outcome, Refused
 from consumers.limits.amounts import PAUSED, Amounts
 from consumers.limits.base import Budgets, Reservation, Wait, WaitTooLong
-from consumers.limits.estimates import Estimates, Kind, task_of
+from consumers.limits.estimates import Estimates, UsageClass, task_of
 from consumers.limits.spec import BudgetSpec
 from consumers.providers.breaker import Breakers
 from consumers.providers.counting import spent
@@ -89,7 +89,7 @@ class BudgetGate:
     def _start_by(self, job: Job, request: Request, route: Route) -> float:
         """When its call must begin to be answered in time. A call that may begin at once is always tried."""
         left_s = (request.deadline_ms - self._now_ms()) / 1000
-        spare_s = max(left_s - self._estimates.run_s(self._kind(job, route)), min(left_s, AT_ONCE_S))
+        spare_s = max(left_s - self._estimates.run_s(self._usage_class(job, route)), min(left_s, AT_ONCE_S))
         return asyncio.get_running_loop().time() + spare_s
 
     async def leave(self, job: Job, outcome: Outcome | None) -> None:
@@ -103,7 +103,7 @@ class BudgetGate:
         self._budgets.settle(reservation, reservation.amounts if job.usage is None else job.usage)
         if job.request is None or job.route is None:
             return
-        kind = self._kind(job, job.route)
+        kind = self._usage_class(job, job.route)
         if isinstance(outcome, (Answered, Refused)) and job.run_ms is not None:
             self._estimates.learn_run(kind, job.run_ms / 1000, was_cut=isinstance(outcome, Refused))
         if isinstance(outcome, Answered) and job.usage is not None:
@@ -137,7 +137,7 @@ class BudgetGate:
         return Amounts(
             1.0,
             self._estimates.input_tokens(route.model, len(request.body)),
-            self._estimates.output_tokens(self._kind(job, route), max_tokens=request.max_tokens),
+            self._estimates.output_tokens(self._usage_class(job, route), max_tokens=request.max_tokens),
         )
 
     async def _overflowing(
@@ -209,7 +209,7 @@ class BudgetGate:
 
     def _too_long(self, job: Job, request: Request, route: Route, wait: Wait) -> Outcome:
         left_s = (request.deadline_ms - self._now_ms()) / 1000
-        run_s = self._estimates.run_s(self._kind(job, route))
+        run_s = self._estimates.run_s(self._usage_class(job, route))
         if wait.reason == PAUSED and wait.seconds < left_s:
             back_s = min(left_s, wait.seconds + self._rng.uniform(0, SPREAD_S))
             return Deferred(delay_ms=round(1000 * back_s), reason=PAUSED, due_ms=job.hop.due_ms)
@@ -237,5 +237,5 @@ class BudgetGate:
                 delay_ms = max(LATER_MS, min(BACK_WITHIN_MS, round(1000 * wait.seconds))) if passing else LATER_MS
                 return Deferred(delay_ms=delay_ms, reason=wait.reason, due_ms=job.hop.due_ms)
 
-    def _kind(self, job: Job, route: Route) -> Kind:
-        return Kind(job.lane_name, task_of(job.routing_key), route.model)
+    def _usage_class(self, job: Job, route: Route) -> UsageClass:
+        return UsageClass(job.lane_name, task_of(job.routing_key), route.model)

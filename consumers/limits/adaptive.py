@@ -13,7 +13,7 @@ from math import inf
 from consumers.limits.amounts import Amounts
 from consumers.limits.headers import RateHeaders
 from consumers.limits.learned import LearnedLimits
-from consumers.limits.spec import Caps
+from consumers.limits.spec import AccountCaps
 
 STEP = 0.1
 """Of the first guess, or of what was lost by halving."""
@@ -40,7 +40,7 @@ class Adaptive:
 
     __slots__ = ("_caps", "_factors", "_grown", "_halved_s", "_is_silent", "_moved_s", "_start", "_told", "_told_s")
 
-    def __init__(self, start: Amounts, caps: Caps, *, now_s: float) -> None:
+    def __init__(self, start: Amounts, caps: AccountCaps, *, now_s: float) -> None:
         self._start = start
         self._caps = caps.per_minute()
         self._told: list[float | None] = [None, None, None]

@@ -14,7 +14,7 @@ SPREAD = 1.0
 `max_tokens`."""
 
 
-class Kind(NamedTuple):
+class UsageClass(NamedTuple):
     """Requests that are likely to use the same."""
 
     lane: str
@@ -53,29 +53,29 @@ class Estimates:
     def __init__(self, *, first_output_tokens: float, first_bytes_per_token: float) -> None:
         self._first_output = first_output_tokens
         self._first_ratio = 1 / first_bytes_per_token
-        self._outputs: OrderedDict[Kind, _Seen] = OrderedDict()
-        self._runs: OrderedDict[Kind, _Seen] = OrderedDict()
+        self._outputs: OrderedDict[UsageClass, _Seen] = OrderedDict()
+        self._runs: OrderedDict[UsageClass, _Seen] = OrderedDict()
         self._tokens_per_byte: OrderedDict[str, float] = OrderedDict()
 
     def input_tokens(self, model: str, body_bytes: int) -> float:
         return max(1.0, body_bytes * self._tokens_per_byte.get(model, self._first_ratio))
 
-    def output_tokens(self, kind: Kind, *, max_tokens: int) -> float:
+    def output_tokens(self, kind: UsageClass, *, max_tokens: int) -> float:
         known = self._outputs.get(kind)
         expected = self._first_output if known is None else known.expected
         return max(1.0, min(float(max_tokens), expected))
 
-    def run_s(self, kind: Kind) -> float:
+    def run_s(self, kind: UsageClass) -> float:
         """How long a call is likely to take at most; 0 where that is not known."""
         known = self._runs.get(kind)
         return 0.0 if known is None else known.expected
 
-    def learn_run(self, kind: Kind, run_s: float, *, was_cut: bool) -> None:
+    def learn_run(self, kind: UsageClass, run_s: float, *, was_cut: bool) -> None:
         """How long a call took. `was_cut`: by its deadline, so that it would have taken longer."""
         if not was_cut or run_s > self.run_s(kind):
             _see(self._runs, kind, run_s)
 
-    def learn(self, kind: Kind, *, body_bytes: int, input_tokens: float, output_tokens: float) -> None:
+    def learn(self, kind: UsageClass, *, body_bytes: int, input_tokens: float, output_tokens: float) -> None:
         """What one answer used. Input is what counts against the limit: without what was read from the cache."""
         _see(self._outputs, kind, output_tokens)
         if body_bytes > 0:
@@ -86,7 +86,7 @@ class Estimates:
                 self._tokens_per_byte.popitem(last=False)
 
 
-def _see(seen: OrderedDict[Kind, _Seen], kind: Kind, value: float) -> None:
+def _see(seen: OrderedDict[UsageClass, _Seen], kind: UsageClass, value: float) -> None:
     known = seen.pop(kind, None)
     if known is None:
         known = _Seen(value)

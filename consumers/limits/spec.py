@@ -21,7 +21,7 @@ class LaneBudget:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Caps:
+class AccountCaps:
     """What one account may use a minute at most, whatever the provider allows; None: what the provider allows."""
 
     requests: float | None = None
@@ -53,7 +53,7 @@ class BudgetSpec:
     burst_s: float = 60.0
     """How many seconds' worth a bucket holds at most: as many as the provider's is proven to hold, which is up to 60.
     The less, the later a lull is made up for, and the less a burst, or one large request, finds."""
-    accounts: Mapping[str, Caps] = field(default_factory=dict)
+    accounts: Mapping[str, AccountCaps] = field(default_factory=dict)
     """By the account's name (`Route.account`), or by that of its provider, for each of its accounts."""
     start: Amounts = Amounts(50, 30_000, 8_000)  # noqa: RUF009  a value that cannot change
     """A minute's limits, until the provider has told its own: of the smallest accounts."""
@@ -68,9 +68,9 @@ class BudgetSpec:
     spend_pause_s: float = 900.0
     """How long an account is left alone that has reached its spend limit."""
 
-    def caps(self, account: str) -> Caps:
+    def caps(self, account: str) -> AccountCaps:
         """Of one account."""
         return self.accounts.get(account) or self.accounts.get(account.partition("/")[0], NO_CAPS)
 
 
-NO_CAPS = Caps()
+NO_CAPS = AccountCaps()

@@ -18,7 +18,6 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
 
 
 class LanekeeperError(Exception):
@@ -105,7 +104,7 @@ def _by_code(types: Iterable[ProblemType]) -> dict[str, ProblemType]:
     return {each.code: each for each in types}
 
 
-PROBLEMS: Final = _by_code(
+PROBLEMS = _by_code(
     (
         ProblemType("invalid_request", 400, "Invalid request", parked=True, retryable=False),
         ProblemType("unsupported_media", 415, "Unsupported media", parked=True, retryable=False),
@@ -133,11 +132,11 @@ PROBLEMS: Final = _by_code(
 )
 
 
-DETAIL_CHARACTERS: Final = 1000
+DETAIL_CHARACTERS = 1000
 """The longest detail: it stands in a dead letter's headers, and too large ones end the connection (501 FRAME_ERROR)."""
 
 
-_QUOTES: Final = re.compile(r"[:;,'\"(`]")
+_QUOTES = re.compile(r"[:;,'\"(`]")
 """Before one of these a detail names what is wrong; after it comes what was found, and so could be content."""
 
 

@@ -60,7 +60,7 @@ async def test_nothing_is_ever_deleted(declared, connection, management) -> None
     await declare_exchange(channel, Exchange("lane.old", "topic"))
     await bind(channel, Binding("lane.requests", "lane.gold", routing_key="gold.#"))
 
-    await apply(declare((CRITICAL,), names=Names(), broker_version=declared.broker_version), connection)
+    await apply(declare(LANES[:1], names=Names(), broker_version=declared.broker_version), connection)
 
     found = await management.topology()
     assert {each.name for each in declared.queues} | {"lane.gold"} == {each.name for each in found.queues}

@@ -26,7 +26,7 @@ from consumers.handler import Handler
 from consumers.job import Answered, Buried, Deferred, Dropped, Job, Refused, Retried
 from consumers.limits.estimates import Estimates
 from consumers.limits.own_turns import own_accounts
-from consumers.limits.spec import BudgetSpec, Caps
+from consumers.limits.spec import AccountCaps, BudgetSpec
 from consumers.prices import Prices
 from consumers.providers.base import Answer, Parts, Usage
 from consumers.providers.breaker import FAILURES, Breakers
@@ -75,7 +75,7 @@ class Ground:
     def __init__(self) -> None:
         self.bench = Bench()
         self.provider = Provider()
-        limits = Caps(requests=6000, input_tokens=600_000, output_tokens=600_000)
+        limits = AccountCaps(requests=6000, input_tokens=600_000, output_tokens=600_000)
         spec = BudgetSpec(accounts={"anthropic": limits})
         self.budgets = own_accounts(spec)
         self.breakers = Breakers(rng=random.Random(1))

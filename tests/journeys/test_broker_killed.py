@@ -92,13 +92,14 @@ async def test_nothing_is_lost_when_it_is_killed_and_a_worker_recovers_by_itself
 
 async def test_who_publishes_while_it_is_away_is_told_or_gets_through_later(own_broker) -> None:
     async with (
-        house(own_broker.amqp_url),
+        house(own_broker.amqp_url) as home,
         Client(own_broker.amqp_url, publish_within_s=0.5) as hasty,
         Client(own_broker.amqp_url, publish_within_s=60) as patient,
     ):
-        assert (await hasty.request({"prompt": "before"}, key="critical.tests.x", timeout_s=5)).text == "echo: before"
+        assert (await hasty.request({"prompt": "before"}, key="critical.tests.x", timeout_s=60)).text == "echo: before"
         await asyncio.sleep(SETTLED_S)
         hanging = asyncio.create_task(hasty.request({"prompt": "[[latency: 20s]]"}, key="critical.tests.x"))
+        await until(lambda: home.calls("latency"))
         await own_broker.kill()
         with pytest.raises(ReplyLost, match="ask again"):
             await hanging
@@ -107,7 +108,7 @@ async def test_who_publishes_while_it_is_away_is_told_or_gets_through_later(own_
         later = asyncio.create_task(patient.request({"prompt": "later"}, key="critical.tests.x", timeout_s=60))
         await own_broker.start()
         assert (await later).text == "echo: later"
-        again = await hasty.request({"prompt": "again"}, key="critical.tests.x", timeout_s=10)
+        again = await hasty.request({"prompt": "again"}, key="critical.tests.x", timeout_s=60)
         assert again.text == "echo: again"
 
 

@@ -1,5 +1,6 @@
 """What the client returns and raises is imported from where it lives, is typed, and is told in docs/clients.md."""
 
+import typing
 import zipfile
 from pathlib import Path
 
@@ -14,6 +15,11 @@ ERRORS = {
     for name in surface.__all__
     if isinstance(found := getattr(surface, name), type) and issubclass(found, Exception)
 }
+
+
+def test_every_name_is_ours() -> None:
+    """Looked up in several modules, where one may import a name like it (`typing.Final`)."""
+    assert {name for name in surface.__all__ if getattr(surface, name) is getattr(typing, name, None)} == set()
 
 
 def test_every_error_of_ours_has_one_root() -> None:

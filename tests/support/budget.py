@@ -11,7 +11,7 @@ from consumers.limits import headers
 from consumers.limits.amounts import NOTHING, Amounts
 from consumers.limits.base import Budgets, Heard, Kind
 from consumers.limits.own_turns import own_accounts
-from consumers.limits.spec import BudgetSpec, Caps
+from consumers.limits.spec import AccountCaps, BudgetSpec
 from service.simulated.buckets import Limits, make_limits
 from service.simulated.errors import Refusal
 
@@ -27,7 +27,9 @@ def spec(
     concurrency: int | None = None,
     **more: object,
 ) -> BudgetSpec:
-    caps = Caps(requests=requests, input_tokens=input_tokens, output_tokens=output_tokens, concurrency=concurrency)
+    caps = AccountCaps(
+        requests=requests, input_tokens=input_tokens, output_tokens=output_tokens, concurrency=concurrency
+    )
     return BudgetSpec(accounts={ACCOUNT: caps}, **more)  # type: ignore[arg-type]
 
 

@@ -17,7 +17,7 @@ from consumers.limits.amounts import Amounts
 from consumers.limits.base import Heard, Kind, Reservation, Wait, WaitTooLong
 from consumers.limits.estimates import Estimates
 from consumers.limits.own_turns import own_accounts
-from consumers.limits.spec import BudgetSpec, Caps
+from consumers.limits.spec import AccountCaps, BudgetSpec
 from consumers.providers.breaker import Breakers
 from consumers.state.base import Stop
 from tests.support.jobs import NOW_MS, Bench, read
@@ -38,7 +38,7 @@ class Ground:
     def __init__(self, *routes: Route) -> None:
         self.loop = asyncio.get_running_loop()
         self._began_s = self.loop.time()
-        caps = Caps(requests=60, input_tokens=60_000, output_tokens=60_000)
+        caps = AccountCaps(requests=60, input_tokens=60_000, output_tokens=60_000)
         self.spec = BudgetSpec(accounts={"one/m": caps, "two/m2": caps})
         self.budgets = own_accounts(self.spec)
         self.routes = routes or (ONE,)

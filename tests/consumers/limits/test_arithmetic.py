@@ -11,10 +11,10 @@ from consumers.limits.adaptive import Adaptive
 from consumers.limits.amounts import Amounts
 from consumers.limits.bucket import Bucket
 from consumers.limits.concurrency import REGAIN_S, Concurrency
-from consumers.limits.estimates import Estimates, Kind, task_of
+from consumers.limits.estimates import Estimates, UsageClass, task_of
 from consumers.limits.headers import RateHeaders, Told
 from consumers.limits.order import Order
-from consumers.limits.spec import Caps
+from consumers.limits.spec import AccountCaps
 
 SHARES = (0.3, 0.2, 0.05)
 CRITICAL, NORMAL, BATCH = 0, 1, 2
@@ -186,7 +186,7 @@ START = Amounts(50, 30_000, 8_000)
 
 
 def test_what_the_provider_tells_is_taken_and_capped_by_settings() -> None:
-    limits = Adaptive(START, Caps(requests=500), now_s=0)
+    limits = Adaptive(START, AccountCaps(requests=500), now_s=0)
     assert limits.per_minute() == (500, 30_000, 8_000)
 
     assert limits.hear(RateHeaders(Told(limit=1000), Told(limit=2_000_000), Told()), now_s=0)
@@ -197,7 +197,7 @@ def test_what_the_provider_tells_is_taken_and_capped_by_settings() -> None:
 
 
 def test_where_nobody_tells_limits_grow_while_they_are_reached_and_nothing_is_refused() -> None:
-    limits = Adaptive(START, Caps(), now_s=0)
+    limits = Adaptive(START, AccountCaps(), now_s=0)
     for second in range(100):
         limits.answered(second, pressed=True)
     grown = limits.per_minute()
@@ -209,7 +209,7 @@ def test_where_nobody_tells_limits_grow_while_they_are_reached_and_nothing_is_re
 
 
 def test_a_refusal_that_nothing_explains_halves_once_and_comes_back_step_by_step() -> None:
-    limits = Adaptive(START, Caps(requests=100, input_tokens=1, output_tokens=1), now_s=0)
+    limits = Adaptive(START, AccountCaps(requests=100, input_tokens=1, output_tokens=1), now_s=0)
     assert [limits.refused(each) for each in (10.0, 10.1, 12.0)] == [True, False, False]
     assert limits.per_minute().requests == 50
 
@@ -297,7 +297,7 @@ def test_one_call_may_always_be_made() -> None:
 
 # ---- estimates -------------------------------------------------------------------------------------------------------
 
-CHAT = Kind("critical", "support.chat", "m")
+CHAT = UsageClass("critical", "support.chat", "m")
 
 
 def estimates() -> Estimates:
@@ -317,7 +317,7 @@ def test_what_a_kind_used_before_is_what_it_is_expected_to_use() -> None:
 
     assert 100 <= some.output_tokens(CHAT, max_tokens=4096) <= 120
     assert some.input_tokens("m", 2000) == pytest.approx(500)
-    assert some.output_tokens(Kind("batch", "support.chat", "m"), max_tokens=4096) == 512
+    assert some.output_tokens(UsageClass("batch", "support.chat", "m"), max_tokens=4096) == 512
 
 
 def test_a_kind_is_the_first_two_words_after_the_lane() -> None:

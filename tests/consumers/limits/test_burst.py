@@ -14,7 +14,7 @@ from consumers.limits.base import Heard, Kind
 from consumers.limits.burst import BACK_EVERY_S, Bursts
 from consumers.limits.headers import RateHeaders, Told
 from consumers.limits.own_turns import own_accounts
-from consumers.limits.spec import BudgetSpec, Caps
+from consumers.limits.spec import AccountCaps, BudgetSpec
 from consumers.limits.waiter import Waiter
 from service.simulated.buckets import Bucket
 from tests.support.budget import ACCOUNT, Traffic
@@ -179,7 +179,7 @@ def test_what_nobody_has_proven_is_little_of_a_guess_and_more_of_a_limit_that_is
 
 
 def test_where_the_limits_are_set_and_the_provider_is_silent_ten_seconds_worth_are_used_at_once() -> None:
-    account = Account("a", BudgetSpec(accounts={"a": Caps(requests=60)}), now_s=0)
+    account = Account("a", BudgetSpec(accounts={"a": AccountCaps(requests=60)}), now_s=0)
     account.learn(Heard(kind=Kind.ANSWERED), 0)
     granted_s: list[float] = []
     for each in range(100):

@@ -11,12 +11,12 @@ from consumers.limits.account import Account
 from consumers.limits.amounts import Amounts
 from consumers.limits.base import Heard, Kind
 from consumers.limits.own_turns import own_accounts
-from consumers.limits.spec import BudgetSpec, Caps
+from consumers.limits.spec import AccountCaps, BudgetSpec
 from consumers.limits.waiter import Waiter
 from tests.support.examples import examples
 from tests.support.virtual_time import virtually
 
-CAPS = Caps(requests=60, input_tokens=6_000, output_tokens=600)
+CAPS = AccountCaps(requests=60, input_tokens=6_000, output_tokens=600)
 SPEC = BudgetSpec(accounts={"a": CAPS})
 """Buckets of 10 s: 1,000 input tokens, of which 300, 200 and 50 are the lanes' reserves."""
 CRITICAL, NORMAL, BATCH = range(3)
@@ -110,7 +110,7 @@ def test_a_lane_above_that_waits_for_output_is_not_thought_to_take_the_input_mea
 
 
 def test_where_calls_are_short_the_first_does_not_wait_for_those_behind_it() -> None:
-    account = new_account(BudgetSpec(accounts={"a": Caps(concurrency=1)}))
+    account = new_account(BudgetSpec(accounts={"a": AccountCaps(concurrency=1)}))
     for number in range(100):
         account.join(Waiter(BATCH, Amounts(1, 1, 1), arrived_s=float(number), until_s=130.0))
     first, _ = account.turn(100.0)

@@ -24,7 +24,7 @@ from consumers.limits.amounts import NOTHING, Amounts
 from consumers.limits.base import Heard, Kind, Reservation
 from consumers.limits.headers import RateHeaders, Told
 from consumers.limits.own_turns import OwnTurns
-from consumers.limits.spec import DEFAULT_LANES, BudgetSpec, Caps
+from consumers.limits.spec import DEFAULT_LANES, AccountCaps, BudgetSpec
 from consumers.limits.turns import Turns
 from consumers.limits.waiter import Waiter
 from consumers.state.redis import shared_turns
@@ -36,7 +36,7 @@ from tests.support.examples import examples
 from tests.support.redis import RedisServer
 
 AGEING = {name: replace(lane, boost_s=10.0 if name == "batch" else None) for name, lane in DEFAULT_LANES.items()}
-SET = Caps(requests=60, input_tokens=6_000, output_tokens=600)
+SET = AccountCaps(requests=60, input_tokens=6_000, output_tokens=600)
 NAMES = tuple(DEFAULT_LANES)
 BEGAN_S = 1_000_000.0
 AT_GIVEN_TIME = STEP.text.replace("redis.call('TIME')", "cjson.decode(ARGV[3])")
@@ -147,7 +147,7 @@ learns = st.tuples(st.just("learn"), responses)
 steps = st.lists(st.one_of(joins, joins, passes, settles, leaves, learns), min_size=15, max_size=60)
 specs = st.builds(
     lambda caps, lanes: BudgetSpec(accounts={"a": caps}, lanes=lanes),
-    st.sampled_from([SET, Caps(requests=60), Caps()]),
+    st.sampled_from([SET, AccountCaps(requests=60), AccountCaps()]),
     st.sampled_from([DEFAULT_LANES, AGEING]),
 )
 
