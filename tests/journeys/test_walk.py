@@ -53,7 +53,8 @@ async def test_the_page_says_how_many_borders_a_fresh_request_crosses(vhost) -> 
             await app.ask({"prompt": "hello"})
 
     print("BORDERS", len(walk.borders), len({f for b in walk.borders for f in b}))
-    for b in sorted(walk.borders): print("  ", *b)
+    for b in sorted(walk.borders):
+        print("  ", *b)
     told = re.search(r"crosses (\d+) borders between (\d+) files", PAGE)
     assert told is not None
     files = {file for border in walk.borders for file in border}
