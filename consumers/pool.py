@@ -128,7 +128,8 @@ class Pool:
             await self._deliveries.resume()
 
     async def _work_session(self, session: Session) -> None:
-        """Work on the deliveries of one channel. If the channel is lost, this work ends: the broker delivers it again."""
+        """Work on the deliveries of one channel. If the channel is lost, this work ends: the broker delivers it
+        again."""
         try:
             async with asyncio.TaskGroup() as running:
                 async for delivery in session:
