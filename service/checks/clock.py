@@ -1,4 +1,4 @@
-"""Whether the broker writes on messages when they came: it can since 3.12, where it is told to."""
+"""Whether the broker adds a timestamp to messages: it can since 3.12, if configured."""
 
 import asyncio
 import uuid
@@ -19,7 +19,7 @@ WITHOUT = f"the wait and the deadline of a request without {SENT_MS} count from 
 
 
 async def clock(connection: Connection) -> Finding | None:
-    """None where it cannot be seen: whether this user may reply is another finding."""
+    """None if it cannot be seen, because this user may not reply: another finding reports that."""
     try:
         async with Inbox(connection) as inbox:
             message = Message(body=b"{}", message_id=uuid.uuid4().hex, persistent=False)

@@ -29,11 +29,11 @@ PLAIN = frozenset({"amqp", "http", "redis"})
 
 @dataclass(frozen=True, slots=True)
 class Risk:
-    """One of docs/production.md's rows."""
+    """One row of docs/production.md."""
 
     what: str
     text: str
-    """What is so, and how to mend it."""
+    """What the risk is, and how to remove it."""
 
 
 async def refuse(settings: Settings) -> None:
@@ -60,7 +60,7 @@ async def risks(settings: Settings, broker: Connection | None) -> AsyncIterator[
 
 
 def of_transport(settings: Settings) -> Iterator[Risk]:
-    """Plain text to another machine."""
+    """Connections to other machines without TLS."""
     urls = [("broker TLS", "LANEKEEPER_AMQP_URL", "amqps://", url) for url in settings.broker_urls]
     if settings.management is not None:
         urls.append(("management TLS", "LANEKEEPER_MANAGEMENT_URL", "https://", settings.management))
@@ -77,7 +77,7 @@ def of_transport(settings: Settings) -> Iterator[Risk]:
 
 
 def of_settings(settings: Settings) -> Iterator[Risk]:
-    """What is set, or left out."""
+    """Settings that are risky, or missing."""
     if "guest" in {urlsplit(url).username or "guest" for url in settings.broker_urls}:
         yield Risk(
             "broker user", "guest, whose password everybody knows: lanekeeper topology export --user worker:worker"
@@ -100,7 +100,7 @@ def of_settings(settings: Settings) -> Iterator[Risk]:
 
 
 def of_file(settings: Settings) -> Iterator[Risk]:
-    """A SQLite file that others may read."""
+    """A SQLite file that other users may read."""
     if not settings.store.startswith(SQLITE):
         return
     path = Path(unquote(settings.store.removeprefix(SQLITE)))
@@ -131,7 +131,7 @@ async def _of_broker(settings: Settings, broker: Connection) -> AsyncIterator[Ri
 
 
 def _plain_to(url: str) -> str | None:
-    """The host that is spoken to in plain text, where that is not this machine."""
+    """The host of a URL without TLS; None if that is this machine."""
     parts = urlsplit(url)
     host = parts.hostname or "localhost"
     if parts.scheme not in PLAIN or host == "localhost":

@@ -23,11 +23,11 @@ WITHIN_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     what: str
     well: bool | None
-    """None: it does not apply here, which is no failure."""
+    """None: the check does not apply, which is no failure."""
     text: str
 
 
@@ -68,7 +68,7 @@ async def _provider(settings: Settings, name: str, models: list[str]) -> Finding
 
 
 async def _trouble(settings: Settings, provider: AnthropicProvider, model: str) -> str | None:
-    """What is wrong with asking it for one token; None: nothing, or what passes by itself."""
+    """Why a call for one token failed; None if it worked, or if the error is temporary."""
     name = provider.name
     try:
         async with asyncio.timeout(WITHIN_S):
@@ -112,7 +112,7 @@ def _one_token(model: str) -> Request:
 
 
 def _shown(settings: Settings, name: str) -> str:
-    """Where it is, as far as it may be shown."""
+    """The provider's address without secrets."""
     if name == FIRST:
         return settings.provider
     section = settings.providers[name]

@@ -27,7 +27,7 @@ NOTE = 300  # characters
 
 
 async def look(settings: Settings, *, simulate: bool = False) -> AsyncIterator[Finding]:
-    """All findings, as they are made. `simulate`: no provider is to be asked."""
+    """All findings, as soon as each is known. `simulate`: do not call providers."""
     yield Finding("settings", True, f"namespace {settings.namespace}, lanes as set")
     why_no_provider = "not asked: answers are simulated" if simulate else None
     connection = Connection(settings.broker_url, name="lanekeeper check", ssl_context=settings.ssl_context())
@@ -67,7 +67,7 @@ async def look(settings: Settings, *, simulate: bool = False) -> AsyncIterator[F
 
 
 async def _risks(settings: Settings, connection: Connection | None) -> AsyncIterator[Finding]:
-    """What the production profile refuses; without it that is no failure."""
+    """What the production profile refuses. Without the profile it is no failure."""
     async for risk in risks(settings, connection):
         if settings.is_production:
             yield Finding(risk.what, False, risk.text)
@@ -76,7 +76,7 @@ async def _risks(settings: Settings, connection: Connection | None) -> AsyncIter
 
 
 async def _publisher(settings: Settings, connection: Connection) -> Finding | None:
-    """What a user may publish that may not reply, as an application's; None for any other."""
+    """For a user without the right to reply, such as an application's: what it may publish. None for other users."""
     user, _ = settings.credentials
     names = settings.names()
     if await _may_write(connection, "", names.reply_prefix + "check"):
@@ -97,7 +97,7 @@ async def _may_write(connection: Connection, exchange: str, key: str) -> bool:
 
 
 async def _is_simulated(settings: Settings, connection: Connection) -> bool:
-    """Whether workers run, and none of them calls a provider."""
+    """Whether workers run and all of them have a simulated provider."""
     try:
         answers = await gather(connection, names=settings.names())
     except BrokerError:
@@ -154,7 +154,7 @@ async def _replies(connection: Connection) -> Finding:
 
 
 async def _store(settings: Settings) -> Finding:
-    """Whether it can be opened and written; a SQLite file that is not there yet is made, as a worker would."""
+    """Whether the store can be opened and written. A missing SQLite file is created, as a worker would do."""
     try:
         async with open_store(settings.store, namespace=settings.namespace, spec=settings.store_spec()) as store:
             await store.probe()

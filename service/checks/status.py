@@ -26,36 +26,37 @@ from lanekeeper.telemetry.tracing import Tracing
 from topology.lanes import LaneSpec
 
 QUIET_S = 0.3
-"""No further answer for so long, and all are thought to be in."""
+"""If no further answer comes for this long, all are taken to be in."""
 LONGEST_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneStatus:
-    """One lane; of what workers tell, None where none of them answered."""
+    """One lane. Figures that come from workers are None if no worker answered."""
 
     lane: str
     depth: int | None
     """Messages that wait in the intake, in the due queue, aside, and in a worker's hand for a slot; None where the user
     may not look at the queues."""
     consumers: int | None
-    """Consumers of the intake, as the broker counts them, scouts too; None the same."""
+    """Consumers of the intake as the broker counts them, scouts included; None if the user may not look at the
+    queues."""
     workers: int
     """Processes that work the lane and answered."""
     running: int | None
     slots: int | None
-    """Of the intake, over all workers; lent and grown ones included."""
+    """Slots of the intake over all workers, with lent and added ones."""
     due_slots: int | None
-    """Of the due queue, beside them."""
+    """Slots of the due queue, in addition."""
     extra_slots: int | None
-    """Of these, the lent and grown ones."""
+    """How many of these are lent or added."""
     slots_limit: str | None
-    """Why it gets no more slots, though its requests wait longer than they should: rpm, itpm, otpm, … where that is the
-    provider's limit, or slots_max; None where that is not so."""
+    """Why the lane gets no more slots although its requests wait too long: rpm, itpm, otpm, … for a limit of the
+    provider, or slots_max. None if that is not the case."""
     wait_p50_ms: int | None
     wait_p95_ms: int | None
     waits_since_delivery: int | None
-    """Of the latest requests, those whose wait counts from their first delivery: nobody told when they came."""
+    """How many of the latest requests had no time of publishing: their wait counts from the first delivery."""
     answered: int | None
     failed: int | None
     retried: int | None
@@ -71,9 +72,9 @@ class Status:
     lanes: tuple[LaneStatus, ...]
     workers: tuple[str, ...]
     waiting: tuple[str, ...] = ()
-    """Who waits for a provider's budget, and for what: a line a lane, reason and account."""
+    """Requests that wait for a provider's budget: one entry for each lane, reason and account."""
     paused: tuple[str, ...] = ()
-    """Accounts that nothing is asked of, because of their spend limit, and until when."""
+    """Accounts that are not used until a given time because of their spend limit."""
     breakers: tuple[str, ...] = ()
     """Providers that are not called at present."""
     spent: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
@@ -103,7 +104,8 @@ async def look(
     names: Names,
     quiet_s: float = QUIET_S,
 ) -> Status:
-    """Ask and look. Raises BrokerUnreachable, AccessRefused (to ask), TopologyMismatch (nothing is declared)."""
+    """Ask the workers and look at the queues. Raises BrokerUnreachable, AccessRefused (to ask), TopologyMismatch
+    (nothing is declared)."""
     answers = await gather(connection, names=names, quiet_s=quiet_s)
     queues = [
         queue for lane in lanes for queue in (names.intake(lane.name), names.due(lane.name), *_sides(lane, names))
@@ -116,7 +118,7 @@ async def look(
 
 
 async def gather(connection: Connection, *, names: Names, quiet_s: float = QUIET_S) -> list[Mapping[str, Any]]:
-    """The workers' answers: those that come before `quiet_s` pass without one; `LONGEST_S` in all."""
+    """The workers' answers. Waits until none has come for `quiet_s`, and `LONGEST_S` at most."""
     came: asyncio.Queue[Message] = asyncio.Queue()  # bounded by the workers there are
     direct = DirectReplies(on_reply=came.put_nowait, on_lost=lambda: None)
     question = Message(

@@ -1,4 +1,4 @@
-"""The sections of what is bought: providers, their budget, models, prices, caps."""
+"""Settings of providers, their budgets, models, prices and caps."""
 
 from collections.abc import Iterator, Mapping
 from typing import Literal
@@ -17,7 +17,7 @@ from service.config.value_types import HttpUrl, Key, Number, PlaceName
 from topology.lanes import BATCH, CRITICAL, DEFAULT_LANES, NORMAL
 
 LEAST_TOKENS_PER_MIN = LEAST[1]
-"""Lower than any provider's limit is believed to be: one request could use more."""
+"""The lowest token limit that is accepted: one request could use more than a lower one."""
 FIRST = "anthropic"
 """The provider of ANTHROPIC_API_KEY and ANTHROPIC_BASE_URL."""
 _NEEDS = {
@@ -29,7 +29,7 @@ _NEEDS = {
 
 
 class LimitsSettings(Section):
-    """What may be used of each of a provider's accounts at most, whatever it allows."""
+    """Limits on the use of each of a provider's accounts. They hold even where the provider allows more."""
 
     requests_per_min: Number[float] | None = Field(default=None, ge=1)
     """Requests a minute, at most. None: what the provider allows. Example: 300"""
@@ -50,21 +50,21 @@ class LimitsSettings(Section):
 
 
 class ProviderSettings(LimitsSettings):
-    """A provider beside the first, under a name that its author chooses. Credentials of Amazon and Google that are not
-    given here are found as their own libraries find them."""
+    """A further provider; the user chooses its name. Amazon's and Google's own libraries find credentials that are not
+    given here."""
 
     kind: Literal["anthropic", "bedrock", "vertex", "foundry"] = "anthropic"
     """`anthropic`: anything that answers like Anthropic's API at `base_url`. Example: bedrock"""
     api_key: Key | None = None
-    """Its key; of Amazon and Google, none: their own libraries find theirs. Example: sk-secret"""
+    """The provider's key. Amazon and Google need none: their own libraries find the credentials. Example: sk-secret"""
     base_url: HttpUrl | None = None
-    """Where it is; for the kinds `anthropic` and `foundry`. Example: https://other.example.com/v1"""
+    """The provider's address; for the kinds `anthropic` and `foundry`. Example: https://other.example.com/v1"""
     region: PlaceName | None = None
     """For the kinds `bedrock` and `vertex`. Example: eu-central-1"""
     project: PlaceName | None = None
     """For the kind `vertex`. Example: my-project"""
     models: ModelNames | None = None
-    """Its own name for each model that it has; none: all, under Anthropic's names. Example:
+    """The provider's name for each model that it offers. None: it offers all models under Anthropic's names. Example:
     claude-sonnet-5-5=anthropic.claude-sonnet-5-5"""
 
     def disagreements(self) -> Iterator[Disagreement]:
@@ -80,25 +80,27 @@ class ProviderSettings(LimitsSettings):
             yield Disagreement("names no model; where it has all of them, leave it out", at=(("models",),))
 
     def lacks(self) -> Iterator[Disagreement]:
-        """What only a caller needs: applications may have the same file, and not the key."""
+        """Settings that only a process which calls providers needs: an application may use the same file without the
+        key."""
         if "api_key" in _NEEDS[self.kind] and self.api_key is None:
             yield Disagreement(f"not set; a provider of kind {self.kind} needs it", at=(("api_key",),), by=(("kind",),))
 
 
 class ModelsSettings(Section):
-    """Which model answers where one cannot, and which tenants may use some only."""
+    """Fallback models, and the models that a tenant may use."""
 
     fallbacks: ModelNames = Field(default_factory=dict)
-    """Which model answers where one cannot. Example: claude-sonnet-5-5=claude-haiku-5-5"""
+    """For a model, the one that answers when it cannot. Example: claude-sonnet-5-5=claude-haiku-5-5"""
     tenants: ModelLists = Field(default_factory=dict)
-    """Tenants that may use these models alone. Example: {"crm": ["claude-haiku-5-5"]}"""
+    """For a tenant, the only models that it may use. Tenants not listed may use all. Example: {"crm":
+    ["claude-haiku-5-5"]}"""
 
 
 class PricesSettings(Section):
     """What tokens cost, as of a day. `models` adds to the table of `consumers/prices.py`, or changes it."""
 
     as_of: Day = AS_OF
-    """The day from which the prices are known; told where dollars are. Example: 2026-11-01"""
+    """The day on which these prices were valid; shown beside amounts in dollars. Example: 2026-11-01"""
     models: PriceTable = Field(default_factory=dict)
     """US dollars per million tokens: adds to the built-in table, or changes it. Example: {"my-model": {"input":
     1, "output": 5}}"""
@@ -108,7 +110,7 @@ class PricesSettings(Section):
 
 
 class CapSettings(Section):
-    """What may be used in a day (UTC)."""
+    """Limits for one day (UTC)."""
 
     requests: Number[float] | None = Field(default=None, gt=0)
     """Requests a day (UTC). Example: 10000"""
@@ -119,13 +121,13 @@ class CapSettings(Section):
 
 
 class LaneBudgetSettings(Section):
-    """What a lane may count on; argued in `consumers/limits/spec.py`."""
+    """One lane's part of the providers' budgets; `consumers/limits/spec.py` gives the reasons."""
 
     share: Number[float] = Field(gt=0, le=1)
-    """The part of each budget that is saved for this lane alone, to be spent at any time; what is more goes by rank."""
+    """The part of each budget that only this lane may use. The rest goes to the most urgent request."""
     boost_s: Number[float] | None = Field(default=None, gt=0)
-    """A request that has waited longer goes before younger ones of the lane above, never before the top lane: for batch
-    alone. None: never. Example: 20"""
+    """A request that has waited longer than this goes before younger requests of the next higher lane, but never before
+    the highest lane. For batch alone. None: never. Example: 20"""
 
     @classmethod
     def of(cls, lane: str) -> "LaneBudgetSettings":
@@ -136,7 +138,7 @@ class LaneBudgetSettings(Section):
 
 
 class LaneBudgetsSettings(Section):
-    """Of each lane."""
+    """The same section for each lane."""
 
     critical: LaneBudgetSettings = LaneBudgetSettings.of(CRITICAL.name)
     normal: LaneBudgetSettings = LaneBudgetSettings.of(NORMAL.name)
@@ -164,18 +166,18 @@ class LaneBudgetsSettings(Section):
 
 
 class BudgetSettings(LimitsSettings):
-    """How the providers' budgets are spent. The four limits are of the first provider's accounts; the others have their
-    own. What the provider tells in its headers is kept to in any case."""
+    """How the providers' budgets are shared. The four limits apply to the first provider's accounts; other providers
+    have their own settings. Limits that a provider sends in its headers always hold as well."""
 
     lanes: LaneBudgetsSettings = LaneBudgetsSettings()
     burst_s: Number[float] = Field(default=BudgetSpec().burst_s, gt=0, le=60)
-    """Seconds' worth of budget that may be saved up for a burst."""
+    """Unused budget is saved for at most so many seconds, and can then be spent at once."""
     overflow_s: Number[float] | None = Field(default=None, gt=0, le=3600)
-    """A wait longer than this goes to the next provider, if that one's is shorter. None: the lane's
-    `target_wait_s`. Example: 5"""
+    """A request that would wait longer than this for a provider goes to the next provider, if the wait there is
+    shorter. None: the lane's `target_wait_s`. Example: 5"""
 
     def spec(self, others: Mapping[str, ProviderSettings]) -> BudgetSpec:
-        """Of all accounts: the first provider's, and those of the others."""
+        """The limits of all accounts: those of the first provider and of the others."""
         return BudgetSpec(
             lanes=self.lanes.specs(),
             burst_s=self.burst_s,
@@ -185,7 +187,7 @@ class BudgetSettings(LimitsSettings):
 
 
 class LaneCapsSettings(Section):
-    """Of each lane."""
+    """The same section for each lane."""
 
     critical: CapSettings = CapSettings()
     normal: CapSettings = CapSettings()
@@ -196,17 +198,17 @@ class FairSettings(Section):
     """How tenants share the slots of a lane (docs/fairness.md)."""
 
     tenants: ShareTable = Field(default_factory=dict)
-    """`weight`: a tenant's share beside the others'; 1 where nothing is said. `in_flight`: its requests of one lane
-    that a process works on at a time, at most; further ones wait without a slot. `*`: each tenant that is not named.
-    Example: {"*": {"in_flight": 8}, "crm": {"weight": 2}}"""
+    """`weight`: a tenant's share relative to the others, 1 by default. `in_flight`: how many of its requests a process
+    works on at a time in one lane; further ones wait without a slot. `*`: each tenant that is not listed. Example:
+    {"*": {"in_flight": 8}, "crm": {"weight": 2}}"""
 
 
 class CapsSettings(Section):
-    """Whose day is capped."""
+    """Caps on what lanes and tenants use in a day."""
 
     lanes: LaneCapsSettings = LaneCapsSettings()
     tenants: CapTable = Field(default_factory=dict)
-    """What each tenant may use in a day (UTC); `*`: each that is not named. Example: {"*": {"usd": 5}, "crm":
+    """What each tenant may use in a day (UTC). `*`: each tenant that is not listed. Example: {"*": {"usd": 5}, "crm":
     {"requests": 10000}}"""
 
     def spec(self) -> CapsSpec:

@@ -1,4 +1,4 @@
-"""Whether settings that are each right by themselves go together. Pure."""
+"""Checks of several settings together: each is valid by itself, but they may contradict each other. Pure."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
@@ -15,11 +15,11 @@ from service.config.value_types import is_provider_name
 from topology.lanes import LaneSpec
 
 _SPOKEN_OF = (("prices", "models"), ("providers", ANY, "models"), ("lanes", ANY, "model"), ("lanes", ANY, "models"))
-"""Where models are. Which are unknown follows from all of it."""
+"""Settings that name models. Whether a model is known depends on all of them."""
 
 
 def every(settings: Settings) -> Iterator[Disagreement]:
-    """What does not go together."""
+    """All contradictions between settings."""
     for place, section in _sections(settings):
         yield from (each.under(place) for each in section.disagreements())
     yield from _names(settings.providers)
@@ -44,7 +44,7 @@ def lacks(settings: Settings) -> Iterator[Disagreement]:
 
 
 def _sections(node: BaseModel, place: Place = ()) -> Iterator[tuple[Place, Section]]:
-    """All sections, and where they lie."""
+    """All sections with their places."""
     if isinstance(node, Section):
         yield place, node
     for name, value in node:
@@ -56,7 +56,7 @@ def _sections(node: BaseModel, place: Place = ()) -> Iterator[tuple[Place, Secti
 
 
 def _names(providers: Collection[str]) -> Iterator[Disagreement]:
-    """Of providers, as their author chose them."""
+    """Names of providers that cannot be used."""
     for name in providers:
         at = (("providers", name),)
         if name == FIRST:
@@ -68,8 +68,8 @@ def _names(providers: Collection[str]) -> Iterator[Disagreement]:
 
 
 def _models(*, lanes: Sequence[LaneSpec], routes: RoutesSpec, prices: Prices, in_money: bool) -> Iterator[Disagreement]:
-    """A model is known that has a price, or that both a lane and a provider's table speak of. `in_money`: dollars are
-    capped."""
+    """Models that are unknown, or lack a price. A model is known if it has a price, or if both a lane and a provider's
+    table name it. `in_money`: a cap in dollars is set."""
     in_lanes = {model for lane in lanes for model in (lane.model, *(lane.models or ()))}
     in_tables = {model for each in routes.providers for model in each.models or ()}
     others = {model for models in (*routes.fallbacks.items(), *routes.tenants.values()) for model in models}
@@ -89,7 +89,8 @@ def _models(*, lanes: Sequence[LaneSpec], routes: RoutesSpec, prices: Prices, in
 
 
 def _limits(*, lanes: Sequence[LaneSpec], caps: Mapping[str, AccountCaps]) -> Iterator[Disagreement]:
-    """Every lane's request must fit into a minute of every provider that has a limit set. `caps`: by provider."""
+    """Limits that are too low: one answer of every lane must fit into a provider's limit for a minute. `caps`: by
+    provider."""
     longest = max(lanes, key=lambda lane: lane.max_tokens)
     for provider, cap in caps.items():
         if cap.output_tokens is not None and cap.output_tokens < longest.max_tokens:

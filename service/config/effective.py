@@ -1,4 +1,4 @@
-"""The settings as they are in effect, each with where it comes from, fit to be shown: no key, no password of a URL."""
+"""The settings in effect, each with its source, fit to be shown: without keys and without passwords in URLs."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, is_dataclass
@@ -21,16 +21,16 @@ class Effective:
     """One setting."""
 
     name: str
-    """In a TOML file and for `--set`: `lanes.batch.slots`."""
+    """The name in a TOML file and for `--set`: `lanes.batch.slots`."""
     variable: str
     value: Any
-    """Plain, as JSON has it."""
+    """A value that JSON can hold."""
     source: str
     """`default`, `environment`, `option`, or the file."""
 
 
 def effective(settings: Settings, found: Mapping[Place, str]) -> Iterator[Effective]:
-    """All of them, in the order of their declaration. `found`: where each comes from that is given."""
+    """All settings in the order of their declaration. `found`: the source of each setting that was given."""
     for pattern in SETTINGS:
         for place in _places(settings, pattern):
             value = settings.shown_store if place == ("store_url",) else plain(_value(settings, place))
@@ -51,7 +51,7 @@ def _value(node: Any, place: Place) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it, without secrets."""
+    """A value that JSON can hold, without secrets."""
     if isinstance(value, SecretStr):
         text = value.get_secret_value()
         return ", ".join(mask_url(each) for each in urls_of(text)) if "://" in text else HIDDEN

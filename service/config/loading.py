@@ -46,27 +46,28 @@ def load_settings(
 
 
 def load_with_sources(config: Path | None = None, **options: Any) -> tuple[Settings, Mapping[Place, str]]:
-    """The same, and by its place where each comes from that is no default: `environment`, `option`, a file's name."""
+    """The settings, and the source of each that was given, by its place: `environment`, `option`, or the file's
+    name."""
     given = _read(config, os.environ, DOTENV_FILE, options)
     return given.settings(for_calls=False), {place: found.source for place, found in given.found.items()}
 
 
 @dataclass(slots=True)
 class _Given:
-    """What the sources gave."""
+    """Everything that the sources gave."""
 
     values: list[dict[str, Any]] = field(default_factory=list)
-    """Of each source, nested as the settings are; later ones win."""
+    """The values of each source, nested as the settings are. Later sources override earlier ones."""
     found: dict[Place, told.Found] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    """What is no setting."""
+    """One line for each name that is no setting."""
 
     def add(self, values: Mapping[str, Any], *, source: str, where: str) -> None:
-        """Of a file or of options. `where`: follows the names in what is told."""
+        """Add the values of a file or of options. `where`: added to the names in error messages."""
         self.values.append(self._settings_in(values, (), source, where))
 
     def add_variables(self, variables: Mapping[str, str], *, source: str, where: str = "") -> None:
-        """An empty one counts as not set: Compose writes `${NAME:-}` so."""
+        """Add environment variables. An empty one counts as not set: Compose sets such ones for `${NAME:-}`."""
         reader = EnvSettingsSource(Settings)
         reader.env_vars = used = {}
         for name, value in variables.items():
@@ -97,7 +98,7 @@ class _Given:
         return kept
 
     def settings(self, *, for_calls: bool) -> Settings:
-        """All sources together. Raises SettingsError."""
+        """The settings from all sources. Raises SettingsError."""
         settings, wrong = told.validated(self.made, self.found)
         disagreements = [*cross_checks.every(settings), *(cross_checks.lacks(settings) if for_calls else ())]
         lines = [*self.problems, *wrong.values(), *told.disagreed(disagreements, self.found, wrong=wrong.keys())]
@@ -107,13 +108,13 @@ class _Given:
         return settings
 
     def made(self, without: Collection[Place]) -> Settings:
-        """Raises ValidationError."""
+        """The settings, leaving out some of the values. Raises ValidationError."""
         every = [{"lanes": self._fixed_slots(without)}, *(_without(each, without) for each in self.values)]
         sources = (*(InitSettingsSource(Settings, each) for each in reversed(every)), DefaultSettingsSource(Settings))
         return Settings(_build_sources=(sources, {}))  # type: ignore[call-arg]  # mypy sees the fields alone
 
     def _fixed_slots(self, without: Collection[Place]) -> dict[str, Any]:
-        """A lane whose slots are set has exactly these, unless its `slots_max` is set as well."""
+        """For each lane whose `slots` are set: the same number as `slots_max`, so that the lane does not grow."""
         places = (place for place in self.found if place[0] == "lanes" and place[2] == "slots" and place not in without)
         return {place[1]: {"slots_max": self.found[place].value} for place in places}
 
@@ -139,7 +140,7 @@ def _read(config: Path | None, environ: Mapping[str, str], dotenv: Path, options
 
 
 def _toml(path: Path) -> dict[str, Any]:
-    """The library's own reader passes over a file that is not there, and over a pipe."""
+    """Not read by pydantic-settings, because that ignores a missing file, and a pipe."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""How a setting's value may be shown when it is wrong, or in passing: briefly, and without what it may hide."""
+"""How a setting's value is shown in messages: short, and without secrets."""
 
 import re
 from typing import Any
@@ -10,7 +10,7 @@ _PLAIN_URL = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]
 
 
 def mask_url(url: str) -> str:
-    """A URL without its user, password and query; `(hidden)` where it is too odd to tell which part is which."""
+    """A URL without its user, password and query; `(hidden)` if its parts cannot be told apart."""
     head, _, rest = url.partition("://")
     address, credentials = rest, ""
     if "@" in rest:

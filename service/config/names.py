@@ -1,5 +1,5 @@
-"""What settings are called: by their place in a TOML file and for `--set` (`lanes.batch.slots`), in capitals in the
-environment (`LANEKEEPER_LANES__BATCH__SLOTS`); and what is told of a name that is no setting."""
+"""The names of settings: `lanes.batch.slots` in a TOML file and for `--set`, `LANEKEEPER_LANES__BATCH__SLOTS` in the
+environment; and the error messages for names that are no settings."""
 
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
@@ -14,16 +14,16 @@ from service.config.settings import PREFIX, Settings
 Place = tuple[str, ...]
 """A setting's place: ("lanes", "critical", "slots")."""
 ANY: Final = "*"
-"""In the place of a known setting: the name of a section that its author chooses, ("providers", "*", "kind")."""
+"""Stands for a name that the user chooses: ("providers", "*", "kind")."""
 _LATER: Final[Mapping[Place, str]] = {
     ("webhooks",): "the sending of webhooks",
     ("gateway", "keys"): "the HTTP gateway",
 }
-"""Settings that come with later versions: refused, never ignored."""
+"""Settings of later versions. They are refused, never ignored."""
 
 
 def is_section(kind: object) -> bool:
-    """Whether it is a model, with settings in it."""
+    """Whether a type is a group of settings."""
     return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
@@ -39,14 +39,14 @@ def _declared(kind: type[BaseModel], place: Place = ()) -> Iterator[tuple[Place,
 
 
 SETTINGS: Final[Mapping[Place, FieldInfo]] = dict(_declared(Settings))
-"""All of them by their place, in the order of their declaration."""
+"""All settings by their place, in the order of their declaration."""
 _GROUPS: Final = frozenset(place[:depth] for place in SETTINGS for depth in range(1, len(place)))
 _ALIASES: Final = {info.alias: name for name, info in Settings.model_fields.items() if info.alias}
-"""Names in the environment that are others than ours would be: ANTHROPIC_API_KEY."""
+"""Environment variables without our prefix, such as ANTHROPIC_API_KEY, and their fields."""
 
 
 def field_name(name: str) -> str:
-    """Of a field of `Settings` that pydantic calls by its name in the environment."""
+    """The field of `Settings` that pydantic calls by its alias."""
     return _ALIASES.get(name, name)
 
 
@@ -56,12 +56,12 @@ def pattern(place: Place) -> Place:
 
 
 def is_setting(place: Place) -> bool:
-    """Whether a value can be there."""
+    """Whether a place is that of a setting."""
     return pattern(place) in SETTINGS
 
 
 def is_group(place: Place) -> bool:
-    """Whether settings lie in it."""
+    """Whether a place is that of a group of settings."""
     return pattern(place) in _GROUPS
 
 
@@ -71,7 +71,7 @@ def variable(place: Place) -> str:
 
 
 def place_of(name: str) -> Place | None:
-    """The setting that a variable gives; None where it gives none, or is written otherwise."""
+    """The setting that a variable stands for; None if its name is not exactly that of a setting."""
     place = (_ALIASES[name],) if name in _ALIASES else _as_place(name)
     return place if is_setting(place) and variable(place) == name else None
 
@@ -81,7 +81,7 @@ def _as_place(name: str) -> Place:
 
 
 def unknown_variable(name: str) -> str:
-    """What is told of a variable that begins as ours do, and is no setting."""
+    """The error message for a variable with our prefix that is no setting."""
     place = _as_place(name)
     if (later := _later(place)) is not None:
         return later
@@ -100,7 +100,7 @@ def unknown_variable(name: str) -> str:
 
 
 def unknown_key(place: Place, value: Any) -> str:
-    """What is told of a key in a file or an option that is no setting, or of a value where a group of settings is."""
+    """The error message for a key or an option that is no setting, or for a value in place of a group."""
     if (later := _later(place)) is not None:
         return later
     if is_group(place):

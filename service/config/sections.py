@@ -1,4 +1,4 @@
-"""The settings' sections, but for those of providers and their budget (`service/config/budget_sections.py`)."""
+"""Groups of settings. Those of providers and budgets are in `service/config/budget_sections.py`."""
 
 import ssl
 from collections.abc import Iterator
@@ -22,28 +22,30 @@ YEAR_S = 365 * 86_400
 
 @dataclass(frozen=True, slots=True)
 class Disagreement:
-    """Settings that are each right by themselves, and do not go together; or one that another needs."""
+    """Settings that are each valid by themselves, but contradict each other; or a missing setting that another one
+    needs."""
 
     text: str
     at: tuple[tuple[str, ...], ...]
-    """The places of the settings that it is about: told under those of them that were given."""
+    """The settings that the message names; of these, only those that were given."""
     by: tuple[tuple[str, ...], ...] = ()
-    """What else it follows from: where one of all these is wrong by itself, this is not told."""
+    """Further settings that it follows from. If any setting of `at` or `by` is wrong by itself, this is not
+    reported."""
 
     def under(self, place: tuple[str, ...]) -> "Disagreement":
-        """The same of a section that lies there."""
+        """The same for a section at this place."""
         return Disagreement(
             self.text, tuple((*place, *each) for each in self.at), tuple((*place, *each) for each in self.by)
         )
 
 
 class Section(BaseModel):
-    """A group of settings; nothing else may be in it."""
+    """A group of settings. Unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     def disagreements(self) -> Iterator[Disagreement]:
-        """What is wrong with values that are each right by themselves."""
+        """Contradictions between values that are each valid by themselves."""
         return iter(())
 
 
@@ -51,38 +53,38 @@ class LaneSettings(Section):
     """One lane; defaults in `topology/lanes.py`."""
 
     slots: Number[int] = Field(ge=1, le=10_000)
-    """Requests of the intake that one process works on at the same time. Where it is set, no slots are added to
-    it."""
+    """How many requests of the intake one process works on at the same time. If set, the lane does not grow, unless
+    `slots_max` is set as well."""
     slots_min: Number[int] | None = Field(default=None, ge=0, le=10_000)
-    """Of its idle slots, those that it never lends to other lanes. None: an eighth of its slots, at least one;
-    two of critical. Example: 4"""
+    """How many of its idle slots the lane never lends to other lanes. None: an eighth of its slots, at least one; two
+    for critical. Example: 4"""
     slots_max: Number[int] | None = Field(default=None, ge=1, le=10_000)
-    """What its slots may grow to while others lend theirs or requests wait too long. None: eight times its
-    slots, or its slots where those are set. Example: 64"""
+    """How many slots the lane may have while other lanes lend theirs or its requests wait too long. None: eight times
+    its slots; if `slots` is set, as many as these. Example: 64"""
     target_wait_s: Number[float] = Field(gt=0, le=YEAR_S)
-    """Where requests wait longer for a slot, the lane gets more of them."""
+    """If requests wait longer than this for a slot, the lane gets more slots."""
     call_timeout_s: Number[float] = Field(gt=0, le=ATTEMPT_WITHIN_S)
-    """Bounds one attempt; streamed, its first token and every pause after it."""
+    """Time limit of one attempt. When streaming: of its first token, and of every pause after it."""
     deadline_s: Number[float] = Field(gt=0, le=YEAR_S)
     """Default and maximum of the time from publishing (or the due time) to the final answer."""
     max_attempts: Number[int] = Field(ge=1, le=100)
-    """Calls of one request, the first included."""
+    """How often one request may be tried, including the first attempt."""
     model: ModelName
-    """Asked where a request names none. It must have a price, or stand in a provider's table."""
+    """The model for requests that name none. It must have a price or be listed in a provider's table."""
     max_tokens: Number[int] = Field(ge=1, le=1_000_000)
-    """Of an answer, where a request says none."""
+    """The longest answer to a request that sets no `max_tokens`."""
     models: ModelWords | None = None
     """Models that requests may name. None: every one. Example: claude-sonnet-5-5,claude-haiku-5-5"""
     providers: ProviderNames | None = None
-    """Which it asks, in this order; none: all, the first provider first, then the others by name. Example:
-    anthropic"""
+    """The providers that the lane calls, in this order. None: all, the first provider first, then the others by name.
+    Example: anthropic"""
     max_length: Number[int] = Field(ge=1, le=1_000_000_000)
     """Messages that the intake holds; beyond it a publish is refused (not confirmed)."""
     max_length_bytes: Number[int] = Field(ge=MIB, le=1024 * GIB)  # at least the largest request
     """The same in bytes."""
     side_queues: Number[int] = Field(ge=0, le=32)
-    """Queues for what is set aside, so that no tenant waits behind another's requests: where more tenants than that
-    have a backlog, some share a queue. 0: nothing is set aside. After a change: `lanekeeper topology apply`."""
+    """Queues for requests that are set aside, so that no tenant waits behind another's requests. If more tenants than
+    this have a backlog, some share a queue. 0: nothing is set aside. After a change: `lanekeeper topology apply`."""
 
     def disagreements(self) -> Iterator[Disagreement]:
         if self.models is not None and self.model not in self.models:
@@ -120,7 +122,7 @@ class LanesSettings(Section):
 
 
 class GatewaySettings(Section):
-    """Where HTTP is served; in this version, health alone. Port 0: any free one."""
+    """The address of the HTTP server; in this version it serves only the health endpoints."""
 
     host: str = Field(default="127.0.0.1", min_length=1, max_length=255)
     """Where /healthz and /readyz listen. Loopback alone by default. Example: 0.0.0.0"""
@@ -132,7 +134,8 @@ class TlsSettings(Section):
     """For `amqps://` and the management API over https. The broker's certificate is always verified."""
 
     ca_file: ReadableFile | None = None
-    """Certificates by which the broker's is checked. None: the system's. Example: /etc/lanekeeper/ca.pem"""
+    """Certificate authorities for checking the broker's certificate. None: the system's. Example:
+    /etc/lanekeeper/ca.pem"""
     cert_file: ReadableFile | None = None
     """Our own certificate, for brokers that ask for one. Example: /etc/lanekeeper/client.pem"""
     key_file: ReadableFile | None = None
@@ -150,11 +153,11 @@ class TlsSettings(Section):
             )
 
     def given_context(self) -> ssl.SSLContext | None:
-        """For https; None where nothing is set, and the system's certificates need not be read for it."""
+        """The context for https; None if nothing is set: then the library's default will do."""
         return None if self.ca_file is None and self.cert_file is None else self.context()
 
     def context(self) -> ssl.SSLContext:
-        """Verifies the other side, by `ca_file` if given, and shows it our certificate, if there is one."""
+        """A context that verifies the other side's certificate and presents ours, if there is one."""
         context = ssl.create_default_context(cafile=self.ca_file)
         if self.cert_file is not None:
             # An encrypted key would ask for its password on the terminal; a service has none.
@@ -169,45 +172,49 @@ class ReplySettings(Section):
     """Where replies may go, as shell patterns. None: everywhere that the contract allows. Example:
     amq.gen-*,lane.reply.*"""
     bound_to_user: bool | None = None
-    """Whether replies go to nobody but whoever published: direct reply-to, or `lane.reply.<user_id>`. Then other queues
-    are refused, those that the broker named too: nobody can tell whose they are. None: by the profile. Example: true"""
+    """Whether replies go only to the user who published: by direct reply-to, or to `lane.reply.<user_id>`. Other queues
+    are then refused, also those that the broker named, because nobody can tell whose they are. None: true with the
+    profile `production`, else false. Example: true"""
     waiting: Number[int] = Field(default=WAITING, ge=1, le=100_000)
-    """Replies that a full queue refused, and that wait in the broker for another try, in one process; a tenth of them
-    for one tenant (without `user_id`: for one queue). What comes beyond is not tried again; it stays under its id."""
+    """How many replies of one process, refused by a full queue, may wait in the broker for another try. A tenth of them
+    for one tenant (without `user_id`: for one queue). Further ones are not tried again; their results stay available
+    under their ids."""
 
 
 class ResultSettings(Section):
-    """How long results are kept, and how much of them; with them goes what is known of used message ids."""
+    """How long results are kept, and how much of them. With a result goes the knowledge that its message id was
+    used."""
 
     keep_s: Number[float] = Field(default=StoreSpec().keep_s, ge=1, le=YEAR_S)
-    """How long it is kept how a request ended, and that its id was used."""
+    """How long the result of a request is kept, and the knowledge that its id was used."""
     max_bytes: Number[int] = Field(default=StoreSpec().max_bytes, ge=MIB, le=1024 * GIB)
-    """What the SQLite file may use; beyond it what ended first goes first. Redis has `maxmemory` for it."""
+    """The largest size of the SQLite file. Beyond it the oldest results are deleted first. For Redis set its
+    `maxmemory`."""
     answer_bytes: Number[int] = Field(default=ANSWER_BYTES, ge=64 * 1024, le=512 * MIB)
-    """The largest answer that is sent and kept. 16 MiB is what RabbitMQ 4 takes as one message; where the broker
-    takes less, that counts. A larger answer ends as `answer_too_large`."""
+    """The largest answer that is sent and kept. RabbitMQ 4 accepts messages of 16 MiB; a lower limit of the broker's
+    holds as well. A larger answer ends as `answer_too_large`."""
 
 
 class ControlSettings(Section):
-    """Cancellations and questions for results, so that no tenant's flood delays another's."""
+    """Limits for cancellations and questions for results, so that no tenant delays another's."""
 
     per_tenant_s: Number[float] = Field(default=100, ge=1, le=100_000)
     """Control messages a second of one tenant that a process carries out, and five times as many at once; what is
     above is answered `too_many_control_messages`, as many as these, and the rest is not answered. Each costs up to 1 ms
     of CPU, so that those of one tenant take a tenth of a core; one that is not answered costs 0.1 ms."""
     unseen_per_tenant: Number[int] = Field(default=StoreSpec().unseen_per_tenant, ge=1, le=10_000_000)
-    """Cancellations kept for one tenant of ids that no worker has seen; beyond it its oldest goes. 8 MB of the
-    store, and as many as critical's intake holds requests."""
+    """How many cancellations of unseen ids are kept for one tenant; beyond it the oldest is forgotten. The default
+    takes 8 MB of the store, and covers all requests that critical's intake holds."""
 
 
 class WaitingSettings(Section):
-    """What waits in the broker because its publisher asked for more than a minute's delay."""
+    """Limits for requests whose publisher asked for a delay of more than a minute."""
 
     per_tenant: Number[int] = Field(default=StoreSpec().waiting_per_tenant, ge=1, le=100_000_000)
-    """Requests of one tenant, each begun 16 KiB of a body counted as one (160 MiB on the broker's disks); above
-    it they are answered `too_many_waiting`."""
+    """How many such requests of one tenant may wait; every started 16 KiB of a body counts as one (160 MiB on the
+    broker's disks). Further ones are answered `too_many_waiting`."""
     in_all: Number[int] = Field(default=StoreSpec().waiting_in_all, ge=1, le=1_000_000_000)
-    """The same of all tenants together: ten that use all of theirs, 1.6 GiB."""
+    """The same for all tenants together. The default is enough for ten tenants at their limit, 1.6 GiB."""
 
     def disagreements(self) -> Iterator[Disagreement]:
         if self.per_tenant > self.in_all:
@@ -218,18 +225,18 @@ class WaitingSettings(Section):
 
 
 class DeadSettings(Section):
-    """Dead letters: what is kept of them, and for how long."""
+    """How many dead letters are kept, and for how long."""
 
     max_count: Number[int] = Field(default=DeadSpec().max_count, ge=1, le=1_000_000_000)
     """Dead letters that the broker keeps: more than anybody looks at. The oldest beyond it are exported, or dropped
     where `folder` is not set, with a warning, the event `removed` and a count in `status`; once a minute."""
     max_bytes: Number[int] = Field(default=DeadSpec().max_bytes, ge=MIB, le=1024 * GIB)
-    """The same in bytes of their bodies, estimated by the size of the oldest: AMQP does not tell it."""
+    """The same in bytes of their bodies, estimated from the size of the oldest: AMQP does not report it."""
     keep_s: Number[float] = Field(default=DeadSpec().keep_s, ge=1, le=10 * YEAR_S)
-    """How long one is kept: a month, for whoever comes back from leave."""
+    """How long a dead letter is kept. The default is a month, so that it outlasts somebody's holidays."""
     folder: Path | None = None
-    """Where those that go are written, a file of JSON lines a day that only this user may read. None: they are
-    dropped. Example: /var/lib/lanekeeper/dead"""
+    """The folder to which removed dead letters are written: one file of JSON lines a day, readable only by this user.
+    None: they are dropped. Example: /var/lib/lanekeeper/dead"""
     invalid_per_hour: Number[float] = Field(default=INVALID_PER_HOUR, ge=1, le=1_000_000_000)
     """Invalid messages of one tenant that a process parks in an hour, each begun 64 KiB counted as one: enough
     to see what is wrong with them, and 64 MiB at most. What is above is answered, and neither parked nor kept

@@ -1,7 +1,5 @@
-"""What is wrong with settings, a line for each, under the name that it was given.
-
-A value that is none is left out, and the rest looked at without it: so all is told at once, and nothing twice.
-"""
+"""Error messages for wrong settings: one line each, under the name that the user wrote. Wrong values are left out and
+the rest is checked again, so that everything is reported at once and nothing twice."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -34,8 +32,8 @@ class Found:
 def validated(
     made: Callable[[Collection[Place]], Settings], found: Mapping[Place, Found]
 ) -> tuple[Settings, dict[Place, str]]:
-    """The settings, with the defaults for those that are wrong, and what is wrong, by its place. `made`: makes them
-    without some; raises ValidationError."""
+    """The settings, with defaults in place of wrong values, and the messages by place. `made` makes the settings
+    without the values at some places; it raises ValidationError."""
     wrong: dict[Place, str] = {}
     while True:
         try:
@@ -50,7 +48,7 @@ def validated(
 def disagreed(
     disagreements: Iterable[Disagreement], found: Mapping[Place, Found], *, wrong: Collection[Place]
 ) -> list[str]:
-    """One line for each, but for what follows from settings that are wrong."""
+    """One line for each, except for those that follow from settings that are wrong by themselves."""
     return [
         redaction.text(f"{_names(each.at, found)}: {each.text}")  # a key may stand where a name belongs
         for each in disagreements
@@ -63,7 +61,7 @@ def _overlap(one: Place, other: Place) -> bool:
 
 
 def _names(places: tuple[Place, ...], found: Mapping[Place, Found]) -> str:
-    """As their author wrote them; where none was written, as the author of its neighbours would write it."""
+    """The names that the user wrote. If none was written: the first, in the style of a neighbouring setting."""
     given = [each.name for at in places for place, each in found.items() if place[: len(at)] == at]
     if given:
         return ", ".join(dict.fromkeys(given))
@@ -75,7 +73,7 @@ def _names(places: tuple[Place, ...], found: Mapping[Place, Found]) -> str:
 
 
 def _errors(error: ValidationError) -> Iterator[tuple[Place, ErrorDetails]]:
-    """Each with the setting that it is about: its location can go on into the items of a list."""
+    """Each error with the place of its setting. An error's location can be longer: it can name an item of a list."""
     for each in error.errors():
         first, *rest = map(str, each["loc"])
         location = (names.field_name(first), *rest)
@@ -90,7 +88,7 @@ def _line(place: Place, error: ErrorDetails, found: Found) -> str:
 
 
 def _types(field: FieldInfo) -> Iterator[Any]:
-    """What a field's annotation is made of, `None` left out."""
+    """The types in a field's annotation, without `None`."""
     todo: list[Any] = [field.annotation]
     while todo:
         each = todo.pop(0)

@@ -16,7 +16,7 @@ from lanekeeper.amqp.driver.urls import urls_of
 from service.config.masking import mask
 
 ALLOWED = "allowed"
-"""Type of our own errors; their context says what is allowed."""
+"""The type of our validation errors. Their context holds the text of what is allowed."""
 _NAMESPACE = re.compile(r"[a-z][a-z0-9_-]{0,39}")
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}")
 _PROVIDER = re.compile(r"[a-z][a-z0-9_-]{0,39}")
@@ -27,12 +27,12 @@ N = TypeVar("N", int, float)
 
 
 def wrong(what: str) -> PydanticCustomError:
-    """What is told of a value."""
+    """A validation error that says what is allowed."""
     return PydanticCustomError(ALLOWED, "allowed is {what}", {"what": what})
 
 
 def not_bool(value: Any) -> Any:
-    """pydantic takes `true` for 1."""
+    """Refuses booleans, because pydantic takes `true` for 1."""
     if isinstance(value, bool):
         raise wrong("a number")
     return value.strip() if isinstance(value, str) else value
@@ -52,7 +52,7 @@ def _namespace(value: str) -> str:
 
 
 def model(value: str) -> str:
-    """As it may be called in a request."""
+    """A model's name as a request may give it."""
     if _MODEL.fullmatch(value) is None:
         raise wrong("the name of a model, such as claude-haiku-5-5")
     return value
@@ -65,7 +65,7 @@ def _place(value: str) -> str:
 
 
 def is_provider_name(value: str) -> bool:
-    """As it can stand in an environment variable, in an account's name and in the log."""
+    """Whether a name can be part of an environment variable, an account's name and a log line."""
     return _PROVIDER.fullmatch(value) is not None
 
 
@@ -88,14 +88,14 @@ def words(value: Any) -> Any:
 
 
 def _user(value: str) -> str:
-    """A broker's user, as it is written there; a piece of a JSON value that is none is no user."""
+    """A user of the broker. Brackets and quotes are refused, because they come from JSON that is no list."""
     if _USER.fullmatch(value) is None or value != value.strip():
         raise wrong("users of the broker, separated by commas, or a JSON array of them; none with { } [ ] or quotes")
     return value
 
 
 def not_empty(value: tuple[str, ...]) -> tuple[str, ...]:
-    """As it stands."""
+    """Refuses an empty list and empty names."""
     if not value or any(not word.strip() for word in value):
         raise wrong("at least one name")
     return value
@@ -108,7 +108,7 @@ def _each_once(value: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def listed(names: Sequence[Any]) -> str:
-    """A few of them, shown."""
+    """The first five names, for a message."""
     return ", ".join(mask(each) for each in names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
@@ -133,7 +133,7 @@ def _split(value: SecretStr, *, schemes: tuple[str, ...], example: str) -> Split
 
 
 def _amqp_urls(value: SecretStr) -> SecretStr:
-    """One URL, or several with commas between them: of one cluster, and so with one virtual host."""
+    """One URL, or several URLs of one cluster separated by commas, all with the same virtual host."""
     every = [_amqp_url(SecretStr(each)) for each in urls_of(value.get_secret_value())]
     if len({(parts.scheme, unquote(parts.path[1:]) or "/") for parts in every}) > 1:
         raise wrong("URLs of one cluster: all amqp:// or all amqps://, and with the same virtual host")

@@ -1,4 +1,5 @@
-"""The composition root: every part of a worker is made here, handed what it uses, and ended in reverse order."""
+"""The composition root: creates every part of a worker, passes it what it uses, and closes the parts in reverse
+order."""
 
 import random
 from collections.abc import AsyncIterator, Sequence
@@ -49,7 +50,7 @@ CONTROL_PREFETCH = 512
 """Recorded at once: the store writes them with one fsync. And far enough ahead of what is refused: an
 acknowledgement makes room only after an fsync of the broker's."""
 FINISH_WITHIN_S = 2.0
-"""How long an answer that the provider has given may take into the store, when all else has ended."""
+"""When stopping: how long an answer that the provider has given may take to be stored."""
 
 
 @asynccontextmanager

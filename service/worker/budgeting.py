@@ -1,4 +1,4 @@
-"""Who is asked, when, and at whose expense: providers, budgets and caps, and the gates before them, made."""
+"""Creates the providers' registry, the budgets and caps, and the gates that use them."""
 
 import random
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -29,7 +29,7 @@ HELD_FROM_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Budgeting:
-    """What a request passes before its call, and what makes the call."""
+    """The gates before a call, and what makes the call."""
 
     budgets: Budgets
     breakers: Breakers
@@ -42,7 +42,7 @@ class Budgeting:
     budget_gate: BudgetGate
 
     def waiting_for(self) -> Mapping[str, str]:
-        """What each lane waits for at its provider, where that is longer than a moment."""
+        """For each lane whose requests wait for a provider's budget: what they wait for."""
         return {
             lane: waiting.reason
             for lanes in self.budgets.waiting().values()
@@ -61,7 +61,7 @@ async def open_budgeting(
     tracing: Tracing,
     rng: random.Random,
 ) -> AsyncIterator[Budgeting]:
-    """Make all of it."""
+    """Create all of them, and close them at the end."""
     spec, prices = settings.budget_spec(), settings.prices.table()
     async with _budgets(settings) as budgets:
         breakers, spending = Breakers(store), Spending(store, settings.caps.spec())
@@ -110,7 +110,7 @@ async def open_budgeting(
 
 @asynccontextmanager
 async def _budgets(settings: Settings) -> AsyncIterator[Budgets]:
-    """One budget for all processes where they share a Redis, else this process's own."""
+    """One budget for all processes that share a Redis; else a budget of this process alone."""
     spec = settings.budget_spec()
     if not settings.store.startswith(("redis://", "rediss://")):
         yield own_accounts(spec)

@@ -14,18 +14,19 @@ from aiohttp import web
 from lanekeeper.contract.problems import LanekeeperError
 
 Readiness = Callable[[], Mapping[str, str | None]]
-"""What must work, by name ("consume connection"), each with its trouble; None: it works. Asked at every `/readyz`."""
+"""The parts that must work, by name ("consume connection"), each with its trouble or None. Called for every
+`/readyz`."""
 HOST = "LANEKEEPER_GATEWAY__HOST"
 PORT = "LANEKEEPER_GATEWAY__PORT"
 LATER = ("/v1/", "/metrics", "/asyncapi.json", "/openapi.json")
 
 
 class CannotListen(LanekeeperError):
-    """The address is in use, not of this machine, or not ours to open."""
+    """The address is in use, does not belong to this machine, or may not be opened by this user."""
 
 
 class Health:
-    """An HTTP server from `__aenter__` to `__aexit__`. Port 0 takes a free one; `port` says which."""
+    """The HTTP server, as a context manager. With port 0 it takes a free one, which `port` tells."""
 
     def __init__(self, readiness: Readiness, *, host: str, port: int) -> None:
         self._readiness = readiness

@@ -8,11 +8,11 @@ import gc
 from typing import Final
 
 YOUNG: Final = 10_000
-"""New objects before they are looked at; Python's own 700 are the objects of a few requests that are being worked."""
+"""How many new objects start a collection. Python's default of 700 is reached by a few requests."""
 
 
 def settle() -> None:
-    """Once, when all parts are made."""
+    """Called once, when all parts have been created."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG)

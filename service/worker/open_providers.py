@@ -1,4 +1,4 @@
-"""The providers of the settings, made: those that requests can be routed to, and no other."""
+"""Creates the providers from the settings, but only those that requests can be routed to."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,8 @@ from service.config.settings import Settings
 def open_providers(
     settings: Settings, *, traceparent: Callable[[], str | None], reading: Reading
 ) -> tuple[AnthropicProvider, ...]:
-    """In the order in which they are asked. Raises SettingsError, with everything that is missing."""
+    """All of them, in the order in which they are called. Raises SettingsError that names everything that is
+    missing."""
     found: list[AnthropicProvider] = []
     problems: list[str] = []
     for each in settings.routes_spec().providers:
@@ -64,5 +65,5 @@ def open_provider(
 
 
 def key_setting(name: str) -> str:
-    """Where a provider's key is set."""
+    """The name of the setting that holds a provider's key."""
     return "ANTHROPIC_API_KEY" if name == FIRST else f"LANEKEEPER_PROVIDERS__{name.upper()}__API_KEY"

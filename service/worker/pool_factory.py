@@ -1,4 +1,4 @@
-"""Who takes from which queue: the lanes' pools, whose slots follow the work, and that of the fallen."""
+"""Creates the pools: those of the lanes, and the one of the queue of fallen messages."""
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -26,11 +26,12 @@ from topology.lanes import LaneSpec
 
 FALLEN_SLOTS = 8
 MOST = 10_000
-"""What a pool of heads may have in hand: as many as there are slots, and a head of each queue."""
+"""The prefetch of a pool that reads several queues' heads: one for each slot and for each queue."""
 
 
 class Pools:
-    """All that were made. `deliveries` makes those of a queue; `counted`: queues that count deliveries."""
+    """The pools created so far. `deliveries` creates the deliveries of a queue; `counted`: queues whose broker counts
+    deliveries."""
 
     def __init__(
         self,
@@ -50,7 +51,7 @@ class Pools:
         self.turns: dict[str, Turns] = {}
         """By lane."""
         self.heads: dict[str, Heads] = {}
-        """Of the side queues, by the intake that they belong to."""
+        """The heads of the side queues, by intake."""
         self.lines: list[Line] = []
         self.activities: list[LaneActivity] = []
         self._deliveries = deliveries
@@ -64,8 +65,8 @@ class Pools:
         self._shares = shares
 
     def add_lane(self, lane: LaneSpec, handler: Handler) -> None:
-        """Creates its pools: of the due queue (its slots are never lent), of the intake, and, on its slots, of what was
-        set aside."""
+        """Create a lane's pools: of its due queue (whose slots are never lent), of its intake, and of its side queues,
+        which use the intake's slots."""
         activity = LaneActivity(lane.name, slots=lane.slots, due_slots=lane.due_slots)
         self.activities.append(activity)
         heads = Heads(self._names.side(lane.name, each) for each in range(lane.side_queues))
@@ -113,7 +114,8 @@ class Pools:
             )
 
     def add_fallen(self, lanes: Sequence[LaneSpec]) -> None:
-        """Of what the broker itself took out of a queue. `lanes`: all, worked here or not."""
+        """Create the pool for messages that the broker itself took out of a queue. `lanes`: all, also those not worked
+        here."""
         fallen = Fallen(lanes, names=self._names, now_ms=now_ms, speakers=self._speakers)
         self.made.append(
             self._pool(

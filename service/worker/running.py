@@ -1,4 +1,4 @@
-"""A worker at work: its pools run, it answers what `status` asks, it logs each lane once a minute, it stops well."""
+"""Runs a worker: its pools, its answers to `status`, a log line a minute for each lane, and its orderly stop."""
 
 import asyncio
 import os
@@ -29,11 +29,8 @@ log = logs.logger()
 async def run(
     worker: Worker, *, stop: asyncio.Event, grace_s: float, on_ready: Callable[[], None] = lambda: None
 ) -> None:
-    """Work until `stop` is set; then take no more, give back what has not begun its call, let the calls that run
-    end within `grace_s`, and give back the rest.
-
-    `on_ready` is called once, when every queue is consumed.
-    """
+    """Work until `stop` is set. Then take nothing more, return requests whose call has not begun, let running calls
+    finish within `grace_s`, and return the rest. `on_ready` is called once, when every queue is consumed."""
     async with asyncio.TaskGroup() as group:
         pools = [group.create_task(pool.run(), name=f"pool {pool.queue}") for pool in worker.pools]
         side = [
@@ -69,7 +66,7 @@ async def run(
 
 
 async def _stop(worker: Worker) -> None:
-    """What is given back must find none of our consumers: so all of them end first."""
+    """Stop all consumers first: else requests that are returned would come back to this worker."""
     await asyncio.gather(*(pool.stop() for pool in worker.pools), worker.slots.stop(), worker.scouting.stop())
     for pool in worker.pools:
         pool.give_back_waiting()
@@ -78,7 +75,7 @@ async def _stop(worker: Worker) -> None:
 
 
 async def _announce(worker: Worker, on_ready: Callable[[], None]) -> None:
-    """Say what is worked, as soon as it is: a queue that is not consumed yet answers nobody."""
+    """Call `on_ready` and log each lane as soon as every queue is consumed."""
     while any(pool.trouble for pool in worker.pools):  # noqa: ASYNC110  five or seven queues, once, with no event behind
         await asyncio.sleep(LOOK_EVERY_S)
     for activity in worker.activities:
@@ -88,7 +85,7 @@ async def _announce(worker: Worker, on_ready: Callable[[], None]) -> None:
 
 
 async def _answer_status(worker: Worker) -> None:
-    """Tell whoever asks what this worker does; on a queue of its own, made again when it is lost."""
+    """Answer status questions from a queue of this worker's own. If it is lost, another one is declared."""
     me = f"{platform.node()}:{os.getpid()}"
     while True:
         with suppress(BrokerError):
@@ -144,7 +141,7 @@ async def _tell(worker: Worker, question: Message, me: str) -> None:
 
 
 async def _summarise(worker: Worker) -> None:
-    """Once a minute, a line a lane."""
+    """Log a line for each lane once a minute."""
     while True:
         await asyncio.sleep(SUMMARY_EVERY_S)
         await summarise_once(worker)
@@ -175,7 +172,7 @@ async def summarise_once(worker: Worker) -> None:
 
 
 def _queues(worker: Worker, lane: str) -> tuple[str, ...]:
-    """The intake first."""
+    """The lane's queues, the intake first."""
     sides = (
         worker.names.side(lane, each) for spec in worker.lanes if spec.name == lane for each in range(spec.side_queues)
     )
