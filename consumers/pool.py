@@ -129,7 +129,8 @@ class Pool:
             await self._deliveries.resume()
 
     async def _work_session(self, session: Session) -> None:
-        """A lost channel ends the work on what it delivered: the broker delivers that again."""
+        """Work on the deliveries of one channel. If the channel is lost, this work ends: the broker delivers it
+        again."""
         try:
             async with asyncio.TaskGroup() as running:
                 async for delivery in session:

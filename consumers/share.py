@@ -15,7 +15,7 @@ Clock = Callable[[], float]
 
 
 class Share:
-    """A token bucket a name: `at_once` when nothing was used for long, and `per_s` more each second."""
+    """A token bucket for each name. It holds at most `at_once` and gains `per_s` each second."""
 
     def __init__(self, *, per_s: float, at_once: float, clock: Clock = time.monotonic) -> None:
         self._per_s = per_s

@@ -41,7 +41,7 @@ class NoReply(LanekeeperError):
 
 
 class ControlRefused(LanekeeperError):
-    """A worker does not do what was asked over `lane.control`: the tenant is another's, or the id is none."""
+    """A worker refused a control message: the request is another tenant's, or the id is not valid."""
 
     def __init__(self, document: Mapping[str, Any]) -> None:
         self.fields = document

@@ -9,8 +9,7 @@ from benchmarks.replaying.provider import Answer, Provider
 from consumers.failures import ProviderError, RateLimitedError, TransientError
 from consumers.limits.amounts import Amounts
 from consumers.limits.base import Heard, Kind, Reservation
-from consumers.limits.estimates import Estimates
-from consumers.limits.estimates import Kind as Likes
+from consumers.limits.estimates import Estimates, UsageClass
 from consumers.limits.spec import BudgetSpec
 from consumers.outcomes import Retried
 from consumers.providers import counting
@@ -131,5 +130,5 @@ class Caller:
         return self._rng.uniform(*TRAVEL_S)
 
 
-def _likes(ask: Ask) -> Likes:
-    return Likes(ask.lane, "replay", MODEL)
+def _likes(ask: Ask) -> UsageClass:
+    return UsageClass(ask.lane, "replay", MODEL)

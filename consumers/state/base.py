@@ -150,12 +150,12 @@ class Claims(Protocol):
     """One live holder an identity, one completion an identity."""
 
     async def claim(self, identity: Identity, copy: Copy) -> Granted | Running | Ended | Conflict:
-        """Ask for a request, before its provider is called.
+        """Ask for the claim of a request, before its provider is called.
 
-        Granted where nobody holds it or the lease of whoever did is over, and at once where `copy` was redelivered and
-        the claim is of the same copy (its holder has lost it). Of what has ended: Ended; but a dead letter that is
-        published again (`dead_at_ms` is when the stored error had ended) runs again, whatever its body is now.
-        Conflict where body hashes differ. What was only noted (`note`) or deferred (`defer`) binds nobody.
+        Granted: nobody holds it, or the holder's lease has ended, or the holder has lost this very copy (it was
+        redelivered). Ended: the request has ended. A dead letter that is published again still runs, also with another
+        body: its `dead_at_ms` is the time of the stored error. Conflict: the id was used with another body. What was
+        only noted (`note`) or deferred (`defer`) has no effect here.
         """
         ...
 

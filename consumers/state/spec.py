@@ -20,8 +20,8 @@ class StoreSpec:
     """Of the SQLite file's pages in use: beyond it what ended first is removed first. Redis has a bound of its own,
     `maxmemory`, beyond which it refuses writes (with `maxmemory-policy noeviction`)."""
     cancelled_s: float = DAY_S + SEEN_LATE_S
-    """How long the cancellation of what no worker has seen is kept: as long as a request that was published can wait
-    unseen, which is the longest lane's deadline. One that has a delay is seen before it goes there, and ends then."""
+    """How long the cancellation of an unknown id is kept: the longest lane's deadline, because a request can wait in
+    its lane so long before a worker sees it. A request with a delay is seen before its delay, and ends then."""
     unseen_per_tenant: int = 10_000
     """Such cancellations that are kept for one tenant; beyond it its oldest is forgotten. 8 MB of the file, and as many
     requests as critical's intake holds; they count for nobody's results."""

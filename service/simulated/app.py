@@ -100,7 +100,7 @@ async def serve(
     port: int = 0,
     ready: Callable[[SimulatedAPI], None] | None = None,
 ) -> None:
-    """Serve until cancelled. `ready` is told once it takes calls (its `base_url`, say)."""
+    """Serve until cancelled. `ready` is called once the server takes calls; then its `base_url` is known."""
     async with SimulatedAPI(options, host=host, port=port) as api:
         if ready is not None:
             ready(api)

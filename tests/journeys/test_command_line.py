@@ -21,7 +21,7 @@ from service.checks.status import look
 from service.simulated.app import SimulatedAPI
 from tests.support.lanes import ENVIRONMENT, LANES
 from tests.support.stores import store_url
-from tests.support.waiting import until
+from tests.support.waiting import STARTED_S, until
 
 HOUSE = Path(__file__).parents[2]
 SLOW = "[[latency: 120s]]"
@@ -59,7 +59,7 @@ async def begin(environment: dict[str, str], folder: Path, *line: str) -> Proces
 
 async def run(environment: dict[str, str], folder: Path, *line: str, text: str = "") -> tuple[int, str, str]:
     process = await begin(environment, folder, *line)
-    out, err = await asyncio.wait_for(process.communicate(text.encode()), timeout=60)
+    out, err = await asyncio.wait_for(process.communicate(text.encode()), timeout=STARTED_S)
     assert process.returncode is not None
     return process.returncode, out.decode(), err.decode()
 
@@ -92,7 +92,7 @@ class Serving:
 async def serving(environment: dict[str, str], folder: Path, *line: str) -> AsyncIterator[Serving]:
     serving = Serving(await begin(environment, folder, *line))
     try:
-        await until(lambda: serving.told("service.ready") or serving.process.returncode is not None, within_s=60)
+        await until(lambda: serving.told("service.ready") or serving.process.returncode is not None, within_s=STARTED_S)
         assert serving.process.returncode is None, serving.events
         yield serving
     finally:

@@ -25,7 +25,7 @@ ONE = Amounts(1, 1, 1)
 
 
 class Bench:
-    """60 requests and 40,000 input tokens a minute, of which nothing is left."""
+    """Budgets of one account: 60 requests and 40,000 input tokens a minute, all used up."""
 
     def __init__(self, **given: object) -> None:
         self.loop = asyncio.get_running_loop()
