@@ -80,7 +80,7 @@ async def _ask(client: Client, requests: int, every_s: float) -> list[int]:
 
 async def _empty(connection: object, queue: str) -> None:
     """Leave nothing of the flood where the broker is not our own."""
-    channel = await connection.channel(confirms=False)  # type: ignore[attr-defined]
+    channel = await connection.raw_channel(confirms=False)  # type: ignore[attr-defined]
     await channel.queue_purge(queue)
     await channel.close()
 

@@ -23,35 +23,37 @@ if TYPE_CHECKING:
         Unroutable,
     )
     from lanekeeper.control import Cancelled, ControlRefused, NoReply, NotEnded
-    from lanekeeper.options import Wishes
+    from lanekeeper.options import Options
     from lanekeeper.replies import Final, Part, Problem
     from lanekeeper.reply_queue import ReplyLost
     from lanekeeper.telemetry.tracing import Tracing
 
 __all__ = [
     "AccessRefused", "BrokerBlocked", "BrokerError", "BrokerUnreachable", "Cancelled", "Client", "ConfirmUnknown",
-    "ControlRefused", "Depth", "Final", "LanekeeperError", "Names", "NoReply", "NotEnded", "Part", "Problem",
-    "PublishRefused", "ReplyLost", "TopologyMismatch", "Tracing", "Unroutable", "Wishes",
+    "ControlRefused", "Depth", "Final", "LanekeeperError", "Names", "NoReply", "NotEnded", "Options", "Part",
+    "Problem", "PublishRefused", "ReplyLost", "TopologyMismatch", "Tracing", "Unroutable",
 ]  # fmt: skip
 
-_HOMES = (
-    "lanekeeper.contract.problems",
-    "lanekeeper.contract.names",
-    "lanekeeper.client",
-    "lanekeeper.control",
-    "lanekeeper.options",
-    "lanekeeper.replies",
-    "lanekeeper.reply_queue",
-    "lanekeeper.amqp.depth",
-    "lanekeeper.telemetry.tracing",
-)
+_HOMES = {
+    "amqp.depth": ("Depth",),
+    "client": ("Client",),
+    "contract.names": ("Names",),
+    "contract.problems": (
+        "AccessRefused", "BrokerBlocked", "BrokerError", "BrokerUnreachable", "ConfirmUnknown", "LanekeeperError",
+        "PublishRefused", "TopologyMismatch", "Unroutable",
+    ),
+    "control": ("Cancelled", "ControlRefused", "NoReply", "NotEnded"),
+    "options": ("Options",),
+    "replies": ("Final", "Part", "Problem"),
+    "reply_queue": ("ReplyLost",),
+    "telemetry.tracing": ("Tracing",),
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first asked for: who needs only the contract loads no AMQP client."""
-    if name in __all__:
-        for home in _HOMES:
-            if hasattr(module := import_module(home), name):
-                globals()[name] = found = getattr(module, name)
-                return found
+    for home, names in _HOMES.items():
+        if name in names:
+            found = globals()[name] = getattr(import_module(f"lanekeeper.{home}"), name)
+            return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

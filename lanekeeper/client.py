@@ -31,7 +31,7 @@ from lanekeeper.contract.problems import (
     TopologyMismatch,
 )
 from lanekeeper.control import Cancelled, Control, ControlRefused, NoReply, NotEnded, no_answer
-from lanekeeper.options import Wishes, bound_s, message_of
+from lanekeeper.options import Options, bound_s, message_of
 from lanekeeper.replies import Final, Part, final_of, part_of
 from lanekeeper.reply_queue import ReplyLost, ReplyQueue, next_of
 from lanekeeper.telemetry.tracing import Tracing
@@ -42,8 +42,8 @@ REFUSED_WITHIN_S = 2.0
 
 
 class Client:
-    """One connection, and on it a channel for requests and their replies, and another for what is said of them: where
-    a user may not cancel, the broker closes that one, and no answer is lost with it.
+    """One supervised connection, aio-pika's, with two channels: one for requests and their replies, one for control
+    messages. Where a user may not cancel, the broker closes the second, and no answer is lost with it.
 
     Replies come by direct reply-to: that needs no right to declare anything.
     """
@@ -91,12 +91,12 @@ class Client:
     ) -> None:
         await self._stack.aclose()
 
-    async def publish(self, body: Mapping[str, Any] | bytes, *, key: str, **wishes: Unpack[Wishes]) -> str:
+    async def publish(self, body: Mapping[str, Any] | bytes, *, key: str, **options: Unpack[Options]) -> str:
         """Publish and wait for no answer. The request's id, by which its `result` can be fetched.
 
         Raises PublishRefused (the lane is full), BrokerUnreachable, ConfirmUnknown, AccessRefused, TopologyMismatch.
         """
-        message = self._message(body, wishes, stream=False)
+        message = self._message(body, options, stream=False)
         await self._publish(message, key=key)
         assert message.message_id is not None
         return message.message_id
@@ -107,7 +107,7 @@ class Client:
         *,
         key: str,
         timeout_s: float | None = None,
-        **wishes: Unpack[Wishes],
+        **options: Unpack[Options],
     ) -> Final:
         """Publish and wait for the answer. Raises as `publish`, and Problem, NoReply (after `timeout_s`), ReplyLost.
 
@@ -117,12 +117,12 @@ class Client:
         caller gave the id or the user may not ask, publishes it again: that also tells whether the id was used with
         another body before. ReplyLost where no connection comes in time.
         """
-        message = self._message(body, wishes, stream=False)
+        message = self._message(body, options, stream=False)
         timeout_s = bound_s(message) if timeout_s is None else timeout_s
         try:
-            return await self._answer(message, key, timeout_s, wishes)
+            return await self._answer(message, key, timeout_s, options)
         except asyncio.CancelledError:
-            self._abandon(message, wishes)
+            self._abandon(message, options)
             raise
 
     async def stream(
@@ -131,7 +131,7 @@ class Client:
         *,
         key: str,
         timeout_s: float | None = None,
-        **wishes: Unpack[Wishes],
+        **options: Unpack[Options],
     ) -> AsyncGenerator[Part | Final, None]:
         """Publish and yield the answer's parts as they come, the whole answer last.
 
@@ -140,7 +140,7 @@ class Client:
         Raises as `publish`, and Problem, NoReply, and ReplyLost where the connection is lost: parts are gone with it,
         the whole answer can be fetched (`result`).
         """
-        message = self._message(body, wishes, stream=True)
+        message = self._message(body, options, stream=True)
         timeout_s = bound_s(message) if timeout_s is None else timeout_s
         reply: Part | Final | None = None
         try:
@@ -151,7 +151,7 @@ class Client:
             raise no_answer(message.message_id, timeout_s) from None
         except (asyncio.CancelledError, GeneratorExit):
             if not isinstance(reply, Final):
-                self._abandon(message, wishes)
+                self._abandon(message, options)
             raise
 
     async def cancel(self, id: str, *, tenant: str | None = None) -> Cancelled:
@@ -178,12 +178,12 @@ class Client:
         except BrokerError:
             return None
 
-    def _message(self, body: Mapping[str, Any] | bytes, wishes: Wishes, *, stream: bool) -> Message:
+    def _message(self, body: Mapping[str, Any] | bytes, options: Options, *, stream: bool) -> Message:
         if self._own is not None:
-            wishes.setdefault("tenant", self._own)
-        return message_of(body, wishes, stream=stream, user=self._user)
+            options.setdefault("tenant", self._own)
+        return message_of(body, options, stream=stream, user=self._user)
 
-    async def _answer(self, message: Message, key: str, timeout_s: float | None, wishes: Wishes) -> Final:
+    async def _answer(self, message: Message, key: str, timeout_s: float | None, options: Options) -> Final:
         end = _end(timeout_s)
         while True:
             try:
@@ -194,18 +194,18 @@ class Client:
             except TimeoutError:
                 raise no_answer(message.message_id, timeout_s) from None
             except ReplyLost as lost:
-                if "message_id" in wishes:
+                if "message_id" in options:
                     continue
                 try:
-                    return await self._kept(message, wishes.get("tenant"), timeout_s, end, lost)
+                    return await self._kept(message, options.get("tenant"), timeout_s, end, lost)
                 except AccessRefused:
                     continue  # a user that may not ask for results may publish again, and is told how it ended
 
-    def _abandon(self, message: Message, wishes: Wishes) -> None:
+    def _abandon(self, message: Message, options: Options) -> None:
         """Nobody waits for it any more."""
         if message.reply_to is not None:  # else it was not published yet
             assert message.message_id is not None
-            self._abandoned.cancel(message.message_id, tenant=wishes.get("tenant"))
+            self._abandoned.cancel(message.message_id, tenant=options.get("tenant"))
 
     async def _replied(self, message: Message, key: str, end: float | None) -> AsyncGenerator[Part | Final, None]:
         """Publish, and give what is replied. Raises TimeoutError at `end` (by the loop's clock), ReplyLost."""

@@ -17,7 +17,7 @@ ANSWER_LATE_S = 5.0
 """After a deadline its problem document should be here; waiting longer is in vain."""
 
 
-class Wishes(TypedDict, total=False):
+class Options(TypedDict, total=False):
     """What a request may say beside its body; what is left out is left to the lane."""
 
     message_id: str
@@ -36,30 +36,30 @@ class Wishes(TypedDict, total=False):
     """Further headers, `traceparent` among them; they win over the ones above."""
 
 
-def message_of(body: Mapping[str, Any] | bytes, wishes: Wishes, *, stream: bool, user: str) -> Message:
+def message_of(body: Mapping[str, Any] | bytes, options: Options, *, stream: bool, user: str) -> Message:
     """The message to publish; `user` is the connection's. Raises Problem for what every worker would refuse."""
-    priority = wishes.get("priority", PRIORITY)
+    priority = options.get("priority", PRIORITY)
     if not 0 <= priority <= PRIORITY_AT_MOST:
         detail = f"priority: found {priority}, allowed are 0 to {PRIORITY_AT_MOST}"
         raise Problem({"code": "invalid_request", "status": 400, "detail": detail})
     headers: dict[str, Any] = {n.SENT_MS: int(time.time() * 1000)}
     if stream:
         headers[n.STREAM] = True
-    if (deadline_s := wishes.get("deadline_s")) is not None:
+    if (deadline_s := options.get("deadline_s")) is not None:
         headers[n.DEADLINE_MS] = round(deadline_s * 1000)
-    if delay_s := wishes.get("delay_s"):
+    if delay_s := options.get("delay_s"):
         headers[n.DELAY_MS] = round(delay_s * 1000)
-    if (at := wishes.get("at")) is not None:
+    if (at := options.get("at")) is not None:
         headers[n.AT] = at.isoformat()
-    if (beta := wishes.get("beta")) is not None:
+    if (beta := options.get("beta")) is not None:
         headers[n.ANTHROPIC_BETA] = beta
-    if (tenant := wishes.get("tenant")) is not None and tenant != user:
+    if (tenant := options.get("tenant")) is not None and tenant != user:
         headers[n.TENANT] = tenant
     return Message(
         body=body if isinstance(body, bytes) else json.dumps(body, ensure_ascii=False).encode(),
-        headers={**headers, **wishes.get("headers", {})},
+        headers={**headers, **options.get("headers", {})},
         content_type="application/json",
-        message_id=wishes.get("message_id") or uuid.uuid4().hex,
+        message_id=options.get("message_id") or uuid.uuid4().hex,
         priority=priority,
         user_id=None if tenant is None else user,
     )

@@ -1,4 +1,4 @@
-"""How people and processes reach Lanekeeper: worker, client, command line, demo.
+"""How people and processes reach Lanekeeper: worker, command line, demo.
 
 Start at `worker/assembly.py`. It imports `consumers` and `topology`.
 """

@@ -10,9 +10,10 @@ times: on RabbitMQ 3.10, 4.0 and 4.3 in containers (`-k 4.3`: those on one versi
 they fail. Where there is none at all they run on the broker above.
 """
 
+import gc
 import json
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from contextlib import ExitStack
 
 import pytest
@@ -66,6 +67,19 @@ def _missing(version: str) -> str | None:
     except Unavailable as error:
         return str(error)
     return None
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Without garbage collection while a failed test's source is parsed.
+
+    What the collector finds may print a traceback, which parses as well; Python 3.11 then raises SystemError (AST
+    constructor recursion depth mismatch). That ends the session, and nobody learns which test had failed."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

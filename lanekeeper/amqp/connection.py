@@ -1,7 +1,7 @@
 """One supervised connection to the broker: it is opened, watched, and opened again when it is lost.
 
-Plain `aiormq.connect`, never a client's restoring objects: what is restored behind one's back has been lost behind it
-(docs/reliability.md). Whoever holds a channel sees it close, and asks for another.
+aio-pika's plain connection, never its robust objects: what is restored behind one's back has been lost behind it
+(docs/decisions/0001). Whoever holds a channel sees it close, and asks for another.
 """
 
 import asyncio
@@ -13,12 +13,12 @@ from types import TracebackType
 from typing import Self
 from urllib.parse import unquote
 
+from aio_pika.abc import AbstractChannel
 from aiormq.channel import Channel
-from aiormq.connection import Connection as Underlying
 from aiormq.exceptions import AMQPError, AuthenticationError, InvalidFrameError, ProbableAuthenticationError
 from yarl import URL
 
-from lanekeeper.amqp.driver.alarms import Alarmed
+from lanekeeper.amqp.driver.alarms import Plain
 from lanekeeper.amqp.driver.backoff import pause_s
 from lanekeeper.amqp.driver.border import asks_to_stop, border, cancellations, is_nameless, said
 from lanekeeper.amqp.driver.frames import tolerate
@@ -30,11 +30,12 @@ from lanekeeper.telemetry import logs, signals
 CONNECT_TIMEOUT_S = 10
 NEXT_TIMEOUT_S = 4
 """Where there are several nodes, for each: one that has frozen accepts connections and says nothing."""
+CLOSE_TIMEOUT_S = 3
 BACKOFF_CAP_S = 2.5
 """A broker that starts is found that soon; with a hundred workers it refuses as many connections a second till then."""
 log = logs.logger()
 
-OnOpen = Callable[[Underlying], Awaitable[None]]
+OnOpen = Callable[[Plain], Awaitable[None]]
 """Called with each new connection before anybody else gets it; raising closes it again."""
 
 
@@ -62,7 +63,7 @@ class Connection:
         self._name = name
         self._ssl_context = ssl_context
         self._on_open = on_open
-        self._current: Underlying | None = None
+        self._current: Plain | None = None
         self._opened = asyncio.Event()
         self._flows = asyncio.Event()
         self._flows.set()
@@ -91,7 +92,7 @@ class Connection:
         """The broker's version, as it reports it ("4.3.6"). Raises BrokerUnreachable when it was never connected."""
         if self._current is None:
             raise BrokerUnreachable(f"no connection to {self.address}: {self.trouble}")
-        return str(self._current.server_properties["version"])
+        return str(self._current.underlay.server_properties["version"])
 
     @property
     def endpoint(self) -> tuple[str, int]:
@@ -121,10 +122,10 @@ class Connection:
             await asyncio.wait([self._supervisor])
         if self._current is not None:
             with suppress(BrokerUnreachable), border("closing"):
-                await self._current.close(timeout=3)
+                await self._current.underlay.close(timeout=CLOSE_TIMEOUT_S)
 
-    async def underlying(self, *, timeout_s: float = 30) -> Underlying:
-        """aiormq's connection, as soon as there is an open one. Raises BrokerUnreachable after `timeout_s`."""
+    async def underlying(self, *, timeout_s: float = 30) -> Plain:
+        """aio-pika's connection, as soon as there is an open one. Raises BrokerUnreachable after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
@@ -137,12 +138,25 @@ class Connection:
                 f"no connection to {self.address} within {timeout_s:g} s: {self.trouble}"
             ) from error
 
-    async def channel(self, *, confirms: bool, timeout_s: float = 30) -> Channel:
-        """Open a channel. Raises BrokerUnreachable where there is no connection, or it is lost meanwhile."""
+    async def channel(self, *, confirms: bool, timeout_s: float = 30) -> AbstractChannel:
+        """Open a channel of aio-pika's: for what is done now and then, such as declaring a topology.
+
+        Raises BrokerUnreachable where there is no connection, or it is lost meanwhile.
+        """
         connection = await self.underlying(timeout_s=timeout_s)
         with border(f"no channel on {self.address}"):
             async with asyncio.timeout(timeout_s):
-                channel = await connection.channel(publisher_confirms=confirms, on_return_raises=True)
+                return await connection.channel(publisher_confirms=confirms, on_return_raises=confirms)
+
+    async def raw_channel(self, *, confirms: bool, timeout_s: float = 30) -> Channel:
+        """Open a channel of the aiormq under aio-pika: for what is done with every message (docs/decisions/0001).
+
+        Raises as `channel`.
+        """
+        connection = await self.underlying(timeout_s=timeout_s)
+        with border(f"no channel on {self.address}"):
+            async with asyncio.timeout(timeout_s):
+                channel = await connection.underlay.channel(publisher_confirms=confirms, on_return_raises=True)
                 assert isinstance(channel, Channel)
                 return channel
 
@@ -180,7 +194,7 @@ class Connection:
     async def _open(self) -> None:
         url = self._urls[self._at]
         before = cancellations()
-        connection = Alarmed(url, context=self._ssl_context, on_alarm=self._on_alarm)
+        connection = Plain(url, ssl_context=self._ssl_context, on_alarm=self._on_alarm)
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S if len(self._urls) == 1 else NEXT_TIMEOUT_S):
                 await connection.connect()
@@ -209,7 +223,7 @@ class Connection:
                 await self._on_open(connection)
         except BaseException:
             with suppress(Exception):
-                await connection.close(timeout=3)
+                await connection.underlay.close(timeout=CLOSE_TIMEOUT_S)
             raise
         self._current = connection
         if self.loss.done():
@@ -260,10 +274,10 @@ class Connection:
         self._flows.clear()
 
 
-async def _closed(connection: Underlying) -> str:
+async def _closed(connection: Plain) -> str:
     """Wait until a connection has closed, and say why."""
     try:
-        await asyncio.shield(connection.closing)
+        await asyncio.shield(connection.underlay.closing)
     except asyncio.CancelledError:
         if asks_to_stop():
             raise

@@ -3,6 +3,7 @@
 A passive declare tells both exactly and at once (docs/facts.md, section 9).
 """
 
+import asyncio
 from dataclasses import dataclass
 
 from aiormq.exceptions import ChannelAccessRefused
@@ -29,9 +30,10 @@ async def depths(connection: Connection, queues: list[str]) -> dict[str, Depth]:
         with border("cannot look at the queues"):
             found = {}
             for queue in queues:
-                told = await channel.queue_declare(queue, passive=True, timeout=RPC_TIMEOUT_S)
+                told = (await channel.declare_queue(queue, passive=True, timeout=RPC_TIMEOUT_S)).declaration_result
                 found[queue] = Depth(told.message_count or 0, told.consumer_count or 0)
-            await channel.close(timeout=RPC_TIMEOUT_S)
+            async with asyncio.timeout(RPC_TIMEOUT_S):
+                await channel.close()
     except BrokerUnreachable as error:
         if isinstance(error.__cause__, ChannelAccessRefused):
             raise AccessRefused(f"{error}: from 4.3 on, a user needs some right to a queue to see it") from error

@@ -9,6 +9,7 @@ question is published once, to nobody, on a connection of its own. Nothing is as
 import asyncio
 import re
 
+import aio_pika
 from aiormq.exceptions import AMQPError, ChannelAccessRefused, ChannelPreconditionFailed
 
 from lanekeeper.amqp.connection import Connection
@@ -51,7 +52,7 @@ class MessageLimit:
             async with asyncio.timeout(WITHIN_S), self._connection.another("size") as connection:
                 channel = await connection.channel(confirms=True)
                 try:
-                    await channel.basic_publish(bytes(size), routing_key=NOBODY)
+                    await channel.default_exchange.publish(aio_pika.Message(bytes(size)), NOBODY, mandatory=False)
                 except ChannelPreconditionFailed as error:
                     if (told := _TOLD.search(str(error))) is None:
                         raise

@@ -213,7 +213,7 @@ class Publisher:
         await self.connection.underlying(timeout_s=timeout_s)  # all wait for it together, not one after the other
         async with self._opening:
             if self._confirming is None or self._confirming.is_closed:
-                channel = await self.connection.channel(confirms=True, timeout_s=timeout_s)
+                channel = await self.connection.raw_channel(confirms=True, timeout_s=timeout_s)
                 if self._on_channel is not None:
                     await self._on_channel(channel)
                 self._confirming = channel

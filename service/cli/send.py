@@ -19,7 +19,7 @@ from service.cli.traced import tell_trace_of, traced
 
 if TYPE_CHECKING:
     from lanekeeper import Client
-    from lanekeeper.options import Wishes
+    from lanekeeper.options import Options
     from lanekeeper.replies import Final, Part
     from lanekeeper.telemetry.tracing import Tracing
     from service.config.settings import Settings
@@ -73,24 +73,24 @@ def send(
     settings = options.settings_of(config, sets)
     _tell_of(tenant, settings)
     body = {"prompt": _read() if prompt == "-" else prompt, "system": system, "model": model, "max_tokens": max_tokens}
-    wishes: Wishes = {"priority": priority}
+    asked: Options = {"priority": priority}
     if id is not None:
-        wishes["message_id"] = id
+        asked["message_id"] = id
     if tenant is not None:
-        wishes["tenant"] = tenant
+        asked["tenant"] = tenant
     if deadline is not None:
-        wishes["deadline_s"] = deadline
+        asked["deadline_s"] = deadline
     if delay is not None:
-        wishes["delay_s"] = delay
+        asked["delay_s"] = delay
     if at is not None:
-        wishes["at"] = at
+        asked["at"] = at
     with traced(settings) as tracing:
         run(
             _send(
                 settings,
                 {name: value for name, value in body.items() if value is not None},
                 key=key or DEFAULT_KEY.format(lane=lane),
-                wishes=wishes,
+                asked=asked,
                 wait=wait,
                 stream=stream,
                 json=json,
@@ -104,7 +104,7 @@ async def _send(
     body: dict[str, Any],
     *,
     key: str,
-    wishes: "Wishes",
+    asked: "Options",
     wait: bool,
     stream: bool,
     json: bool,
@@ -114,20 +114,20 @@ async def _send(
     from service.cli.connecting import client_of
     from service.side_tasks import beside
 
-    id = wishes.setdefault("message_id", uuid.uuid4().hex)
+    id = asked.setdefault("message_id", uuid.uuid4().hex)
     async with client_of(settings, tracing=tracing) as client:
         try:
             if not wait:
-                print_text(await client.publish(body, key=key, **wishes), end="\n")
+                print_text(await client.publish(body, key=key, **asked), end="\n")
                 return
             print(f"lanekeeper: request {printable(id)}", file=sys.stderr, flush=True)
             lane = key.partition(".")[0]
-            timeout_s = _bound_s(settings, lane, wishes)
+            timeout_s = _bound_s(settings, lane, asked)
             async with beside(_watch(client, lane), name="watch"):
                 if stream:
-                    await _print_parts(client.stream(body, key=key, timeout_s=timeout_s, **wishes), json=json)
+                    await _print_parts(client.stream(body, key=key, timeout_s=timeout_s, **asked), json=json)
                 else:
-                    answer = await client.request(body, key=key, timeout_s=timeout_s, **wishes)
+                    answer = await client.request(body, key=key, timeout_s=timeout_s, **asked)
                     print_answer(answer, json=json)
                     tell_trace_of(answer)
         except Problem as problem:
@@ -137,7 +137,7 @@ async def _send(
             raise _with_its_key(refused, key, settings) from refused
         except asyncio.CancelledError:
             if wait:
-                await _cancel(client, id, tenant=wishes.get("tenant"))
+                await _cancel(client, id, tenant=asked.get("tenant"))
             raise
 
 
@@ -179,7 +179,7 @@ def _with_its_key(refused: AccessRefused, key: str, settings: "Settings") -> Acc
     )
 
 
-def _bound_s(settings: "Settings", lane: str, wishes: "Wishes") -> float:
+def _bound_s(settings: "Settings", lane: str, asked: "Options") -> float:
     """How long an answer can take, by the lane's deadline as the settings have it: where no worker runs, none says so.
 
     A key of no lane is answered at once; the longest deadline will do for it.
@@ -187,10 +187,10 @@ def _bound_s(settings: "Settings", lane: str, wishes: "Wishes") -> float:
     from lanekeeper.options import ANSWER_LATE_S
 
     deadlines_s = {each.name: each.deadline_s for each in settings.lane_specs()}
-    deadline_s = wishes.get("deadline_s", deadlines_s.get(lane, max(deadlines_s.values())))
-    at = wishes.get("at")
+    deadline_s = asked.get("deadline_s", deadlines_s.get(lane, max(deadlines_s.values())))
+    at = asked.get("at")
     until_at_s = 0.0 if at is None else max(0.0, (at - datetime.now(UTC)).total_seconds())
-    return max(wishes.get("delay_s", 0.0), until_at_s) + deadline_s + ANSWER_LATE_S
+    return max(asked.get("delay_s", 0.0), until_at_s) + deadline_s + ANSWER_LATE_S
 
 
 async def _watch(client: "Client", lane: str) -> None:

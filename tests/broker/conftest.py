@@ -2,11 +2,12 @@
 
 from collections.abc import AsyncIterator
 
-import aiormq
+import aio_pika
 import pytest
-from aiormq.abc import AbstractConnection
+from aio_pika.abc import AbstractConnection
 
 from lanekeeper.contract.names import Names
+from tests.support.brokers import version_of
 from tests.support.lanes import LANES
 from topology.broker.admin.management import Management, discover
 from topology.declaration import declare
@@ -15,7 +16,7 @@ from topology.model import Topology
 
 @pytest.fixture
 async def connection(vhost) -> AsyncIterator[AbstractConnection]:
-    connection = await aiormq.connect(vhost.amqp_url)
+    connection = await aio_pika.connect(vhost.amqp_url)
     yield connection
     await connection.close()
 
@@ -29,4 +30,4 @@ async def management(vhost) -> Management:
 
 @pytest.fixture
 def declared(connection: AbstractConnection) -> Topology:
-    return declare(LANES, names=Names(), broker_version=str(connection.server_properties["version"]))
+    return declare(LANES, names=Names(), broker_version=version_of(connection))

@@ -35,7 +35,7 @@ async def test_while_blocked_nothing_is_published_and_afterwards_everything_is(o
         Connection(own_broker.amqp_url, name="publish") as connection,
         Connection(own_broker.amqp_url, name="look") as looking,
     ):
-        channel = await looking.channel(confirms=False)
+        channel = await looking.raw_channel(confirms=False)
         await channel.queue_declare("some", durable=True, arguments={"x-queue-type": "quorum"})
         publisher = Publisher(connection, tracing=Tracing())
         await publisher.publish(MESSAGE, exchange="", routing_key="some")
@@ -100,7 +100,7 @@ async def test_whether_it_may_write_is_not_known_while_blocked_and_nothing_of_it
         Connection(own_broker.amqp_url, name="publish") as connection,
         Connection(own_broker.amqp_url, name="look") as looking,
     ):
-        channel = await looking.channel(confirms=False)
+        channel = await looking.raw_channel(confirms=False)
         queue = (await channel.queue_declare("", exclusive=True)).queue
         async with memory_alarm(own_broker.amqp_url):
             began_s = time.monotonic()

@@ -32,7 +32,7 @@ async def consume(connection: Connection) -> None:
 async def test_no_cancellation_is_lost(vhost: Vhost, work: Callable[[Connection], Awaitable[None]]) -> None:
     rng = random.Random(work.__name__)
     async with Connection(vhost.amqp_url, name="test") as connection:
-        await (await connection.channel(confirms=False)).queue_declare("work")
+        await (await connection.raw_channel(confirms=False)).queue_declare("work")
         for n in range(TIMES):
             task = asyncio.ensure_future(work(connection))
             await asyncio.sleep(rng.uniform(0, WITHIN_S))

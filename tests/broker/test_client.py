@@ -16,7 +16,7 @@ from lanekeeper.amqp.connection import Connection
 from lanekeeper.amqp.depth import depths
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import AccessRefused, BrokerUnreachable, PublishRefused, TopologyMismatch
-from lanekeeper.options import Wishes
+from lanekeeper.options import Options
 from lanekeeper.replies import Final, Part, Problem
 from service.simulated.options import SimulatedOptions
 from tests.support.connections import close_connection
@@ -132,7 +132,7 @@ async def test_what_is_published_without_waiting_says_its_id_and_is_worked(vhost
 
 
 @pytest.mark.default_broker_only
-async def test_the_wishes_are_on_the_message(vhost) -> None:
+async def test_the_options_are_on_the_message(vhost) -> None:
     async with (
         house(vhost.amqp_url, works=("critical",)),
         requester(vhost.amqp_url) as app,
@@ -182,14 +182,14 @@ async def test_a_stream_whose_connection_is_lost_is_told_at_once_and_the_next_re
         assert (await client.request({"prompt": "again"}, key="critical.tests.client")).text == "echo: again"
 
 
-@pytest.mark.parametrize("wishes", [{}, {"message_id": "mine"}])
-async def test_an_answer_whose_connection_was_lost_is_fetched(vhost, wishes: Wishes) -> None:
+@pytest.mark.parametrize("options", [{}, {"message_id": "mine"}])
+async def test_an_answer_whose_connection_was_lost_is_fetched(vhost, options: Options) -> None:
     async with (
         house(vhost.amqp_url, simulated=SimulatedOptions(latency_ms=8000)) as home,
         Client(vhost.amqp_url) as client,
     ):
         asked = asyncio.create_task(
-            client.request({"prompt": "slow"}, key="critical.tests.client", timeout_s=30, **wishes)
+            client.request({"prompt": "slow"}, key="critical.tests.client", timeout_s=30, **options)
         )
         await until(lambda: home.calls("slow"))
         await close_connection(vhost, "lanekeeper client")

@@ -1,9 +1,13 @@
 """The supervised connection: errors are one clear line, and a lost connection is opened again."""
 
 import asyncio
+import gc
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
+from aio_pika.tools import OneShotCallback
+from aiormq.exceptions import ChannelNotFoundEntity
 from yarl import URL
 
 from lanekeeper.amqp.connection import Connection
@@ -64,7 +68,7 @@ async def test_someone_who_does_not_speak_amqp_is_no_broker() -> None:
 
 async def test_a_lost_connection_is_told_and_comes_back(vhost: Vhost) -> None:
     async with Connection(vhost.amqp_url, name=vhost.name) as connection:
-        channel = await connection.channel(confirms=True)
+        channel = await connection.raw_channel(confirms=True)
         loss = connection.loss
         await close_connection(vhost, vhost.name)
         assert "CONNECTION_FORCED" in await asyncio.wait_for(loss, 60)
@@ -72,7 +76,7 @@ async def test_a_lost_connection_is_told_and_comes_back(vhost: Vhost) -> None:
         assert connection.trouble is None
         assert connection.loss is not loss
         assert channel.is_closed
-        assert not (await connection.channel(confirms=True)).is_closed
+        assert not (await connection.raw_channel(confirms=True)).is_closed
 
 
 async def test_who_waits_for_a_channel_waits_no_longer_than_told(vhost: Vhost) -> None:
@@ -80,7 +84,7 @@ async def test_who_waits_for_a_channel_waits_no_longer_than_told(vhost: Vhost) -
         await (await connection.underlying()).close()
         vhost.api("DELETE", f"permissions/{vhost.quoted}/{vhost.user}")  # so that it does not come back
         with pytest.raises(BrokerUnreachable, match=r"within 0\.2 s"):
-            await connection.channel(confirms=False, timeout_s=0.2)
+            await connection.raw_channel(confirms=False, timeout_s=0.2)
         assert connection.trouble is not None
         await until(lambda: "not into virtual host" in (connection.trouble or ""))
 
@@ -89,7 +93,7 @@ async def test_a_cancelled_wait_is_cancelled(vhost: Vhost) -> None:
     async with Connection(vhost.amqp_url, name="test") as connection:
         await (await connection.underlying()).close()
         vhost.api("DELETE", f"permissions/{vhost.quoted}/{vhost.user}")
-        waiting = asyncio.create_task(connection.channel(confirms=False))
+        waiting = asyncio.create_task(connection.raw_channel(confirms=False))
         await asyncio.sleep(0.1)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -102,7 +106,7 @@ async def test_an_inbox_has_a_name_and_takes_what_is_bound_to_it(vhost: Vhost) -
         Inbox(connection, bindings=(("amq.topic", "status"),)) as inbox,
     ):
         assert inbox.name.startswith("amq.gen-")
-        channel = await connection.channel(confirms=True)
+        channel = await connection.raw_channel(confirms=True)
         await channel.basic_publish(b"1", exchange="", routing_key=inbox.name)
         await channel.basic_publish(b"2", exchange="amq.topic", routing_key="status")
         assert [(await anext(inbox)).body, (await anext(inbox)).body] == [b"1", b"2"]
@@ -110,7 +114,7 @@ async def test_an_inbox_has_a_name_and_takes_what_is_bound_to_it(vhost: Vhost) -
 
 async def test_depths_count_what_waits_and_say_what_is_not_there(vhost: Vhost) -> None:
     async with Connection(vhost.amqp_url, name="test") as connection:
-        channel = await connection.channel(confirms=True)
+        channel = await connection.raw_channel(confirms=True)
         await channel.queue_declare("some", durable=True)
         await channel.basic_publish(b"1", exchange="", routing_key="some")
         found = await depths(connection, ["some"])
@@ -167,3 +171,17 @@ async def test_the_management_api_is_found_at_the_first_of_several_hosts_that_ha
     found = await management.discover(f"{dead},{vhost.amqp_url}")
     assert found is not None
     assert (await found.overview()).version.startswith(vhost.version.split("+")[0])
+
+
+async def test_a_channel_that_has_closed_leaves_nothing_on_its_connection(vhost: Vhost) -> None:
+    def callbacks() -> int:
+        gc.collect()
+        return sum(isinstance(each, OneShotCallback) for each in gc.get_objects())
+
+    async with Connection(vhost.amqp_url, name="test") as connection:
+        before = callbacks()
+        for _ in range(5):
+            await (await connection.channel(confirms=False)).close()
+            with suppress(ChannelNotFoundEntity):
+                await (await connection.channel(confirms=False)).get_queue("nowhere")
+        await until(lambda: callbacks() <= before + 1)  # the last one is held by its exception

@@ -5,9 +5,9 @@ The broker looks at topic permissions where something is published, and not wher
 
 from collections.abc import AsyncIterator
 
+import aio_pika
 import pytest
 from aiormq.exceptions import ChannelAccessRefused
-from pamqp.commands import Basic
 
 from tests.support.house import house
 from tests.support.requester import requester
@@ -37,14 +37,15 @@ async def test_an_application_gets_nothing_into_another_lane_in_another_name(
         await admin.read_dead()
         channel = await (await it.connection(role)).channel()
         try:
-            queue = (await channel.queue_declare(exclusive=True, arguments=ESCAPE)).queue
+            queue = (await channel.declare_queue(exclusive=True, arguments=ESCAPE)).name
         except ChannelAccessRefused:
             queue = None
         if queue is not None:
             lane = it.users[role].lanes[0]
-            properties = Basic.Properties(reply_to=queue, headers={"x-lane-stream": True}, message_id="streamed")
-            key = f"{lane}.{it.users[role].name}.chat"
-            await channel.basic_publish(STREAMED, exchange="lane.requests", routing_key=key, properties=properties)
+            headers = {"x-lane-stream": True}
+            message = aio_pika.Message(STREAMED, reply_to=queue, headers=headers, message_id="streamed")
+            requests = await channel.get_exchange("lane.requests", ensure=False)
+            await requests.publish(message, f"{lane}.{it.users[role].name}.chat")
             await until(lambda: admin.dead)
 
         forged = [each for each in admin.dead if each.headers["x-lane-routing-key"] == "critical.finance.report"]
@@ -61,6 +62,6 @@ async def test_an_application_declares_no_queue_of_any_name(
     channel = await (await it.connection(role)).channel()
 
     with pytest.raises(ChannelAccessRefused):
-        await channel.queue_declare(
+        await channel.declare_queue(
             name.format(own=f"lane.reply.{it.users[role].name}"), durable=bool(name), arguments=arguments
         )

@@ -32,7 +32,7 @@ class Lines:
     lost: list[Exception] = field(default_factory=list)
 
     async def declare(self, arguments: dict[str, Any] | None = None) -> None:
-        channel = await self.consuming.channel(confirms=False)
+        channel = await self.consuming.raw_channel(confirms=False)
         await channel.queue_declare("some", durable=True, arguments=QUORUM if arguments is None else arguments)
         await channel.close()
 
@@ -172,7 +172,7 @@ async def test_what_is_given_back_is_counted_before_4_3_only(lines: Lines) -> No
 
 
 async def test_a_queue_that_does_not_count_says_so_whatever_a_client_wrote(lines: Lines) -> None:
-    channel = await lines.consuming.channel(confirms=False)
+    channel = await lines.consuming.raw_channel(confirms=False)
     await channel.queue_delete("some")
     await lines.declare({"x-queue-type": "classic"})
     seen: list[int | None] = []
@@ -222,7 +222,7 @@ async def test_a_queue_that_was_deleted_is_consumed_again_when_it_is_back(lines:
         await delivery.ack()
 
     async with lines.at_work(ack) as deliveries:
-        channel = await lines.publisher.connection.channel(confirms=False)
+        channel = await lines.publisher.connection.raw_channel(confirms=False)
         await channel.queue_delete("some")
         await until(lambda: deliveries.trouble is not None and "no queue 'some'" in deliveries.trouble)
         assert "lanekeeper topology apply" in (deliveries.trouble or "")
@@ -375,7 +375,7 @@ async def test_a_queue_whose_consumer_was_ended_is_reported_as_maybe_missing(lin
 
     running = asyncio.create_task(run())
     await until(lambda: deliveries.trouble is None)
-    channel = await lines.publisher.connection.channel(confirms=False)
+    channel = await lines.publisher.connection.raw_channel(confirms=False)
     await channel.queue_delete("some")
     await asyncio.wait_for(asked.wait(), 60)
     await deliveries.stop()

@@ -39,7 +39,7 @@ async def publisher(vhost: Vhost) -> AsyncIterator[Publisher]:
 
 
 async def declare(publisher: Publisher, queue: str, **arguments: Any) -> None:
-    channel = await publisher.connection.channel(confirms=False)
+    channel = await publisher.connection.raw_channel(confirms=False)
     await channel.queue_declare(queue, durable=True, arguments={**QUORUM, **arguments})
     await channel.close()
 
@@ -181,7 +181,7 @@ async def test_publishing_surely_survives_a_lost_connection(publisher: Publisher
 
 
 async def test_a_queue_that_comes_back_takes_what_was_published_surely(publisher: Publisher) -> None:
-    channel = await publisher.connection.channel(confirms=False)
+    channel = await publisher.connection.raw_channel(confirms=False)
     await channel.exchange_declare("ours", exchange_type="fanout", durable=True)
     publishing = asyncio.create_task(publisher.publish_surely(Message(body=b""), exchange="ours", routing_key="k"))
     await asyncio.sleep(0.1)

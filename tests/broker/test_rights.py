@@ -17,7 +17,7 @@ async def connection(vhost: Vhost) -> AsyncIterator[Connection]:
 
 
 async def test_nobody_gets_what_is_published_to_find_out(connection: Connection) -> None:
-    channel = await connection.channel(confirms=True)
+    channel = await connection.raw_channel(confirms=True)
     queue = (await channel.queue_declare("", exclusive=True)).queue
     await channel.queue_bind(queue, "amq.topic", "#")
     await see_that_it_may_write(connection, (("", queue), ("amq.topic", "some.key")))

@@ -3,7 +3,7 @@
 import asyncio
 from dataclasses import replace
 
-import aiormq
+import aio_pika
 import pytest
 
 from lanekeeper.contract.names import Names
@@ -35,7 +35,7 @@ async def test_applying_again_changes_nothing(declared, connection, management) 
 
 
 async def test_several_may_apply_at_once(declared, vhost, management) -> None:
-    connections = [await aiormq.connect(vhost.amqp_url) for _ in range(4)]
+    connections = [await aio_pika.connect(vhost.amqp_url) for _ in range(4)]
 
     await asyncio.gather(*(apply(declared, each) for each in connections))
 
@@ -82,7 +82,8 @@ async def test_a_missing_part_is_mended(declared, connection, management) -> Non
 async def test_a_queue_with_another_argument_is_named_and_left_as_it_is(vhost, declared, connection) -> None:
     await apply(declared, connection)
     channel = await connection.channel()
-    await channel.basic_publish(b"kept", exchange="lane.requests", routing_key="critical.a.b")
+    requests = await channel.get_exchange("lane.requests", ensure=False)
+    await requests.publish(aio_pika.Message(b"kept"), "critical.a.b")
     lanes = (replace(CRITICAL, max_length=7), NORMAL, BATCH)
 
     with pytest.raises(TopologyMismatch) as raised:
@@ -94,7 +95,8 @@ async def test_a_queue_with_another_argument_is_named_and_left_as_it_is(vhost, d
     )
     assert "`lanekeeper topology plan`" in text
     assert f"rabbitmqctl -p '{vhost.name}' delete_queue 'lane.critical'" in text
-    message = await (await connection.channel()).basic_get("lane.critical")
+    critical = await (await connection.channel()).get_queue("lane.critical", ensure=False)
+    message = await critical.get()
     assert message.body == b"kept"
 
 
@@ -126,8 +128,8 @@ async def test_what_the_broker_compares_is_refused_by_name(vhost, declared, conn
 
 
 async def test_a_name_that_another_client_holds_is_said(declared, connection, vhost) -> None:
-    other = await aiormq.connect(vhost.amqp_url)
-    await (await other.channel()).queue_declare("lane.dead", exclusive=True)
+    other = await aio_pika.connect(vhost.amqp_url)
+    await (await other.channel()).declare_queue("lane.dead", exclusive=True)
 
     with pytest.raises(TopologyMismatch, match="an exclusive queue of another client"):
         await apply(declared, connection)

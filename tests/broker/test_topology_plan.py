@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import pytest
-from aiormq.abc import AbstractChannel
+from aio_pika.abc import AbstractChannel
 
 from topology.broker.admin.apply import apply, bind, declare_exchange, declare_queue
 from topology.broker.admin.management import Management
@@ -43,6 +43,13 @@ async def test_an_empty_virtual_host_misses_everything(declared, management) -> 
 
 Change = Callable[[AbstractChannel], Awaitable[object]]
 
+
+async def unbind(channel: AbstractChannel, binding: Binding) -> None:
+    found = channel.get_queue if binding.destination_kind == "queue" else channel.get_exchange
+    destination = await found(binding.destination, ensure=False)
+    await destination.unbind(binding.source, binding.routing_key, dict(binding.arguments))
+
+
 CHANGES: dict[str, tuple[Change, list[str]]] = {
     "a queue deleted": (
         lambda channel: channel.queue_delete("lane.normal.due"),
@@ -63,12 +70,12 @@ CHANGES: dict[str, tuple[Change, list[str]]] = {
         ["exchange lane.events is missing"],
     ),
     "a lane unbound": (
-        lambda channel: channel.queue_unbind("lane.batch", "lane.requests", "batch.#"),
+        lambda channel: unbind(channel, Binding("lane.requests", "lane.batch", routing_key="batch.#")),
         ["binding lane.requests → queue lane.batch, key 'batch.#' is missing"],
     ),
     "a level unbound": (
-        lambda channel: channel.exchange_unbind(
-            "lane.due", "lane.delay.00", "", arguments={"x-match": "all", "lane-d00": False}
+        lambda channel: unbind(
+            channel, Binding("lane.delay.00", "lane.due", "exchange", "", {"x-match": "all", "lane-d00": False})
         ),
         ["binding lane.delay.00 → exchange lane.due, key '', lane-d00=false, x-match=all is missing"],
     ),
@@ -193,12 +200,12 @@ async def test_a_policy_that_would_take_messages_is_named(declared, connection, 
 async def test_what_is_not_ours_is_left_out(declared, connection, management) -> None:
     await apply(declared, connection)
     channel = await connection.channel()
-    await channel.queue_declare("orders", durable=True)
-    await channel.queue_declare("lane.reply.support", durable=True)
-    await channel.exchange_declare("shop", exchange_type="topic", durable=True)
-    await channel.queue_bind("orders", "shop", "#")
-    own = (await channel.queue_declare(exclusive=True)).queue
-    await channel.queue_bind(own, "lane.events", "#")
-    await channel.queue_bind(own, "lane.control", "status")
+    orders = await channel.declare_queue("orders", durable=True)
+    await channel.declare_queue("lane.reply.support", durable=True)
+    shop = await channel.declare_exchange("shop", "topic", durable=True)
+    await orders.bind(shop, "#")
+    own = await channel.declare_queue(exclusive=True)
+    await own.bind("lane.events", "#")
+    await own.bind("lane.control", "status")
 
     assert await lines(declared, management) == []

@@ -3,10 +3,9 @@
 import asyncio
 from collections.abc import AsyncIterator
 
-import aiormq
+import aio_pika
 import pytest
-from aiormq.abc import AbstractChannel, DeliveredMessage
-from pamqp.commands import Basic
+from aio_pika.abc import AbstractChannel, AbstractIncomingMessage
 from yarl import URL
 
 from lanekeeper.contract.names import Names
@@ -28,41 +27,56 @@ async def broker_with_users(vhost) -> AsyncIterator[Broker]:
 
 def publish(exchange: str, key: str = "", headers: dict[str, object] | None = None) -> Act:
     async def do(channel: AbstractChannel) -> None:
-        properties = Basic.Properties(delivery_mode=2, headers=headers)  # type: ignore[arg-type]
-        await channel.basic_publish(b"{}", exchange=exchange, routing_key=key, properties=properties, timeout=10)
+        message = aio_pika.Message(b"{}", delivery_mode=2, headers=headers)  # type: ignore[arg-type]
+        to = await channel.get_exchange(exchange, ensure=False)
+        await to.publish(message, key, mandatory=False, timeout=10)
 
     return Act(f"publish to {exchange or 'the default exchange'} with {key} {headers or ''}", do)
 
 
 def get(queue: str) -> Act:
-    return Act(f"get from {queue}", lambda channel: channel.basic_get(queue, no_ack=True))
+    async def do(channel: AbstractChannel) -> None:
+        await (await channel.get_queue(queue, ensure=False)).get(no_ack=True, fail=False)
+
+    return Act(f"get from {queue}", do)
 
 
 def consume(queue: str) -> Act:
-    async def ignore(message: DeliveredMessage) -> None: ...
+    async def ignore(message: AbstractIncomingMessage) -> None: ...
 
-    return Act(f"consume {queue}", lambda channel: channel.basic_consume(queue, ignore, no_ack=True))
+    async def do(channel: AbstractChannel) -> None:
+        await (await channel.get_queue(queue, ensure=False)).consume(ignore, no_ack=True)
+
+    return Act(f"consume {queue}", do)
 
 
 def own_queue(bound_to: str | None = None, key: str = "#") -> Act:
     async def do(channel: AbstractChannel) -> None:
-        name = (await channel.queue_declare(exclusive=True)).queue
+        own = await channel.declare_queue(exclusive=True)
         if bound_to is not None:
-            await channel.queue_bind(name, bound_to, key)
-        await channel.basic_get(name)
+            await own.bind(bound_to, key)
+        await own.get(fail=False)
 
     return Act(f"bind a queue of its own to {bound_to} with {key}", do)
 
 
+async def unbind(channel: AbstractChannel, queue: str, exchange: str, key: str) -> None:
+    await (await channel.get_queue(queue, ensure=False)).unbind(exchange, key)
+
+
+async def purge(channel: AbstractChannel, queue: str) -> None:
+    await (await channel.get_queue(queue, ensure=False)).purge()
+
+
 def declare_queue(name: str) -> Act:
     arguments = {"x-queue-type": "quorum"}
-    return Act(f"declare {name}", lambda channel: channel.queue_declare(name, durable=True, arguments=arguments))
+    return Act(f"declare {name}", lambda channel: channel.declare_queue(name, durable=True, arguments=arguments))
 
 
 def declare_exchange(name: str) -> Act:
     return Act(
         f"declare exchange {name}",
-        lambda channel: channel.exchange_declare(name, exchange_type="topic", durable=True),
+        lambda channel: channel.declare_exchange(name, "topic", durable=True),
     )
 
 
@@ -105,17 +119,16 @@ async def test_an_application_gets_its_replies(broker_with_users: Broker) -> Non
 
 async def test_an_application_is_answered_directly_and_in_its_reply_queue(broker_with_users: Broker, vhost) -> None:
     it = broker_with_users
-    arrived: asyncio.Queue[DeliveredMessage] = asyncio.Queue()
+    arrived: asyncio.Queue[AbstractIncomingMessage] = asyncio.Queue()
     async with house(vhost.amqp_url, declares=False):
         channel = await (await it.connection("application")).channel()
         for reply_to in ("amq.rabbitmq.reply-to", Names().reply_queue(it.app)):
-            await channel.basic_consume(reply_to, arrived.put, no_ack=True)
-            properties = Basic.Properties(reply_to=reply_to, delivery_mode=2)
-            await channel.basic_publish(
-                b'{"prompt": "x"}', exchange="lane.requests", routing_key=f"normal.{it.app}.x", properties=properties
-            )
+            await (await channel.get_queue(reply_to, ensure=False)).consume(arrived.put, no_ack=True)
+            message = aio_pika.Message(b'{"prompt": "x"}', reply_to=reply_to, delivery_mode=2)
+            requests = await channel.get_exchange("lane.requests", ensure=False)
+            await requests.publish(message, f"normal.{it.app}.x")
             reply = await asyncio.wait_for(arrived.get(), 15)
-            assert (reply.header.properties.headers or {})["x-lane-status"] == "ok"
+            assert reply.headers["x-lane-status"] == "ok"
 
 
 NOT_FOR_APPLICATIONS = [
@@ -135,8 +148,8 @@ NOT_FOR_APPLICATIONS = [
     *(get(queue) for queue in ("lane.normal", "lane.normal.due", "lane.dead", "lane.fallen", "lane.delay.00")),
     *(own_queue(exchange) for exchange in ("lane.requests", "lane.events", "lane.dead", "lane.due", "amq.topic")),
     delete_queue("lane.normal"),
-    Act("purge lane.normal", lambda channel: channel.queue_purge("lane.normal")),
-    Act("unbind lane.normal", lambda channel: channel.queue_unbind("lane.normal", "lane.requests", "normal.#")),
+    Act("purge lane.normal", lambda channel: purge(channel, "lane.normal")),
+    Act("unbind lane.normal", lambda channel: unbind(channel, "lane.normal", "lane.requests", "normal.#")),
 ]
 
 
@@ -275,7 +288,7 @@ async def test_a_worker_verifies_what_it_may_see(broker_with_users: Broker) -> N
     ) == hidden
     assert len(str(verification.note)) < 500, "it names some, and counts the others"
 
-    admin = await aiormq.connect(it.url("deployer"))
+    admin = await aio_pika.connect(it.url("deployer"))
     await (await admin.channel()).queue_delete("lane.batch.due")
     await admin.close()
     assert [each.line for each in (await verify(it.topology, None, connection)).missing] == [
@@ -297,5 +310,5 @@ async def management_of(it: Broker, role: str) -> Management:
 async def test_a_wrong_password_lets_nobody_in(broker_with_users: Broker) -> None:
     url = URL(broker_with_users.url("application")).with_password("wrong")
 
-    with pytest.raises((aiormq.exceptions.AMQPConnectionError, asyncio.CancelledError)):
-        await aiormq.connect(url)
+    with pytest.raises((aio_pika.exceptions.AMQPConnectionError, asyncio.CancelledError)):
+        await aio_pika.connect(url)

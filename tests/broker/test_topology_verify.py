@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from urllib.parse import quote
 
-import aiormq
+import aio_pika
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
@@ -215,7 +215,7 @@ async def test_a_virtual_host_may_have_any_name(vhost, declared, management) -> 
         every = {"configure": ".*", "write": ".*", "read": ".*"}
         vhost.api("PUT", f"permissions/{quote(name, safe='')}/{quote(vhost.user, safe='')}", every)
         url = f"{vhost.amqp_url.rsplit('/', 1)[0]}/{quote(name, safe='')}"
-        connection = await aiormq.connect(url)
+        connection = await aio_pika.connect(url)
         await apply(declared, connection)
 
         found = await discover(url, vhost.management_url)

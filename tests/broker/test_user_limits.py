@@ -4,9 +4,9 @@ import secrets
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, suppress
 
-import aiormq
+import aio_pika
 import pytest
-from aiormq.exceptions import AMQPError
+from aio_pika.exceptions import AMQPError
 from yarl import URL
 
 from lanekeeper.contract.names import Names
@@ -42,15 +42,15 @@ async def test_connections_and_channels_beyond_its_limits_are_refused(url: str) 
     async with AsyncExitStack() as stack:
         made = []
         for _ in range(CONNECTIONS):
-            made.append(await aiormq.connect(url))
+            made.append(await aio_pika.connect(url))
             stack.push_async_callback(_closed, made[-1])
-        assert await refused(aiormq.connect(url))
+        assert await refused(aio_pika.connect(url))
         for _ in range(CHANNELS):
             await made[0].channel()
         assert await refused(made[1].channel())
 
 
-async def _closed(connection: aiormq.abc.AbstractConnection) -> None:
+async def _closed(connection: aio_pika.abc.AbstractConnection) -> None:
     with suppress(AMQPError, ConnectionError, RuntimeError):
         await connection.close()
 

@@ -25,7 +25,7 @@ FLOOD = 600
 PUBLISHED_AT_ONCE = 50
 WINDOW_S = 10.0
 WITHIN_S = 60
-READY_S = 60
+READY_S = 120
 LANE = "normal"
 SIDE_QUEUES = 8
 """Each tenant has one of its own, and more than one."""

@@ -2,14 +2,14 @@
 
 import pytest
 
-from lanekeeper.options import Wishes, bound_s, message_of
+from lanekeeper.options import Options, bound_s, message_of
 from lanekeeper.replies import Problem
 
 
 def test_a_tenant_is_said_with_the_user_that_the_broker_checks() -> None:
-    own = message_of({}, Wishes(tenant="crm"), stream=False, user="crm")
-    other = message_of({}, Wishes(tenant="acme"), stream=False, user="crm")
-    nobody = message_of({}, Wishes(), stream=False, user="crm")
+    own = message_of({}, Options(tenant="crm"), stream=False, user="crm")
+    other = message_of({}, Options(tenant="acme"), stream=False, user="crm")
+    nobody = message_of({}, Options(), stream=False, user="crm")
 
     assert (own.user_id, own.headers.get("x-lane-tenant")) == ("crm", None)
     assert (other.user_id, other.headers.get("x-lane-tenant")) == ("crm", "acme")
@@ -17,8 +17,8 @@ def test_a_tenant_is_said_with_the_user_that_the_broker_checks() -> None:
 
 
 def test_an_answer_is_awaited_until_a_little_after_its_deadline_if_it_has_one() -> None:
-    def awaited_s(**wishes: float) -> float | None:
-        return bound_s(message_of({}, wishes, stream=False, user="crm"))  # type: ignore[arg-type]
+    def awaited_s(**options: float) -> float | None:
+        return bound_s(message_of({}, options, stream=False, user="crm"))  # type: ignore[arg-type]
 
     assert awaited_s() is None
     assert awaited_s(deadline_s=10) == 15
@@ -28,9 +28,9 @@ def test_an_answer_is_awaited_until_a_little_after_its_deadline_if_it_has_one() 
 @pytest.mark.parametrize("priority", [-1, 10, 200, 256])
 def test_a_priority_that_every_worker_would_refuse_is_not_sent(priority: int) -> None:
     with pytest.raises(Problem, match=f"priority: found {priority}, allowed are 0 to 9") as refused:
-        message_of({}, Wishes(priority=priority), stream=False, user="crm")
+        message_of({}, Options(priority=priority), stream=False, user="crm")
     assert refused.value.code == "invalid_request"
 
 
 def test_no_delay_is_no_header() -> None:
-    assert "x-lane-delay-ms" not in message_of({}, Wishes(delay_s=0), stream=False, user="crm").headers
+    assert "x-lane-delay-ms" not in message_of({}, Options(delay_s=0), stream=False, user="crm").headers

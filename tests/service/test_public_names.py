@@ -25,7 +25,7 @@ PUBLIC = {
     },
     "service.worker.assembly": {"assemble"},
     "lanekeeper": {
-        "Client", "Wishes", "Final", "Part", "Cancelled", "Depth", "Names", "Tracing",
+        "Client", "Options", "Final", "Part", "Cancelled", "Depth", "Names", "Tracing",
         "LanekeeperError", "Problem", "NoReply", "NotEnded", "ReplyLost", "ControlRefused", "BrokerError",
         "BrokerUnreachable", "BrokerBlocked", "PublishRefused", "Unroutable", "ConfirmUnknown", "AccessRefused",
         "TopologyMismatch",

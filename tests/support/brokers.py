@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
+from aio_pika.abc import AbstractConnection
+
 TIMEOUT_S = 30
 MANAGEMENT_PORT = 15672
 
@@ -95,3 +97,9 @@ def _call(amqp_url: str, management_url: str, method: str, path: str, body: obje
         with error:
             raise AssertionError(f"{method} {path}: {error.code} {error.read().decode(errors='replace')}") from error
     return json.loads(text) if text else None
+
+
+def version_of(connection: AbstractConnection) -> str:
+    """The broker's, as it reports it."""
+    assert connection.transport is not None
+    return str(connection.transport.connection.server_properties["version"])

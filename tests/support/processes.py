@@ -19,7 +19,7 @@ from typing import Any
 from tests.support import house
 from tests.support.lanes import ENVIRONMENT
 from tests.support.stores import store_url
-from tests.support.waiting import PATIENCE_S, until
+from tests.support.waiting import PATIENCE_S, STARTED_S, until
 
 HOUSE = Path(__file__).parents[2]
 QUICK = {"LANEKEEPER_RETRY__BASE_S": "0.05", "LANEKEEPER_RETRY__CAP_S": "0.2"}
@@ -66,7 +66,7 @@ class Running:
         assert self.told(event, **fields), f"ended with {self.process.returncode}: {self.events}"
         return self.told(event, **fields)[0]
 
-    async def ready(self, *, within_s: float = PATIENCE_S) -> str:
+    async def ready(self, *, within_s: float = STARTED_S) -> str:
         """Wait until it takes requests; the URL of its health endpoint, if it has one."""
         return str((await self.tells("service.ready", within_s=within_s))["health"])
 
@@ -116,7 +116,9 @@ async def lanekeeper(
         await running.ended()
 
 
-async def run(*line: str, environ: Mapping[str, str], folder: Path, within_s: float = 60) -> tuple[int, list[str]]:
+async def run(
+    *line: str, environ: Mapping[str, str], folder: Path, within_s: float = STARTED_S
+) -> tuple[int, list[str]]:
     """A command to its end: exit code and the lines that it printed."""
     async with lanekeeper(*line, environ=environ, folder=folder) as running:
         code = await running.ended(within_s=within_s)

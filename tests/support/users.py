@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
-import aiormq
-from aiormq.abc import AbstractChannel, AbstractConnection
+import aio_pika
+from aio_pika.abc import AbstractChannel, AbstractConnection
 from aiormq.exceptions import ChannelAccessRefused
 from yarl import URL
 
@@ -58,7 +58,7 @@ class Broker:
 
     async def connection(self, role: str) -> AbstractConnection:
         if role not in self._connections:
-            self._connections[role] = await aiormq.connect(self.url(role))
+            self._connections[role] = await aio_pika.connect(self.url(role))
             self._stack.push_async_callback(self._connections[role].close)
         return self._connections[role]
 

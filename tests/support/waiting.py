@@ -8,6 +8,8 @@ from typing import Any
 LOOK_EVERY_S = 0.01
 PATIENCE_S = 60.0
 """What comes true on an idle machine in a moment may take long on a busy one; nothing that passes waits for it."""
+STARTED_S = 2 * PATIENCE_S
+"""The same for a process, which needs four seconds of CPU to begin."""
 
 
 async def until(holds: Callable[[], Any] | Callable[[], Awaitable[Any]], *, within_s: float = PATIENCE_S) -> Any:

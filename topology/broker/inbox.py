@@ -44,7 +44,7 @@ class Inbox:
 
     async def __aenter__(self) -> Self:
         """Declare, bind and consume. Raises BrokerUnreachable."""
-        channel = self._channel = await self._connection.channel(confirms=False)
+        channel = self._channel = await self._connection.raw_channel(confirms=False)
         channel.closing.add_done_callback(lambda _: self._arrived.put_nowait(None))
         channel.on_consumer_cancel_callbacks.add(lambda _: self._arrived.put_nowait(None))
         with border("no queue of one's own"):

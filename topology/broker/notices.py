@@ -95,7 +95,7 @@ class Notices:
         if self._connection.blocked is not None:  # otherwise all of it would stay in our memory until the alarm ends
             raise BrokerBlocked(self._connection.blocked)
         if self._channel is None or self._channel.is_closed:
-            self._channel = await self._connection.channel(confirms=False, timeout_s=WRITE_TIMEOUT_S)
+            self._channel = await self._connection.raw_channel(confirms=False, timeout_s=WRITE_TIMEOUT_S)
         number = self._channel.number
         payload = b"".join(_frames(number, *notice) for notice in together)
         await self._channel.write_queue.put(ChannelFrame(payload=payload, should_close=False))

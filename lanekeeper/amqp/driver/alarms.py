@@ -1,14 +1,18 @@
-"""aiormq's connection, which also tells when the broker blocks it, a memory or disk alarm, and logs nothing itself.
+"""aio-pika's connection, which also tells when the broker blocks it, a memory or disk alarm, and logs nothing itself.
 
-aiormq 7 hears of it (`Connection.Blocked`) and tells nobody: it only logs, and holds back its writer where that has
-not begun. What is private to it and overridden here is here alone; `tests/broker/test_alarms.py` fails if it goes.
-RabbitMQ tells a connection only once it publishes, and from then on reads nothing from it: acknowledgements neither.
+The aiormq under it hears of it (`Connection.Blocked`) and tells nobody: it only logs, and holds back its writer where
+that has not begun. What is private to it and overridden here is here alone; `tests/broker/test_alarms.py` fails if it
+goes. RabbitMQ tells a connection only once it publishes, and from then on reads nothing from it: acknowledgements
+neither.
 """
 
+import asyncio
 import ssl
 from collections.abc import Callable
 from typing import Any
 
+import aio_pika
+from aio_pika.abc import TimeoutType, UnderlayConnection
 from aiormq.abc import AbstractChannel
 from aiormq.connection import Connection as Underlying
 from pamqp.commands import Connection as Frames
@@ -23,7 +27,13 @@ OnAlarm = Callable[[str | None], None]
 
 
 class Alarmed(Ours, Underlying):
-    """A connection that calls `on_alarm`."""
+    """aiormq's connection, which calls `on_alarm`."""
+
+    @property
+    def closing(self) -> "asyncio.Future[Any]":
+        """One future for everybody: look at it, or wait under `shield`. aiormq makes a new one for each who asks, and
+        aio-pika, which asks for each channel, could not take its callback away again (see `Channel`)."""
+        return self._closing
 
     def __init__(self, url: URL, *, context: ssl.SSLContext | None, on_alarm: OnAlarm) -> None:
         super().__init__(url, context=context)
@@ -42,3 +52,56 @@ class Alarmed(Ours, Underlying):
 
     async def _Connection__handle_connection_unblocked(self, frame: Frames.Unblocked) -> None:
         self._on_alarm(None)
+
+
+class Transport(UnderlayConnection):
+    """aio-pika's transport, which makes the connection above."""
+
+    connection: Alarmed
+
+    @classmethod
+    async def make_connection(cls, url: URL, timeout: TimeoutType = None, **kwargs: Any) -> Alarmed:
+        connection = Alarmed(url, **kwargs)
+        async with asyncio.timeout(timeout):
+            await connection.connect()
+        return connection
+
+
+class Channel(aio_pika.Channel):
+    """aio-pika's channel, of which nothing stays on the connection when it has closed.
+
+    aio-pika leaves a callback there for each, 4 KB, and a worker looks at its topology for months."""
+
+    async def _on_close(self, closing: "asyncio.Future[Any]") -> BaseException | None:
+        if self._channel is not None:
+            self._channel.channel.connection.closing.remove_done_callback(self._channel.close_callback)
+        return await super()._on_close(closing)
+
+
+class Plain(aio_pika.Connection):
+    """aio-pika's plain connection, on that transport: opened once, never restored."""
+
+    CHANNEL_CLASS = Channel
+
+    def __init__(self, url: URL, *, ssl_context: ssl.SSLContext | None, on_alarm: OnAlarm) -> None:
+        super().__init__(url, ssl_context=ssl_context)
+        self.kwargs["on_alarm"] = on_alarm
+        self._underlay: Alarmed | None = None
+
+    async def connect(self, timeout: TimeoutType = None) -> None:
+        transport = await Transport.connect(self.url, self._on_connection_close, timeout=timeout, **self.kwargs)
+        assert isinstance(transport.connection, Alarmed)
+        self.transport, self._underlay = transport, transport.connection
+        await self._on_connected()
+
+    @property
+    def underlay(self) -> Alarmed:
+        """aiormq's connection. Raises RuntimeError before `connect`."""
+        if self._underlay is None:
+            raise RuntimeError("not connected")
+        return self._underlay
+
+    @property
+    def is_closed(self) -> bool:
+        """Also when it was lost: aio-pika's own tells of `close` alone."""
+        return self._underlay is None or self._underlay.is_closed

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from aiormq.abc import AbstractChannel, AbstractConnection
+from aio_pika.abc import AbstractChannel, AbstractConnection
 from aiormq.exceptions import (
     AMQPConnectionError,
     AMQPError,
@@ -118,10 +118,10 @@ def _migrate_exchange(name: str) -> str:
 
 
 async def declare_exchange(channel: AbstractChannel, exchange: Exchange) -> None:
-    """Declare one exchange; aiormq's own errors."""
-    await channel.exchange_declare(
+    """Declare one exchange; aio-pika's own errors."""
+    await channel.declare_exchange(
         exchange.name,
-        exchange_type=exchange.type,
+        exchange.type,
         durable=exchange.durable,
         auto_delete=exchange.auto_delete,
         internal=exchange.internal,
@@ -131,8 +131,8 @@ async def declare_exchange(channel: AbstractChannel, exchange: Exchange) -> None
 
 
 async def declare_queue(channel: AbstractChannel, queue: Queue) -> None:
-    """Declare one queue; aiormq's own errors."""
-    await channel.queue_declare(
+    """Declare one queue; aio-pika's own errors."""
+    await channel.declare_queue(
         queue.name,
         durable=queue.durable,
         auto_delete=queue.auto_delete,
@@ -142,20 +142,10 @@ async def declare_queue(channel: AbstractChannel, queue: Queue) -> None:
 
 
 async def bind(channel: AbstractChannel, binding: Binding) -> None:
-    """Make one binding; aiormq's own errors."""
-    if binding.destination_kind == "queue":
-        await channel.queue_bind(
-            binding.destination,
-            binding.source,
-            binding.routing_key,
-            arguments=dict(binding.arguments),
-            timeout=DECLARE_TIMEOUT_S,
-        )
-    else:
-        await channel.exchange_bind(
-            binding.destination,
-            binding.source,
-            binding.routing_key,
-            arguments=dict(binding.arguments),
-            timeout=DECLARE_TIMEOUT_S,
-        )
+    """Make one binding; aio-pika's own errors."""
+    to_queue = binding.destination_kind == "queue"
+    found = channel.get_queue if to_queue else channel.get_exchange
+    destination = await found(binding.destination, ensure=False)
+    await destination.bind(
+        binding.source, binding.routing_key, arguments=dict(binding.arguments), timeout=DECLARE_TIMEOUT_S
+    )

@@ -41,7 +41,7 @@ class Oldest:
         self._channel: Channel | None = None
 
     async def __aenter__(self) -> Self:
-        self._channel = await self._connection.channel(confirms=False, timeout_s=RPC_TIMEOUT_S)
+        self._channel = await self._connection.raw_channel(confirms=False, timeout_s=RPC_TIMEOUT_S)
         return self
 
     async def __aexit__(

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import quote
 
 import aiohttp
-from aiormq.abc import AbstractConnection
+from aio_pika.abc import AbstractConnection
 from yarl import URL
 
 from lanekeeper.amqp.driver.urls import urls_of
@@ -188,7 +188,10 @@ async def _at_host(
 
 def is_same_broker(overview: Overview, connection: AbstractConnection) -> bool:
     """Whether an API and a connection reach the same cluster: both report its name."""
-    return str(connection.server_properties.get("cluster_name", overview.cluster)) == overview.cluster
+    if connection.transport is None:
+        raise BrokerUnreachable("the connection was closed meanwhile")
+    properties = connection.transport.connection.server_properties
+    return str(properties.get("cluster_name", overview.cluster)) == overview.cluster
 
 
 async def _answers_as_rabbitmq(url: URL, ssl_context: ssl.SSLContext | None) -> bool:

@@ -19,4 +19,4 @@ async def remove(topology: Topology, connection: Connection) -> None:
             await channel.queue_delete(queue.name, timeout=RPC_TIMEOUT_S)
         for exchange in topology.exchanges:
             await channel.exchange_delete(exchange.name, timeout=RPC_TIMEOUT_S)
-        await channel.close(timeout=RPC_TIMEOUT_S)
+        await channel.close()

@@ -50,7 +50,7 @@ async def see_that_it_may_write(connection: Connection, routes: Iterable[tuple[s
     Raises AccessRefused, TopologyMismatch (no such exchange), BrokerBlocked, BrokerUnreachable (it is not known).
     """
     await connection.flowing(timeout_s=CONFIRM_TIMEOUT_S)
-    channel = await connection.channel(confirms=False)
+    channel = await connection.raw_channel(confirms=False)
     try:
         with border("whether it may write is not known"):
             async with asyncio.timeout(CONFIRM_TIMEOUT_S):

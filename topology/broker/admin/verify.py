@@ -7,7 +7,7 @@ ignores arguments that it does not know. The management API shows everything. Wi
 from dataclasses import dataclass
 from typing import Literal
 
-from aiormq.abc import AbstractChannel, AbstractConnection
+from aio_pika.abc import AbstractChannel, AbstractConnection
 from aiormq.exceptions import ChannelAccessRefused, ChannelNotFoundEntity
 
 from lanekeeper.contract.problems import BrokerError
@@ -87,6 +87,6 @@ async def _exist(topology: Topology, connection: AbstractConnection) -> tuple[tu
 
 async def _ask(thing: Exchange | Queue, channel: AbstractChannel) -> None:
     if isinstance(thing, Queue):
-        await channel.queue_declare(thing.name, passive=True, timeout=DECLARE_TIMEOUT_S)
+        await channel.declare_queue(thing.name, passive=True, timeout=DECLARE_TIMEOUT_S)
     else:
-        await channel.exchange_declare(thing.name, passive=True, timeout=DECLARE_TIMEOUT_S)
+        await channel.declare_exchange(thing.name, passive=True, timeout=DECLARE_TIMEOUT_S)

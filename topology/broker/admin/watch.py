@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from aiormq.abc import AbstractConnection
+from aio_pika.abc import AbstractConnection
 
 from lanekeeper.amqp.connection import Connection
 from lanekeeper.amqp.driver.border import asks_to_stop

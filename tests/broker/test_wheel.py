@@ -1,0 +1,83 @@
+"""An application with its own packages `service`, `topology` and `consumers` uses the client, from the wheel."""
+
+import asyncio
+import json
+import subprocess
+import sys
+import sysconfig
+import venv
+from asyncio.subprocess import PIPE
+from pathlib import Path
+
+import pytest
+from hatchling.builders.wheel import WheelBuilder
+
+from tests.support.house import house
+
+HOUSE = Path(__file__).parents[2]
+OWN = ("service", "topology", "consumers")
+FOR_WORKERS = {"aiohttp", "anthropic", "jiter", "pydantic", "redis", "typer", "uvloop"}
+"""What the client does without. (`rich` is loaded by structlog where it is installed.)"""
+SCRIPT = """
+import asyncio, json, sys
+import consumers, service, topology
+from lanekeeper import Client, Problem
+
+async def main():
+    async with Client(sys.argv[1]) as client:
+        answer = await client.request({"prompt": service.PROMPT}, key="normal.tests.wheel")
+        parts = [each async for each in client.stream({"prompt": "two words"}, key="normal.tests.wheel")]
+        try:
+            await client.request({"prompt": ""}, key="normal.tests.wheel")
+        except Problem as problem:
+            code = problem.code
+    import lanekeeper
+    print(json.dumps({
+        "text": answer.text, "streamed": parts[-1].text, "code": code, "home": lanekeeper.__file__,
+        "own": [each.__file__ for each in (consumers, service, topology)],
+        "loaded": sorted({name.partition(".")[0] for name in sys.modules}),
+    }))
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Path:
+    """A virtual environment with the wheel in it; other packages are found where the tests have them."""
+    (wheel,) = WheelBuilder(str(HOUSE)).build(directory=str(tmp_path), versions=["standard"])
+    place = tmp_path / "environment"
+    venv.create(place)
+    (packages,) = place.glob("lib/python*/site-packages")
+    # what this directory says of an editable install is not read: the wheel's own packages are the only ones of ours
+    (packages / "others.pth").write_text(sysconfig.get_path("purelib"))
+    uv = Path(sys.executable).parent / "uv"
+    subprocess.run(
+        [uv, "pip", "install", "--quiet", "--offline", "--no-deps", "--python", place / "bin/python", wheel], check=True
+    )
+    return place
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    root = tmp_path / "project"
+    for package in OWN:
+        (root / package).mkdir(parents=True)
+        (root / package / "__init__.py").write_text("PROMPT = 'ours'\n")
+    (root / "app.py").write_text(SCRIPT)
+    return root
+
+
+@pytest.mark.default_broker_only
+async def test_an_application_may_have_packages_of_our_names(vhost, environment: Path, project: Path) -> None:
+    async with house(vhost.amqp_url):
+        script = await asyncio.create_subprocess_exec(
+            environment / "bin/python", "app.py", vhost.amqp_url, cwd=project, stdout=PIPE
+        )
+        said, _ = await script.communicate()
+
+    found = json.loads(said)
+    assert (found["text"], found["streamed"], found["code"]) == ("echo: ours", "echo: two words", "invalid_request")
+    assert Path(found["home"]).is_relative_to(environment)
+    assert {Path(each).parent.parent for each in found["own"]} == {project}
+    assert set(found["loaded"]) & FOR_WORKERS == set()
