@@ -12,8 +12,7 @@ from contest.load import MAX_TOKENS, MODEL, Ask, Asking, Load
 from consumers.limits import headers
 from consumers.limits.amounts import NOTHING, Amounts
 from consumers.limits.base import Budgets, Heard, Kind
-from consumers.limits.estimates import Estimates
-from consumers.limits.estimates import Kind as Task
+from consumers.limits.estimates import Estimates, UsageClass
 from consumers.limits.own_turns import own_accounts
 from consumers.limits.spec import DEFAULT_LANES as SHARES
 from consumers.limits.spec import BudgetSpec
@@ -61,7 +60,7 @@ def _gate(call: Call, budgets: Budgets, load: Load) -> Asking:
 
 
 async def _attempt(call: Call, ask: Ask, budgets: Budgets, estimates: Estimates, speed: float) -> Said:
-    task = Task(ask.lane, "benchmark.budget", MODEL)
+    task = UsageClass(ask.lane, "benchmark.budget", MODEL)
     amounts = Amounts(
         1.0, estimates.input_tokens(MODEL, len(ask.body)), estimates.output_tokens(task, max_tokens=MAX_TOKENS)
     )

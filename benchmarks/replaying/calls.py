@@ -10,8 +10,7 @@ from consumers.failures import ProviderError, RateLimitedError, TransientError
 from consumers.job import Retried
 from consumers.limits.amounts import Amounts
 from consumers.limits.base import Heard, Kind, Reservation
-from consumers.limits.estimates import Estimates
-from consumers.limits.estimates import Kind as Likes
+from consumers.limits.estimates import Estimates, UsageClass
 from consumers.limits.spec import BudgetSpec
 from consumers.providers import counting
 from consumers.providers.breaker import Breaker, Failure, State
@@ -131,5 +130,5 @@ class Caller:
         return self._rng.uniform(*TRAVEL_S)
 
 
-def _likes(ask: Ask) -> Likes:
-    return Likes(ask.lane, "replay", MODEL)
+def _likes(ask: Ask) -> UsageClass:
+    return UsageClass(ask.lane, "replay", MODEL)

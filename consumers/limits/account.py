@@ -1,9 +1,10 @@
 """START HERE for the budget: one account's buckets, lines and calls, and whose turn it is. Pure; time is passed in.
 
-Whose turn it is, again after every change: the lanes are asked in order of rank, and the first whose first request may
-go in all three buckets (`bucket.py` has the rule) is granted. Every lane may spend what it has saved of its share; what
-is more goes by rank, and leaves the reserves of the lanes above whole. How long somebody has waited changes nothing
-between lanes. Where calls are what is short (`concurrency.py`), each lane has its share of them too.
+After every change the account decides anew whose turn it is. It asks the lanes in order of rank, and grants the first
+one whose first request may go in all three buckets (the rule is in `bucket.py`). A lane may always spend what it has
+saved of its share. Beyond that a request goes by rank, and only if the reserves of the lanes above stay whole. Waiting
+longer changes nothing between lanes. When concurrency is the bottleneck (`concurrency.py`), each lane has a share of
+the calls too.
 """
 
 from collections.abc import Sequence
@@ -25,9 +26,9 @@ from consumers.limits.underway import Underway
 from consumers.limits.waiter import Waiter
 
 HOLD_AT_MOST_S = 60.0
-"""What a `retry-after` is believed: the buckets are a minute's."""
+"""A longer `retry-after` is cut to this: a bucket refills within a minute."""
 INPUT = 1
-"""Of the buckets."""
+"""The place of the input tokens among the buckets."""
 
 
 class Account:
@@ -42,7 +43,7 @@ class Account:
         self._adaptive = Adaptive(spec.start, caps, now_s=now_s)
         self._bursts = Bursts(spec.burst_s)
         self.guessed = self._adaptive.guessed()
-        """Which limits nobody has told or set."""
+        """For each limit: True if neither the provider has told it nor a setting says it."""
         sizes = self._bursts.sizes(guessed=self.guessed)
         self.buckets = Buckets(self._adaptive.per_minute(), sizes=sizes, shares=self.shares, now_s=now_s)
         self.demand = Demand(len(self.lanes), now_s=now_s)
@@ -52,7 +53,7 @@ class Account:
         self._underway = Underway()
         self.paused_until_s = self.held_until_s = -inf
         self.is_pressed = False
-        """Somebody had to wait since a guessed limit was last raised."""
+        """A request had to wait since a guessed limit was last raised."""
         self.elsewhere: Sequence[Sequence[float]] = ()
         """What the waiters of each lane wait for that wait in other processes."""
         self.nobody_elsewhere()
@@ -63,21 +64,21 @@ class Account:
         return self.lines.is_empty and not self.concurrency.running
 
     def refill(self, now_s: float) -> None:
-        """What has come in since."""
+        """Add what has come in since the last time."""
         self.buckets.refill(now_s)
 
     def paused_s(self, now_s: float) -> float:
-        """How long nothing is granted, because of a spend limit."""
+        """For how many seconds nothing is granted because of a spend limit."""
         return _left_s(self.paused_until_s, now_s, self.spec.spend_pause_s)
 
     def stopped_s(self, now_s: float) -> float:
-        """How long nothing is granted, because of that or of a refusal."""
+        """For how many seconds nothing is granted because of a spend limit or a `retry-after`."""
         return max(self.paused_s(now_s), _left_s(self.held_until_s, now_s, HOLD_AT_MOST_S))
 
     # ---- the line ----------------------------------------------------------------------------------------------------
 
     def join(self, waiter: Waiter) -> bool:
-        """Whether it is the first of its lane, so that `turn` may find something to do."""
+        """Join the line; True if it is now the first of its lane, so that `turn` may grant it."""
         if self._bursts.margin:
             waiter.amounts = waiter.amounts._replace(
                 input_tokens=waiter.amounts.input_tokens * (1 + self._bursts.margin)
@@ -88,15 +89,15 @@ class Account:
         return True
 
     def leave(self, waiter: Waiter) -> bool:
-        """Ungranted; whether another has become the first of its lane."""
+        """Leave the line without a grant; True if another waiter is now the first of its lane."""
         if not self.lines.leave(waiter):
             return False
         self._head_changed(waiter.lane)
         return True
 
     def turn(self, now_s: float) -> tuple[Waiter | None, float]:
-        """The next that may go, taken out of its line, with its reservation; else when to look again, if nothing
-        happens before: in so many seconds, or not by time alone.
+        """Take the next waiter that may go out of its line and give it a reservation. If there is none: in how many
+        seconds to look again, unless something changes before; infinite if time alone changes nothing.
         """
         self.refill(now_s)
         if self.lines.is_empty:
@@ -137,7 +138,7 @@ class Account:
         self.demand.add(lane, Amounts(used[0] - reserved[0], used[1] - reserved[1], used[2] - reserved[2]), now_s)
 
     def learn(self, heard: Heard, now_s: float) -> bool:
-        """From one response; whether there is less than before, so that what was predicted does not hold any more."""
+        """Learn from one response. True if the limits fell, so that earlier forecasts no longer hold."""
         self.refill(now_s)
         before = self._adaptive.per_minute()
         has_limits = stopped = False
@@ -183,7 +184,7 @@ class Account:
         return stopped or any(new < old for new, old in zip(self._adaptive.per_minute(), before, strict=True))
 
     def is_stale(self, now_s: float) -> bool:
-        """Whether less is used than may be, because of what was heard long ago. What is heard next, mends it."""
+        """True if a limit that was told long ago may hold requests back. The next response mends it."""
         return self._adaptive.is_stale(now_s)
 
     def per_minute(self) -> Amounts:
@@ -213,7 +214,7 @@ class Account:
         self._resize()
 
     def shift(self, jump_s: float) -> None:
-        """The clock that it is asked by has jumped."""
+        """The clock has jumped by so much: move what is kept as points in time."""
         self.lines.shift(jump_s)
         self.paused_until_s += jump_s
         self.held_until_s += jump_s
@@ -267,7 +268,7 @@ class Account:
         self.buckets.want(lane, waiter.amounts if waiter else NOTHING)
 
     def _refused(self, rate: RateHeaders | None, now_s: float) -> None:
-        """Where the provider tells what is left, first less at once, then less altogether."""
+        """Lower what may be used at once if the provider told what is left; lower the limits if that did not help."""
         if rate is None or all(told.remaining is None for told in rate.each()):
             self._adaptive.refused(now_s)
         elif self._is_large(rate):
@@ -277,8 +278,8 @@ class Account:
         self._resize()
 
     def _is_large(self, rate: RateHeaders) -> bool:
-        """Whether much input was left when a call was refused, and yet less than it may have needed: that says nothing
-        of others."""
+        """True if the refused call was merely large: much input was left, but less than that call may have needed.
+        Such a refusal says nothing about other calls."""
         left = rate.input_tokens.remaining
         return left is not None and not self._bursts.spent(rate)[1] and self._underway.needs(left)
 
@@ -292,6 +293,6 @@ class Account:
 
 
 def _left_s(until_s: float, now_s: float, most_s: float) -> float:
-    """Longer than any stop can be: the clock was put back since, and it is over."""
+    """0 if it is over, or longer than any stop can be: then the clock was put back."""
     left_s = until_s - now_s
     return left_s if 0 < left_s < most_s + 1 else 0.0

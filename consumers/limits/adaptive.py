@@ -1,10 +1,10 @@
 """What an account's limits are taken to be: told by the provider, capped by settings, else found out. Pure.
 
-Where nobody tells, they begin low and grow by a step for every few seconds in which they were reached and nothing was
-refused. A provider that answers without a word about limits is thought to have none, until it refuses: a model of one's
-own behind a compatible API has slots, and no budget. A refusal (429) without figures halves them, and so does one with
-figures that goes on although less was used at once (`burst.py`): somebody else uses the account, or the provider counts
-otherwise. They come back step by step.
+Limits that nobody tells begin low, and grow by a step every few seconds if requests waited for them and none was
+refused. A provider that answers without a word about limits is taken to have none until it refuses: a self-hosted
+model behind a compatible API has slots, and no budget. A refusal (429) without figures halves the limits. Refusals
+with figures lower them only if using less at once (`burst.py`) did not help: then somebody else uses the account, or
+the provider counts differently. The limits come back step by step.
 """
 
 from collections.abc import Sequence
@@ -19,20 +19,20 @@ STEP = 0.1
 """Of the first guess, or of what was lost by halving."""
 STEP_EVERY_S = 10.0
 PATIENCE_S = 5.0
-"""Refusals of calls that had begun before a halving are its own: within this time they count once."""
+"""Calls that began before a halving may still be refused: within this time refusals count once."""
 LEAST_FACTOR = 1 / 64
 LESS = 0.8
 """Of what the refusal's own figures show to be spent, where taking less of it at once has not helped."""
 NEAR = 0.7
 NEAR_STEP = STEP / 4
-"""From there on, where it may be too much again."""
+"""The step above `NEAR`, where the limit may soon be too high again."""
 FORGOTTEN_AFTER_S = 180.0
-"""What is less than the first guess must be told again within this time."""
+"""A told limit below the first guess is forgotten if it is not told again within this time."""
 NEWS_S = 60.0
-"""That a limit is told again is remembered so often: other processes are told of it."""
+"""When a limit is told again, this is noted (and told to other processes) at most this often."""
 NOTHING_IS = (False, False, False)
 NO_LIMIT = 1e9
-"""A number, so that a bucket of it is one."""
+"""Stands for no limit. It is finite, so that buckets can be computed with it."""
 
 
 class Adaptive:

@@ -18,7 +18,7 @@ class Reservation:
     lane: str
     amounts: Amounts
     own: Amounts = NOTHING
-    """What of it came from the lane's own part."""
+    """How much of it the lane had saved."""
     at_s: float = 0.0
     is_settled: bool = False
 
@@ -36,7 +36,7 @@ class Wait(NamedTuple):
 
 
 class WaitTooLong(LanekeeperError):
-    """It would not be granted in time."""
+    """The request cannot be granted in time."""
 
     def __init__(self, wait: Wait) -> None:
         self.wait = wait
@@ -46,7 +46,7 @@ class WaitTooLong(LanekeeperError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """Those of one lane that wait for one account."""
+    """The requests of one lane that wait for one account."""
 
     count: int
     reason: str
@@ -64,7 +64,7 @@ class Kind(StrEnum):
     OVERLOADED = "overloaded"
     SPEND_LIMIT = "spend_limit"
     FAILED = "failed"
-    """Anything else: it says nothing but in its headers."""
+    """Any other error: only its headers say something."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +105,7 @@ class Budgets(Protocol):
         ...
 
     async def try_reserve(self, name: str, *, lane: str, amounts: Amounts) -> Reservation | None:
-        """At once, or not at all."""
+        """Reserve at once, or return None."""
         ...
 
     def settle(self, reservation: Reservation, used: Amounts | None) -> None:
@@ -113,11 +113,11 @@ class Budgets(Protocol):
         ...
 
     def learn(self, name: str, heard: Heard) -> None:
-        """From every response, also errors."""
+        """Learn from every response, errors included."""
         ...
 
     async def predicted_wait(self, name: str, *, lane: str, amounts: Amounts) -> Wait:
-        """For one that would join its lane's line now."""
+        """The forecast for a request that would join its lane's line now."""
         ...
 
     def waiting(self) -> Mapping[str, Mapping[str, Waiting]]:
@@ -125,5 +125,5 @@ class Budgets(Protocol):
         ...
 
     def paused(self) -> Mapping[str, float]:
-        """By account, how many seconds its spend limit keeps it paused; those alone that are."""
+        """For each account that a spend limit has paused: for how many seconds more."""
         ...

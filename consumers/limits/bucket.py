@@ -11,10 +11,10 @@ A request may go
 3. else, where nobody waits in a lane above, and none below has saved all that it needs, when the bucket is full: more
    will never be left.
 
-So what the lanes above have not used is kept for their next request, whole. Held for a lane is what it has saved; but
-of what it saves beyond its reserve, for a large request, only as much as leaves room for the top lane, until all is
-saved: then all of it, so that the request goes next. In a bucket of a minute that is the same; a bucket of a second
-is too small to hold much for a large request.
+So the whole reserve of a lane above is kept for its next request. What a lane has saved is held for it. For a large
+request a lane saves more than its reserve; of that, only as much is held as leaves room for the top lane, until the
+lane has saved all that the request needs. Then all of it is held, and the request goes next. A bucket of a minute has
+room for all that lanes save; a bucket of a second is too small to hold much for a large request.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from math import inf
 from typing import Final
 
 LEAST: Final = 1e-6
-"""More than is needed, so that the provider's bucket has it too, whatever the rounding of either."""
+"""Added to what a request needs, so that rounding never makes the provider's bucket have less than ours."""
 
 
 class Bucket:
@@ -65,7 +65,7 @@ class Bucket:
         self.lower(self.burst)
 
     def correct(self, level: float, parts: Sequence[float], now_s: float) -> None:
-        """What another has counted."""
+        """Take over what Redis has counted."""
         self.level, self.parts, self._at_s = level, list(parts), now_s
 
     def refill(self, now_s: float) -> None:
@@ -96,7 +96,7 @@ class Bucket:
         self._share_out()
 
     def _share_out(self) -> None:
-        """What is held for each lane, of what it may save."""
+        """Find out how much of what each lane may save is held for it."""
         room = self.burst - self._caps[0] - sum(self.reserves[1:])
         for other in range(1, len(self.reserves)):
             more = max(0.0, min(self._caps[other] - self.reserves[other], room))
@@ -104,14 +104,14 @@ class Bucket:
             room -= more
 
     def held(self, lane: int) -> float:
-        """What nobody else may take, but on what his own lane has saved."""
+        """What other lanes must leave, unless they spend what they have saved themselves."""
         part = self.parts[lane]
         if part <= self._holds[lane] or part >= self._caps[lane]:
             return part if part > 0 else 0.0
         return self._holds[lane]
 
     def take(self, lane: int, amount: float) -> float:
-        """Spend it; what of it came from what the lane has saved. A request larger than the bucket leaves a debt."""
+        """Spend an amount; return how much of it the lane had saved. More than the bucket holds leaves a debt."""
         part, level, most = self.parts[lane], self.level, self.most
         taken = amount if amount <= part or part >= self.burst else max(part, 0.0)
         self.level = (level if level < most else most) - amount
@@ -125,7 +125,7 @@ class Bucket:
         self.parts[lane] = max(part, min(self._caps[lane], part + min(amount, own)))
 
     def lower(self, level: float) -> None:
-        """The provider has less than we thought; no more than that is saved."""
+        """The provider has less than we thought: lanes cannot have saved more than that."""
         if level >= self.level:
             return
         self.level = level

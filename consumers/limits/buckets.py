@@ -1,4 +1,4 @@
-"""The three buckets of an account, asked together: a request waits for the one that keeps it longest. Pure."""
+"""The three buckets of an account. A request waits for the bucket that makes it wait longest. Pure."""
 
 from collections.abc import Iterator, Sequence
 
@@ -31,12 +31,12 @@ class Buckets:
             bucket.resize(limit, burst_s=size.burst_s, late=size.late, fills=fill)
 
     def refill(self, now_s: float) -> None:
-        """What has come in since."""
+        """Add what has come in since the last time."""
         for bucket in self._all:
             bucket.refill(now_s)
 
     def want(self, lane: int, amounts: Amounts) -> None:
-        """What the first of a lane needs; nothing: nobody waits."""
+        """What the first waiter of a lane needs; zero if nobody waits."""
         for bucket, amount in zip(self._all, amounts, strict=True):
             bucket.want(lane, amount)
 
@@ -50,7 +50,7 @@ class Buckets:
         return longest_s
 
     def reason(self, lane: int, amounts: Amounts, order: Order) -> str:
-        """Which keeps it longest."""
+        """The bucket that makes it wait longest."""
         above, below = order.above[lane], order.below[lane]
         waits_s = [
             bucket.wait_s(lane, amount, above, below) if amount > 0 else 0.0

@@ -18,16 +18,16 @@ from consumers.limits.headers import ROUNDED_UP_BY, RateHeaders
 from consumers.limits.learned import LearnedBursts
 
 UNKNOWN_S = 5.0
-"""Where nothing is known of an account: some four calls at once, until one has been answered. Fewer would let few
-others fail over to a provider that has never been asked."""
+"""For an account of which nothing is known: about four calls at once, until one has been answered. With fewer, few
+requests could fail over to a provider that was never called before."""
 UNPROVEN_S = 10.0
 """Of a limit that was told or set, where nobody tells what is left."""
 NEWS = 1.01
-"""What is proven to be larger by less is not worth telling other processes."""
+"""A smaller increase of what is proven is not worth telling other processes."""
 BACK = 1.1
 BACK_EVERY_S = 10.0
 PATIENCE_S = 5.0
-"""Refusals of calls that had begun before are of the same burst: within this time they count once."""
+"""Calls that were under way during a refusal are refused as well: within this time refusals count once."""
 LEAST_S = 1.0
 SMALL_S = 5.0
 """In a bucket of less one request may be as much as it holds."""
@@ -36,7 +36,7 @@ MARGIN_MOST = 0.5
 OFTEN = 0.5
 """Of the latest responses (smoothed), so many are refusals where even that has not helped."""
 MARGIN_KEPT = 0.99
-"""Of it, every time that something comes back."""
+"""How much of the margin is kept whenever a burst recovers by a step."""
 SPENT = 0.01
 DEAR = 2.0
 """A bucket explains a refusal that has less than this part of its limit left, or than so many usual requests take."""

@@ -8,7 +8,7 @@ it must not make a chat wait for the end of another. Pure.
 from math import inf
 
 PATIENCE_S = 1.0
-"""Calls that began before a backing-off tell of the same overload: within this time it counts once."""
+"""Calls that began before the limit was lowered report the same overload: within this time it counts once."""
 SMOOTHING = 0.1
 REGAIN_S = 5.0
 """After so long without a 529 one call more may begin than was guessed. A provider that is still overloaded says so to
@@ -40,12 +40,12 @@ class Concurrency:
 
     @property
     def is_limited(self) -> bool:
-        """Whether there may be fewer than would come."""
+        """True if there is a limit at all."""
         return self.limit < inf
 
     @property
     def is_set(self) -> bool:
-        """So many as the setting says; False where an overload has lowered it, by a guess."""
+        """True if the limit is the setting's; False if an overload has lowered it by a guess."""
         return self.limit == self._ceiling
 
     def begin(self) -> None:
@@ -58,7 +58,7 @@ class Concurrency:
         self.call_s += (max(0.0, took_s) - self.call_s) * (SMOOTHING if self.call_s else 1.0)
 
     def overloaded(self, now_s: float) -> bool:
-        """Back off; whether it did, or had just done so."""
+        """Lower the limit if overloads are frequent; True if it was lowered now."""
         self._overloads += (1 - self._overloads) * SMOOTHING
         self._regained_s = now_s
         if self._overloads < OFTEN or 0 <= now_s - self._backed_off_s < PATIENCE_S:
@@ -75,7 +75,7 @@ class Concurrency:
             self._allow(1 / self.limit)
 
     def regain(self, now_s: float) -> None:
-        """What time alone gives back of a limit that was guessed."""
+        """Raise a limit that an overload has lowered, by the time that has passed."""
         if self.is_set or now_s < self._regained_s + REGAIN_S:
             return
         calls = (now_s - self._regained_s) // REGAIN_S
@@ -83,7 +83,7 @@ class Concurrency:
         self._allow(calls)
 
     def regains_in_s(self, now_s: float) -> float:
-        """When time gives back the next call; never, where nothing was taken."""
+        """In how many seconds time raises the limit by one; infinite if it was not lowered."""
         return inf if self.is_set else max(0.0, self._regained_s + REGAIN_S - now_s)
 
     def _allow(self, more: float) -> None:

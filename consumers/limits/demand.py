@@ -1,4 +1,4 @@
-"""How fast each lane has spent lately: what the lanes below must expect it to go on taking. Pure; time is passed in."""
+"""How fast each lane has spent lately. Forecasts for lower lanes assume that it goes on. Pure; time is passed in."""
 
 from collections.abc import Sequence
 from math import exp
@@ -6,7 +6,7 @@ from math import exp
 from consumers.limits.amounts import Amounts
 
 WITHIN_S = 60.0
-"""What was spent longer ago counts little: the weight of what is spent falls to a third within this time."""
+"""The weight of what was spent falls to about a third (1/e) within this time."""
 
 
 class Demand:

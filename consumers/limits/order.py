@@ -1,8 +1,8 @@
 """Who stands in line, and which lane goes before which. Pure.
 
-Inside a lane whoever arrived first is first; what comes back after it was put off stands where it stood before. Between
-lanes the rank decides, however long somebody waits; only where a setting says so (`boost_s`) a long wait lets the first
-of a lane go before younger ones of the next lane above, and never before the top lane.
+Inside a lane requests go by arrival; one that was put off and comes back has its old place. Between lanes the rank
+decides, however long a request has waited. Only if `boost_s` is set, the first request of a lane that has waited so
+long goes before younger ones of the next lane above, and never before the top lane.
 """
 
 from bisect import bisect_left, insort
@@ -13,11 +13,11 @@ from consumers.limits.waiter import Waiter
 
 NEVER: Final = float("inf")
 FIRST_TO_AGE: Final = 2
-"""The lanes from this rank on may age: the one below the top has only the top before it."""
+"""Lanes from this rank on may age. The second lane may not, because only the top lane is before it."""
 
 
 class Order(NamedTuple):
-    """Of the lanes: `lanes` from the first to the last; by lane, which go before it and which after it."""
+    """The order of the lanes: `lanes` from first to last; for each lane those `above` and those `below` it."""
 
     lanes: tuple[int, ...]
     above: tuple[tuple[int, ...], ...]
@@ -93,7 +93,7 @@ class Lines:
         return sums, len(before)
 
     def join(self, waiter: Waiter) -> bool:
-        """Where its arrival puts it; whether it is the first of its lane."""
+        """Put it in line by its arrival; True if it is now the first of its lane."""
         self._next += 1
         waiter.number = self._next
         lane = waiter.lane
@@ -111,7 +111,7 @@ class Lines:
         return True
 
     def leave(self, waiter: Waiter) -> bool:
-        """Nothing where it is not there; whether another is the first of its lane now."""
+        """Take it out if it is in line; True if another is now the first of its lane."""
         at = self._at(waiter)
         if at is None:
             return False
@@ -129,7 +129,7 @@ class Lines:
         return True
 
     def shift(self, jump_s: float) -> None:
-        """The clock that arrivals are told by has jumped."""
+        """The clock has jumped by so much: move all arrivals."""
         for line in self._lines:
             for waiter in line:
                 waiter.arrived_s += jump_s

@@ -1,4 +1,4 @@
-"""What is settled about the budget: each lane's share, limits, first guesses."""
+"""The settings of the budget: each lane's share, limits, first guesses."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from topology.lanes import BATCH, CRITICAL, NORMAL
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneBudget:
-    """What a lane may count on."""
+    """What is set for one lane."""
 
     share: float
     """Of every bucket, above 0 and up to 1: saved for this lane alone out of what comes in. This reserve is what keeps
@@ -46,7 +46,7 @@ DEFAULT_LANES: Mapping[str, LaneBudget] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetSpec:
-    """The whole of it. The defaults are safe without knowing the account: limits are learned from its answers."""
+    """All settings of the budget. The defaults suit an unknown account: its limits are learned from its answers."""
 
     lanes: Mapping[str, LaneBudget] = field(default_factory=lambda: DEFAULT_LANES)
     """The most urgent first."""
@@ -66,7 +66,7 @@ class BudgetSpec:
     hold_s: float = 120.0
     """How long a request may wait at the gate; then it is put off, so that the broker does not take it back."""
     spend_pause_s: float = 900.0
-    """How long an account is left alone that has reached its spend limit."""
+    """For how long an account that has reached its spend limit is not called."""
 
     def caps(self, account: str) -> AccountCaps:
         """Of one account."""

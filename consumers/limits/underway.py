@@ -10,7 +10,7 @@ from consumers.limits.base import Reservation
 from consumers.limits.burst import MARGIN_MOST, PATIENCE_S
 
 HELD_EVERY_S = 60.0
-"""What is held explains refusals once in so long a time: where they go on, something else is the matter."""
+"""Held input explains refusals at most once in this time. If refusals go on, the cause is another."""
 
 
 class Underway:
@@ -29,7 +29,7 @@ class Underway:
         self._calls.pop(id(reservation), None)
 
     def needs(self, left: float) -> bool:
-        """Whether one of them may need more input than was left."""
+        """True if one of the calls may need more input than was left."""
         return left < (1 + MARGIN_MOST) * max((each.amounts.input_tokens for each in self._calls.values()), default=0.0)
 
     def hold(self, missing: float, now_s: float) -> bool:

@@ -1,3 +1,8 @@
+-- One step of a shared account. It decides as consumers/limits does in a process (bucket.py, order.py, account.py);
+-- tests/consumers/state/test_same_grants.py holds both to the same grants.
+--
+-- An account is one string: its levels, its lanes' parts, what was learned, and the first waiter of each lane of each
+-- process, so that order holds across processes. A process that says nothing for a while is forgotten.
 local LEAST = 0.000001
 local time = redis.call('TIME')
 local now = time[1] + time[2] / 1000000
@@ -22,7 +27,7 @@ if not account then
   end
 end
 local levels, parts = account.levels, account.parts
-if now < account.at - 1 then  -- the clock was put back: what was to be later would be very late
+if now < account.at - 1 then  -- the clock was put back: points in time would lie far in the future
   account.stopped_until, account.waiting = account.stopped_until - (account.at - now), {}
 end
 local waiting = account.waiting
@@ -30,7 +35,7 @@ for process, its in pairs(waiting) do
   if its.expires < now then waiting[process] = nil end
 end
 
--- The first of each lane, of all processes; of our own, the next of those that we were told of.
+-- The first waiter of a lane among all processes. `own`: the waiters of the process that asks, in order.
 local own = {}
 for l = 1, lanes do own[l] = {} end
 local gone = {}
@@ -101,7 +106,7 @@ local function held(d, l)
   return holds[d][l]
 end
 
--- What came in since the last step, by what was known then.
+-- Add what came in since the last step, by the limits and first waiters of that time.
 size()
 local before = waiting[asked.process]
 for l = 1, lanes do
@@ -120,12 +125,12 @@ for d = 1, 3 do
   end
 end
 
--- What was learned, given back, and found to be wrong.
+-- Take over what the process has learned, what it gives back, and levels that were too high.
 local is_news = asked.version ~= account.version
 if asked.changed and not is_news then
   for d = 1, 3 do
     local more = asked.bursts[d] - account.bursts[d]
-    if account.guessed[d] and not asked.guessed[d] and more > 0 then  -- it was there, and nobody knew
+    if account.guessed[d] and not asked.guessed[d] and more > 0 then  -- there was more from the beginning than was thought
       levels[d] = levels[d] + more
       for l = 1, lanes do parts[d][l] = parts[d][l] + shares[l] * more end
     end
@@ -158,7 +163,7 @@ for i, waiter in ipairs(asked.waiters) do
   line[#line + 1] = {index = i, arrived = now - waiter.age, amounts = waiter.amounts}
 end
 
--- Which lane goes before which: by rank, but for those whose first has aged.
+-- The order of the lanes: by rank, except that a lane whose first waiter has aged goes one up.
 local function order_of()
   local order = {}
   for l = 1, lanes do order[l] = l end
@@ -173,7 +178,7 @@ local function order_of()
   end
   return order
 end
--- Until the level covers `kept` and what the lanes after it have saved by then.
+-- Seconds until the level covers `kept` and what the lanes after it will have saved by then.
 local function left_in(d, kept, order, at, is_first)
   if is_first and levels[d] >= burst[d] then return 0 end
   local missing = kept
@@ -248,7 +253,7 @@ local function take(l, first)
     if ours_left <= 0 then
       for each = 1, lanes do own[each] = {} end
     end
-  else  -- another process's: it comes for it, and until then it is kept for it
+  else  -- a waiter of another process: its amount is kept for it until that process asks
     gone[first.process .. l] = true
     lent[#lent + 1] = {l, {before[1] - levels[1], before[2] - levels[2], before[3] - levels[3]}, from_parts}
   end
@@ -263,7 +268,7 @@ want()
 while true do
   local done, order = true, order_of()
   look_in = -1
-  local places = {}  -- where calls are what is short, the lanes whose turn has come are asked first
+  local places = {}  -- when concurrency is the bottleneck, lanes that are due for a call are asked first
   for at, l in ipairs(order) do
     if asked.turns[l] then places[#places + 1] = at end
   end
@@ -295,7 +300,7 @@ for i = #lent, 1, -1 do
   end
 end
 
--- Who waits still.
+-- Note who still waits in this process, and add up who waits in others.
 local heads, any = {}, false
 for l = 1, lanes do
   local mine = own[l][1]
