@@ -1,4 +1,4 @@
-"""How an answer is printed, and the problem that a request ended in."""
+"""Prints an answer, or the problem with which a request ended."""
 
 import sys
 from typing import TYPE_CHECKING
@@ -8,12 +8,12 @@ if TYPE_CHECKING:
 
 
 def print_answer(answer: "Final", *, json: bool) -> None:
-    """The text, or the whole Message as JSON."""
+    """Print the answer's text, or the whole Message as JSON."""
     print_text(answer.body.decode() if json else answer.text, end="\n")
 
 
 def print_text(text: str, *, end: str) -> None:
-    """At once; as it is where it goes into a pipe or a file."""
+    """Print text without delay. Into a pipe or a file it goes unchanged."""
     print(printable(text) if sys.stdout.isatty() else text, end=end, flush=True)
 
 
@@ -28,5 +28,5 @@ def tell_problem(problem: "Problem") -> None:
 
 
 def printable(text: str) -> str:
-    """Without control characters: what a model writes must not steer the terminal."""
+    """The text without control characters, so that a model's answer cannot control the terminal."""
     return "".join(each if each in "\n\t" or each.isprintable() else "�" for each in text)

@@ -1,4 +1,5 @@
-"""Users for `lanekeeper topology export` and `apply`. Passwords are from a file; `export` makes others, told once."""
+"""Users for `lanekeeper topology export` and `apply`. Passwords come from a file; `export` creates the others and shows
+them once."""
 
 import secrets
 import sys
@@ -11,7 +12,7 @@ from topology.export import SALT_BYTES, Role, User, hash_password
 from topology.lanes import DEFAULT_LANES
 
 DEFAULT = ("worker:worker", "operator:operator", "deployer:deployer")
-"""Applications have names of their own: the first word of their keys after the lane."""
+"""An application's user name is the second word of its routing keys, after the lane."""
 ROLES: dict[str, Role] = {role: role for role in get_args(Role)}
 
 
@@ -22,10 +23,8 @@ def read(given: list[str] | tuple[str, ...], passwords: Path | None) -> list[Use
 
 
 def with_passwords(given: list[str], passwords: Path | None) -> list[User]:
-    """The same, each with a password of the file: a repeated `apply` shall not change one.
-
-    Raises typer.BadParameter.
-    """
+    """The same users, each with its password from the file, so that a repeated `apply` changes none. Raises
+    typer.BadParameter."""
     known = {} if passwords is None else _passwords(passwords)
     missing = [name for each in given if (name := each.partition(":")[0]) not in known]
     if missing:

@@ -47,5 +47,5 @@ async def _cancel(settings: "Settings", id: str, *, tenant: str | None, json: bo
 
 
 def told(outcome: "Cancelled", id: str) -> str:
-    """What became of a cancellation, for people."""
+    """The outcome of a cancellation, in words."""
     return TEXTS[outcome].format(id=id)

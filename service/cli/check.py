@@ -43,7 +43,8 @@ def check(
 
 
 def _all_that_is_wrong(config: Path | None, sets: list[str] | None) -> str:
-    """With the providers' keys that are missing: where nothing else is wrong each is a finding of its own."""
+    """All wrong settings, including missing keys of providers. If only keys are missing, each provider's check reports
+    its own."""
     try:
         options.settings_of(config, sets, for_calls=True)
     except SettingsError as error:

@@ -1,4 +1,4 @@
-"""All commands. Each noun has a file of its own; what they need is imported when they run."""
+"""All commands. Each noun has its own file; what a command needs is imported when it runs."""
 
 from typing import Annotated
 

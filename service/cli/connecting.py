@@ -1,4 +1,4 @@
-"""A command's way to the broker: one connection, and the management API where there is one."""
+"""How a command reaches the broker: over one connection, and the management API if there is one."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,4 +1,4 @@
-"""How a command ends: 0 done, 1 failed, 2 bad use; what went wrong in one line, without a traceback."""
+"""Exit codes of commands: 0 done, 1 failed, 2 bad use. Errors are told in one line, without a traceback."""
 
 import asyncio
 import logging
@@ -31,7 +31,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 
 def told(error: BaseException, *, debug: bool) -> int:
-    """Tell of an error on standard error; the exit code."""
+    """Print an error on standard error. Returns the exit code."""
     cause = _innermost(error)
     if debug:
         for line in "".join(traceback.format_exception(error)).splitlines():
@@ -52,7 +52,7 @@ def told(error: BaseException, *, debug: bool) -> int:
 
 
 def _innermost(error: BaseException) -> BaseException:
-    """Task groups wrap what happened; of several errors the first of ours tells most."""
+    """The error inside an exception group: the first of Lanekeeper's own, if there is one."""
     leaves = list(_leaves(error))
     real = [each for each in leaves if not isinstance(each, asyncio.CancelledError)]
     return next((each for each in real if isinstance(each, LanekeeperError)), (real or leaves)[0])

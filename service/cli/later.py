@@ -1,4 +1,4 @@
-"""Commands of the contract that this version has not: said so, instead of `No such command`."""
+"""Commands of later versions: they say that they are not available, instead of `No such command`."""
 
 import sys
 

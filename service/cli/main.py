@@ -13,7 +13,7 @@ def main() -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command line; the exit code. No error leaves it but as one clear line."""
+    """Run one command line. Returns the exit code; every error is told in one clear line."""
     # Known before the line is parsed, because parsing it may be what fails.
     debug = "--debug" in takewhile(lambda each: each.startswith("-"), arguments)
     try:

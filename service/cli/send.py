@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 DEFAULT_KEY = "{lane}.cli.send"
 QUIET_S = 2.0
-"""So long nothing need be said: most answers are there by then."""
+"""After this time without an answer, look whether anybody works the lane. Most answers come sooner."""
 
 
 def send(
@@ -156,7 +156,7 @@ async def _cancel(client: "Client", id: str, *, tenant: str | None) -> None:
 
 
 def _tell_of(tenant: str | None, settings: "Settings") -> None:
-    """Workers pass over a tenant that this user may not speak for, and say nothing: it is their settings that count."""
+    """Workers ignore a cancellation for a tenant that this user may not speak for, without an answer."""
     user, _ = settings.credentials
     if tenant not in (None, user) and user not in settings.speakers:
         print(
@@ -167,7 +167,8 @@ def _tell_of(tenant: str | None, settings: "Settings") -> None:
 
 
 def _with_its_key(refused: AccessRefused, key: str, settings: "Settings") -> AccessRefused:
-    """An application may publish under keys of its own alone, and the default is not one of them."""
+    """The error with advice: an application may publish only under its own keys, and the default key is none of
+    them."""
     user, _ = settings.credentials
     lane = key.partition(".")[0]
     if key != DEFAULT_KEY.format(lane=lane):
@@ -193,7 +194,7 @@ def _bound_s(settings: "Settings", lane: str, asked: "Options") -> float:
 
 
 async def _watch(client: "Client", lane: str) -> None:
-    """Say once that nobody takes the lane, instead of leaving a person to wonder; a look costs the broker little."""
+    """If nobody works the lane, say so once."""
     await asyncio.sleep(QUIET_S)
     depth = await client.depth(lane)
     if depth is not None and not depth.consumers:

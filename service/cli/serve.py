@@ -130,7 +130,8 @@ async def _worked(
 
 
 class _Stop:
-    """What SIGINT and SIGTERM do: before the work has begun, end at once; then stop well; a second one ends at once."""
+    """Handles SIGINT and SIGTERM. Before the work has begun the first ends the process at once; afterwards the first
+    begins an orderly stop, and the second ends the process at once."""
 
     def __init__(self, task: "asyncio.Task[object]") -> None:
         self._task = task

@@ -20,7 +20,7 @@ CONTROL = {
     "unanswered": "control messages that nobody was told of",
     "displaced": "cancellations of unseen ids forgotten",
 }
-"""What is told of each count that is not 0."""
+"""The line for each count that is not 0."""
 
 
 def status(json: options.Json = False, config: options.Config = None, sets: options.Set = None) -> None:

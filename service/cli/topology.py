@@ -161,7 +161,7 @@ def diagram(config: options.Config = None, sets: options.Set = None) -> None:
 
 
 def _declared(settings: "Settings", version: str | None) -> "Topology":
-    """Declared for a version that is given, else for the one that the broker reports."""
+    """The topology for a given broker version, else for the one that the broker reports."""
     from topology.declaration import declare
 
     if version is None:

@@ -1,4 +1,4 @@
-"""The trace of a request that a command publishes: its own span, and the trace's id on standard error."""
+"""Traces a request that a command publishes: a span of its own, and the trace's id on standard error."""
 
 import sys
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ SERVICE_NAME = "lanekeeper send"
 
 @contextmanager
 def traced(settings: "Settings") -> Iterator["Tracing"]:
-    """The command's span is the root of the trace, where the settings say where spans go; its id is told first."""
+    """If the settings say where spans go, run with a span that is the root of the trace, and print the trace's id."""
     from lanekeeper.telemetry import recording
     from lanekeeper.telemetry.tracing import Tracing
 
@@ -49,7 +49,7 @@ def traced(settings: "Settings") -> Iterator["Tracing"]:
 
 
 def tell_trace_of(answer: "Final") -> None:
-    """The trace that the reply names, unless it is this command's own, which was told before."""
+    """Print the trace that the reply names, unless it is the command's own, which was printed before."""
     from opentelemetry import trace
 
     from lanekeeper.telemetry import propagation
@@ -60,6 +60,6 @@ def tell_trace_of(answer: "Final") -> None:
 
 
 def tell_trace(trace_id: str | None) -> None:
-    """One line on standard error; none where there is no trace."""
+    """Print the trace's id on standard error, if there is a trace."""
     if trace_id is not None:
         print(f"lanekeeper: trace {trace_id}", file=sys.stderr)

@@ -4,7 +4,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 def lanekeeper_version() -> str:
-    """As the distribution has it; a checkout that nobody installed has none."""
+    """The version of the installed distribution; unknown in a checkout that is not installed."""
     try:
         return version("lanekeeper")
     except PackageNotFoundError:

@@ -26,7 +26,7 @@ from topology.lanes import BATCH, CRITICAL
 WINDOW_S = 12.0
 JOBS = 300
 CHATS_FROM_S = 1.0
-"""The batch jobs are all waiting by then."""
+"""When the chats begin: all batch jobs are waiting by then."""
 CHATS = (
     (0.7, 38), (1.8, 10), (2.9, 10), (3.6, 10), (4.2, 10), (4.5, 34), (5.0, 102), (5.7, 27), (6.1, 81), (6.4, 102),
     (6.5, 10), (6.9, 4), (7.3, 28), (8.1, 11), (9.0, 10), (10.1, 25), (10.7, 10),
@@ -34,7 +34,7 @@ CHATS = (
 """Eleven seconds of a chat service: when each request came, and its input tokens, a fortieth of what they were, as the
 account is small. A slice of the recordings that `benchmarks/traces` tells of (Azure LLM inference trace 2023)."""
 CHARACTERS_PER_TOKEN = 4
-"""As the simulated API counts."""
+"""Counted as the simulated API does."""
 LATENCY_MS = (200, 600)
 BURST_S = 2.0
 """What the buckets hold: in a run as short as this more would be a good part of what can be used."""
@@ -54,16 +54,16 @@ Asking = Callable[[str, str], Awaitable[object]]
 
 @dataclass(slots=True)
 class Spending:
-    """How one of the two fared, by its requests and by the provider's books."""
+    """The result of one of the two runs, by its requests and by the provider's count."""
 
     waits_ms: list[int] = field(default_factory=list)
     """Of critical requests, without the provider's own time; without an answer, how long one has waited so far."""
     answered: int = 0
     refused: int = 0
-    """By the provider, with 429."""
+    """Calls that the provider refused with 429."""
     calls: int = 0
     used: float = 0.0
-    """Of what the tightest bucket held and gained, 0 to 1."""
+    """The used part of the tightest limit, 0 to 1."""
     wrong: list[str] = field(default_factory=list)
 
     @property
@@ -108,7 +108,7 @@ async def run(settings: Settings) -> tuple[Spending, Spending]:
 
 
 async def _spend(asking: Asking, api: SimulatedAPI) -> Spending:
-    """Send the load until the window is over; what has no answer then is given up."""
+    """Send the load until the window is over. Requests without an answer by then are abandoned."""
     found, clock, rng = Spending(), asyncio.get_running_loop().time, random.Random(1)
     waits_ms: dict[str, list[int]] = {CRITICAL.name: found.waits_ms, BATCH.name: []}
 

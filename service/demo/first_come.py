@@ -1,4 +1,4 @@
-"""What the lanes are compared with: one queue, first come first served, with as many workers and the same provider."""
+"""For comparison with the lanes: one queue, first come first served, with as many workers and the same provider."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ from topology.codec.request import Request
 
 ATTEMPTS = 4
 PAUSE_S = 0.5
-"""Between two attempts; the worker waits it out, as workers of plain queues do."""
+"""The pause between two attempts. The worker waits meanwhile, as workers of plain queues do."""
 
 
 async def run(url: str, provider: Provider, *, workers: int) -> Board:
@@ -83,7 +83,7 @@ async def _listen(replies: Inbox, answers: dict[str, asyncio.Future[Result]]) ->
 
 
 def request_of(prompt: str, *, model: str = "claude-haiku-5-5") -> Request:
-    """As a worker of plain queues would make it."""
+    """The request as a worker of a plain queue would build it."""
     body = {"model": model, "max_tokens": 1024, "messages": [{"role": "user", "content": prompt}]}
     sent_ms = now_ms()
     return Request(

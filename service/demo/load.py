@@ -9,12 +9,12 @@ from topology.lanes import BATCH, CRITICAL, NORMAL
 
 BATCH_JOBS = 500
 CHATS = 40
-"""In each of the two lanes above batch."""
+"""The number of chats in each of the two lanes above batch."""
 CHAT_EVERY_S = 0.025
 FLOOD_FIRST_S = 0.2
-"""The chats begin so long after the flood: it stands in the queue then."""
+"""When the chats begin after the flood: by then it is in the queue."""
 FAULT_EVERY = 25
-"""Every so many requests one meets a provider that is overloaded, once."""
+"""One in so many requests finds the provider overloaded, once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a request came to: the answer's text and figures, or why there was none."""
+    """The outcome of a request: the answer's text and figures, or why there was none."""
 
     text: str = ""
     wait_ms: int = 0
@@ -62,7 +62,7 @@ class Score:
     retried: int = 0
     waits_ms: list[int] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
-    """Of those that were not answered right: which, and why."""
+    """The requests that were not answered right, and why."""
 
     def add(self, ask: Ask, result: Result) -> None:
         self.waits_ms.append(result.wait_ms)
@@ -93,13 +93,13 @@ class Board:
 
 
 def board() -> Board:
-    """An empty one, most urgent lane first."""
+    """An empty board, the most urgent lane first."""
     expected = {CRITICAL.name: CHATS, NORMAL.name: CHATS, BATCH.name: BATCH_JOBS}
     return Board({lane: Score(lane, count) for lane, count in expected.items()})
 
 
 async def send(asking: Asking, scores: Board) -> None:
-    """Send the flood, and the chats into it; returns when every request has come to something."""
+    """Send the flood and the chats. Returns when every request has an outcome."""
     loop = asyncio.get_running_loop()
     began_s = loop.time()
 

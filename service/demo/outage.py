@@ -24,7 +24,7 @@ EVERY_S = 0.025
 UP_S = 0.5
 DOWN_S = 2.0
 UP_AGAIN_CALLS = 20
-"""The act ends when the first provider has answered so many again."""
+"""The act ends when the first provider has answered so many requests again."""
 UP_AGAIN_WITHIN_S = 10.0
 ANSWER_WITHIN_S = 60.0
 CALLS_MOST = 1.5
@@ -33,16 +33,16 @@ CALLS_MOST = 1.5
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """What the requesters and the providers saw of it."""
+    """What requesters and providers noticed of the outage."""
 
     asked: int
     answered: int
     elsewhere: int
     """Answered by the second provider."""
     calls: int
-    """Of both, by their own books."""
+    """Calls of both providers, as they counted them."""
     breaker: tuple[str, ...]
-    """The states of the first one's, as they were logged."""
+    """The states of the first provider's breaker, as they were logged."""
 
     @property
     def calls_per_answer(self) -> float:

@@ -100,10 +100,8 @@ def _end_on_signals() -> None:
 
 
 async def _taken_away_at_the_end(stack: AsyncExitStack, settings: Settings) -> None:
-    """Have the demo's queues and exchanges removed, from before the first of them is declared.
-
-    Over a connection of its own: those of the worker are gone by then.
-    """
+    """Remove the demo's queues and exchanges at the end. This uses its own connection, because the worker's are closed
+    by then."""
     connection = await stack.enter_async_context(
         Connection(settings.broker_url, name="lanekeeper demo", ssl_context=settings.ssl_context())
     )

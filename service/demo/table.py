@@ -17,7 +17,7 @@ from service.side_tasks import beside
 
 REDRAW_S = 0.25
 LINE_EVERY_S = 2.0
-"""Where nobody watches (no terminal), a line that often instead of a live table."""
+"""Without a terminal: how often a line is printed instead of the live table."""
 
 
 @asynccontextmanager
@@ -64,7 +64,7 @@ def _live_table(scores: Board, activities: Mapping[str, LaneActivity]) -> Table:
 
 
 def show_verdict(console: Console, lanes: Board, first_come: Board) -> None:
-    """The figures of both, side by side, and whether all was answered right."""
+    """Print the figures of lanes and single queue side by side, and whether everything was answered right."""
     table = Table(
         "",
         "lane",
@@ -104,7 +104,7 @@ def show_verdict(console: Console, lanes: Board, first_come: Board) -> None:
 
 
 def show_unbroken(console: Console, act: unbroken.Unbroken) -> None:
-    """What became of the requests of a worker that was killed, of those that were sent twice, of one cancelled."""
+    """Print what became of the requests of the killed worker, of those sent twice, and of the cancelled one."""
     lost = unbroken.JOBS - act.answered
     console.print(
         f"killed at work: {act.cut} calls broken off, {lost} of {unbroken.JOBS} requests lost, {act.calls} calls made; "
@@ -116,7 +116,7 @@ def show_unbroken(console: Console, act: unbroken.Unbroken) -> None:
 
 
 def show_budget(console: Console, gated: Spending, ungated: Spending) -> None:
-    """What became of a small budget, by the provider's own books, side by side."""
+    """Print how the small budget was used in both runs, as the provider counted it."""
     table = Table(
         "",
         *_right("critical p50", "p95", "answered", "429s", "calls per answer", "budget used"),
@@ -145,7 +145,7 @@ def show_budget(console: Console, gated: Spending, ungated: Spending) -> None:
 
 
 def show_outage(console: Console, act: Outage) -> None:
-    """What was noticed of a provider that was down."""
+    """Print what requesters noticed of the provider's outage."""
     console.print(
         f"a provider down: {act.asked - act.answered} of {act.asked} requests lost, {act.elsewhere} answered by the "
         f"next, {act.calls_per_answer:.2f} calls an answer (at most {CALLS_MOST:g}), its breaker "

@@ -21,7 +21,8 @@ TWICE = 20
 ANSWER_WITHIN_S = 60.0
 READY_WITHIN_S = 30.0
 WORKS_FIRST_S = 0.45
-"""How long the second worker works before it is killed: it has answered some by then, and is at others."""
+"""How long the second worker works before it is killed: by then it has answered some requests and is working on
+others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +33,9 @@ class Unbroken:
     cut: int
     """Calls that the killed worker had begun: the provider saw them break off."""
     calls: int
-    """Of the provider, for `JOBS` requests."""
+    """The provider's calls for `JOBS` requests."""
     replayed: int
-    """Of `TWICE` requests that were sent again, those that were answered from the store, in the same words."""
+    """How many of the `TWICE` requests that were sent again got the same answer from the store."""
     calls_again: int
     cancelled: str
     """What the cancellation of a delayed request came to, and its result: "recorded, cancelled"."""
@@ -96,7 +97,7 @@ async def _cancelled(client: Client) -> str:
 
 @asynccontextmanager
 async def _second_worker(settings: Settings, folder: Path) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A worker process beside ours. What may hold a password is in a file that only we can read."""
+    """Start a worker process. Settings that may hold a password go into a file that only this user can read."""
     config = folder / "second-worker.toml"
     config.touch(mode=0o600)
     config.write_text(f"amqp_url = {json.dumps(settings.broker_url)}\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A worker in the demo's own process, and a client to ask it."""
+"""A worker in the demo's own process, and a client that sends requests to it."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -15,7 +15,7 @@ GRACE_S = 1.0
 
 @asynccontextmanager
 async def working(settings: Settings, *, lanes: tuple[str, ...] = ()) -> AsyncIterator[tuple[Worker, Client]]:
-    """Work the lanes, all where empty, for the length of a `with`; it begins when every queue is consumed."""
+    """Work the lanes during the block, all lanes if empty. The block begins when every queue is consumed."""
     stop, ready = asyncio.Event(), asyncio.Event()
     async with (
         assemble(settings, lanes=lanes, declares=True) as parts,
