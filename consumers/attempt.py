@@ -1,7 +1,7 @@
 """An attempt: a provider is called, and where that call fails another provider, within the same attempt.
 
 At most two calls an attempt: retries (`retry.py`) come on top, and two layers that repeat multiply. Who is asked next
-must not be known to fail (`providers/breaker.py`) and must have budget at once: an attempt stands in line once.
+must not be known to fail (`providers/breakers.py`) and must have budget at once: an attempt stands in line once.
 What a failure means for all this stands in the table of `failures.py`.
 """
 
@@ -22,7 +22,7 @@ from consumers.lifecycle import Lifecycle
 from consumers.limits.amounts import Amounts
 from consumers.outcomes import LATER_MS, Answered, Deferred, Outcome, Refused, ended_by, stopped_by
 from consumers.providers.base import Answer
-from consumers.providers.breaker import Breakers, Change, Pass
+from consumers.providers.breakers import Breakers, Change, Pass
 from consumers.providers.counting import counted, spent
 from consumers.providers.registry import Registry
 from consumers.replies.reply import Parts, Replies

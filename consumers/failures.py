@@ -231,7 +231,7 @@ class AnswerTooLargeError(ProviderError):
 
 
 class BreakerOpen(LanekeeperError):
-    """No call was made, and no attempt is counted: every breaker on the way is open (`providers/breaker.py`)."""
+    """No call was made, and no attempt is counted: every breaker on the way is open (`providers/breakers.py`)."""
 
     def __init__(self, retry_in_s: float) -> None:
         self.retry_in_s = retry_in_s

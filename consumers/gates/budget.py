@@ -17,7 +17,7 @@ from consumers.limits.base import Budgets, Wait, WaitTooLong
 from consumers.limits.estimates import Estimates, UsageClass, task_of
 from consumers.limits.spec import BudgetSpec
 from consumers.outcomes import Answered, Deferred, Outcome, Refused, stopped_by
-from consumers.providers.breaker import Breakers
+from consumers.providers.breakers import Breakers
 from lanekeeper.contract.problems import RequestProblem
 from topology.codec.request import Request
 from topology.lanes import LaneSpec

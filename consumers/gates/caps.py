@@ -9,7 +9,7 @@ from consumers.job import Asked, Attempted, Job, NowMs
 from consumers.limits.amounts import Amounts
 from consumers.outcomes import Answered, Deferred, Outcome, Refused, ended_by
 from consumers.prices import MILLION, Price, Prices
-from consumers.providers.breaker import Breakers
+from consumers.providers.breakers import Breakers
 from consumers.spending import Hold, Over, Spending, Spent
 from consumers.state.base import StoreUnavailable
 from lanekeeper.contract.problems import RequestProblem

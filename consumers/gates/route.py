@@ -8,7 +8,7 @@ import random
 
 from consumers.job import Asked, Job, NowMs
 from consumers.outcomes import Deferred, Outcome, Refused, ended_by, stopped_by
-from consumers.providers.breaker import Breakers
+from consumers.providers.breakers import Breakers
 from lanekeeper.contract.problems import RequestProblem
 
 REASON = "breaker"

@@ -1,34 +1,19 @@
-"""Circuit breakers: a provider whose calls fail is left alone a while, then asked by one call. Pure but for the lease.
+"""A circuit breaker: a provider whose calls fail is left alone a while, then asked by one call. Pure: takes the time.
 
     closed ──failures in a row──> open ──its time is over──> probing ──answered──> closed
                                    ^                            │
                                    └───────── failed: twice as long
 
-One for each provider and model. In a row, not a share: of calls that fail by chance (30 % of 529, say) a retry answers
-most, and a breaker that opens on them would only add waiting. What a provider refuses (a 4xx of the request's own, a
-429) shows that it is there. A timeout counts only where the call had time: a requester with a short deadline closes no
-lane. That no connection could be made is no request's doing and nobody's chance: a few of those are enough.
-
-Whoever opens one says so by a lease in the store, for as long as it is open: another process opens its own as soon as
-it meets a few failures itself, and one of them probes. Where the store is away each process finds out by itself.
+Failures in a row are counted, not a share of the calls. Where calls fail by chance (30 % with a 529, say), a retry
+answers most of them, and a breaker that opened would only add waiting. Three failures to connect in a row are enough,
+because no request can cause them.
 """
 
-import asyncio
 import random
-import uuid
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from enum import StrEnum
-from logging import INFO, WARNING
 from math import inf
-from typing import Any, NamedTuple, assert_never
-
-from consumers.chain import Route
-from consumers.failures import ProviderError, Trips
-from consumers.state.base import Leases, StoreUnavailable
-from lanekeeper.telemetry import logs, signals
+from typing import NamedTuple
 
 FAILURES = 10
 """In a row. Of calls of which 30 % fail by chance, every 240,000th meets so many."""
@@ -43,17 +28,10 @@ WINDOW_S = 120.0
 OPEN_S = 1.0
 OPEN_MOST_S = 5.0
 """What waits for a provider that is back waits no longer than this."""
-FAIR_S = 5.0
-"""A call that was given less time than this says nothing by not being in time."""
 PROBE_WITHIN_S = 30.0
 """A probe that takes longer holds nobody back any more."""
 LOOK_S = 1.0
 """While another call probes."""
-STORE_WITHIN_S = 1.0
-"""No call waits longer for the store."""
-REMEMBERED = 1000
-"""Requesters name models: what failed is not remembered of more."""
-log = logs.logger()
 
 
 class State(StrEnum):
@@ -99,10 +77,11 @@ class Breaker:
         """Closed, and not for the first time in a row its call failed."""
         return self.state is State.CLOSED and len(self._failed) >= DOUBTED_FROM
 
-    def probe(self, now_s: float) -> None:
-        """Its time is over, and the call that is made now is the one that finds out."""
+    def probe(self, now_s: float) -> float:
+        """Its time is over, and the call that is made now is the one that finds out; within so many seconds."""
         self.state = State.PROBING
         self._until_s = now_s + PROBE_WITHIN_S
+        return PROBE_WITHIN_S
 
     def failed(self, failure: Failure, *, probe: bool) -> None:
         """Open, where that was the last of too many, or the probe."""
@@ -135,190 +114,3 @@ class Breaker:
         if len(latest) == UNREACHED and all(each.is_unreached for each in latest):
             return True
         return len(self._failed) == FAILURES and len({each.request for each in self._failed}) >= REQUESTS
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
-    """How a breaker changed: told as the event `breaker` of the request that changed it."""
-
-    provider: str
-    model: str
-    state: State
-    error: str | None = None
-    retry_in_s: float | None = None
-
-    def figures(self) -> dict[str, Any]:
-        """Those that there are."""
-        found = {"provider": self.provider, "model": self.model, "state": self.state.value}
-        return found if self.error is None else {**found, "error": self.error, "retry_in_s": self.retry_in_s}
-
-
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """A call may be made; to be given to one of `answered`, `failed`, `unknown`."""
-
-    route: Route
-    request: str
-    is_probe: bool = False
-    change: Change | None = None
-    """What it changed to let this call through."""
-
-
-class Breakers:
-    """All of this process. What changes is logged, and given to the caller, who tells of it."""
-
-    def __init__(self, leases: Leases | None = None, *, rng: random.Random | None = None) -> None:
-        self._leases = leases
-        self._rng = rng or random.Random()
-        self._owner = uuid.uuid4().hex
-        self._all: dict[tuple[str, str], Breaker] = {}
-        """Those that have failed and not answered since."""
-
-    def wait_s(self, route: Route, now_s: float) -> float:
-        """Until a call may be made there, as far as is known; 0: now."""
-        found = self._all.get(_key(route))
-        return 0.0 if found is None else found.wait_s(now_s)
-
-    def least_wait_s(self, routes: Iterable[Route]) -> float:
-        """Until one of them may be called, as far as is known; 0: now."""
-        if not self._all:
-            return 0.0
-        now_s = asyncio.get_running_loop().time()
-        return min(self.wait_s(each, now_s) for each in routes)
-
-    def callable(self, routes: Sequence[Route]) -> Sequence[Route]:
-        """Those that are not known to fail now; all of them where none is left."""
-        if not self._all:
-            return routes
-        now_s = asyncio.get_running_loop().time()
-        return [each for each in routes if self.wait_s(each, now_s) <= 0] or routes
-
-    def down_s(self, route: Route, now_s: float) -> float:
-        """For how long no call could be made there; 0: one may."""
-        found = self._all.get(_key(route))
-        return 0.0 if found is None else max(0.0, now_s - found.down_since_s)
-
-    async def enter(self, route: Route, now_s: float, *, request: str) -> Pass | None:
-        """None: no call may be made there now."""
-        breaker = self._all.get(_key(route))
-        if breaker is None or breaker.state is State.CLOSED:
-            return Pass(route, request)
-        if breaker.wait_s(now_s) > 0:
-            return None
-        breaker.probe(now_s)
-        try:
-            is_ours = await self._lease(route, for_s=PROBE_WITHIN_S)
-        except BaseException:
-            breaker.unknown(now_s, probe=True)
-            raise
-        if not is_ours:  # another process has it open, or finds out
-            breaker.open(now_s)
-            return None
-        return Pass(route, request, is_probe=True, change=_changed(route, breaker, now_s))
-
-    async def answered(self, entered: Pass, now_s: float) -> Change | None:
-        """The provider answered, if only to refuse. How that changed the breaker, if it did."""
-        breaker = self._all.pop(_key(entered.route), None)
-        was_open = breaker is not None and breaker.state is not State.CLOSED
-        change = None
-        if breaker is not None and was_open:
-            breaker.state = State.CLOSED
-            change = _changed(entered.route, breaker, now_s)
-        if was_open or entered.is_probe:
-            await self._let_go(entered.route)
-        return change
-
-    async def failed(self, entered: Pass, error: ProviderError, now_s: float, *, timeout_s: float) -> Change | None:
-        """The call failed: counted where it is the provider's doing. How that changed the breaker, if it did."""
-        match error.means.trips:
-            case Trips.NO:
-                return await self.answered(entered, now_s)
-            case Trips.IN_TIME if timeout_s < FAIR_S:
-                await self.unknown(entered, now_s)
-                return None
-            case Trips.YES | Trips.IN_TIME:
-                is_unreached = False
-            case Trips.UNREACHED:
-                is_unreached = True
-            case never:
-                assert_never(never)
-        route = entered.route
-        breaker = self._of(route)
-        was = breaker.state
-        failure = Failure(now_s, entered.request, is_unreached=is_unreached)
-        breaker.failed(failure, probe=entered.is_probe)
-        if breaker.state is not was:
-            change = _changed(route, breaker, now_s, error)
-            await self._lease(route, for_s=breaker.wait_s(now_s))
-            return change
-        if breaker.is_doubted and not await self._lease(route, for_s=0) and breaker.state is State.CLOSED:
-            breaker.open(now_s)
-            return _changed(route, breaker, now_s, error)
-        return None
-
-    async def unknown(self, entered: Pass, now_s: float) -> None:
-        """It was cancelled, or had no time."""
-        if (breaker := self._all.get(_key(entered.route))) is not None:
-            breaker.unknown(now_s, probe=entered.is_probe)
-        if entered.is_probe:
-            await self._let_go(entered.route)
-
-    def states(self, now_s: float) -> Mapping[str, Mapping[str, str | float]]:
-        """Those that are not closed, by provider and model: state and seconds until the next probe."""
-        return {
-            f"{provider} {model}": {"state": each.state.value, "retry_in_s": round(each.wait_s(now_s), 1)}
-            for (provider, model), each in self._all.items()
-            if each.state is not State.CLOSED
-        }
-
-    def _of(self, route: Route) -> Breaker:
-        if (found := self._all.get(_key(route))) is None:
-            if len(self._all) >= REMEMBERED:
-                closed = (key for key, each in self._all.items() if each.state is State.CLOSED)
-                del self._all[next(closed, next(iter(self._all)))]
-            found = self._all[_key(route)] = Breaker(self._rng)
-        return found
-
-    async def _lease(self, route: Route, *, for_s: float) -> bool:
-        """False: another process has it."""
-        if self._leases is None:
-            return True
-        try:
-            async with asyncio.timeout(STORE_WITHIN_S):
-                return await self._leases.hold(_name(route), self._owner, for_s=for_s) is not None
-        except (StoreUnavailable, TimeoutError):
-            return True
-
-    async def _let_go(self, route: Route) -> None:
-        if self._leases is not None:
-            with suppress(StoreUnavailable, TimeoutError):
-                async with asyncio.timeout(STORE_WITHIN_S):
-                    await self._leases.let_go(_name(route), self._owner)
-
-
-def _changed(route: Route, breaker: Breaker, now_s: float, error: ProviderError | None = None) -> Change:
-    change = Change(
-        provider=route.provider,
-        model=route.model,
-        state=breaker.state,
-        error=None if error is None else error.brief,
-        retry_in_s=None if error is None else round(breaker.wait_s(now_s), 1),
-    )
-    log.log(
-        WARNING if change.state is State.OPEN else INFO,
-        signals.BREAKER_CHANGED,
-        provider=change.provider,
-        model=change.model,
-        state=change.state.value,
-        error=change.error,
-        retry_in_s=change.retry_in_s,
-    )
-    return change
-
-
-def _key(route: Route) -> tuple[str, str]:
-    return (route.provider, route.model)
-
-
-def _name(route: Route) -> str:
-    return f"breaker {route.provider} {route.model}"

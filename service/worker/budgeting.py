@@ -14,7 +14,7 @@ from consumers.limits.base import Budgets
 from consumers.limits.estimates import Estimates
 from consumers.limits.own_turns import own_accounts
 from consumers.providers.base import Provider
-from consumers.providers.breaker import Breakers
+from consumers.providers.breakers import Breakers
 from consumers.providers.registry import Registry
 from consumers.providers.routes import Routes
 from consumers.spending import Spending

@@ -15,7 +15,7 @@ from consumers.fairness.turns import Turns
 from consumers.limits.base import Budgets
 from consumers.parking import Parking
 from consumers.pool import Pool
-from consumers.providers.breaker import Breakers
+from consumers.providers.breakers import Breakers
 from consumers.replies.retelling import Retelling
 from consumers.spending import Spending
 from consumers.state.base import Store

@@ -18,7 +18,8 @@ from consumers.limits.base import Reservation
 from consumers.outcomes import Answered, Buried, Deferred, Outcome, Refused, Retried
 from consumers.prices import Prices
 from consumers.providers.anthropic import AnthropicProvider
-from consumers.providers.breaker import FAILURES, Breakers
+from consumers.providers.breaker import FAILURES
+from consumers.providers.breakers import Breakers
 from consumers.providers.registry import Registry
 from consumers.retry import RetryPolicy
 from lanekeeper.contract import names as n
@@ -270,7 +271,7 @@ async def test_where_all_are_open_no_call_is_made(open_house: Open) -> None:
 async def test_a_provider_that_hangs_is_known_though_deadlines_end_its_calls(
     open_house: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("consumers.providers.breaker.FAIR_S", 0.1)
+    monkeypatch.setattr("consumers.providers.breakers.FAIR_S", 0.1)
     house = await open_house(failing("hang"))
 
     async def ask(number: int) -> None:

@@ -30,7 +30,8 @@ from consumers.limits.spec import AccountCaps, BudgetSpec
 from consumers.outcomes import Answered, Buried, Deferred, Dropped, Refused, Retried
 from consumers.prices import Prices
 from consumers.providers.base import Answer, Parts, Usage
-from consumers.providers.breaker import FAILURES, Breakers
+from consumers.providers.breaker import FAILURES
+from consumers.providers.breakers import Breakers
 from consumers.providers.registry import Registry
 from consumers.reading import Reading
 from consumers.retry import RetryPolicy

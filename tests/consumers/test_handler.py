@@ -19,7 +19,7 @@ from consumers.handler import Handler
 from consumers.job import ATTEMPT_WITHIN_S, CLAIM_WITHIN_S, STORE_WITHIN_S, Asked, Job
 from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried
 from consumers.providers.base import Answer, Parts
-from consumers.providers.breaker import Breakers
+from consumers.providers.breakers import Breakers
 from consumers.providers.registry import Registry
 from consumers.reading import Reading
 from consumers.state.base import Completion

@@ -12,7 +12,8 @@ from consumers.failures import TransientError
 from consumers.gates.route import HOLD_S, RouteGate
 from consumers.job import Job
 from consumers.outcomes import Buried, Deferred, Dropped, Outcome, Refused
-from consumers.providers.breaker import FAILURES, Breakers
+from consumers.providers.breaker import FAILURES
+from consumers.providers.breakers import Breakers
 from consumers.providers.routes import ProviderModels, Routes, RoutesSpec
 from consumers.state.base import Stop
 from tests.support.jobs import NOW_MS, Bench, asked, read

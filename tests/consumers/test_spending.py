@@ -14,7 +14,7 @@ from consumers.limits.amounts import Amounts
 from consumers.outcomes import Answered, Deferred, Dropped, Outcome, Refused, Retried
 from consumers.prices import Price, Prices
 from consumers.providers.base import Usage
-from consumers.providers.breaker import Breakers
+from consumers.providers.breakers import Breakers
 from consumers.spending import Bound, Cap, CapsSpec, Hold, Over, Spending, Spent
 from consumers.state.base import Stop, StoreUnavailable
 from lanekeeper.contract.problems import RequestProblem

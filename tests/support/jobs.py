@@ -22,7 +22,7 @@ from consumers.limits.estimates import Estimates
 from consumers.limits.own_turns import own_accounts
 from consumers.limits.spec import BudgetSpec
 from consumers.parking import Parking
-from consumers.providers.breaker import Breakers
+from consumers.providers.breakers import Breakers
 from consumers.providers.registry import Registry
 from consumers.providers.routes import ProviderModels, Routes, RoutesSpec
 from consumers.replies.address import ReplyRule

@@ -18,7 +18,7 @@ from consumers.limits.estimates import Estimates
 from consumers.limits.own_turns import own_accounts
 from consumers.limits.spec import AccountCaps, BudgetSpec
 from consumers.outcomes import Answered, Deferred, Dropped, Outcome, Refused
-from consumers.providers.breaker import Breakers
+from consumers.providers.breakers import Breakers
 from consumers.state.base import Stop
 from tests.support.jobs import NOW_MS, Bench, asked, read
 from tests.support.virtual_time import virtually

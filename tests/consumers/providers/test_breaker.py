@@ -14,17 +14,8 @@ from consumers.failures import (
     RejectedError,
     TransientError,
 )
-from consumers.providers.breaker import (
-    FAILURES,
-    OPEN_MOST_S,
-    OPEN_S,
-    PROBE_WITHIN_S,
-    REMEMBERED,
-    UNREACHED,
-    WINDOW_S,
-    Breakers,
-    Pass,
-)
+from consumers.providers.breaker import FAILURES, OPEN_MOST_S, OPEN_S, PROBE_WITHIN_S, UNREACHED, WINDOW_S
+from consumers.providers.breakers import REMEMBERED, Breakers, Pass
 from consumers.state.base import StoreUnavailable
 from tests.support.virtual_time import virtually
 

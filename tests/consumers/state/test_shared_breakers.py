@@ -4,7 +4,8 @@ import random
 
 from consumers.chain import Route
 from consumers.failures import TransientError
-from consumers.providers.breaker import DOUBTED_FROM, FAILURES, OPEN_MOST_S, OPEN_S, Breakers, Pass
+from consumers.providers.breaker import DOUBTED_FROM, FAILURES, OPEN_MOST_S, OPEN_S
+from consumers.providers.breakers import Breakers, Pass
 from tests.consumers.state.conftest import Opened
 from tests.support.waiting import until
 
