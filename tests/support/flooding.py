@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 
 import aiormq
 from aiormq.abc import ChannelFrame
+from aiormq.channel import Channel
 from pamqp.body import ContentBody
 from pamqp.commands import Basic
 from pamqp.header import ContentHeader
@@ -28,6 +29,7 @@ async def flood(url: str, *, per_s: int, user: str) -> None:
     """Publish without confirms until killed; with an address that answers go to, as an application would."""
     connection = await aiormq.connect(url)
     channel = await connection.channel(publisher_confirms=False)
+    assert isinstance(channel, Channel)
     declared = await channel.queue_declare(exclusive=True, auto_delete=True, arguments={"x-max-length": 1000})
 
     async def drop(_: object) -> None:

@@ -59,6 +59,12 @@ class House:
         return [loss.result() for loss in self._losses if loss.done()]
 
 
+def _lane(few: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str, Any]:
+    """As `load_settings` does it: a lane whose slots are set does not grow."""
+    fixed = {"slots_max": told["slots"]} if "slots" in told else {}
+    return {**few, **fixed, **told}
+
+
 @asynccontextmanager
 async def house(
     url: str,
@@ -82,15 +88,17 @@ async def house(
     `declares` false: the topology is applied once, before, by somebody else.
     """
     async with SimulatedAPI(simulated) as api:
-        made = Settings(
-            amqp_url=SecretStr(url),
-            anthropic_api_key=SecretStr("sk-ant-simulated"),
-            anthropic_base_url=SecretStr(base_url or api.base_url),
-            lanes={name: {**few, **(lanes or {}).get(name, {})} for name, few in SETTINGS.items()},
-            retry=QUICK if retry is None else retry,
-            budget=budget,
-            **{"store_url": SecretStr(store_url(url)), **settings},
-        )
+        given: dict[str, Any] = {
+            "amqp_url": SecretStr(url),
+            "anthropic_api_key": SecretStr("sk-ant-simulated"),
+            "anthropic_base_url": SecretStr(base_url or api.base_url),
+            "lanes": {name: _lane(few, (lanes or {}).get(name, {})) for name, few in SETTINGS.items()},
+            "retry": QUICK if retry is None else retry,
+            "budget": budget,
+            "store_url": SecretStr(store_url(url)),
+            **settings,
+        }
+        made = Settings(**given)
         if not declares:
             await _applied(made)
         async with assemble(made, lanes=works, declares=declares) as parts:

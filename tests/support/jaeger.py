@@ -93,7 +93,9 @@ def _values(pairs: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _value(value: Mapping[str, Any]) -> Any:
-    ((kind, found),) = value.items() or (("", None),)
+    kind: str
+    found: Any
+    kind, found = next(iter(value.items()), ("", None))
     match kind:
         case "intValue":
             return int(found)

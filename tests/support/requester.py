@@ -42,6 +42,7 @@ class Got:
 
     @classmethod
     def of(cls, delivered: DeliveredMessage) -> "Got":
+        assert not isinstance(delivered.delivery, Basic.GetEmpty)
         return cls(
             body=delivered.body,
             headers=delivered.header.properties.headers or {},
@@ -150,7 +151,7 @@ class Requester:
 
     async def buried(self, message_id: str, *, within_s: float = FINAL_S) -> Got:
         """The dead letter of a request, as soon as it is there."""
-        found = await until(lambda: self.dead_of(message_id), within_s=within_s)
+        found: list[Got] = await until(lambda: self.dead_of(message_id), within_s=within_s)
         return found[0]
 
     def dead_of(self, message_id: str) -> list[Got]:
@@ -184,6 +185,7 @@ class Requester:
         When it returns the broker has read them; it raises what the broker closed the channel with.
         """
         channel = await self.connection.channel(publisher_confirms=False)
+        assert isinstance(channel, Channel)
         to = f"{self.namespace}.requests".encode() if exchange is None else exchange
         publish = struct.pack(">HHH", 60, 40, 0) + short(to) + short(key) + b"\x00"
         header = struct.pack(">HHQ", 60, 0, len(body) if size is None else size) + properties

@@ -187,7 +187,7 @@ ANSWERS: Mapping[str, Answering] = {
     "an endless error": lambda _: itertools.chain([head(400)], chunked(_endless(b" " * 65536))),
     "an error that quotes the prompt": _error(_quoting),
     "a failure that quotes the prompt": _quoting_streamed,
-    "a thousand headers": _error(lambda _: b"{}", **{f"x-{n}": "a" * 100 for n in range(1000)}),
+    "a thousand headers": _error(lambda _: b"{}", status=400, **{f"x-{n}": "a" * 100 for n in range(1000)}),
     "a header of a megabyte": _error(lambda _: b"{}", x_long="a" * MIB),
     "endless headers": lambda _: itertools.chain([b"HTTP/1.1 200 OK\r\n"], _endless(b"x-a: b\r\n" * 1000)),
 }

@@ -166,7 +166,7 @@ class SessionEdge:
         self._channel = channel
         self._arrived: asyncio.Queue[Delivery | None] = asyncio.Queue()
         channel.arrive = lambda delivery: void(loop.call_soon(self._arrived.put_nowait, delivery))
-        self.wake = lambda: void(loop.call_soon(self._arrived.put_nowait, None))
+        self.wake: Callable[[], None] = lambda: void(loop.call_soon(self._arrived.put_nowait, None))
 
     def stop(self) -> None:
         self._channel.is_consuming = False

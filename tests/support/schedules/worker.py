@@ -51,7 +51,7 @@ class Worker:
         self.is_stopping = False
         self.is_over = False
         self.sessions: dict[Channel, SessionEdge] = {}
-        self.loop = SteppedLoop(world.time_s)
+        self.loop = SteppedLoop(world.time_s)  # type: ignore[abstract]  # as much of a loop as is used
         self.edge = Edge(name)
         self._world = world
         publisher = PublisherEdge(world, self.edge)
