@@ -73,6 +73,7 @@ class Control:
         self.displaced = 0
         """Cancellations that were forgotten for newer ones of their tenant, because no worker had seen the request."""
         self._is_behind = True
+        self._received = 0
         self._in_hand: set[int] = set()
         self._done: list[Delivery] = []
         self._busy_at_s = 0.0
@@ -107,6 +108,7 @@ class Control:
         """Begin with each, unless its tenant has used up its share. Raises ChannelLost."""
         self._in_hand, self._done, counted = set(), [], 0
         async for delivery in session:
+            self._received += 1
             due = self._allowance.due(delivery.message)
             if due is not Due.COUNTED:
                 self._in_hand.add(delivery.tag)
@@ -130,31 +132,39 @@ class Control:
         await self._settler.ack_together(session, done, in_hand=self._in_hand)
 
     async def _catch_up(self, session: Session) -> None:
-        """See when all that waited has been read, or for too long: at first, and again after the store was away. Looked
-        at, because a queue does not tell when it is empty."""
+        """See when all that waited has been read, or for too long: at first, and again after the store was away.
+
+        A queue does not tell when it is empty, so it is looked at, and two looks in a row must find nothing: a message
+        that the broker has sent and that has not come yet is counted by neither side.
+        """
         loop = asyncio.get_running_loop()
         end_s = loop.time() + CATCH_UP_WITHIN_S
+        empty_after: int | None = None
+        """How many messages had come when the last look found nothing."""
         while self._session is session:
             if self._claiming.is_away:
-                self._is_behind, end_s = True, loop.time() + CATCH_UP_WITHIN_S
+                self._is_behind, end_s, empty_after = True, loop.time() + CATCH_UP_WITHIN_S, None
             elif self._is_behind:
                 waiting = await self._waiting(session)
                 if waiting and loop.time() >= end_s:
                     log.warning(signals.CONTROL_BEHIND, waiting=waiting, waited_s=CATCH_UP_WITHIN_S)
-                    waiting = 0
-                self._is_behind = waiting > 0
+                    self._is_behind = False
+                elif waiting:
+                    empty_after = None
+                else:
+                    self._is_behind, empty_after = empty_after != self._received, self._received
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def _waiting(self, session: Session) -> int:
         """How many control messages are not done with; at least 1 where that cannot be known."""
-        here = session.waiting + len(self._in_hand)
         try:
-            return here + await self._ready()
+            ready = await self._ready()
+            return ready + session.waiting + len(self._in_hand)
         except AccessRefused:  # a user that may read it, but not look at it: all are delivered as fast as they are read
             is_quiet = asyncio.get_running_loop().time() - self._busy_at_s > QUIET_S
-            return here or (0 if is_quiet else 1)
+            return session.waiting + len(self._in_hand) or (0 if is_quiet else 1)
         except BrokerError:
-            return here or 1
+            return session.waiting + len(self._in_hand) or 1
 
     async def stop(self) -> None:
         """Read no more; `run` returns when what was taken has been recorded."""

@@ -166,6 +166,37 @@ async def test_where_the_queue_may_not_be_looked_at_it_is_empty_when_nothing_com
     await running
 
 
+class UnderWay(FakeSession):
+    """What it was given has left the broker, and comes after the queue was first seen empty."""
+
+    looked = False
+
+    @property
+    def waiting(self) -> int:
+        return 0
+
+    async def ready(self) -> int:
+        self.looked = True
+        return 0
+
+    async def __anext__(self) -> FakeDelivery:
+        while not self.looked:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        await asyncio.sleep(control_module.LOOK_EVERY_S / 2)
+        return await super().__anext__()
+
+
+async def test_what_is_on_its_way_when_the_queue_is_seen_empty_is_waited_for() -> None:
+    bench = Bench()
+    session = UnderWay(bench.log, cancellations(bench, "shop"))
+    reader = control(bench, session, session.ready)
+    running = asyncio.create_task(reader.run())
+    await caught_up(reader)
+    assert await bench.store.find(Identity("shop", "m-1")) is not None
+    await reader.stop()
+    await running
+
+
 def test_a_share_is_used_up_and_comes_back() -> None:
     now_s = 0.0
     share = Share(per_s=2, at_once=3, clock=lambda: now_s)
