@@ -184,7 +184,7 @@ class Attempts:
         return None if job.reserved is None or error is None else spent(error, job.reserved.reservation.amounts)
 
     def _ended_early(self, job: Job, asked: Asked, *, is_over: bool) -> Outcome:
-        """The outcome if the job was stopped, its deadline passed, or a delivery may not be held any longer."""
+        """The outcome if the job was stopped, its deadline passed, or its delivery may not be held any longer."""
         if job.stopped is not None:
             return stopped_by(job.stopped, doing="ran", due_ms=job.hop.due_ms)
         if is_over:

@@ -50,7 +50,7 @@ class Claiming:
 
     @property
     def is_away(self) -> bool:
-        """Whether the last call of the store failed."""
+        """Whether the last call to the store failed."""
         return self._store.trouble is not None
 
     async def run(self) -> None:

@@ -69,7 +69,7 @@ def _told(job: Job, hop: HopHeaders) -> dict[str, Any]:
     )
     headers = hop_headers(told)
     if job.identity.tenant != (job.user_id or ""):
-        headers[n.TENANT] = job.identity.tenant  # a republished dead letter had it in `USER_ID`, now its sender
+        headers[n.TENANT] = job.identity.tenant  # a republished dead letter had it in `USER_ID`, now its sender's
     return headers
 
 

@@ -23,7 +23,7 @@ class Failpoints:
         self._chances = dict(chances or {})
 
     def reach(self, name: str) -> None:
-        """Die here with the given probability, without clean-up, like after a kill."""
+        """Die here with the given probability, without clean-up, like a kill."""
         if self._chances and random.random() < self._chances.get(name, 0):
             os._exit(EXIT_CODE)
 

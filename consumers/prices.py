@@ -39,7 +39,7 @@ class Counts(Protocol):
 
 DEFAULTS: Final[Mapping[str, Price]] = MappingProxyType(
     {
-        "claude-fable-5-2": Price(8, 40),  # only a reseller tells it
+        "claude-fable-5-2": Price(8, 40),  # this price is from a reseller
         "claude-fable-5-1": Price(10, 50),
         "claude-opus-5-5": Price(4, 20, 0.20, 5),
         "claude-opus-5": Price(5, 25),

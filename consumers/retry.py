@@ -116,7 +116,7 @@ def _factor(total: float, count: int) -> float:
 
 
 def _told(error: ProviderError, pause_s: float, *, policy: RetryPolicy, rng: random.Random) -> float:
-    """The pause with the wait that the provider told: after a rate limit just that wait, after an overload at least."""
+    """The pause if the provider told a wait: that wait after a rate limit, at least that wait after an overload."""
     told_s = error.retry_after_s
     if told_s is None:
         return pause_s

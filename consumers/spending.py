@@ -3,7 +3,7 @@
 Caps are kept in the store, so that all processes share them: an estimate is taken before a call and corrected after it.
 The totals of what was used, capped or not, are those of this process.
 
-Taking and correcting run in the background. If a request is cancelled, what was taken for it is given back. No answer
+Taking and correcting are tasks of their own. If a request is cancelled, what was taken for it is given back. No answer
 waits for a correction, or is lost with it.
 """
 

@@ -15,7 +15,7 @@ MS: Final = 1_000_000
 SHORTEST_NS: Final = 1 * MS
 """Shorter waits are left out: most of the times are whole milliseconds."""
 SHORTEST_TURN_NS: Final = 5 * MS
-"""Shorter ones are left out: to take a free claim needs less."""
+"""Shorter waits are left out: taking a free claim needs less."""
 
 
 @dataclass(frozen=True, slots=True)

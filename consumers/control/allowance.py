@@ -1,4 +1,4 @@
-"""Limits how many control messages a tenant may send. Decides before the body is parsed, but for users in `speakers`.
+"""Limits how many control messages a tenant may send. Decides before the body is read, except for `speakers`.
 
 A flood is read only as fast as its messages are dealt with, so each must cost little. Messages beyond the share are
 refused, and the tenant is told so, as often as its share allows. Further ones are only counted and logged, at a tenth
@@ -44,7 +44,7 @@ class Allowance:
         )
 
     def due(self, message: Message) -> Due:
-        """What is done with a message, which this counts."""
+        """Count a message, and return what is done with it."""
         whose = self._whose(message)
         if self._share.take(whose):
             return Due.CARRIED_OUT

@@ -27,7 +27,7 @@ from topology.broker.deliveries import Deliveries
 from topology.broker.session import ChannelLost, Delivery, Session
 
 FAULTS_AT_MOST = 5
-"""A message that we fail on is given up at this delivery: all requests wait for cancellations not yet recorded."""
+"""A message on which we fail is given up at this delivery, because requests wait until all cancellations are stored."""
 LOOK_EVERY_S = 0.05
 CATCH_UP_WITHIN_S = 5.0
 """How long requests wait for the cancellations that came before the worker. Thousands are recorded in that time, and a

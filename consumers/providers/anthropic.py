@@ -34,7 +34,7 @@ from topology.codec.request import Request
 from topology.lanes import urgency
 
 MAX_TOKENS_AT_ONCE: Final = 128_000 * 600 // 3600
-"""A longer answer may take more than ten minutes, at the rate that the vendor's client assumes: it is streamed."""
+"""More may take longer than ten minutes, at the rate that the vendor's client assumes. Such an answer is streamed."""
 _EVENTS: Final = 4
 """An event may have at most a quarter of the bytes of the largest answer: no answer is a single event."""
 _OVERHEAD: Final = 4

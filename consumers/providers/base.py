@@ -53,7 +53,7 @@ class Answer:
     rate: RateHeaders | None = None
     """What the response told of the account's limits."""
     cost_usd: float | None = None
-    """By the table of prices; None where the model has no price."""
+    """By the table of prices; None if the model has no price."""
 
 
 Parts = Callable[[bytes], Awaitable[None]]

@@ -4,8 +4,8 @@
                                    ^                            │
                                    └───────── failed: twice as long
 
-Failures in a row are counted, not a share of the calls. Where calls fail by chance (30 % with a 529, say), a retry
-answers most of them, and a breaker that opened would only add waiting. Three failures to connect in a row are enough,
+Failures in a row are counted, not a share of the calls. If calls fail by chance (30 % with a 529, for example), a retry
+answers most of them, and an open breaker would only add waiting. Three failures to connect in a row are enough,
 because no request can cause them.
 """
 
