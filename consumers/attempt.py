@@ -1,8 +1,8 @@
-"""An attempt: a provider is called, and where that call fails another provider, within the same attempt.
+"""An attempt: one provider is called and, if that call fails, another one within the same attempt.
 
-At most two calls an attempt: retries (`retry.py`) come on top, and two layers that repeat multiply. Who is asked next
-must not be known to fail (`providers/breakers.py`) and must have budget at once: an attempt stands in line once.
-What a failure means for all this stands in the table of `failures.py`.
+An attempt makes at most two calls: retries (`retry.py`) come on top, and two layers of repetition multiply. The second
+provider must not be known to fail (`providers/breakers.py`) and must have budget at once: an attempt waits in line only
+once. The table in `failures.py` says what each failure means for this.
 """
 
 import asyncio
@@ -31,20 +31,20 @@ from lanekeeper.telemetry import logs, signals
 from topology.codec.request import Request
 
 SLACK_S = 1.0
-"""A call that its deadline ends is ended by the deadline, not by its own timeout in the same instant: that would be a
-failure of the provider's."""
+"""A call's timeout is at most this much after the deadline, so that the deadline ends the call: a timeout counts as a
+failure of the provider."""
 LONG_S = 5.0
-"""After a 429 that tells a longer wait a fallback model is asked, too."""
+"""After a 429 with a longer `retry-after`, a fallback model may be asked as well."""
 LEAST_LEFT_S = 1.0
-"""With less left until its deadline nobody else is asked."""
+"""With less time left until the deadline, no second provider is asked."""
 DEADLINE_ABOUT_S = 0.1
 LATE = TransientError("no answer before the request's deadline", type=TIMEOUT)
-"""What a deadline ended may be a provider that hangs, though nobody waited until its call had timed out."""
+"""Told to the breaker if the deadline ended the call: the provider may hang, though the call did not time out."""
 log = logs.logger()
 
 
 class Attempts:
-    """Makes one attempt at a job that has passed the gates. It settles nothing (`settle.py`)."""
+    """Makes one attempt at a job that has passed the gates. It does not settle the job (`settle.py` does)."""
 
     def __init__(
         self,
@@ -72,21 +72,21 @@ class Attempts:
         self._rng = rng
 
     async def make(self, job: Job, asked: Asked) -> Outcome:
-        """Ask for an answer, within what is left of the deadline, and say what that comes to."""
+        """Ask for an answer within the time left until the deadline, and return the outcome."""
         left_s = (asked.request.deadline_ms - self._now_ms()) / 1000
-        if left_s <= 0:  # the store was waited for
+        if left_s <= 0:  # waiting for the store took too long
             return Refused(exceeded(job, asked))
         clock = asyncio.get_running_loop().time
         began_s = clock()
         parts = self._replies.parts(job) if asked.request.stream else None
         try:
             async with job.interruptible(min(left_s, ATTEMPT_WITHIN_S)):
-                await self._pausing.opened()  # an answer that could not be sent is not asked for
+                await self._pausing.opened()  # ask for no answer that could not be sent
                 began_s = clock()
                 answer = await self._ask(job, asked, parts)
                 _ran(job, clock() - began_s, usage=counted(answer.usage), cost_usd=answer.cost_usd)
                 return Answered(body=answer.body, model=answer.model, provider=answer.provider)
-        except RequestProblem as forbidden:  # nothing may be sent to its reply address: found out while streaming to it
+        except RequestProblem as forbidden:  # found while streaming: a part may not be sent
             _ran(job, clock() - began_s)
             return ended_by(forbidden)
         except BreakerOpen as closed:
@@ -95,15 +95,15 @@ class Attempts:
             has_sent = parts is not None and parts.has_sent
             wait_s = self._breakers.least_wait_s(asked.chain.routes) if error.is_outage and not has_sent else 0.0
             _ran(job, clock() - began_s, usage=self._spent(job, error), counts=wait_s <= 0)
-            # by its breaker the provider is down: that is no failure of the request
+            # an open breaker means that the provider is down: the attempt does not count
             return self._route_gate.later(job, asked, wait_s) if wait_s > 0 else self._decide(error, job, asked)
         _ran(job, clock() - began_s)
         return self._ended_early(job, asked, is_over=left_s <= ATTEMPT_WITHIN_S)
 
     async def _ask(self, job: Job, asked: Asked, parts: Parts | None) -> Answer:
-        """Call the route that is reserved for, then, where that fails, one of those after it.
+        """Call the reserved route; if that call fails, call one of the routes after it.
 
-        Raises the ProviderError that counts, and BreakerOpen where no call was made.
+        Raises the ProviderError that counts; BreakerOpen if no call was made.
         """
         request, chain, clock = asked.request, asked.chain, asyncio.get_running_loop().time
         left_s = (request.deadline_ms - self._now_ms()) / 1000
@@ -125,7 +125,7 @@ class Attempts:
             except ProviderError as error:
                 if failed is not None:
                     if error.means.retry is Retry.REJECTED and failed[1].means.retry is not Retry.REJECTED:
-                        raise failed[1] from error  # what the second refuses, the first may answer yet
+                        raise failed[1] from error  # the second refuses it, but the first may still answer it
                     raise
                 left_s = until_s - clock()
                 if left_s < LEAST_LEFT_S:
@@ -136,7 +136,7 @@ class Attempts:
         raise failed[1]
 
     async def _enter(self, job: Job, asked: Asked, route: Route, error: ProviderError | None) -> Pass | None:
-        """Have the breaker's leave, and budget of the route's account; None where one of them is not to be had now."""
+        """Get the breaker's permission and budget of the route's account; None if either is not available now."""
         clock = asyncio.get_running_loop().time
         entered = await self._breakers.enter(route, clock(), request=job.id)
         if entered is None:
@@ -180,11 +180,11 @@ class Attempts:
 
     @staticmethod
     def _spent(job: Job, error: ProviderError | None) -> Amounts | None:
-        """What a call used of what was reserved for it; None: nothing was reserved, or no call was made."""
+        """How much of its reservation a failed call used; None: nothing was reserved, or no call was made."""
         return None if job.reserved is None or error is None else spent(error, job.reserved.reservation.amounts)
 
     def _ended_early(self, job: Job, asked: Asked, *, is_over: bool) -> Outcome:
-        """It was told to stop, its time was over, or it was held as long as a delivery may be."""
+        """The outcome if the job was stopped, its deadline passed, or its delivery may not be held any longer."""
         if job.stopped is not None:
             return stopped_by(job.stopped, doing="ran", due_ms=job.hop.due_ms)
         if is_over:
@@ -209,7 +209,7 @@ class Attempts:
 
 
 def _restart(failed: tuple[Route, ProviderError], route: Route, parts: Parts | None) -> None:
-    """The answer comes from somewhere else: the requester forgets what it has of the call that failed."""
+    """Log the failover, and tell the requester to forget what it received from the failed call."""
     before, error = failed
     log.info(
         signals.FAILED_OVER,
@@ -224,7 +224,7 @@ def _restart(failed: tuple[Route, ProviderError], route: Route, parts: Parts | N
 
 
 def _may_help(error: ProviderError, failed: Route, other: Route) -> bool:
-    """Whether another may answer where one failed so."""
+    """Whether another route may answer after this failure of the first."""
     is_elsewhere, is_paid_by_another = other.provider != failed.provider, other.account != failed.account
     is_same = other.model == failed.model
     match error.means.failover:
@@ -243,6 +243,6 @@ def _may_help(error: ProviderError, failed: Route, other: Route) -> bool:
 
 
 def _ran(job: Job, seconds: float, **came_to: Any) -> None:
-    """Note what the attempt came to, where a call was made."""
+    """Record the result of the attempt, if a call was made."""
     if job.attempted is not None:
         job.attempted = replace(job.attempted, run_ms=round(1000 * seconds), **came_to)

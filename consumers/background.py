@@ -1,4 +1,4 @@
-"""Tasks that go on where whoever waits for them is cancelled: what they store was paid for."""
+"""Tasks that go on when their waiter is cancelled, because what they store was paid for."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 class Background:
-    """Owns such tasks until they have ended."""
+    """Owns these tasks until they have ended."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -23,10 +23,10 @@ class Background:
     def _done(self, task: "asyncio.Task[Any]") -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # read, so that asyncio does not log it: whoever waits for the task gets it
+            task.exception()  # so that asyncio does not log it: the waiter of the task gets it
 
     async def finish(self, *, within_s: float) -> None:
-        """Wait for the tasks that are left, and cancel those that have not ended by then."""
+        """Wait for the remaining tasks; cancel those that do not end in time."""
         if self._tasks:
             _, late = await asyncio.wait(self._tasks, timeout=within_s)
             for task in late:

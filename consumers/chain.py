@@ -1,4 +1,4 @@
-"""Who may be asked for a request, best first. Found once (`providers/routes.py`), and kept as a value."""
+"""The providers that may be called for a request, best first. `providers/routes.py` makes this value."""
 
 from dataclasses import dataclass
 
@@ -9,11 +9,11 @@ class Route:
 
     provider: str
     model: str
-    """As Anthropic calls it, and the tables of prices do."""
+    """Anthropic's name for it, which is also used in the table of prices."""
     name: str
-    """As the provider calls it."""
+    """The provider's name for the model."""
     account: str
-    """Whose budget it uses: the provider's for this class of models."""
+    """Whose budget it uses: a provider has one account for each class of models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,5 +25,5 @@ class Chain:
     """Why the model may not be used here: the detail of the problem `forbidden_model`."""
 
     def since(self, route: Route) -> tuple[Route, ...]:
-        """The route, then those that may be asked instead of it."""
+        """The route, then those that may be called instead of it."""
         return self.routes[self.routes.index(route) :]

@@ -1,7 +1,7 @@
 """This worker's claims: taken before a provider is called, renewed while it runs, given back or completed at the end.
 
-A store that is away is waited for, with the delivery in hand: calling the provider without a claim would turn an
-outage of the store into calls paid twice, and acknowledging what is not recorded would break the promise.
+If the store is away, the delivery is held until it answers. To call the provider without a claim would turn an outage
+of the store into calls paid twice; to acknowledge an outcome that is not stored would break the promise of one outcome.
 """
 
 import asyncio
@@ -29,11 +29,11 @@ from consumers.state.base import (
 from lanekeeper.telemetry import logs, signals
 
 RENEW_EVERY_S = 0.5
-"""A twentieth of a lease; a cancelled request's provider is told within this time and a round trip."""
+"""A twentieth of a lease. A cancelled request's call is ended within this time and a round trip."""
 RELEASE_WITHIN_S = 1.0
 DEFER_WITHIN_S = 1.0
 DEFERRED_KEPT_MS = 60_000
-"""After its deadline: by then a request that was deferred has ended, and that is kept under its id."""
+"""How long a deferral is kept after the deadline: by then the request has ended, and its outcome is stored."""
 PAUSE_CAP_S = 1.0
 T = TypeVar("T")
 log = logs.logger()
@@ -50,11 +50,11 @@ class Claiming:
 
     @property
     def is_away(self) -> bool:
-        """Whether the store could not answer last."""
+        """Whether the last call to the store failed."""
         return self._store.trouble is not None
 
     async def run(self) -> None:
-        """Renew what is held, and stop the jobs whose claim is cancelled or was taken over."""
+        """Renew the held claims, and stop jobs that were cancelled or whose claim was taken over."""
         while True:
             await self._taken.wait()
             await asyncio.sleep(RENEW_EVERY_S)
@@ -67,7 +67,7 @@ class Claiming:
             return
         try:
             stops = await self._store.renew(tuple(self._held))
-        except StoreUnavailable as error:  # whoever runs goes on: nobody else can be granted its claim meanwhile
+        except StoreUnavailable as error:  # jobs go on: meanwhile nobody else can be granted their claims
             log.debug(signals.RENEWAL_FAILED, error=str(error))
             return
         for held, why in stops.items():
@@ -77,9 +77,9 @@ class Claiming:
                 job.stop(why)
 
     async def claim(self, job: Job) -> Granted | Running | Ended | Conflict:
-        """Ask for a job's request. Raises StoreUnavailable after `CLAIM_WITHIN_S`.
+        """Ask for the claim of a job's request. Raises StoreUnavailable after `CLAIM_WITHIN_S`.
 
-        Cancelled, what may have been granted is given back: a holder that never lets go counts as dead.
+        If this is cancelled, a granted claim is given back, because a holder that never lets go counts as dead.
         """
         asking = self._background.begin(self._ask(job), name=f"claim {job.id}")
         try:
@@ -94,10 +94,10 @@ class Claiming:
         return found
 
     async def release(self, job: Job, *, due_ms: int | None = None) -> None:
-        """Give a claim back: the request waits for its next delivery, which comes at `due_ms` where that is known. Its
-        lease ends it where that cannot be told.
+        """Give a claim back: the request waits for its next delivery, at `due_ms` if that is known. If the store cannot
+        be told, the claim ends with its lease.
 
-        Cancelled, it goes on by itself: a holder that never lets go counts as dead.
+        If this is cancelled, it goes on in the background, because a holder that never lets go counts as dead.
         """
         if job.claim is None:
             return
@@ -106,9 +106,8 @@ class Claiming:
         await asyncio.shield(self._background.begin(letting_go, name=f"let go {job.id}"))
 
     async def defer(self, job: Job, *, due_ms: int, deadline_ms: int) -> bool:
-        """Keep until when a request waits that nobody has claimed yet; false where it has ended already, and need not
-        wait. Only for whoever asks about it, and for a wait that is short: where it cannot be kept in time, nothing is
-        lost but that."""
+        """Store until when an unclaimed request waits, for those who ask about it. False if it has ended already and
+        need not wait. For short waits: if the store does not answer in time, only this information is lost."""
         try:
             async with asyncio.timeout(DEFER_WITHIN_S):
                 return await self._defer(job, due_ms, deadline_ms)
@@ -117,11 +116,12 @@ class Claiming:
             return True
 
     async def defer_for_long(self, job: Job, *, due_ms: int, deadline_ms: int) -> bool:
-        """The same, surely: a cancellation that came before is forgotten before a long wait ends. Raises as `claim`."""
+        """The same for a long wait, tried until the store answers: an earlier cancellation must be found now, because
+        the store forgets it before the wait ends. Raises as `claim`."""
         return await _surely(lambda: self._defer(job, due_ms, deadline_ms), within_s=CLAIM_WITHIN_S)
 
     async def reserve(self, job: Job, *, weight: int, until_ms: int) -> Room:
-        """Ask for room for one that waits for long. Raises as `claim`."""
+        """Ask for room for a request that waits long in the broker. Raises as `claim`."""
         copy = job.copy()
         return await _surely(
             lambda: self._store.reserve(job.identity, copy, weight=weight, until_ms=until_ms), within_s=CLAIM_WITHIN_S
@@ -146,10 +146,10 @@ class Claiming:
                 await self._store.release(held, attempts=attempts, due_ms=due_ms)
 
     async def complete(self, job: Job, completion: Completion) -> Completion | None:
-        """Keep how it ended: the completion that holds, or None where another delivery of it is being worked on.
+        """Store how it ended. Return the completion that holds; None if another delivery of it is being worked on.
 
-        Raises StoreUnavailable after `STORE_WITHIN_S`. Cancelled, it goes on by itself: what the provider has answered
-        is paid for, and a delivery that was lost meanwhile is answered with it when it comes again.
+        Raises StoreUnavailable after `STORE_WITHIN_S`. If this is cancelled, it goes on in the background: the answer
+        is paid for, and if the delivery was lost, its redelivery gets this answer.
         """
         completing = self._background.begin(self._complete(job, completion, job.claim), name=f"complete {job.id}")
         try:
@@ -163,39 +163,39 @@ class Claiming:
         try:
             holds = await _surely(lambda: self._store.complete(job.identity, job.copy(), completion, token=token))
             if holds is None and held is not None:
-                await self._let_go(held, attempts=job.attempts)  # it was taken over, and its holder has not died
+                await self._let_go(held, attempts=job.attempts)  # taken over, but this holder is alive
             return holds
         finally:
             self.forget(job)
 
     async def finish(self, *, within_s: float) -> None:
-        """Wait for what is still being completed; what is not by then is called again elsewhere."""
+        """Wait for the completions in progress. A provider is called again for those not stored in time."""
         await self._background.finish(within_s=within_s)
 
     async def note(self, job: Job, completion: Completion) -> None:
-        """Keep, for whoever asks, how a request ended that could not be claimed. Raises as `complete`."""
+        """Store, for those who ask, how a request ended that could not be claimed. Raises as `complete`."""
         await _surely(lambda: self._store.note(job.identity, completion))
 
     async def cancel(self, identity: Identity, completion: Completion) -> Cancelling:
-        """Record a cancellation; what runs in this process stops at once. Raises as `complete`."""
+        """Record a cancellation. A request that runs in this process stops at once. Raises as `complete`."""
         came_to = await _surely(lambda: self._store.cancel(identity, completion))
         if came_to is Cancelling.TOLD:
             await self.renew()
         return came_to
 
     async def find(self, identity: Identity) -> Found | None:
-        """What is known of a request. Raises as `complete`."""
+        """What the store knows about a request. Raises as `complete`."""
         return await _surely(lambda: self._store.find(identity))
 
     def forget(self, job: Job) -> None:
-        """Renew a job's claim no more, whatever became of it."""
+        """Stop renewing a job's claim."""
         if job.claim is not None:
             self._held.pop(job.claim, None)
             job.claim = None
 
 
 def _tell_of_loss(completing: "asyncio.Task[Completion | None]") -> None:
-    """Of an ending that nobody waits for any more, and that could not be kept: its provider is called again."""
+    """Log that a completion without a waiter could not be stored: the provider is called again for it."""
     if completing.cancelled() or completing.exception() is not None:
         why = "" if completing.cancelled() else str(completing.exception())
         log.warning(signals.COMPLETION_LOST, error=why)

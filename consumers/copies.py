@@ -1,6 +1,7 @@
-"""A request published again: on its way round through a delay, set aside, or as a dead letter. Pure.
+"""Builds the message of a request that is published again: into a delay, a side queue, or as a dead letter. Pure.
 
-As it was published, but for `user_id` (a foreign one closes the channel) and `expiration`, which are kept in headers.
+It stays as it was published, but `user_id` and `expiration` move into headers (the broker closes a channel that
+publishes with another user's `user_id`).
 """
 
 from collections.abc import Mapping
@@ -17,13 +18,13 @@ from topology.delays import Hop
 
 
 def on_its_round(job: Job, way: Hop, past: HopHeaders, *, now_ms: int, names: Names) -> Message:
-    """The request on its way to its due queue; `past` is what the next worker is told beside what is always told."""
+    """The message that goes through a delay to its due queue. `past`: what else to tell the next worker."""
     told = replace(past, hop_ms=now_ms, back_ms=now_ms + way.delay_ms)
     return _copy(job, {**_told(job, told), **way.headers}, names=names)
 
 
 def set_aside(job: Job, *, now_ms: int, names: Names) -> Message:
-    """The request for a side queue: nothing has happened to it, and of its `expiration` there is what is left."""
+    """The message for a side queue. Its history is unchanged; if it is fresh, it keeps the rest of its `expiration`."""
     since_ms = job.published.ms
     told = replace(
         job.hop,
@@ -41,7 +42,7 @@ def set_aside(job: Job, *, now_ms: int, names: Names) -> Message:
 
 
 def dead_letter(job: Job, code: str, detail: str, *, ended_ms: int, names: Names) -> Message:
-    """The request with why it ended."""
+    """The message for `lane.dead`, with the reason."""
     headers: dict[str, Any] = {
         n.DEAD_CODE: code,
         n.DEAD_DETAIL: detail,
@@ -58,7 +59,7 @@ def dead_letter(job: Job, code: str, detail: str, *, ended_ms: int, names: Names
 
 
 def _told(job: Job, hop: HopHeaders) -> dict[str, Any]:
-    """What the next worker is told beside how it goes on."""
+    """The headers for the next worker: `hop`, and what is always told."""
     told = replace(
         hop,
         first_seen_ms=job.hop.first_seen_ms or job.published.ms or job.taken_ms,
@@ -68,7 +69,7 @@ def _told(job: Job, hop: HopHeaders) -> dict[str, Any]:
     )
     headers = hop_headers(told)
     if job.identity.tenant != (job.user_id or ""):
-        headers[n.TENANT] = job.identity.tenant  # of a dead letter it stood where its sender stands now
+        headers[n.TENANT] = job.identity.tenant  # a republished dead letter had it in `USER_ID`, now its sender's
     return headers
 
 

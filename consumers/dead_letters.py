@@ -1,6 +1,6 @@
-"""Dead letters have a bound: the oldest beyond it are written to a file where there is a folder for it, else dropped.
+"""Keeps `lane.dead` within its bounds: removes the oldest letters, which are written to a file if a folder is set.
 
-One process at a time looks, by a lease of the store; each letter is handed out once, and removed when it is written.
+One process at a time does this; it holds a lease of the store. A letter is written before it is removed.
 """
 
 import asyncio
@@ -24,9 +24,9 @@ DAY_S = 86_400
 GIB = 1024**3
 LOOK_EVERY_S = 60.0
 SAMPLE = 8
-"""The oldest, by whose size the bytes of all are estimated: AMQP tells how many there are, and not how large."""
+"""The size of all letters is estimated from this many of the oldest: AMQP tells the number of messages, not bytes."""
 STEP = 1000
-"""Letters that one look removes at most."""
+"""The most letters that one `look` removes."""
 LEASE = "dead letters"
 log = logs.logger()
 
@@ -39,11 +39,11 @@ class DeadSpec:
     max_bytes: int = GIB
     keep_s: float = 30 * DAY_S
     folder: Path | None = None
-    """Where what goes is written, a file of JSON lines a day; None: it is dropped."""
+    """Where removed letters are written, one file of JSON lines a day; None: they are dropped."""
 
 
 class DeadLetters:
-    """Looks after them."""
+    """Removes the letters beyond the bounds."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class DeadLetters:
         self.dropped = 0
 
     async def run(self, *, owner: str, every_s: float = LOOK_EVERY_S) -> None:
-        """For ever. `owner` names this process among those that share the store."""
+        """Look again and again until cancelled. `owner` names this process among those that share the store."""
         while True:
             await asyncio.sleep(every_s)
             try:
@@ -73,7 +73,7 @@ class DeadLetters:
                 log.warning(signals.DEAD_LETTERS_UNKEPT, error=str(error))
 
     async def look(self) -> int:
-        """Remove what is beyond the bounds, the oldest first; how many. Raises BrokerError, OSError."""
+        """Remove the letters beyond the bounds, oldest first; return how many. Raises BrokerError, OSError."""
         removed = 0
         async with self._oldest() as oldest:
             held: list[Letter] = []
@@ -95,7 +95,7 @@ class DeadLetters:
         return removed
 
     def _beyond(self, held: list[Letter]) -> int:
-        """How many must go for their number and size."""
+        """How many letters exceed the bounds of number and size."""
         if not held:
             return 0
         count = len(held) + held[-1].behind
@@ -114,7 +114,7 @@ class DeadLetters:
 
 
 def _write(folder: Path, letter: Letter, now_ms: int) -> None:
-    """One line, on the disk when this returns. A line may be there twice, where its removal failed."""
+    """Append one line; it is on the disk when this returns. If a letter's removal fails, its line is written twice."""
     message = letter.message
     line = {
         "message_id": message.message_id,

@@ -50,17 +50,17 @@ class Failover(Enum):
     ACCOUNT = auto()
     """Another account, with any model."""
     SAME_MODEL_FIRST = auto()
-    """Another account with the same model; with another model only where the provider told to wait for long."""
+    """Another account with the same model; with another model only if the provider told to wait for long."""
 
 
 class Trips(Enum):
-    """Whether the circuit breaker counts it as a failure. Read by `breaker.py`."""
+    """Whether the circuit breaker counts it as a failure. Read by `breakers.py`."""
 
     NO = auto()
-    """The provider is there: it answered, if only to refuse."""
+    """The provider works: it answered, even if it refused."""
     YES = auto()
     IN_TIME = auto()
-    """A timeout is counted only where the call was given enough time."""
+    """A timeout is counted only if the call was given enough time."""
     UNREACHED = auto()
     """It is counted, and a few in a row are enough."""
 
@@ -101,17 +101,17 @@ TOO_LARGE    = Meaning(Retry.TOO_LARGE, Failover.NOBODY,           Trips.NO,    
 # fmt: on
 
 UNREACHABLE: Final = "unreachable"
-"""The type of a failure to connect. What was sent and lost is `connection`."""
+"""The type of a failure to connect. A connection that is lost after sending has the type `connection`."""
 TIMEOUT: Final = "timeout"
 """The type of a call that took longer than it may, or than its request's deadline."""
 _BY_TYPE: Final = {UNREACHABLE: UNSENT, "credentials": UNSENT, TIMEOUT: TIMED_OUT}
-"""Before anything was sent there was no connection, or nothing to sign with."""
+"""UNSENT: there was no connection, or no credentials to sign with, before anything was sent."""
 _BY_STATUS: Final = {401: KEY_REFUSED, 403: FORBIDDEN}
 
 
 class ProviderError(LanekeeperError):
-    """An attempt failed. `detail` is one line for the requester, in which a provider may quote what it was asked;
-    `status` the provider's, 0 if none; `retry_after_s` what the provider told, None where it told nothing."""
+    """A call failed. `detail`: one line for the requester, in which the provider may quote the request. `status`: the
+    provider's, 0 if none. `retry_after_s`: what the provider told, None if nothing."""
 
     def __init__(
         self,
@@ -132,19 +132,19 @@ class ProviderError(LanekeeperError):
         self.request_id = request_id
         self.retry_after_s = retry_after_s
         self.had_begun = False
-        """It came in the middle of an answer."""
+        """Whether it came in the middle of an answer."""
         self.rate: RateHeaders | None = None
         """What the response told of the account's limits; set by the adapter."""
 
     @property
     def paid(self) -> Paid:
-        """As its row says; of an answer that had begun it is not known."""
+        """As its row says; unknown if an answer had begun."""
         return Paid.UNKNOWN if self.had_begun else self.means.paid
 
     @property
     def is_outage(self) -> bool:
-        """The provider itself failed, before it did anything that is paid. Where its breaker is open then, that is no
-        failure of the request."""
+        """Whether the provider itself failed, before it did anything that is paid. If its breaker is open then, the
+        attempt does not count."""
         is_its_own = self.means.trips is not Trips.NO and self.means.retry is not Retry.REJECTED
         return is_its_own and self.paid is not Paid.UNKNOWN
 
@@ -152,7 +152,7 @@ class ProviderError(LanekeeperError):
     def brief(self) -> str:
         """For logs and events, without content: type, status and the provider's id of the request.
 
-        Type and id are the provider's words, and so they are believed only where they look like it.
+        Type and id come from the provider, so they are shown only if they look like a type and an id.
         """
         kind = self.type if is_word(self.type) else type(self).__name__
         status = f" {self.status}" if self.status else ""
@@ -161,7 +161,7 @@ class ProviderError(LanekeeperError):
 
 
 class TransientError(ProviderError):
-    """Connection lost, time over, a 5xx, or an answer that is broken or incomplete."""
+    """Connection lost, timeout, a 5xx, or an answer that is broken or incomplete."""
 
     def __init__(self, detail: str, *, status: int = 0, type: str = "", request_id: str | None = None) -> None:
         means = SERVER_ERROR if status >= 400 else _BY_TYPE.get(type, BROKEN_OFF)
@@ -218,7 +218,7 @@ class RejectedError(ProviderError):
 
 
 class AnswerTooLargeError(ProviderError):
-    """The answer is larger than may be read. It was paid, and so would be the next, which would be as large."""
+    """The answer is larger than allowed. It was paid for; another would be paid for too, and be as large."""
 
     def __init__(self, excess: str, *, request_id: str | None = None) -> None:
         super().__init__(
@@ -231,9 +231,9 @@ class AnswerTooLargeError(ProviderError):
 
 
 class BreakerOpen(LanekeeperError):
-    """No call was made, and no attempt is counted: every breaker on the way is open (`providers/breakers.py`)."""
+    """No call was made, and no attempt is counted: the breakers of the routes are open (`providers/breakers.py`)."""
 
     def __init__(self, retry_in_s: float) -> None:
         self.retry_in_s = retry_in_s
-        """Until the first of them lets a call through again."""
+        """Until the first of them allows a call again."""
         super().__init__(f"no provider may be called for {retry_in_s:.1f} s: their last calls failed")

@@ -1,4 +1,4 @@
-"""What the broker itself took out of a queue, or could not route, is answered and parked as anything else."""
+"""Messages that the broker took out of a queue, or could not route: they are answered and parked like any other."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -14,7 +14,7 @@ from topology.lanes import LaneSpec
 
 
 class Fallen:
-    """Reads why a message lies in `lane.fallen`, from what the broker wrote on it."""
+    """Reads why a message is in `lane.fallen`, from the headers that the broker wrote."""
 
     def __init__(
         self, lanes: Sequence[LaneSpec], *, names: Names, now_ms: NowMs, speakers: Collection[str] = ()
@@ -30,7 +30,8 @@ class Fallen:
         self._speakers = speakers
 
     def job_of(self, delivery: Delivery) -> Job:
-        """The job of a fallen message; its internal headers are believed where it fell from a due queue or a delay."""
+        """The job of a fallen message. Its internal headers are believed if a worker sent it: it fell from a due queue,
+        a side queue or a delay."""
         message = delivery.message
         dead_lettered = message.exchange == self._names.fallen  # only then is the newest entry of x-death the broker's
         queue = str(_death(delivery).get("queue")) if dead_lettered else ""
@@ -40,11 +41,11 @@ class Fallen:
             lane = self._lane_by_name.get(message.routing_key.split(".", 1)[0])
         job = Job(delivery, lane=lane, trusted=trusted, taken_ms=self._now_ms(), speakers=self._speakers)
         if dead_lettered and _death(delivery).get("reason") == "delivery_limit":
-            job.hop = replace(job.hop, redelivered=True)  # what claims it still has are of those that it killed
+            job.hop = replace(job.hop, redelivered=True)  # it has killed the workers that still hold its claim
         return job
 
     async def handle(self, job: Job) -> Outcome:
-        """Expired, over the delivery limit, without a lane, or something that should not be."""
+        """End a message that expired, was delivered too often, has no lane, or should not be here."""
         return ended_by(self._problem(job))
 
     def _problem(self, job: Job) -> RequestProblem:
@@ -70,7 +71,7 @@ class Fallen:
 
 
 def _death(delivery: Delivery) -> dict[str, Any]:
-    """The broker's latest entry on why it took the message out of a queue; empty where it wrote none."""
+    """The broker's latest entry on why it took the message out of a queue; empty if there is none."""
     deaths = delivery.message.headers.get(n.DEATH)
     first = deaths[0] if isinstance(deaths, list) and deaths else None
     return first if isinstance(first, dict) else {}

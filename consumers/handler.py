@@ -19,7 +19,7 @@ from topology.lanes import LaneSpec, urgency
 
 
 class Handler:
-    """From a delivery to its outcome. It settles nothing (`settle.py`)."""
+    """Turns a delivery into its outcome. It does not settle it (`settle.py` does)."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Handler:
         values: int = bounds.VALUES,
         needs_user_id: bool = False,
     ) -> None:
-        """`needs_user_id`: a request that the broker has not seen a user of is refused, for it would be anybody's."""
+        """`needs_user_id`: refuse a request without `user_id`, because nobody can tell whose it is."""
         self._gates = gates
         self._reading = reading
         self._values = values
@@ -46,7 +46,7 @@ class Handler:
         self._needs_user_id = needs_user_id
 
     async def handle(self, job: Job, *, lane: LaneSpec) -> Outcome:
-        """Fit to be worked → decoded → through the gates → one attempt."""
+        """Check the delivery → decode it → enter the gates → make one attempt."""
         if (unfit := self._unfit(job)) is not None:
             return unfit
         try:
@@ -55,7 +55,7 @@ class Handler:
             return ended_by(problem)
         job.asked = asked = Asked(request, lane, self._routes.of(lane.name, job.identity.tenant, request.model))
         if job.delivery.times_delivered is None:
-            # a classic intake (3.x) counts nothing: the due queue does
+            # a classic intake (RabbitMQ 3.x) does not count deliveries; the due queue does
             return Deferred(delay_ms=0, reason="redelivered", redelivered=True)
         self._failpoints.reach("before_claim")
         outcome: Outcome | None = None
@@ -74,7 +74,7 @@ class Handler:
             await _leave(passed, job, asked, outcome)
 
     def _unfit(self, job: Job) -> Outcome | None:
-        """What ends a delivery before it is even read."""
+        """The outcome of a delivery that need not be decoded; None: it may go on."""
         if not job.trusted and job.message.exchange != self._names.requests:
             return ended_by(
                 RequestProblem(
@@ -95,7 +95,7 @@ class Handler:
         return None
 
     async def _decode(self, job: Job, lane: LaneSpec) -> Request:
-        """In one step, or, where its body may take a while, in several: the event loop goes on between them."""
+        """Decode a small body in one step, a larger one in several, so that the event loop can go on between them."""
         message = job.message
         rank = (urgency(lane.name), decoding.weight(message))
         decode = partial(
@@ -116,7 +116,7 @@ class Handler:
 
 
 async def _leave(passed: list[Gate], job: Job, asked: Asked, outcome: Outcome | None) -> None:
-    """Leave all gates, the last one first, though one of them raises, or is cancelled."""
+    """Leave all gates, the last one first, even if one of them raises or is cancelled."""
     try:
         while passed:
             await passed.pop().leave(job, asked, outcome)

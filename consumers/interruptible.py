@@ -8,17 +8,17 @@ from consumers.state.base import Stop
 
 
 class Waiter(Protocol):
-    """A job."""
+    """What is needed of a job."""
 
     stopped: Stop | None
     waiting: "Interruptible | None"
 
 
 class Interruptible:
-    """Ends what is awaited inside it when the job is told to stop, or when the time is over.
+    """Ends the wait inside it when the job is told to stop, or when the time is over.
 
-    The block is left then without an exception, and the statement after it runs. A call that is ended so closes the
-    provider's socket.
+    The block is then left without an exception, and the statement after it runs. A call that is ended in this way
+    closes the provider's socket.
     """
 
     __slots__ = ("_job", "_limit")
@@ -37,7 +37,7 @@ class Interruptible:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        self._job.waiting = None  # what has ended cannot be made to end
+        self._job.waiting = None  # from here on `Job.stop` has nothing to end
         try:
             await self._limit.__aexit__(kind, error, trace)
         except TimeoutError:
@@ -46,15 +46,15 @@ class Interruptible:
 
     @property
     def until_s(self) -> float | None:
-        """When the time is over, by the event loop's clock."""
+        """When the time is over, by the event loop's clock; None: never."""
         return self._limit.when()
 
     def end(self) -> None:
-        """Have it end now."""
+        """End the wait now."""
         if not self._limit.expired():
             self._limit.reschedule(asyncio.get_running_loop().time())
 
     def bound(self, until_s: float | None) -> None:
-        """Give it another end, unless it has ended."""
+        """Set another end, unless it has ended."""
         if self._job.stopped is None and not self._limit.expired():
             self._limit.reschedule(until_s)

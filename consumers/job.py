@@ -1,4 +1,4 @@
-"""A job is one delivery being worked; an outcome is what that came to. The outcomes are a closed set."""
+"""A job is one delivery that is being worked on; what came of it is an outcome (`outcomes.py`)."""
 
 import os
 import time
@@ -29,9 +29,9 @@ from topology.lanes import LaneSpec
 CLAIM_WITHIN_S = 60.0
 ATTEMPT_WITHIN_S = 1200.0
 STORE_WITHIN_S = 180.0
-"""How long a delivery may wait for its claim, be worked on, and wait for the store to take how it ended. With the time
-that two publishes may take after that (100 s each) it is less than the broker's consumer timeout, 1800 s: what is held
-longer the broker takes back, counts for nothing, and hands out again and again (docs/facts.md, section 7)."""
+"""How long a delivery may wait for its claim, run its attempt, and wait until the store has its outcome. Together with
+two publishes after that (up to 100 s each) this is less than the broker's consumer timeout of 1800 s. The broker takes
+back a delivery that is held longer, does not count it, and delivers it again and again (docs/facts.md, section 7)."""
 NowMs = Callable[[], int]
 """The clock: ms since 1970."""
 
@@ -43,17 +43,17 @@ def now_ms() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a delivery asks for: known once it has been read."""
+    """What a delivery asks for: known once it is decoded."""
 
     request: Request
     lane: LaneSpec
     chain: Chain
-    """Who may be asked for it."""
+    """The providers that may be called for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """Where a job is called, and what is reserved there for its call."""
+    """The route that a job's call will take, and what is reserved there for it."""
 
     route: Route
     reservation: Reservation
@@ -61,18 +61,18 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempted:
-    """What the attempt of a delivery has come to: from its first call on."""
+    """The attempt of a delivery, from its first call on."""
 
     started_ms: int
     run_ms: int = 0
     usage: Amounts | None = None
-    """What the provider counted; None: that is not known."""
+    """What the provider counted; None: unknown."""
     cost_usd: float | None = None
     """What the answer cost; None: no answer, or its model has no price."""
     lost: tuple[tuple[str, Amounts], ...] = ()
-    """Calls before the last one that may have been paid: their models, and what was expected."""
+    """Calls before the last one that may have been paid: each one's model, and what was reserved for it."""
     counts: bool = True
-    """False where the provider was down: that is no failure of the request."""
+    """False if the provider was down: then the attempt does not count."""
 
 
 class Job:
@@ -97,46 +97,46 @@ class Job:
     ) -> None:
         self.delivery = delivery
         self.lane = lane
-        """None for what fell out of no lane at all (an unknown routing key)."""
+        """None for a message without a lane (an unknown routing key)."""
         self.trusted = trusted
         self.id = delivery.message.message_id or uuid.uuid4().hex
         self.hop = read_hop(delivery.message.headers) if trusted else HopHeaders()
         if trusted:
             delivery.message.priority = restored(delivery.message.priority)
         headers = delivery.message.headers
-        # a dead letter that is published again tells whose it was; whoever may speak for others is believed
+        # a republished dead letter names its tenant, which is believed if its sender may speak for others
         stated = headers.get(n.TENANT) or (headers.get(n.USER_ID) if n.DEAD_AT in headers else None)
         self.identity = Identity(tenant_of(self.user_id, stated, speakers), self.id)
         self.taken_ms = taken_ms
         self.asked: Asked | None = None
-        """None until it has been read."""
+        """None until it is decoded."""
         self.claim: Held | None = None
         self.reserved: Reserved | None = None
         """None while nothing is reserved for it."""
         self.attempted: Attempted | None = None
         """None until its call has begun."""
         self.completion: Completion | None = None
-        """How it ended, as it is stored and told."""
+        """How it ended, as it is stored and sent."""
         self._copy: Copy | None = None
         self.span: Span = INVALID_SPAN
-        """What is traced of this delivery."""
+        """The span of this delivery."""
         self.stopped: Stop | None = None
-        """Why it must not go on, where that is so."""
+        """Why it must stop; None: it may go on."""
         self.waiting: Interruptible | None = None
-        """What it waits for, where that can be ended."""
+        """Its present wait that `stop` can end; None: there is none."""
 
     def stop(self, why: Stop) -> None:
-        """Have it end now what it waits for, and whatever it would wait for next."""
+        """End its present wait now, and each later one when it begins."""
         self.stopped = why
         if self.waiting is not None:
             self.waiting.end()
 
     def interruptible(self, seconds: float | None) -> Interruptible:
-        """What bounds a wait, so that `stop` ends it: `async with job.interruptible(30): …`."""
+        """Bounds a wait, which `stop` can then end: `async with job.interruptible(30): …`."""
         return Interruptible(self, seconds)
 
     def log_fields(self) -> dict[str, str | int]:
-        """What each of its log lines carries; `trace_id` only where there is a trace."""
+        """The fields of each of its log lines; `trace_id` only if there is a trace."""
         fields: dict[str, str | int] = {"request": self.id, "lane": self.lane_name, "attempt": self.attempts}
         if (trace_id := propagation.trace_id(self.span, self.message.headers)) is not None:
             fields["trace_id"] = trace_id
@@ -144,12 +144,12 @@ class Job:
 
     @property
     def user_id(self) -> str | None:
-        """Who published it, as the broker has checked; kept by the worker that sent it through a delay."""
+        """Who published it, as the broker has checked. A worker that sends it through a delay keeps it in a header."""
         return self.hop.user_id if self.trusted else self.message.user_id
 
     @property
     def dead_at(self) -> str | None:
-        """Of a dead letter that was published again: when it had ended, as it tells."""
+        """When it had ended, by its header, if it is a dead letter that was published again; else None."""
         told = self.hop.dead_at if self.trusted else self.message.headers.get(n.DEAD_AT)
         return told if isinstance(told, str) else None
 
@@ -160,16 +160,16 @@ class Job:
 
     @property
     def is_fresh(self) -> bool:
-        """It comes from its publisher, and was at most set aside since: not from a delay."""
+        """It comes from its publisher, not from a delay. It may have been set aside since."""
         return not self.trusted or self.hop.is_fresh
 
     @property
     def came_before(self) -> bool:
-        """It was worked on before, and perhaps ended by whoever had it then: what follows the store may not be done."""
+        """It was worked on before. Its outcome may be stored already, but not yet published."""
         return self.redelivered or not self.is_fresh
 
     def copy(self) -> Copy:
-        """What the store compares of this message."""
+        """What the store compares about this message."""
         if self._copy is not None:
             return self._copy
         message = self.message
@@ -206,7 +206,7 @@ class Job:
 
     @property
     def wait_ms(self) -> int:
-        """From publishing (or the due time) to the start of this delivery's attempt, or until it was taken."""
+        """From publishing (or the due time) to the start of this delivery's attempt; without one, to its delivery."""
         return self.waited_ms(self.taken_ms if self.attempted is None else self.attempted.started_ms)
 
     @property
@@ -222,27 +222,27 @@ class Job:
 
     @property
     def published(self) -> Published:
-        """When it was published, as far as is known; of what is no request, too."""
+        """When it was published, as far as is known. Also for a message that is no valid request."""
         if self.asked is not None:
             return Published(self.asked.request.sent_ms, self.asked.request.sent_by)
         return published(self.message, self.hop, now_ms=self.taken_ms)
 
 
 def tenant_of(user_id: str | None, stated: object, speakers: Collection[str]) -> str:
-    """Whose request it is: its user's, or whose that user says, where it may speak for others. "" for nobody's."""
+    """The tenant of a request: its user, or the stated tenant if that user may speak for others. "" if unknown."""
     if user_id in speakers and isinstance(stated, str):
         return stated
     return user_id or ""
 
 
 def moment_text(ms: int) -> str:
-    """A time as it is told to people and programs (RFC 3339, UTC)."""
+    """A time as text (RFC 3339, UTC)."""
     when = datetime.fromtimestamp(ms / 1000, tz=UTC)
     return when.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def dead_at_ms(text: object) -> int | None:
-    """The time that a dead letter tells, ms since 1970; None where there is none that can be read."""
+    """The time in a dead letter's header, ms since 1970; None if it is missing or malformed."""
     if not isinstance(text, str):
         return None
     try:
@@ -252,8 +252,8 @@ def dead_at_ms(text: object) -> int | None:
 
 
 def is_trusted(message: Message, names: Names) -> bool:
-    """Whether a worker sent it: through `lane.due` (internal), or a delay or side exchange, which only workers may
-    write."""
+    """Whether a worker sent it: through `lane.due` (internal), or a delay or side exchange, to which only workers may
+    publish."""
     return message.exchange == names.due_exchange or message.exchange.startswith(
         (names.delay_prefix, names.side_prefix)
     )

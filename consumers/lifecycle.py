@@ -25,16 +25,16 @@ EVENTS: Mapping[str, Set[str]] = {
     "breaker": {"provider", "model", "state", "error", "retry_in_s"},
     "cap": {"cap", "percent", "used", "limit"},
 }
-"""The events that there are, and what each may tell beside `COMMON`."""
+"""All events, and the fields that each may have besides `COMMON`."""
 COMMON = ("event", "id", "lane", "app", "attempt", "at_ms")
 APP_LENGTH = 64
 ID_LENGTH = 128
-"""With lane and event they stay within the 255 bytes of a routing key."""
+"""With these, a routing key of lane, app, event and id stays within its 255 bytes."""
 
 
 class Lifecycle:
-    """Tells of the steps of a request (deferred, started, retrying, completed, failed, dead), and of what it brought
-    about: breaker, cap."""
+    """Publishes the steps of a request (deferred, started, retrying, completed, failed, dead, …), and changes that it
+    caused (breaker, cap)."""
 
     def __init__(self, notices: Notices, *, names: Names, now_ms: NowMs) -> None:
         self._notices = notices
@@ -60,7 +60,7 @@ class Lifecycle:
         )
 
     def tell_of_letter(self, letter: Message, event: str, **detail: Any) -> None:
-        """The same of a dead letter, whose request has ended long ago."""
+        """The same for a dead letter, whose request has ended long ago."""
         lane, app = (
             _word(letter.routing_key.split(".", 1)[0], APP_LENGTH),
             _word(app_of(letter.routing_key), APP_LENGTH),
@@ -76,5 +76,5 @@ class Lifecycle:
 
 
 def _word(text: str, length: int) -> str:
-    """ASCII, cut: what a refused request carries as its key or id may be anything."""
+    """The text as ASCII, cut to `length`: the key or id of a refused request may be anything."""
     return text[:length].encode("ascii", "replace").decode()

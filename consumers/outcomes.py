@@ -1,4 +1,4 @@
-"""What a delivery can come to: a closed set. `settle.py` carries it out."""
+"""The possible outcomes of a delivery: a closed set. `settle.py` carries them out."""
 
 from dataclasses import dataclass
 from typing import assert_never
@@ -7,7 +7,7 @@ from consumers.state.base import Completion, Stop
 from lanekeeper.contract.problems import RequestProblem
 
 LATER_MS = 1000
-"""Until a request that runs elsewhere is looked at again."""
+"""How long a request is deferred that runs elsewhere, or that a pause holds back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,9 +26,9 @@ class Deferred:
     delay_ms: int
     reason: str
     due_ms: int | None = None
-    """When it is due, where that is what it waits for; ms since 1970."""
+    """The due time of the request, if it has one; ms since 1970."""
     redelivered: bool = False
-    """It leaves a queue that counts nothing, where its last delivery was never settled."""
+    """Its last delivery was never settled, in a queue that does not count deliveries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class Retried:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A final error with nothing to keep."""
+    """A final error; the message is not kept."""
 
     problem: RequestProblem
 
@@ -58,27 +58,27 @@ class Buried:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """It was cancelled, or a newer one took its place: told so, and nothing is kept of it."""
+    """It was cancelled, or a newer one took its place: the requester is told, and the message is not kept."""
 
     problem: RequestProblem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """It had ended before: what the store keeps is told again."""
+    """It had ended before: the stored outcome is sent again."""
 
     completion: Completion
     buries: bool = False
-    """This very message was never settled: whether it was parked is not known, so it is parked (again)."""
+    """This message may not have been parked when it ended, so it is parked (again)."""
     retold: bool = False
-    """All else was done: its reply queue refused it before."""
+    """Only its reply was left: the reply queue had refused it."""
 
 
 Outcome = Answered | Deferred | Retried | Refused | Buried | Dropped | Replayed
 
 
 def ended_by(problem: RequestProblem) -> Refused | Buried:
-    """The outcome of a problem: parked where the table of errors in docs/contract.md says so."""
+    """The outcome of a problem: parked if the table of errors in docs/contract.md says so."""
     return Buried(problem) if problem.type.parked else Refused(problem)
 
 

@@ -1,27 +1,27 @@
-"""How much of what is no valid request is parked and kept under its id: a tenant's rubbish must push out neither other
+"""Limits how many invalid messages of a tenant are parked and stored under their ids: they must push out neither other
 tenants' dead letters nor their results."""
 
 from consumers.share import Seldom, Share
 from lanekeeper.telemetry import logs, signals
 
 UNIT_BYTES = 64 * 1024
-"""Each begun so many bytes of a body count as one message."""
+"""Each started 64 KiB of a body count as one message."""
 INVALID_PER_HOUR = 1000
 HOUR_S = 3600
 log = logs.logger()
 
 
 class Parking:
-    """Each tenant's share of what is kept of invalid messages. Valid requests that failed are always parked."""
+    """Each tenant's share of the invalid messages that are kept. Valid requests that failed are always parked."""
 
     def __init__(self, *, invalid_per_hour: float = INVALID_PER_HOUR) -> None:
         self._share = Share(per_s=invalid_per_hour / HOUR_S, at_once=invalid_per_hour)
         self._seldom = Seldom()
         self.unparked = 0
-        """Invalid messages that were answered, and not kept."""
+        """Invalid messages that were answered but not kept."""
 
     def takes(self, tenant: str, size: int, *, code: str) -> bool:
-        """Whether one more is kept; if not, that is counted, and logged once a minute."""
+        """Whether one more message is kept. If not, that is counted, and logged once a minute."""
         if self._share.take(tenant, 1 + size // UNIT_BYTES):
             return True
         self.unparked += 1

@@ -1,8 +1,8 @@
-"""A pool works the deliveries of one queue, as many at a time as there are slots for them.
+"""A pool works on the deliveries of one queue, as many at a time as it has slots.
 
-The queue's prefetch equals the slots, so that no delivery waits in a worker: more would let lower priorities overtake
-(docs/facts.md, section 2). It does where tenants share a lane that is full: `consumers/fairness/turns.py` says who is
-next then.
+The prefetch of the queue equals the slots, so that no delivery waits in a worker: with more, lower priorities would
+overtake (docs/facts.md, section 2). Deliveries wait only if tenants share a lane that is full:
+`consumers/fairness/turns.py` then says who is next.
 """
 
 import asyncio
@@ -46,8 +46,8 @@ class Pool:
         entering: Entering | None = None,
         slots: int | None = None,
     ) -> None:
-        """`entering`: how deliveries come by their slots; None: the pool has as many as its prefetch, for itself.
-        `slots`: those that it brings along; None: as many as its prefetch."""
+        """`entering`: how deliveries get slots; None: the pool has slots of its own, as many as its prefetch. `slots`:
+        how many it adds to its lane; None: as many as its prefetch."""
         self._deliveries = deliveries
         self._job_of = job_of
         self._handle = handle
@@ -74,17 +74,17 @@ class Pool:
 
     @property
     def in_hand(self) -> int:
-        """What was delivered and has not ended; no more than its prefetch, unless a pause has come between."""
+        """Deliveries that have not ended; at most the prefetch, unless a pause has come between."""
         return self._in_hand
 
     @property
     def running(self) -> int:
-        """What has a slot."""
+        """Deliveries that have a slot."""
         return self._begun
 
     @property
     def jobs(self) -> Collection[Job]:
-        """What is being worked."""
+        """The jobs that are being worked on."""
         return self._jobs
 
     @property
@@ -93,20 +93,20 @@ class Pool:
         return "stopping" if self._stopping else self._deliveries.trouble
 
     async def run(self) -> None:
-        """Work until stopped: returns when what was running has ended. Cancel it to end at once."""
+        """Work until stopped. Returns when all running jobs have ended. Cancel it to end at once."""
         async with aclosing(self._deliveries.sessions()) as sessions:
             async for session in sessions:
                 await self._work_session(session)
 
     async def stop(self) -> None:
-        """Take no more; `run` returns as soon as what is running has ended."""
+        """Take no more; `run` returns as soon as all running jobs have ended."""
         self._stopping = True
         await self._deliveries.stop()
 
     def give_back_waiting(self) -> None:
-        """After `stop`: what has not begun its call goes back to the broker, now and from now on, wherever it waits.
+        """After `stop`: return to the broker, from now on, every delivery whose call has not begun.
 
-        One that gets its turn in this very moment is cancelled before it can begin, and leaves what it was granted.
+        A job that gets its turn at this moment is cancelled before its call, and gives back what it was granted.
         """
         self._gives_back = True
         for task, job in self._undecided.items():
@@ -118,12 +118,12 @@ class Pool:
         return self._deliveries.is_paused
 
     async def pause(self, reason: str) -> None:
-        """Take nothing new; what is in hand goes on, as far as it can."""
+        """Take no new deliveries; those in hand go on, as far as they can."""
         await self._deliveries.pause(reason)
 
     async def resume(self) -> None:
-        """Take again; not yet where more is in hand than there are slots, as after several pauses: the broker does not
-        count what was delivered to a consumer that was cancelled against the prefetch of the next.
+        """Take deliveries again, unless more than the prefetch are in hand. This can follow several pauses: the broker
+        does not count the deliveries of a cancelled consumer against the prefetch of the next one.
         """
         if self._in_hand <= self._deliveries.prefetch:
             await self._deliveries.resume()
@@ -139,7 +139,7 @@ class Pool:
             log.warning(signals.DELIVERY_LOST, queue=self.queue, error=str(lost.exceptions[0]))
 
     async def _take(self, delivery: Delivery) -> None:
-        """Work one delivery as soon as it has a slot, or move it where it waits without one."""
+        """Work on a delivery as soon as it has a slot, or move it to a side queue, where it waits without one."""
         self._in_hand += 1
         try:
             if self._gives_back:
@@ -166,7 +166,7 @@ class Pool:
             self._in_hand -= 1
 
     async def _job(self, delivery: Delivery) -> Job | None:
-        """None where none can be made of it: one such message must not end the lane for all others."""
+        """The job of a delivery; None if it cannot be read: such a message must not end the lane for all others."""
         try:
             return self._job_of(delivery)
         except Exception:
@@ -195,7 +195,7 @@ class Pool:
             await self._settler.reject_later(job.delivery)
 
     async def _work(self, job: Job) -> None:
-        """Work one delivery. Everything is caught here and in `_outcome`, and nowhere else."""
+        """Work on one delivery that has a slot. Every exception of that is caught here or in `_outcome`."""
         delivery = job.delivery
         self._activity.running += 1
         self._jobs.add(job)
@@ -279,10 +279,10 @@ class Pool:
             self._tracing.passed(each.name, start_ns=each.start_ns, end_ns=each.end_ns)
 
     async def _outcome(self, job: Job) -> Outcome:
-        """An unforeseen error is ours, and buries the request."""
+        """The outcome of the handler. An unforeseen error is a fault of ours and buries the request."""
         try:
             return await self._handle(job)
-        except StoreUnavailable:  # nothing is known of it, and nothing may be done without a claim
+        except StoreUnavailable:  # nothing may be done without a claim
             raise
         except Exception as error:
             log.exception(signals.HANDLER_FAILED, where="handle")

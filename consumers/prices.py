@@ -19,9 +19,9 @@ class Price:
     input: float
     output: float
     cache_read: float | None = None
-    """None: a tenth of the input's."""
+    """None: a tenth of `input`."""
     cache_write: float | None = None
-    """For five minutes. None: a quarter more than the input's."""
+    """For a cache of five minutes. None: a quarter more than `input`."""
 
 
 class Counts(Protocol):
@@ -39,20 +39,20 @@ class Counts(Protocol):
 
 DEFAULTS: Final[Mapping[str, Price]] = MappingProxyType(
     {
-        "claude-fable-5-2": Price(8, 40),  # told by a reseller only
+        "claude-fable-5-2": Price(8, 40),  # this price is from a reseller
         "claude-fable-5-1": Price(10, 50),
         "claude-opus-5-5": Price(4, 20, 0.20, 5),
         "claude-opus-5": Price(5, 25),
         "claude-sonnet-5-5": Price(2, 10, 0.20, 2.50),
         "claude-sonnet-5": Price(2, 10, 0.20, 2.50),
-        "claude-haiku-5-5": Price(0.10, 0.50),  # "from": its tiers were not seen
+        "claude-haiku-5-5": Price(0.10, 0.50),  # listed as "from" this; its tiers were not seen
         "claude-haiku-4-5": Price(1, 5),
     }
 )
 
 
 class Prices:
-    """The table: the defaults, with the given ones added or in their place."""
+    """The table: the defaults; `given` prices are added or replace them."""
 
     def __init__(self, given: Mapping[str, Price] | None = None, *, as_of: str = AS_OF) -> None:
         self.as_of = as_of
@@ -60,7 +60,7 @@ class Prices:
 
     @property
     def models(self) -> frozenset[str]:
-        """Those that have a price."""
+        """The models that have a price."""
         return frozenset(self._table)
 
     def of(self, model: str) -> Price | None:
@@ -68,7 +68,7 @@ class Prices:
         return self._table.get(model) or self._table.get(_DATED.sub("", model))
 
     def cost_usd(self, model: str, counts: Counts) -> float | None:
-        """Of one call; None without a price."""
+        """What one call cost; None if the model has no price."""
         if (price := self.of(model)) is None:
             return None
         cache_read = price.input / 10 if price.cache_read is None else price.cache_read

@@ -1,8 +1,8 @@
-"""Large bodies are read one after the other, and at most half of the time: the event loop belongs to everybody.
+"""Large bodies are parsed one after the other, for at most half of the time: the event loop has other work too.
 
-Parsing cannot be interrupted. Each step of it is short (`topology/codec/bounds.py`), but what comes in one piece of
-a socket would be read in one turn of the loop, however many bodies that is; and who sends one after the other would
-leave the loop little time for anything else. So there is a pause after reading, as long as the reading took.
+Parsing cannot be interrupted. Each step is short (`topology/codec/bounds.py`), but all bodies that arrive in one piece
+of a socket would be parsed in one turn of the loop, and a sender of one body after the other would leave the loop
+little time for anything else. So parsing is followed by a pause that is as long as the parsing took.
 """
 
 import asyncio
@@ -17,14 +17,14 @@ from topology.codec import bounds
 
 T = TypeVar("T")
 AT_ONCE_S: Final = 0.01
-"""Of reading in one go, before a pause: some twenty bodies of 100 KB."""
+"""How long may be parsed before a pause: some twenty bodies of 100 KB."""
 TINY_BYTES: Final = 4096
-"""Is read in a millisecond, whatever it says, and waits for no turn."""
+"""A body this small is parsed in a millisecond, whatever it holds, and waits for no turn."""
 _ENDED: Final = ""
 
 
 class Reading:
-    """The turns of all who read in this process. The lowest `rank` goes first: of the lane, then of the size."""
+    """The turns of all that parse in this process. The lowest `rank` goes first: the lane's urgency, then the size."""
 
     def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -35,7 +35,7 @@ class Reading:
         self._numbers = count()
 
     async def turn(self, work: Callable[[], T], *, rank: tuple[int, int]) -> T:
-        """Do `work` when it is its turn; at once while the allowance lasts, or where it is tiny."""
+        """Do `work` in its turn: at once while the allowance lasts, or if it is tiny."""
         if rank[1] <= TINY_BYTES:
             return work()
         if self._is_taken:
@@ -43,7 +43,7 @@ class Reading:
         self._is_taken = True
         began_s = self._clock()
         collects = gc.isenabled()
-        gc.disable()  # so many new objects would have all others looked at, which takes longer than the reading
+        gc.disable()  # so many new objects would start collections, which take longer than the parsing
         try:
             return work()
         finally:
@@ -78,7 +78,7 @@ class Reading:
             asyncio.get_running_loop().call_later(max(0.0, -self._left_s), self._next)
 
     def _next(self) -> None:
-        """Whoever is first of those that wait."""
+        """Give the turn to the first that waits."""
         self._is_taken = False
         while self._waiting:
             *_, turn = heappop(self._waiting)

@@ -10,20 +10,20 @@ from consumers.outcomes import Buried, Refused, Retried, ended_by
 from lanekeeper.contract.problems import RequestProblem
 
 JITTER = 0.5
-"""A pause is drawn from its step to half as much again: those that failed together do not come back together. From
-zero on (full jitter) four attempts were over in 0.8 to 2.7 s."""
+"""A pause is a random time between its step and one and a half of it, so that requests that failed together do not come
+back together. With pauses from zero on (full jitter) four attempts were over in 0.8 to 2.7 s."""
 LEAST_FACTOR = 2.0
 MOST_OF_WHAT_IS_LEFT = 0.5
-"""Of the time until the deadline: the other half is for the attempt itself, and for another one."""
+"""A step is at most this part of the time until the deadline: the rest is for the attempt, and for another one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
     """How long to wait between attempts.
 
-    The first pause is a step of `floor_s` (`base_s` where the provider has no room), each further one the same factor
-    longer, at least twice. The factor is chosen so that all of a request's pauses together last `span_s`: as long as a
-    short outage. No pause is shorter than `floor_s`, no step longer than `cap_s` or than half of the time left.
+    The first step is `floor_s` (`base_s` after a rate limit or an overload). Each further step is longer by the same
+    factor, at least 2. The factor is chosen so that all pauses of a request together last `span_s`: as long as a short
+    outage. No pause is shorter than `floor_s`, no step longer than `cap_s` or than half of the time left.
     """
 
     base_s: float = 1.0
@@ -32,7 +32,7 @@ class RetryPolicy:
 
     @property
     def floor_s(self) -> float:
-        """What passes at once has passed by then."""
+        """The shortest pause: a momentary fault is over by then."""
         return self.base_s / 4
 
 
@@ -49,7 +49,7 @@ def decide(
     """What becomes of a request whose attempt failed.
 
     `attempts`: made so far, this one included. `left_ms`: until its deadline; no delay begins that would end after it.
-    `has_other`: another account may be asked next time, so that nobody waits for as long as this one told.
+    `has_other`: another account may be asked next time, so the wait that this one told does not matter.
     """
     match error.means.retry:
         case Retry.REJECTED:
@@ -90,17 +90,17 @@ def decide(
 
 
 def _step_s(first_s: float, *, failures: int, pauses: int, left_s: float, policy: RetryPolicy) -> float:
-    """The pause after so many failures, of so many pauses in all, without its jitter."""
+    """The pause after that many failures, without jitter. `pauses`: how many a request may have in all."""
     factor = _factor(policy.span_s / first_s, pauses)
-    exponent = min(failures - 1, 1000 / math.log2(factor))  # beyond, a float has no room
+    exponent = min(failures - 1, 1000 / math.log2(factor))  # beyond this a float overflows
     step_s = first_s * math.pow(factor, exponent)
     return max(policy.floor_s, min(step_s, policy.cap_s, left_s * MOST_OF_WHAT_IS_LEFT))
 
 
 def _factor(total: float, count: int) -> float:
-    """The f, at least `LEAST_FACTOR`, with which 1 + f + f² + …, `count` of them, come to `total` or more.
+    """The smallest f, from `LEAST_FACTOR` on, for which 1 + f + f² + … (`count` terms) is `total` or more.
 
-    One pause has nothing to grow into: with two attempts the second is the quick one, and no more.
+    A single pause cannot grow: with two attempts, the pause is one first step.
     """
 
     def is_enough(factor: float) -> bool:
@@ -108,7 +108,7 @@ def _factor(total: float, count: int) -> float:
 
     if count < 2 or is_enough(LEAST_FACTOR):
         return LEAST_FACTOR
-    low, high = LEAST_FACTOR, math.pow(total, 1 / (count - 1))  # the last summand alone comes to the total
+    low, high = LEAST_FACTOR, math.pow(total, 1 / (count - 1))  # here the last term alone reaches the total
     for _ in range(40):
         middle = (low + high) / 2
         low, high = (low, middle) if is_enough(middle) else (middle, high)
@@ -116,9 +116,9 @@ def _factor(total: float, count: int) -> float:
 
 
 def _told(error: ProviderError, pause_s: float, *, policy: RetryPolicy, rng: random.Random) -> float:
-    """The pause, with what the provider told: a rate limit ends when it says, an overload not before."""
+    """The pause if the provider told a wait: that wait after a rate limit, at least that wait after an overload."""
     told_s = error.retry_after_s
     if told_s is None:
         return pause_s
-    told_s += rng.uniform(0, min(1.0, 0.1 * told_s))  # not all in the same instant after it
+    told_s += rng.uniform(0, min(1.0, 0.1 * told_s))  # so that not all come back at the same instant
     return max(policy.floor_s if error.means.retry is Retry.AS_TOLD else pause_s, told_s)

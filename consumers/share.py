@@ -1,4 +1,4 @@
-"""What one tenant may use of something that all share, and how often its excess is logged; both in this process.
+"""Limits what one tenant may use of something that all share, and how often its excess is logged; per process.
 
 share = Share(per_s=100, at_once=1000)
 if not share.take(tenant): …            over its share: refused, and the others go on
@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 NAMES_KEPT = 10_000
-"""Tenants that are remembered; the one that asked longest ago is forgotten first."""
+"""How many tenants are remembered; the one that asked longest ago is forgotten first."""
 TOLD_EVERY_S = 60.0
 Clock = Callable[[], float]
 
@@ -24,7 +24,7 @@ class Share:
         self._left: dict[str, tuple[float, float]] = {}
 
     def take(self, name: str, amount: float = 1) -> bool:
-        """Use some of what is left of a name's share, or nothing where that is too little."""
+        """Whether that much of a name's share is left; if so, it is used."""
         now_s = self._clock()
         left, at_s = self._left.pop(name, (self._at_once, now_s))
         left = min(self._at_once, left + (now_s - at_s) * self._per_s)
@@ -36,14 +36,14 @@ class Share:
 
 
 class Seldom:
-    """Counts what may come by the thousand, so that it is logged once a minute and name, not each time."""
+    """Counts what may come by the thousand, so that it is logged once a minute for each name, not each time."""
 
     def __init__(self, *, clock: Clock = time.monotonic) -> None:
         self._clock = clock
         self._counted: dict[str, tuple[int, float]] = {}
 
     def count(self, name: str) -> int:
-        """Count one more. How many there were since the last time, where it is time to tell; else 0."""
+        """Count one more. Return how many there were since the last log line if the next one is due, else 0."""
         now_s = self._clock()
         count, told_s = self._counted.pop(name, (0, -TOLD_EVERY_S))
         is_due = now_s - told_s >= TOLD_EVERY_S

@@ -1,10 +1,10 @@
-"""What lanes and tenants may use in a day (UTC): requests, tokens, dollars; and what they have used.
+"""Daily caps (UTC) of lanes and tenants: how many requests, tokens and dollars they may use, and have used.
 
-Caps are kept in the store, so that all processes share them: taken by estimate before a call, corrected after it. What
-was used without a cap is counted in this process alone.
+Caps are kept in the store, so that all processes share them: an estimate is taken before a call and corrected after it.
+The totals of what was used, capped or not, are those of this process.
 
-Taking and correcting go on by themselves where whoever wanted them is cancelled: what was taken for it is given back,
-and no answer waits for a correction, or is lost with it.
+Taking and correcting are tasks of their own. If a request is cancelled, what was taken for it is given back. No answer
+waits for a correction, or is lost with it.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from lanekeeper.telemetry import logs, signals
 
 DAY_S = 86_400
 LEVELS = (50, 80, 100)
-"""Per cent of a cap that are told when they are reached: each once a day, by one of all processes."""
+"""Percentages of a cap that are reported when they are reached: each once a day, by one of all processes."""
 EVERY_TENANT = "*"
 TENANTS_COUNTED = 10_000
 LANE, TENANT = "lane", "tenant"
@@ -30,7 +30,7 @@ log = logs.logger()
 
 
 class Spent(NamedTuple):
-    """Of one request, or in a day."""
+    """What was used, by one request or in all."""
 
     requests: float = 0.0
     tokens: float = 0.0
@@ -39,7 +39,7 @@ class Spent(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cap:
-    """A day's; None: as much as there is."""
+    """The limits of a day; None: no limit."""
 
     requests: float | None = None
     tokens: float | None = None
@@ -49,7 +49,7 @@ class Cap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapsSpec:
-    """Whose day is capped."""
+    """The caps of lanes and of tenants, by name."""
 
     lanes: Mapping[str, Cap] = field(default_factory=dict)
     tenants: Mapping[str, Cap] = field(default_factory=dict)
@@ -57,15 +57,15 @@ class CapsSpec:
 
     @property
     def in_money(self) -> bool:
-        """Whether a price is needed of every model."""
+        """Whether a cap is in dollars, so that every model needs a price."""
         return any(cap.usd is not None for cap in (*self.lanes.values(), *self.tenants.values()))
 
 
 class Bound(NamedTuple):
-    """One figure of a cap."""
+    """One limit of a cap."""
 
     reason: str
-    """Whose: lane or tenant."""
+    """Who is capped: "lane" or "tenant"."""
     who: str
     what: str
     """A field of `Spent`."""
@@ -78,7 +78,7 @@ class Bound(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Over:
-    """A cap has not so much left."""
+    """Too little of a cap is left."""
 
     bound: Bound
     wanted: float
@@ -100,26 +100,26 @@ class Hold:
     bounds: tuple[Bound, ...]
     spent: Spent
     ends_s: float = inf
-    """When its day does, by the event loop's clock."""
+    """When its day ends, by the event loop's clock."""
 
 
 class Spending:
-    """Takes and corrects."""
+    """Takes from the caps before a call, and corrects that after it."""
 
     def __init__(self, allowances: Allowances, spec: CapsSpec) -> None:
         self._allowances = allowances
         self._spec = spec
         self._told: OrderedDict[str, tuple[int, float]] = OrderedDict()
-        """By a bound's name: the highest level that is told, and when its day ends."""
+        """By a bound's name: the highest level reported, and when its day ends."""
         self._totals: OrderedDict[tuple[str, str], Spent] = OrderedDict()
         self._background = Background()
 
     def bounds(self, lane: str, tenant: str) -> tuple[Bound, ...]:
-        """All that a request must keep within."""
+        """All limits that a request must keep within."""
         return (*self._of(LANE, lane, self._spec.lanes.get(lane)), *self._of(TENANT, tenant, self._tenants(tenant)))
 
     async def take(self, bounds: tuple[Bound, ...], spent: Spent, *, tell: Tell) -> Hold | Over:
-        """All or nothing; `tell` is told of the levels that are reached by that. Raises StoreUnavailable."""
+        """Take from all caps or none. `tell` is called for each level that this reaches. Raises StoreUnavailable."""
         taking = self._background.begin(self._take(bounds, spent, tell), name="caps")
         try:
             return await asyncio.shield(taking)
@@ -128,15 +128,15 @@ class Spending:
             raise
 
     def correct(self, hold: Hold, used: Spent) -> None:
-        """After the call. Where the store is away the estimate stays counted; what yesterday was estimated stays."""
+        """After the call. The estimate stays counted if the store is away, or if its day is over."""
         self._background.begin(self._correct(hold, used), name="caps")
 
     async def finish(self, *, within_s: float) -> None:
-        """Wait for what is still being corrected; what is not by then stays counted as it was estimated."""
+        """Wait for the corrections in progress; what is not corrected in time stays counted as estimated."""
         await self._background.finish(within_s=within_s)
 
     def count(self, lane: str, tenant: str, spent: Spent) -> None:
-        """Of an answer."""
+        """Add what an answer used to the totals."""
         for key in ((LANE, lane), (TENANT, tenant)):
             before = self._totals.pop(key, Spent())
             self._totals[key] = Spent(*(x + y for x, y in zip(before, spent, strict=True)))
@@ -196,7 +196,7 @@ class Spending:
     async def _tell(self, bound: Bound, used: float, *, is_full: bool, ends_s: float, tell: Tell) -> None:
         level = next((each for each in reversed(LEVELS) if is_full or used >= bound.limit * each / 100), 0)
         before, until_s = self._told.get(bound.name, (0, inf))
-        if asyncio.get_running_loop().time() >= until_s:  # another day
+        if asyncio.get_running_loop().time() >= until_s:  # a new day has begun
             before = 0
         if level <= before:
             return
@@ -211,7 +211,7 @@ class Spending:
                 tell("cap", **figures)
 
     async def _is_news(self, bound: Bound, level: int) -> bool:
-        """No process has told it today."""
+        """Whether no process has reported it today."""
         try:
             return (await self._allowances.take(f"told {level} {bound.name}", 1, limit=1, period_s=DAY_S)).granted
         except StoreUnavailable:

@@ -1,4 +1,4 @@
-"""Keeping the store: seeing that it can be written, and sweeping out what was kept long enough."""
+"""Looks after the store: checks that it can be written, and removes what was kept long enough."""
 
 import asyncio
 import random
@@ -9,16 +9,16 @@ from lanekeeper.telemetry import logs, signals
 
 PROBE_EVERY_S = 5.0
 PROBE_AGAIN_S = 0.5
-"""While it is in trouble: nothing is taken meanwhile, so that nobody else would find out that it is well again."""
+"""While the store is in trouble. No request is taken meanwhile, so nothing else would find out that it is well."""
 SWEEP_EVERY_S = 60.0
 STEP_PAUSE_S = 0.05
-"""Between two steps, for those who wait to write."""
+"""Between two steps of a sweep, so that others can write."""
 LEASE = "sweep"
 log = logs.logger()
 
 
 async def probing(store: Store) -> None:
-    """Probe for ever; what is wrong is in `store.trouble`."""
+    """Probe until cancelled. `store.trouble` says what is wrong."""
     told: str | None = None
     while True:
         with suppress(StoreUnavailable):
@@ -33,7 +33,7 @@ async def probing(store: Store) -> None:
 
 
 async def sweeping(store: Store, *, owner: str, every_s: float = SWEEP_EVERY_S) -> None:
-    """Sweep for ever, one process at a time. `owner` names this one among those that share the store."""
+    """Sweep until cancelled, one process at a time. `owner` names this one among those that share the store."""
     while True:
         await asyncio.sleep(every_s * random.uniform(0.8, 1.2))
         try:
@@ -43,7 +43,7 @@ async def sweeping(store: Store, *, owner: str, every_s: float = SWEEP_EVERY_S) 
 
 
 async def sweep_once(store: Store, *, owner: str, for_s: float) -> int:
-    """Sweep, unless another process does. How many were removed. Raises StoreUnavailable."""
+    """Sweep, unless another process does. Return how many entries were removed. Raises StoreUnavailable."""
     if await store.hold(LEASE, owner, for_s=for_s) is None:
         return 0
     removed = 0

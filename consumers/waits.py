@@ -1,6 +1,6 @@
-"""Where a request was while nobody worked on it: in a queue, in a delay, as a dead letter; or in hand, before its call.
+"""Where a request waited before its call: in a queue, in a delay, as a dead letter, or in a worker's hands.
 
-Known when it is over, to the worker that has the request then.
+A wait is known when it is over, to the worker that has the request then.
 """
 
 from collections.abc import Iterator
@@ -13,9 +13,9 @@ from lanekeeper.telemetry import signals
 
 MS: Final = 1_000_000
 SHORTEST_NS: Final = 1 * MS
-"""Most of the times are whole milliseconds."""
+"""Shorter waits are left out: most of the times are whole milliseconds."""
 SHORTEST_TURN_NS: Final = 5 * MS
-"""A claim that is free takes less."""
+"""Shorter waits are left out: taking a free claim needs less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ def _sent_ns(job: Job, taken_ns: int) -> int | None:
     if job.asked is not None:
         sent_ms = job.asked.request.sent_ms
         return taken_ns if sent_ms == job.taken_ms else sent_ms * MS
-    said = job.message.headers.get(n.SENT_MS)  # what expired was never read: its own word has to do
+    said = job.message.headers.get(n.SENT_MS)  # an expired message was never decoded: believe its header
     return said * MS if isinstance(said, int) and not isinstance(said, bool) and said > 0 else None
 
 

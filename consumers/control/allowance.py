@@ -1,7 +1,8 @@
-"""What a tenant may send of control messages, and what becomes of the rest; decided before a body is parsed.
+"""Limits how many control messages a tenant may send. Decides before the body is read, except for `speakers`.
 
-A flood is read no faster than each message of it costs: what is beyond the share is refused, and its tenant is told so
-as often as it may ask; beyond that it is counted and logged alone, at a tenth of a millisecond each.
+A flood is read only as fast as its messages are dealt with, so each must cost little. Messages beyond the share are
+refused, and the tenant is told so, as often as its share allows. Further ones are only counted and logged, at a tenth
+of a millisecond each.
 """
 
 from collections.abc import Callable, Collection
@@ -14,7 +15,7 @@ from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import RequestProblem
 
 AT_ONCE_S = 5
-"""Seconds of its share that a tenant may send at once: who cancels all of its requests is no flood."""
+"""How many seconds of its share a tenant may send at once: to cancel all of one's requests is no flood."""
 
 
 class Due(Enum):
@@ -23,11 +24,11 @@ class Due(Enum):
     CARRIED_OUT = auto()
     REFUSED = auto()
     COUNTED = auto()
-    """Refused as well, and nobody is told."""
+    """Refused as well, but its sender is not told."""
 
 
 class Allowance:
-    """By tenant, in this process."""
+    """Each tenant's share of control messages, in this process."""
 
     def __init__(
         self, *, per_tenant_s: float, speakers: Collection[str], question: Callable[[Message], Question | None]
@@ -43,15 +44,15 @@ class Allowance:
         )
 
     def due(self, message: Message) -> Due:
-        """Counts it."""
+        """Count a message, and return what is done with it."""
         whose = self._whose(message)
         if self._share.take(whose):
             return Due.CARRIED_OUT
         return Due.REFUSED if self._told.take(whose) else Due.COUNTED
 
     def _whose(self, message: Message) -> str:
-        """The tenant that it speaks for. Only who may speak for others can mean another than itself: of nobody else's
-        the body is read."""
+        """The tenant that it speaks for. Only users that may speak for others can name another tenant, so only their
+        messages are read for that."""
         user = message.user_id or ""
         if user in self._speakers:
             with suppress(RequestProblem):

@@ -1,7 +1,7 @@
-"""How control messages are answered: in one shape, with `x-lane-control`; a result is the final reply again.
+"""Answers control messages. All answers have the header `x-lane-control`, except a result: it is the final reply again.
 
-Answers go to queues that the broker named, by direct reply-to, and to `lane.reply.<user_id>` of whoever asked; to no
-other address (threat T1). Who asked from elsewhere, or from nowhere, cannot be told: that is logged and counted.
+Answers go only to queues that the broker named, to direct reply-to, and to `lane.reply.<user_id>` of the user who asked
+(threat T1). A message with another address, or none, cannot be answered: that is logged and counted.
 """
 
 import json
@@ -26,8 +26,8 @@ log = logs.logger()
 
 
 class Answers:
-    """Publishes them. `notices`: where all but results go, many in one write: none is confirmed, for whoever got no
-    answer asks again."""
+    """Publishes the answers. `notices`: sends all but results, many in one write. They are not confirmed, because
+    whoever got no answer asks again."""
 
     def __init__(
         self, publisher: Publisher, *, direct: DirectSender, rule: ReplyRule, notices: Notices | None = None
@@ -38,24 +38,24 @@ class Answers:
         self._notices = notices
         self._seldom = Seldom()
         self.refused = 0
-        """Control messages that could not be understood, or asked for what is another's."""
+        """Control messages that were malformed, too many, or about another tenant's request."""
         self.unanswered = 0
-        """Of whatever came of so many, nobody could be told, though somebody should have been."""
+        """Control messages whose sender should have been answered, but could not be."""
 
     async def tell(
         self, question: Message, body: Mapping[str, Any], *, id: str | None, as_: Literal["accepted", "pending"]
     ) -> None:
-        """What was done, or what is known so far."""
+        """Answer with what was done, or with what is known so far."""
         await self._send(question, json.dumps(body).encode(), JSON, _headers(id, {n.CONTROL: as_}))
 
     async def refuse(self, question: Message, problem: RequestProblem, *, id: str | None) -> None:
-        """What is wrong with it."""
+        """Answer with what is wrong with the message."""
         self._tell_of(question, problem)
         document = problem.document(request=id or "", attempts=0)
         await self._send(question, document, PROBLEM, _headers(id, {n.CONTROL: "error"}), is_due=True)
 
     def refuse_untold(self, question: Message, problem: RequestProblem) -> None:
-        """The same of what comes by the thousand: it is counted, and logged once a minute."""
+        """Refuse without an answer, for messages by the thousand: counted, and logged once a minute."""
         self._tell_of(question, problem)
         self.unanswered += 1
 
@@ -74,7 +74,7 @@ class Answers:
             )
 
     async def replay(self, question: Message, completion: Completion, *, id: str) -> None:
-        """How the request ended, as its requester was told."""
+        """Answer with how the request ended, as its requester was told."""
         headers = {n.STATUS: completion.status, **completion.headers, n.REPLAYED: True}
         content_type = PROBLEM if completion.status == "error" else JSON
         if not self._may_answer(question):
@@ -96,7 +96,7 @@ class Answers:
             await self._publish(question, answer)
 
     def _may_answer(self, question: Message, *, is_due: bool = False) -> bool:
-        """Whoever has gone wants no answer. `is_due`: whoever gave no address should be told all the same."""
+        """Whether its address is allowed; if not, that is counted. `is_due`: also count a message without address."""
         address = question.reply_to or ""
         may = self._rule.allows_control(address, user=question.user_id)
         if not may and (address or is_due):
@@ -115,7 +115,7 @@ class Answers:
                 await self._publisher.publish(answer, exchange="", routing_key=address, mandatory=False, traced=False)
         except MessageTooLarge:
             raise
-        except (BrokerError, RequestProblem) as error:  # asked again, it is told again
+        except (BrokerError, RequestProblem) as error:  # the client can ask again
             log.debug(signals.CONTROL_UNANSWERED, reply_to=address[:100], reason=str(error))
 
 

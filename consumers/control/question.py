@@ -1,4 +1,4 @@
-"""What a control message asks for, read strictly: what is wrong is refused by name. Pure.
+"""Reads strictly what a control message asks for; a refusal names what is wrong. Pure.
 
 key, type   body
 cancel      {"cancel": "<message_id>", "tenant": "…"}
@@ -20,19 +20,19 @@ from lanekeeper.contract.problems import RequestProblem
 
 MESSAGE_BYTES = 4096
 KNOWN = (*n.CONTROL_KEYS, n.STATUS_KEY)
-SHOWN = 80  # characters of what was found
+SHOWN = 80  # characters of a wrong value that an error quotes
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One of `n.CONTROL_KEYS`, and the request that it is about."""
+    """One of `n.CONTROL_KEYS`, and the request it is about."""
 
     kind: str
     identity: Identity
 
 
 def read(message: Message, *, speakers: Collection[str], needs_user_id: bool = False) -> Question | None:
-    """None for what every worker answers by itself. `needs_user_id`: whose it is must be known.
+    """The question; None for `status`, which every worker answers. `needs_user_id`: refuse one without `user_id`.
 
     Raises RequestProblem.
     """
@@ -60,7 +60,7 @@ def read(message: Message, *, speakers: Collection[str], needs_user_id: bool = F
 
 
 def id_of(message: Message) -> str | None:
-    """The request that it speaks of, as far as that can be read: for whoever is told what is wrong with it."""
+    """The id of the request it is about, if that can be read: for the answer that says what is wrong."""
     said = _said(message) or {}
     ids = [id for kind in n.CONTROL_KEYS if isinstance(id := said.get(kind), str) and is_request_id(id)]
     return ids[0] if len(ids) == 1 else None
@@ -89,7 +89,7 @@ def _said(message: Message) -> dict[str, object] | None:
 
 
 def _tenant(message: Message, said: object, speakers: Collection[str]) -> str:
-    """Whose request it is. Another's only for users that may speak for others."""
+    """The tenant of the request. Only users that may speak for others may name another than themselves."""
     if said is not None and not isinstance(said, str):
         raise _wrong("tenant: allowed is a string")
     believed = tenant_of(message.user_id, said, speakers)

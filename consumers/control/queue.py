@@ -1,8 +1,8 @@
-"""What is said on the control exchange: cancellations, which are recorded, and questions for results.
+"""Works on control messages: records cancellations, and answers questions for results.
 
-One queue for all workers, so that one of them does it. A cancellation stays there until the store has it. Many are
-worked at once, so that the store writes them together. First come, first read: another's cancellation waits for what is
-in the queue before it; so what is beyond a tenant's share costs next to nothing (`allowance.py`).
+All workers share one queue, so that one of them takes each message. A cancellation stays there until the store has it.
+Many are worked on at once, so that the store writes them together. The queue is read in order, so a cancellation waits
+for everything before it; therefore messages beyond a tenant's share must cost next to nothing (`allowance.py`).
 """
 
 import asyncio
@@ -27,24 +27,24 @@ from topology.broker.deliveries import Deliveries
 from topology.broker.session import ChannelLost, Delivery, Session
 
 FAULTS_AT_MOST = 5
-"""The delivery at which a message that we fail at is given up: all requests wait for those that are not recorded."""
+"""A message on which we fail is given up at this delivery, because requests wait until all cancellations are stored."""
 LOOK_EVERY_S = 0.05
 CATCH_UP_WITHIN_S = 5.0
 """How long requests wait for the cancellations that came before the worker. Thousands are recorded in that time, and a
-flood may never end. What is left is recorded beside the requests, and one that is cancelled too late runs."""
+flood may never end. The rest is recorded while requests run; a request that is cancelled too late runs."""
 QUIET_S = 0.5
-"""Where the queue may not be looked at: nothing delivered for so long, and it is taken for empty."""
+"""If the user may not see the queue's length, it counts as empty after this time without a delivery."""
 GATHER_S = 0.01
-"""How long the first that is done with waits for others, to be acknowledged with them: each write is a system call."""
+"""How long the first finished message waits for others, to be acknowledged with them: each write is a system call."""
 AT_A_TIME = 32
-"""What is refused in so many, and then whoever else waits for the event loop."""
+"""After so many refused messages other tasks get the event loop."""
 Ready = Callable[[], Awaitable[int]]
 """How many messages wait in the control queue. Raises BrokerError."""
 log = logs.logger()
 
 
 class Control:
-    """Reads the control queue, one message after the other."""
+    """Reads the control queue."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Control:
         self._allowance = Allowance(per_tenant_s=per_tenant_s, speakers=speakers, question=self._question)
         self._displaced = Seldom()
         self.displaced = 0
-        """Cancellations that were forgotten for newer ones of their tenant, because no worker had seen the request."""
+        """Cancellations of unseen requests that were forgotten because their tenant sent newer ones."""
         self._is_behind = True
         self._received = 0
         self._in_hand: set[int] = set()
@@ -85,7 +85,7 @@ class Control:
 
     @property
     def behind(self) -> str | None:
-        """Why no request should be worked on yet: it may have been cancelled, while no worker or no store was there."""
+        """Why no request should be worked on yet: it may have been cancelled while there was no worker or no store."""
         return "cancellations are waiting to be recorded" if self._is_behind else None
 
     async def run(self) -> None:
@@ -105,7 +105,7 @@ class Control:
                     catching_up.cancel()
 
     async def _read_all(self, session: Session, reading: asyncio.TaskGroup) -> None:
-        """Begin with each, unless its tenant has used up its share. Raises ChannelLost."""
+        """Start a task for each message that is not merely counted. Raises ChannelLost."""
         self._in_hand, self._done, counted = set(), [], 0
         async for delivery in session:
             self._received += 1
@@ -121,7 +121,7 @@ class Control:
                 await asyncio.sleep(0)
 
     def _acknowledge(self, delivery: Delivery, session: Session, reading: asyncio.TaskGroup) -> None:
-        """Soon, with others."""
+        """Acknowledge it soon, together with others."""
         if not self._done:
             reading.create_task(self._acknowledge_all(session), name="control acknowledging")
         self._done.append(delivery)
@@ -132,10 +132,10 @@ class Control:
         await self._settler.ack_together(session, done, in_hand=self._in_hand)
 
     async def _catch_up(self, session: Session) -> None:
-        """See when all that waited has been read, or for too long: at first, and again after the store was away.
+        """Find out when the backlog has been read, or takes too long: at first, and again after the store was away.
 
-        A queue does not tell when it is empty, so it is looked at, and two looks in a row must find nothing: a message
-        that the broker has sent and that has not come yet is counted by neither side.
+        This polls, because a queue does not tell when it is empty. Two looks in a row must find nothing: a message that
+        the broker has sent, and that has not arrived yet, is counted by neither side.
         """
         loop = asyncio.get_running_loop()
         end_s = loop.time() + CATCH_UP_WITHIN_S
@@ -156,18 +156,18 @@ class Control:
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def _waiting(self, session: Session) -> int:
-        """How many control messages are not done with; at least 1 where that cannot be known."""
+        """How many control messages are not finished; at least 1 if that is unknown."""
         try:
             ready = await self._ready()
             return ready + session.waiting + len(self._in_hand)
-        except AccessRefused:  # a user that may read it, but not look at it: all are delivered as fast as they are read
+        except AccessRefused:  # this user may only consume: the queue is empty if nothing comes
             is_quiet = asyncio.get_running_loop().time() - self._busy_at_s > QUIET_S
             return session.waiting + len(self._in_hand) or (0 if is_quiet else 1)
         except BrokerError:
             return session.waiting + len(self._in_hand) or 1
 
     async def stop(self) -> None:
-        """Read no more; `run` returns when what was taken has been recorded."""
+        """Read no more; `run` returns when the messages that were taken are finished."""
         await self._deliveries.stop()
 
     async def _take(self, delivery: Delivery, due: Due, session: Session, reading: asyncio.TaskGroup) -> None:
@@ -183,7 +183,8 @@ class Control:
             self._busy_at_s = asyncio.get_running_loop().time()
 
     async def _is_done_with(self, delivery: Delivery) -> bool:
-        """What cannot be carried out is refused, and what cannot be recorded goes back: never lost, never a loop."""
+        """Whether it may be acknowledged. A wrong message is refused. What cannot be recorded goes back, so that it is
+        not lost; after `FAULTS_AT_MOST` faults of ours it is refused, so that it does not go round for ever."""
         message = delivery.message
         try:
             question = self._question(message)
@@ -195,7 +196,7 @@ class Control:
             log.warning(signals.CONTROL_POSTPONED, type=message.type, reason=str(away))
             await self._settler.nack_later(delivery)
             return False
-        except Exception:  # a fault of ours must not end the worker, and with the next one all the others
+        except Exception:  # a fault of ours must not end this worker and then, redelivered, all the others
             log.exception(signals.HANDLER_FAILED, where="control", type=str(message.type)[:40])
             if (delivery.times_delivered or 1) < FAULTS_AT_MOST:
                 await self._settler.reject_later(delivery)

@@ -1,4 +1,4 @@
-"""What counts as an answer: a whole Message that says why it stopped. All else after HTTP 200 is a failure."""
+"""What counts as an answer: a whole Message that says why it stopped. Anything else after HTTP 200 is a failure."""
 
 from typing import Any, Final
 
@@ -9,12 +9,12 @@ from consumers.limits.headers import RateHeaders
 from consumers.providers.base import Answer, Usage
 
 MOST_TOKENS: Final = 10_000_000
-"""No call counts more. What cannot be true is as if it had not been said: it would be owed, and paid, for ever."""
+"""No call uses more. A larger count is ignored, because the budget would be in debt for it for ever."""
 _NAME_CHARACTERS: Final = 256
 
 
 def parse_message(body: bytes, content_type: str) -> dict[str, Any]:
-    """The Message of an answer that was not streamed. Raises `TransientError` where it is not a JSON object."""
+    """The Message of an answer that was not streamed; empty if it is no object. Raises `TransientError` if not JSON."""
     try:
         message = jiter.from_json(body, allow_inf_nan=False, cache_mode="keys")
     except ValueError as error:
@@ -28,7 +28,7 @@ def parse_message(body: bytes, content_type: str) -> dict[str, Any]:
 def read_answer(
     message: dict[str, Any], body: bytes, *, provider: str, request_id: str | None, rate: RateHeaders | None = None
 ) -> Answer:
-    """The answer, if `message` is a whole one; `body` is its JSON. Raises `TransientError` otherwise."""
+    """The answer, if `message` is whole; `body` is its JSON. Raises `TransientError` otherwise."""
     stop_reason = message.get("stop_reason")
     if message.get("type") != "message" or not isinstance(message.get("content"), list):
         raise TransientError("the answer is JSON, but no Message", type="broken_answer", request_id=request_id)
@@ -46,7 +46,7 @@ def read_answer(
 
 
 def _word(value: object) -> str:
-    """A name that goes into headers and spans; what can be none is as if it had not been said."""
+    """A name for headers and spans; empty if the value cannot be a name."""
     return value if isinstance(value, str) and len(value) <= _NAME_CHARACTERS else ""
 
 

@@ -1,8 +1,8 @@
 """Anthropic's Messages API through the vendor's own clients: bytes in, bytes out.
 
-The client makes the HTTP call (authentication, version, pool, TLS) and chooses the exception class; what it would do
-beyond that is switched off or left out, because it costs several times the call: its retries (one place decides to
-retry), its spans (`lanekeeper/telemetry/tracing.py` makes them), its models of requests and answers.
+The client makes the HTTP call (authentication, version, pool, TLS) and chooses the exception class. What else it can do
+is switched off or left out, because it costs several times the call: its retries (one place decides to retry), its
+spans (`lanekeeper/telemetry/tracing.py` makes them), its models of requests and answers.
 """
 
 import asyncio
@@ -34,13 +34,13 @@ from topology.codec.request import Request
 from topology.lanes import urgency
 
 MAX_TOKENS_AT_ONCE: Final = 128_000 * 600 // 3600
-"""More may take longer than ten minutes, at the rate the vendor's client reckons with: such an answer is streamed."""
+"""More may take longer than ten minutes, at the rate that the vendor's client assumes. Such an answer is streamed."""
 _EVENTS: Final = 4
-"""The largest event is a quarter of the largest answer: no answer is one event."""
+"""An event may have at most a quarter of the bytes of the largest answer: no answer is a single event."""
 _OVERHEAD: Final = 4
-"""A stream may be so many times the answer that it is put together to: a token is an event of some 130 bytes."""
+"""A stream may be this many times as large as the largest answer: a token is an event of some 130 bytes."""
 _SLICE_BYTES: Final = 16 * 1024
-"""Two thousand of the smallest events: 10 ms."""
+"""Two thousand of the smallest events, which take 10 ms."""
 _DRAIN_S: Final = 0.1
 CONNECT_TIMEOUT_S: Final = 5.0
 _T = TypeVar("_T")
@@ -56,7 +56,7 @@ class Client(Protocol):
 
 
 class Splitter(Protocol):
-    """As `EventSplitter`."""
+    """Splits a stream into events, as `EventSplitter` does."""
 
     def feed(self, chunk: bytes) -> list[bytes]: ...
 
@@ -68,22 +68,23 @@ def sse(max_event_bytes: int) -> Splitter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """What another house does otherwise than Anthropic. The client knows URL and signature (`cloud.py`)."""
+    """How another cloud's API differs from Anthropic's. The client takes care of URL and signature (`cloud.py`)."""
 
     as_fields: bool = False
-    """The client takes the body apart to say it in its own way, so that it wants it as fields, not as bytes."""
+    """The client changes fields of the body, so it needs the fields, not bytes."""
     splitter: Callable[[int], Splitter] = sse
     signing_errors: tuple[type[Exception], ...] = ()
-    """What comes out of the client where there are no credentials at present."""
+    """What the client raises when there are no credentials at present."""
 
 
 ANTHROPIC: Final = Dialect()
 
 
 class AnthropicProvider:
-    """Adapter for Anthropic, and for everything that its vendor has a client for.
+    """Adapter for Anthropic, and for every cloud that the vendor has a client for.
 
-    `secret` appears in no error. `traceparent` gives the current span's; nothing else of the trace leaves the house.
+    `secret` appears in no error. `traceparent` returns that of the current span; the provider gets nothing else of the
+    trace.
     """
 
     def __init__(
@@ -109,8 +110,8 @@ class AnthropicProvider:
 
     @classmethod
     def at(cls, base_url: str, *, api_key: str, name: str = "anthropic", **more: Any) -> Self:
-        """Anthropic, or anything that answers like it there."""
-        # key and address are given, so that neither the environment nor a profile of the client's changes them
+        """The adapter for Anthropic, or for a compatible API, at `base_url`."""
+        # key and address are given, so that neither the environment nor a profile of the client changes them
         client = AsyncAnthropic(api_key=api_key, base_url=base_url, **client_options(base_url))
         return cls(client, name=name, secret=api_key, **more)
 
@@ -152,7 +153,7 @@ class AnthropicProvider:
         await self._client.close()
 
     async def _send(self, body: bytes, *, beta: str | None) -> httpx2.Response:
-        """Send, and return the answer with its body unread. `stream=True` is about our reading, not the provider's."""
+        """Send, and return the answer with its body unread. `stream=True` is about how we read, not how they answer."""
         headers: dict[str, str] = {}
         if (traceparent := self._traceparent()) is not None:
             headers["traceparent"] = traceparent
@@ -196,8 +197,8 @@ class AnthropicProvider:
     async def _read_stream(
         self, response: httpx2.Response, *, urgent: int, limit: asyncio.Timeout, pause_s: float, parts: Parts | None
     ) -> StreamedMessage:
-        """Forward the events and put them together. The time that `parts` and our own reading take is not the
-        provider's."""
+        """Forward the events and put them together. The time limit does not count the time that `parts` and our own
+        parsing take."""
         splitter = self._dialect.splitter(self._max_answer_bytes // _EVENTS)
         collected, clock = (
             StreamedMessage(max_bytes=self._max_answer_bytes, values=self._values),
@@ -235,7 +236,7 @@ class AnthropicProvider:
         return [(data, parse_event(data, values=self._values)) for data in splitter.feed(piece)]
 
     async def _slices(self, response: httpx2.Response) -> AsyncGenerator[bytes, None]:
-        """A stream in pieces that are soon worked, however much comes at once."""
+        """A stream in pieces that are quickly parsed, however much arrives at once."""
         async with aclosing(self._chunks(response, _OVERHEAD * self._max_answer_bytes)) as chunks:
             async for chunk in chunks:
                 for at in range(0, len(chunk), _SLICE_BYTES):
@@ -254,13 +255,13 @@ class AnthropicProvider:
 
 
 def client_options(base_url: str) -> dict[str, Any]:
-    """How every client of the vendor's is made: no retries and spans of its own, the fastest transport."""
+    """The options of every client of the vendor: no retries and spans of its own, the fastest transport."""
     return {
         "max_retries": 0,
         "open_telemetry": False,
         "timeout": httpx2.Timeout(None, connect=CONNECT_TIMEOUT_S),
-        # the environment's proxy is not for this machine itself
-        # a redirect would take the prompt to an address that nobody set
+        # calls to this machine itself do not use the environment's proxy
+        # a redirect would send the prompt to an address that nobody set
         "http_client": DefaultAioHttpClient(
             event_hooks={"response": [bound_error_body]}, trust_env=not _is_here(base_url), follow_redirects=False
         ),
@@ -276,7 +277,7 @@ def _is_here(url: str) -> bool:
 
 
 async def _drain(chunks: AsyncIterator[bytes]) -> None:
-    """Read to the end, which follows message_stop at once: only then can the connection be used again."""
+    """Read to the end, which follows message_stop at once: only then can the connection be reused."""
     with suppress(ProviderError, *NETWORK_ERRORS):
         async with asyncio.timeout(_DRAIN_S):
             async for _ in chunks:

@@ -1,4 +1,4 @@
-"""The seam to a model provider: one method. An attempt ends in an `Answer` or raises one of `consumers/failures.py`."""
+"""The seam to a model provider: one method. A call returns an `Answer` or raises one of `consumers/failures.py`."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Tokens of one attempt, as the provider counted them."""
+    """Tokens of one call, as the provider counted them."""
 
     input_tokens: int = 0
     output_tokens: int = 0
@@ -41,10 +41,10 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """A whole Message of the provider's."""
+    """A whole Message from the provider."""
 
     body: bytes
-    """JSON of Anthropic's Message: the provider's own bytes, or, streamed, put together from the events."""
+    """JSON of Anthropic's Message: the provider's own bytes or, if streamed, put together from the events."""
     model: str
     provider: str
     usage: Usage = field(default_factory=Usage)
@@ -53,7 +53,7 @@ class Answer:
     rate: RateHeaders | None = None
     """What the response told of the account's limits."""
     cost_usd: float | None = None
-    """By the table of prices; None where the model has no price."""
+    """By the table of prices; None if the model has no price."""
 
 
 Parts = Callable[[bytes], Awaitable[None]]
@@ -66,9 +66,9 @@ class Provider(Protocol):
     name: str
 
     async def stream(self, request: Request, *, timeout_s: float, parts: Parts | None) -> Answer:
-        """Make one attempt. With `parts`, or where the answer may take longer than ten minutes, it is streamed.
+        """Make one call. It is streamed if `parts` is given, or if the answer may take longer than ten minutes.
 
-        `timeout_s` bounds the whole call, or, streamed, the first event and every pause after it.
+        `timeout_s` bounds the whole call; if streamed, the time to the first event and every pause after it.
         Raises `ProviderError`; cancelling it closes the provider's socket.
         """
         ...

@@ -1,11 +1,11 @@
-"""A circuit breaker: a provider whose calls fail is left alone a while, then asked by one call. Pure: takes the time.
+"""A circuit breaker: a provider whose calls fail is not called for a while, then tried with one call. Pure.
 
     closed ──failures in a row──> open ──its time is over──> probing ──answered──> closed
                                    ^                            │
                                    └───────── failed: twice as long
 
-Failures in a row are counted, not a share of the calls. Where calls fail by chance (30 % with a 529, say), a retry
-answers most of them, and a breaker that opened would only add waiting. Three failures to connect in a row are enough,
+Failures in a row are counted, not a share of the calls. If calls fail by chance (30 % with a 529, for example), a retry
+answers most of them, and an open breaker would only add waiting. Three failures to connect in a row are enough,
 because no request can cause them.
 """
 
@@ -16,26 +16,26 @@ from math import inf
 from typing import NamedTuple
 
 FAILURES = 10
-"""In a row. Of calls of which 30 % fail by chance, every 240,000th meets so many."""
+"""Failures in a row that open it. If 30 % of all calls fail by chance, that happens once in 240,000 calls."""
 REQUESTS = 3
-"""So many different ones must be among the failures: one that the provider cannot digest closes it to nobody else."""
+"""The failures must come from at least so many requests: one that the provider cannot handle must not block others."""
 UNREACHED = 3
-"""In a row, of whichever requests."""
+"""Failures to connect in a row that open it, whatever requests they come from."""
 DOUBTED_FROM = 3
-"""Failures in a row, from which on each asks whether another process has opened its breaker."""
+"""From so many failures in a row on, each failure makes us ask whether another process has opened its breaker."""
 WINDOW_S = 120.0
-"""Longer than a call may take that hangs (60 s in critical, 120 s in normal)."""
+"""Older failures do not count. It is longer than a hanging call may take (60 s in critical, 120 s in normal)."""
 OPEN_S = 1.0
 OPEN_MOST_S = 5.0
-"""What waits for a provider that is back waits no longer than this."""
+"""When a provider is back, requests wait no longer than this for it."""
 PROBE_WITHIN_S = 30.0
 """A probe that takes longer holds nobody back any more."""
 LOOK_S = 1.0
-"""While another call probes."""
+"""How long to wait before looking again, while another call probes."""
 
 
 class State(StrEnum):
-    """Of a breaker."""
+    """The state of a breaker."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -43,7 +43,7 @@ class State(StrEnum):
 
 
 class Failure(NamedTuple):
-    """A call's."""
+    """A call that failed."""
 
     at_s: float
     request: str
@@ -65,7 +65,7 @@ class Breaker:
         self._rng = rng
 
     def wait_s(self, now_s: float) -> float:
-        """Until a call may be made, as far as is known; 0: now."""
+        """Seconds until a call may be made, as far as is known; 0: now."""
         if self.state is State.CLOSED:
             return 0.0
         if self.state is State.PROBING and now_s < self._until_s:
@@ -74,17 +74,17 @@ class Breaker:
 
     @property
     def is_doubted(self) -> bool:
-        """Closed, and not for the first time in a row its call failed."""
+        """Whether it is closed although `DOUBTED_FROM` or more calls have failed in a row."""
         return self.state is State.CLOSED and len(self._failed) >= DOUBTED_FROM
 
     def probe(self, now_s: float) -> float:
-        """Its time is over, and the call that is made now is the one that finds out; within so many seconds."""
+        """Its time is over: the call that is made now is the probe. Returns how many seconds that may take."""
         self.state = State.PROBING
         self._until_s = now_s + PROBE_WITHIN_S
         return PROBE_WITHIN_S
 
     def failed(self, failure: Failure, *, probe: bool) -> None:
-        """Open, where that was the last of too many, or the probe."""
+        """A call failed: open if there are too many failures now, or if it was the probe."""
         if self.state is State.CLOSED:
             while self._failed and failure.at_s - self._failed[0].at_s > WINDOW_S:
                 self._failed.popleft()
@@ -95,13 +95,13 @@ class Breaker:
             self.open(failure.at_s)
 
     def unknown(self, now_s: float, *, probe: bool) -> None:
-        """The call ended without telling anything: the next one finds out."""
+        """The call ended without telling anything. If it was the probe, the next call is the probe."""
         if probe and self.state is State.PROBING:
             self.state = State.OPEN
             self._until_s = now_s
 
     def open(self, now_s: float) -> None:
-        """For a while, and longer than the last time."""
+        """Open for a while, longer than the last time."""
         step_s = min(OPEN_MOST_S, OPEN_S * 2**self._openings)
         self._openings = min(self._openings + 1, 16)
         self._failed.clear()

@@ -1,10 +1,11 @@
 """The circuit breakers of a process, one for each provider and model that failed (`breaker.py`).
 
-A request that the provider refuses (a 4xx of its own, a 429) shows that the provider is there. A timeout is counted
-only where the call was given enough time: a requester with a short deadline closes no provider to others.
+A request that the provider refuses (a 4xx, a 429) shows that the provider works. A timeout is counted only if the call
+was given enough time: a requester with a short deadline must not block a provider for others.
 
-A process that opens a breaker holds a lease in the store for as long. Another process opens its own as soon as it meets
-a few failures itself, and one of them probes. While the store is away each process finds out by itself.
+A process that opens a breaker holds a lease in the store while it is open. Another process that meets a few failures
+itself finds the lease and opens its own breaker; only one of them probes. While the store is away, each process finds
+out by itself.
 """
 
 import asyncio
@@ -23,17 +24,17 @@ from consumers.state.base import Leases, StoreUnavailable
 from lanekeeper.telemetry import logs, signals
 
 FAIR_S = 5.0
-"""A call that was given less time than this says nothing by not being in time."""
+"""The timeout of a call that was given less time than this is not counted."""
 STORE_WITHIN_S = 1.0
 """No call waits longer for the store."""
 REMEMBERED = 1000
-"""Requesters name models: what failed is not remembered of more."""
+"""How many breakers are kept at most: requesters can name any number of models."""
 log = logs.logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """How a breaker changed: told as the event `breaker` of the request that changed it."""
+    """How a breaker changed: published as the event `breaker` of the request that caused it."""
 
     provider: str
     model: str
@@ -42,58 +43,58 @@ class Change:
     retry_in_s: float | None = None
 
     def figures(self) -> dict[str, Any]:
-        """Those that there are."""
+        """The fields of the event."""
         found = {"provider": self.provider, "model": self.model, "state": self.state.value}
         return found if self.error is None else {**found, "error": self.error, "retry_in_s": self.retry_in_s}
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A call may be made; to be given to one of `answered`, `failed`, `unknown`."""
+    """Leave to make one call; afterwards it is given to one of `answered`, `failed`, `unknown`."""
 
     route: Route
     request: str
     is_probe: bool = False
     change: Change | None = None
-    """What it changed to let this call through."""
+    """How the breaker changed to let this call through."""
 
 
 class Breakers:
-    """All of this process. What changes is logged, and given to the caller, who tells of it."""
+    """All breakers of this process. A change is logged and returned to the caller, who publishes it."""
 
     def __init__(self, leases: Leases | None = None, *, rng: random.Random | None = None) -> None:
         self._leases = leases
         self._rng = rng or random.Random()
         self._owner = uuid.uuid4().hex
         self._all: dict[tuple[str, str], Breaker] = {}
-        """Those that have failed and not answered since."""
+        """By provider and model: those that have failed and not answered since."""
 
     def wait_s(self, route: Route, now_s: float) -> float:
-        """Until a call may be made there, as far as is known; 0: now."""
+        """Seconds until a call may be made there, as far as is known; 0: now."""
         found = self._all.get(_key(route))
         return 0.0 if found is None else found.wait_s(now_s)
 
     def least_wait_s(self, routes: Iterable[Route]) -> float:
-        """Until one of them may be called, as far as is known; 0: now."""
+        """Seconds until one of them may be called, as far as is known; 0: now."""
         if not self._all:
             return 0.0
         now_s = asyncio.get_running_loop().time()
         return min(self.wait_s(each, now_s) for each in routes)
 
     def callable(self, routes: Sequence[Route]) -> Sequence[Route]:
-        """Those that are not known to fail now; all of them where none is left."""
+        """The routes that are not known to fail now; all of them if none is left."""
         if not self._all:
             return routes
         now_s = asyncio.get_running_loop().time()
         return [each for each in routes if self.wait_s(each, now_s) <= 0] or routes
 
     def down_s(self, route: Route, now_s: float) -> float:
-        """For how long no call could be made there; 0: one may."""
+        """For how many seconds no call could be made there; 0: one may be made."""
         found = self._all.get(_key(route))
         return 0.0 if found is None else max(0.0, now_s - found.down_since_s)
 
     async def enter(self, route: Route, now_s: float, *, request: str) -> Pass | None:
-        """None: no call may be made there now."""
+        """Ask to make one call there; None: not now."""
         breaker = self._all.get(_key(route))
         if breaker is None or breaker.state is State.CLOSED:
             return Pass(route, request)
@@ -105,13 +106,13 @@ class Breakers:
         except BaseException:
             breaker.unknown(now_s, probe=True)
             raise
-        if not is_ours:  # another process has it open, or finds out
+        if not is_ours:  # another process has it open, or probes
             breaker.open(now_s)
             return None
         return Pass(route, request, is_probe=True, change=_changed(route, breaker, now_s))
 
     async def answered(self, entered: Pass, now_s: float) -> Change | None:
-        """The provider answered, if only to refuse. How that changed the breaker, if it did."""
+        """The provider answered, even if it refused. Returns how that changed the breaker, if it did."""
         breaker = self._all.pop(_key(entered.route), None)
         was_open = breaker is not None and breaker.state is not State.CLOSED
         change = None
@@ -123,7 +124,7 @@ class Breakers:
         return change
 
     async def failed(self, entered: Pass, error: ProviderError, now_s: float, *, timeout_s: float) -> Change | None:
-        """The call failed: counted where it is the provider's doing. How that changed the breaker, if it did."""
+        """The call failed: counted if the provider caused it. Returns how that changed the breaker, if it did."""
         match error.means.trips:
             case Trips.NO:
                 return await self.answered(entered, now_s)
@@ -151,14 +152,14 @@ class Breakers:
         return None
 
     async def unknown(self, entered: Pass, now_s: float) -> None:
-        """It was cancelled, or had no time."""
+        """The call was cancelled or had too little time, and so says nothing about the provider."""
         if (breaker := self._all.get(_key(entered.route))) is not None:
             breaker.unknown(now_s, probe=entered.is_probe)
         if entered.is_probe:
             await self._let_go(entered.route)
 
     def states(self, now_s: float) -> Mapping[str, Mapping[str, str | float]]:
-        """Those that are not closed, by provider and model: state and seconds until the next probe."""
+        """The breakers that are not closed, by provider and model: state and seconds until the next probe."""
         return {
             f"{provider} {model}": {"state": each.state.value, "retry_in_s": round(each.wait_s(now_s), 1)}
             for (provider, model), each in self._all.items()
@@ -174,7 +175,7 @@ class Breakers:
         return found
 
     async def _lease(self, route: Route, *, for_s: float) -> bool:
-        """False: another process has it."""
+        """Take or renew the lease. False: another process has it."""
         if self._leases is None:
             return True
         try:

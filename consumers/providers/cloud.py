@@ -1,4 +1,4 @@
-"""Claude in other houses: Amazon Bedrock, Google Vertex AI, Microsoft Foundry, through the vendor's own clients.
+"""Claude in other clouds: Amazon Bedrock, Google Vertex AI, Microsoft Foundry, through the vendor's own clients.
 
 What these clients change (read in anthropic 2.12, `lib/{bedrock,vertex,foundry}`):
 
@@ -46,8 +46,8 @@ def bedrock(
 def vertex(
     *, name: str, region: str, project: str, api_key: str | None = None, base_url: str | None = None, **more: Any
 ) -> AnthropicProvider:
-    """Google Vertex AI. Without a key (an access token, which is good for an hour at most) the machine's credentials
-    are used, and renewed; that needs `lanekeeper[vertex]`."""
+    """Google Vertex AI. Without a key (an access token, which is valid for an hour at most) the machine's credentials
+    are used and renewed; that needs `lanekeeper[vertex]`."""
     errors: tuple[type[Exception], ...] = ()
     if api_key is None:
         errors = (RuntimeError, _imported("google.auth.exceptions", "vertex").GoogleAuthError)

@@ -12,13 +12,13 @@ ONE_REQUEST = Amounts(requests=1)
 
 
 def counted(usage: Usage) -> Amounts:
-    """Of an answer: what was read from the cache counts against no limit (docs/facts.md, section 10)."""
+    """What an answer used. Tokens read from the cache count against no limit (docs/facts.md, section 10)."""
     return Amounts(1, usage.input_tokens + usage.cache_creation_input_tokens, usage.output_tokens)
 
 
 def spent(error: ProviderError, reserved: Amounts) -> Amounts:
-    """Of a failure. An answer that broke off or did not come in time was counted as far as it got, which is not known:
-    what was reserved."""
+    """What a failed call used. If its answer broke off or did not come in time, nobody knows how far it got: then all
+    that was reserved counts."""
     match error.paid:
         case Paid.NOTHING:
             return NOTHING
@@ -31,11 +31,11 @@ def spent(error: ProviderError, reserved: Amounts) -> Amounts:
 
 
 def answered(answer: Answer, *, took_s: float) -> Heard:
-    """What an answer says. Its output is counted as it is produced: after its headers."""
+    """What an answer says about the account. Output is left out: it is counted only after the headers."""
     counts = counted(answer.usage)._replace(output_tokens=0)
     return Heard(kind=Kind.ANSWERED, rate=answer.rate, counted=counts, took_s=took_s)
 
 
 def failed(error: ProviderError, rate: RateHeaders | None, *, took_s: float) -> Heard:
-    """What a failure says."""
+    """What a failure says about the account."""
     return Heard(kind=error.means.says, rate=rate, retry_after_s=error.retry_after_s, took_s=took_s)

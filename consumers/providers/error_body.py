@@ -10,8 +10,8 @@ _BYTES: Final = 64 * 1024
 
 
 async def bound_error_body(response: httpx2.Response) -> None:
-    """Cut it off there: the client would read and unpack all of it. What is cut off is no valid JSON, and is then
-    classified by its status."""
+    """Cut the body off there, because the client would read and unpack all of it. A body that is cut off is no valid
+    JSON; the error is then classified by its status."""
     if response.status_code >= 300 and isinstance(response.stream, httpx2.AsyncByteStream):
         is_packed = response.headers.pop("content-encoding", "identity") in ("gzip", "deflate")
         response.stream = _FirstBytes(response.stream, is_packed=is_packed)

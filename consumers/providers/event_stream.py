@@ -1,9 +1,9 @@
-"""Amazon's event stream (`application/vnd.amazon.eventstream`), as Bedrock sends the events of a Message in it.
+"""Amazon's event stream (`application/vnd.amazon.eventstream`), in which Bedrock sends the events of a Message.
 
 A frame: total length, length of the headers, CRC of these eight bytes; headers; payload; CRC of all before it. Numbers
 are big-endian. The payload of an event is `{"bytes": "<base64 of Anthropic's event>"}`; a fault is a frame of its own.
-(Amazon Transcribe's documentation, "Event stream encoding"; the vendor's client reads it with botocore, which only
-those need who sign.)
+(Amazon Transcribe's documentation, "Event stream encoding"; the vendor's client reads it with botocore, which is needed
+only to sign requests.)
 """
 
 import base64
@@ -21,25 +21,25 @@ _CRC: Final = struct.Struct(">I")
 _SIZES: Final = {0: 0, 1: 0, 2: 1, 3: 2, 4: 4, 5: 8, 8: 8, 9: 16}
 """Bytes of a header's value, by its type; 6 (bytes) and 7 (text) say their length."""
 _FIELDS: Final = 100
-"""Of a frame's payload, which has two or three."""
+"""The most keys and values of a frame's payload, which has two or three."""
 _TYPES: Final[Mapping[str, str]] = {
     "throttlingException": "rate_limit_error",
     "validationException": "invalid_request_error",
     "serviceUnavailableException": "overloaded_error",
     "modelTimeoutException": "timeout_error",
 }
-"""Anthropic's names for Bedrock's faults in the middle of a stream; the others are faults of the service."""
+"""Anthropic's names for Bedrock's faults in the middle of a stream. All others count as faults of the service."""
 
 
 class FrameSplitter:
-    """Takes the bytes of a stream in any pieces, gives the data of each event, as `EventSplitter` does."""
+    """Takes the bytes of a stream in any pieces and returns the data of each event, as `EventSplitter` does."""
 
     def __init__(self, *, max_event_bytes: int) -> None:
         self._max_event_bytes = max_event_bytes
         self._rest = bytearray()
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        """The data of the events that end in this piece. Raises `TransientError` for what is no such stream."""
+        """The data of the events that end in this piece. Raises `TransientError` if it is no such stream."""
         self._rest += chunk
         found = []
         while len(self._rest) >= _PRELUDE.size:
@@ -86,7 +86,7 @@ def _field(payload: bytes, name: str) -> str | None:
 
 
 def _headers(raw: bytes) -> dict[str, str]:
-    """Those that are text."""
+    """The headers that are text."""
     found: dict[str, str] = {}
     at = 0
     try:

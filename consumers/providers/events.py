@@ -1,21 +1,21 @@
 """Server-Sent Events from bytes: the rules of the HTML standard, as far as a stream of JSON events needs them.
 
-The vendor's own decoder and its accumulating helper cost several times a raw call; this one splits at blank lines and
-gives the data of each event as it came, so that it can be forwarded without being written again.
+The vendor's own decoder and its accumulating helper cost several times a raw call. This one splits at blank lines and
+returns the data of each event as it came, so that it can be forwarded without being encoded again.
 """
 
 from consumers.failures import AnswerTooLargeError
 
 _BOM = b"\xef\xbb\xbf"
 _LINES = 1000
-"""Of one event, which has one or two, or as many as its JSON where that is printed for people to read."""
+"""The most lines of one event. It has one or two, or more if its JSON is indented."""
 
 
 class EventSplitter:
-    """Takes the bytes of a stream in any pieces, gives the data of each event once its blank line is there.
+    """Takes the bytes of a stream in any pieces and returns the data of each event once its blank line is there.
 
     Lines end in LF, CRLF or CR; several `data` lines are one event's data, joined by LF; comments and other fields
-    are passed over (the type of an event is in its JSON). What is left when the stream ends was not a whole event.
+    are ignored (the type of an event is in its JSON). What is left when the stream ends was not a whole event.
     """
 
     __slots__ = ("_after_cr", "_is_first", "_max_event_bytes", "_rest")
@@ -57,7 +57,7 @@ class EventSplitter:
 
 
 def _data(block: bytes) -> bytes | None:
-    """The data of one event; None where it has none (a comment, say)."""
+    """The data of one event; None if it has none (a comment, for example)."""
     if block.count(b"\n") > _LINES:
         raise AnswerTooLargeError(f"an event of more than {_LINES} lines")
     lines: list[bytes] = []

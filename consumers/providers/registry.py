@@ -16,12 +16,12 @@ from lanekeeper.telemetry.tracing import Tracing
 from topology.codec.request import Request
 
 SPEND_REFUSALS = 10
-"""In a row, from one account: then it is left alone until a person has acted."""
+"""After so many refusals in a row for its spend limit an account is paused: only a person can raise that limit."""
 log = logs.logger()
 
 
 class Registry:
-    """Makes calls. `learn` is told, by account, what every response says of its limits."""
+    """Makes calls. `learn` is told, by account, what every response says about its limits."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Registry:
         self._spend_refusals: dict[str, int] = {}
 
     async def call(self, route: Route, request: Request, *, timeout_s: float, parts: Parts | None) -> Answer:
-        """Make one call; as `Provider.stream`, with what the answer cost."""
+        """Make one call, as `Provider.stream`, and add to the answer what it cost."""
         clock = asyncio.get_running_loop().time
         began_s = clock()
         with self._tracing.chat(
@@ -67,8 +67,8 @@ class Registry:
             return answer
 
     def _heard(self, account: str, error: ProviderError, *, took_s: float) -> Heard:
-        """A spend limit that is met once is told to whoever met it, and in the log; met again and again, it is the
-        account's."""
+        """What a failure says. A spend limit counts as an ordinary failure until it was met `SPEND_REFUSALS` times in a
+        row; the first time it is logged."""
         heard = counting.failed(error, error.rate, took_s=took_s)
         if heard.kind is not Kind.SPEND_LIMIT:
             return heard
@@ -79,7 +79,7 @@ class Registry:
 
 
 def asking_for(request: Request, model: str) -> Request:
-    """The same request for a model of another name; itself where it has that name."""
+    """The same request with another name of the model; the request itself if it has that name."""
     if model == request.model:
         return request
     body = json.dumps({**json.loads(request.body), "model": model}).encode()

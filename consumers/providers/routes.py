@@ -1,7 +1,7 @@
-"""Which provider is called for a model, and which after it. Pure.
+"""Which provider is called for a model, and which ones may be called after it. Pure.
 
-The chain of a request: every provider of its lane, in order, that has the model; then the same with the model that is
-its fallback, and with that one's fallback. What the lane or the tenant may not use is left out.
+The chain of a request: every provider of its lane that has the model, in order; then the same for the model's fallback,
+for that one's fallback, and so on. Models that the lane or the tenant may not use are left out.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -16,21 +16,21 @@ MODEL_CLASSES = ("fable", "mythos", "opus", "sonnet", "haiku")
 """Anthropic counts by class: all Sonnets share one limit (docs/facts.md, section 10)."""
 CACHED = 10_000
 MADE_UP = 256
-"""Models that only requests name have limits of their own up to so many; the rest share one account a provider: whoever
-asks for ever new ones must not fill our books."""
+"""So many models that no setting names get an account of their own. All others share one account a provider, so that
+requests for ever new models do not fill the memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProviderModels:
-    """What one provider has."""
+    """The models of one provider."""
 
     name: str
     models: Mapping[str, str] | None = None
-    """Its own name for each model that it has; None: all, under the names that they have."""
+    """Its own name for each model that it has; None: it has all, under Anthropic's names."""
 
 
 class Problem(NamedTuple):
-    """What is wrong with one of the settings that chains are made of."""
+    """What is wrong with one of the settings for chains."""
 
     place: tuple[str, ...]
     text: str
@@ -38,21 +38,21 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutesSpec:
-    """What is settled about the chains."""
+    """The settings for chains."""
 
     providers: tuple[ProviderModels, ...]
-    """In the order in which they are asked."""
+    """In the order in which they are called."""
     lanes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Lanes that ask others, or in another order: by the providers' names."""
+    """Lanes with other providers, or in another order: the names of the providers."""
     lane_models: Mapping[str, Collection[str] | None] = field(default_factory=dict)
-    """Lanes that may use some models only. (The codec has refused what a request names; this is for fallbacks.)"""
+    """Lanes that may use some models only. (The codec checks the model that a request names; this is for fallbacks.)"""
     fallbacks: Mapping[str, str] = field(default_factory=dict)
-    """The model that answers where one cannot."""
+    """By model: the model that answers when it cannot."""
     tenants: Mapping[str, Collection[str]] = field(default_factory=dict)
     """Tenants that may use some models only."""
 
     def problems(self, *, known: Collection[str]) -> list[Problem]:
-        """What is wrong, but for circles. `known`: models that a lane uses or that have a price."""
+        """All that is wrong, except circles. `known`: models that a lane uses or that have a price."""
         return [*self._of_lanes(), *self._of_models(known), *self._of_lane_models()]
 
     def _of_lanes(self) -> Iterator[Problem]:
@@ -63,7 +63,7 @@ class RoutesSpec:
                     yield Problem(("lanes", lane, "providers"), f"no provider {name!r}; there are {', '.join(names)}")
 
     def circles(self) -> Iterator[str]:
-        """Fallbacks that have no end."""
+        """What is wrong with fallbacks that go in a circle."""
         told: set[str] = set()
         for model in self.fallbacks:
             way = [model]
@@ -103,14 +103,14 @@ class RoutesSpec:
 
 
 def unknown(model: str, known: Collection[str]) -> str:
-    """What is told of a model that nobody else speaks of."""
+    """The text about a model that is not known."""
     near = get_close_matches(model, known, n=1, cutoff=0.8)
     meant = f"did you mean {near[0]}? Else" if near else f"known are {', '.join(sorted(known))};"
     return f"unknown model {model!r}; {meant} give it a price in prices.models (LANEKEEPER_PRICES__MODELS)"
 
 
 class Routes:
-    """The chains."""
+    """Makes the chains."""
 
     def __init__(self, spec: RoutesSpec) -> None:
         self._spec = spec
@@ -122,7 +122,7 @@ class Routes:
         )
         self._made_up: set[str] = set()
         self.of = lru_cache(maxsize=CACHED)(self._of)
-        """The chain by lane, tenant and model."""
+        """The chain for a lane, a tenant and a model."""
 
     def _of(self, lane: str, tenant: str, model: str) -> Chain:
         spec = self._spec
@@ -162,7 +162,7 @@ class Routes:
 
 
 def model_class(model: str) -> str:
-    """The class whose limits a model shares; a model of another house has limits of its own."""
+    """The class whose limits a model shares; a model of no such class has limits of its own."""
     return next((each for each in MODEL_CLASSES if each in model), model)
 
 

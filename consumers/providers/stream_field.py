@@ -1,4 +1,4 @@
-"""The field `stream` of a request's body: it says how the provider is to answer, which is ours to decide."""
+"""Sets the field `stream` of a request's body: the worker decides whether the provider streams its answer."""
 
 import json
 from typing import Any
@@ -7,7 +7,7 @@ from consumers.failures import RejectedError
 
 
 def say_stream(body: bytes, streamed: bool, *, is_stated: bool = True) -> bytes:
-    """The body with `stream` as it must be; byte for byte the same where that is so already."""
+    """The body with `stream` as it must be; the same bytes if that is so already."""
     if is_stated and (b'"stream"' in body or b"\\u" in body):  # a key may be written with escapes
         fields = json.loads(body)
         if "stream" in fields:

@@ -1,4 +1,4 @@
-"""A Message put together from the events of its stream, with everything in it that is not known here kept."""
+"""Puts a Message together from the events of its stream. Fields that are not known here are kept."""
 
 import json
 from typing import Any
@@ -13,9 +13,9 @@ _JSON_DELTA = "input_json_delta"
 _JSON = "partial_json"
 _KEPT = frozenset({"content_block_delta", "content_block_start", "message_start", "message_delta"})
 _REPLACED = frozenset({"signature"})
-"""Fields that a delta gives whole; strings are otherwise appended to."""
+"""Strings that a delta replaces; to all others it appends."""
 _NONSENSE = (KeyError, TypeError, AttributeError, ValueError)
-"""What reading an event raises that is not as it must be."""
+"""What reading a malformed event raises."""
 
 
 class StreamedMessage:
@@ -30,10 +30,10 @@ class StreamedMessage:
         self._left = values
 
     def add(self, event: dict[str, Any], data: bytes = b"") -> bool:
-        """Whether it was the last one, `message_stop`; before that there is no answer. `data`: the event's JSON.
+        """Add an event. Returns whether it was the last one, `message_stop`. `data`: the event's JSON.
 
-        Raises `TransientError` where the event cannot follow those before it, or is not as it must be,
-        `AnswerTooLargeError` where it is too much with them.
+        Raises `TransientError` if the event is malformed or cannot follow those before it, `AnswerTooLargeError` if all
+        together are too large.
         """
         try:
             self._keep(event, data)
@@ -54,7 +54,7 @@ class StreamedMessage:
             raise _broken("in its content", error) from error
 
     def _keep(self, event: dict[str, Any], data: bytes) -> None:
-        """Measure what the event brings. A piece of a string becomes part of it, so that its size alone counts."""
+        """Measure what the event adds. Only the size of a piece of a string counts, because it joins that string."""
         kind = event["type"]
         if kind not in _KEPT:
             return
@@ -85,11 +85,11 @@ class StreamedMessage:
             case "message_stop":
                 return True
             case _:
-                pass  # ping, content_block_stop, and what may come one day
+                pass  # ping, content_block_stop, and events that may be added one day
         return False
 
     def _finish(self, event: dict[str, Any]) -> None:
-        """The counts of a message_delta are totals, so they replace; what it leaves out or null stays as it was."""
+        """The counts of a message_delta are totals and replace earlier ones; missing or null ones change nothing."""
         if self._message is None:
             raise ValueError("message_delta before message_start")
         usage = self._message.get("usage") or {}
@@ -118,12 +118,12 @@ class _Block:
         self._fields = {**fields}
         self._lists: dict[str, list[Any]] = {}
         self.measure = Measure(0)
-        """Of its input's JSON."""
+        """Measures the JSON of its input."""
         self._strings: dict[str, list[str]] = {}
         self._json: list[str] = []
 
     def pieces(self, delta: dict[str, Any]) -> dict[str, str] | None:
-        """The pieces of strings that it consists of; None where it brings anything else, or a string's first piece."""
+        """The pieces of strings in a delta; None if it holds anything else, or the first piece of a string."""
         known = (_JSON,) if delta["type"] == _JSON_DELTA else self._strings
         pieces = {key: value for key, value in delta.items() if key in known and isinstance(value, str)}
         return pieces if len(pieces) == len(delta) - 1 else None
@@ -147,7 +147,7 @@ class _Block:
                 self._fields[key] = value
 
     def _extend(self, key: str, items: list[Any]) -> None:
-        """In place: a copy at every delta would be quadratic."""
+        """Extend the list in place: a copy at every delta would take quadratic time."""
         if self._fields.get(key) is not self._lists.get(key) or key not in self._lists:
             self._lists[key] = self._fields[key] = [*(self._fields.get(key) or ())]
         self._lists[key].extend(items)
@@ -162,8 +162,8 @@ class _Block:
 
 
 def parse_event(data: bytes, *, values: int = bounds.VALUES) -> dict[str, Any]:
-    """One event of the stream. Raises `TransientError` where it is not a JSON object, `AnswerTooLargeError` where it
-    would take long to parse."""
+    """One event of the stream. Raises `TransientError` if it is not a JSON object, `AnswerTooLargeError` if it would
+    take long to parse."""
     if (excess := bounds.excess(data, values=values)) is not None:
         raise AnswerTooLargeError(excess)
     try:
@@ -176,8 +176,8 @@ def parse_event(data: bytes, *, values: int = bounds.VALUES) -> dict[str, Any]:
 
 
 def _tool_input(text: str) -> Any:
-    # A tool's input may end in the middle where max_tokens were reached; what is there is given, as the vendor's own
-    # client does. With fine-grained streaming it may not be JSON at all: then as Anthropic's guide advises.
+    # A tool's input may end in the middle if max_tokens was reached: return what is there, as the vendor's own client
+    # does. With fine-grained streaming it may be no JSON at all: wrap it, as Anthropic's guide advises.
     try:
         return jiter.from_json(text.encode(), allow_inf_nan=False, partial_mode=True)
     except ValueError:
@@ -195,7 +195,7 @@ def _merge(into: dict[str, Any], given: dict[str, Any]) -> None:
 
 
 def to_json(message: dict[str, Any]) -> bytes:
-    """The assembled Message as bytes. Raises `TransientError` for a number that is too large to be one (1e999)."""
+    """The assembled Message as bytes. Raises `TransientError` if a number is too large (1e999)."""
     try:
         return json.dumps(message, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
     except ValueError as error:

@@ -43,15 +43,15 @@ _STATUS_OF_TYPE: Final[Mapping[str, int]] = {
     "overloaded_error": 529,
 }
 _PASSING: Final = frozenset({408, 409, 424, 425})
-"""4xx that another try may pass: a timeout, a conflict with a call that is still running, a fault of the model's
+"""4xx after which another try may succeed: a timeout, a conflict with a call that still runs, a fault of the model
 (Bedrock), a replayed handshake."""
 _SPENT: Final = ("You have reached your specified API usage limits", "Your credit balance is too low")
-"""Both come as a 400 without a code."""
+"""Spend limits: both come as a 400 without a code."""
 _LONGEST_WAIT_S: Final = 86_400.0
 _MESSAGE_CHARACTERS: Final = 300
 _TYPE_CHARACTERS: Final = 60
 _READ_CHARACTERS: Final = 10_000
-"""Of a message that may have millions."""
+"""How much of a message is read: it may have millions of characters."""
 NETWORK_ERRORS: Final = (httpx2.RequestError, aiohttp.ClientError, OSError)
 """What the client and its transport raise, raw or as a cause, when the network fails."""
 
@@ -106,7 +106,7 @@ def from_event(event: Mapping[str, Any], *, request_id: str | None, secret: str)
 def classify(
     *, status: int, type: str, code: str, message: str, retry_after_s: float | None, request_id: str | None
 ) -> ProviderError:
-    """Which failure an error answer is. `type` and `code` are Anthropic's, empty where there is none."""
+    """Which failure an error answer is. `type` and `code` are Anthropic's, empty if there is none."""
     detail = f"{status} {type}: {message}" if type else f"{status}: {message}"
     told: dict[str, Any] = {"status": status, "type": type or f"http_{status}", "request_id": request_id}
     is_spent = any(text in message for text in _SPENT)
@@ -126,9 +126,9 @@ def classify(
 
 
 def read_retry_after_s(headers: Mapping[str, str], *, now_s: float) -> float | None:
-    """Seconds to wait from `retry-after-ms` or `retry-after` (seconds or a date); None without a sensible one.
+    """Seconds to wait from `retry-after-ms` or `retry-after` (seconds or a date); None if there is no sensible one.
 
-    What is negative, not finite or longer than a day is not believed.
+    A value that is negative, not finite or longer than a day is ignored.
     """
     for name, unit_s in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
         try:
@@ -144,12 +144,12 @@ def read_retry_after_s(headers: Mapping[str, str], *, now_s: float) -> float | N
         wait_s = email.utils.mktime_tz(date) - now_s
     except (ValueError, OverflowError):  # the year 99999
         return None
-    # a date that has just passed is the clocks' difference: come back at once
+    # a date in the past means that the clocks differ: come back at once
     return max(0.0, wait_s) if abs(wait_s) <= _LONGEST_WAIT_S else None
 
 
 def _redirected(response: httpx2.Response) -> RejectedError:
-    """It is not followed. The host alone is told: the rest of the address may hold a secret."""
+    """A redirect is not followed. Only its host is told, because the rest of the address may hold a secret."""
     try:
         host = urlsplit(response.headers.get("location", "")).hostname or "another path of it"
     except ValueError:
@@ -184,7 +184,7 @@ def _from_status(error: anthropic.APIStatusError, *, secret: str) -> ProviderErr
 
 
 def one_line(error: BaseException) -> str:
-    """What an exception says, on one line; for those that know no key."""
+    """What an exception says, on one line. Only for exceptions that cannot hold a key."""
     return _line(_said(error), "")
 
 
@@ -193,7 +193,7 @@ def _said(error: BaseException | None) -> str:
 
 
 def _word(value: object, secret: str) -> str:
-    """A type or a code, which are short."""
+    """A type or a code, cut to a short line; empty if it is no text."""
     return _line(value, secret)[:_TYPE_CHARACTERS] if isinstance(value, str) else ""
 
 
@@ -203,6 +203,6 @@ def _line(text: str, secret: str) -> str:
     text = text[:_READ_CHARACTERS]
     if secret:
         text = text.replace(secret, "***")
-        if cut:  # not half of a key either
+        if cut:  # half of a key may be at the end
             text = text[: -len(secret)]
     return re.sub(r"[\s\x00-\x1f\x7f-\x9f]+", " ", text).strip()[:_MESSAGE_CHARACTERS]
