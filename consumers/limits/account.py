@@ -53,7 +53,7 @@ class Account:
         self._underway = Underway()
         self.paused_until_s = self.held_until_s = -inf
         self.is_pressed = False
-        """A request had to wait since a guessed limit was last raised."""
+        """True if a request had to wait since a guessed limit was last raised."""
         self.elsewhere: Sequence[Sequence[float]] = ()
         """For each lane: what its waiters in other processes need together."""
         self.nobody_elsewhere()
@@ -188,7 +188,7 @@ class Account:
         return self._adaptive.is_stale(now_s)
 
     def per_minute(self) -> Amounts:
-        """The limits as they are taken to be now."""
+        """The limits per minute that are assumed now."""
         return self._adaptive.per_minute()
 
     def reason(self, waiter: Waiter, now_s: float) -> str:

@@ -69,7 +69,7 @@ class Adaptive:
         self._told, self._told_s, self._grown, self._factors = list(told), list(told_s), list(grown), list(factors)
 
     def per_minute(self) -> Amounts:
-        """What may be used now."""
+        """What may be used per minute now."""
         return Amounts(*(self._of(each) * self._factors[each] for each in range(3)))
 
     def guessed(self) -> tuple[bool, ...]:

@@ -75,7 +75,7 @@ class Heard:
     rate: RateHeaders | None = None
     retry_after_s: float | None = None
     counted: Amounts = NOTHING
-    """What the provider counted for the call. `rate` says what is left after that."""
+    """What the provider had counted for the call when it told `rate`: that is what is left after it."""
     took_s: float = 0.0
     """How long ago the call began. `rate` is at most so old, because it is told before the answer."""
 

@@ -95,7 +95,7 @@ class Bursts:
         ]
 
     def hear(self, rate: RateHeaders, counted: Amounts) -> bool:
-        """Learn from a response. True if more is proven than before. `counted`: what the call used."""
+        """Learn from a response. True if more is proven than before. `counted`: see `Heard`."""
         if counted.input_tokens > 0:
             self._usual_input += (WEIGHT if self._usual_input else 1.0) * (counted.input_tokens - self._usual_input)
         changed = False

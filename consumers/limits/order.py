@@ -65,7 +65,7 @@ class Lines:
 
     @property
     def is_empty(self) -> bool:
-        """Nobody waits."""
+        """True if nobody waits."""
         return not any(self.heads)
 
     def count(self, lane: int) -> int:

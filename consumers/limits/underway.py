@@ -10,7 +10,7 @@ from consumers.limits.base import Reservation
 from consumers.limits.burst import MARGIN_MOST, PATIENCE_S
 
 HELD_EVERY_S = 60.0
-"""Held input explains refusals at most once in this time. If refusals go on, the cause is another."""
+"""Held input explains refusals at most once in this time. If refusals go on, there is another cause."""
 
 
 class Underway:

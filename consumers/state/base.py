@@ -65,7 +65,7 @@ class Completion:
     headers: Mapping[str, str | int] = field(default_factory=dict)
     """The reply's headers besides its status: lane, model, provider, attempt, wait, run time."""
     ended_ms: int
-    """By the clock of the worker that ended it; ms since 1970."""
+    """When it ended, by the clock of the worker that ended it; ms since 1970."""
 
     @property
     def is_untried(self) -> bool:
