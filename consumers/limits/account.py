@@ -28,7 +28,7 @@ from consumers.limits.waiter import Waiter
 HOLD_AT_MOST_S = 60.0
 """A longer `retry-after` is cut to this: a bucket refills within a minute."""
 INPUT = 1
-"""The place of the input tokens among the buckets."""
+"""The place of the input tokens in `Amounts` and among the buckets."""
 
 
 class Account:
@@ -53,9 +53,9 @@ class Account:
         self._underway = Underway()
         self.paused_until_s = self.held_until_s = -inf
         self.is_pressed = False
-        """A request had to wait since a guessed limit was last raised."""
+        """True if a request had to wait since a guessed limit was last raised."""
         self.elsewhere: Sequence[Sequence[float]] = ()
-        """What the waiters of each lane wait for that wait in other processes."""
+        """For each lane: what its waiters in other processes need together."""
         self.nobody_elsewhere()
 
     @property
@@ -124,7 +124,7 @@ class Account:
     # ---- after a call ------------------------------------------------------------------------------------------------
 
     def settle(self, reservation: Reservation, used: Amounts | None, now_s: float) -> None:
-        """Give back what was not used, take what was used beyond it."""
+        """Give back what was not used; take what was used beyond the reservation."""
         if reservation.is_settled:
             return
         reservation.is_settled = True
@@ -184,11 +184,11 @@ class Account:
         return stopped or any(new < old for new, old in zip(self._adaptive.per_minute(), before, strict=True))
 
     def is_stale(self, now_s: float) -> bool:
-        """True if a limit that was told long ago may hold requests back. The next response mends it."""
+        """True if a limit that was told long ago may hold requests back. The next response corrects it."""
         return self._adaptive.is_stale(now_s)
 
     def per_minute(self) -> Amounts:
-        """The limits as they are taken to be now."""
+        """The limits per minute that are assumed now."""
         return self._adaptive.per_minute()
 
     def reason(self, waiter: Waiter, now_s: float) -> str:
@@ -214,13 +214,13 @@ class Account:
         self._resize()
 
     def shift(self, jump_s: float) -> None:
-        """The clock has jumped by so much: move what is kept as points in time."""
+        """The clock has jumped by `jump_s`: move the times of the waiters and the ends of stops."""
         self.lines.shift(jump_s)
         self.paused_until_s += jump_s
         self.held_until_s += jump_s
 
     def nobody_elsewhere(self) -> None:
-        """What other processes have told is too old."""
+        """Forget the waiters of other processes: what these have told is too old."""
         self.elsewhere = [NOTHING for _ in self.lanes]
 
     def due_for_a_call(self) -> list[bool]:
@@ -231,12 +231,12 @@ class Account:
         ]
 
     def calls_before(self, lane: int, count: int) -> int:
-        """When concurrency is the bottleneck: how many calls begin, at most, before that of a request that has `count`
+        """When concurrency is the bottleneck: at most how many calls begin before that of a request with `count` others
         of its lane before it."""
         return self._credit.calls_before(lane, count)
 
     def begin(self, waiter: Waiter, *, own: Amounts, now_s: float) -> bool:
-        """Another has granted it, `own` of it from what its lane has saved. False where it has left its line."""
+        """Redis has granted it, `own` of it from what its lane has saved. False if it has left its line."""
         if waiter not in self.lines:
             return False
         self._begin(waiter, own, now_s)
@@ -293,6 +293,6 @@ class Account:
 
 
 def _left_s(until_s: float, now_s: float, most_s: float) -> float:
-    """0 if it is over, or longer than any stop can be: then the clock was put back."""
+    """0 if the stop is over, or lasts longer than any stop can: then the clock was set back."""
     left_s = until_s - now_s
     return left_s if 0 < left_s < most_s + 1 else 0.0

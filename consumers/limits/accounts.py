@@ -1,4 +1,4 @@
-"""The accounts that a process uses: requests wait in the lines of each until `Turns` says that it is their turn."""
+"""The accounts that a process uses. Requests wait in the lines of an account until `Turns` says whose turn it is."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -12,12 +12,12 @@ from consumers.limits.turns import Turns
 from consumers.limits.waiter import Waiter
 
 MOST: Final = 256
-"""Where there are more accounts than this, those that nobody uses are forgotten."""
+"""If a new account would exceed this number, those that nobody uses are forgotten."""
 AnyTurns = TypeVar("AnyTurns", bound=Turns)
 
 
 class Accounts(Generic[AnyTurns]):
-    """See `Budgets`. `open_turns` makes the turns of the account of that name."""
+    """See `Budgets`. `open_turns` makes the turns of the account with a given name."""
 
     def __init__(self, spec: BudgetSpec, open_turns: Callable[[str], AnyTurns]) -> None:
         self._open_turns = open_turns
@@ -31,7 +31,7 @@ class Accounts(Generic[AnyTurns]):
         return name in self._known
 
     def turns(self, name: str) -> AnyTurns:
-        """Of the account of that name; opened where it is not known."""
+        """The turns of the account with that name; opened if they are not known yet."""
         if (turns := self._known.get(name)) is None:
             if len(self._known) >= MOST:
                 self._forget_idle()
@@ -56,7 +56,7 @@ class Accounts(Generic[AnyTurns]):
         if (paused_s := account.paused_s(now_s)) > 0:
             raise WaitTooLong(Wait(paused_s, PAUSED, paused_s))
         waiter = Waiter(self._ranks[lane], amounts, arrived_s=arrived_s, until_s=until_s)
-        account.refill(now_s)  # the lanes that waited before have saved what came in before
+        account.refill(now_s)  # what came in before is saved by the lanes that waited before
         if account.join(waiter):
             turns.step()
             if waiter.reservation is not None:
@@ -122,26 +122,26 @@ class Accounts(Generic[AnyTurns]):
         return {name: seconds for name, seconds in left_s.items() if seconds > 0}
 
     async def aclose(self) -> None:
-        """End all timers, and tell other processes what they were not told. Nobody may wait any more."""
+        """End all timers, and tell other processes what they were not told yet. No request may wait any more."""
         for turns in list(self._known.values()):
             await turns.aclose()
 
     def _current_turns(self, name: str) -> AnyTurns:
-        """For a request that wants to use the account: a limit that was told too long ago does not keep it out."""
+        """The turns for a new request. Limits that were told too long ago are forgotten, or they could keep it out."""
         turns = self.turns(name)
         if turns.account.is_stale(turns.now_s()):
             turns.learn(NO_NEWS)
         return turns
 
     def _forget_idle(self) -> None:
-        """Requests name models, so that there may be any number of accounts."""
+        """Forget accounts that nobody uses. Requests name models, so there may be any number of accounts."""
         for name, turns in list(self._known.items()):
             if turns.is_idle:
                 del self._known[name]
 
 
 async def _turn_of(waiter: Waiter, turns: Turns, until: float | None) -> Reservation:
-    """Wait for it."""
+    """Wait for the waiter's turn."""
     waiter.turn = asyncio.get_running_loop().create_future()
     try:
         async with asyncio.timeout_at(until):
@@ -162,6 +162,6 @@ async def _turn_of(waiter: Waiter, turns: Turns, until: float | None) -> Reserva
 
 
 def _leave(turns: Turns, waiter: Waiter) -> None:
-    """Out of the line, if it is still there."""
+    """Take the waiter out of its line, if it is still there."""
     if turns.account.leave(waiter):
         turns.step()

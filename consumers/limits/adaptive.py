@@ -1,7 +1,7 @@
-"""What an account's limits are taken to be: told by the provider, capped by settings, else found out. Pure.
+"""The assumed limits of an account: told by the provider, capped by settings, otherwise found out. Pure.
 
 Limits that nobody tells begin low, and grow by a step every few seconds if requests waited for them and none was
-refused. A provider that answers without a word about limits is taken to have none until it refuses: a self-hosted
+refused. A provider that answers without a word about limits is assumed to have none until it refuses: a self-hosted
 model behind a compatible API has slots, and no budget. A refusal (429) without figures halves the limits. Refusals
 with figures lower them only if using less at once (`burst.py`) did not help: then somebody else uses the account, or
 the provider counts differently. The limits come back step by step.
@@ -16,13 +16,13 @@ from consumers.limits.learned import LearnedLimits
 from consumers.limits.spec import AccountCaps
 
 STEP = 0.1
-"""Of the first guess, or of what was lost by halving."""
+"""One step up: this part of the first guess, or of the whole limit if refusals have lowered it."""
 STEP_EVERY_S = 10.0
 PATIENCE_S = 5.0
 """Calls that began before a halving may still be refused: within this time refusals count once."""
 LEAST_FACTOR = 1 / 64
 LESS = 0.8
-"""Of what the refusal's own figures show to be spent, where taking less of it at once has not helped."""
+"""A limit that a refusal's figures show to be spent falls to this part, if taking less of it at once has not helped."""
 NEAR = 0.7
 NEAR_STEP = STEP / 4
 """The step above `NEAR`, where the limit may soon be too high again."""
@@ -36,7 +36,7 @@ NO_LIMIT = 1e9
 
 
 class Adaptive:
-    """The three limits of one account, a minute."""
+    """The three limits of one account, per minute."""
 
     __slots__ = ("_caps", "_factors", "_grown", "_halved_s", "_is_silent", "_moved_s", "_start", "_told", "_told_s")
 
@@ -69,18 +69,18 @@ class Adaptive:
         self._told, self._told_s, self._grown, self._factors = list(told), list(told_s), list(grown), list(factors)
 
     def per_minute(self) -> Amounts:
-        """What may be used now."""
+        """What may be used per minute now."""
         return Amounts(*(self._of(each) * self._factors[each] for each in range(3)))
 
     def guessed(self) -> tuple[bool, ...]:
-        """Which of them nobody has told or set, the provider by saying nothing."""
+        """For each limit: True if it was neither told nor set, nor taken to be none because the provider is silent."""
         return tuple(
             told is None and cap is None and not self._is_silent
             for told, cap in zip(self._told, self._caps, strict=True)
         )
 
     def hear(self, rate: RateHeaders, now_s: float) -> bool:
-        """Whether a limit is another than before."""
+        """Take over the limits that a response tells. True if one has changed."""
         changed = False
         for each, told in enumerate(rate.each()):
             if told.limit is None:
@@ -93,15 +93,15 @@ class Adaptive:
         return changed
 
     def is_stale(self, now_s: float) -> bool:
-        """Whether something slows the account down of which nothing was heard for minutes. Where calls are refused for
-        it, nothing ever would be."""
+        """True if a low limit slows the account down, and nothing was heard of it for minutes. If it keeps all calls
+        out, nothing more would ever be heard."""
         for told, start, told_s in zip(self._told, self._start, self._told_s):  # noqa: B905  asked before every call
             if told is not None and told < start and not 0 <= now_s - told_s < FORGOTTEN_AFTER_S:
                 return True
         return now_s - self._moved_s >= FORGOTTEN_AFTER_S and min(self._factors) < 1
 
     def forget(self, now_s: float) -> None:
-        """What is stale: it is guessed again."""
+        """Forget what is stale: it is guessed again."""
         for each, told in enumerate(self._told):
             is_old = not 0 <= now_s - self._told_s[each] < FORGOTTEN_AFTER_S
             if told is not None and told < self._start[each] and is_old:
@@ -110,14 +110,14 @@ class Adaptive:
             self._factors, self._moved_s = [1.0, 1.0, 1.0], now_s
 
     def heard_nothing(self) -> bool:
-        """An answer that says nothing of limits; whether that changes them."""
+        """Learn from an answer that says nothing about limits. True if that changes them."""
         if self._is_silent or any(told is not None for told in self._told) or self._halved_s > -inf:
             return False
         self._is_silent = True
         return True
 
     def refused(self, now_s: float, is_spent: Sequence[bool] = NOTHING_IS) -> bool:
-        """Slow down: what is spent a little, by half where nothing explains it; whether it did, or had just done so."""
+        """Lower limits: those that are spent a little; if none is, all by half. False if a refusal has just done so."""
         self._moved_s = now_s
         if self._is_silent:
             self._is_silent, self._halved_s = False, now_s
@@ -131,8 +131,8 @@ class Adaptive:
         return True
 
     def answered(self, now_s: float, *, pressed: bool) -> bool:
-        """Recover, and grow what is a guess where it was reached (`pressed`); whether it did."""
-        if 0 <= now_s - self._moved_s < STEP_EVERY_S:  # less than 0: the clock was put back
+        """Raise limits that refusals lowered; else guessed ones, if a request waited (`pressed`). True if any rose."""
+        if 0 <= now_s - self._moved_s < STEP_EVERY_S:  # less than 0: the clock was set back
             return False
         self._moved_s = now_s
         if min(self._factors) < 1:

@@ -4,7 +4,7 @@ from typing import Final, NamedTuple
 
 
 class Amounts(NamedTuple):
-    """Of one call, or a minute's limit."""
+    """What one call uses, or the limits per minute."""
 
     requests: float = 0.0
     input_tokens: float = 0.0
@@ -13,6 +13,6 @@ class Amounts(NamedTuple):
 
 NOTHING: Final = Amounts()
 REASONS: Final = ("rpm", "itpm", "otpm")
-"""What a request waits for that waits for one of the three: requests, input tokens, output tokens per minute."""
+"""Names of the limits that a request may wait for: requests, input tokens, output tokens per minute."""
 CONCURRENCY: Final = "concurrency"
 PAUSED: Final = "paused"

@@ -1,4 +1,4 @@
-"""The seam to the budget: reserve before a call, settle after it, tell what was heard. All processes may share one."""
+"""The seam to the budget: reserve before a call, settle after it, learn from responses. Processes may share budgets."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from lanekeeper.contract.problems import LanekeeperError
 
 @dataclass(slots=True, kw_only=True)
 class Reservation:
-    """What a call may use. To be settled once, whatever became of it; a second time does nothing."""
+    """What a call may use. Settle it once, whatever the call came to; settling it again does nothing."""
 
     account: str
     lane: str
@@ -27,12 +27,12 @@ class Wait(NamedTuple):
     """How long a request would wait now, and mostly for what: rpm, itpm, otpm, concurrency or paused."""
 
     seconds: float
-    """As is to be expected."""
+    """The expected wait."""
     reason: str
     least_s: float = 0.0
-    """At the earliest, by limits that are known: nobody is refused by a guess."""
+    """The shortest possible wait, by known limits only: no request is refused because of a guess."""
     is_known: bool = True
-    """False where `seconds` follows from a limit that the provider has not told and no setting says."""
+    """False if `seconds` follows from a limit that neither the provider has told nor a setting says."""
 
 
 class WaitTooLong(LanekeeperError):
@@ -40,7 +40,7 @@ class WaitTooLong(LanekeeperError):
 
     def __init__(self, wait: Wait) -> None:
         self.wait = wait
-        """From now on."""
+        """The forecast at that moment."""
         super().__init__(f"{wait.least_s:.1f} s for {wait.reason}")
 
 
@@ -50,10 +50,10 @@ class Waiting:
 
     count: int
     reason: str
-    """What the first of them waits for, and so all."""
+    """What the first of them waits for, and so all of them."""
     oldest_s: float
     is_known: bool = True
-    """False where that limit is a guess: nobody has told or set it."""
+    """False if that limit is a guess: nobody has told or set it."""
 
 
 class Kind(StrEnum):
@@ -64,27 +64,27 @@ class Kind(StrEnum):
     OVERLOADED = "overloaded"
     SPEND_LIMIT = "spend_limit"
     FAILED = "failed"
-    """Any other error: only its headers say something."""
+    """Any other error: only its headers say something about the account."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heard:
-    """Of one response."""
+    """What one response says about the account."""
 
     kind: Kind
     rate: RateHeaders | None = None
     retry_after_s: float | None = None
     counted: Amounts = NOTHING
-    """Of the call: what `rate` says is left, is left after it."""
+    """What the provider had counted for the call when it told `rate`: that is what is left after it."""
     took_s: float = 0.0
-    """Since the call began, and so how old `rate` is at most: it is told before the answer is."""
+    """How long ago the call began. `rate` is at most so old, because it is told before the answer."""
 
 
 NO_NEWS: Final = Heard(kind=Kind.FAILED)
 
 
 class Budgets(Protocol):
-    """The budgets of all accounts. `name`: of an account; times are the event loop's."""
+    """The budgets of all accounts. `name`: the account's; times are the event loop's."""
 
     async def reserve(
         self,
@@ -96,11 +96,11 @@ class Budgets(Protocol):
         arrived: float | None = None,
         on_wait: Callable[[Wait], None] | None = None,
     ) -> Reservation:
-        """Wait in order; `on_wait` is told, where it is not granted at once. `arrived`: when it first asked, if that
-        was before now: it stands where it stood then.
+        """Wait in line for a reservation; `on_wait` is called if it is not granted at once. `arrived`: when the request
+        first asked, if that was before now; its place in line goes by it.
 
-        Raises WaitTooLong as soon as it cannot be granted before `until`, by limits that are known, and where the
-        account is paused. Cancelling it leaves the line.
+        Raises WaitTooLong if the account is paused, and as soon as known limits show that it cannot be granted before
+        `until`. A request that is cancelled leaves the line.
         """
         ...
 
@@ -109,7 +109,7 @@ class Budgets(Protocol):
         ...
 
     def settle(self, reservation: Reservation, used: Amounts | None) -> None:
-        """After the call. None: the provider counted nothing."""
+        """Settle after the call. `used` None: the provider counted nothing."""
         ...
 
     def learn(self, name: str, heard: Heard) -> None:

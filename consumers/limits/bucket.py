@@ -1,20 +1,20 @@
 """One bucket of an account: what is there, what each lane has saved of it, and when a request may take from it. Pure.
 
-`level` is what the provider will take: refilled at the limit, up to the bucket's size. Every lane saves its share of
-what comes in, up to its reserve (its share of the size), or up to what its first request needs where that is more.
+`level` is what the provider will accept. It refills at the limit, up to the bucket's size. Every lane saves its share
+of what comes in, up to its reserve (its share of the size), or up to what its first request needs if that is more.
 
 A request may go
-1. on what its lane has saved;
-2. else where what is left covers, besides it, the whole reserves of the lanes above, what their first requests need,
-   and what is held for the lanes below;
-   (for the top lane: besides its own reserve; a larger request takes the rest of what was held for others);
-3. else, where nobody waits in a lane above, and none below has saved all that it needs, when the bucket is full: more
-   will never be left.
+1. if its lane has saved enough for it;
+2. otherwise, if the level covers the request, the whole reserves of the lanes above, what their first requests need,
+   and what is held for the lanes below. For a request of the top lane that is larger than the lane's reserve, that
+   reserve counts instead: it takes the rest from what is held for others;
+3. otherwise, when the bucket is full, if nobody waits in a lane above, and no lane below has saved all that its first
+   request needs: more will never be left.
 
 So the whole reserve of a lane above is kept for its next request. What a lane has saved is held for it. For a large
 request a lane saves more than its reserve; of that, only as much is held as leaves room for the top lane, until the
-lane has saved all that the request needs. Then all of it is held, and the request goes next. A bucket of a minute has
-room for all that lanes save; a bucket of a second is too small to hold much for a large request.
+lane has saved all that the request needs. Then all of it is held, and the request goes next. A bucket of a minute's
+worth has room for all that lanes save; a bucket of a second's worth is too small to hold much for a large request.
 """
 
 from collections.abc import Sequence
@@ -48,8 +48,8 @@ class Bucket:
         """What each lane has saved; below 0: what it used beyond that and has to save first."""
 
     def resize(self, per_minute: float, *, burst_s: float, late: float, fills: bool) -> None:
-        """Another limit from now on (refilled before); what no longer fits is gone. With `fills` there was more in it
-        from the beginning than we thought. `late`: see `Size`."""
+        """Change the limit, after a refill; what no longer fits is lost. `fills`: the bucket held more from the
+        beginning than we assumed. `late`: see `Size`."""
         self.per_s = per_minute / 60
         before, self.burst = self.burst, _burst(per_minute, burst_s)
         self.most = (1 - late) * self.burst
@@ -69,7 +69,7 @@ class Bucket:
         self.level, self.parts, self._at_s = level, list(parts), now_s
 
     def refill(self, now_s: float) -> None:
-        """What has come in since the last time."""
+        """Add what has come in since the last time."""
         passed_s = now_s - self._at_s
         if passed_s <= 0:
             return
@@ -86,11 +86,11 @@ class Bucket:
                 parts[lane] = part - saved if part - saved > cap else cap
 
     def want(self, lane: int, amount: float) -> None:
-        """What the first waiter of a lane needs; 0: nobody waits."""
+        """Note what the first waiter of a lane needs; 0: nobody waits."""
         self._wants[lane] = amount
         reserve = self.reserves[lane]
         cap = reserve if amount <= reserve else min(amount, self.burst)
-        if cap == self._caps[lane]:  # so it is for nearly all of them
+        if cap == self._caps[lane]:  # true for nearly all requests
             return
         self._caps[lane] = cap
         self._share_out()
@@ -104,7 +104,7 @@ class Bucket:
             room -= more
 
     def held(self, lane: int) -> float:
-        """What other lanes must leave, unless they spend what they have saved themselves."""
+        """What other lanes must leave for this lane, unless they spend what they have saved themselves."""
         part = self.parts[lane]
         if part <= self._holds[lane] or part >= self._caps[lane]:
             return part if part > 0 else 0.0
@@ -119,13 +119,13 @@ class Bucket:
         return taken
 
     def give_back(self, lane: int, amount: float, *, own: float) -> None:
-        """What was not used after all, `own` of it to what the lane has saved."""
+        """Give back what was not used; up to `own` of it returns to what the lane has saved."""
         self.level = min(self.burst, self.level + amount)
         part = self.parts[lane]
         self.parts[lane] = max(part, min(self._caps[lane], part + min(amount, own)))
 
     def lower(self, level: float) -> None:
-        """The provider has less than we thought: lanes cannot have saved more than that."""
+        """The provider has less than we assumed: lanes cannot have saved more than that."""
         if level >= self.level:
             return
         self.level = level
@@ -134,8 +134,8 @@ class Bucket:
             self.parts = [part * max(level, 0.0) / saved if part > 0 else part for part in self.parts]
 
     def wait_s(self, lane: int, amount: float, above: Sequence[int], below: Sequence[int]) -> float:
-        """Seconds until it may go, by what comes in alone; 0: now. `above`, `below`: the lanes that go before and after
-        it, in any order."""
+        """Seconds until the amount may go, by what comes in alone; 0: now. `above`, `below`: the lanes that go before
+        and after this lane, in any order."""
         need, level, part = amount + LEAST, self.level, self.parts[lane]
         whole = need if need < self.burst else self.burst
         level_s = (whole - level) / self.per_s if level < whole else 0.0
@@ -148,7 +148,7 @@ class Bucket:
             wanted = self._wants[other]
             kept += self.reserves[other] + wanted
             is_first = is_first and wanted == 0
-        for other in below:  # whose turn it is when the bucket is full, if it has saved as much for its own request
+        for other in below:  # one that has saved all that its first request needs goes first at a full bucket
             wanted = self._wants[other]
             is_first = is_first and not 0 < min(wanted, self.burst) <= self.parts[other]
         left_s = max(level_s, self._left_in_s(kept, below, is_first=is_first))
@@ -172,10 +172,10 @@ class Bucket:
         full_s = (burst - level) / self.per_s
         slope, passed_s = 1.0, 0.0
         filling = []
-        for other in below:  # what comes in is theirs too, until they have saved all that they may
+        for other in below:  # they get their share of what comes in until they have saved all that they may
             share, part = self.shares[other], parts[other]
             if share and part < self._holds[other]:
-                if part < 0:  # it has a debt to pay before it saves: looked at again when it has
+                if part < 0:  # it must pay its debt before it saves: this is the earliest time
                     return min(full_s if is_first else inf, missing / self.per_s)
                 filling.append(((self._holds[other] - part) / (share * self.per_s), share))
                 slope -= share

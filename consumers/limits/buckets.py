@@ -10,7 +10,7 @@ from consumers.limits.order import Order
 
 
 class Buckets:
-    """In the order of `Amounts`."""
+    """The three buckets, in the order of `Amounts`."""
 
     __slots__ = ("_all",)
 
@@ -36,12 +36,12 @@ class Buckets:
             bucket.refill(now_s)
 
     def want(self, lane: int, amounts: Amounts) -> None:
-        """What the first waiter of a lane needs; zero if nobody waits."""
+        """Note what the first waiter of a lane needs; zero if nobody waits."""
         for bucket, amount in zip(self._all, amounts, strict=True):
             bucket.want(lane, amount)
 
     def wait_s(self, lane: int, amounts: Amounts, order: Order) -> float:
-        """Seconds until all of them have enough for it; 0: now."""
+        """Seconds until all buckets have enough for the amounts; 0: now."""
         longest_s = 0.0
         above, below = order.above[lane], order.below[lane]
         for bucket, amount in zip(self._all, amounts):  # noqa: B905  checking costs a tenth of a grant
@@ -59,7 +59,7 @@ class Buckets:
         return REASONS[waits_s.index(max(waits_s))]
 
     def take(self, lane: int, amounts: Amounts) -> Amounts:
-        """Spend it; what of it came from what the lane has saved."""
+        """Spend the amounts. Returns how much of them came from what the lane has saved."""
         requests, input_tokens, output_tokens = self._all
         return Amounts(
             requests.take(lane, amounts.requests),
@@ -68,7 +68,7 @@ class Buckets:
         )
 
     def settle(self, lane: int, taken: Amounts, *, own: Amounts, used: Amounts) -> None:
-        """Give back what was not used, take what was used beyond it."""
+        """Give back what was not used; take what was used beyond the reservation (`taken`)."""
         for bucket, amount, from_part, spent in zip(self._all, taken, own, used, strict=True):
             if amount > spent:
                 bucket.give_back(lane, amount - spent, own=from_part)
@@ -76,8 +76,8 @@ class Buckets:
                 bucket.take(lane, spent - amount)
 
     def believe(self, rate: RateHeaders, *, took_s: float, of_refusal: bool) -> None:
-        """The provider, where it has less than we thought. `took_s`: what was told may be so old, and what has come in
-        since is there as well. A refusal had less than it needed, so that its figures need no allowance."""
+        """Lower our levels where the provider has less. `took_s`: its figures may be this old, so what comes in during
+        that time is added. The figures of a refusal get no allowance for rounding: there was less than was needed."""
         for bucket, told, rounded_by in zip(self._all, rate.each(), ROUNDED_BY, strict=True):
             if told.remaining is not None:
                 bucket.lower(told.remaining + (0 if of_refusal else rounded_by) + took_s * bucket.per_s)

@@ -1,12 +1,13 @@
 """How much of its limits an account takes at once, in seconds' worth of each: what is proven, up to the setting. Pure.
 
-What a bucket had left after a call, and what that call took, it has held: so `remaining` proves how much it holds at
-least, and no more than that is used at once. Where nothing is proven, it is little.
+What a bucket had left after a call, plus what that call took, is what it held before. So `remaining` proves how much it
+holds at least, and no more than that is used at once. If nothing is proven, little is used at once.
 
-A refusal with figures says that it was too much at once, whatever was proven: somebody else uses the account, or its
-limits are told by the minute and enforced by the second. Then half of it, which comes back slowly; but never less than
-a second's worth, where one large request is as much. There it is what the provider takes of a request at first that
-matters: it estimates the input, and corrects that when the call ends. How much more that is, refusals tell (`margin`).
+A refusal with figures means that too much was used at once, whatever was proven: somebody else uses the account, or its
+limits are told per minute and enforced per second. Then the size is halved, and comes back slowly. It never falls below
+a second's worth, which one large request may need whole. In a bucket so small, it matters what the provider takes for a
+request at first: it estimates the input, and corrects that when the call ends. Refusals show how much more it takes
+than expected (`margin`).
 """
 
 from collections.abc import Sequence
@@ -18,43 +19,43 @@ from consumers.limits.headers import ROUNDED_UP_BY, RateHeaders
 from consumers.limits.learned import LearnedBursts
 
 UNKNOWN_S = 5.0
-"""For an account of which nothing is known: about four calls at once, until one has been answered. With fewer, few
-requests could fail over to a provider that was never called before."""
+"""For a limit that is a guess: about four calls at once, until one has been answered. With fewer, few requests could
+fail over to a provider that was never called before."""
 UNPROVEN_S = 10.0
-"""Of a limit that was told or set, where nobody tells what is left."""
+"""For a limit that was told or set, while the provider does not tell what is left."""
 NEWS = 1.01
-"""A smaller increase of what is proven is not worth telling other processes."""
+"""An increase of what is proven by less than this factor is not worth telling other processes."""
 BACK = 1.1
 BACK_EVERY_S = 10.0
 PATIENCE_S = 5.0
 """Calls that were under way during a refusal are refused as well: within this time refusals count once."""
 LEAST_S = 1.0
 SMALL_S = 5.0
-"""In a bucket of less one request may be as much as it holds."""
+"""In a bucket smaller than this, one request may need all that it holds."""
 MARGIN_STEP = 0.2
 MARGIN_MOST = 0.5
 OFTEN = 0.5
-"""Of the latest responses (smoothed), so many are refusals where even that has not helped."""
+"""If this part of the latest responses (smoothed) are refusals, taking less at once has not helped."""
 MARGIN_KEPT = 0.99
 """How much of the margin is kept whenever a burst recovers by a step."""
 SPENT = 0.01
 DEAR = 2.0
-"""A bucket explains a refusal that has less than this part of its limit left, or than so many usual requests take."""
+"""A bucket explains a refusal if it has less left than `SPENT` of its limit, or than `DEAR` usual requests take."""
 WEIGHT = 0.1
 LATE = 0.05
 
 
 class Size(NamedTuple):
-    """Of a bucket."""
+    """The size of a bucket."""
 
     burst_s: float
     late: float
-    """The part of it that a full bucket does not gain after a call: the provider's, if it is no larger, begins to fill
-    again when the call arrives there, which is later than here, and one call travels longer than the next."""
+    """The part of it that a full bucket loses at a call, besides what the call takes. The provider's, if no larger,
+    begins to refill only when the call arrives there, and calls take different times to arrive."""
 
 
 class Bursts:
-    """Of the three buckets of an account, in the order of `Amounts`."""
+    """The sizes of the three buckets of an account, in the order of `Amounts`."""
 
     __slots__ = ("_cut", "_cut_s", "_most_s", "_moved_s", "_proven_s", "_refusals", "_usual_input", "margin")
 
@@ -64,10 +65,10 @@ class Bursts:
         self._cut = [1.0, 1.0, 1.0]
         self._cut_s = self._moved_s = -inf
         self._usual_input = 0.0
-        """By what this process heard."""
+        """Input tokens of a usual request, from the responses of this process."""
         self._refusals = 0.0
         self.margin = 0.0
-        """So much more than the expected input the provider takes of a request until it ends; as this process heard."""
+        """The provider takes so much more than the expected input until a call ends (0.2: a fifth). Not shared."""
 
     def learned(self) -> LearnedBursts:
         """What was learned, for other processes."""
@@ -79,7 +80,7 @@ class Bursts:
         self._proven_s, self._cut = list(proven_s), list(cut)
 
     def sizes(self, *, guessed: Sequence[bool]) -> tuple[Size, ...]:
-        """`guessed`: nobody has told or set that limit."""
+        """`guessed`: for each limit, True if nobody has told or set it."""
         return tuple(
             Size(cut * min(self._most_s, UNKNOWN_S if is_guess else UNPROVEN_S), 0.0)
             if proven_s is None
@@ -88,13 +89,13 @@ class Bursts:
         )
 
     def forget(self, guessed: Sequence[bool]) -> None:
-        """What was proven of limits that are guessed again."""
+        """Forget what was proven for limits that are guessed again."""
         self._proven_s = [
             None if is_guess else proven_s for proven_s, is_guess in zip(self._proven_s, guessed, strict=True)
         ]
 
     def hear(self, rate: RateHeaders, counted: Amounts) -> bool:
-        """Whether more is proven than before. `counted`: of the call."""
+        """Learn from a response. True if more is proven than before. `counted`: see `Heard`."""
         if counted.input_tokens > 0:
             self._usual_input += (WEIGHT if self._usual_input else 1.0) * (counted.input_tokens - self._usual_input)
         changed = False
@@ -102,7 +103,7 @@ class Bursts:
             if told.remaining is None or told.limit is None:
                 continue
             left = told.remaining - ROUNDED_UP_BY[each]
-            held = left + counted[each] if left >= 0 else 0.0  # else the call may have left a debt
+            held = left + counted[each] if left >= 0 else 0.0  # below 0, the call may have left a debt
             held_s, proven_s = min(self._most_s, 60 * held / told.limit), self._proven_s[each]
             if proven_s is None or held_s > NEWS * proven_s or held_s == self._most_s > proven_s:
                 self._proven_s[each] = held_s
@@ -110,7 +111,7 @@ class Bursts:
         return changed
 
     def spent(self, rate: RateHeaders) -> tuple[bool, ...]:
-        """Which have so little left that it explains a refusal."""
+        """For each bucket: True if it has so little left that this explains a refusal."""
         usual = (0.0, DEAR * self._usual_input, 0.0)
         return tuple(
             told.remaining is not None
@@ -119,7 +120,7 @@ class Bursts:
         )
 
     def refused(self, is_spent: Sequence[bool], now_s: float) -> bool:
-        """Use less at once of what is spent, of all where nothing is; False where that has not helped."""
+        """Take less at once from buckets that are spent, or from all if none is. False if that has not helped."""
         self._refusals += WEIGHT * (1 - self._refusals)
         if 0 <= now_s - self._cut_s < PATIENCE_S:
             return True
@@ -135,12 +136,12 @@ class Bursts:
         return True
 
     def widen(self, now_s: float) -> None:
-        """The provider took more of a request's input at first than was expected."""
+        """Raise the margin: the provider took more for a request's input at first than was expected."""
         self._moved_s = now_s
         self.margin = min(MARGIN_MOST, self.margin + MARGIN_STEP)
 
     def answered(self, now_s: float) -> bool:
-        """Recover; whether it did."""
+        """Recover by a step, if it is time. True if it did."""
         self._refusals -= WEIGHT * self._refusals
         if 0 <= now_s - self._moved_s < BACK_EVERY_S or (min(self._cut) == 1 and not self.margin):
             return False

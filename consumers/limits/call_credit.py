@@ -1,4 +1,4 @@
-"""When concurrency is the bottleneck: each lane has its share of the calls. Pure.
+"""Each lane's share of the calls when concurrency is the bottleneck. Pure.
 
 Whenever a call begins, every lane that waits gains its share of a call, up to one call. A lane that has saved a whole
 call is due: it is asked before the lanes above it.
@@ -11,11 +11,11 @@ from typing import Final
 from consumers.limits.waiter import Waiter
 
 WHOLE: Final = 1 - 1e-9
-"""One, but for rounding."""
+"""One, with room for rounding errors."""
 
 
 class CallCredit:
-    """Of the lanes of one account."""
+    """The credit of the lanes of one account."""
 
     __slots__ = ("_saved", "_shares")
 
@@ -35,5 +35,5 @@ class CallCredit:
                 self._saved[each] = min(1.0, self._saved[each] + self._shares[each])
 
     def calls_before(self, lane: int, count: int) -> int:
-        """How many calls begin, at most, before that of a request that has `count` of its lane before it."""
+        """At most how many calls begin before that of a request with `count` others of its lane before it."""
         return ceil((count + 1 - self._saved[lane]) / self._shares[lane]) + 1

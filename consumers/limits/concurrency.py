@@ -1,8 +1,8 @@
-"""How many calls an account may have at once: as many as come, until the provider says that it is overloaded (529).
+"""How many calls an account may have at once: no limit unless one is set, until the provider is overloaded (529). Pure.
 
-Then half of those that ran, and one more for each time as many were answered, as TCP does it; and one more by time
-alone, because calls that stream for minutes answer nothing meanwhile. A stray 529 says nothing of the account's calls:
-it must not make a chat wait for the end of another. Pure.
+Then the limit is half of the calls that ran. As in TCP, it rises by one each time that as many calls were answered. It
+also rises by one with time alone, because calls that stream for minutes answer nothing meanwhile. A stray 529 says
+nothing about the account's calls: it must not make a chat wait for the end of another.
 """
 
 from math import inf
@@ -11,14 +11,14 @@ PATIENCE_S = 1.0
 """Calls that began before the limit was lowered report the same overload: within this time it counts once."""
 SMOOTHING = 0.1
 REGAIN_S = 5.0
-"""After so long without a 529 one call more may begin than was guessed. A provider that is still overloaded says so to
-that one, once in five seconds; without it, two long streams held every lane for as long as they ran."""
+"""After each such time without 529, a lowered limit rises by one call. If the provider is still overloaded, it refuses
+that one call, once in five seconds. Without this, two long streams blocked every lane for as long as they ran."""
 OFTEN = 0.25
-"""Of the latest responses (smoothed), so many must be 529: the third in a row, where none was before."""
+"""The limit falls if this part of the latest responses (smoothed) is 529: the third in a row, if none came before."""
 
 
 class Concurrency:
-    """`ceiling` None: as many as come."""
+    """`ceiling`: the limit that is set; None: no limit."""
 
     __slots__ = ("_backed_off_s", "_ceiling", "_overloads", "_peak", "_regained_s", "call_s", "limit", "running")
 
@@ -28,7 +28,7 @@ class Concurrency:
         self._overloads = 0.0
         self._peak = 1
         self._regained_s = 0.0
-        """Since when time counts for the next call that it gives back."""
+        """From when time counts towards the next rise."""
         self.limit = self._ceiling
         self.running = 0
         self.call_s = 0.0
@@ -64,12 +64,12 @@ class Concurrency:
         if self._overloads < OFTEN or 0 <= now_s - self._backed_off_s < PATIENCE_S:
             return False
         self._backed_off_s = now_s
-        # the call that was refused has been counted as running
+        # `running` includes the call that was refused
         self.limit = max(1.0, min(self.limit, self.running) / 2)
         return True
 
     def answered(self) -> None:
-        """Recover: twice as many as ever ran are as good as no limit."""
+        """Raise a lowered limit. Twice as many calls as ever ran are as good as no limit."""
         self._overloads -= self._overloads * SMOOTHING
         if not self.is_set:
             self._allow(1 / self.limit)
@@ -92,7 +92,7 @@ class Concurrency:
             self.limit = self._ceiling
 
     def wait_s(self, ahead: int) -> float:
-        """Roughly how long until one more may begin, behind `ahead` others; 0 where there is room."""
+        """Roughly how many seconds until one more call may begin, behind `ahead` others; 0 if there is room."""
         if self.limit == inf:
             return 0.0
         missing = self.running + ahead + 1 - self.limit // 1

@@ -10,7 +10,7 @@ WITHIN_S = 60.0
 
 
 class Demand:
-    """Of each lane, of each bucket."""
+    """The spending of each lane from each bucket."""
 
     __slots__ = ("_at_s", "_spent")
 
@@ -19,7 +19,7 @@ class Demand:
         self._at_s = [now_s for _ in range(lanes)]
 
     def add(self, lane: int, amounts: Amounts, now_s: float) -> None:
-        """What was granted, or used beyond it; less than 0: given back."""
+        """Add what was granted, or used beyond that; below 0: what was given back."""
         requests, input_tokens, output_tokens = self._spent[lane]
         passed_s = now_s - self._at_s[lane]
         self._at_s[lane] = now_s
@@ -31,7 +31,7 @@ class Demand:
         ]
 
     def per_s(self, lanes: Sequence[int], each: int, now_s: float) -> float:
-        """What these lanes take of one bucket (its place in `Amounts`) in a second."""
+        """What these lanes take per second from one bucket (`each`: its place in `Amounts`)."""
         return sum(
             max(0.0, self._spent[lane][each]) * exp(min(0.0, self._at_s[lane] - now_s) / WITHIN_S) / WITHIN_S
             for lane in lanes

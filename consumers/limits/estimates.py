@@ -1,21 +1,21 @@
-"""What a request will use, before it is known: input from its size, output from what its kind used before. Pure.
+"""Estimates what a request will use: input by its size, output by what its kind used before. Pure.
 
-A guess is reserved and then settled by what was used, so that it has to be good on the average, not each time.
+An estimate is reserved, and later settled by what was used, so it has to be right on average, not each time.
 """
 
 from collections import OrderedDict
 from typing import NamedTuple
 
 KINDS = 4096
-"""How many kinds are remembered, the latest."""
+"""How many kinds are remembered: the latest ones."""
 WEIGHT = 0.1
 SPREAD = 1.0
-"""How many mean deviations above the mean an answer is expected: seldom less than is used, and less than
+"""An answer is expected to be so many mean deviations longer than the mean: seldom less than is used, and less than
 `max_tokens`."""
 
 
 class UsageClass(NamedTuple):
-    """Requests that are likely to use the same."""
+    """Requests that are likely to use about the same."""
 
     lane: str
     task: str
@@ -29,7 +29,7 @@ def task_of(routing_key: str) -> str:
 
 
 class _Seen:
-    """Mean and mean deviation of what was seen, the latest weighing most."""
+    """Mean and mean deviation of what was seen; the latest weighs most."""
 
     __slots__ = ("deviation", "mean")
 
@@ -48,7 +48,7 @@ class _Seen:
 
 
 class Estimates:
-    """Learns with every answer; bounded."""
+    """Learns from every answer; remembers at most `KINDS` kinds."""
 
     def __init__(self, *, first_output_tokens: float, first_bytes_per_token: float) -> None:
         self._first_output = first_output_tokens
@@ -66,17 +66,17 @@ class Estimates:
         return max(1.0, min(float(max_tokens), expected))
 
     def run_s(self, kind: UsageClass) -> float:
-        """How long a call is likely to take at most; 0 where that is not known."""
+        """How long a call is likely to take at most; 0 if that is not known."""
         known = self._runs.get(kind)
         return 0.0 if known is None else known.expected
 
     def learn_run(self, kind: UsageClass, run_s: float, *, was_cut: bool) -> None:
-        """How long a call took. `was_cut`: by its deadline, so that it would have taken longer."""
+        """Learn how long a call took. `was_cut`: its deadline ended it, and it would have taken longer."""
         if not was_cut or run_s > self.run_s(kind):
             _see(self._runs, kind, run_s)
 
     def learn(self, kind: UsageClass, *, body_bytes: int, input_tokens: float, output_tokens: float) -> None:
-        """What one answer used. Input is what counts against the limit: without what was read from the cache."""
+        """Learn what one answer used. Input is what counts against the limit: without what was read from the cache."""
         _see(self._outputs, kind, output_tokens)
         if body_bytes > 0:
             ratio = self._tokens_per_byte.pop(kind.model, None)

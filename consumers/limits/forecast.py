@@ -1,8 +1,8 @@
 """How long a request would wait, by the rule that grants it (`bucket.py`). Pure.
 
-Two answers. At the earliest: if nothing more came in the lanes above; by this alone a request is sent away, and only
-where the limits are known. And as is to be expected: if the lanes above go on spending as they did in the last minute.
-What later calls give back makes both shorter.
+There are two answers. The shortest wait assumes that no more requests come in the lanes above. A request is
+refused only because of this one, and only if the limits are known. The expected wait assumes that the lanes above go on
+spending as they did in the last minute. What calls give back later makes both shorter.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,14 +17,14 @@ from consumers.limits.waiter import Waiter
 
 
 def wait(account: Account, lane: int, amounts: Amounts, now_s: float) -> Wait:
-    """For one that joined the end of its lane's line now."""
+    """For a request that would join the end of its lane's line now."""
     account.refill(now_s)
     ahead = [x + y for x, y in zip(account.lines.sums(lane), account.elsewhere[lane], strict=True)]
     return _wait(account, lane, amounts, now_s, ahead=ahead, count=account.lines.count(lane))
 
 
 def of(account: Account, waiter: Waiter, now_s: float) -> Wait:
-    """For one that has just joined the line. What has come back may stand before those of other processes."""
+    """For a waiter that has just joined the line. If it comes back, it may stand before those of other processes."""
     account.refill(now_s)
     lane, amounts = waiter.lane, waiter.amounts
     ahead, count = account.lines.before(waiter)
@@ -34,13 +34,13 @@ def of(account: Account, waiter: Waiter, now_s: float) -> Wait:
 
 
 def first(account: Account, lane: int, amounts: Amounts, now_s: float) -> Wait:
-    """For the first of a lane's line."""
+    """For the first waiter of a lane."""
     account.refill(now_s)
     return _wait(account, lane, amounts, now_s, ahead=NOTHING, count=0)
 
 
 def hopeless(account: Account, now_s: float) -> Iterator[tuple[Waiter, Wait]]:
-    """Those in line that will be too late, with what they would wait. Dear: it looks at all of them."""
+    """The waiters that will be too late, with their forecasts. Expensive: it looks at every waiter."""
     account.refill(now_s)
     lane, count, ahead = -1, 0, [0.0, 0.0, 0.0]
     lines: list[_Line] = []
@@ -67,8 +67,8 @@ def _wait(
     count: int,
     lines: "Sequence[_Line] | None" = None,
 ) -> Wait:
-    """`ahead`: what those before it in its lane's line wait for; `count`: how many they are in this process; `lines`:
-    the lane's, if they are known."""
+    """`ahead`: what those before it in its lane's line need; `count`: how many they are in this process; `lines`: the
+    lane's lines, if they are computed already."""
     if (paused_s := account.paused_s(now_s)) > 0:
         return Wait(paused_s, PAUSED, paused_s)
     longest_s, least_s, reason, is_known = 0.0, 0.0, REASONS[0], True
@@ -91,7 +91,7 @@ def _wait(
 
 
 def _lines(account: Account, lane: int, now_s: float) -> "list[_Line]":
-    """Before each bucket."""
+    """The lane's line before each bucket."""
     order = account.lines.order(now_s)
     above = [(other, _ahead_of(account, other)) for other in order.above[lane]]
     lines = [_Line(account, each, bucket, lane, order, above) for each, bucket in enumerate(account.buckets)]
@@ -101,8 +101,8 @@ def _lines(account: Account, lane: int, now_s: float) -> "list[_Line]":
 
 
 def _ahead_of(account: Account, lane: int) -> Sequence[float]:
-    """What a lane above will take before those below it. It waits for one bucket most of all; of the others it takes no
-    more meanwhile than its first request needs."""
+    """What a lane above will take before those below it. It waits longest for one bucket; from the others it meanwhile
+    takes no more than its first request needs."""
     sums = [x + y for x, y in zip(account.lines.sums(lane), account.elsewhere[lane], strict=True)]
     if sums[0] == 0 or (head := account.lines.heads[lane]) is None:
         return sums
@@ -112,7 +112,7 @@ def _ahead_of(account: Account, lane: int) -> Sequence[float]:
 
 
 class _Line:
-    """A lane's line before one bucket: those ahead as if they were a fluid, the one asked for by the bucket's rule."""
+    """A lane's line before one bucket. Those ahead count as one sum; the request itself follows the bucket's rule."""
 
     __slots__ = ("_above", "_bucket", "_filling", "_held", "_is_top", "_lane", "_slope", "taken_per_s")
 
@@ -129,16 +129,16 @@ class _Line:
         self._lane = lane
         self._is_top = not above
         self.taken_per_s = 0.0
-        """What the lanes above will go on taking, as is to be expected."""
+        """What the lanes above are expected to go on taking."""
         self._above = self._held = 0.0
-        """What those above will take; what the level must cover beside what is wanted."""
+        """`_above`: what the lanes above will take. `_held`: what the level must cover besides the request."""
         for other, takes in above:
             self._above += takes[each]
             self._held += bucket.reserves[other]
         self._slope = 1.0
-        """How much of what comes in is for this lane and those above, while lanes below spend or save theirs."""
+        """The part of what comes in for this lane and those above, while the lanes below spend or save their shares."""
         self._filling: list[tuple[float, float]] = []
-        """When each lane below that only saves has saved all, and its share."""
+        """For each lane below that only saves: in how many seconds it has saved all, and its share."""
         for other in order.below[lane]:
             saved, share = bucket.held(other), bucket.shares[other]
             self._held += saved
@@ -150,8 +150,8 @@ class _Line:
         self._filling.sort()
 
     def wait_s(self, ahead: float, amount: float, taken_per_s: float = 0.0, *, earliest: bool = False) -> float:
-        """Until it may go, behind `ahead`: on what the lane saves alone, or on what the others leave; `taken_per_s`:
-        what lanes above will have taken of it."""
+        """Seconds until the request may go behind `ahead`: by what the lane saves alone, or by what the others leave.
+        `taken_per_s`: what the lanes above take of that."""
         bucket = self._bucket
         whole = ahead + (amount if amount < bucket.burst else bucket.burst)
         level_s, before = (whole - bucket.level) / bucket.per_s, ahead + self._above - bucket.level
@@ -159,7 +159,7 @@ class _Line:
         if whole <= part:
             return max(0.0, level_s)
         own_s = (whole - part) / (share * bucket.per_s) if share else inf
-        if earliest and ahead > 0 and share:  # the one before may go on what the others leave, and this one on its own
+        if earliest and ahead > 0 and share:  # those before use what the others leave, and this one the savings
             own_s = min(own_s, max(0.0, before) / bucket.per_s + (whole - ahead) / (share * bucket.per_s))
         return max(0.0, level_s, min(own_s, self._left_s(ahead, amount, taken_per_s)))
 

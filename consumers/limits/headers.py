@@ -1,7 +1,7 @@
-"""What a response tells of the account's limits: `anthropic-ratelimit-{requests,input-tokens,output-tokens}-*`.
+"""What a response tells about the account's limits: `anthropic-ratelimit-{requests,input-tokens,output-tokens}-*`.
 
-Each has `limit` (a minute), `remaining` (tokens rounded to thousands) and `reset` (RFC 3339, when it is full again);
-docs/facts.md, section 10. What cannot be true is as if it had not been said.
+Each has `limit` (per minute), `remaining` (tokens rounded to thousands) and `reset` (RFC 3339, when it is full again);
+docs/facts.md, section 10. What cannot be true is ignored.
 """
 
 import math
@@ -11,19 +11,19 @@ from datetime import UTC, datetime
 
 MOST = 1e12
 FARTHEST_RESET_S = 86_400.0
-"""A bucket that is refilled within a minute is never full only tomorrow."""
+"""A reset further away than this is not believed: a bucket refills within a minute."""
 ROUNDED_BY: tuple[float, float, float] = (1.0, 500.0, 500.0)
-"""By how much `remaining` may be less than there is, in the order of `Amounts`: requests are told as whole ones."""
+"""How much less than the true value `remaining` may be, in the order of `Amounts`: requests are whole numbers."""
 ROUNDED_UP_BY: tuple[float, float, float] = (0.0, 500.0, 500.0)
-"""And by how much it may be more."""
+"""How much more than the true value `remaining` may be."""
 LEAST: tuple[float, float, float] = (1.0, 1000.0, 1000.0)
-"""A minute, in the order of `Amounts`: nobody sells less, and less would keep every call out."""
+"""Lower limits per minute are not believed (order as in `Amounts`): nobody sells less, and it would block all calls."""
 _NAMES = ("requests", "input-tokens", "output-tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """Of one bucket. None: not said, or absurd."""
+    """What is told about one bucket. None: not told, or impossible."""
 
     limit: float | None = None
     remaining: float | None = None
@@ -31,7 +31,7 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class RateHeaders:
-    """Of one response, in the order of `Amounts`."""
+    """What one response tells about the buckets, in the order of `Amounts`."""
 
     requests: Told
     input_tokens: Told
@@ -42,8 +42,8 @@ class RateHeaders:
 
 
 def read(headers: Mapping[str, str], *, now_s: float) -> RateHeaders | None:
-    """None where nothing is said. `headers`: names in lower case, or looked up in any; `now_s`: since 1970."""
-    headers = dict(headers.items())  # httpx2 goes through all of them for each that is asked for
+    """None if nothing is told. `headers`: its items have names in lower case; `now_s`: since 1970."""
+    headers = dict(headers.items())  # httpx2 searches through all of them at each look-up
     found = [
         _told(headers, name, least, rounded_up_by, now_s)
         for name, least, rounded_up_by in zip(_NAMES, LEAST, ROUNDED_UP_BY, strict=True)

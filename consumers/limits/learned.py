@@ -1,7 +1,7 @@
-"""What was learned of an account, as text that names its version, and read back with every value checked. Pure.
+"""Writes what was learned about an account as text with a version, and reads it back, checking every value. Pure.
 
-Processes of two versions of Lanekeeper share one Redis while a deployment is renewed. Text that this version does not
-understand raises `UnreadableError`; whoever reads it keeps what it knows itself.
+Processes of two versions of Lanekeeper share one Redis while a deployment is updated. Text that this version does not
+understand raises `UnreadableError`; the reading process then keeps what it knows itself.
 """
 
 import json
@@ -10,7 +10,7 @@ from math import inf
 from typing import Any, Final, NamedTuple
 
 VERSION: Final = 1
-"""To be raised whenever a field is added, removed, or means something else."""
+"""Raise it whenever a field is added, is removed, or gets another meaning."""
 MOST: Final = 1e12
 
 
@@ -19,7 +19,7 @@ class UnreadableError(ValueError):
 
 
 class LearnedLimits(NamedTuple):
-    """Of the three limits a minute, in the order of `Amounts`; what each means is told in `adaptive.py`."""
+    """About the three limits per minute, in the order of `Amounts`. `adaptive.py` says what each field means."""
 
     told: tuple[float | None, ...]
     told_s: tuple[float, ...]
@@ -31,7 +31,7 @@ class LearnedLimits(NamedTuple):
 
 
 class LearnedBursts(NamedTuple):
-    """Of the sizes of the three buckets; what each means is told in `burst.py`."""
+    """About the sizes of the three buckets. `burst.py` says what each field means."""
 
     proven_s: tuple[float | None, ...]
     cut: tuple[float, ...]
@@ -40,7 +40,7 @@ class LearnedBursts(NamedTuple):
 
 
 class Learned(NamedTuple):
-    """All of it."""
+    """All that was learned about an account."""
 
     limits: LearnedLimits
     bursts: LearnedBursts
@@ -61,7 +61,7 @@ def write(learned: Learned) -> str:
 
 
 def read(text: str | bytes) -> Learned:
-    """Raises UnreadableError, whatever the text is."""
+    """Read the text. The only error it raises, for any text, is UnreadableError."""
     try:
         found = json.loads(text)
         if (version := found["version"]) != VERSION:
@@ -115,7 +115,7 @@ def _three(values: Any, *, least: float, most: float = MOST) -> tuple[float, ...
 
 
 def _moment(value: Any) -> float:
-    """Since 1970; minus infinity where it never happened."""
+    """A time in seconds since 1970; minus infinity if it never happened."""
     return _number(value, least=-inf, most=MOST)
 
 

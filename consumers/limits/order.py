@@ -1,8 +1,8 @@
 """Who stands in line, and which lane goes before which. Pure.
 
-Inside a lane requests go by arrival; one that was put off and comes back has its old place. Between lanes the rank
-decides, however long a request has waited. Only if `boost_s` is set, the first request of a lane that has waited so
-long goes before younger ones of the next lane above, and never before the top lane.
+Inside a lane requests go by arrival; one that was deferred and comes back has its old place. Between lanes the rank
+decides, however long a request has waited. Only if `boost_s` is set: when the first request of a lane has waited that
+long, it goes before younger ones of the next lane above, but never before the top lane.
 """
 
 from bisect import bisect_left, insort
@@ -38,7 +38,7 @@ def _place(waiter: Waiter) -> tuple[float, int]:
 
 
 class Lines:
-    """One line a lane, by arrival."""
+    """One line for each lane, by arrival."""
 
     __slots__ = ("_ages", "_boosts_s", "_by_rank", "_lines", "_next", "_sums", "heads")
 
@@ -65,22 +65,22 @@ class Lines:
 
     @property
     def is_empty(self) -> bool:
-        """Nobody waits."""
+        """True if nobody waits."""
         return not any(self.heads)
 
     def count(self, lane: int) -> int:
         return len(self._lines[lane])
 
     def firsts(self, lane: int, most: int) -> Sequence[Waiter]:
-        """Of one lane, in order."""
+        """The first `most` of one lane, in order."""
         return self._lines[lane][:most]
 
     def sums(self, lane: int) -> Sequence[float]:
-        """What all of a lane wait for together, in the order of `Amounts`."""
+        """What all waiters of a lane need together, in the order of `Amounts`."""
         return self._sums[lane]
 
     def before(self, waiter: Waiter) -> tuple[Sequence[float], int]:
-        """What those before it in its line wait for together, and how many they are."""
+        """What the waiters before it in its line need together, and how many they are."""
         line = self._lines[waiter.lane]
         if line[-1] is waiter:
             sums = self._sums[waiter.lane]
@@ -118,7 +118,7 @@ class Lines:
         lane = waiter.lane
         line, sums = self._lines[lane], self._sums[lane]
         del line[at]
-        if not line:  # and no rounding is left
+        if not line:  # clear rounding errors as well
             sums[:] = (0.0, 0.0, 0.0)
         else:
             for each, amount in enumerate(waiter.amounts):
@@ -129,7 +129,7 @@ class Lines:
         return True
 
     def shift(self, jump_s: float) -> None:
-        """The clock has jumped by so much: move all arrivals."""
+        """The clock has jumped by `jump_s`: move all times of the waiters."""
         for line in self._lines:
             for waiter in line:
                 waiter.arrived_s += jump_s
@@ -138,7 +138,7 @@ class Lines:
             line.sort(key=_place)
 
     def order(self, now_s: float) -> Order:
-        """Which lane goes before which: by rank, but for those whose first has aged."""
+        """Which lane goes before which: by rank, except for lanes whose first waiter has aged."""
         if not self._ages:
             return self._by_rank
         lanes: list[int] | None = None
@@ -151,7 +151,7 @@ class Lines:
         return self._by_rank if lanes is None else Order.of(lanes)
 
     def aged_in_s(self, now_s: float) -> float:
-        """When the next of the firsts has aged; never, where none is to."""
+        """In how many seconds the next first waiter of a lane ages; infinite if none will."""
         soonest = NEVER
         if not self._ages:
             return soonest
@@ -162,7 +162,7 @@ class Lines:
         return soonest
 
     def _has_aged(self, lane: int, now_s: float) -> bool:
-        """The first of the lane has waited long enough, and is older than the first of the lane above."""
+        """True if the lane's first waiter has waited long enough, and is older than the first of the lane above."""
         waiter, above = self.heads[lane], self.heads[lane - 1]
         if waiter is None or now_s - waiter.arrived_s < self._boosts_s[lane]:
             return False

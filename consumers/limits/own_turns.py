@@ -1,4 +1,4 @@
-"""The turns of an account that this process has for itself: decided at once, after every change and by one timer."""
+"""The turns of an account that only this process uses: decided at once, after each change and when a timer fires."""
 
 import asyncio
 
@@ -24,7 +24,7 @@ class OwnTurns:
         self.account = Account(name, spec, now_s=self.now_s())
         self._timer: asyncio.Handle | None = None
         self._fires_s = NEVER
-        """When the timer fires. uvloop's handle does not tell it where it is due within half a millisecond."""
+        """When the timer fires. uvloop's handle does not tell it if that is within half a millisecond."""
         self.wake_ups = 0
         """How often the timer fired."""
 
@@ -39,14 +39,14 @@ class OwnTurns:
         account, now_s = self.account, self.now_s()
         waiter, in_s = account.turn(now_s)
         while waiter is not None:
-            if not waiter.wake():  # the next in line gets what it leaves
+            if not waiter.wake():  # it was cancelled: the next in line gets its amounts
                 assert waiter.reservation is not None
                 account.settle(waiter.reservation, None, now_s)
             waiter, in_s = account.turn(now_s)
         self._look_at(now_s + in_s + LATE_S)
 
     async def decided(self, waiter: Waiter) -> None:
-        """`step` has decided it."""
+        """Returns at once: `step` has decided already."""
 
     def settle(self, reservation: Reservation, used: Amounts | None) -> None:
         self.account.settle(reservation, used, self.now_s())

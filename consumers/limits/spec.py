@@ -13,8 +13,8 @@ class LaneBudget:
     """What is set for one lane."""
 
     share: float
-    """Of every bucket, above 0 and up to 1: saved for this lane alone out of what comes in. This reserve is what keeps
-    a lane from starving; waiting does not."""
+    """The lane's share of every bucket, above 0 and up to 1: saved for it alone out of what comes in. This reserve
+    keeps a lane from starving; waiting longer does not."""
     boost_s: float | None = None
     """A request that has waited longer goes before younger ones of the lane above, but never before the top lane; None:
     never."""
@@ -22,7 +22,7 @@ class LaneBudget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccountCaps:
-    """What one account may use a minute at most, whatever the provider allows; None: what the provider allows."""
+    """What one account may use per minute at most, whatever the provider allows; None: what the provider allows."""
 
     requests: float | None = None
     input_tokens: float | None = None
@@ -51,25 +51,25 @@ class BudgetSpec:
     lanes: Mapping[str, LaneBudget] = field(default_factory=lambda: DEFAULT_LANES)
     """The most urgent first."""
     burst_s: float = 60.0
-    """How many seconds' worth a bucket holds at most: as many as the provider's is proven to hold, which is up to 60.
-    The less, the later a lull is made up for, and the less a burst, or one large request, finds."""
+    """A bucket holds as many seconds' worth of its limit as the provider's is proven to hold (up to 60), at most this.
+    A smaller bucket saves less during a lull, for later bursts and large requests."""
     accounts: Mapping[str, AccountCaps] = field(default_factory=dict)
-    """By the account's name (`Route.account`), or by that of its provider, for each of its accounts."""
+    """By the name of an account (`Route.account`), or of a provider: then they apply to each of its accounts."""
     start: Amounts = Amounts(50, 30_000, 8_000)  # noqa: RUF009  a value that cannot change
-    """A minute's limits, until the provider has told its own: of the smallest accounts."""
+    """The limits per minute until the provider has told its own: those of the smallest accounts."""
     first_output_tokens: int = 512
-    """What an answer is expected to have where no request of its kind has ended yet."""
+    """The expected length of an answer while no request of its kind has ended yet."""
     first_bytes_per_token: float = 3.5
     overflow_s: float | None = None
-    """A wait longer than this goes to the next provider of the chain, if that one's is shorter. None: longer than the
-    lane's requests should wait (`LaneSpec.target_wait_s`)."""
+    """A request that would wait longer than this goes to the next provider of the chain, if the wait there is shorter.
+    None: the time that the lane's requests should wait at most (`LaneSpec.target_wait_s`)."""
     hold_s: float = 120.0
-    """How long a request may wait at the gate; then it is put off, so that the broker does not take it back."""
+    """How long a request may wait at the gate. Then it is deferred, so that the broker does not take it back."""
     spend_pause_s: float = 900.0
     """For how long an account that has reached its spend limit is not called."""
 
     def caps(self, account: str) -> AccountCaps:
-        """Of one account."""
+        """The caps of one account."""
         return self.accounts.get(account) or self.accounts.get(account.partition("/")[0], NO_CAPS)
 
 

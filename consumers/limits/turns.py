@@ -14,12 +14,12 @@ from consumers.limits.waiter import Waiter
 from lanekeeper.telemetry import logs, signals
 
 LATE_S: Final = 0.0005
-"""A timer fires this much after the moment it waits for. If it fired too early, it would have to fire twice."""
+"""A timer is set this much later than the moment it waits for. If it fired too early, it would have to fire twice."""
 log = logs.logger()
 
 
 class Turns(Protocol):
-    """Of one account."""
+    """The turns of one account."""
 
     account: Account
 
@@ -33,7 +33,7 @@ class Turns(Protocol):
         ...
 
     def step(self) -> None:
-        """Grant whoever may go now, and look again when time brings more. May return before it is decided."""
+        """Grant all waiters that may go now, and look again when more has come in. May return before deciding."""
         ...
 
     async def decided(self, waiter: Waiter) -> None:
@@ -41,26 +41,26 @@ class Turns(Protocol):
         ...
 
     def settle(self, reservation: Reservation, used: Amounts | None) -> None:
-        """Take a reservation back that is not settled yet, and what of it was used."""
+        """Settle a reservation that is not settled yet. `used`: what of it was used."""
         ...
 
     def learn(self, heard: Heard) -> None:
-        """From one response."""
+        """Learn from one response."""
         ...
 
     async def aclose(self) -> None:
-        """End the timers. Nobody may wait any more."""
+        """End the timers. No request may wait any more."""
         ...
 
 
 def refuse(account: Account, waiter: Waiter, wait: Wait) -> None:
-    """Send a waiter away."""
+    """Take a waiter out of line, and tell its task that it would be too late."""
     account.leave(waiter)
     waiter.refuse(wait)
 
 
 def refuse_hopeless(account: Account, now_s: float) -> None:
-    """Send those away whose time ends before their turn."""
+    """Refuse the waiters whose turn would come too late."""
     for waiter, wait in list(forecast.hopeless(account, now_s)):
         refuse(account, waiter, wait)
 

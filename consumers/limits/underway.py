@@ -1,7 +1,7 @@
-"""The calls of an account that are under way, and what a refusal may owe to them. Pure; time is passed in.
+"""The calls of an account that are under way, and whether they explain a refusal. Pure; time is passed in.
 
 A provider estimates a request's input when its call begins, and corrects that when it ends: until then it may hold more
-than we reserved. So a refusal that the account did not foresee may be one large request's, or what is held of many.
+than we reserved. So the cause of an unforeseen refusal may be one large request, or the input that is held for many.
 """
 
 from math import inf
@@ -10,11 +10,11 @@ from consumers.limits.base import Reservation
 from consumers.limits.burst import MARGIN_MOST, PATIENCE_S
 
 HELD_EVERY_S = 60.0
-"""Held input explains refusals at most once in this time. If refusals go on, the cause is another."""
+"""Held input explains refusals at most once in this time. If refusals go on, there is another cause."""
 
 
 class Underway:
-    """Granted and not yet settled."""
+    """The reservations that are granted and not settled yet."""
 
     __slots__ = ("_calls", "_held_s")
 
@@ -33,7 +33,7 @@ class Underway:
         return left < (1 + MARGIN_MOST) * max((each.amounts.input_tokens for each in self._calls.values()), default=0.0)
 
     def hold(self, missing: float, now_s: float) -> bool:
-        """Whether they may hold the input that was missing when a call was refused; then it comes back as they end."""
+        """True if the calls may hold the input that a refused call missed. They then reserve it until they end."""
         running = sum(each.amounts.input_tokens for each in self._calls.values())
         is_same = 0 <= now_s - self._held_s < PATIENCE_S
         if not 0 < missing <= MARGIN_MOST * running or not (is_same or now_s - self._held_s > HELD_EVERY_S):

@@ -15,10 +15,10 @@ class Waiter:
         self.lane = lane
         self.amounts = amounts
         self.arrived_s = arrived_s
-        """When it asked first. A request that was put off and came back asked before now."""
+        """When it first asked; before now if it was deferred and came back."""
         self.until_s = until_s
         self.number = 0
-        """In the order of joining, over all lanes."""
+        """Counts up in the order of joining, over all lanes."""
         self.reservation: Reservation | None = None
         """Set when it is granted."""
         self.turn: asyncio.Future[None] | None = None
@@ -27,7 +27,7 @@ class Waiter:
     def wake(self) -> bool:
         """Tell its task that it is granted. False: the task was cancelled and nobody takes the reservation."""
         if self.turn is None:
-            return True  # its task has not begun to wait, and looks by itself
+            return True  # its task does not wait yet, and checks `reservation` itself
         if self.turn.done():
             return False
         self.turn.set_result(None)

@@ -1,13 +1,13 @@
-"""What is remembered of requests beside the broker: five small protocols, kept by SQLite or by Redis.
+"""What workers remember about requests outside the broker: five small protocols, implemented in SQLite and in Redis.
 
-    Claims          who works on a request, and how it ended: at most one completion is ever kept of an identity
-    Results         what can be read of a request afterwards
-    Waits           how much waits in the broker because its publisher asked for it
+    Claims          who works on a request, and how it ended; at most one completion is kept for each identity
+    Results         what can be read about a request afterwards
+    Waits           how many requests wait in the broker because their publisher asked for a delay
     Allowances      how much of something was used in a period
-    Leases          who does what only one process should do
+    Leases          which process does a job that only one may do at a time
 
-The store is no system of record: losing it can cost a repeated call, never a request.
-Every method raises `StoreUnavailable` where the store cannot answer, or cannot make it durable.
+The store is not the system of record: losing it can cause a repeated call to a provider, but loses no request.
+Every method raises `StoreUnavailable` if the store cannot answer, or cannot make a change durable.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,53 +19,53 @@ from lanekeeper.contract.names import ATTEMPT
 from lanekeeper.contract.problems import LanekeeperError
 
 LEASE_S = 10.0
-"""How long a claim holds that is not renewed. Only a second message of the same identity waits for that: the request
-itself, redelivered, takes over at once."""
+"""How long a claim is valid without renewal. Only a second message with the same identity waits until it ends: the
+message that was granted the claim, redelivered, takes over at once."""
 
 
 class StoreUnavailable(LanekeeperError):
-    """The store is away, locked, full, read-only, corrupt or of a newer version; the text says which, and the cure."""
+    """The store is away, locked, full, read-only, corrupt or of a newer version; the text says which and what helps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What makes two messages the same request."""
+    """Two messages with the same identity are the same request."""
 
     tenant: str
-    """Empty where it has none."""
+    """Empty if the request has no tenant."""
     id: str
     """The `message_id`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
-    """What a message says about itself, as far as the store compares it."""
+    """What the store compares of a message."""
 
     body_hash: bytes
-    """16 bytes of the body as it was published: the same id with another body is a conflict."""
+    """A hash (16 bytes) of the body as it was published: the same id with another body is a conflict."""
     mark: bytes
-    """16 bytes of what tells one publish of a request from another (where its reply goes, when it was sent)."""
+    """A hash (16 bytes) of what differs between two publishes of a request, such as reply address and send time."""
     redelivered: bool
-    """Its last delivery was never settled: whoever worked on it has died, or lost its channel."""
+    """True if its last delivery was never settled: the worker that had it died, or lost its channel."""
     nonce: bytes = b""
-    """8 bytes of this delivery alone: its claim, asked for again because the answer was lost, is the one it has."""
+    """8 bytes unique to this delivery. If it asks again because the answer was lost, it gets the claim that it has."""
     dead_at_ms: int | None = None
-    """Of a dead letter that was published again: when it had ended (ms since 1970)."""
+    """For a dead letter that was published again: when the request had ended (ms since 1970)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """How a request ended, as it is told to the requester, each time in the same words."""
+    """How a request ended. Every reply to its requester is made from this, so that all say the same."""
 
     status: Literal["ok", "error"]
     code: str = ""
-    """Of an error: one of `PROBLEMS`."""
+    """For an error: one of `PROBLEMS`."""
     body: bytes
     """The Message's or the problem document's JSON."""
     headers: Mapping[str, str | int] = field(default_factory=dict)
-    """Of the reply, beside its status: lane, model, provider, attempt, wait, run time."""
+    """The reply's headers besides its status: lane, model, provider, attempt, wait, run time."""
     ended_ms: int
-    """By the clock of the worker that ended it; ms since 1970."""
+    """When it ended, by the clock of the worker that ended it; ms since 1970."""
 
     @property
     def is_untried(self) -> bool:
@@ -75,11 +75,11 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Granted:
-    """The request is ours to work on. A higher token than any before: what an earlier holder completes is refused."""
+    """The caller may work on the request. Its token is higher than any before: earlier holders cannot complete it."""
 
     token: int
     deaths: int = 0
-    """Holders before this one that never let go: they died or hung under it."""
+    """How many earlier holders never gave the claim back, because they died or hung."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,16 +87,16 @@ class Running:
     """Another delivery of the same request is being worked on, and its lease is alive."""
 
     for_ms: int
-    """Since its claim was granted."""
+    """How long ago its claim was granted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """It has ended before."""
+    """The request has ended before."""
 
     completion: Completion
     same_copy: bool
-    """By the mark: this very message had ended, and what follows the store may not have been done."""
+    """True if, by the mark, this very message had ended: its reply may not have been sent. Also if no mark is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,18 +113,18 @@ class Stop(StrEnum):
 
 
 class Cancelling(StrEnum):
-    """What a cancellation came to."""
+    """The result of a cancellation."""
 
     RECORDED = "recorded"
-    """It ends as cancelled, wherever it waits."""
+    """The request ends as cancelled, wherever it waits."""
     UNSEEN = "unseen"
-    """No worker has seen it: it is queued, or not published yet. It ends as cancelled when it comes."""
+    """No worker has seen the request: it is queued, or not published yet. It ends as cancelled when it comes."""
     DISPLACED = "displaced"
-    """The same; and the oldest such one of its tenant was forgotten, because it has as many as are kept."""
+    """As UNSEEN, but the tenant had as many unseen cancellations as are kept, so its oldest was forgotten."""
     TOLD = "told"
-    """It runs: its holder learns of it at the next renewal."""
+    """The request runs: its holder learns of the cancellation at the next renewal."""
     ENDED = "ended"
-    """It had ended before."""
+    """The request had ended before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,111 +137,111 @@ class Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What is known of a request. A completion where it has ended; else it runs, or waits for its next attempt."""
+    """What is known about a request. Without a completion it runs, or waits for its next attempt."""
 
     completion: Completion | None
     running: bool
     attempts: int = 0
     due_ms: int | None = None
-    """When its next attempt may begin, where it waits and that is known; ms since 1970."""
+    """When its next attempt may begin (ms since 1970), if it waits and this is known."""
 
 
 class Claims(Protocol):
-    """One live holder an identity, one completion an identity."""
+    """At most one live holder and one completion for each identity."""
 
     async def claim(self, identity: Identity, copy: Copy) -> Granted | Running | Ended | Conflict:
         """Ask for the claim of a request, before its provider is called.
 
-        Granted: nobody holds it, or the holder's lease has ended, or the holder has lost this very copy (it was
-        redelivered). Ended: the request has ended. A dead letter that is published again still runs, also with another
-        body: its `dead_at_ms` is the time of the stored error. Conflict: the id was used with another body. What was
-        only noted (`note`) or deferred (`defer`) has no effect here.
+        Granted: nobody holds it, or the holder's lease has expired, or the holder has lost this very message (it was
+        redelivered). Ended: the request has ended. A dead letter that is published again (`dead_at_ms` is the time of
+        the stored error) is granted all the same, even with another body. Conflict: the id was used with another body.
+        What `note` or `defer` stored has no effect here.
         """
         ...
 
     async def renew(self, held: Sequence[Held]) -> Mapping[Held, Stop]:
-        """Renew leases in one step. Those whose holder must stop; the others hold for another lease.
+        """Renew leases in one step. Returns the claims whose holder must stop; the others are valid for another lease.
 
-        What the store has forgotten is not among them: nobody else holds it, and its completion will be kept.
+        A claim that the store has forgotten is not returned: nobody else holds it, and its completion will be stored.
         """
         ...
 
     async def release(self, held: Held, *, attempts: int = 0, due_ms: int | None = None) -> None:
-        """Give a claim up without a completion: it waits for its next attempt, which may begin at `due_ms`. Where it
-        was taken over meanwhile, it is taken back that its holder had died."""
+        """Give up a claim without a completion: the request waits for its next attempt, which may begin at `due_ms`. If
+        the claim was taken over meanwhile, its holder no longer counts as dead."""
         ...
 
     async def defer(self, identity: Identity, *, due_ms: int, keep_until_ms: int) -> bool:
-        """Keep, for whoever asks, that a request waits until it is due, and that nobody has claimed it yet.
+        """Store, for status questions, that an unclaimed request waits until it is due.
 
-        It binds nobody, and is forgotten at `keep_until_ms`. Nothing where the identity is claimed or has ended.
-        Whether it may wait: false where it has ended.
+        Later claims are granted all the same. Forgotten at `keep_until_ms`. Stores nothing if the identity is claimed
+        or has ended. Returns whether the request may wait: False if it has ended.
         """
         ...
 
     async def complete(
         self, identity: Identity, copy: Copy, completion: Completion, *, token: int | None
     ) -> Completion | None:
-        """Keep how a request ended. The first completion stays.
+        """Store how a request ended. The first completion stays.
 
-        The completion that holds: the one given, or the one that was there before. None where it may not be ended now:
-        another delivery holds the claim (with `token`: it was taken over). `token` None: whoever completes it holds no
-        claim (its time was over before it asked for one, or it is poison): as `claim` would be granted. Where `claim`
-        would be a Conflict, the one given is given back and not kept: it is how this message ends, and binds nobody.
+        Returns the completion that is valid: the given or an earlier one. None: another delivery holds the claim (with
+        `token`: it took it over). `token` None: the caller holds no claim (the deadline passed before it asked for one,
+        or the message is poison); it may complete if `claim` would be granted. If `claim` would be a Conflict, the
+        given completion is returned but not stored: only this message ends with it, not the request that has the id.
         """
         ...
 
     async def note(self, identity: Identity, completion: Completion) -> None:
-        """Keep how a request ended that was refused before it could be claimed, for whoever asks for its result.
+        """Store how a request ended that was refused before it could be claimed, so that its result can be asked for.
 
-        It binds nobody: the same id with a better body runs. Nothing where the identity is claimed, deferred or ended.
+        The same id with a valid body still runs. Stores nothing if the identity is claimed, deferred or has ended.
         """
         ...
 
     async def cancel(self, identity: Identity, completion: Completion) -> Cancelling:
-        """Have a request end as cancelled: at once where nobody works on it, else its holder is told."""
+        """End a request as cancelled: at once if nobody works on it, otherwise its holder is told."""
         ...
 
 
 class Results(Protocol):
-    """What can be read afterwards."""
+    """What can be read about requests afterwards."""
 
     async def find(self, identity: Identity) -> Found | None:
-        """What is known of a request; None of one that nobody has seen, or that was kept long enough."""
+        """What is known about a request; None if nobody has seen it, or if it was kept long enough."""
         ...
 
     async def sweep(self) -> int:
-        """Remove what was kept long enough, and beyond the bound the oldest; how many. A bounded step: call it again
-        while it removes something."""
+        """Remove what was kept long enough and, above the size limit, the oldest. Returns how many. One bounded step:
+        call it again until it returns 0."""
         ...
 
 
 class Room(StrEnum):
-    """Whether there is room for one more that waits."""
+    """Whether one more request may wait."""
 
     KEPT = "kept"
     TENANT_FULL = "tenant"
-    """Its tenant has as many waiting as it may."""
+    """Its tenant has as many waiting as it may have."""
     FULL = "all"
-    """All tenants together have."""
+    """All tenants together have as many waiting as they may have."""
 
 
 class Waits(Protocol):
-    """What waits in the broker because its publisher asked for it, by tenant; bounded by the store's spec."""
+    """Limits, by `StoreSpec` and tenant, what waits in the broker because its publisher asked for a delay."""
 
     async def reserve(self, identity: Identity, copy: Copy, *, weight: int, until_ms: int) -> Room:
-        """Count a message until `until_ms`, for then it leaves the broker, whatever becomes of it. Once only where it
-        was redelivered; each other message of the same request counts by itself."""
+        """Count a message until `until_ms`: until then it stays in the broker, whatever happens to the request. A
+        redelivered message is counted once; each other message of the same request counts separately."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """What became of a wish for part of an allowance."""
+    """The answer to `Allowances.take`."""
 
     granted: bool
     used: float
-    """In this period, with what was granted now."""
+    """In this period, including what was granted now."""
     resets_in_s: float
 
 
@@ -249,39 +249,39 @@ class Allowances(Protocol):
     """How much of something may be used in a period; periods are counted from 1970 (UTC days begin at midnight)."""
 
     async def take(self, name: str, amount: float, *, limit: float, period_s: int) -> Taken:
-        """Use `amount` of what `limit` allows in each period, or nothing where that would be too much."""
+        """Use `amount` if the period's sum then stays within `limit`; otherwise use nothing."""
         ...
 
     async def give_back(self, name: str, amount: float, *, period_s: int) -> None:
-        """Correct what was taken in this period: a negative amount takes more, whatever the limit."""
+        """Subtract from what was taken in this period. A negative amount adds to it, whatever the limit."""
         ...
 
 
 class Leases(Protocol):
-    """What only one process should do at a time (sweeping)."""
+    """Which process does a job that only one may do at a time (sweeping)."""
 
     async def hold(self, name: str, owner: str, *, for_s: float) -> int | None:
-        """Take or renew a lease: its fencing token, higher for each new owner; None while another holds it."""
+        """Take or renew a lease. Returns its fencing token, higher for each new owner; None while another holds it."""
         ...
 
     async def let_go(self, name: str, owner: str) -> None:
-        """End a lease before its time; nothing where another holds it."""
+        """End a lease early. Does nothing if another owner holds it."""
         ...
 
 
 class Store(Claims, Results, Waits, Allowances, Leases, Protocol):
-    """All five over one medium, open from `__aenter__` to `__aexit__`.
+    """All five protocols over one medium, open from `__aenter__` to `__aexit__`.
 
-    A medium that cannot be used at first, or breaks later, is tried again by whoever calls: entering never fails.
+    Entering never fails: if the medium cannot be used then, or breaks later, every call tries it again.
     """
 
     @property
     def trouble(self) -> str | None:
-        """Why the last call failed; None where it did not."""
+        """Why the last call failed; None if it succeeded."""
         ...
 
     async def probe(self) -> None:
-        """See that the store can be written, durably. Raises StoreUnavailable."""
+        """Check that the store can be written durably. Raises StoreUnavailable."""
         ...
 
     async def __aenter__(self) -> Self: ...

@@ -1,4 +1,4 @@
-"""The two times of an embedded store: one for leases, which never jumps, and the calendar's, for how long to keep."""
+"""The two clocks of the SQLite store: time since boot, which never jumps, for leases; the calendar for retention."""
 
 import time
 from pathlib import Path
@@ -7,10 +7,10 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Clock:
-    """This machine's. Every process on it reads the same."""
+    """This machine's clocks. All processes on it read the same."""
 
     def since_boot_ms(self) -> int:
-        """Goes on in sleep, whatever is done to the calendar; begins anew with each boot."""
+        """Continues during sleep, does not depend on the calendar, and starts again at each boot."""
         clock = getattr(time, "CLOCK_BOOTTIME", None)  # Linux
         return (time.monotonic_ns() if clock is None else time.clock_gettime_ns(clock)) // 1_000_000
 
@@ -18,7 +18,7 @@ class Clock:
         return time.time_ns() // 1_000_000
 
     def boot(self) -> str:
-        """Which boot `since_boot_ms` counts from; empty where the system does not say."""
+        """The id of the boot that `since_boot_ms` counts from; empty if the system does not tell it."""
         try:
             return BOOT_ID.read_text(encoding="ascii").strip()
         except OSError:

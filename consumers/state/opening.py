@@ -1,4 +1,4 @@
-"""Which engine a store's URL names.
+"""Opens the store that a URL names.
 
 sqlite:///state/lane.sqlite            relative to the working folder
 sqlite:////var/lib/lane.sqlite         absolute
@@ -18,7 +18,7 @@ SQLITE = "sqlite:///"
 
 
 def open_store(url: str, *, namespace: str, spec: StoreSpec) -> Store:
-    """The store at this URL, to be entered. It is checked by the settings: ValueError is a fault of ours."""
+    """The store at this URL, not entered yet. Settings have checked the URL, so a ValueError is a bug."""
     if url.startswith(SQLITE):
         return SqliteStore(Path(unquote(url.removeprefix(SQLITE))), namespace=namespace, spec=spec)
     if url.startswith(("redis://", "rediss://")):
@@ -27,7 +27,7 @@ def open_store(url: str, *, namespace: str, spec: StoreSpec) -> Store:
 
 
 async def redis_risks(url: str) -> list[str]:
-    """Why a Redis could lose what it has acknowledged, by its settings; nothing where it does not tell."""
+    """Why a Redis with these settings could lose what it has acknowledged; empty if it does not tell its settings."""
     client = RedisClient(url)
     try:
         return await client.risks()

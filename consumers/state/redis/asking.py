@@ -1,4 +1,4 @@
-"""What a process asks Redis in one step: who of its waiters may go, by the account as this process knows it."""
+"""What a process asks Redis in one step: which of its waiters may go, given the account as this process knows it."""
 
 from collections.abc import Sequence
 from math import inf
@@ -9,11 +9,11 @@ from consumers.limits.waiter import Waiter
 from consumers.state.redis.untold import Told
 
 TOGETHER: Final = 16
-"""How many of each lane may be granted in one step."""
+"""How many waiters of each lane may be granted in one step."""
 
 
 def candidates(account: Account, now_s: float) -> tuple[Sequence[Waiter], int]:
-    """Who may be granted in one step, in order by lane, and how many of them."""
+    """The waiters that may be granted in one step, in order lane by lane, and how many of them may be."""
     calls = account.concurrency
     calls.regain(now_s)
     if account.stopped_s(now_s) > 0 or calls.is_full:
@@ -25,7 +25,7 @@ def candidates(account: Account, now_s: float) -> tuple[Sequence[Waiter], int]:
 
 
 def question(account: Account, waiters: Sequence[Waiter], told: Told, *, room: int, now_s: float) -> dict[str, Any]:
-    """For the script, as JSON has it. `room`: how many of the waiters may be granted."""
+    """The argument of the script, to be written as JSON. `room`: how many of the waiters may be granted."""
     return {
         "limits": account.per_minute(),
         "bursts": [bucket.burst for bucket in account.buckets],

@@ -1,8 +1,8 @@
 -- One step of a shared account. It decides as consumers/limits does in a process (bucket.py, order.py, account.py);
--- tests/consumers/state/test_same_grants.py holds both to the same grants.
+-- tests/consumers/state/test_same_grants.py checks that both make the same grants.
 --
 -- An account is one string: its levels, its lanes' parts, what was learned, and the first waiter of each lane of each
--- process, so that order holds across processes. A process that says nothing for a while is forgotten.
+-- process, so that the order is kept across processes. A process that says nothing for a while is forgotten.
 local LEAST = 0.000001
 local time = redis.call('TIME')
 local now = time[1] + time[2] / 1000000
@@ -27,7 +27,7 @@ if not account then
   end
 end
 local levels, parts = account.levels, account.parts
-if now < account.at - 1 then  -- the clock was put back: points in time would lie far in the future
+if now < account.at - 1 then  -- the clock was set back: stored times would lie far in the future
   account.stopped_until, account.waiting = account.stopped_until - (account.at - now), {}
 end
 local waiting = account.waiting
@@ -106,7 +106,7 @@ local function held(d, l)
   return holds[d][l]
 end
 
--- Add what came in since the last step, by the limits and first waiters of that time.
+-- Add what came in since the last step, by the limits and first waiters that were stored then.
 size()
 local before = waiting[asked.process]
 for l = 1, lanes do
@@ -130,7 +130,7 @@ local is_news = asked.version ~= account.version
 if asked.changed and not is_news then
   for d = 1, 3 do
     local more = asked.bursts[d] - account.bursts[d]
-    if account.guessed[d] and not asked.guessed[d] and more > 0 then  -- there was more from the beginning than was thought
+    if account.guessed[d] and not asked.guessed[d] and more > 0 then  -- it held more from the start than assumed
       levels[d] = levels[d] + more
       for l = 1, lanes do parts[d][l] = parts[d][l] + shares[l] * more end
     end
@@ -156,14 +156,14 @@ for d = 1, 3 do
   if asked.lower[d] >= 0 then lower(d, asked.lower[d]) end
 end
 
--- Whose turn it is.
+-- Decide whose turn it is.
 for l = 1, lanes do own[l] = {} end
 for i, waiter in ipairs(asked.waiters) do
   local line = own[waiter.lane]
   line[#line + 1] = {index = i, arrived = now - waiter.age, amounts = waiter.amounts}
 end
 
--- The order of the lanes: by rank, except that a lane whose first waiter has aged goes one up.
+-- The order of the lanes: by rank, except that a lane whose first waiter has aged moves up by one.
 local function order_of()
   local order = {}
   for l = 1, lanes do order[l] = l end
@@ -253,7 +253,7 @@ local function take(l, first)
     if ours_left <= 0 then
       for each = 1, lanes do own[each] = {} end
     end
-  else  -- a waiter of another process: its amount is kept for it until that process asks
+  else  -- a waiter of another process: its amount is kept for it until its process asks
     gone[first.process .. l] = true
     lent[#lent + 1] = {l, {before[1] - levels[1], before[2] - levels[2], before[3] - levels[3]}, from_parts}
   end
@@ -300,7 +300,7 @@ for i = #lent, 1, -1 do
   end
 end
 
--- Note who still waits in this process, and add up who waits in others.
+-- Store who still waits in this process, and add up what the waiters of others need.
 local heads, any = {}, false
 for l = 1, lanes do
   local mine = own[l][1]

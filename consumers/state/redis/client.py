@@ -1,4 +1,4 @@
-"""Redis over a bounded pool of connections, each call with its own time, and what is wrong with it in words."""
+"""Calls Redis over a bounded pool of connections, with a time limit for each call, and explains its errors."""
 
 import asyncio
 from collections.abc import Sequence
@@ -21,43 +21,43 @@ Argument = str | bytes | int | float
 
 
 class RedisClient:
-    """Connects when it is called, and again after an error. `trouble` is why the last call failed."""
+    """Connects when it is called, and again after an error. `trouble` says why the last call failed."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
         self.address = f"{parts.scheme}://{parts.hostname}:{parts.port or 6379}"
-        """As it may be shown."""
+        """Without user and password, so that it may be shown."""
         self.trouble: str | None = None
         pool = BlockingConnectionPool.from_url(
             url,
             max_connections=CONNECTIONS,
-            timeout=CALL_S,  # for a connection to become free
+            timeout=CALL_S,  # waiting for a free connection
             socket_connect_timeout=CONNECT_S,
             socket_timeout=CALL_S,
-            retry=Retry(NoBackoff(), 0),  # whoever calls decides; a claim that is sent twice is refused the second time
-            protocol=2,  # with the next line: no greeting, one round trip less for each connection
+            retry=Retry(NoBackoff(), 0),  # the caller decides whether to try again
+            protocol=2,  # with the next line: no greeting, so one round trip less for each connection
             driver_info=None,
         )
         self._redis: Redis = Redis.from_pool(pool)
 
     async def run(self, script: Script, keys: Sequence[str], *arguments: Argument) -> Any:
-        """What a script gives. Raises StoreUnavailable."""
+        """Run a script and return its result. Raises StoreUnavailable."""
 
         async def step() -> Any:
             try:
                 return await self._redis.evalsha(script.sha, len(keys), *keys, *arguments)
-            except exceptions.NoScriptError:  # Redis was started again, or never saw it
+            except exceptions.NoScriptError:  # Redis was restarted, or never saw it
                 return await self._redis.eval(script.text, len(keys), *keys, *arguments)
 
         return await self._told(step)
 
     async def write(self, key: str, value: str, *, for_s: int) -> None:
-        """Write something, by a script as all else: a user may be allowed the one and not the other. Raises
-        StoreUnavailable."""
+        """Write a value, by a script like all else: a user may be allowed to write but not to run scripts, or the
+        reverse. Raises StoreUnavailable."""
         await self.run(WRITE, [key], value, for_s)
 
     async def risks(self) -> list[str]:
-        """Why what is written could be lost, by its settings; nothing where Redis does not tell."""
+        """Why Redis could lose what is written, by its settings; empty if it does not tell them."""
         try:
             info = await self._redis.info("memory", "persistence")
         except (exceptions.RedisError, OSError, TimeoutError):
@@ -85,7 +85,7 @@ class RedisClient:
 
 def _explain(error: Exception) -> str:
     text = " ".join(str(error).split())[:SHOWN]
-    if "unauthenticated" in text:  # what Redis says to more than ten words without a password
+    if "unauthenticated" in text:  # Redis's answer to more than ten words before a password
         error = exceptions.AuthenticationError(text)
     match error:
         case exceptions.AuthenticationError() | exceptions.AuthorizationError() | exceptions.NoPermissionError():

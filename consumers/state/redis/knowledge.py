@@ -1,4 +1,4 @@
-"""What was learned of an account, on its way to other processes and from them."""
+"""Writes for other processes what was learned about an account, and reads what they have learned."""
 
 from consumers.limits import learned
 from consumers.limits.account import Account
@@ -6,21 +6,21 @@ from consumers.limits.learned import Learned
 from lanekeeper.telemetry import logs, signals
 
 SHOWN: int = 200
-"""Characters of an error."""
+"""How many characters of an error are logged."""
 log = logs.logger()
 
 
 class Knowledge:
-    """Of one account."""
+    """What was learned about one account."""
 
     def __init__(self, account: Account) -> None:
         self._account = account
         self._written: tuple[Learned, str] | None = None
         self._unreadable = ""
-        """Why what others have learned could not be read, as it was logged last."""
+        """The last logged error from reading what others have learned."""
 
     def text(self) -> str:
-        """What this process knows, as Redis keeps it."""
+        """What this process knows, as the text that Redis keeps."""
         known = self._account.learned()
         if self._written is None or self._written[0] != known:
             self._written = known, learned.write(known)

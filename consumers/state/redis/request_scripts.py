@@ -1,8 +1,8 @@
-"""The steps of a request in the Redis store.
+"""The scripts for the steps of a request in the Redis store.
 
-A request is a hash; an empty field is what NULL is in SQLite. In every script the first write is the one that a Redis
-without memory or disk refuses, so that a refused step has changed nothing. What each step decides is what
-`consumers/state/sqlite/requests.py` decides, where it is easier to read.
+A request is a hash; an empty field means what NULL means in SQLite. The first write of each script is one that a Redis
+without memory or disk refuses, so that a refused step has changed nothing. The steps decide as in
+`consumers/state/sqlite/requests.py`, where this is easier to read.
 """
 
 from typing import Final

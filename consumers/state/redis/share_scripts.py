@@ -1,7 +1,7 @@
-"""The steps of what processes share beside requests: places for what waits, allowances by period, leases.
+"""The scripts for what processes share besides requests: room for waiting requests, allowances by period, leases.
 
-In every script the first write is the one that a Redis without memory or disk refuses, so that a refused step has
-changed nothing.
+The first write of each script is one that a Redis without memory or disk refuses, so that a refused step has changed
+nothing.
 """
 
 from typing import Final

@@ -1,8 +1,8 @@
-"""The turns of an account that several processes share: a script in Redis decides, one step for all that happened in
+"""The turns of an account that several processes share. A script in Redis decides; one step covers all that happened in
 this process since the last one.
 
-What is given back and what was learned goes along with the next step. While Redis is away nobody is granted anything,
-and the step is tried again.
+The next step also tells what was given back and what was learned. While Redis is away, nothing is granted, and the step
+is tried again.
 """
 
 import asyncio
@@ -31,24 +31,24 @@ from consumers.state.redis.untold import Untold
 from lanekeeper.telemetry import logs, signals
 
 LOOK_EVERY_S: Final = 0.5
-"""How often a process asks while somebody waits. So it notices what others give back, and they know that it still
-waits. Redis could tell it (publish and subscribe), but that takes another connection, and its messages may be lost."""
+"""How often a process asks while a request waits. So it notices what others give back, and they know that it still
+waits. Redis could tell it (publish and subscribe), but that takes another connection, and messages may be lost."""
 FORGOTTEN_AFTER_S: Final = 4 * LOOK_EVERY_S
-"""A process that says nothing for so long waits no longer."""
+"""A process that says nothing for this long no longer counts as waiting."""
 SETTLE_WITHIN_S: Final = 0.05
 RETRY_S: Final = 0.5
 AT_ONCE_S: Final = 1.0
-"""A request that does not wait its turn waits so long for Redis."""
+"""How long a request that does not wait for its turn (`try_reserve`) waits for Redis."""
 JUMP_S: Final = 0.5
-"""A clock has jumped if the two differ by this much more or less than a step before. Smaller differences are the time
-that an answer took."""
+"""A clock has jumped if Redis's and ours differ by this much more or less than one step before. Smaller differences are
+the time that an answer took."""
 log = logs.logger()
 
 
 def shared_accounts(
     client: RedisClient, *, namespace: str, spec: BudgetSpec, clock: Callable[[], float] = time.time
 ) -> "Accounts[SharedTurns]":
-    """The budgets of all processes that share a Redis. `client` is its caller's to close, after `Accounts.aclose`."""
+    """The budgets of all processes that share a Redis. The caller closes `client`, after `Accounts.aclose`."""
 
     def open_turns(name: str) -> SharedTurns:
         key = f"{namespace}:budget:{FORM}:{name}"
@@ -58,14 +58,14 @@ def shared_accounts(
 
 
 class SharedTurns:
-    """See `Turns`. `clock`: seconds since 1970, until Redis has told its own time."""
+    """See `Turns`. `clock`: seconds since 1970, used until Redis has told its own time."""
 
     def __init__(self, client: RedisClient, key: str, account: Account, *, clock: Callable[[], float]) -> None:
         self.account = account
         self._client = client
         self._key = key
         self._offset_s = clock() - asyncio.get_running_loop().time()
-        """Redis's clock less the event loop's."""
+        """Redis's clock minus the event loop's."""
         self._usual = {
             "process": secrets.token_hex(6),
             "form": FORM,
@@ -73,20 +73,20 @@ class SharedTurns:
             "shares": account.shares,
             "boosts": [-1 if lane.boost_s is None else lane.boost_s for lane in account.spec.lanes.values()],
         }
-        """What every step tells."""
+        """The part of the question that is the same in each step."""
         self._untold = Untold()
         self._version = 0
-        """Counts what all processes have learned; this process knows everything up to this one."""
+        """Redis counts the changes to what all processes have learned; this process knows all up to this number."""
         self._knowledge = Knowledge(account)
         self._is_due = False
         self._task: asyncio.Task[None] | None = None
         self._stepped = asyncio.Event()
         self._timer: asyncio.Handle | None = None
         self._fires_s = -inf
-        """When the timer fires. uvloop's handle does not tell it where it is due within half a millisecond."""
+        """When the timer fires. uvloop's handle does not tell it if that is within half a millisecond."""
         self._told_s = -inf
         self.steps = 0
-        """Round trips."""
+        """How many round trips there were."""
 
     @property
     def is_idle(self) -> bool:
@@ -102,21 +102,21 @@ class SharedTurns:
         return asyncio.get_running_loop().time() + self._offset_s
 
     def step(self) -> None:
-        """Ask Redis, as soon as it has answered what was asked before."""
+        """Ask Redis, as soon as it has answered the step before."""
         self._is_due = True
         if self.now_s() - self._told_s > FORGOTTEN_AFTER_S:
             self.account.nobody_elsewhere()
         if self._task is None:
-            # in a context of its own: it works for all who wait, and its log lines are about none of them
+            # in its own context: it works for all waiters, so its log lines must not name one request
             self._task = asyncio.get_running_loop().create_task(
                 self._steps(), name=f"budget {self.account.name}", context=Context()
             )
 
     async def decided(self, waiter: Waiter) -> None:
-        """Not decided where Redis is away, or slow."""
+        """Returns without a decision if Redis is away or slow."""
         try:
             async with asyncio.timeout(AT_ONCE_S):
-                # the step that is under way may have begun before it joined
+                # the step that is under way may have begun before this waiter joined
                 while self.account.lines.heads[waiter.lane] is waiter and self._task is not None:
                     was_due = self._is_due
                     await self._stepped.wait()
@@ -141,7 +141,7 @@ class SharedTurns:
         is_less = account.learn(heard, now_s)
         log_learned(account, heard, before=before)
         if self._untold.levels_fell(levels, [bucket.level for bucket in account.buckets]):
-            self._look_in(SETTLE_WITHIN_S)  # later it would not be true any more
+            self._look_in(SETTLE_WITHIN_S)  # soon, because the level changes with time
         if account.learned() != known:
             self._untold.heard.append(heard)
             self._untold.has_learned = True
@@ -150,7 +150,7 @@ class SharedTurns:
             refuse_hopeless(account, self.now_s())
 
     async def aclose(self) -> None:
-        """Tell Redis what it has not been told."""
+        """Tell Redis what it was not told yet."""
         if self._timer is not None:
             self._timer.cancel()
         if self._untold.back or self._untold.has_learned:
@@ -192,12 +192,12 @@ class SharedTurns:
         self._timer = loop.call_later(in_s, self._look)
 
     def _look(self) -> None:
-        # whether it has fired is not told by the time: uvloop's timers may fire half a millisecond early
+        # that it has fired cannot be seen from the time: uvloop's timers may fire half a millisecond early
         self._timer = None
         self.step()
 
     async def _one(self) -> float:
-        """One round trip; in how many seconds to ask again."""
+        """One round trip. Returns in how many seconds to ask again."""
         waiters, room = asking.candidates(self.account, self.now_s())
         told = self._untold.take()
         asked = self._usual | asking.question(self.account, waiters, told, room=room, now_s=self.now_s())
@@ -215,14 +215,14 @@ class SharedTurns:
         return self._grant(waiters, reply, redis_s)
 
     def _set_clock(self, redis_s: float) -> None:
-        """Redis's clock may be another than ours, or jump: nobody has waited any longer by that."""
+        """Redis's clock may differ from ours, or jump. At a jump, stored times move with it: waits stay the same."""
         offset_s = redis_s - asyncio.get_running_loop().time()
         jump_s, self._offset_s = offset_s - self._offset_s, offset_s
         if abs(jump_s) > JUMP_S:
             self.account.shift(jump_s)
 
     def _believe(self, reply: Mapping[str, Any], text: bytes, heard: int, redis_s: float) -> None:
-        """What Redis counts, and what other processes have learned."""
+        """Take over what Redis counts and what other processes have learned."""
         account, untold = self.account, self._untold
         if reply["is_forgotten"]:
             error = f"the account is not kept in form {FORM}"
@@ -245,7 +245,7 @@ class SharedTurns:
         account = self.account
         for index, *own in reply["granted"]:
             waiter = waiters[index - 1]
-            if not account.begin(waiter, own=Amounts(*own), now_s=redis_s):  # it left while we asked
+            if not account.begin(waiter, own=Amounts(*own), now_s=redis_s):  # it left its line while we asked
                 self._untold.give_back(waiter.lane, waiter.amounts, own)
                 self._is_due = True
             elif not waiter.wake():
@@ -254,7 +254,7 @@ class SharedTurns:
         if not account.lines.is_empty:
             account.is_pressed = True
             if reply["granted"]:
-                self._is_due = True  # there may be more behind those that we asked for
+                self._is_due = True  # waiters behind those that we asked for may also go
         self._refuse_late_firsts(redis_s)
         return float(reply["look_in"]) if reply["look_in"] >= 0 else LOOK_EVERY_S
 

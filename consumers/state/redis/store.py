@@ -1,9 +1,9 @@
-"""The store in Redis, for workers on several machines: one script, and so one round trip, a step.
+"""The store in Redis, for workers on several machines. Each step is one script, and so one round trip.
 
-What `Store` promises holds as long as Redis keeps what it has acknowledged: with `appendonly yes` and `appendfsync
-always` through a crash, with `everysec` but for its last second. One that comes back empty has forgotten claims and
-results: a repeated id runs again, no request is lost. Redis Cluster is not supported (a renewal is one script over all
-that run).
+What `Store` promises holds as long as Redis keeps what it has acknowledged. With `appendonly yes` and `appendfsync
+always` it does so through a crash; with `everysec` it may lose the last second. A Redis that comes back empty has
+forgotten claims and results: a repeated id runs again, but no request is lost. Redis Cluster is not supported, because
+a renewal is one script over the keys of all running requests.
 """
 
 import json
@@ -37,7 +37,7 @@ log = logs.logger()
 
 
 class RedisStore:
-    """See `Store`. `spec.max_bytes` is not heeded: Redis's own `maxmemory` bounds it, and keys expire by themselves."""
+    """See `Store`. `spec.max_bytes` is ignored: Redis's own `maxmemory` limits it, and keys expire by themselves."""
 
     def __init__(self, url: str, *, namespace: str, spec: StoreSpec = DEFAULT) -> None:
         self._client = RedisClient(url)
@@ -135,7 +135,7 @@ class RedisStore:
                 return None
 
     async def sweep(self) -> int:
-        """Nothing: Redis forgets by itself."""
+        """Does nothing: keys expire by themselves."""
         return 0
 
     async def take(self, name: str, amount: float, *, limit: float, period_s: int) -> Taken:

@@ -1,4 +1,4 @@
-"""What a process has to tell Redis of one account with its next step, and what becomes of it where that step fails."""
+"""What a process tells Redis about one account with its next step, and what happens to it if that step fails."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,31 +10,31 @@ from consumers.limits.base import Heard
 
 @dataclass(slots=True)
 class Told:
-    """What one step has taken along."""
+    """What one step tells."""
 
     back: list[dict[str, Any]]
     lower: list[float]
     heard: int
-    """How many of `Untold.heard` are in what was learned."""
+    """How many of `Untold.heard` are contained in the knowledge that the step sends."""
     has_learned: bool
 
 
 @dataclass(slots=True)
 class Untold:
-    """Of one account."""
+    """What is not told yet about one account."""
 
     back: list[dict[str, Any]] = field(default_factory=list)
     lower: list[float] = field(default_factory=lambda: [inf, inf, inf])
     heard: list[Heard] = field(default_factory=list)
-    """Responses that changed what was learned. They are heard once more where another process has learned meanwhile."""
+    """Responses that changed what was learned. They are learned from again if another process has learned meanwhile."""
     has_learned: bool = False
 
     def give_back(self, lane: int, over: Sequence[float], own: Sequence[float]) -> None:
-        """What was reserved and not used; below 0: what was used beyond it."""
+        """`over`: what was reserved and not used; below 0: what was used beyond the reservation."""
         self.back.append({"lane": lane + 1, "over": list(over), "own": list(own)})
 
     def levels_fell(self, before: Sequence[float], after: Sequence[float]) -> bool:
-        """Note where the provider turned out to have less than was thought; whether it has."""
+        """Note which levels fell because the provider has less than was assumed. True if any did."""
         found = False
         for each, (was, now) in enumerate(zip(before, after, strict=True)):
             if now < was:
@@ -49,8 +49,8 @@ class Untold:
         return told
 
     def failed(self, told: Told) -> None:
-        """Nobody knows whether Redis counted the step. What was used beyond a reservation is told again; what was given
-        back is not, because counting it twice would spend more than there is."""
+        """It is unknown whether Redis counted the step. What was used beyond a reservation is told again. What was
+        given back is not, because counting it twice would spend more than there is."""
         for each in told.back:
             each["over"] = [min(0.0, over) for over in each["over"]]
         self.back = [each for each in told.back if any(each["over"])] + self.back

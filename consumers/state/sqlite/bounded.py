@@ -1,7 +1,8 @@
-"""What costs its publisher nothing, and must cost nobody else a result: rows that are counted by tenant.
+"""Limits, by tenant, the rows that cost their publisher nothing, so that they displace nobody else's results.
 
-Cancellations of what no worker has seen: beyond a tenant's bound its oldest goes. Requests that ended before any
-attempt: they are kept like all others until the store is full; then what a tenant has beyond its bound goes first.
+Cancellations of requests that no worker has seen: above a tenant's limit, its oldest is removed. Requests that ended
+before any attempt: kept like all others until the store is full; then what a tenant has above its limit is removed
+first.
 """
 
 import sqlite3
@@ -12,19 +13,19 @@ from consumers.state.sqlite.shares import UNSEEN, UNTRIED, Shares
 
 IS_UNSEEN = "body_hash IS NULL AND noted = 0 AND code = 'cancelled'"
 UNSEEN_BYTES = 800
-"""Of the cancellation of what no worker has seen, with what counts it."""
+"""The size of an unseen cancellation, including the row that counts it."""
 FORGOTTEN_AT_MOST = 10
-"""Cancellations that one more pushes out: several, where fewer are kept than before."""
+"""The most cancellations that a new one displaces: more than one only after the limit was lowered."""
 STEP_ROWS = 200
 _FORGET_UNSEEN = f"DELETE FROM request WHERE tenant = ? AND id = ? AND {IS_UNSEEN}"
 _FORGET_UNTRIED = (
     "DELETE FROM request WHERE tenant = ? AND id = ? AND keep_ms <= ? AND status = 'error' AND lease_ms = 0"
 )
-"""A dead letter that was published again since is kept for longer than what was counted."""
+"""`keep_ms <= ?` spares a request whose dead letter was published again: it is kept for longer than was counted."""
 
 
 class Bounded:
-    """Over one connection."""
+    """Counts and removes these rows, over one connection."""
 
     def __init__(self, connection: sqlite3.Connection, spec: StoreSpec) -> None:
         self._execute = connection.execute
@@ -37,7 +38,7 @@ class Bounded:
         return UNSEEN_BYTES * self._shares.used(UNSEEN)
 
     def count_unseen(self, identity: Identity, *, today: int, until_ms: int) -> bool:
-        """Whether its tenant's oldest was removed for it."""
+        """Count an unseen cancellation. True if its tenant's oldest was removed for it."""
         self._shares.forget_ended(UNSEEN, today)
         self._add(UNSEEN, identity, until_ms)
         displaces = False
@@ -57,8 +58,8 @@ class Bounded:
             self._shares.add(kind, identity.tenant, identity.id, until_ms=until_ms)
 
     def remove_surplus(self) -> int:
-        """A bounded step: of the tenant that has most that was not tried, the oldest beyond its bound; how many, with
-        those whose row has gone before."""
+        """One bounded step: of the tenant with the most untried requests, remove the oldest above its limit. Returns
+        how many, including those whose row was gone already."""
         tenant, used = self._shares.most(UNTRIED)
         surplus = min(used - self._untried_at_most, STEP_ROWS)
         for _ in range(surplus):
@@ -67,5 +68,5 @@ class Bounded:
         return max(surplus, 0)
 
     def sweep(self, today: int) -> int:
-        """A bounded step: those that count no more."""
+        """One bounded step: remove members whose time is over. Returns how many."""
         return self._shares.forget_ended(UNSEEN, today) + self._shares.forget_ended(UNTRIED, today)

@@ -6,11 +6,11 @@ from consumers.state.base import Taken
 from consumers.state.sqlite.requests import STEP_ROWS, Times
 
 KEPT_AFTER_MS = 86_400_000
-"""How long a period is kept after its end, should the calendar be set back."""
+"""How long a period is kept after its end, in case the calendar is set back."""
 
 
 class Counters:
-    """What `Allowances` and `Leases` promise, over one connection."""
+    """`Allowances` and `Leases` over one connection."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._execute = connection.execute
@@ -25,7 +25,7 @@ class Counters:
 
     def correct(self, at: Times, name: str, amount: float, *, period_s: int) -> None:
         period, used = self._used(at, name, period_s)
-        # What is given back was perhaps taken in the period before.
+        # Not below 0: what is given back may have been taken in the period before.
         self._use(name, period, max(0.0, used - amount), period_s)
 
     def hold(self, at: Times, name: str, owner: str, *, for_s: float) -> int | None:
@@ -48,7 +48,7 @@ class Counters:
         self._execute("UPDATE lease SET lease_ms = 0 WHERE name = ? AND owner = ?", (name, owner))
 
     def sweep(self, at: Times) -> int:
-        """One step: periods that are over."""
+        """One step: remove periods that are over."""
         return self._execute(
             "DELETE FROM allowance WHERE (name, period_s, period) IN "
             f"(SELECT name, period_s, period FROM allowance WHERE ends_ms < ? LIMIT {STEP_ROWS})",

@@ -1,10 +1,10 @@
-"""The SQLite file: opened, made or brought up to date, and what is wrong with it in words.
+"""The SQLite file: opens, creates or migrates it, and explains its errors.
 
     open_file(path, namespace=…, clock=…) -> sqlite3.Connection     raises sqlite3.Error, OSError, StoreUnavailable
-    explain(error, path) -> str                                     what to tell of them, and what helps
+    explain(error, path) -> str                                     what is wrong, and what helps
 
-Write-ahead log with `synchronous=FULL`: what was committed survives a power cut (NORMAL may take it back), and readers
-and writers of several processes get along.
+The file has a write-ahead log and `synchronous=FULL`: what was committed survives a power cut (with NORMAL it may be
+lost), and processes can read while another one writes.
 """
 
 import fcntl
@@ -20,16 +20,16 @@ from consumers.state.clock import Clock
 from consumers.state.sqlite import shares as sqlite_shares
 
 VERSION = 3
-"""Of the schema, kept in the file as `user_version`."""
+"""The schema's version, kept in the file as `user_version`."""
 APPLICATION = 0x4C616E65
 """Marks the file as ours ("Lane")."""
 BUSY_S = 3.0
-"""How long to wait for another process's transaction: they last milliseconds, so that this means that one hangs."""
+"""How long to wait for another process's transaction. They last milliseconds: one that takes longer than this hangs."""
 LEASE_AT_MOST_MS = 3_600_000
 ROOM_BYTES = 1024 * 1024
-"""What the disk must have left: an answer is larger than what `probe` writes, and its provider would have been paid."""
+"""Free bytes that the disk must have. An answer needs more than `probe` writes, and is already paid for when stored."""
 WAL_BYTES = 64 * 1024 * 1024
-"""What is left of the log after a checkpoint."""
+"""After a checkpoint, the log's file is cut to at most this size."""
 
 _REQUESTS = """
 CREATE TABLE request (
@@ -72,14 +72,14 @@ CREATE TABLE store (
 """
 SCHEMA = _REQUESTS + sqlite_shares.SCHEMA
 MIGRATIONS: dict[int, str] = {1: "ALTER TABLE request ADD COLUMN due_ms INTEGER", 2: sqlite_shares.SCHEMA}
-"""From a version to the next one."""
+"""For each version: the statements that lead to the next one."""
 
 
 def open_file(path: Path, *, namespace: str, clock: Clock) -> sqlite3.Connection:
-    """Open the file as it may be used: ours, of this version, leases of an earlier boot ended. Made if it is not."""
+    """Open the file, created if missing. It is then ours, of this version, and without leases of an earlier boot."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with suppress(FileExistsError):  # opened and closed, it would lose the locks that this process has on it already
-        # SQLite itself would make it readable by all
+    with suppress(FileExistsError):  # not opened if it exists: closing it would drop this process's locks on it
+        # SQLite itself would make it readable by everyone
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     connection = sqlite3.connect(
         f"file:{quote(str(path))}?mode=rw", uri=True, timeout=BUSY_S, isolation_level=None, cached_statements=64
@@ -100,7 +100,7 @@ def open_file(path: Path, *, namespace: str, clock: Clock) -> sqlite3.Connection
 
 
 def _check(connection: sqlite3.Connection, path: Path) -> int:
-    """The file's version, before anything is written to it."""
+    """The file's version. Raises StoreUnavailable if it is newer than ours, or the file is not ours. Writes nothing."""
     version = _pragma(connection, "user_version")
     if version > VERSION:
         raise StoreUnavailable(
@@ -116,7 +116,7 @@ def _check(connection: sqlite3.Connection, path: Path) -> int:
 
 
 def _write_ahead(connection: sqlite3.Connection) -> None:
-    """Two processes that start at once: one is told "database is locked" in spite of the timeout."""
+    """Try repeatedly: if two processes start at once, one gets "database is locked" in spite of the timeout."""
     end = time.monotonic() + BUSY_S
     while True:
         try:
@@ -125,11 +125,11 @@ def _write_ahead(connection: sqlite3.Connection) -> None:
         except sqlite3.OperationalError as error:
             if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > end:
                 raise
-            time.sleep(0.02)  # nothing tells when the other has done it
+            time.sleep(0.02)  # there is no signal when the other has finished
 
 
 def _bring_up_to_date(connection: sqlite3.Connection, path: Path, *, namespace: str) -> None:
-    before = version = _check(connection, path)  # again: another process may have done it meanwhile
+    before = version = _check(connection, path)  # again: another process may have migrated it meanwhile
     if version == 0:
         _run(connection, SCHEMA)
         connection.execute("INSERT INTO store VALUES (1, ?, '', NULL)", (namespace,))
@@ -152,7 +152,7 @@ def _end_leases_of_earlier_boots(connection: sqlite3.Connection, clock: Clock) -
     (before,) = connection.execute("SELECT boot FROM store").fetchone()
     if before == boot != "":
         return
-    # Where the system does not say which boot this is, a lease further away than any can be is of an earlier one.
+    # If the system does not tell the boot: a lease that ends later than any new lease can is from an earlier boot.
     above = 0 if boot else clock.since_boot_ms() + LEASE_AT_MOST_MS
     connection.execute("UPDATE request SET lease_ms = 0 WHERE lease_ms > ?", (above,))
     connection.execute("UPDATE lease SET lease_ms = 0 WHERE lease_ms > ?", (above,))
@@ -160,7 +160,7 @@ def _end_leases_of_earlier_boots(connection: sqlite3.Connection, clock: Clock) -
 
 
 def _run(connection: sqlite3.Connection, script: str) -> None:
-    """`executescript` would commit first."""
+    """Run statements one by one: `executescript` would commit first."""
     for statement in script.split(";\n"):
         if statement.strip():
             connection.execute(statement)
@@ -172,7 +172,7 @@ def _pragma(connection: sqlite3.Connection, name: str) -> int:
 
 
 def inode(path: Path) -> tuple[int, int] | None:
-    """Which file it is now; None where there is none."""
+    """The identity of the file that is there now; None if there is none."""
     try:
         found = os.stat(path)
     except OSError:
@@ -186,9 +186,9 @@ def log_of(path: Path) -> Path:
 
 
 def drop_log(path: Path, log: tuple[int, int] | None) -> None:
-    """Remove the log of a file that was removed or replaced under us: SQLite would apply it to what is there now.
+    """Remove the log of a file that was removed or replaced while open: SQLite would apply it to the new file.
 
-    Not where another process has done so, and has its own log by now: `log` is the one that we had.
+    `log` is the inode of the log that we had. Another log stays: it belongs to a process that did this before us.
     """
     with suppress(FileNotFoundError, NotADirectoryError):
         folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
@@ -202,7 +202,7 @@ def drop_log(path: Path, log: tuple[int, int] | None) -> None:
 
 
 def probe(connection: sqlite3.Connection, path: Path, today: int) -> int:
-    """Write something, as any operation would; how many bytes its disk has left."""
+    """Write something, as any operation would. Returns how many bytes the disk has left."""
     connection.execute("UPDATE store SET probed_ms = ?", (today,))
     disk = os.statvfs(path)
     return disk.f_bavail * disk.f_frsize

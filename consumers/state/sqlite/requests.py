@@ -1,6 +1,6 @@
-"""Claims and results as rows of a SQLite file: functions over an open transaction, without waiting for anything.
+"""Claims and results as rows of a SQLite file: functions over an open transaction, which never wait.
 
-Each reads its row once and writes it at most once. Times: `now` is since boot, `today` since 1970, both ms.
+Each function reads a row once and writes it at most once. Times: `now` is since boot, `today` since 1970, both in ms.
 """
 
 import json
@@ -28,15 +28,15 @@ from consumers.state.sqlite.bounded import IS_UNSEEN, Bounded
 CANCELLED = "cancelled"
 """The code of `PROBLEMS`."""
 ROW_BYTES = 300
-"""Of a row beside its body, roughly."""
+"""The rough size of a row without its body."""
 STEP_ROWS = 200
 STEP_BYTES = 32 * 1024 * 1024
-"""What one step of sweeping removes at most, so that claims need not wait for it."""
+"""The most that one step of sweeping removes, so that claims do not wait long for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
-    """Taken once for all that is done in one transaction."""
+    """Read once for all operations of a transaction."""
 
     now: int
     today: int
@@ -73,7 +73,7 @@ class Row(NamedTuple):
         return bool(self.noted) and self.status is None
 
     def is_held_against(self, copy: Copy, now: int) -> bool:
-        """By a live lease, unless this copy is the holder's own delivery, come back without it."""
+        """True if a live lease holds the request, unless this copy is the holder's own message, redelivered."""
         return self.lease_ms > now and not (copy.redelivered and self.mark == copy.mark)
 
     def ended_by(self, completion: Completion) -> "Row":
@@ -106,7 +106,7 @@ _RENEW = "UPDATE request SET lease_ms = ? WHERE tenant = ? AND id = ?"
 
 
 class Requests:
-    """What `Claims` and `Results` promise, over one connection."""
+    """`Claims` and `Results` over one connection."""
 
     def __init__(self, connection: sqlite3.Connection, spec: StoreSpec) -> None:
         self._execute = connection.execute
@@ -129,7 +129,7 @@ class Requests:
             return Granted(token=row.token, deaths=row.deaths)
         if row.is_held_against(copy, at.now):
             return Running(for_ms=at.now - row.claimed_ms)
-        if row.cancelling:  # its holder was told, and died
+        if row.cancelling:  # its holder died before it ended the request
             self._end_as_cancelled(at, identity, row)
             return Ended(completion=row.completion(), same_copy=True)
         deaths = row.deaths + bool(row.lease_ms)
@@ -215,7 +215,7 @@ class Requests:
             if not row.cancelling:
                 self._write(identity, row._replace(cancelling=1).ended_by(completion))
             return Cancelling.TOLD
-        # The token stays: whoever held it, should it still be there, learns that it was cancelled, not taken over.
+        # The token stays: an earlier holder that is still alive learns of a cancellation, not of a takeover.
         self._end_as_cancelled(at, identity, row.ended_by(completion))
         return Cancelling.RECORDED
 
@@ -236,21 +236,21 @@ class Requests:
         )
 
     def sweep(self, at: Times) -> int:
-        """One step: what was kept long enough; else, beyond the bound, what a tenant has too much of, or the oldest."""
+        """One step: remove what was kept long enough; else, in a file too large, a tenant's surplus or the oldest."""
         removed = self._remove("keep_ms <= ? AND lease_ms <= ?", at.today, at.now, up_to_bytes=STEP_BYTES)
         if not removed and (beyond := self._used_bytes() - self._max_bytes) > 0:
-            ended = f"status IS NOT NULL AND lease_ms <= ? AND NOT ({IS_UNSEEN})"  # else what was cancelled would run
+            ended = f"status IS NOT NULL AND lease_ms <= ? AND NOT ({IS_UNSEEN})"  # else what is cancelled would run
             removed = self._bounded.remove_surplus() or self._remove(ended, at.now, up_to_bytes=min(beyond, STEP_BYTES))
         return removed or self._bounded.sweep(at.today)
 
     def _used_bytes(self) -> int:
-        """Without the cancellations that have a bound of their own: they cost nobody a result."""
+        """Without unseen cancellations: they have their own limit, and must displace no results."""
         (pages,) = self._execute("PRAGMA page_count").fetchone()
         (free,) = self._execute("PRAGMA freelist_count").fetchone()
         return int(pages - free) * self._page_bytes - self._bounded.unseen_bytes
 
     def _remove(self, which: str, *values: int, up_to_bytes: int) -> int:
-        """The oldest first; those that go beyond so many bytes, or rows, are left for the next step."""
+        """Remove the oldest first, up to a number of bytes and rows; the rest is left for the next step."""
         found = self._execute(
             f"SELECT rowid, length(body) FROM request WHERE {which} ORDER BY keep_ms LIMIT {STEP_ROWS}", values
         ).fetchall()
@@ -264,7 +264,7 @@ class Requests:
         return count
 
     def _read(self, at: Times, identity: Identity) -> Row | None:
-        """None also of what was kept long enough, and not yet removed."""
+        """The row; None also if it was kept long enough but is not removed yet."""
         found = self._execute(_READ, (identity.tenant, identity.id)).fetchone()
         if found is None:
             return None
@@ -280,7 +280,7 @@ class Requests:
         return Granted(token=token, deaths=deaths)
 
     def _end_as_cancelled(self, at: Times, identity: Identity, row: Row) -> None:
-        """As the row has it. It may still wait in the broker: its ending is kept for as long as it can."""
+        """End with the row's completion, and keep it for as long as the request's message can wait in the broker."""
         keep_ms = max(row.keep_ms, at.today + self._cancelled_ms)
         self._write(identity, row._replace(lease_ms=0, keep_ms=keep_ms, cancelling=0))
 
@@ -289,10 +289,10 @@ class Requests:
 
 
 def _next_token(at: Times, row: Row | None) -> int:
-    """The first is the time: higher than that of a row that was removed, or lost with the whole store."""
+    """The first token is the time: higher than any token of a row that was removed, or lost with the store."""
     return at.today if row is None else row.token + 1
 
 
 def _runs_again(row: Row, copy: Copy) -> bool:
-    """The dead letter of just this ending was published again."""
+    """True if the dead letter of exactly this ending was published again."""
     return row.ended and row.status == "error" and copy.dead_at_ms is not None and copy.dead_at_ms == row.ended_ms

@@ -1,4 +1,4 @@
-"""What of a kind each tenant has at present, with a bound: rows of a SQLite file, counted as they come and go."""
+"""How much of each limited kind a tenant has now: rows of a SQLite file, with sums that are kept up to date."""
 
 import sqlite3
 from typing import Final
@@ -10,9 +10,9 @@ STEP_ROWS = 100
 UNSEEN: Final = "unseen"
 """Cancellations of requests that no worker has seen."""
 UNTRIED: Final = "untried"
-"""Requests that ended before any attempt was made: they cost their publisher nothing."""
+"""Requests that ended before any attempt was made. They cost their publisher nothing."""
 WAITING: Final = "waiting"
-"""Requests that wait in the broker because their publisher asked for it."""
+"""Requests that wait in the broker because their publisher asked for a delay."""
 SCHEMA = """
 CREATE TABLE share (
     kind TEXT NOT NULL,
@@ -34,7 +34,7 @@ CREATE TABLE share_sum (
 
 
 class Shares:
-    """Adds, counts and removes them, over one connection."""
+    """Adds, counts and removes members of a kind, over one connection."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._execute = connection.execute
@@ -44,17 +44,17 @@ class Shares:
         return self._execute("SELECT 1 FROM share WHERE (kind, tenant, member) = (?, ?, ?)", row).fetchone() is not None
 
     def add(self, kind: str, tenant: str, member: str, *, until_ms: int, weight: int = 1) -> None:
-        """One that is not there yet."""
+        """Add a member that is not there yet."""
         self._execute("INSERT INTO share VALUES (?, ?, ?, ?, ?)", (kind, tenant, member, until_ms, weight))
         self._change(kind, tenant, weight)
 
     def used(self, kind: str, tenant: str | None = None) -> int:
-        """By a tenant, or by all."""
+        """How much a tenant has, or all tenants together (None)."""
         found = self._execute("SELECT weight FROM share_sum WHERE kind = ? AND tenant IS ?", (kind, tenant)).fetchone()
         return 0 if found is None else int(found[0])
 
     def most(self, kind: str) -> tuple[str, int]:
-        """The tenant that uses most of a kind, and how much."""
+        """The tenant that has most of a kind, and how much."""
         found = self._execute(
             "SELECT tenant, weight FROM share_sum WHERE kind = ? AND tenant IS NOT NULL ORDER BY weight DESC LIMIT 1",
             (kind,),
@@ -62,7 +62,7 @@ class Shares:
         return ("", 0) if found is None else (str(found[0]), int(found[1]))
 
     def forget_ended(self, kind: str, today: int) -> int:
-        """A bounded step: those that count no more, the first first; how many."""
+        """One bounded step: remove members whose time is over. Returns how many."""
         ended = self._execute(
             "DELETE FROM share WHERE (kind, tenant, member) IN "
             f"(SELECT kind, tenant, member FROM share WHERE kind = ? AND until_ms <= ? LIMIT {STEP_ROWS}) "
@@ -74,7 +74,7 @@ class Shares:
         return len(ended)
 
     def forget_oldest(self, kind: str, tenant: str) -> tuple[str, int] | None:
-        """The member of a tenant that would have ended first, and when."""
+        """Remove the tenant's member whose time would end first. Returns it and that time."""
         found = self._execute(
             "DELETE FROM share WHERE (kind, tenant, member) IN (SELECT kind, tenant, member FROM share "
             "WHERE kind = ? AND tenant = ? ORDER BY until_ms LIMIT 1) RETURNING member, until_ms, weight",
@@ -96,7 +96,7 @@ class Shares:
 
 
 class Waiting:
-    """What `Waits` promises, over one connection."""
+    """`Waits` over one connection."""
 
     def __init__(self, connection: sqlite3.Connection, spec: StoreSpec) -> None:
         self._shares = Shares(connection)
@@ -115,7 +115,7 @@ class Waiting:
             return Room.TENANT_FULL
         if self._shares.used(WAITING) + weight > self._in_all:
             return Room.FULL
-        if not self._shares.has(WAITING, identity.tenant, member):  # asked again, because the answer was lost
+        if not self._shares.has(WAITING, identity.tenant, member):  # it is there if an earlier answer was lost
             self._shares.add(WAITING, identity.tenant, member, until_ms=until_ms, weight=weight)
         return Room.KEPT
 

@@ -1,9 +1,9 @@
-"""The one thread that works on the SQLite file: all that waits is done in one transaction, and so by one fsync.
+"""The one thread that works on the SQLite file. All waiting operations share one transaction, and so one fsync.
 
     await writer.do(lambda tables, at: tables.requests.claim(at, identity, copy))
 
-What an operation finds is its value; an error of SQLite's is that of all that were in its transaction, because none of
-it was kept. The file is opened again after an error, and where it was removed or replaced.
+`do` returns what the operation returns. If a transaction fails, all its operations fail, because none of it was kept.
+The file is opened again after an error other than a lock, and if it was removed or replaced.
 """
 
 import asyncio
@@ -27,12 +27,12 @@ from consumers.state.sqlite.shares import Waiting
 
 T = TypeVar("T")
 WAITING_AT_MOST = 10_000
-"""Operations: each holds what it wants to write in memory."""
+"""The most operations that may wait: each holds in memory what it wants to write."""
 TOGETHER_AT_MOST = 500
-"""Operations in one transaction, so that none waits for too long."""
+"""The most operations in one transaction, so that none waits too long."""
 REOPEN_S = 0.5
 CLOSE_S = 10.0
-"""How long what waits may take at the end: a lock is waited for once (`BUSY_S`), then the last fsync."""
+"""How long waiting operations may take at the end: at most one wait for a lock (`BUSY_S`), then the last fsync."""
 _OF_ITS_OWN = (
     sqlite3.DataError,
     sqlite3.IntegrityError,
@@ -41,7 +41,7 @@ _OF_ITS_OWN = (
     ValueError,
     OverflowError,
 )
-"""A fault of one operation (too large for SQLite, a text that is no Unicode), not of the file or of its neighbours."""
+"""Faults of one operation alone (a value too large for SQLite, invalid Unicode): others in its transaction go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ _Done = tuple["asyncio.Future[Any]", Any, Exception | None]
 
 
 class Writer:
-    """From `start` to `close`, on one event loop."""
+    """Works from `start` to `close`, for one event loop."""
 
     def __init__(self, path: Path, *, namespace: str, spec: StoreSpec, clock: Clock) -> None:
         self._path = path
@@ -72,7 +72,7 @@ class Writer:
         self._waiting = 0
         self._gathered: list[_Waiting] = []
         self._is_busy = False
-        """A group is being worked, or about to be handed over."""
+        """True while a group is worked on, or about to be handed over."""
         self._groups: queue.SimpleQueue[list[_Waiting] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="store", daemon=True)
         self._tables: Tables | None = None
@@ -85,7 +85,7 @@ class Writer:
         self._thread.start()
 
     async def close(self) -> None:
-        """Do what waits, then end."""
+        """Do the waiting operations, then end the thread."""
         while self._gathered:
             self._hand_over()
         self._groups.put(None)
@@ -93,7 +93,7 @@ class Writer:
             await asyncio.wait_for(asyncio.shield(self._ended), CLOSE_S)
 
     async def do(self, operation: Operation[T]) -> T:
-        """Its value, once it is durable. Raises StoreUnavailable."""
+        """Run an operation. Returns its value once it is durable. Raises StoreUnavailable."""
         if self._waiting >= WAITING_AT_MOST:
             raise StoreUnavailable(f"{self._path} is too slow: {self._waiting} operations wait for it")
         done: asyncio.Future[T] = self._loop.create_future()
@@ -115,7 +115,7 @@ class Writer:
         self._waiting -= len(done)
         self._hand_over()
         for future, value, error in done:
-            if future.done():  # whoever asked has gone
+            if future.done():  # the caller has gone
                 continue
             if error is None:
                 future.set_result(value)
@@ -131,7 +131,7 @@ class Writer:
         self._tell(self._ended.set_result, None)
 
     def _tell(self, callback: Callable[..., object], *values: object) -> None:
-        with suppress(RuntimeError):  # the loop was closed before us
+        with suppress(RuntimeError):  # the loop is closed already
             self._loop.call_soon_threadsafe(callback, *values)
 
     def _do_all(self, together: list[_Waiting]) -> list[_Done]:
@@ -142,7 +142,7 @@ class Writer:
             if getattr(error, "sqlite_errorcode", 0) & 0xFF not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
                 self._shut()
             return [(future, None, StoreUnavailable(text)) for _, future in together]
-        except Exception as error:  # a fault of ours, told to whoever asked: the thread goes on
+        except Exception as error:  # a bug: the callers get it, and the thread goes on
             self._shut()
             return [(future, None, error) for _, future in together]
         self.trouble = None
