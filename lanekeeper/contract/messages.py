@@ -7,8 +7,8 @@ from typing import Any
 PRIORITY_AT_MOST = 9
 """A quorum queue orders priorities up to 31, and that cannot be lowered: a higher priority would overtake everybody."""
 UNREADABLE = "\x00unreadable"
-"""Header key that gives the reason why a message's properties could not be read. If a client sends this header itself,
-its message is refused."""
+"""Header key that names the properties of a message that could not be read, and why. A request with this key is
+refused."""
 
 
 class Encoded(bytes):
