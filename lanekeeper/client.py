@@ -96,7 +96,8 @@ class Client:
     async def publish(self, body: Mapping[str, Any] | bytes, *, key: str, **options: Unpack[Options]) -> str:
         """Publish without waiting for the answer. Returns the request's id, with which `result` fetches the answer.
 
-        Raises PublishRefused (the lane is full), BrokerUnreachable, ConfirmUnknown, AccessRefused, TopologyMismatch.
+        Raises PublishRefused (the lane is full), BrokerBlocked, BrokerUnreachable, ConfirmUnknown, AccessRefused,
+        TopologyMismatch, MessageTooLarge, and Problem for a wrong priority.
         """
         message = self._message(body, options, stream=False)
         await self._publish(message, key=key)

@@ -27,7 +27,8 @@ from lanekeeper.replies import Final, final_of
 from lanekeeper.reply_queue import ReplyQueue, next_of
 
 ANSWERED_WITHIN_S = 5.0
-"""A worker answers from its store within milliseconds. No answer for this long means that no worker is running."""
+"""A worker answers from its store within milliseconds. No answer for this long means that no worker takes control
+messages."""
 ASK_AGAIN_FIRST_S = 0.1
 ASK_AGAIN_CAP_S = 5.0
 """First and longest pause before a result is asked for again."""

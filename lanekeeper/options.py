@@ -18,7 +18,7 @@ ANSWER_LATE_S = 5.0
 
 
 class Options(TypedDict, total=False):
-    """The options of a request. The lane decides on those that are left out."""
+    """The options of a request. If one is left out, the lane's setting applies."""
 
     message_id: str
     """The request's id; generated if left out."""

@@ -44,7 +44,7 @@ class Connection:
     """A connection that its own task keeps open from `__aenter__` to `__aexit__`.
 
     `url`: one, or several separated by commas (`urls.py`). It starts with a random one and goes to the next one when
-    one fails. `heartbeat_s`: aiormq notices a silent broker after three heartbeats and three seconds, so 33 s with 10
+    one fails. `heartbeat_s`: aiormq notices a silent broker after three times that and three seconds
     (docs/facts.md, section 8).
     """
 

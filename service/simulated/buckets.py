@@ -33,7 +33,7 @@ class Bucket:
         self._level = self.level() - amount
 
     def wait_s(self, amount: float) -> float:
-        """Seconds until `amount` is available; if it exceeds the capacity, until the bucket is full."""
+        """Seconds until `amount` is available, 0 if it is; if it exceeds the capacity, until the bucket is full."""
         missing = min(amount, self.capacity) - self.level()
         return 0.0 if missing <= 0 else missing / self._per_s
 

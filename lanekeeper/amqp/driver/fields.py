@@ -25,7 +25,7 @@ _FIXED: Final = {
         "f": ">f", "d": ">d", "D": ">Bi", "T": ">Q", "V": ">", "\0": ">",
     }.items()
 }  # fmt: skip
-"""Types of fixed size: RabbitMQ's list, not the specification's, and two more that clients send: L and \\0."""
+"""Types of fixed size: RabbitMQ's list, not the specification's, and two that clients send: L and the zero byte."""
 _DECIMAL, _TIME = b"DT"
 _MILLISECONDS_FROM: Final = 2**32
 """A timestamp is in seconds; a value this large would be past the year 2106, so it is in milliseconds."""
