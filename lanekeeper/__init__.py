@@ -51,7 +51,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first asked for: who needs only the contract loads no AMQP client."""
+    """Import a public name on first use, so that code that needs only the contract loads no AMQP client."""
     for home, names in _HOMES.items():
         if name in names:
             found = globals()[name] = getattr(import_module(f"lanekeeper.{home}"), name)

@@ -1,6 +1,7 @@
-"""Requests whose caller has stopped waiting: they are cancelled, so that no call runs on, and is paid, for nobody.
+"""Cancels requests whose caller has stopped waiting, so that no provider is paid for an answer nobody wants.
 
-It happens in the background, because whoever is cancelled must not wait for a broker; leaving the client waits for it.
+The cancellations are sent in the background, because a cancelled caller must not wait for the broker. Closing the
+client waits for them.
 """
 
 import asyncio
@@ -10,12 +11,12 @@ from lanekeeper.control import Control
 from lanekeeper.telemetry import logs, signals
 
 WITHIN_S = 3.0
-"""How long the broker may take to keep a cancellation: after that the request runs on."""
+"""How long the broker may take to confirm a cancellation; after that, the request continues."""
 log = logs.logger()
 
 
 class Abandoned:
-    """Sends their cancellations. `is_on` false: they are left to run."""
+    """Sends the cancellations. `is_on` false: sends none, and the requests continue."""
 
     def __init__(self, control: Control, *, is_on: bool) -> None:
         self._control = control
@@ -23,14 +24,14 @@ class Abandoned:
         self._sending: set[asyncio.Task[None]] = set()
 
     def cancel(self, id: str, *, tenant: str | None) -> None:
-        """Have a request cancelled; returns at once."""
+        """Start cancelling a request; returns at once."""
         if self._is_on:
             task = asyncio.create_task(self._cancel(id, tenant), name=f"cancel {id}")
             self._sending.add(task)
             task.add_done_callback(self._sending.discard)
 
     async def finish(self) -> None:
-        """Wait for what is being sent."""
+        """Wait until the cancellations are sent, for `WITHIN_S` at most."""
         if self._sending:
             await asyncio.wait(self._sending, timeout=WITHIN_S)
 
@@ -39,7 +40,7 @@ class Abandoned:
             async with asyncio.timeout(WITHIN_S):
                 await self._control.cancel_unheard(id, tenant=tenant, within_s=WITHIN_S)
         except AccessRefused as error:
-            # each try costs the channel on which others publish: once is enough to know
+            # a refusal closes the channel that other control messages use, so do not try again
             self._is_on = False
             log.warning(
                 signals.CANCELLATION_UNSENT, request=id, error=str(error), hint="its user needs the role client"

@@ -1,4 +1,4 @@
-"""Our own Python client: publish a request, wait for its answer or read its parts; cancel it, fetch how it ended.
+"""The Python client: publishes requests, waits for answers or streams their parts, cancels requests, fetches results.
 
 async with Client("amqp://guest:guest@localhost:5672/") as client:
     reply = await client.request({"prompt": "Name three rivers."}, key="critical.docs.example")
@@ -38,14 +38,16 @@ from lanekeeper.telemetry.tracing import Tracing
 
 PUBLISH_WITHIN_S = 30.0
 REFUSED_WITHIN_S = 2.0
-"""A lane that is full is seldom empty a moment later: whoever asks is told."""
+"""A full lane seldom has room a moment later, so the caller gets the error after this time."""
 
 
 class Client:
-    """One supervised connection, aio-pika's, with two channels: one for requests and their replies, one for control
-    messages. Where a user may not cancel, the broker closes the second, and no answer is lost with it.
+    """Publishes requests and receives their replies over one connection, which it reopens when it is lost.
 
-    Replies come by direct reply-to: that needs no right to declare anything.
+    The connection has two channels: one for requests and their replies, one for control messages. If the user may not
+    send control messages, the broker closes only the second, so no reply is lost.
+
+    Replies come by direct reply-to, so the user needs no right to declare queues.
     """
 
     def __init__(
@@ -59,11 +61,11 @@ class Client:
         cancel_abandoned: bool = True,
         identified: bool = False,
     ) -> None:
-        """`cancel_abandoned`: a request whose caller is cancelled (`wait_for`, a task group, Ctrl-C), or leaves its
-        stream early, is cancelled too. False: it runs on, and its result can be fetched.
+        """`cancel_abandoned`: if the caller of a request is cancelled (`wait_for`, a task group, Ctrl-C) or leaves its
+        stream early, the request is cancelled too. False: the request continues, and its result can be fetched.
 
-        `identified`: everything carries `user_id`, the connection's user, which the broker checks, so that requests are
-        its own alone. Workers may require it (docs/production.md)."""
+        `identified`: every message carries `user_id`, the connection's user, which the broker checks. Then no other
+        user can fetch or cancel these requests. Workers may require it (docs/production.md)."""
         self._names = names or Names()
         self._user = unquote(urlsplit(urls_of(url)[0]).username or "guest")
         self._own = self._user if identified else None
@@ -92,9 +94,10 @@ class Client:
         await self._stack.aclose()
 
     async def publish(self, body: Mapping[str, Any] | bytes, *, key: str, **options: Unpack[Options]) -> str:
-        """Publish and wait for no answer. The request's id, by which its `result` can be fetched.
+        """Publish without waiting for the answer. Returns the request's id, with which `result` fetches the answer.
 
-        Raises PublishRefused (the lane is full), BrokerUnreachable, ConfirmUnknown, AccessRefused, TopologyMismatch.
+        Raises PublishRefused (the lane is full), BrokerBlocked, BrokerUnreachable, ConfirmUnknown, AccessRefused,
+        TopologyMismatch, MessageTooLarge, and Problem for a wrong priority.
         """
         message = self._message(body, options, stream=False)
         await self._publish(message, key=key)
@@ -109,13 +112,15 @@ class Client:
         timeout_s: float | None = None,
         **options: Unpack[Options],
     ) -> Final:
-        """Publish and wait for the answer. Raises as `publish`, and Problem, NoReply (after `timeout_s`), ReplyLost.
+        """Publish and wait for the answer. Raises what `publish` raises, and Problem, NoReply (after `timeout_s`),
+        ReplyLost.
 
-        Cancelled while it waits, it has the request cancelled as well (see `cancel_abandoned`): the id has ended so.
+        If this call is cancelled, the request is cancelled too (see `cancel_abandoned`). Its id then keeps this
+        outcome: use a new id to try again.
 
-        Where the connection is lost meanwhile, the next one fetches what is kept under the request's id; or, where the
-        caller gave the id or the user may not ask, publishes it again: that also tells whether the id was used with
-        another body before. ReplyLost where no connection comes in time.
+        If the connection is lost meanwhile, the client reconnects and fetches the result by the request's id. It
+        publishes the request again instead if the user may not fetch results, or if the caller chose the id: that
+        also detects an id used before with another body. ReplyLost means that the result could not be fetched.
         """
         message = self._message(body, options, stream=False)
         timeout_s = bound_s(message) if timeout_s is None else timeout_s
@@ -133,12 +138,13 @@ class Client:
         timeout_s: float | None = None,
         **options: Unpack[Options],
     ) -> AsyncGenerator[Part | Final, None]:
-        """Publish and yield the answer's parts as they come, the whole answer last.
+        """Publish and yield the parts of the answer as they come, then the whole answer.
 
-        Left before its end (`break`, `aclose`, cancellation), it has the request cancelled (see `cancel_abandoned`).
+        If the caller leaves before the end (`break`, `aclose`, cancellation), the request is cancelled (see
+        `cancel_abandoned`).
 
-        Raises as `publish`, and Problem, NoReply, and ReplyLost where the connection is lost: parts are gone with it,
-        the whole answer can be fetched (`result`).
+        Raises what `publish` raises, and Problem, NoReply (after `timeout_s`), and ReplyLost if the connection is lost:
+        parts may then be missing, but `result` can fetch the whole answer.
         """
         message = self._message(body, options, stream=True)
         timeout_s = bound_s(message) if timeout_s is None else timeout_s
@@ -155,23 +161,24 @@ class Client:
             raise
 
     async def cancel(self, id: str, *, tenant: str | None = None) -> Cancelled:
-        """Cancel a request wherever it is: `recorded`, `told` to its worker, `ended` before, or `unseen` (`Cancelled`).
+        """Cancel a request wherever it is. Returns `recorded`, `told`, `ended` or `unseen`; `Cancelled` explains them.
 
-        Raises ControlRefused, NoReply (no worker runs; the next one records it), AccessRefused, TopologyMismatch,
-        BrokerUnreachable.
+        Raises ControlRefused, NoReply (no worker runs; the next one to start records the cancellation), AccessRefused,
+        TopologyMismatch, BrokerUnreachable.
         """
         return await self._control.cancel(id, tenant=tenant or self._own)
 
     async def result(self, id: str, *, tenant: str | None = None, wait_s: float = 0) -> Final:
-        """How a request ended, whoever waited for it; for `wait_s` it is asked for again and again.
+        """Fetch the final reply to a request. While there is none, ask repeatedly for up to `wait_s`.
 
-        Raises Problem where it ended in an error, NotEnded, ControlRefused, NoReply (no worker runs), AccessRefused,
-        TopologyMismatch, BrokerUnreachable.
+        Raises Problem if the request ended in an error, NotEnded, ControlRefused, NoReply (no worker runs),
+        AccessRefused, TopologyMismatch, BrokerUnreachable.
         """
         return await self._control.result(id, tenant=tenant or self._own, end=_end(wait_s))
 
     async def depth(self, lane: str) -> Depth | None:
-        """What waits in a lane's intake, and how many workers take it; None where this user may not look at it."""
+        """How many messages wait in a lane's intake, and how many consumers it has; None if that cannot be found out,
+        for example because the user has no right to the queue."""
         queue = self._names.intake(lane)
         try:
             return (await depths(self._connection, [queue]))[queue]
@@ -199,16 +206,16 @@ class Client:
                 try:
                     return await self._kept(message, options.get("tenant"), timeout_s, end, lost)
                 except AccessRefused:
-                    continue  # a user that may not ask for results may publish again, and is told how it ended
+                    continue  # may not fetch results, but publishing again under the same id returns the stored one
 
     def _abandon(self, message: Message, options: Options) -> None:
-        """Nobody waits for it any more."""
-        if message.reply_to is not None:  # else it was not published yet
+        """Cancel a request that nobody waits for any more."""
+        if message.reply_to is not None:  # None: it was not published yet
             assert message.message_id is not None
             self._abandoned.cancel(message.message_id, tenant=options.get("tenant"))
 
     async def _replied(self, message: Message, key: str, end: float | None) -> AsyncGenerator[Part | Final, None]:
-        """Publish, and give what is replied. Raises TimeoutError at `end` (by the loop's clock), ReplyLost."""
+        """Publish and yield the replies. Raises TimeoutError at `end` (by the loop's clock), ReplyLost."""
         with self._replies.expecting(message) as arrived:
             await self._publish(message, key=key)
             self._replies.published(arrived)
@@ -222,7 +229,8 @@ class Client:
     async def _kept(
         self, message: Message, tenant: str | None, timeout_s: float | None, end: float | None, lost: ReplyLost
     ) -> Final:
-        """The answer to a request whose reply was lost, as soon as it is kept under its id. Raises AccessRefused, …"""
+        """Wait for the stored result of a request whose reply was lost. Raises Problem, NoReply, AccessRefused,
+        ReplyLost."""
         assert message.message_id is not None
         try:
             return await self._control.result(message.message_id, tenant=tenant, end=end)
@@ -237,7 +245,7 @@ class Client:
         deadline_ms = message.headers.get(n.DEADLINE_MS)
         within_s = self._publish_within_s
         if isinstance(deadline_ms, int):
-            within_s = min(within_s, deadline_ms / 1000)  # later it would be answered that it is too late
+            within_s = min(within_s, deadline_ms / 1000)  # published later, it would only get deadline_exceeded
         try:
             await self._publisher.publish_surely(
                 message,
@@ -257,5 +265,5 @@ class Client:
 
 
 def _end(timeout_s: float | None) -> float | None:
-    """When a time that begins now is over, by the loop's clock."""
+    """The moment `timeout_s` from now, by the loop's clock."""
     return None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s

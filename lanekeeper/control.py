@@ -1,13 +1,14 @@
-"""What a requester says over `lane.control`, to cancel a request or to fetch its result, and how it is answered.
+"""The requester's side of control messages: cancels a request or fetches its result over `lane.control`.
 
     key     body                           any one worker answers, with `x-lane-control`
     cancel  {"cancel": id, "tenant": "…"}  accepted: {"id", "outcome": "recorded" | "told" | "ended" | "unseen"}
     result  {"result": id, "tenant": "…"}  pending: {"id", "status": "running" | "waiting" | "unknown", "due_at": "…"};
-                                           once it has ended the final reply again, with `x-lane-status` in its place
-    both    what is not allowed            error: a problem document
+                                           once it has ended: the final reply again, with `x-lane-status` instead
+    both    if it is not allowed           error: a problem document
 
-A cancellation is kept until it has been recorded; a question that nobody awaits any more is dropped by the broker.
-A tenant is believed of the user that the broker has checked (`user_id`), and so it is said together with that one.
+The broker keeps a cancellation until a worker has recorded it. It drops a question for a result after
+`ANSWERED_WITHIN_S`, when nobody waits for the answer any more. Workers accept a tenant only together with the user that
+the broker has checked, so a message that names a tenant also carries `user_id`.
 """
 
 import asyncio
@@ -26,31 +27,33 @@ from lanekeeper.replies import Final, final_of
 from lanekeeper.reply_queue import ReplyQueue, next_of
 
 ANSWERED_WITHIN_S = 5.0
-"""A worker answers from its store, in milliseconds; where none does for so long, none takes control messages."""
+"""A worker answers from its store within milliseconds. No answer for this long means that no worker takes control
+messages."""
 ASK_AGAIN_FIRST_S = 0.1
 ASK_AGAIN_CAP_S = 5.0
-"""Between two questions for one result."""
+"""First and longest pause before a result is asked for again."""
 
 Cancelled: TypeAlias = Literal["recorded", "told", "ended", "unseen"]
-"""`recorded`: it ends as cancelled, wherever it waits. `told`: it runs, and its worker stops it. `ended`: too late.
-`unseen`: no worker has seen such a request; when it comes, within the longest lane's deadline, it ends as cancelled."""
+"""`recorded`: the request waits, and will end as cancelled. `told`: it is running, and its worker will stop it.
+`ended`: it had ended before. `unseen`: no worker has seen it; if it comes within the longest lane's deadline, it ends
+as cancelled."""
 
 
 class NoReply(LanekeeperError):
-    """No reply came in time: no final one to a request, or none from any worker to a control message."""
+    """No reply came in time: no final reply to a request, or no worker's answer to a control message."""
 
 
 class ControlRefused(LanekeeperError):
-    """A worker refused a control message: the request is another tenant's, or the id is not valid."""
+    """A worker refused a control message, for example because the id is not valid or the tenant not allowed."""
 
     def __init__(self, document: Mapping[str, Any]) -> None:
         self.fields = document
-        """The problem document's, as it came."""
+        """The fields of the problem document, as received."""
         super().__init__(f"refused by the worker: {document.get('detail', 'no detail')}")
 
     @property
     def is_passing(self) -> bool:
-        """Whether the same may be asked again later: its tenant has asked too much."""
+        """Whether the same message may succeed later: the tenant has sent too many."""
         return bool(self.fields.get("retryable"))
 
 
@@ -61,9 +64,9 @@ class NotEnded(LanekeeperError):
         self.id = id
         self.status = status
         self.attempts = attempts
-        """Attempts that were made so far."""
+        """Attempts made so far."""
         self.due_at = due_at
-        """When its next attempt, or the first, may begin; None where that is not known."""
+        """When its next attempt may begin; None if that is not known."""
         super().__init__(
             f"request {id} has no result yet: {status}, {self._hint()}; to wait: lanekeeper result --wait 20s {id}"
         )
@@ -83,7 +86,7 @@ class NotEnded(LanekeeperError):
 
 
 class Control:
-    """Says it, as `user` (the connection's), and reads the answers."""
+    """Sends control messages as `user` (the connection's user) and reads the answers."""
 
     def __init__(self, publisher: Publisher, replies: ReplyQueue, *, names: Names, user: str) -> None:
         self._publisher = publisher
@@ -92,14 +95,15 @@ class Control:
         self._user = user
 
     async def cancel(self, id: str, *, tenant: str | None) -> Cancelled:
-        """Raises ControlRefused, NoReply (it is kept), AccessRefused, TopologyMismatch, other BrokerErrors."""
+        """Cancel a request. Raises ControlRefused, NoReply (the broker keeps the cancellation), AccessRefused,
+        TopologyMismatch, other BrokerErrors."""
         return outcome_of(await self._asked(cancellation(id, tenant=tenant, user=self._user)))
 
     async def result(self, id: str, *, tenant: str | None, end: float | None) -> Final:
-        """Ask until it has ended, the last time at `end` (by the loop's clock).
+        """Ask repeatedly until the request has ended, the last time at `end` (by the loop's clock).
 
-        None: for as long as the broker is there. Raises Problem, NotEnded, ControlRefused, NoReply, AccessRefused,
-        TopologyMismatch, other BrokerErrors.
+        `end` None: until the broker cannot be reached. Raises Problem, NotEnded, ControlRefused, NoReply,
+        AccessRefused, TopologyMismatch, other BrokerErrors.
         """
         loop = asyncio.get_running_loop()
         pause_s = ASK_AGAIN_FIRST_S
@@ -118,7 +122,7 @@ class Control:
             pause_s = min(ASK_AGAIN_CAP_S, pause_s * 1.5)
 
     async def cancel_unheard(self, id: str, *, tenant: str | None, within_s: float) -> None:
-        """Have a request cancelled, and wait for the broker alone, which keeps it. Raises BrokerError."""
+        """Send a cancellation and wait only until the broker has stored it, not for a worker. Raises BrokerError."""
         message = cancellation(id, tenant=tenant, user=self._user)
         await self._say(message, within_s=within_s)
 
@@ -135,7 +139,7 @@ class Control:
             raise TopologyMismatch(f"{error}; run: lanekeeper topology apply") from error
 
     async def _asked(self, message: Message) -> Message:
-        """Any one worker's answer."""
+        """Send a control message and return the worker's answer."""
         with self._replies.expecting(message) as arrived:
             await self._say(message, within_s=ANSWERED_WITHIN_S)
             self._replies.published(arrived)
@@ -150,7 +154,7 @@ class Control:
 
 
 def no_answer(id: str | None, timeout_s: float | None) -> NoReply:
-    """To a request, within its time."""
+    """The error for a request that was not answered in time."""
     return NoReply(
         f"no answer to {id} within {timeout_s:g} s; it may still come, and is kept: lanekeeper result {id}. "
         "Is a worker running? Ask: lanekeeper status"
@@ -158,12 +162,12 @@ def no_answer(id: str | None, timeout_s: float | None) -> NoReply:
 
 
 def cancellation(id: str, *, tenant: str | None, user: str) -> Message:
-    """Ask for a request to be cancelled."""
+    """The control message that cancels a request."""
     return _message(n.CANCEL_KEY, id, tenant=tenant, user=user)
 
 
 def question(id: str, *, tenant: str | None, user: str) -> Message:
-    """Ask how a request ended."""
+    """The control message that asks for a request's result."""
     message = _message(n.RESULT_KEY, id, tenant=tenant, user=user)
     message.persistent = False
     message.expiration = str(round(ANSWERED_WITHIN_S * 1000))
@@ -171,14 +175,14 @@ def question(id: str, *, tenant: str | None, user: str) -> Message:
 
 
 def outcome_of(reply: Message) -> Cancelled:
-    """What a cancellation came to. Raises ControlRefused."""
+    """The outcome of a cancellation. Raises ControlRefused."""
     _see_that_it_is_done(reply)
     outcome: Cancelled = json.loads(reply.body)["outcome"]
     return outcome
 
 
 def result_of(reply: Message) -> Final:
-    """How a request ended. Raises Problem where that was an error, NotEnded, ControlRefused."""
+    """The request's final reply. Raises Problem if it ended in an error, NotEnded, ControlRefused."""
     _see_that_it_is_done(reply)
     if n.STATUS in reply.headers:
         return final_of(reply)

@@ -1,4 +1,4 @@
-"""What a request may say beside its body, and the message that is made of both."""
+"""The options of a request, and the message made from its body and options."""
 
 import json
 import time
@@ -12,32 +12,32 @@ from lanekeeper.contract.messages import PRIORITY_AT_MOST, Message
 from lanekeeper.replies import Problem
 
 PRIORITY = 4
-"""Said, because a message without one is 4 on quorum queues and 0 on classic ones (docs/facts.md, section 1)."""
+"""Always set: without it, RabbitMQ assumes 4 on quorum queues and 0 on classic ones (docs/facts.md, section 1)."""
 ANSWER_LATE_S = 5.0
-"""After a deadline its problem document should be here; waiting longer is in vain."""
+"""The problem document should arrive this soon after the deadline; waiting longer is useless."""
 
 
 class Options(TypedDict, total=False):
-    """What a request may say beside its body; what is left out is left to the lane."""
+    """The options of a request. If one is left out, the lane's setting applies."""
 
     message_id: str
-    """The request's id; one is made where it is left out."""
+    """The request's id; generated if left out."""
     tenant: str
-    """Whose request it is: the broker sees to it that this is the connection's user, or, where the service lets that
-    user speak for others, one of these."""
+    """The tenant that the request belongs to: the connection's user, which the broker checks. Another tenant is
+    accepted only if the service lets this user speak for others (`LANEKEEPER_SPEAKERS`)."""
     priority: int
     """0 to 9, higher first."""
     deadline_s: float
     delay_s: float
     at: datetime
-    """Do not start before; with a time zone."""
+    """Earliest start; with a time zone."""
     beta: str
     headers: Mapping[str, Any]
-    """Further headers, `traceparent` among them; they win over the ones above."""
+    """Further headers, such as `traceparent`; they override the options above."""
 
 
 def message_of(body: Mapping[str, Any] | bytes, options: Options, *, stream: bool, user: str) -> Message:
-    """The message to publish; `user` is the connection's. Raises Problem for what every worker would refuse."""
+    """The message to publish; `user` is the connection's user. Raises Problem if the priority is not 0 to 9."""
     priority = options.get("priority", PRIORITY)
     if not 0 <= priority <= PRIORITY_AT_MOST:
         detail = f"priority: found {priority}, allowed are 0 to {PRIORITY_AT_MOST}"
@@ -66,7 +66,10 @@ def message_of(body: Mapping[str, Any] | bytes, options: Options, *, stream: boo
 
 
 def bound_s(message: Message) -> float | None:
-    """How long an answer can take that says until when it must be there: where no worker runs, none says so."""
+    """How long to wait for the answer to a request with a deadline; None: no bound.
+
+    Workers answer requests past their deadline, but if no worker runs, only this bound ends the wait.
+    """
     deadline_ms, at = message.headers.get(n.DEADLINE_MS), message.headers.get(n.AT)
     if not isinstance(deadline_ms, int) or at is not None:
         return None

@@ -1,4 +1,4 @@
-"""Replies as a requester reads them: parts of a stream, the final answer, or the problem that it ended in."""
+"""Replies as a requester reads them: the parts of a stream, the final answer, or the problem if it failed."""
 
 import json
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from lanekeeper.contract.problems import PROBLEMS, RequestProblem
 
 
 class Problem(RequestProblem):
-    """The request ended in an error; `fields` are the problem document's, as it came."""
+    """The request ended in an error; `fields` are those of the problem document, as received."""
 
     def __init__(self, document: Mapping[str, Any]) -> None:
         code = str(document.get("code"))
@@ -32,24 +32,24 @@ class Problem(RequestProblem):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What comes before the final reply of a stream."""
+    """One reply of a stream, before the final one."""
 
     kind: Literal["event", "restart"]
-    """`restart`: forget the events so far, an attempt failed or another worker took over."""
+    """`restart`: discard the events so far, because an attempt failed or another worker took over."""
     seq: int
     event: Mapping[str, Any]
     """One event of Anthropic's stream; empty for a restart."""
 
     @property
     def text(self) -> str:
-        """The text that it adds, if any."""
+        """The text that this event adds, or an empty string."""
         delta = self.event.get("delta")
         return str(delta.get("text", "")) if isinstance(delta, Mapping) else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Final:
-    """The answer, and what is told with it."""
+    """The final answer and its metadata."""
 
     body: bytes
     """Anthropic's Message, as JSON."""
@@ -76,7 +76,7 @@ class Final:
 
 
 def part_of(message: Message) -> Part:
-    """Read a reply that is not the final one."""
+    """Read a reply other than the final one."""
     kind = message.headers.get(n.PART)
     return Part(
         kind="restart" if kind == "restart" else "event",
@@ -86,7 +86,7 @@ def part_of(message: Message) -> Part:
 
 
 def final_of(message: Message) -> Final:
-    """Read the final reply. Raises Problem where the request ended in an error."""
+    """Read the final reply. Raises Problem if the request ended in an error."""
     headers = message.headers
     if headers.get(n.STATUS) != "ok":
         raise Problem(json.loads(message.body))

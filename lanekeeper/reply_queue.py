@@ -1,4 +1,4 @@
-"""Replies over direct reply-to: a client takes them on the very channel that it publishes its requests on.
+"""Replies over direct reply-to: a client receives them on the same channel on which it publishes its requests.
 
     publisher = Publisher(connection, tracing=tracing, on_channel=replies.direct.consume)
     with replies.expecting(message) as arrived:
@@ -6,8 +6,8 @@
         replies.published(arrived)
         reply = await next_of(arrived, end=None)
 
-It needs no right to declare or to read anything, and nobody else can read or guess the address. With the channel goes
-every answer that it was to take.
+The user needs no right to declare or read any queue, and nobody else can read or guess the reply address. If the
+channel closes, all replies still expected on it are lost.
 """
 
 import asyncio
@@ -22,29 +22,29 @@ from lanekeeper.contract.problems import BrokerError
 
 
 class ReplyLost(BrokerError):
-    """The connection was lost while the answer was awaited: the request goes on, its reply finds nobody."""
+    """The connection was lost before the answer came. The request continues, but its reply cannot be delivered."""
 
 
 class Arrivals:
-    """What was replied to one message, in order."""
+    """The replies to one message, in order."""
 
     def __init__(self) -> None:
         self.came: asyncio.Queue[Message | BrokerError] = asyncio.Queue()
         self.is_published = False
-        """Before that, a channel that is lost is none that its answer comes on."""
+        """While false, losing the channel loses no reply to this message."""
 
 
 class ReplyQueue:
-    """Hands replies to whoever awaits them, by correlation id."""
+    """Hands each reply to its waiting caller, by correlation id."""
 
     def __init__(self) -> None:
         self._expected: dict[str, Arrivals] = {}
         self.direct = DirectReplies(on_reply=self._on_reply, on_lost=self._on_lost)
-        """For the publisher of what is to be answered."""
+        """Its `consume` is for the publisher of the requests (`on_channel`)."""
 
     @contextmanager
     def expecting(self, message: Message) -> Iterator[Arrivals]:
-        """What is replied to a message, as it comes; the message gets a correlation id and the address."""
+        """Collect the replies to a message. Sets the message's `reply_to` and `correlation_id`."""
         message.reply_to = DIRECT_REPLY_TO
         message.correlation_id = uuid.uuid4().hex
         arrived = self._expected[message.correlation_id] = Arrivals()
@@ -54,7 +54,7 @@ class ReplyQueue:
             del self._expected[message.correlation_id]
 
     def published(self, arrived: Arrivals) -> None:
-        """The broker has taken the message: from now on its answer is lost with the channel."""
+        """Note that the broker has taken the message: if the channel closes from now on, the reply is lost."""
         arrived.is_published = True
         if not self.direct.is_open:
             arrived.came.put_nowait(_lost())

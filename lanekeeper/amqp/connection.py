@@ -1,7 +1,7 @@
 """One supervised connection to the broker: it is opened, watched, and opened again when it is lost.
 
-aio-pika's plain connection, never its robust objects: what is restored behind one's back has been lost behind it
-(docs/decisions/0001). Whoever holds a channel sees it close, and asks for another.
+It uses aio-pika's plain connection, not its robust objects: they restore channels silently, so that a loss goes
+unnoticed (docs/decisions/0001). Here the user of a channel sees it close and asks for another.
 """
 
 import asyncio
@@ -29,21 +29,22 @@ from lanekeeper.telemetry import logs, signals
 
 CONNECT_TIMEOUT_S = 10
 NEXT_TIMEOUT_S = 4
-"""Where there are several nodes, for each: one that has frozen accepts connections and says nothing."""
+"""Timeout for each node if there are several: a frozen node accepts connections but never answers."""
 CLOSE_TIMEOUT_S = 3
 BACKOFF_CAP_S = 2.5
-"""A broker that starts is found that soon; with a hundred workers it refuses as many connections a second till then."""
+"""Longest pause between two tries: a broker that starts is found this soon. Until then, a hundred workers try about a
+hundred times a second."""
 log = logs.logger()
 
 OnOpen = Callable[[Plain], Awaitable[None]]
-"""Called with each new connection before anybody else gets it; raising closes it again."""
+"""Called with each new connection before anybody else can use it. If it raises, the connection is closed."""
 
 
 class Connection:
     """A connection that its own task keeps open from `__aenter__` to `__aexit__`.
 
-    `url`: one, or several with commas between them (`urls.py`), of which a random one comes first and the next one
-    whenever one fails. `heartbeat_s` 10: aiormq notices a silent broker after three times that and three seconds
+    `url`: one, or several separated by commas (`urls.py`). It starts with a random one and goes to the next one when
+    one fails. `heartbeat_s`: aiormq notices a silent broker after three times that and three seconds
     (docs/facts.md, section 8).
     """
 
@@ -70,16 +71,17 @@ class Connection:
         self._blocked_since_s = 0.0
         self._supervisor: asyncio.Task[None] | None = None
         self.loss: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Done, with the reason, when the connection that is open now is lost; a new one has a new future."""
+        """Set to the reason when the current connection is lost; the next connection has a new future."""
         self.trouble: str | None = "not connected yet"
-        """Why it is not open; None while it is."""
+        """Why it is not open; None while it is open."""
         self.blocked: str | None = None
-        """Why the broker takes nothing from it at present ("low on memory"); told only to who publishes."""
+        """Why the broker accepts nothing from it at present ("low on memory"). The broker reports this only to
+        connections that publish."""
         self.openings = 0
-        """How often it was opened: what was looked at on an earlier one may have changed."""
+        """How often it was opened. What was learnt about the broker on an earlier one may have changed."""
 
     def another(self, purpose: str) -> "Connection":
-        """One more to the same broker, not opened yet."""
+        """Another connection to the same broker, not opened yet."""
         name = f"{self._name}: {purpose}"
         return Connection(self._url, name=name, heartbeat_s=self._heartbeat_s, ssl_context=self._ssl_context)
 
@@ -89,25 +91,25 @@ class Connection:
 
     @property
     def version(self) -> str:
-        """The broker's version, as it reports it ("4.3.6"). Raises BrokerUnreachable when it was never connected."""
+        """The broker's version, as it reports it ("4.3.6"). Raises BrokerUnreachable if it was never connected."""
         if self._current is None:
             raise BrokerUnreachable(f"no connection to {self.address}: {self.trouble}")
         return str(self._current.underlay.server_properties["version"])
 
     @property
     def endpoint(self) -> tuple[str, int]:
-        """Host and port of the broker, or of the cluster's node, that it is connected to, or tries."""
+        """Host and port of the broker, or cluster node, that it is connected to or tries to reach."""
         url = self._urls[self._at]
         return url.host or "localhost", url.port or (5671 if url.scheme == "amqps" else 5672)
 
     @property
     def address(self) -> str:
-        """Where the broker is, without credentials."""
+        """Host and port as text, without credentials."""
         host, port = self.endpoint
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     async def __aenter__(self) -> Self:
-        """Connect, and fail at once if that cannot be done: AccessRefused for credentials, else BrokerUnreachable."""
+        """Connect; on failure, raise at once: AccessRefused for wrong credentials, else BrokerUnreachable."""
         tolerate()
         hush()
         await self._open_any()
@@ -125,7 +127,7 @@ class Connection:
                 await self._current.underlay.close(timeout=CLOSE_TIMEOUT_S)
 
     async def underlying(self, *, timeout_s: float = 30) -> Plain:
-        """aio-pika's connection, as soon as there is an open one. Raises BrokerUnreachable after `timeout_s`."""
+        """Wait for an open connection and return it (aio-pika's). Raises BrokerUnreachable after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
@@ -139,9 +141,9 @@ class Connection:
             ) from error
 
     async def channel(self, *, confirms: bool, timeout_s: float = 30) -> AbstractChannel:
-        """Open a channel of aio-pika's: for what is done now and then, such as declaring a topology.
+        """Open an aio-pika channel, for occasional operations such as declaring a topology.
 
-        Raises BrokerUnreachable where there is no connection, or it is lost meanwhile.
+        Raises BrokerUnreachable if there is no connection, or it is lost meanwhile.
         """
         connection = await self.underlying(timeout_s=timeout_s)
         with border(f"no channel on {self.address}"):
@@ -149,9 +151,9 @@ class Connection:
                 return await connection.channel(publisher_confirms=confirms, on_return_raises=confirms)
 
     async def raw_channel(self, *, confirms: bool, timeout_s: float = 30) -> Channel:
-        """Open a channel of the aiormq under aio-pika: for what is done with every message (docs/decisions/0001).
+        """Open a channel of aiormq, the library below aio-pika, for operations on every message (docs/decisions/0001).
 
-        Raises as `channel`.
+        Raises what `channel` raises.
         """
         connection = await self.underlying(timeout_s=timeout_s)
         with border(f"no channel on {self.address}"):
@@ -161,7 +163,7 @@ class Connection:
                 return channel
 
     async def flowing(self, *, timeout_s: float) -> None:
-        """Wait until it is open and the broker reads what is published. Raises BrokerBlocked, BrokerUnreachable."""
+        """Wait until it is open and the broker accepts messages. Raises BrokerBlocked, BrokerUnreachable."""
         end = asyncio.get_running_loop().time() + timeout_s
         while self.blocked is not None:
             try:
@@ -175,7 +177,7 @@ class Connection:
         await self.underlying(timeout_s=max(0.0, end - asyncio.get_running_loop().time()))
 
     async def _open_any(self) -> None:
-        """Open the first that can be opened; the error names all that were tried."""
+        """Open a connection to the first URL that works; the error names all URLs that were tried."""
         failed: list[BrokerError] = []
         for _ in self._urls:
             try:
@@ -203,7 +205,7 @@ class Connection:
                 f"the broker at {self.address} refused user {url.user!r}: {str(error).rstrip('.')}; "
                 "check user, password and virtual host in LANEKEEPER_AMQP_URL"
             ) from error
-        except InvalidFrameError as error:  # aiormq does not read the Close that comes for OpenOk, nor what it says
+        except InvalidFrameError as error:  # aiormq expects OpenOk and cannot read the Close that comes instead
             raise AccessRefused(
                 f"the broker at {self.address} let user {url.user!r} in, but not into virtual host "
                 f"{unquote(url.raw_path[1:]) or '/'!r}: is it there, and has the user permissions in it?"
@@ -247,7 +249,7 @@ class Connection:
             await self._reopen()
 
     async def _reopen(self) -> None:
-        """Try until it is open again; full jitter, so that a hundred workers do not come back in one instant."""
+        """Try until it is open again, with full jitter so that a hundred workers do not reconnect all at once."""
         attempt = 0
         while True:
             await asyncio.sleep(pause_s(attempt, first_s=0.25, cap_s=BACKOFF_CAP_S))
@@ -275,7 +277,7 @@ class Connection:
 
 
 async def _closed(connection: Plain) -> str:
-    """Wait until a connection has closed, and say why."""
+    """Wait until a connection has closed, and return the reason."""
     try:
         await asyncio.shield(connection.underlay.closing)
     except asyncio.CancelledError:

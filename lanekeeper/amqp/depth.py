@@ -1,6 +1,6 @@
 """How many messages wait in a queue, and how many consumers it has.
 
-A passive declare tells both exactly and at once (docs/facts.md, section 9).
+A passive declare returns both exactly and at once (docs/facts.md, section 9).
 """
 
 import asyncio
@@ -17,14 +17,14 @@ RPC_TIMEOUT_S = 5
 
 @dataclass(frozen=True, slots=True)
 class Depth:
-    """`ready` messages wait; those being worked are not counted."""
+    """`ready` counts the messages that wait; those being worked on are not included."""
 
     ready: int
     consumers: int
 
 
 async def depths(connection: Connection, queues: list[str]) -> dict[str, Depth]:
-    """The depth of each queue. Raises AccessRefused, BrokerUnreachable (also where a queue is not there)."""
+    """The depth of each queue. Raises AccessRefused, BrokerUnreachable (also if a queue does not exist)."""
     channel = await connection.channel(confirms=False, timeout_s=RPC_TIMEOUT_S)
     try:
         with border("cannot look at the queues"):

@@ -1,4 +1,6 @@
-"""Direct reply-to: replies come to the channel that published, from no queue; unacknowledged, at most once.
+"""Direct reply-to: the broker delivers replies straight to the channel that published, without a queue.
+
+Replies are not acknowledged, and each is delivered at most once.
 
 replies = DirectReplies(on_reply=…, on_lost=…)
 publisher = Publisher(connection, tracing=tracing, on_channel=replies.consume)
@@ -22,10 +24,10 @@ CLOSE_TIMEOUT_S = 3
 
 
 class DirectReplies:
-    """Takes them on the channel of a publisher, and on the next one when that is lost."""
+    """Receives direct replies on a publisher's channel, and on the next channel when that one is lost."""
 
     def __init__(self, *, on_reply: Callable[[Message], None], on_lost: Callable[[], None]) -> None:
-        """`on_lost`: the channel has closed, and nothing that was published on it is answered any more."""
+        """`on_lost` is called when the channel has closed: what was published on it gets no more replies."""
         self._on_reply = on_reply
         self._on_lost = on_lost
         self._channel: Channel | None = None
@@ -35,7 +37,10 @@ class DirectReplies:
         return self._channel is not None and not self._channel.is_closed
 
     async def consume(self, channel: Channel) -> None:
-        """For `on_channel`: the broker wants it before the first publish. Raises BrokerUnreachable, AccessRefused."""
+        """Start receiving replies; pass it as `on_channel`, because the broker requires this before the first publish.
+
+        Raises BrokerUnreachable, AccessRefused.
+        """
         with border("no direct replies"):
             try:
                 await channel.basic_consume(DIRECT_REPLY_TO, self._on_delivery, no_ack=True, timeout=RPC_TIMEOUT_S)

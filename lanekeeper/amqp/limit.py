@@ -1,9 +1,10 @@
-"""How large a message the broker takes, found out before a larger one is published on a connection that others share.
+"""Finds out the broker's limit for a message's size, before a larger message is published on a shared connection.
 
-RabbitMQ looks at the size of a message that has come whole (`max_message_size`: 16 MiB on 4.x, 128 MiB on 3.x, or what
-the operator set) and closes the channel over a larger one; publishes that are on their way to that channel then end the
-connection. It tells the limit nowhere but in that error, and before it looks at any right. So a message of the size in
-question is published once, to nobody, on a connection of its own. Nothing is asked about small ones.
+RabbitMQ checks the size once the whole message has arrived (`max_message_size`: 16 MiB on 4.x, 128 MiB on 3.x, or what
+the operator set) and closes the channel if it is too large; publishes still under way to that channel then end the
+connection. The limit is named only in that error, and the size is checked before any permission. So a message of the
+size in question is published once, to a queue that does not exist, on a separate connection. Small messages need no
+check.
 """
 
 import asyncio
@@ -16,17 +17,17 @@ from lanekeeper.amqp.connection import Connection
 from lanekeeper.contract.problems import BrokerUnreachable, MessageTooLarge
 
 SMALL_BYTES = 1024 * 1024
-"""Is taken by every broker that takes requests: they may be that large."""
+"""Sizes up to this are not checked: requests may be this large, so every broker in use must accept them."""
 ASKED_BYTES = 16 * 1024 * 1024
-"""Asked for at once, so that one question does for all answers: the most that RabbitMQ 4 takes by default."""
+"""The smallest size that is tried, so that one try is enough: the default limit of RabbitMQ 4."""
 WITHIN_S = 20.0
 NOBODY = "lanekeeper.nobody"
-"""A queue that is nowhere: what is published to it is dropped."""
+"""A queue that does not exist: the broker drops what is published to it."""
 _TOLD = re.compile(r"larger than configured max size (\d+)")
 
 
 class MessageLimit:
-    """What one connection's broker takes; forgotten when the connection is opened anew."""
+    """The size limit of one connection's broker; forgotten when the connection is reopened."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -36,7 +37,7 @@ class MessageLimit:
         self._opening = connection.openings
 
     async def check(self, size: int) -> None:
-        """Raises MessageTooLarge; BrokerUnreachable where it could not be found out."""
+        """Raises MessageTooLarge, or BrokerUnreachable if the limit could not be found out."""
         if size <= SMALL_BYTES:
             return
         async with self._asking:
@@ -59,7 +60,7 @@ class MessageLimit:
                     self._limit = int(told[1])
                     return
                 except ChannelAccessRefused:
-                    pass  # the size was looked at before
+                    pass  # the size was checked first, so it is allowed
                 self._taken = size
         except (AMQPError, OSError, RuntimeError, TimeoutError) as error:
             raise BrokerUnreachable(f"how large a message the broker takes is not known: {error}") from error

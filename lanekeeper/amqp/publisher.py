@@ -1,6 +1,6 @@
-"""Publishing: nothing is published until the broker has confirmed it, and a return is an error.
+"""Publishing: a message counts as published only when the broker has confirmed it; a returned message is an error.
 
-`publish` makes one attempt; `publish_surely` repeats it until the broker has taken the message or the time is over.
+`publish` makes one attempt; `publish_surely` repeats it until the broker has confirmed the message or time is up.
 """
 
 import asyncio
@@ -39,11 +39,13 @@ from lanekeeper.telemetry.tracing import Tracing
 
 CONFIRM_TIMEOUT_S = 10.0
 CONFIRM_LEAST_S = 1.0
-"""For the confirm of what could be published at last, after most of its time was waited for the broker."""
+"""Least time for a confirm, even if waiting for the broker used up most of the time."""
 SURELY_WITHIN_S = 100.0
-"""Long enough for a broker's restart; then the delivery goes back, and what is stored is told when it comes again."""
+"""Long enough for a broker's restart. After that the delivery is returned; when it comes again, the stored result is
+sent."""
 DEFAULT_EXCHANGE = "amq.default"
-"""The default exchange in the broker's errors. They name the exchange that is meant, and end the whole channel."""
+"""The default exchange's name in the broker's errors. An error closes the whole channel and names the exchange that
+caused it."""
 
 
 class Publisher:
@@ -57,8 +59,8 @@ class Publisher:
         on_missing: Callable[[], None] | None = None,
         on_channel: Callable[[Channel], Awaitable[None]] | None = None,
     ) -> None:
-        """`on_missing`: called when an exchange, or a queue behind it, is not there; somebody may look what else.
-        `on_channel`: called with each channel before anything is published on it."""
+        """`on_missing`: called when an exchange, or a queue bound to it, is missing, so that the whole topology can be
+        checked. `on_channel`: called with each channel before anything is published on it."""
         self.connection = connection
         self._tracing = tracing
         self._confirming: Channel | None = None
@@ -69,8 +71,8 @@ class Publisher:
         self._limit = MessageLimit(connection)
 
     async def refuses(self, size: int) -> int | None:
-        """The limit of the broker's that a body of so many bytes is over; None where it may be published, or where that
-        cannot be found out now: `publish` looks again."""
+        """The broker's limit if a body of `size` bytes exceeds it. None if it may be published, or if the limit cannot
+        be found out now: `publish` checks again."""
         try:
             await self._limit.check(size)
         except MessageTooLarge as error:
@@ -91,10 +93,10 @@ class Publisher:
     ) -> None:
         """Publish once and wait for the confirm.
 
-        Raises Unroutable (returned), PublishRefused (nack), ConfirmUnknown (no confirm: it may be there or not),
-        BrokerBlocked (an alarm, for all of the time: nothing was published), BrokerUnreachable, AccessRefused,
-        MessageTooLarge (not sent), TopologyMismatch (no such exchange). `traced` false: no span, for the parts of a
-        stream.
+        Raises Unroutable (returned), PublishRefused (nack), ConfirmUnknown (no confirm: it may or may not be
+        published), BrokerBlocked (an alarm for all of `timeout_s`: nothing was published), BrokerUnreachable,
+        AccessRefused, MessageTooLarge (not sent), TopologyMismatch (no such exchange). `traced` false: no span, used
+        for the parts of a stream.
         """
         if len(message.body) > SMALL_BYTES:
             await self._limit.check(len(message.body))
@@ -103,7 +105,7 @@ class Publisher:
         )
         with span:
             if self.connection.blocked is not None or not self.connection.is_open:
-                # not handed to a connection that the broker does not read: it would go out with the alarm's end
+                # a message given to a blocked connection would still be published when the alarm ends
                 end = asyncio.get_running_loop().time() + timeout_s
                 await self.connection.flowing(timeout_s=timeout_s)
                 timeout_s = max(CONFIRM_LEAST_S, end - asyncio.get_running_loop().time())
@@ -160,12 +162,12 @@ class Publisher:
         refused_within_s: float = 60,
         gives_up_on: tuple[type[BrokerError], ...] = (),
     ) -> None:
-        """Publish until the broker has confirmed it, `within_s` at most; the last error is raised then.
+        """Try to publish until the broker has confirmed it, for at most `within_s`; then raise the last error.
 
-        `refused_within_s`: how long a refusal (nack) is answered with another try. The message may be published more
-        than once. Raised at once: AccessRefused, MessageTooLarge; what the caller names in `gives_up_on`; Unroutable
-        from the default exchange (a requester that has gone), while from one of ours a queue must come back.
-        The error's `maybe_published` says whether any of the tries was left without a confirm.
+        `refused_within_s`: how long to try again after refusals (nack). The message may be published more than once.
+        Raised at once: AccessRefused, MessageTooLarge, the errors in `gives_up_on`, and Unroutable from the default
+        exchange (the requester has gone). Unroutable from one of our exchanges is tried again, because its queue should
+        come back. The error's `maybe_published` says whether any of the tries may have published the message.
         """
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -210,7 +212,7 @@ class Publisher:
         channel = self._confirming
         if channel is not None and not channel.is_closed:
             return channel
-        await self.connection.underlying(timeout_s=timeout_s)  # all wait for it together, not one after the other
+        await self.connection.underlying(timeout_s=timeout_s)  # before the lock, so that all callers wait at once
         async with self._opening:
             if self._confirming is None or self._confirming.is_closed:
                 channel = await self.connection.raw_channel(confirms=True, timeout_s=timeout_s)

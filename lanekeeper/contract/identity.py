@@ -1,15 +1,15 @@
-"""What may be the id of a request, its `message_id`; and what is shown of a provider's words."""
+"""Which text may be a request's id (`message_id`), and which words of a provider may be shown in logs and spans."""
 
 import re
 
 REQUEST_ID = "allowed are 1 to 128 of A-Z a-z 0-9 . _ : -"
-"""As it is told."""
+"""The rule for ids, as error messages state it."""
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _WORD = re.compile(r"[A-Za-z0-9._:/@-]{1,100}")
 
 
 def is_request_id(text: str) -> bool:
-    """Whether a request can have it."""
+    """Whether `text` may be a request's id."""
     return _ID.fullmatch(text) is not None
 
 
@@ -19,5 +19,5 @@ def is_word(text: str) -> bool:
 
 
 def shown(text: str) -> str:
-    """A provider's word as it stands there."""
+    """A provider's word as logs, events and spans show it: `?` if it may not stand there."""
     return text if is_word(text) else "?"

@@ -1,21 +1,22 @@
-"""What travels: an AMQP message as a value."""
+"""An AMQP message as a value."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 PRIORITY_AT_MOST = 9
-"""A quorum queue orders up to 31, and cannot be told less: what is above would pass everybody else's requests."""
+"""A quorum queue orders priorities up to 31, and that cannot be lowered: a higher priority would overtake everybody."""
 UNREADABLE = "\x00unreadable"
-"""Key in the headers of a message whose properties could not be read, with the reason; whoever sends it is refused."""
+"""Header key that names the properties of a message that could not be read, and why. A request with this key is
+refused."""
 
 
 class Encoded(bytes):
-    """A header's value as it is on the wire, its AMQP type first; published again as it is."""
+    """A header's value in its AMQP encoding, type byte first. It is published again unchanged."""
 
 
 class Headers(dict[str, Any]):
-    """Headers as they were delivered: their values, and where in `wire` each of them stands."""
+    """Headers as delivered: their values, and the position of each value in `wire`, the encoded table."""
 
     __slots__ = ("places", "wire")
 
@@ -25,7 +26,7 @@ class Headers(dict[str, Any]):
         self.places: dict[str, tuple[int, int]] = {}
 
     def encoded(self, name: str) -> Any:
-        """The value as it came; what did not come over the wire as it is."""
+        """The value as it was encoded; a value that was set here, not received, is returned as it is."""
         if (place := self.places.get(name)) is None:
             return self[name]
         return Encoded(self.wire[place[0] : place[1]])
@@ -33,7 +34,7 @@ class Headers(dict[str, Any]):
 
 @dataclass(slots=True, kw_only=True)
 class Message:
-    """A message with its AMQP properties, as it was delivered or as it is to be published."""
+    """A message with its AMQP properties, either delivered or to be published."""
 
     body: bytes
     exchange: str = ""

@@ -15,15 +15,15 @@ class Names:
         return f"{self.namespace}.requests"
 
     def intake(self, lane: str) -> str:
-        """Queue that takes what is published to a lane."""
+        """Queue of the requests published to a lane."""
         return f"{self.namespace}.{lane}"
 
     def due(self, lane: str) -> str:
-        """Queue that takes what comes back to a lane from a delay."""
+        """Queue of the requests that return to a lane after a delay."""
         return f"{self.namespace}.{lane}.due"
 
     def side(self, lane: str, number: int) -> str:
-        """Queue that takes what a lane's workers set aside."""
+        """Queue of the requests that a lane's workers set aside."""
         return f"{self.namespace}.{lane}.side.{number:02d}"
 
     def side_exchange(self, number: int) -> str:
@@ -48,12 +48,12 @@ class Names:
         return f"{self.namespace}.delay."
 
     def delay_bit(self, level: int) -> str:
-        """Header that says whether a message waits at a level (1) or passes it by (0)."""
+        """Header that says whether a message waits at a level (1) or skips it (0)."""
         return f"{self.namespace}-d{level:02d}"
 
     @property
     def fallen(self) -> str:
-        """Exchange and queue of what the broker itself took out of a queue or could not route."""
+        """Exchange and queue of messages that the broker itself removed from a queue or could not route."""
         return f"{self.namespace}.fallen"
 
     @property
@@ -68,27 +68,27 @@ class Names:
 
     @property
     def control(self) -> str:
-        """Exchange and queue of control messages (cancel and result, answered by one worker; status, by every one)."""
+        """Exchange and queue of control messages (cancel and result: answered by one worker; status: by every one)."""
         return f"{self.namespace}.control"
 
     @property
     def reply_prefix(self) -> str:
-        """Queues of ours that replies may go to begin with this."""
+        """Prefix of our own reply queues."""
         return f"{self.namespace}.reply."
 
     def reply_queue(self, user: str) -> str:
-        """Queue for the replies of one user; more of them begin with it and a dot."""
+        """Queue for the replies of one user; the user's further reply queues add a dot and a suffix."""
         return f"{self.reply_prefix}{user}"
 
     def lane_pattern(self, lane: str) -> str:
-        """Binding key of a lane: `<lane>.<app>.<task>` and further words of the application's own."""
+        """Binding key of a lane. It matches `<lane>.<app>.<task>` and any further words."""
         return f"{lane}.#"
 
     def event_key(self, lane: str, app: str, event: str, message_id: str) -> str:
         return f"{lane}.{app}.{event}.{message_id}"
 
 
-# What a requester may say. Every other x-lane-* header is either ours (stripped) or refused by name.
+# Headers that a requester may set. Every other x-lane-* header is either ours (stripped) or refused by name.
 TRACEPARENT = "traceparent"
 TRACESTATE = "tracestate"
 BAGGAGE = "baggage"
@@ -123,7 +123,7 @@ RUN_MS = "x-lane-run-ms"
 WAIT_FROM = "x-lane-wait-from"
 REPLAYED = "x-lane-replayed"
 CONTROL = "x-lane-control"
-"""On answers to control messages, and never beside STATUS: `accepted`, `pending` or `error`."""
+"""On answers to control messages: `accepted`, `pending` or `error`. Never together with STATUS."""
 
 # On dead letters.
 DEAD_CODE = "x-lane-dead-code"
@@ -132,7 +132,7 @@ DEAD_AT = "x-lane-dead-at"
 ROUTING_KEY = "x-lane-routing-key"
 ERRORS = "x-lane-errors"
 
-# Between workers; believed only on what came through the delay cascade or a side queue (ATTEMPT, ERRORS too).
+# Between workers. Trusted only on messages from the delay cascade or a side queue (as are ATTEMPT and ERRORS).
 FIRST_SEEN_MS = "x-lane-first-seen-ms"
 DUE_MS = "x-lane-due-ms"
 USER_ID = "x-lane-user-id"
@@ -154,7 +154,7 @@ OURS = frozenset(
     }
 )  # fmt: skip
 
-# The broker's own; docs/facts.md, sections 3 and 7.
+# Set by the broker; docs/facts.md, sections 3 and 7.
 BROKER_TIMESTAMP_MS = "timestamp_in_ms"
 DELIVERY_COUNT = "x-delivery-count"
 ACQUIRED_COUNT = "x-acquired-count"
@@ -164,15 +164,15 @@ CC = "CC"
 BCC = "BCC"
 DIRECT_REPLY_TO = "amq.rabbitmq.reply-to"
 
-# Keys on the control exchange; a message's type says the same.
+# Routing keys of the control exchange; a message's type must be the same.
 CANCEL_KEY = "cancel"
 RESULT_KEY = "result"
 CHANGE_KEY = "change"
 CONTROL_KEYS = (CANCEL_KEY, RESULT_KEY, CHANGE_KEY)
-"""What applications may say, and any one worker answers: cancellations are kept until they are recorded, questions for
-results expire."""
+"""Control messages of applications, each answered by one worker. Cancellations are kept until a worker has recorded
+them; questions for results expire."""
 STATUS_KEY = "status"
-"""What every worker answers, each from a queue that it binds."""
+"""Answered by every worker; each binds a queue of its own for it."""
 KEPT_KEYS = (CANCEL_KEY, RESULT_KEY, "#")
-"""Of the bindings of `lane.control`: what has a wrong key is answered too. The first two are what brokers of earlier
-versions have: left out here they would be reported there as extra."""
+"""Binding keys of the queue `lane.control`. `#` also catches wrong keys, so that they are answered too. The first two
+exist on brokers that an earlier version set up, and would be reported there as extra if they were left out."""

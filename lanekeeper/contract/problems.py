@@ -1,14 +1,14 @@
-"""The errors of the contract, and the problem documents (RFC 9457) that tell a requester of them.
+"""The errors of the contract, and the problem documents (RFC 9457) that describe them to a requester.
 
-LanekeeperError                 everything of ours that a caller may catch
+LanekeeperError                 base of all errors that a caller may catch
 ├── RequestProblem              a request's final error; its `code` is one of `PROBLEMS`
-├── BrokerError                 the broker, or the way to it
+├── BrokerError                 the broker, or the connection to it
 │   ├── BrokerUnreachable       no connection, or none in time
-│   ├── BrokerBlocked           a memory or disk alarm: nothing is taken, and nothing was published
-│   ├── MessageTooLarge         more bytes than the broker takes as one message: not sent
-│   ├── PublishRefused          the broker answered nack: a queue on the way is full
+│   ├── BrokerBlocked           a memory or disk alarm: the broker accepts nothing, and nothing was published
+│   ├── MessageTooLarge         larger than the broker's limit for one message: not sent
+│   ├── PublishRefused          the broker answered nack: a queue it routes to is full
 │   ├── Unroutable              no queue is bound for the key (mandatory publish)
-│   ├── ConfirmUnknown          no confirm in time: it may be published or not; publish again under the same id
+│   ├── ConfirmUnknown          no confirm in time: it may or may not be published; publish again under the same id
 │   ├── AccessRefused           the user's permissions do not allow it
 │   └── TopologyMismatch        the broker's exchanges, queues or bindings differ from the declaration
 └── SettingsError               a setting is wrong (raised by the service only)
@@ -21,26 +21,26 @@ from dataclasses import dataclass
 
 
 class LanekeeperError(Exception):
-    """Base of every error that Lanekeeper raises on purpose."""
+    """Base of all errors that Lanekeeper raises on purpose."""
 
 
 class BrokerError(LanekeeperError):
-    """The broker, or the way to it, did not do what was asked."""
+    """The broker, or the connection to it, failed or refused an operation."""
 
     maybe_published = False
-    """Whether the message may be published all the same: by this try or an earlier one of the same call."""
+    """Whether the message may have been published despite the error, by this try or an earlier one of the same call."""
 
 
 class BrokerUnreachable(BrokerError):
-    """There is no connection to the broker, or none came in time."""
+    """There is no connection to the broker, or none could be opened in time."""
 
 
 class BrokerBlocked(BrokerError):
-    """The broker takes nothing from this connection, by an alarm; this try published nothing."""
+    """The broker accepts nothing from this connection because of an alarm; this try published nothing."""
 
 
 class MessageTooLarge(BrokerError):
-    """The broker takes no message of this size; it was not sent, because that would have closed the channel."""
+    """The broker accepts no message of this size. It was not sent, because that would have closed the channel."""
 
     def __init__(self, size: int, limit: int) -> None:
         self.size = size
@@ -59,21 +59,21 @@ class Unroutable(BrokerError):
 
 
 class ConfirmUnknown(BrokerError):
-    """No confirm came: the message may be published or not. Publish it again under the same identity."""
+    """No confirm came: the message may or may not be published. Publish it again under the same id."""
 
     maybe_published = True
 
 
 class AccessRefused(BrokerError):
-    """The broker's permissions do not allow this user what was asked."""
+    """This user's permissions on the broker do not allow the operation."""
 
 
 class TopologyMismatch(BrokerError):
-    """What is on the broker differs from what is declared."""
+    """The broker's exchanges, queues or bindings differ from the declaration."""
 
 
 class SettingsError(LanekeeperError):
-    """One or more settings are wrong; the text names every one of them."""
+    """One or more settings are wrong; the text names all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +84,17 @@ class ProblemType:
     status: int
     title: str
     parked: bool
-    """Also kept in `lane.dead`, because it can be mended or tried again."""
+    """Whether the request is also kept in `lane.dead`, because it can be corrected or tried again."""
     retryable: bool
-    """Whether sending the same request again could help: under a new id, because this one's ending is kept."""
+    """Whether sending the same request again could help. It needs a new id, because the outcome is kept under this one
+    (unless `kept` is false)."""
     answered: bool = True
     kept: bool = True
-    """Under the request's id. Else it may be sent again as it is."""
+    """Whether the outcome is kept under the request's id. If not, the same message may be sent again unchanged."""
 
     @property
     def advice(self) -> str:
-        """What follows the detail in a problem document; empty where trying again is of no use."""
+        """Text after the detail in a problem document; empty if the request cannot be retried under a new id."""
         if not self.retryable or not self.kept:
             return ""
         other = ", or its dead letter as it is" if self.parked else ""
@@ -133,17 +134,19 @@ PROBLEMS = _by_code(
 
 
 DETAIL_CHARACTERS = 1000
-"""The longest detail: it stands in a dead letter's headers, and too large ones end the connection (501 FRAME_ERROR)."""
+"""The longest detail. It is put in a dead letter's headers, and headers that are too large make the broker close the
+connection (501 FRAME_ERROR)."""
 
 
 _QUOTES = re.compile(r"[:;,'\"(`]")
-"""Before one of these a detail names what is wrong; after it comes what was found, and so could be content."""
+"""A detail names what is wrong before the first of these characters. After it comes the value found, which may be
+content."""
 
 
 class RequestProblem(LanekeeperError):
-    """A request's final error. `code` is one of `PROBLEMS`; `detail` says what was wrong, and may quote content.
+    """A request's final error. `code` is one of `PROBLEMS`; `detail` says what was wrong and may quote content.
 
-    `brief` says it without content, for logs; left out, it is what `detail` begins with: the field's name.
+    `brief` is the detail without content, for logs. Left out, it is the beginning of `detail`: the field's name.
     """
 
     def __init__(self, code: str, detail: str, *, status: int | None = None, brief: str | None = None) -> None:
@@ -179,7 +182,7 @@ class RequestProblem(LanekeeperError):
 
 
 def answer_too_large(size: int, limit: int) -> RequestProblem:
-    """Of an answer that cannot be sent back, or may not be."""
+    """The problem for an answer that is too large to be sent back."""
     return RequestProblem(
         "answer_too_large",
         f"the provider's answer has {size} bytes, and {limit} is the most that can be sent back: ask for less "

@@ -1,8 +1,8 @@
-"""Loggers for every module, and whose request their lines are about.
+"""Loggers for every module, and the request that their lines are about.
 
-Where Lanekeeper's service writes logs, events go there. Where an application has configured `structlog`, they go to
-that. Otherwise they go to the standard library's logger `lanekeeper`, which is silent until the application that uses
-us wants to hear it: structlog's own default would print them between what a script prints.
+In Lanekeeper's service, events go to its log. In an application that has configured `structlog`, they go there.
+Otherwise they go to the standard library's logger `lanekeeper`, which is silent until the application configures it:
+structlog's own default would mix them into the script's output.
 """
 
 import logging
@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast
 import structlog
 
 _QUIET = logging.getLogger("lanekeeper")
-_QUIET.addHandler(logging.NullHandler())  # else warnings go to standard error where nothing is configured
+_QUIET.addHandler(logging.NullHandler())  # else, without configuration, warnings go to standard error
 _LIBRARY: structlog.stdlib.BoundLogger = structlog.wrap_logger(
     _QUIET,
     processors=[structlog.stdlib.filter_by_level, structlog.processors.KeyValueRenderer(key_order=["event"])],
@@ -22,10 +22,10 @@ _LIBRARY: structlog.stdlib.BoundLogger = structlog.wrap_logger(
 
 
 class LogSubject(Protocol):
-    """What log lines are about: a request that is being worked on."""
+    """What log lines are about: a request being worked on."""
 
     def log_fields(self) -> Mapping[str, Any]:
-        """The fields that each of its lines carries, as they are at this moment."""
+        """The fields that each log line about it carries, with their current values."""
         ...
 
 
@@ -33,9 +33,9 @@ _subject: ContextVar[LogSubject | None] = ContextVar("lanekeeper_log_subject", d
 
 
 class about:
-    """Lines that are written inside this, and by the tasks that are started inside it, are about `subject`.
+    """Log lines written inside this block, and by tasks started inside it, are about `subject`.
 
-    Its fields are asked for when a line is written, not before: a line that nobody reads costs nothing.
+    Its fields are read only when a line is written, so a line that is filtered out costs nothing.
     """
 
     __slots__ = ("_subject", "_token")
@@ -51,15 +51,15 @@ class about:
 
 
 def fields_of_subject() -> Mapping[str, Any]:
-    """The fields of what the current line is about; none where it is about no request."""
+    """The fields of the current subject; empty if there is none."""
     return {} if (subject := _subject.get()) is None else subject.log_fields()
 
 
 class _Logger:
-    """Finds out for each event where it goes: an application configures logging when it likes."""
+    """Chooses the target for each event anew, because an application may configure logging at any time."""
 
     service: structlog.stdlib.BoundLogger | None = None
-    """The service's logger, bound once: to bind it anew for each line takes four times as long."""
+    """The service's logger, bound once: binding it for each line takes four times as long."""
 
     def __getattr__(self, name: str) -> Any:
         if self.service is not None:
@@ -68,7 +68,7 @@ class _Logger:
 
 
 def use(service: structlog.stdlib.BoundLogger | None) -> structlog.stdlib.BoundLogger | None:
-    """Send the events of all loggers there (None: decide for each event); what was used before."""
+    """Send the events of all loggers to `service` (None: choose for each event). Returns the previous target."""
     before, _Logger.service = _Logger.service, service
     return before
 

@@ -1,8 +1,8 @@
-"""W3C trace context in message headers, read strictly: what anybody may write into a message must harm nobody.
+"""W3C trace context in message headers, read strictly, because anybody may write these headers.
 
-OpenTelemetry's own propagators raise on header values that are not strings (AMQP has twenty types) and write what they
-refuse into the log. Here a value is taken whole or not at all, in silence, and a message that leaves us carries what
-passed, never what it came with. Sources of the rules: W3C Trace Context (level 2) and W3C Baggage.
+OpenTelemetry's own propagators raise on header values that are not strings (AMQP has twenty types) and log the values
+they refuse. Here a value is either accepted as a whole or ignored silently, and messages that we publish carry only
+accepted values. Sources of the rules: W3C Trace Context (level 2) and W3C Baggage.
 """
 
 import re
@@ -16,17 +16,17 @@ from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, TraceFlags,
 
 from lanekeeper.contract.names import BAGGAGE, TRACEPARENT, TRACESTATE
 
-# Version 00 is 55 characters to the letter; a later one may go on after a further dash and is read like 00.
+# Version 00 has exactly 55 characters. A later version may continue after another dash; it is read like 00.
 _TRACEPARENT: Final = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})")
 _TRACEPARENT_LENGTH: Final = 55
 _TRACEPARENT_MAXIMUM: Final = 128
-_TRACESTATE_MAXIMUM: Final = 512  # what W3C asks everybody to carry at least
+_TRACESTATE_MAXIMUM: Final = 512  # the least that W3C requires everybody to carry
 _TRACESTATE_MEMBERS: Final = 32
 _TRACESTATE_MEMBER: Final = re.compile(
     r"([a-z][a-z0-9_\-*/]{0,255}|[a-z0-9][a-z0-9_\-*/]{0,240}@[a-z][a-z0-9_\-*/]{0,13})"
     r"=([\x20-\x2b\x2d-\x3c\x3e-\x7e]{0,255}[\x21-\x2b\x2d-\x3c\x3e-\x7e])"
 )
-_BAGGAGE: Final = re.compile(r"[\x20-\x7e]{1,8192}")  # opaque to us, so that properties of its members survive
+_BAGGAGE: Final = re.compile(r"[\x20-\x7e]{1,8192}")  # passed on unparsed, so that its members keep their properties
 _BAGGAGE_MEMBERS: Final = 180
 _KNOWN_FLAGS: Final = TraceFlags.SAMPLED | TraceFlags.RANDOM_TRACE_ID
 _CARRIED_BAGGAGE: Final = "lanekeeper-baggage"
@@ -36,7 +36,7 @@ _OWN_BAGGAGE: Final = W3CBaggagePropagator()
 
 
 def read(headers: Mapping[str, Any]) -> SpanContext | None:
-    """The span that published a message; None where the headers do not name one, or not as they must. Never raises."""
+    """The span that published a message; None if the headers name none, or an invalid one. Never raises."""
     text = _text(headers.get(TRACEPARENT), maximum=_TRACEPARENT_MAXIMUM)
     if text is None or (found := _TRACEPARENT.match(text)) is None:
         return None
@@ -53,14 +53,14 @@ def read(headers: Mapping[str, Any]) -> SpanContext | None:
 
 
 def trace_id(span: Span, headers: Mapping[str, Any]) -> str | None:
-    """The trace of a span, else the one that a message names, as logs write it: 32 hexadecimal digits."""
+    """The trace of a span, or else of a message's headers, as logs write it: 32 hexadecimal digits."""
     found = span.get_span_context()
     named = found if found.is_valid else read(headers)
     return None if named is None else f"{named.trace_id:032x}"
 
 
 def received(headers: Mapping[str, Any], publisher: SpanContext | None) -> Context:
-    """The context in which a message is processed: its publisher's span, its baggage, and nothing of what runs here."""
+    """The context in which a message is processed: its publisher's span and baggage, without the current context."""
     values: dict[str, object] = {}
     if BAGGAGE in headers and (carried := _baggage(headers[BAGGAGE])) is not None:
         values[_CARRIED_BAGGAGE] = carried
@@ -70,9 +70,9 @@ def received(headers: Mapping[str, Any], publisher: SpanContext | None) -> Conte
 
 
 def written(headers: Mapping[str, Any], span: SpanContext) -> dict[str, Any]:
-    """A copy of `headers` in which the trace context is `span`'s, and the baggage that of the current context.
+    """A copy of `headers` with the trace context of `span` and the baggage of the current context.
 
-    What was there before and is not valid is left out; a valid baggage stays where the context has none.
+    Values in `headers` that are not valid are left out. Valid baggage stays if the context has none.
     """
     out = dict(headers)
     for name in (TRACEPARENT, TRACESTATE, BAGGAGE):
@@ -90,19 +90,19 @@ def written(headers: Mapping[str, Any], span: SpanContext) -> dict[str, Any]:
 
 
 def traceparent(span: SpanContext) -> str:
-    """`span` as the header names it."""
+    """`span` as the value of the header."""
     return f"00-{span.trace_id:032x}-{span.span_id:016x}-{span.trace_flags:02x}"
 
 
 def _text(value: object, *, maximum: int) -> str | None:
-    """A header's value, if it is ASCII text or bytes of it and not longer than `maximum` characters."""
+    """A header's value as text, if it is ASCII (text or bytes) and not longer than `maximum` characters."""
     if isinstance(value, bytes | bytearray) and len(value) <= maximum and value.isascii():
         return value.decode("ascii")
     return value if isinstance(value, str) and len(value) <= maximum and value.isascii() else None
 
 
 def _state(value: object) -> TraceState:
-    """`tracestate`, or an empty one where any member of it is wrong."""
+    """The header `tracestate`; empty if any of its members is invalid."""
     text = _text(value, maximum=_TRACESTATE_MAXIMUM)
     if not text:
         return _NO_STATE

@@ -1,4 +1,4 @@
-"""What is learnt while a span runs, written on it: never content, only sizes, counts, names and codes."""
+"""Sets attributes on spans while they run: only sizes, counts, names and codes, never content."""
 
 from typing import Final, TypeAlias
 
@@ -13,7 +13,7 @@ _ERROR: Final = Status(StatusCode.ERROR)
 
 
 def request(span: Span, *, lane: str, app: str, attempt: int, wait_ms: int, redelivered: bool = False) -> None:
-    """On a `process` span, as soon as the message has been read. `attempt` counts from 1."""
+    """Set on a `process` span as soon as the message has been read. `attempt` counts from 1."""
     if not span.is_recording():
         return
     attributes: Attributes = {
@@ -39,7 +39,7 @@ def answer(
     request_id: str | None = None,
     cost_usd: float | None = None,
 ) -> None:
-    """On a `chat` span. `input_tokens` without the cached ones, as Anthropic counts; the span gets the sum."""
+    """Set on a `chat` span. `input_tokens` excludes cached tokens, as Anthropic counts; the span gets the sum."""
     if not span.is_recording():
         return
     attributes: Attributes = {
@@ -61,7 +61,7 @@ def answer(
 
 
 def outcome(span: Span, name: str, *, error: str | None = None, delay_ms: int | None = None) -> None:
-    """On a `process` span: what it ended in. `error`, a problem's code or an error's type, marks it failed."""
+    """Set on a `process` span: its outcome. `error` (a problem's code or an error's type) marks the span as failed."""
     if not span.is_recording():
         return
     span.set_attribute(signals.LANE_OUTCOME, name)
@@ -72,15 +72,15 @@ def outcome(span: Span, name: str, *, error: str | None = None, delay_ms: int | 
 
 
 def fail(span: Span, error: str) -> None:
-    """Mark a span as failed. No description: an exception's text may hold content."""
+    """Mark a span as failed. Without a description, because an exception's text may contain content."""
     span.set_attribute(signals.ERROR_TYPE, error)
     span.set_status(_ERROR)
 
 
 def error_type(error: BaseException) -> str:
-    """The class of an error, of few values: a problem's code, the provider's error type, else the exception's name.
+    """A short name for an error: a problem's code, the provider's error type, or else the exception's class.
 
-    A provider's type comes from its body, so that it is believed only where it looks like one.
+    A provider's type comes from the body of its answer, so it is used only if it looks like a type.
     """
     if isinstance(error, RequestProblem):
         return error.code

@@ -1,11 +1,11 @@
-"""The one list of log events, spans and span attributes. docs/logs.md and docs/tracing.md tell what they mean.
+"""The one list of log events, spans and span attributes. docs/logs.md and docs/tracing.md explain them.
 
-Events are fixed names, the rest are fields (`log.info(signals.REQUEST_ANSWERED, wait_ms=…)`), never sentences.
+Events are fixed names, never sentences; details are fields (`log.info(signals.REQUEST_ANSWERED, wait_ms=…)`).
 No event, span or attribute holds a prompt, an answer, a key or a URL's password.
 
-Attribute names are our own constants, because the packages lag behind the conventions or deprecate them (docs/facts.md,
-section 11). Sources: `messaging.*` and RabbitMQ from open-telemetry/semantic-conventions, docs/messaging/
-(messaging-spans.md, rabbitmq.md; schema 1.44.0, status Development); `gen_ai.*` from open-telemetry/
+Attribute names are our own constants, because OpenTelemetry's packages lag behind the conventions or deprecate them
+(docs/facts.md, section 11). Sources: `messaging.*` and RabbitMQ from open-telemetry/semantic-conventions,
+docs/messaging/ (messaging-spans.md, rabbitmq.md; schema 1.44.0, status Development); `gen_ai.*` from open-telemetry/
 semantic-conventions-genai, docs/gen-ai/ (gen-ai-spans.md, anthropic.md, status Development), with `cache_write` as that
 repository and the Anthropic SDK's own spans have it since September 2026 (it was `cache_creation`); `error.*` and
 `server.*` from the general conventions (stable). `lane.*` are ours.
@@ -13,7 +13,7 @@ repository and the Anthropic SDK's own spans have it since September 2026 (it wa
 
 from typing import Final
 
-# Log events; docs/logs.md tells the fields of each and when it is written. First the service as a whole.
+# Log events; docs/logs.md lists the fields of each and when it is written. First the service as a whole.
 SERVICE_READY: Final = "service.ready"
 SERVICE_STOPPING: Final = "service.stopping"
 SERVICE_STOPPED: Final = "service.stopped"
@@ -22,7 +22,7 @@ TRACES_EXPORTED_TO: Final = "traces.exported_to"
 TRACES_LOST: Final = "traces.lost"
 LIBRARY_WARNED: Final = "library.warned"
 
-# Log events: the broker and the way to it.
+# Log events: the broker and the connection to it.
 BROKER_CONNECTED: Final = "broker.connected"
 BROKER_LOST: Final = "broker.lost"
 BROKER_UNREACHABLE: Final = "broker.unreachable"
@@ -93,19 +93,19 @@ FAILED_OVER: Final = "failed.over"
 CAP_REACHED: Final = "cap.reached"
 CAP_UNCORRECTED: Final = "cap.uncorrected"
 
-# Spans: `<operation> <destination>`, the destination being of few values (an exchange, a queue of ours, a model).
-# docs/tracing.md tells what they mean.
+# Spans: `<operation> <destination>`. A destination has few values: an exchange, one of our queues, a model.
+# docs/tracing.md explains them.
 ASK: Final = "ask"  # CLIENT: `lanekeeper send`, from before it publishes until it has its answer
 SEND: Final = "send"  # PRODUCER
 PROCESS: Final = "process"  # CONSUMER
 CHAT: Final = "chat"  # CLIENT
 ACK: Final = "ack"  # CLIENT, as is REJECT
 REJECT: Final = "reject"
-WAIT: Final = "wait"  # INTERNAL, as is DELAY: told by the worker that ended it, when it had passed
+WAIT: Final = "wait"  # INTERNAL, as is DELAY: written afterwards, by the worker that took the request
 DELAY: Final = "delay"
 SETTLE: Final = "settle"  # only as messaging.operation.type
-REPLY_TEMPLATE: Final = "(reply)"  # stands for every queue that a requester named: there are as many as requesters
-TURN: Final = "(turn)"  # what a worker holds waits for its claim, and for room in the budget
+REPLY_TEMPLATE: Final = "(reply)"  # stands for any reply queue, because there are as many as requesters
+TURN: Final = "(turn)"  # a request that a worker has taken waits for its claim, or for room in the budget
 DEAD_LETTER: Final = "(dead letter)"  # until somebody publishes it again
 DEFAULT_EXCHANGE: Final = "amq.default"  # messaging.destination.name where exchange and key are empty
 
@@ -132,10 +132,10 @@ GEN_AI_OPERATION_NAME: Final = "gen_ai.operation.name"  # "chat"
 GEN_AI_PROVIDER_NAME: Final = "gen_ai.provider.name"
 GEN_AI_REQUEST_MODEL: Final = "gen_ai.request.model"
 GEN_AI_REQUEST_MAX_TOKENS: Final = "gen_ai.request.max_tokens"
-GEN_AI_REQUEST_STREAM: Final = "gen_ai.request.stream"  # only where it is true
+GEN_AI_REQUEST_STREAM: Final = "gen_ai.request.stream"  # only if true
 GEN_AI_RESPONSE_MODEL: Final = "gen_ai.response.model"
 GEN_AI_RESPONSE_FINISH_REASONS: Final = "gen_ai.response.finish_reasons"  # string[]
-GEN_AI_INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"  # the cached ones included
+GEN_AI_INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"  # cached tokens included
 GEN_AI_OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
 GEN_AI_CACHE_READ_TOKENS: Final = "gen_ai.usage.cache_read.input_tokens"
 GEN_AI_CACHE_WRITE_TOKENS: Final = "gen_ai.usage.cache_write.input_tokens"
@@ -146,7 +146,7 @@ LANE_NAME: Final = "lane.name"
 LANE_APP: Final = "lane.app"
 LANE_ATTEMPT: Final = "lane.attempt"  # from 1
 LANE_WAIT_MS: Final = "lane.wait_ms"  # from publishing, or the due time, to the start of this attempt
-LANE_REDELIVERED: Final = "lane.redelivered"  # only where it is true
+LANE_REDELIVERED: Final = "lane.redelivered"  # only if true
 LANE_OUTCOME: Final = "lane.outcome"  # answered, deferred, retried, refused, buried, dropped, replayed
-LANE_DELAY_MS: Final = "lane.delay_ms"  # how long it was put off
-LANE_COST_USD: Final = "lane.cost_usd"  # on chat spans: by the table of prices
+LANE_DELAY_MS: Final = "lane.delay_ms"  # how long it was delayed
+LANE_COST_USD: Final = "lane.cost_usd"  # on chat spans, by the table of prices

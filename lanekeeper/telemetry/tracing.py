@@ -1,4 +1,4 @@
-"""One trace per request: the spans of a message's way, over OpenTelemetry's API alone.
+"""One trace per request: a span for each step of its message, written with OpenTelemetry's API only.
 
     PRODUCER send lane.requests            the publisher's; its context is in the message's headers
     ├── CONSUMER process lane.critical     child of, and linked to, the span in the message
@@ -6,13 +6,13 @@
     │   ├── PRODUCER send lane.delay.03    a retry: `delay`, `wait` and the next `process` are children of this
     │   ├── PRODUCER send (reply)
     │   └── CLIENT ack lane.critical
-    └── INTERNAL wait lane.critical        until it was taken; told by the worker that took it
+    └── INTERNAL wait lane.critical        until it was taken; written by the worker that took it
 
-The conventions make links the default and allow a parent for single messages; a request here is one message at a
-time, so both are set, and any viewer shows one tree. They also ask that a creation context in a message be left as it
-is. On our hops it is not: a retry that kept its first publisher's context would hide every wait but the first.
+The conventions make links the default and allow a parent for single messages. A request here is one message at a
+time, so both are set, and any viewer shows one tree. The conventions also ask to leave a creation context in a message
+unchanged. Our hops replace it: a retry that kept its first publisher's context would hide every wait but the first.
 
-Without an SDK, or sampled out, nothing is built that nobody will see, but the trace still passes through us.
+Without an SDK, or if the trace is not sampled, no spans are built, but the trace context is still passed on.
 """
 
 from collections.abc import Callable
@@ -43,14 +43,14 @@ _MODEL_MAXIMUM: Final = 128  # characters of a requester's model name in a span'
 
 
 class Scope:
-    """A span for the length of a `with`; one that ends by an exception is marked, without the exception's text."""
+    """A span that lasts as long as a `with` block; an exception marks it as failed, without the exception's text."""
 
     __slots__ = ("_around", "_span", "_token")
 
     def __init__(self, span: Span, around: Context | None) -> None:
         self._span = span
         self._around = around
-        """The context that is current meanwhile; None leaves it as it is."""
+        """The context that is current inside the block; None leaves it unchanged."""
 
     def __enter__(self) -> Span:
         if self._around is not None:
@@ -69,7 +69,7 @@ class Scope:
 
 
 class Tracing:
-    """Makes the spans. `provider` None: the global one, whenever it is set; `broker`: its host and port at present."""
+    """Makes the spans. `provider` None: the global one, once it is set. `broker`: returns its current host and port."""
 
     def __init__(
         self, provider: TracerProvider | None = None, *, broker: Callable[[], tuple[str, int]] | None = None
@@ -78,10 +78,10 @@ class Tracing:
         self._broker = broker
 
     def send(self, message: Message, *, exchange: str, routing_key: str) -> Scope:
-        """Publish `message` inside this; its headers then carry the context (a new dict, the old one is not touched).
+        """Publish `message` inside this block; its headers are replaced by a new dict that carries the span's context.
 
-        A child of the current span, else of the span that the message names. A span that the message names in another
-        trace than the current one is linked.
+        The span is a child of the current span, or else of the span in the message's headers. If the current span and
+        that span belong to different traces, the latter is linked.
         """
         around = trace.get_current_span()
         current = around.get_span_context()
@@ -110,7 +110,7 @@ class Tracing:
         return Scope(span, None)
 
     def ask(self) -> Scope:
-        """Publish a request and have its answer inside this."""
+        """Publish a request and wait for its answer inside this block."""
         if (tracer := self._recorder()) is None:
             return _NOTHING
         span = tracer.start_span(signals.ASK, kind=SpanKind.CLIENT)
@@ -125,7 +125,7 @@ class Tracing:
         operation: str = signals.PROCESS,
         start_ns: int | None = None,
     ) -> Scope:
-        """Work on a delivered message inside this: the current span is the message's, whatever was current before."""
+        """Work on a delivered message inside this block. What was current before does not affect its spans."""
         publisher = propagation.read(message.headers)
         received = propagation.received(message.headers, publisher)
         tracer = self._recorder()
@@ -145,8 +145,8 @@ class Tracing:
         return Scope(span, trace.set_span_in_context(span, received))
 
     def passed(self, name: str, *, start_ns: int, end_ns: int, came_by: Message | None = None) -> None:
-        """Tell of a time that has passed. It stands beside the current `process`, under the span that `came_by` names;
-        without one, under the current span."""
+        """Write a span for a time that has passed. Its parent is the span in the headers of `came_by`, so that it
+        stands beside the current `process`; without `came_by`, the current span."""
         if self._tracer is None:
             return
         publisher = None if came_by is None else propagation.read(came_by.headers)
@@ -154,7 +154,7 @@ class Tracing:
         self._tracer.start_span(name, parent, start_time=start_ns).end(end_ns)
 
     def settle(self, operation: str, message: Message, *, queue: str, delivery_tag: int) -> Scope:
-        """Acknowledge (`signals.ACK`) or return a delivery inside this, and inside its `process`."""
+        """Acknowledge (`signals.ACK`) or return a delivery inside this block, and inside its `process`."""
         if self._tracer is None or _is_sampled_out(trace.get_current_span()):
             return _NOTHING
         span = self._tracer.start_span(f"{operation} {queue}", kind=SpanKind.CLIENT)
@@ -173,7 +173,7 @@ class Tracing:
         max_tokens: int | None = None,
         server: tuple[str, int] | None = None,
     ) -> Scope:
-        """Make one attempt at the model inside this, and inside `process`; `server` is the provider's host and port."""
+        """Call the model once inside this block, and inside `process`; `server` is the provider's host and port."""
         if self._tracer is None or _is_sampled_out(trace.get_current_span()):
             return _NOTHING
         span = self._tracer.start_span(f"{signals.CHAT} {model[:_MODEL_MAXIMUM]}", kind=SpanKind.CLIENT)
@@ -193,17 +193,17 @@ class Tracing:
         return Scope(span, trace.set_span_in_context(span))
 
     def traceparent(self) -> str | None:
-        """The current span, for the provider's HTTP request, which is never told `tracestate` or `baggage`."""
+        """The current span, for the provider's HTTP request, which never gets `tracestate` or `baggage`."""
         current = trace.get_current_span().get_span_context()
         return propagation.traceparent(current) if current.is_valid else None
 
     def trace_id(self) -> str | None:
-        """The current trace, as the logs name it: 32 hexadecimal digits."""
+        """The current trace, as logs write it: 32 hexadecimal digits."""
         current = trace.get_current_span().get_span_context()
         return f"{current.trace_id:032x}" if current.is_valid else None
 
     def _recorder(self) -> Tracer | None:
-        """The tracer; None while there is no SDK. Asked for where a message comes in or goes out: asking costs 1 µs."""
+        """The tracer; None while there is no SDK. Called only where a message comes in or goes out: it costs 1 µs."""
         if self._tracer is None:
             self._tracer = _tracer_of(trace.get_tracer_provider())
         return self._tracer
@@ -232,7 +232,7 @@ class Tracing:
 
 
 class _Nothing(Scope):
-    """The scope of all spans that nobody records and that make nothing current."""
+    """A scope without a span, which leaves the current context unchanged."""
 
     __slots__ = ()
 
@@ -246,15 +246,15 @@ _NOTHING: Final = _Nothing(INVALID_SPAN, None)
 
 
 def _tracer_of(provider: TracerProvider) -> Tracer | None:
-    """The provider's tracer; None where the provider is one of those that the API has for when there is no SDK."""
+    """The provider's tracer; None if it is one of the API's placeholders for the case that there is no SDK."""
     return None if isinstance(provider, ProxyTracerProvider | NoOpTracerProvider) else provider.get_tracer(SCOPE)
 
 
 def _is_sampled_out(span: Span) -> bool:
-    """A span of this process that is not recorded: what is under it would not be either, and need not be made."""
+    """Whether `span` is from this process and not recorded: its children would not be recorded either."""
     return not span.is_recording() and (of := span.get_span_context()).is_valid and not of.is_remote
 
 
 def _destination(*parts: str) -> str:
-    """`exchange:routing key[:queue]`: empty parts left out, equal ones named once (conventions for RabbitMQ)."""
+    """`exchange:routing key[:queue]`: empty parts left out, equal ones written once (conventions for RabbitMQ)."""
     return ":".join(dict.fromkeys(part for part in parts if part)) or signals.DEFAULT_EXCHANGE

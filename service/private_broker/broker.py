@@ -1,13 +1,13 @@
-"""A private broker: found or started, used, and gone without a trace.
+"""A private broker: started for a block of code, and removed without a trace afterwards.
 
     async with private_broker() as broker:
         broker.amqp_url, broker.management_url, broker.version
-        await broker.kill()      # SIGKILL, as a power cut would
+        await broker.kill()      # SIGKILL, like a power cut
         await broker.start()     # the same data, ports and name
 
-It comes from Docker where an engine answers and an image is to be had, else from an installed rabbitmq-server, else
-that is installed (Debian, as root). It listens on loopback only, on ports that were free, with a password made for it.
-A process of its own has it (`guard.py`), so that nothing of it stays, however we end. From a shell: `run.py`.
+It comes from Docker if an engine answers and an image can be had; else from an installed rabbitmq-server; else
+rabbitmq-server is installed (Debian, as root). It listens only on loopback, on free ports, with a generated password.
+A separate process owns it (`guard.py`), so that it is removed however our process ends. From a shell: `run.py`.
 """
 
 import asyncio
@@ -27,23 +27,23 @@ Say = Callable[[str], None]
 
 
 def say_on_stderr(text: str) -> None:
-    """Tell what takes long where it disturbs no output."""
+    """Print progress on standard error, where it does not mix with output."""
     print(text, file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True, slots=True)
 class GuardedBroker:
-    """A running broker of one's own; its calls block. For asyncio: PrivateBroker."""
+    """A running private broker whose calls block. For asyncio: PrivateBroker."""
 
     amqp_url: str = field(repr=False)
     """With user and password; the virtual host is `/`."""
     management_url: str
-    """Without credentials: they are those of `amqp_url`."""
+    """Without credentials: they are the same as in `amqp_url`."""
     version: str
     guard: "_Guard" = field(repr=False)
 
     def kill(self) -> None:
-        """SIGKILL it, as a power cut would. Raises BrokerUnreachable where its guard is gone."""
+        """SIGKILL it, like a power cut. Raises BrokerUnreachable if its guard is gone."""
         self.guard.order("kill")
 
     def start(self) -> None:
@@ -53,7 +53,7 @@ class GuardedBroker:
 
 @dataclass(frozen=True, slots=True)
 class PrivateBroker:
-    """A running broker of one's own."""
+    """A running private broker."""
 
     blocking: GuardedBroker
 
@@ -64,7 +64,7 @@ class PrivateBroker:
 
     @property
     def management_url(self) -> str:
-        """Without credentials: they are those of `amqp_url`."""
+        """Without credentials: they are the same as in `amqp_url`."""
         return self.blocking.management_url
 
     @property
@@ -72,7 +72,7 @@ class PrivateBroker:
         return self.blocking.version
 
     async def kill(self) -> None:
-        """SIGKILL it, as a power cut would. Raises BrokerUnreachable where its guard is gone."""
+        """SIGKILL it, like a power cut. Raises BrokerUnreachable if its guard is gone."""
         await asyncio.to_thread(self.blocking.kill)
 
     async def start(self) -> None:
@@ -84,14 +84,14 @@ class PrivateBroker:
 async def private_broker(
     *, sources: Sequence[str] = SOURCES, image: str | None = None, say: Say = say_on_stderr
 ) -> AsyncIterator[PrivateBroker]:
-    """A broker for as long as the block lasts. Raises BrokerUnreachable, saying what to install, where there is none.
+    """A broker for as long as the block lasts. Raises BrokerUnreachable, which says what to install, if there is none.
 
-    `sources`: where it may come from, in this order. `image`: the Docker image to take. `say` is told, from another
-    thread, what takes long.
+    `sources`: where it may come from, in this order. `image`: the Docker image to use. `say` is called, from another
+    thread, with a text about each step that takes long.
     """
     guard = _Guard(sources, image)
     try:
-        # Cancelled, the thread goes on reading until the guard, told to leave below, ends.
+        # If this is cancelled, the thread keeps reading until the guard ends, which `release` below makes it do.
         yield PrivateBroker(await asyncio.to_thread(guard.ready, say))
     finally:
         guard.release()
@@ -112,7 +112,7 @@ def guarded_broker(
 
 
 async def _whatever_comes(ending: Any) -> None:
-    """Await to the end, even if cancelled meanwhile; then the cancellation goes on its way."""
+    """Await `ending` to its end even if cancelled meanwhile; then raise the cancellation."""
     task = asyncio.ensure_future(ending)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
@@ -125,16 +125,16 @@ async def _whatever_comes(ending: Any) -> None:
 
 
 class _Guard:
-    """Our end of the guard's pipes. When it is closed, by us or by our end, the guard takes everything down."""
+    """Our end of the guard's pipes. When we close it, or our process ends, the guard removes everything."""
 
     def __init__(self, sources: Sequence[str], image: str | None) -> None:
         command = [sys.executable, "-m", "service.private_broker.guard", "--sources", ",".join(sources)]
-        # No asyncio subprocess: a loop that is closed too early kills its children, before they could clean up.
+        # Not an asyncio subprocess: an event loop that is closed early kills its children before they can clean up.
         self._process = subprocess.Popen(
             command if image is None else [*command, "--image", image],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            cwd=Path(__file__).parents[2],  # where `service` is found, whether it is installed or not
+            cwd=Path(__file__).parents[2],  # here Python finds `service`, installed or not
             start_new_session=True,
         )
 

@@ -1,6 +1,6 @@
-"""A broker in a Docker container of its own, on loopback ports.
+"""A broker in its own Docker container, on loopback ports.
 
-Docker's command is used, not its API: nothing more to install, and it knows contexts and rootless engines.
+It uses Docker's command, not its API: nothing more to install, and the command handles contexts and rootless engines.
 """
 
 import os
@@ -23,9 +23,9 @@ from service.private_broker.source import (
 
 OFFICIAL = "rabbitmq:4.3-management"
 LOCAL = "debian-rabbitmq:4.3-management"
-"""Built from Debian's packages, where no registry is reached: tests/support/rabbitmq-image."""
+"""Built from Debian's packages if no registry can be reached: tests/support/rabbitmq-image."""
 LABEL = "org.lanekeeper.broker"
-"""On every container that is made here or for the tests; says who has it: host name and process."""
+"""On every container that is made here or for the tests; its value is the owner: host name and process id."""
 ANSWER_S = 10
 PULL_S = 300
 START_S = 60
@@ -41,9 +41,9 @@ def engine_answers(steps: Steps) -> bool:
 
 
 def find_image(steps: Steps, *, official: str = OFFICIAL, local: str = LOCAL) -> str | None:
-    """An image that is here, else the official one pulled, else None.
+    """A local image, or else the official one, pulled; None if neither can be had.
 
-    Where the registry does not answer, that is known within seconds: its manifest is asked for first.
+    The manifest is requested before the image, so that a registry that does not answer is noticed within seconds.
     """
     for image in (official, local):
         if steps.run(["docker", "image", "inspect", image], within_s=ANSWER_S)[0] == 0:
@@ -57,12 +57,13 @@ def find_image(steps: Steps, *, official: str = OFFICIAL, local: str = LOCAL) ->
 
 
 def owner() -> str:
-    """This process, as the label of its containers has it."""
+    """This process, as written in the label of its containers."""
     return f"{socket.gethostname()}:{os.getpid()}"
 
 
 def sweep(steps: Steps) -> None:
-    """Remove containers whose owner was killed and could not: of this machine alone, an engine can have several."""
+    """Remove containers whose owner was killed before it could. Only of owners on this machine, because several
+    machines can share an engine."""
     mine, _, _ = owner().rpartition(":")
     listed = steps.run(
         ["docker", "ps", "--all", f"--filter=label={LABEL}", f'--format={{{{.ID}}}} {{{{.Label "{LABEL}"}}}}'],
@@ -86,7 +87,7 @@ def _is_running(process: int) -> bool:
 
 
 class Container:
-    """One container. `folder` is this broker's own; who made it removes it. `configuration`: a rabbitmq.conf."""
+    """One container. `folder` is only for this broker; its creator removes it. `configuration`: a rabbitmq.conf."""
 
     def __init__(self, folder: Path, *, image: str, steps: Steps, configuration: Path | None = None) -> None:
         self._image = image
@@ -96,7 +97,7 @@ class Container:
         self._created = False
         amqp, management = free_ports(2)
         self.access = Access(amqp_port=amqp, management_port=management)
-        self._settings = folder / "settings.env"  # a file, so that no list of processes shows the password
+        self._settings = folder / "settings.env"  # a file, so that the password is in no list of processes
         self._settings.write_text(
             f"RABBITMQ_DEFAULT_USER={USER}\n"
             f"RABBITMQ_DEFAULT_PASS={self.access.password}\n"
@@ -105,7 +106,7 @@ class Container:
 
     def start(self) -> str:
         command = ["docker", "start", self._name] if self._created else self._create()
-        # Not left in the middle: a container that the engine makes after `rm` was asked would stay.
+        # With new Steps, so that leaving does not interrupt it: a container created after our `rm` would stay.
         self._created = True
         code, said = Steps().run(command, within_s=START_S)
         if code:
@@ -133,7 +134,7 @@ class Container:
             "--detach",
             "--pull=never",
             f"--name={self._name}",
-            f"--hostname={self._name}",  # part of the node's name, and so of the path to its data
+            f"--hostname={self._name}",  # is part of the node's name, and so of the path to its data
             f"--label={LABEL}={owner()}",
             f"--env-file={self._settings}",
             *published,

@@ -1,10 +1,10 @@
-"""The guard: a process that has the broker, and takes everything down when its standard input closes.
+"""The guard: a process that owns the broker, and removes everything when its standard input closes.
 
-It outlives whoever started it by the moment that cleaning up takes, however that one ended: its standard input is a
-pipe whose other end nobody else holds. It sits in a session of its own, where Ctrl-C does not reach it.
+Its standard input is a pipe whose other end only its starter holds. So the pipe closes however the starter ends, and
+the guard still cleans up before it ends itself. It runs in its own session, where Ctrl-C does not reach it.
 
-Standard input: lines `kill` and `start`. Standard output: one JSON object a line, {"say": …} about what takes long,
-{"ready": {…}} after the start, {"done": …} for a line that was carried out, {"error": …} as the last.
+Standard input: lines `kill` and `start`. Standard output: one JSON object a line: {"say": …} for steps that take long,
+{"ready": {…}} after the start, {"done": …} after a line was carried out, {"error": …} as the last line.
 """
 
 import argparse
@@ -25,11 +25,11 @@ from service.private_broker.descendants import adopt_orphans, kill_all
 from service.private_broker.source import Leaving, Server, Steps, TooSlow, Unavailable
 
 SOURCES = ("docker", "installed", "install")
-"""Where a broker may come from, in the order in which they are tried."""
+"""Where a broker may come from, in the order of trying."""
 
 
 def report(**fields: object) -> None:
-    """Say something to whoever started us; nothing, where nobody listens any more."""
+    """Send fields to our starter. Raises Leaving if it has gone."""
     try:
         os.write(1, (json.dumps(fields) + "\n").encode())
     except BrokenPipeError:
@@ -38,7 +38,7 @@ def report(**fields: object) -> None:
 
 @dataclass(slots=True)
 class Guard:
-    """Finds a source, starts a server, obeys, removes."""
+    """Finds a source, starts a server, carries out commands, removes everything."""
 
     sources: tuple[str, ...]
     image: str | None
@@ -79,7 +79,7 @@ class Guard:
                 return self.server, self.server.start()
             except Unavailable as error:
                 self.remove()
-                # Somebody may have taken a port between our asking for a free one and the broker's listening on it.
+                # Tried again, because another process may have taken a port before the broker listened on it.
                 if last or isinstance(error, TooSlow):
                     raise
         raise AssertionError("the last round returns or raises")
@@ -102,7 +102,7 @@ class Guard:
         return self.folders[-1]
 
     def remove(self) -> None:
-        """Take down what there is; can be called again."""
+        """Remove whatever there is; may be called more than once."""
         if self.server is not None:
             self.server.remove()
         self.server = None
@@ -121,7 +121,7 @@ def _listen(commands: queue.SimpleQueue[str], leave: Callable[[], None]) -> None
 
 
 def main() -> int:
-    """Guard one broker until standard input ends. 0: it was; 1: there was none to be had."""
+    """Guard one broker until standard input ends. Exit code 0; 1 if no broker could be had."""
     options = argparse.ArgumentParser()
     options.add_argument("--sources", default=",".join(SOURCES))
     options.add_argument("--image", help="the Docker image to take")

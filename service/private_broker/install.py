@@ -1,4 +1,4 @@
-"""Programs from Debian's packages, without letting a package start its own service."""
+"""Installs programs from Debian's packages, and prevents a package from starting its service."""
 
 import os
 import shutil
@@ -10,7 +10,7 @@ from pathlib import Path
 from service.private_broker.source import FIXED_PATH, Steps, Unavailable
 
 POLICY = Path("/usr/sbin/policy-rc.d")
-"""Debian asks it before a package's scripts start a service; 101: not allowed."""
+"""Debian runs it before a package's scripts start a service; exit code 101 forbids the start."""
 FORBID = "#!/bin/sh\n# made by Lanekeeper while it installs a package, removed afterwards\nexit 101\n"
 SERVICES = ("rabbitmq-server.service", "epmd.service", "epmd.socket")
 """What the package rabbitmq-server would start at the next boot."""
@@ -22,15 +22,15 @@ ADVICE = (
 
 
 def can_install() -> bool:
-    """Whether this is Debian, or one of its kind, and we are root."""
+    """Whether this is Debian or a derivative, and we are root."""
     return os.geteuid() == 0 and Path("/etc/debian_version").exists() and shutil.which("apt-get") is not None
 
 
 def install(steps: Steps, package: str, *, services: Sequence[str] = ()) -> None:
-    """Install a package; its `services` shall not start at the next boot either. Raises Unavailable with what apt said.
+    """Install a package, and disable its `services` at the next boot too. Raises Unavailable with apt's output.
 
-    When it is interrupted, apt is asked to stop, and does so where the system is whole: at once while it downloads,
-    after the package's last step while it installs.
+    If it is interrupted, apt is told to stop, and stops in a consistent state: at once during the download, or after
+    the package's last step during the installation.
     """
     if not can_install():
         raise Unavailable(f"{package} is not installed, and can be only by root on Debian")
@@ -38,7 +38,7 @@ def install(steps: Steps, package: str, *, services: Sequence[str] = ()) -> None
     command = ["apt-get", "-q", "-o", "DPkg::Lock::Timeout=120", "install", "-y", "--no-install-recommends", package]
     with _no_service_started():
         code, said = _apt(steps, command)
-        if code:  # no package lists yet, or old ones
+        if code:  # the package lists may be missing or old
             _apt(steps, ["apt-get", "-q", "update"])
             code, said = _apt(steps, command)
     if code:
@@ -57,7 +57,7 @@ def _apt(steps: Steps, command: list[str]) -> tuple[int, str]:
 
 @contextmanager
 def _no_service_started() -> Iterator[None]:
-    if POLICY.exists():  # whoever made it has said what may be started
+    if POLICY.exists():  # the machine's owner has already decided what may start
         yield
         return
     POLICY.write_text(FORBID)

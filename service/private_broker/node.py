@@ -1,7 +1,7 @@
-"""A private node of an installed RabbitMQ: own folder, own name, own ports, own epmd; never the system's node.
+"""A private node of an installed RabbitMQ, with its own folder, name, ports and epmd; never the system's node.
 
-The server's script is run directly, not Debian's wrapper in /usr/sbin, which wants to be root and changes the user.
-Its environment is written out here, whole, so that nobody's RABBITMQ_* variables and no file in /etc take part.
+The server's script is run directly, not Debian's wrapper in /usr/sbin, which requires root and changes the user. Its
+whole environment is set here, so that no RABBITMQ_* variables of the user and no file in /etc have an effect.
 """
 
 import os
@@ -33,20 +33,20 @@ LOG_TAIL_CHARS = 1500
 
 
 def installed() -> tuple[Path, Path] | None:
-    """RabbitMQ's server script and Erlang's epmd, or None where either is missing."""
+    """RabbitMQ's server script and Erlang's epmd, or None if either is missing."""
     server = DEBIAN if os.access(DEBIAN, os.X_OK) else _which("rabbitmq-server")
     epmd = _which("epmd")
     return None if server is None or epmd is None else (server, epmd)
 
 
 def _which(name: str) -> Path | None:
-    # Debian keeps some of it in /usr/sbin, which is not on everybody's PATH.
+    # Debian has some programs in /usr/sbin, which is not on every user's PATH.
     found = shutil.which(name) or shutil.which(name, path=FIXED_PATH)
     return None if found is None else Path(found)
 
 
 class Node:
-    """One node. `folder` is its own and holds all that it writes; who made the folder removes it."""
+    """One node. `folder` is only for it and holds all that it writes; its creator removes it."""
 
     def __init__(self, folder: Path, *, steps: Steps) -> None:
         programs = installed()
@@ -61,10 +61,10 @@ class Node:
         self._configure()
 
     def start(self) -> str:
-        """See Server; the error holds the end of the node's log."""
+        """See Server; the error contains the end of the node's log."""
         environment = self._environment()
         epmd = [str(self._epmd), "-port", str(self._epmd_port), "-address", LOOPBACK]
-        # epmd in the foreground, as a child: one that Erlang starts by itself stays for ever.
+        # epmd runs in the foreground as our child: one that Erlang starts itself would stay for ever.
         self._processes = [self._run(epmd, environment), self._run([str(self._server)], environment)]
         for _ in self._steps.until(START_S):
             if self._processes[1].poll() is not None:
@@ -74,7 +74,7 @@ class Node:
         raise TooSlow(f"RabbitMQ was not ready within {START_S} s:\n{self._log_tail()}")
 
     def kill(self) -> None:
-        """See Server; whatever it started goes with it."""
+        """See Server; processes that the node started are killed too."""
         for each in self._processes:
             with suppress(ProcessLookupError):
                 os.killpg(each.pid, signal.SIGKILL)
@@ -87,7 +87,7 @@ class Node:
 
     def _run(self, command: list[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
         if sys.platform == "linux" and shutil.which("setpriv"):
-            command = ["setpriv", "--pdeathsig", "KILL", *command]  # goes with the guard, even if that is killed
+            command = ["setpriv", "--pdeathsig", "KILL", *command]  # dies with the guard, even if that is killed
         with (self._folder / "output").open("ab") as output:
             return subprocess.Popen(
                 command,
@@ -129,12 +129,12 @@ class Node:
             "RABBITMQ_LOG_BASE": str(folder / "log"),
             "RABBITMQ_GENERATED_CONFIG_DIR": str(folder / "config"),
             "RABBITMQ_LOGS": "-",
-            # Bound to cores, several brokers on one machine would all sit on the first.
+            # Unbound: with bound schedulers, several brokers on one machine would all use the first cores.
             "RABBITMQ_SCHEDULER_BIND_TYPE": "u",
             "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": (
                 f"-start_epmd false -kernel inet_dist_use_interface {{127,0,0,1}} {ERLANG_ARGUMENTS}"
             ),
-            # Makes the script replace itself with Erlang, so that the process that is watched is the node.
+            # Makes the script replace itself with Erlang, so that the process we watch is the node.
             "detached": "true",
         }
 

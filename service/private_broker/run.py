@@ -1,9 +1,9 @@
-"""`python -m service.private_broker.run -- COMMAND …`: a command with a private broker around it.
+"""`python -m service.private_broker.run -- COMMAND …`: runs a command with a private broker.
 
-The command finds LANEKEEPER_AMQP_URL and LANEKEEPER_MANAGEMENT_URL in its environment.
+The command gets LANEKEEPER_AMQP_URL and LANEKEEPER_MANAGEMENT_URL in its environment.
 
-When the command has ended, or on Ctrl-C or SIGTERM at any second, everything that it left running is ended, and the
-broker is taken down.
+When the command has ended, or on Ctrl-C or SIGTERM at any moment, every process that it left running is ended, and the
+broker is removed.
 """
 
 import argparse
@@ -23,21 +23,21 @@ from service.private_broker.descendants import adopt_orphans, descendants, reap
 from service.private_broker.guard import SOURCES
 
 GRACE_S = 15
-"""How long a command that was told to end may take."""
+"""How long a command may take to end after its signal."""
 LEFT_S = 5
-"""How long what it left behind may go on by itself."""
+"""How long processes that it left behind may continue before they get SIGTERM."""
 CLEANING_UP_S = 60
-"""How long that may take when told to end: it may be a guard with a broker of its own, or Docker's engine."""
+"""How long they may take after that: one may be a guard with its own broker, or Docker's engine."""
 POLL_S = 0.02
 
 
 class Told(BaseException):
-    """A signal told us to end. Not an Exception: nothing on the way may take it for an error of its own."""
+    """A signal told us to end. Not an Exception, so that no `except Exception` on the way catches it."""
 
 
 @dataclass(slots=True)
 class Signals:
-    """SIGINT, SIGTERM and SIGHUP: the first is noted, and raises Told where that is safe; further ones are nothing."""
+    """SIGINT, SIGTERM and SIGHUP: the first one is noted, and raises Told if that is safe; later ones are ignored."""
 
     told: signal.Signals | None = None
     raising: bool = True
@@ -54,7 +54,7 @@ class Signals:
 
 
 def main() -> int:
-    """Run the command; its own exit code, 128 + the signal's number where a signal ended it, 1 without a broker."""
+    """Run the command. Returns its exit code; 128 + the number of the signal that ended it; 1 without a broker."""
     options = argparse.ArgumentParser(prog="python -m service.private_broker.run")
     options.add_argument("--sources", default=",".join(SOURCES), help="where the broker may come from, in this order")
     options.add_argument("--image", help="the Docker image to take")
@@ -67,7 +67,7 @@ def main() -> int:
     code = 1
     try:
         with guarded_broker(sources=chosen.sources.split(","), image=chosen.image) as broker:
-            # Raised between the start of a process and its being known here, Told would leave it behind.
+            # From here on Told could come after a process has started but before we know it, and leave it behind.
             signals.raising = False
             code = _run(chosen.command, broker, signals)
     except BrokerUnreachable as error:
@@ -82,14 +82,14 @@ def main() -> int:
 
 def _run(command: list[str], broker: GuardedBroker, signals: Signals) -> int:
     environment = [f"LANEKEEPER_AMQP_URL={broker.amqp_url}", f"LANEKEEPER_MANAGEMENT_URL={broker.management_url}"]
-    # Should we be killed, the command is told to end: its broker goes.
+    # If we are killed, the command gets SIGTERM, because its broker is removed.
     bound = ["setpriv", "--pdeathsig", "TERM"] if sys.platform == "linux" and shutil.which("setpriv") else []
     child = subprocess.Popen([*bound, "env", *environment, *command])
     try:
         while signals.told is None and child.poll() is None:
             time.sleep(POLL_S)
         if signals.told is not None:
-            # At a terminal Ctrl-C has reached the command as well; a second one would cut short its own cleaning up.
+            # At a terminal the command got Ctrl-C too; a second signal would interrupt its cleaning up.
             if not (signals.told is signal.SIGINT and os.isatty(0)):
                 child.send_signal(signals.told)
             with suppress(subprocess.TimeoutExpired):
@@ -102,7 +102,7 @@ def _run(command: list[str], broker: GuardedBroker, signals: Signals) -> int:
 
 
 def _end_the_rest(*, spare: int | None = None) -> None:
-    """Give what is left a moment to end by itself, then tell it to, and kill it only when that has no effect."""
+    """Wait `LEFT_S` for the remaining processes, then send SIGTERM, and SIGKILL only after `CLEANING_UP_S` more."""
     began = time.monotonic()
     told: set[int] = set()
     while left := set(descendants(os.getpid())) - (set() if spare is None else {spare, *descendants(spare)}):

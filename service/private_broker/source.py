@@ -1,4 +1,4 @@
-"""What a source of brokers gives, and how its steps are run so that they can be left at any second.
+"""What a source of brokers provides, and how its steps are run so that they can be interrupted at any moment.
 
 A source is Docker (`container.py`) or an installed RabbitMQ (`node.py`). All of this runs in the guard (`guard.py`).
 """
@@ -24,25 +24,26 @@ LOOPBACK = "127.0.0.1"
 USER = "lanekeeper"
 POLL_S = 0.05
 ERLANG_ARGUMENTS = "-rabbit dead_letter_worker_publisher_confirm_timeout 15000"
-"""What a delay's next queue did not take, because it was still starting, is tried again after 15 s instead of 180."""
+"""A delayed message that its next queue did not take, because the queue was still starting, is tried again after 15 s
+instead of 180 s."""
 FIXED_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 class Leaving(Exception):
-    """Whoever asked for the broker is gone, or wants it no more."""
+    """The process that asked for the broker has gone, or does not need it any more."""
 
 
 class Unavailable(Exception):
-    """This source has no broker to give; the text says why."""
+    """This source cannot provide a broker; the text says why."""
 
 
 class TooSlow(Unavailable):
-    """It had all the time that it may take; another try would take as long."""
+    """It exceeded its time limit; another try would take as long."""
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Where the broker listens, on loopback only, and its one user."""
+    """Where the broker listens (only on loopback), and the password of its one user."""
 
     amqp_port: int
     management_port: int
@@ -58,37 +59,37 @@ class Access:
 
 
 class Server(Protocol):
-    """A broker of one's own. `start` after `kill` has the same data, ports and name."""
+    """A private broker. After `kill`, `start` brings it back with the same data, ports and name."""
 
     access: Access
 
     def start(self) -> str:
-        """Start, wait until it is ready, and give its version. Raises Unavailable where it does not come up."""
+        """Start, wait until it is ready, and return its version. Raises Unavailable if it does not start."""
         ...
 
     def kill(self) -> None:
-        """End it as a power cut would (SIGKILL); its data stays."""
+        """End it like a power cut (SIGKILL); its data stays."""
         ...
 
     def remove(self) -> None:
-        """Take it away, whatever state it is in."""
+        """Remove it, whatever state it is in."""
         ...
 
 
 @dataclass(slots=True)
 class Steps:
-    """Runs commands and waits, until `leaving` is set: then each of them raises Leaving at once."""
+    """Runs commands and waits. Once `leaving` is set, every such call raises Leaving at once."""
 
     leaving: threading.Event = field(default_factory=threading.Event)
     say: Callable[[str], None] = lambda text: None
-    """Told what takes long."""
+    """Called with a text about each step that takes long."""
 
     def check(self) -> None:
         if self.leaving.is_set():
             raise Leaving
 
     def until(self, seconds: float) -> Iterator[None]:
-        """A loop's rounds, one at once and then every 50 ms, for so long."""
+        """Rounds of a polling loop for `seconds`: the first at once, then every 50 ms."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             self.check()
@@ -104,14 +105,14 @@ class Steps:
         end_with: signal.Signals = signal.SIGKILL,
         environment: Mapping[str, str] | None = None,
     ) -> tuple[int, str]:
-        """Run to the end; the exit code and all that it wrote. Beyond `within_s`: TooSlow.
+        """Run a command to its end; returns the exit code and all its output. Raises TooSlow after `within_s`.
 
-        `end_with` is sent to the command's process group on Leaving or when its time is over, and then its end is
-        awaited: SIGINT for what must put something in order first. `environment` None: inherited.
+        When `leaving` is set or time is up, `end_with` is sent to the command's process group, and its end is awaited:
+        SIGINT for a command that must clean up first. `environment` None: inherited.
         """
         self.check()
         with tempfile.TemporaryFile() as output:
-            # A file, not a pipe: a daemon that the command leaves behind would hold a pipe open.
+            # A file, not a pipe: a daemon that the command leaves behind would keep the pipe open.
             child = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, env=environment
             )
@@ -128,7 +129,7 @@ class Steps:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now. All are held at once, so that they differ."""
+    """Ports on which nothing listens now. All are bound at the same time, so that they differ."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for each in sockets:
@@ -140,7 +141,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def version_if_ready(access: Access) -> str | None:
-    """The broker's version, once it takes connections and its management API answers; None before."""
+    """The broker's version if it accepts connections and its management API answers; else None."""
     try:
         with socket.create_connection((LOOPBACK, access.amqp_port), timeout=1) as connection:
             connection.settimeout(2)

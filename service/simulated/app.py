@@ -1,6 +1,6 @@
-"""The simulated Anthropic API: an HTTP server of its own. START HERE; what it answers is in `routes.py`.
+"""The simulated Anthropic API: an HTTP server. START HERE; `routes.py` has the answers.
 
-`SimulatedAPI` runs it inside a process, `serve` until it is cancelled.
+`SimulatedAPI` runs it inside a process; `serve` runs it until it is cancelled.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from service.simulated.routes import Routes
 
 
 class SimulatedAPI:
-    """A simulated API on `host`, `port` (0: a free one, kept over `stop` and `start`)."""
+    """A simulated API on `host` and `port` (0: a free port, which stays the same after `stop` and `start`)."""
 
     def __init__(self, options: SimulatedOptions | None = None, *, host: str = "127.0.0.1", port: int = 0) -> None:
         self.host = host
@@ -30,7 +30,7 @@ class SimulatedAPI:
         return self._routes.options
 
     def configure(self, options: SimulatedOptions) -> None:
-        """Answer by other options from now on, with full buckets; the calls so far stay."""
+        """Use other options from now on, with full buckets; the recorded calls stay."""
         self._routes = Routes(options, self._calls)
 
     @property
@@ -53,12 +53,12 @@ class SimulatedAPI:
         return self._calls.stats()
 
     async def until(self, holds: Callable[[], bool], *, timeout_s: float = 60.0) -> None:
-        """Wait until `holds`, looked at whenever a call starts or ends. Raises `TimeoutError`."""
+        """Wait until `holds()` is true; it is checked whenever a call starts or ends. Raises `TimeoutError`."""
         await self._calls.until(holds, timeout_s)
 
     async def start(self) -> None:
         server = web.Server(self._handle, request_factory=self._request, handler_cancellation=True, access_log=None)
-        # a stalled answer is not waited for
+        # short, so that stopping does not wait for a stalled answer
         self._runner = web.ServerRunner(server, shutdown_timeout=0.05)
         await self._runner.setup()
         site = web.TCPSite(self._runner, self.host, self.port, backlog=1024, reuse_address=True)
@@ -66,7 +66,7 @@ class SimulatedAPI:
         self.port = self._runner.addresses[0][1]
 
     async def stop(self) -> None:
-        """Refuse connections, break off what is running. `start` begins again on the same port."""
+        """Refuse connections and end the running calls. `start` begins again on the same port."""
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
@@ -100,7 +100,7 @@ async def serve(
     port: int = 0,
     ready: Callable[[SimulatedAPI], None] | None = None,
 ) -> None:
-    """Serve until cancelled. `ready` is called once the server takes calls; then its `base_url` is known."""
+    """Serve until cancelled. `ready` is called once the server accepts calls and its `base_url` is known."""
     async with SimulatedAPI(options, host=host, port=port) as api:
         if ready is not None:
             ready(api)

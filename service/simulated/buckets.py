@@ -1,4 +1,5 @@
-"""Rate limits as Anthropic's: three token buckets for each model class, refilled continuously, told in every answer."""
+"""Rate limits like Anthropic's: three token buckets for each model class, refilled continuously, and reported in the
+headers of every answer."""
 
 import math
 import time
@@ -32,7 +33,7 @@ class Bucket:
         self._level = self.level() - amount
 
     def wait_s(self, amount: float) -> float:
-        """Seconds until `amount` is there (a larger one than fits: until it is full); 0 where it is there now."""
+        """Seconds until `amount` is available, 0 if it is; if it exceeds the capacity, until the bucket is full."""
         missing = min(amount, self.capacity) - self.level()
         return 0.0 if missing <= 0 else missing / self._per_s
 
@@ -43,8 +44,8 @@ class Bucket:
 class Limits:
     """The three buckets of one model class.
 
-    Input is reserved by estimate when a call starts and settled when it ends; output counts as it is produced, so that
-    a call is let in while the bucket is above zero.
+    Input tokens are reserved by estimate when a call starts, and corrected when it ends. Output tokens are counted when
+    the call ends, so a call may start while one output token is left.
     """
 
     def __init__(self, *, requests: Bucket, input_tokens: Bucket, output_tokens: Bucket) -> None:
@@ -53,7 +54,7 @@ class Limits:
         self.output_tokens = output_tokens
 
     def enter(self, input_tokens: int) -> None:
-        """Take one request and the estimated input. Raises `Refusal` (429, with `retry-after`) where one is short."""
+        """Take one request and the estimated input. Raises `Refusal` (429, with `retry-after`) if a bucket is short."""
         for bucket, amount, what in (
             (self.requests, 1, "requests"),
             (self.input_tokens, input_tokens, "input tokens"),
@@ -70,12 +71,14 @@ class Limits:
         self.input_tokens.take(input_tokens)
 
     def settle(self, *, input_tokens: int, output_tokens: int) -> None:
-        """At the end: `input_tokens` is what the estimate was short by (negative: over), output what was produced."""
+        """Correct the buckets when a call ends. `input_tokens`: the actual input minus the estimate. `output_tokens`:
+        the output produced."""
         self.input_tokens.take(input_tokens)
         self.output_tokens.take(output_tokens)
 
     def headers(self) -> dict[str, str]:
-        """`anthropic-ratelimit-*`: token counts rounded to thousands, `tokens-*` the tighter one, reset when full."""
+        """`anthropic-ratelimit-*`: remaining tokens rounded to thousands, `tokens-*` for the emptier of the two token
+        buckets, `reset` the moment when the bucket is full."""
         now_s = time.time()
         tokens = min(self.input_tokens, self.output_tokens, key=lambda each: each.level() / each.capacity)
         found: dict[str, str] = {}
@@ -95,7 +98,7 @@ class Limits:
 
 @lru_cache(maxsize=16)
 def _rfc3339(second: int) -> str:
-    # most resets fall into the same second, and formatting a date is dearer than the rest of a header
+    # cached: most resets fall into the same second, and formatting a date costs more than the rest of a header
     return datetime.fromtimestamp(second, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 

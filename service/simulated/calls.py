@@ -1,4 +1,4 @@
-"""What the simulated API remembers of its calls: the latest ones, counts of all, and how many ran at once."""
+"""The simulated API's record of its calls: the latest ones, counts of all, and how many ran at once."""
 
 import asyncio
 import itertools
@@ -14,14 +14,14 @@ _PROMPT_KEPT = 200
 
 @dataclass(slots=True)
 class Call:
-    """One call to `POST /v1/messages`. `outcome` is `running` until it ended, then `ok`, a fault's name or the like."""
+    """One call to `POST /v1/messages`. `outcome` is `running` until it ends, then `ok`, a fault's name or similar."""
 
     started_s: float
     """`time.monotonic()` of its arrival."""
     headers: Mapping[str, str]
-    """As received; names are looked up in any case."""
+    """As received; lookup ignores the case of names."""
     body: bytes = b""
-    """Empty where it was larger than 16 KiB."""
+    """Empty if it was larger than 16 KiB."""
     model: str = ""
     stream: bool = False
     prompt: str = ""
@@ -31,11 +31,11 @@ class Call:
     status: int = 0
     ended_s: float | None = None
     concurrency: int = 0
-    """How many calls ran when it started, itself included."""
+    """How many calls were running when it started, including itself."""
 
 
 class Calls:
-    """The latest calls, and counts of all of them; the same size after a million calls."""
+    """The latest calls, and counts of all; its size stays bounded however many calls there are."""
 
     def __init__(self, keep: int) -> None:
         self.latest: deque[Call] = deque(maxlen=keep)
@@ -50,7 +50,7 @@ class Calls:
         self._waiting: set[asyncio.Event] = set()
 
     def next_id(self) -> int:
-        """Numbers of requests, from 1."""
+        """The next request's number, from 1."""
         return next(self._ids)
 
     def begin(self, *, headers: Mapping[str, str], request_id: str) -> Call:
@@ -86,7 +86,7 @@ class Calls:
         self.output_tokens += output_tokens
 
     async def until(self, holds: Callable[[], bool], timeout_s: float) -> None:
-        """Wait until `holds`, looked at whenever a call starts or ends. Raises `TimeoutError`."""
+        """Wait until `holds()` is true; it is checked whenever a call starts or ends. Raises `TimeoutError`."""
         changed = asyncio.Event()
         self._waiting.add(changed)
         try:
@@ -98,7 +98,7 @@ class Calls:
             self._waiting.discard(changed)
 
     def stats(self) -> dict[str, Any]:
-        """What `GET /simulated/stats` answers."""
+        """The answer of `GET /simulated/stats`."""
         return {
             "calls": self.total,
             "running": self.running,

@@ -43,7 +43,7 @@ class Refusal(Exception):
 
 
 def error_body(type: str, message: str, *, request_id: str, details: Mapping[str, Any] | None = None) -> bytes:
-    """The JSON of an error: the same as a body and as the data of an `error` event."""
+    """The JSON of an error, for a body or for the data of an `error` event."""
     error: dict[str, Any] = {"type": type, "message": message}
     if details is not None:
         error["details"] = details
@@ -51,5 +51,5 @@ def error_body(type: str, message: str, *, request_id: str, details: Mapping[str
 
 
 def invalid(message: str) -> Refusal:
-    """The 400 of a request that is not as it must be."""
+    """The 400 for an invalid request."""
     return Refusal(400, message, outcome="invalid")

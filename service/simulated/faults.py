@@ -1,13 +1,14 @@
-"""Faults: what can go wrong on purpose, how a prompt or an option asks for it, and whose turn it is.
+"""Faults on request: which there are, how a prompt or an option asks for one, and which of several comes next.
 
-A marker in the last user message, or the key of a ratio in the options, reads
+Markers in the last user message:
 
     [[fault: NAME key=value … xN]]      only the first N calls with this prompt fail; without xN all of them
-    [[latency: 500ms]]                  this answer takes so long instead
-    [[tokens: 200]]                     this answer is so long instead
+    [[latency: 500ms]]                  this answer takes this long, whatever the options say
+    [[tokens: 200]]                     this answer is filled up to this many tokens, whatever the options say
 
-Several fault markers take turns: `[[fault: overloaded x2]] [[fault: reset x1]]` fails three times, then answers.
-Durations are `500ms` or `2s`. A marker that does not read so is answered 400, so that a typo is not silent.
+In the options, a random fault is written as in a marker, without brackets and `fault:`. Several fault markers follow
+one another: `[[fault: overloaded x2]] [[fault: reset x1]]` fails three times, then answers. Durations are `500ms`, `2s`
+or `1h`. A marker that cannot be read is answered with 400, so that a typo is noticed.
 """
 
 import random
@@ -35,7 +36,7 @@ REFUSED: Final[Mapping[str, tuple[int, str]]] = {
     "unavailable": (503, "Service unavailable"),
     "overloaded": (529, "Overloaded"),
 }
-"""Faults that are an error answer: status and message. `retry_after=` sets that header (`none`: leaves it out)."""
+"""Faults that are error answers: status and message. `retry_after=` sets that header (`none`: no header)."""
 
 BROKEN: Final[Mapping[str, str]] = {
     "html": "502 with a page of HTML, as from a proxy",
@@ -65,7 +66,7 @@ _PROMPTS_COUNTED: Final = 100_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One fault. `times` is how many calls with one prompt it hits, None for all."""
+    """One fault. `times`: how many calls with the same prompt it hits; None: all."""
 
     name: str
     times: int | None = None
@@ -75,7 +76,7 @@ class Fault:
     at: str | None = None
 
     def refusal(self) -> Refusal | None:
-        """The error answer that it is, None where it breaks the transfer or the answer."""
+        """Its error answer; None if it breaks the transfer or the answer instead."""
         if self.name not in REFUSED:
             return None
         status, message = REFUSED[self.name]
@@ -103,7 +104,7 @@ NO_SCRIPT: Final = Script()
 
 
 class Faults:
-    """Decides which fault hits a call. Remembers the last 100,000 prompts that asked for a number of them."""
+    """Decides which fault hits a call. Counts the calls of the last 100,000 prompts with fault markers."""
 
     def __init__(self, ratios: Mapping[str, float], *, seed: int) -> None:
         if not all(0 <= share <= 1 for share in ratios.values()) or sum(ratios.values()) > 1 + 1e-9:
@@ -159,7 +160,7 @@ def parse_script(prompt: str) -> Script:
 
 
 def parse_fault(text: str) -> Fault:
-    """A fault from its text, `overloaded retry_after=2 x1` say. Raises `ValueError` that names what is allowed."""
+    """A fault from its text, such as `overloaded retry_after=2 x1`. Raises `ValueError` that names what is allowed."""
     name, *words = text.split() or [""]
     if name not in REFUSED and name not in BROKEN:
         raise ValueError(f"no fault {name!r}; there are {', '.join([*REFUSED, *BROKEN])}")
@@ -186,7 +187,7 @@ def parse_fault(text: str) -> Fault:
 
 
 def parse_share(text: str) -> tuple[str, float]:
-    """An option NAME=SHARE, such as `overloaded=0.3` or `rate_limited retry_after=2=0.1`: a fault, and the share of
+    """Read an option NAME=SHARE, such as `overloaded=0.3` or `rate_limited retry_after=2=0.1`: a fault and the share of
     calls that it hits. Raises `ValueError` that names what is allowed.
     """
     fault, equals, said = text.rpartition("=")

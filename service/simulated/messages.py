@@ -1,4 +1,4 @@
-"""What is asked of the simulated model, and what it answers: an echo, so that everyone can check whose answer it is."""
+"""Requests to the simulated model, and its answers. It echoes the prompt, so that each answer shows its request."""
 
 import json
 import math
@@ -14,19 +14,19 @@ _FILLING: Final = " and so on"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A request to the Messages API, as far as the simulated model reads it."""
+    """The parts of a Messages API request that the simulated model reads."""
 
     model: str
     max_tokens: int
     stream: bool
     prompt: str
-    """The text of the last user message, a tool's result included."""
+    """The text of the last user message, including a tool's result."""
     tool: dict[str, Any] | None
-    """The tool to use now; None where none is given, or its result is already there."""
+    """The tool to use; None if the request has none, or already holds its result."""
     thinking: bool
     input_tokens: int
     estimated_tokens: int
-    """What is reserved of the input limit before it has been counted: more than it will be."""
+    """The tokens reserved from the input limit at the start of the call; higher than the actual count."""
     script: Script
 
 
@@ -40,7 +40,7 @@ class Answer:
 
 
 def read(body: bytes, *, counting: bool = False) -> Asked:
-    """Read and check a request (`counting`: to count_tokens, which needs no max_tokens). Raises `Refusal` (400)."""
+    """Read and check a request. `counting`: for count_tokens, which needs no max_tokens. Raises `Refusal` (400)."""
     try:
         fields = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -75,7 +75,7 @@ def read(body: bytes, *, counting: bool = False) -> Asked:
 
 
 def answer(asked: Asked, *, output_tokens: int | None) -> Answer:
-    """What the model says: `echo: ` and the last user text, at the length asked for, cut at `max_tokens`."""
+    """The model's answer: `echo: ` and the last user text, filled up to `output_tokens` and cut at `max_tokens`."""
     blocks: list[dict[str, Any]] = []
     if asked.thinking:
         blocks.append({"type": "thinking", "thinking": f"They said: {asked.prompt[:200]}", "signature": "c2ltdWxhdGVk"})
@@ -105,7 +105,7 @@ def answer(asked: Asked, *, output_tokens: int | None) -> Answer:
 
 
 def message(asked: Asked, said: Answer, *, id: str) -> dict[str, Any]:
-    """The answer as a Message."""
+    """The answer as an Anthropic Message."""
     return {
         "id": id,
         "type": "message",
@@ -119,7 +119,7 @@ def message(asked: Asked, said: Answer, *, id: str) -> dict[str, Any]:
 
 
 def usage(input_tokens: int, output_tokens: int) -> dict[str, Any]:
-    """Counts of a call, in the form of a Message's `usage`."""
+    """A call's token counts, as in a Message's `usage`."""
     return {
         "input_tokens": input_tokens,
         "cache_creation_input_tokens": 0,
@@ -130,7 +130,7 @@ def usage(input_tokens: int, output_tokens: int) -> dict[str, Any]:
 
 
 def tokens_of(characters: int) -> int:
-    """A token is four characters here, and nothing is less than one."""
+    """The simulated token count: a token is four characters, and there is at least one."""
     return max(1, math.ceil(characters / 4))
 
 
@@ -149,7 +149,7 @@ def _last_user_message(messages: Any) -> dict[str, Any]:
 
 
 def _text(content: Any) -> tuple[str, bool]:
-    """The text in a message's content, and whether a tool's result is in it."""
+    """The text in a message's content, and whether it contains a tool's result."""
     if isinstance(content, str):
         return content, False
     texts: list[str] = []

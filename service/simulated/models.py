@@ -28,12 +28,12 @@ LINES: Final = ("fable", "mythos", "opus", "sonnet", "haiku")
 
 
 def limit_class(model: str) -> str:
-    """The class whose buckets a model uses: its line, `other` where the name tells none."""
+    """The class whose buckets a model uses: its line, or `other` if the name contains none."""
     return next((line for line in LINES if line in model), "other")
 
 
 def info(model: str) -> dict[str, Any]:
-    """A model as `GET /v1/models/{id}` describes it."""
+    """The answer of `GET /v1/models/{id}`."""
     return {
         "type": "model",
         "id": model,
@@ -58,5 +58,5 @@ def page(models: list[str]) -> dict[str, Any]:
 
 
 def unknown(model: str) -> Refusal:
-    """The 404 of a model that is not there."""
+    """The 404 for an unknown model."""
     return Refusal(404, f"model: {model[:100]}", outcome="unknown_model")

@@ -1,4 +1,4 @@
-"""What is answered at which path. A call to `POST /v1/messages` goes the way that `_messages` and `_answer` tell:
+"""The answers at each path. `_messages` and `_answer` show the steps of a call to `POST /v1/messages`:
 key and version, request, model, fault, limits, time, answer.
 """
 
@@ -19,7 +19,7 @@ _SLOW_FIRST_BYTE_S = 10.0
 
 
 class Routes:
-    """Answers requests by its options, and writes down the calls."""
+    """Answers requests as its options say, and records the calls."""
 
     def __init__(self, options: SimulatedOptions, calls: Calls) -> None:
         self.options = options
@@ -160,7 +160,7 @@ class Routes:
 
 
 async def _before_answering(request: web.BaseRequest, asked: messages.Asked, fault: Fault) -> None:
-    """Faults that come before a byte of the answer does. Raises `Refusal` for an error answer."""
+    """Carry out faults that come before the first byte of the answer. Raises `Refusal` for an error answer."""
     if (refusal := fault.refusal()) is not None:
         raise refusal
     match fault.name:

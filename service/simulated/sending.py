@@ -1,4 +1,4 @@
-"""How an answer leaves: whole, in its own time, or broken in one of the ways of `faults.BROKEN`."""
+"""Sends an answer: whole, slowly, or with one of the faults in `faults.BROKEN`."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ _HTML = b"<html><head><title>502 Bad Gateway</title></head><body><h1>502 Bad Gat
 
 
 def html(headers: Mapping[str, str]) -> web.Response:
-    """What a proxy in between answers when it cannot reach the API."""
+    """The answer of a proxy that cannot reach the API."""
     return web.Response(status=502, body=_HTML, headers={**headers, "content-type": "text/html"})
 
 
@@ -54,7 +54,7 @@ async def send_stream(
     fault: Fault | None,
     request_id: str,
 ) -> web.StreamResponse:
-    """Send a stream of events, `pause_s` before each."""
+    """Send a stream of events, with a pause of `pause_s` before each."""
     headers = {**headers, "content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
     events = list(events)
     half = max(1, len(events) // 2)
@@ -76,17 +76,17 @@ async def send_stream(
 
 
 async def reset(request: web.BaseRequest) -> NoReturn:
-    """Break the connection with a TCP reset."""
+    """End the connection with a TCP reset."""
     if request.transport is not None:
         connection: socket.socket = request.transport.get_extra_info("socket")
-        # with no time to linger, closing sends RST
+        # a linger time of zero makes closing send RST
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         request.transport.abort()
     _break_off()
 
 
 async def hang() -> NoReturn:
-    """Do not answer before the client has gone."""
+    """Send nothing until the client has gone."""
     await asyncio.sleep(_FOREVER_S)
     _break_off()
 
@@ -134,5 +134,5 @@ async def _send(
 
 
 def _break_off() -> NoReturn:
-    # what aiohttp's server does with a cancelled handler is what is wanted: it closes the connection where it stands
+    # when a handler is cancelled, aiohttp's server closes the connection at once
     raise asyncio.CancelledError

@@ -1,4 +1,4 @@
-"""An answer as Anthropic's stream: message_start, blocks in pieces, ping, message_delta, message_stop."""
+"""An answer as a stream like Anthropic's: message_start, blocks in pieces, ping, message_delta, message_stop."""
 
 import json
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ PIECES = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinki
 
 
 def events(asked: Asked, said: Answer, *, id: str, deltas: int) -> list[bytes]:
-    """The events of a whole stream, each as it goes over the wire; a block is cut into up to `deltas` pieces."""
+    """The events of a whole stream as bytes; each block is cut into up to `deltas` pieces."""
     found = [
         event(
             "message_start",
@@ -40,7 +40,7 @@ def events(asked: Asked, said: Answer, *, id: str, deltas: int) -> list[bytes]:
 
 
 def event(type: str, **fields: Any) -> bytes:
-    """One event of the stream."""
+    """One event of the stream as bytes."""
     return b"event: %b\ndata: %b\n\n" % (type.encode(), json.dumps({"type": type, **fields}).encode())
 
 

@@ -1,7 +1,6 @@
-"""Logs and traces of one process, set up from a spec; the spans go out by OTLP over HTTP where an endpoint is given.
+"""Sets up logs and traces of one process from a spec. Spans are sent by OTLP over HTTP if an endpoint is given.
 
-Everything else that there is in `OTEL_*` (sampler, headers, limits, resource attributes, OTEL_SDK_DISABLED), the SDK
-reads by itself.
+The SDK itself reads all other `OTEL_*` variables (sampler, headers, limits, resource attributes, OTEL_SDK_DISABLED).
 """
 
 import os
@@ -27,22 +26,22 @@ log = logger()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TelemetrySpec:
-    """What is told of a process, and where to."""
+    """What a process logs and traces, and where it is sent."""
 
     service_name: str = "lanekeeper"
     log_level: str = "INFO"
     log_format: logs.Format = "auto"
     """auto: columns on a terminal, else JSON lines."""
     log_content: bool = False
-    """Texts of exceptions and fields that may quote prompts and answers are written too. Never in spans."""
+    """Also log texts of exceptions and fields that may quote prompts and answers. Spans never contain them."""
     otlp_endpoint: str | None = None
     """Base URL of a collector (`http://localhost:4318`); spans go to `/v1/traces` under it."""
     otlp_traces_endpoint: str | None = None
-    """The whole URL for spans; comes before `otlp_endpoint`."""
+    """The full URL for spans; overrides `otlp_endpoint`."""
 
     @property
     def traces_url(self) -> str | None:
-        """Where spans go; None: nowhere."""
+        """The URL to which spans are sent; None: none are sent."""
         if self.otlp_traces_endpoint or not self.otlp_endpoint:
             return self.otlp_traces_endpoint or None
         return self.otlp_endpoint.rstrip("/") + "/v1/traces"
@@ -50,10 +49,10 @@ class TelemetrySpec:
 
 @contextmanager
 def running(spec: TelemetrySpec, *, stream: TextIO | None = None) -> Iterator[TracerProvider | None]:
-    """Logs and traces for the length of a `with`; yields what `Tracing` takes, None where no spans are sent.
+    """Logs and traces for as long as the block lasts; yields the provider for `Tracing`, None if no spans are sent.
 
-    The provider is not made the global one: two of them in one process (tests, an application that embeds us) must not
-    get into each other's way. Leaving takes `FLUSH_S` at most, also when the endpoint does not answer.
+    The provider is not made the global one, so that two in one process (tests, an application that embeds us) do not
+    affect each other. Leaving takes about `FLUSH_S` at most, even if the endpoint does not answer.
     """
     with logs.written(
         service=spec.service_name,
@@ -71,16 +70,16 @@ def running(spec: TelemetrySpec, *, stream: TextIO | None = None) -> Iterator[Tr
 
 @contextmanager
 def exporting(url: str, *, service_name: str) -> Iterator[TracerProvider]:
-    """Spans go to `url` for the length of a `with`."""
+    """Send spans to `url` for as long as the block lasts."""
     exporter = OTLPSpanExporter(endpoint=url)
-    # The queue is bounded (OTEL_BSP_MAX_QUEUE_SIZE, 2048 spans): what does not fit is dropped, and nobody waits.
+    # The queue is bounded (OTEL_BSP_MAX_QUEUE_SIZE, 2048 spans): further spans are dropped, so nothing blocks.
     provider = TracerProvider(resource=_resource(service_name), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     log.info(signals.TRACES_EXPORTED_TO, endpoint=url)
     try:
         yield provider
     finally:
-        # The SDK's shutdown waits up to 30 s and can be told no other time; a daemon thread holds up nobody's exit.
+        # The SDK's shutdown waits up to 30 s, which cannot be changed; a daemon thread does not delay the exit.
         flush = threading.Thread(target=provider.shutdown, name="traces flush", daemon=True)
         flush.start()
         flush.join(FLUSH_S)
@@ -91,7 +90,7 @@ def exporting(url: str, *, service_name: str) -> Iterator[TracerProvider]:
 
 
 def _resource(service_name: str) -> Resource:
-    """Who sends the spans. What OTEL_SERVICE_NAME or OTEL_RESOURCE_ATTRIBUTES say comes before `service_name`."""
+    """The sender of the spans. OTEL_SERVICE_NAME or OTEL_RESOURCE_ATTRIBUTES override `service_name`."""
     found = Resource.create({SERVICE_INSTANCE_ID: f"{socket.gethostname()}:{os.getpid()}"})
     if str(found.attributes.get(SERVICE_NAME, "unknown_service")).startswith("unknown_service"):
         found = found.merge(Resource({SERVICE_NAME: service_name}))

@@ -1,7 +1,7 @@
-"""Logs: events with fields on standard error, JSON lines, or columns where a person watches.
+"""Logs: events with fields on standard error, as JSON lines, or as columns on a terminal.
 
-Standard output belongs to what a command prints. What libraries write with `logging` comes in from WARNING up, as one
-event; below that, some of them log whole requests.
+Standard output is only for what a command prints. Messages that libraries write with `logging` become one kind of
+event; only from WARNING up, because below that some libraries log whole requests.
 """
 
 import logging
@@ -29,9 +29,9 @@ _SELDOM_S: Final = 60.0
 def written(
     *, service: str, level: str, format: Format = "auto", with_content: bool = False, stream: TextIO | None = None
 ) -> Iterator[None]:
-    """Write logs to `stream` (None: standard error) for the length of a `with`; then everything is as it was before.
+    """Write logs to `stream` (None: standard error) for as long as the block lasts; then restore what was before.
 
-    `level` is one of logging's names; it holds for our own events alone.
+    `level` is one of logging's names; it applies only to our own events.
     """
     out = sys.stderr if stream is None else stream
     console = format == "console" or (format == "auto" and out.isatty())
@@ -40,13 +40,13 @@ def written(
         processors=_processors(service, console=console, colours=out.isatty(), with_content=with_content),
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
         logger_factory=structlog.WriteLoggerFactory(file=out),
-        # Loggers are made at import; caching would tie them to the first configuration, and tests could not capture.
+        # Loggers are made at import; caching would bind them to the first configuration, and tests could not capture.
         cache_logger_on_first_use=False,
     )
     used_before = loggers.use(structlog.get_logger().bind())
     libraries = _Libraries()
     root = logging.getLogger()
-    # Inside another `with` the outer one's is there, and writes as is configured now.
+    # Inside another such block, the outer block's handler is there and uses the current configuration.
     added = not any(isinstance(each, _Libraries) for each in root.handlers)
     if added:
         root.addHandler(libraries)
@@ -97,7 +97,7 @@ def _processors(service: str, *, console: bool, colours: bool, with_content: boo
 def explained(error: BaseException, *, with_content: bool = False) -> list[str]:
     """An exception and its causes, innermost call last, without source lines or local variables.
 
-    Texts are kept of errors whose texts are ours or the system's; others (a KeyError, a validator) may quote content.
+    Only the texts of our own and the system's errors are kept; others (a KeyError, a validator) may quote content.
     """
     lines: list[str] = []
     cause: BaseException | None = error
@@ -126,7 +126,7 @@ def _error_of(exc_info: Any) -> BaseException | None:
 
 
 class _Libraries(logging.Handler):
-    """Turns what libraries write into an event each; the exporter of spans is let speak once a minute."""
+    """Turns each log message of a library into an event; messages of the span exporter at most once a minute."""
 
     def __init__(self) -> None:
         super().__init__(level=logging.WARNING)
@@ -136,7 +136,7 @@ class _Libraries(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            # Further lines of a message are where asyncio quotes a task and what it raised.
+            # Only the first line: in the further lines asyncio quotes a task and its exception.
             said = record.getMessage().partition("\n")[0]
             if record.name.startswith("opentelemetry."):
                 self._lost(said)
@@ -148,7 +148,7 @@ class _Libraries(logging.Handler):
                     message=said,
                     exc_info=record.exc_info,
                 )
-        except Exception:  # a logging call must not raise into the library that made it
+        except Exception:  # a logging call must not raise in the library that made it
             self.handleError(record)
 
     def _lost(self, said: str) -> None:

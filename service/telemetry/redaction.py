@@ -1,7 +1,7 @@
-"""What a log line must not hold, taken out of it: keys, bearer tokens, the user and password of a URL, content.
+"""Removes from log lines what they must not contain: keys, bearer tokens, the user and password of a URL, content.
 
-The last line of defence, not the first: nobody logs these on purpose, but an error's text may quote a URL, and a
-library's warning a header.
+This is the last line of defence: no code logs these on purpose, but an error's text may quote a URL, and a library's
+warning may quote a header.
 """
 
 import re
@@ -13,7 +13,7 @@ GONE: Final = "…"
 _SECRETS: Final = re.compile(
     r"sk-ant-[A-Za-z0-9_\-]+"
     r"|(?P<bearer>\bbearer\s+)[^\s\"',;]+"
-    # Greedy up to the last @: a password may hold one, and an invalid URL, quoted in an error, anything else.
+    # Greedy up to the last @: a password may contain one, and an invalid URL in an error may contain anything else.
     r"|(?P<scheme>(?<![a-z0-9+.\-])[a-z][a-z0-9+.\-]*://)[^\s\"'<>]*@",
     re.IGNORECASE,
 )
@@ -26,7 +26,7 @@ _DEEPEST: Final = 6
 
 
 def text(value: str) -> str:
-    """`value` on one line, without secrets; control and direction characters are escaped, so that no line is forged."""
+    """`value` on one line, without secrets; control and direction characters are escaped to prevent forged lines."""
     shown = value if len(value) <= _LONGEST else value[:_LONGEST] + GONE
     if _HINT.search(shown):
         shown = _SECRETS.sub(_gone, shown)
@@ -34,7 +34,7 @@ def text(value: str) -> str:
 
 
 def fields(event: Mapping[str, Any], *, with_content: bool) -> dict[str, Any]:
-    """The fields of an event, fit to be written: plain values, no secret, and no content unless it is wanted."""
+    """The fields of an event, safe to write: plain values, no secrets, and content only if `with_content`."""
     return {text(str(name)): _field(str(name), value, with_content, _DEEPEST) for name, value in event.items()}
 
 

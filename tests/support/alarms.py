@@ -1,4 +1,4 @@
-"""A memory alarm on a broker in a container: the broker stops reading from whoever publishes."""
+"""A memory alarm on a broker in a container: the broker stops reading from connections that publish."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -13,7 +13,7 @@ NOTHING = "0.00001"
 
 @asynccontextmanager
 async def memory_alarm(amqp_url: str) -> AsyncIterator[None]:
-    """The alarm for as long as the block lasts. The broker should be the test's own: all of its publishers feel it."""
+    """A memory alarm while the block lasts. It affects all publishers, so the broker should be the test's own."""
     container = await _container(amqp_url)
     await _set(container, NOTHING)
     try:

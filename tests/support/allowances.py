@@ -1,4 +1,4 @@
-"""Allowances in memory, as SQLite keeps them; it is away when a test says so."""
+"""Allowances in memory, like those of the SQLite store; a test can make them unavailable."""
 
 from consumers.state.base import StoreUnavailable, Taken
 
@@ -9,7 +9,7 @@ class MemoryAllowances:
         self.resets_in_s = 3600.0
         self.is_away = False
         self.fails_at = 0
-        """The number of the call that finds it away, and no other does."""
+        """The number of the only call that raises StoreUnavailable; 0: none."""
         self._calls = 0
 
     async def take(self, name: str, amount: float, *, limit: float, period_s: int) -> Taken:

@@ -19,7 +19,7 @@ MANAGEMENT_PORT = 15672
 
 @dataclass(frozen=True, slots=True)
 class RunningBroker:
-    """A broker that tests share. Its user may make virtual hosts."""
+    """A broker that tests share. Its user may create virtual hosts."""
 
     amqp_url: str = field(repr=False)
     management_url: str
@@ -27,7 +27,7 @@ class RunningBroker:
 
     @classmethod
     def at(cls, amqp_url: str, management_url: str | None) -> "RunningBroker":
-        """The broker at these addresses; the second is looked for at the first's host where it is not given."""
+        """The broker at these addresses. Without `management_url`: port 15672 on the host of `amqp_url`."""
         found = management_url or f"http://{urlsplit(amqp_url).hostname}:{MANAGEMENT_PORT}"
         overview = _call(amqp_url, found, "GET", "overview")
         return cls(amqp_url, found.rstrip("/"), overview["rabbitmq_version"])
@@ -41,7 +41,7 @@ class Vhost:
     amqp_url: str = field(repr=False)
     management_url: str
     version: str
-    """The broker's, as it reports it ("4.3.6")."""
+    """The broker's version, as it reports it ("4.3.6")."""
 
     def api(self, method: str, path: str, body: object = None) -> Any:
         """Call the management API: `vhost.api("GET", f"queues/{vhost.quoted}/lane.dead")`. JSON in, JSON out."""
@@ -49,7 +49,7 @@ class Vhost:
 
     @property
     def quoted(self) -> str:
-        """The name as it stands in the management API's paths."""
+        """The name as quoted in paths of the management API."""
         return quote(self.name, safe="")
 
     @property
@@ -63,7 +63,7 @@ class Vhost:
 
 @contextmanager
 def fresh_vhost(broker: RunningBroker) -> Iterator[Vhost]:
-    """A virtual host of its own, full rights for the broker's user, gone afterwards with all that is in it."""
+    """A new virtual host on which the broker's user has all permissions; deleted afterwards with all its contents."""
     name = f"test-{secrets.token_hex(6)}"
     parts = urlsplit(broker.amqp_url)
     url = urlunsplit((parts.scheme, parts.netloc, f"/{quote(name, safe='')}", parts.query, ""))
@@ -100,6 +100,6 @@ def _call(amqp_url: str, management_url: str, method: str, path: str, body: obje
 
 
 def version_of(connection: AbstractConnection) -> str:
-    """The broker's, as it reports it."""
+    """The broker's version, as it reports it."""
     assert connection.transport is not None
     return str(connection.transport.connection.server_properties["version"])

@@ -1,4 +1,4 @@
-"""A simulated account beside ours: it refuses what our gate should not have let through."""
+"""A simulated provider account with its own limits: it refuses calls that our budget gate should have held back."""
 
 import asyncio
 import random
@@ -35,7 +35,7 @@ def spec(
 
 @dataclass
 class Traffic:
-    """Calls through `budgets` to an account that enforces its own limits, with the same burst as ours."""
+    """Calls through `budgets` to an account that enforces the same limits and burst by itself."""
 
     budgets: Budgets
     requests: int = 60
@@ -43,7 +43,8 @@ class Traffic:
     burst_s: float = 10.0
     call_s: tuple[float, float] = (0.5, 2.0)
     travel_s: tuple[float, float] | None = None
-    """How long a call is on its way; then its answer tells of limits, and it is made again where it is refused."""
+    """Range of a call's travel time to the provider. If set, answers carry the limits' headers, and a refused call is
+    made again."""
     waits_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     used: dict[str, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
     refused: int = 0
@@ -85,7 +86,7 @@ class Traffic:
             reservation = await self.budgets.reserve(ACCOUNT, lane=lane, amounts=Amounts(1, tokens, 100), until=None)
             began_s = self.loop.time()
             await asyncio.sleep(self._rng.uniform(*travel_s))
-            estimated = tokens * 4 // 3  # as Anthropic: more at first, and corrected at the end
+            estimated = tokens * 4 // 3  # like Anthropic: a higher estimate at first, corrected at the end
             try:
                 self.judge.enter(estimated)
             except Refusal as refusal:
@@ -112,7 +113,7 @@ class Traffic:
         self.budgets.learn(ACCOUNT, heard)
 
     def slots(self, lane: str, count: int, tokens: Callable[[random.Random], int]) -> None:
-        """So many requests of a lane at any time."""
+        """Keep `count` requests of a lane running at all times."""
         for _ in range(count):
             self._start(self._always(lane, tokens))
 
@@ -131,7 +132,7 @@ class Traffic:
         return ordered[int(0.99 * (len(ordered) - 1))]
 
     def shares(self, *lanes: str) -> tuple[float, float]:
-        """How much of all requests and input tokens that there were (the first burst, and what came in) were used."""
+        """The shares of the available requests and input tokens (first burst plus refill) that these lanes used."""
         passed_min = (self.took_s + self.burst_s) / 60
         requests, tokens = (sum(self.used[lane][each] for lane in lanes or self.used) for each in (0, 1))
         return requests / (self.requests * passed_min), tokens / (self.input_tokens * passed_min)
@@ -152,5 +153,5 @@ class Traffic:
 
 
 def traffic(**given: object) -> Traffic:
-    """On an account whose limits are known."""
+    """Traffic on an account whose limits are known from the start."""
     return Traffic(own_accounts(spec()), **given)  # type: ignore[arg-type]

@@ -1,17 +1,17 @@
-"""A RabbitMQ cluster of three in Docker, whose nodes tests may kill, freeze, cut off and restart.
+"""A RabbitMQ cluster of three nodes in Docker, which tests may kill, freeze, disconnect and restart.
 
     async with cluster() as c:
-        c.amqp_urls, c.amqp_url         each node's; all of them, comma-joined
+        c.amqp_urls, c.amqp_url         each node's URL; all of them, joined by commas
         c.management_url                the first node's (each has its own: `node.management_url`)
         node = await c.leader_of("lane.critical")
         await node.kill()               SIGKILL; `start()` brings it back with its data, name and address
-        await node.pause()              frozen, as a machine that hangs; `unpause()`
-        await node.partition()          from its peers and from us; `heal()`
-        await node.drain()              as before an upgrade; `revive()`, or `restart()`
-        await c.whole()                 until all three run and know it
+        await node.pause()              frozen, like a machine that hangs; undone by `unpause()`
+        await node.partition()          disconnected from its peers and from us; undone by `heal()`
+        await node.drain()              as before an upgrade; undone by `revive()` or `restart()`
+        await c.whole()                 waits until all three run and know it
 
-Reached at the containers' own addresses, not at published ports: what is cut off by `partition` is cut off for clients
-too, and has the same address afterwards. Without a Docker engine or an image `cluster` raises Unavailable.
+Nodes are reached at their containers' addresses, not at published ports: `partition` disconnects clients too, and the
+address stays the same afterwards. Without a Docker engine or an image, `cluster` raises Unavailable.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ KEEPER = "LANEKEEPER_TESTS_KEEPER"
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Three nodes, one user with all rights."""
+    """Three nodes, and one user with all permissions."""
 
     nodes: tuple[Node, ...]
     version: str
@@ -48,7 +48,7 @@ class Cluster:
 
     @property
     def amqp_url(self) -> str:
-        """All of them, as LANEKEEPER_AMQP_URL takes them."""
+        """All URLs, in the form of LANEKEEPER_AMQP_URL."""
         return ",".join(self.amqp_urls)
 
     @property
@@ -56,25 +56,25 @@ class Cluster:
         return self.nodes[0].management_url
 
     def others(self, node: Node) -> tuple[Node, ...]:
-        """The two that are not this one."""
+        """The two nodes other than `node`."""
         return tuple(each for each in self.nodes if each != node)
 
     async def alive(self) -> tuple[Node, ...]:
-        """Those that are neither killed, frozen nor cut off."""
+        """The nodes that are not killed, frozen or disconnected."""
         words = ("--filter=status=running", f"--filter=network={self.nodes[0].network}", "--format={{.Names}}")
         running = (await docker("ps", *words)).split()
         return tuple(each for each in self.nodes if each.host in running)
 
     async def leader_of(self, queue: str, *, vhost: str = "/") -> Node:
-        """Where a quorum queue's leader is; waits while it has none that is alive."""
-        # From Ra's own table, local to each node: while a node hangs, the management API and `rabbitmqctl list_queues`
-        # wait for it. What a member is called: rabbit_quorum_queue, `qname_to_internal_name`.
+        """The node of a quorum queue's leader; waits until there is one that is alive."""
+        # Read from Ra's table, which each node has: the management API and `rabbitmqctl list_queues` wait for a node
+        # that hangs. For the names of members see rabbit_quorum_queue, `qname_to_internal_name`.
         member = f"{quote(vhost, safe='')}_{queue}"
         expression = f"ra_leaderboard:lookup_leader('{member}')."
 
         async def leads() -> Node | None:
             alive = await self.alive()
-            for asked in alive:  # one that is drained knows of none
+            for asked in alive:  # several, because a drained node knows no leader
                 said = await asked.run("rabbitmqctl", "--quiet", "eval", expression)
                 if leader := next((each for each in alive if each.name in said), None):
                     return leader
@@ -84,8 +84,8 @@ class Cluster:
         return found
 
     async def queue(self, queue: str, *, vhost: str = "/") -> dict[str, Any]:
-        """What the management API says of a queue: `leader`, `members`, `online`, …; all nodes have to answer."""
-        # Without statistics: those are up to 5 s old.
+        """The management API's description of a queue: `leader`, `members`, `online`, …; all nodes must answer."""
+        # Without statistics, because they are up to 5 s old.
         path = f"queues/{quote(vhost, safe='')}/{quote(queue, safe='')}?disable_stats=true&enable_queue_totals=true"
         found: dict[str, Any] = await (await self.alive())[0].api("GET", path)
         return found
@@ -102,9 +102,9 @@ class Cluster:
 
 @asynccontextmanager
 async def cluster(*, image: str | None = None, more: str = "") -> AsyncIterator[Cluster]:
-    """Three nodes for as long as the block lasts; whatever way it ends, nothing of them stays.
+    """Three nodes for as long as the block lasts; they are removed however it ends.
 
-    `more`: lines of rabbitmq.conf. What a killed owner left is removed here, by the next one.
+    `more`: lines for rabbitmq.conf. If a process was killed and left its cluster behind, the next call removes it.
     """
     steps = Steps()
     image = await asyncio.to_thread(_image, steps) if image is None else image
@@ -121,7 +121,7 @@ async def cluster(*, image: str | None = None, more: str = "") -> AsyncIterator[
             made = Cluster(nodes, "")
             await made.whole()
             yield Cluster(nodes, str((await nodes[0].api("GET", "overview"))["rabbitmq_version"]))
-        finally:  # blocking, so that no cancellation ends it half-way
+        finally:  # blocking calls, so that no cancellation interrupts them
             steps.run(["docker", "rm", "--force", "--volumes", *hosts], within_s=COMMAND_S)
             steps.run(["docker", "network", "rm", name], within_s=COMMAND_S)
 
@@ -140,7 +140,7 @@ def _image(steps: Steps) -> str:
 
 def _sweep(steps: Steps) -> None:
     container.sweep(steps)
-    # Networks of clusters, once they are empty; Docker itself refuses those that are not.
+    # Remove networks of clusters once they are empty; Docker refuses to remove the others.
     label = f"--filter=label={container.LABEL}"
     listed = steps.run(["docker", "network", "ls", label, "--format={{.Name}}"], within_s=COMMAND_S)[1].split()
     for name in listed:
@@ -150,7 +150,11 @@ def _sweep(steps: Steps) -> None:
 
 
 async def _network(name: str) -> str:
-    """Make the network; its first three numbers. Docker knows a free subnet; addresses stay in a given one only."""
+    """Make the network; returns the first three numbers of its addresses.
+
+    It is made twice: first to let Docker choose a free subnet, then with that subnet given explicitly, because only
+    then can containers have fixed addresses.
+    """
     label = f"--label={container.LABEL}={container.owner()}"
     for _ in range(5):
         await docker("network", "create", label, name)
@@ -160,13 +164,14 @@ async def _network(name: str) -> str:
         try:
             await docker("network", "create", label, f"--subnet={prefix}.0/24", name)
             return prefix
-        except AssertionError:  # somebody else got it in between
+        except AssertionError:  # another process took the subnet in between
             continue
     raise Unavailable("Docker gave no free subnet")
 
 
 def _files(folder: Path, nodes: tuple[Node, ...], password: str, more: str) -> tuple[Path, Path]:
-    """Settings by environment and RabbitMQ's configuration, as files: no list of processes shows the password."""
+    """A file of environment variables and one of RabbitMQ's configuration. They are files so that the password is in no
+    list of processes."""
     settings = folder / "settings.env"
     settings.write_text(
         f"RABBITMQ_DEFAULT_USER={USER}\n"
@@ -181,7 +186,7 @@ def _files(folder: Path, nodes: tuple[Node, ...], password: str, more: str) -> t
     configuration.write_text(
         "cluster_formation.peer_discovery_backend = classic_config\n"
         f"{peers}"
-        "cluster_partition_handling = pause_minority\n"  # 4.3 ignores it, and does no other
+        "cluster_partition_handling = pause_minority\n"  # 4.3 ignores it, and has no other partition handling
         f"{more}\n"
     )
     configuration.chmod(0o644)
@@ -194,7 +199,7 @@ async def _run(node: Node, image: str, settings: Path, configuration: Path) -> N
         "--detach",
         "--pull=never",
         f"--name={node.host}",
-        f"--hostname={node.host}",  # part of the node's name, and so of the path to its data
+        f"--hostname={node.host}",  # is part of the node's name, and so of the path to its data
         f"--network={node.network}",
         f"--ip={node.address}",
         f"--label={container.LABEL}={container.owner()}",

@@ -1,4 +1,4 @@
-"""Requests, copies and endings as tests of the store need them."""
+"""Requests, copies and completions for tests of the store."""
 
 from consumers.state.base import Completion, Copy, Identity
 
@@ -27,7 +27,7 @@ def failed(code: str = "attempts_exhausted", *, ended_ms: int = 1_000) -> Comple
 
 
 def untried(code: str = "deadline_exceeded", *, size: int = 500) -> Completion:
-    """It ended before any attempt."""
+    """The completion of a request that ended before any attempt."""
     body = b'{"code": "x", "detail": "%s"}' % (b"x" * size)
     return Completion(status="error", code=code, body=body, headers={"x-lane-attempt": 0}, ended_ms=1_000)
 

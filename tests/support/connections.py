@@ -1,4 +1,4 @@
-"""What happens to a connection of ours, done through the management API."""
+"""Closes connections through the management API."""
 
 import asyncio
 from urllib.parse import quote
@@ -8,7 +8,7 @@ from tests.support.waiting import until
 
 
 async def close_connection(vhost: Vhost, name: str) -> None:
-    """Have the broker close the connections of that name, as an administrator does."""
+    """Make the broker close the connections of that name, as an administrator can."""
     found: list[str] = []
 
     async def is_listed() -> bool:

@@ -1,4 +1,4 @@
-"""RabbitMQ by testcontainers, on loopback ports."""
+"""Starts RabbitMQ with testcontainers, on loopback ports."""
 
 import logging
 import secrets
@@ -16,8 +16,9 @@ READY_S = 60
 
 
 def start_rabbitmq(image: str, *, steps: Steps, keep: Callable[[RabbitMqContainer], None]) -> RunningBroker:
-    """Start a container and wait until it is ready. `keep` gets it before it starts, to stop it whatever comes."""
-    # Its reaper is an image of its own, from a registry that not every machine reaches; the keeper stops all.
+    """Start a container and wait until it is ready. `keep` gets it before the start, so that it is always stopped."""
+    # The reaper of testcontainers needs a separate image, from a registry that not every machine can reach. The keeper
+    # stops all containers instead.
     testcontainers_config.ryuk_disabled = True
     testcontainers_config.connection_mode_override = ConnectionMode.docker_host
     logging.getLogger("pika").setLevel(logging.CRITICAL)  # says ERROR each second until the broker is up
@@ -25,7 +26,7 @@ def start_rabbitmq(image: str, *, steps: Steps, keep: Callable[[RabbitMqContaine
     made = RabbitMqContainer(image, username=USER, password=password).with_kwargs(
         labels={container.LABEL: container.owner()}
     )
-    # Ports that the engine chooses, on loopback: its own method for that would publish them on every address.
+    # Ports that the engine chooses, on loopback; testcontainers' own method would publish them on every address.
     made.ports = cast(dict[str, int | None], {"5672/tcp": (LOOPBACK, None), "15672/tcp": (LOOPBACK, None)})
     keep(made)
     made.start()

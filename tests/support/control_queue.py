@@ -1,4 +1,4 @@
-"""A control queue without a broker: it delivers what it was given."""
+"""A fake control queue without a broker: it delivers given messages."""
 
 import asyncio
 from collections.abc import AsyncIterator, Collection, Sequence
@@ -7,14 +7,14 @@ from tests.support.jobs import FakeDelivery
 
 
 class FakeSession:
-    """Delivers what it was given, then waits until it is stopped. `ends`: it is stopped then."""
+    """Delivers the given messages, then waits until it is stopped. `ends`: it ends after the last one instead."""
 
     def __init__(self, log: list[str], deliveries: Sequence[FakeDelivery], *, ends: bool = False) -> None:
         self._log = log
         self._left = list(deliveries)
         self.stopped = asyncio.Event()
         self.acknowledged: list[int] = []
-        """Tags, in the order of acknowledging."""
+        """Delivery tags in the order of their acknowledgement."""
         self.writes = 0
         if ends:
             self.stopped.set()
@@ -40,7 +40,7 @@ class FakeSession:
 
 
 class FakeDeliveries:
-    """One session."""
+    """Deliveries that have a single session."""
 
     queue = "lane.control"
     trouble = None

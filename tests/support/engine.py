@@ -1,4 +1,4 @@
-"""Docker's engine, for the tests that need it: the one that answers, else one that is started for them."""
+"""Docker's engine for the tests that need it: the running one, or else one that is started for them."""
 
 import shutil
 import signal
@@ -14,7 +14,7 @@ STOP_S = 30
 
 
 class Engine:
-    """`ensure` that one answers; `stop` what was started here. `folder` takes its log."""
+    """`ensure` that an engine answers; `stop` the one that was started here. Its log is written to `folder`."""
 
     def __init__(self, folder: Path, *, steps: Steps) -> None:
         self._log = folder / "dockerd.log"
@@ -22,14 +22,14 @@ class Engine:
         self._process: subprocess.Popen[bytes] | None = None
 
     def ensure(self) -> None:
-        """Raises Unavailable where no engine answers and none can be started."""
+        """Raises Unavailable if no engine answers and none can be started."""
         if container.engine_answers(self._steps):
             return
         if shutil.which("dockerd") is None or shutil.which("docker") is None:
             install.install(
                 self._steps, "docker.io", services=("docker.service", "docker.socket", "containerd.service")
             )
-        # Without iptables, which not every machine has: published ports go through Docker's own proxy.
+        # Without iptables, which not every machine has; Docker's own proxy serves the published ports.
         command = ["dockerd", "--iptables=false", "--ip6tables=false"]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(

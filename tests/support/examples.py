@@ -1,4 +1,4 @@
-"""How many examples a property is tried with: a fifth in `./dev check`, all of them in `./dev test`."""
+"""How many examples a property is tested with: all in `./dev test`, a fifth of them in `./dev check`."""
 
 import os
 
@@ -7,5 +7,5 @@ SHARE = 5
 
 
 def examples(count: int) -> int:
-    """So many, or a share of them where somebody waits for the result."""
+    """`count`, or a fifth of it in quick runs."""
     return max(count // SHARE, 1) if os.environ.get(QUICK) else count

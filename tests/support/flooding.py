@@ -1,4 +1,4 @@
-"""Cancellations of ids that nobody uses, so many a second, from a process of its own.
+"""Floods the control queue with cancellations of unused ids, at a fixed rate, from a separate process.
 
 async with flooding(url, per_s=1500, user="bank"):
     …
@@ -20,20 +20,20 @@ from pamqp.header import ContentHeader
 
 STEP_S = 0.02
 AT_ONCE = 500
-"""Of what is behind its time, on a busy machine."""
+"""Largest number sent at once, when it is behind its rate on a busy machine."""
 PILED_UP_AT_MOST = 5000
-"""As the exported policy has it."""
+"""Most messages waiting in the queue, as the exported policy sets it."""
 
 
 async def flood(url: str, *, per_s: int, user: str) -> None:
-    """Publish without confirms until killed; with an address that answers go to, as an application would."""
+    """Publish without confirms until killed, with a reply address as an application would."""
     connection = await aiormq.connect(url)
     channel = await connection.channel(publisher_confirms=False)
     assert isinstance(channel, Channel)
     declared = await channel.queue_declare(exclusive=True, auto_delete=True, arguments={"x-max-length": 1000})
 
     async def drop(_: object) -> None:
-        """Nobody reads them."""
+        """Ignore the answers."""
 
     await channel.basic_consume(declared.queue or "", drop, no_ack=True)
     properties = Basic.Properties(message_type="cancel", user_id=user or None, reply_to=declared.queue, delivery_mode=2)
@@ -50,7 +50,7 @@ async def flood(url: str, *, per_s: int, user: str) -> None:
 
 
 def _cancellations(count: int, channel: int, properties: Basic.Properties) -> ChannelFrame:
-    """In one write, so that the flood costs the machine little where it is made."""
+    """The messages as one write, so that making the flood costs little CPU time."""
     publish = Basic.Publish(exchange="lane.control", routing_key="cancel")
     bodies = [b'{"cancel": "%s"}' % uuid.uuid4().hex.encode() for _ in range(count)]
     frames = [each for body in bodies for each in (publish, ContentHeader(0, len(body), properties), ContentBody(body))]
@@ -59,7 +59,7 @@ def _cancellations(count: int, channel: int, properties: Basic.Properties) -> Ch
 
 @asynccontextmanager
 async def flooding(url: str, *, per_s: int, user: str = "") -> AsyncIterator[None]:
-    """From the first message on, until left."""
+    """Flood while the block lasts; it begins once the first messages are written."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "tests.support.flooding", url, str(per_s), user, stdout=-1
     )

@@ -1,10 +1,9 @@
-"""A worker of ours in the test's own process, with a simulated provider behind it, for one virtual host.
+"""A worker in the test's own process, with a simulated provider, for one virtual host.
 
     async with house(vhost.amqp_url) as home:
         …                               publish to `vhost.amqp_url`; `home.api.calls` is what the provider saw
 
-Nothing of the environment gets in: every setting is the default, or given here. Retries are quick unless told
-otherwise.
+The environment has no effect: every setting is the default, or given here. Retries are quick unless set otherwise.
 """
 
 import asyncio
@@ -31,12 +30,12 @@ from topology.declaration import declare
 
 QUICK = {"base_s": 0.05, "cap_s": 0.2}
 PLENTY = {"requests_per_min": 1e6, "input_tokens_per_min": 1e9, "output_tokens_per_min": 1e9}
-"""What the provider allows, so that none waits until the first answer has told it."""
+"""Set beforehand, so that no request waits until the first answer has reported the limits."""
 
 
 @dataclass
 class House:
-    """A worker at work."""
+    """A running worker and its simulated provider."""
 
     settings: Settings
     api: SimulatedAPI
@@ -45,22 +44,22 @@ class House:
     _losses: list["asyncio.Future[str]"] = field(default_factory=list)
 
     def calls(self, words: str) -> list[Call]:
-        """The provider's calls whose prompt has these words."""
+        """The calls to the provider whose prompt contains `words`."""
         return [call for call in self.api.calls if words in call.prompt]
 
     @property
     def is_well(self) -> bool:
-        """Every queue is consumed, over the connections that it began with."""
+        """Whether every queue is consumed, and no connection was lost since the start."""
         return not self.losses and all(trouble is None for trouble in self.parts.reasons().values())
 
     @property
     def losses(self) -> list[str]:
-        """Why connections were lost; empty while none was."""
+        """The reasons why connections were lost; empty if none was."""
         return [loss.result() for loss in self._losses if loss.done()]
 
 
 def _lane(few: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str, Any]:
-    """As `load_settings` does it: a lane whose slots are set does not grow."""
+    """A lane's settings, as `load_settings` makes them: if `slots` is set, the lane does not grow."""
     fixed = {"slots_max": told["slots"]} if "slots" in told else {}
     return {**few, **fixed, **told}
 
@@ -79,13 +78,13 @@ async def house(
     base_url: str | None = None,
     **settings: Any,
 ) -> AsyncIterator[House]:
-    """A worker that is ready; stopped well at the end, and what went wrong in it is raised then.
+    """A worker that is ready; at the end it is stopped cleanly, and its error, if any, is raised.
 
-    `waits` false: it has begun, and may never be ready.
+    `waits` false: does not wait until the worker is ready.
 
-    `base_url`: another provider than the simulated one.
+    `base_url`: a provider other than the simulated one.
 
-    `declares` false: the topology is applied once, before, by somebody else.
+    `declares` false: the worker does not declare the topology; it is applied here before the worker starts.
     """
     async with SimulatedAPI(simulated) as api:
         given: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""A Jaeger of the tests' own: on free ports of the loopback, traces in memory, gone with whoever started it."""
+"""A private Jaeger for tests: on free loopback ports, traces in memory, ended when its starter ends."""
 
 import asyncio
 import json
@@ -20,19 +20,19 @@ from tests.support.otlp import ReceivedSpan, tree
 
 START_S = 30
 GUARD = '"$@" & read _; kill -KILL $!; wait'
-"""Ends it when its standard input is closed: by us, or because we have ended."""
+"""Ends it when standard input is closed: by us, or because our process has ended."""
 KINDS = ("UNSPECIFIED", "INTERNAL", "SERVER", "CLIENT", "PRODUCER", "CONSUMER")
 
 
 class Jaeger:
-    """Where it takes spans (`endpoint`, for OTEL_EXPORTER_OTLP_ENDPOINT), and what it tells of them."""
+    """A running Jaeger: it receives spans at `endpoint` (for OTEL_EXPORTER_OTLP_ENDPOINT), and returns traces."""
 
     def __init__(self, *, otlp_port: int, query_port: int) -> None:
         self.endpoint = f"http://{LOOPBACK}:{otlp_port}"
         self.query = f"http://{LOOPBACK}:{query_port}"
 
     async def trace(self, trace_id: str, *, names: Iterable[str], within_s: float = 20) -> list[ReceivedSpan]:
-        """The spans of a trace by start, once there is one of each of `names` (a name given twice: two of them)."""
+        """The spans of a trace by start, once there is one for each of `names` (a name given twice: two)."""
         wanted = sorted(names)
         end = time.monotonic() + within_s
         while True:
@@ -45,7 +45,7 @@ class Jaeger:
 
 
 def asked(query: str, trace_id: str) -> list[ReceivedSpan]:
-    """What Jaeger's query API answers for a trace, by start; nothing where it knows none."""
+    """The spans of a trace by start, from Jaeger's query API; none if it does not know the trace."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(f"{query}/api/v3/traces/{trace_id}", timeout=5) as answer:
@@ -57,7 +57,7 @@ def asked(query: str, trace_id: str) -> list[ReceivedSpan]:
 
 
 def spans_of(traces: Mapping[str, Any]) -> list[ReceivedSpan]:
-    """The spans in traces as OTLP has them in JSON, by start."""
+    """The spans in traces in OTLP's JSON form, by start."""
     found = [
         _span(span, _values(of_resource["resource"].get("attributes", ())), of_scope.get("scope", {}).get("name", ""))
         for of_resource in traces["resourceSpans"]
@@ -107,7 +107,7 @@ def _value(value: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def running(folder: Path) -> Iterator[Jaeger]:
-    """One that takes spans and answers. Skips the test where none is to be had; in CI it fails."""
+    """A running Jaeger. If none can be had, the test is skipped; in CI it fails."""
     try:
         program = jaeger()
     except NotToBeHad as error:
@@ -124,7 +124,7 @@ def running(folder: Path) -> Iterator[Jaeger]:
     with log.open("w") as told:
         guard = subprocess.Popen(
             ["sh", "-c", GUARD, "guard", str(program), "--config", str(config)],
-            env={**os.environ, "OTEL_TRACES_SAMPLER": "always_off"},  # it would trace itself
+            env={**os.environ, "OTEL_TRACES_SAMPLER": "always_off"},  # else it would trace itself
             stdin=subprocess.PIPE,
             stdout=told,
             stderr=told,
@@ -149,7 +149,7 @@ def _await_answer(jaeger: Jaeger, log: Path) -> None:
 
 
 def _config(*, otlp: int, query: int, grpc: int) -> dict[str, Any]:
-    """As the OpenTelemetry Collector takes it."""
+    """The configuration, in the form of the OpenTelemetry Collector's."""
     return {
         "service": {
             "extensions": ["jaeger_storage", "jaeger_query"],

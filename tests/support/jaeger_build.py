@@ -1,8 +1,8 @@
-"""A real Jaeger v2, built from its published Go module and kept in the user's cache; minutes the first time.
+"""A real Jaeger v2, built from its published Go module and kept in the user's cache; the first time takes minutes.
 
-    python -m tests.support.jaeger_build       prints where it is
+    python -m tests.support.jaeger_build       prints the program's path
 
-Its user interface is not in the module; its query API is all that tests need.
+The module does not contain the user interface; tests need only the query API.
 """
 
 import fcntl
@@ -16,31 +16,31 @@ from collections.abc import Sequence
 from pathlib import Path
 
 VERSION = "v1.76.0"
-"""Of the module that has the v2 program."""
+"""Version of the Go module that contains the v2 program."""
 MODULE = "github.com/jaegertracing/jaeger"
 PROGRAM = f"{MODULE}/cmd/jaeger"
 FETCH_S = 300
 BUILD_S = 1200
-"""Five minutes where both of two cores are free."""
+"""Time limit; it takes five minutes on two idle cores."""
 
 
 class NotToBeHad(Exception):
-    """There is no Go here, or the module cannot be fetched: nothing is wrong with us."""
+    """Go is not installed, or the module cannot be fetched: this is no fault of the build."""
 
 
 class BuildFailed(Exception):
-    """It should have been built, and was not."""
+    """The build failed."""
 
 
 def jaeger() -> Path:
-    """The program, built where it is not there yet: by one process at a time. Raises NotToBeHad, BuildFailed."""
+    """The program's path; builds it if necessary, in one process at a time. Raises NotToBeHad, BuildFailed."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "jaeger", VERSION)
     program = folder / "jaeger"
     if os.access(program, os.X_OK):
         return program
     folder.mkdir(parents=True, exist_ok=True)
     with Path(folder, "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # who holds it ends within its limits, or with its process
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released within the time limits, or when its process ends
         if not os.access(program, os.X_OK):
             _build(program)
     return program
@@ -58,14 +58,14 @@ def _build(program: Path) -> None:
         except BuildFailed as error:
             raise NotToBeHad(f"Jaeger: its module cannot be fetched: {error}") from error
         source = Path(json.loads(answer)["Dir"])
-        # Its go.mod replaces a module, which `go install` refuses: its requirements become those of a module of ours.
+        # `go install` refuses a module whose go.mod replaces another; so a module of our own copies its requirements.
         own, _, rest = (source / "go.mod").read_text().partition("\n")
         assert own == f"module {MODULE}", own
         module.write_text(f"module local/jaeger\n{rest}\nrequire {MODULE} {VERSION}\n")
         (work / "go.sum").write_bytes((source / "go.sum").read_bytes())
         print(f"building Jaeger {VERSION}, {BUILD_S // 60} minutes at most", file=sys.stderr, flush=True)
         _go(["build", "-o", "jaeger", PROGRAM], work, within_s=BUILD_S)
-        (work / "jaeger").rename(program)  # in one step: whoever looks meanwhile sees none
+        (work / "jaeger").rename(program)  # atomic, so that no process sees an incomplete program
 
 
 def _go(line: Sequence[str], folder: Path, *, within_s: float) -> str:

@@ -1,6 +1,6 @@
-"""Jobs without a broker: a delivery that writes down how it was settled, a publisher that writes down what was sent.
+"""Jobs without a broker: a fake delivery records how it was settled, a fake publisher records what was sent.
 
-They show the order of things, and nothing of how a broker behaves: that is what tests/broker is for.
+They show the order of steps, not how a broker behaves: tests/broker is for that.
 """
 
 import json
@@ -48,7 +48,7 @@ REPLY_TO = "amq.gen-abcdefghijklmnopqrstuv"
 
 @dataclass
 class FakeDelivery:
-    """A delivery; what becomes of it is written into `log`."""
+    """A delivery; writes into `log` how it was settled."""
 
     message: Message
     log: list[str]
@@ -82,14 +82,14 @@ class Sent:
 
 @dataclass
 class FakePublisher:
-    """Takes what is published, or raises `failing[exchange]`."""
+    """Records what is published, or raises `failing[exchange]`."""
 
     log: list[str]
     sent: list[Sent] = field(default_factory=list)
     failing: dict[str, Exception] = field(default_factory=dict)
     largest: int | None = None
     too_large: set[bytes] = field(default_factory=set)
-    """Bodies that it refuses to publish."""
+    """Bodies for which it raises MessageTooLarge."""
 
     async def publish(self, message: Message, *, exchange: str, routing_key: str, **_: Any) -> None:
         if (error := self.failing.get(exchange)) is not None:
@@ -118,7 +118,7 @@ class FakeNotices:
 
 
 class Bench:
-    """A settler on fakes. `log` tells in which order things happened."""
+    """A settler with fakes around it. `log` lists the steps in their order."""
 
     def __init__(self, *, parking: Parking | None = None) -> None:
         self.log: list[str] = []
@@ -163,7 +163,7 @@ class Bench:
         return Job(found, lane=lane, trusted=is_trusted(found.message, NAMES), taken_ms=NOW_MS)  # type: ignore[arg-type]
 
     def to(self, exchange: str) -> Message:
-        """The one message that was published there."""
+        """The only message published to `exchange`."""
         (found,) = (each.message for each in self.publisher.sent if each.exchange == exchange)
         return found
 
@@ -177,7 +177,7 @@ def attempts(
     pausing: Pausing | None = None,
     now_ms: Callable[[], int] = lambda: NOW_MS,
 ) -> Attempts:
-    """What makes attempts where there is budget for everybody."""
+    """An `Attempts` with a budget that suffices for everything."""
     breakers, rng, spec = breakers or Breakers(), random.Random(5), BudgetSpec()
     return Attempts(
         registry,
@@ -201,12 +201,12 @@ def attempts(
 
 
 def routes_of(*providers: str) -> Routes:
-    """Each has every model."""
+    """Routes to these providers; each has every model."""
     return Routes(RoutesSpec(providers=tuple(ProviderModels(name=each) for each in providers)))
 
 
 def read(job: Job, chain: Chain | None = None, *, now_ms: int = NOW_MS) -> Job:
-    """The job, its request decoded; asked of a provider "one" where no chain is given."""
+    """The job, with its request decoded. Without a `chain` it goes to a provider "one"."""
     assert job.lane
     hop = job.hop if job.trusted else None
     request = decoding.decode(job.message, lane=job.lane, request_id=job.id, hop=hop, now_ms=now_ms)
@@ -216,6 +216,6 @@ def read(job: Job, chain: Chain | None = None, *, now_ms: int = NOW_MS) -> Job:
 
 
 def asked(job: Job) -> Asked:
-    """What a job asks for that has been read."""
+    """The decoded request of a job (see `read`), with its lane and chain."""
     assert job.asked
     return job.asked

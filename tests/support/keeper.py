@@ -1,8 +1,8 @@
-"""RabbitMQ 3.10, 4.0 and 4.3 in containers, kept by one process for all the workers of a test session.
+"""RabbitMQ 3.10, 4.0 and 4.3 in containers, owned by one process for all workers of a test session.
 
-`python -m tests.support.keeper` listens on a socket in a folder that it prints, brings up what it is asked for, once,
-and takes it all down when its standard input closes: containers, and Docker's engine if it had to start that. So
-nothing stays, whatever way the session ends. The session calls `keeping`, and `ask` in its workers.
+`python -m tests.support.keeper` listens on a socket in a folder whose path it prints. It starts each requested broker
+once. When its standard input closes, it removes the containers, and stops Docker's engine if it had to start it. So
+nothing stays, however the session ends. The session calls `keeping`; its workers call `ask`.
 """
 
 import json
@@ -29,12 +29,12 @@ from tests.support.engine import Engine
 VERSIONS = ("3.10", "4.0", "4.3")
 SOCKET = "keeper"
 BUILD_S = 600
-"""Three images, one after the other, on a slow machine."""
+"""Time limit for building one image on a slow machine."""
 IMAGE_SCRIPT = Path(__file__).with_name("rabbitmq-image")
 
 
 def ask(folder: str, what: str, version: str) -> dict[str, str]:
-    """Ask the keeper for an `image` or a `broker` of a version. Raises Unavailable with the reason."""
+    """Ask the keeper for an `image` or a `broker` of a version. Raises Unavailable with the reason if there is none."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(4 * BUILD_S)
         connection.connect(str(Path(folder) / SOCKET))
@@ -48,13 +48,13 @@ def ask(folder: str, what: str, version: str) -> dict[str, str]:
 
 @contextmanager
 def keeping() -> Iterator[str]:
-    """A keeper for as long as the block lasts; its folder, for `ask`."""
+    """Run a keeper for as long as the block lasts; yields its folder, for `ask`."""
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.support.keeper"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         cwd=Path(__file__).parents[2],
-        start_new_session=True,  # where Ctrl-C does not reach it
+        start_new_session=True,  # so that Ctrl-C does not reach it
     )
     assert process.stdin is not None
     assert process.stdout is not None
@@ -76,12 +76,12 @@ class Keeper:
         self._engine = Engine(folder, steps=self.steps)
         self._images: dict[str, str] = {}
         self._without: dict[str, str] = {}
-        """Versions of which there is no image, and why: it is not tried again."""
+        """Versions without an image, and the reason; they are not tried again."""
         self._brokers: dict[str, RunningBroker] = {}
         self._containers: list[Any] = []
 
     def answer(self, what: str, version: str) -> dict[str, str]:
-        """The image or broker; `error` and why, where there is none. One after the other: the machine is small."""
+        """The image or broker, or `error` with the reason. One at a time, because the machine may be small."""
         with self.lock:
             try:
                 return self._image(version) if what == "image" else self._broker(version)
@@ -89,9 +89,9 @@ class Keeper:
                 return {"error": f"RabbitMQ {version}: {error}"}
 
     def close(self) -> None:
-        """Take everything down."""
+        """Remove everything."""
         self.steps.leaving.set()
-        with self.lock:  # whoever makes something notices, and gives up
+        with self.lock:  # a thread that holds it notices `leaving`, and gives up
             for each in self._containers:
                 with suppress(Exception):
                     each.stop()
@@ -135,16 +135,16 @@ class Keeper:
 
 
 def _unmount_below(folder: Path) -> None:
-    # debootstrap mounts /proc in what it builds, and unmounts it at its end, if it lives to see it.
+    # debootstrap mounts /proc in what it builds, and unmounts it only if it ends normally.
     for line in Path("/proc/mounts").read_text().splitlines():
         if (place := line.split()[1]).startswith(f"{folder}/"):
             subprocess.run(["umount", "--lazy", place], check=False)
 
 
 def main() -> None:
-    """Keep until standard input closes; no signal cuts short what must be put in order then."""
+    """Serve until standard input closes; signals are ignored, so that none interrupts the cleaning up."""
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(each, lambda *_: None)  # not SIG_IGN, which all that is started here would inherit
+        signal.signal(each, lambda *_: None)  # not SIG_IGN, which child processes would inherit
     adopt_orphans()
     with tempfile.TemporaryDirectory(prefix="lanekeeper-tests-", ignore_cleanup_errors=True) as name:
         keeper = Keeper(Path(name))

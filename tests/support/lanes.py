@@ -1,6 +1,6 @@
-"""The lanes as tests have them: as users have them, with fewer side queues.
+"""The lanes for tests: the default lanes, with fewer side queues.
 
-Each is a quorum queue that is made and deleted with every test. What is about sharing a lane says how many it needs.
+Each side queue is a quorum queue that every test makes and deletes. Tests about sharing a lane set their own number.
 """
 
 import dataclasses

@@ -1,9 +1,9 @@
-"""Counts confirmed requests and their outcomes by request id, over any number of crashes.
+"""Counts confirmed requests and their outcomes by request id, across any number of crashes.
 
 ledger = Ledger(url)
-async with ledger.writing():            publishes, confirmed, to a durable reply queue
+async with ledger.writing():            publishes with confirms; replies go to a durable queue
     await ledger.ask("batch", "prompt", id="a-1")
-…                                       the broker dies, is started again
+…                                       the broker dies and is started again
 async with ledger.reading():
     await until(lambda: not ledger.lost)
 ledger.check()
@@ -25,29 +25,29 @@ REPLY_QUEUE = "lane.reply.ledger"
 
 
 class Ledger:
-    """Requests that were confirmed, and the final replies to each."""
+    """The confirmed requests, and the final replies to each."""
 
     def __init__(self, url: str) -> None:
         self._url = url
         self._channel: AbstractChannel | None = None
         self.confirmed: dict[str, str] = {}
-        """Prompt by id."""
+        """Prompts by id."""
         self.finals: dict[str, list[Got]] = defaultdict(list)
-        """In the order in which they came; at-least-once, so that one id may have two."""
+        """In order of arrival. Delivery is at-least-once, so an id may have several."""
 
     @property
     def lost(self) -> set[str]:
-        """Confirmed, and without any outcome so far."""
+        """Ids of confirmed requests without any outcome so far."""
         return self.confirmed.keys() - self.finals.keys()
 
     @property
     def repeated(self) -> int:
-        """Replies beyond the first of each request."""
+        """How many replies came in addition to the first of each request."""
         return sum(len(each) - 1 for each in self.finals.values())
 
     @asynccontextmanager
     async def writing(self) -> AsyncIterator[None]:
-        """A connection to publish over; the reply queue is declared on it."""
+        """Open a connection for publishing, and declare the reply queue."""
         async with self._connection() as connection:
             self._channel = await connection.channel(publisher_confirms=True, on_return_raises=True)
             await self._channel.queue_declare(REPLY_QUEUE, durable=True, arguments={"x-queue-type": "quorum"})
@@ -55,14 +55,14 @@ class Ledger:
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[None]:
-        """A connection that takes the replies."""
+        """Open a connection that reads the replies."""
         async with self._connection() as connection:
             channel = await connection.channel()
             await channel.basic_consume(REPLY_QUEUE, self._keep, no_ack=True)
             yield
 
     async def ask(self, lane: str, prompt: str, *, id: str, headers: Mapping[str, Any] | None = None) -> None:
-        """Publish one request; it counts once the broker has confirmed it."""
+        """Publish one request; it is counted once the broker has confirmed it."""
         assert self._channel is not None
         await self._channel.basic_publish(
             json.dumps({"prompt": prompt}).encode(),
@@ -82,9 +82,9 @@ class Ledger:
         self.confirmed[id] = prompt
 
     def check(self, *, errors: Mapping[str, str] | None = None) -> None:
-        """Nobody without an outcome, nobody with two kinds of one, no answer to another's question.
+        """Check that each request has exactly one kind of outcome, and that no answer belongs to another request.
 
-        `errors`: the code of each that ends in an error; all others are `ok`.
+        `errors`: the codes of the requests that end in an error; all others must be `ok`.
         """
         assert not self.lost, f"{len(self.lost)} lost: {sorted(self.lost)[:10]}"
         assert not self.finals.keys() - self.confirmed.keys(), "an outcome for a request that was never made"

@@ -1,4 +1,4 @@
-"""Every log line that the code can write, read from its source: the event, its level and its fields."""
+"""All log lines that the code can write, read from its source: event, level and fields."""
 
 import ast
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ class LogCall(NamedTuple):
 
 
 def log_calls() -> Iterator[LogCall]:
-    """All of them. A call whose fields cannot be read from the source is an error: name them."""
+    """All calls of loggers. Fails for a call whose fields are not written out in the source."""
     for package in ("lanekeeper", "topology", "consumers", "service"):
         for path in sorted((ROOT / package).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text())):
@@ -49,7 +49,7 @@ def _read(call: ast.Call, *, at: str) -> LogCall:
 
 
 def _levels(call: ast.Call) -> frozenset[str]:
-    """`log.log(WARNING if … else INFO, …)` names its levels; any other expression may be any of them."""
+    """The levels a call may use. `log.log(WARNING if … else INFO, …)` names them; any other expression: `any`."""
     assert isinstance(call.func, ast.Attribute)
     if call.func.attr == "log":
         named = frozenset(each.id.lower() for each in ast.walk(call.args[0]) if isinstance(each, ast.Name))

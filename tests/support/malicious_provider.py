@@ -1,10 +1,10 @@
-"""A malicious provider: a real HTTP server that answers with whatever bytes it is told to.
+"""A malicious provider: a real HTTP server that answers with any bytes that a test chooses.
 
-    async with MaliciousProvider(ANSWERS["a huge array"]) as provider:      every call
-    async with MaliciousProvider() as provider:                             by the prompt: `[[answer: a huge array]]`
+    async with MaliciousProvider(ANSWERS["a huge array"]) as provider:      the same answer to every call
+    async with MaliciousProvider() as provider:                 the prompt chooses: `[[answer: a huge array]]`
         … provider.base_url, provider.asked
 
-In a process of its own, so that making the answers takes nothing of the tested one's time:
+In a separate process, so that making the answers takes no time of the tested process:
 
     with malicious_provider() as base_url:
 """
@@ -23,23 +23,23 @@ _NAMED = re.compile(rb"\[\[answer: ([^\]]+)\]\]")
 
 
 def well(asked: Asked) -> Iterable[Piece]:
-    """A good answer, for what asks for none in particular."""
+    """A good answer, for a prompt that chooses none."""
     if asked.streamed:
         return streamed(deltas(1, b'{"type":"text_delta","text":"well"}'))
     return whole(b'[{"type":"text","text":"well"}]')
 
 
 class MaliciousProvider:
-    """On loopback, at a free port. One request a connection."""
+    """The server, on a free loopback port. It serves one request for each connection."""
 
     def __init__(self, answering: Answering | None = None) -> None:
         self._answering = answering
         self._server: asyncio.Server | None = None
         self.base_url = ""
         self.asked: list[Asked] = []
-        """What came, in order."""
+        """The requests received, in order."""
         self.sent_bytes = 0
-        """Of answers, as far as they were taken."""
+        """Bytes of answers that clients have taken."""
 
     async def __aenter__(self) -> Self:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -68,7 +68,7 @@ class MaliciousProvider:
                 await writer.drain()
                 self.sent_bytes += len(piece)
         except (OSError, asyncio.IncompleteReadError):
-            pass  # who asked has heard enough
+            pass  # the client has closed the connection
         finally:
             writer.close()
 
@@ -83,7 +83,7 @@ async def _read(reader: asyncio.StreamReader) -> Asked:
 
 @contextmanager
 def malicious_provider() -> Iterator[str]:
-    """The base URL of one in a process of its own; what it answers, the prompts say."""
+    """Runs one in a separate process and yields its base URL; prompts choose the answers."""
     with Popen([sys.executable, "-m", __name__], stdin=PIPE, stdout=PIPE) as process:
         assert process.stdout is not None
         yield process.stdout.readline().decode().strip()
@@ -91,7 +91,7 @@ def malicious_provider() -> Iterator[str]:
 
 
 async def _alone() -> None:
-    bomb()  # takes a second
+    bomb()  # made before the first call, because it takes a second
     async with MaliciousProvider() as provider:
         print(provider.base_url, flush=True)
         await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)

@@ -1,6 +1,6 @@
-"""A store in memory that does what SQLite's does, at once: for tests of what stands above it.
+"""A store in memory that behaves like the SQLite store, without delay, for tests of the code above it.
 
-`failing` is raised instead, as a store that is away raises it; `log` tells what was written, and in which order.
+If `failing` is set, every call raises it, like a store that is unavailable. `log` lists what was written, in order.
 """
 
 import sqlite3
@@ -28,7 +28,7 @@ from consumers.state.sqlite.shares import Waiting
 
 
 class MemoryStore:
-    """Claims and results. `now_ms` goes on only when a test says so."""
+    """Claims and results. Its clock `now_ms` changes only when a test sets it."""
 
     def __init__(self, log: list[str] | None = None, *, spec: StoreSpec | None = None) -> None:
         connection = sqlite3.connect(":memory:", isolation_level=None)

@@ -1,4 +1,5 @@
-"""One node of a cluster in Docker: killed, frozen, cut off, drained, restarted (tests/support/cluster.py)."""
+"""One node of a cluster in Docker, which can be killed, frozen, disconnected, drained and restarted
+(tests/support/cluster.py)."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -10,14 +11,14 @@ from tests.support.waiting import until
 
 SIZE = 3
 COMMAND_S = 60
-"""For one of Docker's commands, and for one of RabbitMQ's in a container."""
+"""Time limit of one command, of Docker or of RabbitMQ in a container."""
 READY_S = 120
-"""Three nodes that start at once on two busy cores; alone on them it takes some 12 s."""
+"""Time limit for three nodes to start at once on two busy cores; on two idle cores it takes about 12 s."""
 LOOK_EVERY_S = 0.25
 
 
 async def docker(*words: str, within_s: float = COMMAND_S) -> str:
-    """Run one of Docker's commands; what it wrote. Raises AssertionError where it fails, TooSlow beyond its time."""
+    """Run a Docker command; returns its output. Raises AssertionError if it fails, TooSlow after `within_s`."""
     code, said = await asyncio.to_thread(Steps().run, ["docker", *words], within_s=within_s)
     assert code == 0, f"docker {' '.join(words[:3])}: {said}"
     return said
@@ -25,7 +26,7 @@ async def docker(*words: str, within_s: float = COMMAND_S) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One node. Its calls return when Docker or RabbitMQ says so; `start` and `restart` when the node is ready."""
+    """One node. Its methods return when the command has ended; `start` and `restart` when the node is ready."""
 
     host: str
     address: str
@@ -34,7 +35,7 @@ class Node:
 
     @property
     def name(self) -> str:
-        """As RabbitMQ has it."""
+        """The node's name in RabbitMQ."""
         return f"rabbit@{self.host}"
 
     @property
@@ -43,36 +44,36 @@ class Node:
 
     @property
     def management_url(self) -> str:
-        """Without credentials: they are those of `amqp_url`."""
+        """Without credentials: they are the same as in `amqp_url`."""
         return f"http://{self.address}:15672"
 
     async def kill(self) -> None:
-        """As a power cut would."""
+        """SIGKILL, like a power cut."""
         await docker("kill", self.host)
 
     async def start(self) -> None:
-        """After `kill`: with the same data, name and address."""
+        """Start it after `kill`, with the same data, name and address."""
         await docker("start", self.host)
         await self.ready()
 
     async def restart(self) -> None:
-        """SIGTERM, a clean end, and a start."""
+        """Stop it cleanly (SIGTERM) and start it again."""
         await docker("restart", "--time=45", self.host)
         await self.ready()
 
     async def pause(self) -> None:
-        """Freeze all of its processes; connections to it stay open and silent."""
+        """Freeze all its processes; connections to it stay open but silent."""
         await docker("pause", self.host)
 
     async def unpause(self) -> None:
         await docker("unpause", self.host)
 
     async def partition(self) -> None:
-        """Cut it off from its peers and from clients; no connection is told."""
+        """Disconnect it from its peers and from clients; their connections are not closed."""
         await docker("network", "disconnect", self.network, self.host)
 
     async def heal(self) -> None:
-        """After `partition`."""
+        """Undo `partition`."""
         await docker("network", "connect", f"--ip={self.address}", self.network, self.host)
 
     async def drain(self) -> None:
@@ -80,19 +81,19 @@ class Node:
         await self.run("rabbitmq-upgrade", "drain")
 
     async def revive(self) -> None:
-        """After `drain`, where it was not restarted."""
+        """Undo `drain`, if the node was not restarted."""
         await self.run("rabbitmq-upgrade", "revive")
 
     async def run(self, *command: str, within_s: float = COMMAND_S) -> str:
-        """Run a command in its container: `rabbitmqctl`, `rabbitmq-queues`, … Raises AssertionError where it fails."""
+        """Run a command in its container: `rabbitmqctl`, `rabbitmq-queues`, … Raises AssertionError if it fails."""
         return await docker("exec", self.host, *command, within_s=within_s)
 
     async def ready(self, *, within_s: float = READY_S) -> None:
-        """Wait until it takes connections, its API answers, and it knows that all three run."""
+        """Wait until it accepts connections, its management API answers, and it sees all three nodes running."""
         await until(self._sees_all, within_s=within_s)
 
     async def api(self, method: str, path: str, body: object = None) -> Any:
-        """Call this node's management API; OSError where it is not to be reached."""
+        """Call this node's management API. Raises OSError if it cannot be reached."""
         return await asyncio.to_thread(self._root().api, method, path, body)
 
     async def _sees_all(self) -> bool:
@@ -101,7 +102,7 @@ class Node:
             _, writer = await asyncio.wait_for(asyncio.open_connection(self.address, 5672), timeout=2)
             writer.close()
             found = await self.api("GET", "nodes")
-        except (OSError, TimeoutError, AssertionError, ValueError):  # AssertionError: it answered, and refused
+        except (OSError, TimeoutError, AssertionError, ValueError):  # AssertionError: the API refused
             return False
         return sum(bool(each.get("running")) for each in found) == SIZE
 

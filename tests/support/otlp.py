@@ -1,4 +1,4 @@
-"""A collector in the test: takes spans by OTLP over HTTP, and reads them from the very bytes that were sent.
+"""A collector in the test's process: receives spans by OTLP over HTTP, and decodes them from the bytes that were sent.
 
 async with OtlpReceiver() as otlp:
     ...  # OTEL_EXPORTER_OTLP_ENDPOINT=otlp.endpoint, in this process or another
@@ -38,7 +38,7 @@ class ReceivedSpan:
     span_id: str
     parent_id: str
     links: tuple[tuple[str, str], ...]
-    """(trace id, span id) of each."""
+    """Trace id and span id of each link."""
     attributes: dict[str, Any]
     status: str
     """UNSET, OK or ERROR."""
@@ -50,14 +50,14 @@ class ReceivedSpan:
 
 
 class OtlpReceiver:
-    """Listens on a free port of the loopback, in a thread of its own: an exporter may be flushed on the test's loop."""
+    """Listens on a free loopback port, in its own thread, because flushing an exporter may block the test's loop."""
 
     def __init__(self) -> None:
         self.spans: list[ReceivedSpan] = []
         self.requests: list[tuple[dict[str, str], bytes]] = []
-        """Headers (names in lower case) and unpacked body of each export."""
+        """Headers (names in lower case) and decompressed body of each export."""
         self.endpoint = ""
-        """What OTEL_EXPORTER_OTLP_ENDPOINT is set to; spans arrive at `/v1/traces` under it."""
+        """The value for OTEL_EXPORTER_OTLP_ENDPOINT; spans arrive at `/v1/traces` under it."""
         self._news = asyncio.Event()
 
     async def __aenter__(self) -> Self:
@@ -74,7 +74,7 @@ class OtlpReceiver:
                 body = _UNPACK.get(headers.get("content-encoding", ""), bytes)(body)
                 known = self.path == "/v1/traces"
                 if known:
-                    with suppress(RuntimeError):  # the test has ended, its loop is closed
+                    with suppress(RuntimeError):  # the test has ended and its loop is closed
                         loop.call_soon_threadsafe(receiver._receive, headers, body)
                 answer = ExportTraceServiceResponse().SerializeToString()
                 self.send_response(200 if known else 404)
@@ -95,12 +95,12 @@ class OtlpReceiver:
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self._server.shutdown)
         self._thread.join()
-        self._server.socket.close()  # not server_close: that joins the threads of connections that are still kept alive
+        self._server.socket.close()  # not server_close, which would wait for the threads of open connections
 
     async def wait_for(
         self, condition: Callable[[list[ReceivedSpan]], object], *, timeout_s: float = 10
     ) -> list[ReceivedSpan]:
-        """All spans so far, once `condition` holds of them. Fails with a list of what came after `timeout_s`."""
+        """All spans so far, once `condition` is true for them. After `timeout_s` it fails with the spans received."""
         try:
             async with asyncio.timeout(timeout_s):
                 while not condition(self.spans):
@@ -111,7 +111,7 @@ class OtlpReceiver:
         return list(self.spans)
 
     async def trace(self, trace_id: str, *, names: Iterable[str], timeout_s: float = 10) -> list[ReceivedSpan]:
-        """The spans of one trace by start, once there is one of each of `names` (a name given twice: two of them)."""
+        """The spans of one trace by start, once there is one for each of `names` (a name given twice: two)."""
         wanted = sorted(names)
 
         def complete(spans: list[ReceivedSpan]) -> bool:
@@ -128,7 +128,7 @@ class OtlpReceiver:
 
 
 def spans_of(body: bytes) -> list[ReceivedSpan]:
-    """The spans in the bytes of one ExportTraceServiceRequest."""
+    """The spans in one encoded ExportTraceServiceRequest."""
     export = ExportTraceServiceRequest()
     export.ParseFromString(body)
     found = []
@@ -140,7 +140,7 @@ def spans_of(body: bytes) -> list[ReceivedSpan]:
 
 
 def one(spans: Iterable[ReceivedSpan], name: str, **attributes: Any) -> ReceivedSpan:
-    """The only span of that name with these attributes (`_` in a name stands for `.`)."""
+    """The only span with that name and these attributes (`_` in an attribute's name stands for `.`)."""
     wanted = {key.replace("_", "."): value for key, value in attributes.items()}
     found = [span for span in spans if span.name == name and wanted.items() <= span.attributes.items()]
     assert len(found) == 1, f"{len(found)} spans {name!r} with {wanted} among:\n{tree(list(spans))}"
@@ -148,7 +148,7 @@ def one(spans: Iterable[ReceivedSpan], name: str, **attributes: Any) -> Received
 
 
 def tree(spans: Sequence[ReceivedSpan]) -> str:
-    """All spans as indented text, for a failing test's message."""
+    """All spans as indented text, for the message of a failing test."""
     known = {span.span_id for span in spans}
     lines: list[str] = []
 

@@ -1,4 +1,4 @@
-"""A request's trace in parts: its tree, and the time that its waits, delays and attempts account for."""
+"""A request's trace: its tree of spans, and how much of its time the waits, delays and attempts account for."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,8 +9,8 @@ PASSED = ("wait ", "delay ")
 
 
 def outline(spans: Sequence[ReceivedSpan]) -> str:
-    """The tree, each span under its parent; an orphan fails. Without waits and delays, which stand beside the attempt
-    that ended them: how many there are depends on how busy the machine is."""
+    """The tree as text, each span under its parent; fails if a parent is missing. Waits and delays, which stand beside
+    the attempt that ended them, are left out: their number depends on how busy the machine is."""
     known = {span.span_id: span for span in spans}
     attempted = {span.parent_id for span in spans if span.kind == "CONSUMER"}
     assert all(
@@ -30,8 +30,8 @@ def outline(spans: Sequence[ReceivedSpan]) -> str:
 
 
 def unaccounted_ms(spans: Sequence[ReceivedSpan]) -> float:
-    """The time from the asking to the end of the last attempt, less all waits, delays and attempts on the way; an
-    attempt counts until it has handed on, and what follows has begun."""
+    """The time from the start of `ask` to the end of the last attempt, minus all waits, delays and attempts. An attempt
+    counts only until the next part begins."""
     parts = [span for span in spans if span.name.startswith(("wait lane", "wait (dead", "delay ", "process "))]
     begun = [*(span.start_ns for span in parts[1:]), parts[-1].end_ns]
     sum_ns = 0
@@ -42,5 +42,5 @@ def unaccounted_ms(spans: Sequence[ReceivedSpan]) -> float:
 
 
 def ms(span: ReceivedSpan) -> float:
-    """How long it took."""
+    """The span's duration."""
     return (span.end_ns - span.start_ns) / MS

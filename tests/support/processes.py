@@ -1,4 +1,4 @@
-"""`lanekeeper` as a process of its own, which tests may stop, kill and ask; its log is read as it comes.
+"""Runs `lanekeeper` as a separate process that tests may signal and kill; its log is read while it runs.
 
 environ = environment(vhost.amqp_url, vhost.management_url, ANTHROPIC_BASE_URL=api.base_url)
 async with lanekeeper("serve", "--port", "0", environ=environ, folder=tmp_path) as worker:
@@ -27,7 +27,7 @@ PLENTY = {f"LANEKEEPER_BUDGET__{name.upper()}": f"{each:.0f}" for name, each in 
 
 
 def environment(amqp_url: str | None, management_url: str | None = None, **settings: str) -> dict[str, str]:
-    """Ours without any setting but these. A key is there, so that `ANTHROPIC_BASE_URL` is all that a provider needs."""
+    """Our environment with only these settings. It has an API key, so a provider needs only `ANTHROPIC_BASE_URL`."""
     foreign = ("LANEKEEPER_", "ANTHROPIC_", "OTEL_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     broker = {
@@ -41,12 +41,12 @@ def environment(amqp_url: str | None, management_url: str | None = None, **setti
 
 
 class Running:
-    """One process and its log, as events."""
+    """One process, with its log as events."""
 
     def __init__(self, process: Process) -> None:
         self.process = process
         self.events: list[dict[str, Any]] = []
-        """Lines of standard error; one that is no JSON is `{"event": <the line>}`."""
+        """Lines of standard error; a line that is not JSON becomes `{"event": <the line>}`."""
         self.lines: list[str] = []
         """Lines of standard output."""
         self._reading = [asyncio.create_task(self._read_events()), asyncio.create_task(self._read_lines())]
@@ -56,18 +56,18 @@ class Running:
         return self.process.returncode is not None
 
     def told(self, event: str, **fields: Any) -> list[dict[str, Any]]:
-        """The log's events of that name with these fields."""
+        """The events in the log with this name and these fields."""
         wanted = {"event": event, **fields}
         return [each for each in self.events if wanted.items() <= each.items()]
 
     async def tells(self, event: str, *, within_s: float = PATIENCE_S, **fields: Any) -> dict[str, Any]:
-        """The first event of that name with these fields, as soon as it is there."""
+        """Wait for the first event with this name and these fields."""
         await until(lambda: self.told(event, **fields) or self.has_ended, within_s=within_s)
         assert self.told(event, **fields), f"ended with {self.process.returncode}: {self.events}"
         return self.told(event, **fields)[0]
 
     async def ready(self, *, within_s: float = STARTED_S) -> str:
-        """Wait until it takes requests; the URL of its health endpoint, if it has one."""
+        """Wait until it accepts requests; returns the URL of its health endpoint, if it has one."""
         return str((await self.tells("service.ready", within_s=within_s))["health"])
 
     def send(self, number: signal.Signals) -> None:
@@ -75,7 +75,7 @@ class Running:
             self.process.send_signal(number)
 
     async def ended(self, *, within_s: float = PATIENCE_S) -> int:
-        """Its exit code (-n where signal n ended it), once all that it wrote has been read."""
+        """Wait for its end; returns the exit code (-n if signal n ended it) once all its output has been read."""
         code = await asyncio.wait_for(self.process.wait(), timeout=within_s)
         await asyncio.gather(*self._reading)
         return code
@@ -96,7 +96,7 @@ class Running:
 async def lanekeeper(
     *line: str, environ: Mapping[str, str], folder: Path, module: str = "service.cli.main"
 ) -> AsyncIterator[Running]:
-    """A command that is running; killed at the end if it still is. `module`: or what runs it (`reborn.py`)."""
+    """A running command; killed at the end if it still runs. `module`: the module to start, such as `reborn.py`'s."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -119,7 +119,7 @@ async def lanekeeper(
 async def run(
     *line: str, environ: Mapping[str, str], folder: Path, within_s: float = STARTED_S
 ) -> tuple[int, list[str]]:
-    """A command to its end: exit code and the lines that it printed."""
+    """Run a command to its end; returns the exit code and the lines that it printed."""
     async with lanekeeper(*line, environ=environ, folder=folder) as running:
         code = await running.ended(within_s=within_s)
         return code, running.lines

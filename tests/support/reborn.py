@@ -1,7 +1,7 @@
-"""`python -m tests.support.reborn COMMAND …`: `lanekeeper COMMAND …`, and again whenever it was killed.
+"""`python -m tests.support.reborn COMMAND …`: runs `lanekeeper COMMAND …`, and again whenever it was killed.
 
-What a service manager does, but quick: everything is imported once, and each life is a fork. Each begins with a line
-`life PID` on standard output. It ends with the command's own exit code as soon as that ends by itself.
+It does what a service manager does, but faster: everything is imported once, and each run is a fork. Each run begins
+with a line `life PID` on standard output. When the command ends by itself, this ends with the same exit code.
 """
 
 import ctypes

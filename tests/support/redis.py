@@ -1,4 +1,4 @@
-"""A Redis of the tests' own: on loopback, nothing kept on disk, gone with whoever started it."""
+"""A private Redis for tests: on loopback, nothing stored on disk, ended when its starter ends."""
 
 import fcntl
 import os
@@ -19,11 +19,11 @@ from service.private_broker.source import LOOPBACK, Steps, Unavailable, free_por
 SERVER = "redis-server"
 START_S = 10
 GUARD = 'redis-server "$@" & read _; kill -KILL $!; wait'
-"""Ends the server when its standard input is closed: by `kill`, or because we have ended."""
+"""Ends the server when standard input is closed: by `kill`, or because our process has ended."""
 
 
 class RedisServer:
-    """One server. `start` after `kill` has the same port, and nothing of what it had."""
+    """One server. After `kill`, `start` uses the same port; the data is gone."""
 
     def __init__(self, folder: Path) -> None:
         (self.port,) = free_ports(1)
@@ -61,7 +61,7 @@ class RedisServer:
 
 @contextmanager
 def redis_server(folder: Path) -> Iterator[RedisServer]:
-    """A running one. Skips the test where there is none and none can be installed; in CI it fails."""
+    """A running server. If there is none and none can be installed, the test is skipped; in CI it fails."""
     _see_that_it_is_installed()
     server = RedisServer(folder)
     try:
@@ -74,7 +74,7 @@ def redis_server(folder: Path) -> Iterator[RedisServer]:
 def _see_that_it_is_installed() -> None:
     if shutil.which(SERVER) is None:
         with Path(tempfile.gettempdir(), "lanekeeper-tests-redis.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # one of the session's processes installs it
+            fcntl.flock(lock, fcntl.LOCK_EX)  # only one process of the test session installs it
             try:
                 if shutil.which(SERVER) is None:
                     install(Steps(), SERVER)

@@ -1,10 +1,10 @@
-"""An application that uses Lanekeeper over plain AMQP: nothing of ours is in it but the contract.
+"""An application that uses Lanekeeper over plain AMQP: it shares only the contract with our code.
 
     async with requester(url) as app:
         reply = await app.ask({"prompt": "hello"}, key="critical.tests.ask")
         assert reply.status == "ok"
 
-Raw frames (`publish_raw`) say what no client library would.
+`publish_raw` sends raw frames, such as no client library would send.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ FRAME_END = b"\xce"
 
 @dataclass(frozen=True)
 class Got:
-    """A message that came: a reply, a dead letter, an event."""
+    """A message that was received: a reply, a dead letter, an event."""
 
     body: bytes
     headers: Mapping[str, Any]
@@ -57,7 +57,7 @@ class Got:
 
     @property
     def control(self) -> str | None:
-        """Of an answer to a control message."""
+        """The header `x-lane-control`, on answers to control messages."""
         found: str | None = self.headers.get("x-lane-control")
         return found
 
@@ -86,11 +86,11 @@ class Requester:
         self.namespace = namespace
         self.reply_to = ""
         self.replies: dict[str, list[Got]] = defaultdict(list)
-        """Everything that came, parts included, in order, by correlation id."""
+        """All replies in order, including parts, by correlation id."""
         self.dead: list[Got] = []
-        """Dead letters, once `read_dead` was called."""
+        """Dead letters, after `read_dead` was called."""
         self.events: list[Got] = []
-        """Life-cycle events, once `read_events` was called."""
+        """Life-cycle events, after `read_events` was called."""
 
     async def publish(
         self,
@@ -102,9 +102,9 @@ class Requester:
         mandatory: bool = False,
         **properties: Any,
     ) -> str:
-        """Publish, confirmed; returns the correlation id. `body`: JSON is made of what is not bytes.
+        """Publish with a confirm; returns the correlation id. A `body` that is not bytes is written as JSON.
 
-        Properties that are not given: a fresh correlation id, persistent, our reply queue. None leaves one out.
+        Defaults of the properties: a new correlation id, persistent, our reply queue. None leaves a property out.
         """
         given = {"reply_to": self.reply_to, "correlation_id": uuid.uuid4().hex, "delivery_mode": 2, **properties}
         await self.channel.basic_publish(
@@ -118,18 +118,18 @@ class Requester:
         return str(given["correlation_id"])
 
     async def ask(self, body: Any, *, within_s: float = FINAL_S, **how: Any) -> Got:
-        """Publish, and wait for the final reply."""
+        """Publish and wait for the final reply."""
         return await self.final(await self.publish(body, **how), within_s=within_s)
 
     async def control(self, body: Any, *, key: str, **how: Any) -> Got:
-        """Say something over `lane.control`, and wait for the answer. The type is the key unless given."""
+        """Send a control message and wait for the answer. Its type is the key, unless given."""
         given = {"message_type": key, **how}
         asked = await self.publish(body, exchange=f"{self.namespace}.control", key=key, mandatory=True, **given)
         await until(lambda: self.replies[asked], within_s=FINAL_S)
         return self.replies[asked][0]
 
     async def final(self, correlation_id: str, *, within_s: float = FINAL_S) -> Got:
-        """The final reply, as soon as it is there."""
+        """Wait for the final reply."""
         await until(lambda: self.finals(correlation_id), within_s=within_s)
         return self.finals(correlation_id)[0]
 
@@ -140,17 +140,17 @@ class Requester:
         return [each for each in self.replies[correlation_id] if each.status is None]
 
     async def read_dead(self) -> None:
-        """Read what is parked from now on (and what is parked already), and leave it there."""
+        """Start reading all dead letters, present and future, without removing them."""
         await self._consume(f"{self.namespace}.dead", self.dead)
 
     async def read_events(self) -> None:
-        """Read life-cycle events from now on."""
+        """Start reading life-cycle events."""
         queue = (await self.channel.queue_declare(exclusive=True)).queue or ""
         await self.channel.queue_bind(queue, f"{self.namespace}.events", "#")
         await self._consume(queue, self.events)
 
     async def buried(self, message_id: str, *, within_s: float = FINAL_S) -> Got:
-        """The dead letter of a request, as soon as it is there."""
+        """Wait for the dead letter of a request."""
         found: list[Got] = await until(lambda: self.dead_of(message_id), within_s=within_s)
         return found[0]
 
@@ -162,7 +162,7 @@ class Requester:
         return [each.json["event"] for each in self.events if each.json["id"] == message_id]
 
     async def depth(self, queue: str) -> int:
-        """Messages that are ready in a queue."""
+        """The number of ready messages in a queue."""
         declared = await self.channel.queue_declare(queue, passive=True)
         return declared.message_count or 0
 
@@ -180,9 +180,9 @@ class Requester:
     async def publish_raw(
         self, body: bytes, *, key: bytes, properties: bytes, exchange: bytes | None = None, size: int | None = None
     ) -> None:
-        """Publish frames made by hand, without a confirm. `properties`: flags and values, as on the wire.
+        """Publish hand-made frames, without a confirm. `properties`: flags and values, as encoded bytes.
 
-        When it returns the broker has read them; it raises what the broker closed the channel with.
+        Returns when the broker has read them; raises the error with which the broker closed the channel.
         """
         channel = await self.connection.channel(publisher_confirms=False)
         assert isinstance(channel, Channel)
@@ -198,17 +198,17 @@ class Requester:
 
 
 def frame(kind: int, channel: int, payload: bytes) -> bytes:
-    """One AMQP frame: 1 a method, 2 a header, 3 a body."""
+    """One AMQP frame. Kinds: 1 method, 2 header, 3 body."""
     return struct.pack(">BHI", kind, channel, len(payload)) + payload + FRAME_END
 
 
 def short(text: bytes) -> bytes:
-    """A short string, of whatever bytes."""
+    """A short string of any bytes."""
     return bytes([len(text)]) + text
 
 
 def table(*fields: tuple[bytes, bytes]) -> bytes:
-    """A field table of names and values; a value is a type's letter and what follows it."""
+    """A field table of names and values; a value is its type's letter and its encoded content."""
     content = b"".join(short(name) + value for name, value in fields)
     return struct.pack(">I", len(content)) + content
 
@@ -231,7 +231,7 @@ FLAGS = {
 
 
 def raw_properties(**given: bytes) -> bytes:
-    """Properties as on the wire: short strings as their bytes, everything else encoded already."""
+    """Encoded properties. Give short strings as their bytes, everything else already encoded."""
     flags = 0
     values = b""
     for name, bit in FLAGS.items():
@@ -244,7 +244,7 @@ def raw_properties(**given: bytes) -> bytes:
 
 @asynccontextmanager
 async def requester(url: str, *, namespace: str = NAMESPACE, direct: bool = False) -> AsyncIterator[Requester]:
-    """An application with a reply queue of its own that the broker named, or (`direct`) with direct reply-to."""
+    """An application with its own reply queue, named by the broker, or with direct reply-to (`direct`)."""
     connection = await aiormq.connect(f"{url}?heartbeat=30&name=requester")
     try:
         channel = await connection.channel(publisher_confirms=True, on_return_raises=True)

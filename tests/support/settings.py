@@ -1,4 +1,4 @@
-"""Settings from a file and an environment of the test's own, and what is told where they are wrong."""
+"""Loads settings from a test's own file and environment, or returns the error's text if they are wrong."""
 
 from pathlib import Path
 from typing import Any

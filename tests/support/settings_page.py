@@ -1,6 +1,6 @@
-"""The tables of docs/settings.md, from the declarations: `python -m tests.support.settings_page` writes them.
+"""Makes the tables of docs/settings.md from the declarations: `python -m tests.support.settings_page` writes them.
 
-What a setting does is the docstring below its field, `Example:` at its end; for a number the default will do.
+A setting's description is the docstring below its field, with `Example:` at its end; without it the default is shown.
 """
 
 import ast
@@ -57,7 +57,7 @@ TITLES = {
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One line of a table: a setting, or the same setting of each lane."""
+    """One row of a table: a setting, or the same setting of all lanes."""
 
     place: Place
     variable: str
@@ -68,7 +68,7 @@ class Entry:
 
 
 def entries() -> list[Entry]:
-    """All settings, those of the lanes once."""
+    """All settings; those of the lanes appear only once."""
     found: dict[Place, Entry] = {}
     lanes = {lane.name for lane in DEFAULT_LANES}
     for place in SETTINGS:
@@ -101,7 +101,7 @@ def tables() -> str:
 
 
 def page() -> str:
-    """The page with its tables made anew."""
+    """The page with its tables regenerated."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     return before + BEGIN + "\n" + tables() + "\n" + END + rest.partition(END)[2]
 
@@ -120,13 +120,13 @@ def _unit(name: str) -> str:
 
 
 def _is_limited(field: FieldInfo) -> bool:
-    """Whether its type and limits say more than that it is text: a number, a choice of words."""
+    """Whether the field allows less than any text: it has limits, or is a choice of words or a boolean."""
     kinds = get_args(field.annotation) or (field.annotation,)
     return bool(field.metadata) or get_origin(field.annotation) is Literal or bool in kinds
 
 
 def _said(value: Any) -> str:
-    """As it is written in the environment."""
+    """The value as it is written in the environment."""
     if isinstance(value, SecretStr):
         value = value.get_secret_value()  # a default is no secret
     if value is None or value in ((), {}):
@@ -135,7 +135,7 @@ def _said(value: Any) -> str:
 
 
 def _declared(place: Place) -> tuple[type[BaseModel], FieldInfo, Any]:
-    """The class that a setting is declared in, its field, and its default."""
+    """The class that declares a setting, its field, and its default."""
     kind: type[BaseModel] = Settings
     node: Any = Settings()
     for step in place[:-1]:
@@ -152,7 +152,7 @@ def _declared(place: Place) -> tuple[type[BaseModel], FieldInfo, Any]:
 
 
 def _documented(kind: type[BaseModel], name: str) -> tuple[str, str]:
-    """What a field's docstring says, and its example; a class that has not the field itself inherits it."""
+    """The text and the example in a field's docstring, which may be in a base class."""
     for each in kind.__mro__:
         if name in inspect.get_annotations(each):
             found = dict(_docstrings(each)).get(name, "")

@@ -1,7 +1,7 @@
-"""A process that spends a shared budget as fast as it is let: `python -m tests.support.spender URL NAMESPACE SECONDS`.
+"""Spends a shared budget as fast as possible: `python -m tests.support.spender URL NAMESPACE SECONDS`.
 
-With a fourth argument it is a process of another version of Lanekeeper: what it learns, it writes with that version.
-Writes when it was granted what, as JSON: `[[seconds since 1970, lane], …]`.
+A fourth argument makes it a process of another version of Lanekeeper: it stores what it learns under that version.
+It prints the time and lane of each grant as JSON: `[[seconds since 1970, lane], …]`.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ async def main(url: str, namespace: str, seconds: float, version: str = "") -> N
             reservation = await budgets.reserve(ACCOUNT, lane=lane, amounts=Amounts(1, 10, 10), until=None)
             granted.append((time.time(), lane))
             await asyncio.sleep(0.05)
-            told = Told(limit=PER_MINUTE + len(granted) % 2)  # so that every answer is news
+            told = Told(limit=PER_MINUTE + len(granted) % 2)  # alternates, so that every answer tells something new
             budgets.learn(ACCOUNT, Heard(kind=Kind.ANSWERED, rate=RateHeaders(told, Told(), Told())))
             budgets.settle(reservation, Amounts(1, 10, 5))
 

@@ -1,12 +1,12 @@
-"""How long the event loop was held at a time.
+"""Measures how long the event loop was blocked at a time.
 
     with Stalls() as stalls:
         …                       whatever else runs on the loop
     stalls.longest_s
 
-By default in CPU time of the loop's thread, so that what else the machine does is not counted; `time.perf_counter` for
-what somebody waits for. What the process held before is kept from the garbage collector meanwhile: of three thousand
-tests that is more than a worker ever holds.
+The default clock is the CPU time of the loop's thread, so that other load on the machine is not counted. Use
+`time.perf_counter` to measure how long somebody waits. Objects that exist at the start are hidden from the garbage
+collector meanwhile: three thousand tests leave more of them than a worker ever has.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ EVERY_S = 0.001
 
 
 class Stalls:
-    """Looks at the clock whenever the loop comes round."""
+    """Reads the clock every millisecond, or as soon as the loop gets to it."""
 
     def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
         self._clock = clock

@@ -1,4 +1,4 @@
-"""A store of the test's own for each broker: all workers of one virtual host share it, as on one machine."""
+"""A store for each virtual host of a test: all workers of one virtual host share it, as on one machine."""
 
 import shutil
 import tempfile
@@ -11,7 +11,7 @@ _folders: list[Path] = []
 
 @contextmanager
 def stores() -> Iterator[None]:
-    """Stores that are new now, and gone at the end."""
+    """New, empty stores for as long as the block lasts; deleted at its end."""
     folder = Path(tempfile.mkdtemp(prefix="lanekeeper-stores-"))
     _folders.append(folder)
     try:
@@ -22,6 +22,6 @@ def stores() -> Iterator[None]:
 
 
 def store_url(amqp_url: str | None) -> str:
-    """The store of that virtual host in this test."""
+    """The URL of the store for that virtual host in this test."""
     name = "".join(each if each.isalnum() else "-" for each in amqp_url or "none")[-80:]
     return f"sqlite:///{_folders[-1] / name}.sqlite"

@@ -1,4 +1,4 @@
-"""Users as `topology export` makes them, imported into a virtual host: one of each role.
+"""Users as `topology export` makes them, one for each role, imported into a virtual host.
 
 async with imported_users(vhost) as it:
     assert not await it.may("application", act)
@@ -33,10 +33,10 @@ class Act:
 
 
 class Broker:
-    """A virtual host made by importing definitions alone, and a connection for each of its users."""
+    """A virtual host set up only by importing definitions, and a connection for each of its users."""
 
     def __init__(self, vhost: Vhost, management: Management, version: str, stack: AsyncExitStack) -> None:
-        mark = secrets.token_hex(4)  # users belong to the whole broker, which other tests use as well
+        mark = secrets.token_hex(4)  # users belong to the whole broker, which other tests share
         self.app = f"support-{mark}"
         self.users = {
             "application": User(self.app, "application", HASH),
@@ -63,7 +63,7 @@ class Broker:
         return self._connections[role]
 
     async def may(self, role: str, act: Act) -> bool:
-        """Whether the broker lets a user do it; any other error is raised."""
+        """Whether the broker allows the user to do this; raises any error other than a refusal."""
         channel = await (await self.connection(role)).channel()
         try:
             await act.do(channel)

@@ -1,4 +1,4 @@
-"""An event loop in virtual time: when nothing else is to be done, its clock jumps. Five minutes pass in a second."""
+"""An event loop in virtual time: when all tasks wait, its clock jumps to the next timer. Five minutes take a second."""
 
 import asyncio
 import selectors
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class NothingLeft(AssertionError):
-    """Everything waits, and no timer is set: somebody was not woken."""
+    """Every task waits and no timer is set: a task was never woken."""
 
 
 class _Instant(selectors.SelectSelector):
@@ -26,7 +26,7 @@ class _Instant(selectors.SelectSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Begins at 1000 s."""
+    """An event loop whose clock starts at 1000 s."""
 
     def __init__(self) -> None:
         self._instant = _Instant()
@@ -37,6 +37,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def virtually(story: Coroutine[Any, Any, T]) -> T:
-    """Run it to its end."""
+    """Run a coroutine to its end in virtual time."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(story)

@@ -1,4 +1,4 @@
-"""Waits for a condition in place of a fixed sleep."""
+"""Waits for a condition instead of a fixed time."""
 
 import asyncio
 import inspect
@@ -7,13 +7,14 @@ from typing import Any
 
 LOOK_EVERY_S = 0.01
 PATIENCE_S = 60.0
-"""What comes true on an idle machine in a moment may take long on a busy one; nothing that passes waits for it."""
+"""Long, because what takes a moment on an idle machine may take long on a busy one. A test that passes does not wait
+for all of it."""
 STARTED_S = 2 * PATIENCE_S
-"""The same for a process, which needs four seconds of CPU to begin."""
+"""The same for the start of a process, which needs four seconds of CPU."""
 
 
 async def until(holds: Callable[[], Any] | Callable[[], Awaitable[Any]], *, within_s: float = PATIENCE_S) -> Any:
-    """What `holds` gives as soon as it is true. Raises AssertionError with what it gave last."""
+    """Wait until `holds()` returns a true value, and return it. Raises AssertionError with the last value."""
     loop = asyncio.get_running_loop()
     end = loop.time() + within_s
     while True:

@@ -1,4 +1,4 @@
-"""What is called while a request is worked on: functions in order, and the borders between files that calls cross."""
+"""Records calls while a request is worked on: the functions in order, and the pairs of files that call each other."""
 
 import sys
 from collections.abc import Iterator
@@ -16,15 +16,15 @@ PACKAGES = ("lanekeeper/", "topology/", "consumers/", "service/worker/")
 
 @dataclass
 class Walk:
-    """Calls of our own functions in this thread."""
+    """The calls of our own functions in this thread."""
 
     calls: list[tuple[str, str]] = field(default_factory=list)
-    """File and qualified name, in the order in which they begin."""
+    """File and qualified name, in the order in which the calls begin."""
     borders: set[tuple[str, str]] = field(default_factory=set)
-    """Pairs of files: a function of the first calls one of the second, for a request that is being worked on."""
+    """Pairs of files: a function of the first calls one of the second while a request is worked on."""
 
     def visits(self, file: str, name: str, *, start: int) -> int | None:
-        """Where, from `start` on, a function of this name begins, or one inside of it; None: nowhere."""
+        """The index, from `start` on, of the first call of this function or one nested in it; None if there is none."""
         wanted = name.split(".")
         for at in range(start, len(self.calls)):
             found, qualified = self.calls[at]
@@ -36,7 +36,7 @@ class Walk:
 
 @contextmanager
 def walked() -> Iterator[Walk]:
-    """Record what is called inside this."""
+    """Record the calls inside this block."""
     walk = Walk()
     files: dict[str, str | None] = {}
 

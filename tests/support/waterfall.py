@@ -1,4 +1,4 @@
-"""A trace as a picture: a row a span, drawn from what Jaeger's query API answers.
+"""Draws a trace as a picture with one row for each span, from the answer of Jaeger's query API.
 
 python -m tests.support.waterfall http://127.0.0.1:16686 TRACE_ID >trace.svg
 """
@@ -20,7 +20,7 @@ _NAME = re.compile(r'class="name"[^>]*>([^<]*)<')
 
 
 def drawn(spans: Sequence[ReceivedSpan]) -> str:
-    """The picture: indented names at the left, bars over time at the right; a dark page shows its light paper."""
+    """The picture as SVG: indented names on the left, bars over time on the right, on a light background."""
     rows = list(_rows(spans, "", 0))
     begin = min(span.start_ns for span in spans)
     whole_ms = (max(span.end_ns for span in spans) - begin) / 1e6
@@ -56,7 +56,7 @@ def drawn(spans: Sequence[ReceivedSpan]) -> str:
 
 
 def names(picture: str) -> list[str]:
-    """The spans that a picture shows, from top to bottom."""
+    """The names of the spans in a picture, from top to bottom."""
     return [unescape(each) for each in _NAME.findall(picture)]
 
 

@@ -1,9 +1,9 @@
-"""aio-pika's connection, which also tells when the broker blocks it, a memory or disk alarm, and logs nothing itself.
+"""aio-pika's connection, extended: it reports when the broker blocks it (a memory or disk alarm), and it logs nothing.
 
-The aiormq under it hears of it (`Connection.Blocked`) and tells nobody: it only logs, and holds back its writer where
-that has not begun. What is private to it and overridden here is here alone; `tests/broker/test_alarms.py` fails if it
-goes. RabbitMQ tells a connection only once it publishes, and from then on reads nothing from it: acknowledgements
-neither.
+aiormq, the library below, receives `Connection.Blocked` but does not report it: it only logs, and delays its writer if
+that has not started yet. Only this file overrides private methods of aiormq; `tests/broker/test_alarms.py` fails if
+they disappear. RabbitMQ blocks a connection only once it publishes, and then reads nothing from it, not even
+acknowledgements.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from lanekeeper.amqp.driver.quiet import Ours, quietly
 OVERRIDDEN = ("_Connection__handle_connection_blocked", "_Connection__handle_connection_unblocked")
 
 OnAlarm = Callable[[str | None], None]
-"""Called with the broker's reason ("low on memory") when it blocks the connection, with None when that is over."""
+"""Called with the broker's reason ("low on memory") when it blocks the connection, with None when it unblocks it."""
 
 
 class Alarmed(Ours, Underlying):
@@ -31,8 +31,8 @@ class Alarmed(Ours, Underlying):
 
     @property
     def closing(self) -> "asyncio.Future[Any]":
-        """One future for everybody: look at it, or wait under `shield`. aiormq makes a new one for each who asks, and
-        aio-pika, which asks for each channel, could not take its callback away again (see `Channel`)."""
+        """The same future for every caller: only look at it, or wait under `shield`. aiormq makes a new one on each
+        access, so that aio-pika could not remove the callback it adds for each channel (see `Channel`)."""
         return self._closing
 
     def __init__(self, url: URL, *, context: ssl.SSLContext | None, on_alarm: OnAlarm) -> None:
@@ -55,7 +55,7 @@ class Alarmed(Ours, Underlying):
 
 
 class Transport(UnderlayConnection):
-    """aio-pika's transport, which makes the connection above."""
+    """aio-pika's transport, which opens an `Alarmed` connection."""
 
     connection: Alarmed
 
@@ -68,9 +68,10 @@ class Transport(UnderlayConnection):
 
 
 class Channel(aio_pika.Channel):
-    """aio-pika's channel, of which nothing stays on the connection when it has closed.
+    """aio-pika's channel, which removes its callback from the connection when it has closed.
 
-    aio-pika leaves a callback there for each, 4 KB, and a worker looks at its topology for months."""
+    aio-pika leaves the callback there: 4 KB for each channel, and a worker opens channels for months to check its
+    topology."""
 
     async def _on_close(self, closing: "asyncio.Future[Any]") -> BaseException | None:
         if self._channel is not None:
@@ -79,7 +80,7 @@ class Channel(aio_pika.Channel):
 
 
 class Plain(aio_pika.Connection):
-    """aio-pika's plain connection, on that transport: opened once, never restored."""
+    """aio-pika's plain connection, on `Transport`: opened once, never restored."""
 
     CHANNEL_CLASS = Channel
 
@@ -103,5 +104,5 @@ class Plain(aio_pika.Connection):
 
     @property
     def is_closed(self) -> bool:
-        """Also when it was lost: aio-pika's own tells of `close` alone."""
+        """True also when the connection was lost; aio-pika's own property notices only `close`."""
         return self._underlay is None or self._underlay.is_closed

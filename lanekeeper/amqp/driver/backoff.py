@@ -4,9 +4,9 @@ import random
 
 LEAST_S = 0.05
 DOUBLED_AT_MOST = 10
-"""2 to the power of a day's failures is no float any more: it raised after 1024, and nobody tried again."""
+"""Without this bound, 2 ** failures overflowed a float after 1024 failures; the error ended all further tries."""
 
 
 def pause_s(failures: int, *, first_s: float, cap_s: float) -> float:
-    """Seconds: drawn anew each time (full jitter), up to `first_s` doubled with each failure and at most `cap_s`."""
+    """Seconds: random (full jitter), up to `first_s` doubled with each failure, and at most `cap_s`."""
     return random.uniform(LEAST_S, min(cap_s, first_s * 2 ** min(failures, DOUBLED_AT_MOST)))

@@ -1,4 +1,4 @@
-"""The border to aiormq: what it raises becomes ours, and a cancellation that it loses is found again."""
+"""The border to aiormq: translates its exceptions into ours, and detects cancellations that it has lost."""
 
 import asyncio
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from lanekeeper.contract.problems import BrokerError, BrokerUnreachable
 
 @contextmanager
 def border(what: str, *, lost: type[BrokerError] = BrokerUnreachable) -> Iterator[None]:
-    """Translate what aiormq raises inside when a channel or connection is lost, or does not answer, into `lost`."""
+    """Inside the block, what aiormq raises when a channel or connection is lost or does not answer becomes `lost`."""
     before = cancellations()
     try:
         yield
@@ -32,25 +32,26 @@ def border(what: str, *, lost: type[BrokerError] = BrokerUnreachable) -> Iterato
 
 
 def is_nameless(error: Exception) -> bool:
-    """Whether it is what aiormq raises in a call that begins just after its connection closed: a bare `Exception`."""
+    """Whether it is a bare `Exception`: aiormq raises one in a call that begins just after its connection closed."""
     return type(error) is Exception
 
 
 def said(error: BaseException) -> str:
-    """What an exception says, or, where that is nothing, what it is."""
+    """An exception's text, or the name of its class if it has none."""
     return str(error) or type(error).__name__
 
 
 def asks_to_stop() -> bool:
-    """Whether a CancelledError was asked for: aiormq also raises it where a channel or connection closed."""
+    """Whether this task was really cancelled: aiormq also raises CancelledError when a channel or connection closes."""
     return cancellations() > 0
 
 
 def cancellations() -> int:
-    """How often this task was told to stop. Grown over a call of aiormq's, it says that the call lost one of them.
+    """How many cancellations this task has received. If a call of aiormq returns and the count has grown, aiormq lost a
+    cancellation.
 
-    aiormq waits with `asyncio.wait_for`, and that forgets, before Python 3.12, a cancellation that comes in the same
-    moment as the answer: 20 of 400 that came while a queue was being declared, and whoever consumed it never ended.
+    aiormq waits with `asyncio.wait_for`. Before Python 3.12 this loses a cancellation that comes at the same moment as
+    the answer: 20 of 400 that came while a queue was being declared, and the consumers' tasks never ended.
     """
     task = asyncio.current_task()
     return 0 if task is None else task.cancelling()

@@ -1,8 +1,8 @@
-"""AMQP field tables, the form of message headers: read and written so that what a requester sent goes on unchanged.
+"""AMQP field tables (message headers): read and written so that a requester's headers are passed on unchanged.
 
-pamqp chooses an integer's type by its value, and writes doubles in single precision. Here an integer is always a signed
-64-bit one (`l`) and a float a double (`d`), whatever its value; and a header that was read is kept beside its value as
-the bytes that it came in (`Encoded`), which are written again as they are.
+pamqp chooses an integer's type by its value, and writes doubles in single precision. Here an integer is always written
+as a signed 64-bit one (`l`) and a float as a double (`d`). Each header that was read also keeps its original bytes
+(`Encoded`), which can be written again unchanged.
 """
 
 import struct
@@ -25,23 +25,23 @@ _FIXED: Final = {
         "f": ">f", "d": ">d", "D": ">Bi", "T": ">Q", "V": ">", "\0": ">",
     }.items()
 }  # fmt: skip
-"""Types of a fixed size: RabbitMQ's list, not the specification's; and two that clients send, L and 0."""
+"""Types of fixed size: RabbitMQ's list, not the specification's, and two that clients send: L and the zero byte."""
 _DECIMAL, _TIME = b"DT"
 _MILLISECONDS_FROM: Final = 2**32
-"""A timestamp is in seconds; one past the year 2106 is in milliseconds."""
+"""A timestamp is in seconds; a value this large would be past the year 2106, so it is in milliseconds."""
 
 
 VALUES: Final = 4000
-"""Of one table, with what is inside of it. 64 KiB have room for 64,000, which took 30 ms; and what a queue holds is
-delivered in one go."""
+"""Most values in one table, nested ones included. 64 KiB have room for 64,000 values, which took 30 ms to read, and
+many such messages can be delivered at once."""
 
 
 class TooMuch(ValueError):
-    """A table that could be read, but would harm who passes it on."""
+    """A table that could be read, but has too many values, too many levels or too many bytes."""
 
 
 class _Room:
-    """Counts the values of a table."""
+    """Counts how many more values a table may have."""
 
     __slots__ = ("left",)
 
@@ -50,9 +50,10 @@ class _Room:
 
 
 def read(data: bytes, *, levels: int) -> tuple[int, Headers]:
-    """Read the table that `data` begins with: its length, and what it holds. `levels`: of tables and arrays, in all.
+    """Read the table at the start of `data`: its length in bytes, and its headers. `levels`: the deepest nesting of
+    tables and arrays.
 
-    Raises TooMuch, and what Python raises on bytes that are no table.
+    Raises TooMuch, and ValueError, IndexError or struct.error and the like for bytes that are no table.
     """
     end = _SIZE.size + _SIZE.unpack_from(data)[0]
     if end > len(data):
@@ -68,14 +69,14 @@ def read(data: bytes, *, levels: int) -> tuple[int, Headers]:
 
 
 def write(table: Mapping[str, Any] | None) -> bytes:
-    """A table as it is on the wire. Raises TypeError for a value that AMQP has no type for."""
+    """A table in its AMQP encoding. Raises TypeError for a value that AMQP has no type for."""
     fields = (table or {}).items()
     content = b"".join([bytes((len(raw := name.encode()),)) + raw + _written(value) for name, value in fields])
     return _SIZE.pack(len(content)) + content
 
 
 def _value(data: bytes, at: int, end: int, levels: int, room: _Room) -> tuple[Any, int]:
-    """The value that begins at `at`, and where it ends: at `end` at the latest."""
+    """The value that begins at `at`, and the position after it, which may not be past `end`."""
     room.left -= 1
     if room.left < 0:
         raise TooMuch(f"more than {VALUES} values")
@@ -138,7 +139,7 @@ _LONG: Final[dict[int, Callable[[bytes, int, int, int, _Room], Any]]] = {
     ord("A"): _array,
     ord("F"): _table,
 }
-"""Types that tell their length in four bytes."""
+"""Types that begin with their length in four bytes."""
 
 
 def _written(value: Any) -> bytes:
@@ -161,5 +162,5 @@ def _written(value: Any) -> bytes:
         case list():
             items = b"".join([_written(each) for each in value])
             return b"A" + _SIZE.pack(len(items)) + items
-        case _:  # decimals, times, byte arrays, nothing: they have one type each
+        case _:  # decimals, times, byte arrays, None: AMQP has one type for each
             return encode.encode_table_value(value)

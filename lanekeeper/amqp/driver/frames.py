@@ -1,10 +1,10 @@
-"""AMQP frames to our `Message` and back, whatever a client put into them.
+"""Turns AMQP frames into our `Message` and back, whatever a client put into them.
 
 pamqp raises on bytes that are not UTF-8, on timestamps past the year 9999 and on deeply nested tables. It does so in
 the task that reads the connection: one such message would end the connection, be delivered again, and end the next one.
-And it reads what it cannot write again (a double of 1e300), so that a retry or a dead letter would fail for ever.
-`tolerate()` mends both: what can be read can be written (`fields.py`), and what cannot is named; the codec then refuses
-the message.
+It also reads values that it cannot write (a double of 1e300), so that a retry or a dead letter would always fail.
+`tolerate()` corrects both: every value that can be read can be written (`fields.py`), and the properties that cannot be
+read are named in a header, so that the codec refuses the message.
 """
 
 import struct
@@ -21,8 +21,8 @@ from lanekeeper.amqp.driver import fields
 from lanekeeper.contract.messages import UNREADABLE, Headers, Message
 
 HEADERS_BYTES = 64 * 1024
-"""Of headers that are read. All properties must fit one frame of 128 KiB with what a hop adds to them: the broker
-answers a larger one by closing the connection (501 FRAME_ERROR), and with it everybody else's publishes."""
+"""The largest headers that are read. All properties, with those that a hop adds, must fit into one frame of 128 KiB:
+the broker closes the connection over a larger frame (501 FRAME_ERROR), which also ends all other publishes on it."""
 NESTED_LEVELS = 16
 _MORE_FLAGS = 1
 _SKIP: dict[str, Callable[[bytes], int]] = {
@@ -35,7 +35,7 @@ _BROKEN = (ValueError, OverflowError, OSError, RecursionError, KeyError, IndexEr
 
 
 def tolerate() -> None:
-    """Make pamqp survive what it would raise on. Safe to call more than once."""
+    """Patch pamqp so that it does not raise on such messages. Safe to call more than once."""
     decode.METHODS["shortstr"] = _read_short_str
     encode.METHODS["table"] = fields.write
     Basic.Properties.unmarshal = _unmarshal_properties  # type: ignore[method-assign]
@@ -43,7 +43,7 @@ def tolerate() -> None:
 
 
 def message_of(delivered: DeliveredMessage) -> Message:
-    """The message that a `Basic.Deliver` or `Basic.Return` brought."""
+    """The message of a `Basic.Deliver` or `Basic.Return`."""
     properties = delivered.header.properties
     timestamp = properties.timestamp
     return Message(
@@ -87,7 +87,7 @@ def properties_of(message: Message) -> Basic.Properties:
 
 
 def _unmarshal_properties(self: Any, flags: int, data: bytes) -> None:
-    """As pamqp's own, but a property that cannot be read is passed over and named in the headers."""
+    """As pamqp's own, but a property that cannot be read is skipped and named in the headers."""
     unreadable = ["flags (more than there are properties)"] if flags & _MORE_FLAGS else []
     for name in self.__slots__:
         if not flags & self.flags[name]:
@@ -109,8 +109,8 @@ def _unmarshal_properties(self: Any, flags: int, data: bytes) -> None:
 
 
 def _read_flags(data: bytes) -> tuple[int, int]:
-    """Bytes read, and the flags. No client sends more than one word of them; brokers of 3.x pass on what says that
-    another one follows, whether it does or not, and pamqp raises where it does not."""
+    """Bytes read, and the flags. Only one word of flags is read: no client sends more. Brokers of 3.x pass on the bit
+    that announces a second word even if none follows, and pamqp would raise then."""
     return 2, int.from_bytes(data[:2], "big")
 
 
@@ -120,13 +120,14 @@ def _reason(error: Exception) -> str:
 
 def _read_headers(data: bytes) -> tuple[int, Headers]:
     size = int(struct.unpack_from(">I", data)[0])
-    if size > HEADERS_BYTES:  # before it is read: a hundred thousand headers block everybody for a while
+    if size > HEADERS_BYTES:  # checked before reading, because reading 100,000 headers would block the event loop
         raise fields.TooMuch(f"{size} bytes, allowed are {HEADERS_BYTES}")
     return fields.read(data, levels=NESTED_LEVELS)
 
 
 def _read_short_str(value: bytes) -> tuple[int, str]:
-    """For routing keys, which nobody could name: what is not UTF-8 becomes `?`, byte by byte, and so gets no longer."""
+    """Used for routing keys, of which an unreadable one could not be reported by name: each byte that is not ASCII in a
+    key that is not UTF-8 becomes `?`, so that the key gets no longer."""
     length = value[0]
     text = value[1 : length + 1]
     try:

@@ -1,8 +1,9 @@
-"""aiormq logs a traceback for each connection that is lost, and a line for each try: of ours, we tell that ourselves.
+"""Silences aiormq's log lines about our connections, because we log these events ourselves.
 
-In an application that has configured no logging, Python prints both on standard error. aiormq's tasks inherit the
-context that they are begun in, and what it logs in a caller's task names the channel: so what concerns our connections
-is known, and what the application does with aiormq itself is told as before.
+aiormq logs a traceback for each lost connection and a line for each try to connect; in an application without logging,
+Python prints both on standard error. To recognise lines about our connections: aiormq's tasks inherit the context in
+which they are started, and what it logs in a caller's task names the channel. Lines about the application's own use of
+aiormq are logged as before.
 """
 
 import logging
@@ -14,7 +15,7 @@ _IS_OURS: ContextVar[bool] = ContextVar("aiormq_works_for_lanekeeper", default=F
 
 
 class Ours:
-    """A connection of which we log ourselves."""
+    """Marks a connection whose events we log ourselves."""
 
 
 class _OfOthers(logging.Filter):
@@ -27,14 +28,14 @@ _OF_OTHERS = _OfOthers()
 
 
 def hush() -> None:
-    """Pass over what aiormq logs `quietly`. Safe to call more than once."""
+    """Drop what aiormq logs about our connections. Safe to call more than once."""
     for name in ("aiormq.connection", "aiormq.connection.marshall", "aiormq.channel"):
         logging.getLogger(name).addFilter(_OF_OTHERS)
 
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """For calls in which aiormq begins its tasks for a connection or a channel of ours."""
+    """Around calls in which aiormq starts its tasks for one of our connections or channels."""
     token = _IS_OURS.set(True)
     try:
         yield

@@ -1,6 +1,6 @@
-"""One broker URL or several: the nodes of a cluster, as `amqp://…@a/,amqp://…@b/`, or as `amqp://…@a/ , …`.
+"""One broker URL or several, for the nodes of a cluster: `amqp://…@a/,amqp://…@b/`, also with spaces around the comma.
 
-What is written differently for each is taken as it is: user, password, port. The virtual host is everybody's.
+User, password and port may differ between the URLs. The virtual host must be the same.
 """
 
 import re
@@ -9,5 +9,5 @@ _BETWEEN = re.compile(r"\s*,\s*(?=amqps?://)")
 
 
 def urls_of(text: str) -> tuple[str, ...]:
-    """The URLs in `text`. A comma that no URL follows belongs to the one before: a password may have it."""
+    """The URLs in `text`. A comma that no URL follows is part of the URL before it: a password may contain one."""
     return tuple(_BETWEEN.split(text.strip()))

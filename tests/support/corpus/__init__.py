@@ -1,1 +1,1 @@
-"""Requests and answers that are made to do harm, each under a name: for tests, fuzzing and `benchmarks/stalls.py`."""
+"""Malicious requests and answers, each with a name, for tests, fuzzing and `benchmarks/stalls.py`."""

@@ -1,9 +1,9 @@
-"""What a malicious provider answers: whole HTTP responses as bytes, by name.
+"""Answers of a malicious provider: whole HTTP responses as bytes, by name.
 
-    ANSWERS["a huge array"](request)     the pieces to be sent, in order; a float is a pause in seconds
+    ANSWERS["a huge array"](request)     the pieces to send, in order; a float is a pause in seconds
 
-`request` is what came: its prompt can be quoted. A request is streamed or not as its body says; each answer below is
-for both, unless its name tells.
+`request` is the request received; an answer may quote its prompt. Its body says whether it is streamed. Each answer
+below suits both kinds, unless its name says otherwise.
 """
 
 import gzip
@@ -24,7 +24,7 @@ TEXT_BLOCK = b'{"type":"content_block_start","index":0,"content_block":{"type":"
 
 @dataclass(frozen=True)
 class Asked:
-    """A request as it came to the malicious provider."""
+    """A request as the malicious provider received it."""
 
     method: str
     path: str
@@ -41,7 +41,7 @@ Answering: TypeAlias = Callable[[Asked], Iterable[Piece]]
 
 
 def head(status: int = 200, *, body: bytes | None = None, **headers: str) -> bytes:
-    """The head of a response, and its body where that is known; else it is sent in chunks."""
+    """The head of a response, with its body if that is given; else the body follows in chunks."""
     fields = {
         "connection": "close",
         "content-type": "application/json",
@@ -53,7 +53,7 @@ def head(status: int = 200, *, body: bytes | None = None, **headers: str) -> byt
 
 
 def chunked(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Pieces of a body as HTTP sends them where it does not know the length."""
+    """Pieces of a body in HTTP's chunked encoding, for a body of unknown length."""
     for piece in pieces:
         yield piece if isinstance(piece, float) else b"%x\r\n%s\r\n" % (len(piece), piece)
     yield b"0\r\n\r\n"
@@ -64,18 +64,18 @@ def sse(*events: bytes) -> bytes:
 
 
 def whole(content: bytes, *, message: bytes = MESSAGE) -> list[Piece]:
-    """A Message that is not streamed, with this JSON as its content."""
+    """A Message without streaming, with this JSON as its content."""
     return [head(body=b'{"stop_reason":"end_turn",' + message + b',"content":' + content + b"}")]
 
 
 def streamed(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """A stream of events: pieces of Server-Sent Events between a good beginning and a good end."""
+    """A stream of Server-Sent Events: the pieces between a valid beginning and a valid end."""
     yield head(content_type="text/event-stream")
     yield from chunked(itertools.chain([sse(START, TEXT_BLOCK)], pieces, [sse(DELTA, STOP)]))
 
 
 def deltas(count: int, delta: bytes, *, at_once: int = 1000) -> Iterator[Piece]:
-    """So many deltas of the first block."""
+    """`count` deltas of the first block."""
     one = sse(b'{"type":"content_block_delta","index":0,"delta":' + delta + b"}")
     for start in range(0, count, at_once):
         yield one * min(at_once, count - start)
@@ -98,7 +98,7 @@ def _deltas(count: int, delta: bytes) -> Answering:
 
 
 def _tool_input(text: str, count: int) -> Answering:
-    """A tool's input, which is JSON in pieces: an array of `text`, so many times."""
+    """A tool's input, sent as pieces of JSON: an array that repeats `text` `count` times."""
 
     def delta(piece: str) -> bytes:
         return b'{"type":"input_json_delta","partial_json":' + json.dumps(piece).encode() + b"}"
@@ -113,7 +113,7 @@ def _error(body: Callable[[Asked], bytes], *, status: int = 400, **headers: str)
 
 
 def error_body(message: str, *, type: str = "invalid_request_error") -> bytes:
-    """An error as Anthropic says it, in the middle of a stream too."""
+    """An error in Anthropic's form, which is the same in the middle of a stream."""
     return json.dumps({"type": "error", "error": {"type": type, "message": message}}).encode()
 
 
@@ -122,7 +122,7 @@ def _quoting(asked: Asked) -> bytes:
 
 
 def _quoting_streamed(asked: Asked) -> Iterable[Piece]:
-    """An error with the prompt in it, in the middle of a stream where it is streamed."""
+    """An error that quotes the prompt; for a streamed request, in the middle of the stream."""
     return streamed([sse(_quoting(asked))]) if asked.streamed else [head(500, body=_quoting(asked))]
 
 
@@ -139,26 +139,26 @@ def _endless(piece: bytes, *, pause_s: float = 0.0) -> Iterator[Piece]:
 
 
 def redirect(to: str, *, status: int = 307) -> Answering:
-    """To any address, with the body: not in the corpus, because it needs an address."""
+    """A redirect that keeps the body. It is not in the corpus, because it needs an address."""
     return lambda _: [head(status, body=b"", location=to)]
 
 
 ANSWERS: Mapping[str, Answering] = {
-    # what is parsed
+    # expensive to parse
     "a huge array": _content(lambda: b"[" + b"[]," * (20 * MIB // 3) + b"[]]"),
     "an array of 12 MiB": _content(lambda: b"[" + b"[]," * (4 * MIB) + b"[]]"),
     "a million keys": _content(lambda: b"[{" + b",".join(b'"key-%d":0' % n for n in range(1_000_000)) + b"}]"),
     "huge numbers": _content(lambda: b"[" + b",".join([b"9" * 4300] * 2500) + b"]"),
     "deeply nested": _content(lambda: b"[" * 3_000_000),
     "a text of 12 MiB": _content(lambda: b'[{"type":"text","text":"' + rb"\n,\"" * (12 * MIB // 5) + b'"}]'),
-    # what is put together
+    # expensive to assemble from parts
     "quadratic citations": _deltas(200_000, b'{"type":"citations_delta","citation":{}}'),
     "quadratic lists": _deltas(200_000, b'{"type":"x_delta","list":[{}]}'),
     "a million tiny deltas": _deltas(1_000_000, b'{"type":"text_delta","text":"a"}'),
     "a million pings": _either(lambda: whole(b"[]"), lambda: _tiny(1_000_000)),
     "a million blocks": _either(lambda: whole(b"[]"), lambda: _blocks(1_000_000)),
     "a tool's input that is a huge array": _tool_input("[]," * 10_000, 400),
-    # what is read
+    # expensive to read
     "an endless body": _either(
         lambda: itertools.chain([head()], chunked(_endless(b" " * 65536))), lambda: _endless(b": " + b"x" * 65536)
     ),
@@ -209,7 +209,7 @@ def _blocks(count: int) -> Iterator[Piece]:
 
 
 def _counts() -> Iterator[Piece]:
-    """Usage of many fields, and then one total after the other."""
+    """A usage with many fields, followed by many totals."""
     fields = b",".join(b'"count-%d":1' % n for n in range(40_000))
     yield sse(START.replace(b'"output_tokens":1', fields))
     yield sse(DELTA) * 500

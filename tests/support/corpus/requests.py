@@ -1,4 +1,4 @@
-"""What a malicious publisher sends, by name: bodies that take long to read, and small ones that get large."""
+"""Bodies that a malicious publisher sends, by name: some take long to read, some are small and unpack to large ones."""
 
 import gzip
 import json
@@ -12,10 +12,10 @@ UNPACKED = 8 * MIB
 
 @dataclass(frozen=True)
 class Nasty:
-    """A request. What is worked must be worked (`code` None), what is refused is refused so."""
+    """A request. `code`: the error that must refuse it; None: it must be accepted."""
 
     make: Callable[[], bytes]
-    """The body, unpacked."""
+    """Makes the body, not compressed."""
     code: str | None
     packed: bool = False
 
@@ -30,18 +30,18 @@ class Nasty:
 
 
 def body(more: bytes = b"", *, content: bytes = b'"hi"', model: bytes = b'"claude-sonnet-5-5"') -> bytes:
-    """A whole body with these fields at its end."""
+    """A complete body with these fields at its end."""
     turn = b'{"role":"user","content":' + content + b"}"
     return b'{"model":' + model + b',"max_tokens":10,"messages":[' + turn + b"]" + more + b"}"
 
 
 def filled(piece: bytes, *, size: int, first: bytes = b',"x":[', last: bytes = b"0]") -> bytes:
-    """A body of about so many bytes that is full of a piece."""
+    """A body of about `size` bytes that repeats `piece`."""
     return body(first + piece * (size // len(piece)) + last)
 
 
 def text(piece: bytes, *, size: int) -> bytes:
-    """A body whose prompt is full of a piece."""
+    """A body whose prompt repeats `piece`."""
     return body(content=b'"' + piece * (size // len(piece)) + b'"')
 
 
@@ -50,12 +50,12 @@ def turns(count: int, turn: bytes = b'{"role":"user","content":"a"}') -> bytes:
 
 
 def keys(count: int) -> bytes:
-    """Keys that are all different."""
+    """`count` different keys."""
     return b",".join(b'"key-%d":%d' % (n, n) for n in range(count))
 
 
 def large(piece: bytes) -> Nasty:
-    """As large as it may be, packed into 8 to 30 KiB."""
+    """A body as large as allowed, compressed to 8 to 30 KiB."""
     return Nasty(lambda: filled(piece, size=UNPACKED - 200, first=b',"x":"', last=b'"'), None, packed=True)
 
 
@@ -79,7 +79,7 @@ REQUESTS: Mapping[str, Nasty] = {
     "keys of the short form": Nasty(lambda: b'{"prompt":"a",' + keys(49_000) + b"}", "invalid_request"),
     "one key again and again": Nasty(lambda: filled(b'"a":1,', size=MIB - 200, first=b",", last=b'"b":1'), "too_large"),
     "one key twice at the end": Nasty(lambda: body(b"," + keys(49_000) + b',"key-0":1'), "invalid_request"),
-    # long ones
+    # long keys and values
     "a key of a megabyte": Nasty(lambda: body(b',"' + b"k" * (MIB - 200) + b'":1'), None),
     "an unknown key of a megabyte": Nasty(lambda: b'{"prompt":"a","' + b"k" * (MIB - 200) + b'":1}', "invalid_request"),
     "a number of a megabyte": Nasty(lambda: body(b',"x":' + b"9" * (MIB - 200)), "too_large"),
@@ -88,7 +88,7 @@ REQUESTS: Mapping[str, Nasty] = {
     "a fraction of a megabyte": Nasty(lambda: body(b',"x":0.' + b"3" * (MIB - 200)), "too_large"),
     "deeply nested": Nasty(lambda: body(b',"x":' + b"[" * (MIB - 200)), "too_large"),
     "nested until it is too deep": Nasty(lambda: body(b',"x":' + b"[" * 90_000), "invalid_request"),
-    # strings, which are legal whatever is in them
+    # strings, which are valid whatever they contain
     "rows of a table": large(b"2026-11-22,0,0,shop\\n"),
     "zeros": large(b"0"),
     "commas": large(b","),
@@ -103,7 +103,7 @@ REQUESTS: Mapping[str, Nasty] = {
     "brackets in the prompt": Nasty(lambda: text(b"[],", size=MIB - 200), None),
     "digits in the prompt": Nasty(lambda: text(b"9", size=MIB - 200), None),
     "emoji": large("😀".encode()),
-    # what is no JSON, or no gzip
+    # not valid JSON
     "spaces, 8 KiB of gzip": Nasty(lambda: b" " * UNPACKED, "invalid_request", packed=True),
     "spaces, 64 KiB of gzip": Nasty(lambda: b" " * (8 * UNPACKED), "too_large", packed=True),
     "a quote that never ends": Nasty(lambda: body(b',"x":"' + b"[]," * (MIB // 3 - 99)), "invalid_request"),

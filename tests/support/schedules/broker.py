@@ -1,9 +1,9 @@
-"""A broker in memory: as much of what RabbitMQ 4.3 does with quorum queues as the promise depends on (docs/facts.md).
+"""A broker in memory: the behaviour of RabbitMQ 4.3's quorum queues on which the promise depends (docs/facts.md).
 
-A message is with one consumer at a time, within its prefetch. What comes back is served first: a lost channel and
-`reject` count a delivery, `nack` does not, and all count an acquisition. Acknowledgements are frames under way: they
-arrive later, or are lost with their channel. A delay hands on to the due queue when its time has come. What expires,
-or was delivered more than the limit allows, falls into `lane.fallen`.
+A message is with one consumer at a time, within its prefetch. Returned messages are delivered first: a lost channel and
+`reject` count a delivery, `nack` does not, and all count an acquisition. Acknowledgements travel as frames: they arrive
+later, or are lost with their channel. A delayed message goes to the due queue when its time has come. Messages that
+expire, or exceed the delivery limit, go to `lane.fallen`.
 """
 
 from collections.abc import Callable
@@ -41,18 +41,19 @@ class Entry:
 class Queue:
     name: str
     counts: bool = True
-    """Quorum queues count deliveries, the classic intake of RabbitMQ 3.x does not."""
+    """Whether it counts deliveries: quorum queues do, the classic intake of RabbitMQ 3.x does not."""
     ready: list[Entry] = field(default_factory=list)
 
     def take(self) -> Entry:
-        """What was returned first, then by priority."""
+        """Take the next message: returned ones first, then by priority."""
         found = max(self.ready, key=lambda each: (each.is_returned, _priority(each)))
         self.ready.remove(found)
         return found
 
 
 class Channel:
-    """A consumer of one queue; what a `Delivery` settles on. The broker and the worker learn of its end apart."""
+    """A consumer of one queue, and the channel on which a `Delivery` is settled. The broker and the worker notice its
+    end at different times."""
 
     def __init__(self, broker: "Broker", queue: Queue, *, prefetch: int, owner: str) -> None:
         self._broker = broker
@@ -63,11 +64,11 @@ class Channel:
         self.frames: list[tuple[str, int]] = []
         self.settled: set[int] = set()
         self.is_broken = False
-        """Nothing gets through any more."""
+        """Nothing passes through any more."""
         self.is_open = True
-        """As far as the broker knows."""
+        """Whether the broker takes it for open."""
         self.is_known_lost = False
-        """To the worker."""
+        """Whether the worker knows that it is lost."""
         self.is_consuming = True
         self.arrive: Callable[[Delivery], None] = lambda _: None
         self._tags = 0
@@ -113,14 +114,14 @@ class Channel:
             self.frames.append((how, tag))
 
     def read_frame(self) -> None:
-        """The broker reads what was written."""
+        """The broker reads the next frame that the worker wrote."""
         how, tag = self.frames.pop(0)
         entry = self.unacked.pop(tag, None)
         if entry is not None and how != "ack":
             self._broker.give_back(self.queue, entry, counts=how == "reject")
 
     def lose(self) -> None:
-        """The broker finds that it is gone."""
+        """The broker notices that the channel is lost."""
         self.is_open = False
         self.is_broken = True
         self.frames.clear()
@@ -130,7 +131,7 @@ class Channel:
 
 
 class Broker:
-    """Exchanges and queues of one lane."""
+    """The exchanges and queues of one lane."""
 
     def __init__(self, *, time_s: Callable[[], float], on_settle: Settled, counts: bool = True) -> None:
         self._time_s = time_s
@@ -174,13 +175,13 @@ class Broker:
             queue.ready.append(entry)
 
     def next_timer_s(self) -> float | None:
-        """When something is to happen by itself."""
+        """The time at which the next delay or message expires."""
         times = [due_s for due_s, _ in self.delayed]
         times += [each.expires_s for each in self.intake.ready if each.expires_s is not None]
         return min(times, default=None)
 
     def on_time(self) -> None:
-        """Do what the time has come for."""
+        """Deliver the delayed messages that are due, and expire messages."""
         now_s = self._time_s()
         for each in [each for each in self.delayed if each[0] <= now_s]:
             self.delayed.remove(each)

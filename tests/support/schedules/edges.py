@@ -1,4 +1,4 @@
-"""The edges of a worker: the store, the publisher, the provider and the queues as the core knows them."""
+"""A worker's edges, simulated: the store, the publisher, the provider and the queues, with the core's interfaces."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 class World(Protocol):
-    """What processes share."""
+    """What all processes share."""
 
     broker: Broker
     rows: Requests
@@ -49,7 +49,7 @@ class World(Protocol):
 
 
 class StoreEdge:
-    """`Claims` over rows that all workers share."""
+    """`Claims` on the rows that all workers share."""
 
     def __init__(self, world: World, edge: Edge) -> None:
         self._world = world
@@ -107,7 +107,7 @@ class StoreEdge:
 
 
 class PublisherEdge(Publisher):
-    """The real repetition, over one try that the world decides on."""
+    """The real `publish_surely`; the world decides what becomes of each single try."""
 
     def __init__(self, world: World, edge: Edge) -> None:
         self._world = world
@@ -135,7 +135,7 @@ class PublisherEdge(Publisher):
 
 
 class ProviderEdge:
-    """Answers each call in other words."""
+    """Gives every call a different answer."""
 
     name = "model"
 
@@ -185,7 +185,7 @@ class SessionEdge:
 
 
 class Hosting(Protocol):
-    """The worker that deliveries come to."""
+    """The worker that receives the deliveries."""
 
     edge: Edge
     loop: SteppedLoop
@@ -193,7 +193,7 @@ class Hosting(Protocol):
 
 
 class DeliveriesEdge:
-    """One channel after the other."""
+    """A queue's deliveries, on one channel after another."""
 
     trouble = None
     is_paused = False
@@ -215,7 +215,7 @@ class DeliveriesEdge:
             finally:
                 self._session = None
                 channel.is_consuming = False
-                channel.is_known_lost = True  # frames that were written still arrive, then its end
+                channel.is_known_lost = True  # frames already written still arrive, then the channel's end
             await asyncio.sleep(REOPEN_AFTER_S)
 
     async def stop(self) -> None:

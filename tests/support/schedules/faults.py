@@ -1,4 +1,4 @@
-"""What can befall a world: each fault says what it is and how it is done, for a byte that chooses what it befalls."""
+"""The faults that can happen in a world. Each function returns a move; its byte `choice` decides what is affected."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +11,7 @@ from tests.support.schedules.worker import Worker
 from tests.support.schedules.world import BODY, Move, World
 
 JUMPS_S = (0.3, 2.0, 11.0, 130.0, 700.0)
-"""Past a pause, a lease, a deadline, and past all that is waited for the store and the broker."""
+"""Longer than a pause, a lease, a deadline, and every wait for the store and the broker."""
 Fault = Callable[[World, int], Move]
 NOTHING = Move("nothing", lambda: None)
 

@@ -1,6 +1,6 @@
-"""A small event loop that somebody else drives: one of a process, so that a process can be halted between two steps.
+"""A small event loop that a driver steps. Each simulated process has one, so it can be halted between two steps.
 
-Its time is the world's. It runs what is ready and never waits: what it waits for is for its driver to decide.
+Its time is the world's. A step runs what is ready and never waits; the driver decides what happens next.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class SteppedLoop(asyncio.AbstractEventLoop):
-    """As much of an event loop as tasks, futures, locks and timeouts need."""
+    """The parts of an event loop that tasks, futures, locks and timeouts need."""
 
     def __init__(self, time_s: Callable[[], float]) -> None:
         self._time_s = time_s
@@ -22,7 +22,7 @@ class SteppedLoop(asyncio.AbstractEventLoop):
         self.unhandled: list[str] = []
 
     def step(self) -> None:
-        """Run until everything waits."""
+        """Run until every task waits."""
         asyncio._set_running_loop(self)
         try:
             now_s = self._time_s()
@@ -36,13 +36,13 @@ class SteppedLoop(asyncio.AbstractEventLoop):
             asyncio._set_running_loop(None)
 
     def next_timer_s(self) -> float | None:
-        """When something is to happen by itself."""
+        """The time of the next timer."""
         while self._timers and self._timers[0].cancelled():
             heapq.heappop(self._timers)
         return self._timers[0].when() if self._timers else None
 
     def discard(self) -> None:
-        """End every task. What they do at their end must not matter any more."""
+        """Cancel every task. What they still do must have no effect any more."""
         for _ in range(5):
             left = [task for task in self.tasks if not task.done()]
             for task in left:
@@ -53,7 +53,7 @@ class SteppedLoop(asyncio.AbstractEventLoop):
         self.tasks.clear()
         self._timers.clear()
 
-    # what asyncio asks of a loop
+    # what asyncio requires of a loop
 
     def time(self) -> float:
         return self._time_s()
@@ -100,4 +100,4 @@ class SteppedLoop(asyncio.AbstractEventLoop):
         self.unhandled.append(f"{context.get('message')}: {context.get('exception')!r}")
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """It stays in the heap until its time has come."""
+        """Does nothing: a cancelled timer stays in the heap until its time has come."""

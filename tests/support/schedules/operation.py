@@ -1,7 +1,7 @@
-"""Where a worker touches the world: every await of the core that is not its own. Here it waits for the world's turn.
+"""A worker's operations on the outside world: every await of the core on something outside its process.
 
-An operation is asked, takes effect, and is answered: three moments, between which anything may happen. Its worker may
-be gone by then; what was asked may take effect all the same.
+An operation is requested, takes effect, and is answered. The world decides when, and anything may happen between these
+three moments. The worker may have crashed by then; the operation may take effect all the same.
 """
 
 import asyncio
@@ -11,27 +11,27 @@ from dataclasses import dataclass, field
 from typing import Any
 
 DELIVERY: ContextVar[object] = ContextVar("delivery")
-"""Whose work this is, whatever task does it."""
+"""The delivery that is being worked on, in whichever task."""
 
 
 @dataclass(eq=False)
 class Operation:
-    """One of a worker's, under way."""
+    """A pending operation of a worker."""
 
     what: str
     about: str
-    """The request's id; empty for what is about several."""
+    """The request's id; empty for an operation on several requests."""
     owner: str
     effect: Callable[[], Any]
     lost: Callable[[str], Exception]
-    """What its worker is told where it cannot be done, or where nobody knows."""
+    """The error that its worker gets if it fails, or if its outcome is unknown."""
     answer: "asyncio.Future[Any]"
     is_done: bool = False
     result: Any = None
     is_hung: bool = False
-    """It never ends by itself."""
+    """Whether it never ends by itself."""
     stays: bool = True
-    """It may take effect when nobody waits for it any more."""
+    """Whether it may take effect after its worker has stopped waiting for it."""
 
     @property
     def is_waited_for(self) -> bool:
@@ -39,7 +39,7 @@ class Operation:
 
     @property
     def is_over(self) -> bool:
-        """Nothing can come of it any more."""
+        """Whether it can have no effect any more."""
         return not self.is_waited_for and (self.is_done or not self.stays)
 
     def __str__(self) -> str:
@@ -63,12 +63,12 @@ class Operation:
 
 @dataclass(eq=False)
 class Edge:
-    """The operations that one process has under way."""
+    """The pending operations of one process."""
 
     owner: str
     under_way: list[Operation] = field(default_factory=list)
     is_cut: bool = False
-    """The process is gone: whatever of it still runs here touches nothing."""
+    """Whether the process is gone: code of it that still runs can reach nothing."""
 
     async def reach(
         self,

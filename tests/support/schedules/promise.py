@@ -1,4 +1,4 @@
-"""What is promised of every request, looked at after each thing that happens (docs/decisions/0004)."""
+"""Checks what is promised for every request, after each thing that happens (docs/decisions/0004)."""
 
 import json
 import sqlite3
@@ -17,7 +17,8 @@ from topology.codec.request import Request
 
 NOT_KEPT = "idempotency_conflict"
 UNKNOWN_BODY = ("poison", "deadline_exceeded")
-"""What a copy may be told that has another body than the request of its id, without its being kept."""
+"""Codes that a copy with another body than its id's stored request may be answered with, although they are not
+stored."""
 
 
 class Ending(NamedTuple):
@@ -28,7 +29,7 @@ class Ending(NamedTuple):
 
 
 class Promise:
-    """Collects every violation; `bodies` are those that were published under each id."""
+    """Collects all violations. `bodies`: the bodies that were published under each id."""
 
     def __init__(self, connection: sqlite3.Connection, bodies: Mapping[str, set[bytes]]) -> None:
         self._execute = connection.execute
@@ -36,9 +37,9 @@ class Promise:
         self.violations: list[str] = []
         self.calls: dict[str, int] = defaultdict(int)
         self.doomed: set[str] = set()
-        """Workers that a request has killed."""
+        """Workers that a poison request will crash."""
         self.endings: dict[str, list[Ending]] = defaultdict(list)
-        """Of each id, in order; those that were only noted beside them."""
+        """Stored endings by id, in order. Those that were only noted are in `noted`."""
         self.noted: dict[str, list[Ending]] = defaultdict(list)
         self._holds: dict[str, Ending] = {}
         self._granted: dict[object, Held] = {}
@@ -47,7 +48,7 @@ class Promise:
         self._numbers = 0
 
     def on_stored(self, copy: Copy | None) -> None:
-        """At most one ending of an id, unless the dead letter of just that ending runs again."""
+        """Check that an id has at most one ending, unless the dead letter of exactly this ending is run again."""
         found = self._execute("SELECT id, noted, cancelling, status, code, body, ended_ms FROM request").fetchall()
         for id, noted, cancelling, *ending in found:
             now = Ending(*ending) if ending[0] is not None and not cancelling else None
@@ -70,20 +71,20 @@ class Promise:
                     self.violations.append(f"{id}: an unforeseen error buried it: {now.body.decode()}")
 
     def on_granted(self, held: Held) -> None:
-        """In the store; whoever asked may never hear of it."""
+        """The store has granted a claim; the worker may never learn of it."""
         self._latest[held.identity] = held.token
 
     def on_claimed(self, delivery: object, held: Held) -> None:
-        """Whoever asked has heard of it."""
+        """The worker has learnt that its claim was granted."""
         self._granted[delivery] = held
 
     def on_completed(self, held: Held, *, is_own: bool) -> None:
-        """Whoever was fenced off completes nothing."""
+        """Check that a worker whose claim was granted to another since does not complete the request."""
         if is_own and held.token < self._latest[held.identity]:
             self.violations.append(f"{held.identity.id}: completed by a worker that was fenced off")
 
     def on_call(self, delivery: object, owner: str, request: Request) -> int:
-        """No call without a claim that was granted to this very delivery."""
+        """Check that the provider is called only with a claim granted to this delivery. Returns the call's number."""
         held = self._granted.get(delivery)
         if held is None or held.identity.id != request.id:
             self.violations.append(f"{request.id}: its provider was called without a claim")
@@ -94,7 +95,7 @@ class Promise:
         return self._numbers
 
     def on_published(self, delivery: object, message: Message, exchange: str, routing_key: str) -> None:
-        """What is told is what is stored."""
+        """Check that replies and dead letters say what is stored."""
         if exchange == "":
             self._told[delivery].add(("reply", routing_key))
             self._check_reply(message)
@@ -104,7 +105,8 @@ class Promise:
             self._told[delivery].add(("delay", message.message_id or ""))
 
     def on_settle(self, channel: Channel, entry: Entry, how: str) -> None:
-        """Acknowledged is only what was answered, or sent round, by whoever acknowledges it; and settled only once."""
+        """Check that a delivery is settled only once, and acknowledged only after its own work has answered the request
+        or sent it through a delay."""
         message = entry.message
         told = self._told[DELIVERY.get()]
         if how == "twice":
@@ -137,11 +139,11 @@ class Promise:
         return code == "invalid_request" or (len(self._bodies[id]) > 1 and code in UNKNOWN_BODY)
 
     def unburied(self, dead: list[Message]) -> list[str]:
-        """Endings that should have a dead letter, and have none."""
+        """Endings that should have a dead letter but have none."""
         there = {(each.message_id, each.headers[n.DEAD_CODE]) for each in dead}
         return [
             f"{id}: ended as {each.code}, and lies nowhere"
-            for id, kept in self.endings.items()  # what was only noted may have ended otherwise since
+            for id, kept in self.endings.items()  # not `noted`: such a request may have ended differently since
             for each in kept
             if each.code and PROBLEMS[each.code].parked and (id, each.code) not in there
         ]

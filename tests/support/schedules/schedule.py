@@ -1,11 +1,11 @@
-"""A schedule is a string of bytes that says what happens in a world: the same each time.
+"""A schedule is a string of bytes that determines what happens in a world: the same bytes, the same course.
 
-    run(schedule)       raises Violation, with what happened, where a promise was not kept
+    run(schedule)       raises Violation, with what happened, if a promise was broken
 
-Each turn takes two bytes. The first says what happens next: below `FAULTS_FROM` one of the things that would happen
-anyway (an operation takes effect, a frame arrives, a message is delivered, time passes), chosen among those that are
-possible; above, a fault. All zeros is a world without faults, so that a failing schedule shrinks towards it. After the
-last byte there are no more faults, and everything has to come to its end.
+Each turn takes two bytes. The first chooses what happens next: below `FAULTS_FROM`, one of the normal moves that are
+possible (an operation takes effect, a frame arrives, a message is delivered, time passes); from there on, a fault. All
+zeros means no faults, so a failing schedule shrinks towards a normal course. After the last byte there are no more
+faults, and everything must complete.
 """
 
 import random
@@ -22,9 +22,9 @@ FAULTS_FROM = 196
 def run(
     schedule: bytes, *, settler: type[Settler] = Settler, rows: type[Requests] = Requests, counts: bool = True
 ) -> World:
-    """Let two requests go their way through it. Raises Violation."""
+    """Run a schedule that begins with two requests. Raises Violation."""
     before = random.getstate()
-    random.seed(1)  # what is drawn to spread retries
+    random.seed(1)  # fixes the random pauses of retries
     world = World(settler=settler, rows=rows, counts=counts)
     try:
         for _ in range(2):
@@ -39,7 +39,7 @@ def run(
 
 
 def with_faults(faults: Mapping[int, tuple[int, int]]) -> bytes:
-    """A schedule in which all goes well, but for a fault (its place in `FAULTS`, and what it chooses) at some turns."""
+    """A schedule with only these faults. Keys: turns; values: the fault's index in `FAULTS`, and its choice byte."""
     length = max(faults, default=-1) + 1
     turns = [(FAULTS_FROM + fault[0], fault[1]) if (fault := faults.get(at)) else (0, 0) for at in range(length)]
     return bytes(byte for turn in turns for byte in turn)

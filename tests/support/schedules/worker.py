@@ -1,4 +1,4 @@
-"""A worker process: the real pools, handler, gates, claiming and settler on an event loop of its own, and edges."""
+"""A worker process: the real pools, handler, gates, claiming and settler, on its own event loop and simulated edges."""
 
 import asyncio
 from collections.abc import Callable
@@ -43,7 +43,7 @@ class NoNotices:
 
 
 class Worker:
-    """One process. `loop.step` lets it go on; what it waits for is in `edge.under_way`."""
+    """One process. `loop.step` runs it until it waits; what it waits for is in `edge.under_way`."""
 
     def __init__(self, world: World, name: str, *, settler: type[Settler] = Settler) -> None:
         self.name = name
@@ -100,11 +100,11 @@ class Worker:
 
     @property
     def fell_over(self) -> bool:
-        """Something that should run for ever has ended by itself."""
+        """Whether a task that should run for ever has ended by itself."""
         return not (self.is_stopping or self.is_over) and any(task.done() for task in self._running)
 
     def stop(self) -> None:
-        """As on SIGTERM."""
+        """Stop as on SIGTERM."""
         self.is_stopping = True
         self.loop.create_task(self._stop())
 
@@ -113,7 +113,7 @@ class Worker:
         self.sessions.pop(channel).wake()
 
     def kill(self) -> None:
-        """Nothing that it does from now on is seen by anybody."""
+        """End the process; nothing that it does from now on has an effect."""
         self.edge.is_cut = self.is_over = True
         for channel in self.sessions:
             channel.is_known_lost = True

@@ -1,7 +1,7 @@
-"""A world of two workers, one broker, one store and one clock, in which one thing happens after the other.
+"""A simulated world of two workers, one broker, one store and one clock, in which one thing happens at a time.
 
-world.happen(*move)     one of `world.moves()`, or a fault (faults.py); raises Violation where a promise is broken
-world.end()             everything has to come to its end now, without faults
+world.happen(*move)     does one of `world.moves()`, or a fault (faults.py); raises Violation if a promise is broken
+world.end()             completes everything, without further faults
 """
 
 import functools
@@ -33,11 +33,11 @@ BODY = b'{"model":"m","max_tokens":5,"messages":[{"role":"user","content":"hi"}]
 
 
 UNFORESEEN: list[str] = []
-"""Errors that the core caught and did not foresee: it logs them, and goes on."""
+"""Unforeseen errors that the core caught; it logs them and continues."""
 
 
 def reads_logs() -> None:
-    """Keep what is logged to ourselves, and see what was not foreseen."""
+    """Suppress all log output, and collect unforeseen errors from it."""
 
     def read(_: object, __: str, event: MutableMapping[str, Any]) -> NoReturn:
         if event.get("exc_info"):
@@ -48,7 +48,7 @@ def reads_logs() -> None:
 
 
 class Violation(AssertionError):
-    """A promise was not kept; the text tells what happened until then."""
+    """A promise was broken; the text lists what happened until then."""
 
 
 class Move(NamedTuple):
@@ -57,7 +57,7 @@ class Move(NamedTuple):
 
 
 class Owed(NamedTuple):
-    """Somebody waits for an answer."""
+    """An answer that a requester waits for."""
 
     id: str
     reply_to: str
@@ -72,14 +72,14 @@ def _store() -> sqlite3.Connection:
 
 
 def _empty_store() -> sqlite3.Connection:
-    """The one of the last world, emptied: to make it takes longer than a world lasts."""
+    """The store of the previous world, emptied: making a new one takes longer than running a world."""
     connection = _store()
     connection.execute("DELETE FROM request")
     return connection
 
 
 class World:
-    """See above. `told` is what has happened in it."""
+    """See the module's docstring. `told` lists what has happened."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class World:
         workers: int = 2,
         counts: bool = True,
     ) -> None:
-        """`counts`: the intake counts deliveries; that of RabbitMQ 3.x does not."""
+        """`counts`: whether the intake counts deliveries; that of RabbitMQ 3.x does not."""
         self._now_s = 0.0
         self._settler = settler
         UNFORESEEN.clear()
@@ -120,7 +120,7 @@ class World:
     # what happens
 
     def happen(self, what: str, do: Callable[[], object] = lambda: None) -> None:
-        """It does, and everybody goes on until they wait again."""
+        """Do one thing, then let every worker run until it waits again."""
         self.told.append(f"{self._now_s:9.3f}  {what}")
         do()
         self._now_s += TURN_S
@@ -139,7 +139,7 @@ class World:
             raise self._violation(self.promise.violations[0])
 
     def moves(self) -> list[Move]:
-        """What would happen anyway; the passing of time last. Nothing where all has come to its end."""
+        """What can happen next without a fault; the passing of time is last. Empty if everything has ended."""
         moves = []
         for operation in self.operations():
             if operation.is_hung:
@@ -171,9 +171,9 @@ class World:
         return moves
 
     def end(self, *, kills: Callable[[Operation], bool] = lambda _: False) -> None:
-        """No more faults: everything comes to its end, and everybody has been answered.
+        """Run without further faults until everything has ended, then check that every request was answered.
 
-        All the same, whoever has an operation under way dies where `kills` says so.
+        Only `kills` still causes crashes: a worker crashes if `kills` is true for one of its pending operations.
         """
         self.told.append("--- no more faults")
         self.store_away_until_s = 0.0
@@ -209,7 +209,7 @@ class World:
     # what can be done to it
 
     def publish(self, message: Message) -> None:
-        """A requester does, and has its confirm."""
+        """Publish a request as a requester does, confirmed at once."""
         reply_to, id = message.reply_to or "", message.message_id or ""
         self.published.append(message)
         self.bodies[id].add(message.body)
@@ -227,7 +227,7 @@ class World:
         return Message(body=body, **{**fields, **properties})  # type: ignore[arg-type]
 
     def operations(self) -> list[Operation]:
-        """All that is under way; what was asked by whoever waits no more may still take effect."""
+        """All pending operations, including those of crashed workers, which may still take effect."""
         self._orphans = [each for each in self._orphans if not each.is_over]
         found = list(self._orphans)
         for edge in (worker.edge for worker in self.workers if not worker.is_over):
@@ -236,7 +236,7 @@ class World:
         return found
 
     def crash(self, worker: Worker) -> None:
-        """It is gone, in the middle of whatever it did. Its connections are found gone later."""
+        """Kill the worker at whatever it is doing. The broker notices its lost connections later."""
         worker.kill()
         self._orphans += worker.edge.under_way
         for channel in self.broker.channels:
@@ -250,7 +250,7 @@ class World:
         self._now_s += max(0.0, by_s)
 
     def cancel(self, id: str) -> None:
-        """Another process has recorded it."""
+        """Record a cancellation in the store, as another process does."""
         body = json.dumps({"code": "cancelled", "told by": "its owner"}).encode()
         completion = Completion(status="error", code="cancelled", body=body, ended_ms=self.now_ms())
         self.rows.cancel(self.times(), Identity("", id), completion)
