@@ -45,6 +45,7 @@ class Claiming:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._held: dict[Held, Job] = {}
+        self._asking: dict[asyncio.Task[Granted | Running | Ended | Conflict], Identity] = {}
         self._taken = asyncio.Event()
         self._background = Background()
 
@@ -82,6 +83,8 @@ class Claiming:
         If this is cancelled, a granted claim is given back, because a holder that never lets go counts as dead.
         """
         asking = self._background.begin(self._ask(job), name=f"claim {job.id}")
+        self._asking[asking] = job.identity
+        asking.add_done_callback(self._asking.pop)
         try:
             found = await asyncio.shield(asking)
         except asyncio.CancelledError:
@@ -89,8 +92,6 @@ class Claiming:
             raise
         if isinstance(found, Granted):
             job.claim = Held(job.identity, found.token)
-            self._held[job.claim] = job
-            self._taken.set()
         return found
 
     async def release(self, job: Job, *, due_ms: int | None = None) -> None:
@@ -132,7 +133,11 @@ class Claiming:
         return may_wait or job.dead_at is not None  # a dead letter that is published again may run again
 
     async def _ask(self, job: Job) -> Granted | Running | Ended | Conflict:
-        return await _surely(lambda: self._store.claim(job.identity, job.copy()), within_s=CLAIM_WITHIN_S)
+        found = await _surely(lambda: self._store.claim(job.identity, job.copy()), within_s=CLAIM_WITHIN_S)
+        if isinstance(found, Granted):
+            self._held[Held(job.identity, found.token)] = job
+            self._taken.set()
+        return found
 
     async def _unask(self, job: Job, asking: "asyncio.Task[Granted | Running | Ended | Conflict]") -> None:
         with suppress(StoreUnavailable):
@@ -177,9 +182,12 @@ class Claiming:
         await _surely(lambda: self._store.note(job.identity, completion))
 
     async def cancel(self, identity: Identity, completion: Completion) -> Cancelling:
-        """Record a cancellation. A request that runs in this process stops at once. Raises as `complete`."""
+        """Record a cancellation. A request that runs in this process stops at once, also if the answer to its claim is
+        still on its way. Raises as `complete`."""
         came_to = await _surely(lambda: self._store.cancel(identity, completion))
         if came_to is Cancelling.TOLD:
+            if asking := [task for task, of in self._asking.items() if of == identity]:
+                await asyncio.wait(asking)
             await self.renew()
         return came_to
 
