@@ -65,15 +65,12 @@ class Server(Protocol):
 
     def start(self) -> str:
         """Start, wait until it is ready, and return its version. Raises Unavailable if it does not start."""
-        ...
 
     def kill(self) -> None:
         """End it like a power cut (SIGKILL); its data stays."""
-        ...
 
     def remove(self) -> None:
         """Remove it, whatever state it is in."""
-        ...
 
 
 @dataclass(slots=True)
