@@ -59,7 +59,7 @@ async def publish(connection: AbstractConnection, exchange: str, key: str, **pro
     ("delay_ms", "came_by"),
     [(0, "lane.delay.00"), (100, "lane.due"), (200, "lane.delay.00"), (700, "lane.due"), (1250, "lane.due")],
 )
-async def test_a_delay_ends_on_time_in_the_due_queue_with_key_and_properties_kept(
+async def test_a_delay_ends_on_time_in_the_due_queue_with_routing_key_and_properties_kept(
     delay_ms: int, came_by: str, connection: AbstractConnection
 ) -> None:
     arrived = await arrivals(connection, "lane.normal.due")

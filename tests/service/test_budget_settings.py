@@ -295,7 +295,7 @@ def test_a_limit_in_the_environment_must_be_a_finite_number_above_zero(name: str
     assert wrong(env={**PROVIDERS, name: value}).startswith(f"wrong setting: {name}: found ")
 
 
-def test_a_limit_in_a_file_is_a_finite_number_too() -> None:
+def test_a_limit_in_a_file_must_be_a_finite_number_above_zero() -> None:
     told = wrong("[budget]\nrequests_per_min = inf\ninput_tokens_per_min = nan\noutput_tokens_per_min = true")
 
     assert told.startswith("3 wrong settings:")
