@@ -312,6 +312,7 @@ async def calls_per_request(house: House, prompts: list[str], *, routes: tuple[R
     return sum(house.calls) / len(prompts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("routes", [BOTH[:1], BOTH], ids=["one provider", "two"])
 async def test_with_30_percent_of_overloads_a_request_takes_one_and_a_half_calls_at_most(
     open_house: Open, routes: tuple[Route, ...]
@@ -323,6 +324,7 @@ async def test_with_30_percent_of_overloads_a_request_takes_one_and_a_half_calls
     assert await calls_per_request(house, prompts, routes=routes, at_once=16) <= 1.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("routes", [BOTH[:1], BOTH], ids=["one provider", "two"])
 async def test_with_a_provider_that_goes_and_comes_back_too(open_house: Open, routes: tuple[Route, ...]) -> None:
     house = await open_house()

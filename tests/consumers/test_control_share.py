@@ -124,6 +124,7 @@ async def test_who_speaks_for_others_has_the_share_of_each() -> None:
     assert await bench.store.find(Identity("flood", f"m-{last - 1}")) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [None, AccessRefused("no right to look"), BrokerError("lost")])
 async def test_a_start_waits_for_what_never_ends_for_so_long_and_says_so(
     monkeypatch: pytest.MonkeyPatch, error: Exception | None
@@ -148,6 +149,7 @@ async def test_a_start_waits_for_what_never_ends_for_so_long_and_says_so(
     assert told["waiting"] == (1 if error else 7)
 
 
+@pytest.mark.slow
 async def test_where_the_queue_may_not_be_looked_at_it_is_empty_when_nothing_comes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -72,6 +72,7 @@ async def test_it_is_tried_for_a_minute_and_then_given_up_and_stays_under_its_id
     assert found.completion.body == ANSWERED.body
 
 
+@pytest.mark.slow
 async def test_what_could_not_be_sent_round_is_not_acknowledged(bench: Bench) -> None:
     bench.publisher.failing = {**FULL, "lane.delay.03": BrokerUnreachable("down")}
     assert await bench.settler.settle(bench.job(), ANSWERED) is None

@@ -189,6 +189,7 @@ def test_check_tells_keys_that_are_missing_with_the_wrong_settings(
     assert "ANTHROPIC_API_KEY: not set" in told
 
 
+@pytest.mark.slow
 def test_a_command_that_sends_spans_says_so_on_standard_error_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
     done = subprocess.run(

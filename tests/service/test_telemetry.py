@@ -129,6 +129,7 @@ async def test_nothing_is_lost_on_the_way_out() -> None:
         assert len(await otlp.wait_for(lambda spans: len(spans) == 1000)) == 1000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("endpoint", ["refuses", "never answers"])
 def test_an_unreachable_endpoint_neither_holds_up_the_exit_nor_fills_the_log(endpoint: str) -> None:
     out = io.StringIO()

@@ -268,12 +268,14 @@ async def test_what_the_provider_told_to_wait_is_kept(
     assert caught.value.retry_after_s == told_s  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 async def test_a_slow_stream_may_take_longer_than_its_pauses(provider: AnthropicProvider, asked: AskedFor) -> None:
     got = await provider.stream(asked("[[latency: 900ms]]" + LONG), timeout_s=0.4, parts=Received())
 
     assert got.stop_reason == "end_turn"
 
 
+@pytest.mark.slow
 async def test_the_time_that_the_requester_takes_is_not_the_providers(
     provider: AnthropicProvider, asked: AskedFor
 ) -> None:
@@ -415,6 +417,7 @@ async def test_an_unknown_host_and_a_failed_handshake_are_transient(api: Simulat
         await provider.aclose()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("streamed", "most"), [(False, 1_000_000), (True, 4_000_000)])
 async def test_an_answer_without_end_is_given_up(
     answering: Answering, asked: AskedFor, streamed: bool, most: int

@@ -14,6 +14,8 @@ from tests.support.stalls import Stalls
 
 from .conftest import KEY, AskedFor
 
+pytestmark = pytest.mark.slow
+
 STALL_S = 0.9
 """Of CPU, on a machine with other things to do (0.44 s was seen); by itself under 0.1 s. Before: 1 to 5 s."""
 TOO_LARGE = {

@@ -2,6 +2,8 @@
 
 import time
 
+import pytest
+
 from consumers.state.base import Cancelling, Completion, Ended, Granted, Identity, Room, Store
 from consumers.state.spec import StoreSpec
 from consumers.state.sqlite.store import SqliteStore
@@ -81,6 +83,7 @@ async def test_what_ended_before_it_came_need_not_wait(store: Store) -> None:
     assert await store.defer(Identity("", "another"), due_ms=in_ms(60_000), keep_until_ms=in_ms(120_000))
 
 
+@pytest.mark.slow
 async def test_unseen_cancellations_evict_no_result(tmp_path) -> None:
     spec = StoreSpec(max_bytes=200_000, unseen_per_tenant=1000)
     async with SqliteStore(tmp_path / "a.sqlite", namespace="lane", spec=spec) as store:
@@ -112,6 +115,7 @@ def numbered(count: int) -> list[str]:
     return [str(n) for n in range(count)]
 
 
+@pytest.mark.slow
 async def test_in_a_full_store_what_a_flood_has_of_endings_without_an_attempt_goes_first(tmp_path) -> None:
     spec = StoreSpec(max_bytes=300_000, untried_per_tenant=50)
     async with SqliteStore(tmp_path / "a.sqlite", namespace="lane", spec=spec) as store:

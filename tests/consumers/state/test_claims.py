@@ -77,6 +77,7 @@ async def test_a_claim_that_is_not_renewed_can_be_had_by_others(opened: Opened) 
     assert await until(taken) > first
 
 
+@pytest.mark.slow
 async def test_a_claim_that_is_renewed_holds(opened: Opened) -> None:
     """Renewed far more often than needed: a busy machine may hold the test up for a second."""
     store = await opened(lease_s=RENEWED)

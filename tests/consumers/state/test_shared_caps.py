@@ -95,6 +95,7 @@ async def test_at_once_each_level_is_told_once_too(opened: Opened) -> None:
     assert told == [50, 80, 100]
 
 
+@pytest.mark.slow
 async def test_a_new_day_begins_with_nothing_used_and_is_told_anew(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:

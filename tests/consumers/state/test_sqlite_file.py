@@ -370,6 +370,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 async def test_processes_that_start_at_once_share_a_file_that_is_new(path: Path) -> None:
     processes = [
         await asyncio.create_subprocess_exec(
