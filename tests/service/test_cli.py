@@ -189,6 +189,7 @@ def test_check_reports_missing_keys_together_with_wrong_settings(
     assert "ANTHROPIC_API_KEY: not set" in told
 
 
+@pytest.mark.slow
 def test_a_command_that_sends_spans_logs_it_only_to_standard_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
     done = subprocess.run(

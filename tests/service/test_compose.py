@@ -43,6 +43,7 @@ def test_the_files_use_nothing_that_docker_compose_1_refuses(file: str) -> None:
     assert {key for key in keys if not key.startswith("x-")} <= {"services", "volumes", "networks"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tool", TOOLS, ids=" ".join)
 @pytest.mark.parametrize("file", FILES)
 def test_docker_compose_accepts_the_files(file: str, tool: list[str], tmp_path: Path) -> None:

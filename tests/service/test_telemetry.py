@@ -129,6 +129,7 @@ async def test_all_spans_are_exported_before_the_process_ends() -> None:
         assert len(await otlp.wait_for(lambda spans: len(spans) == 1000)) == 1000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("endpoint", ["refuses", "never answers"])
 def test_an_unreachable_endpoint_neither_delays_the_exit_nor_fills_the_log(endpoint: str) -> None:
     out = io.StringIO()

@@ -270,6 +270,7 @@ async def test_a_failure_keeps_the_providers_retry_after(
     assert caught.value.retry_after_s == told_s  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 async def test_a_stream_may_take_longer_than_the_limit_for_a_pause(
     provider: AnthropicProvider, asked: AskedFor
 ) -> None:
@@ -278,6 +279,7 @@ async def test_a_stream_may_take_longer_than_the_limit_for_a_pause(
     assert got.stop_reason == "end_turn"
 
 
+@pytest.mark.slow
 async def test_the_time_that_forwarding_takes_does_not_count_against_the_provider(
     provider: AnthropicProvider, asked: AskedFor
 ) -> None:
@@ -417,6 +419,7 @@ async def test_an_unknown_host_and_a_failed_handshake_are_transient(api: Simulat
         await provider.aclose()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("streamed", "most"), [(False, 1_000_000), (True, 4_000_000)])
 async def test_an_endless_answer_is_abandoned(answering: Answering, asked: AskedFor, streamed: bool, most: int) -> None:
     async def endless(request: web.BaseRequest) -> web.StreamResponse:

@@ -14,6 +14,8 @@ from tests.support.stalls import Stalls
 
 from .conftest import KEY, AskedFor
 
+pytestmark = pytest.mark.slow
+
 STALL_S = 0.9
 """CPU time, with a margin for a busy machine (0.44 s was measured there); alone under 0.1 s. Without the limits: 1 to 5
 s."""

@@ -3,6 +3,8 @@ requests."""
 
 import time
 
+import pytest
+
 from consumers.state.base import Cancelling, Completion, Ended, Granted, Identity, Room, Store
 from consumers.state.spec import StoreSpec
 from consumers.state.sqlite.store import SqliteStore
@@ -84,6 +86,7 @@ async def test_a_request_cancelled_before_it_came_is_not_deferred(store: Store) 
     assert await store.defer(Identity("", "another"), due_ms=in_ms(60_000), keep_until_ms=in_ms(120_000))
 
 
+@pytest.mark.slow
 async def test_unseen_cancellations_evict_no_result(tmp_path) -> None:
     spec = StoreSpec(max_bytes=200_000, unseen_per_tenant=1000)
     async with SqliteStore(tmp_path / "a.sqlite", namespace="lane", spec=spec) as store:
@@ -115,6 +118,7 @@ def numbered(count: int) -> list[str]:
     return [str(n) for n in range(count)]
 
 
+@pytest.mark.slow
 async def test_in_a_full_store_a_floods_endings_without_an_attempt_are_removed_first(tmp_path) -> None:
     spec = StoreSpec(max_bytes=300_000, untried_per_tenant=50)
     async with SqliteStore(tmp_path / "a.sqlite", namespace="lane", spec=spec) as store:

@@ -77,8 +77,9 @@ async def test_a_claim_that_is_not_renewed_can_be_taken_by_others(opened: Opened
     assert await until(taken) > first
 
 
+@pytest.mark.slow
 async def test_a_claim_that_is_renewed_is_kept(opened: Opened) -> None:
-    """Renewed far more often than needed, because a busy machine may delay the test by a second."""
+    """Renewed far more often than needed: a busy machine may hold the test up for a second."""
     store = await opened(lease_s=RENEWED)
     held = Held(ME, await granted(store))
     end = asyncio.get_running_loop().time() + 1.2 * RENEWED

@@ -45,6 +45,7 @@ async def test_giving_back_an_amount_of_an_earlier_period_has_no_effect(store: S
     assert (await store.take("tokens", 0, limit=100, period_s=DAY_S)).used == 0
 
 
+@pytest.mark.slow
 async def test_a_new_period_begins_with_nothing_used(store: Store) -> None:
     await store.take("calls", 1, limit=1, period_s=1)
 

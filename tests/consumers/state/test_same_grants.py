@@ -35,6 +35,8 @@ from consumers.state.redis.shared_turns import SharedTurns
 from tests.support.examples import examples
 from tests.support.redis import RedisServer
 
+pytestmark = pytest.mark.slow
+
 AGEING = {name: replace(lane, boost_s=10.0 if name == "batch" else None) for name, lane in DEFAULT_LANES.items()}
 SET = AccountCaps(requests=60, input_tokens=6_000, output_tokens=600)
 NAMES = tuple(DEFAULT_LANES)

@@ -95,6 +95,7 @@ async def test_each_level_is_reported_once_with_concurrent_requests(opened: Open
     assert told == [50, 80, 100]
 
 
+@pytest.mark.slow
 async def test_on_a_new_day_counts_and_reports_start_again(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("consumers.spending.DAY_S", 1)
     process = await started(opened, spec=CapsSpec(lanes={"batch": Cap(requests=2)}))

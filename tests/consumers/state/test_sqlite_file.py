@@ -373,6 +373,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 async def test_processes_that_start_at_the_same_time_share_a_new_file(path: Path) -> None:
     processes = [
         await asyncio.create_subprocess_exec(

@@ -25,6 +25,8 @@ from tests.support.budget import ACCOUNT, spec
 from tests.support.redis import RedisServer
 from tests.support.spender import BURST_S, PER_MINUTE
 
+pytestmark = pytest.mark.slow
+
 ONE = Amounts(1, 1, 1)
 LANES = ("critical", "normal", "batch")
 LEARNED_ELSEWHERE = Script(
