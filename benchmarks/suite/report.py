@@ -178,8 +178,8 @@ def write(found: Results) -> None:
     """Put the tables between the marks of README.md and docs/performance.md, and draw the plots."""
     is_drawn = _draw(found)
     picture = _picture() if is_drawn else ""
-    _between(ROOT / "README.md", "\n\n".join(each for each in (_head(found), everybody(found), picture) if each))
-    _between(ROOT / "docs/performance.md", whole(found))
+    between(ROOT / "README.md", "\n\n".join(each for each in (_head(found), everybody(found), picture) if each))
+    between(ROOT / "docs/performance.md", whole(found))
 
 
 def _head(found: Results) -> str:
@@ -259,7 +259,7 @@ def _picture() -> str:
     )
 
 
-def _between(path: Path, text: str) -> None:
+def between(path: Path, text: str) -> None:
     """Raises ValueError for a file without the marks."""
     before, begin, rest = path.read_text().partition(BEGIN)
     _, end, after = rest.partition(END)

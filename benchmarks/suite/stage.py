@@ -15,6 +15,7 @@ from redis.asyncio import Redis
 
 from lanekeeper.amqp.connection import Connection
 from lanekeeper.amqp.depth import depths
+from lanekeeper.contract.problems import BrokerUnreachable
 from suite.books import Books
 from suite.contestants import REPLIES, Contestant, Place
 from suite.processes import process, provider
@@ -22,7 +23,7 @@ from suite.requester import Sent, Spec
 from topology.broker.admin.apply import apply
 
 LOOK_EVERY_S = 0.01
-START_WITHIN_S = 60.0
+START_WITHIN_S = 120.0
 MOST = 260_000
 """Numbers of requests are below it."""
 
@@ -82,9 +83,18 @@ class Stage:
             yield pids
 
     async def _consuming(self, who: Contestant, processes: int) -> None:
-        async with asyncio.timeout(START_WITHIN_S):
-            while (await depths(self._connection, [who.queue]))[who.queue].consumers < processes:
-                await asyncio.sleep(0.05)
+        try:
+            async with asyncio.timeout(START_WITHIN_S):
+                while await self._consumers(who) < processes:
+                    await asyncio.sleep(0.05)
+        except TimeoutError:
+            raise Spoiled(f"{who.name}: not at work within {START_WITHIN_S:g} s") from None
+
+    async def _consumers(self, who: Contestant) -> int:
+        try:
+            return (await depths(self._connection, [who.queue]))[who.queue].consumers
+        except BrokerUnreachable:  # its worker has not declared the queue yet
+            return 0
 
     async def send(self, who: Contestant, spec: Spec, *, client: bool = False) -> Sent:
         """Requests from a process of their own; `client`: by the contestant's client."""
