@@ -29,7 +29,7 @@ def test_what_is_overridden_is_still_what_aiormq_calls() -> None:
         assert name in vars(alarms.Alarmed)
 
 
-@pytest.mark.default_broker_only
+@pytest.mark.every_version
 async def test_while_blocked_nothing_is_published_and_afterwards_everything_is(own_broker: PrivateBroker) -> None:
     async with (
         Connection(own_broker.amqp_url, name="publish") as connection,
@@ -76,7 +76,6 @@ async def test_while_blocked_nothing_is_published_and_afterwards_everything_is(o
         await until(is_there)  # before, the one that was on its way, the sure one, after
 
 
-@pytest.mark.default_broker_only
 async def test_a_connection_that_is_lost_while_blocked_is_not_blocked_when_it_is_back(
     own_broker: PrivateBroker,
 ) -> None:
@@ -92,7 +91,6 @@ async def test_a_connection_that_is_lost_while_blocked_is_not_blocked_when_it_is
         await publisher.publish(MESSAGE, exchange="", routing_key="x", mandatory=False)
 
 
-@pytest.mark.default_broker_only
 async def test_whether_it_may_write_is_not_known_while_blocked_and_nothing_of_it_arrives(
     own_broker: PrivateBroker,
 ) -> None:
@@ -113,7 +111,6 @@ async def test_whether_it_may_write_is_not_known_while_blocked_and_nothing_of_it
         assert (await channel.queue_declare(queue, passive=True)).message_count == 0
 
 
-@pytest.mark.default_broker_only
 async def test_what_an_alarm_hid_of_the_rights_is_found_out_when_it_is_over(own_broker: PrivateBroker) -> None:
     async with Connection(own_broker.amqp_url, name="publish") as connection:
         may = WritingRights(connection, (("", "some"),))

@@ -40,7 +40,6 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.default_broker_only
 async def test_no_traceback_comes_when_the_broker_restarts_whether_or_not_logging_is_configured(
     own_broker: PrivateBroker,
 ) -> None:

@@ -21,6 +21,7 @@ from topology.broker.admin import management
 from topology.broker.inbox import Inbox
 
 
+@pytest.mark.every_version
 async def test_it_knows_the_brokers_version_and_address(vhost: Vhost) -> None:
     async with Connection(vhost.amqp_url, name="test") as connection:
         assert connection.is_open
@@ -38,6 +39,7 @@ async def test_a_refused_connection_is_one_line_that_says_what_to_look_at(unused
     assert "secret" not in str(error.value)
 
 
+@pytest.mark.every_version
 async def test_a_wrong_password_is_one_line_without_it(vhost: Vhost) -> None:
     url = str(URL(vhost.amqp_url).with_password("secret"))
     with pytest.raises(AccessRefused, match=f"refused user '{vhost.user}'.*[^.]; check user, password") as error:
@@ -47,6 +49,7 @@ async def test_a_wrong_password_is_one_line_without_it(vhost: Vhost) -> None:
     assert "secret" not in str(error.value)
 
 
+@pytest.mark.every_version
 async def test_a_virtual_host_that_is_not_there_is_named(vhost: Vhost) -> None:
     with pytest.raises(AccessRefused, match=f"not into virtual host '{vhost.name}-not-there'"):
         async with Connection(vhost.amqp_url + "-not-there", name="test"):
@@ -66,6 +69,7 @@ async def test_someone_who_does_not_speak_amqp_is_no_broker() -> None:
                 pass
 
 
+@pytest.mark.every_version
 async def test_a_lost_connection_is_told_and_comes_back(vhost: Vhost) -> None:
     async with Connection(vhost.amqp_url, name=vhost.name) as connection:
         channel = await connection.raw_channel(confirms=True)
@@ -100,6 +104,7 @@ async def test_a_cancelled_wait_is_cancelled(vhost: Vhost) -> None:
             await waiting
 
 
+@pytest.mark.every_version
 async def test_an_inbox_has_a_name_and_takes_what_is_bound_to_it(vhost: Vhost) -> None:
     async with (
         Connection(vhost.amqp_url, name="test") as connection,
@@ -112,6 +117,7 @@ async def test_an_inbox_has_a_name_and_takes_what_is_bound_to_it(vhost: Vhost) -
         assert [(await anext(inbox)).body, (await anext(inbox)).body] == [b"1", b"2"]
 
 
+@pytest.mark.every_version
 async def test_depths_count_what_waits_and_say_what_is_not_there(vhost: Vhost) -> None:
     async with Connection(vhost.amqp_url, name="test") as connection:
         channel = await connection.raw_channel(confirms=True)
@@ -151,7 +157,7 @@ async def test_a_connection_that_is_lost_goes_on_at_the_next_url(vhost: Vhost) -
         assert connection.endpoint != first
 
 
-@pytest.mark.default_broker_only
+@pytest.mark.every_version
 async def test_it_is_back_soon_after_the_broker_was_killed_and_started(own_broker: PrivateBroker) -> None:
     async with Connection(own_broker.amqp_url, name="test") as connection:
         loss = connection.loss
@@ -173,6 +179,7 @@ async def test_the_management_api_is_found_at_the_first_of_several_hosts_that_ha
     assert (await found.overview()).version.startswith(vhost.version.split("+")[0])
 
 
+@pytest.mark.every_version
 async def test_a_channel_that_has_closed_leaves_nothing_on_its_connection(vhost: Vhost) -> None:
     def callbacks() -> int:
         gc.collect()

@@ -86,6 +86,7 @@ async def lines(vhost: Vhost) -> AsyncIterator[Lines]:
         yield lines
 
 
+@pytest.mark.every_version
 async def test_no_more_are_delivered_than_the_prefetch(lines: Lines) -> None:
     held: list[Delivery] = []
 
@@ -102,6 +103,7 @@ async def test_no_more_are_delivered_than_the_prefetch(lines: Lines) -> None:
     await lines.until_ready(9)
 
 
+@pytest.mark.every_version
 async def test_what_is_acknowledged_is_gone_and_tells_what_it_was(lines: Lines) -> None:
     seen: list[Delivery] = []
 
@@ -119,6 +121,7 @@ async def test_what_is_acknowledged_is_gone_and_tells_what_it_was(lines: Lines) 
     await lines.until_ready(0)
 
 
+@pytest.mark.every_version
 async def test_several_are_acknowledged_at_once_and_what_is_in_hand_is_not(lines: Lines) -> None:
     await lines.publish(*(b"%d" % at for at in range(10)))
     deliveries = Deliveries(lines.consuming, queue="some", prefetch=10)
@@ -131,6 +134,7 @@ async def test_several_are_acknowledged_at_once_and_what_is_in_hand_is_not(lines
     await lines.until_ready(2)
 
 
+@pytest.mark.every_version
 async def test_a_delivery_count_that_a_client_wrote_is_not_believed(lines: Lines) -> None:
     seen: list[int | None] = []
 
@@ -144,6 +148,7 @@ async def test_a_delivery_count_that_a_client_wrote_is_not_believed(lines: Lines
     assert seen == [1]
 
 
+@pytest.mark.every_version
 async def test_what_is_rejected_is_counted(lines: Lines) -> None:
     seen: list[int | None] = []
 
@@ -157,6 +162,7 @@ async def test_what_is_rejected_is_counted(lines: Lines) -> None:
     assert seen == [1, 2, 3]
 
 
+@pytest.mark.every_version
 async def test_what_is_given_back_is_counted_before_4_3_only(lines: Lines) -> None:
     seen: list[int | None] = []
 
@@ -171,6 +177,7 @@ async def test_what_is_given_back_is_counted_before_4_3_only(lines: Lines) -> No
     assert seen == ([1, 1, 1] if version >= (4, 3) else [1, 2, 3])
 
 
+@pytest.mark.every_version
 async def test_a_queue_that_does_not_count_says_so_whatever_a_client_wrote(lines: Lines) -> None:
     channel = await lines.consuming.raw_channel(confirms=False)
     await channel.queue_delete("some")
@@ -187,6 +194,7 @@ async def test_a_queue_that_does_not_count_says_so_whatever_a_client_wrote(lines
     assert seen == [1, None]
 
 
+@pytest.mark.every_version
 async def test_a_lost_connection_ends_the_work_and_what_was_not_settled_comes_again(lines: Lines) -> None:
     begun: list[tuple[bytes, bool]] = []
     ended: list[bytes] = []
@@ -214,6 +222,7 @@ async def test_a_lost_connection_ends_the_work_and_what_was_not_settled_comes_ag
     await lines.until_ready(0)
 
 
+@pytest.mark.every_version
 async def test_a_queue_that_was_deleted_is_consumed_again_when_it_is_back(lines: Lines) -> None:
     seen: list[bytes] = []
 
@@ -364,6 +373,7 @@ async def test_a_channel_that_is_lost_at_once_every_time_is_not_opened_without_e
     assert 2 <= opened <= 12
 
 
+@pytest.mark.every_version
 async def test_a_queue_whose_consumer_was_ended_is_reported_as_maybe_missing(lines: Lines) -> None:
     asked = asyncio.Event()
     deliveries = Deliveries(lines.consuming, queue="some", prefetch=1, on_missing=asked.set)

@@ -54,12 +54,14 @@ async def fill(publish: Callable[..., Awaitable[None]]) -> None:
         await publish(Message(body=b""), exchange="", routing_key="full")
 
 
+@pytest.mark.every_version
 async def test_what_was_published_is_there(publisher: Publisher) -> None:
     await declare(publisher, "some")
     await publisher.publish(Message(body=b"1"), exchange="", routing_key="some")
     assert await waiting(publisher, "some") == 1
 
 
+@pytest.mark.every_version
 async def test_a_message_that_no_queue_takes_is_unroutable(publisher: Publisher) -> None:
     with pytest.raises(Unroutable, match="'nobody'"):
         await publisher.publish(Message(body=b"", message_id="m"), exchange="", routing_key="nobody")
@@ -75,6 +77,7 @@ async def test_both_of_two_unroutable_messages_with_one_id_are_noticed(publisher
     assert not publisher._in_flight
 
 
+@pytest.mark.every_version
 async def test_a_full_queue_refuses(publisher: Publisher) -> None:
     await declare(publisher, "full", **{"x-max-length": 1, "x-overflow": "reject-publish"})
     with pytest.raises(PublishRefused, match="refused 'full'"):
@@ -91,6 +94,7 @@ async def test_a_refusal_is_tried_again_as_long_as_told(publisher: Publisher) ->
     assert loop.time() - began_s < 20
 
 
+@pytest.mark.every_version
 async def test_an_exchange_that_is_not_there_names_the_command(publisher: Publisher) -> None:
     with pytest.raises(TopologyMismatch, match="lanekeeper topology apply"):
         await publisher.publish(Message(body=b""), exchange="not-there", routing_key="k")
@@ -98,6 +102,7 @@ async def test_an_exchange_that_is_not_there_names_the_command(publisher: Publis
     await publisher.publish(Message(body=b""), exchange="", routing_key="some")  # over a new channel
 
 
+@pytest.mark.every_version
 async def test_a_right_that_is_missing_is_told(publisher: Publisher, vhost: Vhost) -> None:
     rights = {"configure": ".*", "write": "^some$", "read": ".*"}
     vhost.api("PUT", f"permissions/{vhost.quoted}/{vhost.user}", rights)
@@ -105,6 +110,7 @@ async def test_a_right_that_is_missing_is_told(publisher: Publisher, vhost: Vhos
         await publisher.publish_surely(Message(body=b""), exchange="amq.topic", routing_key="k", within_s=60)
 
 
+@pytest.mark.every_version
 async def test_what_was_under_way_when_another_was_refused_is_published(publisher: Publisher, vhost: Vhost) -> None:
     await declare(publisher, "some")
     rights = {"configure": ".*", "write": "^(amq.default|some)$", "read": ".*"}
@@ -235,6 +241,7 @@ async def test_an_error_says_whether_an_earlier_try_may_have_been_published(publ
     assert error.value.maybe_published
 
 
+@pytest.mark.every_version
 async def test_what_the_broker_does_not_take_is_not_sent_and_the_connection_stays(publisher: Publisher) -> None:
     """Others publish on it meanwhile."""
     await declare(publisher, "some")
@@ -258,12 +265,14 @@ async def test_what_the_broker_does_not_take_is_not_sent_and_the_connection_stay
     await until(lambda: waiting(publisher, "some"))
 
 
+@pytest.mark.every_version
 async def test_a_message_as_large_as_the_broker_takes_is_published(publisher: Publisher) -> None:
     await declare(publisher, "some")
     await publisher.publish(Message(body=bytes(16 * MIB)), exchange="", routing_key="some")
     assert await waiting(publisher, "some") == 1
 
 
+@pytest.mark.every_version
 async def test_a_user_without_any_rights_finds_out_what_the_broker_takes(vhost: Vhost) -> None:
     name = f"{vhost.name}-none"
     vhost.api("PUT", f"users/{name}", {"password": "none", "tags": ""})

@@ -185,6 +185,7 @@ async def test_what_is_held_by_the_provider_gets_none_and_is_told(work: Work) ->
     await until(lambda: work.running["batch"] == 25)
 
 
+@pytest.mark.every_version
 async def test_inside_a_lane_the_urgent_go_first_over_all_its_consumers(work: Work, vhost: Vhost) -> None:
     """Of those that wait, that is: what was taken before they came runs already."""
     if tuple(map(int, vhost.version.split(".")[:2])) < (4, 3):

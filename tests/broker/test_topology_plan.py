@@ -18,6 +18,7 @@ async def lines(declared: Topology, management: Management) -> list[str]:
     return [each.line for each in compare(declared, await management.topology())]
 
 
+@pytest.mark.every_version
 async def test_an_import_into_an_empty_virtual_host_leaves_nothing_to_do(declared, connection, management) -> None:
     await management.import_definitions(definitions(declared, management.vhost))
 
@@ -27,6 +28,7 @@ async def test_an_import_into_an_empty_virtual_host_leaves_nothing_to_do(declare
     assert len((await management.topology()).bindings) == len(declared.bindings)
 
 
+@pytest.mark.every_version
 async def test_an_import_may_be_repeated(declared, management) -> None:
     for _ in range(2):
         await management.import_definitions(definitions(declared, management.vhost))
@@ -142,6 +144,7 @@ def queue_changes(declared: Topology, name: str) -> list[tuple[Queue, str]]:
     return changed
 
 
+@pytest.mark.every_version
 @pytest.mark.parametrize("name", ["lane.critical", "lane.critical.due", "lane.delay.05", "lane.dead"])
 async def test_each_argument_that_differs_is_named(name, declared, connection, management) -> None:
     channel = await connection.channel()
@@ -184,6 +187,7 @@ async def test_an_exchange_of_another_kind_is_named(there, line, declared, conne
     assert [each.line for each in found if each.change == "differs"] == [line]
 
 
+@pytest.mark.every_version
 async def test_a_policy_that_would_take_messages_is_named(declared, connection, management, vhost) -> None:
     await apply(declared, connection)
 

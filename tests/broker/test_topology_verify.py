@@ -32,6 +32,7 @@ async def answering(answer: Answer) -> AsyncIterator[str]:
         yield str(server.make_url("/")).rstrip("/")
 
 
+@pytest.mark.every_version
 async def test_with_the_management_api_everything_is_seen(declared, connection, management) -> None:
     await apply(declared, connection)
     await bind(await connection.channel(), Binding("lane.requests", "lane.dead", routing_key="#"))
@@ -43,6 +44,7 @@ async def test_with_the_management_api_everything_is_seen(declared, connection, 
     assert found.missing == ()
 
 
+@pytest.mark.every_version
 async def test_without_it_what_is_missing_is_seen_and_the_rest_said(declared, connection) -> None:
     await apply(declared, connection)
     channel = await connection.channel()
@@ -62,6 +64,7 @@ async def test_without_it_what_is_missing_is_seen_and_the_rest_said(declared, co
     )
 
 
+@pytest.mark.every_version
 async def test_on_an_empty_virtual_host_all_is_missing_either_way(declared, connection, management) -> None:
     things = len(declared.exchanges) + len(declared.queues)
 
@@ -69,6 +72,7 @@ async def test_on_an_empty_virtual_host_all_is_missing_either_way(declared, conn
     assert len((await verify(declared, management, connection)).missing) == things + len(declared.bindings)
 
 
+@pytest.mark.every_version
 async def test_verifying_changes_nothing(declared, connection, management) -> None:
     await verify(declared, None, connection)
     await verify(declared, management, connection)
@@ -120,6 +124,7 @@ async def test_the_api_is_found_at_the_amqp_host(vhost, connection, port_of_api)
     assert (await found.topology()).broker_version == vhost.version
 
 
+@pytest.mark.every_version
 async def test_an_api_that_does_not_let_the_amqp_user_in_is_not_found(vhost, port_of_api) -> None:
     assert await discover(str(URL(vhost.amqp_url).with_user("nobody").with_password("wrong"))) is None
 
@@ -208,6 +213,7 @@ async def test_an_answer_that_never_comes_is_not_waited_for(monkeypatch: pytest.
             await Management(url, "app", "secret", "/").overview()
 
 
+@pytest.mark.every_version
 async def test_a_virtual_host_may_have_any_name(vhost, declared, management) -> None:
     name = f"team a/ü {secrets.token_hex(4)}"
     vhost.api("PUT", f"vhosts/{quote(name, safe='')}")

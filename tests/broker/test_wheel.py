@@ -68,7 +68,6 @@ def project(tmp_path: Path) -> Path:
     return root
 
 
-@pytest.mark.default_broker_only
 async def test_an_application_may_have_packages_of_our_names(vhost, environment: Path, project: Path) -> None:
     async with house(vhost.amqp_url):
         script = await asyncio.create_subprocess_exec(

@@ -11,8 +11,6 @@ from tests.support.brokers import Vhost
 from tests.support.house import House, house
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.default_broker_only
-
 KEY = "critical.tests.abandoned"
 WORDS = "running, word by word, for a long time [[latency: 60s]]"
 

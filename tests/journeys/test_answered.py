@@ -32,6 +32,7 @@ WHOLE = {
 }
 
 
+@pytest.mark.every_version
 async def test_the_answer_is_the_providers_message_with_every_header_of_the_contract(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         before_s = time.monotonic()
@@ -64,7 +65,6 @@ async def test_the_answer_is_the_providers_message_with_every_header_of_the_cont
         await until(lambda: _is_empty(app))
 
 
-@pytest.mark.default_broker_only
 async def test_the_body_is_byte_for_byte_what_the_provider_sends(vhost) -> None:
     """The same call is made past us; only what differs from call to call may differ."""
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
@@ -79,7 +79,6 @@ async def test_the_body_is_byte_for_byte_what_the_provider_sends(vhost) -> None:
         assert reply.body == direct.replace(theirs, reply.json["id"].encode())
 
 
-@pytest.mark.default_broker_only
 async def test_a_whole_body_reaches_the_provider_unchanged_to_the_byte(vhost) -> None:
     """Unknown and beta fields, tools, system, images, thinking: none of our business."""
     raw = ("  " + json.dumps(WHOLE, ensure_ascii=False, indent=2).replace("1.5", "1.500") + "\n").encode()
@@ -93,7 +92,6 @@ async def test_a_whole_body_reaches_the_provider_unchanged_to_the_byte(vhost) ->
         )
 
 
-@pytest.mark.default_broker_only
 async def test_model_and_max_tokens_default_by_lane_and_what_is_given_stands(vhost) -> None:
     lanes = {"critical": {"max_tokens": 77}, "batch": {"max_tokens": 78, "model": "claude-haiku-4-5"}}
     expected = {
@@ -120,7 +118,6 @@ async def test_model_and_max_tokens_default_by_lane_and_what_is_given_stands(vho
             }
 
 
-@pytest.mark.default_broker_only
 async def test_a_gzipped_body_is_unpacked(vhost) -> None:
     packed = gzip.compress(json.dumps({"prompt": "squeezed " + "a" * 100_000}).encode())
     async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
@@ -128,19 +125,20 @@ async def test_a_gzipped_body_is_unpacked(vhost) -> None:
         assert reply.text.startswith("echo: squeezed aaa")
 
 
-@pytest.mark.default_broker_only
 async def test_a_request_without_message_id_is_given_one(vhost) -> None:
     async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
         first, second = await app.ask({"prompt": "a"}), await app.ask({"prompt": "b"})
         assert len({first.headers["x-lane-request-id"], second.headers["x-lane-request-id"], ""}) == 3
 
 
+@pytest.mark.every_version
 async def test_direct_reply_to_is_answered(vhost) -> None:
     async with house(vhost.amqp_url), requester(vhost.amqp_url, direct=True) as app:
         ids = [await app.publish({"prompt": f"question {n}"}) for n in range(20)]
         assert [(await app.final(each)).text for each in ids] == [f"echo: question {n}" for n in range(20)]
 
 
+@pytest.mark.every_version
 async def test_a_queue_of_the_applications_own_is_answered(vhost) -> None:
     async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
         for name in ("shop.answers", "lane.reply.shop"):
@@ -172,6 +170,7 @@ async def test_every_one_of_many_gets_its_own_answer_once(vhost) -> None:
         assert all(len(app.replies[each]) == 1 for each in asked)
 
 
+@pytest.mark.every_version
 async def test_a_client_that_can_only_write_strings_in_headers_is_understood(vhost) -> None:
     async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
         headers = {"x-lane-deadline-ms": "5000", "x-lane-stream": "false", "x-lane-no-batch": "true"}

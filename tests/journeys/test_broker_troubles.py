@@ -15,7 +15,6 @@ REQUESTS = 24
 """Six seconds of work: an alarm is up well before."""
 
 
-@pytest.mark.default_broker_only
 async def test_under_an_alarm_nothing_new_is_begun_and_afterwards_everybody_is_answered_once(own_broker) -> None:
     async with house(own_broker.amqp_url, lanes=SLOW) as home, requester(own_broker.amqp_url) as app:
         for n in range(REQUESTS):
@@ -35,6 +34,7 @@ async def test_under_an_alarm_nothing_new_is_begun_and_afterwards_everybody_is_a
         assert len(home.api.calls) == REQUESTS
 
 
+@pytest.mark.every_version
 async def test_while_it_cannot_publish_it_takes_nothing_and_says_why(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         assert (await app.ask({"prompt": "before"})).status == "ok"
@@ -53,6 +53,7 @@ async def test_while_it_cannot_publish_it_takes_nothing_and_says_why(vhost) -> N
         assert len(home.calls("meanwhile")) == 1
 
 
+@pytest.mark.every_version
 async def test_a_lane_whose_queue_was_deleted_is_declared_again_and_worked(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         assert (await app.ask({"prompt": "before"})).status == "ok"

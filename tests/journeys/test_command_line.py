@@ -99,7 +99,6 @@ async def serving(environment: dict[str, str], folder: Path, *line: str) -> Asyn
         await serving.stop(signal.SIGKILL)
 
 
-@pytest.mark.default_broker_only
 async def test_serve_answers_what_send_asks_and_stops_on_demand(environment, tmp_path) -> None:
     async with serving(environment, tmp_path, "serve", "--simulate", "--port", "0") as service:
         line = ("send", "--id", "mine-1", "three rivers")
@@ -131,7 +130,6 @@ async def test_serve_answers_what_send_asks_and_stops_on_demand(environment, tmp
         assert service.told("service.stopped")[0]["orphaned"] == 0
 
 
-@pytest.mark.default_broker_only
 async def test_what_was_sent_without_waiting_is_fetched_and_what_runs_is_cancelled(environment, tmp_path) -> None:
     async with serving(environment, tmp_path, "serve", "--simulate", "--port", "0"):
         await run(environment, tmp_path, "send", "--no-wait", "--id", "later", "x")
@@ -162,7 +160,6 @@ async def test_what_was_sent_without_waiting_is_fetched_and_what_runs_is_cancell
         assert (code, "can be no request's id" in err, "--wait" in err) == (1, True, False)
 
 
-@pytest.mark.default_broker_only
 @pytest.mark.parametrize("stream", [[], ["--stream"]])
 async def test_an_interrupted_send_cancels_its_request_and_says_so(environment, tmp_path, stream) -> None:
     async with serving(environment, tmp_path, "serve", "--simulate", "--port", "0"):
@@ -182,7 +179,6 @@ async def test_an_interrupted_send_cancels_its_request_and_says_so(environment, 
         assert (code, err_of_result[:28]) == (1, "lanekeeper: cancelled (499):")
 
 
-@pytest.mark.default_broker_only
 async def test_without_a_worker_everything_says_so_and_ends(environment, tmp_path) -> None:
     code, _, err = await run(environment, tmp_path, "send", "x")
     assert (code, err.count("\n")) == (1, 2)
@@ -211,7 +207,6 @@ async def test_a_full_lane_is_told_soon(environment, tmp_path) -> None:
     assert told.startswith("lanekeeper: the lane is full: lane.critical holds ")
 
 
-@pytest.mark.default_broker_only
 async def test_stopping_lets_what_runs_finish(environment, tmp_path) -> None:
     async with SimulatedAPI() as api:
         its = {**environment, "ANTHROPIC_BASE_URL": api.base_url, "ANTHROPIC_API_KEY": "any"}
@@ -245,7 +240,6 @@ async def test_a_second_signal_ends_it_at_once_and_the_request_is_kept(environme
     await until(waits, within_s=60)
 
 
-@pytest.mark.default_broker_only
 async def test_consume_needs_the_topology_and_works_only_its_lanes(environment, tmp_path) -> None:
     code, _, err = await run(environment, tmp_path, "consume", "--simulate", "--lane", "batch")
     assert code == 1
@@ -259,6 +253,7 @@ async def test_consume_needs_the_topology_and_works_only_its_lanes(environment, 
     assert [lane["consumers"] for lane in json.loads(out)["lanes"]] == [0, 0, 1]
 
 
+@pytest.mark.every_version
 async def test_plan_apply_verify_tell_what_differs(environment, tmp_path, vhost) -> None:
     code, out, _ = await run(environment, tmp_path, "topology", "plan")
     assert code == 1
@@ -278,6 +273,7 @@ async def test_plan_apply_verify_tell_what_differs(environment, tmp_path, vhost)
     assert [each["name"] for each in json.loads(out)["differences"] if each["what"] == "queue"] == ["lane.batch"]
 
 
+@pytest.mark.every_version
 async def test_what_export_prints_can_be_imported_and_is_as_declared(environment, tmp_path, vhost) -> None:
     users = ["--user", f"w-{vhost.name}:worker"]
     code, out, _ = await run(environment, tmp_path, "topology", "export", *users)
@@ -290,7 +286,6 @@ async def test_what_export_prints_can_be_imported_and_is_as_declared(environment
         vhost.api("DELETE", f"users/w-{vhost.name}")
 
 
-@pytest.mark.default_broker_only
 async def test_check_finds_everything_well_where_it_is(environment, tmp_path) -> None:
     simulated = await begin(environment, tmp_path, "simulate", "--port", "0")
     try:
@@ -309,7 +304,6 @@ async def test_check_finds_everything_well_where_it_is(environment, tmp_path) ->
         assert await asyncio.wait_for(simulated.wait(), timeout=60) == 0
 
 
-@pytest.mark.default_broker_only
 async def test_check_takes_a_simulated_provider_for_none_to_ask(environment, tmp_path) -> None:
     async with serving(environment, tmp_path, "serve", "--simulate", "--port", "0"):
         code, out, _ = await run(environment, tmp_path, "check", "--json")
@@ -326,6 +320,7 @@ async def test_check_takes_a_simulated_provider_for_none_to_ask(environment, tmp
     assert (await run(environment, tmp_path, "check"))[0] == 1, "a key is missing, and nobody is simulated"
 
 
+@pytest.mark.every_version
 async def test_a_user_that_may_only_publish_is_told_what_it_may(environment, tmp_path, vhost) -> None:
     user = f"crm-{vhost.name}"
     (tmp_path / "passwords").write_text(f"{user}:secret\n")
@@ -350,7 +345,6 @@ async def test_a_user_that_may_only_publish_is_told_what_it_may(environment, tmp
         vhost.api("DELETE", f"users/{user}")
 
 
-@pytest.mark.default_broker_only
 async def test_a_tenant_that_may_be_ignored_is_told(environment, tmp_path, vhost) -> None:
     assert (await run(environment, tmp_path, "topology", "apply"))[0] == 0
     line = ("send", "--no-wait", "--tenant", "acme", "x")
@@ -360,7 +354,6 @@ async def test_a_tenant_that_may_be_ignored_is_told(environment, tmp_path, vhost
     assert err == ""
 
 
-@pytest.mark.default_broker_only
 async def test_a_broken_pipe_is_no_traceback(environment, tmp_path) -> None:
     process = await begin(environment, tmp_path, "topology", "show", "--json")
     assert process.stdout is not None

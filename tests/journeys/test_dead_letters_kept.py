@@ -14,7 +14,6 @@ from tests.support.requester import requester
 from tests.support.waiting import until
 
 
-@pytest.mark.default_broker_only
 @pytest.mark.parametrize("bound", [{"max_count": 2}, {"keep_s": 3600}])
 async def test_the_oldest_beyond_the_bound_are_exported_and_the_others_stay(vhost, tmp_path, bound) -> None:
     folder = tmp_path / "dead"
@@ -35,7 +34,6 @@ async def test_the_oldest_beyond_the_bound_are_exported_and_the_others_stay(vhos
             assert await home.parts.dead_letters.look() == 0
 
 
-@pytest.mark.default_broker_only
 async def test_those_that_are_too_old_are_dropped_loudly_where_there_is_no_folder(vhost) -> None:
     async with house(vhost.amqp_url, dead={"keep_s": 1}) as home, requester(vhost.amqp_url) as app:
         await app.read_events()
@@ -53,7 +51,6 @@ async def test_those_that_are_too_old_are_dropped_loudly_where_there_is_no_folde
         await until(lambda: _depth_is(app, 0))
 
 
-@pytest.mark.default_broker_only
 async def test_several_workers_remove_each_once(vhost, tmp_path) -> None:
     """By turns, and also at the same time: the broker hands each out once."""
     folder, dead = tmp_path / "dead", {"max_count": 2}

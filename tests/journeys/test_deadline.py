@@ -9,6 +9,7 @@ from tests.support.requester import requester
 from tests.support.waiting import until
 
 
+@pytest.mark.every_version
 async def test_over_in_the_queue_it_never_reaches_the_provider(vhost) -> None:
     async with house(vhost.amqp_url, lanes={"batch": {"slots": 1}}) as home, requester(vhost.amqp_url) as app:
         await app.read_dead()
@@ -30,7 +31,6 @@ async def test_over_in_the_queue_it_never_reaches_the_provider(vhost) -> None:
         assert not app.dead_of("d-1"), "it is not kept: trying it again makes no sense"
 
 
-@pytest.mark.default_broker_only
 async def test_over_in_an_attempt_the_providers_connection_is_closed(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         for stream in (False, True):
@@ -49,7 +49,6 @@ async def test_over_in_an_attempt_the_providers_connection_is_closed(vhost) -> N
         assert len(home.api.calls) == 2
 
 
-@pytest.mark.default_broker_only
 async def test_a_retry_that_could_only_come_too_late_is_not_begun(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         before_s = time.monotonic()
@@ -70,6 +69,7 @@ async def test_a_longer_deadline_than_the_lanes_is_refused_by_name(vhost) -> Non
         assert "120000" in reply.json["detail"]
 
 
+@pytest.mark.every_version
 async def test_expired_in_the_queue_by_amqps_own_expiration(vhost) -> None:
     async with house(vhost.amqp_url, lanes={"normal": {"slots": 1}}) as home, requester(vhost.amqp_url) as app:
         await app.read_dead()
@@ -87,6 +87,7 @@ async def test_expired_in_the_queue_by_amqps_own_expiration(vhost) -> None:
         assert len(app.finals(asked)) == 1
 
 
+@pytest.mark.every_version
 async def test_expiration_ends_the_wait_in_the_intake_alone(vhost) -> None:
     """Once it was taken, it is the deadline that counts: a retry or a delay longer than `expiration` is no matter."""
     async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:

@@ -14,6 +14,8 @@ from tests.support.lanes import SIDE_QUEUES
 from tests.support.requester import requester
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.every_version
+
 LIMIT = 20
 """The broker's own delivery limit: at the delivery after it, the message falls."""
 

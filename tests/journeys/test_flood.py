@@ -81,6 +81,7 @@ async def test_a_slot_of_one_lane_is_never_taken_by_another(vhost, stuck, free) 
         assert not any(app.finals(each) for each in held)
 
 
+@pytest.mark.every_version
 @pytest.mark.parametrize("shuffled", [False, True], ids=["low first", "mixed"])
 async def test_inside_a_lane_higher_priorities_go_first(vhost, shuffled) -> None:
     """Strict from 4.3 on and before 4.0; between them two classes, of which the higher gets the larger share."""
@@ -109,6 +110,7 @@ async def test_inside_a_lane_higher_priorities_go_first(vhost, shuffled) -> None
                 assert in_class == sorted(in_class, key=lambda words: words[-2:]), "first in, first out in a class"
 
 
+@pytest.mark.every_version
 async def test_the_priority_that_is_not_given_is_four_or_none(vhost) -> None:
     """4 in a quorum intake, 0 in a classic one: docs/facts.md, section 1."""
     async with house(vhost.amqp_url, lanes={"normal": SMALL}) as home, requester(vhost.amqp_url) as app:

@@ -2,11 +2,14 @@
 
 import json
 
+import pytest
+
 from tests.support.house import house
 from tests.support.requester import requester
 from tests.support.waiting import until
 
 
+@pytest.mark.every_version
 async def test_after_all_attempts_the_requester_is_told_and_the_request_is_parked_with_its_errors(vhost) -> None:
     async with (
         house(vhost.amqp_url, lanes={"critical": {"max_attempts": 7}}) as home,
@@ -109,6 +112,7 @@ async def test_a_key_without_a_lane_is_answered_and_parked(vhost) -> None:
         assert await app.depth("lane.fallen") == 0
 
 
+@pytest.mark.every_version
 async def test_what_was_written_past_the_exchange_is_refused_and_parked(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         await app.read_dead()
@@ -124,6 +128,7 @@ async def test_what_was_written_past_the_exchange_is_refused_and_parked(vhost) -
         assert home.is_well
 
 
+@pytest.mark.every_version
 async def test_a_dead_letter_published_again_as_it_is_runs(vhost) -> None:
     async with house(vhost.amqp_url, lanes={"critical": {"max_attempts": 2}}) as home, requester(vhost.amqp_url) as app:
         await app.read_dead()

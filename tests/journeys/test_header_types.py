@@ -10,6 +10,8 @@ from tests.support.house import house
 from tests.support.requester import Got, Requester, raw_properties, requester, table
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.every_version
+
 EVERY_TYPE = {
     b"boolean": b"t\x01",
     b"int8": b"b\xff",
@@ -107,7 +109,6 @@ async def test_every_integer_header_of_ours_is_a_signed_64_bit_one_whatever_its_
             assert set(ours.values()) == {b"l"}
 
 
-@pytest.mark.default_broker_only
 async def test_integers_of_a_control_reply_are_signed_64_bit_ones(vhost) -> None:
     async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
         await app.ask({"prompt": "now"}, message_id="now")

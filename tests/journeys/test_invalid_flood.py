@@ -1,13 +1,10 @@
 """A tenant that sends rubbish does not fill the dead letters."""
 
-import pytest
-
 from consumers.state.base import Identity
 from tests.support.house import house
 from tests.support.requester import requester
 
 
-@pytest.mark.default_broker_only
 async def test_a_tenants_rubbish_is_answered_and_not_all_parked_and_anothers_is(vhost) -> None:
     async with house(vhost.amqp_url, dead={"invalid_per_hour": 3}) as home, requester(vhost.amqp_url) as app:
         ids = [f"r-{number}" for number in range(6)]

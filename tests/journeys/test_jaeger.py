@@ -24,8 +24,6 @@ from tests.support.processes import HOUSE, environment, lanekeeper
 from tests.support.requester import requester
 from tests.support.waterfall import drawn, names
 
-pytestmark = pytest.mark.default_broker_only
-
 MS = 1_000_000
 BUSY_MS = 300
 CHAT = "chat claude-sonnet-5-5"

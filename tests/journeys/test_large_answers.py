@@ -27,6 +27,7 @@ def takes_it(version: str) -> bool:
     return int(version.split(".")[0]) < 4
 
 
+@pytest.mark.every_version
 @pytest.mark.parametrize(("stream", "deltas"), [(False, 8), (True, 8), (True, 1)], ids=["whole", "parts", "one part"])
 async def test_an_answer_over_the_brokers_limit_ends_at_once_and_is_parked(vhost, stream, deltas) -> None:
     """Also where a single event of its stream is over it."""
@@ -60,7 +61,6 @@ async def test_one_over_our_own_bound_ends_the_same_way_on_every_broker(vhost) -
         assert not home.losses
 
 
-@pytest.mark.default_broker_only
 async def test_eight_of_them_hold_no_slot_and_harm_no_neighbour(vhost) -> None:
     """Their lane answers others afterwards, the publish connection stays, and no part of another's stream is lost."""
     quick = {"prompt": "quick"}

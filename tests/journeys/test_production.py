@@ -13,7 +13,6 @@ from tests.support.users import imported_users
 from topology.declaration import RECOMMENDED, is_before
 
 
-@pytest.mark.default_broker_only
 @pytest.mark.parametrize("command", ["serve", "consume"])
 async def test_a_worker_refuses_to_start_and_tells_all_findings(vhost, tmp_path, command: str) -> None:
     environ = environment(
@@ -32,6 +31,7 @@ async def test_a_worker_refuses_to_start_and_tells_all_findings(vhost, tmp_path,
     assert [each for each in expected if f"{each}:" not in said] == []
 
 
+@pytest.mark.every_version
 async def test_an_administrator_is_no_workers_user_and_a_worker_is(vhost, tmp_path) -> None:
     async with imported_users(vhost) as users:
         plain = {"LANEKEEPER_PROFILE": "production"}
@@ -44,7 +44,6 @@ async def test_an_administrator_is_no_workers_user_and_a_worker_is(vhost, tmp_pa
     assert "topology export --user worker:worker" in rights[0][0]["text"]
 
 
-@pytest.mark.default_broker_only
 async def test_check_warns_without_the_profile_and_does_not_fail_for_it(vhost, tmp_path) -> None:
     async with house(vhost.amqp_url):
         code, lines = await run("check", "--json", "--simulate", environ=environment(vhost.amqp_url), folder=tmp_path)
@@ -54,6 +53,7 @@ async def test_check_warns_without_the_profile_and_does_not_fail_for_it(vhost, t
     assert found["user_id"]["text"].startswith("not for production: requests without user_id")
 
 
+@pytest.mark.every_version
 async def test_a_request_without_user_id_is_refused_and_one_with_it_is_its_users_alone(vhost) -> None:
     async with (
         imported_users(vhost) as users,

@@ -1,8 +1,12 @@
 """It is no error if the requester has gone."""
 
+import pytest
+
 from tests.support.house import house
 from tests.support.requester import requester
 from tests.support.waiting import until
+
+pytestmark = pytest.mark.every_version
 
 
 async def test_its_request_is_worked_once_and_acknowledged(vhost) -> None:

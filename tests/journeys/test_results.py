@@ -16,7 +16,6 @@ from tests.support.stores import store_url
 from tests.support.waiting import until
 
 
-@pytest.mark.default_broker_only
 async def test_an_answer_is_read_again_as_it_was_sent(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app, Client(vhost.amqp_url) as client:
         reply = await app.ask({"prompt": "three rivers"}, message_id="a-1")
@@ -30,7 +29,6 @@ async def test_an_answer_is_read_again_as_it_was_sent(vhost) -> None:
         assert len(home.api.calls) == 1
 
 
-@pytest.mark.default_broker_only
 @pytest.mark.parametrize(
     ("body", "code"),
     [
@@ -49,7 +47,6 @@ async def test_an_error_is_read_again_as_it_was_sent(vhost, body: object, code: 
         assert caught.value.fields == reply.json
 
 
-@pytest.mark.default_broker_only
 async def test_nobody_need_have_asked_for_a_reply(vhost) -> None:
     async with house(vhost.amqp_url), Client(vhost.amqp_url) as client:
         id = await client.publish({"prompt": "fire and forget"}, key="batch.tests.x")
@@ -57,7 +54,6 @@ async def test_nobody_need_have_asked_for_a_reply(vhost) -> None:
         assert (await client.result(id, wait_s=15)).text == "echo: fire and forget"
 
 
-@pytest.mark.default_broker_only
 async def test_what_nobody_has_seen_is_unknown_and_says_so_at_once(vhost) -> None:
     async with house(vhost.amqp_url), Client(vhost.amqp_url) as client:
         began = time.monotonic()
@@ -68,7 +64,6 @@ async def test_what_nobody_has_seen_is_unknown_and_says_so_at_once(vhost) -> Non
         assert time.monotonic() - began < 10
 
 
-@pytest.mark.default_broker_only
 async def test_what_runs_is_waited_for_as_long_as_was_said(vhost) -> None:
     async with house(vhost.amqp_url) as home, Client(vhost.amqp_url) as client:
         await client.publish({"prompt": "slow [[latency: 15s]]"}, key="critical.tests.x", message_id="s-1")
@@ -101,6 +96,7 @@ async def test_what_waits_for_its_next_attempt_says_so(vhost) -> None:
         assert (await client.result("w-1", wait_s=15)).attempt == 2
 
 
+@pytest.mark.every_version
 @pytest.mark.parametrize("lane", ["critical", "batch"])
 async def test_what_is_delayed_waits_until_its_due_time(vhost, lane: str) -> None:
     async with house(vhost.amqp_url), Client(vhost.amqp_url) as client:
@@ -133,7 +129,6 @@ async def test_what_is_delayed_runs_though_the_store_forgot_that_it_waits(vhost)
         assert (await client.result("d-1", wait_s=15)).text == "echo: later"
 
 
-@pytest.mark.default_broker_only
 async def test_another_worker_knows_it_after_the_first_has_gone(vhost) -> None:
     async with Client(vhost.amqp_url) as client:
         async with house(vhost.amqp_url):
@@ -143,7 +138,6 @@ async def test_another_worker_knows_it_after_the_first_has_gone(vhost) -> None:
             assert not home.api.calls
 
 
-@pytest.mark.default_broker_only
 async def test_another_tenants_result_is_not_told(vhost) -> None:
     async with (
         house(vhost.amqp_url),
@@ -161,7 +155,6 @@ async def test_another_tenants_result_is_not_told(vhost) -> None:
         assert (reply.control, reply.status, "may not speak" in reply.json["detail"]) == ("error", None, True)
 
 
-@pytest.mark.default_broker_only
 async def test_who_speaks_for_others_reads_theirs(vhost) -> None:
     async with house(vhost.amqp_url, speakers=(vhost.user,)), Client(vhost.amqp_url) as client:
         for tenant in ("acme", "bell"):
@@ -173,7 +166,6 @@ async def test_who_speaks_for_others_reads_theirs(vhost) -> None:
         ]
 
 
-@pytest.mark.default_broker_only
 async def test_questions_are_answered_while_every_slot_is_taken(vhost) -> None:
     async with (
         house(vhost.amqp_url, lanes={"critical": {"slots": 1}}, works=("critical",)) as home,

@@ -54,6 +54,7 @@ async def test_another_tenants_id_gives_neither_its_answer_nor_its_state_nor_a_c
             assert (await mine.final(running)).code == "cancelled"
 
 
+@pytest.mark.every_version
 async def test_a_user_cannot_say_that_it_is_another(vhost) -> None:
     """By `user_id` the broker closes the channel; by header it is not believed."""
     with user_of(vhost) as url:

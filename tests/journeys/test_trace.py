@@ -182,6 +182,7 @@ async def test_publish_two_failed_attempts_their_delays_and_the_answer_are_one_t
     assert final.headers["baggage"] == BAGGAGE
 
 
+@pytest.mark.every_version
 async def test_a_dead_letter_belongs_to_the_trace_and_says_where_it_was_sent_from(scene) -> None:
     publisher = f"00-{'1f' * 16}-{'2a' * 8}-01"
     async with requester(scene.amqp_url) as app:
@@ -206,7 +207,6 @@ async def test_a_dead_letter_belongs_to_the_trace_and_says_where_it_was_sent_fro
     assert "baggage" not in call.headers
 
 
-@pytest.mark.default_broker_only
 async def test_a_trace_that_is_not_sampled_is_passed_on_and_costs_no_span(scene) -> None:
     async with requester(scene.amqp_url) as app:
         unsampled = {"traceparent": f"00-{'3c' * 16}-{'4d' * 8}-00"}
@@ -218,7 +218,6 @@ async def test_a_trace_that_is_not_sampled_is_passed_on_and_costs_no_span(scene)
     assert not [span for span in scene.otlp.spans if span.trace_id == "3c" * 16]
 
 
-@pytest.mark.default_broker_only
 async def test_a_traceparent_that_is_none_starts_a_new_trace_and_harms_nothing(scene) -> None:
     bad = [
         "",
@@ -249,7 +248,6 @@ async def test_a_traceparent_that_is_none_starts_a_new_trace_and_harms_nothing(s
             assert "tracestate" not in reply.headers
 
 
-@pytest.mark.default_broker_only
 async def test_a_client_that_is_refused_sees_it_in_its_own_trace(scene) -> None:
     async with Client(scene.amqp_url, tracing=Tracing(scene.here)) as client:
         sell = scene.here.get_tracer("the application").start_as_current_span("sell")

@@ -39,6 +39,7 @@ def prompts(api: SimulatedAPI, words: str) -> list[str]:
     return [call.prompt for call in api.calls if words in call.prompt]
 
 
+@pytest.mark.every_version
 async def test_what_a_killed_worker_was_working_on_is_taken_over(vhost, api, environ, tmp_path) -> None:
     ledger = Ledger(vhost.amqp_url)
     async with (
@@ -67,6 +68,7 @@ async def test_what_a_killed_worker_was_working_on_is_taken_over(vhost, api, env
         assert await second.ended() == 0
 
 
+@pytest.mark.every_version
 async def test_a_request_that_kills_its_worker_every_time_is_buried_and_its_neighbours_are_answered(
     vhost, api, environ, tmp_path
 ) -> None:
@@ -133,6 +135,7 @@ async def test_told_to_stop_it_takes_no_more_finishes_what_runs_and_leaves_the_r
             assert ledger.repeated == 0
 
 
+@pytest.mark.every_version
 async def test_told_to_stop_it_gives_back_at_once_what_waits_for_the_budget(vhost, api, environ, tmp_path) -> None:
     """It has not begun: the time that it may take to stop is for calls that run."""
     environ = {**environ, "LANEKEEPER_BUDGET__REQUESTS_PER_MIN": "6", "LANEKEEPER_LANES__BATCH__SLOTS": "4"}
@@ -167,6 +170,7 @@ async def is_depth(app, queue: str, expected: int) -> bool:
     return await app.depth(queue) == expected
 
 
+@pytest.mark.every_version
 async def test_what_does_not_finish_within_the_grace_is_given_back(vhost, api, environ, tmp_path) -> None:
     """From 4.3 on that is not counted: stopping is nobody's fault, and nobody is buried for it."""
     environ = {**environ, "LANEKEEPER_GRACE_S": "0.3"}
@@ -187,7 +191,6 @@ async def test_what_does_not_finish_within_the_grace_is_given_back(vhost, api, e
         assert not app.finals(asked)
 
 
-@pytest.mark.default_broker_only
 async def test_a_second_signal_ends_it_at_once_and_nothing_is_lost(vhost, api, environ, tmp_path) -> None:
     async with requester(vhost.amqp_url) as app:
         async with lanekeeper("serve", environ=environ, folder=tmp_path) as worker:
