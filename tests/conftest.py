@@ -6,8 +6,8 @@ own_broker    a broker of the test's own, which it may kill and start again
 
 With `--every-version`, as `./dev test` does it, tests in tests/broker and tests/journeys that use one of them run on
 RabbitMQ in containers: those marked `every_version` three times, on 3.10, 4.0 and 4.3, and the others on the newest
-(`-k 4.3`: those on one version). With `--every-test-on-every-version` all of them run three times. If no container is to
-be had for a version, its tests are skipped; in CI they fail. Where there is none at all they run on the broker above.
+(`-k 4.3`: those on one version). With `--every-test-on-every-version` all of them run three times. If there is no
+container for a version, its tests are skipped; in CI they fail. If there is none at all they run on the broker above.
 """
 
 import gc
@@ -29,9 +29,9 @@ from tests.support.stores import stores
 DEFAULT = "default"
 ON_EVERY_VERSION = ("tests/broker/", "tests/journeys/")
 KEEPER = "LANEKEEPER_TESTS_KEEPER"
-"""Tells the workers of a session where its keeper is."""
+"""The environment variable that tells the workers of a session the folder of its keeper."""
 MISSING = "LANEKEEPER_TESTS_MISSING"
-"""Tells the workers which versions are not to be had, and why: a JSON object."""
+"""The environment variable that tells the workers which versions are unavailable, and why: a JSON object."""
 _STACK = pytest.StashKey[ExitStack]()
 
 
@@ -45,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Say how properties are tried; start the keeper of brokers, and have images made before any test's time runs:
     in the session's first process."""
-    # How long an example takes says how busy the machine is.
+    # How long an example takes depends on how busy the machine is.
     settings.register_profile(
         "any machine", max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )
@@ -57,7 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Let the keeper take everything down."""
+    """Let the keeper remove all brokers."""
     if stack := config.stash.get(_STACK, None):
         stack.close()
 
@@ -104,7 +104,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _version(version: str, missing: str | None) -> object:
-    if missing is None or os.environ.get("CI") == "true":  # there it fails, for that reason
+    if missing is None or os.environ.get("CI") == "true":  # in CI it fails with that reason
         return version
     return pytest.param(version, marks=pytest.mark.skip(reason=missing))
 
@@ -135,14 +135,14 @@ def broker(broker_version: str) -> Iterator[RunningBroker]:
 
 @pytest.fixture
 def vhost(broker: RunningBroker) -> Iterator[Vhost]:
-    """A virtual host of the test's own: `.amqp_url`, `.management_url`, `.name`, `.version`, `.api(…)`."""
+    """A virtual host for one test: `.amqp_url`, `.management_url`, `.name`, `.version`, `.api(…)`."""
     with fresh_vhost(broker) as made:
         yield made
 
 
 @pytest.fixture
 async def own_broker(broker_version: str) -> AsyncIterator[PrivateBroker]:
-    """A broker of the test's own: `await own_broker.kill()`, `await own_broker.start()`."""
+    """A broker for one test: `await own_broker.kill()`, `await own_broker.start()`."""
     if broker_version == DEFAULT:
         own = private_broker()
     else:
