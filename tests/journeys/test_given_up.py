@@ -111,7 +111,7 @@ async def test_an_unroutable_request_is_answered_and_parked(vhost) -> None:
         assert await app.depth("lane.fallen") == 0
 
 
-async def test_a_message_published_directly_to_a_queue_with_another_lanes_key_is_refused_and_parked(vhost) -> None:
+async def test_a_message_published_directly_to_a_queue_is_refused_and_parked(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         await app.read_dead()
         forged = {"x-lane-attempt": 1, "x-lane-user-id": "boss"}

@@ -224,7 +224,7 @@ async def sent(prompt: str, *, environ: dict[str, str], folder: Path) -> str:
 
 
 def said_by(root: Span) -> dict[str, object]:
-    """The attributes of the requester's own span."""
+    """The headers of a request whose publisher has this span."""
     context = root.get_span_context()
     traceparent = f"00-{context.trace_id:032x}-{context.span_id:016x}-01"
     return {"traceparent": traceparent, "x-lane-sent-ms": time.time_ns() // MS}
