@@ -11,14 +11,12 @@ from tests.support.brokers import Vhost
 from tests.support.house import House, house
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.default_broker_only
-
 KEY = "critical.tests.abandoned"
 WORDS = "running, word by word, for a long time [[latency: 60s]]"
 
 
 async def is_closed(home: House, *, within_s: float = 15.0) -> None:
-    """Wait until the provider's connections are closed that opened from now on."""
+    """Wait until the provider has seen the connection of the running call close."""
     began = time.monotonic()
     await until(lambda: [call.outcome for call in home.calls("running")] == ["client_gone"])
     assert time.monotonic() - began < within_s

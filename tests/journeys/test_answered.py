@@ -32,6 +32,7 @@ WHOLE = {
 }
 
 
+@pytest.mark.every_version
 async def test_the_answer_is_the_providers_message_with_every_documented_header(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         before_s = time.monotonic()
@@ -64,7 +65,6 @@ async def test_the_answer_is_the_providers_message_with_every_documented_header(
         await until(lambda: _is_empty(app))
 
 
-@pytest.mark.default_broker_only
 async def test_the_answers_body_is_byte_for_byte_what_the_provider_sends(vhost) -> None:
     """The same call is also made directly; only fields that differ between any two calls may differ."""
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
@@ -79,7 +79,6 @@ async def test_the_answers_body_is_byte_for_byte_what_the_provider_sends(vhost) 
         assert reply.body == direct.replace(theirs, reply.json["id"].encode())
 
 
-@pytest.mark.default_broker_only
 async def test_a_messages_body_reaches_the_provider_unchanged(vhost) -> None:
     """With unknown and beta fields, tools, system prompt, images and thinking."""
     raw = ("  " + json.dumps(WHOLE, ensure_ascii=False, indent=2).replace("1.5", "1.500") + "\n").encode()
@@ -93,7 +92,6 @@ async def test_a_messages_body_reaches_the_provider_unchanged(vhost) -> None:
         )
 
 
-@pytest.mark.default_broker_only
 async def test_a_given_model_and_max_tokens_are_kept_and_missing_ones_are_the_lanes(vhost) -> None:
     lanes = {"critical": {"max_tokens": 77}, "batch": {"max_tokens": 78, "model": "claude-haiku-4-5"}}
     expected = {
@@ -120,7 +118,6 @@ async def test_a_given_model_and_max_tokens_are_kept_and_missing_ones_are_the_la
             }
 
 
-@pytest.mark.default_broker_only
 async def test_a_gzipped_body_is_decompressed(vhost) -> None:
     packed = gzip.compress(json.dumps({"prompt": "squeezed " + "a" * 100_000}).encode())
     async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
@@ -128,19 +125,20 @@ async def test_a_gzipped_body_is_decompressed(vhost) -> None:
         assert reply.text.startswith("echo: squeezed aaa")
 
 
-@pytest.mark.default_broker_only
 async def test_a_request_without_message_id_gets_one(vhost) -> None:
     async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
         first, second = await app.ask({"prompt": "a"}), await app.ask({"prompt": "b"})
         assert len({first.headers["x-lane-request-id"], second.headers["x-lane-request-id"], ""}) == 3
 
 
+@pytest.mark.every_version
 async def test_a_request_with_direct_reply_to_is_answered(vhost) -> None:
     async with house(vhost.amqp_url), requester(vhost.amqp_url, direct=True) as app:
         ids = [await app.publish({"prompt": f"question {n}"}) for n in range(20)]
         assert [(await app.final(each)).text for each in ids] == [f"echo: question {n}" for n in range(20)]
 
 
+@pytest.mark.every_version
 async def test_a_request_with_a_reply_queue_of_the_application_is_answered(vhost) -> None:
     async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
         for name in ("shop.answers", "lane.reply.shop"):
@@ -172,6 +170,7 @@ async def test_each_of_many_concurrent_requests_gets_its_own_answer_once(vhost) 
         assert all(len(app.replies[each]) == 1 for each in asked)
 
 
+@pytest.mark.every_version
 async def test_headers_sent_as_strings_are_accepted(vhost) -> None:
     async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
         headers = {"x-lane-deadline-ms": "5000", "x-lane-stream": "false", "x-lane-no-batch": "true"}

@@ -16,6 +16,8 @@ from tests.support.house import House, house
 from tests.support.requester import Requester, raw_properties, requester, table
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.every_version
+
 GOOD = {"prompt": "fine"}
 MIB = 1024 * 1024
 

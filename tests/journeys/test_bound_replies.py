@@ -9,6 +9,8 @@ from tests.support.house import house
 from tests.support.requester import requester
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.every_version
+
 BOUND = {"bound_to_user": True}
 
 

@@ -1,13 +1,9 @@
 """If a stream breaks, the requester gets a restart, and a partial answer is never sent as a complete one."""
 
-import pytest
-
 from tests.journeys.test_streamed import put_together
 from tests.support.house import house
 from tests.support.requester import requester
 from tests.support.waiting import until
-
-pytestmark = pytest.mark.default_broker_only
 
 BROKEN = [
     "error_mid_stream",

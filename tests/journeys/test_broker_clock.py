@@ -19,6 +19,8 @@ from tests.support.waiting import until
 from topology.broker.admin.apply import apply
 from topology.declaration import declare
 
+pytestmark = pytest.mark.every_version
+
 CONFIGURATION = Path(__file__).parents[2] / "deploy" / "rabbitmq.conf"
 SENT = "x-lane-sent-ms"
 NOBODY_S = 2.5

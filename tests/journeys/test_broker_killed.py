@@ -47,6 +47,7 @@ async def ask_all(ledger: Ledger) -> None:
         await ledger.ask("batch", f"queued {n} [[latency: 100ms]]", id=f"queued-{n}")
 
 
+@pytest.mark.every_version
 @pytest.mark.timing
 async def test_when_the_broker_is_killed_no_request_is_lost_and_the_worker_recovers_by_itself(own_broker) -> None:
     ledger = Ledger(own_broker.amqp_url)
@@ -150,6 +151,7 @@ async def test_a_worker_process_reports_not_ready_without_a_broker_and_recovers_
             assert await worker.ended() == 0
 
 
+@pytest.mark.every_version
 async def test_connections_closed_by_an_administrator_cause_at_most_a_repeated_call(vhost) -> None:
     ledger = Ledger(vhost.amqp_url)
     options = SimulatedOptions(latency_ms=500)
@@ -173,6 +175,7 @@ async def test_connections_closed_by_an_administrator_cause_at_most_a_repeated_c
         assert len(home.api.calls) <= 3 * 24 + 2 * 10, "what ran on the consuming connection, and nothing else"
 
 
+@pytest.mark.every_version
 async def test_a_closed_consumer_channel_is_opened_again_on_the_same_connection(vhost) -> None:
     async with house(vhost.amqp_url, lanes={"critical": {"slots": 2}}) as home, requester(vhost.amqp_url) as app:
         running = [await app.publish({"prompt": f"running {n} [[latency: 500ms]]"}) for n in range(2)]
@@ -188,6 +191,7 @@ async def test_a_closed_consumer_channel_is_opened_again_on_the_same_connection(
         assert (await app.ask({"prompt": "go on"})).status == "ok"
 
 
+@pytest.mark.every_version
 async def test_a_deleted_queue_makes_the_worker_unready_until_it_is_declared_again(vhost) -> None:
     """Its content is lost, which cannot be prevented; but the loss must be reported."""
     async with house(vhost.amqp_url, declares=False) as home, requester(vhost.amqp_url) as app:

@@ -15,7 +15,6 @@ REQUESTS = 24
 """Six seconds of work, so that the alarm begins long before its end."""
 
 
-@pytest.mark.default_broker_only
 async def test_during_an_alarm_nothing_is_started_and_afterwards_every_request_is_answered_once(own_broker) -> None:
     async with house(own_broker.amqp_url, lanes=SLOW) as home, requester(own_broker.amqp_url) as app:
         for n in range(REQUESTS):
@@ -35,6 +34,7 @@ async def test_during_an_alarm_nothing_is_started_and_afterwards_every_request_i
         assert len(home.api.calls) == REQUESTS
 
 
+@pytest.mark.every_version
 async def test_while_a_worker_cannot_publish_it_takes_no_request_and_reports_why(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         assert (await app.ask({"prompt": "before"})).status == "ok"
@@ -53,6 +53,7 @@ async def test_while_a_worker_cannot_publish_it_takes_no_request_and_reports_why
         assert len(home.calls("meanwhile")) == 1
 
 
+@pytest.mark.every_version
 async def test_a_deleted_queue_of_a_lane_is_declared_again_and_consumed(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         assert (await app.ask({"prompt": "before"})).status == "ok"

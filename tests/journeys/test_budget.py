@@ -18,8 +18,6 @@ from tests.support.redis import redis_server
 from tests.support.requester import Requester, requester
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.default_broker_only
-
 MODEL = "claude-sonnet-5-5"
 """One model for all lanes, so that they share an account."""
 UNKNOWN: dict[str, float] = {}

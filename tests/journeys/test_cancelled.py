@@ -48,6 +48,7 @@ async def test_a_queued_request_is_answered_cancelled_without_a_call(vhost) -> N
         await until(lambda: control_is_empty(app))
 
 
+@pytest.mark.every_version
 async def test_a_delayed_request_is_answered_cancelled_without_a_call(vhost) -> None:
     async with (
         house(vhost.amqp_url) as home,
@@ -79,7 +80,6 @@ async def test_a_request_cancelled_between_two_attempts_makes_no_further_attempt
         assert await ended_once(app, failing)
 
 
-@pytest.mark.default_broker_only
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_running_call_is_interrupted_within_a_second(vhost, stream: bool) -> None:
     async with (
@@ -107,7 +107,6 @@ async def test_a_running_call_is_interrupted_within_a_second(vhost, stream: bool
         assert app.events_of("c-1") == ["started", "cancelled"]
 
 
-@pytest.mark.default_broker_only
 async def test_a_cancellation_read_by_another_worker_reaches_the_one_that_runs_the_request(vhost) -> None:
     async with (
         house(vhost.amqp_url, works=("normal",)) as first,
@@ -130,7 +129,6 @@ async def test_a_cancellation_read_by_another_worker_reaches_the_one_that_runs_t
             assert cancelled(await app.final(correlation), lane)
 
 
-@pytest.mark.default_broker_only
 async def test_a_cancellation_after_the_end_has_no_effect(vhost) -> None:
     async with (
         house(vhost.amqp_url) as home,
@@ -146,7 +144,6 @@ async def test_a_cancellation_after_the_end_has_no_effect(vhost) -> None:
         assert len(home.calls("quick")) == 1
 
 
-@pytest.mark.default_broker_only
 async def test_a_request_that_arrives_after_its_cancellation_is_answered_cancelled(vhost) -> None:
     async with (
         house(vhost.amqp_url) as home,
@@ -161,7 +158,6 @@ async def test_a_request_that_arrives_after_its_cancellation_is_answered_cancell
         assert await ended_once(app, late)
 
 
-@pytest.mark.default_broker_only
 async def test_a_request_that_is_cancelled_twice_ends_once(vhost) -> None:
     async with (
         house(vhost.amqp_url) as home,
@@ -179,6 +175,7 @@ async def test_a_request_that_is_cancelled_twice_ends_once(vhost) -> None:
         assert await client.cancel("c-1") == "ended"
 
 
+@pytest.mark.every_version
 async def test_a_cancellation_is_kept_while_no_worker_runs(vhost) -> None:
     async with requester(vhost.amqp_url) as app:
         async with house(vhost.amqp_url):
@@ -199,7 +196,6 @@ async def test_a_cancellation_is_kept_while_no_worker_runs(vhost) -> None:
             assert not home.calls("late")
 
 
-@pytest.mark.default_broker_only
 async def test_a_cancellation_does_not_affect_another_tenants_request(vhost) -> None:
     async with (
         house(vhost.amqp_url) as home,
@@ -221,7 +217,6 @@ async def test_a_cancellation_does_not_affect_another_tenants_request(vhost) -> 
         assert await ended_once(app, mine, again)
 
 
-@pytest.mark.default_broker_only
 async def test_a_speaker_can_cancel_requests_of_its_tenants(vhost) -> None:
     async with (
         house(vhost.amqp_url, speakers=(vhost.user,)) as home,
@@ -261,7 +256,6 @@ ODD = [
 """Pairs of a routing key and a type."""
 
 
-@pytest.mark.default_broker_only
 async def test_every_answer_to_a_control_message_says_what_it_is(vhost) -> None:
     async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
         told = [await app.control({"cancel": "c-1"}, key="cancel"), await app.control({"result": "r-1"}, key="result")]
@@ -282,7 +276,6 @@ async def test_every_answer_to_a_control_message_says_what_it_is(vhost) -> None:
         assert (change.control, "not available in this version" in change.json["detail"]) == ("error", True)
 
 
-@pytest.mark.default_broker_only
 async def test_a_control_message_that_cannot_be_understood_is_refused_and_removed(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         running = await app.publish({"prompt": "running [[latency: 2s]]"}, message_id="m-1")
@@ -319,11 +312,13 @@ async def test_a_control_message_is_answered_only_to_queues_named_by_the_broker(
         assert _is_quiet(home)
 
 
+@pytest.mark.every_version
 async def test_a_control_message_is_answered_by_direct_reply_to(vhost) -> None:
     async with house(vhost.amqp_url), requester(vhost.amqp_url, direct=True) as app:
         assert (await app.control({"result": "z-1"}, key="result")).json["status"] == "unknown"
 
 
+@pytest.mark.every_version
 async def test_a_forged_direct_reply_address_of_a_control_message_affects_no_other_requester(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         for _ in range(3):

@@ -99,7 +99,6 @@ async def serving(environment: dict[str, str], folder: Path, *line: str) -> Asyn
         await serving.stop(signal.SIGKILL)
 
 
-@pytest.mark.default_broker_only
 async def test_serve_answers_requests_of_send_and_stops_on_a_signal(environment, tmp_path) -> None:
     async with serving(environment, tmp_path, "serve", "--simulate", "--port", "0") as service:
         line = ("send", "--id", "mine-1", "three rivers")
@@ -131,7 +130,6 @@ async def test_serve_answers_requests_of_send_and_stops_on_a_signal(environment,
         assert service.told("service.stopped")[0]["orphaned"] == 0
 
 
-@pytest.mark.default_broker_only
 async def test_a_request_sent_without_waiting_can_be_fetched_and_a_running_one_cancelled(environment, tmp_path) -> None:
     async with serving(environment, tmp_path, "serve", "--simulate", "--port", "0"):
         await run(environment, tmp_path, "send", "--no-wait", "--id", "later", "x")
@@ -162,7 +160,6 @@ async def test_a_request_sent_without_waiting_can_be_fetched_and_a_running_one_c
         assert (code, "can be no request's id" in err, "--wait" in err) == (1, True, False)
 
 
-@pytest.mark.default_broker_only
 @pytest.mark.parametrize("stream", [[], ["--stream"]])
 async def test_an_interrupted_send_cancels_its_request_and_reports_it(environment, tmp_path, stream) -> None:
     async with serving(environment, tmp_path, "serve", "--simulate", "--port", "0"):
@@ -182,7 +179,6 @@ async def test_an_interrupted_send_cancels_its_request_and_reports_it(environmen
         assert (code, err_of_result[:28]) == (1, "lanekeeper: cancelled (499):")
 
 
-@pytest.mark.default_broker_only
 async def test_without_a_worker_every_command_reports_that_and_ends(environment, tmp_path) -> None:
     code, _, err = await run(environment, tmp_path, "send", "x")
     assert (code, err.count("\n")) == (1, 2)
@@ -211,7 +207,6 @@ async def test_send_reports_a_full_lane_soon(environment, tmp_path) -> None:
     assert told.startswith("lanekeeper: the lane is full: lane.critical holds ")
 
 
-@pytest.mark.default_broker_only
 async def test_a_stopped_serve_lets_running_requests_end(environment, tmp_path) -> None:
     async with SimulatedAPI() as api:
         its = {**environment, "ANTHROPIC_BASE_URL": api.base_url, "ANTHROPIC_API_KEY": "any"}
@@ -245,7 +240,6 @@ async def test_a_second_signal_ends_serve_at_once_and_the_request_is_kept(enviro
     await until(waits, within_s=60)
 
 
-@pytest.mark.default_broker_only
 async def test_consume_needs_the_topology_and_serves_only_its_lanes(environment, tmp_path) -> None:
     code, _, err = await run(environment, tmp_path, "consume", "--simulate", "--lane", "batch")
     assert code == 1
@@ -259,6 +253,7 @@ async def test_consume_needs_the_topology_and_serves_only_its_lanes(environment,
     assert [lane["consumers"] for lane in json.loads(out)["lanes"]] == [0, 0, 1]
 
 
+@pytest.mark.every_version
 async def test_plan_apply_and_verify_report_differences(environment, tmp_path, vhost) -> None:
     code, out, _ = await run(environment, tmp_path, "topology", "plan")
     assert code == 1
@@ -278,6 +273,7 @@ async def test_plan_apply_and_verify_report_differences(environment, tmp_path, v
     assert [each["name"] for each in json.loads(out)["differences"] if each["what"] == "queue"] == ["lane.batch"]
 
 
+@pytest.mark.every_version
 async def test_exported_definitions_can_be_imported_and_equal_the_declared_topology(
     environment, tmp_path, vhost
 ) -> None:
@@ -292,7 +288,6 @@ async def test_exported_definitions_can_be_imported_and_equal_the_declared_topol
         vhost.api("DELETE", f"users/w-{vhost.name}")
 
 
-@pytest.mark.default_broker_only
 async def test_check_passes_if_everything_is_correct(environment, tmp_path) -> None:
     simulated = await begin(environment, tmp_path, "simulate", "--port", "0")
     try:
@@ -311,7 +306,6 @@ async def test_check_passes_if_everything_is_correct(environment, tmp_path) -> N
         assert await asyncio.wait_for(simulated.wait(), timeout=60) == 0
 
 
-@pytest.mark.default_broker_only
 async def test_check_does_not_call_a_simulated_provider(environment, tmp_path) -> None:
     async with serving(environment, tmp_path, "serve", "--simulate", "--port", "0"):
         code, out, _ = await run(environment, tmp_path, "check", "--json")
@@ -328,6 +322,7 @@ async def test_check_does_not_call_a_simulated_provider(environment, tmp_path) -
     assert (await run(environment, tmp_path, "check"))[0] == 1, "a key is missing, and nobody is simulated"
 
 
+@pytest.mark.every_version
 async def test_check_tells_a_user_with_few_rights_what_it_may_do(environment, tmp_path, vhost) -> None:
     user = f"crm-{vhost.name}"
     (tmp_path / "passwords").write_text(f"{user}:secret\n")
@@ -352,7 +347,6 @@ async def test_check_tells_a_user_with_few_rights_what_it_may_do(environment, tm
         vhost.api("DELETE", f"users/{user}")
 
 
-@pytest.mark.default_broker_only
 async def test_send_warns_that_a_tenant_option_may_be_ignored(environment, tmp_path, vhost) -> None:
     assert (await run(environment, tmp_path, "topology", "apply"))[0] == 0
     line = ("send", "--no-wait", "--tenant", "acme", "x")
@@ -362,7 +356,6 @@ async def test_send_warns_that_a_tenant_option_may_be_ignored(environment, tmp_p
     assert err == ""
 
 
-@pytest.mark.default_broker_only
 async def test_a_broken_pipe_prints_no_traceback(environment, tmp_path) -> None:
     process = await begin(environment, tmp_path, "topology", "show", "--json")
     assert process.stdout is not None

@@ -14,7 +14,6 @@ from tests.support.requester import requester
 from tests.support.waiting import until
 
 
-@pytest.mark.default_broker_only
 @pytest.mark.parametrize("bound", [{"max_count": 2}, {"keep_s": 3600}])
 async def test_the_oldest_dead_letters_beyond_the_limit_are_exported_and_the_others_stay(
     vhost, tmp_path, bound
@@ -37,7 +36,6 @@ async def test_the_oldest_dead_letters_beyond_the_limit_are_exported_and_the_oth
             assert await home.parts.dead_letters.look() == 0
 
 
-@pytest.mark.default_broker_only
 async def test_dead_letters_that_are_too_old_are_dropped_with_a_warning_if_there_is_no_folder(vhost) -> None:
     async with house(vhost.amqp_url, dead={"keep_s": 1}) as home, requester(vhost.amqp_url) as app:
         await app.read_events()
@@ -55,7 +53,6 @@ async def test_dead_letters_that_are_too_old_are_dropped_with_a_warning_if_there
         await until(lambda: _depth_is(app, 0))
 
 
-@pytest.mark.default_broker_only
 async def test_several_workers_remove_each_dead_letter_once(vhost, tmp_path) -> None:
     """One after the other and at the same time: the broker delivers each dead letter to only one of them."""
     folder, dead = tmp_path / "dead", {"max_count": 2}

@@ -9,6 +9,7 @@ from tests.support.requester import requester
 from tests.support.waiting import until
 
 
+@pytest.mark.every_version
 async def test_a_request_whose_deadline_passes_in_the_queue_is_never_sent_to_the_provider(vhost) -> None:
     async with house(vhost.amqp_url, lanes={"batch": {"slots": 1}}) as home, requester(vhost.amqp_url) as app:
         await app.read_dead()
@@ -30,7 +31,6 @@ async def test_a_request_whose_deadline_passes_in_the_queue_is_never_sent_to_the
         assert not app.dead_of("d-1"), "it is not kept: trying it again makes no sense"
 
 
-@pytest.mark.default_broker_only
 async def test_when_the_deadline_passes_during_an_attempt_the_providers_connection_is_closed(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         for stream in (False, True):
@@ -49,7 +49,6 @@ async def test_when_the_deadline_passes_during_an_attempt_the_providers_connecti
         assert len(home.api.calls) == 2
 
 
-@pytest.mark.default_broker_only
 async def test_a_retry_that_would_come_after_the_deadline_is_not_made(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         before_s = time.monotonic()
@@ -70,6 +69,7 @@ async def test_a_deadline_longer_than_the_lanes_is_refused_by_name(vhost) -> Non
         assert "120000" in reply.json["detail"]
 
 
+@pytest.mark.every_version
 async def test_a_request_that_expires_in_the_queue_by_amqp_expiration_is_answered(vhost) -> None:
     async with house(vhost.amqp_url, lanes={"normal": {"slots": 1}}) as home, requester(vhost.amqp_url) as app:
         await app.read_dead()
@@ -87,6 +87,7 @@ async def test_a_request_that_expires_in_the_queue_by_amqp_expiration_is_answere
         assert len(app.finals(asked)) == 1
 
 
+@pytest.mark.every_version
 async def test_expiration_limits_only_the_wait_in_the_intake(vhost) -> None:
     """Afterwards only the deadline counts: a retry or a delay may take longer than `expiration`."""
     async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:

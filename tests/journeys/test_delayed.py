@@ -14,6 +14,7 @@ from tests.support.waiting import until
 LATE_S = 0.5
 
 
+@pytest.mark.every_version
 @pytest.mark.parametrize("delay_ms", [100, 750, 3000])
 async def test_a_delayed_request_starts_when_it_is_due(vhost, delay_ms) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
@@ -28,6 +29,7 @@ async def test_a_delayed_request_starts_when_it_is_due(vhost, delay_ms) -> None:
         assert reply.headers["x-lane-attempt"] == 1
 
 
+@pytest.mark.every_version
 async def test_a_request_with_a_start_time_runs_at_that_time(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         await app.read_events()
@@ -59,6 +61,7 @@ async def test_a_delay_is_not_shortened_by_a_timestamp_in_whole_seconds(vhost) -
         assert home.calls("stamped")[0].started_s - before_s >= 0.698
 
 
+@pytest.mark.every_version
 async def test_the_deadline_counts_from_the_due_time(vhost) -> None:
     async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
         headers = {"x-lane-delay-ms": 1500, "x-lane-deadline-ms": 1000}
@@ -68,6 +71,7 @@ async def test_the_deadline_counts_from_the_due_time(vhost) -> None:
         assert "1000 ms" in reply.json["detail"]
 
 
+@pytest.mark.every_version
 async def test_delayed_requests_start_in_the_order_of_their_due_times(vhost) -> None:
     async with house(vhost.amqp_url, lanes={"batch": {"slots": 4}}) as home, requester(vhost.amqp_url) as app:
         delays = [1700, 200, 900, 1300, 500]
@@ -80,6 +84,7 @@ async def test_delayed_requests_start_in_the_order_of_their_due_times(vhost) -> 
         assert [call.prompt for call in home.api.calls] == [f"due {each:04d}" for each in sorted(delays)]
 
 
+@pytest.mark.every_version
 async def test_beyond_the_limit_of_waiting_requests_a_long_delay_is_refused_and_a_short_one_is_not(vhost) -> None:
     long, short = {"x-lane-delay-ms": 3_600_000}, {"x-lane-delay-ms": 200}
     async with house(vhost.amqp_url, waiting={"per_tenant": 2, "in_all": 3}) as home, requester(vhost.amqp_url) as app:

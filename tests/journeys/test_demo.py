@@ -13,7 +13,6 @@ from tests.support.waiting import until
 
 QUICK = {"LANEKEEPER_LANES__BATCH__SLOTS": "100"}
 """The flood takes two seconds instead of twelve; everything else is the same."""
-pytestmark = pytest.mark.default_broker_only
 
 
 def left_on(vhost) -> list[str]:

@@ -2,14 +2,10 @@
 
 import time
 
-import pytest
-
 from consumers.lifecycle import COMMON, EVENTS
 from tests.support.house import house
 from tests.support.requester import requester
 from tests.support.waiting import until
-
-pytestmark = pytest.mark.default_broker_only
 
 
 async def test_each_step_is_an_event_with_lane_application_and_attempt(vhost) -> None:

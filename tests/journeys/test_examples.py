@@ -15,8 +15,6 @@ from tests.support.brokers import Vhost
 from tests.support.house import house
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.default_broker_only
-
 HOUSE = Path(__file__).parents[2]
 EXAMPLES = HOUSE / "examples"
 EVERYTHING = (

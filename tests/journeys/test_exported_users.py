@@ -19,6 +19,8 @@ from tests.support.processes import environment, lanekeeper, run
 from tests.support.users import Broker, imported_users
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.every_version
+
 
 @pytest.fixture
 async def users(vhost) -> AsyncIterator[Broker]:

@@ -169,6 +169,7 @@ async def test_a_tenant_at_its_in_flight_limit_uses_no_further_slot_and_no_attem
         assert told["set_aside"] >= 4
 
 
+@pytest.mark.every_version
 async def test_requests_for_a_full_side_queue_are_refused_and_other_tenants_are_answered(vhost) -> None:
     lanes = {LANE: {"slots": 1, "max_length": 5, "side_queues": 2}}
     fair = {"tenants": {"large": {"in_flight": 1}}}
@@ -194,6 +195,7 @@ async def test_requests_for_a_full_side_queue_are_refused_and_other_tenants_are_
         assert small.status == "ok"
 
 
+@pytest.mark.every_version
 async def test_expiration_continues_while_a_request_is_set_aside(vhost) -> None:
     fair = {"tenants": {"capped": {"in_flight": 1}}}
     slow = SimulatedOptions(latency_ms=3000)
@@ -213,6 +215,7 @@ async def test_expiration_continues_while_a_request_is_set_aside(vhost) -> None:
         assert not home.calls("expiring")
 
 
+@pytest.mark.every_version
 async def test_a_tenants_priorities_apply_also_to_requests_that_were_set_aside(vhost) -> None:
     fair = {"tenants": {"capped": {"in_flight": 1}}}
     async with (
@@ -231,6 +234,7 @@ async def test_a_tenants_priorities_apply_also_to_requests_that_were_set_aside(v
         assert prompts.index("capped high") == 2, "after what ran, and the head that was in hand"
 
 
+@pytest.mark.every_version
 async def test_a_worker_that_is_killed_while_it_sets_requests_aside_loses_none(vhost, api, environ, tmp_path) -> None:
     ledger = Ledger(vhost.amqp_url)
     async with (

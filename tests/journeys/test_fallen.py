@@ -14,6 +14,8 @@ from tests.support.lanes import SIDE_QUEUES
 from tests.support.requester import requester
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.every_version
+
 LIMIT = 20
 """The broker's delivery limit; the next delivery removes the message from the queue."""
 

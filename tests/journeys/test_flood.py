@@ -81,6 +81,7 @@ async def test_requests_of_a_stuck_lane_never_use_another_lanes_own_slots(vhost,
         assert not any(app.finals(each) for each in held)
 
 
+@pytest.mark.every_version
 @pytest.mark.parametrize("shuffled", [False, True], ids=["low first", "mixed"])
 async def test_inside_a_lane_higher_priorities_go_first(vhost, shuffled) -> None:
     """Strictly from 4.3 on and before 4.0. From 4.0 to 4.2 there are two classes, and the higher one gets the larger
@@ -110,6 +111,7 @@ async def test_inside_a_lane_higher_priorities_go_first(vhost, shuffled) -> None
                 assert in_class == sorted(in_class, key=lambda words: words[-2:]), "first in, first out in a class"
 
 
+@pytest.mark.every_version
 async def test_a_missing_priority_counts_as_4_or_0(vhost) -> None:
     """4 in a quorum intake, 0 in a classic one: docs/facts.md, section 1."""
     async with house(vhost.amqp_url, lanes={"normal": SMALL}) as home, requester(vhost.amqp_url) as app:

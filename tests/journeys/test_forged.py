@@ -27,6 +27,7 @@ INTERNAL = {
 }
 
 
+@pytest.mark.every_version
 async def test_internal_headers_of_a_fresh_request_are_not_believed(vhost) -> None:
     """Neither its attempts, nor its due time, nor its tenant; and they are not in the dead letter."""
     async with house(vhost.amqp_url, lanes={"critical": {"max_attempts": 3}}) as home, requester(vhost.amqp_url) as app:
@@ -47,6 +48,7 @@ async def test_internal_headers_of_a_fresh_request_are_not_believed(vhost) -> No
         assert left == {"x-lane-attempt", "x-lane-errors", "x-lane-dead-code"}
 
 
+@pytest.mark.every_version
 async def test_a_forged_death_is_refused_by_name(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         await app.read_dead()
@@ -60,6 +62,7 @@ async def test_a_forged_death_is_refused_by_name(vhost) -> None:
         assert not home.api.calls
 
 
+@pytest.mark.every_version
 async def test_the_internal_exchange_cannot_be_published_to(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         with pytest.raises(Exception, match=r"ACCESS_REFUSED|internal"):
@@ -67,6 +70,7 @@ async def test_the_internal_exchange_cannot_be_published_to(vhost) -> None:
         assert not home.api.calls
 
 
+@pytest.mark.every_version
 async def test_the_user_checked_by_the_broker_is_kept_through_retries(vhost) -> None:
     async with house(vhost.amqp_url, lanes={"critical": {"max_attempts": 2}}), requester(vhost.amqp_url) as app:
         await app.read_dead()
@@ -127,6 +131,7 @@ async def test_reply_addresses_can_be_restricted_to_a_list(vhost) -> None:
         assert len(home.api.calls) == 1
 
 
+@pytest.mark.every_version
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 async def test_a_forged_direct_reply_address_affects_no_other_requester(vhost, stream) -> None:
     """Before RabbitMQ 4.3.5 it kills the connection that answers it (docs/facts.md, section 6)."""
@@ -161,6 +166,7 @@ async def test_a_forged_direct_reply_address_affects_no_other_requester(vhost, s
         await until(lambda: _nothing_left(app))
 
 
+@pytest.mark.every_version
 async def test_an_error_for_a_forged_direct_reply_address_is_parked_once(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         await app.read_dead()

@@ -3,6 +3,8 @@
 import asyncio
 import statistics
 
+import pytest
+
 from tests.support.house import house
 from tests.support.requester import Requester, requester
 from tests.support.waiting import until
@@ -17,6 +19,7 @@ async def make_full(app: Requester, queue: str) -> None:
     await app.channel.basic_publish(b"full", routing_key=queue)
 
 
+@pytest.mark.every_version
 async def test_a_reply_to_a_full_queue_is_sent_when_there_is_room_without_another_call(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         await app.read_dead()

@@ -2,11 +2,14 @@
 
 import json
 
+import pytest
+
 from tests.support.house import house
 from tests.support.requester import requester
 from tests.support.waiting import until
 
 
+@pytest.mark.every_version
 async def test_after_all_attempts_failed_the_requester_gets_an_error_and_the_request_is_parked_with_its_errors(
     vhost,
 ) -> None:
@@ -111,7 +114,8 @@ async def test_an_unroutable_request_is_answered_and_parked(vhost) -> None:
         assert await app.depth("lane.fallen") == 0
 
 
-async def test_a_message_published_directly_to_a_queue_with_another_lanes_key_is_refused_and_parked(vhost) -> None:
+@pytest.mark.every_version
+async def test_a_message_published_directly_to_a_queue_is_refused_and_parked(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         await app.read_dead()
         forged = {"x-lane-attempt": 1, "x-lane-user-id": "boss"}
@@ -126,6 +130,7 @@ async def test_a_message_published_directly_to_a_queue_with_another_lanes_key_is
         assert home.is_well
 
 
+@pytest.mark.every_version
 async def test_a_dead_letter_that_is_published_again_unchanged_runs(vhost) -> None:
     async with house(vhost.amqp_url, lanes={"critical": {"max_attempts": 2}}) as home, requester(vhost.amqp_url) as app:
         await app.read_dead()

@@ -10,6 +10,8 @@ from tests.support.house import house
 from tests.support.requester import Got, Requester, raw_properties, requester, table
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.every_version
+
 EVERY_TYPE = {
     b"boolean": b"t\x01",
     b"int8": b"b\xff",
@@ -107,7 +109,6 @@ async def test_all_our_integer_headers_are_signed_64_bit_whatever_their_value(vh
             assert set(ours.values()) == {b"l"}
 
 
-@pytest.mark.default_broker_only
 async def test_integers_in_answers_to_control_messages_are_signed_64_bit(vhost) -> None:
     async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
         await app.ask({"prompt": "now"}, message_id="now")

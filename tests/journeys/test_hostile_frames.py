@@ -8,6 +8,8 @@ from aiormq.exceptions import AMQPError
 from tests.support.house import house
 from tests.support.requester import requester
 
+pytestmark = pytest.mark.every_version
+
 FLAGS = {
     "flags that go on, and end": b"\x00\x01",
     "flags that go on for ever": b"\x00\x01" * 200,

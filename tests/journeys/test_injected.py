@@ -39,7 +39,6 @@ def foreign(home: House) -> list[str]:
     return sorted(name for name in names - OURS if not name.startswith(CLIENTS))
 
 
-@pytest.mark.default_broker_only
 async def test_the_provider_gets_our_own_traceparent_and_neither_tracestate_nor_baggage(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         await app.ask({"prompt": "x"}, headers={**TRACE, "x-api-key": "stolen", "host": "elsewhere", "x-own": "1"})
@@ -50,7 +49,6 @@ async def test_the_provider_gets_our_own_traceparent_and_neither_tracestate_nor_
         assert "canary" not in str(dict(call.headers))
 
 
-@pytest.mark.default_broker_only
 @pytest.mark.parametrize(
     "text", [CRLF, ESCAPE, "x" * 60_000, "\u2028\u202e\u0085"], ids=["CRLF", "ESC", "long", "lines"]
 )
@@ -93,6 +91,7 @@ async def test_hostile_text_in_any_property_becomes_one_log_line_and_no_header(v
     assert not any(line.startswith(("x-injected", '{"event":"forged"')) for line in lines)
 
 
+@pytest.mark.every_version
 async def test_a_megabyte_of_headers_closes_only_the_senders_connection(vhost) -> None:
     """A frame has at most 128 KiB; the broker closes the sender's connection."""
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:

@@ -1,13 +1,10 @@
 """A tenant's invalid messages do not fill the dead letters."""
 
-import pytest
-
 from consumers.state.base import Identity
 from tests.support.house import house
 from tests.support.requester import requester
 
 
-@pytest.mark.default_broker_only
 async def test_a_tenants_invalid_messages_are_all_answered_but_not_all_parked_and_other_tenants_are_not_affected(
     vhost,
 ) -> None:

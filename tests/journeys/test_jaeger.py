@@ -24,8 +24,6 @@ from tests.support.processes import HOUSE, environment, lanekeeper
 from tests.support.requester import requester
 from tests.support.waterfall import drawn, names
 
-pytestmark = pytest.mark.default_broker_only
-
 MS = 1_000_000
 BUSY_MS = 300
 CHAT = "chat claude-sonnet-5-5"
@@ -224,7 +222,7 @@ async def sent(prompt: str, *, environ: dict[str, str], folder: Path) -> str:
 
 
 def said_by(root: Span) -> dict[str, object]:
-    """The attributes of the requester's own span."""
+    """The headers of a request whose publisher has this span."""
     context = root.get_span_context()
     traceparent = f"00-{context.trace_id:032x}-{context.span_id:016x}-01"
     return {"traceparent": traceparent, "x-lane-sent-ms": time.time_ns() // MS}

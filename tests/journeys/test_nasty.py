@@ -13,8 +13,6 @@ from tests.support.malicious_provider import malicious_provider
 from tests.support.requester import Requester, raw_properties, requester, table
 from tests.support.stalls import Stalls
 
-pytestmark = pytest.mark.default_broker_only
-
 STALL_S = 0.9
 """CPU time, with a margin for a busy machine; alone under 0.1 s. Without the limits: 1.8 s for one message."""
 WITHIN_S = 60.0

@@ -8,8 +8,6 @@ import json
 import urllib.request
 from collections.abc import Iterable
 
-import pytest
-
 from tests.support.corpus.answers import Asked, Piece, head
 from tests.support.malicious_provider import MaliciousProvider
 from tests.support.otlp import OtlpReceiver
@@ -35,7 +33,6 @@ def get(url: str) -> str:
         return str(answer.read().decode())
 
 
-@pytest.mark.default_broker_only
 async def test_prompts_and_quotes_of_them_reach_only_the_requester_and_the_dead_letter(vhost, tmp_path) -> None:
     async with MaliciousProvider(quoting) as provider, OtlpReceiver() as otlp, requester(vhost.amqp_url) as app:
         environ = environment(

@@ -6,9 +6,13 @@ import struct
 import time
 from datetime import UTC, datetime
 
+import pytest
+
 from tests.support.house import house
 from tests.support.requester import raw_properties, requester, table
 from tests.support.waiting import until
+
+pytestmark = pytest.mark.every_version
 
 VALUES = {
     b"bool": b"t\x01",

@@ -66,6 +66,7 @@ def pika_asks(url: str, reply_to: str, requests: list[tuple[str, Any, dict[str, 
             connection.close()
 
 
+@pytest.mark.every_version
 @pytest.mark.parametrize("reply_to", ["", "amq.rabbitmq.reply-to"], ids=["exclusive queue", "direct reply-to"])
 async def test_an_application_with_pika_is_answered(vhost, reply_to) -> None:
     requests = [

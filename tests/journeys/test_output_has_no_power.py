@@ -2,13 +2,9 @@
 
 import json
 
-import pytest
-
 from tests.support.house import house
 from tests.support.requester import requester
 from tests.support.waiting import until
-
-pytestmark = pytest.mark.default_broker_only
 
 HOSTILE = json.dumps(
     {

@@ -14,7 +14,6 @@ from tests.support.users import imported_users
 from topology.declaration import RECOMMENDED, is_before
 
 
-@pytest.mark.default_broker_only
 @pytest.mark.parametrize("command", ["serve", "consume"])
 async def test_a_worker_that_does_not_meet_the_profile_reports_all_findings_and_does_not_start(
     vhost, tmp_path, command: str
@@ -35,6 +34,7 @@ async def test_a_worker_that_does_not_meet_the_profile_reports_all_findings_and_
     assert [each for each in expected if f"{each}:" not in said] == []
 
 
+@pytest.mark.every_version
 async def test_an_administrator_is_refused_as_a_workers_user_and_the_role_worker_is_accepted(vhost, tmp_path) -> None:
     async with imported_users(vhost) as users:
         plain = {"LANEKEEPER_PROFILE": "production"}
@@ -47,7 +47,6 @@ async def test_an_administrator_is_refused_as_a_workers_user_and_the_role_worker
     assert "topology export --user worker:worker" in rights[0][0]["text"]
 
 
-@pytest.mark.default_broker_only
 async def test_without_the_profile_check_warns_of_the_findings_and_does_not_fail(vhost, tmp_path) -> None:
     async with house(vhost.amqp_url):
         code, lines = await run("check", "--json", "--simulate", environ=environment(vhost.amqp_url), folder=tmp_path)
@@ -57,6 +56,7 @@ async def test_without_the_profile_check_warns_of_the_findings_and_does_not_fail
     assert found["user_id"]["text"].startswith("not for production: requests without user_id")
 
 
+@pytest.mark.every_version
 async def test_a_request_without_user_id_is_refused_and_one_with_it_belongs_to_that_user(vhost) -> None:
     async with (
         imported_users(vhost) as users,

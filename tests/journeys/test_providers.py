@@ -15,8 +15,6 @@ from tests.support.house import PLENTY, House, house
 from tests.support.requester import requester
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.default_broker_only
-
 DOWN = SimulatedOptions(faults={"unavailable": 1.0})
 
 

@@ -10,7 +10,6 @@ from tests.support.house import house
 from tests.support.requester import requester
 
 
-@pytest.mark.default_broker_only
 async def test_the_same_request_again_is_answered_from_the_store(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         first = await app.ask({"prompt": "once"}, message_id="i-1")
@@ -46,7 +45,6 @@ async def test_the_same_id_with_another_body_is_a_conflict_and_does_not_affect_t
         assert await app.depth("lane.dead") == 0
 
 
-@pytest.mark.default_broker_only
 async def test_the_same_id_of_two_tenants_is_two_requests(vhost) -> None:
     async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
         nobodys = await app.ask({"prompt": "one"}, message_id="i-1")
@@ -55,7 +53,6 @@ async def test_the_same_id_of_two_tenants_is_two_requests(vhost) -> None:
         assert (nobodys.text, mine.text) == ("echo: one", "echo: two")
 
 
-@pytest.mark.default_broker_only
 async def test_requests_without_an_id_are_never_the_same(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         await app.ask({"prompt": "any"})
@@ -64,7 +61,6 @@ async def test_requests_without_an_id_are_never_the_same(vhost) -> None:
         assert len(home.calls("any")) == 2
 
 
-@pytest.mark.default_broker_only
 async def test_fifty_copies_at_once_with_two_workers_make_one_call(vhost) -> None:
     async with (
         house(vhost.amqp_url) as one,
@@ -81,6 +77,7 @@ async def test_fifty_copies_at_once_with_two_workers_make_one_call(vhost) -> Non
         assert [len(app.finals(each)) for each in asked] == [1] * 50
 
 
+@pytest.mark.every_version
 async def test_a_dead_letter_that_is_published_again_unchanged_runs_again(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app, Client(vhost.amqp_url) as client:
         await app.read_dead()

@@ -1,8 +1,12 @@
 """A requester that has gone is no error."""
 
+import pytest
+
 from tests.support.house import house
 from tests.support.requester import requester
 from tests.support.waiting import until
+
+pytestmark = pytest.mark.every_version
 
 
 async def test_the_request_of_a_requester_that_has_gone_runs_once_and_is_acknowledged(vhost) -> None:

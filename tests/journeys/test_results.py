@@ -16,7 +16,6 @@ from tests.support.stores import store_url
 from tests.support.waiting import until
 
 
-@pytest.mark.default_broker_only
 async def test_a_fetched_answer_equals_the_one_that_was_sent(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app, Client(vhost.amqp_url) as client:
         reply = await app.ask({"prompt": "three rivers"}, message_id="a-1")
@@ -30,7 +29,6 @@ async def test_a_fetched_answer_equals_the_one_that_was_sent(vhost) -> None:
         assert len(home.api.calls) == 1
 
 
-@pytest.mark.default_broker_only
 @pytest.mark.parametrize(
     ("body", "code"),
     [
@@ -49,7 +47,6 @@ async def test_a_fetched_error_equals_the_one_that_was_sent(vhost, body: object,
         assert caught.value.fields == reply.json
 
 
-@pytest.mark.default_broker_only
 async def test_a_result_can_be_fetched_although_no_reply_was_requested(vhost) -> None:
     async with house(vhost.amqp_url), Client(vhost.amqp_url) as client:
         id = await client.publish({"prompt": "fire and forget"}, key="batch.tests.x")
@@ -57,7 +54,6 @@ async def test_a_result_can_be_fetched_although_no_reply_was_requested(vhost) ->
         assert (await client.result(id, wait_s=15)).text == "echo: fire and forget"
 
 
-@pytest.mark.default_broker_only
 async def test_an_unknown_id_is_answered_as_unknown_at_once(vhost) -> None:
     async with house(vhost.amqp_url), Client(vhost.amqp_url) as client:
         began = time.monotonic()
@@ -68,7 +64,6 @@ async def test_an_unknown_id_is_answered_as_unknown_at_once(vhost) -> None:
         assert time.monotonic() - began < 10
 
 
-@pytest.mark.default_broker_only
 async def test_fetching_a_running_request_waits_as_long_as_requested(vhost) -> None:
     async with house(vhost.amqp_url) as home, Client(vhost.amqp_url) as client:
         await client.publish({"prompt": "slow [[latency: 15s]]"}, key="critical.tests.x", message_id="s-1")
@@ -101,6 +96,7 @@ async def test_a_request_between_two_attempts_is_reported_as_waiting(vhost) -> N
         assert (await client.result("w-1", wait_s=15)).attempt == 2
 
 
+@pytest.mark.every_version
 @pytest.mark.parametrize("lane", ["critical", "batch"])
 async def test_a_delayed_request_is_reported_as_waiting_until_its_due_time(vhost, lane: str) -> None:
     async with house(vhost.amqp_url), Client(vhost.amqp_url) as client:
@@ -133,7 +129,6 @@ async def test_a_delayed_request_runs_although_the_store_has_forgotten_it(vhost)
         assert (await client.result("d-1", wait_s=15)).text == "echo: later"
 
 
-@pytest.mark.default_broker_only
 async def test_another_worker_can_answer_after_the_first_has_stopped(vhost) -> None:
     async with Client(vhost.amqp_url) as client:
         async with house(vhost.amqp_url):
@@ -143,7 +138,6 @@ async def test_another_worker_can_answer_after_the_first_has_stopped(vhost) -> N
             assert not home.api.calls
 
 
-@pytest.mark.default_broker_only
 async def test_another_tenants_result_cannot_be_fetched(vhost) -> None:
     async with (
         house(vhost.amqp_url),
@@ -161,7 +155,6 @@ async def test_another_tenants_result_cannot_be_fetched(vhost) -> None:
         assert (reply.control, reply.status, "may not speak" in reply.json["detail"]) == ("error", None, True)
 
 
-@pytest.mark.default_broker_only
 async def test_a_speaker_can_fetch_results_of_its_tenants(vhost) -> None:
     async with house(vhost.amqp_url, speakers=(vhost.user,)), Client(vhost.amqp_url) as client:
         for tenant in ("acme", "bell"):
@@ -173,7 +166,6 @@ async def test_a_speaker_can_fetch_results_of_its_tenants(vhost) -> None:
         ]
 
 
-@pytest.mark.default_broker_only
 async def test_results_can_be_fetched_while_every_slot_is_in_use(vhost) -> None:
     async with (
         house(vhost.amqp_url, lanes={"critical": {"slots": 1}}, works=("critical",)) as home,

@@ -3,6 +3,8 @@
 import asyncio
 import itertools
 
+import pytest
+
 from tests.support.house import house
 from tests.support.requester import requester
 from tests.support.waiting import until
@@ -25,6 +27,7 @@ PASSING = [
 ]
 
 
+@pytest.mark.every_version
 async def test_a_request_with_a_temporary_failure_is_retried_and_answered(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         await app.read_events()
@@ -51,6 +54,7 @@ async def test_an_attempt_that_hangs_ends_at_the_lanes_time_limit_and_is_retried
         assert first.outcome == "client_gone" or first.status == 0
 
 
+@pytest.mark.every_version
 async def test_a_retried_request_goes_ahead_of_others_in_its_lane(vhost) -> None:
     """The lane is full of requests of the highest priority; the retried one does not wait behind them."""
     strict = {"batch": {"slots": 1, "side_queues": 0}}  # requests that are set aside are worked on in another order
@@ -108,6 +112,7 @@ async def test_a_single_request_outlasts_a_short_outage_of_its_provider(vhost) -
         assert 3 <= reply.headers["x-lane-attempt"] <= 4
 
 
+@pytest.mark.every_version
 async def test_a_lane_continues_while_a_request_waits_for_its_retry(vhost) -> None:
     async with house(vhost.amqp_url, lanes={"critical": {"slots": 1}}), requester(vhost.amqp_url) as app:
         waiting = await app.publish({"prompt": "later [[fault: unavailable retry_after=8 x1]]"})

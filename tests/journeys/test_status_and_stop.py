@@ -19,8 +19,6 @@ from tests.support.processes import environment, lanekeeper, run
 from tests.support.requester import requester
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.default_broker_only
-
 
 async def test_status_shows_what_waits_runs_and_was_answered_over_all_workers(vhost, tmp_path) -> None:
     async with SimulatedAPI() as api:

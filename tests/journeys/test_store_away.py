@@ -19,8 +19,6 @@ from tests.support.requester import requester
 from tests.support.stores import store_url
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.default_broker_only
-
 
 def newer(path: Path) -> None:
     with closing(sqlite3.connect(path)) as file:

@@ -40,7 +40,6 @@ def put_together(events: list[dict]) -> dict:
     return message
 
 
-@pytest.mark.default_broker_only
 @pytest.mark.parametrize(
     "extra",
     [
@@ -70,7 +69,6 @@ async def test_parts_come_in_order_and_the_final_reply_equals_them(vhost, extra)
         assert final.json == put_together(events)
 
 
-@pytest.mark.default_broker_only
 async def test_parts_are_sent_when_the_provider_sends_them_and_not_at_the_end(vhost) -> None:
     async with house(vhost.amqp_url, simulated=SimulatedOptions(latency_ms=600)), requester(vhost.amqp_url) as app:
         asked = await app.publish({"prompt": "slowly, please"}, headers={"x-lane-stream": True})
@@ -80,7 +78,6 @@ async def test_parts_are_sent_when_the_provider_sends_them_and_not_at_the_end(vh
         assert times[-1] - times[0] > 0.35
 
 
-@pytest.mark.default_broker_only
 async def test_a_streamed_request_whose_requester_does_not_read_is_answered(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         await app.read_events()
@@ -89,7 +86,6 @@ async def test_a_streamed_request_whose_requester_does_not_read_is_answered(vhos
         assert len(home.api.calls) == 1
 
 
-@pytest.mark.default_broker_only
 async def test_an_answer_that_may_take_longer_than_ten_minutes_is_streamed_from_the_provider_but_answered_whole(
     vhost,
 ) -> None:
@@ -102,7 +98,6 @@ async def test_an_answer_that_may_take_longer_than_ten_minutes_is_streamed_from_
         assert home.api.calls[0].stream
 
 
-@pytest.mark.default_broker_only
 async def test_a_stream_field_in_the_body_must_agree_with_the_header(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         both = await app.publish({"prompt": "x", "stream": True}, headers={"x-lane-stream": True})
@@ -114,6 +109,7 @@ async def test_a_stream_field_in_the_body_must_agree_with_the_header(vhost) -> N
         assert len(home.api.calls) == 1
 
 
+@pytest.mark.every_version
 async def test_a_stream_can_be_received_by_direct_reply_to(vhost) -> None:
     async with house(vhost.amqp_url), requester(vhost.amqp_url, direct=True) as app:
         asked = await app.publish({"prompt": "hello there, how are you"}, headers={"x-lane-stream": True})

@@ -54,6 +54,7 @@ async def test_another_tenants_id_reveals_neither_answer_nor_state_nor_a_conflic
             assert (await mine.final(running)).code == "cancelled"
 
 
+@pytest.mark.every_version
 async def test_a_user_cannot_pretend_to_be_another(vhost) -> None:
     """With another `user_id` the broker closes the channel; a header is ignored."""
     with user_of(vhost) as url:

@@ -39,6 +39,7 @@ def prompts(api: SimulatedAPI, words: str) -> list[str]:
     return [call.prompt for call in api.calls if words in call.prompt]
 
 
+@pytest.mark.every_version
 async def test_the_requests_of_a_killed_worker_are_taken_over(vhost, api, environ, tmp_path) -> None:
     ledger = Ledger(vhost.amqp_url)
     async with (
@@ -67,6 +68,7 @@ async def test_the_requests_of_a_killed_worker_are_taken_over(vhost, api, enviro
         assert await second.ended() == 0
 
 
+@pytest.mark.every_version
 async def test_a_request_that_kills_its_worker_every_time_is_dead_lettered_and_others_are_answered(
     vhost, api, environ, tmp_path
 ) -> None:
@@ -131,6 +133,7 @@ async def test_a_worker_told_to_stop_takes_nothing_more_and_finishes_what_runs(v
             assert ledger.repeated == 0
 
 
+@pytest.mark.every_version
 async def test_a_worker_told_to_stop_returns_requests_that_wait_for_the_budget_at_once(
     vhost, api, environ, tmp_path
 ) -> None:
@@ -167,6 +170,7 @@ async def is_depth(app, queue: str, expected: int) -> bool:
     return await app.depth(queue) == expected
 
 
+@pytest.mark.every_version
 async def test_requests_that_do_not_end_within_the_grace_time_are_returned(vhost, api, environ, tmp_path) -> None:
     """From RabbitMQ 4.3 on this is not counted as a delivery, so stopping a worker never makes a request poison."""
     environ = {**environ, "LANEKEEPER_GRACE_S": "0.3"}
@@ -187,7 +191,6 @@ async def test_requests_that_do_not_end_within_the_grace_time_are_returned(vhost
         assert not app.finals(asked)
 
 
-@pytest.mark.default_broker_only
 async def test_a_second_signal_ends_a_worker_at_once_and_no_request_is_lost(vhost, api, environ, tmp_path) -> None:
     async with requester(vhost.amqp_url) as app:
         async with lanekeeper("serve", environ=environ, folder=tmp_path) as worker:
