@@ -5,7 +5,6 @@ import atexit
 import logging
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
