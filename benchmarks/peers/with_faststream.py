@@ -1,4 +1,4 @@
-"""FastStream: handlers on asyncio with uvloop, without its validation of arguments and its log lines, which cost time."""
+"""FastStream: handlers on asyncio with uvloop, without its validation of arguments and its log lines, which take time."""
 
 import os
 from typing import Any, Self
@@ -6,7 +6,6 @@ from typing import Any, Self
 from faststream import AckPolicy, FastStream
 from faststream.rabbit import Channel, RabbitBroker, RabbitQueue
 from suite.plain import PRIORITIES
-from suite.sdk import Calling
 
 QUEUE = "bench.faststream"
 queue = RabbitQueue(QUEUE, durable=True, arguments={"x-max-priority": 9})
@@ -23,6 +22,8 @@ async def as_it_is(message: Any) -> bytes:
 
 
 async def work() -> None:
+    from suite.sdk import Calling  # requesters need no SDK, and it takes long to import
+
     broker = made(int(os.environ["BENCH_SLOTS"]))
     call = Calling(os.environ["BENCH_BASE_URL"])
 
