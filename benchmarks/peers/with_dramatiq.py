@@ -9,10 +9,11 @@ import dramatiq
 from dramatiq.brokers.rabbitmq import RabbitmqBroker
 from dramatiq.results import Results
 from dramatiq.results.backends import RedisBackend
+from redis import Redis
 from suite.plain import PRIORITIES
 
 QUEUE = "bench.dramatiq"
-backend = RedisBackend(url=os.environ["BENCH_REDIS_URL"])
+backend = RedisBackend(client=Redis.from_url(os.environ["BENCH_REDIS_URL"], socket_timeout=None))  # it waits in Redis
 broker = RabbitmqBroker(url=os.environ["BENCH_AMQP_URL"], confirm_delivery=True, max_priority=9)
 broker.add_middleware(Results(backend=backend))
 dramatiq.set_broker(broker)

@@ -1,4 +1,4 @@
-"""FastStream: handlers on asyncio with uvloop, without its validation of arguments and its log lines, which take time."""
+"""FastStream: handlers on asyncio with uvloop, without its validation of arguments and its log lines."""
 
 import os
 from typing import Any, Self
