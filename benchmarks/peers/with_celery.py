@@ -1,5 +1,5 @@
-"""Celery: results over RabbitMQ, late acknowledgement, one reserved task a greenlet, as its documentation says for
-tasks that wait for others ("Concurrency with gevent", "Optimizing")."""
+"""Celery: threads, for tasks that wait for others; results over RabbitMQ, late acknowledgement, one reserved task a
+thread, as its documentation says for long tasks ("Optimizing")."""
 
 import asyncio
 import os
