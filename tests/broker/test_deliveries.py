@@ -338,7 +338,7 @@ async def test_a_channel_error_brings_a_new_channel_and_what_it_held_comes_again
     async def settle_twice_at_first(delivery: Delivery) -> None:
         seen.append(delivery.redelivered)
         if not delivery.redelivered:
-            delivery._tag = 99  # one that the broker does not know: 406 PRECONDITION_FAILED
+            delivery.tag = 99  # one that the broker does not know: 406 PRECONDITION_FAILED
         await delivery.ack()
 
     async with lines.at_work(settle_twice_at_first):
@@ -355,7 +355,7 @@ async def test_a_channel_that_is_lost_at_once_every_time_is_not_opened_without_e
     async def refuse(delivery: Delivery) -> None:
         nonlocal opened
         opened += 1
-        delivery._tag = 99
+        delivery.tag = 99
         await delivery.ack()
 
     async with lines.at_work(refuse):
