@@ -53,7 +53,7 @@ class Waiting:
     """What the first of them waits for, and so all of them."""
     oldest_s: float
     is_known: bool = True
-    """False if that limit is a guess: nobody has told or set it."""
+    """False if that limit is a guess: it was neither announced nor set."""
 
 
 class Kind(StrEnum):
@@ -69,13 +69,13 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heard:
-    """What one response says about the account."""
+    """What one response tells about an account."""
 
     kind: Kind
     rate: RateHeaders | None = None
     retry_after_s: float | None = None
     counted: Amounts = NOTHING
-    """What the provider had counted for the call when it told `rate`: that is what is left after it."""
+    """What the provider had counted for the call when it sent `rate`, whose amounts are those left after that."""
     took_s: float = 0.0
     """How long ago the call began. `rate` is at most so old, because it is told before the answer."""
 
@@ -102,28 +102,21 @@ class Budgets(Protocol):
         Raises WaitTooLong if the account is paused, and as soon as known limits show that it cannot be granted before
         `until`. A request that is cancelled leaves the line.
         """
-        ...
 
     async def try_reserve(self, name: str, *, lane: str, amounts: Amounts) -> Reservation | None:
         """Reserve at once, or return None."""
-        ...
 
     def settle(self, reservation: Reservation, used: Amounts | None) -> None:
         """Settle after the call. `used` None: the provider counted nothing."""
-        ...
 
     def learn(self, name: str, heard: Heard) -> None:
         """Learn from every response, errors included."""
-        ...
 
     async def predicted_wait(self, name: str, *, lane: str, amounts: Amounts) -> Wait:
         """The forecast for a request that would join its lane's line now."""
-        ...
 
     def waiting(self) -> Mapping[str, Mapping[str, Waiting]]:
         """By account and lane: who waits in this process, and for what."""
-        ...
 
     def paused(self) -> Mapping[str, float]:
         """For each account that a spend limit has paused: for how many seconds more."""
-        ...

@@ -19,7 +19,8 @@ class UnreadableError(ValueError):
 
 
 class LearnedLimits(NamedTuple):
-    """About the three limits per minute, in the order of `Amounts`. `adaptive.py` says what each field means."""
+    """What was learned about the three limits per minute, in the order of `Amounts`. `adaptive.py` explains the
+    fields."""
 
     told: tuple[float | None, ...]
     told_s: tuple[float, ...]
@@ -31,7 +32,7 @@ class LearnedLimits(NamedTuple):
 
 
 class LearnedBursts(NamedTuple):
-    """About the sizes of the three buckets. `burst.py` says what each field means."""
+    """What was learned about the sizes of the three buckets. `burst.py` explains the fields."""
 
     proven_s: tuple[float | None, ...]
     cut: tuple[float, ...]
@@ -46,6 +47,20 @@ class Learned(NamedTuple):
     bursts: LearnedBursts
     paused_until_s: float
     held_until_s: float
+
+    def shifted(self, jump_s: float) -> "Learned":
+        """The same, with all times moved by `jump_s`: the clock has jumped."""
+        limits, bursts = self.limits, self.bursts
+        return Learned(
+            limits._replace(
+                told_s=tuple(each + jump_s for each in limits.told_s),
+                halved_s=limits.halved_s + jump_s,
+                moved_s=limits.moved_s + jump_s,
+            ),
+            bursts._replace(cut_s=bursts.cut_s + jump_s, moved_s=bursts.moved_s + jump_s),
+            self.paused_until_s + jump_s,
+            self.held_until_s + jump_s,
+        )
 
 
 def write(learned: Learned) -> str:

@@ -27,14 +27,14 @@ class Repeating:
         self._extensions: dict[str, Any] = {}
 
     async def send(self, body: bytes, headers: Mapping[str, str]) -> httpx2.Response:
-        """The answer, its body unread. Raises what the vendor's client raises."""
+        """Send one call and return the answer with its body unread. Raises what the vendor's client raises."""
         if self._url is None:
             response: httpx2.Response = await self._post(
                 PATH, cast_to=httpx2.Response, options={"headers": headers}, stream=True, content=body
             )
             self._keep(response.request, but={_LENGTH.lower(), *headers})
             return response
-        own = httpx2.Headers(self._headers, encoding="ascii")  # else httpx2 looks for it, in all of them
+        own = httpx2.Headers(self._headers, encoding="ascii")  # otherwise httpx detects it at each look-up
         own[_LENGTH] = str(len(body))
         if headers:
             own.update(headers)
@@ -61,7 +61,7 @@ class Repeating:
 
 
 async def _failure(response: httpx2.Response) -> anthropic.APIStatusError:
-    """The exception of an answer that is none, as the client makes it: its body may be JSON or not."""
+    """The exception that the vendor's client would raise for this error answer; its body may be JSON or not."""
     text = (await response.aread()).decode(errors="replace").strip()
     try:
         body = json.loads(text)
