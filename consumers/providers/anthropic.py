@@ -21,7 +21,7 @@ from anthropic import AsyncAnthropic, DefaultAioHttpClient
 
 from consumers.failures import TIMEOUT, AnswerTooLargeError, ProviderError, TransientError
 from consumers.limits import headers as rate_headers
-from consumers.providers.answers import parse_message, read_answer
+from consumers.providers.answers import parse_message, pieces, read_answer
 from consumers.providers.base import Answer, Parts
 from consumers.providers.error_body import bound_error_body
 from consumers.providers.events import EventSplitter
@@ -254,9 +254,7 @@ class AnthropicProvider:
 
     async def _chunks(self, response: httpx2.Response, most: int) -> AsyncGenerator[bytes, None]:
         size = 0
-        # as it comes where nothing is to be unpacked: 40 % of the time
-        is_packed = "content-encoding" in response.headers or not isinstance(response.stream, httpx2.AsyncByteStream)
-        async for chunk in response.aiter_bytes() if is_packed else response.stream:
+        async for chunk in pieces(response):
             size += len(chunk)
             if size > most:
                 raise self._too_large(response, most)

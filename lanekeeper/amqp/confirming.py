@@ -43,6 +43,8 @@ class Confirming:
             mandatory=mandatory,
         )  # fmt: skip
         await channel.write_queue.put(frame)
+        if channel.is_closed:  # while it waited for room: nobody confirms it
+            raise ChannelInvalidStateError("the channel was closed")
         # no await between writing and counting: the broker counts in the same order
         self._published = tag = self._published + 1
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
