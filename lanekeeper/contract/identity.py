@@ -1,4 +1,4 @@
-"""Which text may be a request's id (`message_id`), and which words of a provider may be shown in logs and spans."""
+"""Which texts may be a request's id (`message_id`), and which names from a provider may appear in logs and spans."""
 
 import re
 

@@ -19,7 +19,7 @@ WITHOUT = f"the wait and the deadline of a request without {SENT_MS} count from 
 
 
 async def clock(connection: Connection) -> Finding | None:
-    """None if it cannot be seen, because this user may not reply: another finding reports that."""
+    """The finding about time stamps; None if this user may not receive replies, which another finding reports."""
     try:
         async with Inbox(connection) as inbox:
             message = Message(body=b"{}", message_id=uuid.uuid4().hex, persistent=False)
