@@ -78,6 +78,6 @@ class Buckets:
     def believe(self, rate: RateHeaders, *, took_s: float, of_refusal: bool) -> None:
         """Lower our levels where the provider has less. `took_s`: its figures may be this old, so what comes in during
         that time is added. The figures of a refusal get no allowance for rounding: there was less than was needed."""
-        for bucket, told, rounded_by in zip(self._all, rate.each(), ROUNDED_BY, strict=True):
+        for bucket, told, rounded_by in zip(self._all, rate, ROUNDED_BY, strict=True):
             if told.remaining is not None:
                 bucket.lower(told.remaining + (0 if of_refusal else rounded_by) + took_s * bucket.per_s)

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from consumers.limits import headers
+from consumers.limits.accounts import Budgets
 from consumers.limits.amounts import NOTHING, Amounts
-from consumers.limits.base import Budgets, Heard, Kind
+from consumers.limits.base import Heard, Kind
 from consumers.limits.own_turns import own_accounts
 from consumers.limits.spec import AccountCaps, BudgetSpec
 from service.simulated.buckets import Limits, make_limits
