@@ -37,7 +37,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
-    """What the store compares of a message."""
+    """The properties of a message that the store compares."""
 
     body_hash: bytes
     """A hash (16 bytes) of the body as it was published: the same id with another body is a conflict."""
@@ -175,7 +175,7 @@ class Allowances(Protocol):
 
 
 class Leases(Protocol):
-    """Which process does a job that only one may do at a time (sweeping)."""
+    """Decide which process does a job that only one may do at a time (sweeping)."""
 
     async def hold(self, name: str, owner: str, *, for_s: float) -> int | None:
         """Take or renew a lease. Returns its fencing token, higher for each new owner; None while another holds it."""
@@ -244,11 +244,11 @@ class Store(Allowances, Leases, Protocol):
         """End a request as cancelled: at once if nobody works on it, otherwise its holder is told."""
 
     async def find(self, identity: Identity) -> Found | None:
-        """What is known about a request; None if nobody has seen it, or if it was kept long enough."""
+        """What is known about a request; None if no worker has seen it, or if its keeping time is over."""
 
     async def sweep(self) -> int:
-        """Remove what was kept long enough and, above the size limit, the oldest. Returns how many. One bounded step:
-        call it again until it returns 0."""
+        """Remove results whose keeping time is over and, if the store is too large, the oldest. Returns how many. Each
+        call does a limited amount of work: call it again until it returns 0."""
 
     async def reserve(self, identity: Identity, copy: Copy, *, weight: int, until_ms: int) -> Room:
         """Count a message until `until_ms`: until then it stays in the broker, whatever happens to the request. A
