@@ -6,7 +6,7 @@ for everything before it; therefore messages beyond a tenant's share must cost n
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -39,8 +39,8 @@ GATHER_S = 0.01
 """How long the first finished message waits for others, to be acknowledged with them: each write is a system call."""
 AT_A_TIME = 32
 """After so many refused messages other tasks get the event loop."""
-Ready = Callable[[], Awaitable[int]]
-"""How many messages wait in the control queue. Raises BrokerError."""
+Ready = Callable[[], Awaitable[Mapping[str, int]]]
+"""How many messages wait in the control queue, under its name. Raises BrokerError."""
 log = logs.logger()
 
 
@@ -159,7 +159,7 @@ class Control:
     async def _waiting(self, session: Session) -> int:
         """How many control messages are not finished; at least 1 if that is unknown."""
         try:
-            ready = await self._ready()
+            ready = sum((await self._ready()).values())
             return ready + session.waiting + len(self._in_hand)
         except AccessRefused:  # this user may only consume: the queue is empty if nothing comes
             is_quiet = asyncio.get_running_loop().time() - self._busy_at_s > QUIET_S

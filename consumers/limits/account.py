@@ -271,7 +271,7 @@ class Account:
 
     def _refused(self, rate: RateHeaders | None, now_s: float) -> None:
         """Lower what may be used at once if the provider told what is left; lower the limits if that did not help."""
-        if rate is None or all(told.remaining is None for told in rate.each()):
+        if rate is None or all(told.remaining is None for told in rate):
             self._adaptive.refused(now_s)
         elif self._is_large(rate):
             self._bursts.widen(now_s)

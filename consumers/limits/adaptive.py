@@ -83,7 +83,7 @@ class Adaptive:
     def hear(self, rate: RateHeaders, now_s: float) -> bool:
         """Take over the limits in a response's headers. True if one has changed."""
         changed = False
-        for each, told in enumerate(rate.each()):
+        for each, told in enumerate(rate):
             if told.limit is None:
                 continue
             if told.limit != self._told[each]:

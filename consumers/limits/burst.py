@@ -99,7 +99,7 @@ class Bursts:
         if counted.input_tokens > 0:
             self._usual_input += (WEIGHT if self._usual_input else 1.0) * (counted.input_tokens - self._usual_input)
         changed = False
-        for each, told in enumerate(rate.each()):
+        for each, told in enumerate(rate):
             if told.remaining is None or told.limit is None:
                 continue
             left = told.remaining - ROUNDED_UP_BY[each]
@@ -116,7 +116,7 @@ class Bursts:
         return tuple(
             told.remaining is not None
             and told.remaining - ROUNDED_UP_BY[each] < max(1.0, SPENT * (told.limit or 0.0), usual[each])
-            for each, told in enumerate(rate.each())
+            for each, told in enumerate(rate)
         )
 
     def refused(self, is_spent: Sequence[bool], now_s: float) -> bool:

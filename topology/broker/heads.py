@@ -43,9 +43,6 @@ class Heads:
     def ready_in(self, queue: str) -> int:
         return self._ready[queue]
 
-    def is_held(self, queue: str) -> bool:
-        return queue in self._held
-
     def publish_seen(self, queue: str) -> None:
         """Note that this process published one more message to a queue."""
         self._ready[queue] += 1

@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import Context
+from importlib.resources import files
 from math import inf
 from typing import Any, Final
 
@@ -24,12 +25,17 @@ from consumers.limits.turns import LATE_S, log_learned, refuse, refuse_hopeless
 from consumers.limits.waiter import Waiter
 from consumers.state.base import StoreUnavailable
 from consumers.state.redis import asking
-from consumers.state.redis.budget_script import FORM, STEP
 from consumers.state.redis.client import RedisClient
 from consumers.state.redis.knowledge import Knowledge
+from consumers.state.redis.script import Script
 from consumers.state.redis.untold import Untold
 from lanekeeper.telemetry import logs, signals
 
+FORM: Final = 2
+"""The number of the format in which the script keeps an account. A Lanekeeper with another format has another number
+and so another key: while both run, each spends the whole budget, and 429s lower it for both."""
+LUA: Final = files("consumers.state.redis")
+STEP: Final = Script("".join(LUA.joinpath(name).read_text(encoding="utf-8") for name in ("bucket.lua", "budget.lua")))
 LOOK_EVERY_S: Final = 0.5
 """How often a process asks while a request waits. So it notices what others give back, and they know that it still
 waits. Redis could tell it (publish and subscribe), but that takes another connection, and messages may be lost."""
