@@ -206,7 +206,7 @@ class Client:
                     continue  # publish again under the same id: that returns the stored reply
 
     def _abandon(self, message: Message, options: Options) -> None:
-        """Cancel a request that nobody waits for any more."""
+        """Cancel a request whose caller no longer waits."""
         if message.reply_to is not None:  # None: nothing was published yet
             assert message.message_id is not None
             self._abandoned.cancel(message.message_id, tenant=options.get("tenant"))

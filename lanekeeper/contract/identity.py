@@ -19,5 +19,5 @@ def is_word(text: str) -> bool:
 
 
 def shown(text: str) -> str:
-    """A provider's word as logs, events and spans show it: `?` if it may not stand there."""
+    """A provider's word as shown in logs, events and spans; `?` if it may not be shown."""
     return text if is_word(text) else "?"

@@ -3,9 +3,8 @@
     await refuse(settings)                       raises SettingsError with everything at once
     async for risk in risks(settings, connection): …
 
-Every row is told in docs/production.md. Without the profile they are warnings of `check`; what goes over a network in
-plain text is logged at start as well.
-"""
+docs/production.md describes every row. Without the profile they are warnings of `check`; unencrypted connections are
+also logged at start."""
 
 import stat
 from collections.abc import AsyncIterator, Iterator

@@ -93,7 +93,7 @@ class Status:
     """Since the workers began: `exported` and `dropped`, the oldest beyond what is kept; `unparked`, invalid messages
     that were answered alone."""
     control: Mapping[str, int] = field(default_factory=dict)
-    """Control messages since the workers began: `refused`; `unanswered`, where nobody was told; `displaced`,
+    """Control messages since the workers began: `refused`; `unanswered`, which could not be answered; `displaced`,
     cancellations of unseen ids that were forgotten for newer ones."""
     simulated: tuple[str, ...] = ()
     """Workers whose provider is simulated: they spend nothing."""
