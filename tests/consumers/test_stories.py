@@ -1,0 +1,135 @@
+"""Stories chosen at random once, with all that came of them: stories/*.txt. See limits/test_stories.py.
+
+.venv/bin/python -m tests.consumers.test_stories
+"""
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from consumers.capacity.lending import Seen, decide
+from consumers.fairness.turns import Bench, Shares, TenantShare, Turns
+from consumers.gates.waiting_room import WaitingRoom
+from tests.support.virtual_time import virtually
+
+FOLDER = Path(__file__).with_name("stories")
+TENANTS = ("shop", "search", "crm", "tools")
+
+
+class TwoAside:
+    """Two tenants have requests in side queues."""
+
+    def has(self, tenant: str) -> bool:
+        return tenant in ("crm", "tools")
+
+
+def slots_of_tenants() -> list[str]:
+    """Four tenants take and give back the slots of two queues."""
+    chosen, lines = random.Random("turns"), []
+
+    async def story() -> None:
+        shares = Shares({"shop": TenantShare(weight=2), "tools": TenantShare(in_flight=2), "*": TenantShare()})
+        turns = Turns(shares=shares, side=TwoAside())
+        benches = [turns.bench(4), turns.bench(2)]
+        held: list[tuple[Bench, str]] = []
+        tasks: list[asyncio.Task[None]] = []
+
+        async def ask(number: int, at: int, tenant: str) -> None:
+            bench = benches[at]
+            rank, movable, is_head = chosen.choice((0, 0, 5)), chosen.random() < 0.5, chosen.random() < 0.2
+            if bench.begin(tenant):
+                lines.append(f"{number} {tenant} begins at once in {at}")
+            else:
+                turn = await bench.wait(tenant, rank=rank, movable=movable, is_head=is_head)
+                lines.append(f"{number} {tenant} is told in {at}: {turn.name}, at {_now_s()}")
+                if turn.name == "ASIDE":
+                    bench.count_aside(tenant)
+                    return
+            held.append((bench, tenant))
+
+        for number in range(200):
+            what, tenant, at = chosen.random(), chosen.choice(TENANTS), chosen.choice((0, 0, 1))
+            if what < 0.55:
+                tasks.append(asyncio.ensure_future(ask(number, at, tenant)))
+            elif what < 0.85 and held:
+                bench, tenant = held.pop(chosen.randrange(len(held)))
+                bench.end(tenant)
+                lines.append(f"{number} {tenant} ends in {benches.index(bench)}")
+            elif what < 0.88:
+                benches[at].resize(chosen.choice((1, 3, 5)))
+            elif what < 0.92:
+                benches[at].sort(chosen.random() < 0.5)
+            elif what < 0.95 and tasks:
+                chosen.choice(tasks).cancel()
+            await asyncio.sleep(chosen.choice((0, 0, 1, 20)))
+            lines.append(f"{[(each.running, each.waiting, each.is_full, each.begun) for each in benches]}")
+            if not number % 10:
+                lines.append(f"{turns.snapshot()} {turns.in_hand} {turns.is_shared}")
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(700)
+        lines.append(f"{turns.is_shared} {turns.snapshot()}")
+
+    virtually(story())
+    return lines
+
+
+def slots_that_are_lent() -> list[str]:
+    """What is decided for three queues, in 150 situations."""
+    chosen, lines = random.Random("lending"), []
+    for _ in range(150):
+        queues = []
+        for slots, most in ((8, 16), (5, 7), (1, 12)):
+            extra = chosen.randrange(most - slots + 1)
+            grown = chosen.randrange(extra + 1)
+            queue = Seen(slots=slots, kept=chosen.choice((0, 1, slots)), most=most, target_wait_s=2.0, extra=extra)
+            queue = replace(queue, grown=grown, ending=chosen.choice((0, 0, extra - grown)))
+            queue = replace(queue, busiest=chosen.randrange(slots + extra + 1), waiting=chosen.choice((0, 0, 1, 4, 50)))
+            queues.append(
+                replace(queue, wait_s=chosen.choice((0, 2.0, 2.1, 9)), held=chosen.choice((None, None, "rpm")))
+            )
+        lines.append(" | ".join(f"{each.lent} {each.grown} {each.limit}" for each in decide(queues)))
+    return lines
+
+
+def patience_of_lanes() -> list[str]:
+    """How long requests of two lanes may hold a slot while they wait for one of three accounts."""
+    chosen, lines, room = random.Random("patience"), [], WaitingRoom()
+    waiting: list[tuple[str, str]] = []
+    for _ in range(250):
+        lane, account = chosen.choice(("normal", "batch")), chosen.choices(("one", "two", "three"), (20, 1, 1))[0]
+        what = chosen.random()
+        if what < 0.55:
+            lines.append(f"{lane} {account} {room.enter(lane, account, slots=chosen.choice((1, 3, 4)))}")
+            waiting.append((lane, account))
+        elif what < 0.95 and waiting:
+            room.leave(*waiting.pop(chosen.randrange(len(waiting))))
+        else:
+            room.passed(lane, account)
+    return lines
+
+
+def _now_s() -> str:
+    return f"{asyncio.get_running_loop().time() - 1000:.3f}"
+
+
+STORIES = (slots_of_tenants, slots_that_are_lent, patience_of_lanes)
+
+
+def _path(story: Callable[[], list[str]]) -> Path:
+    return FOLDER / f"{story.__name__.replace('_', '-')}.txt"
+
+
+@pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
+def test_a_story_comes_out_as_it_did(story: Callable[[], list[str]]) -> None:
+    assert story() == _path(story).read_text().splitlines()
+
+
+if __name__ == "__main__":
+    for each in STORIES:
+        _path(each).write_text("\n".join(each()) + "\n")
