@@ -12,8 +12,22 @@ from pathlib import Path
 import pytest
 
 from consumers.capacity.lending import Seen, decide
+from consumers.chain import Route
+from consumers.failures import (
+    UNREACHABLE,
+    OverloadedError,
+    ProviderError,
+    RateLimitedError,
+    RejectedError,
+    TransientError,
+)
 from consumers.fairness.turns import Bench, Shares, TenantShare, Turns
 from consumers.gates.waiting_room import WaitingRoom
+from consumers.limits.estimates import Estimates, UsageClass, task_of
+from consumers.outcomes import Retried
+from consumers.providers.breakers import Breakers, Pass
+from consumers.retry import RetryPolicy
+from consumers.retry import decide as decide_retry
 from tests.support.virtual_time import virtually
 
 FOLDER = Path(__file__).with_name("stories")
@@ -114,11 +128,105 @@ def patience_of_lanes() -> list[str]:
     return lines
 
 
+ERRORS: tuple[ProviderError, ...] = (
+    TransientError("500", status=500),
+    TransientError("not in time", type="timeout"),
+    TransientError("no connection", type=UNREACHABLE),
+    OverloadedError("529"),
+    OverloadedError("529", retry_after_s=7.5),
+    RateLimitedError("429"),
+    RateLimitedError("429", retry_after_s=40.0),
+    RejectedError("400", status=400),
+    RejectedError("401", status=401),
+)
+
+
+def pauses_between_attempts() -> list[str]:
+    """What becomes of 400 failed attempts."""
+    chosen, lines = random.Random("pauses"), []
+    policies = (
+        RetryPolicy(),
+        RetryPolicy(base_s=0.2, span_s=3, cap_s=1.5),
+        RetryPolicy(base_s=4, span_s=900, cap_s=300),
+    )
+    for _ in range(400):
+        found = decide_retry(
+            chosen.choice(ERRORS),
+            attempts=chosen.randrange(1, 7),
+            max_attempts=chosen.choice((2, 4, 6, 8)),
+            left_ms=chosen.choice((0, 500, 2_000, 30_000, 600_000, 86_400_000)),
+            policy=chosen.choice(policies),
+            rng=chosen,
+            has_other=chosen.random() < 0.2,
+        )
+        lines.append(f"{found.delay_ms} ms" if isinstance(found, Retried) else found.problem.detail)
+    return lines
+
+
+def breakers_of_two_providers() -> list[str]:
+    """Calls that fail, are answered or cancelled, and how the breakers change."""
+    chosen, lines = random.Random("breakers"), []
+    routes = [Route(provider=each, model="m", name="m", account=each) for each in ("one", "two")]
+
+    async def story() -> None:
+        loop, breakers = asyncio.get_running_loop(), Breakers(rng=chosen)
+        running: list[Pass] = []
+        for number in range(300):
+            await asyncio.sleep(chosen.choice((0, 0, 0.5, 2, 6, 30)))
+            route, now_s, what = chosen.choice(routes), loop.time(), chosen.random()
+            if what < 0.5 or not running:
+                entered = await breakers.enter(route, now_s, request=str(number // 2))
+                lines.append(f"{now_s:.3f} {route.provider}: {entered and (entered.is_probe, entered.change)}")
+                running += [entered] if entered else []
+            else:
+                entered = running.pop(chosen.randrange(len(running)))
+                if what < 0.9:
+                    error, timeout_s = chosen.choice(ERRORS[:7]), chosen.choice((3, 60))
+                    change = await breakers.failed(entered, error, now_s, timeout_s=timeout_s)
+                    lines.append(f"{now_s:.3f} {entered.route.provider} fails by {error.detail}: {change}")
+                elif what < 0.95:
+                    lines.append(f"{entered.route.provider} answers: {await breakers.answered(entered, now_s)}")
+                else:
+                    await breakers.unknown(entered, now_s)
+            waits = [f"{breakers.wait_s(each, now_s):.3f} {breakers.down_s(each, now_s):.3f}" for each in routes]
+            usable = [each.provider for each in breakers.callable(routes)]
+            lines.append(f"{waits} {usable} {breakers.least_wait_s(routes):.3f} {breakers.states(now_s)}")
+
+    virtually(story())
+    return lines
+
+
+def estimates_of_two_kinds() -> list[str]:
+    """What requests are expected to use, learned from 60 answers."""
+    chosen, lines = random.Random("estimates"), []
+    estimates = Estimates(first_output_tokens=512, first_bytes_per_token=3.5)
+    kinds = [UsageClass("batch", task_of(key), "m") for key in ("batch.crm.enrich.eu", "batch.crm", "batch")]
+    for _ in range(60):
+        kind, size = chosen.choice(kinds), chosen.choice((0, 1, 800, 9_000))
+        expected = (
+            estimates.input_tokens("m", size),
+            estimates.output_tokens(kind, max_tokens=400),
+            estimates.run_s(kind),
+        )
+        lines.append(f"{kind.task} {size} bytes: {' '.join(f'{each:.4f}' for each in expected)}")
+        used = chosen.uniform(0, 600)
+        estimates.learn(kind, body_bytes=size, input_tokens=size / chosen.uniform(2, 5), output_tokens=used)
+        estimates.learn_run(kind, chosen.uniform(0.1, 9), was_cut=chosen.random() < 0.3)
+    return lines
+
+
 def _now_s() -> str:
     return f"{asyncio.get_running_loop().time() - 1000:.3f}"
 
 
-STORIES = (slots_of_tenants, slots_that_are_lent, patience_of_lanes)
+STORIES = (
+    slots_of_tenants,
+    slots_that_are_lent,
+    patience_of_lanes,
+    pauses_between_attempts,
+    breakers_of_two_providers,
+    estimates_of_two_kinds,
+)
 
 
 def _path(story: Callable[[], list[str]]) -> Path:
