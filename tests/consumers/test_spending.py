@@ -98,6 +98,17 @@ def test_half_four_fifths_and_all_of_a_cap_are_told_once_each_day() -> None:
     virtually(story())
 
 
+async def test_a_level_is_told_though_the_store_goes_away_before_it_knows_who_told_it_first() -> None:
+    store = MemoryAllowances()
+    spending = Spending(store, CapsSpec(lanes={"batch": Cap(requests=2)}))
+    store.fails_at = 2
+
+    with capture_logs() as logs:
+        await take(spending, spending.bounds("batch", ""), Spent(1))
+
+    assert told(logs) == [(50, 1)]
+
+
 async def test_what_is_larger_than_a_whole_cap_has_reached_nothing() -> None:
     spending = Spending(MemoryAllowances(), CapsSpec(lanes={"batch": Cap(tokens=10)}))
 

@@ -172,7 +172,7 @@ def breakers_of_two_providers() -> list[str]:
         loop, breakers = asyncio.get_running_loop(), Breakers(rng=chosen)
         running: list[Pass] = []
         for number in range(300):
-            await asyncio.sleep(chosen.choice((0, 0, 0.5, 2, 6, 30)))
+            await asyncio.sleep(chosen.choice((0, 0, 0, 0, 0.5, 2, 6)))
             route, now_s, what = chosen.choice(routes), loop.time(), chosen.random()
             if what < 0.5 or not running:
                 entered = await breakers.enter(route, now_s, request=str(number // 2))
@@ -180,11 +180,14 @@ def breakers_of_two_providers() -> list[str]:
                 running += [entered] if entered else []
             else:
                 entered = running.pop(chosen.randrange(len(running)))
-                if what < 0.9:
-                    error, timeout_s = chosen.choice(ERRORS[:7]), chosen.choice((3, 60))
+                if what < 0.96:
+                    error, timeout_s = (
+                        chosen.choices(ERRORS, (9, 5, 5, 5, 5, 1, 0, 1, 1))[0],
+                        chosen.choice((3, 60, 60)),
+                    )
                     change = await breakers.failed(entered, error, now_s, timeout_s=timeout_s)
                     lines.append(f"{now_s:.3f} {entered.route.provider} fails by {error.detail}: {change}")
-                elif what < 0.95:
+                elif what < 0.98:
                     lines.append(f"{entered.route.provider} answers: {await breakers.answered(entered, now_s)}")
                 else:
                     await breakers.unknown(entered, now_s)

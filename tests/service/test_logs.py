@@ -66,6 +66,22 @@ def test_the_level_holds_for_ours_and_libraries_speak_from_warning_up() -> None:
     assert theirs["message"] == "lost amqp://…@h/"
 
 
+def test_what_the_exporter_of_traces_says_is_told_at_most_once_a_minute_with_how_often_it_was_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out, now_s = io.StringIO(), 1_000.0
+    monkeypatch.setattr(logs.time, "monotonic", lambda: now_s)
+
+    with logs.written(service="s", level="info", stream=out):
+        for now_s in (1_000.0, 1_030.0, 1_059.0, 1_061.0):
+            logging.getLogger("opentelemetry.sdk").error("no receiver")
+
+    assert [(each["event"], each["suppressed"]) for each in lines(out)] == [
+        (signals.TRACES_LOST, 0),
+        (signals.TRACES_LOST, 2),
+    ]
+
+
 def test_inside_another_a_library_is_heard_once() -> None:
     outer, inner = io.StringIO(), io.StringIO()
 

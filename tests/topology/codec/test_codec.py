@@ -130,7 +130,13 @@ def test_who_asks_and_for_what() -> None:
 
 @pytest.mark.parametrize(
     ("key", "app"),
-    [("critical.shop.chat", "shop"), ("critical", "unknown"), ("critical..x", "unknown"), ("", "unknown")],
+    [
+        ("critical.shop.chat.eu", "shop"),
+        ("critical.shop", "shop"),
+        ("critical", "unknown"),
+        ("critical..x", "unknown"),
+        ("", "unknown"),
+    ],
 )
 def test_the_application_is_the_keys_second_word(key: str, app: str) -> None:
     assert app_of(key) == app
