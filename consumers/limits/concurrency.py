@@ -1,9 +1,8 @@
 """How many calls an account may have at once: no limit unless one is set, until the provider is overloaded (529). Pure.
 
-Then the limit is half of the calls that ran. As in TCP, it rises by one each time that as many calls were answered. It
-also rises by one with time alone, because calls that stream for minutes answer nothing meanwhile. A stray 529 says
-nothing about the account's calls: it must not make a chat wait for the end of another.
-"""
+Then the limit is half of the calls that ran. As in TCP, it rises by one each time that as many calls as the limit were
+answered. It also rises by one after some time without an answer, because calls can stream for minutes. A stray 529 says
+nothing about the account's calls: it must not make a chat wait for the end of another."""
 
 from math import inf
 
@@ -69,7 +68,7 @@ class Concurrency:
         return True
 
     def answered(self) -> None:
-        """Raise a lowered limit. Twice as many calls as ever ran are as good as no limit."""
+        """Raise a lowered limit by one call for as many answers as the limit allows calls."""
         self._overloads -= self._overloads * SMOOTHING
         if not self.is_set:
             self._allow(1 / self.limit)
@@ -85,6 +84,11 @@ class Concurrency:
     def regains_in_s(self, now_s: float) -> float:
         """In how many seconds time raises the limit by one; infinite if it was not lowered."""
         return inf if self.is_set else max(0.0, self._regained_s + REGAIN_S - now_s)
+
+    def shift(self, jump_s: float) -> None:
+        """The clock has jumped by `jump_s`."""
+        self._backed_off_s += jump_s
+        self._regained_s += jump_s
 
     def _allow(self, more: float) -> None:
         self.limit = min(self._ceiling, self.limit + more)

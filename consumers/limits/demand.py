@@ -19,7 +19,7 @@ class Demand:
         self._at_s = [now_s for _ in range(lanes)]
 
     def add(self, lane: int, amounts: Amounts, now_s: float) -> None:
-        """Add what was granted, or used beyond that; below 0: what was given back."""
+        """Add an amount that was granted, or used beyond the grant; below 0: an amount that was given back."""
         requests, input_tokens, output_tokens = self._spent[lane]
         passed_s = now_s - self._at_s[lane]
         self._at_s[lane] = now_s
@@ -29,6 +29,10 @@ class Demand:
             input_tokens * kept + amounts[1],
             output_tokens * kept + amounts[2],
         ]
+
+    def shift(self, jump_s: float) -> None:
+        """The clock has jumped by `jump_s`."""
+        self._at_s = [at_s + jump_s for at_s in self._at_s]
 
     def per_s(self, lanes: Sequence[int], each: int, now_s: float) -> float:
         """What these lanes take per second from one bucket (`each`: its place in `Amounts`)."""

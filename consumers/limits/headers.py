@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import NamedTuple
 
 MOST = 1e12
 FARTHEST_RESET_S = 86_400.0
@@ -29,21 +30,17 @@ class Told:
     remaining: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RateHeaders:
+class RateHeaders(NamedTuple):
     """What one response tells about the buckets, in the order of `Amounts`."""
 
     requests: Told
     input_tokens: Told
     output_tokens: Told
 
-    def each(self) -> tuple[Told, Told, Told]:
-        return (self.requests, self.input_tokens, self.output_tokens)
-
 
 def read(headers: Mapping[str, str], *, now_s: float) -> RateHeaders | None:
-    """None if nothing is told. `headers`: its items have names in lower case; `now_s`: since 1970."""
-    headers = dict(headers.items())  # httpx2 searches through all of them at each look-up
+    """None if nothing is told. `headers`: by names in lower case (a dict: httpx2 searches all of them at each look-up);
+    `now_s`: since 1970."""
     found = [
         _told(headers, name, least, rounded_up_by, now_s)
         for name, least, rounded_up_by in zip(_NAMES, LEAST, ROUNDED_UP_BY, strict=True)

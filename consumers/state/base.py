@@ -1,10 +1,8 @@
-"""What workers remember about requests outside the broker: five small protocols, implemented in SQLite and in Redis.
+"""What workers remember about requests outside the broker: one protocol, implemented in SQLite and in Redis.
 
-    Claims          who works on a request, and how it ended; at most one completion is kept for each identity
-    Results         what can be read about a request afterwards
-    Waits           how many requests wait in the broker because their publisher asked for a delay
-    Allowances      how much of something was used in a period
-    Leases          which process does a job that only one may do at a time
+It knows who works on a request and how it ended (at most one completion is kept for each identity), what can be read of
+a request afterwards, how many requests wait in the broker for a delay, how much of something was used in a period, and
+which process does a job that only one may do at a time.
 
 The store is not the system of record: losing it can cause a repeated call to a provider, but loses no request.
 Every method raises `StoreUnavailable` if the store cannot answer, or cannot make a change durable.
@@ -39,7 +37,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
-    """What the store compares of a message."""
+    """The properties of a message that the store compares."""
 
     body_hash: bytes
     """A hash (16 bytes) of the body as it was published: the same id with another body is a conflict."""
@@ -146,76 +144,6 @@ class Found:
     """When its next attempt may begin (ms since 1970), if it waits and this is known."""
 
 
-class Claims(Protocol):
-    """At most one live holder and one completion for each identity."""
-
-    async def claim(self, identity: Identity, copy: Copy) -> Granted | Running | Ended | Conflict:
-        """Ask for the claim of a request, before its provider is called.
-
-        Granted: nobody holds it, or the holder's lease has expired, or the holder has lost this very message (it was
-        redelivered). Ended: the request has ended. A dead letter that is published again (`dead_at_ms` is the time of
-        the stored error) is granted all the same, even with another body. Conflict: the id was used with another body.
-        What `note` or `defer` stored has no effect here.
-        """
-        ...
-
-    async def renew(self, held: Sequence[Held]) -> Mapping[Held, Stop]:
-        """Renew leases in one step. Returns the claims whose holder must stop; the others are valid for another lease.
-
-        A claim that the store has forgotten is not returned: nobody else holds it, and its completion will be stored.
-        """
-        ...
-
-    async def release(self, held: Held, *, attempts: int = 0, due_ms: int | None = None) -> None:
-        """Give up a claim without a completion: the request waits for its next attempt, which may begin at `due_ms`. If
-        the claim was taken over meanwhile, its holder no longer counts as dead."""
-        ...
-
-    async def defer(self, identity: Identity, *, due_ms: int, keep_until_ms: int) -> bool:
-        """Store, for status questions, that an unclaimed request waits until it is due.
-
-        Later claims are granted all the same. Forgotten at `keep_until_ms`. Stores nothing if the identity is claimed
-        or has ended. Returns whether the request may wait: False if it has ended.
-        """
-        ...
-
-    async def complete(
-        self, identity: Identity, copy: Copy, completion: Completion, *, token: int | None
-    ) -> Completion | None:
-        """Store how a request ended. The first completion stays.
-
-        Returns the completion that is valid: the given or an earlier one. None: another delivery holds the claim (with
-        `token`: it took it over). `token` None: the caller holds no claim (the deadline passed before it asked for one,
-        or the message is poison); it may complete if `claim` would be granted. If `claim` would be a Conflict, the
-        given completion is returned but not stored: only this message ends with it, not the request that has the id.
-        """
-        ...
-
-    async def note(self, identity: Identity, completion: Completion) -> None:
-        """Store how a request ended that was refused before it could be claimed, so that its result can be asked for.
-
-        The same id with a valid body still runs. Stores nothing if the identity is claimed, deferred or has ended.
-        """
-        ...
-
-    async def cancel(self, identity: Identity, completion: Completion) -> Cancelling:
-        """End a request as cancelled: at once if nobody works on it, otherwise its holder is told."""
-        ...
-
-
-class Results(Protocol):
-    """What can be read about requests afterwards."""
-
-    async def find(self, identity: Identity) -> Found | None:
-        """What is known about a request; None if nobody has seen it, or if it was kept long enough."""
-        ...
-
-    async def sweep(self) -> int:
-        """Remove what was kept long enough and, above the size limit, the oldest. Returns how many. One bounded step:
-        call it again until it returns 0."""
-        ...
-
-
 class Room(StrEnum):
     """Whether one more request may wait."""
 
@@ -224,15 +152,6 @@ class Room(StrEnum):
     """Its tenant has as many waiting as it may have."""
     FULL = "all"
     """All tenants together have as many waiting as they may have."""
-
-
-class Waits(Protocol):
-    """Limits, by `StoreSpec` and tenant, what waits in the broker because its publisher asked for a delay."""
-
-    async def reserve(self, identity: Identity, copy: Copy, *, weight: int, until_ms: int) -> Room:
-        """Count a message until `until_ms`: until then it stays in the broker, whatever happens to the request. A
-        redelivered message is counted once; each other message of the same request counts separately."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,27 +169,23 @@ class Allowances(Protocol):
 
     async def take(self, name: str, amount: float, *, limit: float, period_s: int) -> Taken:
         """Use `amount` if the period's sum then stays within `limit`; otherwise use nothing."""
-        ...
 
     async def give_back(self, name: str, amount: float, *, period_s: int) -> None:
         """Subtract from what was taken in this period. A negative amount adds to it, whatever the limit."""
-        ...
 
 
 class Leases(Protocol):
-    """Which process does a job that only one may do at a time (sweeping)."""
+    """Decide which process does a job that only one may do at a time (sweeping)."""
 
     async def hold(self, name: str, owner: str, *, for_s: float) -> int | None:
         """Take or renew a lease. Returns its fencing token, higher for each new owner; None while another holds it."""
-        ...
 
     async def let_go(self, name: str, owner: str) -> None:
         """End a lease early. Does nothing if another owner holds it."""
-        ...
 
 
-class Store(Claims, Results, Waits, Allowances, Leases, Protocol):
-    """All five protocols over one medium, open from `__aenter__` to `__aexit__`.
+class Store(Allowances, Leases, Protocol):
+    """Everything over one medium, open from `__aenter__` to `__aexit__`.
 
     Entering never fails: if the medium cannot be used then, or breaks later, every call tries it again.
     """
@@ -278,11 +193,66 @@ class Store(Claims, Results, Waits, Allowances, Leases, Protocol):
     @property
     def trouble(self) -> str | None:
         """Why the last call failed; None if it succeeded."""
-        ...
 
     async def probe(self) -> None:
         """Check that the store can be written durably. Raises StoreUnavailable."""
-        ...
+
+    async def claim(self, identity: Identity, copy: Copy) -> Granted | Running | Ended | Conflict:
+        """Ask for the claim of a request, before its provider is called.
+
+        Granted: nobody holds it, or the holder's lease has expired, or the holder has lost this very message (it was
+        redelivered). Ended: the request has ended. A dead letter that is published again (`dead_at_ms` is the time of
+        the stored error) is granted all the same, even with another body. Conflict: the id was used with another body.
+        What `note` or `defer` stored has no effect here.
+        """
+
+    async def renew(self, held: Sequence[Held]) -> Mapping[Held, Stop]:
+        """Renew leases in one step. Returns the claims whose holder must stop; the others are valid for another lease.
+
+        A claim that the store has forgotten is not returned: nobody else holds it, and its completion will be stored.
+        """
+
+    async def release(self, held: Held, *, attempts: int = 0, due_ms: int | None = None) -> None:
+        """Give up a claim without a completion: the request waits for its next attempt, which may begin at `due_ms`. If
+        the claim was taken over meanwhile, its holder no longer counts as dead."""
+
+    async def defer(self, identity: Identity, *, due_ms: int, keep_until_ms: int) -> bool:
+        """Store, for status questions, that an unclaimed request waits until it is due.
+
+        Later claims are granted all the same. Forgotten at `keep_until_ms`. Stores nothing if the identity is claimed
+        or has ended. Returns whether the request may wait: False if it has ended.
+        """
+
+    async def complete(
+        self, identity: Identity, copy: Copy, completion: Completion, *, token: int | None
+    ) -> Completion | None:
+        """Store how a request ended. The first completion stays.
+
+        Returns the completion that is valid: the given or an earlier one. None: another delivery holds the claim (with
+        `token`: it took it over). `token` None: the caller holds no claim (the deadline passed before it asked for one,
+        or the message is poison); it may complete if `claim` would be granted. If `claim` would be a Conflict, the
+        given completion is returned but not stored: only this message ends with it, not the request that has the id.
+        """
+
+    async def note(self, identity: Identity, completion: Completion) -> None:
+        """Store how a request ended that was refused before it could be claimed, so that its result can be asked for.
+
+        The same id with a valid body still runs. Stores nothing if the identity is claimed, deferred or has ended.
+        """
+
+    async def cancel(self, identity: Identity, completion: Completion) -> Cancelling:
+        """End a request as cancelled: at once if nobody works on it, otherwise its holder is told."""
+
+    async def find(self, identity: Identity) -> Found | None:
+        """What is known about a request; None if no worker has seen it, or if its keeping time is over."""
+
+    async def sweep(self) -> int:
+        """Remove results whose keeping time is over and, if the store is too large, the oldest. Returns how many. Each
+        call does a limited amount of work: call it again until it returns 0."""
+
+    async def reserve(self, identity: Identity, copy: Copy, *, weight: int, until_ms: int) -> Room:
+        """Count a message until `until_ms`: until then it stays in the broker, whatever happens to the request. A
+        redelivered message is counted once; each other message of the same request counts separately."""
 
     async def __aenter__(self) -> Self: ...
 

@@ -35,7 +35,7 @@ from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.telemetry.tracing import Tracing
 from service.config.settings import Settings
 from service.worker import ready
-from service.worker.broker import apply_or_check, connection_for, management_finder, watched_rights
+from service.worker.broker import apply_or_check, connection_for, management_of, watched_rights
 from service.worker.budgeting import open_budgeting
 from service.worker.open_providers import open_providers
 from service.worker.pool_factory import Pools
@@ -81,7 +81,7 @@ async def assemble(
         consuming = await stack.enter_async_context(connection_for("consume", settings))
         topology = declare(every, names=names, broker_version=publishing.version)
         await apply_or_check(topology, publishing, declares=declares)
-        watch = TopologyWatch(topology, consuming, declares=declares, find_management=management_finder(settings))
+        watch = TopologyWatch(topology, consuming, declares=declares, find_management=partial(management_of, settings))
         publisher = Publisher(publishing, tracing=tracing, on_missing=watch.look)
         rights = await stack.enter_async_context(watched_rights(publishing, names))
         notices = await stack.enter_async_context(Notices(publishing))
@@ -179,7 +179,7 @@ async def assemble(
             settler=settler,
             answers=answers,
             now_ms=now_ms,
-            ready=ready.in_queue(consuming, names.control),
+            ready=partial(ready.in_queues, consuming, [names.control]),
             kept_s=settings.store_spec().cancelled_s,
             per_tenant_s=settings.control.per_tenant_s,
             speakers=settings.speakers,
@@ -210,11 +210,11 @@ async def assemble(
             pools=tuple(pools.made),
             slots=Slots(
                 pools.lines,
-                depths=ready.with_set_aside(consuming, pools.heads),
+                depths=partial(ready.with_set_aside, consuming, pools.heads),
                 now_ms=now_ms,
                 waiting_for=budgeting.waiting_for,
             ),
-            scouting=Scouting(pools.scouted, depths=ready.in_queues(consuming)),
+            scouting=Scouting(pools.scouted, depths=partial(ready.in_queues, consuming)),
             turns=pools.turns,
             budgets=budgeting.budgets,
             breakers=budgeting.breakers,

@@ -40,7 +40,7 @@ def test_an_event_is_one_line_of_json_with_its_name_and_fields() -> None:
     }
 
 
-def test_a_person_at_a_terminal_sees_columns() -> None:
+def test_a_terminal_gets_columns() -> None:
     out = Terminal()
 
     with logs.written(service="worker", level="INFO", stream=out):
@@ -52,7 +52,7 @@ def test_a_person_at_a_terminal_sees_columns() -> None:
     assert len(out.getvalue().splitlines()) == 1
 
 
-def test_the_level_holds_for_ours_and_libraries_speak_from_warning_up() -> None:
+def test_the_log_level_applies_to_our_events_and_libraries_are_logged_from_warning_on() -> None:
     out = io.StringIO()
 
     with logs.written(service="s", level="debug", stream=out):
@@ -66,14 +66,15 @@ def test_the_level_holds_for_ours_and_libraries_speak_from_warning_up() -> None:
     assert theirs["message"] == "lost amqp://…@h/"
 
 
-def test_what_the_exporter_of_traces_says_is_told_at_most_once_a_minute_with_how_often_it_was_said(
+def test_errors_of_the_trace_exporter_are_logged_once_a_minute_with_their_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    out, now_s = io.StringIO(), 1_000.0
-    monkeypatch.setattr(logs.time, "monotonic", lambda: now_s)
+    out, clock_s = io.StringIO(), [1_000.0]
+    monkeypatch.setattr(logs.time, "monotonic", lambda: clock_s[-1])
 
     with logs.written(service="s", level="info", stream=out):
         for now_s in (1_000.0, 1_030.0, 1_059.0, 1_061.0):
+            clock_s.append(now_s)
             logging.getLogger("opentelemetry.sdk").error("no receiver")
 
     assert [(each["event"], each["suppressed"]) for each in lines(out)] == [
@@ -82,7 +83,7 @@ def test_what_the_exporter_of_traces_says_is_told_at_most_once_a_minute_with_how
     ]
 
 
-def test_inside_another_a_library_is_heard_once() -> None:
+def test_a_library_event_is_logged_once_inside_nested_setups() -> None:
     outer, inner = io.StringIO(), io.StringIO()
 
     with logs.written(service="s", level="warning", stream=outer):
@@ -93,7 +94,7 @@ def test_inside_another_a_library_is_heard_once() -> None:
     assert [[each["message"] for each in lines(out)] for out in (outer, inner)] == [["after"], ["within"]]
 
 
-def test_afterwards_everything_is_as_before() -> None:
+def test_afterwards_logging_is_as_it_was_before() -> None:
     handlers, was = list(logging.getLogger().handlers), structlog.is_configured()
 
     with logs.written(service="s", level="INFO", stream=io.StringIO()):
@@ -103,7 +104,7 @@ def test_afterwards_everything_is_as_before() -> None:
     assert logging.getLogger().handlers == handlers
 
 
-def test_an_exception_says_where_but_quotes_only_what_is_ours() -> None:
+def test_an_exception_is_logged_with_its_place_and_only_our_own_errors_are_quoted() -> None:
     out = io.StringIO()
 
     with logs.written(service="s", level="INFO", stream=out):
@@ -117,12 +118,12 @@ def test_an_exception_says_where_but_quotes_only_what_is_ours() -> None:
 
     (line,) = lines(out)
     assert line["exception"][0] == "lanekeeper.contract.problems.BrokerUnreachable: no broker at h:5672"
-    assert "test_an_exception_says_where" in line["exception"][1]
+    assert "test_an_exception_is_logged" in line["exception"][1]
     assert "builtins.KeyError" in line["exception"]
     assert "secret prompt" not in out.getvalue()
 
 
-def test_content_is_written_where_it_is_asked_for() -> None:
+def test_content_is_logged_if_the_setting_allows_it() -> None:
     out = io.StringIO()
 
     with logs.written(service="s", level="INFO", with_content=True, stream=out):
@@ -152,7 +153,7 @@ def test_text_is_shown_without_secrets_on_one_line(value: str, shown: str) -> No
     assert redaction.text(value) == shown
 
 
-def test_fields_are_judged_by_their_names_too() -> None:
+def test_fields_that_hold_content_are_recognised_by_name() -> None:
     event = {
         "api_key": "x", "x-api-key": "x", "password": "x", "auth_token": "x", "headers": {"Authorization": "x", "a": 1},
         "body": b"12345", "messages": [1, 2], "input_tokens": 5, "error": ValueError("sk-ant-1"), "raw": b"12",
@@ -165,14 +166,14 @@ def test_fields_are_judged_by_their_names_too() -> None:
 
 
 @given(st.text(max_size=50), st.text(alphabet=st.characters(codec="ascii", categories=["L", "N"]), min_size=1))
-def test_whatever_is_around_it_a_key_does_not_get_out(around: str, key: str) -> None:
+def test_a_key_is_removed_whatever_surrounds_it(around: str, key: str) -> None:
     shown = redaction.text(f"{around} sk-ant-{key} {around}")
 
     assert f"sk-ant-{key}" not in shown
     assert "\n" not in shown
 
 
-def test_nested_and_endless_values_end() -> None:
+def test_deeply_nested_and_circular_values_are_cut() -> None:
     endless: list[Any] = []
     endless.append(endless)
 

@@ -44,6 +44,11 @@ def page() -> str:
     )
 
 
+def rows(text: str) -> list[str]:
+    """The names and values of a page, without the texts, which may be reworded."""
+    return [" | ".join(line.split(" | ")[:2]) for line in text.splitlines() if line.startswith("| `")]
+
+
 def _of_file(path: Path) -> Iterator[Entry]:
     module = None
     body = ast.parse(path.read_text()).body

@@ -1,4 +1,4 @@
-"""`python -m service.private_broker.run -- COMMAND …`: runs a command with a private broker.
+"""`python -m tests.support.with_broker -- COMMAND …`: runs a command with a private broker.
 
 The command gets LANEKEEPER_AMQP_URL and LANEKEEPER_MANAGEMENT_URL in its environment.
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from lanekeeper.contract.problems import BrokerUnreachable
-from service.private_broker.broker import GuardedBroker, guarded_broker
+from service.private_broker.broker import PrivateBroker, guarded_broker
 from service.private_broker.descendants import adopt_orphans, descendants, reap
 from service.private_broker.guard import SOURCES
 
@@ -55,7 +55,7 @@ class Signals:
 
 def main() -> int:
     """Run the command. Returns its exit code; 128 + the number of the signal that ended it; 1 without a broker."""
-    options = argparse.ArgumentParser(prog="python -m service.private_broker.run")
+    options = argparse.ArgumentParser(prog="python -m tests.support.with_broker")
     options.add_argument("--sources", default=",".join(SOURCES), help="where the broker may come from, in this order")
     options.add_argument("--image", help="the Docker image to take")
     options.add_argument("command", nargs="+", metavar="-- COMMAND …")
@@ -80,7 +80,7 @@ def main() -> int:
     return code if signals.told is None else 128 + signals.told
 
 
-def _run(command: list[str], broker: GuardedBroker, signals: Signals) -> int:
+def _run(command: list[str], broker: PrivateBroker, signals: Signals) -> int:
     environment = [f"LANEKEEPER_AMQP_URL={broker.amqp_url}", f"LANEKEEPER_MANAGEMENT_URL={broker.management_url}"]
     # If we are killed, the command gets SIGTERM, because its broker is removed.
     bound = ["setpriv", "--pdeathsig", "TERM"] if sys.platform == "linux" and shutil.which("setpriv") else []
