@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from service.cli import cancel, check, demo, later, result, send, serve, settings, simulate, status, topology
+from service.cli import cancel, check, demo, gateway, later, result, send, serve, settings, simulate, status, topology
 
 app = typer.Typer(
     name="lanekeeper",
@@ -17,6 +17,8 @@ app = typer.Typer(
 app.command()(demo.demo)
 app.command()(serve.serve)
 app.command()(serve.consume)
+app.command()(gateway.gateway)
+app.add_typer(gateway.app, name="key")
 app.command()(send.send)
 app.command()(cancel.cancel)
 app.command()(result.result)

@@ -121,15 +121,6 @@ class LanesSettings(Section):
     batch: LaneSettings = LaneSettings.of(BATCH)
 
 
-class GatewaySettings(Section):
-    """The address of the HTTP server; in this version it serves only the health endpoints."""
-
-    host: str = Field(default="127.0.0.1", min_length=1, max_length=255)
-    """Where /healthz and /readyz listen. Loopback alone by default. Example: 0.0.0.0"""
-    port: Number[int] = Field(default=8080, ge=0, le=65_535)
-    """Their port; 0: any free one."""
-
-
 class TlsSettings(Section):
     """For `amqps://` and the management API over https. The broker's certificate is always verified."""
 

@@ -81,7 +81,7 @@ def test_bad_use_ends_with_2(line: list[str], capsys: pytest.CaptureFixture[str]
     assert "Traceback" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["gateway", "top", "dead", "change", "pause", "resume", "pauses", "audit", "key"])
+@pytest.mark.parametrize("name", ["top", "dead", "change", "pause", "resume", "pauses", "audit"])
 def test_commands_of_later_versions_say_so(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run([name, "list", "--json"]) == 2
     assert f"`{name}` is not available in this version" in one_line(capsys)

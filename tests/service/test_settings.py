@@ -175,7 +175,7 @@ def test_a_value_in_place_of_a_table_does_not_vanish_under_a_variable() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["LANEKEEPER_GATEWAY__KEYS", "LANEKEEPER_WEBHOOKS__X"],
+    ["LANEKEEPER_WEBHOOKS__X"],
 )
 def test_what_comes_in_a_later_version_is_refused(name: str) -> None:
     assert re.fullmatch(

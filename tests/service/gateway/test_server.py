@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import aiohttp
 import pytest
 
-from service.worker.health import CannotListen, Health
+from service.gateway.server import CannotListen, Server
 
 
 class Readiness:
@@ -23,33 +23,33 @@ def readiness() -> Readiness:
 
 
 @pytest.fixture
-async def health(readiness: Readiness) -> AsyncIterator[Health]:
-    async with Health(readiness, host="127.0.0.1", port=0) as health:
+async def health(readiness: Readiness) -> AsyncIterator[Server]:
+    async with Server(readiness, host="127.0.0.1", port=0) as health:
         yield health
 
 
-async def ask(health: Health, path: str, method: str = "GET") -> tuple[int, dict[str, object]]:
+async def ask(health: Server, path: str, method: str = "GET") -> tuple[int, dict[str, object]]:
     async with aiohttp.ClientSession() as session, session.request(method, health.url + path) as response:
         return response.status, await response.json(content_type=None)
 
 
-async def test_it_is_alive_whatever_the_troubles(health: Health, readiness: Readiness) -> None:
+async def test_it_is_alive_whatever_the_troubles(health: Server, readiness: Readiness) -> None:
     readiness.troubles["consume connection"] = "lost"
 
     assert await ask(health, "/healthz") == (200, {"alive": True})
 
 
-async def test_it_is_ready_without_troubles(health: Health) -> None:
+async def test_it_is_ready_without_troubles(health: Server) -> None:
     assert await ask(health, "/readyz") == (200, {"ready": True, "reasons": {}})
 
 
-async def test_it_is_not_ready_with_a_trouble_and_names_it(health: Health, readiness: Readiness) -> None:
+async def test_it_is_not_ready_with_a_trouble_and_names_it(health: Server, readiness: Readiness) -> None:
     readiness.troubles = {"consume connection": None, "queue lane.batch": "no such queue"}
 
     assert await ask(health, "/readyz") == (503, {"ready": False, "reasons": {"queue lane.batch": "no such queue"}})
 
 
-async def test_readiness_is_looked_at_anew_each_time(health: Health, readiness: Readiness) -> None:
+async def test_readiness_is_looked_at_anew_each_time(health: Server, readiness: Readiness) -> None:
     readiness.troubles["consume connection"] = "lost"
     assert (await ask(health, "/readyz"))[0] == 503
     readiness.troubles["consume connection"] = None
@@ -57,23 +57,23 @@ async def test_readiness_is_looked_at_anew_each_time(health: Health, readiness: 
 
 
 @pytest.mark.parametrize(
-    ("method", "path"), [("POST", "/v1/messages"), ("GET", "/v1/lanes"), ("GET", "/metrics"), ("GET", "/")]
+    ("method", "path"), [("POST", "/v1/requests"), ("GET", "/v1/lanes"), ("GET", "/metrics"), ("GET", "/")]
 )
-async def test_paths_of_the_contract_are_not_in_this_version(health: Health, method: str, path: str) -> None:
+async def test_paths_of_the_contract_are_not_in_this_version(health: Server, method: str, path: str) -> None:
     status, document = await ask(health, path, method)
 
     assert status == 404
     assert document["detail"] == f"{path} is not available in this version"
 
 
-async def test_other_paths_are_not_ours(health: Health) -> None:
+async def test_other_paths_are_not_ours(health: Server) -> None:
     assert (await ask(health, "/admin"))[1]["detail"] == "/admin is not a path of Lanekeeper's"
 
 
 async def test_port_0_takes_a_free_one_and_two_do_not_meet(readiness: Readiness) -> None:
     async with (
-        Health(readiness, host="127.0.0.1", port=0) as one,
-        Health(readiness, host="127.0.0.1", port=0) as other,
+        Server(readiness, host="127.0.0.1", port=0) as one,
+        Server(readiness, host="127.0.0.1", port=0) as other,
     ):
         assert one.port != other.port != 0
 
@@ -85,19 +85,19 @@ async def test_an_address_in_use_is_told_with_the_setting_that_helps(readiness: 
         port = taken.getsockname()[1]
 
         with pytest.raises(CannotListen, match=rf"127\.0\.0\.1:{port}: something else .* LANEKEEPER_GATEWAY__PORT"):
-            async with Health(readiness, host="127.0.0.1", port=port):
+            async with Server(readiness, host="127.0.0.1", port=port):
                 pass
 
 
 @pytest.mark.parametrize("host", ["203.0.113.1", "no.such.host.invalid"])
 async def test_an_address_that_is_not_ours_is_told(readiness: Readiness, host: str) -> None:
     with pytest.raises(CannotListen, match="LANEKEEPER_GATEWAY__HOST"):
-        async with Health(readiness, host=host, port=0):
+        async with Server(readiness, host=host, port=0):
             pass
 
 
 async def test_the_port_is_free_again_after_the_end(readiness: Readiness) -> None:
-    async with Health(readiness, host="127.0.0.1", port=0) as first:
+    async with Server(readiness, host="127.0.0.1", port=0) as first:
         port = first.port
-    async with Health(readiness, host="127.0.0.1", port=port) as second:
+    async with Server(readiness, host="127.0.0.1", port=port) as second:
         assert second.port == port
