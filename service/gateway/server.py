@@ -7,7 +7,6 @@ import asyncio
 import errno
 import json
 from collections.abc import Awaitable, Callable, Mapping
-from types import TracebackType
 from typing import Protocol, Self
 
 from aiohttp import web
@@ -85,9 +84,7 @@ class Server:
         self.port = self._runner.addresses[0][1]
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._runner.cleanup()
 
     async def drained(self, *, within_s: float) -> None:
