@@ -79,7 +79,7 @@ async def _worked(
     from service.cli.version import lanekeeper_version
     from service.gateway.app import Gateway, client_for
     from service.gateway.server import CannotListen, Server
-    from service.side_tasks import beside
+    from service.side_tasks import end
     from service.simulated.app import SimulatedAPI
     from service.worker import heap
     from service.worker import running as worker
@@ -127,8 +127,12 @@ async def _worked(
 
         heap.settle()
         stop.armed = True
-        async with beside(_drained(server, stop.event, settings.grace_s), name="drain"):
+        draining = asyncio.create_task(_drained(server, stop.event, settings.grace_s), name="drain")
+        try:
             await worker.run(parts, stop=stop.event, grace_s=settings.grace_s, on_ready=ready)
+            await draining  # other workers may answer calls that came here
+        finally:
+            await end((draining,))
 
 
 async def _drained(server: "Server", stop: asyncio.Event, grace_s: float) -> None:

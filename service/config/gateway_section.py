@@ -72,7 +72,7 @@ class GatewaySettings(Section):
     """Its port; 0: any free one."""
     keys: KeyTable = Field(default={})
     """Who may call: for each key's SHA-256 its tenant, lanes and models. None: whoever is on this machine. Example:
-    {"9f86d0…": {"tenant": "crm", "lanes": ["normal", "batch"]}}"""
+    {"9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08": {"tenant": "crm", "lanes": ["normal"]}}"""
     calls: Number[int] = Field(default=1000, ge=1, le=100_000)
     """Calls at one time; further ones are answered 529, to be tried again."""
     ping_every_s: Number[float] = Field(default=10, ge=0.05, le=600)

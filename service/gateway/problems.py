@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
+from lanekeeper.contract.names import CODE
 from lanekeeper.contract.problems import (
     AccessRefused,
     LanekeeperError,
@@ -72,7 +73,7 @@ def refused(message: str, *, status: int = 503) -> ApiError:
 def of_problem(problem: RequestProblem, *, chose_id: bool) -> ApiError:
     """The error for a problem document. `chose_id`: the caller chose the request's id, under which a final error is
     kept, so that trying again would bring the same error."""
-    headers = {"x-lane-code": problem.code}
+    headers = {CODE: problem.code}
     is_kept = chose_id and problem.type.kept
     if not problem.type.retryable or is_kept or problem.code in _TRIED_ALREADY:
         headers["x-should-retry"] = "false"
