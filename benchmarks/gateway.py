@@ -26,6 +26,21 @@ HEADERS = {"x-api-key": "benchmark", "anthropic-version": "2023-06-01", "content
 PLENTY = {"REQUESTS_PER_MIN": "1e6", "INPUT_TOKENS_PER_MIN": "1e9", "OUTPUT_TOKENS_PER_MIN": "1e9"}
 
 
+@asynccontextmanager
+async def provider() -> AsyncIterator[str]:
+    """The simulated API's base URL."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "service.cli.main", "simulate", "--port", "0", stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        line = (await process.stdout.readline()).decode()
+        yield next(word.rstrip(",;") for word in line.split() if word.startswith("http://"))
+    finally:
+        process.terminate()
+        await process.wait()
+
+
 def body(*, stream: bool) -> bytes:
     said = [{"role": "user", "content": PROMPT}]
     return json.dumps({"model": "claude-haiku-5-5", "max_tokens": 100, "messages": said, "stream": stream}).encode()
@@ -111,7 +126,7 @@ def ms(values: list[float], quantile: float) -> float:
 async def main(rounds: int, calls: int, at_once: int) -> None:
     async with (
         ground.broker() as url,
-        ground.provider() as direct,
+        provider() as direct,
         served(url, direct) as (gateway, process),
         aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session,
     ):
