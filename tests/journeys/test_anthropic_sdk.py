@@ -10,8 +10,6 @@ from anthropic import AsyncAnthropic
 from tests.support.gate import gate
 from tests.support.house import house
 
-pytestmark = pytest.mark.default_broker_only
-
 TOOL = {
     "name": "look",
     "input_schema": {"type": "object", "required": ["at"], "properties": {"at": {"type": "string"}}},

@@ -13,8 +13,6 @@ from service.simulated.options import SimulatedOptions
 from tests.support.gate import gate
 from tests.support.house import house
 
-pytestmark = pytest.mark.default_broker_only
-
 SLOW = "[[latency: 60s]] slow"
 CRM, SHOP = "lane-crm", "lane-shop"
 

@@ -10,7 +10,7 @@ import pytest
 from service.simulated.app import SimulatedAPI
 from tests.support.processes import environment, lanekeeper
 
-pytestmark = pytest.mark.default_broker_only
+pytestmark = pytest.mark.slow
 BODY = {
     "model": "claude-sonnet-5-5",
     "max_tokens": 50,
