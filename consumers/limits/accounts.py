@@ -17,7 +17,7 @@ AnyTurns = TypeVar("AnyTurns", bound=Turns)
 
 
 class Accounts(Generic[AnyTurns]):
-    """See `Budgets`. `open_turns` makes the turns of the account with a given name."""
+    """The `Budgets` of a process. `open_turns` makes the turns of the account with a given name."""
 
     def __init__(self, spec: BudgetSpec, open_turns: Callable[[str], AnyTurns]) -> None:
         self._open_turns = open_turns
@@ -56,7 +56,7 @@ class Accounts(Generic[AnyTurns]):
         if (paused_s := account.paused_s(now_s)) > 0:
             raise WaitTooLong(Wait(paused_s, PAUSED, paused_s))
         waiter = Waiter(self._ranks[lane], amounts, arrived_s=arrived_s, until_s=until_s)
-        account.refill(now_s)  # what came in before is saved by the lanes that waited before
+        account.refill(now_s)  # budget that came in until now is saved by the lanes that were waiting
         if account.join(waiter):
             turns.step()
             if waiter.reservation is not None:
@@ -122,7 +122,7 @@ class Accounts(Generic[AnyTurns]):
         return {name: seconds for name, seconds in left_s.items() if seconds > 0}
 
     async def aclose(self) -> None:
-        """End all timers, and tell other processes what they were not told yet. No request may wait any more."""
+        """End all timers, and send other processes the remaining news. No request may wait any more."""
         for turns in list(self._known.values()):
             await turns.aclose()
 

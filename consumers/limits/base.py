@@ -53,7 +53,7 @@ class Waiting:
     """What the first of them waits for, and so all of them."""
     oldest_s: float
     is_known: bool = True
-    """False if that limit is a guess: nobody has told or set it."""
+    """False if that limit is a guess: it was neither announced nor set."""
 
 
 class Kind(StrEnum):
@@ -69,13 +69,13 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heard:
-    """What one response says about the account."""
+    """What one response tells about an account."""
 
     kind: Kind
     rate: RateHeaders | None = None
     retry_after_s: float | None = None
     counted: Amounts = NOTHING
-    """What the provider had counted for the call when it told `rate`: that is what is left after it."""
+    """What the provider had counted for the call when it sent `rate`, whose amounts are those left after that."""
     took_s: float = 0.0
     """How long ago the call began. `rate` is at most so old, because it is told before the answer."""
 

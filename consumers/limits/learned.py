@@ -19,7 +19,8 @@ class UnreadableError(ValueError):
 
 
 class LearnedLimits(NamedTuple):
-    """About the three limits per minute, in the order of `Amounts`. `adaptive.py` says what each field means."""
+    """What was learned about the three limits per minute, in the order of `Amounts`. `adaptive.py` explains the
+    fields."""
 
     told: tuple[float | None, ...]
     told_s: tuple[float, ...]
@@ -31,7 +32,7 @@ class LearnedLimits(NamedTuple):
 
 
 class LearnedBursts(NamedTuple):
-    """About the sizes of the three buckets. `burst.py` says what each field means."""
+    """What was learned about the sizes of the three buckets. `burst.py` explains the fields."""
 
     proven_s: tuple[float | None, ...]
     cut: tuple[float, ...]

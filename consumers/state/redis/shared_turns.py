@@ -141,7 +141,7 @@ class SharedTurns:
         is_less = account.learn(heard, now_s)
         log_learned(account, heard, before=before)
         if self._untold.levels_fell(levels, [bucket.level for bucket in account.buckets]):
-            self._look_in(SETTLE_WITHIN_S)  # soon, because the level changes with time
+            self._look_in(SETTLE_WITHIN_S)  # look again soon, because the level changes with time
         if account.learned() != known:
             self._untold.heard.append(heard)
             self._untold.has_learned = True
@@ -169,7 +169,7 @@ class SharedTurns:
                 self._is_due = False
                 in_s = await self._one()
                 self._tell_stepped()
-        except StoreUnavailable:  # the waiters go on waiting; `Pausing` tells why
+        except StoreUnavailable:  # the waiters keep waiting; `Pausing` reports the reason
             in_s = RETRY_S
         finally:
             self._task = None
@@ -192,7 +192,7 @@ class SharedTurns:
         self._timer = loop.call_later(in_s, self._look)
 
     def _look(self) -> None:
-        # that it has fired cannot be seen from the time: uvloop's timers may fire half a millisecond early
+        # The clock does not show whether the timer has fired: uvloop's timers may fire half a millisecond early.
         self._timer = None
         self.step()
 
@@ -245,7 +245,7 @@ class SharedTurns:
         account = self.account
         for index, *own in reply["granted"]:
             waiter = waiters[index - 1]
-            if not account.begin(waiter, own=Amounts(*own), now_s=redis_s):  # it left its line while we asked
+            if not account.begin(waiter, own=Amounts(*own), now_s=redis_s):  # it left its line meanwhile
                 self._untold.give_back(waiter.lane, waiter.amounts, own)
                 self._is_due = True
             elif not waiter.wake():
