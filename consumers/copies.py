@@ -78,17 +78,14 @@ def _expiration(job: Job) -> str | None:
 
 
 def _copy(job: Job, headers: Mapping[str, Any], *, names: Names) -> Message:
-    original = job.message
-    return Message(
-        body=original.body,
-        headers={**carried(original.headers, of=names), **headers},
-        content_type=original.content_type,
-        content_encoding=original.content_encoding,
+    """A copy that is persistent, and without `user_id` and `expiration`."""
+    return replace(
+        job.message,
+        exchange="",
+        routing_key="",
+        headers={**carried(job.message.headers, of=names), **headers},
         message_id=job.id,
-        correlation_id=original.correlation_id,
-        reply_to=original.reply_to,
-        priority=original.priority,
-        type=original.type,
-        timestamp_s=original.timestamp_s,
-        app_id=original.app_id,
+        user_id=None,
+        expiration=None,
+        persistent=True,
     )

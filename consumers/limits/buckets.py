@@ -79,6 +79,6 @@ class Buckets:
         """Lower our levels if the provider announces less. `took_s`: its figures may be this old, so the refill of that
         time is added. Figures of a refusal get no allowance for rounding, because there was less than the call
         needed."""
-        for bucket, told, rounded_by in zip(self._all, rate.each(), ROUNDED_BY, strict=True):
+        for bucket, told, rounded_by in zip(self._all, rate, ROUNDED_BY, strict=True):
             if told.remaining is not None:
                 bucket.lower(told.remaining + (0 if of_refusal else rounded_by) + took_s * bucket.per_s)

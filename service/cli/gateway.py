@@ -38,7 +38,6 @@ async def _run(settings: "Settings", traces: "TracerProvider | None") -> None:
     from lanekeeper.telemetry.logs import logger
     from lanekeeper.telemetry.tracing import Tracing
     from service.checks import production
-    from service.cli.version import lanekeeper_version
     from service.gateway.app import Gateway, client_for
     from service.gateway.server import Server
 
@@ -53,7 +52,7 @@ async def _run(settings: "Settings", traces: "TracerProvider | None") -> None:
         server = await stack.enter_async_context(Server(routes.reasons, host=spec.host, port=spec.port, routes=routes))
         log.info(
             signals.GATEWAY_READY,
-            version=lanekeeper_version(),
+            version=options.version(),
             broker=settings.broker,
             url=server.url,
             keys=len(spec.keys),

@@ -1,4 +1,4 @@
-"""`lanekeeper serve` and `lanekeeper consume`: the service at work."""
+"""`lanekeeper serve` and `lanekeeper consume`: run a worker."""
 
 import asyncio
 from collections.abc import Mapping
@@ -55,7 +55,8 @@ def consume(
 ) -> None:
     """Work lanes whose topology is declared already (`lanekeeper topology apply`).
 
-    Several on one machine: the first takes the default port for health, the others go without unless told a port.
+    If several run on one machine, the first one uses the default port for /healthz, and the others have none unless a
+    port is given.
 
     Example:  lanekeeper consume --lane critical --lane normal --port 8081
     """
@@ -76,7 +77,6 @@ async def _worked(
     from lanekeeper.telemetry.logs import logger
     from lanekeeper.telemetry.tracing import Tracing
     from service.checks import production
-    from service.cli.version import lanekeeper_version
     from service.gateway.app import Gateway, client_for
     from service.gateway.server import CannotListen, Server
     from service.side_tasks import end
@@ -118,7 +118,7 @@ async def _worked(
         def ready() -> None:
             log.info(
                 signals.SERVICE_READY,
-                version=lanekeeper_version(),
+                version=options.version(),
                 lanes=[lane.name for lane in parts.lanes],
                 broker=settings.broker,
                 providers=["simulated"] if simulate else [each.name for each in settings.routes_spec().providers],

@@ -25,7 +25,7 @@ class Stop:
             self.event.set()
         else:
             self._task.cancel()
-            # whatever does not heed that is not waited for
+            # tasks that ignore the cancellation are not waited for
             asyncio.get_running_loop().call_later(AT_ONCE_S, os._exit, STOPPED)
 
 

@@ -1,6 +1,6 @@
 """The HTTP server of a process, one in each: START HERE. `/healthz`, `/readyz`, and the gateway where there is one.
 
-Alive is whoever answers: the loop turns. Ready is who has no trouble to name.
+`/healthz` succeeds whenever the event loop can answer. `/readyz` succeeds if no part of the worker reports a problem.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ class CannotListen(LanekeeperError):
 
 
 class Server:
-    """The HTTP server, as a context manager. With port 0 it takes a free one, which `port` tells."""
+    """The HTTP server, as a context manager. With port 0 it takes a free port, which `port` returns."""
 
     def __init__(self, readiness: Readiness, *, host: str, port: int, routes: Routes | None = None) -> None:
         self._readiness = readiness
@@ -119,7 +119,7 @@ async def _expected(request: web.Request) -> None:
 
 
 def _json(value: object, *, status: int = 200, content_type: str = "application/json") -> web.Response:
-    # What is true now is not in a minute: no proxy may keep it.
+    # Proxies must not cache the answer, because it can change at any moment.
     return web.Response(
         body=json.dumps(value).encode(),
         status=status,
