@@ -3,10 +3,9 @@
 A request is published there with a confirm, and then acknowledged (`consumers/pool.py`). A worker that dies between the
 two leaves two messages of one request; the claim detects that. No claim is taken and no attempt counted.
 
-Each tenant has a side queue of its own while there are enough of them. A process knows whose a queue is by the head
-that it holds and by what it put there itself. For a moment two processes may choose different queues for one tenant;
-then that tenant's order is lost.
-"""
+Each tenant has a side queue of its own while there are enough of them. A process knows the owner of a side queue by the
+head that it holds and by what it put there itself. For a moment two processes may choose different queues for one
+tenant; then that tenant's order is lost."""
 
 import asyncio
 from hashlib import blake2b
@@ -42,9 +41,9 @@ class Aside:
         self._now_ms = now_ms
         self._queues = {names.side(lane.name, each): each for each in range(lane.side_queues)}
         self._tenants: dict[int, str] = {}
-        """By side queue: the tenant of the head that is held."""
+        """For each side queue: the tenant of the head that this process holds."""
         self._places: dict[str, tuple[int, float]] = {}
-        """By tenant: the queue that it keeps, and since when."""
+        """For each tenant: the side queue that is kept for it, and since when."""
         self._full_until_s: dict[int, float] = {}
 
     def has(self, tenant: str) -> bool:
