@@ -16,7 +16,7 @@ not fill every column, and for a new value of a column until whoever reads that 
 
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Final
+from typing import Final, TypedDict, Unpack
 
 from consumers.limits.base import Kind
 from consumers.limits.headers import RateHeaders
@@ -138,7 +138,7 @@ class ProviderError(LanekeeperError):
 
     @property
     def paid(self) -> Paid:
-        """As its row says; unknown if an answer had begun."""
+        """What was paid, by its row in the table; unknown if an answer had begun."""
         return Paid.UNKNOWN if self.had_begun else self.means.paid
 
     @property
@@ -168,38 +168,25 @@ class TransientError(ProviderError):
         super().__init__(detail, means=means, status=status, type=type, request_id=request_id)
 
 
+class Said(TypedDict, total=False):
+    """What the provider may say beside a status and a type."""
+
+    request_id: str | None
+    retry_after_s: float | None
+
+
 class RateLimitedError(ProviderError):
     """429."""
 
-    def __init__(
-        self,
-        detail: str,
-        *,
-        retry_after_s: float | None = None,
-        status: int = 429,
-        type: str = "rate_limit_error",
-        request_id: str | None = None,
-    ) -> None:
-        super().__init__(
-            detail, means=RATE_LIMITED, status=status, type=type, request_id=request_id, retry_after_s=retry_after_s
-        )
+    def __init__(self, detail: str, *, status: int = 429, type: str = "rate_limit_error", **said: Unpack[Said]) -> None:
+        super().__init__(detail, means=RATE_LIMITED, status=status, type=type, **said)
 
 
 class OverloadedError(ProviderError):
     """529, or an `overloaded_error` in the middle of a stream. May carry a `retry-after` too."""
 
-    def __init__(
-        self,
-        detail: str,
-        *,
-        retry_after_s: float | None = None,
-        status: int = 529,
-        type: str = "overloaded_error",
-        request_id: str | None = None,
-    ) -> None:
-        super().__init__(
-            detail, means=OVERLOADED, status=status, type=type, request_id=request_id, retry_after_s=retry_after_s
-        )
+    def __init__(self, detail: str, *, status: int = 529, type: str = "overloaded_error", **said: Unpack[Said]) -> None:
+        super().__init__(detail, means=OVERLOADED, status=status, type=type, **said)
 
 
 class SpendLimitError(ProviderError):

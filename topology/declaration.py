@@ -78,10 +78,11 @@ def is_before(version: str, floor: tuple[int, ...]) -> bool:
 def declare(lanes: Sequence[LaneSpec], *, names: Names, broker_version: str) -> Topology:
     """Everything that `lanes` need on a broker of that version. Raises ValueError for a version that is too old."""
     broker = Broker.of(broker_version)
+    most_sides = max((lane.side_queues for lane in lanes), default=0)
     return Topology(
         exchanges=(
             *_exchanges(names),
-            *(Exchange(names.side_exchange(number), "topic") for number in range(_most_side_queues(lanes))),
+            *(Exchange(names.side_exchange(number), "topic") for number in range(most_sides)),
             *delays.exchanges(names),
         ),
         queues=(
@@ -146,10 +147,6 @@ def _due(lane: LaneSpec, names: Names) -> Queue:
         names.due(lane.name),
         {**_quorum(), "x-overflow": "reject-publish", "x-dead-letter-exchange": names.fallen, **_counted()},
     )
-
-
-def _most_side_queues(lanes: Sequence[LaneSpec]) -> int:
-    return max((lane.side_queues for lane in lanes), default=0)
 
 
 def _side(lane: LaneSpec, number: int, names: Names, broker: Broker) -> Queue:

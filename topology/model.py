@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-ExchangeType = Literal["topic", "headers", "fanout", "direct"]
 Kind = Literal["queue", "exchange"]
 
 Value = str | int | float | bool

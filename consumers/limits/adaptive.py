@@ -73,16 +73,17 @@ class Adaptive:
         return Amounts(*(self._of(each) * self._factors[each] for each in range(3)))
 
     def guessed(self) -> tuple[bool, ...]:
-        """For each limit: True if it was neither told nor set, nor taken to be none because the provider is silent."""
+        """For each limit: True if it is a guess: not announced, not set, and not treated as absent because the provider
+        is silent."""
         return tuple(
             told is None and cap is None and not self._is_silent
             for told, cap in zip(self._told, self._caps, strict=True)
         )
 
     def hear(self, rate: RateHeaders, now_s: float) -> bool:
-        """Take over the limits that a response tells. True if one has changed."""
+        """Take over the limits in a response's headers. True if one has changed."""
         changed = False
-        for each, told in enumerate(rate.each()):
+        for each, told in enumerate(rate):
             if told.limit is None:
                 continue
             if told.limit != self._told[each]:
@@ -93,15 +94,15 @@ class Adaptive:
         return changed
 
     def is_stale(self, now_s: float) -> bool:
-        """True if a low limit slows the account down, and nothing was heard of it for minutes. If it keeps all calls
-        out, nothing more would ever be heard."""
+        """True if a low limit slows the account down and was not announced for minutes. If it blocks all calls, no
+        response would ever correct it."""
         for told, start, told_s in zip(self._told, self._start, self._told_s):  # noqa: B905  asked before every call
             if told is not None and told < start and not 0 <= now_s - told_s < FORGOTTEN_AFTER_S:
                 return True
         return now_s - self._moved_s >= FORGOTTEN_AFTER_S and min(self._factors) < 1
 
     def forget(self, now_s: float) -> None:
-        """Forget what is stale: it is guessed again."""
+        """Forget stale limits: they are guessed again."""
         for each, told in enumerate(self._told):
             is_old = not 0 <= now_s - self._told_s[each] < FORGOTTEN_AFTER_S
             if told is not None and told < self._start[each] and is_old:
@@ -110,7 +111,7 @@ class Adaptive:
             self._factors, self._moved_s = [1.0, 1.0, 1.0], now_s
 
     def heard_nothing(self) -> bool:
-        """Learn from an answer that says nothing about limits. True if that changes them."""
+        """Learn from an answer without headers about limits. True if that changes the limits."""
         if self._is_silent or any(told is not None for told in self._told) or self._halved_s > -inf:
             return False
         self._is_silent = True

@@ -1,6 +1,6 @@
 """Estimates what a request will use: input by its size, output by what its kind used before. Pure.
 
-An estimate is reserved, and later settled by what was used, so it has to be right on average, not each time.
+The estimated amount is reserved and later corrected, so estimates have to be right on average, not each time.
 """
 
 from collections import OrderedDict
@@ -29,7 +29,7 @@ def task_of(routing_key: str) -> str:
 
 
 class _Seen:
-    """Mean and mean deviation of what was seen; the latest weighs most."""
+    """Mean and mean deviation of the observed values; the latest one weighs most."""
 
     __slots__ = ("deviation", "mean")
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import NamedTuple
 
 MOST = 1e12
 FARTHEST_RESET_S = 86_400.0
@@ -29,16 +30,12 @@ class Told:
     remaining: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RateHeaders:
+class RateHeaders(NamedTuple):
     """What one response tells about the buckets, in the order of `Amounts`."""
 
     requests: Told
     input_tokens: Told
     output_tokens: Told
-
-    def each(self) -> tuple[Told, Told, Told]:
-        return (self.requests, self.input_tokens, self.output_tokens)
 
 
 def read(headers: Mapping[str, str], *, now_s: float) -> RateHeaders | None:

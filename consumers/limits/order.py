@@ -1,4 +1,4 @@
-"""Who stands in line, and which lane goes before which. Pure.
+"""The waiting requests in line, and the order of the lanes. Pure.
 
 Inside a lane requests go by arrival; one that was deferred and comes back has its old place. Between lanes the rank
 decides, however long a request has waited. Only if `boost_s` is set: when the first request of a lane has waited that
@@ -93,7 +93,7 @@ class Lines:
         return sums, len(before)
 
     def join(self, waiter: Waiter) -> bool:
-        """Put it in line by its arrival; True if it is now the first of its lane."""
+        """Put a waiter in line by its arrival; True if it is now the first of its lane."""
         self._next += 1
         waiter.number = self._next
         lane = waiter.lane
@@ -111,7 +111,7 @@ class Lines:
         return True
 
     def leave(self, waiter: Waiter) -> bool:
-        """Take it out if it is in line; True if another is now the first of its lane."""
+        """Take a waiter out if it is in line; True if another is now the first of its lane."""
         at = self._at(waiter)
         if at is None:
             return False

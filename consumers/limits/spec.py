@@ -22,7 +22,7 @@ class LaneBudget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccountCaps:
-    """What one account may use per minute at most, whatever the provider allows; None: what the provider allows."""
+    """The most that one account may use per minute; None: as much as the provider allows."""
 
     requests: float | None = None
     input_tokens: float | None = None

@@ -27,13 +27,13 @@ class Waiter:
     def wake(self) -> bool:
         """Tell its task that it is granted. False: the task was cancelled and nobody takes the reservation."""
         if self.turn is None:
-            return True  # its task does not wait yet, and checks `reservation` itself
+            return True  # its task is not waiting yet, and will find `reservation` set
         if self.turn.done():
             return False
         self.turn.set_result(None)
         return True
 
     def refuse(self, wait: Wait) -> None:
-        """Tell its task that it would be too late."""
+        """Tell its task that it cannot be granted in time."""
         if self.turn is not None and not self.turn.done():
             self.turn.set_exception(WaitTooLong(wait))

@@ -69,7 +69,7 @@ def sse(max_event_bytes: int) -> Splitter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """How another cloud's API differs from Anthropic's. The client takes care of URL and signature (`cloud.py`)."""
+    """How another cloud's API differs from Anthropic's. The vendor's client makes URL and signature (`cloud.py`)."""
 
     as_fields: bool = False
     """The client changes fields of the body, so it needs the fields, not bytes."""
@@ -159,7 +159,8 @@ class AnthropicProvider:
         await self._client.close()
 
     async def _send(self, body: bytes, *, beta: str | None) -> httpx2.Response:
-        """Send, and return the answer with its body unread. `stream=True` is about how we read, not how they answer."""
+        """Send, and return the answer with its body unread. `stream=True` only means that we read the body ourselves;
+        the provider may answer with or without streaming."""
         headers: dict[str, str] = {}
         if (traceparent := self._traceparent()) is not None:
             headers["traceparent"] = traceparent
@@ -285,7 +286,7 @@ def _is_here(url: str) -> bool:
 
 
 async def _drain(chunks: AsyncIterator[bytes]) -> None:
-    """Read to the end, which follows message_stop at once: only then can the connection be reused."""
+    """Read the rest of the body, so that the connection can be reused. It ends immediately after message_stop."""
     with suppress(ProviderError, *NETWORK_ERRORS):
         async with asyncio.timeout(_DRAIN_S):
             async for _ in chunks:

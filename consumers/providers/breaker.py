@@ -27,9 +27,9 @@ WINDOW_S = 120.0
 """Older failures do not count. It is longer than a hanging call may take (60 s in critical, 120 s in normal)."""
 OPEN_S = 1.0
 OPEN_MOST_S = 5.0
-"""When a provider is back, requests wait no longer than this for it."""
+"""The longest time that a breaker stays open, and so the longest wait for a provider that is back."""
 PROBE_WITHIN_S = 30.0
-"""A probe that takes longer holds nobody back any more."""
+"""A probe that takes longer no longer prevents another probe."""
 LOOK_S = 1.0
 """How long to wait before looking again, while another call probes."""
 
@@ -78,7 +78,8 @@ class Breaker:
         return self.state is State.CLOSED and len(self._failed) >= DOUBTED_FROM
 
     def probe(self, now_s: float) -> float:
-        """Its time is over: the call that is made now is the probe. Returns how many seconds that may take."""
+        """Let the call that is made now be the probe, because the breaker has been open long enough. Returns the
+        probe's time limit in seconds."""
         self.state = State.PROBING
         self._until_s = now_s + PROBE_WITHIN_S
         return PROBE_WITHIN_S
@@ -95,7 +96,8 @@ class Breaker:
             self.open(failure.at_s)
 
     def unknown(self, now_s: float, *, probe: bool) -> None:
-        """The call ended without telling anything. If it was the probe, the next call is the probe."""
+        """The call ended without showing whether the provider works. If it was the probe, the next call is the
+        probe."""
         if probe and self.state is State.PROBING:
             self.state = State.OPEN
             self._until_s = now_s

@@ -50,7 +50,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Leave to make one call; afterwards it is given to one of `answered`, `failed`, `unknown`."""
+    """The permission to make one call. After the call, pass it to `answered`, `failed` or `unknown`."""
 
     route: Route
     request: str

@@ -21,7 +21,7 @@ log = logs.logger()
 
 
 class Registry:
-    """Makes calls. `learn` is told, by account, what every response says about its limits."""
+    """Makes calls. `learn` is called with the account and with what each response says about its limits."""
 
     def __init__(
         self,
@@ -67,8 +67,8 @@ class Registry:
             return answer
 
     def _heard(self, account: str, error: ProviderError, *, took_s: float) -> Heard:
-        """What a failure says. A spend limit counts as an ordinary failure until it was met `SPEND_REFUSALS` times in a
-        row; the first time it is logged."""
+        """What a failure says about the account. A spend limit counts as an ordinary failure until `SPEND_REFUSALS` in
+        a row; the first one is logged."""
         heard = counting.failed(error, error.rate, took_s=took_s)
         if heard.kind is not Kind.SPEND_LIMIT:
             return heard

@@ -27,14 +27,14 @@ class Repeating:
         self._extensions: dict[str, Any] = {}
 
     async def send(self, body: bytes, headers: Mapping[str, str]) -> httpx2.Response:
-        """The answer, its body unread. Raises what the vendor's client raises."""
+        """Send one call and return the answer with its body unread. Raises what the vendor's client raises."""
         if self._url is None:
             response: httpx2.Response = await self._post(
                 PATH, cast_to=httpx2.Response, options={"headers": headers}, stream=True, content=body
             )
             self._keep(response.request, but={_OF_A_BODY, *headers})
             return response
-        common = httpx2.Headers(self._headers, encoding="ascii")  # a given encoding is not looked for at each look-up
+        common = httpx2.Headers(self._headers, encoding="ascii")  # otherwise httpx detects it at each look-up
         common.update(headers)
         request = httpx2.Request("POST", self._url, headers=common, content=body, extensions=self._extensions)
         try:
@@ -53,7 +53,7 @@ class Repeating:
 
 
 async def _failure(response: httpx2.Response) -> anthropic.APIStatusError:
-    """The exception of an answer that is none, as the client makes it: its body may be JSON or not."""
+    """The exception that the vendor's client would raise for this error answer; its body may be JSON or not."""
     text = (await response.aread()).decode(errors="replace").strip()
     try:
         body = json.loads(text)

@@ -4,8 +4,6 @@ By the call that a worker makes, for one token: the only one that every house ha
 """
 
 import asyncio
-import json
-import uuid
 from dataclasses import dataclass
 
 from consumers.failures import OverloadedError, ProviderError, RateLimitedError, RejectedError, SpendLimitError
@@ -16,7 +14,7 @@ from service.config.budget_sections import FIRST
 from service.config.masking import mask_url
 from service.config.settings import Settings
 from service.worker.open_providers import key_setting, open_provider
-from topology.codec.request import Request
+from topology.codec.request import unpublished
 
 WITHIN_S = 10.0
 
@@ -72,7 +70,7 @@ async def _trouble(settings: Settings, provider: AnthropicProvider, model: str) 
     name = provider.name
     try:
         async with asyncio.timeout(WITHIN_S):
-            await provider.stream(_one_token(model), timeout_s=WITHIN_S, parts=None)
+            await provider.stream(unpublished("1", model=model, max_tokens=1), timeout_s=WITHIN_S, parts=None)
     except TimeoutError:
         return f"{_shown(settings, name)}: no answer within {WITHIN_S:g} s; see {_address_setting(settings, name)}"
     except (RateLimitedError, OverloadedError):
@@ -90,25 +88,6 @@ async def _trouble(settings: Settings, provider: AnthropicProvider, model: str) 
             return f"{error.detail}; set {key_setting(name)}, or what the house's own library looks for"
         return f"{_shown(settings, name)}: {error.detail}; see {_address_setting(settings, name)}"
     return None
-
-
-def _one_token(model: str) -> Request:
-    asked = {"model": model, "max_tokens": 1, "messages": [{"role": "user", "content": "1"}]}
-    return Request(
-        id=uuid.uuid4().hex,
-        lane="",
-        app="lanekeeper",
-        body=json.dumps(asked).encode(),
-        model=model,
-        max_tokens=1,
-        stream=False,
-        beta=None,
-        sent_ms=0,
-        sent_by="sender",
-        due_ms=None,
-        deadline_ms=0,
-        attempts=0,
-    )
 
 
 def _shown(settings: Settings, name: str) -> str:

@@ -1,25 +1,20 @@
 """What `lanekeeper check` looks at: each finding says what is wrong and how to mend it."""
 
-import uuid
 from collections.abc import AsyncIterator
 from textwrap import shorten
 
 from consumers.state.base import StoreUnavailable
 from consumers.state.opening import open_store
 from lanekeeper.amqp.connection import Connection
-from lanekeeper.amqp.publisher import Publisher
-from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import BrokerError
-from lanekeeper.telemetry.tracing import Tracing
-from service.checks.clock import clock
 from service.checks.production import risks
 from service.checks.providers import Finding, providers
+from service.checks.replies import replies
 from service.checks.status import gather
 from service.config.settings import Settings
 from service.worker.broker import connection_for, management_of
 from topology.broker.admin.rights import see_that_it_may_write
 from topology.broker.admin.verify import verify
-from topology.broker.inbox import Inbox
 from topology.declaration import Broker, declare
 
 SHOWN = 5  # differences
@@ -48,11 +43,10 @@ async def look(settings: Settings, *, simulate: bool = False) -> AsyncIterator[F
                     )
                 return
             yield await _topology(settings, connection)
-            yield await _replies(connection)
+            for finding in await replies(connection):
+                yield finding
             async for finding in _risks(settings, connection):
                 yield finding
-            if (found := await clock(connection)) is not None:
-                yield found
             if why_no_provider is None and await _is_simulated(settings, connection):
                 why_no_provider = "not asked: the workers that run answer by a simulated one"
         finally:
@@ -129,19 +123,6 @@ async def _topology(settings: Settings, connection: Connection) -> Finding:
     more = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
     command = "apply" if found.missing else "plan"
     return Finding("topology", False, f"{named}{more}; run: lanekeeper topology {command}")
-
-
-async def _replies(connection: Connection) -> Finding:
-    """Whether this user may reply: a message to a queue of its own, through the default exchange."""
-    try:
-        async with Inbox(connection) as inbox:
-            message = Message(body=b"{}", message_id=uuid.uuid4().hex, persistent=False)
-            await Publisher(connection, tracing=Tracing()).publish(
-                message, exchange="", routing_key=inbox.name, traced=False, timeout_s=5
-            )
-    except BrokerError as error:
-        return Finding("permissions", False, f"{error}; see the users in: lanekeeper topology export")
-    return Finding("permissions", True, "replies can be sent and taken")
 
 
 async def _store(settings: Settings) -> Finding:

@@ -5,7 +5,7 @@ import sys
 import uuid
 from collections.abc import AsyncGenerator
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -73,30 +73,31 @@ def send(
     settings = options.settings_of(config, sets)
     _tell_of(tenant, settings)
     body = {"prompt": _read() if prompt == "-" else prompt, "system": system, "model": model, "max_tokens": max_tokens}
-    asked: Options = {"priority": priority}
-    if id is not None:
-        asked["message_id"] = id
-    if tenant is not None:
-        asked["tenant"] = tenant
-    if deadline is not None:
-        asked["deadline_s"] = deadline
-    if delay is not None:
-        asked["delay_s"] = delay
-    if at is not None:
-        asked["at"] = at
+    asked = {
+        "priority": priority,
+        "message_id": id,
+        "tenant": tenant,
+        "deadline_s": deadline,
+        "delay_s": delay,
+        "at": at,
+    }
     with traced(settings) as tracing:
         run(
             _send(
                 settings,
-                {name: value for name, value in body.items() if value is not None},
+                _given(body),
                 key=key or DEFAULT_KEY.format(lane=lane),
-                asked=asked,
+                asked=cast("Options", _given(asked)),
                 wait=wait,
                 stream=stream,
                 json=json,
                 tracing=tracing,
             )
         )
+
+
+def _given(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 async def _send(

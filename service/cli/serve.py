@@ -85,7 +85,6 @@ async def _worked(
     from lanekeeper.telemetry import signals
     from lanekeeper.telemetry.logs import logger
     from service.checks import production
-    from service.cli.version import lanekeeper_version
     from service.simulated.app import SimulatedAPI
     from service.worker import heap
     from service.worker import running as worker
@@ -117,7 +116,7 @@ async def _worked(
         def ready() -> None:
             log.info(
                 signals.SERVICE_READY,
-                version=lanekeeper_version(),
+                version=options.version(),
                 lanes=[lane.name for lane in parts.lanes],
                 broker=settings.broker,
                 providers=["simulated"] if simulate else [each.name for each in settings.routes_spec().providers],

@@ -17,10 +17,10 @@ from consumers.failures import RateLimitedError
 from consumers.providers.anthropic import AnthropicProvider
 from service.config.budget_sections import BudgetSettings
 from service.config.settings import Settings
-from service.demo import first_come
 from service.demo.working import working
 from service.simulated.app import SimulatedAPI
 from service.simulated.options import SimulatedOptions
+from topology.codec.request import unpublished
 from topology.lanes import BATCH, CRITICAL
 
 WINDOW_S = 12.0
@@ -47,6 +47,8 @@ ACCOUNT = SimulatedOptions(
 )
 TEXT = "the quick brown fox jumps over the lazy dog and thinks of lanes again, " * 4
 SOON_S = 1.0
+PAUSE_S = 0.5
+"""After a 429 that says no `retry-after`."""
 USED_LEAST = 0.85
 Asking = Callable[[str, str], Awaitable[object]]
 """Takes the lane and the prompt; returns when it is answered, raises where it is given up."""
@@ -98,10 +100,12 @@ async def run(settings: Settings) -> tuple[Spending, Spending]:
             async with slots[lane]:
                 while True:
                     try:
-                        await provider.stream(first_come.request_of(prompt, model=model), timeout_s=60, parts=None)
+                        await provider.stream(
+                            unpublished(prompt, model=model, max_tokens=1024), timeout_s=60, parts=None
+                        )
                         break
                     except RateLimitedError as limited:
-                        await asyncio.sleep(limited.retry_after_s or first_come.PAUSE_S)
+                        await asyncio.sleep(limited.retry_after_s or PAUSE_S)
 
         both = await asyncio.gather(_spend(through_lanes, gated), _spend(whoever_comes, ungated))
         return both[0], both[1]

@@ -25,10 +25,6 @@ class Ask:
     number: int
 
     @property
-    def key(self) -> str:
-        return f"{self.lane}.demo.load"
-
-    @property
     def mark(self) -> str:
         return f"request {self.lane} {self.number} of the demo."
 

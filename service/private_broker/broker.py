@@ -7,7 +7,7 @@
 
 It comes from Docker if an engine answers and an image can be had; else from an installed rabbitmq-server; else
 rabbitmq-server is installed (Debian, as root). It listens only on loopback, on free ports, with a generated password.
-A separate process owns it (`guard.py`), so that it is removed however our process ends. From a shell: `run.py`.
+A separate process owns it (`guard.py`), so that it is removed however our process ends.
 """
 
 import asyncio

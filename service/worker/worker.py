@@ -12,7 +12,7 @@ from consumers.control.queue import Control
 from consumers.dead_letters import DeadLetters
 from consumers.fairness.scouting import Scouting
 from consumers.fairness.turns import Turns
-from consumers.limits.base import Budgets
+from consumers.limits.accounts import Budgets
 from consumers.parking import Parking
 from consumers.pool import Pool
 from consumers.providers.breakers import Breakers

@@ -43,9 +43,6 @@ class Heads:
     def ready_in(self, queue: str) -> int:
         return self._ready[queue]
 
-    def is_held(self, queue: str) -> bool:
-        return queue in self._held
-
     def publish_seen(self, queue: str) -> None:
         """This process published one more message there."""
         self._ready[queue] += 1

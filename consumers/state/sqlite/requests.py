@@ -139,7 +139,7 @@ class Requests:
         stops = {}
         for each in held:
             row = self._read(at, each.identity)
-            if row is None:  # forgotten: nobody else holds it
+            if row is None:  # the store has forgotten the claim: nobody else holds it
                 continue
             if row.token != each.token:
                 stops[each] = Stop.FENCED
@@ -239,7 +239,7 @@ class Requests:
         """One step: remove what was kept long enough; else, in a file too large, a tenant's surplus or the oldest."""
         removed = self._remove("keep_ms <= ? AND lease_ms <= ?", at.today, at.now, up_to_bytes=STEP_BYTES)
         if not removed and (beyond := self._used_bytes() - self._max_bytes) > 0:
-            ended = f"status IS NOT NULL AND lease_ms <= ? AND NOT ({IS_UNSEEN})"  # else what is cancelled would run
+            ended = f"status IS NOT NULL AND lease_ms <= ? AND NOT ({IS_UNSEEN})"  # not cancellations
             removed = self._bounded.remove_surplus() or self._remove(ended, at.now, up_to_bytes=min(beyond, STEP_BYTES))
         return removed or self._bounded.sweep(at.today)
 
