@@ -10,7 +10,7 @@ KINDS = 4096
 """How many kinds are remembered: the latest ones."""
 WEIGHT = 0.1
 SPREAD = 1.0
-"""An answer is expected to be so many mean deviations longer than the mean: seldom less than is used, and less than
+"""The estimate is the mean plus this many mean deviations: seldom less than an answer uses, and less than
 `max_tokens`."""
 
 
@@ -24,7 +24,7 @@ class UsageClass(NamedTuple):
 
 
 def task_of(routing_key: str) -> str:
-    """`critical.support.chat.eu`: `support.chat`."""
+    """The task of a routing key: `support.chat` for `critical.support.chat.eu`."""
     return ".".join(routing_key.split(".", 3)[1:3])
 
 

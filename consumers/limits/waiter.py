@@ -1,4 +1,4 @@
-"""One request that waits for its turn, and how its task is told."""
+"""One request that waits for its turn, and the wake-up of its task."""
 
 import asyncio
 
@@ -20,7 +20,7 @@ class Waiter:
         self.number = 0
         """Counts up in the order of joining, over all lanes."""
         self.reservation: Reservation | None = None
-        """Set when it is granted."""
+        """The waiter's reservation, set when it is granted."""
         self.turn: asyncio.Future[None] | None = None
         """What its task awaits. None before the task waits, and for a request that does not wait."""
 

@@ -26,7 +26,7 @@ class RedisClient:
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
         self.address = f"{parts.scheme}://{parts.hostname}:{parts.port or 6379}"
-        """Without user and password, so that it may be shown."""
+        """The URL without user and password, so that it may be shown."""
         self.trouble: str | None = None
         pool = BlockingConnectionPool.from_url(
             url,
@@ -57,7 +57,7 @@ class RedisClient:
         await self.run(WRITE, [key], value, for_s)
 
     async def risks(self) -> list[str]:
-        """Why Redis could lose what is written, by its settings; empty if it does not tell them."""
+        """Why Redis, with its settings, could lose acknowledged writes; empty if it does not show its settings."""
         try:
             info = await self._redis.info("memory", "persistence")
         except (exceptions.RedisError, OSError, TimeoutError):
