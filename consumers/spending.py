@@ -52,7 +52,7 @@ class CapsSpec:
 
     lanes: Mapping[str, Cap] = field(default_factory=dict)
     tenants: Mapping[str, Cap] = field(default_factory=dict)
-    """`*`: each tenant that has no cap of its own."""
+    """Caps by tenant; `*` is the cap of each tenant that is not named."""
 
     @property
     def in_money(self) -> bool:
