@@ -62,13 +62,13 @@ class Claiming:
             await self.renew()
 
     async def renew(self) -> None:
-        """Renew once, now."""
+        """Renew all held claims once, now."""
         if not self._held:
             self._taken.clear()
             return
         try:
             stops = await self._store.renew(tuple(self._held))
-        except StoreUnavailable as error:  # jobs go on: meanwhile nobody else can be granted their claims
+        except StoreUnavailable as error:  # jobs continue: without the store, no other worker can get their claims
             log.debug(signals.RENEWAL_FAILED, error=str(error))
             return
         for held, why in stops.items():
@@ -80,7 +80,7 @@ class Claiming:
     async def claim(self, job: Job) -> Granted | Running | Ended | Conflict:
         """Ask for the claim of a job's request. Raises StoreUnavailable after `CLAIM_WITHIN_S`.
 
-        If this is cancelled, a granted claim is given back, because a holder that never lets go counts as dead.
+        If this is cancelled, a granted claim is given back: a holder that never releases its claim counts as dead.
         """
         asking = self._background.begin(self._ask(job), name=f"claim {job.id}")
         self._asking[asking] = job.identity
@@ -95,10 +95,10 @@ class Claiming:
         return found
 
     async def release(self, job: Job, *, due_ms: int | None = None) -> None:
-        """Give a claim back: the request waits for its next delivery, at `due_ms` if that is known. If the store cannot
-        be told, the claim ends with its lease.
+        """Give a claim back: the request waits for its next delivery, at `due_ms` if that is known. If the store is
+        unavailable, the claim ends with its lease.
 
-        If this is cancelled, it goes on in the background, because a holder that never lets go counts as dead.
+        If this is cancelled, it continues in the background: a holder that never releases its claim counts as dead.
         """
         if job.claim is None:
             return
@@ -117,7 +117,7 @@ class Claiming:
             return True
 
     async def defer_for_long(self, job: Job, *, due_ms: int, deadline_ms: int) -> bool:
-        """The same for a long wait, tried until the store answers: an earlier cancellation must be found now, because
+        """Store a long wait, and try until the store answers: an earlier cancellation must be found now, because
         the store forgets it before the wait ends. Raises as `claim`."""
         return await _surely(lambda: self._defer(job, due_ms, deadline_ms), within_s=CLAIM_WITHIN_S)
 
@@ -151,7 +151,8 @@ class Claiming:
                 await self._store.release(held, attempts=attempts, due_ms=due_ms)
 
     async def complete(self, job: Job, completion: Completion) -> Completion | None:
-        """Store how it ended. Return the completion that holds; None if another delivery of it is being worked on.
+        """Store how the request ended. Return the completion that is valid; None if another delivery of it is being
+        worked on.
 
         Raises StoreUnavailable after `STORE_WITHIN_S`. If this is cancelled, it goes on in the background: the answer
         is paid for, and if the delivery was lost, its redelivery gets this answer.

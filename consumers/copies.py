@@ -1,8 +1,7 @@
 """Builds the message of a request that is published again: into a delay, a side queue, or as a dead letter. Pure.
 
-It stays as it was published, but `user_id` and `expiration` move into headers (the broker closes a channel that
-publishes with another user's `user_id`).
-"""
+The message stays as it was published, but `user_id` and `expiration` move into headers (the broker closes a channel
+that publishes with another user's `user_id`)."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,7 +17,7 @@ from topology.delays import Hop
 
 
 def on_its_round(job: Job, way: Hop, past: HopHeaders, *, now_ms: int, names: Names) -> Message:
-    """The message that goes through a delay to its due queue. `past`: what else to tell the next worker."""
+    """The message that goes through a delay to its due queue. `past`: further headers for the next worker."""
     told = replace(past, hop_ms=now_ms, back_ms=now_ms + way.delay_ms)
     return _copy(job, {**_told(job, told), **way.headers}, names=names)
 
@@ -59,7 +58,7 @@ def dead_letter(job: Job, code: str, detail: str, *, ended_ms: int, names: Names
 
 
 def _told(job: Job, hop: HopHeaders) -> dict[str, Any]:
-    """The headers for the next worker: `hop`, and what is always told."""
+    """The headers for the next worker: those of `hop`, and those that are always sent."""
     told = replace(
         hop,
         first_seen_ms=job.hop.first_seen_ms or job.published.ms or job.taken_ms,
@@ -78,17 +77,14 @@ def _expiration(job: Job) -> str | None:
 
 
 def _copy(job: Job, headers: Mapping[str, Any], *, names: Names) -> Message:
-    original = job.message
-    return Message(
-        body=original.body,
-        headers={**carried(original.headers, of=names), **headers},
-        content_type=original.content_type,
-        content_encoding=original.content_encoding,
+    """A copy that is persistent, and without `user_id` and `expiration`."""
+    return replace(
+        job.message,
+        exchange="",
+        routing_key="",
+        headers={**carried(job.message.headers, of=names), **headers},
         message_id=job.id,
-        correlation_id=original.correlation_id,
-        reply_to=original.reply_to,
-        priority=original.priority,
-        type=original.type,
-        timestamp_s=original.timestamp_s,
-        app_id=original.app_id,
+        user_id=None,
+        expiration=None,
+        persistent=True,
     )

@@ -3,9 +3,8 @@
 Caps are kept in the store, so that all processes share them: an estimate is taken before a call and corrected after it.
 The totals of what was used, capped or not, are those of this process.
 
-Taking and correcting are tasks of their own. If a request is cancelled, what was taken for it is given back. No answer
-waits for a correction, or is lost with it.
-"""
+Taking and correcting run in separate tasks. If a request is cancelled, what was taken for it is given back. An answer
+does not wait for its correction, and is not lost if that fails."""
 
 import asyncio
 from collections import OrderedDict
@@ -30,7 +29,7 @@ log = logs.logger()
 
 
 class Spent(NamedTuple):
-    """What was used, by one request or in all."""
+    """Amounts used, by one request or in total."""
 
     requests: float = 0.0
     tokens: float = 0.0
@@ -43,7 +42,7 @@ class Cap:
 
     requests: float | None = None
     tokens: float | None = None
-    """Input and output, without what was read from the cache."""
+    """Input and output tokens, without those read from the cache."""
     usd: float | None = None
 
 
@@ -53,7 +52,7 @@ class CapsSpec:
 
     lanes: Mapping[str, Cap] = field(default_factory=dict)
     tenants: Mapping[str, Cap] = field(default_factory=dict)
-    """`*`: each tenant that has no cap of its own."""
+    """Caps by tenant; `*` is the cap of each tenant that is not named."""
 
     @property
     def in_money(self) -> bool:
@@ -68,7 +67,7 @@ class Bound(NamedTuple):
     """Who is capped: "lane" or "tenant"."""
     who: str
     what: str
-    """A field of `Spent`."""
+    """The limited amount: a field of `Spent`."""
     limit: float
 
     @property
@@ -95,7 +94,7 @@ class Over:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """What was taken of the caps for one request."""
+    """The amounts taken from the caps for one request."""
 
     bounds: tuple[Bound, ...]
     spent: Spent
@@ -110,7 +109,7 @@ class Spending:
         self._allowances = allowances
         self._spec = spec
         self._told: OrderedDict[str, tuple[int, float]] = OrderedDict()
-        """By a bound's name: the highest level reported, and when its day ends."""
+        """For each limit, by name: the highest level that was reported, and when its day ends."""
         self._totals: OrderedDict[tuple[str, str], Spent] = OrderedDict()
         self._background = Background()
 
@@ -128,7 +127,8 @@ class Spending:
             raise
 
     def correct(self, hold: Hold, used: Spent) -> None:
-        """After the call. The estimate stays counted if the store is away, or if its day is over."""
+        """Replace the estimate by what the call used. If the store is unavailable or the day is over, the estimate
+        stays counted."""
         self._background.begin(self._correct(hold, used), name="caps")
 
     async def finish(self, *, within_s: float) -> None:
@@ -144,7 +144,7 @@ class Spending:
             self._totals.popitem(last=False)
 
     def totals(self) -> Mapping[str, Mapping[str, Spent]]:
-        """By "lane" and "tenant", then by name: what this process has used since it began."""
+        """What this process has used since it began: by "lane" and "tenant", then by name."""
         found: dict[str, dict[str, Spent]] = {LANE: {}, TENANT: {}}
         for (kind, name), spent in self._totals.items():
             found[kind][name] = spent

@@ -13,14 +13,14 @@ from lanekeeper.telemetry import signals
 
 MS: Final = 1_000_000
 SHORTEST_NS: Final = 1 * MS
-"""Shorter waits are left out: most of the times are whole milliseconds."""
+"""Shorter waits are left out, because most times are known only in whole milliseconds."""
 SHORTEST_TURN_NS: Final = 5 * MS
 """Shorter waits are left out: taking a free claim needs less."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """One stretch of time, and the name of its span; ns since 1970."""
+    """One wait: the name of its span, and its beginning and end in ns since 1970."""
 
     name: str
     start_ns: int
@@ -28,7 +28,7 @@ class Wait:
 
 
 def before(job: Job, taken_ns: int) -> Iterator[Wait]:
-    """From publishing, or from the last worker, until this delivery was taken."""
+    """The waits between publishing, or the last worker, and this delivery."""
     queue, hop = job.delivery.queue, job.hop
     if hop.hop_ms is not None and hop.back_ms is not None:
         back_ns = min(hop.back_ms * MS, taken_ns)
@@ -41,7 +41,7 @@ def before(job: Job, taken_ns: int) -> Iterator[Wait]:
 
 
 def turn(job: Job, taken_ns: int) -> Iterator[Wait]:
-    """From when it was taken until its call began."""
+    """The wait between the delivery and the beginning of its call."""
     if job.attempted is not None and job.attempted.started_ms * MS - taken_ns >= SHORTEST_TURN_NS:
         yield Wait(f"{signals.WAIT} {signals.TURN}", taken_ns, job.attempted.started_ms * MS)
 

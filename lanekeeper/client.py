@@ -140,8 +140,8 @@ class Client:
         If the caller leaves before the end (`break`, `aclose`, cancellation), the request is cancelled (see
         `cancel_abandoned`).
 
-        Raises what `publish` raises, and Problem, NoReply (after `timeout_s`), and ReplyLost if the connection is lost:
-        parts may then be missing, but `result` can fetch the whole answer.
+        Raises what `publish` raises, and Problem, NoReply (after `timeout_s`), and ReplyLost if the connection is lost
+        or the caller reads much too slowly: parts are then missing, but `result` can fetch the whole answer.
         """
         message = self._message(body, options, stream=True)
         timeout_s = bound_s(message) if timeout_s is None else timeout_s
@@ -182,6 +182,11 @@ class Client:
         except BrokerError:
             return None
 
+    @property
+    def trouble(self) -> str | None:
+        """Why nothing can be published at present; None if it can."""
+        return self._connection.trouble or self._connection.blocked
+
     def _message(self, body: Mapping[str, Any] | bytes, options: Options, *, stream: bool) -> Message:
         if self._own is not None:
             options.setdefault("tenant", self._own)
@@ -203,11 +208,12 @@ class Client:
                 try:
                     return await self._kept(message, options.get("tenant"), timeout_s, end, lost)
                 except AccessRefused:
-                    continue  # may not fetch results, but publishing again under the same id returns the stored one
+                    continue  # publish again under the same id: that returns the stored reply
 
     def _abandon(self, message: Message, options: Options) -> None:
-        """Cancel a request that nobody waits for any more."""
-        if message.reply_to is not None:  # None: it was not published yet
+        """Cancel a request whose caller no longer waits."""
+        # `reply_to` None: nothing was published yet
+        if message.reply_to is not None and options.get("cancel_abandoned", True):
             assert message.message_id is not None
             self._abandoned.cancel(message.message_id, tenant=options.get("tenant"))
 
@@ -242,7 +248,8 @@ class Client:
         deadline_ms = message.headers.get(n.DEADLINE_MS)
         within_s = self._publish_within_s
         if isinstance(deadline_ms, int):
-            within_s = min(within_s, deadline_ms / 1000)  # published later, it would only get deadline_exceeded
+            # published after its deadline, the request would only be answered deadline_exceeded
+            within_s = min(within_s, deadline_ms / 1000)
         try:
             await self._publisher.publish_surely(
                 message,

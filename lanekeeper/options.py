@@ -26,7 +26,7 @@ class Options(TypedDict, total=False):
     """The tenant that the request belongs to: the connection's user, which the broker checks. Another tenant is
     accepted only if the service lets this user speak for others (`LANEKEEPER_SPEAKERS`)."""
     priority: int
-    """0 to 9, higher first."""
+    """The priority inside the lane: 0 to 9, higher first."""
     deadline_s: float
     delay_s: float
     at: datetime
@@ -34,6 +34,8 @@ class Options(TypedDict, total=False):
     beta: str
     headers: Mapping[str, Any]
     """Further headers, such as `traceparent`; they override the options above."""
+    cancel_abandoned: bool
+    """False: this request continues even if its caller leaves (see `Client`)."""
 
 
 def message_of(body: Mapping[str, Any] | bytes, options: Options, *, stream: bool, user: str) -> Message:

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from consumers.background import every
 from consumers.capacity.activity import LaneActivity
 from consumers.capacity.lending import Seen, Share, decide
 from consumers.job import Job, NowMs
@@ -19,8 +20,8 @@ from lanekeeper.contract.problems import BrokerError
 from lanekeeper.telemetry import logs, signals
 
 LOOK_EVERY_S = 0.25
-"""Lent slots must be back within a second. Polled, because what counts is a level over some time, which no single
-delivery changes: a few additions, four times a second."""
+"""Lent slots must be back within a second. This polls, because the decision depends on levels over some time, not on a
+single delivery. It costs a few additions, four times a second."""
 ASK_EVERY_S = 1.0
 """How often the broker is asked how many messages wait, for queues whose slots are all in use. A queue grows as
 often."""
@@ -34,7 +35,7 @@ log = logs.logger()
 Depths = Callable[[list[str]], Awaitable[Mapping[str, int]]]
 """How many messages wait in each queue."""
 WaitingFor = Callable[[], Mapping[str, str]]
-"""By lane: the part of the provider's budget that its requests wait for; other lanes are left out."""
+"""For each lane whose requests wait for a provider's budget: the part of the budget that they wait for."""
 
 
 class Working(Protocol):
@@ -71,7 +72,7 @@ class Line:
     pool: Working
     """The pool with its own slots."""
     more: Callable[[int], Working]
-    """Makes a pool of so many slots on the same queue."""
+    """Makes a pool with the given number of slots on the same queue."""
     kept: int
     most: int
     target_wait_s: float
@@ -135,27 +136,22 @@ class Slots:
         self._paused = False
         self._stopping = asyncio.Event()
         self._group = asyncio.TaskGroup()
-        for line in lines:  # no slot is lent before it was seen idle for a while
+        for line in lines:  # before that, no slot is lent
             line.used.append(line.pool.slots)
 
     async def run(self) -> None:
         """Look until stopped; return when the requests on added slots have ended. Cancel it to end at once."""
         async with self._group:
-            while not self._stopping.is_set():
+            async for _ in every(LOOK_EVERY_S, until=self._stopping):
                 await self._look()
-                try:
-                    async with asyncio.timeout(LOOK_EVERY_S):
-                        await self._stopping.wait()
-                except TimeoutError:
-                    pass
 
     async def stop(self) -> None:
-        """Take no more on added slots."""
+        """Take no more deliveries on added slots."""
         self._stopping.set()
         await self._take_all_back()
 
     def give_back_waiting(self) -> None:
-        """After `stop`: as `Pool.give_back_waiting`, on added slots."""
+        """After `stop`: return deliveries on added slots whose call has not begun (`Pool.give_back_waiting`)."""
         for line in self._lines:
             for each in line.added:
                 each.pool.give_back_waiting()
@@ -212,7 +208,7 @@ class Slots:
             kept=line.kept,
             most=line.most,
             target_wait_s=line.target_wait_s,
-            extra=max(line.open_slots + line.ending, line.share.extra),  # the latter where many ended since
+            extra=max(line.open_slots + line.ending, line.share.extra),  # `in_hand` if many have ended since
             grown=line.share.grown,
             ending=line.ending,
             busiest=max(line.used),
@@ -227,7 +223,7 @@ class Slots:
             least.is_ending = True
             self._group.create_task(least.pool.stop(), name=f"take back {line.pool.queue}")
         while (room := share.extra - line.open_slots - line.ending) > 0:
-            # in powers of two, so that few more have to be taken back than are needed
+            # in pools of 1, 2, 4, … slots, so that taking some back seldom takes back more than needed
             added = _Added(line.more(1 << room.bit_length() - 1))
             line.added.append(added)
             line.used.append(line.pool.slots + line.open_slots + line.ending)  # not idle before they are consumed
@@ -272,7 +268,7 @@ class Slots:
             )
 
     def _show(self) -> None:
-        """Put the numbers where `status` finds them."""
+        """Publish the numbers for `status`."""
         for line in self._lines:
             line.activity.extra_slots = 0
             line.activity.slots_limit = None

@@ -1,9 +1,8 @@
 """Limits how many control messages a tenant may send. Decides before the body is read, except for `speakers`.
 
-A flood is read only as fast as its messages are dealt with, so each must cost little. Messages beyond the share are
-refused, and the tenant is told so, as often as its share allows. Further ones are only counted and logged, at a tenth
-of a millisecond each.
-"""
+A flood is read only as fast as its messages are processed, so each must cost little. Messages beyond the share are
+refused. As many refusals as the share allows are answered. Further ones are only counted and logged, at a tenth of a
+millisecond each."""
 
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -15,7 +14,7 @@ from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import RequestProblem
 
 AT_ONCE_S = 5
-"""How many seconds of its share a tenant may send at once: to cancel all of one's requests is no flood."""
+"""A tenant may send the share of this many seconds in a burst, because cancelling all of one's requests is no flood."""
 
 
 class Due(Enum):
@@ -24,7 +23,7 @@ class Due(Enum):
     CARRIED_OUT = auto()
     REFUSED = auto()
     COUNTED = auto()
-    """Refused as well, but its sender is not told."""
+    """The message is refused without an answer."""
 
 
 class Allowance:

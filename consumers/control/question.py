@@ -25,14 +25,15 @@ SHOWN = 80  # characters of a wrong value that an error quotes
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One of `n.CONTROL_KEYS`, and the request it is about."""
+    """A control message: one of `n.CONTROL_KEYS`, and the request it is about."""
 
     kind: str
     identity: Identity
 
 
 def read(message: Message, *, speakers: Collection[str], needs_user_id: bool = False) -> Question | None:
-    """The question; None for `status`, which every worker answers. `needs_user_id`: refuse one without `user_id`.
+    """Read a control message; None for `status`, which every worker answers. `needs_user_id`: refuse one without
+    `user_id`.
 
     Raises RequestProblem.
     """

@@ -6,7 +6,7 @@ for everything before it; therefore messages beyond a tenant's share must cost n
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -27,7 +27,8 @@ from topology.broker.deliveries import Deliveries
 from topology.broker.session import ChannelLost, Delivery, Session
 
 FAULTS_AT_MOST = 5
-"""A message on which we fail is given up at this delivery, because requests wait until all cancellations are stored."""
+"""A message that causes an internal error is given up at this delivery, because requests wait until all cancellations
+are stored."""
 LOOK_EVERY_S = 0.05
 CATCH_UP_WITHIN_S = 5.0
 """How long requests wait for the cancellations that came before the worker. Thousands are recorded in that time, and a
@@ -37,9 +38,9 @@ QUIET_S = 0.5
 GATHER_S = 0.01
 """How long the first finished message waits for others, to be acknowledged with them: each write is a system call."""
 AT_A_TIME = 32
-"""After so many refused messages other tasks get the event loop."""
-Ready = Callable[[], Awaitable[int]]
-"""How many messages wait in the control queue. Raises BrokerError."""
+"""After this many refused messages, other tasks get the event loop."""
+Ready = Callable[[], Awaitable[Mapping[str, int]]]
+"""How many messages wait in the control queue, under its name. Raises BrokerError."""
 log = logs.logger()
 
 
@@ -89,7 +90,7 @@ class Control:
         return "cancellations are waiting to be recorded" if self._is_behind else None
 
     async def run(self) -> None:
-        """Read until stopped."""
+        """Read control messages until stopped."""
         async with aclosing(self._deliveries.sessions()) as sessions:
             async for session in sessions:
                 self._is_behind, self._session = True, session
@@ -105,7 +106,7 @@ class Control:
                     catching_up.cancel()
 
     async def _read_all(self, session: Session, reading: asyncio.TaskGroup) -> None:
-        """Start a task for each message that is not merely counted. Raises ChannelLost."""
+        """Read messages, and start a task for each one that is not merely counted. Raises ChannelLost."""
         self._in_hand, self._done, counted = set(), [], 0
         async for delivery in session:
             self._received += 1
@@ -134,13 +135,12 @@ class Control:
     async def _catch_up(self, session: Session) -> None:
         """Find out when the backlog has been read, or takes too long: at first, and again after the store was away.
 
-        This polls, because a queue does not tell when it is empty. Two looks in a row must find nothing: a message that
-        the broker has sent, and that has not arrived yet, is counted by neither side.
-        """
+        This polls, because the broker does not announce that a queue is empty. The queue must be found empty twice in a
+        row: a message that the broker has sent and that has not arrived yet is counted by neither side."""
         loop = asyncio.get_running_loop()
         end_s = loop.time() + CATCH_UP_WITHIN_S
         empty_after: int | None = None
-        """How many messages had come when the last look found nothing."""
+        """The number of messages that had arrived when the queue was last found empty."""
         while self._session is session:
             if self._claiming.is_away:
                 self._is_behind, end_s, empty_after = True, loop.time() + CATCH_UP_WITHIN_S, None
@@ -158,7 +158,7 @@ class Control:
     async def _waiting(self, session: Session) -> int:
         """How many control messages are not finished; at least 1 if that is unknown."""
         try:
-            ready = await self._ready()
+            ready = sum((await self._ready()).values())
             return ready + session.waiting + len(self._in_hand)
         except AccessRefused:  # this user may only consume: the queue is empty if nothing comes
             is_quiet = asyncio.get_running_loop().time() - self._busy_at_s > QUIET_S
@@ -183,8 +183,9 @@ class Control:
             self._busy_at_s = asyncio.get_running_loop().time()
 
     async def _is_done_with(self, delivery: Delivery) -> bool:
-        """Whether it may be acknowledged. A wrong message is refused. What cannot be recorded goes back, so that it is
-        not lost; after `FAULTS_AT_MOST` faults of ours it is refused, so that it does not go round for ever."""
+        """Whether it may be acknowledged. An invalid message is refused. A cancellation that cannot be recorded is
+        returned to the queue; after `FAULTS_AT_MOST` internal errors it is refused, so that it is not redelivered for
+        ever."""
         message = delivery.message
         try:
             question = self._question(message)
@@ -196,7 +197,7 @@ class Control:
             log.warning(signals.CONTROL_POSTPONED, type=message.type, reason=str(away))
             await self._settler.nack_later(delivery)
             return False
-        except Exception:  # a fault of ours must not end this worker and then, redelivered, all the others
+        except Exception:  # an internal error must not end this worker and, after redelivery, every other one
             log.exception(signals.HANDLER_FAILED, where="control", type=str(message.type)[:40])
             if (delivery.times_delivered or 1) < FAULTS_AT_MOST:
                 await self._settler.reject_later(delivery)
@@ -244,7 +245,7 @@ class Control:
 
 
 def _state(id: str, found: Found | None) -> dict[str, Any]:
-    """What is known of a request that has not ended."""
+    """The answer about a request that has not ended."""
     if found is None:
         return {"id": id, "status": "unknown", "attempts": 0}
     told = {"id": id, "status": "running" if found.running else "waiting", "attempts": found.attempts}

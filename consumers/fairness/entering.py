@@ -10,16 +10,16 @@ from consumers.rank import rank
 
 
 class Entering(Protocol):
-    """Takes a delivery to its slot."""
+    """Lets a delivery wait for a slot."""
 
     async def enter(self, job: Job) -> Turn:
         """Wait until the request holds a slot, or should be set aside."""
 
     def leave(self, job: Job) -> None:
-        """Give the slot back."""
+        """Give a delivery's slot back."""
 
     def unread(self, queue: str) -> None:
-        """No job could be made of the last delivery of this queue."""
+        """The last delivery of this queue could not be read as a job."""
 
     async def set_aside(self, job: Job) -> Outcome | None:
         """Move it to a side queue. If it cannot be moved, return its outcome. Raises BrokerError."""
@@ -43,7 +43,7 @@ class FromQueue:
         self._bench.end(job.identity.tenant)
 
     def unread(self, queue: str) -> None:
-        """Does nothing: the next delivery comes by itself."""
+        """Does nothing: the broker sends the next delivery by itself."""
 
     async def set_aside(self, job: Job) -> Outcome | None:
         assert self._aside is not None
@@ -77,7 +77,8 @@ class FromAside:
         self._aside.passed_over(queue)
 
     async def set_aside(self, job: Job) -> Outcome | None:
-        """It was held for too long: move it to the end of its queue, where another process may have a slot for it."""
+        """Move a request that was held too long to the end of its side queue, so that another process with a free slot
+        can take it."""
         return await self._aside.put(job)
 
 

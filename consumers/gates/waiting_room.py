@@ -36,12 +36,13 @@ class WaitingRoom:
         return patience_s
 
     def leave(self, lane: str, account: str) -> None:
-        """It waits no longer, for whatever reason."""
+        """A request has ended its wait, for whatever reason."""
         self._waiting[lane, account] -= 1
         if not self._waiting[lane, account]:
             del self._waiting[lane, account]
 
     def passed(self, lane: str, account: str) -> None:
-        """A request was granted at once: if others of its lane wait for another account, deferring them has helped."""
+        """Note that a request was granted at once. If requests of its lane wait for another account, deferring those
+        was useful."""
         if any(each == lane and other != account for each, other in self._waiting):
             self._patience_s[lane] = SHORTEST_S

@@ -3,13 +3,11 @@
 `level` is what the provider will accept. It refills at the limit, up to the bucket's size. Every lane saves its share
 of what comes in, up to its reserve (its share of the size), or up to what its first request needs if that is more.
 
-A request may go
-1. if its lane has saved enough for it;
-2. otherwise, if the level covers the request, the whole reserves of the lanes above, what their first requests need,
-   and what is held for the lanes below. For a request of the top lane that is larger than the lane's reserve, that
-   reserve counts instead: it takes the rest from what is held for others;
-3. otherwise, when the bucket is full, if nobody waits in a lane above, and no lane below has saved all that its first
-   request needs: more will never be left.
+A request may go 1. if its lane has saved enough for it; 2. otherwise, if the level covers the request, the whole
+reserves of the lanes above, what their first requests need, and what is held for the lanes below. For a request of the
+top lane that is larger than the lane's reserve, that reserve counts instead: it takes the rest from what is held for
+others; 3. otherwise, when the bucket is full, if no request waits in a lane above, and no lane below has saved all that
+its first request needs: more will never be left over.
 
 So the whole reserve of a lane above is kept for its next request. What a lane has saved is held for it. For a large
 request a lane saves more than its reserve; of that, only as much is held as leaves room for the top lane, until the
@@ -65,11 +63,11 @@ class Bucket:
         self.lower(self.burst)
 
     def correct(self, level: float, parts: Sequence[float], now_s: float) -> None:
-        """Take over what Redis has counted."""
+        """Take over the level that Redis has computed."""
         self.level, self.parts, self._at_s = level, list(parts), now_s
 
     def refill(self, now_s: float) -> None:
-        """Add what has come in since the last time."""
+        """Refill the bucket by what has come in since the last call."""
         passed_s = now_s - self._at_s
         if passed_s <= 0:
             return
@@ -86,11 +84,11 @@ class Bucket:
                 parts[lane] = part - saved if part - saved > cap else cap
 
     def want(self, lane: int, amount: float) -> None:
-        """Note what the first waiter of a lane needs; 0: nobody waits."""
+        """Set what the first waiter of a lane needs; 0: nobody waits."""
         self._wants[lane] = amount
         reserve = self.reserves[lane]
         cap = reserve if amount <= reserve else min(amount, self.burst)
-        if cap == self._caps[lane]:  # true for nearly all requests
+        if cap == self._caps[lane]:  # the usual case
             return
         self._caps[lane] = cap
         self._share_out()
@@ -104,7 +102,7 @@ class Bucket:
             room -= more
 
     def held(self, lane: int) -> float:
-        """What other lanes must leave for this lane, unless they spend what they have saved themselves."""
+        """What other lanes must leave for this lane, unless they spend their own savings."""
         part = self.parts[lane]
         if part <= self._holds[lane] or part >= self._caps[lane]:
             return part if part > 0 else 0.0
@@ -192,5 +190,5 @@ class Bucket:
 
 
 def _burst(per_minute: float, burst_s: float) -> float:
-    """At least one request or token: less could never be spent."""
+    """The bucket's size, at least one request or token, because less could never be spent."""
     return max(1.0, per_minute * burst_s / 60)

@@ -1,9 +1,8 @@
 """How many calls an account may have at once: no limit unless one is set, until the provider is overloaded (529). Pure.
 
-Then the limit is half of the calls that ran. As in TCP, it rises by one each time that as many calls were answered. It
-also rises by one with time alone, because calls that stream for minutes answer nothing meanwhile. A stray 529 says
-nothing about the account's calls: it must not make a chat wait for the end of another.
-"""
+Then the limit is half of the calls that ran. As in TCP, it rises by one each time that as many calls as the limit were
+answered. It also rises by one after some time without an answer, because calls can stream for minutes. A stray 529 says
+nothing about the account's calls: it must not make a chat wait for the end of another."""
 
 from math import inf
 
@@ -14,7 +13,8 @@ REGAIN_S = 5.0
 """After each such time without 529, a lowered limit rises by one call. If the provider is still overloaded, it refuses
 that one call, once in five seconds. Without this, two long streams blocked every lane for as long as they ran."""
 OFTEN = 0.25
-"""The limit falls if this part of the latest responses (smoothed) is 529: the third in a row, if none came before."""
+"""The limit falls if this part of the latest responses (smoothed) is 529; if none came before, that is the third in a
+row."""
 
 
 class Concurrency:
@@ -28,7 +28,7 @@ class Concurrency:
         self._overloads = 0.0
         self._peak = 1
         self._regained_s = 0.0
-        """From when time counts towards the next rise."""
+        """The time from which on the next rise by time is counted."""
         self.limit = self._ceiling
         self.running = 0
         self.call_s = 0.0
@@ -69,7 +69,7 @@ class Concurrency:
         return True
 
     def answered(self) -> None:
-        """Raise a lowered limit. Twice as many calls as ever ran are as good as no limit."""
+        """Raise a lowered limit by one call for as many answers as the limit allows calls."""
         self._overloads -= self._overloads * SMOOTHING
         if not self.is_set:
             self._allow(1 / self.limit)
@@ -83,7 +83,7 @@ class Concurrency:
         self._allow(calls)
 
     def regains_in_s(self, now_s: float) -> float:
-        """In how many seconds time raises the limit by one; infinite if it was not lowered."""
+        """The seconds until the limit rises by one with time; infinite if it was not lowered."""
         return inf if self.is_set else max(0.0, self._regained_s + REGAIN_S - now_s)
 
     def shift(self, jump_s: float) -> None:

@@ -17,14 +17,15 @@ from consumers.limits.waiter import Waiter
 
 
 def wait(account: Account, lane: int, amounts: Amounts, now_s: float) -> Wait:
-    """For a request that would join the end of its lane's line now."""
+    """The forecast for a request that would join the end of its lane's line now."""
     account.refill(now_s)
     ahead = [x + y for x, y in zip(account.lines.sums(lane), account.elsewhere[lane], strict=True)]
     return _wait(account, lane, amounts, now_s, ahead=ahead, count=account.lines.count(lane))
 
 
 def of(account: Account, waiter: Waiter, now_s: float) -> Wait:
-    """For a waiter that has just joined the line. If it comes back, it may stand before those of other processes."""
+    """For a waiter that has just joined the line. A deferred request that returns may go before waiters of other
+    processes."""
     account.refill(now_s)
     lane, amounts = waiter.lane, waiter.amounts
     ahead, count = account.lines.before(waiter)
@@ -34,7 +35,7 @@ def of(account: Account, waiter: Waiter, now_s: float) -> Wait:
 
 
 def first(account: Account, lane: int, amounts: Amounts, now_s: float) -> Wait:
-    """For the first waiter of a lane."""
+    """The forecast for the first waiter of a lane."""
     account.refill(now_s)
     return _wait(account, lane, amounts, now_s, ahead=NOTHING, count=0)
 
@@ -67,8 +68,8 @@ def _wait(
     count: int,
     lines: "Sequence[_Line] | None" = None,
 ) -> Wait:
-    """`ahead`: what those before it in its lane's line need; `count`: how many they are in this process; `lines`: the
-    lane's lines, if they are computed already."""
+    """The forecast for one request. `ahead`: what the requests before it in its lane's line need; `count`: the number
+    of those in this process; `lines`: the lane's lines, if they are computed already."""
     if (paused_s := account.paused_s(now_s)) > 0:
         return Wait(paused_s, PAUSED, paused_s)
     longest_s, least_s, reason, is_known = 0.0, 0.0, REASONS[0], True
@@ -112,7 +113,8 @@ def _ahead_of(account: Account, lane: int) -> Sequence[float]:
 
 
 class _Line:
-    """A lane's line before one bucket. Those ahead count as one sum; the request itself follows the bucket's rule."""
+    """A lane's waiting requests, for one bucket. The requests ahead count as one sum; the request itself follows the
+    bucket's rule."""
 
     __slots__ = ("_above", "_bucket", "_filling", "_held", "_is_top", "_lane", "_slope", "taken_per_s")
 
@@ -129,7 +131,7 @@ class _Line:
         self._lane = lane
         self._is_top = not above
         self.taken_per_s = 0.0
-        """What the lanes above are expected to go on taking."""
+        """The rate at which the lanes above are expected to keep spending."""
         self._above = self._held = 0.0
         """`_above`: what the lanes above will take. `_held`: what the level must cover besides the request."""
         for other, takes in above:
@@ -150,8 +152,8 @@ class _Line:
         self._filling.sort()
 
     def wait_s(self, ahead: float, amount: float, taken_per_s: float = 0.0, *, earliest: bool = False) -> float:
-        """Seconds until the request may go behind `ahead`: by what the lane saves alone, or by what the others leave.
-        `taken_per_s`: what the lanes above take of that."""
+        """Seconds until the request may go, after those `ahead` of it: with the lane's savings alone, or with what
+        other lanes leave. `taken_per_s`: the part of the latter that the lanes above take."""
         bucket = self._bucket
         whole = ahead + (amount if amount < bucket.burst else bucket.burst)
         level_s, before = (whole - bucket.level) / bucket.per_s, ahead + self._above - bucket.level
@@ -159,7 +161,8 @@ class _Line:
         if whole <= part:
             return max(0.0, level_s)
         own_s = (whole - part) / (share * bucket.per_s) if share else inf
-        if earliest and ahead > 0 and share:  # those before use what the others leave, and this one the savings
+        if earliest and ahead > 0 and share:
+            # Earliest if those ahead use only what other lanes leave, and this request its lane's savings.
             own_s = min(own_s, max(0.0, before) / bucket.per_s + (whole - ahead) / (share * bucket.per_s))
         return max(0.0, level_s, min(own_s, self._left_s(ahead, amount, taken_per_s)))
 

@@ -1,4 +1,4 @@
-"""Exit codes of commands: 0 done, 1 failed, 2 bad use. Errors are told in one line, without a traceback."""
+"""Exit codes of commands: 0 done, 1 failed, 2 bad use. Errors are printed in one line, without a traceback."""
 
 import asyncio
 import logging
@@ -20,7 +20,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     """Run a command's coroutine on the faster loop."""
     import uvloop
 
-    # It logs each connection that fails or is lost, and so do we, in our words.
+    # aiormq logs each connection that fails or is lost; we log these ourselves.
     library = logging.getLogger("aiormq")
     before = library.level
     library.setLevel(logging.CRITICAL)

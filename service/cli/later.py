@@ -1,4 +1,4 @@
-"""Commands of later versions: they say that they are not available, instead of `No such command`."""
+"""Commands of later versions: each reports that it is not available in this version, instead of `No such command`."""
 
 import sys
 
@@ -6,7 +6,7 @@ import typer
 
 from service.cli.ending import BAD_USE
 
-COMMANDS = ("gateway", "top", "dead", "change", "pause", "resume", "pauses", "audit", "key")
+COMMANDS = ("top", "dead", "change", "pause", "resume", "pauses", "audit")
 ANYTHING = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 

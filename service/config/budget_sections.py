@@ -118,7 +118,7 @@ class CapSettings(Section):
     tokens: Number[float] | None = Field(default=None, gt=0)
     """The most input and output tokens together a day (UTC). Example: 5000000"""
     usd: Number[float] | None = Field(default=None, gt=0)
-    """US dollars a day. Example: 25"""
+    """The most US dollars a day (UTC). Example: 25"""
 
 
 class LaneBudgetSettings(Section):
@@ -146,7 +146,7 @@ class LaneBudgetsSettings(Section):
     batch: LaneBudgetSettings = LaneBudgetSettings.of(BATCH.name)
 
     def specs(self) -> dict[str, LaneBudget]:
-        """By the lane's name, the most urgent first."""
+        """The lanes' budgets by name, the most urgent lane first."""
         return {lane.name: getattr(self, lane.name).spec() for lane in DEFAULT_LANES}
 
     def disagreements(self) -> Iterator[Disagreement]:

@@ -28,11 +28,11 @@ from service.config.budget_sections import (
     PricesSettings,
     ProviderSettings,
 )
+from service.config.gateway_section import GatewaySettings
 from service.config.masking import mask_url
 from service.config.sections import (
     ControlSettings,
     DeadSettings,
-    GatewaySettings,
     LaneSettings,
     LanesSettings,
     ReplySettings,
@@ -291,7 +291,7 @@ class Settings(BaseSettings):
         )
 
     def ssl_context(self) -> ssl.SSLContext | None:
-        """For the broker; None without TLS."""
+        """The TLS context for the broker; None without TLS."""
         return self.tls.context() if urlsplit(self.broker_urls[0]).scheme == "amqps" else None
 
 

@@ -32,11 +32,10 @@ _VALUE = re.compile(r"(?:the value )?'(.*?)'")
 async def apply(topology: Topology, connection: AbstractConnection) -> None:
     """Declare exchanges, then queues, then bindings. Those that exist and are alike stay as they are.
 
-    Safe to repeat, and from several processes at once. Raises TopologyMismatch at the first thing that exists with
-    other properties, AccessRefused without the right to configure, BrokerUnreachable where the connection is lost,
-    BrokerError for whatever else the broker refuses. Success proves that everything exists with our arguments. It does
-    not show further bindings, policies, or arguments that the broker ignored; `verify` checks these.
-    """
+    Safe to repeat, and from several processes at once. Raises TopologyMismatch at the first object that exists with
+    other properties, AccessRefused without the right to configure, BrokerUnreachable if the connection is lost,
+    BrokerError if the broker refuses for another reason. Success proves that everything exists with our arguments. It
+    does not show further bindings, policies, or arguments that the broker ignored; `verify` checks these."""
     with broker_errors():
         channel = await connection.channel()
         try:
@@ -78,7 +77,7 @@ def broker_errors() -> Iterator[None]:
         if asks_to_stop():
             raise
         raise BrokerUnreachable("the connection was lost") from None
-    if cancellations() > before:  # one that aiormq lost
+    if cancellations() > before:  # a cancellation that aiormq lost
         raise asyncio.CancelledError
 
 
@@ -96,13 +95,13 @@ def _refusal(text: str) -> BrokerError:
 
 
 def _value(text: str) -> str:
-    """`the value '10000' of type 'short'`, `'5'` or `none`, as a person would say it."""
+    """The value in the broker's error message (`the value '10000' of type 'short'`, `'5'` or `none`) in plain words."""
     quoted = _VALUE.match(text)
     return quoted[1] if quoted else "nothing" if text == "none" else text
 
 
 def _migrate_queue(name: str, vhost: str) -> str:
-    # Deleting a queue destroys its messages, and quorum queues refuse if-empty: the person has to check first.
+    # Deleting a queue destroys its messages, and quorum queues refuse if-empty: an operator has to check first.
     return (
         f"To migrate it: stop what publishes to it, let the workers empty it until `rabbitmqctl -p '{vhost}' "
         f"list_queues name messages` shows 0 for it, then `rabbitmqctl -p '{vhost}' delete_queue '{name}'` "
@@ -118,7 +117,7 @@ def _migrate_exchange(name: str) -> str:
 
 
 async def declare_exchange(channel: AbstractChannel, exchange: Exchange) -> None:
-    """Declare one exchange; aio-pika's own errors."""
+    """Declare one exchange. Raises aio-pika's own errors."""
     await channel.declare_exchange(
         exchange.name,
         exchange.type,
@@ -131,7 +130,7 @@ async def declare_exchange(channel: AbstractChannel, exchange: Exchange) -> None
 
 
 async def declare_queue(channel: AbstractChannel, queue: Queue) -> None:
-    """Declare one queue; aio-pika's own errors."""
+    """Declare one queue. Raises aio-pika's own errors."""
     await channel.declare_queue(
         queue.name,
         durable=queue.durable,
@@ -142,7 +141,7 @@ async def declare_queue(channel: AbstractChannel, queue: Queue) -> None:
 
 
 async def bind(channel: AbstractChannel, binding: Binding) -> None:
-    """Make one binding; aio-pika's own errors."""
+    """Make one binding. Raises aio-pika's own errors."""
     to_queue = binding.destination_kind == "queue"
     found = channel.get_queue if to_queue else channel.get_exchange
     destination = await found(binding.destination, ensure=False)
