@@ -68,7 +68,7 @@ class Claiming:
             return
         try:
             stops = await self._store.renew(tuple(self._held))
-        except StoreUnavailable as error:  # jobs go on: meanwhile nobody else can be granted their claims
+        except StoreUnavailable as error:  # jobs continue: without the store, no other worker can get their claims
             log.debug(signals.RENEWAL_FAILED, error=str(error))
             return
         for held, why in stops.items():
@@ -95,8 +95,8 @@ class Claiming:
         return found
 
     async def release(self, job: Job, *, due_ms: int | None = None) -> None:
-        """Give a claim back: the request waits for its next delivery, at `due_ms` if that is known. If the store cannot
-        be told, the claim ends with its lease.
+        """Give a claim back: the request waits for its next delivery, at `due_ms` if that is known. If the store is
+        unavailable, the claim ends with its lease.
 
         If this is cancelled, it continues in the background: a holder that never releases its claim counts as dead.
         """

@@ -24,7 +24,8 @@ DAY_S = 86_400
 GIB = 1024**3
 LOOK_EVERY_S = 60.0
 SAMPLE = 8
-"""The size of all letters is estimated from this many of the oldest: AMQP tells the number of messages, not bytes."""
+"""The size of all letters is estimated from this many of the oldest: AMQP reports the number of messages, not their
+bytes."""
 STEP = 1000
 """The most letters that one `look` removes."""
 LEASE = "dead letters"

@@ -11,7 +11,7 @@ ProviderError
 BreakerOpen                 no call was made: every provider that may be called is known to fail now
 
 Each ProviderError carries its row of the table. mypy fails for a new class that passes no row, for a new row that does
-not fill every column, and for a new value of a column until whoever reads that column handles it (`assert_never`).
+not fill every column, and for a new value of a column until the code that reads the column handles it (`assert_never`).
 """
 
 from dataclasses import dataclass
@@ -34,9 +34,9 @@ class Retry(Enum):
     SOON = auto()
     """It may help, and the first retry comes quickly."""
     BACK_OFF = auto()
-    """It may help, but not before the time that the provider told."""
+    """It may help, but not before the provider's `retry-after` is over."""
     AS_TOLD = auto()
-    """It may help after exactly the time that the provider told."""
+    """It may help when the provider's `retry-after` is over."""
 
 
 class Failover(Enum):
@@ -50,7 +50,7 @@ class Failover(Enum):
     ACCOUNT = auto()
     """Another account, with any model."""
     SAME_MODEL_FIRST = auto()
-    """Another account with the same model; with another model only if the provider told to wait for long."""
+    """Another account with the same model; with another model only if the `retry-after` is long."""
 
 
 class Trips(Enum):
@@ -111,7 +111,7 @@ _BY_STATUS: Final = {401: KEY_REFUSED, 403: FORBIDDEN}
 
 class ProviderError(LanekeeperError):
     """A call failed. `detail`: one line for the requester, in which the provider may quote the request. `status`: the
-    provider's, 0 if none. `retry_after_s`: what the provider told, None if nothing."""
+    provider's, 0 if none. `retry_after_s`: the provider's `retry-after`, None if it sent none."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class ProviderError(LanekeeperError):
         self.had_begun = False
         """Whether it came in the middle of an answer."""
         self.rate: RateHeaders | None = None
-        """What the response told of the account's limits; set by the adapter."""
+        """The account's limits in the response's headers; set by the adapter."""
 
     @property
     def paid(self) -> Paid:

@@ -123,7 +123,7 @@ class Job:
         self.stopped: Stop | None = None
         """Why it must stop; None: it may go on."""
         self.waiting: Interruptible | None = None
-        """Its present wait that `stop` can end; None: there is none."""
+        """The current wait, which `stop` can end; None if the job is not waiting."""
 
     def stop(self, why: Stop) -> None:
         """Tell the job to stop: end its current wait now, and each later one as soon as it begins."""

@@ -58,7 +58,7 @@ class Buried:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """It was cancelled, or a newer one took its place: the requester is told, and the message is not kept."""
+    """It was cancelled, or replaced by a newer request: the requester gets an error, and the message is not kept."""
 
     problem: RequestProblem
 
@@ -83,7 +83,7 @@ def ended_by(problem: RequestProblem) -> Refused | Buried:
 
 
 def stopped_by(why: Stop, *, doing: str, due_ms: int | None) -> Dropped | Deferred:
-    """The outcome of a job that was told to stop. `doing`: what it was doing, for its requester."""
+    """The outcome of a job that was told to stop. `doing`: what it was doing, for the error's detail."""
     match why:
         case Stop.CANCELLED:
             return Dropped(RequestProblem("cancelled", f"cancelled by its owner while it {doing}"))

@@ -7,9 +7,8 @@
     both    if it is not allowed           error: a problem document
 
 The broker keeps a cancellation until a worker has recorded it. It drops a question for a result after
-`ANSWERED_WITHIN_S`, when nobody waits for the answer any more. Workers accept a tenant only together with the user that
-the broker has checked, so a message that names a tenant also carries `user_id`.
-"""
+`ANSWERED_WITHIN_S`, because the client no longer waits then. Workers accept a tenant only together with the user that
+the broker has checked, so a message that names a tenant also carries `user_id`."""
 
 import asyncio
 import json

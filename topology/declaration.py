@@ -22,7 +22,8 @@ from topology.model import Arguments, Binding, Exchange, Queue, Topology, Value
 
 OLDEST = (3, 10)
 RECOMMENDED = (4, 3, 5)
-"""Earlier versions have holes; for example, a forged direct reply-to address kills the connection that answers it."""
+"""Earlier versions have security holes; for example, a forged direct reply-to address kills the connection that answers
+it."""
 DELIVERY_LIMIT = 20
 """For requests that kill their worker before it claims them; a worker buries others at their fifth delivery."""
 NO_DELIVERY_LIMIT = -1
@@ -175,7 +176,7 @@ def _quorum() -> dict[str, Value]:
 
 
 def _counted() -> dict[str, Value]:
-    """A message that is delivered more often goes to `lane.fallen`, and is not lost on the way."""
+    """Arguments by which a message that exceeds the delivery limit goes to `lane.fallen`, without a loss on the way."""
     return {"x-delivery-limit": DELIVERY_LIMIT, "x-dead-letter-strategy": "at-least-once"}
 
 

@@ -45,7 +45,7 @@ APPLICATIONS: tuple[Role, ...] = ("application", "client")
 HASHING = "rabbit_password_hashing_sha256"
 SALT_BYTES = 4
 FOUND_ALONE = ("exclusive", "policy", "members")
-"""What definitions do not say of a queue."""
+"""Properties of a queue that definitions do not contain."""
 CONTROL_AT_MOST = 5_000
 CONTROL_BYTES = 16 * 1024 * 1024
 """How much may wait in `lane.control` before its publishers are refused. So a flood cannot fill the disk while no
@@ -53,8 +53,7 @@ worker runs, and later messages are reached within seconds. It is a policy, beca
 cannot change."""
 REPLIES_AT_MOST = 10_000
 REPLY_BYTES_AT_MOST = 256 * MIB
-"""What a reply queue holds for an application that does not read it. Further replies are refused and stay in the
-store."""
+"""The limit of a reply queue that its application does not read. Further replies are refused and stay in the store."""
 REPLIES_KEPT_MS = 86_400_000
 """As long as results are kept by default, so that answers do not stay on the broker for ever."""
 _USER_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")

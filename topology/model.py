@@ -66,7 +66,7 @@ class Binding:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """All of one installation as it is declared, or all of a virtual host as it was found."""
+    """All objects of one installation as declared, or all objects found in a virtual host."""
 
     exchanges: tuple[Exchange, ...] = ()
     queues: tuple[Queue, ...] = ()

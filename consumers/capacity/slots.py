@@ -72,7 +72,7 @@ class Line:
     pool: Working
     """The pool with its own slots."""
     more: Callable[[int], Working]
-    """Makes a pool of so many slots on the same queue."""
+    """Makes a pool with the given number of slots on the same queue."""
     kept: int
     most: int
     target_wait_s: float

@@ -38,7 +38,7 @@ QUIET_S = 0.5
 GATHER_S = 0.01
 """How long the first finished message waits for others, to be acknowledged with them: each write is a system call."""
 AT_A_TIME = 32
-"""After so many refused messages other tasks get the event loop."""
+"""After this many refused messages, other tasks get the event loop."""
 Ready = Callable[[], Awaitable[Mapping[str, int]]]
 """How many messages wait in the control queue, under its name. Raises BrokerError."""
 log = logs.logger()
@@ -135,9 +135,8 @@ class Control:
     async def _catch_up(self, session: Session) -> None:
         """Find out when the backlog has been read, or takes too long: at first, and again after the store was away.
 
-        This polls, because a queue does not tell when it is empty. Two looks in a row must find nothing: a message that
-        the broker has sent, and that has not arrived yet, is counted by neither side.
-        """
+        This polls, because the broker does not announce that a queue is empty. Two looks in a row must find nothing: a
+        message that the broker has sent, and that has not arrived yet, is counted by neither side."""
         loop = asyncio.get_running_loop()
         end_s = loop.time() + CATCH_UP_WITHIN_S
         empty_after: int | None = None

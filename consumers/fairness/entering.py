@@ -77,7 +77,8 @@ class FromAside:
         self._aside.passed_over(queue)
 
     async def set_aside(self, job: Job) -> Outcome | None:
-        """It was held for too long: move it to the end of its queue, where another process may have a slot for it."""
+        """Move a request that was held too long to the end of its side queue, so that another process with a free slot
+        can take it."""
         return await self._aside.put(job)
 
 

@@ -28,7 +28,7 @@ and another process may have a slot for it."""
 LATELY_S: Final = 600.0
 """A tenant that had a request within this time may have another one in the queue."""
 FIGURES_OF: Final = 256
-"""Figures are kept of so many tenants of a lane, those that were active last."""
+"""Figures are kept for this many tenants of a lane: those that were active last."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ OnWait = Callable[[Job, Wait], None]
 
 
 class BudgetGate:
-    """Reserves for a job, at its best route. `on_wait` is told of each wait that is not short, when it begins."""
+    """Reserves for a job, at its best route. `on_wait` is called at the beginning of each wait that is not short."""
 
     def __init__(
         self,

@@ -43,7 +43,7 @@ class Account:
         self._adaptive = Adaptive(spec.start, caps, now_s=now_s)
         self._bursts = Bursts(spec.burst_s)
         self.guessed = self._adaptive.guessed()
-        """For each limit: True if neither the provider has told it nor a setting says it."""
+        """For each limit: True if it is a guess, neither announced by the provider nor set."""
         sizes = self._bursts.sizes(guessed=self.guessed)
         self.buckets = Buckets(self._adaptive.per_minute(), sizes=sizes, shares=self.shares, now_s=now_s)
         self.demand = Demand(len(self.lanes), now_s=now_s)
@@ -270,7 +270,7 @@ class Account:
         self.buckets.want(lane, waiter.amounts if waiter else NOTHING)
 
     def _refused(self, rate: RateHeaders | None, now_s: float) -> None:
-        """Lower what may be used at once if the provider told what is left; lower the limits if that did not help."""
+        """Reduce the burst if the response says how much is left; lower the limits if that did not help."""
         if rate is None or all(told.remaining is None for told in rate):
             self._adaptive.refused(now_s)
         elif self._is_large(rate):

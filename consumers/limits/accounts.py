@@ -142,7 +142,8 @@ class Accounts(Generic[AnyTurns]):
             await turns.aclose()
 
     def _current_turns(self, name: str) -> AnyTurns:
-        """The turns for a new request. Limits that were told too long ago are forgotten, or they could keep it out."""
+        """The turns for a new request. Limits announced too long ago are forgotten first, because they could block the
+        request."""
         turns = self.turns(name)
         if turns.account.is_stale(turns.now_s()):
             turns.learn(NO_NEWS)

@@ -1,11 +1,10 @@
-"""The assumed limits of an account: told by the provider, capped by settings, otherwise found out. Pure.
+"""The assumed limits of an account: announced by the provider, capped by settings, or learned by trial. Pure.
 
-Limits that nobody tells begin low, and grow by a step every few seconds if requests waited for them and none was
-refused. A provider that answers without a word about limits is assumed to have none until it refuses: a self-hosted
-model behind a compatible API has slots, and no budget. A refusal (429) without figures halves the limits. Refusals
-with figures lower them only if using less at once (`burst.py`) did not help: then somebody else uses the account, or
-the provider counts differently. The limits come back step by step.
-"""
+Limits that the provider does not announce begin low, and grow by a step every few seconds if requests waited for them
+and none was refused. A provider that answers without a word about limits is assumed to have none until it refuses: a
+self-hosted model behind a compatible API has slots, and no budget. A refusal (429) without figures halves the limits.
+Refusals with figures lower them only if using less at once (`burst.py`) did not help: then somebody else uses the
+account, or the provider counts differently. The limits come back step by step."""
 
 from collections.abc import Sequence
 from math import inf
@@ -27,9 +26,9 @@ NEAR = 0.7
 NEAR_STEP = STEP / 4
 """The step above `NEAR`, where the limit may soon be too high again."""
 FORGOTTEN_AFTER_S = 180.0
-"""A told limit below the first guess is forgotten if it is not told again within this time."""
+"""An announced limit below the first guess is forgotten if it is not announced again within this time."""
 NEWS_S = 60.0
-"""When a limit is told again, this is noted (and told to other processes) at most this often."""
+"""The repeated announcement of a limit is recorded, and sent to other processes, at most this often."""
 NOTHING_IS = (False, False, False)
 NO_LIMIT = 1e9
 """Stands for no limit. It is finite, so that buckets can be computed with it."""

@@ -11,7 +11,7 @@ from lanekeeper.contract.problems import LanekeeperError
 
 @dataclass(slots=True, kw_only=True)
 class Reservation:
-    """What a call may use. Settle it once, whatever the call came to; settling it again does nothing."""
+    """What a call may use. Settle it once, however the call ended; settling it again does nothing."""
 
     account: str
     lane: str
@@ -31,7 +31,7 @@ class Wait(NamedTuple):
     least_s: float = 0.0
     """The shortest possible wait, by known limits only: no request is refused because of a guess."""
     is_known: bool = True
-    """False if `seconds` follows from a limit that neither the provider has told nor a setting says."""
+    """False if `seconds` follows from a guessed limit, neither announced by the provider nor set."""
 
 
 class WaitTooLong(LanekeeperError):
@@ -76,7 +76,7 @@ class Heard:
     counted: Amounts = NOTHING
     """What the provider had counted for the call when it sent `rate`, whose amounts are those left after that."""
     took_s: float = 0.0
-    """How long ago the call began. `rate` is at most so old, because it is told before the answer."""
+    """How long ago the call began. `rate` is no older, because its headers come before the answer."""
 
 
 NO_NEWS: Final = Heard(kind=Kind.FAILED)

@@ -10,7 +10,7 @@ KINDS = 4096
 """How many kinds are remembered: the latest ones."""
 WEIGHT = 0.1
 SPREAD = 1.0
-"""An answer is expected to be so many mean deviations longer than the mean: seldom less than is used, and less than
+"""The estimate is the mean plus this many mean deviations: seldom less than an answer uses, and less than
 `max_tokens`."""
 
 

@@ -113,7 +113,8 @@ def _ahead_of(account: Account, lane: int) -> Sequence[float]:
 
 
 class _Line:
-    """A lane's line before one bucket. Those ahead count as one sum; the request itself follows the bucket's rule."""
+    """A lane's waiting requests, for one bucket. The requests ahead count as one sum; the request itself follows the
+    bucket's rule."""
 
     __slots__ = ("_above", "_bucket", "_filling", "_held", "_is_top", "_lane", "_slope", "taken_per_s")
 

@@ -56,7 +56,7 @@ class BudgetSpec:
     accounts: Mapping[str, AccountCaps] = field(default_factory=dict)
     """By the name of an account (`Route.account`), or of a provider: then they apply to each of its accounts."""
     start: Amounts = Amounts(50, 30_000, 8_000)  # noqa: RUF009  a value that cannot change
-    """The limits per minute until the provider has told its own: those of the smallest accounts."""
+    """The limits per minute until the provider has announced its own: those of the smallest accounts."""
     first_output_tokens: int = 512
     """The expected length of an answer while no request of its kind has ended yet."""
     first_bytes_per_token: float = 3.5

@@ -25,7 +25,7 @@ class Turns(Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Nobody waits, no call runs, and nothing is left to be told: the account may be forgotten."""
+        """No request waits, no call runs, and no news has to be sent to Redis: the account may be forgotten."""
 
     def now_s(self) -> float:
         """The clock of the account."""

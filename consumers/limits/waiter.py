@@ -1,4 +1,4 @@
-"""One request that waits for its turn, and how its task is told."""
+"""One request that waits for its turn, and the wake-up of its task."""
 
 import asyncio
 

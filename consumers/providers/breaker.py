@@ -18,11 +18,13 @@ from typing import NamedTuple
 FAILURES = 10
 """Failures in a row that open it. If 30 % of all calls fail by chance, that happens once in 240,000 calls."""
 REQUESTS = 3
-"""The failures must come from at least so many requests: one that the provider cannot handle must not block others."""
+"""The failures must come from at least this many requests, because one request that the provider cannot handle must not
+block others."""
 UNREACHED = 3
 """Failures to connect in a row that open it, whatever requests they come from."""
 DOUBTED_FROM = 3
-"""From so many failures in a row on, each failure makes us ask whether another process has opened its breaker."""
+"""After this many failures in a row, each further failure makes us check whether another process has opened its
+breaker."""
 WINDOW_S = 120.0
 """Older failures do not count. It is longer than a hanging call may take (60 s in critical, 120 s in normal)."""
 OPEN_S = 1.0
@@ -51,7 +53,8 @@ class Failure(NamedTuple):
 
 
 class Breaker:
-    """One provider and model, from its first failure until it answers; times are the event loop's."""
+    """The breaker of one provider and model, kept from its first failure until it answers; times are the event
+    loop's."""
 
     __slots__ = ("_failed", "_openings", "_rng", "_until_s", "down_since_s", "state")
 

@@ -16,7 +16,8 @@ from lanekeeper.telemetry.tracing import Tracing
 from topology.codec.request import Request
 
 SPEND_REFUSALS = 10
-"""After so many refusals in a row for its spend limit an account is paused: only a person can raise that limit."""
+"""After this many refusals in a row for its spend limit an account is paused, because only a person can raise that
+limit."""
 log = logs.logger()
 
 
@@ -79,7 +80,7 @@ class Registry:
 
 
 def asking_for(request: Request, model: str) -> Request:
-    """The same request with another name of the model; the request itself if it has that name."""
+    """A copy of the request with another name of the model; the request itself if it already has that name."""
     if model == request.model:
         return request
     body = json.dumps({**json.loads(request.body), "model": model}).encode()

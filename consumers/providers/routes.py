@@ -26,7 +26,7 @@ class ProviderModels:
 
     name: str
     models: Mapping[str, str] | None = None
-    """Its own name for each model that it has; None: it has all, under Anthropic's names."""
+    """The provider's own name for each of its models; None: it has all models, under Anthropic's names."""
 
 
 class Problem(NamedTuple):

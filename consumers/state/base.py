@@ -149,9 +149,9 @@ class Room(StrEnum):
 
     KEPT = "kept"
     TENANT_FULL = "tenant"
-    """Its tenant has as many waiting as it may have."""
+    """The tenant has reached its limit of waiting requests."""
     FULL = "all"
-    """All tenants together have as many waiting as they may have."""
+    """All tenants together have reached the limit of waiting requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,7 +241,8 @@ class Store(Allowances, Leases, Protocol):
         """
 
     async def cancel(self, identity: Identity, completion: Completion) -> Cancelling:
-        """End a request as cancelled: at once if nobody works on it, otherwise its holder is told."""
+        """End a request as cancelled: at once if no worker holds it, otherwise its holder learns of it at its next
+        renewal."""
 
     async def find(self, identity: Identity) -> Found | None:
         """What is known about a request; None if no worker has seen it, or if its keeping time is over."""

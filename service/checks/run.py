@@ -1,4 +1,4 @@
-"""What `lanekeeper check` looks at: each finding says what is wrong and how to mend it."""
+"""The checks of `lanekeeper check`: each finding says what is wrong and how to correct it."""
 
 from collections.abc import AsyncIterator
 from textwrap import shorten
@@ -60,7 +60,7 @@ async def look(settings: Settings, *, simulate: bool = False) -> AsyncIterator[F
 
 
 async def _risks(settings: Settings, connection: Connection | None) -> AsyncIterator[Finding]:
-    """What the production profile refuses. Without the profile it is no failure."""
+    """The settings that the production profile refuses. Without the profile they are warnings."""
     async for risk in risks(settings, connection):
         if settings.is_production:
             yield Finding(risk.what, False, risk.text)
@@ -69,7 +69,8 @@ async def _risks(settings: Settings, connection: Connection | None) -> AsyncIter
 
 
 async def _publisher(settings: Settings, connection: Connection) -> Finding | None:
-    """For a user without the right to reply, such as an application's: what it may publish. None for other users."""
+    """For a user without the right to receive status answers, such as an application's: what it may publish. None for
+    others."""
     user, _ = settings.credentials
     names = settings.names()
     if await _may_write(connection, "", names.reply_prefix + "check"):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 DEFAULT_KEY = "{lane}.cli.send"
 QUIET_S = 2.0
-"""After this time without an answer, look whether anybody works the lane. Most answers come sooner."""
+"""After this time without an answer, check whether the lane has a worker. Most answers come sooner."""
 
 
 def send(
@@ -181,10 +181,8 @@ def _with_its_key(refused: AccessRefused, key: str, settings: "Settings") -> Acc
 
 
 def _bound_s(settings: "Settings", lane: str, asked: "Options") -> float:
-    """How long an answer can take, by the lane's deadline as the settings have it: where no worker runs, none says so.
-
-    A key of no lane is answered at once; the longest deadline will do for it.
-    """
+    """The longest time that an answer can take: the lane's deadline in the settings. If no worker runs, nothing else
+    ends the wait. For a routing key without a lane, the longest deadline is used; its answer comes at once."""
     from lanekeeper.options import ANSWER_LATE_S
 
     deadlines_s = {each.name: each.deadline_s for each in settings.lane_specs()}
@@ -195,7 +193,7 @@ def _bound_s(settings: "Settings", lane: str, asked: "Options") -> float:
 
 
 async def _watch(client: "Client", lane: str) -> None:
-    """If nobody works the lane, say so once."""
+    """If the lane has no worker, print that once."""
     await asyncio.sleep(QUIET_S)
     depth = await client.depth(lane)
     if depth is not None and not depth.consumers:

@@ -27,8 +27,9 @@ CONTROL = {
 def status(json: options.Json = False, config: options.Config = None, sets: options.Set = None) -> None:
     """Show depth, consumers, running, waits and throughput of each lane.
 
-    `running`: of so many slots, and those of the due queue beside them (what comes back from a retry or a delay).
-    Waits are those of the latest requests, up to 256 a worker; `per min` and what follows count final outcomes.
+    `running`: running requests and slots of the intake, and beside them those of the due queue (retried and delayed
+    requests). Waits are those of the latest requests, up to 256 for each worker; `per min` and the columns after it
+    count final outcomes.
 
     Example:  lanekeeper status --json
     """

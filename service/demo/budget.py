@@ -37,7 +37,7 @@ CHARACTERS_PER_TOKEN = 4
 """Counted as the simulated API does."""
 LATENCY_MS = (200, 600)
 BURST_S = 2.0
-"""What the buckets hold: in a run as short as this more would be a good part of what can be used."""
+"""The buckets' size. In such a short run, larger full buckets would be a large part of the usable budget."""
 ACCOUNT = SimulatedOptions(
     output_tokens=80,
     requests_per_minute=300,
@@ -87,7 +87,7 @@ async def run(settings: Settings) -> tuple[Spending, Spending]:
         gated, ungated = [await stack.enter_async_context(SimulatedAPI(ACCOUNT)) for _ in range(2)]
         settings = settings.answered_by(gated.base_url, key="simulated")
         settings = settings.model_copy(update={"budget": BudgetSettings(burst_s=BURST_S)})
-        model = settings.lanes.batch.model  # one for both lanes: one account
+        model = settings.lanes.batch.model  # one model for both lanes, so that they share an account
         provider = AnthropicProvider.at(ungated.base_url, api_key="simulated", traceparent=lambda: None)
         stack.push_async_callback(provider.aclose)
         parts, client = await stack.enter_async_context(working(settings))
@@ -151,7 +151,7 @@ async def _spend(asking: Asking, api: SimulatedAPI) -> Spending:
 
 
 def _books(api: SimulatedAPI) -> Counter[str]:
-    """The provider's. `calls` have ended, `requests` were taken off the budget."""
+    """The provider's counts: `calls` that have ended, and `requests` that were taken from the budget."""
     stats = api.stats()
     return Counter(
         stats["outcomes"],

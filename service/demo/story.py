@@ -39,7 +39,7 @@ PLAIN_WIDTH = 110
 
 
 def run(settings: Settings) -> bool:
-    """Tell the story on the terminal; whether every request was answered right."""
+    """Run the demo on the terminal. Returns whether every request was answered right."""
     return uvloop.run(_tell(settings))
 
 
@@ -93,7 +93,7 @@ async def _tell(settings: Settings) -> bool:
 
 
 def _end_on_signals() -> None:
-    """SIGTERM and SIGHUP (a terminal that closes) end it as Ctrl-C does: what it has declared is taken away."""
+    """SIGTERM and SIGHUP (a terminal that closes) end the demo as Ctrl-C does: the declared topology is removed."""
     task = asyncio.current_task()
     assert task is not None
     for number in (signal.SIGTERM, signal.SIGHUP):

@@ -32,7 +32,7 @@ async def management_of(settings: Settings, connection: Connection) -> Managemen
 
 @asynccontextmanager
 async def watched_rights(connection: Connection, names: Names) -> AsyncIterator[WritingRights]:
-    """The worker's right to write replies and events, looked at now and from then on.
+    """The worker's right to write replies and events, checked now and repeatedly until it is known.
 
     Without it a worker would take requests and return them, until they are buried as poison. Raises AccessRefused.
     """

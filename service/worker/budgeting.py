@@ -29,7 +29,7 @@ HELD_FROM_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Budgeting:
-    """The gates before a call, and what makes the call."""
+    """The gates before a call, and the registry that makes the call."""
 
     budgets: Budgets
     breakers: Breakers

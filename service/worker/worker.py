@@ -1,4 +1,4 @@
-"""A worker: the value that holds its parts."""
+"""A worker as a value that holds its parts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -65,7 +65,7 @@ class Worker:
         return self.publishing.version
 
     def reasons(self) -> Mapping[str, str | None]:
-        """What the worker needs before it takes work: each part, and what is wrong with it or None."""
+        """The parts that must work before the worker takes requests, each with its problem or None."""
         return {
             "consume connection": self.consuming.trouble,
             "publish connection": self.publishing.trouble or self.publishing.blocked,

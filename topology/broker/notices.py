@@ -58,12 +58,12 @@ class Notices:
                 await self._writer
 
     def publish(self, body: bytes, *, exchange: str, routing_key: str) -> None:
-        """Publish it soon. It is dropped if too many wait already."""
+        """Publish an event soon. It is dropped if too many are waiting."""
         with suppress(asyncio.QueueFull):
             self._waiting.put_nowait((exchange, routing_key, _JSON, body))
 
     def send(self, message: Message, *, routing_key: str) -> bool:
-        """The same for a message to a queue; False if it was dropped. It costs a fifth of a confirmed publish."""
+        """Publish a message to a queue soon; False if it was dropped. It costs a fifth of a confirmed publish."""
         if self._waiting.full():
             return False
         self._waiting.put_nowait(("", routing_key, properties_of(message).marshal(), message.body))
@@ -89,7 +89,7 @@ class Notices:
                     self._waiting.task_done()
 
     async def _send(self, together: list[_Notice]) -> None:
-        if self._connection.blocked is not None:  # otherwise all of it would stay in our memory until the alarm ends
+        if self._connection.blocked is not None:  # during an alarm, everything written would stay in our memory
             raise BrokerBlocked(self._connection.blocked)
         if self._channel is None or self._channel.is_closed:
             self._channel = await self._connection.raw_channel(confirms=False, timeout_s=WRITE_TIMEOUT_S)

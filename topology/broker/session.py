@@ -1,4 +1,5 @@
-"""A session is what one channel of a queue delivers; a delivery is one message of it, until it is settled."""
+"""A session is the stream of deliveries on one channel of a queue. A delivery is one delivered message, until it is
+settled."""
 
 import asyncio
 from bisect import bisect_left
@@ -17,7 +18,7 @@ from lanekeeper.contract.problems import BrokerError, BrokerUnreachable
 
 RPC_TIMEOUT_S = 30
 CLOSE_TIMEOUT_S = 3
-"""A hanging broker does not hold up a `stop` for longer."""
+"""A broker that hangs delays a `stop` by no more than this."""
 
 
 class ChannelLost(BrokerError):
@@ -61,11 +62,12 @@ class Delivery:
         await self._settle(self._channel.basic_ack(self.tag, wait=False))
 
     async def reject(self) -> None:
-        """Return it and have the broker count that (docs/facts.md, section 7)."""
+        """Return the message to its queue; the broker counts this as a delivery (docs/facts.md, section 7)."""
         await self._settle(self._channel.basic_reject(self.tag, requeue=True, wait=False))
 
     async def nack(self) -> None:
-        """Return it. RabbitMQ 4.3 does not count that: for a delivery that is not to blame."""
+        """Return the message to its queue. RabbitMQ 4.3 does not count this as a delivery; use it if the message is not
+        at fault."""
         await self._settle(self._channel.basic_nack(self.tag, requeue=True, wait=False))
 
     async def _settle(self, call: Awaitable[None]) -> None:
@@ -150,7 +152,7 @@ class Session:
 
     async def __anext__(self) -> Delivery:
         delivery = await self._arrived.get()
-        if self._lost is not None:  # the broker delivers again also what has arrived already
+        if self._lost is not None:  # the broker delivers messages again even if they have arrived here
             raise ChannelLost(f"{self._queue}: {self._lost}")
         if delivery is None:
             raise StopAsyncIteration

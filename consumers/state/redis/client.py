@@ -57,7 +57,7 @@ class RedisClient:
         await self.run(WRITE, [key], value, for_s)
 
     async def risks(self) -> list[str]:
-        """Why Redis could lose what is written, by its settings; empty if it does not tell them."""
+        """Why Redis, with its settings, could lose acknowledged writes; empty if it does not show its settings."""
         try:
             info = await self._redis.info("memory", "persistence")
         except (exceptions.RedisError, OSError, TimeoutError):

@@ -1,7 +1,7 @@
 """The turns of an account that several processes share. A script in Redis decides; one step covers all that happened in
 this process since the last one.
 
-The next step also tells what was given back and what was learned. While Redis is away, nothing is granted, and the step
+The next step also sends what was given back and what was learned. While Redis is away, nothing is granted, and the step
 is tried again.
 """
 
@@ -38,7 +38,8 @@ LUA: Final = files("consumers.state.redis")
 STEP: Final = Script("".join(LUA.joinpath(name).read_text(encoding="utf-8") for name in ("bucket.lua", "budget.lua")))
 LOOK_EVERY_S: Final = 0.5
 """How often a process asks while a request waits. So it notices what others give back, and they know that it still
-waits. Redis could tell it (publish and subscribe), but that takes another connection, and messages may be lost."""
+waits. Redis could notify processes (publish and subscribe), but that takes another connection, and messages may be
+lost."""
 FORGOTTEN_AFTER_S: Final = 4 * LOOK_EVERY_S
 """A process that says nothing for this long no longer counts as waiting."""
 SETTLE_WITHIN_S: Final = 0.05
@@ -64,7 +65,7 @@ def shared_accounts(
 
 
 class SharedTurns:
-    """See `Turns`. `clock`: seconds since 1970, used until Redis has told its own time."""
+    """Implements `Turns`. `clock`: seconds since 1970, used until Redis's own time is known."""
 
     def __init__(self, client: RedisClient, key: str, account: Account, *, clock: Callable[[], float]) -> None:
         self.account = account
@@ -89,7 +90,7 @@ class SharedTurns:
         self._stepped = asyncio.Event()
         self._timer: asyncio.Handle | None = None
         self._fires_s = -inf
-        """When the timer fires. uvloop's handle does not tell it if that is within half a millisecond."""
+        """When the timer fires. uvloop's handle does not know this for less than half a millisecond."""
         self._told_s = -inf
         self.steps = 0
         """How many round trips there were."""

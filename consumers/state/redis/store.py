@@ -23,7 +23,8 @@ log = logs.logger()
 
 
 class RedisStore:
-    """See `Store`. `spec.max_bytes` is ignored: Redis's own `maxmemory` limits it, and keys expire by themselves."""
+    """Implements `Store`. `spec.max_bytes` is ignored: Redis's own `maxmemory` limits it, and keys expire by
+    themselves."""
 
     def __init__(self, url: str, *, namespace: str, spec: StoreSpec = DEFAULT) -> None:
         self._client = RedisClient(url)

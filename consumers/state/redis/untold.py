@@ -1,4 +1,4 @@
-"""What a process tells Redis about one account with its next step, and what happens to it if that step fails."""
+"""What a process sends to Redis about one account with its next step, and what happens to it if that step fails."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -49,7 +49,7 @@ class Untold:
         return told
 
     def failed(self, told: Told) -> None:
-        """It is unknown whether Redis counted the step. What was used beyond a reservation is told again. What was
+        """It is unknown whether Redis counted the step. What was used beyond a reservation is sent again. What was
         given back is not, because counting it twice would spend more than there is."""
         for each in told.back:
             each["over"] = [min(0.0, over) for over in each["over"]]

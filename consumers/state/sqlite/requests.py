@@ -69,7 +69,7 @@ class Row(NamedTuple):
 
     @property
     def is_deferred(self) -> bool:
-        """It waits until it is due, and nobody has claimed it yet."""
+        """It waits until it is due, and no worker has claimed it yet."""
         return bool(self.noted) and self.status is None
 
     def is_held_against(self, copy: Copy, now: int) -> bool:
@@ -236,7 +236,8 @@ class Requests:
         )
 
     def sweep(self, at: Times) -> int:
-        """One step: remove what was kept long enough; else, in a file too large, a tenant's surplus or the oldest."""
+        """One step: remove results whose keeping time is over; else, if the file is too large, a tenant's surplus or
+        the oldest."""
         removed = self._remove("keep_ms <= ? AND lease_ms <= ?", at.today, at.now, up_to_bytes=STEP_BYTES)
         if not removed and (beyond := self._used_bytes() - self._max_bytes) > 0:
             ended = f"status IS NOT NULL AND lease_ms <= ? AND NOT ({IS_UNSEEN})"  # not cancellations
@@ -264,7 +265,7 @@ class Requests:
         return count
 
     def _read(self, at: Times, identity: Identity) -> Row | None:
-        """The row; None also if it was kept long enough but is not removed yet."""
+        """The row of a request; None if there is none, or if its keeping time is over."""
         found = self._execute(_READ, (identity.tenant, identity.id)).fetchone()
         if found is None:
             return None
