@@ -18,7 +18,7 @@ from topology.codec.request import Request
 __all__ = [
     "Answer",
     "OverloadedError",
-    "Parts",
+    "OnEvent",
     "Provider",
     "ProviderError",
     "RateLimitedError",
@@ -56,7 +56,7 @@ class Answer:
     """By the table of prices; None if the model has no price."""
 
 
-Parts = Callable[[bytes], Awaitable[None]]
+OnEvent = Callable[[bytes], Awaitable[None]]
 """Takes one event of the stream, as JSON. Called in order, awaited before the next event is read."""
 
 
@@ -65,7 +65,7 @@ class Provider(Protocol):
 
     name: str
 
-    async def stream(self, request: Request, *, timeout_s: float, parts: Parts | None) -> Answer:
+    async def stream(self, request: Request, *, timeout_s: float, parts: OnEvent | None) -> Answer:
         """Make one call. It is streamed if `parts` is given, or if the answer may take longer than ten minutes.
 
         `timeout_s` bounds the whole call; if streamed, the time to the first event and every pause after it.

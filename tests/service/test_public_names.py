@@ -21,7 +21,7 @@ PUBLIC = {
     "consumers.job": {"Job"},
     "consumers.outcomes": {"Answered", "Deferred", "Retried", "Refused", "Buried", "Outcome"},
     "consumers.providers.base": {
-        "Answer", "Parts", "Provider", "Usage", "ProviderError", "TransientError", "RateLimitedError",
+        "Answer", "OnEvent", "Provider", "Usage", "ProviderError", "TransientError", "RateLimitedError",
         "OverloadedError", "SpendLimitError", "RejectedError",
     },
     "service.worker.assembly": {"assemble"},
