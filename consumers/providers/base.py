@@ -17,8 +17,8 @@ from topology.codec.request import Request
 
 __all__ = [
     "Answer",
-    "OverloadedError",
     "OnEvent",
+    "OverloadedError",
     "Provider",
     "ProviderError",
     "RateLimitedError",
