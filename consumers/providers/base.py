@@ -4,29 +4,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from consumers.failures import (
-    OverloadedError,
-    ProviderError,
-    RateLimitedError,
-    RejectedError,
-    SpendLimitError,
-    TransientError,
-)
 from consumers.limits.headers import RateHeaders
 from topology.codec.request import Request
-
-__all__ = [
-    "Answer",
-    "OnEvent",
-    "OverloadedError",
-    "Provider",
-    "ProviderError",
-    "RateLimitedError",
-    "RejectedError",
-    "SpendLimitError",
-    "TransientError",
-    "Usage",
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
