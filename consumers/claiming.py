@@ -62,7 +62,7 @@ class Claiming:
             await self.renew()
 
     async def renew(self) -> None:
-        """Renew once, now."""
+        """Renew all held claims once, now."""
         if not self._held:
             self._taken.clear()
             return
@@ -117,7 +117,7 @@ class Claiming:
             return True
 
     async def defer_for_long(self, job: Job, *, due_ms: int, deadline_ms: int) -> bool:
-        """The same for a long wait, tried until the store answers: an earlier cancellation must be found now, because
+        """Store a long wait, and try until the store answers: an earlier cancellation must be found now, because
         the store forgets it before the wait ends. Raises as `claim`."""
         return await _surely(lambda: self._defer(job, due_ms, deadline_ms), within_s=CLAIM_WITHIN_S)
 

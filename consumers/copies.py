@@ -1,8 +1,7 @@
 """Builds the message of a request that is published again: into a delay, a side queue, or as a dead letter. Pure.
 
-It stays as it was published, but `user_id` and `expiration` move into headers (the broker closes a channel that
-publishes with another user's `user_id`).
-"""
+The message stays as it was published, but `user_id` and `expiration` move into headers (the broker closes a channel
+that publishes with another user's `user_id`)."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -28,15 +28,15 @@ class Retry(Enum):
     """Whether another attempt may help, and how long to wait before it. Read by `retry.decide`."""
 
     REJECTED = auto()
-    """It does not help: the request ends as `provider_rejected`."""
+    """Another attempt does not help: the request ends as `provider_rejected`."""
     TOO_LARGE = auto()
-    """It does not help, because another answer would be as large: the request ends as `answer_too_large`."""
+    """Another attempt does not help, because its answer would be as large: the request ends as `answer_too_large`."""
     SOON = auto()
-    """It may help, and the first retry comes quickly."""
+    """Another attempt may help, and the first retry comes quickly."""
     BACK_OFF = auto()
-    """It may help, but not before the provider's `retry-after` is over."""
+    """Another attempt may help, but not before the provider's `retry-after` is over."""
     AS_TOLD = auto()
-    """It may help when the provider's `retry-after` is over."""
+    """Another attempt may help when the provider's `retry-after` is over."""
 
 
 class Failover(Enum):
@@ -62,7 +62,7 @@ class Trips(Enum):
     IN_TIME = auto()
     """A timeout is counted only if the call was given enough time."""
     UNREACHED = auto()
-    """It is counted, and a few in a row are enough."""
+    """The failure is counted, and a few in a row open the breaker."""
 
 
 class Paid(Enum):
@@ -70,9 +70,9 @@ class Paid(Enum):
 
     NOTHING = auto()
     REQUEST = auto()
-    """One request and no tokens."""
+    """The provider counted one request and no tokens."""
     UNKNOWN = auto()
-    """Up to all that was reserved."""
+    """The provider may have counted anything up to the whole reservation."""
 
 
 @dataclass(frozen=True, slots=True)

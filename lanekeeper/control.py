@@ -63,7 +63,7 @@ class NotEnded(LanekeeperError):
         self.id = id
         self.status = status
         self.attempts = attempts
-        """Attempts made so far."""
+        """The attempts made so far."""
         self.due_at = due_at
         """When its next attempt may begin; None if that is not known."""
         super().__init__(

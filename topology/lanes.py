@@ -55,7 +55,7 @@ class LaneSpec:
 
     @property
     def most_due_slots(self) -> int:
-        """The same of the due queue."""
+        """Slots of the due queue, added ones included."""
         return max(1, self.most_slots // 4)
 
 

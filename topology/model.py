@@ -48,7 +48,7 @@ class Queue:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """From an exchange to a queue or another exchange."""
+    """A binding from an exchange to a queue or another exchange."""
 
     source: str
     destination: str

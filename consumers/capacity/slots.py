@@ -35,7 +35,7 @@ log = logs.logger()
 Depths = Callable[[list[str]], Awaitable[Mapping[str, int]]]
 """How many messages wait in each queue."""
 WaitingFor = Callable[[], Mapping[str, str]]
-"""By lane: the part of the provider's budget that its requests wait for; other lanes are left out."""
+"""For each lane whose requests wait for a provider's budget: the part of the budget that they wait for."""
 
 
 class Working(Protocol):
@@ -146,7 +146,7 @@ class Slots:
                 await self._look()
 
     async def stop(self) -> None:
-        """Take no more on added slots."""
+        """Take no more deliveries on added slots."""
         self._stopping.set()
         await self._take_all_back()
 

@@ -23,7 +23,7 @@ class Due(Enum):
     CARRIED_OUT = auto()
     REFUSED = auto()
     COUNTED = auto()
-    """Refused without an answer."""
+    """The message is refused without an answer."""
 
 
 class Allowance:

@@ -90,7 +90,7 @@ class Control:
         return "cancellations are waiting to be recorded" if self._is_behind else None
 
     async def run(self) -> None:
-        """Read until stopped."""
+        """Read control messages until stopped."""
         async with aclosing(self._deliveries.sessions()) as sessions:
             async for session in sessions:
                 self._is_behind, self._session = True, session
@@ -135,8 +135,8 @@ class Control:
     async def _catch_up(self, session: Session) -> None:
         """Find out when the backlog has been read, or takes too long: at first, and again after the store was away.
 
-        This polls, because the broker does not announce that a queue is empty. Two looks in a row must find nothing: a
-        message that the broker has sent, and that has not arrived yet, is counted by neither side."""
+        This polls, because the broker does not announce that a queue is empty. The queue must be found empty twice in a
+        row: a message that the broker has sent and that has not arrived yet is counted by neither side."""
         loop = asyncio.get_running_loop()
         end_s = loop.time() + CATCH_UP_WITHIN_S
         empty_after: int | None = None

@@ -42,9 +42,9 @@ class Aside:
         self._now_ms = now_ms
         self._queues = {names.side(lane.name, each): each for each in range(lane.side_queues)}
         self._tenants: dict[int, str] = {}
-        """By side queue: the tenant of the head that is held."""
+        """For each side queue: the tenant of the head that this process holds."""
         self._places: dict[str, tuple[int, float]] = {}
-        """By tenant: the queue that it keeps, and since when."""
+        """For each tenant: the side queue that is kept for it, and since when."""
         self._full_until_s: dict[int, float] = {}
 
     def has(self, tenant: str) -> bool:

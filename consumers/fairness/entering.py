@@ -16,7 +16,7 @@ class Entering(Protocol):
         """Wait until the request holds a slot, or should be set aside."""
 
     def leave(self, job: Job) -> None:
-        """Give the slot back."""
+        """Give a delivery's slot back."""
 
     def unread(self, queue: str) -> None:
         """The last delivery of this queue could not be read as a job."""

@@ -75,7 +75,7 @@ class Scouting:
                     await self._look(each)
 
     async def stop(self) -> None:
-        """Take no more."""
+        """Send out no more scouts, and call back those that are out."""
         self._stopping.set()
         await self._call_all_back()
 

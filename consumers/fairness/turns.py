@@ -145,8 +145,8 @@ class Bench:
         self.slots = slots
         self._running: dict[str, int] = {}
         self._passes: dict[str, float] = {}
-        """By tenant that runs or waits: its turns so far, divided by its weight. Among equals the fewest turns go
-        first."""
+        """For each tenant with running or waiting requests: its turns so far, divided by its weight. Among tenants with
+        equally many slots, the one with the fewest turns goes first."""
         self._floor = 0.0
         """The number of turns that a new tenant starts with."""
         self._waiting: list[_Waiting] = []
@@ -199,8 +199,8 @@ class Bench:
         return True
 
     async def wait(self, tenant: str, *, rank: int = 0, movable: bool = False, is_head: bool = False) -> Turn:
-        """After `begin` was false: wait for a slot, or to be set aside. `movable`: it may be set aside. `is_head`: it
-        was set aside before; it is again only if it is held for too long."""
+        """After `begin` was false: wait for a slot, or to be set aside. `movable`: the request may be set aside.
+        `is_head`: it was set aside before, and is set aside again only if it is held for too long."""
         movable = movable and self._turns.side is not None
         if movable and not is_head and self._belongs_aside(tenant):
             return Turn.ASIDE

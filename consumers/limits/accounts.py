@@ -116,7 +116,7 @@ class Accounts(Generic[AnyTurns]):
         return forecast.wait(turns.account, self._ranks[lane], amounts, turns.now_s())
 
     def waiting(self) -> Mapping[str, Mapping[str, Waiting]]:
-        """By account and lane: who waits in this process, and for what."""
+        """For each account and lane: how many requests wait in this process, and for what."""
         found: dict[str, dict[str, Waiting]] = {}
         for name, turns in self._known.items():
             account, now_s = turns.account, turns.now_s()
@@ -161,7 +161,7 @@ Budgets = Accounts[Any]
 
 
 async def _turn_of(waiter: Waiter, turns: Turns, until: float | None) -> Reservation:
-    """Wait for the waiter's turn."""
+    """Wait until a waiter is granted its reservation."""
     waiter.turn = asyncio.get_running_loop().create_future()
     try:
         async with asyncio.timeout_at(until):

@@ -192,5 +192,5 @@ class Bucket:
 
 
 def _burst(per_minute: float, burst_s: float) -> float:
-    """At least one request or token: less could never be spent."""
+    """The bucket's size, at least one request or token, because less could never be spent."""
     return max(1.0, per_minute * burst_s / 60)

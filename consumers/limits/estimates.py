@@ -24,7 +24,7 @@ class UsageClass(NamedTuple):
 
 
 def task_of(routing_key: str) -> str:
-    """`critical.support.chat.eu`: `support.chat`."""
+    """The task of a routing key: `support.chat` for `critical.support.chat.eu`."""
     return ".".join(routing_key.split(".", 3)[1:3])
 
 

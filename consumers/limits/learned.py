@@ -49,7 +49,7 @@ class Learned(NamedTuple):
     held_until_s: float
 
     def shifted(self, jump_s: float) -> "Learned":
-        """The same, with all times moved by `jump_s`: the clock has jumped."""
+        """A copy with all times moved by `jump_s`, because the clock has jumped."""
         limits, bursts = self.limits, self.bursts
         return Learned(
             limits._replace(

@@ -50,7 +50,7 @@ class Lines:
         self._sums = [[0.0, 0.0, 0.0] for _ in boosts_s]
         self._next = 0
         self.heads: list[Waiter | None] = [None for _ in boosts_s]
-        """The first of each lane."""
+        """The first waiter of each lane."""
 
     def __len__(self) -> int:
         return sum(len(line) for line in self._lines)
@@ -59,7 +59,7 @@ class Lines:
         return self._at(waiter) is not None
 
     def __iter__(self) -> Iterator[Waiter]:
-        """Lane by lane, in order."""
+        """All waiters, lane by lane, in order."""
         for line in self._lines:
             yield from line
 
@@ -151,7 +151,7 @@ class Lines:
         return self._by_rank if lanes is None else Order.of(lanes)
 
     def aged_in_s(self, now_s: float) -> float:
-        """In how many seconds the next first waiter of a lane ages; infinite if none will."""
+        """The seconds until the next first waiter of a lane has waited `boost_s`; infinite if none will."""
         soonest = NEVER
         if not self._ages:
             return soonest

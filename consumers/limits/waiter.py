@@ -20,7 +20,7 @@ class Waiter:
         self.number = 0
         """Counts up in the order of joining, over all lanes."""
         self.reservation: Reservation | None = None
-        """Set when it is granted."""
+        """The waiter's reservation, set when it is granted."""
         self.turn: asyncio.Future[None] | None = None
         """What its task awaits. None before the task waits, and for a request that does not wait."""
 

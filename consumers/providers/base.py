@@ -32,7 +32,7 @@ class Answer:
     rate: RateHeaders | None = None
     """The account's limits in the response's headers."""
     cost_usd: float | None = None
-    """By the table of prices; None if the model has no price."""
+    """The cost by the table of prices; None if the model has no price."""
 
 
 OnEvent = Callable[[bytes], Awaitable[None]]

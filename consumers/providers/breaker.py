@@ -64,7 +64,7 @@ class Breaker:
         self._openings = 0
         self._until_s = -inf
         self.down_since_s = inf
-        """When it was opened first."""
+        """When the breaker was first opened."""
         self._rng = rng
 
     def wait_s(self, now_s: float) -> float:

@@ -41,7 +41,7 @@ class RoutesSpec:
     """The settings for chains."""
 
     providers: tuple[ProviderModels, ...]
-    """In the order in which they are called."""
+    """The providers in the order in which they are called."""
     lanes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Lanes with other providers, or in another order: the names of the providers."""
     lane_models: Mapping[str, Collection[str] | None] = field(default_factory=dict)
@@ -110,7 +110,7 @@ def unknown(model: str, known: Collection[str]) -> str:
 
 
 class Routes:
-    """Makes the chains."""
+    """Makes the chains of requests."""
 
     def __init__(self, spec: RoutesSpec) -> None:
         self._spec = spec

@@ -48,7 +48,7 @@ class Replies:
     async def final(self, job: Job, completion: Completion, *, replayed: bool = False) -> bool:
         """Send the final reply, once. False: the reply queue is full and refused it.
 
-        It is no error if the requester has gone. Raises BrokerError if the broker does not take the reply.
+        A requester that has gone is no error. Raises BrokerError if the broker does not take the reply.
         """
         if completion.code and not PROBLEMS[completion.code].answered:
             return True

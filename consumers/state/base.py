@@ -44,7 +44,7 @@ class Copy:
     mark: bytes
     """A hash (16 bytes) of what differs between two publishes of a request, such as reply address and send time."""
     redelivered: bool
-    """True if its last delivery was never settled: the worker that had it died, or lost its channel."""
+    """True if the message's last delivery was never settled: the worker that had it died, or lost its channel."""
     nonce: bytes = b""
     """8 bytes unique to this delivery. If it asks again because the answer was lost, it gets the claim that it has."""
     dead_at_ms: int | None = None
@@ -67,7 +67,7 @@ class Completion:
 
     @property
     def is_untried(self) -> bool:
-        """It failed before any attempt was made."""
+        """True if the request failed before any attempt was made."""
         return self.status == "error" and self.headers.get(ATTEMPT) == 0
 
 
@@ -118,7 +118,8 @@ class Cancelling(StrEnum):
     UNSEEN = "unseen"
     """No worker has seen the request: it is queued, or not published yet. It ends as cancelled when it comes."""
     DISPLACED = "displaced"
-    """As UNSEEN, but the tenant had as many unseen cancellations as are kept, so its oldest was forgotten."""
+    """No worker has seen the request, and the tenant was at its limit of unseen cancellations, so its oldest was
+    forgotten."""
     TOLD = "told"
     """The request runs: its holder learns of the cancellation at the next renewal."""
     ENDED = "ended"
@@ -160,7 +161,7 @@ class Taken:
 
     granted: bool
     used: float
-    """In this period, including what was granted now."""
+    """The amount used in this period, including what was granted now."""
     resets_in_s: float
 
 

@@ -12,7 +12,7 @@ SEEN_LATE_S = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreSpec:
-    """What every engine keeps."""
+    """Limits and keeping times of the store, for every engine."""
 
     keep_s: float = DAY_S
     """How long a result is kept after its request has ended."""

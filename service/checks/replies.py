@@ -20,7 +20,7 @@ WITHOUT = f"the wait and the deadline of a request without {SENT_MS} count from 
 
 
 async def replies(connection: Connection) -> list[Finding]:
-    """By a message to a queue of our own, through the default exchange."""
+    """It sends a message to a queue of our own, through the default exchange."""
     try:
         async with Inbox(connection) as inbox:
             message = Message(body=b"{}", message_id=uuid.uuid4().hex, persistent=False)

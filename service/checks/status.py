@@ -82,9 +82,10 @@ class Status:
     breakers: tuple[str, ...] = ()
     """Providers whose breaker is open: they are not called at present."""
     spent: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
-    """By "lane" and "tenant", then by name: requests, tokens and dollars since the workers began."""
+    """Requests, tokens and dollars used since the workers began: by "lane" and "tenant", then by name."""
     tenants: Mapping[str, Mapping[str, Mapping[str, int]]] = field(default_factory=dict)
-    """By lane and tenant: running, in hand, begun and set aside since the workers began; of the latest tenants."""
+    """For each lane and each of its latest tenants: requests running, in hand, begun, and set aside since the workers
+    began."""
     prices_as_of: str | None = None
     undelivered: int = 0
     """Replies since the workers' start that were given up because their queue was full for a minute. Their results are

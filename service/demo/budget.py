@@ -59,7 +59,8 @@ class Spending:
     """The result of one of the two runs, by its requests and by the provider's count."""
 
     waits_ms: list[int] = field(default_factory=list)
-    """Of critical requests, without the provider's own time; without an answer, how long one has waited so far."""
+    """Waits of critical requests, without the provider's own time. A request without an answer counts with its wait so
+    far."""
     answered: int = 0
     refused: int = 0
     """Calls that the provider refused with 429."""
@@ -82,7 +83,7 @@ class Spending:
 
 
 async def run(settings: Settings) -> tuple[Spending, Spending]:
-    """Lanekeeper, and no gate."""
+    """Run the load through Lanekeeper, and at the same time without a gate."""
     async with AsyncExitStack() as stack:
         gated, ungated = [await stack.enter_async_context(SimulatedAPI(ACCOUNT)) for _ in range(2)]
         settings = settings.answered_by(gated.base_url, key="simulated")

@@ -36,9 +36,9 @@ class PrivateBroker:
     """A running private broker."""
 
     amqp_url: str = field(repr=False)
-    """With user and password; the virtual host is `/`."""
+    """The AMQP URL with user and password; the virtual host is `/`."""
     management_url: str
-    """Without credentials: they are the same as in `amqp_url`."""
+    """The management API's URL without credentials, which are those of `amqp_url`."""
     version: str
     guard: "_Guard" = field(repr=False)
 

@@ -13,6 +13,6 @@ async def in_queues(connection: Connection, queues: list[str]) -> Mapping[str, i
 
 
 async def with_set_aside(connection: Connection, heads: Mapping[str, Heads], queues: list[str]) -> Mapping[str, int]:
-    """The same; for an intake, the messages set aside in its side queues are added. `heads`: by intake."""
+    """Adds, for an intake, the messages that are set aside in its side queues. `heads`: those queues, by intake."""
     ready = await in_queues(connection, queues)
     return {queue: count + (heads[queue].ready if queue in heads else 0) for queue, count in ready.items()}

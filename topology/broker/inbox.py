@@ -23,7 +23,7 @@ from topology.broker.session import CLOSE_TIMEOUT_S, RPC_TIMEOUT_S, ChannelLost
 WAITING = 1000
 """Messages that may wait to be read before the broker is asked to hold the rest (its prefetch)."""
 TOGETHER = 50
-"""At most so many are acknowledged with one frame: a third less CPU under load (docs/facts.md, section 12)."""
+"""The most messages that are acknowledged with one frame: a third less CPU under load (docs/facts.md, section 12)."""
 
 
 class Inbox:

@@ -24,7 +24,7 @@ from lanekeeper.telemetry import logs, signals
 WAITING = 1000
 """Notices that may wait to be written; more are dropped."""
 TOGETHER = 100
-"""At most so many in one write."""
+"""The most messages in one write."""
 GATHER_S = 0.005
 """How long the first of them waits for others."""
 WRITE_TIMEOUT_S = 5

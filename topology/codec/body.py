@@ -48,7 +48,7 @@ class MessagesBody(BaseModel):
 
 
 class PromptBody(BaseModel):
-    """The short form."""
+    """The short form of a request's body."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     prompt: Annotated[str, Field(min_length=1)]

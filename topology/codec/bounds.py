@@ -68,7 +68,7 @@ def excess(raw: bytes, *, values: int) -> str | None:
 
 
 def measured(raw: bytes, *, values: int) -> Iterator[str | None]:
-    """The same in steps of at most 20 ms. It ends with the first step that is not None."""
+    """The result of `excess`, in steps of at most 20 ms. It ends with the first step that is not None."""
     if len(raw) <= min(values, SMALL_BYTES):
         return
     has_many = len(raw) - len(raw.translate(None, b"".join(_MARKS))) > values

@@ -56,13 +56,14 @@ class HopHeaders:
     dead_at: str | None = None
     """If a dead letter was published again: when its request had ended."""
     redelivered: bool = False
-    """It was moved here from a queue that does not count deliveries, where its last delivery was never settled."""
+    """True if the message was moved from a queue that does not count deliveries, where its last delivery was never
+    settled."""
     hop_ms: int | None = None
     """When it was sent into the delay; ms since 1970."""
     back_ms: int | None = None
     """When the delay is over."""
     is_fresh: bool = False
-    """It was set aside before any worker had worked on it."""
+    """True if the request was set aside before any worker had worked on it."""
     reply_try: int = 0
     """How often its reply was refused. Above 0 the request has ended, and only its reply has to be sent."""
     reply_error: str | None = None

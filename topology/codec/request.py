@@ -28,9 +28,9 @@ class Request:
     """When it was published, as far as is known; ms since 1970."""
     sent_by: Clock
     due_ms: int | None
-    """It must not start before; ms since 1970. None: it may start at once."""
+    """The request must not start before this time; ms since 1970. None: it may start at once."""
     deadline_ms: int
-    """By when it must be answered; ms since 1970."""
+    """The request must be answered by this time; ms since 1970."""
     attempts: int
     """Attempts that were made before this delivery."""
     states_stream: bool = True
@@ -40,7 +40,7 @@ class Request:
 
     @property
     def start_ms(self) -> int:
-        """From when its wait counts: publishing, or the due time."""
+        """The start of the request's wait: the time of publishing, or the due time."""
         return self.sent_ms if self.due_ms is None else max(self.due_ms, self.sent_ms)
 
 

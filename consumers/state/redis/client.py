@@ -26,7 +26,7 @@ class RedisClient:
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
         self.address = f"{parts.scheme}://{parts.hostname}:{parts.port or 6379}"
-        """Without user and password, so that it may be shown."""
+        """The URL without user and password, so that it may be shown."""
         self.trouble: str | None = None
         pool = BlockingConnectionPool.from_url(
             url,

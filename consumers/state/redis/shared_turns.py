@@ -101,7 +101,7 @@ class SharedTurns:
 
     @property
     def is_asking(self) -> bool:
-        """A step is under way."""
+        """Whether a step is in progress."""
         return self._task is not None
 
     def now_s(self) -> float:

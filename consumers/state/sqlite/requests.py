@@ -106,7 +106,7 @@ _RENEW = "UPDATE request SET lease_ms = ? WHERE tenant = ? AND id = ?"
 
 
 class Requests:
-    """`Claims` and `Results` over one connection."""
+    """Implements `Claims` and `Results` on one SQLite connection."""
 
     def __init__(self, connection: sqlite3.Connection, spec: StoreSpec) -> None:
         self._execute = connection.execute
@@ -245,7 +245,7 @@ class Requests:
         return removed or self._bounded.sweep(at.today)
 
     def _used_bytes(self) -> int:
-        """Without unseen cancellations: they have their own limit, and must displace no results."""
+        """The used bytes without unseen cancellations, which have their own limit and must not displace results."""
         (pages,) = self._execute("PRAGMA page_count").fetchone()
         (free,) = self._execute("PRAGMA freelist_count").fetchone()
         return int(pages - free) * self._page_bytes - self._bounded.unseen_bytes

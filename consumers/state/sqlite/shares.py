@@ -96,7 +96,7 @@ class Shares:
 
 
 class Waiting:
-    """`Waits` over one connection."""
+    """Implements `Waits` on one SQLite connection."""
 
     def __init__(self, connection: sqlite3.Connection, spec: StoreSpec) -> None:
         self._shares = Shares(connection)

@@ -87,7 +87,7 @@ def properties_of(message: Message) -> Basic.Properties:
 
 
 def _unmarshal_properties(self: Any, flags: int, data: bytes) -> None:
-    """As pamqp's own, but a property that cannot be read is skipped and named in the headers."""
+    """Replaces pamqp's function. A property that cannot be read is skipped and named in the headers."""
     unreadable = ["flags (more than there are properties)"] if flags & _MORE_FLAGS else []
     for name in self.__slots__:
         if not flags & self.flags[name]:

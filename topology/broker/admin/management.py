@@ -27,7 +27,7 @@ _QUEUE_COLUMNS = "name,arguments,durable,auto_delete,exclusive,effective_policy_
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """Version and cluster name."""
+    """A broker's version and cluster name."""
 
     version: str
     cluster: str
