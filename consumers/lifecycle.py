@@ -77,4 +77,4 @@ class Lifecycle:
 
 def _word(text: str, length: int) -> str:
     """The text as ASCII, cut to `length`: the key or id of a refused request may be anything."""
-    return text[:length].encode("ascii", "replace").decode()
+    return text if len(text) <= length and text.isascii() else text[:length].encode("ascii", "replace").decode()

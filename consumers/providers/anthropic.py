@@ -21,7 +21,7 @@ from anthropic import AsyncAnthropic, DefaultAioHttpClient
 
 from consumers.failures import TIMEOUT, AnswerTooLargeError, ProviderError, TransientError
 from consumers.limits import headers as rate_headers
-from consumers.providers.answers import parse_message, read_answer
+from consumers.providers.answers import parse_message, pieces, read_answer
 from consumers.providers.base import Answer, OnEvent
 from consumers.providers.error_body import bound_error_body
 from consumers.providers.events import EventSplitter
@@ -195,9 +195,10 @@ class AnthropicProvider:
             raise self._too_large(response, self._max_answer_bytes)
         with border(secret=self._key):
             body = b"".join([chunk async for chunk in self._chunks(response, self._max_answer_bytes)])
-        if announced.isdigit() and int(announced) != response.num_bytes_downloaded:
+        came = response.num_bytes_downloaded or len(body)  # packed, or as it came
+        if announced.isdigit() and int(announced) != came:
             raise TransientError(
-                f"the answer has {response.num_bytes_downloaded} of its {announced} bytes",
+                f"the answer has {came} of its {announced} bytes",
                 type="truncated",
                 request_id=_request_id(response),
             )
@@ -253,7 +254,7 @@ class AnthropicProvider:
 
     async def _chunks(self, response: httpx2.Response, most: int) -> AsyncGenerator[bytes, None]:
         size = 0
-        async for chunk in response.aiter_bytes():
+        async for chunk in pieces(response):
             size += len(chunk)
             if size > most:
                 raise self._too_large(response, most)

@@ -219,8 +219,8 @@ class WaitingSettings(Section):
     one request, so the default is at most 160 MiB on the broker's disks. Further ones are answered
     `too_many_waiting`."""
     in_all: Number[int] = Field(default=StoreSpec().waiting_in_all, ge=1, le=1_000_000_000)
-    """How many requests of all tenants together may wait for such a delay. The default is enough for ten tenants at
-    their limit: 1.6 GiB."""
+    """How many requests of all tenants together may wait for a delay of more than a minute. The default is enough for
+    ten tenants at their limit: 1.6 GiB."""
 
     def disagreements(self) -> Iterator[Disagreement]:
         if self.per_tenant > self.in_all:

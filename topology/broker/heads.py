@@ -17,6 +17,8 @@ from aiormq.channel import Channel
 from pamqp.commands import Basic
 
 from lanekeeper.amqp.driver.border import border
+from lanekeeper.amqp.driver.frames import message_of
+from lanekeeper.amqp.driver.incoming import Delivered
 from topology.broker.session import RPC_TIMEOUT_S, ChannelLost, Delivery, Session
 
 LOOK_EVERY_S: Final = 1.0
@@ -131,7 +133,8 @@ class HeadsSession(Session):
             self._heads.found(queue, 0)
             return None
         self._heads.fetched(queue, left=found.delivery.message_count or 0)
-        return Delivery(found, queue=queue, channel=self._channel, counted=self._counted)
+        got = Delivered(message_of(found), found.delivery.delivery_tag or 0, bool(found.delivery.redelivered))
+        return Delivery(got, queue=queue, channel=self._channel, counted=self._counted)
 
     async def _look(self) -> None:
         for queue in self._heads.queues:

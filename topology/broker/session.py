@@ -6,12 +6,13 @@ from bisect import bisect_left
 from collections.abc import Awaitable, Collection, Sequence
 from contextlib import suppress
 
-from aiormq.abc import ChannelFrame, DeliveredMessage
+from aiormq.abc import ChannelFrame
 from aiormq.channel import Channel
 from pamqp.commands import Basic
 
+from lanekeeper.amqp.driver.alarms import tap_of
 from lanekeeper.amqp.driver.border import border
-from lanekeeper.amqp.driver.frames import message_of
+from lanekeeper.amqp.driver.incoming import Delivered, left_to_the_tap
 from lanekeeper.contract import names
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import BrokerError, BrokerUnreachable
@@ -28,20 +29,15 @@ class ChannelLost(BrokerError):
 class Delivery:
     """One message that was delivered and has to be settled: ack, nack or reject."""
 
-    __slots__ = ("_channel", "_counted", "_tag", "message", "queue", "redelivered")
+    __slots__ = ("_channel", "_counted", "message", "queue", "redelivered", "tag")
 
-    def __init__(self, delivered: DeliveredMessage, *, queue: str, channel: Channel, counted: bool = True) -> None:
-        assert isinstance(delivered.delivery, (Basic.Deliver, Basic.GetOk))
-        self.message: Message = message_of(delivered)
+    def __init__(self, delivered: Delivered, *, queue: str, channel: Channel, counted: bool = True) -> None:
+        self.message: Message = delivered.message
         self.queue = queue
-        self.redelivered = bool(delivered.delivery.redelivered)
-        self._tag = delivered.delivery.delivery_tag
+        self.redelivered = delivered.redelivered
+        self.tag = delivered.tag
         self._channel = channel
         self._counted = counted
-
-    @property
-    def tag(self) -> int:
-        return self._tag or 0
 
     @property
     def times_delivered(self) -> int | None:
@@ -71,7 +67,7 @@ class Delivery:
         await self._settle(self._channel.basic_nack(self.tag, requeue=True, wait=False))
 
     async def _settle(self, call: Awaitable[None]) -> None:
-        with border(f"channel lost before {self.queue} delivery {self._tag} was settled", lost=ChannelLost):
+        with border(f"channel lost before {self.queue} delivery {self.tag} was settled", lost=ChannelLost):
             await call
 
 
@@ -121,7 +117,8 @@ class Session:
                     await self._consume()  # if this fails, the channel closes, and the session with it
 
     async def _consume(self) -> None:
-        consuming = await self._channel.basic_consume(self._queue, self._on_delivery, timeout=RPC_TIMEOUT_S)
+        tap_of(self._channel).on_delivery = self._on_delivery
+        consuming = await self._channel.basic_consume(self._queue, left_to_the_tap, timeout=RPC_TIMEOUT_S)
         self._tag = consuming.consumer_tag or ""
 
     async def ack(self, deliveries: Sequence[Delivery], *, in_hand: Collection[int] = ()) -> None:
@@ -158,7 +155,7 @@ class Session:
             raise StopAsyncIteration
         return delivery
 
-    async def _on_delivery(self, delivered: DeliveredMessage) -> None:
+    def _on_delivery(self, delivered: Delivered) -> None:
         self._arrived.put_nowait(Delivery(delivered, queue=self._queue, channel=self._channel, counted=self._counted))
 
     def _on_closed(self, closing: "asyncio.Future[object]") -> None:
