@@ -42,7 +42,7 @@ class Cap:
 
     requests: float | None = None
     tokens: float | None = None
-    """Input and output, without what was read from the cache."""
+    """Input and output tokens, without those read from the cache."""
     usd: float | None = None
 
 

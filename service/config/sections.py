@@ -122,16 +122,6 @@ class LanesSettings(Section):
     batch: LaneSettings = LaneSettings.of(BATCH)
 
 
-class GatewaySettings(Section):
-    """The address of the HTTP server; in this version it serves only the health endpoints."""
-
-    host: str = Field(default="127.0.0.1", min_length=1, max_length=255)
-    """The address on which /healthz and /readyz are served. By default only this machine can reach it. Example:
-    0.0.0.0"""
-    port: Number[int] = Field(default=8080, ge=0, le=65_535)
-    """The port of /healthz and /readyz. 0: any free port."""
-
-
 class TlsSettings(Section):
     """For `amqps://` and the management API over https. The broker's certificate is always verified."""
 

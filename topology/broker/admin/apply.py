@@ -101,7 +101,7 @@ def _value(text: str) -> str:
 
 
 def _migrate_queue(name: str, vhost: str) -> str:
-    # Deleting a queue destroys its messages, and quorum queues refuse if-empty: the person has to check first.
+    # Deleting a queue destroys its messages, and quorum queues refuse if-empty: an operator has to check first.
     return (
         f"To migrate it: stop what publishes to it, let the workers empty it until `rabbitmqctl -p '{vhost}' "
         f"list_queues name messages` shows 0 for it, then `rabbitmqctl -p '{vhost}' delete_queue '{name}'` "
