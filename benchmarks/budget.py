@@ -40,7 +40,7 @@ async def main(load: Load, *, only: list[str], scenarios: list[str], program: Pa
             rows = await _contest(load, only=only, ours=ours, program=program)
             print(table(rows))
             picture.parent.mkdir(parents=True, exist_ok=True)
-            picture.write_text(plot.svg(rows, load))  # noqa: ASYNC240  nothing runs any more
+            picture.write_text(plot.svg(rows, load))
             print(f"Waits over time: {picture}")
         for name in scenarios:
             await _scenario(name, load, broker_url=broker_url)

@@ -146,7 +146,7 @@ async def main(tenants: int, processes: int, waiting: int, slots: int, settle_s:
         await apply(declared, await connection.underlying())
         for _ in range(processes):
             await stack.enter_async_context(process(url, api.base_url, folder, slots))
-        while (await intake(connection)).consumers < processes:  # noqa: ASYNC110  a count, with no event behind it
+        while (await intake(connection)).consumers < processes:
             await asyncio.sleep(0.1)
         client = await stack.enter_async_context(Client(url, cancel_abandoned=False))
         load = Load(client, Publisher(connection, tracing=Tracing()))
@@ -159,7 +159,7 @@ async def main(tenants: int, processes: int, waiting: int, slots: int, settle_s:
         ]
         tasks.append(asyncio.create_task(load.now_and_then()))
         deadline = time.monotonic() + settle_s  # until what came before has been looked through
-        while time.monotonic() < deadline and (await intake(connection)).ready > slots:  # noqa: ASYNC110  the same
+        while time.monotonic() < deadline and (await intake(connection)).ready > slots:
             await asyncio.sleep(0.1)
         settled = time.monotonic()
         load.counts_from_s = settled

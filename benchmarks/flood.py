@@ -34,7 +34,7 @@ async def main(jobs: int, requests: int, every_ms: int) -> None:
             stop = asyncio.Event()
             working = asyncio.create_task(worker.run(parts, stop=stop, grace_s=1))
             batch = next(activity for activity in parts.activities if activity.lane == "batch")
-            while batch.running < settings.lanes.batch.slots:  # noqa: ASYNC110  a count, with no event behind it
+            while batch.running < settings.lanes.batch.slots:
                 await asyncio.sleep(0.05)
             waits = await _ask(client, requests, every_ms / 1000)
             left = (await depths(parts.publishing, [parts.names.intake("batch")]))[parts.names.intake("batch")]

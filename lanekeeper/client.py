@@ -11,7 +11,6 @@ import asyncio
 import ssl
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, aclosing
-from types import TracebackType
 from typing import Any, Self, Unpack
 from urllib.parse import unquote, urlsplit
 
@@ -88,9 +87,7 @@ class Client:
             self._stack = stack.pop_all()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
     async def publish(self, body: Mapping[str, Any] | bytes, *, key: str, **options: Unpack[Options]) -> str:

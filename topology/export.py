@@ -27,7 +27,7 @@ import base64
 import hashlib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from lanekeeper.contract.names import CONTROL_KEYS, Names
@@ -40,16 +40,12 @@ NOTHING = "^$"
 OWN_QUEUES = r"amq\.gen-.*"
 """Queues that the broker named."""
 DEFAULT_EXCHANGE = r"amq\.default"
-TAGS: dict[Role, str] = {
-    "application": "",
-    "client": "",
-    "worker": "",
-    "operator": "monitoring",
-    "deployer": "management",
-}
+TAGS: dict[Role, str] = {"operator": "monitoring", "deployer": "management"}
 APPLICATIONS: tuple[Role, ...] = ("application", "client")
 HASHING = "rabbit_password_hashing_sha256"
 SALT_BYTES = 4
+FOUND_ALONE = ("exclusive", "policy", "members")
+"""What definitions do not say of a queue."""
 CONTROL_AT_MOST = 5_000
 CONTROL_BYTES = 16 * 1024 * 1024
 """How much may wait in `lane.control` before its publishers are refused. So a flood cannot fill the disk while no
@@ -153,7 +149,7 @@ def definitions(topology: Topology, vhost: str, users: Sequence[User] = ()) -> d
                 "name": user.name,
                 "password_hash": user.password_hash,
                 "hashing_algorithm": HASHING,
-                "tags": TAGS[user.role],
+                "tags": TAGS.get(user.role, ""),
                 **_limits(user),
             }
             for user in users
@@ -161,38 +157,14 @@ def definitions(topology: Topology, vhost: str, users: Sequence[User] = ()) -> d
         "permissions": [_permission(user, topology, vhost) for user in users],
         "topic_permissions": [permission for user in users for permission in _topic_permissions(user, topology, vhost)],
         "policies": [_control_policy(topology, vhost)],
-        "exchanges": [
-            {
-                "vhost": vhost,
-                "name": exchange.name,
-                "type": exchange.type,
-                "durable": exchange.durable,
-                "auto_delete": exchange.auto_delete,
-                "internal": exchange.internal,
-                "arguments": dict(exchange.arguments),
-            }
-            for exchange in topology.exchanges
-        ],
+        "exchanges": [{"vhost": vhost, **asdict(exchange)} for exchange in topology.exchanges],
         "queues": [
-            {
-                "vhost": vhost,
-                "name": queue.name,
-                "durable": queue.durable,
-                "auto_delete": queue.auto_delete,
-                "arguments": dict(queue.arguments),
-            }
+            {"vhost": vhost, **{field: value for field, value in asdict(queue).items() if field not in FOUND_ALONE}}
             for queue in (*topology.queues, *reply_queues(users, Names(topology.namespace)))
         ],
         "bindings": [
-            {
-                "vhost": vhost,
-                "source": binding.source,
-                "destination": binding.destination,
-                "destination_type": binding.destination_kind,
-                "routing_key": binding.routing_key,
-                "arguments": dict(binding.arguments),
-            }
-            for binding in topology.bindings
+            {"vhost": vhost, "destination_type": fields.pop("destination_kind"), **fields}
+            for fields in map(asdict, topology.bindings)
         ],
     }
 
@@ -219,14 +191,7 @@ def _limits(user: User) -> dict[str, dict[str, int]]:
 
 
 def _permission(user: User, topology: Topology, vhost: str) -> dict[str, str]:
-    allowed = rights(user, topology)
-    return {
-        "user": user.name,
-        "vhost": vhost,
-        "configure": allowed.configure,
-        "write": allowed.write,
-        "read": allowed.read,
-    }
+    return {"user": user.name, "vhost": vhost, **asdict(rights(user, topology))}
 
 
 def _topic_permissions(user: User, topology: Topology, vhost: str) -> list[dict[str, str]]:

@@ -66,18 +66,6 @@ class Difference:
                 said = f"{self.what} {self.name}: {self.field} is {_said(self.found)}, declared is {_said(self.wanted)}"
                 return said if self.remedy is None else f"{said}; mend it with: {self.remedy}"
 
-    def as_json(self) -> dict[str, Value | None]:
-        """All fields, as JSON has them."""
-        return {
-            "change": self.change,
-            "what": self.what,
-            "name": self.name,
-            "field": self.field,
-            "wanted": self.wanted,
-            "found": self.found,
-            "remedy": self.remedy,
-        }
-
 
 def compare(declared: Topology, found: Topology) -> list[Difference]:
     """Name every difference, in the order of the declaration, what is not declared last."""

@@ -72,12 +72,12 @@ async def version(program: Path) -> str:
 
 @asynccontextmanager
 async def proxy(base_url: str, load: Load, *, program: Path, further: str = "") -> AsyncIterator[Asking]:
-    (port,), program = free_ports(1), program.absolute()  # noqa: ASYNC240  a question of text
+    (port,), program = free_ports(1), program.absolute()
     slots = {lane.name: asyncio.Semaphore(lane.slots) for lane in DEFAULT_LANES}
     url, key = f"http://{LOOPBACK}:{port}", f"sk-{secrets.token_hex(16)}"
     with tempfile.TemporaryDirectory(prefix="lanekeeper-bench-") as folder:
         config = Path(folder, "config.yaml")
-        config.write_text(  # noqa: ASYNC240  small, and nothing runs yet
+        config.write_text(
             _CONFIG.format(
                 model=MODEL,
                 base_url=base_url,

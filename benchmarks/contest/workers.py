@@ -94,7 +94,7 @@ def _environment(load: Load) -> dict[str, str]:
 async def _consuming(client: Client, *, workers: int) -> None:
     async with asyncio.timeout(START_WITHIN_S):
         for lane in DEFAULT_LANES:
-            while (depth := await client.depth(lane.name)) is None or depth.consumers < workers:  # noqa: ASYNC110
+            while (depth := await client.depth(lane.name)) is None or depth.consumers < workers:
                 await asyncio.sleep(0.2)
 
 

@@ -14,19 +14,15 @@ class Entering(Protocol):
 
     async def enter(self, job: Job) -> Turn:
         """Wait until the request holds a slot, or should be set aside."""
-        ...
 
     def leave(self, job: Job) -> None:
         """Give the slot back."""
-        ...
 
     def unread(self, queue: str) -> None:
         """No job could be made of the last delivery of this queue."""
-        ...
 
     async def set_aside(self, job: Job) -> Outcome | None:
         """Move it to a side queue. If it cannot be moved, return its outcome. Raises BrokerError."""
-        ...
 
 
 class FromQueue:

@@ -14,4 +14,3 @@ class Gate(Protocol):
 
     async def leave(self, job: Job, asked: Asked, outcome: Outcome | None) -> None:
         """`outcome` is None if the delivery was lost or the worker stops: then nothing is known."""
-        ...

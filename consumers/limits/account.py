@@ -214,10 +214,12 @@ class Account:
         self._resize()
 
     def shift(self, jump_s: float) -> None:
-        """The clock has jumped by `jump_s`: move the times of the waiters and the ends of stops."""
+        """The clock has jumped by `jump_s`: move all times, so that what was learned gets neither older nor younger."""
         self.lines.shift(jump_s)
-        self.paused_until_s += jump_s
-        self.held_until_s += jump_s
+        self.load(self.learned().shifted(jump_s))
+        self._underway.shift(jump_s)
+        self.concurrency.shift(jump_s)
+        self.demand.shift(jump_s)
 
     def nobody_elsewhere(self) -> None:
         """Forget the waiters of other processes: what these have told is too old."""

@@ -102,28 +102,21 @@ class Budgets(Protocol):
         Raises WaitTooLong if the account is paused, and as soon as known limits show that it cannot be granted before
         `until`. A request that is cancelled leaves the line.
         """
-        ...
 
     async def try_reserve(self, name: str, *, lane: str, amounts: Amounts) -> Reservation | None:
         """Reserve at once, or return None."""
-        ...
 
     def settle(self, reservation: Reservation, used: Amounts | None) -> None:
         """Settle after the call. `used` None: the provider counted nothing."""
-        ...
 
     def learn(self, name: str, heard: Heard) -> None:
         """Learn from every response, errors included."""
-        ...
 
     async def predicted_wait(self, name: str, *, lane: str, amounts: Amounts) -> Wait:
         """The forecast for a request that would join its lane's line now."""
-        ...
 
     def waiting(self) -> Mapping[str, Mapping[str, Waiting]]:
         """By account and lane: who waits in this process, and for what."""
-        ...
 
     def paused(self) -> Mapping[str, float]:
         """For each account that a spend limit has paused: for how many seconds more."""
-        ...

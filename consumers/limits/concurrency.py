@@ -86,6 +86,11 @@ class Concurrency:
         """In how many seconds time raises the limit by one; infinite if it was not lowered."""
         return inf if self.is_set else max(0.0, self._regained_s + REGAIN_S - now_s)
 
+    def shift(self, jump_s: float) -> None:
+        """The clock has jumped by `jump_s`."""
+        self._backed_off_s += jump_s
+        self._regained_s += jump_s
+
     def _allow(self, more: float) -> None:
         self.limit = min(self._ceiling, self.limit + more)
         if self.limit > 2 * self._peak:

@@ -30,6 +30,10 @@ class Demand:
             output_tokens * kept + amounts[2],
         ]
 
+    def shift(self, jump_s: float) -> None:
+        """The clock has jumped by `jump_s`."""
+        self._at_s = [at_s + jump_s for at_s in self._at_s]
+
     def per_s(self, lanes: Sequence[int], each: int, now_s: float) -> float:
         """What these lanes take per second from one bucket (`each`: its place in `Amounts`)."""
         return sum(

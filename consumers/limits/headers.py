@@ -42,8 +42,8 @@ class RateHeaders:
 
 
 def read(headers: Mapping[str, str], *, now_s: float) -> RateHeaders | None:
-    """None if nothing is told. `headers`: its items have names in lower case; `now_s`: since 1970."""
-    headers = dict(headers.items())  # httpx2 searches through all of them at each look-up
+    """None if nothing is told. `headers`: by names in lower case (a dict: httpx2 searches all of them at each look-up);
+    `now_s`: since 1970."""
     found = [
         _told(headers, name, least, rounded_up_by, now_s)
         for name, least, rounded_up_by in zip(_NAMES, LEAST, ROUNDED_UP_BY, strict=True)

@@ -47,6 +47,20 @@ class Learned(NamedTuple):
     paused_until_s: float
     held_until_s: float
 
+    def shifted(self, jump_s: float) -> "Learned":
+        """The same, with all times moved by `jump_s`: the clock has jumped."""
+        limits, bursts = self.limits, self.bursts
+        return Learned(
+            limits._replace(
+                told_s=tuple(each + jump_s for each in limits.told_s),
+                halved_s=limits.halved_s + jump_s,
+                moved_s=limits.moved_s + jump_s,
+            ),
+            bursts._replace(cut_s=bursts.cut_s + jump_s, moved_s=bursts.moved_s + jump_s),
+            self.paused_until_s + jump_s,
+            self.held_until_s + jump_s,
+        )
+
 
 def write(learned: Learned) -> str:
     """As JSON."""

@@ -26,31 +26,24 @@ class Turns(Protocol):
     @property
     def is_idle(self) -> bool:
         """Nobody waits, no call runs, and nothing is left to be told: the account may be forgotten."""
-        ...
 
     def now_s(self) -> float:
         """The clock of the account."""
-        ...
 
     def step(self) -> None:
         """Grant all waiters that may go now, and look again when more has come in. May return before deciding."""
-        ...
 
     async def decided(self, waiter: Waiter) -> None:
         """Wait until it is decided whether this waiter, who has just joined, may go at once."""
-        ...
 
     def settle(self, reservation: Reservation, used: Amounts | None) -> None:
         """Settle a reservation that is not settled yet. `used`: what of it was used."""
-        ...
 
     def learn(self, heard: Heard) -> None:
         """Learn from one response."""
-        ...
 
     async def aclose(self) -> None:
         """End the timers. No request may wait any more."""
-        ...
 
 
 def refuse(account: Account, waiter: Waiter, wait: Wait) -> None:

@@ -28,6 +28,12 @@ class Underway:
     def end(self, reservation: Reservation) -> None:
         self._calls.pop(id(reservation), None)
 
+    def shift(self, jump_s: float) -> None:
+        """The clock has jumped by `jump_s`."""
+        self._held_s += jump_s
+        for each in self._calls.values():
+            each.at_s += jump_s
+
     def needs(self, left: float) -> bool:
         """True if one of the calls may need more input than was left."""
         return left < (1 + MARGIN_MOST) * max((each.amounts.input_tokens for each in self._calls.values()), default=0.0)

@@ -25,9 +25,10 @@ from consumers.providers.answers import parse_message, read_answer
 from consumers.providers.base import Answer, Parts
 from consumers.providers.error_body import bound_error_body
 from consumers.providers.events import EventSplitter
+from consumers.providers.repeating import PATH, Repeating
 from consumers.providers.stream_field import say_stream
 from consumers.providers.streamed import StreamedMessage, parse_event, to_json
-from consumers.providers.translation import NETWORK_ERRORS, border, from_event, one_line
+from consumers.providers.translation import NETWORK_ERRORS, border, from_event, one_line, plain
 from consumers.reading import Reading
 from topology.codec import bounds
 from topology.codec.request import Request
@@ -98,9 +99,13 @@ class AnthropicProvider:
         max_answer_bytes: int = bounds.ANSWER_BYTES,
         values: int = bounds.VALUES,
         reading: Reading | None = None,
+        http: httpx2.AsyncClient | None = None,
     ) -> None:
+        """`http`: the HTTP client of `client`, if every call may be sent as the first one was, because the key does not
+        change."""
         self.name = name
         self._client = client
+        self._repeating = None if http is None else Repeating(client.post, http)
         self._key = secret
         self._dialect = dialect
         self._traceparent = traceparent
@@ -112,8 +117,9 @@ class AnthropicProvider:
     def at(cls, base_url: str, *, api_key: str, name: str = "anthropic", **more: Any) -> Self:
         """The adapter for Anthropic, or for a compatible API, at `base_url`."""
         # key and address are given, so that neither the environment nor a profile of the client changes them
-        client = AsyncAnthropic(api_key=api_key, base_url=base_url, **client_options(base_url))
-        return cls(client, name=name, secret=api_key, **more)
+        options = client_options(base_url)
+        client = AsyncAnthropic(api_key=api_key, base_url=base_url, **options)
+        return cls(client, name=name, secret=api_key, http=options["http_client"], **more)
 
     async def stream(self, request: Request, *, timeout_s: float, parts: Parts | None) -> Answer:
         streamed = parts is not None or request.max_tokens > MAX_TOKENS_AT_ONCE
@@ -124,7 +130,7 @@ class AnthropicProvider:
         try:
             async with asyncio.timeout(timeout_s) as limit:
                 response = await self._send(asked, beta=request.beta)
-                rate = rate_headers.read(response.headers, now_s=time.time())
+                rate = rate_headers.read(plain(response.headers), now_s=time.time())
                 try:
                     if streamed:
                         collected = await self._read_stream(
@@ -146,7 +152,7 @@ class AnthropicProvider:
             raise TransientError(f"{what} from the provider within {timeout_s:g} s", type=TIMEOUT) from error
         except ProviderError as error:
             if response is not None:
-                error.rate = rate_headers.read(response.headers, now_s=time.time())
+                error.rate = rate_headers.read(plain(response.headers), now_s=time.time())
             raise
 
     async def aclose(self) -> None:
@@ -159,11 +165,13 @@ class AnthropicProvider:
             headers["traceparent"] = traceparent
         if beta is not None:
             headers["anthropic-beta"] = beta
-        said: dict[str, Any] = {"body": json.loads(body)} if self._dialect.as_fields else {"content": body}
         try:
             with border(secret=self._key):
+                if self._repeating is not None:
+                    return await self._repeating.send(body, headers)
+                said: dict[str, Any] = {"body": json.loads(body)} if self._dialect.as_fields else {"content": body}
                 response = await self._client.post(
-                    "/v1/messages", cast_to=httpx2.Response, options={"headers": headers}, stream=True, **said
+                    PATH, cast_to=httpx2.Response, options={"headers": headers}, stream=True, **said
                 )
         except self._dialect.signing_errors as error:
             raise TransientError(f"no credentials for {self.name}: {one_line(error)}", type="credentials") from error

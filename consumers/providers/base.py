@@ -71,6 +71,5 @@ class Provider(Protocol):
         `timeout_s` bounds the whole call; if streamed, the time to the first event and every pause after it.
         Raises `ProviderError`; cancelling it closes the provider's socket.
         """
-        ...
 
     async def aclose(self) -> None: ...

@@ -61,8 +61,9 @@ def vertex(
 
 def foundry(*, name: str, api_key: str, base_url: str, **more: Any) -> AnthropicProvider:
     """Microsoft Foundry, by key: `https://<resource>.services.ai.azure.com/anthropic`."""
-    client = AsyncAnthropicFoundry(api_key=api_key, base_url=base_url, **client_options(base_url))
-    return AnthropicProvider(client, name=name, secret=api_key, **more)
+    options = client_options(base_url)
+    client = AsyncAnthropicFoundry(api_key=api_key, base_url=base_url, **options)
+    return AnthropicProvider(client, name=name, secret=api_key, http=options["http_client"], **more)
 
 
 KINDS: Final[dict[str, Callable[..., AnthropicProvider]]] = {

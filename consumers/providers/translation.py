@@ -148,6 +148,11 @@ def read_retry_after_s(headers: Mapping[str, str], *, now_s: float) -> float | N
     return max(0.0, wait_s) if abs(wait_s) <= _LONGEST_WAIT_S else None
 
 
+def plain(headers: httpx2.Headers) -> dict[str, str]:
+    """Headers by their names in lower case, for several look-ups."""
+    return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in headers.raw}
+
+
 def _redirected(response: httpx2.Response) -> RejectedError:
     """A redirect is not followed. Only its host is told, because the rest of the address may hold a secret."""
     try:
@@ -179,7 +184,7 @@ def _from_status(error: anthropic.APIStatusError, *, secret: str) -> ProviderErr
         retry_after_s=read_retry_after_s(headers, now_s=now_s),
         request_id=error.request_id,
     )
-    found.rate = rate_headers.read(headers, now_s=now_s)
+    found.rate = rate_headers.read(plain(headers), now_s=now_s)
     return found
 
 

@@ -157,19 +157,16 @@ class Claims(Protocol):
         the stored error) is granted all the same, even with another body. Conflict: the id was used with another body.
         What `note` or `defer` stored has no effect here.
         """
-        ...
 
     async def renew(self, held: Sequence[Held]) -> Mapping[Held, Stop]:
         """Renew leases in one step. Returns the claims whose holder must stop; the others are valid for another lease.
 
         A claim that the store has forgotten is not returned: nobody else holds it, and its completion will be stored.
         """
-        ...
 
     async def release(self, held: Held, *, attempts: int = 0, due_ms: int | None = None) -> None:
         """Give up a claim without a completion: the request waits for its next attempt, which may begin at `due_ms`. If
         the claim was taken over meanwhile, its holder no longer counts as dead."""
-        ...
 
     async def defer(self, identity: Identity, *, due_ms: int, keep_until_ms: int) -> bool:
         """Store, for status questions, that an unclaimed request waits until it is due.
@@ -177,7 +174,6 @@ class Claims(Protocol):
         Later claims are granted all the same. Forgotten at `keep_until_ms`. Stores nothing if the identity is claimed
         or has ended. Returns whether the request may wait: False if it has ended.
         """
-        ...
 
     async def complete(
         self, identity: Identity, copy: Copy, completion: Completion, *, token: int | None
@@ -189,18 +185,15 @@ class Claims(Protocol):
         or the message is poison); it may complete if `claim` would be granted. If `claim` would be a Conflict, the
         given completion is returned but not stored: only this message ends with it, not the request that has the id.
         """
-        ...
 
     async def note(self, identity: Identity, completion: Completion) -> None:
         """Store how a request ended that was refused before it could be claimed, so that its result can be asked for.
 
         The same id with a valid body still runs. Stores nothing if the identity is claimed, deferred or has ended.
         """
-        ...
 
     async def cancel(self, identity: Identity, completion: Completion) -> Cancelling:
         """End a request as cancelled: at once if nobody works on it, otherwise its holder is told."""
-        ...
 
 
 class Results(Protocol):
@@ -208,12 +201,10 @@ class Results(Protocol):
 
     async def find(self, identity: Identity) -> Found | None:
         """What is known about a request; None if nobody has seen it, or if it was kept long enough."""
-        ...
 
     async def sweep(self) -> int:
         """Remove what was kept long enough and, above the size limit, the oldest. Returns how many. One bounded step:
         call it again until it returns 0."""
-        ...
 
 
 class Room(StrEnum):
@@ -232,7 +223,6 @@ class Waits(Protocol):
     async def reserve(self, identity: Identity, copy: Copy, *, weight: int, until_ms: int) -> Room:
         """Count a message until `until_ms`: until then it stays in the broker, whatever happens to the request. A
         redelivered message is counted once; each other message of the same request counts separately."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,11 +240,9 @@ class Allowances(Protocol):
 
     async def take(self, name: str, amount: float, *, limit: float, period_s: int) -> Taken:
         """Use `amount` if the period's sum then stays within `limit`; otherwise use nothing."""
-        ...
 
     async def give_back(self, name: str, amount: float, *, period_s: int) -> None:
         """Subtract from what was taken in this period. A negative amount adds to it, whatever the limit."""
-        ...
 
 
 class Leases(Protocol):
@@ -262,11 +250,9 @@ class Leases(Protocol):
 
     async def hold(self, name: str, owner: str, *, for_s: float) -> int | None:
         """Take or renew a lease. Returns its fencing token, higher for each new owner; None while another holds it."""
-        ...
 
     async def let_go(self, name: str, owner: str) -> None:
         """End a lease early. Does nothing if another owner holds it."""
-        ...
 
 
 class Store(Claims, Results, Waits, Allowances, Leases, Protocol):
@@ -278,11 +264,9 @@ class Store(Claims, Results, Waits, Allowances, Leases, Protocol):
     @property
     def trouble(self) -> str | None:
         """Why the last call failed; None if it succeeded."""
-        ...
 
     async def probe(self) -> None:
         """Check that the store can be written durably. Raises StoreUnavailable."""
-        ...
 
     async def __aenter__(self) -> Self: ...
 

@@ -9,7 +9,6 @@ import random
 import ssl
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from types import TracebackType
 from typing import Self
 from urllib.parse import unquote
 
@@ -116,9 +115,7 @@ class Connection:
         self._supervisor = asyncio.create_task(self._supervise(), name=f"connection {self._name}")
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._supervisor is not None:
             self._supervisor.cancel()
             await asyncio.wait([self._supervisor])

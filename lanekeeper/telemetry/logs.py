@@ -26,7 +26,6 @@ class LogSubject(Protocol):
 
     def log_fields(self) -> Mapping[str, Any]:
         """The fields that each log line about it carries, with their current values."""
-        ...
 
 
 _subject: ContextVar[LogSubject | None] = ContextVar("lanekeeper_log_subject", default=None)

@@ -20,6 +20,7 @@ from lanekeeper.amqp.connection import Connection
 from lanekeeper.contract.problems import AccessRefused, BrokerBlocked, BrokerError, SettingsError
 from service.config.budget_sections import FIRST
 from service.config.settings import Settings
+from service.worker.broker import connection_for
 from topology.broker.admin.rights import see_that_it_may_write
 from topology.declaration import RECOMMENDED, is_before
 
@@ -40,7 +41,7 @@ async def refuse(settings: Settings) -> None:
     """Raise SettingsError that names everything that this profile does not accept; nothing without a profile."""
     if not settings.is_production:
         return
-    async with Connection(settings.broker_url, name="lanekeeper check", ssl_context=settings.ssl_context()) as broker:
+    async with connection_for("check", settings) as broker:
         found = [risk async for risk in risks(settings, broker)]
     if found:
         lines = "".join(f"\n  {each.what}: {each.text}" for each in found)

@@ -16,7 +16,7 @@ from service.checks.production import risks
 from service.checks.providers import Finding, providers
 from service.checks.status import gather
 from service.config.settings import Settings
-from topology.broker.admin.management import discover
+from service.worker.broker import connection_for, management_of
 from topology.broker.admin.rights import see_that_it_may_write
 from topology.broker.admin.verify import verify
 from topology.broker.inbox import Inbox
@@ -30,7 +30,7 @@ async def look(settings: Settings, *, simulate: bool = False) -> AsyncIterator[F
     """All findings, as soon as each is known. `simulate`: do not call providers."""
     yield Finding("settings", True, f"namespace {settings.namespace}, lanes as set")
     why_no_provider = "not asked: answers are simulated" if simulate else None
-    connection = Connection(settings.broker_url, name="lanekeeper check", ssl_context=settings.ssl_context())
+    connection = connection_for("check", settings)
     try:
         await connection.__aenter__()
     except BrokerError as error:
@@ -39,8 +39,7 @@ async def look(settings: Settings, *, simulate: bool = False) -> AsyncIterator[F
             yield finding
     else:
         try:
-            async for finding in _broker(settings, connection):
-                yield finding
+            yield _broker(settings, connection)
             if (publisher := await _publisher(settings, connection)) is not None:
                 yield publisher
                 for each in ("topology", "providers", "store"):
@@ -105,27 +104,19 @@ async def _is_simulated(settings: Settings, connection: Connection) -> bool:
     return bool(answers) and all(answer.get("simulated") for answer in answers)
 
 
-async def _broker(settings: Settings, connection: Connection) -> AsyncIterator[Finding]:
-    told = f"RabbitMQ {connection.version} at {settings.broker}"
+def _broker(settings: Settings, connection: Connection) -> Finding:
     try:
         Broker.of(connection.version)
     except ValueError as error:
-        yield Finding("broker", False, str(error))
-        return
-    yield Finding("broker", True, told)
+        return Finding("broker", False, str(error))
+    return Finding("broker", True, f"RabbitMQ {connection.version} at {settings.broker}")
 
 
 async def _topology(settings: Settings, connection: Connection) -> Finding:
     wanted = declare(settings.lane_specs(), names=settings.names(), broker_version=connection.version)
     try:
-        underlying = await connection.underlying()
-        management = await discover(
-            settings.broker_url,
-            settings.management,
-            connection=underlying,
-            ssl_context=settings.tls.given_context(),
-        )
-        found = await verify(wanted, management, underlying)
+        management = await management_of(settings, connection)
+        found = await verify(wanted, management, await connection.underlying())
     except BrokerError as error:
         return Finding("topology", False, str(error))
     differences = found.differences

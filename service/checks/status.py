@@ -7,7 +7,6 @@ control exchange, every worker answers from memory, and the depths come from the
 import asyncio
 import json
 import uuid
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -28,6 +27,11 @@ from topology.lanes import LaneSpec
 QUIET_S = 0.3
 """If no further answer comes for this long, all are taken to be in."""
 LONGEST_S = 2.0
+ADDED = (
+    "running", "due_slots", "extra_slots", "waits_since_delivery", "answered", "failed", "retried",
+    "throughput_per_min",
+)  # fmt: skip
+"""Figures of a lane that are added up over its workers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +161,7 @@ def merge(
     names: Names,
 ) -> Status:
     """The workers' figures and the queues' depths as one status."""
-    tenants = _tenants(answers)
+    tenants = _sums(answers, "tenants")
     return Status(
         lanes=tuple(
             _lane(
@@ -182,7 +186,7 @@ def merge(
                 }
             )
         ),
-        spent=_spent([answer for answer in answers if not answer.get("simulated")]),
+        spent=_sums([answer for answer in answers if not answer.get("simulated")], "spent"),
         undelivered=sum(answer.get("undelivered", 0) for answer in answers),
         dead_letters=_sums(answers, "dead_letters"),
         control=_sums(answers, "control"),
@@ -192,12 +196,20 @@ def merge(
     )
 
 
-def _sums(answers: Sequence[Mapping[str, Any]], what: str) -> dict[str, int]:
-    total: dict[str, int] = {}
+def _sums(answers: Sequence[Mapping[str, Any]], what: str) -> dict[str, Any]:
+    """The workers' figures of one name, added up. They may be nested."""
+    total: dict[str, Any] = {}
     for answer in answers:
-        for name, count in answer.get(what, {}).items():
-            total[name] = total.get(name, 0) + count
+        _add(total, answer.get(what, {}))
     return total
+
+
+def _add(total: dict[str, Any], figures: Mapping[str, Any]) -> None:
+    for name, each in figures.items():
+        if isinstance(each, Mapping):
+            _add(total.setdefault(name, {}), each)
+        else:
+            total[name] = round(total.get(name, 0) + each, 6)
 
 
 def _waiting(answers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -225,30 +237,8 @@ def _paused(answers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"{account}: paused by its spend limit until {until:%Y-%m-%d %H:%M:%S} UTC"
 
 
-def _spent(answers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
-    total: dict[str, dict[str, dict[str, float]]] = {}
-    for answer in answers:
-        for kind, names in answer.get("spent", {}).items():
-            for name, figures in names.items():
-                sums = total.setdefault(kind, {}).setdefault(name, {})
-                for what, amount in figures.items():
-                    sums[what] = round(sums.get(what, 0) + amount, 6)
-    return total
-
-
 def _sides(lane: LaneSpec, names: Names) -> list[str]:
     return [names.side(lane.name, number) for number in range(lane.side_queues)]
-
-
-def _tenants(answers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, int]]]:
-    total: dict[str, dict[str, dict[str, int]]] = {}
-    for answer in answers:
-        for lane, tenants in answer.get("tenants", {}).items():
-            for tenant, figures in tenants.items():
-                sums = total.setdefault(lane, {}).setdefault(tenant, {})
-                for what, count in figures.items():
-                    sums[what] = sums.get(what, 0) + count
-    return total
 
 
 def _lane(
@@ -264,19 +254,10 @@ def _lane(
         depth=None if intake is None or due is None else intake.ready + due.ready + aside,
         consumers=None if intake is None else intake.consumers,
         workers=len(figures),
-        running=total("running"),
         slots=total("slots", "extra_slots"),
-        due_slots=total("due_slots"),
-        extra_slots=total("extra_slots"),
         slots_limit=", ".join(sorted({limit for each in figures if (limit := each.get("slots_limit"))})) or None,
         wait_p50_ms=quantile(waits, 0.5),
         wait_p95_ms=quantile(waits, 0.95),
-        waits_since_delivery=total("waits_since_delivery"),
-        answered=total("answered"),
-        failed=total("failed"),
-        retried=total("retried"),
-        throughput_per_min=total("throughput_per_min"),
-        deferred_for=dict(sum((Counter(each.get("deferred_for", {})) for each in figures), Counter()))
-        if figures
-        else None,
+        deferred_for=_sums(figures, "deferred_for") if figures else None,
+        **{name: total(name) for name in ADDED},
     )

@@ -1,5 +1,6 @@
 """Prints an answer, or the problem with which a request ended."""
 
+import json as json_text
 import sys
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,11 @@ if TYPE_CHECKING:
 def print_answer(answer: "Final", *, json: bool) -> None:
     """Print the answer's text, or the whole Message as JSON."""
     print_text(answer.body.decode() if json else answer.text, end="\n")
+
+
+def print_json(value: object) -> None:
+    """What `--json` of a command that lists things prints."""
+    print(json_text.dumps(value, indent=2, ensure_ascii=False))
 
 
 def print_text(text: str, *, end: str) -> None:

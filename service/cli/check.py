@@ -8,6 +8,7 @@ import typer
 
 from lanekeeper.contract.problems import SettingsError
 from service.cli import options
+from service.cli.answers import print_json
 from service.cli.ending import FAILED, run
 
 if TYPE_CHECKING:
@@ -70,9 +71,7 @@ async def _check(settings: "Settings", *, simulate: bool, json: bool) -> None:
 
 def _show(findings: list["Finding"], *, json: bool) -> None:
     if json:
-        from json import dumps
-
-        print(dumps([asdict(finding) for finding in findings], indent=2))
+        print_json([asdict(finding) for finding in findings])
         return
     for finding in findings:
         print(f"{WORDS[finding.well]:<5}  {finding.what:<18} {finding.text}", flush=True)

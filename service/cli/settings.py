@@ -1,11 +1,12 @@
 """`lanekeeper settings`: what is set, and where."""
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from service.cli import options
-from service.cli.answers import printable
+from service.cli.answers import print_json, printable
 
 if TYPE_CHECKING:
     from service.config.effective import Effective
@@ -29,10 +30,7 @@ def settings(
     found, sources = load_with_sources(config, **options.given_by(sets, {}))
     shown = [each for each in effective(found, sources) if not given or each.source != DEFAULT]
     if json:
-        from dataclasses import asdict
-        from json import dumps
-
-        print(dumps([asdict(each) for each in shown], indent=2, ensure_ascii=False))
+        print_json([asdict(each) for each in shown])
     else:
         _show(shown)
 

@@ -37,15 +37,9 @@ def status(json: options.Json = False, config: options.Config = None, sets: opti
 async def _status(settings: "Settings", *, json: bool) -> None:
     from service.checks.status import look
     from service.cli.connecting import connected
-    from service.telemetry import logs
 
-    with logs.written(service="lanekeeper", level="error"):
-        async with connected(settings, "status") as connection:
-            found = await look(
-                connection,
-                lanes=settings.lane_specs(),
-                names=settings.names(),
-            )
+    async with connected(settings, "status") as connection:
+        found = await look(connection, lanes=settings.lane_specs(), names=settings.names())
     if json:
         print(found.as_json())
     else:

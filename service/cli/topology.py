@@ -1,12 +1,15 @@
 """`lanekeeper topology …`: what is declared on the broker, and whether it is so."""
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lanekeeper.contract.problems import BrokerError, BrokerUnreachable
 from service.cli import options
+from service.cli.answers import print_json
 from service.cli.ending import FAILED, run
 
 if TYPE_CHECKING:
@@ -41,7 +44,7 @@ def show(
 
     declared = _declared(options.settings_of(config, sets), version)
     if json:
-        _print_json(_as_json(declared))
+        print_json(asdict(declared))
     else:
         print(render(declared))
 
@@ -60,9 +63,9 @@ def plan(
     from topology.plan import without_levels
 
     settings = options.settings_of(config, sets)
-    found = _verified(settings)
+    found = run(_verify(settings))
     if json:
-        _print_json(_differences(found))
+        print_json(_differences(found))
     else:
         shown, levels = (found.differences, 0) if every else without_levels(found.differences, settings.names())
         for each in shown:
@@ -107,9 +110,9 @@ def verify(json: options.Json = False, config: options.Config = None, sets: opti
 
     Arguments and bindings are seen by the management API alone; without it, only that things are there.
     """
-    found = _verified(options.settings_of(config, sets))
+    found = run(_verify(options.settings_of(config, sets)))
     if json:
-        _print_json(_differences(found))
+        print_json(_differences(found))
     else:
         for each in found.differences:
             print(each.line)
@@ -146,7 +149,7 @@ def export(
             "LANEKEEPER_REQUIRE_USER_ID=true (docs/production.md)",
             file=sys.stderr,
         )
-    _print_json(definitions(declared, vhost or settings.vhost, made))
+    print_json(definitions(declared, vhost or settings.vhost, made))
 
 
 @app.command()
@@ -165,38 +168,26 @@ def _declared(settings: "Settings", version: str | None) -> "Topology":
     from topology.declaration import declare
 
     if version is None:
-        version = _ask_version(settings)
+        version = run(_ask_version(settings))
     try:
         return declare(settings.lane_specs(), names=settings.names(), broker_version=version)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--for") from None
 
 
-def _ask_version(settings: "Settings") -> str:
-    from lanekeeper.contract.problems import BrokerUnreachable
+async def _ask_version(settings: "Settings") -> str:
     from service.cli.connecting import connected
-    from service.telemetry import logs
-
-    async def ask() -> str:
-        async with connected(settings, "topology") as connection:
-            return connection.version
 
     try:
-        with logs.written(service="lanekeeper", level="error"):
-            return run(ask())
+        async with connected(settings, "topology") as connection:
+            return connection.version
     except BrokerUnreachable as error:
         raise BrokerUnreachable(f"{error} Without one, say which version: --for 4.3") from error
 
 
-def _verified(settings: "Settings") -> "Verification":
-    from service.telemetry import logs
-
-    with logs.written(service="lanekeeper", level="error"):
-        return run(_verify(settings))
-
-
 async def _verify(settings: "Settings") -> "Verification":
-    from service.cli.connecting import connected, management_of
+    from service.cli.connecting import connected
+    from service.worker.broker import management_of
     from topology.broker.admin.verify import verify
     from topology.declaration import declare
 
@@ -206,22 +197,20 @@ async def _verify(settings: "Settings") -> "Verification":
 
 
 async def _apply(settings: "Settings", users: "list[User]") -> None:
-    from lanekeeper.contract.problems import BrokerError
-    from service.cli.connecting import connected, management_of
-    from service.telemetry import logs
+    from service.cli.connecting import connected
+    from service.worker.broker import management_of
     from topology.broker.admin.apply import apply
     from topology.declaration import declare
     from topology.export import definitions
 
-    with logs.written(service="lanekeeper", level="error"):
-        async with connected(settings, "topology") as connection:
-            declared = declare(settings.lane_specs(), names=settings.names(), broker_version=connection.version)
-            await apply(declared, await connection.underlying())
-            if users:  # after the exchanges, which their topic permissions name
-                management = await management_of(settings, connection)
-                if management is None:
-                    raise BrokerError("--user needs the management API: set LANEKEEPER_MANAGEMENT_URL")
-                await management.import_definitions(definitions(declared, settings.vhost, users))
+    async with connected(settings, "topology") as connection:
+        declared = declare(settings.lane_specs(), names=settings.names(), broker_version=connection.version)
+        await apply(declared, await connection.underlying())
+        if users:  # after the exchanges, which their topic permissions name
+            management = await management_of(settings, connection)
+            if management is None:
+                raise BrokerError("--user needs the management API: set LANEKEEPER_MANAGEMENT_URL")
+            await management.import_definitions(definitions(declared, settings.vhost, users))
     print(
         f"{len(declared.exchanges)} exchanges, {len(declared.queues)} queues, {len(declared.bindings)} bindings "
         f"are on RabbitMQ {declared.broker_version} at {settings.broker}"
@@ -231,17 +220,7 @@ async def _apply(settings: "Settings", users: "list[User]") -> None:
 
 
 def _differences(found: "Verification") -> dict[str, Any]:
-    return {
-        "seen": found.seen,
-        "note": found.note,
-        "differences": [each.as_json() for each in found.differences],
-    }
-
-
-def _as_json(declared: "Topology") -> dict[str, Any]:
-    from dataclasses import asdict
-
-    return asdict(declared)
+    return {"seen": found.seen, "note": found.note, "differences": [asdict(each) for each in found.differences]}
 
 
 def _end(found: "Verification") -> None:
@@ -249,9 +228,3 @@ def _end(found: "Verification") -> None:
         print(f"lanekeeper: {found.note}", file=sys.stderr)
     if found.differences:
         raise typer.Exit(FAILED)
-
-
-def _print_json(value: object) -> None:
-    from json import dumps
-
-    print(dumps(value, indent=2, ensure_ascii=False))

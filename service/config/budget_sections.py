@@ -32,13 +32,13 @@ class LimitsSettings(Section):
     """Limits on the use of each of a provider's accounts. They hold even where the provider allows more."""
 
     requests_per_min: Number[float] | None = Field(default=None, ge=1)
-    """Requests a minute, at most. None: what the provider allows. Example: 300"""
+    """The most requests a minute. None: only the provider's own limit applies. Example: 300"""
     input_tokens_per_min: Number[float] | None = Field(default=None, ge=LEAST_TOKENS_PER_MIN)
-    """Input tokens a minute, at most. Example: 200000"""
+    """The most input tokens a minute. None: only the provider's own limit applies. Example: 200000"""
     output_tokens_per_min: Number[float] | None = Field(default=None, ge=LEAST_TOKENS_PER_MIN)
-    """Output tokens a minute, at most. Example: 40000"""
+    """The most output tokens a minute. None: only the provider's own limit applies. Example: 40000"""
     concurrency: Number[int] | None = Field(default=None, ge=1)
-    """Calls at the same time, at most. Example: 50"""
+    """The most calls at the same time. None: no limit. Example: 50"""
 
     def limits(self) -> AccountCaps:
         return AccountCaps(
@@ -54,15 +54,15 @@ class ProviderSettings(LimitsSettings):
     given here."""
 
     kind: Literal["anthropic", "bedrock", "vertex", "foundry"] = "anthropic"
-    """`anthropic`: anything that answers like Anthropic's API at `base_url`. Example: bedrock"""
+    """The kind of API. `anthropic`: any server at `base_url` that behaves like Anthropic's API. Example: bedrock"""
     api_key: Key | None = None
     """The provider's key. Amazon and Google need none: their own libraries find the credentials. Example: sk-secret"""
     base_url: HttpUrl | None = None
     """The provider's address; for the kinds `anthropic` and `foundry`. Example: https://other.example.com/v1"""
     region: PlaceName | None = None
-    """For the kinds `bedrock` and `vertex`. Example: eu-central-1"""
+    """The cloud region, for the kinds `bedrock` and `vertex`. Example: eu-central-1"""
     project: PlaceName | None = None
-    """For the kind `vertex`. Example: my-project"""
+    """The Google Cloud project, for the kind `vertex`. Example: my-project"""
     models: ModelNames | None = None
     """The provider's name for each model that it offers. None: it offers all models under Anthropic's names. Example:
     claude-sonnet-5-5=anthropic.claude-sonnet-5-5"""
@@ -90,7 +90,8 @@ class ModelsSettings(Section):
     """Fallback models, and the models that a tenant may use."""
 
     fallbacks: ModelNames = Field(default_factory=dict)
-    """For a model, the one that answers when it cannot. Example: claude-sonnet-5-5=claude-haiku-5-5"""
+    """For a model, another model that is called when no provider can answer with the first. Example:
+    claude-sonnet-5-5=claude-haiku-5-5"""
     tenants: ModelLists = Field(default_factory=dict)
     """For a tenant, the only models that it may use. Tenants not listed may use all. Example: {"crm":
     ["claude-haiku-5-5"]}"""
@@ -102,20 +103,20 @@ class PricesSettings(Section):
     as_of: Day = AS_OF
     """The day on which these prices were valid; shown beside amounts in dollars. Example: 2026-11-01"""
     models: PriceTable = Field(default_factory=dict)
-    """US dollars per million tokens: adds to the built-in table, or changes it. Example: {"my-model": {"input":
-    1, "output": 5}}"""
+    """US dollars per million tokens. Added to the built-in table; a model that is in both gets this price. Example:
+    {"my-model": {"input": 1, "output": 5}}"""
 
     def table(self) -> Prices:
         return Prices(self.models, as_of=self.as_of)
 
 
 class CapSettings(Section):
-    """Limits for one day (UTC)."""
+    """What may be used in one day (UTC)."""
 
     requests: Number[float] | None = Field(default=None, gt=0)
-    """Requests a day (UTC). Example: 10000"""
+    """The most requests a day (UTC). Example: 10000"""
     tokens: Number[float] | None = Field(default=None, gt=0)
-    """Input and output tokens a day. Example: 5000000"""
+    """The most input and output tokens together a day (UTC). Example: 5000000"""
     usd: Number[float] | None = Field(default=None, gt=0)
     """US dollars a day. Example: 25"""
 

@@ -64,7 +64,7 @@ class LaneSettings(Section):
     target_wait_s: Number[float] = Field(gt=0, le=YEAR_S)
     """If requests wait longer than this for a slot, the lane gets more slots."""
     call_timeout_s: Number[float] = Field(gt=0, le=ATTEMPT_WITHIN_S)
-    """Time limit of one attempt. When streaming: of its first token, and of every pause after it."""
+    """Time limit of one attempt. When streaming: time limit of the first token, and of every pause after it."""
     deadline_s: Number[float] = Field(gt=0, le=YEAR_S)
     """Default and maximum of the time from publishing (or the due time) to the final answer."""
     max_attempts: Number[int] = Field(ge=1, le=100)
@@ -79,9 +79,10 @@ class LaneSettings(Section):
     """The providers that the lane calls, in this order. None: all, the first provider first, then the others by name.
     Example: anthropic"""
     max_length: Number[int] = Field(ge=1, le=1_000_000_000)
-    """Messages that the intake holds; beyond it a publish is refused (not confirmed)."""
+    """The most messages that the lane's intake holds. When it is full, the broker refuses a publish (it is not
+    confirmed)."""
     max_length_bytes: Number[int] = Field(ge=MIB, le=1024 * GIB)  # at least the largest request
-    """The same in bytes."""
+    """The most bytes that the lane's intake holds. When it is full, the broker refuses a publish."""
     side_queues: Number[int] = Field(ge=0, le=32)
     """Queues for requests that are set aside, so that no tenant waits behind another's requests. If more tenants than
     this have a backlog, some share a queue. 0: nothing is set aside. After a change: `lanekeeper topology apply`."""
@@ -125,9 +126,10 @@ class GatewaySettings(Section):
     """The address of the HTTP server; in this version it serves only the health endpoints."""
 
     host: str = Field(default="127.0.0.1", min_length=1, max_length=255)
-    """Where /healthz and /readyz listen. Loopback alone by default. Example: 0.0.0.0"""
+    """The address on which /healthz and /readyz are served. By default only this machine can reach it. Example:
+    0.0.0.0"""
     port: Number[int] = Field(default=8080, ge=0, le=65_535)
-    """Their port; 0: any free one."""
+    """The port of /healthz and /readyz. 0: any free port."""
 
 
 class TlsSettings(Section):
@@ -139,7 +141,8 @@ class TlsSettings(Section):
     cert_file: ReadableFile | None = None
     """Our own certificate, for brokers that ask for one. Example: /etc/lanekeeper/client.pem"""
     key_file: ReadableFile | None = None
-    """Its key, not encrypted; None: it is in the certificate's file. Example: /etc/lanekeeper/client.key"""
+    """The key of our certificate, not encrypted. None: it is in the certificate's file. Example:
+    /etc/lanekeeper/client.key"""
 
     def disagreements(self) -> Iterator[Disagreement]:
         if self.key_file is not None and self.cert_file is None:
@@ -153,7 +156,7 @@ class TlsSettings(Section):
             )
 
     def given_context(self) -> ssl.SSLContext | None:
-        """The context for https; None if nothing is set: then the library's default will do."""
+        """The context for https. None if no file is set: the library's default is used then."""
         return None if self.ca_file is None and self.cert_file is None else self.context()
 
     def context(self) -> ssl.SSLContext:
@@ -169,52 +172,55 @@ class ReplySettings(Section):
     """Where replies may go, and how many may wait for their queue."""
 
     allow: Patterns | None = None
-    """Where replies may go, as shell patterns. None: everywhere that the contract allows. Example:
+    """The queues to which replies may go, as shell patterns. None: all queues that the contract allows. Example:
     amq.gen-*,lane.reply.*"""
     bound_to_user: bool | None = None
     """Whether replies go only to the user who published: by direct reply-to, or to `lane.reply.<user_id>`. Other queues
-    are then refused, also those that the broker named, because nobody can tell whose they are. None: true with the
-    profile `production`, else false. Example: true"""
+    are then refused, even those named by the broker, because their owner is unknown. None: true with the profile
+    `production`, else false. Example: true"""
     waiting: Number[int] = Field(default=WAITING, ge=1, le=100_000)
-    """How many replies of one process, refused by a full queue, may wait in the broker for another try. A tenth of them
-    for one tenant (without `user_id`: for one queue). Further ones are not tried again; their results stay available
-    under their ids."""
+    """How many replies of one process may wait in the broker to be sent again because their queue was full. One tenant
+    (without `user_id`: one queue) may have a tenth of them. Further replies are not sent again; the results can still
+    be fetched by their ids."""
 
 
 class ResultSettings(Section):
-    """How long results are kept, and how much of them. With a result goes the knowledge that its message id was
-    used."""
+    """How long results are kept, and how much space they may use. When a result is removed, a repeated request with its
+    message id is no longer recognised."""
 
     keep_s: Number[float] = Field(default=StoreSpec().keep_s, ge=1, le=YEAR_S)
-    """How long the result of a request is kept, and the knowledge that its id was used."""
+    """How long the result of a request is kept. For the same time a repeated request with its id is recognised."""
     max_bytes: Number[int] = Field(default=StoreSpec().max_bytes, ge=MIB, le=1024 * GIB)
     """The largest size of the SQLite file. Beyond it the oldest results are deleted first. For Redis set its
     `maxmemory`."""
     answer_bytes: Number[int] = Field(default=ANSWER_BYTES, ge=64 * 1024, le=512 * MIB)
-    """The largest answer that is sent and kept. RabbitMQ 4 accepts messages of 16 MiB; a lower limit of the broker's
-    holds as well. A larger answer ends as `answer_too_large`."""
+    """The largest answer that is sent and kept. RabbitMQ 4 accepts messages of up to 16 MiB. If the broker's limit is
+    lower, that limit applies. A larger answer ends as `answer_too_large`."""
 
 
 class ControlSettings(Section):
-    """Limits for cancellations and questions for results, so that no tenant delays another's."""
+    """Limits for a tenant's control messages (cancel, result, status), so that no tenant delays those of another."""
 
     per_tenant_s: Number[float] = Field(default=100, ge=1, le=100_000)
-    """Control messages a second of one tenant that a process carries out, and five times as many at once; what is
-    above is answered `too_many_control_messages`, as many as these, and the rest is not answered. Each costs up to 1 ms
-    of CPU, so that those of one tenant take a tenth of a core; one that is not answered costs 0.1 ms."""
+    """How many control messages of one tenant a process carries out in a second; in a burst, five times as many. As
+    many again are answered `too_many_control_messages`; the rest is not answered. One that is carried out costs up to 1
+    ms of CPU, so by default one tenant can use a tenth of a core. One that is not answered costs 0.1 ms."""
     unseen_per_tenant: Number[int] = Field(default=StoreSpec().unseen_per_tenant, ge=1, le=10_000_000)
-    """How many cancellations of unseen ids are kept for one tenant; beyond it the oldest is forgotten. The default
-    takes 8 MB of the store, and covers all requests that critical's intake holds."""
+    """How many cancellations of one tenant are kept for ids that no worker has seen yet. When there are more, the
+    oldest is forgotten. The default takes 8 MB of the store and equals the number of requests that the intake of
+    `critical` holds."""
 
 
 class WaitingSettings(Section):
     """Limits for requests whose publisher asked for a delay of more than a minute."""
 
     per_tenant: Number[int] = Field(default=StoreSpec().waiting_per_tenant, ge=1, le=100_000_000)
-    """How many such requests of one tenant may wait; every started 16 KiB of a body counts as one (160 MiB on the
-    broker's disks). Further ones are answered `too_many_waiting`."""
+    """How many requests of one tenant may wait for a delay of more than a minute. Each begun 16 KiB of a body counts as
+    one request, so the default is at most 160 MiB on the broker's disks. Further ones are answered
+    `too_many_waiting`."""
     in_all: Number[int] = Field(default=StoreSpec().waiting_in_all, ge=1, le=1_000_000_000)
-    """The same for all tenants together. The default is enough for ten tenants at their limit, 1.6 GiB."""
+    """How many requests of all tenants together may wait for such a delay. The default is enough for ten tenants at
+    their limit: 1.6 GiB."""
 
     def disagreements(self) -> Iterator[Disagreement]:
         if self.per_tenant > self.in_all:
@@ -228,33 +234,34 @@ class DeadSettings(Section):
     """How many dead letters are kept, and for how long."""
 
     max_count: Number[int] = Field(default=DeadSpec().max_count, ge=1, le=1_000_000_000)
-    """Dead letters that the broker keeps: more than anybody looks at. The oldest beyond it are exported, or dropped
-    where `folder` is not set, with a warning, the event `removed` and a count in `status`; once a minute."""
+    """The most dead letters that the broker keeps. Once a minute the oldest beyond this number are written to `folder`,
+    or dropped if it is not set. A warning, the event `removed` and a count in `status` report it."""
     max_bytes: Number[int] = Field(default=DeadSpec().max_bytes, ge=MIB, le=1024 * GIB)
-    """The same in bytes of their bodies, estimated from the size of the oldest: AMQP does not report it."""
+    """The most bytes of dead letters' bodies. The size is estimated from the oldest dead letters, because AMQP does not
+    report it."""
     keep_s: Number[float] = Field(default=DeadSpec().keep_s, ge=1, le=10 * YEAR_S)
-    """How long a dead letter is kept. The default is a month, so that it outlasts somebody's holidays."""
+    """How long a dead letter is kept. The default is 30 days, so that nothing is lost during an operator's holidays."""
     folder: Path | None = None
     """The folder to which removed dead letters are written: one file of JSON lines a day, readable only by this user.
     None: they are dropped. Example: /var/lib/lanekeeper/dead"""
     invalid_per_hour: Number[float] = Field(default=INVALID_PER_HOUR, ge=1, le=1_000_000_000)
-    """Invalid messages of one tenant that a process parks in an hour, each begun 64 KiB counted as one: enough
-    to see what is wrong with them, and 64 MiB at most. What is above is answered, and neither parked nor kept
-    under its id. Valid requests that failed are always parked."""
+    """How many invalid messages of one tenant a process parks as dead letters in an hour. Each begun 64 KiB counts as
+    one, so the default is at most 64 MiB. Further invalid messages are answered, but neither parked nor stored under
+    their ids. Valid requests that failed are always parked."""
 
     def spec(self) -> DeadSpec:
         return DeadSpec(max_count=self.max_count, max_bytes=self.max_bytes, keep_s=self.keep_s, folder=self.folder)
 
 
 class RetrySettings(Section):
-    """How long to wait between attempts; the defaults are argued in `consumers/retry.py`."""
+    """The pauses between attempts. `consumers/retry.py` gives the reasons for the defaults."""
 
     base_s: Number[float] = Field(default=RetryPolicy().base_s, gt=0, le=3600)
-    """The first pause after an overload; a quarter of it is the floor of all pauses, and the first after any
+    """The first pause after an overload. A quarter of it is the shortest pause of all, and the first pause after any
     other failure."""
     span_s: Number[float] = Field(default=RetryPolicy().span_s, gt=0, le=86_400)
-    """What a request's pauses come to together at least: how long an outage its attempts outlast, where the
-    deadline leaves room."""
+    """All pauses of a request together last at least this long, if its deadline allows, so that its attempts outlast an
+    outage of this length."""
     cap_s: Number[float] = Field(default=RetryPolicy().cap_s, gt=0, le=86_400)
     """The longest pause, up to half as much again at random not counted."""
 

@@ -1,4 +1,4 @@
-"""Settings: every one of them, valid. `service/config/loading.py` reads them; they go down as frozen specs.
+"""All settings, validated. `service/config/loading.py` reads them; lower packages receive them as frozen specs.
 
 load_settings().lane_specs() -> tuple[LaneSpec, ...]
 """
@@ -51,7 +51,7 @@ ANTHROPIC_URL: Final = "https://api.anthropic.com"
 
 
 class Settings(BaseSettings):
-    """Every setting, valid. Its `repr` holds no secret."""
+    """All settings, validated. Its `repr` holds no secret."""
 
     model_config = SettingsConfigDict(
         extra="forbid",
@@ -60,24 +60,26 @@ class Settings(BaseSettings):
         hide_input_in_errors=True,
         env_prefix=PREFIX,
         env_nested_delimiter="__",
-        enable_decoding=False,  # lists and tables have commas as well: service/config/value_types.py
+        enable_decoding=False,  # value_types.py reads lists and tables: they may be written with commas
         # One field of a lane can be set alone: the others keep that lane's defaults.
         nested_model_default_partial_update=True,
     )
 
     amqp_url: AmqpUrl = SecretStr("amqp://guest:guest@localhost:5672/")
-    """The broker; several URLs of one cluster with commas between them. `amqps://` for TLS; other characters in
-    user, password and virtual host as %XX. Example: amqps://lanekeeper:secret@rabbit.example.com:5671/prod"""
+    """The broker's URL, or the URLs of one cluster's nodes, separated by commas. `amqps://` means TLS. Write special
+    characters in user, password and virtual host as %XX. Example:
+    amqps://lanekeeper:secret@rabbit.example.com:5671/prod"""
     management_url: HttpUrl | None = None
-    """The management API, by which `topology plan` and `check` see arguments and bindings. None: looked for at
-    the AMQP host, port 15672; user and password are the AMQP URL's unless given. Example:
+    """RabbitMQ's management API. `topology plan` and `check` read arguments and bindings from it. None: port 15672 of
+    the AMQP host is tried. A URL without user and password uses those of the AMQP URL. Example:
     https://rabbit.example.com:15671"""
     namespace: Namespace = "lane"
-    """What every name on the broker begins with: two of them share a virtual host. Example: staging"""
+    """The prefix of every name on the broker. Several installations can share a virtual host if their prefixes differ.
+    Example: staging"""
     anthropic_api_key: Key | None = Field(default=None, alias="ANTHROPIC_API_KEY")
-    """The first provider's key; with `serve --simulate` none is needed. Example: sk-ant-secret"""
+    """The first provider's key. `serve --simulate` needs none. Example: sk-ant-secret"""
     anthropic_base_url: HttpUrl | None = Field(default=None, alias="ANTHROPIC_BASE_URL")
-    """Where the first provider is. None: https://api.anthropic.com. Example: https://gateway.example.com/anthropic"""
+    """The first provider's address. None: https://api.anthropic.com. Example: https://gateway.example.com/anthropic"""
     providers: dict[str, ProviderSettings] = {}
     models: ModelsSettings = ModelsSettings()
     prices: PricesSettings = PricesSettings()
@@ -90,40 +92,42 @@ class Settings(BaseSettings):
     reply_to: ReplySettings = ReplySettings()
     retry: RetrySettings = RetrySettings()
     store_url: StoreUrl | None = None
-    """What keeps results, claims and counters: `sqlite:////file`, or `redis://` where several machines share. None: a
+    """The store of results, claims and counters: `sqlite:////file` for one machine, `redis://` for several. None: a
     SQLite file in the user's state folder. Example: redis://:secret@redis.example.com:6379/0"""
     results: ResultSettings = ResultSettings()
     control: ControlSettings = ControlSettings()
     waiting: WaitingSettings = WaitingSettings()
     dead: DeadSettings = DeadSettings()
     speakers: UserNames = ()
-    """AMQP users that may speak for other tenants (`x-lane-tenant`, cancelling, asking for results): a
-    gateway's. Example: gateway"""
+    """AMQP users that may act for other tenants: publish with `x-lane-tenant`, cancel, and fetch results. A gateway's
+    user, for example. Example: gateway"""
     profile: Literal["production"] | None = None
-    """`production`: a worker refuses to start with what `lanekeeper check` warns of; docs/production.md has the list.
-    None: `check` warns, and what is sent in plain text is logged. Example: production"""
+    """`production`: a worker does not start if `lanekeeper check` finds anything on the list in docs/production.md.
+    None: `check` only warns, and unencrypted connections are logged. Example: production"""
     require_user_id: bool | None = None
-    """Whether a request without `user_id` is refused: nobody can tell whose it is, and all of them share one tenant.
-    None: with the profile `production` yes, else no. Example: true"""
+    """Whether requests without `user_id` are refused. If not, all of them belong to one common tenant. None: true with
+    the profile `production`, else false. Example: true"""
     failpoints: Chances = {}
-    """Where the process dies on purpose, and how probably: for the fault suite (`consumers/failpoints.py`).
-    Example: after_store:0.2"""
+    """For tests: the places at which the process kills itself, each with a probability (`consumers/failpoints.py` lists
+    the places). Example: after_store:0.2"""
     json_values: Number[int] = Field(default=VALUES, ge=1000, le=10_000_000)
-    """Keys and values that the JSON of a request or an answer may have: 100,000 hold everything up for 50 ms, more
-    for longer. A larger request ends as `too_large`, a larger answer as `answer_too_large`."""
+    """The most keys and values that the JSON of a request or an answer may have. Reading 100,000 blocks the process for
+    50 ms. A larger request ends as `too_large`, a larger answer as `answer_too_large`."""
     grace_s: Number[float] = Field(default=25, ge=0, le=3600)
-    """How long running requests may finish when stopping; below the 30 s after which Kubernetes kills."""
+    """How long running requests may take to end when the process is stopped. The default is below the 30 s after which
+    Kubernetes kills a process."""
     log_format: Literal["auto", "json", "console"] = "auto"
-    """`auto`: console where a person watches, else JSON. Example: json"""
+    """`auto`: console on a terminal, else JSON. Example: json"""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Of our own events; what libraries say is told from `warning` up. Example: debug"""
+    """The lowest level of our own events that is logged. Events of libraries are logged from `warning` on. Example:
+    debug"""
     log_content: bool = False
-    """Whether prompts and answers may appear in the log. Never in spans or metrics. Example: true"""
+    """Whether prompts and answers may appear in the log. They never appear in spans or metrics. Example: true"""
     otel_endpoint: HttpUrl | None = Field(default=None, alias="OTEL_EXPORTER_OTLP_ENDPOINT")
-    """Where spans go, over OTLP/HTTP; the SDK reads every other `OTEL_*` itself. None: no traces are sent.
-    Example: http://jaeger.example.com:4318"""
+    """The collector to which spans are sent, over OTLP/HTTP. OpenTelemetry's SDK reads all other `OTEL_*` variables
+    itself. None: no spans are sent. Example: http://jaeger.example.com:4318"""
     otel_traces_endpoint: HttpUrl | None = Field(default=None, alias="OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-    """The whole URL for spans; comes before the other. Example:
+    """The complete URL for spans. If set, it is used instead of `OTEL_EXPORTER_OTLP_ENDPOINT`. Example:
     http://jaeger.example.com:4318/v1/traces"""
 
     @classmethod
@@ -135,7 +139,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """`Settings()` is the defaults, whatever the environment holds: sources are read by `load_settings` alone."""
+        """`Settings()` has the default values, whatever is in the environment: only `load_settings` reads sources."""
         return (init_settings,)
 
     def budget_spec(self) -> BudgetSpec:
@@ -143,8 +147,8 @@ class Settings(BaseSettings):
         return self.budget.spec(self.providers)
 
     def routes_spec(self) -> RoutesSpec:
-        """Who is asked for what. The first provider is there where it has a key, where a lane names it, and where there
-        is no other."""
+        """Which provider is called for which model. The first provider is included if it has a key, if a lane names it,
+        or if there is no other."""
         orders = {lane.name: each.providers for lane in DEFAULT_LANES if (each := self._lane(lane)).providers}
         is_wanted = any(FIRST in (names or ()) for names in orders.values())
         first = [ProviderModels(name=FIRST)] if self.api_key or is_wanted or not self.providers else []
@@ -191,23 +195,23 @@ class Settings(BaseSettings):
 
     @property
     def binds_replies(self) -> bool:
-        """Whether a reply goes to its requester alone."""
+        """Whether replies go only to the user who published the request."""
         bound = self.reply_to.bound_to_user
         return self.is_production if bound is None else bound
 
     @property
     def broker_url(self) -> str:
-        """The AMQP URL with its password, or several with commas between them, for who connects; never shown."""
+        """The AMQP URL, or several separated by commas, with passwords; never shown."""
         return self.amqp_url.get_secret_value()
 
     @property
     def broker_urls(self) -> tuple[str, ...]:
-        """The same, one by one; they differ in host and port, maybe in user and password."""
+        """The same URLs as a tuple. They may differ in host, port, user and password."""
         return urls_of(self.broker_url)
 
     @property
     def broker(self) -> str:
-        """The AMQP URL, or all of them, as it may be shown."""
+        """The AMQP URLs without passwords, to be shown."""
         return ", ".join(mask_url(each) for each in self.broker_urls)
 
     @property
@@ -222,18 +226,18 @@ class Settings(BaseSettings):
 
     @property
     def credentials(self) -> tuple[str, str]:
-        """User and password of the AMQP URL, the first where there are several."""
+        """User and password of the first AMQP URL."""
         parts = urlsplit(self.broker_urls[0])
         return unquote(parts.username or "guest"), unquote(parts.password or "guest")
 
     @property
     def provider_url(self) -> str:
-        """The provider's base URL, for whoever calls it."""
+        """The first provider's base URL, with credentials if it has any; never shown."""
         return _unmasked(self.anthropic_base_url) or ANTHROPIC_URL
 
     @property
     def provider(self) -> str:
-        """The provider's base URL as it may be shown."""
+        """The first provider's base URL without credentials, to be shown."""
         return mask_url(self.provider_url)
 
     @property
@@ -243,12 +247,12 @@ class Settings(BaseSettings):
 
     @property
     def store(self) -> str:
-        """The store's URL, for whoever opens it; never shown."""
+        """The store's URL, with its password if it has one; never shown."""
         return _unmasked(self.store_url) or f"sqlite:///{quote(str(state_folder() / f'{self.namespace}.sqlite'))}"
 
     @property
     def shown_store(self) -> str:
-        """The store's URL as it may be shown."""
+        """The store's URL without its password, to be shown."""
         return self.store if self.store.startswith("sqlite:") else mask_url(self.store)
 
     def store_spec(self) -> StoreSpec:
@@ -263,19 +267,19 @@ class Settings(BaseSettings):
 
     @property
     def otlp(self) -> tuple[str | None, str | None]:
-        """The collector's base URL, and the whole URL for spans, which comes before it."""
+        """The collector's base URL, and the complete URL for spans, which is used instead if set."""
         return _unmasked(self.otel_endpoint), _unmasked(self.otel_traces_endpoint)
 
     def on_broker(self, url: str, *, namespace: str) -> "Settings":
-        """The same, on another broker and under other names: a private one, for the demo."""
+        """A copy for another broker and namespace. The demo uses it for its private broker."""
         return self.model_copy(update={"amqp_url": SecretStr(url), "namespace": namespace})
 
     def kept_in(self, store_url: str) -> "Settings":
-        """The same, with another store."""
+        """A copy with another store."""
         return self.model_copy(update={"store_url": SecretStr(store_url)})
 
     def answered_by(self, url: str, *, key: str) -> "Settings":
-        """The same, with this provider alone: a simulated one."""
+        """A copy whose only provider is this one. Used for the simulated provider."""
         lanes = {lane.name: self._lane(lane).model_copy(update={"providers": None}) for lane in DEFAULT_LANES}
         return self.model_copy(
             update={

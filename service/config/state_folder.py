@@ -1,4 +1,4 @@
-"""Where the store lies that nobody has named."""
+"""The folder of the store when no store is set."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""What a setting may be that is a table whose names its author chooses: models, prices, caps; and the day of prices."""
+"""Types of settings that are tables with keys chosen by the user: models, prices, caps, shares. Also the day of
+prices."""
 
 from collections.abc import Callable, Mapping
 from datetime import date, datetime, timedelta, timezone
@@ -14,11 +15,11 @@ from service.config.masking import mask
 from service.config.value_types import listed, model, not_bool, not_empty, words, wrong
 
 _EARLIEST = timezone(timedelta(hours=14))
-"""Where a day begins first."""
+"""The time zone in which a date begins earliest."""
 
 
 class _OddError(ValueError):
-    """What is odd about a table, in words."""
+    """A table cannot be read; the message says why."""
 
 
 def _table(value: Any) -> Any:
@@ -39,7 +40,8 @@ def _table(value: Any) -> Any:
 
 
 def _each(name_of: Callable[[Any], str], read: Callable[[Any], Any], what: str) -> Callable[[Any], dict[str, Any]]:
-    """A validator of tables whose names and values are read by these; they raise where one cannot be."""
+    """A validator for tables. `name_of` reads a key and `read` a value; both raise if it is not allowed. `what`: what
+    is allowed, for the error message."""
 
     def validate(value: Any) -> dict[str, Any]:
         try:

@@ -1,4 +1,4 @@
-"""What a setting may be: the types of its values."""
+"""Types of single settings: numbers, names, URLs, files."""
 
 import re
 import sys
@@ -45,7 +45,8 @@ def _finite(value: N) -> N:
 
 
 def _namespace(value: str) -> str:
-    # `x-` would begin the delay bits' headers, which headers exchanges then pass over; `amq` belongs to the broker.
+    # Headers exchanges ignore headers that begin with `x-`, and the delays' headers begin with the namespace. Names
+    # that begin with `amq` are the broker's.
     if _NAMESPACE.fullmatch(value) is None or value.startswith(("x-", "amq")) or value == "x":
         raise wrong("a to z, 0 to 9, _ and -, up to 40, a letter first, not beginning with amq or x-")
     return value
@@ -65,7 +66,7 @@ def _place(value: str) -> str:
 
 
 def is_provider_name(value: str) -> bool:
-    """Whether a name can be part of an environment variable, an account's name and a log line."""
+    """Whether a provider may have this name: it becomes part of environment variables, account names and log lines."""
     return _PROVIDER.fullmatch(value) is not None
 
 

@@ -32,8 +32,8 @@ def say_on_stderr(text: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class GuardedBroker:
-    """A running private broker whose calls block. For asyncio: PrivateBroker."""
+class PrivateBroker:
+    """A running private broker."""
 
     amqp_url: str = field(repr=False)
     """With user and password; the virtual host is `/`."""
@@ -42,42 +42,13 @@ class GuardedBroker:
     version: str
     guard: "_Guard" = field(repr=False)
 
-    def kill(self) -> None:
-        """SIGKILL it, like a power cut. Raises BrokerUnreachable if its guard is gone."""
-        self.guard.order("kill")
-
-    def start(self) -> None:
-        """After `kill`: start it again with the same data, ports and name, and wait until it is ready."""
-        self.guard.order("start")
-
-
-@dataclass(frozen=True, slots=True)
-class PrivateBroker:
-    """A running private broker."""
-
-    blocking: GuardedBroker
-
-    @property
-    def amqp_url(self) -> str:
-        """With user and password; the virtual host is `/`."""
-        return self.blocking.amqp_url
-
-    @property
-    def management_url(self) -> str:
-        """Without credentials: they are the same as in `amqp_url`."""
-        return self.blocking.management_url
-
-    @property
-    def version(self) -> str:
-        return self.blocking.version
-
     async def kill(self) -> None:
         """SIGKILL it, like a power cut. Raises BrokerUnreachable if its guard is gone."""
-        await asyncio.to_thread(self.blocking.kill)
+        await asyncio.to_thread(self.guard.order, "kill")
 
     async def start(self) -> None:
         """After `kill`: start it again with the same data, ports and name, and wait until it is ready."""
-        await asyncio.to_thread(self.blocking.start)
+        await asyncio.to_thread(self.guard.order, "start")
 
 
 @asynccontextmanager
@@ -92,7 +63,7 @@ async def private_broker(
     guard = _Guard(sources, image)
     try:
         # If this is cancelled, the thread keeps reading until the guard ends, which `release` below makes it do.
-        yield PrivateBroker(await asyncio.to_thread(guard.ready, say))
+        yield await asyncio.to_thread(guard.ready, say)
     finally:
         guard.release()
         await _whatever_comes(asyncio.to_thread(guard.wait))
@@ -101,7 +72,7 @@ async def private_broker(
 @contextmanager
 def guarded_broker(
     *, sources: Sequence[str] = SOURCES, image: str | None = None, say: Say = say_on_stderr
-) -> Iterator[GuardedBroker]:
+) -> Iterator[PrivateBroker]:
     """`private_broker` for code without an event loop."""
     guard = _Guard(sources, image)
     try:
@@ -142,9 +113,9 @@ class _Guard:
     def pid(self) -> int:
         return self._process.pid
 
-    def ready(self, say: Say) -> GuardedBroker:
+    def ready(self, say: Say) -> PrivateBroker:
         answer = self._answer("ready", say)
-        return GuardedBroker(answer["amqp_url"], answer["management_url"], answer["version"], self)
+        return PrivateBroker(answer["amqp_url"], answer["management_url"], answer["version"], self)
 
     def order(self, command: str) -> None:
         assert self._process.stdin is not None

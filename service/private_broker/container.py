@@ -105,6 +105,8 @@ class Container:
         )
 
     def start(self) -> str:
+        """Start, wait until it is ready, and return its version; after `kill` with the same data, ports and name.
+        Raises Unavailable."""
         command = ["docker", "start", self._name] if self._created else self._create()
         # With new Steps, so that leaving does not interrupt it: a container created after our `rm` would stay.
         self._created = True

@@ -22,10 +22,11 @@ from pathlib import Path
 
 from service.private_broker import container, install, node
 from service.private_broker.descendants import adopt_orphans, kill_all
-from service.private_broker.source import Leaving, Server, Steps, TooSlow, Unavailable
+from service.private_broker.source import Leaving, Steps, TooSlow, Unavailable
 
 SOURCES = ("docker", "installed", "install")
 """Where a broker may come from, in the order of trying."""
+Server = container.Container | node.Node
 
 
 def report(**fields: object) -> None:
@@ -51,17 +52,12 @@ class Guard:
         try:
             server, version = self._started()
             access = server.access
-            report(
-                ready={"amqp_url": access.amqp_url, "management_url": access.management_url, "version": version},
-            )
+            report(ready={"amqp_url": access.amqp_url, "management_url": access.management_url, "version": version})
             while (command := self.commands.get()) and not self.steps.leaving.is_set():
-                self._obey(server, command)
+                {"kill": server.kill, "start": server.start}[command]()
+                report(done=command)
         finally:
             self.remove()
-
-    def _obey(self, server: Server, command: str) -> None:
-        {"kill": server.kill, "start": server.start}[command]()
-        report(done=command)
 
     def _started(self) -> tuple[Server, str]:
         why: list[str] = []

@@ -61,7 +61,7 @@ class Node:
         self._configure()
 
     def start(self) -> str:
-        """See Server; the error contains the end of the node's log."""
+        """As `Container.start`; the error contains the end of the node's log."""
         environment = self._environment()
         epmd = [str(self._epmd), "-port", str(self._epmd_port), "-address", LOOPBACK]
         # epmd runs in the foreground as our child: one that Erlang starts itself would stay for ever.
@@ -74,7 +74,7 @@ class Node:
         raise TooSlow(f"RabbitMQ was not ready within {START_S} s:\n{self._log_tail()}")
 
     def kill(self) -> None:
-        """See Server; processes that the node started are killed too."""
+        """End it like a power cut, and the processes that it started; its data stays."""
         for each in self._processes:
             with suppress(ProcessLookupError):
                 os.killpg(each.pid, signal.SIGKILL)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from lanekeeper.contract.problems import BrokerUnreachable
-from service.private_broker.broker import GuardedBroker, guarded_broker
+from service.private_broker.broker import PrivateBroker, guarded_broker
 from service.private_broker.descendants import adopt_orphans, descendants, reap
 from service.private_broker.guard import SOURCES
 
@@ -80,7 +80,7 @@ def main() -> int:
     return code if signals.told is None else 128 + signals.told
 
 
-def _run(command: list[str], broker: GuardedBroker, signals: Signals) -> int:
+def _run(command: list[str], broker: PrivateBroker, signals: Signals) -> int:
     environment = [f"LANEKEEPER_AMQP_URL={broker.amqp_url}", f"LANEKEEPER_MANAGEMENT_URL={broker.management_url}"]
     # If we are killed, the command gets SIGTERM, because its broker is removed.
     bound = ["setpriv", "--pdeathsig", "TERM"] if sys.platform == "linux" and shutil.which("setpriv") else []

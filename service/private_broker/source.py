@@ -18,7 +18,6 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
 
 LOOPBACK = "127.0.0.1"
 USER = "lanekeeper"
@@ -56,24 +55,6 @@ class Access:
     @property
     def management_url(self) -> str:
         return f"http://{LOOPBACK}:{self.management_port}"
-
-
-class Server(Protocol):
-    """A private broker. After `kill`, `start` brings it back with the same data, ports and name."""
-
-    access: Access
-
-    def start(self) -> str:
-        """Start, wait until it is ready, and return its version. Raises Unavailable if it does not start."""
-        ...
-
-    def kill(self) -> None:
-        """End it like a power cut (SIGKILL); its data stays."""
-        ...
-
-    def remove(self) -> None:
-        """Remove it, whatever state it is in."""
-        ...
 
 
 @dataclass(slots=True)

@@ -1,7 +1,4 @@
-"""The simulated Anthropic API: an HTTP server. START HERE; `routes.py` has the answers.
-
-`SimulatedAPI` runs it inside a process; `serve` runs it until it is cancelled.
-"""
+"""The simulated Anthropic API: an HTTP server. START HERE; `routes.py` has the answers."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -91,17 +88,3 @@ class SimulatedAPI:
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         return await self._routes.handle(request)
-
-
-async def serve(
-    options: SimulatedOptions,
-    *,
-    host: str = "127.0.0.1",
-    port: int = 0,
-    ready: Callable[[SimulatedAPI], None] | None = None,
-) -> None:
-    """Serve until cancelled. `ready` is called once the server accepts calls and its `base_url` is known."""
-    async with SimulatedAPI(options, host=host, port=port) as api:
-        if ready is not None:
-            ready(api)
-        await asyncio.Event().wait()

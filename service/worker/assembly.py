@@ -35,7 +35,7 @@ from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.telemetry.tracing import Tracing
 from service.config.settings import Settings
 from service.worker import ready
-from service.worker.broker import apply_or_check, connection_for, management_finder, watched_rights
+from service.worker.broker import apply_or_check, connection_for, management_of, watched_rights
 from service.worker.budgeting import open_budgeting
 from service.worker.open_providers import open_providers
 from service.worker.pool_factory import Pools
@@ -81,7 +81,7 @@ async def assemble(
         consuming = await stack.enter_async_context(connection_for("consume", settings))
         topology = declare(every, names=names, broker_version=publishing.version)
         await apply_or_check(topology, publishing, declares=declares)
-        watch = TopologyWatch(topology, consuming, declares=declares, find_management=management_finder(settings))
+        watch = TopologyWatch(topology, consuming, declares=declares, find_management=partial(management_of, settings))
         publisher = Publisher(publishing, tracing=tracing, on_missing=watch.look)
         rights = await stack.enter_async_context(watched_rights(publishing, names))
         notices = await stack.enter_async_context(Notices(publishing))

@@ -1,4 +1,4 @@
-"""How a worker connects to the broker, and what it checks there before it takes work."""
+"""How the service connects to the broker and its management API, and what a worker checks before it takes work."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,7 +12,6 @@ from topology.broker.admin.apply import apply
 from topology.broker.admin.management import Management, discover
 from topology.broker.admin.rights import WritingRights
 from topology.broker.admin.verify import verify
-from topology.broker.admin.watch import FindManagement
 from topology.model import Topology
 
 
@@ -21,18 +20,14 @@ def connection_for(purpose: str, settings: Settings) -> Connection:
     return Connection(settings.broker_url, name=f"lanekeeper {purpose}", ssl_context=settings.ssl_context())
 
 
-def management_finder(settings: Settings) -> FindManagement:
-    """Finds the management API of the broker that a connection leads to."""
-
-    async def find(connection: Connection) -> Management | None:
-        return await discover(
-            settings.broker_url,
-            settings.management,
-            connection=await connection.underlying(),
-            ssl_context=settings.tls.given_context(),
-        )
-
-    return find
+async def management_of(settings: Settings, connection: Connection) -> Management | None:
+    """The management API of the broker that a connection leads to, if it can be found."""
+    return await discover(
+        settings.broker_url,
+        settings.management,
+        connection=await connection.underlying(),
+        ssl_context=settings.tls.given_context(),
+    )
 
 
 @asynccontextmanager

@@ -6,7 +6,6 @@ Alive is whoever answers: the loop turns. Ready is who has no trouble to name.
 import errno
 import json
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Self
 
 from aiohttp import web
@@ -54,9 +53,7 @@ class Health:
         self.port = self._runner.addresses[0][1]
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._runner.cleanup()
 
     async def _healthz(self, request: web.Request) -> web.Response:

@@ -30,7 +30,7 @@ def test_each_outcome_is_counted_once(outcome: Outcome, figures: tuple[int, ...]
     assert told["deferred_for"] == ({"x": 1} if isinstance(outcome, Deferred) else {})
 
 
-def test_waits_and_run_times_are_of_attempts() -> None:
+def test_waits_and_run_times_are_recorded_for_attempts_only() -> None:
     activity = LaneActivity("critical", slots=16, due_slots=4)
     activity.record(ANSWERED, wait_ms=5, run_ms=300)
     activity.record(Retried(delay_ms=0, error="x"), wait_ms=6, run_ms=0)
@@ -39,7 +39,7 @@ def test_waits_and_run_times_are_of_attempts() -> None:
     assert (told["waits_ms"], told["runs_ms"]) == ([5, 6], [300, 0])
 
 
-def test_it_keeps_the_latest_and_no_more() -> None:
+def test_only_the_latest_waits_and_run_times_are_kept() -> None:
     activity = LaneActivity("critical", slots=16, due_slots=4)
     for at in range(10_000):
         activity.record(ANSWERED, wait_ms=at, run_ms=1)
@@ -60,11 +60,11 @@ def test_it_keeps_the_latest_and_no_more() -> None:
         (list(range(1, 101)), 1, 100),
     ],
 )
-def test_quantiles_are_values_that_were_seen(values: list[int], share: float, expected: int | None) -> None:
+def test_quantiles_are_values_that_were_measured(values: list[int], share: float, expected: int | None) -> None:
     assert quantile(values, share) == expected
 
 
-def test_waits_that_nobody_told_the_beginning_of_are_counted_while_they_are_kept() -> None:
+def test_waits_of_unknown_start_are_counted_as_long_as_they_are_kept() -> None:
     activity = LaneActivity("critical", slots=16, due_slots=4)
     for _ in range(3):
         activity.record(ANSWERED, wait_ms=5, run_ms=300, since_delivery=True)

@@ -1,4 +1,4 @@
-"""Set aside: a tenant's surplus goes into a side queue of its own, confirmed before it is acknowledged."""
+"""Setting aside: requests above a tenant's share go into a side queue; they are acknowledged only after the confirm."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ LANE = dataclasses.replace(CRITICAL, side_queues=4)
 
 
 class Side:
-    """The side queues of a lane, on fakes."""
+    """The side queues of a lane, with fakes."""
 
     def __init__(self) -> None:
         self.bench = Bench()
@@ -36,14 +36,14 @@ class Side:
         return [each.exchange for each in self.bench.publisher.sent]
 
 
-async def test_once_it_is_confirmed_its_tenant_has_requests_aside_and_it_is_left_to_be_acknowledged() -> None:
+async def test_a_request_is_set_aside_once_its_copy_is_confirmed_and_is_then_left_to_be_acknowledged() -> None:
     side = Side()
     assert await side.aside.put(side.job("crm")) is None
     assert side.bench.log == [f"confirmed: {side.used[0]}"]
     assert side.aside.has("crm")
 
 
-async def test_one_tenants_requests_stay_together_and_another_has_a_queue_of_its_own() -> None:
+async def test_requests_of_one_tenant_share_a_side_queue_and_another_tenant_gets_its_own() -> None:
     side = Side()
     tenants = ["crm", "chat", "search", "tools"]
     for tenant in tenants * 3:
@@ -52,7 +52,7 @@ async def test_one_tenants_requests_stay_together_and_another_has_a_queue_of_its
     assert len(set(side.used)) == len(tenants)
 
 
-async def test_a_queue_whose_head_is_anothers_is_not_taken_while_there_is_an_empty_one() -> None:
+async def test_a_side_queue_whose_head_is_another_tenants_is_not_used_while_an_empty_one_exists() -> None:
     side = Side()
     side.aside.arrived(side.head("crm", 2))
     for tenant in ("a", "b", "c"):
@@ -62,7 +62,7 @@ async def test_a_queue_whose_head_is_anothers_is_not_taken_while_there_is_an_emp
     assert side.used[-1] == NAMES.side_exchange(2)
 
 
-async def test_a_full_queue_refuses_what_is_fresh_and_defers_what_was_begun() -> None:
+async def test_a_full_side_queue_refuses_fresh_requests_and_defers_those_with_attempts() -> None:
     side = Side()
     side.bench.publisher.failing = {NAMES.side_exchange(each): PublishRefused("full") for each in range(4)}
     refused = await side.aside.put(side.job("crm"))
@@ -72,7 +72,7 @@ async def test_a_full_queue_refuses_what_is_fresh_and_defers_what_was_begun() ->
     assert isinstance(again, Deferred)
 
 
-async def test_the_head_that_has_its_slot_makes_room_for_the_next() -> None:
+async def test_when_the_head_of_a_side_queue_gets_its_slot_the_next_one_is_fetched() -> None:
     side = Side()
     head = side.head("crm", 1)
     side.aside.arrived(head)
@@ -81,7 +81,7 @@ async def test_the_head_that_has_its_slot_makes_room_for_the_next() -> None:
     assert side.heads.next() == NAMES.side(LANE.name, 1)
 
 
-async def test_a_head_that_cannot_be_read_does_not_close_its_queue() -> None:
+async def test_a_head_that_cannot_be_read_does_not_block_its_side_queue() -> None:
     side = Side()
     name = NAMES.side(LANE.name, 1)
     side.heads.fetched(name, left=3)
@@ -90,7 +90,7 @@ async def test_a_head_that_cannot_be_read_does_not_close_its_queue() -> None:
     assert side.heads.next() == name
 
 
-async def test_what_is_refused_for_its_headers_is_not_moved() -> None:
+async def test_a_request_that_is_refused_for_its_headers_is_not_set_aside() -> None:
     side = Side()
     assert side.aside.may_take(side.job("crm"))
     assert not side.aside.may_take(side.job("crm", exchange=""))

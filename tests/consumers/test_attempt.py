@@ -1,4 +1,5 @@
-"""One attempt over several providers: who is asked where one fails, what is told and paid, how many calls it takes."""
+"""One attempt with several providers: which is called after a failure, what the requester gets, how many calls are
+made."""
 
 import asyncio
 import json
@@ -42,7 +43,7 @@ def reserve(at: Route) -> Reserved:
 
 
 class Moves:
-    """Has budget of every account, or of none but the first."""
+    """A budget gate that has budget for every account, or only for the first."""
 
     def __init__(self) -> None:
         self.has_room = True
@@ -94,7 +95,7 @@ class House:
         stream: bool = False,
         deadline_ms: int = 60_000,
     ) -> Outcome:
-        """Make one attempt; of both providers where no routes are given."""
+        """Make one attempt; with both providers if no routes are given."""
         content = [{"role": "user", "content": prompt}]
         job = self.bench.job(
             lane=NORMAL,
@@ -108,7 +109,7 @@ class House:
         return await self._attempts.make(job, asked(job))
 
     def parts(self) -> list[str]:
-        """What the requester was sent before the final reply: the type of each event, or `restart`."""
+        """What the requester was sent before the final reply: for each message the type of its event, or `restart`."""
         return [
             str(json.loads(each.message.body).get("type", each.message.headers[n.PART]))
             for each in self.bench.publisher.sent
@@ -167,7 +168,7 @@ def failed_with(outcome: Outcome) -> str:
         ("permission", REFUSED),
     ],
 )
-async def test_where_one_fails_the_next_is_asked_in_the_same_attempt(
+async def test_after_a_provider_failed_the_next_is_called_in_the_same_attempt(
     open_house: Open, fault: str, used: Amounts
 ) -> None:
     house = await open_house(failing(fault))
@@ -181,7 +182,7 @@ async def test_where_one_fails_the_next_is_asked_in_the_same_attempt(
 
 
 @pytest.mark.parametrize("fault", ["invalid", "too_large", "not_found"])
-async def test_what_is_the_requests_own_is_not_asked_of_another(open_house: Open, fault: str) -> None:
+async def test_a_failure_caused_by_the_request_is_not_tried_with_another_provider(open_house: Open, fault: str) -> None:
     house = await open_house(failing(fault))
 
     outcome = await house.ask()
@@ -191,7 +192,7 @@ async def test_what_is_the_requests_own_is_not_asked_of_another(open_house: Open
     assert house.calls == (1, 0)
 
 
-async def test_without_room_or_time_the_first_failure_stands(open_house: Open) -> None:
+async def test_without_budget_or_time_for_another_provider_the_first_failure_is_the_outcome(open_house: Open) -> None:
     house = await open_house(failing("overloaded"))
 
     house.moves.has_room = False
@@ -212,14 +213,16 @@ async def test_an_attempt_makes_two_calls_at_most(open_house: Open) -> None:
     assert sum(house.calls) == 2
 
 
-async def test_a_retry_may_still_help_where_the_second_refuses_for_good(open_house: Open) -> None:
+async def test_the_request_is_retried_if_the_second_provider_rejects_it_and_the_first_may_recover(
+    open_house: Open,
+) -> None:
     house = await open_house(failing("server_error"), failing("authentication"))
 
     assert failed_with(await house.ask()) == "api_error"
     assert house.calls == (1, 1)
 
 
-async def test_another_model_answers_for_one_that_is_overloaded_and_not_for_a_broken_connection(
+async def test_a_fallback_model_is_used_after_an_overload_and_not_after_a_lost_connection(
     open_house: Open,
 ) -> None:
     routes = (route("one"), route("one", FALLBACK))
@@ -232,7 +235,7 @@ async def test_another_model_answers_for_one_that_is_overloaded_and_not_for_a_br
     assert failed_with(await house.ask("[[fault: server_error x1]]", *routes)) == "api_error"
 
 
-async def test_a_stream_that_has_begun_is_begun_again_by_the_other_and_says_so(open_house: Open) -> None:
+async def test_a_stream_that_another_provider_starts_again_is_preceded_by_a_restart(open_house: Open) -> None:
     house = await open_house(failing("cut"))
 
     outcome = await house.ask("a long enough prompt", stream=True)
@@ -245,7 +248,7 @@ async def test_a_stream_that_has_begun_is_begun_again_by_the_other_and_says_so(o
     assert parts[-1] == "message_stop"
 
 
-async def test_while_a_breaker_is_open_the_other_is_asked_at_once(open_house: Open) -> None:
+async def test_while_a_breaker_is_open_the_other_provider_is_called_at_once(open_house: Open) -> None:
     house = await open_house(failing("server_error"))
 
     for each in range(3 * FAILURES):
@@ -256,7 +259,7 @@ async def test_while_a_breaker_is_open_the_other_is_asked_at_once(open_house: Op
     assert "event: breaker" in house.bench.log
 
 
-async def test_where_all_are_open_no_call_is_made(open_house: Open) -> None:
+async def test_while_all_breakers_are_open_no_call_is_made(open_house: Open) -> None:
     house = await open_house(failing("server_error"))
     for each in range(FAILURES):
         await house.ask("hello", BOTH[0], id=str(each))
@@ -268,7 +271,7 @@ async def test_where_all_are_open_no_call_is_made(open_house: Open) -> None:
     assert house.calls == (FAILURES, 0)
 
 
-async def test_a_provider_that_hangs_is_known_though_deadlines_end_its_calls(
+async def test_a_provider_that_hangs_opens_its_breaker_although_deadlines_end_its_calls(
     open_house: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("consumers.providers.breakers.FAIR_S", 0.1)
@@ -282,7 +285,7 @@ async def test_a_provider_that_hangs_is_known_though_deadlines_end_its_calls(
     assert house.breakers.least_wait_s(BOTH[:1]) > 0
 
 
-async def test_a_cancelled_probe_leaves_the_breaker_to_the_next(open_house: Open) -> None:
+async def test_after_a_cancelled_probe_another_request_may_probe_the_breaker(open_house: Open) -> None:
     house = await open_house()
     for each in range(FAILURES):
         await house.ask("[[fault: server_error]]", BOTH[0], id=str(each))
@@ -296,7 +299,7 @@ async def test_a_cancelled_probe_leaves_the_breaker_to_the_next(open_house: Open
 
 
 async def calls_per_request(house: House, prompts: list[str], *, routes: tuple[Route, ...], at_once: int) -> float:
-    """All are answered in the end, each tried again soon after it failed; how many calls that took."""
+    """The mean number of calls until a request is answered, if each is tried again soon after a failure."""
     slots = asyncio.Semaphore(at_once)
 
     async def answer(number: int, prompt: str) -> None:
@@ -313,18 +316,20 @@ async def calls_per_request(house: House, prompts: list[str], *, routes: tuple[R
 
 
 @pytest.mark.parametrize("routes", [BOTH[:1], BOTH], ids=["one provider", "two"])
-async def test_with_30_percent_of_overloads_a_request_takes_one_and_a_half_calls_at_most(
+async def test_with_30_percent_overloads_a_request_takes_at_most_one_and_a_half_calls(
     open_house: Open, routes: tuple[Route, ...]
 ) -> None:
     one, two = (SimulatedOptions(faults={"overloaded": 0.3}, seed=seed) for seed in (1, 2))
     house = await open_house(one, two)
-    prompts = [f"{each}" for each in range(600)]  # 1 / (1 - 0.3) = 1.43 are to be expected
+    prompts = [f"{each}" for each in range(600)]  # 1 / (1 - 0.3) = 1.43 are expected
 
     assert await calls_per_request(house, prompts, routes=routes, at_once=16) <= 1.5
 
 
 @pytest.mark.parametrize("routes", [BOTH[:1], BOTH], ids=["one provider", "two"])
-async def test_with_a_provider_that_goes_and_comes_back_too(open_house: Open, routes: tuple[Route, ...]) -> None:
+async def test_with_a_provider_that_fails_and_recovers_a_request_takes_few_calls(
+    open_house: Open, routes: tuple[Route, ...]
+) -> None:
     house = await open_house()
     prompts = [f"{each} [[latency: 20ms]]" for each in range(300)]
 

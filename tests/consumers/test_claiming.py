@@ -1,4 +1,4 @@
-"""A worker's claims, beside the store that keeps them."""
+"""A worker's claims, on top of the store that keeps them."""
 
 import asyncio
 
@@ -9,7 +9,7 @@ from tests.support.memory_store import MemoryStore
 
 
 class SlowToTell(MemoryStore):
-    """Claims at once, and says so later."""
+    """A store that grants a claim at once, but returns later."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class SlowToTell(MemoryStore):
         return found
 
 
-async def test_a_cancellation_stops_a_request_whose_claim_is_being_told() -> None:
+async def test_a_cancellation_stops_a_request_whose_claim_is_granted_but_not_yet_returned() -> None:
     store, job = SlowToTell(), Bench().job()
     claiming = Claiming(store)  # type: ignore[arg-type]
     ending = Completion(status="error", code="cancelled", body=b"{}", headers={}, ended_ms=NOW_MS)

@@ -1,4 +1,5 @@
-"""The control queue: cancellations are recorded before they are acknowledged, and what is wrong is no loop."""
+"""The control queue: a cancellation is recorded before it is acknowledged, and an invalid message is not redelivered
+for ever."""
 
 import json
 from typing import Any
@@ -81,13 +82,13 @@ async def test_a_cancellation_is_recorded_answered_and_acknowledged(bench: Bench
     assert bench.to("").headers == {n.CONTROL: "accepted", n.REQUEST_ID: "m-1"}
 
 
-async def test_a_cancellation_of_what_waits_until_it_is_due_is_recorded(bench: Bench) -> None:
+async def test_the_cancellation_of_a_delayed_request_is_recorded(bench: Bench) -> None:
     await bench.store.defer(Identity("", "m-1"), due_ms=NOW_MS, keep_until_ms=2 * NOW_MS)
     await read(bench, {"cancel": "m-1"})
     assert told(bench) == {"id": "m-1", "outcome": "recorded"}
 
 
-async def test_one_that_runs_here_is_stopped_at_once(bench: Bench) -> None:
+async def test_the_cancellation_of_a_request_that_runs_here_stops_it_at_once(bench: Bench) -> None:
     job = bench.job()
     await bench.claiming.claim(job)
     await read(bench, {"cancel": "m-1"})
@@ -95,7 +96,7 @@ async def test_one_that_runs_here_is_stopped_at_once(bench: Bench) -> None:
     assert job.stopped == "cancelled"
 
 
-async def test_what_had_ended_stays_as_it_ended(bench: Bench) -> None:
+async def test_a_cancellation_changes_nothing_after_the_end(bench: Bench) -> None:
     await bench.settler.settle(bench.job(reply_to=None), Answered(body=b'{"id":"msg"}', model="m", provider="p"))
     await read(bench, {"cancel": "m-1"})
     assert told(bench)["outcome"] == "ended"
@@ -105,7 +106,7 @@ async def test_what_had_ended_stays_as_it_ended(bench: Bench) -> None:
     assert found.completion.status == "ok"
 
 
-async def test_a_result_is_the_reply_again(bench: Bench) -> None:
+async def test_a_stored_result_is_answered_with_the_final_reply(bench: Bench) -> None:
     await bench.settler.settle(bench.job(reply_to=None), Answered(body=b'{"id":"msg"}', model="m", provider="p"))
     await read(bench, {"result": "m-1"}, kind="result")
     answer = bench.to("")
@@ -115,7 +116,7 @@ async def test_a_result_is_the_reply_again(bench: Bench) -> None:
     assert expected.items() <= answer.headers.items()
 
 
-async def test_an_error_is_the_problem_document_again(bench: Bench) -> None:
+async def test_a_stored_error_is_answered_with_its_problem_document(bench: Bench) -> None:
     await bench.settler.settle(bench.job(reply_to=None), Refused(RequestProblem("deadline_exceeded", "too late")))
     await read(bench, {"result": "m-1"}, kind="result")
     answer = bench.to("")
@@ -124,7 +125,9 @@ async def test_an_error_is_the_problem_document_again(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(("is_claimed", "status"), [(True, "running"), (False, "unknown")])
-async def test_what_has_not_ended_is_said_to_be_pending(bench: Bench, is_claimed: bool, status: str) -> None:
+async def test_a_result_that_is_not_there_yet_is_answered_as_pending(
+    bench: Bench, is_claimed: bool, status: str
+) -> None:
     if is_claimed:
         await bench.claiming.claim(bench.job())
     await read(bench, {"result": "m-1"}, kind="result")
@@ -133,7 +136,7 @@ async def test_what_has_not_ended_is_said_to_be_pending(bench: Bench, is_claimed
 
 
 @pytest.mark.parametrize("attempts", [0, 2])
-async def test_what_waits_says_until_when_and_after_how_many_attempts(bench: Bench, attempts: int) -> None:
+async def test_the_pending_answer_of_a_delayed_request_has_due_time_and_attempts(bench: Bench, attempts: int) -> None:
     if attempts:
         found = await bench.store.claim(Identity("", "m-1"), bench.job().copy())
         assert isinstance(found, Granted)
@@ -174,7 +177,9 @@ async def test_what_waits_says_until_when_and_after_how_many_attempts(bench: Ben
         ({"cancel": "m-1", "tenant": "bank"}, {"user_id": "shop"}),
     ],
 )
-async def test_what_is_wrong_is_refused_and_acknowledged(bench: Bench, body: Any, properties: dict[str, Any]) -> None:
+async def test_an_invalid_control_message_is_refused_and_acknowledged(
+    bench: Bench, body: Any, properties: dict[str, Any]
+) -> None:
     await read(bench, body, **properties)
     assert bench.log == ["confirmed: reply", "ack"]
     answer, document = bench.to(""), told(bench)
@@ -196,31 +201,39 @@ async def test_what_is_wrong_is_refused_and_acknowledged(bench: Bench, body: Any
         ({"result": "a b"}, "result", "result", "result: 'a b' can be no request's id: allowed are 1 to 128 of A-Z"),
     ],
 )
-async def test_what_is_wrong_is_named(bench: Bench, body: Any, kind: str | None, key: str, detail: str) -> None:
+async def test_the_refusal_names_what_is_invalid(
+    bench: Bench, body: Any, kind: str | None, key: str, detail: str
+) -> None:
     await read(bench, body, kind=kind, key=key)
     assert detail in told(bench)["detail"]
     assert told(bench)["request"] == ("" if " " in str(body) and "a b" in body.values() else "m-1")
 
 
-async def test_what_every_worker_answers_is_left_to_them(bench: Bench) -> None:
+async def test_status_questions_in_the_control_queue_are_ignored(bench: Bench) -> None:
     await read(bench, {}, kind="status")
     assert bench.log == ["ack"]
 
 
 @pytest.mark.parametrize(("user", "said"), [("shop", None), ("shop", "shop"), ("gateway", "shop")])
-async def test_whose_request_it_is(bench: Bench, user: str, said: str | None) -> None:
+async def test_the_tenant_of_a_control_message_is_the_user_or_the_one_a_speaker_names(
+    bench: Bench, user: str, said: str | None
+) -> None:
     await read(bench, {"cancel": "m-1", "tenant": said}, user_id=user)
     assert await bench.store.find(Identity("shop", "m-1")) is not None
 
 
-async def test_what_cannot_be_recorded_goes_back(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cancellation_that_cannot_be_recorded_goes_back_to_the_queue(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(claiming, "STORE_WITHIN_S", 0)
     bench.store.failing = StoreUnavailable("locked")
     await read(bench, {"cancel": "m-1"})
     assert bench.log == ["nack"]
 
 
-async def test_a_fault_of_ours_loses_no_cancellation_and_holds_up_nothing_for_ever(bench: Bench) -> None:
+async def test_an_internal_error_does_not_lose_a_cancellation_and_is_answered_after_five_deliveries(
+    bench: Bench,
+) -> None:
     bench.store.failing = RuntimeError("a fault")  # type: ignore[assignment]
     await read(bench, {"cancel": "m-1"})
     assert bench.log == ["reject"]
@@ -231,7 +244,7 @@ async def test_a_fault_of_ours_loses_no_cancellation_and_holds_up_nothing_for_ev
 
 
 @pytest.mark.parametrize(("reply_to", "unanswered"), [("lane.critical", 1), ("my.queue", 1), (None, 0)])
-async def test_nothing_is_answered_to_a_queue_that_somebody_named(
+async def test_no_answer_goes_to_a_queue_with_a_chosen_name(
     bench: Bench, reply_to: str | None, unanswered: int
 ) -> None:
     answers = answers_of(bench)
@@ -240,14 +253,14 @@ async def test_nothing_is_answered_to_a_queue_that_somebody_named(
     assert answers.unanswered == unanswered
 
 
-async def test_a_refusal_that_nobody_can_be_told_of_is_counted(bench: Bench) -> None:
+async def test_a_refusal_without_an_address_is_counted(bench: Bench) -> None:
     answers = answers_of(bench)
     await answers.refuse(Message(body=b"", type="reboot"), RequestProblem("invalid_request", "type"), id=None)
     assert bench.log == []
     assert (answers.refused, answers.unanswered) == (1, 1)
 
 
-async def test_a_result_that_the_broker_takes_no_more_is_told_as_too_large(bench: Bench) -> None:
+async def test_a_stored_result_that_the_broker_no_longer_accepts_is_answered_as_too_large(bench: Bench) -> None:
     await bench.settler.settle(bench.job(), ANSWERED)
     bench.publisher.sent.clear()
     bench.publisher.too_large = {ANSWERED.body}
@@ -256,7 +269,7 @@ async def test_a_result_that_the_broker_takes_no_more_is_told_as_too_large(bench
 
 
 DIRECT = "amq.rabbitmq.reply-to.g1h2.abc=="
-"""As the broker makes them."""
+"""An address of direct reply-to, in the broker's form."""
 
 
 @pytest.mark.parametrize(
@@ -274,7 +287,7 @@ DIRECT = "amq.rabbitmq.reply-to.g1h2.abc=="
         ("amq.gen-short", None, False, False),
     ],
 )
-async def test_an_answer_goes_only_where_nobody_else_reads(
+async def test_with_bound_replies_an_answer_goes_only_to_the_user_who_asked(
     bench: Bench, address: str, user: str | None, bound: bool, is_told: bool
 ) -> None:
     answers = answers_of(bench, bound=bound)
@@ -285,7 +298,7 @@ async def test_an_answer_goes_only_where_nobody_else_reads(
 
 
 @pytest.mark.parametrize("kind", ["cancel", "result"])
-async def test_where_users_are_required_one_without_is_refused(bench: Bench, kind: str) -> None:
+async def test_where_users_are_required_a_message_without_user_is_refused(bench: Bench, kind: str) -> None:
     await read(bench, {kind: "m-1"}, kind=kind, needs_user_id=True)
     assert bench.log == ["confirmed: reply", "ack"]
     assert told(bench)["code"] == "invalid_request"
@@ -293,6 +306,6 @@ async def test_where_users_are_required_one_without_is_refused(bench: Bench, kin
     assert bench.to("").headers == {n.CONTROL: "error", n.REQUEST_ID: "m-1"}
 
 
-async def test_where_users_are_required_one_with_it_is_carried_out(bench: Bench) -> None:
+async def test_where_users_are_required_a_message_with_user_is_carried_out(bench: Bench) -> None:
     await read(bench, {"cancel": "m-1"}, needs_user_id=True, user_id="shop")
     assert told(bench)["outcome"] == "unseen"

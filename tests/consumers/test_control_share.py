@@ -1,4 +1,4 @@
-"""One tenant's flood of control messages is turned away before the store is asked; another's are carried out."""
+"""A tenant's flood of control messages is refused before the store is asked; those of other tenants are carried out."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ from tests.support.jobs import NAMES, NOW_MS, Bench, FakeDelivery
 ASKER = "amq.gen-abcdefghijklmnopqrstuv"
 BURST = 2
 PER_S = BURST / AT_ONCE_S
-"""So few that none comes back while a test runs, however long it takes."""
+"""So low that no message is regained while a test runs, however long it takes."""
 FLOOD = 200
 
 
@@ -49,7 +49,7 @@ def control(bench: Bench, session: FakeSession, ready: Any, *, answers: Answers 
 
 
 def cancellations(bench: Bench, *users: str | None, first: int = 1, **said: str) -> list[FakeDelivery]:
-    """Of `m-<tag>`; the tags are counted from `first`."""
+    """Cancellations of the ids `m-<tag>`; tags are counted from `first`."""
     return [
         FakeDelivery(
             Message(
@@ -73,14 +73,14 @@ async def caught_up(reader: Control, *, within_s: float = 60) -> None:
 
 
 async def read(bench: Bench, deliveries: list[FakeDelivery]) -> tuple[Answers, FakeSession]:
-    """All of them, to the end."""
+    """Read all messages to the end."""
     session = FakeSession(bench.log, deliveries, ends=True)
     answers = answers_of(bench)
     await control(bench, session, none_waits, answers=answers).run()
     return answers, session
 
 
-async def test_beyond_its_share_a_tenant_is_refused_and_another_is_not() -> None:
+async def test_beyond_its_share_a_tenant_is_refused_and_other_tenants_are_not() -> None:
     bench = Bench()
     await read(bench, cancellations(bench, *["flood"] * (BURST + 2), "shop"))
 
@@ -93,7 +93,7 @@ async def test_beyond_its_share_a_tenant_is_refused_and_another_is_not() -> None
     assert await bench.store.find(Identity("flood", f"m-{BURST + 2}")) is None
 
 
-async def test_of_a_flood_so_many_are_refused_as_are_carried_out_and_the_rest_is_counted() -> None:
+async def test_in_a_flood_as_many_messages_are_refused_as_carried_out_and_the_rest_is_only_counted() -> None:
     bench = Bench()
     answers, session = await read(bench, cancellations(bench, *["flood"] * FLOOD, "shop"))
 
@@ -105,16 +105,16 @@ async def test_of_a_flood_so_many_are_refused_as_are_carried_out_and_the_rest_is
     assert session.writes < FLOOD / 10
 
 
-async def test_beyond_its_share_no_body_is_read_and_nothing_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_beyond_a_tenants_share_no_body_is_read_and_nothing_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     parsed: list[str] = []
     monkeypatch.setattr(question, "_said", lambda message: parsed.append(message.user_id))
     bench = Bench()
     await read(bench, cancellations(bench, *["flood"] * FLOOD))
 
-    assert len(parsed) <= 3 * BURST  # once as a question; once more, to name the request that a refusal is of
+    assert len(parsed) <= 3 * BURST  # once to carry it out, once to name the request in a refusal
 
 
-async def test_who_speaks_for_others_has_the_share_of_each() -> None:
+async def test_a_speaker_has_a_separate_share_for_each_tenant_it_names() -> None:
     bench = Bench()
     floods = cancellations(bench, *["gateway"] * 3 * BURST, tenant="flood")
     last = 3 * BURST + 1
@@ -125,7 +125,7 @@ async def test_who_speaks_for_others_has_the_share_of_each() -> None:
 
 
 @pytest.mark.parametrize("error", [None, AccessRefused("no right to look"), BrokerError("lost")])
-async def test_a_start_waits_for_what_never_ends_for_so_long_and_says_so(
+async def test_a_start_waits_for_an_endless_control_queue_up_to_a_limit_and_logs_it(
     monkeypatch: pytest.MonkeyPatch, error: Exception | None
 ) -> None:
     async def ready() -> int:
@@ -148,7 +148,7 @@ async def test_a_start_waits_for_what_never_ends_for_so_long_and_says_so(
     assert told["waiting"] == (1 if error else 7)
 
 
-async def test_where_the_queue_may_not_be_looked_at_it_is_empty_when_nothing_comes(
+async def test_without_the_right_to_see_its_length_the_queue_counts_as_empty_when_nothing_arrives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def ready() -> int:
@@ -167,7 +167,7 @@ async def test_where_the_queue_may_not_be_looked_at_it_is_empty_when_nothing_com
 
 
 class UnderWay(FakeSession):
-    """What it was given has left the broker, and comes after the queue was first seen empty."""
+    """Messages that have left the broker and arrive after the queue was first seen empty."""
 
     looked = False
 
@@ -186,7 +186,7 @@ class UnderWay(FakeSession):
         return await super().__anext__()
 
 
-async def test_what_is_on_its_way_when_the_queue_is_seen_empty_is_waited_for() -> None:
+async def test_a_start_waits_for_messages_that_are_on_their_way_when_the_queue_is_empty() -> None:
     bench = Bench()
     session = UnderWay(bench.log, cancellations(bench, "shop"))
     reader = control(bench, session, session.ready)
@@ -197,7 +197,7 @@ async def test_what_is_on_its_way_when_the_queue_is_seen_empty_is_waited_for() -
     await running
 
 
-def test_a_share_is_used_up_and_comes_back() -> None:
+def test_a_used_share_is_regained_with_time() -> None:
     now_s = 0.0
     share = Share(per_s=2, at_once=3, clock=lambda: now_s)
     assert [share.take("a") for _ in range(4)] == [True, True, True, False]
@@ -208,13 +208,13 @@ def test_a_share_is_used_up_and_comes_back() -> None:
     assert [share.take("a", 3), share.take("a")] == [True, False]
 
 
-def test_of_many_tenants_the_one_that_asked_longest_ago_is_forgotten() -> None:
+def test_beyond_the_limit_of_tenants_the_one_idle_longest_is_forgotten() -> None:
     share = Share(per_s=0.001, at_once=1, clock=lambda: 0.0)
     assert all(share.take(str(n)) for n in range(NAMES_KEPT + 1))
     assert [share.take(str(NAMES_KEPT)), share.take("0")] == [False, True]
 
 
-def test_what_comes_by_the_thousand_is_told_once_a_minute() -> None:
+def test_frequent_log_lines_are_counted_and_written_once_a_minute() -> None:
     now_s = 0.0
     seldom = Seldom(clock=lambda: now_s)
     assert [seldom.count("a") for _ in range(3)] == [1, 0, 0]

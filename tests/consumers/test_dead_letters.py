@@ -23,7 +23,7 @@ from topology.broker.admin.deadletters import Letter
 
 
 class Queue:
-    """As `Oldest`, of letters in memory; counts how often somebody looked."""
+    """Like `Oldest`, with letters in memory; counts how often it was looked at."""
 
     def __init__(self, *ages_s: float, body: bytes = b"x") -> None:
         self.letters = [Message(body=body, headers={n.DEAD_AT: moment(age_s)}) for age_s in ages_s]
@@ -57,20 +57,22 @@ def looking_after(queue: Queue, store: Any = None, **spec: Any) -> DeadLetters:
     return DeadLetters(oldest, store=store, spec=DeadSpec(**spec), lifecycle=lifecycle, now_ms=lambda: NOW_MS)
 
 
-async def test_those_that_are_too_old_go_however_few_there_are() -> None:
+async def test_dead_letters_that_are_too_old_are_removed_however_few_there_are() -> None:
     queue = Queue(*[200.0] * 12, 50.0, 10.0)
     assert await looking_after(queue, keep_s=100).look() == 12
     assert [each.headers[n.DEAD_AT] for each in queue.letters] == [moment(50), moment(10)]
 
 
 @pytest.mark.parametrize(("bound", "left"), [({"max_count": 3}, 3), ({"max_bytes": 250}, 2)])
-async def test_beyond_their_number_or_size_the_oldest_go(bound: dict[str, int], left: int) -> None:
+async def test_dead_letters_beyond_the_number_or_size_are_removed_oldest_first(
+    bound: dict[str, int], left: int
+) -> None:
     queue = Queue(*map(float, range(20, 0, -1)), body=b"x" * 100)
     assert await looking_after(queue, **bound).look() == 20 - left
     assert [each.headers[n.DEAD_AT] for each in queue.letters] == [moment(each) for each in range(left, 0, -1)]
 
 
-async def test_without_a_folder_they_are_dropped_with_a_warning_and_counted() -> None:
+async def test_without_a_folder_dead_letters_are_dropped_with_a_warning_and_counted() -> None:
     letters = looking_after(Queue(3, 2, 1), max_count=1)
     with structlog.testing.capture_logs() as logs:
         await letters.look()
@@ -79,7 +81,7 @@ async def test_without_a_folder_they_are_dropped_with_a_warning_and_counted() ->
     assert (letters.exported, letters.dropped) == (0, 2)
 
 
-async def test_what_cannot_be_written_is_not_removed(tmp_path: Path) -> None:
+async def test_a_dead_letter_that_cannot_be_written_is_not_removed(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     queue = Queue(3, 2, 1)
     with pytest.raises(OSError, match="file"):
@@ -87,7 +89,7 @@ async def test_what_cannot_be_written_is_not_removed(tmp_path: Path) -> None:
     assert len(queue.letters) == 3
 
 
-async def test_of_several_processes_one_looks(tmp_path: Path) -> None:
+async def test_only_one_of_several_processes_looks(tmp_path: Path) -> None:
     async with SqliteStore(tmp_path / "a.sqlite", namespace="lane", spec=StoreSpec()) as store:
         queues = [Queue(3, 2, 1) for _ in range(3)]
         running = [

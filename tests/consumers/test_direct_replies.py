@@ -1,4 +1,4 @@
-"""Direct reply-to before RabbitMQ 4.3.5: an address is tried on a connection of its own before others share it."""
+"""Direct reply-to before RabbitMQ 4.3.5: an address is first tried on its own connection, then on the shared one."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ ANSWER = Message(body=b"{}", exchange="", routing_key=ADDRESS)
 
 @dataclass
 class Line:
-    """A publisher and its connection, which closes over what is published while `dies_by` says why."""
+    """A publisher and its connection. While `dies_by` is set, a publish closes the connection with that reason."""
 
     sent: list[str] = field(default_factory=list)
     dies_by: str | None = None
@@ -44,7 +44,7 @@ def sender() -> tuple[DirectSender, Line, Line]:
     return DirectSender(shared, own=own), shared, own  # type: ignore[arg-type]
 
 
-async def test_an_address_that_took_a_message_is_answered_with_everything_else() -> None:
+async def test_an_address_that_accepted_a_message_is_answered_over_the_shared_connection() -> None:
     direct, shared, own = sender()
     for _ in range(3):
         await direct.send_surely(ANSWER, ADDRESS)
@@ -53,7 +53,7 @@ async def test_an_address_that_took_a_message_is_answered_with_everything_else()
     assert shared.sent == [ADDRESS, ADDRESS]
 
 
-async def test_a_forged_address_never_gets_to_the_shared_connection() -> None:
+async def test_a_forged_address_is_never_answered_over_the_shared_connection() -> None:
     direct, shared, own = sender()
     own.dies_by = "INTERNAL_ERROR"
     with pytest.raises(RequestProblem, match="the broker did not make"):
@@ -65,8 +65,8 @@ async def test_a_forged_address_never_gets_to_the_shared_connection() -> None:
     assert not own.sent + shared.sent
 
 
-async def test_where_the_shared_connection_is_lost_the_address_is_tried_apart_again() -> None:
-    """It may have become deadly: its node was forgotten by the cluster."""
+async def test_after_the_shared_connection_was_lost_the_address_is_tried_separately_again() -> None:
+    """Meanwhile it may have become deadly, because the cluster removed its node."""
     direct, shared, own = sender()
     await direct.send_surely(ANSWER, ADDRESS)
     shared.dies_by = own.dies_by = "INTERNAL_ERROR"
@@ -76,7 +76,7 @@ async def test_where_the_shared_connection_is_lost_the_address_is_tried_apart_ag
     assert direct.refusal(ADDRESS) is not None
 
 
-async def test_a_lost_connection_costs_no_answer() -> None:
+async def test_a_lost_connection_loses_no_reply() -> None:
     direct, shared, own = sender()
     await direct.send_surely(ANSWER, ADDRESS)
     shared.dies_by = "connection reset"

@@ -31,7 +31,7 @@ from consumers.failures import (
         (TransientError("a prompt", type="cut"), "cut"),
     ],
 )
-def test_its_brief_has_names_and_ids_and_no_text(error: ProviderError, brief: str) -> None:
+def test_the_brief_of_a_failure_has_names_and_ids_and_no_text(error: ProviderError, brief: str) -> None:
     assert error.brief == brief
 
 
@@ -49,13 +49,13 @@ def test_its_brief_has_names_and_ids_and_no_text(error: ProviderError, brief: st
         (AnswerTooLargeError("x"), TOO_LARGE),
     ],
 )
-def test_what_a_failure_means_follows_from_its_class_its_type_and_its_status(
+def test_retry_failover_and_breaker_follow_from_the_failures_class_type_and_status(
     error: ProviderError, means: Meaning
 ) -> None:
     assert error.means is means
 
 
-def test_what_fails_in_the_middle_of_an_answer_may_have_been_paid_whatever_it_is() -> None:
+def test_a_failure_in_the_middle_of_an_answer_may_have_been_paid() -> None:
     error = OverloadedError("x")
     assert (error.paid, error.is_outage) == (Paid.REQUEST, True)
     error.had_begun = True

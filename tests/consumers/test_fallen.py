@@ -56,7 +56,7 @@ def death(queue: str, reason: str, **more: Any) -> dict[str, Any]:
         ("lane.fallen", "critical.a.b", {"x-death": [{"queue": 5, "reason": []}]}, Buried, "internal", "5"),
     ],
 )
-async def test_why_it_fell(
+async def test_the_outcome_of_a_fallen_request_follows_from_its_last_death(
     exchange: str, key: str, headers: dict[str, Any], kind: type[Buried | Refused], code: str, named: str
 ) -> None:
     delivery = Bench().delivery(exchange=exchange, routing_key=key, headers=headers, queue="lane.fallen")
@@ -78,7 +78,7 @@ async def test_why_it_fell(
         ("lane.delay.05", {}, "normal", True),
     ],
 )
-def test_internal_headers_are_believed_of_what_fell_from_a_delay_or_a_due_queue(
+def test_internal_headers_are_believed_if_the_request_fell_from_a_delay_or_a_due_queue(
     exchange: str, headers: dict[str, Any], lane: str | None, trusted: bool
 ) -> None:
     told = {n.ATTEMPT: 3, n.USER_ID: "shop", **headers}
@@ -90,6 +90,6 @@ def test_internal_headers_are_believed_of_what_fell_from_a_delay_or_a_due_queue(
 
 
 @pytest.mark.parametrize(("reason", "expected"), [("delivery_limit", True), ("expired", False)])
-def test_what_was_delivered_too_often_is_in_nobodys_hands(reason: str, expected: bool) -> None:
+def test_a_request_that_exceeded_the_delivery_limit_counts_as_redelivered(reason: str, expected: bool) -> None:
     delivery = Bench().delivery(exchange="lane.fallen", headers=death("lane.critical", reason), queue="lane.fallen")
     assert FALLEN.job_of(delivery).redelivered is expected  # type: ignore[arg-type]

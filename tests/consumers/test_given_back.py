@@ -1,4 +1,4 @@
-"""What a request took on its way (claim, caps, budget, a breaker's probe) is given back, however it ends."""
+"""Everything that a request took (claim, caps, budget, a breaker's probe) is given back, however the request ends."""
 
 import asyncio
 import random
@@ -51,7 +51,7 @@ BODY = b'{"model":"claude-sonnet-5-5","max_tokens":5,"messages":[{"role":"user",
 
 
 class Provider:
-    """Answers after a few turns of the loop, or fails."""
+    """A provider that answers after a few turns of the loop, or fails."""
 
     name = "anthropic"
 
@@ -73,7 +73,7 @@ class Provider:
 
 
 class Ground:
-    """The whole pipeline, over one account."""
+    """The whole pipeline with one account."""
 
     def __init__(self) -> None:
         self.bench = Bench()
@@ -134,7 +134,7 @@ class Ground:
         return self.bench.job(body=BODY, headers=headers)
 
     async def held(self, job: Job) -> dict[str, Any]:
-        """What is still held for it, after what goes on by itself has ended; nothing: an empty one."""
+        """What a request still holds after all background work has ended; empty: nothing."""
         for _ in range(3):
             await self.spending.finish(within_s=30)
             await self.bench.claiming.finish(within_s=30)
@@ -154,7 +154,7 @@ class Ground:
         return self.store.used.get("cap lane critical requests", 0)
 
     async def deaths(self) -> int:
-        """How many of its holders never let go, as the next one is told."""
+        """How many holders never released the claim, as reported to the next holder."""
         delivery = self.bench.delivery(body=BODY)
         delivery.redelivered = True
         found = await self.bench.store.claim(Identity("", "m-1"), self.bench.job(delivery=delivery).copy())
@@ -162,7 +162,7 @@ class Ground:
         return found.deaths
 
     async def open_breaker(self) -> None:
-        """And wait until it may be probed."""
+        """Open the breaker, and wait until it may be probed."""
         clock = asyncio.get_running_loop().time
         (route,) = routes_of("anthropic").of("critical", "", MODEL).routes
         for each in range(FAILURES):
@@ -190,7 +190,7 @@ FAULT = ValueError("a fault of ours")
         (SpendLimitError("429", status=429), Buried, 0),
     ],
 )
-async def test_what_was_taken_is_given_back_after_a_call(error: Exception | None, outcome: type, counted: int) -> None:
+async def test_everything_is_given_back_after_a_call(error: Exception | None, outcome: type, counted: int) -> None:
     ground = Ground()
     ground.provider.error, job = error, ground.job()
 
@@ -201,7 +201,7 @@ async def test_what_was_taken_is_given_back_after_a_call(error: Exception | None
     assert (job.claim is not None) == (outcome in (Answered, Buried)), "what has ended keeps it until it is stored"
 
 
-async def test_and_after_a_fault_of_ours() -> None:
+async def test_everything_is_given_back_after_an_internal_error() -> None:
     ground = Ground()
     ground.provider.error, job = FAULT, ground.job()
 
@@ -213,7 +213,7 @@ async def test_and_after_a_fault_of_ours() -> None:
 
 
 @pytest.mark.parametrize(("why", "outcome"), [(Stop.CANCELLED, Dropped), (Stop.FENCED, Deferred)])
-async def test_and_where_it_is_told_to_stop(why: Stop, outcome: type) -> None:
+async def test_everything_is_given_back_by_a_request_that_is_told_to_stop(why: Stop, outcome: type) -> None:
     ground = Ground()
     ground.provider.takes_s, job = 30, ground.job()
     working = asyncio.create_task(ground.handler.handle(job, lane=CRITICAL))
@@ -227,7 +227,7 @@ async def test_and_where_it_is_told_to_stop(why: Stop, outcome: type) -> None:
 
 
 @pytest.mark.parametrize("is_probe", [False, True])
-def test_and_wherever_it_is_cancelled(is_probe: bool) -> None:
+def test_everything_is_given_back_wherever_the_request_is_cancelled(is_probe: bool) -> None:
     async def story(turns: int) -> bool:
         ground = Ground()
         if is_probe:
@@ -250,7 +250,7 @@ def test_and_wherever_it_is_cancelled(is_probe: bool) -> None:
     assert not called[0]
 
 
-async def test_a_claim_that_is_being_let_go_is_let_go_though_its_worker_stops() -> None:
+async def test_a_claim_is_released_although_the_worker_stops_during_the_release() -> None:
     ground = Ground()
     job, may_go = ground.job(), asyncio.Event()
     store, claiming = ground.bench.store, ground.bench.claiming
@@ -272,7 +272,7 @@ async def test_a_claim_that_is_being_let_go_is_let_go_though_its_worker_stops() 
     assert await ground.deaths() == 0
 
 
-async def test_where_no_provider_may_be_called_nothing_is_taken_for_it() -> None:
+async def test_a_request_takes_nothing_while_no_provider_may_be_called() -> None:
     ground = Ground()
     ground.provider.error = TransientError("500", status=500)
     for each in range(FAILURES):

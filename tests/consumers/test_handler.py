@@ -35,7 +35,7 @@ from topology.lanes import CRITICAL
 
 
 class FakeProvider:
-    """Answers, or raises; `asked` is what it was asked."""
+    """Answers, or raises. `asked`: the requests that it got."""
 
     name = "fake"
 
@@ -110,7 +110,7 @@ async def handle(bench: Bench, job: Job, provider: FakeProvider | None = None, *
 
 
 def again(bench: Bench, **properties: Any) -> Job:
-    """The request's next delivery, after one that was never settled."""
+    """The next delivery of the request, after one that was never settled."""
     delivery = bench.delivery(**properties)
     delivery.redelivered = True
     return bench.job(delivery=delivery)
@@ -146,7 +146,7 @@ async def test_a_request_is_answered(bench: Bench) -> None:
         ({"headers": {"x-lane-webhook": "https://a.example"}}, "invalid_request"),
     ],
 )
-async def test_what_is_wrong_is_parked_and_the_provider_is_not_asked(
+async def test_an_invalid_request_is_parked_and_the_provider_is_not_called(
     bench: Bench, properties: dict[str, Any], expected: str
 ) -> None:
     provider = FakeProvider()
@@ -159,12 +159,12 @@ async def test_what_is_wrong_is_parked_and_the_provider_is_not_asked(
 @pytest.mark.parametrize(
     "reply_to", ["answers", "shop.replies", "lane.reply.shop.1", "lanes.x", "amq.rabbitmq.reply-to.g1h2.x==", None]
 )
-async def test_where_replies_may_go(bench: Bench, reply_to: str | None) -> None:
+async def test_a_forbidden_reply_address_is_refused(bench: Bench, reply_to: str | None) -> None:
     assert isinstance(await handle(bench, bench.job(reply_to=reply_to)), Answered)
 
 
 @pytest.mark.parametrize("exchange", ["lane.due", "lane.delay.00", "lane.delay.28"])
-async def test_what_came_through_a_delay_is_believed(bench: Bench, exchange: str) -> None:
+async def test_internal_headers_are_believed_on_a_message_from_a_delay(bench: Bench, exchange: str) -> None:
     job = bench.job(exchange=exchange, headers={n.ATTEMPT: 2, n.USER_ID: "shop"}, user_id="the-workers")
     assert isinstance(await handle(bench, job), Answered)
     assert job.attempts == 3
@@ -172,7 +172,7 @@ async def test_what_came_through_a_delay_is_believed(bench: Bench, exchange: str
 
 
 @pytest.mark.parametrize("exchange", ["lane.requests", "", "lane.delayed", "lane.due2", "my.lane.due", "lane.fallen"])
-async def test_from_anywhere_else_it_is_not(bench: Bench, exchange: str) -> None:
+async def test_internal_headers_are_not_believed_on_other_messages(bench: Bench, exchange: str) -> None:
     job = bench.job(exchange=exchange, headers={n.ATTEMPT: 2, n.USER_ID: "bank"}, user_id="shop")
     await handle(bench, job)
     assert job.attempts <= 1
@@ -180,7 +180,7 @@ async def test_from_anywhere_else_it_is_not(bench: Bench, exchange: str) -> None
 
 
 @pytest.mark.parametrize("deaths", range(DEATHS_AT_MOST + 2))
-async def test_a_request_under_which_worker_after_worker_dies_is_poison(bench: Bench, deaths: int) -> None:
+async def test_a_request_whose_workers_die_one_after_another_is_poison(bench: Bench, deaths: int) -> None:
     for _ in range(deaths):
         await bench.claiming.claim(again(bench))
     outcome = await handle(bench, again(bench), gates=(ClaimGate(bench.claiming, now_ms=lambda: NOW_MS),))
@@ -192,7 +192,7 @@ async def test_a_request_under_which_worker_after_worker_dies_is_poison(bench: B
         assert f"delivered {deaths + 1} times" in outcome.problem.detail
 
 
-async def test_workers_that_live_and_only_lost_their_channel_make_no_poison(bench: Bench) -> None:
+async def test_losing_only_the_channel_again_and_again_is_no_poison(bench: Bench) -> None:
     for _ in range(20):
         job = again(bench)
         await bench.claiming.claim(job)
@@ -202,7 +202,7 @@ async def test_workers_that_live_and_only_lost_their_channel_make_no_poison(benc
     )
 
 
-async def test_nor_do_those_that_say_so_only_after_another_has_taken_over(bench: Bench) -> None:
+async def test_releasing_the_claim_only_after_another_worker_took_over_is_no_poison(bench: Bench) -> None:
     before = again(bench)
     await bench.claiming.claim(before)
     for _ in range(20):
@@ -215,7 +215,7 @@ async def test_nor_do_those_that_say_so_only_after_another_has_taken_over(bench:
     )
 
 
-async def test_suspects_are_worked_one_at_a_time(bench: Bench) -> None:
+async def test_requests_suspected_of_killing_workers_are_worked_on_one_at_a_time(bench: Bench) -> None:
     gate = ClaimGate(bench.claiming, now_ms=lambda: NOW_MS)
     for id in ("m-1", "m-2"):
         for _ in range(SUSPECT_FROM):
@@ -229,7 +229,7 @@ async def test_suspects_are_worked_one_at_a_time(bench: Bench) -> None:
     assert await gate.enter(fourth, asked(fourth)) is None
 
 
-async def test_what_came_again_where_nobody_counts_is_moved_to_where_it_is_counted(bench: Bench) -> None:
+async def test_a_redelivery_from_a_queue_without_a_counter_is_moved_to_the_due_queue(bench: Bench) -> None:
     delivery = bench.delivery()
     delivery.redelivered, delivery.times_delivered = True, None
     provider = FakeProvider()
@@ -239,13 +239,15 @@ async def test_what_came_again_where_nobody_counts_is_moved_to_where_it_is_count
 
 
 @pytest.mark.parametrize("wrong", [{"exchange": ""}, {"routing_key": "batch.a.b"}, {"headers": {"CC": ["x"]}}])
-async def test_but_what_is_wrong_is_not_washed_clean_by_that(bench: Bench, wrong: dict[str, Any]) -> None:
+async def test_an_invalid_redelivery_from_a_queue_without_a_counter_is_refused(
+    bench: Bench, wrong: dict[str, Any]
+) -> None:
     delivery = bench.delivery(**wrong)
     delivery.redelivered, delivery.times_delivered = True, None
     assert code(await handle(bench, bench.job(delivery=delivery))) == "invalid_request"
 
 
-async def test_past_its_deadline_the_provider_is_not_asked(bench: Bench) -> None:
+async def test_past_its_deadline_a_request_is_not_sent_to_the_provider(bench: Bench) -> None:
     provider = FakeProvider()
     job = bench.job(headers={n.SENT_MS: NOW_MS - 6000, n.DEADLINE_MS: 5000})
     outcome = await handle(bench, job, provider)
@@ -255,7 +257,7 @@ async def test_past_its_deadline_the_provider_is_not_asked(bench: Bench) -> None
     assert provider.asked == []
 
 
-async def test_what_is_not_due_yet_waits_in_the_cascade(bench: Bench) -> None:
+async def test_a_request_that_is_not_due_is_delayed_again(bench: Bench) -> None:
     provider = FakeProvider()
     outcome = await handle(bench, bench.job(headers={n.DELAY_MS: 3000}), provider)
     assert outcome == Deferred(delay_ms=3000, reason="scheduled", due_ms=NOW_MS + 3000)
@@ -265,7 +267,7 @@ async def test_what_is_not_due_yet_waits_in_the_cascade(bench: Bench) -> None:
     assert came_back.wait_ms == 1
 
 
-async def test_an_attempt_ends_with_the_deadline(bench: Bench) -> None:
+async def test_an_attempt_ends_at_the_deadline(bench: Bench) -> None:
     provider = FakeProvider(takes_s=30)
     job = bench.job(headers={n.DEADLINE_MS: 30})
     outcome = await handle(bench, job, provider)
@@ -278,19 +280,19 @@ async def test_an_attempt_ends_with_the_deadline(bench: Bench) -> None:
 @pytest.mark.parametrize(
     ("error", "kind"), [(TransientError("x"), Retried), (OverloadedError("x"), Retried), (RejectedError("x"), Buried)]
 )
-async def test_a_failed_attempt_is_decided_on(bench: Bench, error: Exception, kind: type[Outcome]) -> None:
+async def test_after_a_failed_attempt_retry_is_decided(bench: Bench, error: Exception, kind: type[Outcome]) -> None:
     assert isinstance(await handle(bench, bench.job(), FakeProvider(error)), kind)
 
 
 class Down(Breakers):
-    """Each call is let through, and finds every breaker open when it has failed."""
+    """Breakers that allow every call, and are all open after it failed."""
 
     def least_wait_s(self, routes: Iterable[Route]) -> float:
         return 2.0
 
 
 class Shut(Down):
-    """No call is let through."""
+    """Breakers that allow no call."""
 
     async def enter(self, *_: Any, **__: Any) -> None: ...
 
@@ -298,9 +300,7 @@ class Shut(Down):
 @pytest.mark.parametrize(
     "error", [TransientError("x", type=UNREACHABLE), TransientError("500", status=500), OverloadedError("529")]
 )
-async def test_what_fails_because_the_provider_is_down_waits_and_counts_no_attempt(
-    bench: Bench, error: Exception
-) -> None:
+async def test_a_failure_while_the_provider_is_down_counts_no_attempt(bench: Bench, error: Exception) -> None:
     job = bench.job(exchange="lane.due", headers={n.ATTEMPT: CRITICAL.max_attempts - 1, n.FIRST_SEEN_MS: NOW_MS})
 
     outcome = await handle(bench, job, FakeProvider(error), breakers=Down())
@@ -311,7 +311,7 @@ async def test_what_fails_because_the_provider_is_down_waits_and_counts_no_attem
     assert job.attempts == CRITICAL.max_attempts - 1
 
 
-async def test_an_attempt_that_sent_parts_counts_so_that_the_next_has_them_forgotten(bench: Bench) -> None:
+async def test_an_attempt_that_sent_parts_counts_so_that_the_next_sends_a_restart(bench: Bench) -> None:
     job = bench.job(headers={n.STREAM: True})
 
     outcome = await handle(bench, job, FakeProvider(OverloadedError("529")), breakers=Down())
@@ -320,7 +320,7 @@ async def test_an_attempt_that_sent_parts_counts_so_that_the_next_has_them_forgo
     assert job.attempts == 1
 
 
-async def test_where_no_call_is_made_nothing_has_started(bench: Bench) -> None:
+async def test_a_request_without_a_call_has_no_started_event(bench: Bench) -> None:
     job = bench.job()
     outcome = await handle(bench, job, breakers=Shut())
 
@@ -329,7 +329,7 @@ async def test_where_no_call_is_made_nothing_has_started(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("error", [TransientError("cut", type="cut"), TransientError("hangs", type="timeout")])
-async def test_but_what_may_have_been_paid_counts_so_that_it_is_not_paid_for_ever(
+async def test_a_failure_that_may_have_been_paid_counts_although_the_provider_is_down(
     bench: Bench, error: Exception
 ) -> None:
     job = bench.job(exchange="lane.due", headers={n.ATTEMPT: CRITICAL.max_attempts - 1, n.FIRST_SEEN_MS: NOW_MS})
@@ -337,17 +337,17 @@ async def test_but_what_may_have_been_paid_counts_so_that_it_is_not_paid_for_eve
     assert code(await handle(bench, job, FakeProvider(error), breakers=Down())) == "attempts_exhausted"
 
 
-async def test_attempts_are_those_of_all_deliveries(bench: Bench) -> None:
+async def test_attempts_are_counted_over_all_deliveries(bench: Bench) -> None:
     job = bench.job(exchange="lane.due", headers={n.ATTEMPT: CRITICAL.max_attempts - 1, n.FIRST_SEEN_MS: NOW_MS})
     assert code(await handle(bench, job, FakeProvider(TransientError("x")))) == "attempts_exhausted"
 
 
-async def test_a_timeout_that_is_not_the_deadlines_is_a_fault(bench: Bench) -> None:
+async def test_a_timeout_error_that_is_not_the_deadlines_is_an_internal_error(bench: Bench) -> None:
     with pytest.raises(TimeoutError):
         await handle(bench, bench.job(), FakeProvider(TimeoutError()))
 
 
-async def test_a_cancelled_attempt_is_cancelled(bench: Bench) -> None:
+async def test_a_cancelled_attempt_raises_cancelled_error(bench: Bench) -> None:
     log: list[str] = []
     working = asyncio.create_task(
         handle(bench, bench.job(), FakeProvider(takes_s=30), gates=(FakeGate(log, "a"), FakeGate(log, "b")))
@@ -359,7 +359,7 @@ async def test_a_cancelled_attempt_is_cancelled(bench: Bench) -> None:
     assert log == ["a enter", "b enter", "b leave NoneType", "a leave NoneType"]
 
 
-async def test_gates_are_left_in_reverse_by_all_that_passed_them(bench: Bench) -> None:
+async def test_gates_that_were_entered_are_left_in_reverse_order(bench: Bench) -> None:
     log: list[str] = []
     end = Deferred(delay_ms=5, reason="x")
     gates = (FakeGate(log, "a"), FakeGate(log, "b"), FakeGate(log, "c", end), FakeGate(log, "d"))
@@ -367,7 +367,7 @@ async def test_gates_are_left_in_reverse_by_all_that_passed_them(bench: Bench) -
     assert log == ["a enter", "b enter", "c enter", "b leave Deferred", "a leave Deferred"]
 
 
-async def test_all_gates_are_left_though_one_is_cancelled_while_it_gives_back(bench: Bench) -> None:
+async def test_all_gates_are_left_although_one_is_cancelled_while_it_gives_back(bench: Bench) -> None:
     log: list[str] = []
 
     class Slow(FakeGate):
@@ -383,7 +383,7 @@ async def test_all_gates_are_left_though_one_is_cancelled_while_it_gives_back(be
     assert log[-1] == "a leave Answered"
 
 
-async def test_no_delivery_is_held_until_the_broker_takes_it_back(bench: Bench, monkeypatch) -> None:
+async def test_no_delivery_is_held_longer_than_the_brokers_consumer_timeout(bench: Bench, monkeypatch) -> None:
     monkeypatch.setattr("consumers.attempt.ATTEMPT_WITHIN_S", 0.02)
     outcome = await handle(bench, bench.job(), FakeProvider(takes_s=30))
     assert isinstance(outcome, Retried)
@@ -391,7 +391,7 @@ async def test_no_delivery_is_held_until_the_broker_takes_it_back(bench: Bench, 
     assert held_s < 1800
 
 
-async def test_what_is_held_up_by_a_pause_is_no_attempt(bench: Bench, monkeypatch) -> None:
+async def test_a_request_that_waits_during_a_pause_counts_no_attempt(bench: Bench, monkeypatch) -> None:
     monkeypatch.setattr("consumers.attempt.ATTEMPT_WITHIN_S", 0.02)
     paused = Pausing({"store": lambda: "locked"})
     job, provider = bench.job(), FakeProvider()
@@ -403,7 +403,7 @@ async def test_what_is_held_up_by_a_pause_is_no_attempt(bench: Bench, monkeypatc
 # claims
 
 
-async def test_what_is_running_elsewhere_waits(bench: Bench) -> None:
+async def test_a_request_that_runs_elsewhere_waits(bench: Bench) -> None:
     await bench.claiming.claim(bench.job())
     provider = FakeProvider()
     outcome = await handle(bench, bench.job(), provider, gates=(ClaimGate(bench.claiming, now_ms=lambda: NOW_MS),))
@@ -411,7 +411,7 @@ async def test_what_is_running_elsewhere_waits(bench: Bench) -> None:
     assert (outcome.reason, provider.asked) == ("running elsewhere", [])
 
 
-async def test_what_has_ended_is_answered_from_the_store(bench: Bench) -> None:
+async def test_a_request_that_has_ended_is_answered_from_the_store(bench: Bench) -> None:
     await bench.settler.settle(bench.job(), Answered(body=b"{}", model="m", provider="p"))
     provider = FakeProvider()
     outcome = await handle(bench, bench.job(), provider, gates=(ClaimGate(bench.claiming, now_ms=lambda: NOW_MS),))
@@ -428,7 +428,9 @@ async def test_the_same_id_with_another_body_is_a_conflict(bench: Bench) -> None
 
 
 @pytest.mark.parametrize(("provider", "is_kept"), [(FakeProvider(), True), (FakeProvider(OverloadedError("x")), False)])
-async def test_only_what_ends_keeps_its_claim(bench: Bench, provider: FakeProvider, is_kept: bool) -> None:
+async def test_only_an_outcome_that_ends_the_request_keeps_its_claim(
+    bench: Bench, provider: FakeProvider, is_kept: bool
+) -> None:
     job = bench.job()
     await handle(bench, job, provider, gates=(ClaimGate(bench.claiming, now_ms=lambda: NOW_MS),))
     assert (job.claim is not None) == is_kept
@@ -446,14 +448,14 @@ async def test_a_cancellation_ends_a_running_attempt(bench: Bench) -> None:
     assert outcome.problem.code == "cancelled"
 
 
-async def test_a_cancellation_that_comes_after_the_attempt_is_no_fault(bench: Bench) -> None:
+async def test_a_cancellation_after_the_attempt_has_no_effect(bench: Bench) -> None:
     job = bench.job()
     assert isinstance(await handle(bench, job, gates=(ClaimGate(bench.claiming, now_ms=lambda: NOW_MS),)), Answered)
     assert await bench.claiming.cancel(job.identity, CANCELLED) == "told"
     assert job.stopped == "cancelled"
 
 
-async def test_whoever_is_fenced_off_stops_and_tells_nobody(bench: Bench) -> None:
+async def test_a_worker_that_lost_its_claim_stops_and_sends_nothing(bench: Bench) -> None:
     job = bench.job()
     working = asyncio.create_task(
         handle(bench, job, FakeProvider(takes_s=30), gates=(ClaimGate(bench.claiming, now_ms=lambda: NOW_MS),))
@@ -483,7 +485,7 @@ async def test_parts_are_counted_from_zero_and_are_not_persistent(bench: Bench) 
 
 
 @pytest.mark.parametrize("again", [{"exchange": "lane.due", "headers": {n.STREAM: True, n.ATTEMPT: 1}}, {}])
-async def test_another_attempt_or_worker_announces_itself(bench: Bench, again: dict[str, Any]) -> None:
+async def test_the_parts_of_a_further_attempt_begin_with_a_restart(bench: Bench, again: dict[str, Any]) -> None:
     delivery = bench.delivery(**{"headers": {n.STREAM: True}, **again})
     delivery.redelivered = not again
     delivery.times_delivered = 2 if delivery.redelivered else 1
@@ -491,7 +493,7 @@ async def test_another_attempt_or_worker_announces_itself(bench: Bench, again: d
     assert parts_of(bench) == [("restart", 0), ("event", 1), ("event", 2)]
 
 
-async def test_what_begins_again_within_an_attempt_announces_itself_where_anything_was_sent(bench: Bench) -> None:
+async def test_a_second_call_within_an_attempt_sends_a_restart_if_parts_were_sent(bench: Bench) -> None:
     parts = bench.replies.parts(bench.job())
 
     assert not parts.restart()
@@ -503,17 +505,17 @@ async def test_what_begins_again_within_an_attempt_announces_itself_where_anythi
     assert parts_of(bench) == [("event", 0), ("restart", 0), ("event", 1), ("event", 2)]
 
 
-async def test_without_the_header_or_an_address_no_part_is_sent(bench: Bench) -> None:
+async def test_without_the_stream_header_or_a_reply_address_no_part_is_sent(bench: Bench) -> None:
     await handle(bench, bench.job())
     await handle(bench, bench.job(headers={n.STREAM: True}, reply_to=None))
     assert bench.publisher.sent == []
 
 
-async def test_a_part_that_cannot_be_sent_is_no_failure(bench: Bench) -> None:
+async def test_a_part_that_cannot_be_sent_does_not_fail_the_attempt(bench: Bench) -> None:
     bench.publisher.failing = {"": ConfirmUnknown("…")}
     assert isinstance(await handle(bench, bench.job(headers={n.STREAM: True})), Answered)
 
 
-async def test_only_allowed_models(bench: Bench) -> None:
+async def test_a_model_that_the_lane_does_not_allow_is_refused(bench: Bench) -> None:
     lane = replace(CRITICAL, models=frozenset({"other"}))
     assert code(await handle(bench, bench.job(lane=lane))) == "forbidden_model"

@@ -26,39 +26,39 @@ def flooded(lane: Seen, **given: object) -> Seen:
     return replace(lane, **{"busiest": lane.slots, "waiting": 500, **given})  # type: ignore[arg-type]
 
 
-def test_nothing_is_lent_where_nothing_waits() -> None:
+def test_nothing_is_lent_to_a_queue_without_waiting_requests() -> None:
     assert set(shares().values()) == {Share()}
 
 
-def test_a_flood_gets_the_idle_slots_of_all_others_but_what_they_keep() -> None:
+def test_a_flooded_lane_gets_the_idle_slots_of_all_others_except_their_reserve() -> None:
     assert shares(batch=flooded(BATCH))["batch"] == Share(lent=14 + 7)
 
 
-def test_slots_in_use_are_not_lent_and_what_is_kept_is_kept_beside_them() -> None:
+def test_slots_in_use_are_not_lent_and_the_reserve_is_kept_in_addition() -> None:
     found = shares(critical=replace(CRITICAL, busiest=9), normal=FULL["normal"], batch=flooded(BATCH))
     assert found["batch"] == Share(lent=16 - 9 - 2)
 
 
-def test_no_more_is_lent_than_waits() -> None:
+def test_no_more_slots_are_lent_than_requests_wait() -> None:
     assert shares(batch=flooded(BATCH, waiting=3))["batch"] == Share(lent=3)
 
 
-def test_the_most_urgent_is_lent_to_first() -> None:
+def test_the_most_urgent_lane_borrows_first() -> None:
     found = shares(normal=flooded(NORMAL, waiting=10), batch=flooded(BATCH))
     assert (found["normal"], found["batch"]) == (Share(lent=10), Share(lent=4))
 
 
-def test_what_was_lent_is_back_as_soon_as_it_is_wanted() -> None:
+def test_lent_slots_are_returned_as_soon_as_their_lane_needs_them() -> None:
     found = shares(critical=FULL["critical"], normal=FULL["normal"], batch=flooded(BATCH, extra=21, busiest=25))
     assert found["batch"] == Share()
 
 
-def test_what_was_taken_back_and_still_runs_is_lent_to_nobody_else() -> None:
+def test_a_returned_slot_that_is_still_in_use_is_not_lent_again() -> None:
     batch = replace(BATCH, extra=14, ending=14, busiest=18)
     assert shares(normal=flooded(NORMAL), batch=batch)["normal"] == Share(lent=0)
 
 
-def test_slots_that_were_unused_for_a_while_are_given_up() -> None:
+def test_borrowed_slots_that_were_unused_for_a_while_are_returned() -> None:
     assert shares(batch=replace(BATCH, extra=10, grown=10, busiest=6))["batch"] == Share(lent=2)
     assert shares(batch=replace(BATCH, extra=10, grown=10, busiest=3))["batch"] == Share()
 
@@ -72,32 +72,32 @@ def test_a_queue_that_waits_too_long_grows_by_a_quarter(slots: int, grown: int, 
     assert shares(**FULL, batch=seen)["batch"] == Share(grown=grows_to)
 
 
-def test_it_does_not_grow_while_it_waits_no_longer_than_it_may() -> None:
+def test_a_queue_does_not_grow_while_its_wait_is_within_the_target() -> None:
     assert shares(**FULL, batch=flooded(BATCH, wait_s=60))["batch"] == Share()
 
 
-def test_it_does_not_grow_where_the_provider_is_the_limit_and_says_so() -> None:
+def test_a_queue_does_not_grow_while_the_provider_is_the_limit() -> None:
     found = shares(**FULL, batch=flooded(BATCH, extra=5, grown=5, busiest=9, wait_s=300, held="itpm"))
     assert found["batch"] == Share(grown=5, limit="itpm")
 
 
-def test_nor_is_anything_lent_to_it_there() -> None:
+def test_nothing_is_lent_while_the_provider_is_the_limit() -> None:
     assert shares(batch=flooded(BATCH, held="itpm"))["batch"] == Share()
 
 
-def test_it_does_not_grow_beyond_its_most_and_says_so() -> None:
+def test_a_queue_does_not_grow_beyond_slots_max_and_reports_that() -> None:
     at_most = flooded(BATCH, extra=28, grown=28, busiest=32, wait_s=300)
     assert shares(**FULL, batch=at_most)["batch"] == Share(grown=28, limit=AT_MOST)
 
 
-def test_a_lane_whose_most_are_its_slots_gets_none_but_lends() -> None:
+def test_a_lane_with_slots_max_equal_to_slots_gets_none_but_lends() -> None:
     fixed = replace(CRITICAL, most=16)
     found = shares(critical=flooded(fixed, wait_s=5), batch=flooded(BATCH))
     assert found["critical"] == Share(limit=AT_MOST)
     assert shares(critical=fixed, batch=flooded(BATCH))["batch"].lent == 21
 
 
-def test_lent_slots_come_before_grown_ones() -> None:
+def test_borrowed_slots_are_added_before_grown_ones() -> None:
     before = flooded(BATCH, extra=6, grown=6, busiest=10, waiting=0)
     assert shares(batch=before)["batch"] == Share(lent=6, grown=0)
 
@@ -123,7 +123,7 @@ def seen(draw: st.DrawFn) -> Seen:
 
 
 @given(st.lists(seen(), min_size=1, max_size=6))
-def test_no_lanes_reserve_is_lent_no_slot_twice_and_none_beyond_the_most(queues: list[Seen]) -> None:
+def test_no_reserve_is_lent_no_slot_is_lent_twice_and_no_queue_exceeds_slots_max(queues: list[Seen]) -> None:
     found = decide(queues)
 
     lendable = sum(max(0, each.slots - each.kept - each.busiest) for each in queues)
@@ -159,8 +159,11 @@ def lanes_and_demands(draw: st.DrawFn) -> list[tuple[Seen, int]]:
 
 @settings(deadline=None, max_examples=examples(60))
 @given(lanes_and_demands(), st.sampled_from([0.0, 5.0]), st.integers(1, 4))
-def test_under_a_constant_load_it_comes_to_rest(world: list[tuple[Seen, int]], wait_s: float, ask_every: int) -> None:
-    """Each lane has so many requests that would run at the same time; looked at as the loop does it."""
+def test_under_constant_load_the_slots_stop_changing(
+    world: list[tuple[Seen, int]], wait_s: float, ask_every: int
+) -> None:
+    """Each lane has a constant number of requests that would run at the same time; decided repeatedly, as the loop
+    does."""
     given_now = [Share()] * len(world)
     used = [deque([lane.slots], maxlen=6) for lane, _ in world]
     history = []

@@ -1,4 +1,4 @@
-"""While an answer could not be sent, pools are paused and calls wait."""
+"""While replies cannot be sent, pools are paused and calls wait."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -9,7 +9,7 @@ from tests.support.waiting import until
 
 
 class Taker:
-    """A pool that notes what it is told."""
+    """A pool that records what it is told."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
@@ -42,13 +42,13 @@ class World:
         await asyncio.wait([running])
 
 
-async def test_while_nothing_holds_nobody_waits_even_where_nobody_watches() -> None:
+async def test_without_a_reason_to_pause_nobody_waits_even_if_nothing_watches() -> None:
     world = World()
     await asyncio.wait_for(world.pausing.opened(), 30)
     assert world.pausing.reasons() == {}
 
 
-async def test_takers_are_paused_once_with_all_reasons_and_resumed_when_the_last_has_gone() -> None:
+async def test_pools_are_paused_once_with_all_reasons_and_resumed_when_the_last_reason_is_gone() -> None:
     world = World()
     async with world.watched():
         world.broker, world.store = "connection lost", "locked"
@@ -61,7 +61,7 @@ async def test_takers_are_paused_once_with_all_reasons_and_resumed_when_the_last
         await until(lambda: world.taker.told[1:] == ["resume"])
 
 
-async def test_who_would_call_a_provider_waits_from_the_moment_that_a_condition_holds() -> None:
+async def test_a_call_waits_from_the_moment_a_reason_to_pause_exists() -> None:
     world = World()
     async with world.watched():
         await asyncio.sleep(0)
@@ -73,7 +73,7 @@ async def test_who_would_call_a_provider_waits_from_the_moment_that_a_condition_
         await asyncio.wait_for(waiting, 30)
 
 
-async def test_a_taker_that_had_its_hands_full_is_told_again() -> None:
+async def test_a_pool_that_was_busy_is_told_again() -> None:
     world = World()
     world.taker.hands_full = True
     world.store = "locked"

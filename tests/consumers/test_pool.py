@@ -1,4 +1,4 @@
-"""A pool runs a task for each delivery. A failure of one harms no other; a stop returns what has not ended."""
+"""A pool runs a task for each delivery. A failure affects no other delivery; a stop returns what has not ended."""
 
 import asyncio
 import io
@@ -31,7 +31,7 @@ ANSWERED = Answered(body=b"{}", model="m", provider="p")
 
 
 class FakeDeliveries:
-    """Sessions that the test fills; an exception in one is what ends it."""
+    """Sessions that the test fills; an exception in one ends it."""
 
     queue = "lane.critical"
     trouble = None
@@ -66,7 +66,7 @@ class FakeDeliveries:
 
 
 class Working:
-    """A pool at work on fakes."""
+    """A running pool with fakes."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settle, "RETURN_AFTER_S", 0)
 
 
-async def test_deliveries_are_worked_side_by_side_and_counted() -> None:
+async def test_deliveries_are_worked_on_concurrently_and_counted() -> None:
     bench = Bench()
     together = asyncio.Barrier(3)
 
@@ -124,7 +124,7 @@ async def test_deliveries_are_worked_side_by_side_and_counted() -> None:
     assert bench.log.count("ack") == 3
 
 
-async def test_an_unforeseen_error_buries_its_request_and_no_other() -> None:
+async def test_an_unforeseen_error_dead_letters_its_request_and_affects_no_other() -> None:
     bench = Bench()
 
     async def fail(job: Job) -> Outcome:
@@ -141,7 +141,7 @@ async def test_an_unforeseen_error_buries_its_request_and_no_other() -> None:
     assert "secret" not in dead.headers[n.DEAD_DETAIL]
 
 
-async def test_one_that_cannot_even_be_buried_is_put_back_and_the_lane_goes_on() -> None:
+async def test_a_request_that_cannot_even_be_dead_lettered_is_requeued_and_the_lane_continues() -> None:
     bench = Bench()
     bench.publisher.failing = {"lane.dead": TypeError("cannot be written")}
 
@@ -158,7 +158,7 @@ async def test_one_that_cannot_even_be_buried_is_put_back_and_the_lane_goes_on()
     await working.stop()
 
 
-async def test_a_job_that_cannot_be_made_is_put_back() -> None:
+async def test_a_delivery_that_cannot_become_a_job_is_requeued() -> None:
     bench = Bench()
     working = Working(bench, answer)
     working.pool._job_of = lambda delivery: 1 / 0  # type: ignore[assignment, return-value]
@@ -168,7 +168,7 @@ async def test_a_job_that_cannot_be_made_is_put_back() -> None:
     await working.stop()
 
 
-async def test_what_was_set_aside_is_acknowledged_and_neither_worked_nor_counted() -> None:
+async def test_a_request_that_was_set_aside_is_acknowledged_and_neither_handled_nor_counted() -> None:
     class Moving(FromQueue):
         async def enter(self, job: Job) -> Turn:
             return Turn.ASIDE
@@ -185,7 +185,7 @@ async def test_what_was_set_aside_is_acknowledged_and_neither_worked_nor_counted
     assert working.activity.answered == 0
 
 
-async def test_what_cannot_be_moved_for_a_fault_of_ours_is_put_back_and_ends_no_lane() -> None:
+async def test_an_internal_error_while_setting_aside_requeues_the_delivery_and_the_lane_continues() -> None:
     class Broken(FromQueue):
         async def enter(self, job: Job) -> Turn:
             return Turn.ASIDE
@@ -201,7 +201,7 @@ async def test_what_cannot_be_moved_for_a_fault_of_ours_is_put_back_and_ends_no_
     await working.stop()
 
 
-async def test_what_was_not_settled_is_not_counted() -> None:
+async def test_an_unsettled_delivery_is_not_counted() -> None:
     bench = Bench()
     bench.publisher.failing = {"": BrokerUnreachable("down")}
     working = Working(bench, answer)
@@ -211,7 +211,7 @@ async def test_what_was_not_settled_is_not_counted() -> None:
     assert working.activity.answered == 0
 
 
-async def test_a_lost_channel_ends_the_work_on_it_and_another_is_taken() -> None:
+async def test_a_lost_channel_ends_the_work_on_its_deliveries_and_a_new_one_is_opened() -> None:
     bench = Bench()
     cancelled: list[str] = []
 
@@ -236,7 +236,7 @@ async def test_a_lost_channel_ends_the_work_on_it_and_another_is_taken() -> None
     await working.stop()
 
 
-async def test_stopping_lets_what_runs_end() -> None:
+async def test_stopping_lets_running_requests_end() -> None:
     bench = Bench()
     go = asyncio.Event()
 
@@ -255,7 +255,7 @@ async def test_stopping_lets_what_runs_end() -> None:
     assert "ack" in bench.log
 
 
-async def test_what_has_not_begun_its_call_is_given_back_at_once_and_what_has_ends() -> None:
+async def test_on_a_stop_requests_without_a_call_are_returned_at_once_and_those_with_a_call_end() -> None:
     bench = Bench()
     go = asyncio.Event()
 
@@ -281,7 +281,7 @@ async def test_what_has_not_begun_its_call_is_given_back_at_once_and_what_has_en
     assert bench.log.count("nack") == 4
 
 
-async def test_what_gets_its_turn_in_the_moment_of_being_given_back_does_not_begin() -> None:
+async def test_a_request_that_gets_its_turn_while_it_is_returned_does_not_start() -> None:
     bench = Bench()
     turn = asyncio.Event()
 
@@ -300,7 +300,7 @@ async def test_what_gets_its_turn_in_the_moment_of_being_given_back_does_not_beg
     assert bench.log == ["nack"] * 5
 
 
-async def test_what_has_an_outcome_is_settled_though_the_rest_is_given_back() -> None:
+async def test_on_a_stop_a_request_with_an_outcome_is_settled_although_others_are_returned() -> None:
     bench = Bench()
     confirmed = asyncio.Event()
 
@@ -323,7 +323,7 @@ async def test_what_has_an_outcome_is_settled_though_the_rest_is_given_back() ->
     assert (bench.log.count("ack"), bench.log.count("nack")) == (1, 0)
 
 
-async def test_what_arrives_when_all_is_given_back_is_not_begun() -> None:
+async def test_a_delivery_that_arrives_after_everything_was_returned_is_not_started() -> None:
     bench = Bench()
     handled: list[str] = []
 
@@ -340,7 +340,7 @@ async def test_what_arrives_when_all_is_given_back_is_not_begun() -> None:
     assert not handled
 
 
-async def test_what_still_runs_when_it_is_cancelled_is_given_back_once() -> None:
+async def test_requests_that_still_run_when_the_pool_is_cancelled_are_returned_once() -> None:
     bench = Bench()
 
     async def hang(job: Job) -> Outcome:
@@ -360,7 +360,7 @@ async def test_what_still_runs_when_it_is_cancelled_is_given_back_once() -> None
     assert (working.activity.running, working.pool.in_hand, len(working.pool.jobs)) == (0, 0, 0)
 
 
-async def test_what_more_is_delivered_after_a_pause_waits_for_a_slot() -> None:
+async def test_deliveries_after_a_pause_wait_for_a_slot() -> None:
     bench = Bench()
     go = asyncio.Event()
 
@@ -382,7 +382,7 @@ async def test_what_more_is_delivered_after_a_pause_waits_for_a_slot() -> None:
     await working.stop()
 
 
-async def test_what_waits_for_a_slot_when_it_is_stopped_at_once_is_given_back() -> None:
+async def test_a_request_that_waits_for_a_slot_is_returned_when_the_pool_stops_at_once() -> None:
     bench = Bench()
 
     async def hold(job: Job) -> Outcome:
@@ -402,7 +402,7 @@ def lines(out: io.StringIO) -> list[dict[str, Any]]:
     return [json.loads(line) for line in out.getvalue().splitlines()]
 
 
-async def test_each_line_of_a_request_says_which_request_it_is_about() -> None:
+async def test_each_log_line_of_a_request_has_its_id_lane_and_attempt() -> None:
     bench, out = Bench(), io.StringIO()
     together = asyncio.Barrier(2)
     log = loggers.logger()
@@ -438,7 +438,7 @@ async def test_each_line_of_a_request_says_which_request_it_is_about() -> None:
     assert other.keys() == {"timestamp", "level", "event", "service"}
 
 
-async def test_a_request_that_begins_its_trace_here_is_logged_with_it() -> None:
+async def test_log_lines_of_a_request_that_starts_a_trace_have_its_trace_id() -> None:
     bench, out = Bench(), io.StringIO()
     spans = InMemorySpanExporter()
     provider = TracerProvider()
@@ -455,7 +455,7 @@ async def test_a_request_that_begins_its_trace_here_is_logged_with_it() -> None:
     assert [each["trace_id"] for each in lines(out)] == [f"{span.context.trace_id:032x}"]
 
 
-async def test_a_line_below_the_level_asks_for_no_field() -> None:
+async def test_a_log_call_below_the_level_computes_no_fields() -> None:
     class Subject:
         asked = 0
 

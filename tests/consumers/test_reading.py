@@ -15,7 +15,7 @@ LARGE = 100_000
 
 
 class Ground:
-    """What is read takes time, in which nothing else runs."""
+    """Reading takes time, during which nothing else runs."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -48,7 +48,7 @@ def in_virtual_time(story: Callable[[], Coroutine[object, object, None]]) -> Cal
 
 
 @in_virtual_time
-async def test_after_reading_there_is_a_pause_as_long_as_it_took() -> None:
+async def test_after_reading_a_body_there_is_an_equally_long_pause() -> None:
     ground = Ground()
     await asyncio.gather(*(ground.read(name) for name in "abc"))
 
@@ -58,8 +58,8 @@ async def test_after_reading_there_is_a_pause_as_long_as_it_took() -> None:
 
 
 @in_virtual_time
-async def test_nothing_is_collected_while_reading_and_afterwards_it_is_again() -> None:
-    """All objects of the process would be looked at, again and again, because so many new ones are made."""
+async def test_garbage_collection_is_off_while_a_body_is_read() -> None:
+    """Otherwise the many new objects would make Python scan all objects of the process again and again."""
 
     def broken() -> bool:
         raise ValueError(gc.isenabled())
@@ -82,7 +82,7 @@ async def test_short_bodies_are_read_at_once() -> None:
 
 
 @in_virtual_time
-async def test_what_is_tiny_waits_for_nobody() -> None:
+async def test_tiny_bodies_do_not_wait_for_others() -> None:
     ground = Ground()
     await asyncio.gather(ground.read("long"), ground.read("next"), ground.read("tiny", size=TINY_BYTES))
 
@@ -90,7 +90,7 @@ async def test_what_is_tiny_waits_for_nobody() -> None:
 
 
 @in_virtual_time
-async def test_the_allowance_comes_back_with_time() -> None:
+async def test_the_allowance_for_immediate_reading_is_regained_with_time() -> None:
     ground = Ground()
     await ground.read("long", s=AT_ONCE_S)
     await asyncio.sleep(1)
@@ -102,7 +102,7 @@ async def test_the_allowance_comes_back_with_time() -> None:
 
 
 @in_virtual_time
-async def test_the_most_urgent_lane_goes_first_then_the_shortest_body() -> None:
+async def test_the_most_urgent_lane_is_read_first_then_the_shortest_body() -> None:
     ground = Ground()
     await asyncio.gather(
         ground.read("first"),
@@ -116,7 +116,7 @@ async def test_the_most_urgent_lane_goes_first_then_the_shortest_body() -> None:
 
 
 @in_virtual_time
-async def test_who_comes_later_does_not_go_before_those_that_wait() -> None:
+async def test_a_later_body_is_not_read_before_earlier_ones() -> None:
     ground = Ground()
     tasks = [ground.read("first"), ground.read("second")]
     await tasks[0]
@@ -126,7 +126,7 @@ async def test_who_comes_later_does_not_go_before_those_that_wait() -> None:
 
 
 @in_virtual_time
-async def test_what_fails_or_is_cancelled_keeps_nobody_waiting() -> None:
+async def test_a_body_whose_reading_fails_or_is_cancelled_does_not_block_others() -> None:
     ground = Ground()
 
     def broken() -> None:
@@ -142,17 +142,17 @@ async def test_what_fails_or_is_cancelled_keeps_nobody_waiting() -> None:
 
 
 @in_virtual_time
-async def test_who_is_cancelled_in_its_turn_passes_it_on() -> None:
+async def test_a_body_that_is_cancelled_in_its_turn_passes_the_turn_on() -> None:
     ground = Ground()
     first, second, last = ground.read("first"), ground.read("second"), ground.read("last")
     await first
-    asyncio.get_running_loop().call_later(LONG_S - AT_ONCE_S, second.cancel)  # its turn comes in the same instant
+    asyncio.get_running_loop().call_later(LONG_S - AT_ONCE_S, second.cancel)  # its turn comes at the same moment
     assert await last == "last"
     assert ground.order in (["first", "last"], ["first", "second", "last"])
 
 
 @in_virtual_time
-async def test_a_body_is_measured_in_several_turns() -> None:
+async def test_counting_the_values_of_a_large_body_yields_to_other_tasks() -> None:
     ground = Ground()
     raw = b'["' + b"," * 10_000_000 + b'"]'
 

@@ -1,4 +1,4 @@
-"""Where replies may go: never to a queue that the worker may write but the requester may not."""
+"""Where replies may go: never to a queue to which the worker may publish but the requester may not."""
 
 import re
 
@@ -25,13 +25,13 @@ NEVER = [
 
 @pytest.mark.parametrize("address", NEVER)
 @pytest.mark.parametrize("rule", [OPEN, BOUND])
-def test_never_to_a_queue_of_ours_or_of_the_brokers(rule: ReplyRule, address: str) -> None:
+def test_no_reply_goes_to_one_of_our_or_the_brokers_own_queues(rule: ReplyRule, address: str) -> None:
     assert not rule.allows(address, user="shop")
     assert not rule.allows_control(address, user="shop")
 
 
 @pytest.mark.parametrize("address", [GEN, DIRECT, "lane.reply.anybody", "shop.answers"])
-def test_open_it_may_go_to_any_other_queue(address: str) -> None:
+def test_unbound_replies_may_go_to_any_other_queue(address: str) -> None:
     assert OPEN.allows(address, user=None)
 
 
@@ -47,23 +47,23 @@ def test_open_it_may_go_to_any_other_queue(address: str) -> None:
         ("lane.reply.shopping", "shop", False),
         ("lane.reply.shop", "", False),
         ("lane.reply.", "", False),
-        ("lane.reply.shop.eu", "shop.eu", False),  # it is shop's
+        ("lane.reply.shop.eu", "shop.eu", False),  # this queue belongs to the user shop
         ("shop.answers", "shop", False),
         (GEN, "shop", False),
     ],
 )
-def test_bound_it_goes_to_whoever_published_alone(address: str, user: str | None, allowed: bool) -> None:
+def test_bound_replies_go_only_to_the_user_who_published(address: str, user: str | None, allowed: bool) -> None:
     assert BOUND.allows(address, user=user) is allowed
     if not allowed:
         assert "direct reply-to" in BOUND.refusal(address, user=user).detail
 
 
-def test_what_is_refused_says_what_would_do() -> None:
+def test_a_refusal_says_which_addresses_are_allowed() -> None:
     assert "lane.reply.shop" in BOUND.refusal(GEN, user="shop").detail
     assert "user_id" in BOUND.refusal(GEN, user=None).detail
 
 
-def test_a_list_narrows_both() -> None:
+def test_an_allow_list_restricts_bound_and_unbound_replies() -> None:
     allow = (re.compile(r"lane\.reply\..*"),)
     for bound in (False, True):
         rule = ReplyRule(names=Names(), allow=allow, bound=bound)

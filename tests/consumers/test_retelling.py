@@ -28,7 +28,7 @@ async def never(job: Job) -> Outcome:
 
 
 async def come_back(bench: Bench) -> Outcome:
-    """What was sent round last comes back, and is settled."""
+    """Deliver the last delayed copy, and settle it."""
     sent = [each for each in bench.publisher.sent if each.exchange.startswith("lane.delay.")][-1]
     bench.publisher.sent.clear()
     message = sent.message
@@ -39,7 +39,7 @@ async def come_back(bench: Bench) -> Outcome:
 
 
 @pytest.mark.parametrize("outcome", [ANSWERED, REJECTED, UNREADABLE, CONFLICT])
-async def test_it_comes_back_and_is_told_in_the_same_words(bench: Bench, outcome: Outcome) -> None:
+async def test_a_refused_reply_is_sent_again_with_the_same_content(bench: Bench, outcome: Outcome) -> None:
     bench.publisher.failing = {}
     await bench.settler.settle(bench.job(message_id="m-0"), outcome)
     told = bench.to("")
@@ -56,7 +56,7 @@ async def test_it_comes_back_and_is_told_in_the_same_words(bench: Bench, outcome
     assert [each.exchange for each in bench.publisher.sent] == [""], "and is not parked again"
 
 
-async def test_it_is_tried_for_a_minute_and_then_given_up_and_stays_under_its_id(bench: Bench) -> None:
+async def test_a_refused_reply_is_retried_for_a_minute_and_then_stays_available_under_its_id(bench: Bench) -> None:
     bench.publisher.failing = FULL
     job = bench.job()
     await bench.settler.settle(job, ANSWERED)
@@ -72,13 +72,13 @@ async def test_it_is_tried_for_a_minute_and_then_given_up_and_stays_under_its_id
     assert found.completion.body == ANSWERED.body
 
 
-async def test_what_could_not_be_sent_round_is_not_acknowledged(bench: Bench) -> None:
+async def test_if_the_delayed_copy_cannot_be_published_the_delivery_is_not_acknowledged(bench: Bench) -> None:
     bench.publisher.failing = {**FULL, "lane.delay.03": BrokerUnreachable("down")}
     assert await bench.settler.settle(bench.job(), ANSWERED) is None
     assert bench.log[-1] == "nack"
 
 
-async def test_a_result_that_the_store_has_lost_is_worked_again(bench: Bench) -> None:
+async def test_if_the_store_has_lost_the_result_the_request_runs_again(bench: Bench) -> None:
     async def handle(job: Job) -> Outcome:
         return ANSWERED
 
@@ -86,7 +86,7 @@ async def test_a_result_that_the_store_has_lost_is_worked_again(bench: Bench) ->
     assert await bench.retelling.first(handle)(job) is ANSWERED
 
 
-async def test_a_requester_cannot_say_that_only_a_reply_is_left(bench: Bench) -> None:
+async def test_a_requesters_forged_retry_header_is_ignored(bench: Bench) -> None:
     async def handle(job: Job) -> Outcome:
         return ANSWERED
 
@@ -94,7 +94,7 @@ async def test_a_requester_cannot_say_that_only_a_reply_is_left(bench: Bench) ->
     assert await bench.retelling.first(handle)(bench.job(headers=forged)) is ANSWERED
 
 
-def test_how_many_wait_is_bounded_for_one_tenant_and_for_all(bench: Bench) -> None:
+def test_the_number_of_waiting_replies_is_limited_for_one_tenant_and_in_total(bench: Bench) -> None:
     retelling = Retelling(bench.claiming, waiting=30)
 
     def sent(address: str, count: int, now_ms: int = NOW_MS, user: str | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Whether a failed attempt is tried again, and when: a table of errors, attempts and time left."""
+"""Whether and when a failed attempt is retried: a table of errors, attempts and remaining time."""
 
 import itertools
 import random
@@ -25,7 +25,7 @@ POLICY = RetryPolicy(base_s=1.0, cap_s=8.0)
 
 
 class Drawn(random.Random):
-    """Draws the low or the high end of every range."""
+    """A random source that returns the low or the high end of every range."""
 
     def __init__(self, *, high: bool) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def delays_ms(error: ProviderError, attempts: int) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("error", "bounds"),
     [
-        # quick, then twice as long each time, 8 and no more
+        # short at first, then twice as long each time, up to 8 s
         (TransientError("x"), [(250, 375), (500, 750), (1000, 1500), (2000, 3000), (4000, 6000), (8000, 12_000)]),
         (OverloadedError("x"), [(1000, 1500), (2000, 3000), (4000, 6000), (8000, 12_000), (8000, 12_000)]),
         (RateLimitedError("x"), [(1000, 1500), (2000, 3000), (4000, 6000), (8000, 12_000), (8000, 12_000)]),
@@ -62,18 +62,18 @@ def delays_ms(error: ProviderError, attempts: int) -> tuple[int, int]:
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
-def test_how_long_is_waited_after_each_attempt(error: ProviderError, bounds: list[tuple[int, int]]) -> None:
+def test_the_pause_after_each_attempt_is_within_its_bounds(error: ProviderError, bounds: list[tuple[int, int]]) -> None:
     assert [delays_ms(error, attempt + 1) for attempt in range(len(bounds))] == bounds
 
 
-def test_nobody_waits_as_long_as_one_account_told_where_another_may_be_asked() -> None:
+def test_a_retry_after_of_one_account_is_not_waited_for_if_another_can_be_called() -> None:
     outcome = decide(RateLimitedError("x", retry_after_s=3600), left_ms=60_000, has_other=True)
     assert isinstance(outcome, Retried)
     assert outcome.delay_ms == 1500
 
 
 @given(told_s=st.floats(0, 86_400), seed=st.integers())
-def test_never_before_the_time_that_was_told(told_s: float, seed: int) -> None:
+def test_no_retry_comes_before_its_retry_after_is_over(told_s: float, seed: int) -> None:
     outcome = decide(RateLimitedError("x", retry_after_s=told_s), left_ms=10**9, rng=random.Random(seed))
     assert isinstance(outcome, Retried)
     assert told_s * 1000 <= outcome.delay_ms <= max(250, told_s * 1000 + 1001)
@@ -82,7 +82,7 @@ def test_never_before_the_time_that_was_told(told_s: float, seed: int) -> None:
 def pauses_ms(
     error: ProviderError, *, max_attempts: int, deadline_ms: int, call_ms: int, policy: RetryPolicy, seed: int
 ) -> list[int]:
-    """All pauses of a request whose every attempt fails after `call_ms`."""
+    """All pauses of a request whose attempts all fail after `call_ms`."""
     rng, left_ms, found = random.Random(seed), deadline_ms, []
     for attempts in range(1, max_attempts):
         left_ms -= call_ms
@@ -98,9 +98,7 @@ FAILURES = [TransientError("x"), OverloadedError("x"), RateLimitedError("x"), Ov
 
 
 @given(seed=st.integers(), lane=st.sampled_from(DEFAULT_LANES), error=st.sampled_from(FAILURES))
-def test_the_attempts_of_a_lone_request_span_what_a_short_outage_lasts(
-    seed: int, lane: LaneSpec, error: ProviderError
-) -> None:
+def test_the_attempts_of_a_single_request_span_a_short_outage(seed: int, lane: LaneSpec, error: ProviderError) -> None:
     pauses = pauses_ms(
         error,
         max_attempts=lane.max_attempts,
@@ -124,7 +122,7 @@ def test_the_attempts_of_a_lone_request_span_what_a_short_outage_lasts(
     base_s=st.floats(0.01, 10),
     span_s=st.floats(0.01, 10_000),
 )
-def test_no_pause_is_under_the_floor_and_none_ends_after_the_deadline(
+def test_no_pause_is_shorter_than_the_minimum_or_ends_after_the_deadline(
     seed: int,
     error: ProviderError,
     max_attempts: int,
@@ -141,7 +139,7 @@ def test_no_pause_is_under_the_floor_and_none_ends_after_the_deadline(
     assert sum(pauses) < deadline_ms
 
 
-def test_a_request_with_little_time_left_still_makes_its_attempts() -> None:
+def test_a_request_near_its_deadline_still_makes_its_attempts() -> None:
     pauses = pauses_ms(
         TransientError("x"), max_attempts=4, deadline_ms=10_000, call_ms=100, policy=RetryPolicy(), seed=1
     )
@@ -149,7 +147,7 @@ def test_a_request_with_little_time_left_still_makes_its_attempts() -> None:
     assert 4000 <= sum(pauses) < 9600
 
 
-def test_those_that_failed_together_do_not_come_back_together() -> None:
+def test_requests_that_failed_together_are_retried_at_different_times() -> None:
     rng = random.Random(5)
     delays = {decide(OverloadedError("x"), attempts=5, max_attempts=9, rng=rng).delay_ms for _ in range(50)}  # type: ignore[union-attr]
     assert len(delays) > 40
@@ -166,7 +164,7 @@ def test_those_that_failed_together_do_not_come_back_together() -> None:
     ],
 )
 @pytest.mark.parametrize("attempts", [1, 4])
-def test_what_the_provider_refused_for_good_is_never_tried_again(
+def test_a_request_that_the_provider_rejected_for_good_is_not_retried(
     error: ProviderError, status: int, attempts: int
 ) -> None:
     outcome = decide(error, attempts=attempts)
@@ -177,7 +175,9 @@ def test_what_the_provider_refused_for_good_is_never_tried_again(
 
 @pytest.mark.parametrize("error", [TransientError("gone"), OverloadedError("gone"), RateLimitedError("gone")])
 @pytest.mark.parametrize("attempts", [4, 5])
-def test_after_the_last_attempt_it_is_buried_with_the_last_error(error: ProviderError, attempts: int) -> None:
+def test_after_its_last_attempt_a_request_is_dead_lettered_with_the_last_error(
+    error: ProviderError, attempts: int
+) -> None:
     outcome = decide(error, attempts=attempts)
     assert isinstance(outcome, Buried)
     assert outcome.problem.code == "attempts_exhausted"
@@ -196,7 +196,7 @@ def test_after_the_last_attempt_it_is_buried_with_the_last_error(error: Provider
         (RateLimitedError("x", retry_after_s=86_400), 600_000, False),
     ],
 )
-def test_no_delay_begins_that_would_end_after_the_deadline(error: ProviderError, left_ms: int, retried: bool) -> None:
+def test_no_retry_is_planned_after_the_deadline(error: ProviderError, left_ms: int, retried: bool) -> None:
     outcome = decide(error, left_ms=left_ms)
     if retried:
         assert isinstance(outcome, Retried)
@@ -206,7 +206,7 @@ def test_no_delay_begins_that_would_end_after_the_deadline(error: ProviderError,
         assert f"{max(0, left_ms)} ms are left" in outcome.problem.detail
 
 
-def test_the_error_goes_with_the_retry() -> None:
+def test_a_retry_carries_the_error_along() -> None:
     outcome = decide(TransientError("no connection"))
     assert isinstance(outcome, Retried)
     assert outcome.error == "no connection"

@@ -1,4 +1,4 @@
-"""The route gate: forbidden models, and waiting for a breaker."""
+"""The route gate: it refuses forbidden models, and waits for breakers."""
 
 import asyncio
 import random
@@ -24,7 +24,7 @@ MODEL = "claude-sonnet-5-5"
 
 
 class Ground:
-    """A gate before two providers, or some others."""
+    """A gate with two providers, or with the given ones."""
 
     def __init__(self, *names: str, **more: Any) -> None:
         providers = tuple(ProviderModels(name=name) for name in names or ("one", "two"))
@@ -45,7 +45,7 @@ class Ground:
         return self.routes.of("critical", "", MODEL).routes
 
     async def break_(self, route: Route, *, times: int = 1) -> None:
-        """Open its breaker, and fail so many probes: `times` 7 leaves it open for 2.5 to 5 s."""
+        """Open the route's breaker by failing this many probes; 7 keep it open for 2.5 to 5 s."""
         clock = asyncio.get_running_loop().time
         for each in range(FAILURES + times - 1):
             await asyncio.sleep(self.breakers.wait_s(route, clock()))
@@ -54,7 +54,7 @@ class Ground:
             await self.breakers.failed(entered, TransientError("down"), clock(), timeout_s=60)
 
 
-async def test_a_model_that_is_forbidden_is_parked() -> None:
+async def test_a_request_for_a_forbidden_model_is_parked() -> None:
     ground = Ground(tenants={"": ("claude-haiku-5-5",)})
 
     outcome = await ground.enter(ground.job())
@@ -63,7 +63,7 @@ async def test_a_model_that_is_forbidden_is_parked() -> None:
     assert outcome.problem.code == "forbidden_model"
 
 
-def test_one_that_is_known_to_fail_is_not_among_those_that_are_asked() -> None:
+def test_a_provider_with_an_open_breaker_is_not_among_those_to_call() -> None:
     async def story() -> None:
         ground = Ground()
         one, two = ground.all
@@ -75,7 +75,7 @@ def test_one_that_is_known_to_fail_is_not_among_those_that_are_asked() -> None:
     virtually(story())
 
 
-def test_a_short_wait_is_waited_for() -> None:
+def test_a_request_waits_if_the_breaker_closes_soon() -> None:
     async def story() -> None:
         ground = Ground()
         for route in ground.all:
@@ -89,7 +89,7 @@ def test_a_short_wait_is_waited_for() -> None:
     virtually(story())
 
 
-def test_a_long_one_is_the_requests_own_and_tells_its_reason() -> None:
+def test_a_request_is_delayed_with_the_reason_if_the_breaker_stays_open_long() -> None:
     async def story() -> None:
         ground = Ground("one")
         for route in ground.all:
@@ -106,9 +106,7 @@ def test_a_long_one_is_the_requests_own_and_tells_its_reason() -> None:
 
 
 @pytest.mark.parametrize(("lane", "least_s", "most_s"), [(CRITICAL, 5, 7.5), (BATCH, 30, 45)])
-def test_the_longer_the_provider_is_down_the_longer_they_stay_away_as_their_lane_may(
-    lane: LaneSpec, least_s: float, most_s: float
-) -> None:
+def test_the_delay_grows_with_the_outage_within_the_lanes_limits(lane: LaneSpec, least_s: float, most_s: float) -> None:
     async def story() -> None:
         ground = Ground("one")
         (route,) = ground.all
@@ -124,7 +122,7 @@ def test_the_longer_the_provider_is_down_the_longer_they_stay_away_as_their_lane
     virtually(story())
 
 
-def test_one_that_reaches_its_deadline_before_is_refused_at_once() -> None:
+def test_a_request_whose_deadline_comes_before_the_breaker_closes_is_refused_at_once() -> None:
     async def story() -> None:
         ground = Ground("one")
         for route in ground.all:
@@ -139,7 +137,7 @@ def test_one_that_reaches_its_deadline_before_is_refused_at_once() -> None:
     virtually(story())
 
 
-def test_what_was_told_to_stop_does_not_wait() -> None:
+def test_a_request_that_was_told_to_stop_does_not_wait_for_a_breaker() -> None:
     async def story() -> None:
         ground = Ground("one")
         for route in ground.all:
@@ -152,7 +150,7 @@ def test_what_was_told_to_stop_does_not_wait() -> None:
     virtually(story())
 
 
-def test_one_whose_deadline_comes_before_a_short_wait_is_over_is_refused_at_once_too() -> None:
+def test_a_request_whose_deadline_comes_during_a_short_wait_is_refused_at_once() -> None:
     async def story() -> None:
         ground = Ground("one")
         for route in ground.all:
@@ -167,7 +165,7 @@ def test_one_whose_deadline_comes_before_a_short_wait_is_over_is_refused_at_once
     virtually(story())
 
 
-def test_one_that_is_told_to_stop_while_it_waits_stops_waiting() -> None:
+def test_a_request_that_is_told_to_stop_ends_its_wait_for_a_breaker() -> None:
     async def story() -> None:
         ground = Ground("one")
         for route in ground.all:
@@ -184,7 +182,7 @@ def test_one_that_is_told_to_stop_while_it_waits_stops_waiting() -> None:
     virtually(story())
 
 
-def test_after_a_route_come_those_that_may_be_asked_instead() -> None:
+def test_the_rest_of_a_chain_begins_with_the_given_route() -> None:
     one, two = Ground().all
 
     assert Chain((one, two)).since(two) == (two,)

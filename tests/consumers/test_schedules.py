@@ -28,9 +28,10 @@ from tests.support.schedules.world import Violation, World, reads_logs
 from topology.broker.session import ChannelLost, Delivery
 
 TURNS = 80
-"""Of a schedule, before it has to come to its end: enough for what befalls a request to befall it twice."""
+"""The length of a schedule, before the world must come to an end: long enough for each fault to happen twice to a
+request."""
 CALLS_OF_A_KILLER = 4
-"""At its fifth delivery it is not called any more."""
+"""The fifth delivery makes no call any more."""
 SLOW_S = 5.0
 LOSSES = 7
 TURN = st.integers(0, 40)
@@ -57,7 +58,7 @@ def searching(pytestconfig: pytest.Config) -> settings:
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("counts", [True, False], ids=["quorum intake", "classic intake"])
-def test_whatever_befalls_them_every_request_has_one_ending(searching: settings, counts: bool) -> None:
+def test_every_request_has_one_ending_whatever_happens(searching: settings, counts: bool) -> None:
     @searching
     @given(schedule=st.binary(min_size=2 * TURNS, max_size=2 * TURNS))
     def kept(schedule: bytes) -> None:
@@ -67,7 +68,7 @@ def test_whatever_befalls_them_every_request_has_one_ending(searching: settings,
 
 
 @pytest.mark.timeout(3600)
-def test_a_few_faults_do_no_better(searching: settings) -> None:
+def test_every_request_has_one_ending_with_two_to_six_faults(searching: settings) -> None:
     @searching
     @given(faults=st.dictionaries(TURN, FAULT, min_size=2, max_size=6))
     def kept(faults: dict[int, tuple[int, int]]) -> None:
@@ -77,7 +78,7 @@ def test_a_few_faults_do_no_better(searching: settings) -> None:
 
 
 @pytest.mark.parametrize("fault", range(len(set(FAULTS))))
-def test_any_single_fault_at_any_moment(fault: int) -> None:
+def test_every_request_has_one_ending_with_any_single_fault_at_any_moment(fault: int) -> None:
     for at in range(16):
         for choice in range(3):
             run(with_faults({at: (fault, choice)}))
@@ -85,7 +86,7 @@ def test_any_single_fault_at_any_moment(fault: int) -> None:
 
 @pytest.mark.parametrize("is_done", [False, True])
 @pytest.mark.parametrize("step", ["claim", "call"])
-def test_what_kills_every_worker_is_buried_and_its_neighbours_are_answered(step: str, is_done: bool) -> None:
+def test_a_request_that_kills_every_worker_is_dead_lettered_and_others_are_answered(step: str, is_done: bool) -> None:
     def kills(operation: Operation) -> bool:
         if (operation.what, operation.about) != (step, "deadly"):
             return False
@@ -106,7 +107,7 @@ def test_what_kills_every_worker_is_buried_and_its_neighbours_are_answered(step:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_slow_request_beside_one_that_kills_is_answered(workers: int) -> None:
+def test_a_slow_request_is_answered_beside_one_that_kills_its_worker(workers: int) -> None:
     world = World(workers=workers)
 
     began_s: dict[Operation, float] = {}
@@ -126,7 +127,7 @@ def test_a_slow_request_beside_one_that_kills_is_answered(workers: int) -> None:
 
 
 @pytest.mark.parametrize("step", ["claim", "complete"])
-def test_lost_channels_alone_make_nobody_a_killer(step: str) -> None:
+def test_lost_channels_alone_do_not_make_a_request_poison(step: str) -> None:
     world = World()
     held_up: dict[Operation, Callable[[], bool]] = {}
 
@@ -151,7 +152,7 @@ def test_lost_channels_alone_make_nobody_a_killer(step: str) -> None:
     assert [each.code for each in world.promise.endings["m"]] == [""]
 
 
-def test_what_is_to_be_parked_is_parked_although_its_time_is_over_when_it_comes_again() -> None:
+def test_a_request_to_be_parked_is_parked_although_its_redelivery_is_past_the_deadline() -> None:
     world = World()
     died = []
 
@@ -174,7 +175,7 @@ def test_what_is_to_be_parked_is_parked_although_its_time_is_over_when_it_comes_
     assert [(each.message_id, each.headers[n.DEAD_CODE]) for each in world.broker.dead] == [("m", "provider_rejected")]
 
 
-# It can fail.
+# Deliberately broken parts: the checks must find them.
 
 
 class AcknowledgesFirst(Settler):
@@ -186,7 +187,7 @@ class AcknowledgesFirst(Settler):
 
 
 class Settled(Delivery):
-    """It was; doing so again does nothing."""
+    """A delivery that counts as settled already; settling it does nothing."""
 
     def __init__(self, delivery: Delivery) -> None:
         self.message, self.queue, self.redelivered = delivery.message, delivery.queue, delivery.redelivered
@@ -204,7 +205,7 @@ class TellsItsOwn(Settler):
 
 
 class Unfenced(Requests):
-    """Believes every token."""
+    """A store that accepts every token."""
 
     def complete(
         self, at: Times, identity: Identity, copy: Copy, completion: Completion, token: int | None
@@ -215,7 +216,7 @@ class Unfenced(Requests):
 
 
 class LastOneStays(Requests):
-    """Keeps the last completion instead of the first."""
+    """A store that keeps the last completion instead of the first."""
 
     def complete(
         self, at: Times, identity: Identity, copy: Copy, completion: Completion, token: int | None
@@ -236,7 +237,7 @@ class LastOneStays(Requests):
         ({"rows": LastOneStays}, "was replaced by"),
     ],
 )
-def test_what_breaks_the_promise_is_found(broken: dict[str, type], told: str) -> None:
+def test_a_part_that_breaks_the_promise_is_found(broken: dict[str, type], told: str) -> None:
     @settings(max_examples=2000, deadline=None, database=None, phases=(Phase.generate,), derandomize=True)
     @given(schedule=st.binary(min_size=2 * TURNS, max_size=2 * TURNS))
     def kept(schedule: bytes) -> None:
@@ -246,7 +247,7 @@ def test_what_breaks_the_promise_is_found(broken: dict[str, type], told: str) ->
         kept()
 
 
-def test_what_is_acknowledged_first_is_lost_also_for_whoever_sees_only_the_replies(
+def test_acknowledging_first_is_found_even_if_only_replies_are_checked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("tests.support.schedules.promise.Promise.on_settle", lambda *_: None)

@@ -16,7 +16,7 @@ QUEUE = "lane.normal"
 
 
 class FakeScout:
-    """At work until it is told to stop."""
+    """Runs until it is told to stop."""
 
     def __init__(self) -> None:
         self._stopped = asyncio.Event()
@@ -31,11 +31,11 @@ class FakeScout:
         self._stopped.set()
 
     def give_back_waiting(self) -> None:
-        """Nothing is in hand."""
+        """Does nothing: the scout holds no delivery."""
 
 
 class Lane:
-    """A lane of two slots; `waiting` is what its queue holds."""
+    """A lane of two slots; `waiting` is the length of its queue."""
 
     def __init__(self) -> None:
         self.bench: Bench = Turns().bench(2)
@@ -66,7 +66,7 @@ class Lane:
 
     @asynccontextmanager
     async def turning(self, *tenants: str) -> AsyncIterator[None]:
-        """Each slot is given on as soon as it is taken, to one tenant after the other."""
+        """Fill the slots again as soon as they are free, with one tenant after the other."""
 
         async def turn_over() -> None:
             for tenant in cycle(tenants):
@@ -97,7 +97,7 @@ def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scouting, "LOOK_EVERY_S", 0.005)
 
 
-async def test_it_goes_out_where_all_slots_are_taken_for_long_and_more_waits() -> None:
+async def test_a_scout_starts_if_all_slots_are_busy_for_long_and_more_requests_wait() -> None:
     lane = Lane()
     lane.fill()
     async with lane.looked_at():
@@ -106,7 +106,7 @@ async def test_it_goes_out_where_all_slots_are_taken_for_long_and_more_waits() -
     assert not lane.bench.is_sorting
 
 
-async def test_it_does_not_go_out_where_nothing_more_waits() -> None:
+async def test_no_scout_starts_if_nothing_more_waits() -> None:
     lane = Lane()
     lane.waiting = 0
     lane.fill()
@@ -115,7 +115,7 @@ async def test_it_does_not_go_out_where_nothing_more_waits() -> None:
     assert not lane.scouts
 
 
-async def test_it_does_not_go_out_where_slots_come_free_at_once() -> None:
+async def test_no_scout_starts_for_a_single_tenant_while_slots_become_free_quickly() -> None:
     lane = Lane()
     lane.waiting = 1_000_000
     async with lane.looked_at(), lane.turning("crm"):
@@ -123,14 +123,14 @@ async def test_it_does_not_go_out_where_slots_come_free_at_once() -> None:
         assert not lane.scouts
 
 
-async def test_where_tenants_share_a_lane_it_goes_out_for_what_waits_long_though_slots_come_free_at_once() -> None:
+async def test_with_several_tenants_a_scout_starts_for_a_long_queue_although_slots_become_free_quickly() -> None:
     lane = Lane()
     lane.waiting = 1_000_000
     async with lane.looked_at(), lane.turning("crm", "chat"):
         await until(lambda: lane.out == 1)
 
 
-async def test_where_tenants_share_a_lane_a_short_queue_needs_no_scout() -> None:
+async def test_with_several_tenants_no_scout_starts_for_a_short_queue() -> None:
     lane = Lane()
     lane.waiting = 1
     async with lane.looked_at(), lane.turning("crm", "chat"):
@@ -138,7 +138,7 @@ async def test_where_tenants_share_a_lane_a_short_queue_needs_no_scout() -> None
         assert not lane.scouts
 
 
-async def test_it_is_called_back_when_slots_are_free_and_goes_out_again() -> None:
+async def test_the_scout_stops_when_slots_are_free_and_starts_again_later() -> None:
     lane = Lane()
     lane.fill()
     async with lane.looked_at():
@@ -151,7 +151,7 @@ async def test_it_is_called_back_when_slots_are_free_and_goes_out_again() -> Non
     assert len(lane.scouts) == 2
 
 
-async def test_paused_it_has_nobody_out() -> None:
+async def test_no_scout_runs_while_the_lane_is_paused() -> None:
     lane = Lane()
     lane.fill()
     async with lane.looked_at():

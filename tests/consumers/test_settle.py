@@ -1,4 +1,4 @@
-"""Settling: what comes next is published and confirmed, and only then is the delivery acknowledged."""
+"""Settling: the outcome is stored, published and confirmed, and only then is the delivery acknowledged."""
 
 import asyncio
 import json
@@ -59,7 +59,7 @@ def bench() -> Bench:
         (UNREADABLE, ["noted", "confirmed: lane.dead", "confirmed: reply", "ack", "event: failed", "event: dead"]),
     ],
 )
-async def test_it_is_stored_published_and_confirmed_before_it_is_acknowledged(
+async def test_an_outcome_is_stored_then_published_then_confirmed_then_acknowledged(
     bench: Bench, outcome: Outcome, log: list[str]
 ) -> None:
     assert await bench.settler.settle(bench.job(), outcome)
@@ -68,7 +68,7 @@ async def test_it_is_stored_published_and_confirmed_before_it_is_acknowledged(
 
 @pytest.mark.parametrize("outcome", OUTCOMES)
 @pytest.mark.parametrize("error", [ConfirmUnknown("…"), BrokerUnreachable("…")])
-async def test_nothing_is_acknowledged_or_told_whose_publish_failed(
+async def test_if_a_publish_fails_nothing_is_acknowledged_and_no_event_is_sent(
     bench: Bench, outcome: Outcome, error: Exception
 ) -> None:
     bench.publisher.failing = dict.fromkeys(("", "lane.delay.01", "lane.delay.02", "lane.dead"), error)
@@ -82,40 +82,40 @@ async def test_a_request_is_parked_before_it_is_answered(bench: Bench) -> None:
     assert bench.log == ["stored", "failed: lane.dead", "nack"]
 
 
-async def test_a_requester_that_has_gone_is_no_failure(bench: Bench) -> None:
+async def test_a_reply_whose_queue_is_gone_counts_as_sent(bench: Bench) -> None:
     bench.publisher.failing = {"": Unroutable("gone")}
     assert await bench.settler.settle(bench.job(), ANSWERED)
     assert bench.log == ["stored", "failed: reply", "ack", "event: completed"]
 
 
-async def test_an_answer_that_the_worker_may_not_send_is_parked_as_our_fault(bench: Bench) -> None:
+async def test_a_reply_that_the_worker_has_no_right_to_send_is_parked_as_internal(bench: Bench) -> None:
     bench.publisher.failing = {"": AccessRefused("403")}
     assert await bench.settler.settle(bench.job(), ANSWERED)
     assert bench.log == ["stored", "failed: reply", "confirmed: lane.dead", "ack", "event: failed", "event: dead"]
 
 
-async def test_a_publish_that_is_cancelled_settles_nothing(bench: Bench) -> None:
+async def test_a_cancelled_publish_settles_nothing(bench: Bench) -> None:
     bench.publisher.failing = {"": asyncio.CancelledError()}  # type: ignore[dict-item]
     with pytest.raises(asyncio.CancelledError):
         await bench.settler.settle(bench.job(), ANSWERED)
     assert bench.log == ["stored", "failed: reply"]
 
 
-async def test_a_channel_that_is_lost_before_the_acknowledgement_is_told_of_nowhere(bench: Bench) -> None:
+async def test_no_event_is_sent_if_the_channel_is_lost_before_the_acknowledgement(bench: Bench) -> None:
     delivery = bench.delivery()
     delivery.is_lost = True
     assert not await bench.settler.settle(bench.job(delivery=delivery), ANSWERED)
     assert bench.log == ["stored", "confirmed: reply"]
 
 
-async def test_an_address_that_ends_the_connection_is_parked_and_acknowledged(bench: Bench) -> None:
+async def test_a_reply_address_that_closes_the_connection_is_parked_and_acknowledged(bench: Bench) -> None:
     bench.publisher.failing = {"": RequestProblem("forbidden_reply_to", "forged")}
     assert await bench.settler.settle(bench.job(), ANSWERED)
     assert bench.log == ["stored", "failed: reply", "confirmed: lane.dead", "ack", "event: failed", "event: dead"]
     assert bench.to("lane.dead").headers[n.DEAD_CODE] == "forbidden_reply_to"
 
 
-async def test_such_an_address_that_cannot_be_parked_either_is_put_back(bench: Bench) -> None:
+async def test_if_such_a_request_cannot_be_parked_either_it_is_requeued(bench: Bench) -> None:
     bench.publisher.failing = {
         "": RequestProblem("forbidden_reply_to", "forged"),
         "lane.dead": BrokerUnreachable("down"),
@@ -124,15 +124,17 @@ async def test_such_an_address_that_cannot_be_parked_either_is_put_back(bench: B
     assert bench.log[-1] == "nack"
 
 
-async def test_what_is_buried_already_is_parked_once(bench: Bench) -> None:
+async def test_a_dead_lettered_request_with_a_forbidden_reply_address_is_parked_once(bench: Bench) -> None:
     bench.publisher.failing = {"": RequestProblem("forbidden_reply_to", "forged")}
     assert await bench.settler.settle(bench.job(), BURIED)
     assert bench.to("lane.dead").headers[n.DEAD_CODE] == "provider_rejected"
 
 
 @pytest.mark.parametrize("told", [Buried, Refused])
-async def test_a_tenants_rubbish_beyond_its_share_is_answered_and_kept_nowhere(told: type[Buried | Refused]) -> None:
-    """Kept under its ids it would push other tenants' results out of the store."""
+async def test_a_tenants_invalid_messages_beyond_its_share_are_answered_but_neither_parked_nor_stored(
+    told: type[Buried | Refused],
+) -> None:
+    """If they were stored under their ids, they would evict other tenants' results."""
     bench = Bench(parking=Parking(invalid_per_hour=1))
     rubbish = told(RequestProblem("invalid_request", "body: empty"))
     for number in range(3):
@@ -143,7 +145,7 @@ async def test_a_tenants_rubbish_beyond_its_share_is_answered_and_kept_nowhere(t
     assert bench.log.count("noted") == 2, "another tenant has a share of its own"
 
 
-async def test_an_answer_that_the_broker_does_not_take_ends_before_it_is_kept(bench: Bench) -> None:
+async def test_an_answer_too_large_for_the_broker_ends_the_request_before_it_is_stored(bench: Bench) -> None:
     bench.publisher.largest = 10
     assert isinstance(await bench.settler.settle(bench.job(), ANSWERED), Buried)
     assert bench.log == ["stored", "confirmed: lane.dead", "confirmed: reply", "ack", "event: failed", "event: dead"]
@@ -151,7 +153,7 @@ async def test_an_answer_that_the_broker_does_not_take_ends_before_it_is_kept(be
     assert json.loads(bench.to("").body)["code"] == "answer_too_large"
 
 
-async def test_a_kept_answer_that_the_broker_takes_no_more_is_told_as_too_large(bench: Bench) -> None:
+async def test_a_stored_answer_that_the_broker_no_longer_accepts_is_answered_as_too_large(bench: Bench) -> None:
     await bench.settler.settle(bench.job(), ANSWERED)
     bench.publisher.sent.clear()
     bench.publisher.too_large = {ANSWERED.body}
@@ -160,21 +162,21 @@ async def test_a_kept_answer_that_the_broker_takes_no_more_is_told_as_too_large(
     assert bench.to("").headers[n.STATUS] == "error"
 
 
-async def test_a_dead_letter_that_the_broker_takes_no_more_is_parked_without_its_body(bench: Bench) -> None:
+async def test_a_dead_letter_too_large_for_the_broker_is_parked_without_its_body(bench: Bench) -> None:
     bench.publisher.too_large = {BODY}
     await bench.settler.settle(bench.job(), BURIED)
     assert bench.to("lane.dead").body == b""
 
 
-async def test_fire_and_forget_is_acknowledged_without_a_reply(bench: Bench) -> None:
+async def test_a_request_without_reply_to_is_acknowledged_without_a_reply(bench: Bench) -> None:
     assert await bench.settler.settle(bench.job(reply_to=None), ANSWERED)
     assert bench.log == ["stored", "ack", "event: completed"]
 
 
-# what is stored is what is told
+# the stored outcome is the one that is sent
 
 
-async def test_what_had_ended_is_told_again_in_the_same_words(bench: Bench) -> None:
+async def test_a_request_that_had_ended_is_answered_with_the_stored_reply(bench: Bench) -> None:
     await bench.settler.settle(bench.job(), ANSWERED)
     later = Answered(body=b'{"id":"another"}', model="claude-y", provider="anthropic")
     assert isinstance(await bench.settler.settle(bench.job(), later), Replayed)
@@ -184,7 +186,7 @@ async def test_what_had_ended_is_told_again_in_the_same_words(bench: Bench) -> N
     assert bench.log[-2:] == ["ack", "event: replayed"]
 
 
-async def test_a_model_that_looks_like_none_is_told_to_the_requester_alone(bench: Bench) -> None:
+async def test_a_model_name_in_an_unusual_form_is_shown_only_to_the_requester(bench: Bench) -> None:
     odd = "a model\nwith a prompt in it"
     with structlog.testing.capture_logs() as logged:
         await bench.settler.settle(bench.job(), Answered(body=b"{}", model=odd, provider="anthropic"))
@@ -193,13 +195,13 @@ async def test_a_model_that_looks_like_none_is_told_to_the_requester_alone(bench
     assert {json.loads(event)["model"], *(each["model"] for each in logged if "model" in each)} == {"?"}
 
 
-async def test_an_error_that_had_been_told_is_not_taken_back_by_an_answer(bench: Bench) -> None:
+async def test_a_stored_error_is_not_replaced_by_a_later_answer(bench: Bench) -> None:
     await bench.settler.settle(bench.job(), REFUSED)
     await bench.settler.settle(bench.job(), ANSWERED)
     assert [each.message.headers[n.STATUS] for each in bench.publisher.sent] == ["error", "error"]
 
 
-async def test_while_another_delivery_is_worked_on_nothing_is_told(bench: Bench) -> None:
+async def test_while_another_delivery_is_worked_on_no_outcome_is_sent(bench: Bench) -> None:
     running, late = bench.job(), bench.job()
     await bench.claiming.claim(running)
     settled = await bench.settler.settle(late, REFUSED)
@@ -207,7 +209,7 @@ async def test_while_another_delivery_is_worked_on_nothing_is_told(bench: Bench)
     assert [each.exchange for each in bench.publisher.sent] == ["lane.delay.03"]
 
 
-async def test_a_completion_of_whom_another_has_taken_over_from_is_thrown_away(bench: Bench) -> None:
+async def test_the_outcome_of_a_worker_that_lost_its_claim_is_discarded(bench: Bench) -> None:
     zombie, heir = bench.job(), bench.job(delivery=bench.delivery())
     await bench.claiming.claim(zombie)
     heir.delivery.redelivered = True
@@ -216,7 +218,7 @@ async def test_a_completion_of_whom_another_has_taken_over_from_is_thrown_away(b
     assert isinstance(await bench.settler.settle(heir, ANSWERED), Answered)
 
 
-async def test_a_store_that_is_away_is_waited_for_with_the_delivery_in_hand(bench: Bench) -> None:
+async def test_while_the_store_is_unavailable_the_settler_waits_and_keeps_the_delivery(bench: Bench) -> None:
     bench.store.failing = StoreUnavailable("locked")
     settling = asyncio.create_task(bench.settler.settle(bench.job(), ANSWERED))
     await asyncio.sleep(0.02)
@@ -225,14 +227,16 @@ async def test_a_store_that_is_away_is_waited_for_with_the_delivery_in_hand(benc
     assert await settling == ANSWERED
 
 
-async def test_one_that_stays_away_has_it_put_back(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_if_the_store_stays_unavailable_the_delivery_is_requeued(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(claiming, "STORE_WITHIN_S", 0)
     bench.store.failing = StoreUnavailable("locked")
     assert await bench.settler.settle(bench.job(), ANSWERED) is None
     assert bench.log == ["nack"]
 
 
-async def test_an_answer_is_kept_although_its_delivery_is_lost_meanwhile(bench: Bench) -> None:
+async def test_an_answer_is_stored_although_its_delivery_is_lost_meanwhile(bench: Bench) -> None:
     bench.store.failing = StoreUnavailable("locked")
     job = bench.job()
     settling = asyncio.create_task(bench.settler.settle(job, ANSWERED))
@@ -246,8 +250,10 @@ async def test_an_answer_is_kept_although_its_delivery_is_lost_meanwhile(bench: 
 
 
 @pytest.mark.parametrize("outcome", [UNREADABLE, BURIED])
-async def test_a_redelivered_message_that_had_ended_ends_as_it_had(bench: Bench, outcome: Outcome) -> None:
-    """Also where the next worker has other settings, and would refuse it."""
+async def test_a_redelivered_request_that_had_ended_is_replayed_whatever_its_new_outcome(
+    bench: Bench, outcome: Outcome
+) -> None:
+    """For example, because the next worker has other settings and would refuse it."""
     await bench.settler.settle(bench.job(), ANSWERED)
     delivery = bench.delivery()
     delivery.redelivered = True
@@ -258,7 +264,9 @@ async def test_a_redelivered_message_that_had_ended_ends_as_it_had(bench: Bench,
 # a dead letter, published again
 
 
-async def test_its_time_counts_from_now_and_its_ending_goes_along_on_a_hop(bench: Bench) -> None:
+async def test_a_dead_letter_that_is_published_again_has_a_new_start_and_keeps_its_ending_on_a_hop(
+    bench: Bench,
+) -> None:
     headers = {n.DEAD_AT: "2026-09-21T13:00:00.000Z", n.SENT_MS: NOW_MS - 5_000_000}
     job = bench.job(headers=headers, timestamp_s=5.0)
     assert asked(read(job)).request.sent_ms == NOW_MS
@@ -273,7 +281,7 @@ async def test_its_time_counts_from_now_and_its_ending_goes_along_on_a_hop(bench
 # what is published
 
 
-async def test_the_answer_is_the_providers_bytes_and_says_whose_they_are(bench: Bench) -> None:
+async def test_a_reply_has_the_providers_bytes_and_names_model_and_provider(bench: Bench) -> None:
     await bench.settler.settle(bench.job(), ANSWERED)
     reply = bench.to("")
     assert (reply.body, reply.content_type, reply.correlation_id, reply.persistent) == (
@@ -288,7 +296,7 @@ async def test_the_answer_is_the_providers_bytes_and_says_whose_they_are(bench: 
     assert bench.publisher.sent[0].routing_key == "amq.gen-abcdefghijklmnopqrstuv"
 
 
-async def test_a_problem_is_a_problem_document(bench: Bench) -> None:
+async def test_an_error_reply_is_a_problem_document(bench: Bench) -> None:
     await bench.settler.settle(bench.job(), BURIED)
     reply = bench.to("")
     assert reply.content_type == "application/problem+json"
@@ -319,7 +327,7 @@ async def test_a_dead_letter_is_the_request_as_published_with_the_cause(bench: B
         n.USER_ID: "shop",
         n.EXPIRATION: "60000",
     }
-    # a foreign user_id would close the channel, an expiration would take it out of lane.dead
+    # another user's user_id would close the channel; an expiration would remove it from lane.dead
     assert (dead.user_id, dead.expiration) == (None, None)
     kept = (dead.body, dead.message_id, dead.correlation_id, dead.priority, dead.timestamp_s, dead.app_id)
     assert kept == (BODY, "m-1", "c-1", 3, 5.0, "a")
@@ -327,7 +335,7 @@ async def test_a_dead_letter_is_the_request_as_published_with_the_cause(bench: B
     assert bench.publisher.sent[0].routing_key == "critical.shop.chat"
 
 
-async def test_a_retry_tells_the_next_worker_what_happened(bench: Bench) -> None:
+async def test_a_retry_tells_the_next_worker_its_history_in_headers(bench: Bench) -> None:
     job = bench.job(headers={"x-mine": 1, n.ATTEMPT: 9, n.USER_ID: "bank"}, user_id="shop", expiration="60000")
     job.attempted = Attempted(started_ms=NOW_MS)
     await bench.settler.settle(job, RETRIED)
@@ -351,7 +359,7 @@ async def test_a_retry_tells_the_next_worker_what_happened(bench: Bench) -> None
     assert bench.publisher.sent[0].routing_key == "critical.shop.chat"
 
 
-async def test_what_came_back_keeps_its_past_and_five_errors(bench: Bench) -> None:
+async def test_a_message_from_a_worker_keeps_its_history_and_the_last_five_errors(bench: Bench) -> None:
     past = HopHeaders(
         attempts=6, errors=("e", "d", "c", "b", "a"), first_seen_ms=NOW_MS - 9, due_ms=NOW_MS - 5, user_id="shop"
     )
@@ -373,14 +381,14 @@ async def test_what_came_back_keeps_its_past_and_five_errors(bench: Bench) -> No
     assert "lane-d07" not in copy.headers
 
 
-async def test_a_deferral_keeps_the_attempts(bench: Bench) -> None:
+async def test_a_deferral_does_not_count_an_attempt(bench: Bench) -> None:
     job = bench.job(exchange="lane.delay.03", headers={n.ATTEMPT: 2, n.ERRORS: ["b", "a"], n.FIRST_SEEN_MS: 5})
     await bench.settler.settle(job, DEFERRED)
     hop = read_hop(bench.to("lane.delay.01").headers)
     assert (hop.attempts, hop.errors, hop.due_ms) == (2, ("b", "a"), DEFERRED.due_ms)
 
 
-async def test_a_request_without_an_id_gets_one_for_good(bench: Bench) -> None:
+async def test_a_request_without_an_id_gets_one_that_stays(bench: Bench) -> None:
     job = bench.job(message_id=None)
     await bench.settler.settle(job, RETRIED)
     assert bench.to("lane.delay.02").message_id == job.id
@@ -389,7 +397,7 @@ async def test_a_request_without_an_id_gets_one_for_good(bench: Bench) -> None:
 # giving back
 
 
-async def test_what_a_stopping_worker_could_not_end_is_given_back_uncounted(bench: Bench) -> None:
+async def test_a_delivery_that_a_stopping_worker_returns_is_nacked_unless_its_channel_is_lost(bench: Bench) -> None:
     delivery = bench.delivery()
     await bench.settler.nack(delivery)  # type: ignore[arg-type]
     delivery.is_lost = True
@@ -397,7 +405,7 @@ async def test_what_a_stopping_worker_could_not_end_is_given_back_uncounted(benc
     assert bench.log == ["nack"]
 
 
-async def test_what_is_put_back_waits_a_moment(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_requeued_delivery_is_returned_after_a_moment(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settle, "RETURN_AFTER_S", 60)
     putting = asyncio.create_task(bench.settler.reject_later(bench.delivery()))  # type: ignore[arg-type]
     await asyncio.sleep(0.01)

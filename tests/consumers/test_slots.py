@@ -1,4 +1,4 @@
-"""Added slots are pools of their own: added when needed, taken back when another lane needs them, shown in `status`."""
+"""Added slots are separate pools: added when needed, removed when another lane needs them, shown in `status`."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
@@ -21,7 +21,7 @@ from tests.support.waiting import until
 
 @dataclass(eq=False)
 class FakePool:
-    """Holds what it is given until it is let go."""
+    """Holds its deliveries until it is released."""
 
     queue: str
     slots: int
@@ -43,7 +43,7 @@ class FakePool:
 
 
 class World:
-    """Two lanes: one of eight slots above one of two."""
+    """Two lanes: one with eight slots, and a less urgent one with two."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, int] = {}
@@ -80,7 +80,7 @@ class World:
         return {queue: self.waiting.get(queue, 0) for queue in queues}
 
     def flood(self) -> None:
-        """The low lane's own slots are in use, and much more waits."""
+        """All slots of the less urgent lane are in use, and many more requests wait."""
         self.low.pool.in_hand = 2  # type: ignore[misc]
         self.waiting["low"] = 500
 
@@ -104,7 +104,7 @@ def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(slots, name, value)
 
 
-async def test_the_broker_is_asked_only_of_queues_whose_slots_are_all_in_use() -> None:
+async def test_the_length_is_asked_only_of_queues_whose_slots_are_all_in_use() -> None:
     world = World()
     async with world.watched():
         await asyncio.sleep(0.06)
@@ -114,7 +114,7 @@ async def test_the_broker_is_asked_only_of_queues_whose_slots_are_all_in_use() -
     assert world.asked[0] == ["low"]
 
 
-async def test_idle_slots_are_lent_as_more_pools_on_the_same_queue_and_told() -> None:
+async def test_idle_slots_are_lent_as_another_pool_on_the_busy_queue_and_reported() -> None:
     world = World()
     world.flood()
     async with world.watched():
@@ -124,7 +124,7 @@ async def test_idle_slots_are_lent_as_more_pools_on_the_same_queue_and_told() ->
         assert world.high.activity.snapshot()["extra_slots"] == 0
 
 
-async def test_nothing_is_lent_before_it_has_been_idle_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slots_are_lent_only_after_being_idle_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slots, "STEADY_S", 60)
     world = World()
     world.flood()
@@ -133,7 +133,7 @@ async def test_nothing_is_lent_before_it_has_been_idle_for_a_while(monkeypatch: 
         assert not world.added
 
 
-async def test_they_are_taken_back_at_once_and_what_they_have_in_hand_ends_by_itself() -> None:
+async def test_lent_slots_are_taken_back_at_once_and_their_running_requests_end() -> None:
     world = World()
     world.flood()
     async with world.watched():
@@ -153,7 +153,7 @@ async def test_they_are_taken_back_at_once_and_what_they_have_in_hand_ends_by_it
         await until(lambda: world.open == [4, 2])
 
 
-async def test_no_more_are_taken_back_than_are_wanted() -> None:
+async def test_no_more_slots_are_taken_back_than_needed() -> None:
     world = World()
     world.flood()
     async with world.watched():
@@ -166,7 +166,7 @@ async def test_no_more_are_taken_back_than_are_wanted() -> None:
         assert world.open == [4]
 
 
-async def test_they_are_given_up_when_unused() -> None:
+async def test_borrowed_slots_that_are_unused_are_given_up() -> None:
     world = World()
     world.flood()
     async with world.watched():
@@ -183,7 +183,7 @@ def job(bench: Bench, *, waited_ms: int) -> Job:
     return found
 
 
-async def test_a_queue_grows_while_what_is_taken_has_waited_too_long() -> None:
+async def test_a_queue_grows_while_its_deliveries_have_waited_too_long() -> None:
     world = World()
     world.flood()
     world.high.pool.in_hand = 8  # type: ignore[misc]
@@ -197,7 +197,7 @@ async def test_a_queue_grows_while_what_is_taken_has_waited_too_long() -> None:
         await until(lambda: world.open == [1, 1])
 
 
-async def test_a_queue_grows_where_nothing_is_taken_for_too_long() -> None:
+async def test_a_queue_grows_if_nothing_was_delivered_for_too_long() -> None:
     world = World()
     world.flood()
     world.high.pool.in_hand = 8  # type: ignore[misc]
@@ -208,7 +208,7 @@ async def test_a_queue_grows_where_nothing_is_taken_for_too_long() -> None:
         await until(lambda: world.added)
 
 
-async def test_it_does_not_grow_while_the_provider_is_the_limit_and_that_is_said_once() -> None:
+async def test_a_queue_does_not_grow_while_the_provider_is_the_limit_and_that_is_reported_once() -> None:
     world = World()
     world.flood()
     world.high.pool.in_hand = 8  # type: ignore[misc]
@@ -225,7 +225,7 @@ async def test_it_does_not_grow_while_the_provider_is_the_limit_and_that_is_said
     assert [(each["lane"], each["limit"], each["wait_s"]) for each in said] == [("low", "itpm", 9.0)]
 
 
-async def test_a_broker_that_cannot_be_asked_changes_nothing() -> None:
+async def test_if_the_broker_cannot_be_asked_nothing_changes() -> None:
     world = World()
     world.flood()
     world.is_broker_away = True
@@ -234,7 +234,7 @@ async def test_a_broker_that_cannot_be_asked_changes_nothing() -> None:
         assert not world.added
 
 
-async def test_while_paused_all_are_taken_back_and_none_is_added() -> None:
+async def test_while_paused_all_added_slots_are_taken_back_and_none_is_added() -> None:
     world = World()
     world.flood()
     async with world.watched():
@@ -248,7 +248,7 @@ async def test_while_paused_all_are_taken_back_and_none_is_added() -> None:
         await until(lambda: world.open)
 
 
-async def test_stopping_takes_no_more_and_waits_for_what_runs() -> None:
+async def test_a_stop_takes_no_more_deliveries_and_waits_for_running_ones() -> None:
     world = World()
     world.flood()
     running = asyncio.create_task(world.slots.run())
@@ -262,7 +262,7 @@ async def test_stopping_takes_no_more_and_waits_for_what_runs() -> None:
     await asyncio.wait_for(running, 30)
 
 
-async def test_when_it_stops_what_waits_on_added_slots_is_given_back() -> None:
+async def test_on_a_stop_deliveries_that_wait_on_added_slots_are_returned() -> None:
     world = World()
     world.flood()
     running = asyncio.create_task(world.slots.run())

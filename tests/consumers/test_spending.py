@@ -31,7 +31,7 @@ ANSWERED = Answered(body=b"{}", model=MODEL, provider="anthropic")
 RETRIED = Retried(delay_ms=0, error="")
 
 
-def test_a_call_costs_what_its_tokens_cost_the_cached_ones_too() -> None:
+def test_the_cost_of_a_call_follows_from_its_tokens_including_cached_ones() -> None:
     usage = Usage(input_tokens=1000, output_tokens=100, cache_read_input_tokens=10_000, cache_creation_input_tokens=200)
 
     assert Prices().cost_usd(MODEL, usage) == pytest.approx((1000 * 2 + 100 * 10 + 10_000 * 0.20 + 200 * 2.50) / 1e6)
@@ -40,7 +40,7 @@ def test_a_call_costs_what_its_tokens_cost_the_cached_ones_too() -> None:
     )
 
 
-def test_a_dated_name_has_its_models_price_and_an_unknown_model_none() -> None:
+def test_a_dated_model_name_has_its_models_price_and_an_unknown_model_has_none() -> None:
     assert Prices().of("claude-haiku-4-5-20251001") == Prices().of("claude-haiku-4-5")
     assert Prices().of("claude-haiku-4-5@20251001") == Price(1, 5)
     assert Prices().cost_usd("claude-haiku-4", Usage()) is None
@@ -54,7 +54,7 @@ def counted(store: MemoryAllowances) -> dict[str, float]:
     return {name: used for name, used in store.used.items() if name.startswith("cap ")}
 
 
-async def test_a_cap_takes_all_or_nothing() -> None:
+async def test_a_cap_grants_a_whole_request_or_nothing() -> None:
     store = MemoryAllowances()
     spending = Spending(store, CapsSpec(lanes={"batch": Cap(requests=10, tokens=100)}, tenants={"shop": Cap(usd=1)}))
     bounds = spending.bounds("batch", "shop")
@@ -67,7 +67,7 @@ async def test_a_cap_takes_all_or_nothing() -> None:
     assert counted(store) == {"cap lane batch requests": 1, "cap lane batch tokens": 60, "cap tenant shop usd": 0.4}
 
 
-async def test_each_tenant_without_a_cap_of_its_own_has_the_one_for_all() -> None:
+async def test_a_tenant_without_its_own_cap_has_the_cap_for_all_others() -> None:
     spending = Spending(MemoryAllowances(), CapsSpec(tenants={"shop": Cap(requests=5), "*": Cap(requests=1)}))
 
     assert [each.limit for each in spending.bounds("normal", "shop")] == [5]
@@ -78,7 +78,7 @@ def told(logs: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:
     return [(each["percent"], each["used"]) for each in logs if each["event"] == signals.CAP_REACHED]
 
 
-def test_half_four_fifths_and_all_of_a_cap_are_told_once_each_day() -> None:
+def test_half_four_fifths_and_all_of_a_cap_are_each_reported_once_a_day() -> None:
     async def story() -> None:
         store = MemoryAllowances()
         store.resets_in_s = 100
@@ -90,7 +90,7 @@ def test_half_four_fifths_and_all_of_a_cap_are_told_once_each_day() -> None:
                 await take(spending, bounds, Spent(1))
             await asyncio.sleep(100)
             store.used.clear()
-            for _ in range(2):  # the next day begins with what is more than half
+            for _ in range(2):  # the next day begins with more than half of the cap used
                 await take(spending, bounds, Spent(8))
 
         assert told(logs) == [(50, 5), (80, 8), (100, 10), (50, 8), (80, 8), (100, 8)]
@@ -98,7 +98,7 @@ def test_half_four_fifths_and_all_of_a_cap_are_told_once_each_day() -> None:
     virtually(story())
 
 
-async def test_what_is_larger_than_a_whole_cap_has_reached_nothing() -> None:
+async def test_a_request_larger_than_a_whole_cap_reports_no_level() -> None:
     spending = Spending(MemoryAllowances(), CapsSpec(lanes={"batch": Cap(tokens=10)}))
 
     with capture_logs() as logs:
@@ -107,7 +107,7 @@ async def test_what_is_larger_than_a_whole_cap_has_reached_nothing() -> None:
     assert told(logs) == []
 
 
-async def test_a_level_is_told_as_an_event_of_the_request_that_reached_it() -> None:
+async def test_a_reached_level_is_an_event_of_the_request_that_reached_it() -> None:
     ground = Ground(tenants={"shop": Cap(requests=2)})
 
     await ground.enter(ground.job(user_id="shop"))
@@ -117,7 +117,7 @@ async def test_a_level_is_told_as_an_event_of_the_request_that_reached_it() -> N
     assert figures == {"cap": "cap tenant shop requests", "percent": 50, "used": 1, "limit": 2}
 
 
-async def test_where_the_store_goes_away_in_between_what_was_taken_is_given_back() -> None:
+async def test_if_the_store_fails_between_two_caps_the_first_is_given_back() -> None:
     store = MemoryAllowances()
     spending = Spending(store, CapsSpec(lanes={"batch": Cap(requests=10, tokens=100)}))
     store.fails_at = 2
@@ -129,7 +129,7 @@ async def test_where_the_store_goes_away_in_between_what_was_taken_is_given_back
 
 
 @pytest.mark.parametrize("steps", range(4))
-async def test_whoever_is_cancelled_while_it_takes_leaves_nothing_taken(steps: int) -> None:
+async def test_a_request_that_is_cancelled_while_it_takes_a_cap_leaves_nothing_taken(steps: int) -> None:
     store = MemoryAllowances()
     spending = Spending(store, CapsSpec(lanes={"batch": Cap(requests=10, tokens=100)}))
     taking = asyncio.create_task(take(spending, spending.bounds("batch", ""), Spent(1, 10)))
@@ -144,7 +144,7 @@ async def test_whoever_is_cancelled_while_it_takes_leaves_nothing_taken(steps: i
     assert sum(counted(store).values()) == 0
 
 
-def test_what_was_taken_yesterday_is_not_given_back_today() -> None:
+def test_an_amount_taken_yesterday_is_not_given_back_today() -> None:
     async def story() -> None:
         store = MemoryAllowances()
         store.resets_in_s = 100
@@ -162,7 +162,7 @@ def test_what_was_taken_yesterday_is_not_given_back_today() -> None:
     virtually(story())
 
 
-async def test_a_store_that_is_away_leaves_the_estimate_counted() -> None:
+async def test_if_the_store_is_unavailable_at_the_end_the_estimate_stays_counted() -> None:
     store = MemoryAllowances()
     spending = Spending(store, CapsSpec(lanes={"batch": Cap(requests=10)}))
     hold = await take(spending, spending.bounds("batch", ""), Spent(1))
@@ -179,7 +179,7 @@ Lost = tuple[tuple[str, Amounts], ...]
 
 
 class Ground:
-    """A gate of caps, and jobs that go through it."""
+    """A gate of caps, and jobs that enter it."""
 
     def __init__(self, **caps: Any) -> None:
         self.store = MemoryAllowances()
@@ -213,7 +213,7 @@ class Ground:
         await self.spending.finish(within_s=30)
 
 
-async def test_what_was_taken_by_estimate_is_corrected_by_the_answer() -> None:
+async def test_an_estimated_amount_is_corrected_by_the_answers_usage() -> None:
     ground = Ground(lanes={"critical": Cap(requests=10, tokens=10_000, usd=1)})
 
     await ground.through(ground.job(), ANSWERED, usage=Amounts(1, 1500, 700), cost_usd=0.02)
@@ -224,7 +224,7 @@ async def test_what_was_taken_by_estimate_is_corrected_by_the_answer() -> None:
     assert ground.spending.totals()["lane"]["critical"] == Spent(1, 2200, 0.02)
 
 
-async def test_a_failure_counts_nothing_unless_it_may_have_been_paid() -> None:
+async def test_a_failure_is_counted_only_if_it_may_have_been_paid() -> None:
     ground = Ground(lanes={"critical": Cap(tokens=10_000, usd=1)})
 
     await ground.through(ground.job(), RETRIED, usage=Amounts(1, 0, 0))
@@ -237,7 +237,7 @@ async def test_a_failure_counts_nothing_unless_it_may_have_been_paid() -> None:
 @pytest.mark.parametrize(
     "outcome", [None, Refused(RequestProblem("deadline_exceeded", "")), Dropped(RequestProblem("cancelled", ""))]
 )
-async def test_a_call_that_was_cut_off_may_have_been_paid(outcome: Outcome) -> None:
+async def test_a_call_that_was_interrupted_may_have_been_paid(outcome: Outcome) -> None:
     ground = Ground(lanes={"critical": Cap(usd=1)})
 
     await ground.through(ground.job(), outcome, usage=None)
@@ -245,7 +245,7 @@ async def test_a_call_that_was_cut_off_may_have_been_paid(outcome: Outcome) -> N
     assert ground.store.used["cap lane critical usd"] == pytest.approx(COST)
 
 
-async def test_a_call_that_was_cut_off_before_another_provider_answered_counts_too() -> None:
+async def test_a_call_that_was_interrupted_is_counted_although_another_provider_answered() -> None:
     ground = Ground(lanes={"critical": Cap(requests=10, tokens=10_000, usd=1)})
     job = ground.job()
 
@@ -256,7 +256,7 @@ async def test_a_call_that_was_cut_off_before_another_provider_answered_counts_t
     assert ground.store.used["cap lane critical usd"] == pytest.approx(0.01 + COST)
 
 
-async def test_leaving_waits_for_no_store() -> None:
+async def test_leaving_the_gate_does_not_wait_for_the_store() -> None:
     ground = Ground(lanes={"critical": Cap(usd=1)})
     job = ground.job()
     assert await ground.gate.enter(job, asked(job)) is None
@@ -268,7 +268,7 @@ async def test_leaving_waits_for_no_store() -> None:
     assert ground.spending.totals()["lane"]["critical"].usd == 0.5
 
 
-async def test_what_must_stop_takes_nothing() -> None:
+async def test_a_request_that_was_told_to_stop_takes_nothing() -> None:
     ground = Ground(lanes={"critical": Cap(requests=1)})
     job = ground.job()
     job.stopped = Stop.CANCELLED
@@ -277,7 +277,7 @@ async def test_what_must_stop_takes_nothing() -> None:
     assert ground.store.used == {}
 
 
-async def test_what_was_not_called_gives_back_all() -> None:
+async def test_a_request_that_was_not_sent_gives_everything_back() -> None:
     ground = Ground(lanes={"critical": Cap(requests=10)})
     job = ground.job()
 
@@ -288,7 +288,7 @@ async def test_what_was_not_called_gives_back_all() -> None:
     assert ground.store.used == {"cap lane critical requests": 0}
 
 
-async def test_over_a_cap_it_waits_for_the_next_day_where_its_deadline_allows() -> None:
+async def test_over_a_cap_a_request_waits_for_the_next_day_if_its_deadline_allows() -> None:
     ground = Ground(tenants={"shop": Cap(requests=1)})
     ground.store.resets_in_s = 30
     await ground.through(ground.job(user_id="shop"), ANSWERED, usage=ESTIMATE)
@@ -301,7 +301,7 @@ async def test_over_a_cap_it_waits_for_the_next_day_where_its_deadline_allows() 
     assert await ground.enter(ground.job(user_id="other")) is None
 
 
-async def test_over_a_cap_until_after_its_deadline_it_is_refused_with_the_figures() -> None:
+async def test_over_a_cap_a_request_with_an_earlier_deadline_is_refused_with_the_figures() -> None:
     ground = Ground(lanes={"critical": Cap(usd=COST * 1.5)})
     ground.store.resets_in_s = CRITICAL.deadline_s + 1
     await ground.through(ground.job(), ANSWERED, usage=ESTIMATE, cost_usd=COST)
@@ -316,14 +316,14 @@ async def test_over_a_cap_until_after_its_deadline_it_is_refused_with_the_figure
     )
 
 
-async def test_a_request_larger_than_the_whole_cap_does_not_wait_for_a_day_that_will_not_help() -> None:
+async def test_a_request_larger_than_a_whole_cap_is_refused_instead_of_waiting_for_the_next_day() -> None:
     ground = Ground(lanes={"critical": Cap(tokens=100)})
     ground.store.resets_in_s = 1
 
     assert isinstance(await ground.enter(ground.job()), Refused)
 
 
-async def test_a_model_without_a_price_does_not_slip_through_a_cap_in_dollars() -> None:
+async def test_a_model_without_a_price_is_refused_under_a_cap_in_dollars() -> None:
     ground = Ground(lanes={"critical": Cap(usd=1)})
 
     outcome = await ground.enter(ground.job(model="unpriced-1"))
@@ -333,7 +333,7 @@ async def test_a_model_without_a_price_does_not_slip_through_a_cap_in_dollars() 
     assert await Ground(lanes={"critical": Cap(tokens=5000)}).enter(ground.job(model="unpriced-1")) is None
 
 
-async def test_a_cap_that_cannot_be_looked_at_holds() -> None:
+async def test_while_a_cap_cannot_be_checked_the_request_waits() -> None:
     ground = Ground(lanes={"critical": Cap(usd=1)})
     ground.store.is_away = True
 
@@ -343,7 +343,7 @@ async def test_a_cap_that_cannot_be_looked_at_holds() -> None:
     assert outcome.reason == "store"
 
 
-async def test_without_a_cap_the_store_is_not_asked_and_what_is_used_is_counted() -> None:
+async def test_without_a_cap_the_store_is_not_asked_and_usage_is_counted() -> None:
     ground = Ground()
     ground.store.is_away = True
 

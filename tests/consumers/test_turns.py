@@ -1,4 +1,4 @@
-"""Which request gets a free slot, and which is set aside in place of waiting for one."""
+"""Which request gets a free slot, and which is set aside instead of waiting for one."""
 
 import asyncio
 from collections import Counter
@@ -20,7 +20,7 @@ class Side:
 
 
 class Worked:
-    """A bench, and tenants that always have enough waiting in hand."""
+    """A bench whose tenants always have enough requests waiting."""
 
     def __init__(self, slots: int, shares: dict[str, TenantShare] | None = None) -> None:
         self.turns = Turns(Shares(shares))
@@ -29,7 +29,7 @@ class Worked:
         self.ended = 0
 
     async def fill(self, waiting: dict[str, int]) -> list["asyncio.Task[None]"]:
-        """All come at once, in this order; each that begins says so, and holds its slot."""
+        """All requests arrive at once in this order; each records its start and holds its slot."""
 
         async def one(tenant: str) -> None:
             if not self.bench.begin(tenant):
@@ -46,7 +46,7 @@ class Worked:
             await asyncio.sleep(0)
 
     async def run(self, rounds: int) -> Counter[str]:
-        """The slots come free in the order in which they were taken."""
+        """Slots become free in the order in which they were taken."""
         since = len(self.begun)
         for _ in range(rounds):
             await self.end(self.begun[self.ended])
@@ -56,7 +56,7 @@ class Worked:
 
 @pytest.fixture
 async def ended():
-    """What the tests leave waiting."""
+    """Cancel the requests that still wait after a test."""
     tasks: list[asyncio.Task[None]] = []
     yield tasks
     for each in tasks:
@@ -66,16 +66,16 @@ async def ended():
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 16])
 @pytest.mark.parametrize("tenants", [2, 3, 10])
-async def test_each_tenant_that_waits_gets_its_share_however_many_requests_another_has(ended, slots, tenants) -> None:
+async def test_each_waiting_tenant_gets_its_share_however_many_requests_another_has(ended, slots, tenants) -> None:
     worked = Worked(slots)
     ended += await worked.fill({"flood": 400, **{f"small-{each}": 200 for each in range(tenants - 1)}})
-    await worked.run(slots)  # those that the flood has begun with
+    await worked.run(slots)  # the first ones, which the flood started with
     shares = await worked.run(200)
     assert len(shares) == tenants
     assert min(shares.values()) >= 200 / tenants * 0.8
 
 
-async def test_the_first_slot_that_comes_free_is_the_newcomers(ended) -> None:
+async def test_the_first_slot_that_becomes_free_goes_to_a_new_tenant(ended) -> None:
     worked = Worked(16)
     ended += await worked.fill({"flood": 100})
     ended += await worked.fill({"small": 1})
@@ -84,7 +84,7 @@ async def test_the_first_slot_that_comes_free_is_the_newcomers(ended) -> None:
 
 
 @pytest.mark.parametrize("slots", [1, 8])
-async def test_a_weight_is_a_larger_share(ended, slots) -> None:
+async def test_a_tenants_share_is_proportional_to_its_weight(ended, slots) -> None:
     worked = Worked(slots, {"large": TenantShare(weight=3)})
     ended += await worked.fill({"small": 300, "large": 300})
     await worked.run(2 * slots)
@@ -92,7 +92,7 @@ async def test_a_weight_is_a_larger_share(ended, slots) -> None:
     assert 2.5 < shares["large"] / shares["small"] < 3.5
 
 
-async def test_a_tenant_at_its_cap_waits_though_slots_are_free_and_others_begin(ended) -> None:
+async def test_a_tenant_at_its_in_flight_limit_waits_although_slots_are_free(ended) -> None:
     worked = Worked(8, {"*": TenantShare(in_flight=2)})
     ended += await worked.fill({"a": 5, "b": 1})
     assert worked.begun == ["a", "a", "b"]
@@ -101,7 +101,7 @@ async def test_a_tenant_at_its_cap_waits_though_slots_are_free_and_others_begin(
     assert worked.begun == ["a", "a", "b", "a"]
 
 
-async def test_the_cap_counts_over_both_queues_of_a_lane(ended) -> None:
+async def test_the_in_flight_limit_counts_requests_of_both_queues_of_a_lane(ended) -> None:
     turns = Turns(Shares({"a": TenantShare(in_flight=1)}))
     intake, due = turns.bench(4), turns.bench(4)
     assert intake.begin("a")
@@ -112,7 +112,7 @@ async def test_the_cap_counts_over_both_queues_of_a_lane(ended) -> None:
     assert await waiting is Turn.BEGIN
 
 
-async def test_of_one_tenants_requests_the_higher_priority_goes_first_and_then_the_older() -> None:
+async def test_of_one_tenants_requests_the_highest_priority_goes_first_then_the_oldest() -> None:
     bench = Turns().bench(1)
     bench.begin("a")
     order: list[str] = []
@@ -136,7 +136,7 @@ def full(side: Side, **running: int) -> Bench:
     return bench
 
 
-async def test_what_is_over_its_tenants_share_is_set_aside_while_the_lane_is_sorted() -> None:
+async def test_requests_above_their_tenants_share_are_set_aside_while_the_lane_is_being_sorted() -> None:
     bench = full(Side(), flood=4)
     bench.sort(True)
     assert await bench.wait("flood", movable=True) is Turn.ASIDE
@@ -146,7 +146,7 @@ async def test_what_is_over_its_tenants_share_is_set_aside_while_the_lane_is_sor
     assert await small is Turn.BEGIN
 
 
-async def test_what_waits_when_sorting_begins_is_looked_at_too() -> None:
+async def test_when_sorting_begins_requests_that_already_wait_are_included() -> None:
     bench = full(Side(), flood=4)
     waiting = [asyncio.create_task(bench.wait(tenant, movable=True)) for tenant in ("flood", "small")]
     await asyncio.sleep(0)
@@ -157,12 +157,12 @@ async def test_what_waits_when_sorting_begins_is_looked_at_too() -> None:
     assert await waiting[1] is Turn.BEGIN
 
 
-async def test_what_belongs_to_a_tenant_that_has_requests_aside_follows_them() -> None:
+async def test_further_requests_of_a_tenant_with_requests_set_aside_follow_them() -> None:
     bench = full(Side("flood"), flood=2)
     assert await bench.wait("flood", movable=True) is Turn.ASIDE
 
 
-async def test_nothing_is_set_aside_where_the_lane_is_not_sorted_or_it_cannot_be_moved() -> None:
+async def test_nothing_is_set_aside_if_the_lane_is_not_being_sorted_or_the_request_cannot_be_moved() -> None:
     bench = full(Side(), flood=1)
     held = asyncio.create_task(bench.wait("flood", movable=True))
     bench.sort(False)
@@ -177,7 +177,7 @@ async def test_nothing_is_set_aside_where_the_lane_is_not_sorted_or_it_cannot_be
     assert await fixed is Turn.BEGIN
 
 
-async def test_what_is_held_for_too_long_is_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_that_waits_too_long_for_a_slot_is_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns_module, "HELD_S", 0.01)
     bench = full(Side(), flood=1)
     assert await bench.wait("small", movable=True) is Turn.ASIDE
@@ -185,7 +185,7 @@ async def test_what_is_held_for_too_long_is_set_aside(monkeypatch: pytest.Monkey
     assert (bench.running, bench.waiting_of("small")) == (1, 0)
 
 
-async def test_one_that_is_cancelled_in_the_moment_of_its_turn_gives_the_slot_back() -> None:
+async def test_a_request_that_is_cancelled_when_its_turn_comes_returns_the_slot() -> None:
     bench = full(Side(), flood=1)
     waiting = asyncio.create_task(bench.wait("small"))
     await asyncio.sleep(0)
@@ -195,7 +195,7 @@ async def test_one_that_is_cancelled_in_the_moment_of_its_turn_gives_the_slot_ba
     assert (bench.running, bench.running_of("small")) == (0, 0)
 
 
-async def test_slots_that_are_added_go_to_who_waits() -> None:
+async def test_an_added_slot_goes_to_a_waiting_request() -> None:
     bench = full(Side(), flood=1)
     waiting = asyncio.create_task(bench.wait("small"))
     await asyncio.sleep(0)
@@ -205,7 +205,7 @@ async def test_slots_that_are_added_go_to_who_waits() -> None:
     assert not bench.begin("other")
 
 
-async def test_figures_are_kept_of_the_latest_tenants_alone() -> None:
+async def test_figures_are_kept_only_for_the_latest_tenants() -> None:
     turns = Turns()
     bench = turns.bench(1)
     for at in range(FIGURES_OF + 10):

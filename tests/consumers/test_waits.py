@@ -22,7 +22,7 @@ def job_of(headers: dict[str, Any], *, read: bool = True, **properties: Any) -> 
 
 
 def told(job: Job) -> list[tuple[str, float, float]]:
-    """Name, and how long before it was taken each began and ended, in ms."""
+    """For each wait: its name, and how many ms before the delivery it began and ended."""
     return [
         (each.name, (TAKEN_NS - each.start_ns) / MS, (TAKEN_NS - each.end_ns) / MS)
         for each in waits.before(job, TAKEN_NS)
@@ -34,11 +34,11 @@ def test_a_fresh_request_waited_since_it_was_published() -> None:
 
 
 @pytest.mark.parametrize("headers", [{}, {n.SENT_MS: NOW_MS + 5000}], ids=["not said", "a clock ahead of ours"])
-def test_a_time_that_nobody_knows_is_no_wait(headers: dict[str, Any]) -> None:
+def test_a_wait_of_unknown_start_has_no_span(headers: dict[str, Any]) -> None:
     assert told(job_of(headers)) == []
 
 
-def test_what_expired_was_never_read_and_waited_all_the_same() -> None:
+def test_an_expired_request_waited_although_it_was_never_read() -> None:
     job = job_of({n.SENT_MS: NOW_MS - 70}, read=False, queue="lane.fallen", exchange="lane.fallen")
     assert told(job) == [("wait lane.fallen", 70.4, 0)]
 
@@ -49,22 +49,22 @@ def test_a_retry_was_delayed_and_then_waited_for_a_slot() -> None:
     assert told(job) == [("delay lane.critical.due", 330.4, 30.4), ("wait lane.critical.due", 30.4, 0)]
 
 
-def test_a_delay_that_ends_early_by_our_clock_ends_when_it_was_taken() -> None:
+def test_a_delay_that_our_clock_sees_end_early_ends_at_the_delivery() -> None:
     headers = {n.HOP_MS: NOW_MS - 330, n.BACK_MS: NOW_MS + 20}
     job = job_of(headers, exchange="lane.due", queue="lane.critical.due")
     assert told(job) == [("delay lane.critical.due", 330.4, 0)]
 
 
-def test_a_requester_cannot_say_that_it_was_delayed() -> None:
+def test_a_requesters_forged_delay_headers_make_no_span() -> None:
     assert told(job_of({n.HOP_MS: NOW_MS - 330, n.BACK_MS: NOW_MS - 30})) == []
 
 
-def test_a_dead_letter_lay_there_until_it_was_published_again() -> None:
+def test_a_dead_letter_that_was_published_again_waited_in_lane_dead() -> None:
     headers = {n.SENT_MS: NOW_MS - 9000, n.DEAD_AT: moment_text(NOW_MS - 5000)}
     assert told(job_of(headers)) == [("wait (dead letter)", 5000.4, 0)]
 
 
-def test_a_turn_is_told_where_it_was_waited_for() -> None:
+def test_a_wait_for_the_budget_has_a_span_only_if_it_took_time() -> None:
     job = job_of({})
     job.attempted = Attempted(started_ms=NOW_MS + 4)
     assert not list(waits.turn(job, TAKEN_NS))

@@ -1,4 +1,4 @@
-"""Fuzz for longer: `./dev fuzz [--minutes N] [TARGET …]`. One process a target, each led by coverage (atheris).
+"""Fuzz for longer: `./dev fuzz [--minutes N] [TARGET …]`. One process per target, each guided by coverage (atheris).
 
 What is found lies in .cache/fuzz/found: put it into tests/fuzz/corpus/<target> under a name that says what it is, see
 test_targets.py fail, and mend it. What only widened the coverage is kept in .cache/fuzz/<target> for the next run.
@@ -13,14 +13,14 @@ TARGET_NAMES = ("body", "packed", "properties", "table", "stream", "bedrock", "a
 CORPUS = Path(__file__).with_name("corpus")
 CACHE = Path(".cache/fuzz")
 ONE_INPUT_S = 5
-"""Of at most `INPUT_BYTES`: whoever takes longer is no longer linear."""
+"""For an input of at most `INPUT_BYTES`: code that takes longer is not linear."""
 INPUT_BYTES = 16_384
 SEED_BYTES = 2_000
 MEMORY_MIB = 1024
 
 
 def one(target: str, *, seconds: int) -> None:
-    """Fuzz one target in this process, which ends with it."""
+    """Fuzz one target in this process; the process ends with it."""
     import atheris
 
     with atheris.instrument_imports(include=["lanekeeper", "topology", "consumers"]):
@@ -31,7 +31,7 @@ def one(target: str, *, seconds: int) -> None:
     kept = CACHE / target
     for folder in (found, kept):
         folder.mkdir(parents=True, exist_ok=True)
-    if target in ("body", "packed"):  # the beginnings of what is large and nasty, to be taken from there
+    if target in ("body", "packed"):  # only the beginnings of large seeds
         for number, nasty in enumerate(REQUESTS.values()):
             if nasty.packed == (target == "packed"):
                 (kept / f"nasty-{number}").write_bytes((b"" if nasty.packed else b"-") + nasty.body[:SEED_BYTES])

@@ -1,4 +1,4 @@
-"""What is fuzzed: each target feeds any bytes to the code that reads such bytes from strangers, and asserts.
+"""The fuzz targets: each passes any bytes to code that reads untrusted bytes, and checks the result.
 
 What may come out is written in each target: the typed error of the border, or a value that holds what it promises. All
 else (an internal exception, an AssertionError) is a finding. A target keeps nothing between two inputs.
@@ -47,7 +47,8 @@ _NO_TABLE: Final = (ValueError, ArithmeticError, OSError, RecursionError, Lookup
 
 
 def body(data: bytes) -> None:
-    """A request's body. The first byte chooses the lane (whether it narrows models) and whether it is packed."""
+    """A request's body. The first byte chooses the lane (whether it allows only some models), and whether the body is
+    compressed."""
     how, raw = data[:1], data[1:]
     packed = how in (b"g", b"h")
     try:
@@ -73,7 +74,7 @@ def body(data: bytes) -> None:
 
 
 def packed(data: bytes) -> None:
-    """A body that says it is gzip."""
+    """A body with the content encoding gzip."""
     message = Message(body=data, routing_key="critical.fuzz.packed", content_encoding="gzip")
     try:
         strict(decoded(message).body)
@@ -82,7 +83,7 @@ def packed(data: bytes) -> None:
 
 
 def properties(data: bytes) -> None:
-    """The properties of a message as on the wire: flags, then values. Through the reader of the socket."""
+    """A message's properties as on the wire: flags, then values. They pass through the code that reads the socket."""
     message = _delivered(data)
     for lane in ("critical", "nowhere"):
         try:
@@ -94,7 +95,7 @@ def properties(data: bytes) -> None:
     span = propagation.read(message.headers)
     propagation.received(message.headers, span)
     carried = header_rules.carried(message.headers, of=Names())
-    carried.pop(UNREADABLE, None)  # is never published
+    carried.pop(UNREADABLE, None)  # such a message is never published
     again = _published(Message(body=b"{}", headers=carried, correlation_id=message.correlation_id))
     kept = {name: value for name, value in message.headers.items() if name in carried}
     assert repr(dict(again.headers)) == repr(kept)
@@ -102,7 +103,7 @@ def properties(data: bytes) -> None:
 
 
 def table(data: bytes) -> None:
-    """A field table alone: what can be read can be written and read again."""
+    """A field table: if it can be read, it can be written and read again."""
     try:
         _, found = fields.read(data, levels=NESTED_LEVELS)
     except _NO_TABLE:
@@ -115,7 +116,7 @@ def table(data: bytes) -> None:
 
 
 def stream(data: bytes) -> None:
-    """The events of an answer, as bytes from the provider; the first byte says in which pieces they come."""
+    """The events of a streamed answer, as the provider's bytes; the first byte says where they are cut into pieces."""
     size, rest = (data[0] + 1 if data else 1), data[1:]
     whole = _events(EventSplitter(max_event_bytes=EVENT_BYTES), rest, size=len(rest) + 1)
     assert _events(EventSplitter(max_event_bytes=EVENT_BYTES), rest, size=size) == whole
@@ -132,7 +133,7 @@ def stream(data: bytes) -> None:
 
 
 def bedrock(data: bytes) -> None:
-    """Amazon's frames: `data` as it is, and once more as headers and payload of a frame that is undamaged."""
+    """Amazon's frames: `data` as it is, and once more as headers and payload of a valid frame."""
     size = data[0] if data else 0
     headers, payload = data[1 : 1 + size], data[1 + size :]
     for raw in (data, framed(headers, payload)):
@@ -144,7 +145,7 @@ def bedrock(data: bytes) -> None:
 
 
 def answer(data: bytes) -> None:
-    """An answer that is not streamed."""
+    """An answer without streaming."""
     try:
         _answered(data)
     except ProviderError as error:
@@ -196,12 +197,12 @@ def decoded(message: Message, *, lane: LaneSpec = OPEN) -> Request:
 
 
 def strict(raw: bytes) -> Any:
-    """As a reader of JSON that keeps to RFC 8259 would read it: no NaN, no Infinity."""
+    """Parse JSON as strictly as RFC 8259: no NaN, no Infinity."""
     return json.loads(raw.decode(), parse_constant=_no_constant)
 
 
 def framed(headers: bytes, payload: bytes) -> bytes:
-    """One frame of Amazon's event stream, with sums that are right."""
+    """One frame of Amazon's event stream, with correct checksums."""
     prelude = struct.pack(">II", len(headers) + len(payload) + 16, len(headers))
     whole = prelude + struct.pack(">I", zlib.crc32(prelude)) + headers + payload
     return whole + struct.pack(">I", zlib.crc32(whole))
@@ -222,7 +223,7 @@ def _is_one_line(error: ProviderError) -> None:
 
 
 def _answered(raw: bytes) -> None:
-    """What is delivered as `ok` is a Message in JSON, and of use to any reader."""
+    """Check that what would be delivered as `ok` is a Message in valid JSON."""
     found = read_answer(parse_message(raw, "application/json"), raw, provider="fuzz", request_id=None)
     assert strict(found.body)["type"] == "message"
     assert found.usage.output_tokens >= 0
@@ -233,8 +234,8 @@ def _events(splitter: EventSplitter, data: bytes, *, size: int) -> list[bytes]:
 
 
 def _delivered(data: bytes) -> Message:
-    # without the bit that says that flags go on: the broker ends the connection of whoever sends that
-    # (journeys/test_hostile_frames.py)
+    # Without the bit that announces more flags: the broker closes the connection of a client that sends it
+    # (journeys/test_hostile_frames.py).
     flags = int.from_bytes(data[:2].ljust(2, b"\0"), "big") & ~1
     payload = struct.pack(">HHQH", 60, 0, 2, flags) + data[2:]
     _, _, header = frame.unmarshal(struct.pack(">BHI", 2, 1, len(payload)) + payload + b"\xce")

@@ -1,4 +1,4 @@
-"""A short run of what `./dev fuzz` runs for long: the corpus, its neighbours, and what no seed leads to."""
+"""A short version of `./dev fuzz`: the corpus, mutations of it, and random bytes."""
 
 from pathlib import Path
 
@@ -18,13 +18,13 @@ SEEDS = {name: sorted((CORPUS / name).iterdir()) for name in TARGETS}
     ("target", "file"),
     [pytest.param(name, file, id=f"{name}/{file.name}") for name, files in SEEDS.items() for file in files],
 )
-def test_what_was_found_once_stays_mended(target: str, file: Path) -> None:
+def test_each_input_that_once_failed_passes(target: str, file: Path) -> None:
     TARGETS[target](file.read_bytes())
 
 
 @st.composite
 def neighbours(draw: st.DrawFn, target: str) -> bytes:
-    """A seed with a few places cut out, doubled or overwritten."""
+    """Mutations of a seed: a few places are removed, doubled or overwritten."""
     data = bytearray(draw(st.sampled_from(SEEDS[target])).read_bytes())
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, len(data)))
@@ -34,7 +34,7 @@ def neighbours(draw: st.DrawFn, target: str) -> bytes:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_near_the_corpus_nothing_but_typed_errors_comes_out(target: str) -> None:
+def test_mutations_of_the_corpus_raise_only_typed_errors(target: str) -> None:
     @settings(max_examples=examples(EXAMPLES), deadline=None, suppress_health_check=list(HealthCheck), database=None)
     @given(data=neighbours(target))
     def run(data: bytes) -> None:
@@ -44,7 +44,7 @@ def test_near_the_corpus_nothing_but_typed_errors_comes_out(target: str) -> None
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_nor_far_from_it(target: str) -> None:
+def test_random_bytes_raise_only_typed_errors(target: str) -> None:
     @settings(max_examples=examples(EXAMPLES), deadline=None, suppress_health_check=list(HealthCheck), database=None)
     @given(data=st.binary(max_size=300))
     def run(data: bytes) -> None:

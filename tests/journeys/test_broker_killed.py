@@ -47,6 +47,7 @@ async def ask_all(ledger: Ledger) -> None:
         await ledger.ask("batch", f"queued {n} [[latency: 100ms]]", id=f"queued-{n}")
 
 
+@pytest.mark.timing
 async def test_nothing_is_lost_when_it_is_killed_and_a_worker_recovers_by_itself(own_broker) -> None:
     ledger = Ledger(own_broker.amqp_url)
     async with house(own_broker.amqp_url, lanes={"batch": {"slots": 1}}) as home:

@@ -46,6 +46,7 @@ async def status_of(home: House) -> tuple[str, ...]:
     return (await look(parts.publishing, lanes=parts.lanes, names=parts.names)).waiting
 
 
+@pytest.mark.timing
 async def test_a_flood_leaves_critical_its_share_and_the_provider_refuses_nobody(vhost) -> None:
     """Nothing is known of the provider's limits but what its answers tell."""
     async with (

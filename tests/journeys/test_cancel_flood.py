@@ -7,6 +7,8 @@ from tests.support.house import house
 from tests.support.requester import requester
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.timing
+
 FLOOD_PER_S = 1500
 LONG = "[[latency: 60s]]"
 

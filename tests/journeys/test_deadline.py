@@ -54,10 +54,10 @@ async def test_a_retry_that_could_only_come_too_late_is_not_begun(vhost) -> None
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         before_s = time.monotonic()
         reply = await app.ask(
-            {"prompt": "not today [[fault: rate_limited retry_after=60]]"}, headers={"x-lane-deadline-ms": 5000}
+            {"prompt": "not today [[fault: rate_limited retry_after=120]]"}, headers={"x-lane-deadline-ms": 60_000}
         )
         assert reply.code == "deadline_exceeded"
-        assert time.monotonic() - before_s < 4.5
+        assert time.monotonic() - before_s < 45
         assert "429" in reply.json["detail"] or "rate limit" in reply.json["detail"]
         assert len(home.api.calls) == 1
 

@@ -116,6 +116,7 @@ async def test_short_calls_of_the_highest_priority_do_not_hold_up_another_tenant
     assert done < 700, "before: all of them"
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("processes", [1, 3])
 @pytest.mark.parametrize("tenants", [2, 3])
 async def test_with_n_tenants_waiting_each_gets_at_least_half_of_an_equal_share(

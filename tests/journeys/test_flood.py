@@ -24,6 +24,7 @@ def sent() -> dict[str, int]:
     return {"x-lane-sent-ms": time.time_ns() // 1_000_000}
 
 
+@pytest.mark.timing
 async def test_chats_do_not_wait_for_the_flood_below_them(vhost) -> None:
     async with (
         house(

@@ -1,4 +1,5 @@
-"""What the client returns and raises is imported from where it lives, is typed, and is told in docs/clients.md."""
+"""What the client returns and raises can be imported from where it is defined, is typed, and is described in
+docs/clients.md."""
 
 import typing
 import zipfile
@@ -17,24 +18,24 @@ ERRORS = {
 }
 
 
-def test_every_name_is_ours() -> None:
-    """Looked up in several modules, where one may import a name like it (`typing.Final`)."""
+def test_every_public_name_is_defined_in_our_package() -> None:
+    """Searches several modules; one of them may import the same name (`typing.Final`)."""
     assert {name for name in surface.__all__ if getattr(surface, name) is getattr(typing, name, None)} == set()
 
 
-def test_every_error_of_ours_has_one_root() -> None:
+def test_every_client_error_derives_from_one_base_class() -> None:
     assert len(ERRORS) == 14
     assert {name for name in ERRORS if not issubclass(getattr(surface, name), surface.LanekeeperError)} == set()
 
 
 @pytest.mark.parametrize("name", sorted(ERRORS | {"Client", "Final", "Part"}))
-def test_the_page_tells_of_it(name: str) -> None:
+def test_docs_clients_describes_every_public_name(name: str) -> None:
     assert (
         f"`{name}`" in (HOUSE / "docs/clients.md").read_text() or f"{name}(" in (HOUSE / "docs/clients.md").read_text()
     )
 
 
-def test_the_wheel_says_that_it_is_typed(tmp_path: Path) -> None:
+def test_the_wheel_contains_py_typed(tmp_path: Path) -> None:
     (wheel,) = WheelBuilder(str(HOUSE)).build(directory=str(tmp_path), versions=["standard"])
 
     with zipfile.ZipFile(wheel) as built:

@@ -1,4 +1,4 @@
-"""What is said over the control exchange, and how its answers are read."""
+"""Messages on the control exchange, and how their answers are read."""
 
 import json
 from datetime import UTC, datetime
@@ -16,7 +16,7 @@ def answered(document: object, **headers: str) -> Message:
     return Message(body=json.dumps(document).encode(), headers=named, content_type="application/json")
 
 
-def test_a_cancellation_is_kept_and_a_question_is_not() -> None:
+def test_a_cancellation_is_persistent_and_a_question_is_not() -> None:
     asked, kept = question("id-1", tenant=None, user="crm"), cancellation("id-1", tenant=None, user="crm")
 
     assert (json.loads(kept.body), kept.type, kept.persistent, kept.expiration) == (
@@ -31,7 +31,7 @@ def test_a_cancellation_is_kept_and_a_question_is_not() -> None:
 
 
 @pytest.mark.parametrize("make", [cancellation, question])
-def test_a_tenant_is_said_with_the_user_that_the_broker_checks(make) -> None:
+def test_a_tenant_is_sent_together_with_the_user_that_the_broker_checks(make) -> None:
     told, untold = make("id-1", tenant="acme", user="crm"), make("id-1", tenant=None, user="crm")
 
     assert (json.loads(told.body)["tenant"], told.user_id) == ("acme", "crm")
@@ -39,18 +39,18 @@ def test_a_tenant_is_said_with_the_user_that_the_broker_checks(make) -> None:
 
 
 @pytest.mark.parametrize("outcome", ["recorded", "told", "ended", "unseen"])
-def test_a_cancellation_tells_what_it_came_to(outcome: str) -> None:
+def test_the_answer_to_a_cancellation_says_what_became_of_the_request(outcome: str) -> None:
     assert outcome_of(answered({"id": "id-1", "outcome": outcome}, control="accepted")) == outcome
 
 
-def test_a_result_is_the_final_reply_again() -> None:
+def test_a_stored_result_is_read_like_the_final_reply() -> None:
     reply = answered({"content": [{"type": "text", "text": "a"}]}, status="ok")
     reply.headers = {**reply.headers, "x-lane-replayed": True}
 
     assert (result_of(reply).text, result_of(reply).replayed) == ("a", True)
 
 
-def test_a_result_that_is_an_error_is_raised_as_its_problem() -> None:
+def test_a_stored_problem_is_raised_as_that_problem() -> None:
     body = RequestProblem("cancelled", "by its owner").document(request="id-1", attempts=1)
 
     with pytest.raises(Problem, match="cancelled: by its owner"):
@@ -58,7 +58,7 @@ def test_a_result_that_is_an_error_is_raised_as_its_problem() -> None:
 
 
 @pytest.mark.parametrize("status", ["running", "waiting", "unknown"])
-def test_what_has_not_ended_says_why_and_what_to_do(status: str) -> None:
+def test_a_pending_result_says_why_and_what_to_do(status: str) -> None:
     with pytest.raises(NotEnded, match="lanekeeper result --wait 20s id-1") as caught:
         result_of(answered({"id": "id-1", "status": status, "attempts": 2}, control="pending"))
 
@@ -69,7 +69,7 @@ def test_what_has_not_ended_says_why_and_what_to_do(status: str) -> None:
     ("attempts", "hint"),
     [(0, "not begun yet, due at 2026-11-21T18:00:00"), (2, "attempt 2 was made, it waits for the next, due at 2026")],
 )
-def test_what_waits_says_until_when(attempts: int, hint: str) -> None:
+def test_a_pending_result_of_a_delayed_request_has_its_due_time(attempts: int, hint: str) -> None:
     document = {"id": "id-1", "status": "waiting", "attempts": attempts, "due_at": "2026-11-21T18:00:00.500Z"}
 
     with pytest.raises(NotEnded, match=hint) as caught:
@@ -79,7 +79,7 @@ def test_what_waits_says_until_when(attempts: int, hint: str) -> None:
 
 
 @pytest.mark.parametrize("read", [outcome_of, result_of])
-def test_a_refusal_is_an_error_of_its_own(read) -> None:
+def test_a_refused_control_message_raises_its_own_error(read) -> None:
     document = json.loads(RequestProblem("invalid_request", "tenant: another's").document(request="", attempts=0))
 
     with pytest.raises(ControlRefused, match="tenant: another's") as caught:

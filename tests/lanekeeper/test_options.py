@@ -1,4 +1,4 @@
-"""What a request says in addition to its body."""
+"""The properties and headers of a request, made from the client's options."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from lanekeeper.options import Options, bound_s, message_of
 from lanekeeper.replies import Problem
 
 
-def test_a_tenant_is_said_with_the_user_that_the_broker_checks() -> None:
+def test_a_tenant_is_sent_together_with_the_user_that_the_broker_checks() -> None:
     own = message_of({}, Options(tenant="crm"), stream=False, user="crm")
     other = message_of({}, Options(tenant="acme"), stream=False, user="crm")
     nobody = message_of({}, Options(), stream=False, user="crm")
@@ -16,7 +16,7 @@ def test_a_tenant_is_said_with_the_user_that_the_broker_checks() -> None:
     assert (nobody.user_id, nobody.headers.get("x-lane-tenant")) == (None, None)
 
 
-def test_an_answer_is_awaited_until_a_little_after_its_deadline_if_it_has_one() -> None:
+def test_the_client_waits_until_shortly_after_the_deadline_if_there_is_one() -> None:
     def awaited_s(**options: float) -> float | None:
         return bound_s(message_of({}, options, stream=False, user="crm"))  # type: ignore[arg-type]
 
@@ -26,11 +26,11 @@ def test_an_answer_is_awaited_until_a_little_after_its_deadline_if_it_has_one() 
 
 
 @pytest.mark.parametrize("priority", [-1, 10, 200, 256])
-def test_a_priority_that_every_worker_would_refuse_is_not_sent(priority: int) -> None:
+def test_a_priority_that_workers_refuse_is_not_sent(priority: int) -> None:
     with pytest.raises(Problem, match=f"priority: found {priority}, allowed are 0 to 9") as refused:
         message_of({}, Options(priority=priority), stream=False, user="crm")
     assert refused.value.code == "invalid_request"
 
 
-def test_no_delay_is_no_header() -> None:
+def test_without_a_delay_no_delay_header_is_sent() -> None:
     assert "x-lane-delay-ms" not in message_of({}, Options(delay_s=0), stream=False, user="crm").headers

@@ -11,7 +11,7 @@ from lanekeeper.replies import Problem, final_of, part_of
 ANSWER = {"content": [{"type": "text", "text": "a"}, {"type": "tool_use"}, {"type": "text", "text": "b"}]}
 
 
-def test_a_final_reply_is_read_whole() -> None:
+def test_a_final_reply_is_read_with_all_its_fields() -> None:
     headers = {
         "x-lane-status": "ok",
         "x-lane-request-id": "id-1",
@@ -37,7 +37,7 @@ def test_a_problem_document_is_raised_with_its_fields() -> None:
     assert (problem.request, problem.attempts, problem.fields["retryable"]) == ("id-1", 2, False)
 
 
-def test_a_code_that_this_client_does_not_know_is_still_told() -> None:
+def test_a_problem_with_an_unknown_code_is_raised_with_that_code() -> None:
     body = b'{"code": "out_of_budget", "detail": "none left", "status": 402}'
 
     with pytest.raises(Problem, match="out_of_budget: none left") as caught:
@@ -46,7 +46,7 @@ def test_a_code_that_this_client_does_not_know_is_still_told() -> None:
     assert (caught.value.code, caught.value.status) == ("internal", 402)
 
 
-def test_parts_are_events_with_text_or_restarts() -> None:
+def test_parts_of_a_stream_are_text_events_or_restarts() -> None:
     delta = {"type": "content_block_delta", "delta": {"type": "text_delta", "text": "hi"}}
     event = part_of(Message(body=json.dumps(delta).encode(), headers={"x-lane-part": "event", "x-lane-seq": 3}))
     restart = part_of(Message(body=b"{}", headers={"x-lane-part": "restart", "x-lane-seq": 0}))

@@ -1,4 +1,4 @@
-"""What is declared, by broker version."""
+"""The topology that is declared, by version of the broker."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ def wait_queues(topology: Topology) -> list[Queue]:
         ("3.10.8", False, "strict, 0 to 9"),
     ],
 )
-def test_a_version_says_what_it_can(version: str, quorum_intake: bool, priorities: str) -> None:
+def test_the_features_follow_from_the_brokers_version(version: str, quorum_intake: bool, priorities: str) -> None:
     broker = Broker.of(version)
 
     assert (broker.quorum_intake, broker.priorities) == (quorum_intake, priorities)
@@ -47,13 +47,13 @@ def test_a_broker_before_3_10_is_refused(version: str) -> None:
 
 
 @pytest.mark.parametrize("version", ["", "unknown", "4", "v4.3"])
-def test_what_is_no_version_is_refused(version: str) -> None:
+def test_text_that_is_no_version_is_refused(version: str) -> None:
     with pytest.raises(ValueError, match="not a RabbitMQ version"):
         declared(version)
 
 
 @pytest.mark.parametrize("version", ["4.3.6", "4.0.5"])
-def test_from_4_0_on_an_intake_is_a_bounded_quorum_queue_with_a_backstop(version: str) -> None:
+def test_from_4_0_on_an_intake_is_a_quorum_queue_with_a_length_limit_and_a_delivery_limit(version: str) -> None:
     assert declared(version).queue("lane.critical").arguments == {
         "x-queue-type": "quorum",
         "x-queue-leader-locator": "balanced",
@@ -66,7 +66,7 @@ def test_from_4_0_on_an_intake_is_a_bounded_quorum_queue_with_a_backstop(version
     }
 
 
-def test_before_4_0_an_intake_is_a_bounded_classic_queue_with_priorities() -> None:
+def test_before_4_0_an_intake_is_a_classic_queue_with_a_length_limit_and_priorities() -> None:
     assert declared("3.10.8").queue("lane.critical").arguments == {
         "x-queue-type": "classic",
         "x-queue-master-locator": "min-masters",
@@ -78,7 +78,7 @@ def test_before_4_0_an_intake_is_a_bounded_classic_queue_with_priorities() -> No
     }
 
 
-def test_a_lanes_bounds_are_those_of_its_spec() -> None:
+def test_a_lanes_length_limits_are_those_of_its_spec() -> None:
     lanes = (replace(CRITICAL, max_length=7, max_length_bytes=70), NORMAL, BATCH)
 
     arguments = declare(lanes, names=Names(), broker_version="4.3.6").queue("lane.critical").arguments
@@ -87,7 +87,7 @@ def test_a_lanes_bounds_are_those_of_its_spec() -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_what_came_back_is_never_refused(version: str) -> None:
+def test_due_queues_never_refuse_a_message(version: str) -> None:
     assert declared(version).queue("lane.batch.due").arguments == {
         "x-queue-type": "quorum",
         "x-queue-leader-locator": "balanced",
@@ -99,7 +99,7 @@ def test_what_came_back_is_never_refused(version: str) -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_delays_survive_a_broker_that_was_down(version: str) -> None:
+def test_delays_survive_a_restart_of_the_broker(version: str) -> None:
     queues = wait_queues(declared(version))
 
     assert [each.arguments["x-message-ttl"] for each in queues] == [100 * 2**level for level in range(29)]
@@ -112,14 +112,16 @@ def test_delays_survive_a_broker_that_was_down(version: str) -> None:
     ("version", "limit"), [("4.3.6", {"x-delivery-limit": -1}), ("4.0.5", {"x-delivery-limit": -1}), ("3.10.8", {})]
 )
 @pytest.mark.parametrize("name", ["lane.dead", "lane.fallen", "lane.control"])
-def test_what_nobody_may_lose_has_no_limit_of_any_kind(version: str, limit: dict[str, int], name: str) -> None:
+def test_queues_that_must_not_lose_messages_have_no_length_limit(
+    version: str, limit: dict[str, int], name: str
+) -> None:
     kept = {"x-queue-type": "quorum", "x-queue-leader-locator": "balanced"}
 
     assert declared(version).queue(name).arguments == {**kept, **limit}
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_no_dead_letter_target_is_bounded_and_no_queue_changes_the_key(version: str) -> None:
+def test_no_target_of_dead_lettering_is_limited_and_no_queue_changes_the_routing_key(version: str) -> None:
     topology = declared(version)
     targets = {each.arguments.get("x-dead-letter-exchange") for each in topology.queues}
     fed = {each.destination for each in topology.bindings if each.source in targets}
@@ -128,13 +130,13 @@ def test_no_dead_letter_target_is_bounded_and_no_queue_changes_the_key(version: 
     assert not [each.name for each in topology.queues if "x-dead-letter-routing-key" in each.arguments]
 
 
-def test_one_worker_is_told_of_whatever_is_said_on_control() -> None:
+def test_each_control_message_is_delivered_to_one_worker() -> None:
     bound = {each.routing_key for each in declared("4.3.6").bindings if each.source == "lane.control"}
 
     assert bound == {"cancel", "result", "#"}
 
 
-def test_what_has_no_way_falls() -> None:
+def test_unroutable_messages_go_to_lane_fallen() -> None:
     topology = declared("4.3.6")
     alternates = {each.name: each.arguments.get("alternate-exchange") for each in topology.exchanges}
 
@@ -145,12 +147,12 @@ def test_what_has_no_way_falls() -> None:
     }
 
 
-def test_only_workers_ways_lead_into_due_queues() -> None:
+def test_only_the_internal_exchange_leads_to_due_queues() -> None:
     assert declared("4.3.6").exchange("lane.due").internal
     assert [each.name for each in declared("4.3.6").exchanges if each.internal] == ["lane.due"]
 
 
-def test_everything_is_named_once_and_bound_to_what_there_is() -> None:
+def test_every_name_is_unique_and_every_binding_has_its_source_and_target() -> None:
     topology = declared("4.3.6")
     exchanges = [each.name for each in topology.exchanges]
     queues = [each.name for each in topology.queues]
@@ -178,10 +180,10 @@ def test_all_names_follow_the_namespace() -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_no_argument_says_how_many_members_so_that_queues_that_exist_can_be_declared_again(version: str) -> None:
+def test_no_queue_sets_its_number_of_members_so_existing_queues_can_be_declared_again(version: str) -> None:
     assert not any("x-quorum-initial-group-size" in queue.arguments for queue in declared(version).queues)
 
 
-def test_what_is_kept_on_one_node_alone_is_said() -> None:
+def test_the_note_names_the_queues_that_are_stored_on_one_node() -> None:
     assert "classic intakes, each on one node alone" in declared("3.10.8").note
     assert "one node alone" not in declared("4.3.6").note

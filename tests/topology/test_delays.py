@@ -1,4 +1,4 @@
-"""Every delay up to a year takes exactly its way through the cascade, as it is declared."""
+"""Every delay up to a year takes the right way through the cascade of wait queues."""
 
 from collections.abc import Mapping
 
@@ -18,13 +18,13 @@ KEYS = ("critical.support.chat", "normal.crm", "batch.a.b.c.d")
 
 
 class Router:
-    """RabbitMQ's routing and dead-lettering, as far as a delay meets them, over a declared topology."""
+    """RabbitMQ's routing and dead-lettering, as far as delays use it, for a declared topology."""
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
 
     def deliver(self, exchange: str, key: str, headers: Mapping[str, bool]) -> tuple[list[str], int]:
-        """The queues that a message ends in, and the ms that it waited on its way."""
+        """The queues in which the message ends, and how many ms it waited on its way."""
         waited = 0
         queues = self._queues(exchange, key, headers)
         while len(queues) == 1 and "x-message-ttl" in (arguments := self._topology.queue(queues[0]).arguments):
@@ -63,7 +63,7 @@ def _matches(kind: str, binding: Binding, key: str, headers: Mapping[str, bool])
 
 
 @given(delay_ms=st.integers(0, delays.MAX_DELAY_MS), key=st.sampled_from(KEYS))
-def test_a_delay_is_waited_out_to_the_unit_and_ends_in_the_lanes_due_queue(delay_ms: int, key: str) -> None:
+def test_a_message_waits_exactly_its_delay_and_ends_in_its_lanes_due_queue(delay_ms: int, key: str) -> None:
     hop = delays.hop(delay_ms, NAMES)
 
     queues, waited_ms = Router(TOPOLOGY).deliver(hop.exchange, key, hop.headers)
@@ -74,7 +74,7 @@ def test_a_delay_is_waited_out_to_the_unit_and_ends_in_the_lanes_due_queue(delay
 
 
 @given(delay_ms=st.integers(100, delays.MAX_DELAY_MS), missing=st.integers(0, delays.LEVELS - 1))
-def test_a_message_that_lacks_a_bit_falls_and_holds_nobody_up(delay_ms: int, missing: int) -> None:
+def test_a_message_without_one_of_the_delay_bits_goes_to_lane_fallen(delay_ms: int, missing: int) -> None:
     hop = delays.hop(delay_ms, NAMES)
     headers = {name: bit for name, bit in hop.headers.items() if name != NAMES.delay_bit(missing)}
 
@@ -84,7 +84,7 @@ def test_a_message_that_lacks_a_bit_falls_and_holds_nobody_up(delay_ms: int, mis
     assert queues == ([NAMES.due("normal")] if complete else [NAMES.fallen])
 
 
-def test_a_key_without_a_lane_falls_after_its_delay() -> None:
+def test_after_its_delay_a_message_without_a_lane_goes_to_lane_fallen() -> None:
     hop = delays.hop(300, NAMES)
 
     assert Router(TOPOLOGY).deliver(hop.exchange, "nowhere.a.b", hop.headers) == ([NAMES.fallen], 300)
@@ -106,7 +106,7 @@ def test_a_key_without_a_lane_falls_after_its_delay() -> None:
         ),
     ],
 )
-def test_a_delay_enters_at_its_highest_bit_with_all_bits_below(
+def test_a_delay_enters_the_cascade_at_its_highest_bit_with_all_lower_bits_set(
     delay_ms: int, exchange: str, bits: dict[str, int]
 ) -> None:
     assert delays.hop(delay_ms, NAMES) == delays.Hop(exchange, bits)
@@ -124,7 +124,7 @@ def test_bits_of_an_earlier_delay_are_left_out() -> None:
     assert delays.strip_bits(headers, NAMES) == {"lane-d29": True, "x-mine": "kept", "traceparent": "kept"}
 
 
-def test_another_namespace_has_a_cascade_of_its_own() -> None:
+def test_each_namespace_has_its_own_cascade() -> None:
     names = Names("other")
     hop = delays.hop(500, names)
 

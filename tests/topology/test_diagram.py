@@ -1,4 +1,4 @@
-"""The picture and the list show everything, and stay readable."""
+"""`topology diagram` and `topology show` contain everything, and stay readable."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ TOPOLOGY = declare(DEFAULT_LANES, names=Names(), broker_version="4.3.6")
 FOLDED = re.compile(r"lane\.delay\.|lane\.(\w+\.)?side\.")
 
 
-def test_the_picture_shows_every_queue_with_the_cascade_folded() -> None:
+def test_the_diagram_shows_every_queue_and_folds_the_delay_cascade() -> None:
     picture = mermaid(TOPOLOGY)
 
     shown = [each.name for each in TOPOLOGY.queues if not FOLDED.match(each.name)]
@@ -22,13 +22,13 @@ def test_the_picture_shows_every_queue_with_the_cascade_folded() -> None:
     assert len(picture.splitlines()) < 45
 
 
-def test_the_picture_in_the_readme_is_the_one_that_is_drawn() -> None:
+def test_the_diagram_in_the_readme_is_up_to_date() -> None:
     readme = Path(__file__).parents[2] / "README.md"
 
     assert f"```mermaid\n{mermaid(TOPOLOGY)}```" in readme.read_text(encoding="utf-8")
 
 
-def test_the_list_has_every_thing_on_a_line_and_says_what_the_version_means() -> None:
+def test_the_list_has_one_line_for_each_object_and_explains_the_version() -> None:
     lines = render(TOPOLOGY).splitlines()
 
     assert lines[0].startswith("RabbitMQ 4.3.6: quorum intakes, priorities strict, 0 to 31; in a cluster, ")
@@ -38,7 +38,7 @@ def test_the_list_has_every_thing_on_a_line_and_says_what_the_version_means() ->
     assert len(lines) < 45
 
 
-def test_both_follow_the_namespace() -> None:
+def test_diagram_and_list_use_the_namespace() -> None:
     other = declare(DEFAULT_LANES, names=Names("acme"), broker_version="3.10.8")
 
     assert "lane." not in mermaid(other).replace("lane&gt;.", "")

@@ -1,4 +1,4 @@
-"""Definitions, and the rights of each role: allowed what it needs, refused the rest."""
+"""Exported definitions: each role may do what it needs and nothing else."""
 
 import base64
 import hashlib
@@ -17,25 +17,25 @@ HASH = hash_password("correct horse", salt=b"salt")
 
 
 def test_a_password_is_hashed_as_rabbitmq_does() -> None:
-    # The worked example of RabbitMQ's documentation ("Passwords": salt 908D C60A, password test12).
+    # The example in RabbitMQ's documentation ("Passwords": salt 908D C60A, password test12).
     assert hash_password("test12", salt=bytes.fromhex("908DC60A")) == "kI3GCqW5JLMJa4iX1lo7X4D6XbYqlLgxIs30+P6tENUV2POR"
     raw = base64.b64decode(HASH)
     assert raw == b"salt" + hashlib.sha256(b"saltcorrect horse").digest()
 
 
 @pytest.mark.parametrize(("password", "salt"), [("", b"salt"), ("secret", b""), ("secret", b"12345")])
-def test_a_hash_that_lets_nobody_in_or_is_no_hash_is_refused(password: str, salt: bytes) -> None:
+def test_an_empty_or_malformed_password_hash_is_refused(password: str, salt: bytes) -> None:
     with pytest.raises(ValueError, match=r"password|salt"):
         hash_password(password, salt=salt)
 
 
 @pytest.mark.parametrize("name", ["", "a.b", "a*", "(x|y)", "ä", "a b", "x" * 65])
-def test_a_user_name_is_one_plain_word_of_a_key(name: str) -> None:
+def test_a_user_name_must_be_usable_as_one_word_of_a_routing_key(name: str) -> None:
     with pytest.raises(ValueError, match="user name"):
         User(name, "application", HASH)
 
 
-def test_a_password_hash_is_not_shown() -> None:
+def test_a_password_hash_is_not_in_the_repr() -> None:
     assert HASH not in repr(User("support", "application", HASH))
 
 
@@ -134,7 +134,7 @@ def test_a_role_may_do_what_it_needs_and_no_more(
         (User("olga", "operator", HASH), ["critical.support.chat", "batch.crm.x"], ["nowhere.support.chat"]),
     ],
 )
-def test_the_keys_that_a_user_may_publish_with(user: User, allowed: list[str], refused: list[str]) -> None:
+def test_the_routing_keys_that_a_user_may_publish_with(user: User, allowed: list[str], refused: list[str]) -> None:
     (permission,) = definitions(TOPOLOGY, "/", [user])["topic_permissions"]
     pattern = re.compile(permission["write"].replace("{username}", user.name))
 
@@ -143,20 +143,20 @@ def test_the_keys_that_a_user_may_publish_with(user: User, allowed: list[str], r
     assert [key for key in refused if pattern.search(key)] == []
 
 
-def test_the_recommended_topic_pattern_is_the_designs() -> None:
+def test_the_topic_pattern_of_an_application_is_the_documented_one() -> None:
     (permission,) = definitions(TOPOLOGY, "/", [User("support", "application", HASH)])["topic_permissions"]
 
     assert permission["write"] == r"^(normal|batch)\.{username}\."
 
 
-def test_a_client_may_ask_its_lanes_as_an_application_and_on_the_control_exchange_cancel_and_fetch() -> None:
+def test_a_client_may_publish_to_its_lanes_cancel_and_fetch_results() -> None:
     asked, control = definitions(TOPOLOGY, "/", [User("crm", "client", HASH, lanes=("batch",))])["topic_permissions"]
 
     assert (asked["exchange"], asked["write"]) == ("lane.requests", r"^(batch)\.{username}\.")
     assert (control["exchange"], control["write"]) == ("lane.control", "^(cancel|result|change)$")
 
 
-def test_definitions_are_json_and_hold_everything_once() -> None:
+def test_definitions_are_json_and_contain_every_object_once() -> None:
     users = [User("app", "application", HASH), User("work", "worker", HASH), User("deploy", "deployer", HASH)]
 
     exported = json.loads(json.dumps(definitions(TOPOLOGY, "prod", users)))
@@ -180,7 +180,7 @@ def test_the_control_queue_refuses_publishers_when_it_is_full() -> None:
     assert {"max-length", "max-length-bytes"} <= policy["definition"].keys()
 
 
-def test_a_reply_queue_is_bounded_refuses_when_full_and_dead_letters_nothing() -> None:
+def test_a_reply_queue_is_limited_refuses_when_full_and_does_not_dead_letter() -> None:
     (queue,) = definitions(TOPOLOGY, "/", [User("app", "client", HASH)])["queues"][len(TOPOLOGY.queues) :]
 
     assert queue["durable"]
@@ -189,7 +189,7 @@ def test_a_reply_queue_is_bounded_refuses_when_full_and_dead_letters_nothing() -
     assert not any("dead-letter" in argument for argument in queue["arguments"])
 
 
-def test_without_users_nobody_is_let_in() -> None:
+def test_without_users_the_definitions_grant_no_access() -> None:
     exported = definitions(TOPOLOGY, "/")
 
     assert (exported["users"], exported["permissions"], exported["topic_permissions"]) == ([], [], [])

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -103,7 +103,7 @@ CHANGES: list[tuple[Topology, str]] = [
 ]
 
 
-def test_what_is_as_declared_has_no_difference() -> None:
+def test_a_broker_with_the_declared_topology_has_no_difference() -> None:
     assert compare(DECLARED, FOUND) == []
 
 
@@ -136,7 +136,7 @@ def test_on_an_empty_broker_everything_is_missing() -> None:
     assert len(differences) == len(DECLARED.exchanges) + len(DECLARED.queues) + len(DECLARED.bindings)
 
 
-def test_what_is_not_ours_is_left_out() -> None:
+def test_objects_that_are_not_ours_are_ignored() -> None:
     others = with_more(
         Exchange("orders", "direct"),
         Queue("laneway"),
@@ -150,24 +150,24 @@ def test_what_is_not_ours_is_left_out() -> None:
     assert compare(DECLARED, others) == []
 
 
-def test_a_policy_may_bound_the_control_queue_where_a_full_one_refuses() -> None:
+def test_a_policy_that_limits_the_control_queue_is_accepted_if_a_full_queue_refuses() -> None:
     bound = {"max-length": 5, "max-length-bytes": 10, "overflow": "reject-publish"}
     assert compare(DECLARED, with_queue("lane.control", policy=bound)) == []
     assert compare(DECLARED, with_queue("lane.control", policy={"max-length": 5}))
 
 
-def test_a_policy_that_does_not_touch_messages_is_the_operators_own() -> None:
+def test_a_policy_that_does_not_affect_messages_is_accepted() -> None:
     assert compare(DECLARED, with_queue("lane.normal", policy={"queue-leader-locator": "balanced"})) == []
 
 
-def test_one_and_true_differ() -> None:
+def test_the_arguments_1_and_true_are_different() -> None:
     assert len(compare(DECLARED, with_argument("lane.delay.00", "x-message-ttl", True))) == 1
 
 
-def test_a_difference_is_json() -> None:
+def test_a_difference_can_be_written_as_json() -> None:
     (difference,) = compare(DECLARED, with_argument("lane.critical", "x-max-length", 5))
 
-    assert json.loads(json.dumps(difference.as_json())) == {
+    assert json.loads(json.dumps(asdict(difference))) == {
         "change": "differs",
         "what": "queue",
         "name": "lane.critical",
@@ -176,7 +176,7 @@ def test_a_difference_is_json() -> None:
         "found": 5,
         "remedy": None,
     }
-    assert Difference("missing", "queue", "lane.dead").as_json()["field"] is None
+    assert asdict(Difference("missing", "queue", "lane.dead"))["field"] is None
 
 
 NODES = ("rabbit@a", "rabbit@b", "rabbit@c", "rabbit@d")
@@ -186,7 +186,7 @@ def kept_on(queue: str, members: tuple[str, ...], nodes: tuple[str, ...]) -> lis
     return compare(DECLARED, replace(with_queue(queue, members=members), nodes=nodes))
 
 
-def test_a_queue_with_too_few_members_is_named_with_the_commands_that_add_them() -> None:
+def test_a_queue_with_too_few_members_is_reported_with_the_commands_that_add_them() -> None:
     (difference,) = kept_on("lane.critical", NODES[1:2], NODES[:3])
 
     assert (difference.field, difference.wanted, difference.found) == ("members", 3, 1)
@@ -204,17 +204,17 @@ def test_a_queue_with_too_few_members_is_named_with_the_commands_that_add_them()
         (NODES[:2], NODES[:2]),
         (NODES[:3], NODES),
         (NODES, NODES),
-        ((), NODES),  # a classic queue, or statistics that are not there yet
-        (NODES[:1], ()),  # a user who may not see the nodes
+        ((), NODES),  # a classic queue, or a quorum queue without statistics yet
+        (NODES[:1], ()),  # a user who is not allowed to list the nodes
     ],
 )
-def test_three_members_are_enough_and_no_more_than_there_are_nodes(
+def test_three_members_are_enough_or_as_many_as_there_are_nodes(
     members: tuple[str, ...], nodes: tuple[str, ...]
 ) -> None:
     assert kept_on("lane.critical", members, nodes) == []
 
 
-def test_delay_levels_that_are_missing_are_counted_and_the_rest_is_listed() -> None:
+def test_missing_delay_levels_are_summarised_and_other_differences_are_listed() -> None:
     found = compare(DECLARED, Topology())
     shown, levels = without_levels(found, Names())
     assert levels == 29
@@ -222,7 +222,7 @@ def test_delay_levels_that_are_missing_are_counted_and_the_rest_is_listed() -> N
     assert not [each for each in shown if "lane.delay." in each.name and each.what != "binding"]
 
 
-def test_a_single_level_and_what_differs_are_listed_as_they_are() -> None:
+def test_a_single_missing_level_and_changed_levels_are_listed_individually() -> None:
     one = compare(DECLARED, replace(FOUND, queues=tuple(each for each in FOUND.queues if each.name != "lane.delay.07")))
     assert without_levels(one, Names()) == (one, 0)
     differs = compare(DECLARED, with_argument("lane.delay.07", "x-message-ttl", 5))

@@ -7,7 +7,6 @@ async with Inbox(connection) as inbox:
 
 import asyncio
 from contextlib import suppress
-from types import TracebackType
 from typing import Self
 
 from aiormq.abc import DeliveredMessage
@@ -62,9 +61,7 @@ class Inbox:
             for exchange, routing_key in self._bindings:
                 await self._channel.queue_bind(self.name, exchange, routing_key, timeout=RPC_TIMEOUT_S)
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._channel is not None:
             with suppress(BrokerUnreachable), border("closing"):
                 await self._channel.close(timeout=CLOSE_TIMEOUT_S)

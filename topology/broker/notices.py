@@ -7,7 +7,6 @@ So they are collected for a moment and their frames are built here; these differ
 import asyncio
 import struct
 from contextlib import suppress
-from types import TracebackType
 from typing import Self
 
 from aiormq.abc import ChannelFrame
@@ -48,9 +47,7 @@ class Notices:
         self._writer = asyncio.create_task(self._write(), name="notices")
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._closing = True
         if self._writer is not None:
             with suppress(TimeoutError):

@@ -14,19 +14,19 @@ RESERVE: Final = Script(
 local mine, all, tenant, member, nonce = KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3]
 local redelivered, weight, until_ms = ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6])
 local per_tenant, in_all = tonumber(ARGV[7]), tonumber(ARGV[8])
-redis.call('ZREMRANGEBYSCORE', mine, '-inf', now)
-redis.call('ZREMRANGEBYSCORE', all, '-inf', now)
-if redis.call('ZSCORE', mine, member .. ' 1') then
+local function count(key) return redis.call('ZCOUNT', key, '(' .. now, '+inf') end
+if tonumber(redis.call('ZSCORE', mine, member .. ' 1') or 0) > now then
   if redelivered == '1' then return 'kept' end
   member = member .. ' ' .. nonce
 end
-if redis.call('ZCARD', mine) + weight > per_tenant then return 'tenant' end
-if redis.call('ZCARD', all) + weight > in_all then return 'all' end
+if count(mine) + weight > per_tenant then return 'tenant' end
+if count(all) + weight > in_all then return 'all' end
 for n = 1, weight do
   redis.call('ZADD', mine, until_ms, member .. ' ' .. n)
   redis.call('ZADD', all, until_ms, tenant .. ' ' .. member .. ' ' .. n)
 end
 for _, key in ipairs(KEYS) do
+  redis.call('ZREMRANGEBYSCORE', key, '-inf', now)  -- not before: after any write, Redis writes without memory
   redis.call('PEXPIRE', key, math.max(redis.call('PTTL', key), until_ms - now, 1))
 end
 return 'kept'

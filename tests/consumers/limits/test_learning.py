@@ -260,6 +260,35 @@ def test_a_clock_that_is_put_back_holds_nothing_up() -> None:
     assert account.per_minute().requests == 60
 
 
+@pytest.mark.parametrize("jump_s", [-1000.0, 1000.0])
+def test_a_jump_of_the_clock_makes_what_was_learned_neither_older_nor_younger(jump_s: float) -> None:
+    def lived(jump_s: float) -> tuple[Account, Reservation]:
+        account = proven()
+        account.learn(Heard(kind=Kind.RATE_LIMITED), 100)
+        (call,) = underway(account, 1, input_tokens=100)
+        for _ in range(3):
+            account.learn(Heard(kind=Kind.OVERLOADED), 100)
+        account.shift(jump_s)
+        for bucket in account.buckets:  # as after Redis's answer
+            bucket.correct(bucket.level, bucket.parts, 100 + jump_s)
+        return account, call
+
+    def seen(account: Account, call: Reservation, now_s: float) -> list[object]:
+        found: list[object] = [account.is_stale(now_s)]
+        for passed_s in (1, 2, 4, 8):
+            account.learn(Heard(kind=Kind.ANSWERED), now_s + passed_s)
+            account.learn(Heard(kind=Kind.RATE_LIMITED), now_s + passed_s)
+            found += [*account.per_minute(), *(bucket.burst for bucket in account.buckets)]
+        account.concurrency.regain(now_s + 8)
+        found.append(account.concurrency.limit)
+        account.settle(call, None, now_s + 10)
+        found.append(account.concurrency.call_s)
+        found.append(account.demand.per_s((0, 1, 2), 1, now_s + 10))
+        return found
+
+    assert seen(*lived(jump_s), 100 + jump_s) == pytest.approx(seen(*lived(0), 100))
+
+
 def test_a_long_stream_and_an_overload_do_not_hold_the_line_for_as_long_as_it_runs() -> None:
     account = new_account()
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -9,7 +10,7 @@ import pytest
 from redis.asyncio import Redis
 from structlog.testing import capture_logs
 
-from consumers.state.base import Ended, Granted, Held, Running, StoreUnavailable
+from consumers.state.base import Ended, Granted, Held, Identity, Room, Running, StoreUnavailable
 from consumers.state.redis import client as redis_client
 from consumers.state.redis.store import RedisStore
 from service.private_broker.source import LOOPBACK
@@ -117,6 +118,18 @@ async def test_its_memory_is_full(own_redis: RedisServer) -> None:
                 await store.probe()
         assert isinstance(await store.claim(ME, copy()), Running), "nothing of what was refused is there"
         assert await store.complete(ME, copy(), answered(), token=token.token) == answered()
+
+
+async def test_with_full_memory_no_request_is_let_in_to_wait_because_earlier_ones_have_ended(
+    own_redis: RedisServer,
+) -> None:
+    async with a_store(own_redis.url) as store:
+        soon_ms = round(time.time() * 1000) + 50
+        assert await store.reserve(ME, copy(), weight=1, until_ms=soon_ms) is Room.KEPT
+        await until(lambda: time.time() * 1000 > soon_ms + 50)
+        async with told(own_redis, "CONFIG", "SET", "maxmemory", "1", back=("CONFIG", "SET", "maxmemory", "0")):
+            with pytest.raises(StoreUnavailable, match="memory is full"):
+                await store.reserve(Identity("", "another"), copy(), weight=1, until_ms=soon_ms + 60_000)
 
 
 async def test_it_may_not_be_written_without_replicas(own_redis: RedisServer) -> None:

@@ -36,6 +36,8 @@ from tests.support.redis import RedisServer
 from tests.support.spender import BURST_S, PER_MINUTE
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.timing
+
 ONE = Amounts(1, 1, 1)
 AN_HOUR_LATER = Script(
     """

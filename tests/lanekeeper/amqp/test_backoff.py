@@ -1,4 +1,4 @@
-"""The pauses between tries."""
+"""Pauses between attempts to connect."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from lanekeeper.amqp.driver.backoff import LEAST_S, pause_s
 
 
 @pytest.mark.parametrize("failures", [0, 3, 1024, 100_000])
-def test_a_pause_is_bounded_however_often_it_failed(failures: int) -> None:
+def test_a_pause_is_bounded_after_any_number_of_failures(failures: int) -> None:
     for _ in range(50):
         assert LEAST_S <= pause_s(failures, first_s=0.25, cap_s=2.5) <= 2.5
 

@@ -7,11 +7,11 @@ from lanekeeper.contract.problems import BrokerUnreachable
 
 
 @pytest.mark.parametrize("raised", [OSError("gone"), TimeoutError(), RuntimeError("closed"), Exception()])
-async def test_a_lost_connection_is_told_as_that(raised: Exception) -> None:
+async def test_a_lost_connection_becomes_our_typed_error(raised: Exception) -> None:
     with pytest.raises(BrokerUnreachable, match="no channel"), border("no channel"):
         raise raised
 
 
-async def test_a_fault_of_ours_stays_one() -> None:
+async def test_a_programming_error_is_not_translated() -> None:
     with pytest.raises(ValueError, match="ours"), border("no channel"):
         raise ValueError("ours")

@@ -88,7 +88,7 @@ def test_a_timestamp_past_the_calendar_is_named(seconds: int) -> None:
         b"\x01kA\x7f\xff\xff\xff",
     ],
 )
-def test_headers_that_cannot_be_read_are_named_and_what_follows_is_read(fields: bytes) -> None:
+def test_unreadable_headers_are_named_and_later_properties_are_read(fields: bytes) -> None:
     message = delivered(HEADERS | REPLY_TO, table(fields) + short(b"answers"))
     assert set(message.headers) == {UNREADABLE}
     assert message.reply_to == "answers"
@@ -100,7 +100,7 @@ def test_deeply_nested_headers_are_named(levels: int) -> None:
 
 
 @pytest.mark.parametrize("kind", [b"A", b"F"], ids=["arrays", "tables"])
-def test_neither_arrays_nor_tables_go_deeper_than_is_allowed(kind: bytes) -> None:
+def test_nested_arrays_and_tables_have_a_maximum_depth(kind: bytes) -> None:
     def deep(levels: int) -> bytes:
         inner = b"V"
         for _ in range(levels):
@@ -112,8 +112,8 @@ def test_neither_arrays_nor_tables_go_deeper_than_is_allowed(kind: bytes) -> Non
     assert list(delivered(HEADERS, deep(NESTED_LEVELS)).headers) == [UNREADABLE]
 
 
-def test_a_table_of_too_many_values_is_named() -> None:
-    def full(values: int) -> bytes:  # the array is one as well
+def test_a_table_with_too_many_values_is_named() -> None:
+    def full(values: int) -> bytes:  # the array counts as a value too
         return table(b"\x01kA" + table(b"V" * (values - 1)))
 
     assert list(delivered(HEADERS, full(fields.VALUES)).headers) == ["k"]
@@ -122,16 +122,16 @@ def test_a_table_of_too_many_values_is_named() -> None:
     assert f"more than {fields.VALUES} values" in found[UNREADABLE]
 
 
-def test_20_000_levels_are_refused_before_they_are_read() -> None:
+def test_20_000_nested_levels_are_refused_before_they_are_parsed() -> None:
     assert delivered(HEADERS, nested(20_000)).headers[UNREADABLE].endswith(f"allowed are {HEADERS_BYTES})")
 
 
-def test_headers_as_deep_as_the_brokers_own_are_read() -> None:
+def test_headers_nested_as_deep_as_the_brokers_own_are_read() -> None:
     deaths = [{"queue": "lane.critical", "routing-keys": ["critical.a.b"], "count": 1}]
     assert round_trip(Message(body=b"{}", headers={"x-death": deaths})).headers == {"x-death": deaths}
 
 
-def test_headers_that_would_not_fit_a_frame_on_the_next_hop_are_named() -> None:
+def test_headers_too_large_for_a_frame_on_the_next_hop_are_named() -> None:
     fields = b"\x03bigS" + struct.pack(">I", HEADERS_BYTES) + b"y" * HEADERS_BYTES
     message = delivered(HEADERS | REPLY_TO, table(fields) + short(b"answers"))
     assert list(message.headers) == [UNREADABLE]
@@ -154,12 +154,12 @@ def test_properties_that_are_cut_short_are_named(flags: int, data: bytes) -> Non
 
 
 @pytest.mark.parametrize("words", [b"", b"\x00\x01" * 200, b"\x80\x00", b"\x00"], ids=len)
-def test_flags_that_go_on_are_named_and_end_no_connection(words: bytes) -> None:
+def test_endless_property_flags_are_named_and_do_not_close_the_connection(words: bytes) -> None:
     message = delivered(1, words)
     assert "flags" in message.headers[UNREADABLE]
 
 
-def test_a_routing_key_that_is_not_utf_8_becomes_no_longer() -> None:
+def test_a_routing_key_that_is_not_utf_8_is_decoded_without_becoming_longer() -> None:
     key = b"critical." + b"\xff" * 246
     raw = Basic.Deliver(consumer_tag="c", delivery_tag=1, exchange="e", routing_key="x" * 255).marshal()
     deliver = Basic.Deliver()
@@ -167,11 +167,11 @@ def test_a_routing_key_that_is_not_utf_8_becomes_no_longer() -> None:
     assert deliver.routing_key == "critical." + "?" * 246
 
 
-def test_what_could_not_be_read_is_not_published() -> None:
+def test_a_property_that_could_not_be_read_is_not_published() -> None:
     assert properties_of(Message(body=b"", headers={UNREADABLE: "headers", "a": 1})).headers == {"a": 1}
 
 
-def test_every_property_goes_out_and_comes_back() -> None:
+def test_every_property_is_unchanged_after_writing_and_reading() -> None:
     message = Message(
         body=b"{}",
         exchange="lane.requests",
@@ -210,33 +210,33 @@ def test_every_property_goes_out_and_comes_back() -> None:
     ],
     ids=repr,
 )
-def test_a_header_value_that_can_be_read_can_be_written(value: Any) -> None:
+def test_every_header_value_that_can_be_read_can_be_written(value: Any) -> None:
     assert round_trip(Message(body=b"{}", headers={"v": value})).headers["v"] == value
 
 
 @pytest.mark.parametrize("value", [0, 9, -1, 403, 65_536, 2**31, 2**40, 2**63 - 1, -(2**63)])
-def test_an_integer_of_ours_is_a_signed_64_bit_one(value: int) -> None:
+def test_our_integers_are_written_as_signed_64_bit(value: int) -> None:
     assert fields.write({"k": value}) == table(b"\x01kl" + struct.pack(">q", value))
 
 
 @pytest.mark.parametrize("value", [2**63, -(2**63) - 1, object(), Decimal("1E300")])
-def test_what_amqp_has_no_type_for_is_not_written(value: object) -> None:
+def test_a_value_without_an_amqp_type_is_refused(value: object) -> None:
     with pytest.raises(TypeError):
         fields.write({"k": value})
 
 
 @given(kind=st.sampled_from([bytes([each]) for each in b"tbBsuIilLfdDT"]), data=st.binary(min_size=8, max_size=8))
 @settings(max_examples=100, deadline=None)
-def test_a_requesters_header_goes_on_as_the_bytes_that_it_came_in(kind: bytes, data: bytes) -> None:
+def test_a_requesters_header_is_passed_on_with_the_same_bytes(kind: bytes, data: bytes) -> None:
     value = kind + data[: SIZES[kind]]
     nested_too = b"F" + table(b"\x01a" + value) + b"\x03sum" + value
     came = table(b"\x01k" + value + b"\x01t" + nested_too)
     message = delivered(HEADERS, came)
-    if UNREADABLE not in message.headers:  # a time past the calendar
+    if UNREADABLE not in message.headers:  # a time beyond the range of Python's datetime
         assert fields.write(carried(message.headers, of=Names())) == came
 
 
-def test_where_another_property_cannot_be_read_headers_keep_their_types() -> None:
+def test_headers_keep_their_types_if_another_property_is_unreadable() -> None:
     came = table(b"\x01kB\x05")
     message = delivered(HEADERS | CORRELATION_ID, came + short(b"\xff"))
     assert set(message.headers) == {"k", UNREADABLE}
@@ -244,7 +244,7 @@ def test_where_another_property_cannot_be_read_headers_keep_their_types() -> Non
     assert came in ContentHeader(body_size=0, properties=properties_of(again)).marshal()
 
 
-def test_a_long_name_of_a_header_keeps_its_length() -> None:
+def test_a_header_with_a_long_name_is_written_with_the_correct_length() -> None:
     assert round_trip(Message(body=b"{}", headers={"n" * 255: 1})).headers == {"n" * 255: 1}
 
 
@@ -273,7 +273,7 @@ texts = st.none() | st.text(max_size=60)
     persistent=st.booleans(),
 )
 @settings(max_examples=60, deadline=None)
-def test_any_message_goes_out_and_comes_back(**properties: Any) -> None:
+def test_any_message_is_unchanged_after_writing_and_reading(**properties: Any) -> None:
     message = Message(body=b"{}", exchange="lane.requests", routing_key="critical.a.b", **properties)
     back = round_trip(message)
     if back.correlation_id is None and message.correlation_id == "":
@@ -285,7 +285,7 @@ def test_any_message_goes_out_and_comes_back(**properties: Any) -> None:
 
 @given(flags=st.integers(0, 2**15 - 1).map(lambda bits: bits << 1), data=st.binary(max_size=400))
 @settings(max_examples=150, deadline=None)
-def test_any_bytes_end_in_a_message_that_can_be_published(flags: int, data: bytes) -> None:
+def test_any_property_bytes_become_a_message_that_can_be_published(flags: int, data: bytes) -> None:
     message = delivered(flags, data)
     ContentHeader(body_size=2, properties=properties_of(message)).marshal()
 
@@ -301,13 +301,13 @@ def test_any_bytes_end_in_a_message_that_can_be_published(flags: int, data: byte
     )
 )
 @settings(max_examples=150, deadline=None)
-def test_any_table_ends_in_headers_that_can_be_written(fields: list[tuple[bytes, bytes, bytes]]) -> None:
+def test_any_table_that_is_read_can_be_written(fields: list[tuple[bytes, bytes, bytes]]) -> None:
     data = table(b"".join(short(name) + kind + value for name, kind, value in fields))
     message = delivered(HEADERS, data)
     ContentHeader(body_size=2, properties=properties_of(message)).marshal()
 
 
-def test_tolerating_twice_is_tolerating_once() -> None:
+def test_installing_the_tolerant_frame_reader_twice_changes_nothing() -> None:
     tolerate()
     frames.tolerate()
     assert round_trip(Message(body=b"{}", headers={"a": 1})).headers == {"a": 1}

@@ -1,4 +1,4 @@
-"""Problem documents are the contract's table, to the letter."""
+"""The table of problems equals the contract's."""
 
 import json
 
@@ -29,7 +29,7 @@ CONTRACT = {  # code: (status, also in lane.dead)
 }
 
 
-def test_the_table_is_the_contracts() -> None:
+def test_the_table_of_problems_is_the_contracts() -> None:
     assert {code: (row.status, row.parked) for code, row in PROBLEMS.items()} == CONTRACT
 
 
@@ -37,7 +37,7 @@ def test_only_a_forbidden_reply_address_is_not_answered() -> None:
     assert [code for code, row in PROBLEMS.items() if not row.answered] == ["forbidden_reply_to"]
 
 
-def test_sending_again_may_help_where_the_request_was_not_at_fault() -> None:
+def test_a_problem_is_retryable_unless_the_request_itself_is_at_fault() -> None:
     assert {code for code, row in PROBLEMS.items() if row.retryable} == {
         "too_many_waiting",
         "deadline_exceeded",
@@ -64,8 +64,8 @@ def test_a_document_is_as_the_contract_shows_it() -> None:
 
 
 @pytest.mark.parametrize("code", PROBLEMS)
-def test_what_may_be_tried_again_is_told_how(code: str) -> None:
-    """Under the same id the same error would be told again, unless it is of a control message."""
+def test_a_retryable_problem_says_how_to_retry(code: str) -> None:
+    """A new id is needed, except for errors about a control message: the same id would get the same stored error."""
     kind = PROBLEMS[code]
     document = json.loads(RequestProblem(code, "…").document(request="r", attempts=0))
     assert ("a new message_id" in document["detail"]) == (kind.retryable and kind.kept)
@@ -80,7 +80,7 @@ def test_every_document_names_its_code_in_its_type(code: str) -> None:
     assert document["title"]
 
 
-def test_a_rejection_has_the_providers_status() -> None:
+def test_provider_rejected_has_the_providers_status() -> None:
     problem = RequestProblem("provider_rejected", "402 billing_error: …", status=402)
     assert json.loads(problem.document(request="r", attempts=1))["status"] == 402
 
@@ -92,12 +92,12 @@ def test_a_long_detail_is_cut() -> None:
     assert len(str(problem)) < DETAIL_CHARACTERS + 50
 
 
-def test_an_unknown_code_is_a_mistake_of_ours() -> None:
+def test_an_unknown_problem_code_raises() -> None:
     with pytest.raises(KeyError):
         RequestProblem("teapot", "…")
 
 
-def test_every_error_is_of_one_tree() -> None:
+def test_every_error_derives_from_one_base_class() -> None:
     raised = [each for each in vars(problems).values() if isinstance(each, type) and issubclass(each, Exception)]
     assert all(issubclass(each, LanekeeperError) for each in raised)
     assert {each.__name__ for each in raised} == {

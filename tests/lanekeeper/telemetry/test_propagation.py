@@ -18,7 +18,7 @@ VALID = f"00-{TRACE}-{SPAN}-01"
 
 
 def carried(headers: dict[str, Any]) -> dict[str, Any]:
-    """What a message that is published while `headers` are processed takes along."""
+    """The trace headers of a message that is published while `headers` are processed."""
     publisher = propagation.read(headers)
     token = context.attach(propagation.received(headers, publisher))
     try:
@@ -28,7 +28,7 @@ def carried(headers: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("value", [VALID, VALID.encode(), bytearray(VALID.encode())], ids=["str", "bytes", "bytearray"])
-def test_reads_the_publishers_span(value: object) -> None:
+def test_the_publishers_span_is_read_from_traceparent(value: object) -> None:
     found = propagation.read({"traceparent": value, "tracestate": "a=1, b@c=2"})
 
     assert found is not None
@@ -40,11 +40,11 @@ def test_reads_the_publishers_span(value: object) -> None:
 
 
 @pytest.mark.parametrize("value", [f"01-{TRACE}-{SPAN}-01", f"cc-{TRACE}-{SPAN}-01-what-comes-later"])
-def test_a_later_version_is_read_as_far_as_it_is_known(value: str) -> None:
+def test_a_traceparent_of_a_later_version_is_read_as_version_00(value: str) -> None:
     assert carried({"traceparent": value})["traceparent"] == VALID
 
 
-def test_flags_that_are_not_known_are_not_passed_on() -> None:
+def test_unknown_trace_flags_are_not_passed_on() -> None:
     assert carried({"traceparent": f"00-{TRACE}-{SPAN}-ff"})["traceparent"] == f"00-{TRACE}-{SPAN}-03"
 
 
@@ -59,7 +59,7 @@ def test_flags_that_are_not_known_are_not_passed_on() -> None:
     ],
     ids=lambda value: repr(value)[:40],
 )  # fmt: skip
-def test_a_malformed_traceparent_is_no_traceparent(value: object) -> None:
+def test_a_malformed_traceparent_is_ignored(value: object) -> None:
     assert propagation.read({"traceparent": value}) is None
 
 
@@ -69,7 +69,7 @@ def test_a_malformed_traceparent_is_no_traceparent(value: object) -> None:
      ",".join(f"k{i}=1" for i in range(33))],
     ids=lambda value: repr(value)[:40],
 )  # fmt: skip
-def test_a_malformed_tracestate_is_dropped_and_the_trace_kept(value: object) -> None:
+def test_a_malformed_tracestate_is_dropped_and_the_trace_is_kept(value: object) -> None:
     assert carried({"traceparent": VALID, "tracestate": value}) == {"traceparent": VALID}
 
 
@@ -83,13 +83,13 @@ def test_a_malformed_baggage_is_dropped(value: object) -> None:
     assert propagation.written({"baggage": value}, INVALID_SPAN_CONTEXT) == {}
 
 
-def test_baggage_is_passed_on_to_the_letter() -> None:
+def test_baggage_is_passed_on_unchanged() -> None:
     said = "user=a%20b;secret=no , n=1;p"
 
     assert carried({"traceparent": VALID, "baggage": said})["baggage"] == said
 
 
-def test_baggage_set_by_the_application_goes_out() -> None:
+def test_baggage_set_by_the_application_is_sent() -> None:
     token = context.attach(baggage.set_baggage("tenant", "a b"))
     try:
         assert propagation.written({"baggage": "old=1"}, INVALID_SPAN_CONTEXT) == {"baggage": "tenant=a+b"}
@@ -97,7 +97,7 @@ def test_baggage_set_by_the_application_goes_out() -> None:
         context.detach(token)
 
 
-def test_what_a_message_came_with_is_replaced_and_its_own_headers_are_not_touched() -> None:
+def test_a_messages_trace_headers_are_replaced_and_its_other_headers_are_kept() -> None:
     headers = {"traceparent": "junk", "tracestate": 5, "baggage": [1], "x-lane-sent-ms": 1}
     span = propagation.read({"traceparent": VALID})
     assert span is not None
@@ -125,13 +125,13 @@ amqp_values = st.recursive(
 )
 
 
-# The first example waits for the table of Unicode's characters to be made.
+# The first example is slow: Hypothesis builds its table of Unicode characters.
 slow_start = settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 
 
 @slow_start
 @given(st.dictionaries(st.sampled_from(["traceparent", "tracestate", "baggage", "a"]), amqp_values))
-def test_no_header_whatever_its_type_raises_or_leaves_us_malformed(headers: dict[str, Any]) -> None:
+def test_any_header_value_leads_to_valid_trace_headers_and_no_exception(headers: dict[str, Any]) -> None:
     out = carried(headers)
     again = propagation.written(headers, INVALID_SPAN_CONTEXT)
 
@@ -141,7 +141,7 @@ def test_no_header_whatever_its_type_raises_or_leaves_us_malformed(headers: dict
     assert trace.get_current_span().get_span_context() == INVALID_SPAN_CONTEXT
 
 
-def test_a_trace_is_joined_only_by_the_very_ids_that_were_sent() -> None:
+def test_a_trace_is_joined_only_with_exactly_the_ids_that_were_sent() -> None:
     @slow_start
     @given(st.integers(0, 54), st.characters(codec="utf-8"))
     def check(position: int, character: str) -> None:

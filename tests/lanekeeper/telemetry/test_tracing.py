@@ -21,7 +21,7 @@ CANARY = "canary-7f3a"
 
 
 class Recorded:
-    """Tracing whose spans stay in memory."""
+    """Tracing that keeps its spans in memory."""
 
     def __init__(self) -> None:
         self.exporter = InMemorySpanExporter()
@@ -64,7 +64,7 @@ def links(span: ReadableSpan) -> list[tuple[str, str]]:
     return [(f"{link.context.trace_id:032x}", f"{link.context.span_id:016x}") for link in span.links]
 
 
-def test_a_consumer_is_a_child_of_and_linked_to_what_published_it(recorded: Recorded) -> None:
+def test_a_consumer_span_is_a_child_of_the_publishers_span_and_links_to_it(recorded: Recorded) -> None:
     message = request()
 
     with recorded.tracing.send(message, exchange="lane.requests", routing_key="critical.support.chat"):
@@ -81,7 +81,7 @@ def test_a_consumer_is_a_child_of_and_linked_to_what_published_it(recorded: Reco
     assert links(processed) == [ids(sent)]
 
 
-def test_every_hop_hangs_under_the_one_before(recorded: Recorded) -> None:
+def test_every_hop_is_a_child_of_the_hop_before_it(recorded: Recorded) -> None:
     message = request({"traceparent": VALID})
 
     with recorded.tracing.process(message, queue="lane.critical"):
@@ -108,7 +108,7 @@ def test_every_hop_hangs_under_the_one_before(recorded: Recorded) -> None:
     assert message.headers["traceparent"] == VALID, "the delivered message's own headers were changed"
 
 
-def test_publishing_joins_the_span_that_is_active(recorded: Recorded) -> None:
+def test_a_publish_span_is_a_child_of_the_active_span(recorded: Recorded) -> None:
     message = request({"traceparent": VALID})
 
     with (
@@ -122,7 +122,7 @@ def test_publishing_joins_the_span_that_is_active(recorded: Recorded) -> None:
     assert links(sent) == [(TRACE, SPAN)], "the context that the message brought is linked, not lost"
 
 
-def test_publishing_without_an_active_span_joins_the_one_that_the_message_names(recorded: Recorded) -> None:
+def test_without_an_active_span_a_publish_span_is_a_child_of_the_span_in_the_message(recorded: Recorded) -> None:
     message = request({"traceparent": VALID})
 
     with recorded.tracing.send(message, exchange="lane.requests", routing_key="k"):
@@ -132,7 +132,7 @@ def test_publishing_without_an_active_span_joins_the_one_that_the_message_names(
 
 
 @pytest.mark.parametrize("junk", [None, 5, b"\xff", ["x"], {"a": 1}, "00-zz", VALID + "\n"])
-def test_a_malformed_context_starts_a_new_trace_even_inside_another(recorded: Recorded, junk: object) -> None:
+def test_a_malformed_context_starts_a_new_trace_even_inside_another_span(recorded: Recorded, junk: object) -> None:
     with (
         recorded.provider.get_tracer("app").start_as_current_span("elsewhere"),
         recorded.tracing.process(request({"traceparent": junk}), queue="lane.critical"),
@@ -145,7 +145,7 @@ def test_a_malformed_context_starts_a_new_trace_even_inside_another(recorded: Re
     assert ids(processed)[0] != ids(recorded.span("elsewhere"))[0]
 
 
-def test_messaging_attributes_are_those_of_the_conventions(recorded: Recorded) -> None:
+def test_messaging_attributes_follow_the_semantic_conventions(recorded: Recorded) -> None:
     message = request()
 
     with recorded.tracing.process(message, queue="lane.critical", delivery_tag=7) as span:
@@ -183,7 +183,7 @@ def test_messaging_attributes_are_those_of_the_conventions(recorded: Recorded) -
     }
 
 
-def test_a_chat_span_says_what_was_asked_and_what_it_took(recorded: Recorded) -> None:
+def test_a_chat_span_has_the_model_the_parameters_and_the_usage(recorded: Recorded) -> None:
     with recorded.tracing.chat(
         model="claude-x", provider="anthropic", stream=True, max_tokens=64, server=("api", 443)
     ) as span:
@@ -220,7 +220,7 @@ def test_a_chat_span_says_what_was_asked_and_what_it_took(recorded: Recorded) ->
     }
 
 
-def test_a_providers_words_that_look_like_none_are_not_shown(recorded: Recorded) -> None:
+def test_a_providers_text_that_does_not_look_like_an_identifier_is_not_in_the_span(recorded: Recorded) -> None:
     odd = f"odd words: {CANARY}"
     with recorded.tracing.chat(model="claude-x", provider="anthropic", stream=False, max_tokens=1) as span:
         recording.answer(span, model=odd, input_tokens=1, output_tokens=1, stop_reason=odd, request_id=odd)
@@ -249,7 +249,7 @@ class Odd(LanekeeperError):
         (KeyboardInterrupt(CANARY), "KeyboardInterrupt"),
     ],
 )
-def test_a_span_that_fails_says_with_what_but_not_about_what(
+def test_a_failed_span_has_the_errors_type_and_not_its_text(
     recorded: Recorded, error: BaseException, kind: str
 ) -> None:
     with pytest.raises(type(error)), recorded.tracing.process(request(), queue="lane.critical"):
@@ -262,7 +262,7 @@ def test_a_span_that_fails_says_with_what_but_not_about_what(
 
 
 def hop(tracing: Tracing, headers: dict[str, Any]) -> dict[str, Any]:
-    """The headers of what is published while a message with `headers` is processed."""
+    """The headers of a message that is published while a message with `headers` is processed."""
     out = Message(body=b"", headers={"traceparent": "junk", "x-lane-attempt": 1})
     with tracing.process(request(headers), queue="lane.critical") as span:
         recording.request(span, lane="critical", app="a", attempt=1, wait_ms=1)
@@ -273,14 +273,14 @@ def hop(tracing: Tracing, headers: dict[str, Any]) -> dict[str, Any]:
     return dict(out.headers)
 
 
-def test_without_an_sdk_the_requesters_trace_still_passes_through() -> None:
+def test_without_an_sdk_the_requesters_trace_context_is_passed_on() -> None:
     context_of_requester = {"traceparent": VALID, "tracestate": "a=1", "baggage": "b=2;p"}
 
     assert hop(Tracing(), context_of_requester) == {**context_of_requester, "x-lane-attempt": 1}
     assert hop(Tracing(), {"traceparent": 5}) == {"x-lane-attempt": 1}
 
 
-def test_without_an_sdk_a_publisher_keeps_the_context_it_gave() -> None:
+def test_without_an_sdk_a_publisher_sends_the_context_it_was_given() -> None:
     message = request({"traceparent": VALID})
 
     with Tracing().send(message, exchange="lane.requests", routing_key="k"):
@@ -289,7 +289,7 @@ def test_without_an_sdk_a_publisher_keeps_the_context_it_gave() -> None:
     assert message.headers == {"traceparent": VALID}
 
 
-def test_without_an_sdk_the_provider_is_told_the_requesters_span() -> None:
+def test_without_an_sdk_the_provider_gets_the_requesters_span_as_parent() -> None:
     tracing = Tracing()
 
     with tracing.process(request({"traceparent": VALID}), queue="q"):
@@ -298,7 +298,7 @@ def test_without_an_sdk_the_provider_is_told_the_requesters_span() -> None:
     assert tracing.traceparent() is None
 
 
-def test_sampled_out_a_trace_goes_on_unsampled() -> None:
+def test_an_unsampled_trace_stays_unsampled() -> None:
     tracing = Tracing(TracerProvider(sampler=ALWAYS_OFF))
 
     out = hop(tracing, {"traceparent": VALID, "baggage": "b=2"})
@@ -308,7 +308,7 @@ def test_sampled_out_a_trace_goes_on_unsampled() -> None:
     assert out["baggage"] == "b=2"
 
 
-def test_under_a_span_that_is_not_sampled_no_other_is_made() -> None:
+def test_no_span_is_made_under_an_unsampled_span() -> None:
     asked: list[str] = []
 
     class Sampler(type(ALWAYS_OFF)):  # type: ignore[misc]
@@ -321,7 +321,9 @@ def test_under_a_span_that_is_not_sampled_no_other_is_made() -> None:
     assert asked == ["process lane.critical"]
 
 
-def test_the_global_provider_is_used_from_when_it_is_set(monkeypatch: pytest.MonkeyPatch, recorded: Recorded) -> None:
+def test_a_global_tracer_provider_that_is_set_later_is_used(
+    monkeypatch: pytest.MonkeyPatch, recorded: Recorded
+) -> None:
     tracing = Tracing()
     with tracing.process(request(), queue="lane.normal"):
         pass

@@ -1,4 +1,4 @@
-"""A pause or stop between the opening of a session and its use takes effect."""
+"""A pause or a stop takes effect even if it comes between opening a session and using it."""
 
 import asyncio
 from contextlib import aclosing
@@ -15,7 +15,7 @@ class FakeConnection:
 
 
 class SlowSession:
-    """Takes a while to pause, as with a broker that has just come back."""
+    """A session that takes long to pause, as when the broker has just come back."""
 
     cancelled = False
 
@@ -41,7 +41,7 @@ class SlowSession:
 
 
 @pytest.mark.parametrize(("then", "came_to"), [("resume", "resumed"), ("stop", "stopped")])
-async def test_a_session_that_was_paused_while_it_was_opened_hears_what_comes_next(then: str, came_to: str) -> None:
+async def test_a_resume_or_stop_during_the_opening_of_a_paused_session_takes_effect(then: str, came_to: str) -> None:
     deliveries = Deliveries(FakeConnection(), queue="lane.critical", prefetch=1)  # type: ignore[arg-type]
     session = SlowSession()
 

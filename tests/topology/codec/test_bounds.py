@@ -16,7 +16,7 @@ from topology.codec.bounds import DIGITS, SMALL_BYTES, Measure, excess
 from topology.lanes import CRITICAL
 
 STALL_S = 0.5
-"""Of CPU, on a machine with other things to do; by itself 0.1 s. Before: up to 1.8 s."""
+"""CPU time, with a margin for a busy machine; alone it takes 0.1 s. Without the limits it took up to 1.8 s."""
 ANY = st.recursive(
     st.none() | st.integers() | st.booleans() | st.text(alphabet='a,:[{}]"\\\n9é'),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(alphabet='a,:"\\9'), inner),
@@ -24,7 +24,7 @@ ANY = st.recursive(
 
 
 def counted(value: Any) -> int:
-    """Keys and values in all; what is empty counts twice, and the outermost not."""
+    """All keys and values; an empty container counts twice, and the outermost one does not count."""
     match value:
         case dict():
             return sum(2 + counted(each) for each in value.values()) or 1
@@ -34,7 +34,7 @@ def counted(value: Any) -> int:
 
 
 @given(ANY, st.integers(1, 10), st.booleans())
-def test_keys_and_values_are_counted_in_pieces_of_any_size(value: Any, size: int, is_ascii: bool) -> None:
+def test_keys_and_values_are_counted_alike_in_pieces_of_any_size(value: Any, size: int, is_ascii: bool) -> None:
     raw = json.dumps(value, ensure_ascii=is_ascii).encode()
     pieces = [raw[at : at + size] for at in range(0, len(raw), size)]
 
@@ -47,14 +47,14 @@ def test_keys_and_values_are_counted_in_pieces_of_any_size(value: Any, size: int
             assert not any(found)
 
 
-def test_a_long_prompt_full_of_marks_and_digits_is_no_excess() -> None:
+def test_a_long_prompt_full_of_punctuation_and_digits_is_accepted() -> None:
     prompt = '[{"a": 1, "b": [2, "\\"]}], ' * 100_000 + "9" * 100_000
 
     assert excess(json.dumps({"prompt": prompt}).encode(), values=1000) is None
 
 
 @pytest.mark.parametrize("piece", [b"[],", b"{},", b"0,", b'"",', b'{"a":1},', b'"a,b",'])
-def test_more_values_than_are_allowed_are_named(piece: bytes) -> None:
+def test_too_many_values_are_refused_with_the_limit(piece: bytes) -> None:
     raw = b"[" + piece * 100_000 + b"0]"
 
     assert excess(raw, values=200_001 + 100_000 * piece.count(b":")) is None
@@ -63,7 +63,7 @@ def test_more_values_than_are_allowed_are_named(piece: bytes) -> None:
     assert "more than 99000 keys and values (LANEKEEPER_JSON_VALUES)" in found
 
 
-def test_a_number_that_is_too_long_is_named() -> None:
+def test_a_number_with_too_many_digits_is_refused_with_the_limit() -> None:
     def array(digits: int) -> bytes:
         return b"[" + b"9" * digits + b"," + b" " * SMALL_BYTES + b"1]"
 
@@ -72,7 +72,7 @@ def test_a_number_that_is_too_long_is_named() -> None:
 
 
 @pytest.mark.parametrize("nasty", REQUESTS.values(), ids=REQUESTS)
-def test_no_step_of_reading_a_request_takes_long(nasty: Nasty) -> None:
+def test_no_step_of_reading_a_request_blocks_the_loop_for_long(nasty: Nasty) -> None:
     message = Message(
         body=nasty.body,
         exchange="lane.requests",

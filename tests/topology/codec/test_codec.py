@@ -38,10 +38,10 @@ def refused(found: Message, **how: Any) -> RequestProblem:
     return problem.value
 
 
-# what is asked
+# accepted requests
 
 
-def test_a_whole_body_is_passed_on_byte_for_byte() -> None:
+def test_a_messages_body_is_passed_on_byte_for_byte() -> None:
     request = decode(message(WHOLE))
     assert request.body == WHOLE
     assert (request.model, request.max_tokens, request.stream) == ("claude-x", 64, False)
@@ -56,7 +56,7 @@ def test_a_whole_body_is_passed_on_byte_for_byte() -> None:
     ],
 )
 @pytest.mark.parametrize("given_fields", ['"model": "claude-x", "max_tokens": 64,', '"max_tokens": 64,', ""])
-def test_what_is_unknown_or_written_oddly_stays_as_it_was_written(odd: str, given_fields: str) -> None:
+def test_unknown_fields_and_unusual_formatting_are_kept(odd: str, given_fields: str) -> None:
     body = f"  {{{given_fields} {odd}, {TALK}}}"
     request = decode(message(body))
     assert request.body.endswith(f"{odd}, {TALK}}}".encode())
@@ -77,7 +77,7 @@ def test_what_is_unknown_or_written_oddly_stays_as_it_was_written(odd: str, give
         ('{"prompt":"hi","model":"m","max_tokens":7,"stream":false}', "m", 7),
     ],
 )
-def test_what_is_left_out_is_the_lanes(body: str, model: str, max_tokens: int) -> None:
+def test_a_missing_model_and_max_tokens_are_the_lanes_defaults(body: str, model: str, max_tokens: int) -> None:
     request = decode(message(body))
     assert (request.model, request.max_tokens) == (model, max_tokens)
     asked = json.loads(request.body)
@@ -90,7 +90,7 @@ def test_the_short_form_may_have_a_system_prompt() -> None:
     assert asked["system"] == "be brief ✓"
 
 
-def test_a_gzipped_body_is_unpacked() -> None:
+def test_a_gzipped_body_is_decompressed() -> None:
     assert decode(message(gzip.compress(WHOLE), content_encoding="gzip")).body == WHOLE
     assert decode(message(content_encoding="identity")).body == WHOLE
 
@@ -98,22 +98,22 @@ def test_a_gzipped_body_is_unpacked() -> None:
 @pytest.mark.parametrize(
     "content_type", [None, "", "application/json", "Application/JSON", "application/json; charset=utf-8"]
 )
-def test_content_types_that_are_json(content_type: str | None) -> None:
+def test_content_types_of_json_are_accepted(content_type: str | None) -> None:
     assert decode(message(content_type=content_type)).body == WHOLE
 
 
-def test_an_empty_property_is_an_absent_one() -> None:
+def test_an_empty_property_counts_as_absent() -> None:
     """Some clients cannot leave one out."""
     assert decode(message(message_id="", type="", content_type="", content_encoding="")).body == WHOLE
 
 
-def test_a_stream_is_asked_for_by_header() -> None:
+def test_streaming_is_requested_by_the_header() -> None:
     assert decode(message(headers={"x-lane-stream": True})).stream
     body = f'{{"stream":true,{TALK}}}'
     assert decode(message(body, headers={"x-lane-stream": True})).stream
 
 
-def test_only_models_that_the_lane_allows() -> None:
+def test_a_model_that_the_lane_does_not_allow_is_refused() -> None:
     lane = replace(CRITICAL, models=frozenset({"claude-x", CRITICAL.model}))
     assert json.loads(decode(message(), lane=lane).body)["model"] == "claude-x"
     problem = refused(message(f'{{"model":"other",{TALK}}}'), lane=lane)
@@ -122,7 +122,7 @@ def test_only_models_that_the_lane_allows() -> None:
     assert "claude-x" in problem.detail
 
 
-def test_who_asks_and_for_what() -> None:
+def test_the_request_has_its_id_tenant_application_and_type() -> None:
     request = decode(message(user_id="shop", headers={"anthropic-beta": "files-api"}))
     assert (request.id, request.lane, request.app) == ("r-1", "critical", "shop")
     assert request.beta == "files-api"
@@ -132,11 +132,11 @@ def test_who_asks_and_for_what() -> None:
     ("key", "app"),
     [("critical.shop.chat", "shop"), ("critical", "unknown"), ("critical..x", "unknown"), ("", "unknown")],
 )
-def test_the_application_is_the_keys_second_word(key: str, app: str) -> None:
+def test_the_application_is_the_second_word_of_the_routing_key(key: str, app: str) -> None:
     assert app_of(key) == app
 
 
-# what is refused
+# refused requests
 
 BAD: list[tuple[str, Message, str, str]] = [
     ("nothing", message(b""), "invalid_request", "empty"),
@@ -227,18 +227,18 @@ BAD: list[tuple[str, Message, str, str]] = [
 
 
 @pytest.mark.parametrize(("found", "code", "named"), [each[1:] for each in BAD], ids=[each[0] for each in BAD])
-def test_bad(found: Message, code: str, named: str) -> None:
+def test_an_invalid_message_is_refused_with_its_code_and_detail(found: Message, code: str, named: str) -> None:
     problem = refused(found)
     assert problem.code == code
     assert named in problem.detail
     assert "secret" not in problem.detail
 
 
-def test_a_key_of_200_kb_does_not_get_into_the_detail() -> None:
+def test_a_key_of_200_kb_is_cut_in_the_detail() -> None:
     assert len(refused(message(b'{"prompt":"x","' + b"k" * 200_000 + b'":1}')).detail) < 200
 
 
-def test_what_is_nested_too_deeply_is_told_so() -> None:
+def test_json_that_is_nested_too_deeply_is_refused() -> None:
     def nested(depth: int) -> Message:
         return message(f'{{{TALK},"x":{"[" * (depth - 1)}0{"]" * (depth - 1)}}}')
 
@@ -250,7 +250,7 @@ def test_what_is_nested_too_deeply_is_told_so() -> None:
     )
 
 
-def test_what_repeats_may_be_packed_as_small_as_it_gets() -> None:
+def test_a_body_that_compresses_extremely_well_is_accepted() -> None:
     rows = "2026-11-22,0,0,shop\n" * 150_000
     for prompt in (rows, "0" * 3_000_000):
         packed = gzip.compress(json.dumps({"prompt": prompt}).encode())
@@ -259,15 +259,15 @@ def test_what_repeats_may_be_packed_as_small_as_it_gets() -> None:
         assert json.loads(found.body)["messages"][0]["content"] == prompt
 
 
-# what a worker wrote
+# headers that workers write
 
 
-def test_the_internal_headers_of_a_fresh_request_are_not_believed() -> None:
+def test_internal_headers_of_a_fresh_request_are_ignored() -> None:
     request = decode(message(user_id="shop", headers={"x-lane-attempt": 3, "x-lane-user-id": "bank"}))
     assert (request.attempts, request.errors) == (0, ())
 
 
-def test_what_a_worker_wrote_is() -> None:
+def test_internal_headers_of_a_message_from_a_worker_are_read() -> None:
     hop = HopHeaders(attempts=2, errors=("b", "a"), first_seen_ms=NOW_MS - 5000, due_ms=NOW_MS - 10, user_id="shop")
     found = message(user_id="the-workers", headers={"x-death": [{"reason": "expired"}]})
     request = decode(found, hop=hop)
@@ -276,11 +276,11 @@ def test_what_a_worker_wrote_is() -> None:
     assert request.deadline_ms == NOW_MS - 10 + 120_000
 
 
-def test_the_key_of_what_came_back_is_not_looked_at() -> None:
+def test_the_routing_key_of_a_message_from_a_worker_is_not_checked() -> None:
     assert decode(message(routing_key="normal.a.b"), hop=HopHeaders()).lane == "critical"
 
 
-# when
+# times
 
 
 @pytest.mark.parametrize(
@@ -289,27 +289,28 @@ def test_the_key_of_what_came_back_is_not_looked_at() -> None:
         ({}, NOW_MS, "delivery"),
         ({"headers": {"x-lane-sent-ms": NOW_MS - 700}}, NOW_MS - 700, "sender"),
         ({"headers": {"x-lane-sent-ms": NOW_MS - 700, "timestamp_in_ms": NOW_MS - 900}}, NOW_MS - 900, "broker"),
-        ({"headers": {"x-lane-sent-ms": NOW_MS + 700}}, NOW_MS, "sender"),  # nobody sends in the future
+        ({"headers": {"x-lane-sent-ms": NOW_MS + 700}}, NOW_MS, "sender"),  # a time in the future is not believed
         ({"headers": {"x-lane-sent-ms": NOW_MS + 10**10}}, NOW_MS, "sender"),
         ({"headers": {"timestamp_in_ms": True}}, NOW_MS, "delivery"),
         ({"headers": {"timestamp_in_ms": "x"}, "timestamp_s": 0.0}, NOW_MS, "delivery"),
         ({"timestamp_s": NOW_MS / 1000 - 60}, NOW_MS - 60_000 + 999, "timestamp"),
     ],
 )
-def test_when_it_was_sent_and_by_whose_clock(properties: dict[str, Any], sent_ms: int, by: str) -> None:
+def test_the_sending_time_and_its_source_are_read(properties: dict[str, Any], sent_ms: int, by: str) -> None:
     request = decode(message(**properties))
     assert (request.sent_ms, request.sent_by) == (sent_ms, by)
 
 
-def test_a_time_far_ahead_lengthens_neither_the_deadline_nor_a_delay() -> None:
+def test_a_sending_time_in_the_future_extends_neither_deadline_nor_delay() -> None:
     ahead = {"x-lane-sent-ms": NOW_MS + 10**10}
     assert decode(message(headers=ahead)).deadline_ms == NOW_MS + 120_000
     delayed = decode(message(headers={**ahead, "x-lane-delay-ms": 5000}))
     assert (delayed.due_ms, delayed.deadline_ms) == (NOW_MS + 5000, NOW_MS + 125_000)
 
 
-def test_a_dead_letter_that_is_published_again_has_all_its_time_again() -> None:
-    """Its headers are those of its first life, the broker's among them: it keeps what is there already."""
+def test_a_dead_letter_that_is_published_again_gets_a_new_deadline() -> None:
+    """It still has the headers of its first run, among them the broker's time stamp, which the broker does not
+    overwrite."""
     old_ms = NOW_MS - 3_600_000
     headers = {"x-lane-dead-at": "2026-11-21T18:00:00Z", "x-lane-sent-ms": old_ms, "timestamp_in_ms": old_ms}
     first = decode(message(headers=headers, timestamp_s=old_ms / 1000))
@@ -320,13 +321,13 @@ def test_a_dead_letter_that_is_published_again_has_all_its_time_again() -> None:
 
 
 @pytest.mark.parametrize("priority", [10, 31, 200, 255])
-def test_a_priority_above_nine_is_refused_by_name(priority: int) -> None:
+def test_a_priority_above_9_is_refused_with_its_name(priority: int) -> None:
     problem = refused(message(priority=priority))
     assert (problem.code, problem.detail) == ("invalid_request", f"priority: found {priority}, allowed are 0 to 9")
 
 
 @pytest.mark.parametrize("priority", [None, 0, 9])
-def test_priorities_of_the_contract_are_taken(priority: int | None) -> None:
+def test_priorities_0_to_9_are_accepted(priority: int | None) -> None:
     assert decode(message(priority=priority))
 
 
@@ -340,15 +341,17 @@ def test_priorities_of_the_contract_are_taken(priority: int | None) -> None:
         ({"x-lane-at": "1970-01-01T00:00:00Z"}, NOW_MS, NOW_MS + 120_000),
     ],
 )
-def test_when_it_is_due_and_until_when(headers: dict[str, Any], due_ms: int | None, deadline_ms: int) -> None:
+def test_due_time_and_deadline_are_computed_from_the_headers(
+    headers: dict[str, Any], due_ms: int | None, deadline_ms: int
+) -> None:
     request = decode(message(headers=headers))
     assert (request.due_ms, request.deadline_ms) == (due_ms, deadline_ms)
 
 
-def test_the_deadline_stays_where_it_was_through_hops() -> None:
+def test_the_deadline_is_the_same_after_each_hop() -> None:
     first = decode(message())
     later = decoding.decode(
-        message(headers={"timestamp_in_ms": NOW_MS + 9000}),  # the broker stamps what a worker publishes anew
+        message(headers={"timestamp_in_ms": NOW_MS + 9000}),  # the broker stamps it anew
         lane=CRITICAL,
         request_id="r-1",
         hop=HopHeaders(attempts=1, first_seen_ms=first.sent_ms),
@@ -357,12 +360,12 @@ def test_the_deadline_stays_where_it_was_through_hops() -> None:
     assert later.deadline_ms == first.deadline_ms
 
 
-def test_another_lane_has_other_bounds() -> None:
+def test_each_lane_has_its_own_limits() -> None:
     found = message(f"{{{TALK}}}", routing_key="normal.a.b")
     assert decode(found, lane=NORMAL).deadline_ms == NOW_MS + 600_000
 
 
-# anything
+# any message
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
@@ -407,7 +410,7 @@ texts = st.none() | st.text(max_size=30)
     hop=st.none() | st.just(HopHeaders(attempts=1, first_seen_ms=5, due_ms=6)),
 )
 @settings(max_examples=examples(100), deadline=None)
-def test_any_message_is_a_request_or_a_problem(hop: HopHeaders | None, **properties: Any) -> None:
+def test_any_message_becomes_a_request_or_a_problem(hop: HopHeaders | None, **properties: Any) -> None:
     found = Message(exchange="lane.requests", **properties)
     try:
         request = decode(found, hop=hop)

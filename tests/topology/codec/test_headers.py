@@ -1,4 +1,4 @@
-"""Headers: what a requester may say, what is refused by name, what a hop takes along."""
+"""Headers: what a requester may send, what is refused by name, and what is passed on at a hop."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def said(**changed: Any) -> RequestHeaders:
     [
         ({}, NOTHING),
         ({"x-lane-deadline-ms": 1}, said(deadline_ms=1)),
-        ({"x-lane-deadline-ms": "30000"}, said(deadline_ms=30_000)),  # amqp-publish writes nothing but strings
+        ({"x-lane-deadline-ms": "30000"}, said(deadline_ms=30_000)),  # amqp-publish sends only strings
         ({"x-lane-stream": True}, said(stream=True)),
         ({"x-lane-stream": "true"}, said(stream=True)),
         ({"x-lane-stream": "false"}, NOTHING),
@@ -43,7 +43,7 @@ def said(**changed: Any) -> RequestHeaders:
         (dict.fromkeys(n.OURS, "forged"), NOTHING),  # a dead letter can be published again as it is
     ],
 )
-def test_what_a_requester_may_say(headers: dict[str, Any], expected: RequestHeaders) -> None:
+def test_headers_that_a_requester_may_send_are_read(headers: dict[str, Any], expected: RequestHeaders) -> None:
     assert read(headers) == expected
 
 
@@ -79,7 +79,7 @@ def test_what_a_requester_may_say(headers: dict[str, Any], expected: RequestHead
         ({"x-lane-stream": 1}, "x-lane-stream: found 1, allowed is true or false"),
         ({"x-lane-stream": "True"}, "x-lane-stream"),
         ({"x-lane-no-batch": "maybe"}, "x-lane-no-batch"),
-        ({"x-lane-at": "2026-11-21T18:00:00"}, "x-lane-at"),  # no zone: whose time?
+        ({"x-lane-at": "2026-11-21T18:00:00"}, "x-lane-at"),  # no time zone
         ({"x-lane-at": "2026-11-21"}, "x-lane-at"),
         ({"x-lane-at": "tomorrow"}, "x-lane-at"),
         ({"x-lane-at": 1_790_000_000}, "x-lane-at"),
@@ -93,7 +93,7 @@ def test_what_a_requester_may_say(headers: dict[str, Any], expected: RequestHead
         ({"anthropic-beta": ["a"]}, "anthropic-beta"),
     ],
 )
-def test_what_is_wrong_is_refused_by_name(headers: dict[str, Any], named: str) -> None:
+def test_a_wrong_header_is_refused_by_name(headers: dict[str, Any], named: str) -> None:
     with pytest.raises(RequestProblem) as refused:
         read(headers)
     assert refused.value.code == "invalid_request"
@@ -101,7 +101,7 @@ def test_what_is_wrong_is_refused_by_name(headers: dict[str, Any], named: str) -
     assert len(refused.value.detail) < 400
 
 
-def test_a_hop_tells_the_next_worker_everything() -> None:
+def test_the_headers_of_a_hop_carry_everything_to_the_next_worker() -> None:
     hop = HopHeaders(attempts=3, errors=("b", "a"), first_seen_ms=5, due_ms=6, user_id="shop", expiration="60000")
     assert read_hop(hop_headers(hop)) == hop
     assert read_hop(hop_headers(HopHeaders())) == HopHeaders()
@@ -115,11 +115,11 @@ def test_a_hop_tells_the_next_worker_everything() -> None:
         {n.ATTEMPT: 1.5, n.ERRORS: {"a": 1}, n.DUE_MS: []},
     ],
 )
-def test_a_hop_without_sense_says_nothing(headers: dict[str, Any]) -> None:
+def test_internal_headers_that_make_no_sense_are_ignored(headers: dict[str, Any]) -> None:
     assert read_hop(headers) == HopHeaders()
 
 
-def test_a_hop_takes_along_what_is_the_requesters_and_nothing_of_the_brokers_or_ours() -> None:
+def test_a_hop_passes_on_the_requesters_headers_and_none_of_the_brokers_or_ours() -> None:
     requesters = {
         "x-mine": 1,
         "traceparent": "00-…",
@@ -141,7 +141,7 @@ def test_a_hop_takes_along_what_is_the_requesters_and_nothing_of_the_brokers_or_
     assert carried({**requesters, **brokers, **bits, **ours}, of=Names()) == requesters
 
 
-def test_the_bits_of_another_namespace_are_the_requesters_own() -> None:
+def test_delay_headers_of_another_namespace_are_passed_on() -> None:
     assert carried({"lane-d00": 1, "mine-d00": 1}, of=Names("mine")) == {"lane-d00": 1}
 
 
@@ -155,7 +155,7 @@ header_names = st.sampled_from(sorted(n.PUBLIC | n.OURS | {"anthropic-beta", "CC
 
 @given(headers=st.dictionaries(header_names, anything, max_size=8))
 @settings(max_examples=examples(80), deadline=None)
-def test_any_headers_are_read_or_refused(headers: dict[str, Any]) -> None:
+def test_any_headers_are_read_or_refused_with_a_problem(headers: dict[str, Any]) -> None:
     read_hop(headers)
     carried(headers, of=Names())
     try:

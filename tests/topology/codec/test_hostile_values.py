@@ -1,4 +1,4 @@
-"""Any value in any field: only one format is accepted, in linear time, and no error quotes the content."""
+"""Any value in any field: only JSON is read, in linear time, and no error quotes the content."""
 
 import ast
 import gzip
@@ -42,7 +42,7 @@ def message(body: bytes = b'{"prompt": "fine"}', **more: Any) -> Message:
 EXECUTING = {"pickle", "cPickle", "dill", "marshal", "shelve", "yaml", "jsonpickle", "joblib", "cloudpickle"}
 
 
-def test_nothing_of_ours_can_read_a_format_that_runs_code() -> None:
+def test_no_product_file_imports_a_format_that_can_execute_code() -> None:
     found = []
     for path in sorted(each for package in OUR_PACKAGES for each in (ROOT / package).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -63,7 +63,7 @@ CALLS = {"eval()", "exec()", "compile()", "__import__()"}
 
 
 class Executed:
-    """Leaves a file behind where it is unpickled."""
+    """When unpickled, creates a file."""
 
     def __init__(self, trace: Path) -> None:
         self.trace = trace
@@ -74,7 +74,7 @@ class Executed:
 
 @pytest.mark.parametrize("content_type", [None, "application/json", "application/x-python-serialize"])
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_pickle_is_refused_and_not_run(tmp_path: Path, content_type: str | None, packed: bool) -> None:
+def test_a_pickled_body_is_refused_and_not_executed(tmp_path: Path, content_type: str | None, packed: bool) -> None:
     trace = tmp_path / "ran"
     body = pickle.dumps(Executed(trace))
     encoding = "gzip" if packed else None
@@ -98,7 +98,7 @@ def test_a_pickle_is_refused_and_not_run(tmp_path: Path, content_type: str | Non
         pytest.param(b'{"messages": [{"role": "user", "content": "x"}], "x": ' + b"9" * 5000 + b"}", id="5000 digits"),
     ],
 )
-def test_what_two_readers_could_read_otherwise_is_refused(body: bytes) -> None:
+def test_json_that_two_parsers_could_read_differently_is_refused(body: bytes) -> None:
     with pytest.raises(RequestProblem, match="body: not JSON"):
         decoded(message(body))
 
@@ -149,8 +149,9 @@ def cpu_s(do: Any) -> float:
 
 
 @pytest.mark.parametrize("text", PATHOLOGICAL.values(), ids=PATHOLOGICAL)
-def test_64_kb_of_anything_in_any_field_take_no_time(text: str) -> None:
-    """More than any field can hold on the wire but the body: a short string has 255 bytes, all headers 64 KiB."""
+def test_64_kb_of_any_text_in_any_field_are_read_in_linear_time(text: str) -> None:
+    """On the wire only the body can be that large: a short string has at most 255 bytes, and all headers together 64
+    KiB."""
     inside = json.dumps({"prompt": text, "model": text[:256]}).encode()
     messages = {
         **{f"header {name}": message(headers={name: text}) for name in HEADERS},
@@ -194,9 +195,9 @@ FORGED: dict[str, Any] = {
 }
 
 
-def test_every_internal_header_of_a_fresh_request_is_without_effect_and_goes_no_further() -> None:
+def test_internal_headers_of_a_fresh_request_have_no_effect_and_are_not_passed_on() -> None:
     assert FORGED.keys() >= n.OURS
-    dead_at = {n.DEAD_AT}  # makes older times of the requester's own count for nothing
+    dead_at = {n.DEAD_AT}  # older times given by the requester are ignored because of it
     for name, value in FORGED.items():
         with_it = message(headers={name: value, "x-own": 1, n.SENT_MS: NOW_MS - 5})
         without = message(headers={"x-own": 1, **({} if name in dead_at else {n.SENT_MS: NOW_MS - 5})})
@@ -205,7 +206,7 @@ def test_every_internal_header_of_a_fresh_request_is_without_effect_and_goes_no_
 
 
 @pytest.mark.parametrize("name", ["x-lane-Attempt", "X-LANE-ATTEMPT", "x-lane-attempt ", "x-lane-attempt\0"])
-def test_nor_does_one_that_is_only_like_it(name: str) -> None:
+def test_an_unknown_header_that_resembles_an_internal_one_is_refused(name: str) -> None:
     with pytest.raises(RequestProblem, match="unknown header"):
         decoded(message(headers={name: 99}))
 
@@ -223,7 +224,7 @@ WHOLE: dict[str, Any] = {
 
 
 def wrong_bodies() -> list[bytes]:
-    """Each with the canary in its values, and wrong in another way."""
+    """Bodies that contain the secret text and are each wrong in a different way."""
     whole = json.dumps(WHOLE).encode()
     at = whole.index(CANARY.encode())
     return [
@@ -265,7 +266,7 @@ def wrong_bodies() -> list[bytes]:
 
 
 @pytest.mark.parametrize("body", wrong_bodies())
-def test_no_error_quotes_what_a_body_says(body: bytes) -> None:
+def test_no_error_quotes_the_body(body: bytes) -> None:
     for each in (message(body), message(gzip.compress(body), content_encoding="gzip")):
         with pytest.raises(RequestProblem) as raised:
             decoded(replace(each))

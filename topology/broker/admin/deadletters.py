@@ -7,7 +7,6 @@ async with Oldest(connection, queue) as oldest:
 
 from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 from aiormq.channel import Channel
@@ -44,9 +43,7 @@ class Oldest:
         self._channel = await self._connection.raw_channel(confirms=False, timeout_s=RPC_TIMEOUT_S)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Return the messages that are still held."""
         if self._channel is not None:
             with suppress(BrokerUnreachable), border("closing"):

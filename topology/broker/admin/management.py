@@ -207,22 +207,14 @@ async def _answers_as_rabbitmq(url: URL, ssl_context: ssl.SSLContext | None) -> 
 
 
 def _exchange(found: dict[str, Any]) -> Exchange:
-    return Exchange(
-        name=found["name"],
-        type=found["type"],
-        internal=found["internal"],
-        arguments=_arguments(found["arguments"]),
-        durable=found["durable"],
-        auto_delete=found["auto_delete"],
-    )
+    same = ("name", "type", "internal", "durable", "auto_delete")
+    return Exchange(**{field: found[field] for field in same}, arguments=_arguments(found["arguments"]))
 
 
 def _queue(found: dict[str, Any]) -> Queue:
     return Queue(
-        name=found["name"],
+        **{field: found[field] for field in ("name", "durable", "auto_delete")},
         arguments=_arguments(found["arguments"]),
-        durable=found["durable"],
-        auto_delete=found["auto_delete"],
         exclusive=bool(found.get("exclusive", False)),
         policy=_arguments(found.get("effective_policy_definition")),
         members=tuple(found.get("members", ())),
@@ -231,10 +223,8 @@ def _queue(found: dict[str, Any]) -> Queue:
 
 def _binding(found: dict[str, Any]) -> Binding:
     return Binding(
-        source=found["source"],
-        destination=found["destination"],
-        destination_kind="exchange" if found["destination_type"] == "exchange" else "queue",
-        routing_key=found["routing_key"],
+        **{field: found[field] for field in ("source", "destination", "routing_key")},
+        destination_kind=found["destination_type"],
         arguments=_arguments(found["arguments"]),
     )
 

@@ -1,0 +1,48 @@
+"""What the provider saw of each request, in a file that it and the runner map into memory: reading it costs it nothing.
+
+A request carries its number in its prompt (`load.py`). Times are CLOCK_MONOTONIC, the same in all processes.
+"""
+
+import mmap
+from pathlib import Path
+from typing import Final
+
+_HEAD: Final = 2
+"""Numbers before the lists: calls, and calls for a request that had been called before."""
+
+
+class Books:
+    """When the call of each request began and ended; 0.0: it did not."""
+
+    def __init__(self, path: Path, *, most: int) -> None:
+        """Creates the file where there is none. `most`: numbers of requests are below it."""
+        self.most = most
+        size = 8 * (_HEAD + 2 * most)
+        if not path.exists():
+            path.write_bytes(bytes(size))
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), size)
+        view = memoryview(self._map)
+        self._counts = view[: 8 * _HEAD].cast("q")
+        self.began = view[8 * _HEAD : 8 * (_HEAD + most)].cast("d")
+        self.ended = view[8 * (_HEAD + most) :].cast("d")
+
+    @property
+    def calls(self) -> int:
+        return self._counts[0]
+
+    @property
+    def repeated(self) -> int:
+        """Calls for a request that had been called before."""
+        return self._counts[1]
+
+    def begin(self, number: int, now_s: float) -> None:
+        self._counts[0] += 1
+        if self.began[number]:
+            self._counts[1] += 1
+        else:
+            self.began[number] = now_s
+
+    def clear(self) -> None:
+        """Before the next run; nobody calls meanwhile."""
+        self._map[:] = bytes(len(self._map))

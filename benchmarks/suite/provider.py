@@ -1,0 +1,119 @@
+"""A provider that costs little, in a process of its own: HTTP/1.1 by hand, so that it is never what is measured.
+
+It answers each call after the time that the request's mark says, with the headers that Anthropic sends, and notes in
+the books when the call began and ended. `lanekeeper simulate` is the true simulation; one of its answers costs as much
+as the rest of a request.
+
+    python -m suite.provider BOOKS MOST        prints the URL
+"""
+
+import asyncio
+import json
+import re
+import sys
+import time
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import uvloop
+
+from suite.books import Books
+from suite.load import MODEL, read_mark
+
+TEXT = "A lane is a queue with a pool of consumers of its own. " * 8
+PARTS = 20
+PART_EVERY_S = 0.02
+_STREAMED = re.compile(rb'"stream": ?true')
+_MESSAGE = {"id": "msg_1", "type": "message", "role": "assistant", "model": MODEL, "stop_sequence": None}
+_USAGE = {"input_tokens": 250, "output_tokens": 100}
+ANSWER = json.dumps(
+    {**_MESSAGE, "content": [{"type": "text", "text": TEXT}], "stop_reason": "end_turn", "usage": _USAGE}
+).encode()
+
+
+def _event(**fields: object) -> bytes:
+    data = f"event: {fields['type']}\ndata: {json.dumps(fields)}\n\n".encode()
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+OPENING = _event(type="message_start", message={**_MESSAGE, "content": [], "stop_reason": None, "usage": _USAGE})
+OPENING += _event(type="content_block_start", index=0, content_block={"type": "text", "text": ""})
+PART = _event(type="content_block_delta", index=0, delta={"type": "text_delta", "text": TEXT[:20]})
+CLOSING = _event(type="content_block_stop", index=0)
+CLOSING += _event(type="message_delta", delta={"stop_reason": "end_turn", "stop_sequence": None}, usage=_USAGE)
+CLOSING += _event(type="message_stop") + b"0\r\n\r\n"
+
+
+def _heads() -> tuple[bytes, bytes]:
+    """Of a whole answer, and of a streamed one."""
+    reset = (datetime.now(UTC) + timedelta(seconds=1)).strftime("%Y-%m-%dT%H:%M:%SZ")
+    said = ["HTTP/1.1 200 OK", "request-id: req_1", "anthropic-organization-id: benchmark"]
+    for name in ("requests", "input-tokens", "output-tokens"):
+        prefix = f"anthropic-ratelimit-{name}"
+        said += [f"{prefix}-limit: 900000000", f"{prefix}-remaining: 899999000", f"{prefix}-reset: {reset}"]
+    whole = [*said, "content-type: application/json", f"content-length: {len(ANSWER)}", "", ""]
+    streamed = [*said, "content-type: text/event-stream", "transfer-encoding: chunked", "", ""]
+    return "\r\n".join(whole).encode(), "\r\n".join(streamed).encode()
+
+
+class Connection(asyncio.Protocol):
+    """One connection; calls on it come one after the other."""
+
+    books: Books
+    whole, streamed = _heads()
+
+    def __init__(self) -> None:
+        self._buffer = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer = self._buffer + data if self._buffer else data
+        end = self._buffer.find(b"\r\n\r\n") + 4
+        if end < 4:
+            return
+        head = self._buffer[:end].lower()
+        at = head.index(b"content-length:") + 15
+        size = int(head[at : head.index(b"\r", at)])
+        if len(self._buffer) < end + size:
+            return
+        body, self._buffer = self._buffer[end : end + size], self._buffer[end + size :]
+        self._called(body)
+
+    def _called(self, body: bytes) -> None:
+        number, call_ms = read_mark(body)
+        self.books.begin(number, time.monotonic())
+        answer = self._stream if _STREAMED.search(body, 0, 128) else self._answer
+        if call_ms:
+            asyncio.get_running_loop().call_later(call_ms / 1000, answer, number)
+        else:
+            answer(number)
+
+    def _answer(self, number: int) -> None:
+        self.books.ended[number] = time.monotonic()
+        if not self._transport.is_closing():
+            self._transport.write(self.whole + ANSWER)
+
+    def _stream(self, number: int, left: int = PARTS) -> None:
+        if self._transport.is_closing():
+            return
+        if left == 0:
+            self.books.ended[number] = time.monotonic()
+            self._transport.write(CLOSING)
+            return
+        self._transport.write(self.streamed + OPENING + PART if left == PARTS else PART)
+        asyncio.get_running_loop().call_later(PART_EVERY_S, self._stream, number, left - 1)
+
+
+async def main(path: Path, most: int) -> None:
+    Connection.books = Books(path, most=most)
+    server = await asyncio.get_running_loop().create_server(Connection, "127.0.0.1", 0, backlog=1024)
+    print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
+    while True:
+        await asyncio.sleep(1)
+        Connection.whole, Connection.streamed = _heads()
+
+
+if __name__ == "__main__":
+    uvloop.run(main(Path(sys.argv[1]), int(sys.argv[2])))

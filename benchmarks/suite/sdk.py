@@ -1,0 +1,45 @@
+"""The call that every contestant makes, in the form that costs least: Anthropic's SDK, bytes in and bytes out.
+
+No models of request and answer, no retries, no spans, and for asyncio the transport on aiohttp. Lanekeeper's adapter
+(`consumers/providers/anthropic.py`) calls it in the same form.
+"""
+
+from typing import Any
+
+import httpx2
+from anthropic import Anthropic, AsyncAnthropic, DefaultAioHttpClient
+
+_CLIENT: dict[str, Any] = {
+    "api_key": "benchmark",
+    "max_retries": 0,
+    "open_telemetry": False,
+    "timeout": httpx2.Timeout(None, connect=5.0),
+}
+
+
+class Calling:
+    """Calls for asyncio."""
+
+    def __init__(self, base_url: str) -> None:
+        self._client = AsyncAnthropic(base_url=base_url, http_client=DefaultAioHttpClient(trust_env=False), **_CLIENT)
+
+    async def __call__(self, body: bytes) -> bytes:
+        response = await self._client.post("/v1/messages", cast_to=httpx2.Response, content=body, stream=True)
+        try:
+            return await response.aread()
+        finally:
+            await response.aclose()
+
+
+class BlockingCalling:
+    """Calls for threads; safe in several at once."""
+
+    def __init__(self, base_url: str) -> None:
+        self._client = Anthropic(base_url=base_url, **_CLIENT)
+
+    def __call__(self, body: bytes) -> bytes:
+        response = self._client.post("/v1/messages", cast_to=httpx2.Response, content=body, stream=True)
+        try:
+            return response.read()
+        finally:
+            response.close()
