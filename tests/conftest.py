@@ -29,9 +29,9 @@ from tests.support.stores import stores
 DEFAULT = "default"
 ON_EVERY_VERSION = ("tests/broker/", "tests/journeys/")
 KEEPER = "LANEKEEPER_TESTS_KEEPER"
-"""Tells the workers of a session where its keeper is."""
+"""The environment variable that tells the workers of a session the folder of its keeper."""
 MISSING = "LANEKEEPER_TESTS_MISSING"
-"""Tells the workers which versions are not to be had, and why: a JSON object."""
+"""The environment variable that tells the workers which versions are unavailable, and why: a JSON object."""
 _STACK = pytest.StashKey[ExitStack]()
 
 
@@ -44,7 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Say how properties are tried; start the keeper of brokers, and have images made before any test's time runs:
     in the session's first process."""
-    # How long an example takes says how busy the machine is.
+    # How long an example takes depends on how busy the machine is.
     settings.register_profile(
         "any machine", max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )
@@ -56,7 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Let the keeper take everything down."""
+    """Let the keeper remove all brokers."""
     if stack := config.stash.get(_STACK, None):
         stack.close()
 
@@ -98,7 +98,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def _version(version: str, missing: str | None) -> object:
     marks = [pytest.mark.versions]
-    if missing is not None and os.environ.get("CI") != "true":  # there it fails, for that reason
+    if missing is not None and os.environ.get("CI") != "true":  # in CI it fails with that reason
         marks.append(pytest.mark.skip(reason=missing))
     return pytest.param(version, marks=marks)
 
@@ -129,14 +129,14 @@ def broker(broker_version: str) -> Iterator[RunningBroker]:
 
 @pytest.fixture
 def vhost(broker: RunningBroker) -> Iterator[Vhost]:
-    """A virtual host of the test's own: `.amqp_url`, `.management_url`, `.name`, `.version`, `.api(…)`."""
+    """A virtual host for one test: `.amqp_url`, `.management_url`, `.name`, `.version`, `.api(…)`."""
     with fresh_vhost(broker) as made:
         yield made
 
 
 @pytest.fixture
 async def own_broker(broker_version: str) -> AsyncIterator[PrivateBroker]:
-    """A broker of the test's own: `await own_broker.kill()`, `await own_broker.start()`."""
+    """A broker for one test: `await own_broker.kill()`, `await own_broker.start()`."""
     if broker_version == DEFAULT:
         own = private_broker()
     else:

@@ -1,4 +1,4 @@
-"""What tests of the topology have in common: a connection to a virtual host, its API, what it should hold."""
+"""Shared by tests of the topology: a connection to a virtual host, its management API, the declared topology."""
 
 from collections.abc import AsyncIterator
 

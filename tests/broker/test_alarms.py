@@ -23,7 +23,7 @@ from topology.broker.admin.rights import WritingRights, see_that_it_may_write
 MESSAGE = Message(body=b"x")
 
 
-def test_what_is_overridden_is_still_what_aiormq_calls() -> None:
+def test_the_methods_of_aiormq_that_we_override_still_exist() -> None:
     for name in alarms.OVERRIDDEN:
         assert name in vars(Underlying), "aiormq has changed: an alarm would not be noticed"
         assert name in vars(alarms.Alarmed)
@@ -45,7 +45,7 @@ async def test_while_blocked_nothing_is_published_and_afterwards_everything_is(o
 
         with capture_logs() as logs:
             async with memory_alarm(own_broker.amqp_url):
-                # the first is on its way before the broker tells: what becomes of it is not known
+                # the first was sent before the broker announced the alarm; its outcome is unknown
                 with pytest.raises(ConfirmUnknown, match="low on memory"):
                     await publisher.publish(MESSAGE, exchange="", routing_key="some", timeout_s=2)
                 assert connection.blocked == "low on memory"
@@ -73,11 +73,13 @@ async def test_while_blocked_nothing_is_published_and_afterwards_everything_is(o
         async def is_there() -> bool:
             return (await depths(looking, ["some"]))["some"].ready == 4
 
-        await until(is_there)  # before, the one that was on its way, the sure one, after
+        await until(
+            is_there
+        )  # the one before, the one with the unknown outcome, the one published surely, the one after
 
 
 @pytest.mark.default_broker_only
-async def test_a_connection_that_is_lost_while_blocked_is_not_blocked_when_it_is_back(
+async def test_a_connection_that_was_lost_while_blocked_is_not_blocked_when_it_is_back(
     own_broker: PrivateBroker,
 ) -> None:
     async with Connection(own_broker.amqp_url, name="publish") as connection:
@@ -93,7 +95,7 @@ async def test_a_connection_that_is_lost_while_blocked_is_not_blocked_when_it_is
 
 
 @pytest.mark.default_broker_only
-async def test_whether_it_may_write_is_not_known_while_blocked_and_nothing_of_it_arrives(
+async def test_during_an_alarm_the_right_to_write_is_unknown_and_the_check_delivers_nothing(
     own_broker: PrivateBroker,
 ) -> None:
     async with (
@@ -114,7 +116,7 @@ async def test_whether_it_may_write_is_not_known_while_blocked_and_nothing_of_it
 
 
 @pytest.mark.default_broker_only
-async def test_what_an_alarm_hid_of_the_rights_is_found_out_when_it_is_over(own_broker: PrivateBroker) -> None:
+async def test_a_missing_right_hidden_by_an_alarm_is_found_when_the_alarm_ends(own_broker: PrivateBroker) -> None:
     async with Connection(own_broker.amqp_url, name="publish") as connection:
         may = WritingRights(connection, (("", "some"),))
         may_not = WritingRights(connection, (("", "some"), ("amq.rabbitmq.trace", "x")))

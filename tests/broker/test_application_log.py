@@ -1,4 +1,4 @@
-"""What an application that uses our client finds on its standard error when its broker goes and comes back."""
+"""What an application with our client gets on standard error when its broker goes away and comes back."""
 
 import asyncio
 import logging
@@ -41,7 +41,7 @@ asyncio.run(main())
 
 
 @pytest.mark.default_broker_only
-async def test_no_traceback_comes_when_the_broker_restarts_whether_or_not_logging_is_configured(
+async def test_a_restart_of_the_broker_prints_no_traceback_with_or_without_configured_logging(
     own_broker: PrivateBroker,
 ) -> None:
     house = str(Path(__file__).parents[2])
@@ -68,7 +68,7 @@ async def test_no_traceback_comes_when_the_broker_restarts_whether_or_not_loggin
     assert not [line for line in lines if ":lanekeeper:" not in line]
 
 
-async def test_what_the_application_does_with_aiormq_itself_is_still_told(
+async def test_aiormqs_own_log_lines_are_kept_for_the_applications_other_connections(
     vhost: Vhost, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with Connection(vhost.amqp_url, name="ours"):
@@ -77,10 +77,10 @@ async def test_what_the_application_does_with_aiormq_itself_is_still_told(
     assert [record.name for record in caplog.records] == ["aiormq.connection"]
 
 
-async def test_why_a_broker_is_unreachable_is_said_whatever_the_driver_raises(
+async def test_every_error_of_the_driver_while_connecting_is_reported_as_broker_unreachable(
     vhost: Vhost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """aiormq raises a bare `Exception` where the connection closes between two steps of opening it."""
+    """aiormq raises a bare `Exception` if the connection closes between two steps of opening it."""
 
     async def closes(_: Alarmed) -> bool:
         monkeypatch.undo()

@@ -1,4 +1,4 @@
-"""A cancellation takes effect at any moment of a conversation with the broker."""
+"""A cancellation takes effect at any moment of a dialogue with the broker."""
 
 import asyncio
 import random
@@ -13,7 +13,7 @@ from topology.broker.inbox import Inbox
 
 TIMES = 150
 WITHIN_S = 0.015
-"""About as long as opening takes: the moments that are to be hit lie in it."""
+"""About the time that opening takes; the cancellations happen within it."""
 
 
 async def read_an_inbox(connection: Connection) -> None:
@@ -29,7 +29,9 @@ async def consume(connection: Connection) -> None:
 
 
 @pytest.mark.parametrize("work", [read_an_inbox, consume])
-async def test_no_cancellation_is_lost(vhost: Vhost, work: Callable[[Connection], Awaitable[None]]) -> None:
+async def test_a_cancellation_at_any_moment_takes_effect(
+    vhost: Vhost, work: Callable[[Connection], Awaitable[None]]
+) -> None:
     rng = random.Random(work.__name__)
     async with Connection(vhost.amqp_url, name="test") as connection:
         await (await connection.raw_channel(confirms=False)).queue_declare("work")
@@ -42,7 +44,7 @@ async def test_no_cancellation_is_lost(vhost: Vhost, work: Callable[[Connection]
             assert task.cancelled()
 
 
-async def test_a_connection_that_is_left_while_it_comes_back_is_left_at_once(vhost: Vhost) -> None:
+async def test_leaving_a_connection_while_it_reconnects_takes_effect_at_once(vhost: Vhost) -> None:
     rng = random.Random(0)
     for _ in range(15):
         async with Connection(vhost.amqp_url, name="test") as connection:

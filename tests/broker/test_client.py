@@ -1,4 +1,4 @@
-"""Our own client against a worker and a real broker: answers, parts, problems, and a line that is cut."""
+"""Our client with a worker and a real broker: answers, parts, problems, and a connection that is cut."""
 
 import asyncio
 import sys
@@ -35,7 +35,7 @@ async def at_home(url: str, **how: object) -> AsyncIterator[Client]:
 
 
 @pytest.mark.default_broker_only
-async def test_an_answer_comes_back_with_what_is_told_of_it(vhost) -> None:
+async def test_an_answer_has_its_text_and_its_headers(vhost) -> None:
     async with at_home(vhost.amqp_url) as client:
         answer = await client.request({"prompt": "three rivers"}, key="normal.tests.client", message_id="id-1")
 
@@ -46,7 +46,7 @@ async def test_an_answer_comes_back_with_what_is_told_of_it(vhost) -> None:
 
 
 @pytest.mark.default_broker_only
-async def test_a_hundred_at_once_each_get_their_own_answer(vhost) -> None:
+async def test_a_hundred_concurrent_requests_each_get_their_own_answer(vhost) -> None:
     async with at_home(vhost.amqp_url) as client:
         asked = [client.request({"prompt": f"number {n}"}, key="critical.tests.client") for n in range(100)]
         answers = await asyncio.gather(*asked)
@@ -55,7 +55,7 @@ async def test_a_hundred_at_once_each_get_their_own_answer(vhost) -> None:
 
 
 @pytest.mark.default_broker_only
-async def test_a_stream_gives_its_parts_in_order_and_the_whole_at_last(vhost) -> None:
+async def test_a_stream_gives_its_parts_in_order_and_then_the_whole_answer(vhost) -> None:
     async with at_home(vhost.amqp_url) as client:
         came = [each async for each in client.stream({"prompt": "three rivers"}, key="critical.tests.client")]
 
@@ -77,7 +77,7 @@ async def test_a_stream_that_is_left_early_leaves_nothing_behind(vhost) -> None:
 
 
 @pytest.mark.default_broker_only
-async def test_a_failed_attempt_is_announced_in_the_stream(vhost) -> None:
+async def test_a_failed_attempt_gives_a_restart_in_the_stream(vhost) -> None:
     async with at_home(vhost.amqp_url) as client:
         prompt = "one two three four five six seven eight [[fault: cut x1]]"
         came = [each async for each in client.stream({"prompt": prompt}, key="critical.tests.client")]
@@ -91,7 +91,7 @@ async def test_a_failed_attempt_is_announced_in_the_stream(vhost) -> None:
 
 
 @pytest.mark.default_broker_only
-async def test_an_error_is_raised_with_the_documents_fields(vhost) -> None:
+async def test_an_error_is_raised_with_the_fields_of_its_document(vhost) -> None:
     async with at_home(vhost.amqp_url) as client:
         with pytest.raises(Problem) as caught:
             await client.request(
@@ -104,7 +104,7 @@ async def test_an_error_is_raised_with_the_documents_fields(vhost) -> None:
     assert caught.value.attempts == 1
 
 
-async def test_a_delay_and_a_time_are_kept(vhost) -> None:
+async def test_delay_and_start_time_are_kept(vhost) -> None:
     async with at_home(vhost.amqp_url) as client:
         began = time.monotonic()
         delayed = client.request({"prompt": "a"}, key="normal.tests.client", delay_s=0.5)
@@ -121,7 +121,7 @@ async def test_a_delay_and_a_time_are_kept(vhost) -> None:
     assert 0.9 <= second < 15
 
 
-async def test_what_is_published_without_waiting_says_its_id_and_is_worked(vhost) -> None:
+async def test_publish_returns_the_id_and_the_request_is_worked_on(vhost) -> None:
     async with house(vhost.amqp_url) as home, Client(vhost.amqp_url) as client:
         made = await client.publish({"prompt": "fire"}, key="batch.tests.client")
         assert await client.publish({"prompt": "forget"}, key="batch.tests.client", message_id="mine") == "mine"
@@ -132,7 +132,7 @@ async def test_what_is_published_without_waiting_says_its_id_and_is_worked(vhost
 
 
 @pytest.mark.default_broker_only
-async def test_the_options_are_on_the_message(vhost) -> None:
+async def test_the_options_are_in_the_message(vhost) -> None:
     async with (
         house(vhost.amqp_url, works=("critical",)),
         requester(vhost.amqp_url) as app,
@@ -160,13 +160,13 @@ async def test_the_options_are_on_the_message(vhost) -> None:
 
 
 @pytest.mark.default_broker_only
-async def test_no_answer_in_the_callers_time_is_told_and_forgotten(vhost) -> None:
+async def test_without_an_answer_in_the_callers_time_an_error_is_raised_and_the_request_forgotten(vhost) -> None:
     async with at_home(vhost.amqp_url, simulated=SimulatedOptions(latency_ms=1000)) as client:
         with pytest.raises(NoReply, match=r"within 0\.2 s"):
             await client.request({"prompt": "slow"}, key="critical.tests.client", timeout_s=0.2)
 
 
-async def test_a_stream_whose_connection_is_lost_is_told_at_once_and_the_next_request_is_answered(vhost) -> None:
+async def test_a_stream_whose_connection_is_lost_raises_at_once_and_the_next_request_is_answered(vhost) -> None:
     async with house(vhost.amqp_url) as home, Client(vhost.amqp_url) as client:
 
         async def read() -> None:
@@ -183,7 +183,7 @@ async def test_a_stream_whose_connection_is_lost_is_told_at_once_and_the_next_re
 
 
 @pytest.mark.parametrize("options", [{}, {"message_id": "mine"}])
-async def test_an_answer_whose_connection_was_lost_is_fetched(vhost, options: Options) -> None:
+async def test_an_answer_whose_connection_was_lost_is_fetched_by_its_id(vhost, options: Options) -> None:
     async with (
         house(vhost.amqp_url, simulated=SimulatedOptions(latency_ms=8000)) as home,
         Client(vhost.amqp_url) as client,
@@ -198,7 +198,7 @@ async def test_an_answer_whose_connection_was_lost_is_fetched(vhost, options: Op
         assert len(home.calls("slow")) == 1
 
 
-async def test_a_lost_connection_hides_no_conflict_of_ids(vhost) -> None:
+async def test_after_a_lost_connection_a_conflict_of_ids_is_still_raised(vhost) -> None:
     async with (
         house(vhost.amqp_url, lanes={"normal": {"slots": 1}}) as home,
         Client(vhost.amqp_url) as client,
@@ -215,7 +215,7 @@ async def test_a_lost_connection_hides_no_conflict_of_ids(vhost) -> None:
             await asked
 
 
-async def test_a_full_lane_is_told_soon_and_by_name(vhost) -> None:
+async def test_a_full_lane_is_reported_soon_and_by_name(vhost) -> None:
     async with (
         house(vhost.amqp_url, works=("critical",), lanes={"batch": {"max_length": 2}}),
         Client(vhost.amqp_url) as client,
@@ -223,7 +223,7 @@ async def test_a_full_lane_is_told_soon_and_by_name(vhost) -> None:
 
         async def fill() -> None:
             nonlocal began
-            for n in range(50):  # a quorum queue notices a little late that it is full
+            for n in range(50):  # a quorum queue notices late that it is full
                 began = time.monotonic()
                 await client.publish({"prompt": f"{n}"}, key="batch.tests.client")
 
@@ -234,7 +234,7 @@ async def test_a_full_lane_is_told_soon_and_by_name(vhost) -> None:
         assert (await client.request({"prompt": "x"}, key="critical.tests.client", timeout_s=60)).text == "echo: x"
 
 
-async def test_without_a_worker_a_question_is_given_up_and_a_cancellation_is_kept(vhost, monkeypatch) -> None:
+async def test_without_a_worker_fetching_a_result_times_out_and_a_cancellation_is_kept(vhost, monkeypatch) -> None:
     monkeypatch.setattr("lanekeeper.control.ANSWERED_WITHIN_S", 0.3)
     async with Connection(vhost.amqp_url, name="test") as connection:
         topology = declare(LANES, names=Names(), broker_version=connection.version)
@@ -255,7 +255,7 @@ async def test_without_a_worker_a_question_is_given_up_and_a_cancellation_is_kep
 
 
 @pytest.mark.default_broker_only
-async def test_how_many_workers_take_a_lane_is_seen(vhost) -> None:
+async def test_the_number_of_workers_of_a_lane_can_be_read(vhost) -> None:
     async with house(vhost.amqp_url, works=("critical",)), Client(vhost.amqp_url) as client:
         critical, batch, none = [await client.depth(lane) for lane in ("critical", "batch", "nolane")]
 
@@ -267,7 +267,7 @@ async def test_how_many_workers_take_a_lane_is_seen(vhost) -> None:
 async def test_a_client_can_be_left_at_any_moment(vhost) -> None:
     for n in range(60):
         async with asyncio.timeout(60), Client(vhost.amqp_url):
-            await asyncio.sleep(n / 3000)  # while it connects, too
+            await asyncio.sleep(n / 3000)  # also while it connects
 
 
 async def test_without_a_topology_the_error_says_at_once_what_to_run(vhost) -> None:
@@ -281,7 +281,7 @@ async def test_without_a_topology_the_error_says_at_once_what_to_run(vhost) -> N
 
 
 @pytest.mark.default_broker_only
-async def test_a_broker_that_is_not_there_and_a_wrong_password_are_told_apart(vhost) -> None:
+async def test_an_unreachable_broker_and_a_wrong_password_are_different_errors(vhost) -> None:
     with pytest.raises(BrokerUnreachable):
         async with Client("amqp://guest:guest@127.0.0.1:1/"):
             pass
@@ -295,7 +295,7 @@ async def test_a_broker_that_is_not_there_and_a_wrong_password_are_told_apart(vh
 
 
 @pytest.mark.default_broker_only
-async def test_a_script_that_configures_no_logging_prints_its_own_lines_alone(vhost) -> None:
+async def test_without_configured_logging_a_script_prints_only_its_own_lines(vhost) -> None:
     script = (
         "import asyncio, sys\n"
         "from lanekeeper import Client\n"

@@ -21,7 +21,7 @@ from topology.broker.admin import management
 from topology.broker.inbox import Inbox
 
 
-async def test_it_knows_the_brokers_version_and_address(vhost: Vhost) -> None:
+async def test_the_connection_has_the_brokers_version_and_address(vhost: Vhost) -> None:
     async with Connection(vhost.amqp_url, name="test") as connection:
         assert connection.is_open
         assert connection.trouble is None
@@ -30,7 +30,7 @@ async def test_it_knows_the_brokers_version_and_address(vhost: Vhost) -> None:
     assert not connection.is_open
 
 
-async def test_a_refused_connection_is_one_line_that_says_what_to_look_at(unused_tcp_port: int) -> None:
+async def test_a_refused_connection_is_one_line_that_says_what_to_check(unused_tcp_port: int) -> None:
     with pytest.raises(BrokerUnreachable, match=r"no broker at 127\.0\.0\.1:\d+: .*LANEKEEPER_AMQP_URL") as error:
         async with Connection(f"amqp://guest:secret@127.0.0.1:{unused_tcp_port}/", name="test"):
             pass
@@ -38,7 +38,7 @@ async def test_a_refused_connection_is_one_line_that_says_what_to_look_at(unused
     assert "secret" not in str(error.value)
 
 
-async def test_a_wrong_password_is_one_line_without_it(vhost: Vhost) -> None:
+async def test_a_wrong_password_is_one_line_without_the_password(vhost: Vhost) -> None:
     url = str(URL(vhost.amqp_url).with_password("secret"))
     with pytest.raises(AccessRefused, match=f"refused user '{vhost.user}'.*[^.]; check user, password") as error:
         async with Connection(url, name="test"):
@@ -47,13 +47,13 @@ async def test_a_wrong_password_is_one_line_without_it(vhost: Vhost) -> None:
     assert "secret" not in str(error.value)
 
 
-async def test_a_virtual_host_that_is_not_there_is_named(vhost: Vhost) -> None:
+async def test_a_missing_virtual_host_is_named(vhost: Vhost) -> None:
     with pytest.raises(AccessRefused, match=f"not into virtual host '{vhost.name}-not-there'"):
         async with Connection(vhost.amqp_url + "-not-there", name="test"):
             pass
 
 
-async def test_someone_who_does_not_speak_amqp_is_no_broker() -> None:
+async def test_a_server_that_does_not_speak_amqp_is_reported() -> None:
     async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
         writer.close()
@@ -66,7 +66,7 @@ async def test_someone_who_does_not_speak_amqp_is_no_broker() -> None:
                 pass
 
 
-async def test_a_lost_connection_is_told_and_comes_back(vhost: Vhost) -> None:
+async def test_a_lost_connection_is_reported_and_opened_again(vhost: Vhost) -> None:
     async with Connection(vhost.amqp_url, name=vhost.name) as connection:
         channel = await connection.raw_channel(confirms=True)
         loss = connection.loss
@@ -79,17 +79,17 @@ async def test_a_lost_connection_is_told_and_comes_back(vhost: Vhost) -> None:
         assert not (await connection.raw_channel(confirms=True)).is_closed
 
 
-async def test_who_waits_for_a_channel_waits_no_longer_than_told(vhost: Vhost) -> None:
+async def test_waiting_for_a_channel_ends_at_its_time_limit(vhost: Vhost) -> None:
     async with Connection(vhost.amqp_url, name="test") as connection:
         await (await connection.underlying()).close()
-        vhost.api("DELETE", f"permissions/{vhost.quoted}/{vhost.user}")  # so that it does not come back
+        vhost.api("DELETE", f"permissions/{vhost.quoted}/{vhost.user}")  # so that it does not reconnect
         with pytest.raises(BrokerUnreachable, match=r"within 0\.2 s"):
             await connection.raw_channel(confirms=False, timeout_s=0.2)
         assert connection.trouble is not None
         await until(lambda: "not into virtual host" in (connection.trouble or ""))
 
 
-async def test_a_cancelled_wait_is_cancelled(vhost: Vhost) -> None:
+async def test_a_cancelled_wait_for_a_channel_ends(vhost: Vhost) -> None:
     async with Connection(vhost.amqp_url, name="test") as connection:
         await (await connection.underlying()).close()
         vhost.api("DELETE", f"permissions/{vhost.quoted}/{vhost.user}")
@@ -100,7 +100,7 @@ async def test_a_cancelled_wait_is_cancelled(vhost: Vhost) -> None:
             await waiting
 
 
-async def test_an_inbox_has_a_name_and_takes_what_is_bound_to_it(vhost: Vhost) -> None:
+async def test_an_inbox_has_a_name_and_gets_what_is_bound_to_it(vhost: Vhost) -> None:
     async with (
         Connection(vhost.amqp_url, name="test") as connection,
         Inbox(connection, bindings=(("amq.topic", "status"),)) as inbox,
@@ -112,7 +112,7 @@ async def test_an_inbox_has_a_name_and_takes_what_is_bound_to_it(vhost: Vhost) -
         assert [(await anext(inbox)).body, (await anext(inbox)).body] == [b"1", b"2"]
 
 
-async def test_depths_count_what_waits_and_say_what_is_not_there(vhost: Vhost) -> None:
+async def test_depths_count_ready_messages_and_name_missing_queues(vhost: Vhost) -> None:
     async with Connection(vhost.amqp_url, name="test") as connection:
         channel = await connection.raw_channel(confirms=True)
         await channel.queue_declare("some", durable=True)
@@ -123,7 +123,7 @@ async def test_depths_count_what_waits_and_say_what_is_not_there(vhost: Vhost) -
             await depths(connection, ["not-there"])
 
 
-async def test_of_two_urls_the_one_that_answers_is_taken(vhost: Vhost, unused_tcp_port: int) -> None:
+async def test_of_two_urls_the_reachable_one_is_used(vhost: Vhost, unused_tcp_port: int) -> None:
     dead = f"amqp://guest:guest@127.0.0.1:{unused_tcp_port}/"
     for _ in range(4):  # either may be tried first
         async with Connection(f"{dead}, {vhost.amqp_url}", name="test") as connection:
@@ -131,7 +131,7 @@ async def test_of_two_urls_the_one_that_answers_is_taken(vhost: Vhost, unused_tc
             assert connection.address == f"{URL(vhost.amqp_url).host}:{URL(vhost.amqp_url).port}"
 
 
-async def test_where_none_of_several_answers_all_are_named(unused_tcp_port_factory: Callable[[], int]) -> None:
+async def test_if_no_url_is_reachable_all_are_named(unused_tcp_port_factory: Callable[[], int]) -> None:
     ports = unused_tcp_port_factory(), unused_tcp_port_factory()
     with pytest.raises(BrokerUnreachable) as error:
         async with Connection(",".join(f"amqp://guest:secret@127.0.0.1:{port}/" for port in ports), name="test"):
@@ -140,8 +140,8 @@ async def test_where_none_of_several_answers_all_are_named(unused_tcp_port_facto
     assert "secret" not in str(error.value)
 
 
-async def test_a_connection_that_is_lost_goes_on_at_the_next_url(vhost: Vhost) -> None:
-    """The same broker twice: as a cluster, of which each node is one URL."""
+async def test_a_lost_connection_continues_with_the_next_url(vhost: Vhost) -> None:
+    """The same broker twice, as in a cluster where each node has a URL."""
     given = URL(vhost.amqp_url)
     other = str(given.with_host("127.0.0.1" if given.host == "localhost" else "localhost"))
     async with Connection(f"{vhost.amqp_url},{other}", name=vhost.name) as connection:
@@ -152,7 +152,7 @@ async def test_a_connection_that_is_lost_goes_on_at_the_next_url(vhost: Vhost) -
 
 
 @pytest.mark.default_broker_only
-async def test_it_is_back_soon_after_the_broker_was_killed_and_started(own_broker: PrivateBroker) -> None:
+async def test_the_connection_is_back_soon_after_the_broker_was_killed_and_restarted(own_broker: PrivateBroker) -> None:
     async with Connection(own_broker.amqp_url, name="test") as connection:
         loss = connection.loss
         await own_broker.kill()
@@ -161,19 +161,19 @@ async def test_it_is_back_soon_after_the_broker_was_killed_and_started(own_broke
         await connection.underlying(timeout_s=5)
 
 
-async def test_the_management_api_is_found_at_the_first_of_several_hosts_that_has_one(
+async def test_the_management_api_is_found_at_the_first_host_that_has_one(
     vhost: Vhost, unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     port = URL(vhost.management_url).port
     assert port is not None
     monkeypatch.setattr(management, "PORT", port)
-    dead = str(URL(vhost.amqp_url).with_host("127.0.0.99"))  # of loopback, where nothing of ours listens
+    dead = str(URL(vhost.amqp_url).with_host("127.0.0.99"))  # of loopback, where no server of ours listens
     found = await management.discover(f"{dead},{vhost.amqp_url}")
     assert found is not None
     assert (await found.overview()).version.startswith(vhost.version.split("+")[0])
 
 
-async def test_a_channel_that_has_closed_leaves_nothing_on_its_connection(vhost: Vhost) -> None:
+async def test_a_closed_channel_leaves_no_object_on_its_connection(vhost: Vhost) -> None:
     def callbacks() -> int:
         gc.collect()
         return sum(isinstance(each, OneShotCallback) for each in gc.get_objects())
@@ -184,4 +184,4 @@ async def test_a_channel_that_has_closed_leaves_nothing_on_its_connection(vhost:
             await (await connection.channel(confirms=False)).close()
             with suppress(ChannelNotFoundEntity):
                 await (await connection.channel(confirms=False)).get_queue("nowhere")
-        await until(lambda: callbacks() <= before + 1)  # the last one is held by its exception
+        await until(lambda: callbacks() <= before + 1)  # the last one is referenced by its exception

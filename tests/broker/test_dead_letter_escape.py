@@ -1,4 +1,4 @@
-"""An application tries to have the broker publish for it, past its topic permissions: by dead-lettering.
+"""An application tries to publish past its topic permissions, by having the broker dead-letter its messages.
 
 The broker looks at topic permissions where something is published, and not where it is dead-lettered.
 """
@@ -29,7 +29,7 @@ async def broker_with_users(vhost) -> AsyncIterator[Broker]:
 
 
 @pytest.mark.parametrize("role", ["application", "client"])
-async def test_an_application_gets_nothing_into_another_lane_in_another_name(
+async def test_an_application_cannot_publish_to_another_lane_by_dead_lettering(
     role: str, broker_with_users: Broker, vhost
 ) -> None:
     it = broker_with_users
@@ -55,7 +55,7 @@ async def test_an_application_gets_nothing_into_another_lane_in_another_name(
 @pytest.mark.parametrize("role", ["application", "client"])
 @pytest.mark.parametrize("arguments", [{}, ESCAPE], ids=["plain", "dead-lettering"])
 @pytest.mark.parametrize("name", ["", "amq.gen-mine", "mine", "{own}", "{own}.more"])
-async def test_an_application_declares_no_queue_of_any_name(
+async def test_an_application_cannot_declare_a_queue(
     role: str, arguments: dict[str, str], name: str, broker_with_users: Broker
 ) -> None:
     it = broker_with_users

@@ -1,4 +1,4 @@
-"""Deliveries of a real broker: as many as told, settled once, delivered again when the channel is lost."""
+"""Deliveries from a real broker: up to the prefetch, settled once, delivered again when the channel is lost."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -24,7 +24,7 @@ QUORUM = {"x-queue-type": "quorum"}
 
 @dataclass
 class Lines:
-    """A queue `some`, and what it takes to fill and to consume it."""
+    """A queue `some`, and methods to fill and consume it."""
 
     vhost: Vhost
     consuming: Connection
@@ -41,7 +41,7 @@ class Lines:
             await self.publisher.publish(Message(body=body, **properties), exchange="", routing_key="some")
 
     async def until_ready(self, count: int) -> None:
-        """Wait until so many wait: a channel that closed gives back what was not settled a little later."""
+        """Wait until so many messages are ready; unsettled messages return a moment after their channel closed."""
 
         async def holds() -> bool:
             return (await depths(self.publisher.connection, ["some"]))["some"].ready == count
@@ -52,7 +52,7 @@ class Lines:
     async def at_work(
         self, work: Callable[[Delivery], Awaitable[None]], *, prefetch: int = 4, counted: bool = True
     ) -> AsyncIterator[Deliveries]:
-        """As a pool does it: a task a delivery, until stopped or the channel is lost."""
+        """Like a pool: a task for each delivery, until stopped or the channel is lost."""
         deliveries = Deliveries(self.consuming, queue="some", prefetch=prefetch, counted=counted)
 
         async def run() -> None:
@@ -86,7 +86,7 @@ async def lines(vhost: Vhost) -> AsyncIterator[Lines]:
         yield lines
 
 
-async def test_no_more_are_delivered_than_the_prefetch(lines: Lines) -> None:
+async def test_no_more_than_the_prefetch_is_delivered(lines: Lines) -> None:
     held: list[Delivery] = []
 
     async def hold(delivery: Delivery) -> None:
@@ -102,7 +102,7 @@ async def test_no_more_are_delivered_than_the_prefetch(lines: Lines) -> None:
     await lines.until_ready(9)
 
 
-async def test_what_is_acknowledged_is_gone_and_tells_what_it_was(lines: Lines) -> None:
+async def test_an_acknowledged_message_is_gone_and_was_read_completely(lines: Lines) -> None:
     seen: list[Delivery] = []
 
     async def ack(delivery: Delivery) -> None:
@@ -119,7 +119,7 @@ async def test_what_is_acknowledged_is_gone_and_tells_what_it_was(lines: Lines) 
     await lines.until_ready(0)
 
 
-async def test_several_are_acknowledged_at_once_and_what_is_in_hand_is_not(lines: Lines) -> None:
+async def test_several_deliveries_are_acknowledged_at_once_and_unfinished_ones_are_not(lines: Lines) -> None:
     await lines.publish(*(b"%d" % at for at in range(10)))
     deliveries = Deliveries(lines.consuming, queue="some", prefetch=10)
     async with aclosing(deliveries.sessions()) as sessions:
@@ -131,7 +131,7 @@ async def test_several_are_acknowledged_at_once_and_what_is_in_hand_is_not(lines
     await lines.until_ready(2)
 
 
-async def test_a_delivery_count_that_a_client_wrote_is_not_believed(lines: Lines) -> None:
+async def test_a_delivery_count_header_from_a_client_is_ignored(lines: Lines) -> None:
     seen: list[int | None] = []
 
     async def look(delivery: Delivery) -> None:
@@ -144,7 +144,7 @@ async def test_a_delivery_count_that_a_client_wrote_is_not_believed(lines: Lines
     assert seen == [1]
 
 
-async def test_what_is_rejected_is_counted(lines: Lines) -> None:
+async def test_a_rejected_delivery_is_counted(lines: Lines) -> None:
     seen: list[int | None] = []
 
     async def reject_twice(delivery: Delivery) -> None:
@@ -157,7 +157,7 @@ async def test_what_is_rejected_is_counted(lines: Lines) -> None:
     assert seen == [1, 2, 3]
 
 
-async def test_what_is_given_back_is_counted_before_4_3_only(lines: Lines) -> None:
+async def test_a_nacked_delivery_is_counted_only_before_4_3(lines: Lines) -> None:
     seen: list[int | None] = []
 
     async def give_back_twice(delivery: Delivery) -> None:
@@ -171,7 +171,7 @@ async def test_what_is_given_back_is_counted_before_4_3_only(lines: Lines) -> No
     assert seen == ([1, 1, 1] if version >= (4, 3) else [1, 2, 3])
 
 
-async def test_a_queue_that_does_not_count_says_so_whatever_a_client_wrote(lines: Lines) -> None:
+async def test_a_queue_that_does_not_count_deliveries_reports_no_count_despite_a_clients_header(lines: Lines) -> None:
     channel = await lines.consuming.raw_channel(confirms=False)
     await channel.queue_delete("some")
     await lines.declare({"x-queue-type": "classic"})
@@ -187,7 +187,7 @@ async def test_a_queue_that_does_not_count_says_so_whatever_a_client_wrote(lines
     assert seen == [1, None]
 
 
-async def test_a_lost_connection_ends_the_work_and_what_was_not_settled_comes_again(lines: Lines) -> None:
+async def test_a_lost_connection_ends_the_work_and_unsettled_messages_are_delivered_again(lines: Lines) -> None:
     begun: list[tuple[bytes, bool]] = []
     ended: list[bytes] = []
 
@@ -214,7 +214,7 @@ async def test_a_lost_connection_ends_the_work_and_what_was_not_settled_comes_ag
     await lines.until_ready(0)
 
 
-async def test_a_queue_that_was_deleted_is_consumed_again_when_it_is_back(lines: Lines) -> None:
+async def test_a_deleted_queue_is_consumed_again_when_it_is_back(lines: Lines) -> None:
     seen: list[bytes] = []
 
     async def ack(delivery: Delivery) -> None:
@@ -232,7 +232,7 @@ async def test_a_queue_that_was_deleted_is_consumed_again_when_it_is_back(lines:
     assert "cancelled the consumer" in str(lines.lost[0])
 
 
-async def test_stopping_takes_no_more_and_lets_what_runs_end(lines: Lines) -> None:
+async def test_a_stop_takes_no_more_deliveries_and_lets_running_ones_end(lines: Lines) -> None:
     begun: list[bytes] = []
     go = asyncio.Event()
 
@@ -253,7 +253,7 @@ async def test_stopping_takes_no_more_and_lets_what_runs_end(lines: Lines) -> No
     assert not lines.lost
 
 
-async def test_stopping_while_there_is_no_queue_does_not_wait_for_it(lines: Lines) -> None:
+async def test_a_stop_does_not_wait_for_a_missing_queue(lines: Lines) -> None:
     deliveries = Deliveries(lines.consuming, queue="not-there", prefetch=1)
 
     async def run() -> None:
@@ -266,7 +266,7 @@ async def test_stopping_while_there_is_no_queue_does_not_wait_for_it(lines: Line
     await asyncio.wait_for(running, 60)
 
 
-async def test_stopping_while_a_channel_is_opened_takes_nothing(lines: Lines) -> None:
+async def test_a_stop_while_a_channel_is_opened_takes_nothing(lines: Lines) -> None:
     await lines.publish(b"x")
     deliveries = Deliveries(lines.consuming, queue="some", prefetch=1)
     taken: list[Delivery] = []
@@ -277,14 +277,14 @@ async def test_stopping_while_a_channel_is_opened_takes_nothing(lines: Lines) ->
                 taken.append(delivery)
 
     running = asyncio.create_task(run())
-    await asyncio.sleep(0)  # it waits for its channel now
+    await asyncio.sleep(0)  # it is waiting for its channel
     await deliveries.stop()
     await asyncio.wait_for(running, 60)
     assert not taken
     await lines.until_ready(1)
 
 
-async def test_what_is_held_over_a_pause_and_all_that_comes_after_it_is_settled_once(lines: Lines) -> None:
+async def test_deliveries_held_over_a_pause_and_later_ones_are_each_settled_once(lines: Lines) -> None:
     settled: list[bytes] = []
     go = asyncio.Event()
 
@@ -314,7 +314,7 @@ async def test_what_is_held_over_a_pause_and_all_that_comes_after_it_is_settled_
     await lines.until_ready(0)
 
 
-async def test_a_connection_that_is_lost_over_a_pause_is_not_consumed_before_its_end(lines: Lines) -> None:
+async def test_after_a_connection_is_lost_during_a_pause_nothing_is_consumed_before_its_end(lines: Lines) -> None:
     seen: list[bytes] = []
 
     async def ack(delivery: Delivery) -> None:
@@ -332,13 +332,13 @@ async def test_a_connection_that_is_lost_over_a_pause_is_not_consumed_before_its
         await until(lambda: seen == [b"1"])
 
 
-async def test_a_channel_error_brings_a_new_channel_and_what_it_held_comes_again(lines: Lines) -> None:
+async def test_after_a_channel_error_a_new_channel_gets_the_unsettled_messages_again(lines: Lines) -> None:
     seen: list[bool] = []
 
     async def settle_twice_at_first(delivery: Delivery) -> None:
         seen.append(delivery.redelivered)
         if not delivery.redelivered:
-            delivery._tag = 99  # one that the broker does not know: 406 PRECONDITION_FAILED
+            delivery._tag = 99  # a delivery tag that the broker does not know: 406 PRECONDITION_FAILED
         await delivery.ack()
 
     async with lines.at_work(settle_twice_at_first):
@@ -349,7 +349,7 @@ async def test_a_channel_error_brings_a_new_channel_and_what_it_held_comes_again
     assert lines.consuming.openings == 1, "the connection was kept"
 
 
-async def test_a_channel_that_is_lost_at_once_every_time_is_not_opened_without_end(lines: Lines) -> None:
+async def test_a_channel_that_is_lost_at_once_is_reopened_with_pauses(lines: Lines) -> None:
     opened = 0
 
     async def refuse(delivery: Delivery) -> None:
@@ -364,7 +364,7 @@ async def test_a_channel_that_is_lost_at_once_every_time_is_not_opened_without_e
     assert 2 <= opened <= 12
 
 
-async def test_a_queue_whose_consumer_was_ended_is_reported_as_maybe_missing(lines: Lines) -> None:
+async def test_a_queue_whose_consumer_was_cancelled_is_reported_as_possibly_missing(lines: Lines) -> None:
     asked = asyncio.Event()
     deliveries = Deliveries(lines.consuming, queue="some", prefetch=1, on_missing=asked.set)
 
@@ -382,7 +382,7 @@ async def test_a_queue_whose_consumer_was_ended_is_reported_as_maybe_missing(lin
     await asyncio.wait_for(running, 60)
 
 
-async def test_stopping_while_there_is_no_connection_does_not_wait_for_it(lines: Lines) -> None:
+async def test_a_stop_does_not_wait_for_a_missing_connection(lines: Lines) -> None:
     async with lines.at_work(lambda delivery: delivery.ack()) as deliveries:
         lines.vhost.api("DELETE", f"permissions/{lines.vhost.quoted}/{lines.vhost.user}")
         await (await lines.consuming.underlying()).close()

@@ -1,4 +1,4 @@
-"""A broker that is killed and started again is the same broker, with the same data at the same place."""
+"""A broker that is killed and started again has the same address and the same data."""
 
 import asyncio
 
@@ -7,11 +7,11 @@ import aio_pika
 from service.private_broker.broker import PrivateBroker
 
 
-async def test_a_killed_broker_comes_back_with_what_it_had_confirmed(own_broker: PrivateBroker) -> None:
+async def test_a_killed_broker_comes_back_with_all_confirmed_messages(own_broker: PrivateBroker) -> None:
     before = await aio_pika.connect(own_broker.amqp_url)
     channel = await before.channel()
     await channel.declare_queue("kept", durable=True, arguments={"x-queue-type": "quorum"})
-    # A quorum queue younger than that may not come back after SIGKILL: seen on 3.10, 4.0 and 4.3.
+    # A quorum queue younger than that may not recover after SIGKILL: seen on 3.10, 4.0 and 4.3.
     await asyncio.sleep(2)
     await channel.default_exchange.publish(aio_pika.Message(b"confirmed", delivery_mode=2), "kept")
 

@@ -1,4 +1,4 @@
-"""Publishing against a real broker: nothing counts as published before it is confirmed."""
+"""Publishing to a real broker: a message counts as published only after its confirm."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -28,7 +28,7 @@ from tests.support.waiting import until
 from topology.lanes import MIB
 
 LARGEST = {3: 128 * MIB, 4: 16 * MIB}
-"""What the broker takes as one message unless it is told otherwise, by its major version."""
+"""The broker's default limit for the size of a message, by major version."""
 QUORUM = {"x-queue-type": "quorum"}
 
 
@@ -49,24 +49,24 @@ async def waiting(publisher: Publisher, queue: str) -> int:
 
 
 async def fill(publish: Callable[..., Awaitable[None]]) -> None:
-    """Publish to the queue `full` until it is refused: its limit is soft."""
+    """Publish to the queue `full` until it refuses; its limit is not exact."""
     for _ in range(50):
         await publish(Message(body=b""), exchange="", routing_key="full")
 
 
-async def test_what_was_published_is_there(publisher: Publisher) -> None:
+async def test_a_published_message_is_in_the_queue(publisher: Publisher) -> None:
     await declare(publisher, "some")
     await publisher.publish(Message(body=b"1"), exchange="", routing_key="some")
     assert await waiting(publisher, "some") == 1
 
 
-async def test_a_message_that_no_queue_takes_is_unroutable(publisher: Publisher) -> None:
+async def test_a_message_without_a_queue_is_unroutable(publisher: Publisher) -> None:
     with pytest.raises(Unroutable, match="'nobody'"):
         await publisher.publish(Message(body=b"", message_id="m"), exchange="", routing_key="nobody")
     await publisher.publish(Message(body=b""), exchange="", routing_key="nobody", mandatory=False)
 
 
-async def test_both_of_two_unroutable_messages_with_one_id_are_noticed(publisher: Publisher) -> None:
+async def test_two_unroutable_messages_with_the_same_id_are_both_reported(publisher: Publisher) -> None:
     found = await asyncio.gather(
         *(publisher.publish(Message(body=b"", message_id="m"), exchange="", routing_key="nobody") for _ in range(5)),
         return_exceptions=True,
@@ -75,37 +75,37 @@ async def test_both_of_two_unroutable_messages_with_one_id_are_noticed(publisher
     assert not publisher._in_flight
 
 
-async def test_a_full_queue_refuses(publisher: Publisher) -> None:
+async def test_a_full_queue_refuses_a_publish(publisher: Publisher) -> None:
     await declare(publisher, "full", **{"x-max-length": 1, "x-overflow": "reject-publish"})
     with pytest.raises(PublishRefused, match="refused 'full'"):
         await fill(publisher.publish)
 
 
-async def test_a_refusal_is_tried_again_as_long_as_told(publisher: Publisher) -> None:
+async def test_a_refused_publish_is_retried_within_the_time_limit(publisher: Publisher) -> None:
     await declare(publisher, "full", **{"x-max-length": 1, "x-overflow": "reject-publish"})
     loop = asyncio.get_running_loop()
     began_s = loop.time()
     with pytest.raises(PublishRefused):
         await fill(partial(publisher.publish_surely, refused_within_s=0.3))
-    assert loop.time() - began_s > 0.04  # at least one pause: the last one is not begun where it would end too late
+    assert loop.time() - began_s > 0.04  # at least one pause; a pause that would end too late is not begun
     assert loop.time() - began_s < 20
 
 
-async def test_an_exchange_that_is_not_there_names_the_command(publisher: Publisher) -> None:
+async def test_a_missing_exchange_is_reported_with_the_command_that_declares_it(publisher: Publisher) -> None:
     with pytest.raises(TopologyMismatch, match="lanekeeper topology apply"):
         await publisher.publish(Message(body=b""), exchange="not-there", routing_key="k")
     await declare(publisher, "some")
-    await publisher.publish(Message(body=b""), exchange="", routing_key="some")  # over a new channel
+    await publisher.publish(Message(body=b""), exchange="", routing_key="some")  # on a new channel
 
 
-async def test_a_right_that_is_missing_is_told(publisher: Publisher, vhost: Vhost) -> None:
+async def test_a_missing_right_is_reported(publisher: Publisher, vhost: Vhost) -> None:
     rights = {"configure": ".*", "write": "^some$", "read": ".*"}
     vhost.api("PUT", f"permissions/{vhost.quoted}/{vhost.user}", rights)
     with pytest.raises(AccessRefused):
         await publisher.publish_surely(Message(body=b""), exchange="amq.topic", routing_key="k", within_s=60)
 
 
-async def test_what_was_under_way_when_another_was_refused_is_published(publisher: Publisher, vhost: Vhost) -> None:
+async def test_publishes_in_progress_succeed_although_another_was_refused(publisher: Publisher, vhost: Vhost) -> None:
     await declare(publisher, "some")
     rights = {"configure": ".*", "write": "^(amq.default|some)$", "read": ".*"}
     vhost.api("PUT", f"permissions/{vhost.quoted}/{vhost.user}", rights)
@@ -120,7 +120,7 @@ async def test_what_was_under_way_when_another_was_refused_is_published(publishe
     assert found == [None] * 29
 
 
-async def test_no_connection_is_told_in_time(publisher: Publisher, vhost: Vhost) -> None:
+async def test_a_missing_connection_is_reported_within_the_time_limit(publisher: Publisher, vhost: Vhost) -> None:
     await (await publisher.connection.underlying()).close()
     vhost.api("DELETE", f"permissions/{vhost.quoted}/{vhost.user}")
     loop = asyncio.get_running_loop()
@@ -133,7 +133,7 @@ async def test_no_connection_is_told_in_time(publisher: Publisher, vhost: Vhost)
     assert loop.time() - began_s < 5, "they wait one after the other"
 
 
-async def test_a_connection_that_is_closed_leaves_what_was_under_way_unknown_and_nothing_confirmed_is_lost(
+async def test_after_a_closed_connection_publishes_in_progress_are_unknown_and_confirmed_ones_are_kept(
     publisher: Publisher, vhost: Vhost
 ) -> None:
     await declare(publisher, "some")
@@ -157,7 +157,7 @@ async def test_a_connection_that_is_closed_leaves_what_was_under_way_unknown_and
     assert await waiting(publisher, "some") >= confirmed > 0
 
 
-async def test_publishing_surely_survives_a_lost_connection(publisher: Publisher, vhost: Vhost) -> None:
+async def test_publish_surely_survives_a_lost_connection(publisher: Publisher, vhost: Vhost) -> None:
     await declare(publisher, "some")
     done = asyncio.Event()
     published = 0
@@ -180,7 +180,7 @@ async def test_publishing_surely_survives_a_lost_connection(publisher: Publisher
     assert await waiting(publisher, "some") >= published
 
 
-async def test_a_queue_that_comes_back_takes_what_was_published_surely(publisher: Publisher) -> None:
+async def test_a_queue_that_comes_back_gets_what_is_published_surely(publisher: Publisher) -> None:
     channel = await publisher.connection.raw_channel(confirms=False)
     await channel.exchange_declare("ours", exchange_type="fanout", durable=True)
     publishing = asyncio.create_task(publisher.publish_surely(Message(body=b""), exchange="ours", routing_key="k"))
@@ -191,7 +191,7 @@ async def test_a_queue_that_comes_back_takes_what_was_published_surely(publisher
     await asyncio.wait_for(publishing, 60)
 
 
-async def test_a_cancelled_publish_is_cancelled_and_the_next_of_its_id_goes_on(publisher: Publisher) -> None:
+async def test_after_a_cancelled_publish_the_next_with_the_same_id_succeeds(publisher: Publisher) -> None:
     await declare(publisher, "some")
     tasks = [
         asyncio.create_task(publisher.publish(Message(body=b"", message_id="m"), exchange="", routing_key="some"))
@@ -206,7 +206,7 @@ async def test_a_cancelled_publish_is_cancelled_and_the_next_of_its_id_goes_on(p
     assert not publisher._in_flight
 
 
-async def test_what_the_caller_gives_up_on_is_raised_at_once(publisher: Publisher) -> None:
+async def test_an_error_that_the_caller_does_not_want_retried_is_raised_at_once(publisher: Publisher) -> None:
     asked: list[None] = []
     telling = Publisher(publisher.connection, tracing=Tracing(), on_missing=lambda: asked.append(None))
     loop = asyncio.get_running_loop()
@@ -235,8 +235,10 @@ async def test_an_error_says_whether_an_earlier_try_may_have_been_published(publ
     assert error.value.maybe_published
 
 
-async def test_what_the_broker_does_not_take_is_not_sent_and_the_connection_stays(publisher: Publisher) -> None:
-    """Others publish on it meanwhile."""
+async def test_a_message_too_large_for_the_broker_is_not_sent_and_the_connection_stays_open(
+    publisher: Publisher,
+) -> None:
+    """Other tasks publish on the connection meanwhile."""
     await declare(publisher, "some")
     largest = LARGEST[int(publisher.connection.version.split(".")[0])]
     opened, loss = publisher.connection.openings, publisher.connection.loss
@@ -258,13 +260,13 @@ async def test_what_the_broker_does_not_take_is_not_sent_and_the_connection_stay
     await until(lambda: waiting(publisher, "some"))
 
 
-async def test_a_message_as_large_as_the_broker_takes_is_published(publisher: Publisher) -> None:
+async def test_a_message_of_exactly_the_brokers_limit_is_published(publisher: Publisher) -> None:
     await declare(publisher, "some")
     await publisher.publish(Message(body=bytes(16 * MIB)), exchange="", routing_key="some")
     assert await waiting(publisher, "some") == 1
 
 
-async def test_a_user_without_any_rights_finds_out_what_the_broker_takes(vhost: Vhost) -> None:
+async def test_a_user_without_any_rights_can_find_out_the_brokers_limit(vhost: Vhost) -> None:
     name = f"{vhost.name}-none"
     vhost.api("PUT", f"users/{name}", {"password": "none", "tags": ""})
     try:

@@ -1,4 +1,4 @@
-"""Whether a user may write is found out without delivering a message to anybody."""
+"""Whether a user may publish is checked without delivering a message to anybody."""
 
 from collections.abc import AsyncIterator
 
@@ -16,7 +16,7 @@ async def connection(vhost: Vhost) -> AsyncIterator[Connection]:
         yield connection
 
 
-async def test_nobody_gets_what_is_published_to_find_out(connection: Connection) -> None:
+async def test_the_check_of_the_right_to_publish_delivers_nothing(connection: Connection) -> None:
     channel = await connection.raw_channel(confirms=True)
     queue = (await channel.queue_declare("", exclusive=True)).queue
     await channel.queue_bind(queue, "amq.topic", "#")
@@ -27,7 +27,7 @@ async def test_nobody_gets_what_is_published_to_find_out(connection: Connection)
 
 
 @pytest.mark.parametrize("exchange", ["", "amq.topic"])
-async def test_a_right_that_is_missing_is_told_each_time(connection: Connection, vhost: Vhost, exchange: str) -> None:
+async def test_a_missing_right_is_reported_each_time(connection: Connection, vhost: Vhost, exchange: str) -> None:
     allowed = {"": "^amq.topic$", "amq.topic": "^amq.default$"}[exchange]
     vhost.api("PUT", f"permissions/{vhost.quoted}/{vhost.user}", {"configure": "", "write": allowed, "read": ""})
     for _ in range(20):
@@ -35,6 +35,6 @@ async def test_a_right_that_is_missing_is_told_each_time(connection: Connection,
             await see_that_it_may_write(connection, (("", "some"), ("amq.topic", "some")))
 
 
-async def test_an_exchange_that_is_not_there_names_the_command(connection: Connection) -> None:
+async def test_a_missing_exchange_is_reported_with_the_command_that_declares_it(connection: Connection) -> None:
     with pytest.raises(TopologyMismatch, match="lanekeeper topology apply"):
         await see_that_it_may_write(connection, (("not-there", "some"),))

@@ -1,5 +1,4 @@
-"""Slots move between lanes over a real broker: a flood borrows idle slots, and the lane that lent them gets them
-back."""
+"""Slots move between lanes on a real broker: a flooded lane borrows idle slots, and returns them when needed."""
 
 import asyncio
 import time
@@ -31,7 +30,7 @@ ANSWERED = Answered(body=b"{}", model="m", provider="p")
 
 
 class Acking:
-    """A settler that acknowledges, and nothing more."""
+    """A settler that only acknowledges."""
 
     async def settle(self, job: Job, outcome: Outcome) -> Outcome:
         await job.delivery.ack()
@@ -42,7 +41,7 @@ class Acking:
 
 
 class Noting(Deliveries):
-    """Notes how many slots were taken back, as soon as the broker has ended their consumer."""
+    """Records how many slots were taken back, as soon as the broker has ended their consumer."""
 
     def __init__(self, connection: Connection, queue: str, prefetch: int, taken_back: list[int]) -> None:
         super().__init__(connection, queue=queue, prefetch=prefetch)
@@ -55,7 +54,7 @@ class Noting(Deliveries):
 
 @dataclass
 class Work:
-    """Three lanes at work: a request runs until its lane is let go."""
+    """Three running lanes; a request runs until its lane is released."""
 
     publisher: Publisher
     lines: dict[str, Line] = field(default_factory=dict)
@@ -90,7 +89,7 @@ class Work:
 
     @property
     def overfull(self) -> list[str]:
-        """Pools with more in hand than they have slots: there something waits for one."""
+        """Pools with more deliveries than slots: one of them waits for a slot."""
         pools = [pool for line in self.lines.values() for pool in (line.pool, *(each.pool for each in line.added))]
         return [pool.queue for pool in pools if pool.in_hand > pool.slots]
 
@@ -144,7 +143,7 @@ def line_of(lane: LaneSpec, consuming: Connection, work: Work) -> Line:
 
 
 async def steady(value: Callable[[], int], *, for_s: float) -> int:
-    """What it is once it has not changed for so long."""
+    """The value once it has not changed for this long."""
     last, since = value(), time.monotonic()
     while time.monotonic() < since + for_s:
         await asyncio.sleep(0.02)
@@ -153,7 +152,7 @@ async def steady(value: Callable[[], int], *, for_s: float) -> int:
     return last
 
 
-async def test_a_flood_borrows_all_idle_slots_but_those_that_are_kept_and_a_burst_above_it_does_not_wait(
+async def test_a_flood_borrows_all_idle_slots_except_the_reserves_and_a_burst_of_a_higher_lane_does_not_wait(
     work: Work,
 ) -> None:
     await work.publish("batch", 200)
@@ -166,18 +165,18 @@ async def test_a_flood_borrows_all_idle_slots_but_those_that_are_kept_and_a_burs
     waits = [at - published_s for lane, _, at in work.started if lane == "critical"]
     print(f"critical: started {1000 * max(waits):.0f} ms after its publish at the latest")
     assert max(waits) < 10
-    await until(lambda: work.taken_back == [16])  # of 16, 4 and 1; 7 are normal's, and may stay
+    await until(lambda: work.taken_back == [16])  # of 16, 4 and 1; the 7 of normal may stay lent
     assert work.running["batch"] == 25, "what runs on them goes on"
     assert not work.overfull
 
-    work.go["batch"].set()  # and ends
+    work.go["batch"].set()  # and it ends
     work.go["batch"].clear()
-    await until(lambda: work.running["batch"] == 4 + 7)  # normal's, which are idle still
+    await until(lambda: work.running["batch"] == 4 + 7)  # normal's slots, which are still idle
     assert await steady(lambda: work.running["batch"], for_s=1.5) == 11
     assert not work.overfull
 
 
-async def test_what_is_held_by_the_provider_gets_none_and_is_told(work: Work) -> None:
+async def test_a_lane_limited_by_the_provider_borrows_nothing_and_the_reason_is_reported(work: Work) -> None:
     work.held["batch"] = "itpm"
     await work.publish("batch", 50)
     assert await steady(lambda: work.running["batch"], for_s=4.5) == 4
@@ -185,8 +184,8 @@ async def test_what_is_held_by_the_provider_gets_none_and_is_told(work: Work) ->
     await until(lambda: work.running["batch"] == 25)
 
 
-async def test_inside_a_lane_the_urgent_go_first_over_all_its_consumers(work: Work, vhost: Vhost) -> None:
-    """Of those that wait, that is: what was taken before they came runs already."""
+async def test_inside_a_lane_the_highest_priority_goes_first_over_all_its_consumers(work: Work, vhost: Vhost) -> None:
+    """Among waiting messages only: those delivered earlier already run."""
     if tuple(map(int, vhost.version.split(".")[:2])) < (4, 3):
         pytest.skip("quorum queues are not strict before 4.3 (docs/facts.md, section 1)")
     await work.publish("batch", 60, priority=1)

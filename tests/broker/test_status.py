@@ -1,4 +1,4 @@
-"""Status over real workers: who answers, how much waits, and how long one waits for answers."""
+"""Status of real workers: which workers answer, how much waits, and how long the question takes."""
 
 import time
 
@@ -23,7 +23,7 @@ async def seen(home: House) -> Status:
     return await look(home.parts.consuming, lanes=home.settings.lane_specs(), names=home.settings.names())
 
 
-async def test_two_workers_are_asked_and_their_figures_added(vhost) -> None:
+async def test_the_figures_of_two_workers_are_added_up(vhost) -> None:
     async with (
         house(vhost.amqp_url) as home,
         house(vhost.amqp_url, works=("critical",)) as other,
@@ -47,7 +47,7 @@ async def test_two_workers_are_asked_and_their_figures_added(vhost) -> None:
     assert critical.throughput_per_min == 10
 
 
-async def test_what_runs_and_what_waits_is_seen(vhost) -> None:
+async def test_running_and_waiting_requests_are_shown(vhost) -> None:
     async with (
         house(vhost.amqp_url, simulated=SimulatedOptions(latency_ms=60_000), lanes={"batch": {"slots": 2}}) as home,
         Client(vhost.amqp_url) as client,
@@ -63,7 +63,7 @@ async def test_what_runs_and_what_waits_is_seen(vhost) -> None:
         await until(all_are_seen)
 
 
-async def test_where_nobody_works_depths_are_seen_and_no_time_is_lost(vhost) -> None:
+async def test_without_workers_depths_are_shown_without_waiting_for_answers(vhost) -> None:
     async with Connection(vhost.amqp_url, name="test") as connection:
         await apply(declare(LANES, names=Names(), broker_version=connection.version), await connection.underlying())
         began = time.monotonic()
@@ -80,6 +80,6 @@ async def test_without_a_topology_the_error_says_what_to_run(vhost) -> None:
             await look(connection, lanes=LANES, names=Names())
 
 
-async def test_workers_that_bind_replies_to_their_user_tell_their_figures(vhost) -> None:
+async def test_workers_that_bind_replies_to_users_answer_status_questions(vhost) -> None:
     async with house(vhost.amqp_url, reply_to={"bound_to_user": True}) as home:
         assert len((await seen(home)).workers) == 1

@@ -1,4 +1,4 @@
-"""Applying the topology to a real broker: completely, repeatedly, concurrently, and never over differing objects."""
+"""Applying the topology to a real broker: completely, repeatedly, concurrently, and never over different objects."""
 
 import asyncio
 from dataclasses import replace
@@ -21,7 +21,7 @@ async def lines(declared: Topology, management: Management) -> list[str]:
     return [each.line for each in compare(declared, await management.topology())]
 
 
-async def test_an_empty_virtual_host_gets_everything(declared, connection, management) -> None:
+async def test_on_an_empty_virtual_host_everything_is_declared(declared, connection, management) -> None:
     await apply(declared, connection)
 
     assert await lines(declared, management) == []
@@ -34,7 +34,7 @@ async def test_applying_again_changes_nothing(declared, connection, management) 
     assert await lines(declared, management) == []
 
 
-async def test_several_may_apply_at_once(declared, vhost, management) -> None:
+async def test_several_processes_may_apply_at_the_same_time(declared, vhost, management) -> None:
     connections = [await aio_pika.connect(vhost.amqp_url) for _ in range(4)]
 
     await asyncio.gather(*(apply(declared, each) for each in connections))
@@ -53,7 +53,7 @@ async def test_two_installations_share_a_virtual_host(declared, connection, mana
     assert await lines(other, management) == []
 
 
-async def test_nothing_is_ever_deleted(declared, connection, management) -> None:
+async def test_applying_deletes_nothing(declared, connection, management) -> None:
     await apply(declared, connection)
     channel = await connection.channel()
     await declare_queue(channel, Queue("lane.gold", {"x-queue-type": "quorum"}))
@@ -68,7 +68,7 @@ async def test_nothing_is_ever_deleted(declared, connection, management) -> None
     assert len(found.bindings) == len(declared.bindings) + 1
 
 
-async def test_a_missing_part_is_mended(declared, connection, management) -> None:
+async def test_a_missing_object_is_declared_again(declared, connection, management) -> None:
     await apply(declared, connection)
     channel = await connection.channel()
     await channel.queue_delete("lane.batch.due")
@@ -79,7 +79,7 @@ async def test_a_missing_part_is_mended(declared, connection, management) -> Non
     assert await lines(declared, management) == []
 
 
-async def test_a_queue_with_another_argument_is_named_and_left_as_it_is(vhost, declared, connection) -> None:
+async def test_a_queue_with_another_argument_is_named_and_not_changed(vhost, declared, connection) -> None:
     await apply(declared, connection)
     channel = await connection.channel()
     requests = await channel.get_exchange("lane.requests", ensure=False)
@@ -117,7 +117,7 @@ async def test_a_queue_with_another_argument_is_named_and_left_as_it_is(vhost, d
     ],
     ids=["exchange type", "internal", "alternate exchange", "queue type", "limit"],
 )
-async def test_what_the_broker_compares_is_refused_by_name(vhost, declared, connection, there, text) -> None:
+async def test_a_property_that_the_broker_compares_is_refused_by_name(vhost, declared, connection, there, text) -> None:
     channel = await connection.channel()
     await (declare_queue(channel, there) if isinstance(there, Queue) else declare_exchange(channel, there))
 
@@ -127,7 +127,7 @@ async def test_what_the_broker_compares_is_refused_by_name(vhost, declared, conn
     assert text.format(vhost.name) in str(raised.value)
 
 
-async def test_a_name_that_another_client_holds_is_said(declared, connection, vhost) -> None:
+async def test_a_name_exclusively_used_by_another_client_is_reported(declared, connection, vhost) -> None:
     other = await aio_pika.connect(vhost.amqp_url)
     await (await other.channel()).declare_queue("lane.dead", exclusive=True)
 
@@ -136,7 +136,7 @@ async def test_a_name_that_another_client_holds_is_said(declared, connection, vh
     await other.close()
 
 
-async def test_a_refusal_leaves_the_connection_usable(declared, connection, management) -> None:
+async def test_after_a_refusal_the_connection_can_be_used(declared, connection, management) -> None:
     channel = await connection.channel()
     await declare_exchange(channel, Exchange("lane.events", "fanout"))
     with pytest.raises(TopologyMismatch):
@@ -149,14 +149,14 @@ async def test_a_refusal_leaves_the_connection_usable(declared, connection, mana
     assert await lines(declared, management) == []
 
 
-async def test_a_lost_connection_is_said(declared, connection) -> None:
+async def test_a_lost_connection_while_applying_is_reported(declared, connection) -> None:
     await connection.close()
 
     with pytest.raises(BrokerUnreachable):
         await apply(declared, connection)
 
 
-async def test_a_stop_while_applying_is_a_stop(declared, connection) -> None:
+async def test_applying_can_be_cancelled(declared, connection) -> None:
     task = asyncio.create_task(apply(declared, connection))
     await asyncio.sleep(0.02)
     task.cancel()

@@ -1,4 +1,4 @@
-"""Delays through a real broker end on time in the right lane; what cannot be routed goes to `lane.fallen`."""
+"""Delays on a real broker end on time in the right lane; unroutable messages go to `lane.fallen`."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ NAMES = Names()
 
 @pytest.fixture
 async def connection(connection: AbstractConnection, declared: Topology) -> AbstractConnection:
-    """One to a virtual host where everything has been applied."""
+    """A connection to a virtual host with the whole topology."""
     await apply(declared, connection)
     return connection
 
@@ -34,7 +34,7 @@ Arrivals = asyncio.Queue[tuple[float, AbstractIncomingMessage]]
 
 
 async def arrivals(connection: AbstractConnection, queue: str) -> Arrivals:
-    """What arrives in a queue, with the time (monotonic, s) at which it did."""
+    """The messages that arrive in a queue, with their times (monotonic, s)."""
     arrived: Arrivals = asyncio.Queue()
     channel = await connection.channel()
     arrives = await channel.get_queue(queue, ensure=False)
@@ -47,7 +47,7 @@ async def arrivals(connection: AbstractConnection, queue: str) -> Arrivals:
 
 
 async def publish(connection: AbstractConnection, exchange: str, key: str, **properties: Any) -> float:
-    """Publish and have it confirmed; the time (monotonic, s) just before."""
+    """Publish and wait for the confirm; returns the time just before (monotonic, s)."""
     channel = await connection.channel(on_return_raises=True)
     to = await channel.get_exchange(exchange, ensure=False)
     before = time.monotonic()
@@ -59,7 +59,7 @@ async def publish(connection: AbstractConnection, exchange: str, key: str, **pro
     ("delay_ms", "came_by"),
     [(0, "lane.delay.00"), (100, "lane.due"), (200, "lane.delay.00"), (700, "lane.due"), (1250, "lane.due")],
 )
-async def test_a_delay_ends_on_time_in_the_due_queue_with_key_and_properties_kept(
+async def test_a_delay_ends_on_time_in_the_due_queue_with_routing_key_and_properties_kept(
     delay_ms: int, came_by: str, connection: AbstractConnection
 ) -> None:
     arrived = await arrivals(connection, "lane.normal.due")
@@ -84,7 +84,9 @@ async def test_a_delay_ends_on_time_in_the_due_queue_with_key_and_properties_kep
     assert message.headers["traceparent"] == "kept"
 
 
-async def test_a_delayed_key_without_a_lane_falls_and_holds_nobody_up(connection: AbstractConnection) -> None:
+async def test_a_delayed_message_without_a_lane_goes_to_lane_fallen_and_delays_no_other(
+    connection: AbstractConnection,
+) -> None:
     fallen, due = await arrivals(connection, "lane.fallen"), await arrivals(connection, "lane.batch.due")
     way = hop(300, NAMES)
 
@@ -97,7 +99,9 @@ async def test_a_delayed_key_without_a_lane_falls_and_holds_nobody_up(connection
     assert message.routing_key == "batch.a.b"
 
 
-async def test_a_message_without_all_its_bits_falls_and_holds_nobody_up(connection: AbstractConnection) -> None:
+async def test_a_message_without_all_its_delay_bits_goes_to_lane_fallen_and_delays_no_other(
+    connection: AbstractConnection,
+) -> None:
     fallen, due = await arrivals(connection, "lane.fallen"), await arrivals(connection, "lane.batch.due")
     way = hop(300, NAMES)
 
@@ -111,7 +115,7 @@ async def test_a_message_without_all_its_bits_falls_and_holds_nobody_up(connecti
     assert message.routing_key == "batch.whole.b"
 
 
-async def test_a_key_without_a_lane_falls_at_once(connection: AbstractConnection) -> None:
+async def test_a_message_without_a_lane_goes_to_lane_fallen_at_once(connection: AbstractConnection) -> None:
     fallen = await arrivals(connection, "lane.fallen")
 
     await publish(connection, "lane.requests", "nowhere.a.b")
@@ -121,7 +125,9 @@ async def test_a_key_without_a_lane_falls_at_once(connection: AbstractConnection
     assert "x-death" not in (message.headers or {})
 
 
-async def test_what_expires_in_an_intake_falls_with_its_key(connection: AbstractConnection) -> None:
+async def test_a_message_that_expires_in_an_intake_goes_to_lane_fallen_with_its_routing_key(
+    connection: AbstractConnection,
+) -> None:
     fallen = await arrivals(connection, "lane.fallen")
 
     await publish(connection, "lane.requests", "critical.a.b", expiration=0.05)
@@ -132,8 +138,8 @@ async def test_what_expires_in_an_intake_falls_with_its_key(connection: Abstract
     assert (death["reason"], death["queue"]) == ("expired", "lane.critical")
 
 
-async def test_what_is_returned_too_often_falls(connection: AbstractConnection) -> None:
-    """The due queue counts on every version; only 4.3 does not count nacks, so it is rejected here."""
+async def test_a_message_that_exceeds_the_delivery_limit_goes_to_lane_fallen(connection: AbstractConnection) -> None:
+    """It is rejected, because 4.3 does not count nacks; the due queue counts on every version."""
     fallen = await arrivals(connection, "lane.fallen")
     way = hop(0, NAMES)
     await publish(connection, way.exchange, "normal.a.b", headers=dict(way.headers))
@@ -152,8 +158,8 @@ async def test_what_is_returned_too_often_falls(connection: AbstractConnection) 
     assert (death["reason"], deliveries) == ("delivery_limit", 21)
 
 
-async def test_dead_letters_survive_being_looked_at(connection: AbstractConnection) -> None:
-    """No delivery limit takes them: 40 looks, on 4.x beyond its default limit of 20."""
+async def test_dead_letters_stay_however_often_they_are_read_and_returned(connection: AbstractConnection) -> None:
+    """Read 40 times, which is above the default delivery limit of 20 on 4.x."""
     await publish(connection, "lane.dead", "normal.a.b")
     dead = await (await connection.channel()).get_queue("lane.dead", ensure=False)
 
@@ -163,7 +169,7 @@ async def test_dead_letters_survive_being_looked_at(connection: AbstractConnecti
         await message.reject(requeue=True)
 
 
-async def test_a_full_lane_refuses_publishers_and_still_takes_what_comes_back(vhost) -> None:
+async def test_a_full_lane_refuses_new_requests_and_still_accepts_returning_ones(vhost) -> None:
     connection = await aio_pika.connect(vhost.amqp_url)
     lanes = (replace(CRITICAL, max_length=3), NORMAL, BATCH)
     await apply(declare(lanes, names=NAMES, broker_version=version_of(connection)), connection)
@@ -183,12 +189,12 @@ async def test_a_full_lane_refuses_publishers_and_still_takes_what_comes_back(vh
     await connection.close()
 
 
-async def test_nobody_can_write_into_due_queues_past_the_cascade(connection: AbstractConnection) -> None:
+async def test_a_publisher_cannot_reach_due_queues_directly(connection: AbstractConnection) -> None:
     with pytest.raises(ChannelAccessRefused, match="internal"):
         await publish(connection, "lane.due", "critical.a.b")
 
 
-async def test_what_is_said_on_control_is_kept_whatever_its_key(connection: AbstractConnection) -> None:
+async def test_control_messages_are_kept_whatever_their_routing_key(connection: AbstractConnection) -> None:
     for key in ("cancel", "result", "change", "status", "cancel.twice", "cancle", ""):
         await publish(connection, "lane.control", key)
 

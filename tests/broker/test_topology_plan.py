@@ -1,4 +1,4 @@
-"""Definitions imported into an empty virtual host are what is declared, and each change by hand after it has a name."""
+"""Definitions imported into an empty virtual host equal the declared topology, and each change by hand is reported."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -18,7 +18,9 @@ async def lines(declared: Topology, management: Management) -> list[str]:
     return [each.line for each in compare(declared, await management.topology())]
 
 
-async def test_an_import_into_an_empty_virtual_host_leaves_nothing_to_do(declared, connection, management) -> None:
+async def test_after_an_import_into_an_empty_virtual_host_there_is_no_difference(
+    declared, connection, management
+) -> None:
     await management.import_definitions(definitions(declared, management.vhost))
 
     assert await lines(declared, management) == []
@@ -34,7 +36,7 @@ async def test_an_import_may_be_repeated(declared, management) -> None:
     assert await lines(declared, management) == []
 
 
-async def test_an_empty_virtual_host_misses_everything(declared, management) -> None:
+async def test_on_an_empty_virtual_host_everything_is_missing(declared, management) -> None:
     differences = compare(declared, await management.topology())
 
     assert {each.change for each in differences} == {"missing"}
@@ -118,7 +120,7 @@ async def test_a_change_by_hand_is_named(name, declared, connection, management)
 
 
 def queue_changes(declared: Topology, name: str) -> list[tuple[Queue, str]]:
-    """The queue with each of its arguments left out or another, with one too many, and not durable where that goes."""
+    """The queue with each argument left out or changed, with an extra one, and not durable if that is possible."""
     queue = declared.queue(name)
     other: dict[str, Value] = {
         "x-queue-leader-locator": "client-local",
@@ -143,7 +145,7 @@ def queue_changes(declared: Topology, name: str) -> list[tuple[Queue, str]]:
 
 
 @pytest.mark.parametrize("name", ["lane.critical", "lane.critical.due", "lane.delay.05", "lane.dead"])
-async def test_each_argument_that_differs_is_named(name, declared, connection, management) -> None:
+async def test_each_changed_argument_is_named(name, declared, connection, management) -> None:
     channel = await connection.channel()
     for queue, expected in queue_changes(declared, name):
         await declare_queue(channel, queue)
@@ -176,7 +178,7 @@ async def test_each_argument_that_differs_is_named(name, declared, connection, m
         ),
     ],
 )
-async def test_an_exchange_of_another_kind_is_named(there, line, declared, connection, management) -> None:
+async def test_an_exchange_of_another_type_is_named(there, line, declared, connection, management) -> None:
     await declare_exchange(await connection.channel(), there)
 
     found = compare(declared, await management.topology())
@@ -184,7 +186,7 @@ async def test_an_exchange_of_another_kind_is_named(there, line, declared, conne
     assert [each.line for each in found if each.change == "differs"] == [line]
 
 
-async def test_a_policy_that_would_take_messages_is_named(declared, connection, management, vhost) -> None:
+async def test_a_policy_that_would_remove_messages_is_named(declared, connection, management, vhost) -> None:
     await apply(declared, connection)
 
     policy = {"pattern": r"^lane\.dead$", "definition": {"message-ttl": 60_000}, "apply-to": "queues"}
@@ -193,11 +195,11 @@ async def test_a_policy_that_would_take_messages_is_named(declared, connection, 
     for _ in range(40):
         if found := await lines(declared, management):
             break
-        await asyncio.sleep(0.5)  # the API shows the effect of a policy after its next count, every 5 s
+        await asyncio.sleep(0.5)  # the API shows a policy's effect only after its next update, every 5 s
     assert found == ["queue lane.dead: policy message-ttl is 60000, declared is not set"]
 
 
-async def test_what_is_not_ours_is_left_out(declared, connection, management) -> None:
+async def test_objects_that_are_not_ours_are_ignored(declared, connection, management) -> None:
     await apply(declared, connection)
     channel = await connection.channel()
     orders = await channel.declare_queue("orders", durable=True)

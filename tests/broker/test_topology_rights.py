@@ -1,4 +1,4 @@
-"""The exported users, tried: each may do what its part needs, and is refused the rest by the broker itself."""
+"""The exported users on a real broker: each may do what its role needs, and the broker refuses everything else."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -84,18 +84,18 @@ def delete_queue(name: str) -> Act:
     return Act(f"delete {name}", lambda channel: channel.queue_delete(name))
 
 
-async def test_an_import_with_users_leaves_nothing_to_do(broker_with_users: Broker, vhost) -> None:
+async def test_after_an_import_with_users_there_is_no_difference(broker_with_users: Broker, vhost) -> None:
     it = broker_with_users
 
     assert compare(it.topology, await it.management.topology()) == []
-    # Topic permissions fail open: whether they were taken over is worth a look of its own.
+    # Without topic permissions everything is allowed, so check that they were imported.
     taken = vhost.api("GET", f"topic-permissions/{vhost.quoted}/{it.app}")
     assert [(each["exchange"], each["write"], each["read"]) for each in taken] == [
         ("lane.requests", r"^(normal|batch)\.{username}\.", "^$")
     ]
 
 
-async def test_an_application_may_ask_its_lanes_in_its_own_name(broker_with_users: Broker) -> None:
+async def test_an_application_may_publish_to_its_lanes_under_its_own_name(broker_with_users: Broker) -> None:
     it = broker_with_users
 
     assert await it.may("application", publish("lane.requests", f"normal.{it.app}.chat"))
@@ -117,7 +117,9 @@ async def test_an_application_gets_its_replies(broker_with_users: Broker) -> Non
         assert await it.may(role, get(own))
 
 
-async def test_an_application_is_answered_directly_and_in_its_reply_queue(broker_with_users: Broker, vhost) -> None:
+async def test_an_application_is_answered_by_direct_reply_to_and_in_its_reply_queue(
+    broker_with_users: Broker, vhost
+) -> None:
     it = broker_with_users
     arrived: asyncio.Queue[AbstractIncomingMessage] = asyncio.Queue()
     async with house(vhost.amqp_url, declares=False):
@@ -160,16 +162,16 @@ async def test_an_application_may_do_nothing_else(broker_with_users: Broker, vho
     assert [act.what for act in NOT_FOR_APPLICATIONS if await it.may("application", act)] == []
 
 
-async def test_a_copy_to_another_lane_is_refused_from_4_0_on(broker_with_users: Broker) -> None:
+async def test_a_copy_to_another_lane_by_cc_is_refused_from_4_0_on(broker_with_users: Broker) -> None:
     it = broker_with_users
     for header in ("CC", "BCC"):
         copied = publish("lane.requests", f"normal.{it.app}.chat", {header: [f"critical.{it.app}.chat"]})
 
-        # 3.x lets it pass (docs/contract.md); the worker refuses CC there, and BCC nobody can see.
+        # 3.x does not refuse it (docs/contract.md); there the worker refuses CC, and nobody can see BCC.
         assert await it.may("application", copied) == it.version.startswith("3.")
 
 
-async def test_a_client_may_cancel_and_fetch_as_well(broker_with_users: Broker) -> None:
+async def test_a_client_may_also_cancel_and_fetch_results(broker_with_users: Broker) -> None:
     it = broker_with_users
     mine = f"critical.{it.users['client'].name}.chat"
 
@@ -218,13 +220,15 @@ NOT_FOR_WORKERS = [
 ]
 
 
-async def test_a_worker_may_do_no_more(broker_with_users: Broker) -> None:
+async def test_a_worker_may_do_nothing_else(broker_with_users: Broker) -> None:
     it = broker_with_users
 
     assert [act.what for act in NOT_FOR_WORKERS if await it.may("worker", act)] == []
 
 
-async def test_an_operator_may_ask_any_lane_cancel_watch_and_read_dead_letters(broker_with_users: Broker) -> None:
+async def test_an_operator_may_publish_to_any_lane_cancel_watch_and_read_dead_letters(
+    broker_with_users: Broker,
+) -> None:
     it = broker_with_users
 
     assert await it.may("operator", publish("lane.requests", "critical.somebody.chat"))
@@ -245,13 +249,13 @@ NOT_FOR_OPERATORS = [
 ]
 
 
-async def test_an_operator_may_do_no_more(broker_with_users: Broker) -> None:
+async def test_an_operator_may_do_nothing_else(broker_with_users: Broker) -> None:
     it = broker_with_users
 
     assert [act.what for act in NOT_FOR_OPERATORS if await it.may("operator", act)] == []
 
 
-async def test_a_deployer_may_apply_all_of_it_and_look(broker_with_users: Broker) -> None:
+async def test_a_deployer_may_apply_and_read_the_whole_topology(broker_with_users: Broker) -> None:
     it = broker_with_users
     connection = await it.connection("deployer")
     channel = await connection.channel()
@@ -268,21 +272,21 @@ async def test_a_deployer_may_apply_all_of_it_and_look(broker_with_users: Broker
 
 
 @pytest.mark.parametrize("role", ["application", "client", "worker", "operator"])
-async def test_nobody_else_may_apply(role: str, broker_with_users: Broker) -> None:
+async def test_no_other_role_may_apply_the_topology(role: str, broker_with_users: Broker) -> None:
     it = broker_with_users
 
     with pytest.raises(AccessRefused, match=r"`lanekeeper topology apply` needs a user that may configure"):
         await apply(it.topology, await it.connection(role))
 
 
-async def test_a_worker_verifies_what_it_may_see(broker_with_users: Broker) -> None:
+async def test_a_worker_can_verify_the_objects_it_may_see(broker_with_users: Broker) -> None:
     it = broker_with_users
     connection = await it.connection("worker")
 
     verification = await verify(it.topology, None, connection)
 
     assert (verification.seen, verification.differences) == ("existence", ())
-    hidden = it.version.startswith("4.3")  # before, anyone could ask
+    hidden = it.version.startswith("4.3")  # without the import anyone could publish
     assert (
         "nor whether these exist, which the user has no rights to: lane.requests" in str(verification.note)
     ) == hidden
@@ -296,7 +300,7 @@ async def test_a_worker_verifies_what_it_may_see(broker_with_users: Broker) -> N
     ]
 
 
-async def test_a_worker_has_no_business_in_the_management_api(broker_with_users: Broker) -> None:
+async def test_a_worker_has_no_access_to_the_management_api(broker_with_users: Broker) -> None:
     with pytest.raises(AccessRefused, match="needs the tag `management`"):
         await (await management_of(broker_with_users, "worker")).topology()
 
@@ -307,7 +311,7 @@ async def management_of(it: Broker, role: str) -> Management:
     return found
 
 
-async def test_a_wrong_password_lets_nobody_in(broker_with_users: Broker) -> None:
+async def test_a_wrong_password_is_refused(broker_with_users: Broker) -> None:
     url = URL(broker_with_users.url("application")).with_password("wrong")
 
     with pytest.raises((aio_pika.exceptions.AMQPConnectionError, asyncio.CancelledError)):

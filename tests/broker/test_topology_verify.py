@@ -1,4 +1,4 @@
-"""Looking whether a broker is as declared: all of it with the management API, without it what exists."""
+"""Verifying a broker: completely with the management API; without it, only that the objects exist."""
 
 import asyncio
 import secrets
@@ -32,7 +32,7 @@ async def answering(answer: Answer) -> AsyncIterator[str]:
         yield str(server.make_url("/")).rstrip("/")
 
 
-async def test_with_the_management_api_everything_is_seen(declared, connection, management) -> None:
+async def test_with_the_management_api_every_difference_is_found(declared, connection, management) -> None:
     await apply(declared, connection)
     await bind(await connection.channel(), Binding("lane.requests", "lane.dead", routing_key="#"))
 
@@ -43,7 +43,9 @@ async def test_with_the_management_api_everything_is_seen(declared, connection, 
     assert found.missing == ()
 
 
-async def test_without_it_what_is_missing_is_seen_and_the_rest_said(declared, connection) -> None:
+async def test_without_the_management_api_missing_objects_are_found_and_the_limits_are_stated(
+    declared, connection
+) -> None:
     await apply(declared, connection)
     channel = await connection.channel()
     await channel.queue_delete("lane.delay.11")
@@ -62,7 +64,9 @@ async def test_without_it_what_is_missing_is_seen_and_the_rest_said(declared, co
     )
 
 
-async def test_on_an_empty_virtual_host_all_is_missing_either_way(declared, connection, management) -> None:
+async def test_on_an_empty_virtual_host_everything_is_missing_with_and_without_the_api(
+    declared, connection, management
+) -> None:
     things = len(declared.exchanges) + len(declared.queues)
 
     assert len((await verify(declared, None, connection)).missing) == things
@@ -76,7 +80,7 @@ async def test_verifying_changes_nothing(declared, connection, management) -> No
     assert (await management.topology()).queues == ()
 
 
-async def test_an_api_that_does_not_answer_is_noted(declared, connection, management) -> None:
+async def test_an_api_that_does_not_answer_is_reported(declared, connection, management) -> None:
     await apply(declared, connection)
     silent = replace(management, url="http://127.0.0.1:9")
 
@@ -86,7 +90,7 @@ async def test_an_api_that_does_not_answer_is_noted(declared, connection, manage
     assert "no management API at http://127.0.0.1:9" in str(found.note)
 
 
-async def test_another_brokers_api_is_not_believed(declared, connection, management) -> None:
+async def test_the_api_of_another_broker_is_not_used(declared, connection, management) -> None:
     await apply(declared, connection)
 
     async def other(request: web.Request) -> web.Response:
@@ -100,7 +104,7 @@ async def test_another_brokers_api_is_not_believed(declared, connection, managem
     assert "is another broker's" in str(found.note)
 
 
-async def test_a_lost_connection_is_said(declared, connection) -> None:
+async def test_a_lost_connection_while_verifying_is_reported(declared, connection) -> None:
     await connection.close()
 
     with pytest.raises(BrokerUnreachable):
@@ -109,7 +113,7 @@ async def test_a_lost_connection_is_said(declared, connection) -> None:
 
 @pytest.fixture
 def port_of_api(vhost, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test's broker answers where ours looks: the real port is rarely free to be taken."""
+    """Let the default port be that of the test's broker: the real port is rarely free."""
     monkeypatch.setattr(management_module, "PORT", URL(vhost.management_url).port)
 
 
@@ -120,17 +124,17 @@ async def test_the_api_is_found_at_the_amqp_host(vhost, connection, port_of_api)
     assert (await found.topology()).broker_version == vhost.version
 
 
-async def test_an_api_that_does_not_let_the_amqp_user_in_is_not_found(vhost, port_of_api) -> None:
+async def test_an_api_that_refuses_the_amqp_user_counts_as_not_found(vhost, port_of_api) -> None:
     assert await discover(str(URL(vhost.amqp_url).with_user("nobody").with_password("wrong"))) is None
 
 
-async def test_where_nothing_listens_none_is_found(vhost, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_a_server_no_api_is_found(vhost, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(management_module, "PORT", 9)
 
     assert await discover(vhost.amqp_url) is None
 
 
-async def test_credentials_of_its_own_go_before_those_of_amqp() -> None:
+async def test_credentials_in_the_management_url_are_used_before_those_of_the_amqp_url() -> None:
     found = await discover("amqp://app:secret@broker/prod", "https://look:only@api.example/rabbit")
 
     assert found == Management("https://api.example/rabbit", "look", "only", "prod")
@@ -140,7 +144,7 @@ async def test_credentials_of_its_own_go_before_those_of_amqp() -> None:
 
 
 @pytest.mark.parametrize("scheme", ["amqp", "amqps"])
-async def test_what_is_not_rabbitmq_gets_no_credentials(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_is_not_rabbitmq_gets_no_credentials(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     heads: list[str] = []
 
     async def curious(request: web.Request) -> web.Response:
@@ -152,11 +156,11 @@ async def test_what_is_not_rabbitmq_gets_no_credentials(scheme: str, monkeypatch
         monkeypatch.setattr(management_module, "TLS_PORT", URL(url).port)
         assert await discover(f"{scheme}://app:secret@127.0.0.1/") is None
 
-    assert len(heads) == (1 if scheme == "amqp" else 0)  # nothing of amqps is sent where there is no TLS
+    assert len(heads) == (1 if scheme == "amqp" else 0)  # credentials of an amqps URL are not sent without TLS
     assert not any("authorization" in head.lower() for head in heads)
 
 
-async def test_credentials_follow_no_redirect() -> None:
+async def test_credentials_are_not_sent_after_a_redirect() -> None:
     asked: list[str] = []
 
     async def elsewhere(request: web.Request) -> web.Response:
@@ -187,7 +191,7 @@ async def test_wrong_credentials_and_an_unknown_virtual_host_are_told_apart(mana
         await replace(management, vhost="nowhere").topology()
 
 
-async def test_an_answer_that_is_no_json_is_said() -> None:
+async def test_an_answer_that_is_no_json_is_reported() -> None:
     async def page(request: web.Request) -> web.Response:
         return web.Response(text="<html>", content_type="text/html")
 
@@ -196,7 +200,7 @@ async def test_an_answer_that_is_no_json_is_said() -> None:
             await Management(url, "app", "secret", "/").overview()
 
 
-async def test_an_answer_that_never_comes_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_answer_that_never_comes_ends_with_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(management_module, "TIMEOUT_S", 0.1)
 
     async def asleep(request: web.Request) -> web.Response:
@@ -208,7 +212,7 @@ async def test_an_answer_that_never_comes_is_not_waited_for(monkeypatch: pytest.
             await Management(url, "app", "secret", "/").overview()
 
 
-async def test_a_virtual_host_may_have_any_name(vhost, declared, management) -> None:
+async def test_any_name_of_a_virtual_host_works(vhost, declared, management) -> None:
     name = f"team a/ü {secrets.token_hex(4)}"
     vhost.api("PUT", f"vhosts/{quote(name, safe='')}")
     try:

@@ -1,4 +1,4 @@
-"""What an exported application may take of the broker itself is bounded (threat T21)."""
+"""An exported application's use of the broker itself is limited (threat T21)."""
 
 import secrets
 from collections.abc import AsyncIterator
@@ -21,7 +21,7 @@ CONNECTIONS, CHANNELS = 2, 3
 
 @pytest.fixture
 async def url(vhost: Vhost) -> AsyncIterator[str]:
-    """Of an application that may have few connections and channels."""
+    """The URL of an application that may have only few connections and channels."""
     name = f"app-{secrets.token_hex(4)}"
     topology = declare(LANES, names=Names(), broker_version=vhost.version)
     user = User(name, "application", HASH, connections=CONNECTIONS, channels=CHANNELS)
@@ -38,7 +38,7 @@ async def refused(opening: object) -> bool:
     return False
 
 
-async def test_connections_and_channels_beyond_its_limits_are_refused(url: str) -> None:
+async def test_connections_and_channels_above_the_users_limits_are_refused(url: str) -> None:
     async with AsyncExitStack() as stack:
         made = []
         for _ in range(CONNECTIONS):
@@ -55,7 +55,7 @@ async def _closed(connection: aio_pika.abc.AbstractConnection) -> None:
         await connection.close()
 
 
-def test_workers_are_not_limited() -> None:
+def test_workers_have_no_such_limits() -> None:
     topology = declare(LANES, names=Names(), broker_version="4.3.6")
     users = definitions(topology, "/", [User("w", "worker", HASH), User("a", "client", HASH)])["users"]
     assert [each.get("limits") for each in users] == [None, {"max-connections": 200, "max-channels": 2000}]

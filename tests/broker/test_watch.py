@@ -1,4 +1,4 @@
-"""The topology is watched: whatever is deleted is reported, and `serve` declares it again."""
+"""The topology is watched: every deleted object is reported, and `serve` declares it again."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -51,7 +51,7 @@ class House:
         await channel.close()
 
     async def unbind(self) -> None:
-        """Take the binding of the critical lane away."""
+        """Remove the binding of the critical lane."""
         channel = await self.connection.raw_channel(confirms=False)
         await channel.queue_unbind("lane.critical", "lane.requests", "critical.#")
         await channel.close()
@@ -81,7 +81,7 @@ def mentions(watch: TopologyWatch, *words: str) -> Callable[[], bool]:
     return lambda: all(word in (watch.trouble or "") for word in words)
 
 
-async def test_a_queue_that_was_deleted_is_told_once_and_until_it_is_back(house: House, often: None) -> None:
+async def test_a_deleted_queue_is_reported_once_until_it_is_back(house: House, often: None) -> None:
     with capture_logs() as logs:
         async with house.watched() as watch:
             await house.delete_queue("lane.delay.03")
@@ -95,7 +95,7 @@ async def test_a_queue_that_was_deleted_is_told_once_and_until_it_is_back(house:
     assert [(each["log_level"], each["queues"]) for each in told] == [("error", ["lane.delay.03"])]
 
 
-async def test_who_declares_makes_a_deleted_queue_again_and_says_that_it_was_gone(house: House, often: None) -> None:
+async def test_a_process_that_declares_recreates_a_deleted_queue_and_reports_it(house: House, often: None) -> None:
     with capture_logs() as logs:
         async with house.watched(declares=True) as watch:
             await house.delete_queue("lane.critical")
@@ -107,7 +107,7 @@ async def test_who_declares_makes_a_deleted_queue_again_and_says_that_it_was_gon
     assert await house.is_bound()
 
 
-async def test_a_lane_without_its_intake_does_not_keep_the_others_from_work(house: House, often: None) -> None:
+async def test_a_lane_without_its_intake_does_not_stop_the_other_lanes(house: House, often: None) -> None:
     async with house.watched() as watch:
         await house.delete_queue("lane.normal")
         watch.look()
@@ -115,9 +115,7 @@ async def test_a_lane_without_its_intake_does_not_keep_the_others_from_work(hous
         assert watch.hindrance is None
 
 
-async def test_a_binding_that_was_removed_is_noticed_where_the_management_api_shows_it(
-    house: House, often: None
-) -> None:
+async def test_a_removed_binding_is_noticed_through_the_management_api(house: House, often: None) -> None:
     async with house.watched() as watch:
         await house.unbind()
         await until(mentions(watch, "lane.requests → queue lane.critical", "is missing", COMMAND))
@@ -126,7 +124,7 @@ async def test_a_binding_that_was_removed_is_noticed_where_the_management_api_sh
         await until(lambda: watch.trouble is None)
 
 
-async def test_who_declares_binds_again_even_where_it_cannot_see_bindings(house: House, often: None) -> None:
+async def test_a_process_that_declares_restores_bindings_even_if_it_cannot_see_them(house: House, often: None) -> None:
     house.has_management = False
     async with house.watched(declares=True) as watch:
         await house.unbind()
@@ -134,7 +132,7 @@ async def test_who_declares_binds_again_even_where_it_cannot_see_bindings(house:
         assert watch.trouble is None
 
 
-async def test_after_a_reconnect_it_is_not_believed_before_it_was_looked_at(house: House) -> None:
+async def test_after_a_reconnect_the_topology_is_unknown_until_it_was_checked(house: House) -> None:
     async with house.watched() as watch:
         seen: list[str] = []
 

@@ -1,4 +1,4 @@
-"""An application with its own packages `service`, `topology` and `consumers` uses the client, from the wheel."""
+"""An application with its own packages `service`, `topology` and `consumers` uses the client from the wheel."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ from tests.support.house import house
 HOUSE = Path(__file__).parents[2]
 OWN = ("service", "topology", "consumers")
 FOR_WORKERS = {"aiohttp", "anthropic", "jiter", "pydantic", "redis", "typer", "uvloop"}
-"""What the client does without. (`rich` is loaded by structlog where it is installed.)"""
+"""Packages that the client does not import. (structlog imports `rich` if it is installed.)"""
 SCRIPT = """
 import asyncio, json, sys
 import consumers, service, topology
@@ -44,12 +44,12 @@ asyncio.run(main())
 
 @pytest.fixture
 def environment(tmp_path: Path) -> Path:
-    """A virtual environment with the wheel in it; other packages are found where the tests have them."""
+    """A virtual environment with the wheel; other packages are those of the tests' environment."""
     (wheel,) = WheelBuilder(str(HOUSE)).build(directory=str(tmp_path), versions=["standard"])
     place = tmp_path / "environment"
     venv.create(place)
     (packages,) = place.glob("lib/python*/site-packages")
-    # what this directory says of an editable install is not read: the wheel's own packages are the only ones of ours
+    # The environment's link to this checkout is not used: our packages come only from the wheel.
     (packages / "others.pth").write_text(sysconfig.get_path("purelib"))
     uv = Path(sys.executable).parent / "uv"
     subprocess.run(
@@ -69,7 +69,9 @@ def project(tmp_path: Path) -> Path:
 
 
 @pytest.mark.default_broker_only
-async def test_an_application_may_have_packages_of_our_names(vhost, environment: Path, project: Path) -> None:
+async def test_an_application_may_have_packages_with_the_same_names_as_ours(
+    vhost, environment: Path, project: Path
+) -> None:
     async with house(vhost.amqp_url):
         script = await asyncio.create_subprocess_exec(
             environment / "bin/python", "app.py", vhost.amqp_url, cwd=project, stdout=PIPE

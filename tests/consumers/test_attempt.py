@@ -315,6 +315,7 @@ async def calls_per_request(house: House, prompts: list[str], *, routes: tuple[R
     return sum(house.calls) / len(prompts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("routes", [BOTH[:1], BOTH], ids=["one provider", "two"])
 async def test_with_30_percent_overloads_a_request_takes_at_most_one_and_a_half_calls(
     open_house: Open, routes: tuple[Route, ...]
@@ -326,6 +327,7 @@ async def test_with_30_percent_overloads_a_request_takes_at_most_one_and_a_half_
     assert await calls_per_request(house, prompts, routes=routes, at_once=16) <= 1.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("routes", [BOTH[:1], BOTH], ids=["one provider", "two"])
 async def test_with_a_provider_that_fails_and_recovers_a_request_takes_few_calls(
     open_house: Open, routes: tuple[Route, ...]

@@ -124,6 +124,7 @@ async def test_a_speaker_has_a_separate_share_for_each_tenant_it_names() -> None
     assert await bench.store.find(Identity("flood", f"m-{last - 1}")) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [None, AccessRefused("no right to look"), BrokerError("lost")])
 async def test_a_start_waits_for_an_endless_control_queue_up_to_a_limit_and_logs_it(
     monkeypatch: pytest.MonkeyPatch, error: Exception | None
@@ -148,6 +149,7 @@ async def test_a_start_waits_for_an_endless_control_queue_up_to_a_limit_and_logs
     assert told["waiting"] == (1 if error else 7)
 
 
+@pytest.mark.slow
 async def test_without_the_right_to_see_its_length_the_queue_counts_as_empty_when_nothing_arrives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -72,6 +72,7 @@ async def test_a_refused_reply_is_retried_for_a_minute_and_then_stays_available_
     assert found.completion.body == ANSWERED.body
 
 
+@pytest.mark.slow
 async def test_if_the_delayed_copy_cannot_be_published_the_delivery_is_not_acknowledged(bench: Bench) -> None:
     bench.publisher.failing = {**FULL, "lane.delay.03": BrokerUnreachable("down")}
     assert await bench.settler.settle(bench.job(), ANSWERED) is None

@@ -1,4 +1,4 @@
-"""docs/architecture.md maps the folders that there are, in the words of their own `__init__`."""
+"""docs/architecture.md lists all folders, each described in the words of its `__init__`."""
 
 import ast
 import re
@@ -9,7 +9,7 @@ PAGE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
 PACKAGES = ("lanekeeper", "topology", "consumers", "service")
 
 
-def test_the_map_has_each_folder_and_says_what_its_init_says() -> None:
+def test_the_map_lists_each_folder_with_the_text_of_its_init() -> None:
     said = {}
     for init in (each for package in PACKAGES for each in (ROOT / package).rglob("__init__.py")):
         paragraph = (ast.get_docstring(ast.parse(init.read_text())) or "").split("\n\n")[0]

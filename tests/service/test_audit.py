@@ -1,4 +1,4 @@
-"""`./dev audit` fails for a known vulnerability, and never says that all is well where nothing was looked up."""
+"""`./dev audit` fails for a known vulnerability, and never passes without having looked up every package."""
 
 import importlib.util
 import json
@@ -24,16 +24,16 @@ BAD = {"name": "redis", "version": "8.1.0", "vulns": [{"id": "PYSEC-2026-1", "fi
 UNKNOWN = {"name": "jiter", "skip_reason": "Dependency not found on PyPI"}
 
 
-def test_a_known_vulnerability_fails_it_whatever_else_could_not_be_looked_up() -> None:
+def test_a_known_vulnerability_fails_the_audit_even_if_other_lookups_failed() -> None:
     assert judged(GOOD, BAD, UNKNOWN) == (1, "audit FAILED, known vulnerabilities: redis 8.1.0: PYSEC-2026-1")
 
 
-def test_all_is_well_only_where_every_package_was_looked_up() -> None:
+def test_the_audit_passes_only_if_every_package_was_looked_up() -> None:
     assert judged(GOOD, GOOD) == (0, "audit ok: no known vulnerability in 2 packages")
     assert judged(GOOD, UNKNOWN)[1].startswith("audit SKIPPED for 1 of 2 packages (jiter")
 
 
 @pytest.mark.parametrize("out", ["", "[]", "Traceback", "{}"])
-def test_without_an_answer_it_says_that_nothing_was_looked_up(out: str) -> None:
+def test_without_an_answer_the_audit_says_that_nothing_was_looked_up(out: str) -> None:
     code, line = judged(out=out, err="Traceback …\nConnectionError: no route\n")
     assert (code, line) == (0, "audit SKIPPED, nothing was looked up: ConnectionError: no route")

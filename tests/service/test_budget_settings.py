@@ -1,4 +1,4 @@
-"""Settings of providers, models, prices, caps and the budget: what they say, and what may be wrong with them."""
+"""Settings of providers, models, prices, caps and the budget: their effect, and which values are refused."""
 
 import json
 import re
@@ -28,7 +28,7 @@ PROVIDERS = {
 }
 
 
-def test_providers_have_names_of_their_own_and_come_after_the_first_by_name() -> None:
+def test_further_providers_are_ordered_by_name_after_the_first() -> None:
     spec = load(env={**PROVIDERS, "ANTHROPIC_API_KEY": SECRET}).routes_spec()
 
     assert [each.name for each in spec.providers] == ["anthropic", "aws", "eu_2"]
@@ -36,7 +36,7 @@ def test_providers_have_names_of_their_own_and_come_after_the_first_by_name() ->
     assert spec.providers[2].models is None
 
 
-def test_the_first_provider_is_left_out_where_others_are_named_and_it_has_no_key() -> None:
+def test_the_first_provider_is_left_out_if_it_has_no_key_and_others_are_set() -> None:
     assert [each.name for each in load(env=PROVIDERS).routes_spec().providers] == ["aws", "eu_2"]
     assert [each.name for each in load().routes_spec().providers] == ["anthropic"]
 
@@ -55,14 +55,14 @@ def test_a_provider_in_toml_is_overridden_field_by_field() -> None:
     assert SECRET not in repr(settings)
 
 
-def test_a_lane_asks_in_its_own_order() -> None:
+def test_a_lane_calls_providers_in_its_own_order() -> None:
     settings = load(env={**PROVIDERS, "LANEKEEPER_LANES__BATCH__PROVIDERS": "aws"})
 
     assert settings.routes_spec().lanes == {"batch": ("aws",)}
     assert settings.lane_specs() == DEFAULT_LANES
 
 
-def test_wrong_providers_are_told_by_name_and_show_no_key() -> None:
+def test_wrong_provider_settings_are_reported_by_name_without_keys() -> None:
     told = wrong(
         "[providers.Eu]\nbase_url = 'https://a'\napi_key = 'k'\n[providers.anthropic]\nkind='foundry'",
         env={
@@ -93,13 +93,13 @@ def test_wrong_providers_are_told_by_name_and_show_no_key() -> None:
 
 
 @pytest.mark.parametrize("name", ["Eu", "anthropic"])
-def test_a_name_that_a_provider_cannot_have(name: str) -> None:
+def test_a_providers_name_with_forbidden_characters_is_refused(name: str) -> None:
     told = wrong(f"[providers.{name}]\napi_key = 'k'\nbase_url = 'https://a'")
 
     assert "is taken: by ANTHROPIC_API_KEY" in told or "'Eu' is no name" in told
 
 
-def test_settings_that_do_not_fit_together_are_told_at_once() -> None:
+def test_contradicting_settings_are_all_reported_at_once() -> None:
     told = wrong(
         """
         [lanes.batch]
@@ -127,7 +127,7 @@ def test_settings_that_do_not_fit_together_are_told_at_once() -> None:
     assert "lanes.batch.model in given.toml: unknown model 'house-model-1'" in told
 
 
-def test_prices_add_to_the_table_and_have_a_date() -> None:
+def test_configured_prices_are_added_to_the_table_and_have_a_date() -> None:
     settings = load(
         env={
             "LANEKEEPER_PRICES__MODELS": json.dumps(
@@ -147,7 +147,7 @@ def test_prices_add_to_the_table_and_have_a_date() -> None:
     assert prices.of("claude-sonnet-5-5") == Price(2, 10, 0.20, 2.50)
 
 
-def test_caps_of_lanes_and_tenants() -> None:
+def test_caps_are_set_for_lanes_and_for_tenants() -> None:
     settings = load(
         '[caps.tenants.shop]\nusd = 5\nrequests = 100\n[caps.tenants."*"]\ntokens = 1000',
         env={"LANEKEEPER_CAPS__LANES__BATCH__USD": "50"},
@@ -181,11 +181,11 @@ def test_caps_of_lanes_and_tenants() -> None:
         ("LANEKEEPER_MODELS__TENANTS", '{"shop": 5}'),
     ],
 )
-def test_a_table_that_cannot_be_read_is_told_with_what_is_allowed(name: str, value: str) -> None:
+def test_a_table_that_cannot_be_read_is_reported_with_what_is_allowed(name: str, value: str) -> None:
     assert re.match(rf"wrong setting: {name}: found .*, allowed is ", wrong(env={name: value}))
 
 
-def test_a_simulated_provider_is_asked_alone() -> None:
+def test_with_a_simulated_provider_no_other_is_called() -> None:
     settings = load(env={**PROVIDERS, "LANEKEEPER_LANES__BATCH__PROVIDERS": "aws"})
 
     spec = settings.answered_by("http://127.0.0.1:1", key="k").routes_spec()
@@ -194,7 +194,7 @@ def test_a_simulated_provider_is_asked_alone() -> None:
     assert spec.lanes == {}
 
 
-def test_everything_that_is_wrong_is_told_at_once_wherever_it_was_given() -> None:
+def test_all_wrong_settings_are_reported_at_once_from_every_source() -> None:
     told = wrong(
         """
         [budget.lanes.critical]
@@ -235,7 +235,7 @@ def test_everything_that_is_wrong_is_told_at_once_wherever_it_was_given() -> Non
     assert SECRET not in told
 
 
-def test_a_budget_in_which_a_lane_or_a_request_finds_nothing_is_refused_by_name() -> None:
+def test_a_budget_too_small_for_a_lane_or_an_answer_is_refused_by_name() -> None:
     told = wrong(
         env={
             "LANEKEEPER_BUDGET__LANES__BATCH__SHARE": "0",
@@ -272,7 +272,7 @@ def test_a_key_in_place_of_a_name_is_not_shown() -> None:
     assert "Ab3dE" not in told
 
 
-def test_what_follows_from_another_wrong_setting_is_not_told_besides() -> None:
+def test_an_error_that_follows_from_another_wrong_setting_is_not_reported() -> None:
     assert wrong(env={"LANEKEEPER_BUDGET__LANES__CRITICAL__SHARE": "1.2"}).count(":") == 2
     told = wrong(env={"LANEKEEPER_PROVIDERS__EU__KIND": "bedrok"})
     assert told.startswith("wrong setting: LANEKEEPER_PROVIDERS__EU__KIND: found 'bedrok', allowed is")
@@ -291,17 +291,17 @@ def test_what_follows_from_another_wrong_setting_is_not_told_besides() -> None:
     ],
 )
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "-inf", "1e400", "true", "many"])
-def test_a_limit_is_a_finite_number_above_zero(name: str, value: str) -> None:
+def test_a_limit_in_the_environment_must_be_a_finite_number_above_zero(name: str, value: str) -> None:
     assert wrong(env={**PROVIDERS, name: value}).startswith(f"wrong setting: {name}: found ")
 
 
-def test_a_limit_in_a_file_is_a_finite_number_too() -> None:
+def test_a_limit_in_a_file_must_be_a_finite_number_above_zero() -> None:
     told = wrong("[budget]\nrequests_per_min = inf\ninput_tokens_per_min = nan\noutput_tokens_per_min = true")
 
     assert told.startswith("3 wrong settings:")
 
 
-def test_a_lanes_model_is_known_by_its_price_or_by_a_providers_table() -> None:
+def test_a_lanes_model_must_have_a_price_or_be_in_a_providers_table() -> None:
     env = {"LANEKEEPER_LANES__BATCH__MODEL": "house-1"}
     assert "LANEKEEPER_LANES__BATCH__MODEL: unknown model 'house-1'; known are claude-" in wrong(env=env)
     assert "give it a price in prices.models (LANEKEEPER_PRICES__MODELS)" in wrong(env=env)
@@ -312,7 +312,7 @@ def test_a_lanes_model_is_known_by_its_price_or_by_a_providers_table() -> None:
     load(env={"LANEKEEPER_MODELS__FALLBACKS": "claude-sonnet-5-5=claude-haiku-4-5-20251001"})
 
 
-def test_where_dollars_are_capped_every_model_has_a_price() -> None:
+def test_with_a_cap_in_dollars_every_model_must_have_a_price() -> None:
     env = {
         **PROVIDERS,
         "LANEKEEPER_LANES__BATCH__MODEL": "house-1",
@@ -327,7 +327,7 @@ def test_where_dollars_are_capped_every_model_has_a_price() -> None:
 
 
 @pytest.mark.parametrize("name", ["LANEKEEPER_LANES__BATCH__PROVIDERS", "LANEKEEPER_LANES__BATCH__MODELS"])
-def test_a_list_names_each_once(name: str) -> None:
+def test_a_list_with_a_repeated_name_is_refused(name: str) -> None:
     assert f"{name}: found 'x,y,x', allowed is each name once, and 'x' is there again" in wrong(env={name: "x,y,x"})
 
 
@@ -345,7 +345,7 @@ def test_a_list_names_each_once(name: str) -> None:
         ("LANEKEEPER_PROVIDERS__EU_2__MODELS", '{"a\\tb": "c"}', "not so: 'a\\tb'"),
     ],
 )
-def test_a_table_with_a_wrong_entry_is_told_with_the_entry(name: str, value: str, what: str) -> None:
+def test_a_wrong_entry_of_a_table_is_named_in_the_error(name: str, value: str, what: str) -> None:
     told = wrong(env={**PROVIDERS, name: value})
 
     assert told.startswith(f"wrong setting: {name}: found ")
@@ -353,7 +353,7 @@ def test_a_table_with_a_wrong_entry_is_told_with_the_entry(name: str, value: str
 
 
 @pytest.mark.parametrize("name", ["EU.1", "1", "", "É", "A" * 41])
-def test_a_provider_whose_name_is_none_is_told_in_the_environment_too(name: str) -> None:
+def test_a_wrong_providers_name_in_the_environment_is_refused(name: str) -> None:
     env = {f"LANEKEEPER_PROVIDERS__{name}__API_KEY": SECRET, f"LANEKEEPER_PROVIDERS__{name}__BASE_URL": "https://a"}
 
     told = wrong(env=env)
@@ -363,11 +363,11 @@ def test_a_provider_whose_name_is_none_is_told_in_the_environment_too(name: str)
 
 
 @pytest.mark.parametrize("name", ["EU 1", "b.c", "*", ""])
-def test_a_provider_whose_name_is_none_is_told_in_a_file(name: str) -> None:
+def test_a_wrong_providers_name_in_a_file_is_refused(name: str) -> None:
     assert "is no name" in wrong(f"[providers.'{name}']\napi_key = 'k'\nbase_url = 'https://a'")
 
 
-def test_a_provider_without_its_key_is_refused_where_providers_are_called_and_nowhere_else() -> None:
+def test_a_provider_without_a_key_is_refused_only_in_processes_that_call_providers() -> None:
     env = {"LANEKEEPER_PROVIDERS__EU__BASE_URL": "https://a.example"}
 
     assert load(env=env).routes_spec().providers[0].name == "eu"
@@ -379,7 +379,7 @@ def test_a_provider_without_its_key_is_refused_where_providers_are_called_and_no
     )
 
 
-def test_a_provider_without_any_model_is_told() -> None:
+def test_a_provider_with_an_empty_table_of_models_is_refused() -> None:
     told = wrong(env={**PROVIDERS, "LANEKEEPER_PROVIDERS__EU_2__MODELS": "{}"})
 
     assert told == (
@@ -388,12 +388,12 @@ def test_a_provider_without_any_model_is_told() -> None:
 
 
 @pytest.mark.parametrize("region", ["eu/../x", "example.com/a@b", "EU", "a b"])
-def test_a_region_that_would_lead_elsewhere_is_refused(region: str) -> None:
+def test_a_region_that_would_change_the_providers_host_is_refused(region: str) -> None:
     assert "LANEKEEPER_PROVIDERS__AWS__REGION: found " in wrong(
         env={**PROVIDERS, "LANEKEEPER_PROVIDERS__AWS__REGION": region}
     )
 
 
 @pytest.mark.parametrize("toml", ["providers = 5", "[providers]\neu = 5", "[models]\nfallbacks = 5", "caps = []"])
-def test_a_value_in_place_of_a_table_is_told(toml: str) -> None:
+def test_a_value_in_place_of_a_table_is_refused(toml: str) -> None:
     assert re.match(r"wrong setting: [a-z.]+ in given.toml: found (5|\[\]), allowed is a table", wrong(toml))

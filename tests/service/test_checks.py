@@ -1,4 +1,4 @@
-"""`lanekeeper check` without a broker: what it says of the store."""
+"""`lanekeeper check` without a broker: what it reports about the store."""
 
 from pathlib import Path
 
@@ -22,14 +22,14 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-async def test_a_store_that_can_be_written_is_well_and_only_its_file_is_made(tmp_path: Path) -> None:
+async def test_a_writable_store_is_reported_as_ok_and_only_its_file_is_made(tmp_path: Path) -> None:
     found = await of_the_store("sqlite:///state/lane.sqlite")
 
     assert found == Finding("store", True, "sqlite:///state/lane.sqlite can be written")
     assert [each.name for each in (tmp_path / "state").iterdir()] == ["lane.sqlite"]
 
 
-async def test_a_file_that_is_no_store_is_told_with_what_helps(tmp_path: Path) -> None:
+async def test_a_file_that_is_no_store_is_reported_with_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("something else, and long enough to be read as a header" * 10)
 
     found = await of_the_store("sqlite:///notes")
@@ -38,7 +38,7 @@ async def test_a_file_that_is_no_store_is_told_with_what_helps(tmp_path: Path) -
     assert "notes is corrupt: stop every worker on it, move it away" in found.text
 
 
-async def test_a_redis_that_is_gone_is_told_without_its_password() -> None:
+async def test_an_unreachable_redis_is_reported_without_its_password() -> None:
     found = await of_the_store("redis://:s3cret@127.0.0.1:1/0")
 
     assert not found.well

@@ -1,4 +1,4 @@
-"""What code and documents cite is there: each page, and each numbered section of docs/facts.md."""
+"""Every page that code and documents cite exists, and so does each cited section of docs/facts.md."""
 
 import re
 import subprocess
@@ -26,7 +26,7 @@ def test_each_page_that_is_named_exists() -> None:
     assert {each for each in named if not (ROOT / each[1]).exists()} == set()
 
 
-def test_each_link_of_a_document_leads_somewhere() -> None:
+def test_each_link_of_a_document_has_a_target() -> None:
     broken = {
         f"{path.relative_to(ROOT)}: {target}"
         for path in tracked("*.md")
@@ -50,8 +50,8 @@ def test_each_cited_section_of_the_facts_exists() -> None:
     assert len(cited) > 15, "the pattern above still finds them"
 
 
-def test_facts_are_cited_by_their_section() -> None:
-    """A citation without a number, or of a page that is not in this repository, cannot be looked up."""
+def test_the_facts_are_cited_with_a_section_number() -> None:
+    """A citation without a section number, or of a page that is not in this repository, cannot be looked up."""
     without = [
         f"{path.relative_to(ROOT)}: {line.strip()}"
         for path in tracked("consumers/*.py", "topology/*.py", "service/*.py")

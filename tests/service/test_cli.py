@@ -1,4 +1,4 @@
-"""The command line without a broker: exit codes, one clear line, help, and nothing heavy before it is needed."""
+"""The command line without a broker: exit codes, errors of one line, help, and no slow import before it is needed."""
 
 import io
 import json
@@ -39,12 +39,12 @@ def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixtur
     assert f"Usage: lanekeeper {' '.join(command)}" in capsys.readouterr().out
 
 
-def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["--version"]) == 0
     assert capsys.readouterr().out.startswith("lanekeeper 0")
 
 
-def test_help_imports_nothing_heavy() -> None:
+def test_help_imports_no_slow_package() -> None:
     code = "import sys; from service.cli import main; main.run(['--help']); print(sorted(sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
@@ -76,13 +76,13 @@ def test_help_imports_nothing_heavy() -> None:
         ["topology", "export", "--for", "4.3", "--user", "c.rm:application"],
     ],
 )
-def test_bad_use_ends_with_2(line: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_exits_with_2(line: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(line) == 2
     assert "Traceback" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["gateway", "top", "dead", "change", "pause", "resume", "pauses", "audit", "key"])
-def test_commands_of_later_versions_say_so(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_of_later_versions_are_refused_with_that_reason(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run([name, "list", "--json"]) == 2
     assert f"`{name}` is not available in this version" in one_line(capsys)
 
@@ -101,7 +101,7 @@ def test_a_wrong_setting_ends_every_command_with_one_line(
 
 
 @pytest.mark.parametrize("command", [["serve"], ["consume"], ["serve", "--config", "x.toml"]])
-def test_who_calls_providers_needs_their_keys_and_is_told_before_a_broker_is_looked_for(
+def test_commands_that_call_providers_report_missing_keys_before_connecting_to_a_broker(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "x.toml").write_text("[lanes.batch]\nproviders = ['anthropic', 'eu']")
@@ -118,7 +118,7 @@ def test_who_calls_providers_needs_their_keys_and_is_told_before_a_broker_is_loo
     assert "Traceback" not in told
 
 
-def test_a_provider_whose_packages_are_missing_is_told_before_a_broker_is_looked_for(
+def test_a_providers_missing_package_is_reported_before_connecting_to_a_broker(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "boto3", None)
@@ -131,7 +131,7 @@ def test_a_provider_whose_packages_are_missing_is_told_before_a_broker_is_looked
     )
 
 
-def test_who_calls_no_provider_needs_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_that_call_no_provider_need_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LANEKEEPER_PROVIDERS__EU__BASE_URL", "https://claude.example")
 
     assert main.run(["topology", "show", "--for", "4.3"]) == 0
@@ -160,7 +160,7 @@ def test_an_unreachable_broker_ends_every_command_with_one_line(
     assert "s3cret" not in told
 
 
-def test_check_tells_what_is_wrong_in_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_reports_each_problem_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["check", "--json"]) == 1
     found = {each["what"]: each for each in json.loads(capsys.readouterr().out)}
 
@@ -169,7 +169,7 @@ def test_check_tells_what_is_wrong_in_a_line_each(capsys: pytest.CaptureFixture[
     assert "ANTHROPIC_API_KEY is not set" in found["provider anthropic"]["text"]
 
 
-def test_check_tells_wrong_settings(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_reports_wrong_settings(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("LANEKEEPER_TYPO", "1")
 
     monkeypatch.setenv("ANTHROPIC_API_KEY", "s3cret")
@@ -178,7 +178,7 @@ def test_check_tells_wrong_settings(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert capsys.readouterr().out.startswith("wrong  settings           wrong setting: LANEKEEPER_TYPO: no such")
 
 
-def test_check_tells_keys_that_are_missing_with_the_wrong_settings(
+def test_check_reports_missing_keys_together_with_wrong_settings(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("LANEKEEPER_TYPO", "1")
@@ -189,7 +189,8 @@ def test_check_tells_keys_that_are_missing_with_the_wrong_settings(
     assert "ANTHROPIC_API_KEY: not set" in told
 
 
-def test_a_command_that_sends_spans_says_so_on_standard_error_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_a_command_that_sends_spans_logs_it_only_to_standard_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
     done = subprocess.run(
         [sys.executable, "-m", "service.cli.main", "send", "--no-wait", "hi"],
@@ -206,7 +207,7 @@ def test_a_command_that_sends_spans_says_so_on_standard_error_alone(monkeypatch:
     assert {json.loads(each)["event"] for each in said if each.startswith("{")} == {"traces.lost"}
 
 
-def test_an_unexpected_error_is_one_line_and_a_traceback_only_on_demand(
+def test_an_unexpected_error_is_one_line_and_its_traceback_is_shown_only_on_request(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(*_: object, **__: object) -> None:
@@ -226,7 +227,7 @@ def test_an_unexpected_error_is_one_line_and_a_traceback_only_on_demand(
     assert "s3cret" not in told
 
 
-def test_errors_in_task_groups_are_told_by_what_is_in_them(
+def test_errors_in_a_task_group_are_reported_by_its_inner_errors(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from lanekeeper.contract.problems import BrokerUnreachable
@@ -241,7 +242,7 @@ def test_errors_in_task_groups_are_told_by_what_is_in_them(
 
 
 @pytest.mark.parametrize(("text", "why"), [(b"\xff", "not UTF-8"), (b" \n", "empty")])
-def test_standard_input_that_is_no_prompt_is_bad_use(
+def test_standard_input_that_is_not_text_is_wrong_usage(
     text: bytes, why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text)))
@@ -250,7 +251,9 @@ def test_standard_input_that_is_no_prompt_is_bad_use(
     assert why in one_line(capsys)
 
 
-def test_set_comes_before_the_environment(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_option_set_overrides_the_environment(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("LANEKEEPER_NAMESPACE", "one")
 
     assert main.run(["topology", "show", "--for", "4.3", "--set", "namespace=two"]) == 0
@@ -272,7 +275,7 @@ def test_the_topology_is_listed_as_json(capsys: pytest.CaptureFixture[str]) -> N
     assert queues["lane.critical"]["x-max-priority"] == 9
 
 
-def test_export_makes_passwords_tells_them_once_and_prints_only_hashes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_generates_passwords_shows_them_once_and_exports_only_hashes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["topology", "export", "--for", "4.3", "--vhost", "prod", "--user", "crm:application:batch"]) == 0
     out, err = capsys.readouterr()
     definitions = json.loads(out)
@@ -284,7 +287,7 @@ def test_export_makes_passwords_tells_them_once_and_prints_only_hashes(capsys: p
     assert password not in out
 
 
-def test_export_takes_passwords_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_reads_passwords_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "passwords").write_text("worker:with:colon\n\noperator:x\ndeployer:y\n")
 
     assert main.run(["topology", "export", "--for", "4.3", "--passwords", "passwords"]) == 0
@@ -293,7 +296,7 @@ def test_export_takes_passwords_from_a_file(tmp_path: Path, capsys: pytest.Captu
     assert err == ""
 
 
-def test_apply_makes_no_password_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_apply_generates_no_password(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "passwords").write_text("worker:x\n")
     users = ["--user", "worker:worker", "--user", "crm:client"]
 
@@ -301,7 +304,7 @@ def test_apply_makes_no_password_of_its_own(tmp_path: Path, capsys: pytest.Captu
     assert "a line NAME:PASSWORD is missing for crm" in capsys.readouterr().err
 
 
-def test_what_a_model_writes_cannot_steer_the_terminal() -> None:
+def test_control_characters_in_an_answer_do_not_reach_the_terminal() -> None:
     from service.cli.answers import printable
 
     assert printable("a\x1b[2Jb\r\n\tç") == "a�[2Jb�\n\tç"

@@ -1,4 +1,4 @@
-"""The compose files: for `docker compose`, and for the `docker-compose` that Debian has."""
+"""The compose files, for `docker compose` and for Debian's `docker-compose`."""
 
 import os
 import re
@@ -12,7 +12,7 @@ HOUSE = Path(__file__).parents[2]
 FILES = ("docker-compose.yml", "deploy/cluster/docker-compose.yml")
 TOOLS = (["docker", "compose"], ["docker-compose"])
 TO_FIND_IT = ("PATH", "HOME", "DOCKER_CONFIG")
-"""Docker's plugins may lie in a user's own folder."""
+"""Docker's plugins may be in a user's own folder."""
 NEEDED = {
     "RABBITMQ_PASSWORD": "secret",
     "WORKER_PASSWORD": "works",
@@ -21,7 +21,7 @@ NEEDED = {
     "ERLANG_COOKIE": "biscuit",
 }
 WORKERS = {"docker-compose.yml": "  lanekeeper:", "deploy/cluster/docker-compose.yml": "x-worker:"}
-"""What begins the workers' part of each file."""
+"""The beginning of the workers' part of each file."""
 
 
 def has(tool: list[str]) -> bool:
@@ -31,28 +31,29 @@ def has(tool: list[str]) -> bool:
 
 
 def part(file: str, begin: str) -> str:
-    """The lines of one service: from `begin` to the first that is not indented deeper."""
+    """The lines of one service: from `begin` to the first line that is not indented more."""
     depth = len(begin) - len(begin.lstrip())
     _, _, rest = (HOUSE / file).read_text().partition(f"\n{begin}")
     return re.split(rf"\n {{0,{depth}}}(?=\S)", rest)[0]
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_it_says_nothing_that_docker_compose_1_refuses(file: str) -> None:
+def test_the_files_use_nothing_that_docker_compose_1_refuses(file: str) -> None:
     keys = re.findall(r"^([A-Za-z0-9_-]+):", (HOUSE / file).read_text(), re.MULTILINE)
     assert {key for key in keys if not key.startswith("x-")} <= {"services", "volumes", "networks"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tool", TOOLS, ids=" ".join)
 @pytest.mark.parametrize("file", FILES)
-def test_it_is_accepted(file: str, tool: list[str], tmp_path: Path) -> None:
+def test_docker_compose_accepts_the_files(file: str, tool: list[str], tmp_path: Path) -> None:
     if not has(tool):
         pytest.skip(f"{' '.join(tool)} is not here")
     shutil.copytree(HOUSE / "deploy", tmp_path / "deploy")
     shutil.copy(HOUSE / "docker-compose.yml", tmp_path)
     done = subprocess.run(
         [*tool, "-f", file, "config"],
-        cwd=tmp_path,  # where there is no .env
+        cwd=tmp_path,  # as if there is no .env
         env={**{name: os.environ[name] for name in TO_FIND_IT if name in os.environ}, **NEEDED},
         capture_output=True,
         text=True,
@@ -65,7 +66,7 @@ def test_it_is_accepted(file: str, tool: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_redis_wants_a_password_and_forgets_nothing(file: str) -> None:
+def test_redis_requires_a_password_and_evicts_nothing(file: str) -> None:
     text = (HOUSE / file).read_text()
 
     assert "--requirepass" in text
@@ -78,35 +79,35 @@ def test_a_worker_is_not_the_brokers_administrator(file: str) -> None:
 
     assert "amqp://worker:${WORKER_PASSWORD}@" in worker
     assert "RABBITMQ_PASSWORD" not in worker
-    assert "command: consume" in worker  # `serve` declares, which a worker's user may not
+    assert "command: consume" in worker  # `serve` declares the topology, which a worker's user may not do
     assert "topology: {condition: service_completed_successfully}" in worker
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_the_administrators_password_is_only_where_users_are_made(file: str) -> None:
+def test_only_the_service_that_makes_users_has_the_administrators_password(file: str) -> None:
     text = (HOUSE / file).read_text()
     topology = part(file, "  topology:")
 
     assert "topology apply --user worker:worker --user cli:client:critical,normal,batch" in topology
-    assert re.findall("restart:|ports:", topology) == []  # it ends
+    assert re.findall("restart:|ports:", topology) == []  # that service ends
     assert text.count("amqp://lanekeeper:${") == topology.count("amqp://lanekeeper:${") == 1
     assert "amqp://cli:${CLI_PASSWORD}@" in part(file, "  cli:")
     assert "profiles: [cli]" in part(file, "  cli:")
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_the_production_profile_can_be_set_in_env(file: str) -> None:
+def test_the_production_profile_can_be_set_in_dotenv(file: str) -> None:
     for begin in (WORKERS[file], "  cli:"):
         assert re.search(r"^ +LANEKEEPER_PROFILE:( #.*)?$", part(file, begin), re.MULTILINE)
 
 
-def test_the_readme_makes_every_password_that_the_compose_file_wants() -> None:
+def test_the_readme_generates_every_password_that_the_compose_file_needs() -> None:
     wanted = set(re.findall(r"\$\{(\w+):\?", (HOUSE / "docker-compose.yml").read_text()))
     readme = (HOUSE / "README.md").read_text()
     assert [each for each in wanted if f"\n{each}=$" not in readme] == []
 
 
-def test_the_readme_gives_the_url_of_the_user_that_the_compose_file_makes() -> None:
+def test_the_readmes_url_has_the_user_that_the_compose_file_creates() -> None:
     (user,) = re.findall(r"RABBITMQ_DEFAULT_USER: (\w+)", (HOUSE / "docker-compose.yml").read_text())
     url = f"LANEKEEPER_AMQP_URL=amqp://{user}:$password@localhost:5672/"
     readme = (HOUSE / "README.md").read_text()
@@ -114,8 +115,10 @@ def test_the_readme_gives_the_url_of_the_user_that_the_compose_file_makes() -> N
     assert url in (HOUSE / "docker-compose.yml").read_text()
 
 
-def test_the_readme_waits_for_nothing_where_docker_compose_1_cannot() -> None:
+def test_the_readmes_commands_for_docker_compose_1_use_no_wait() -> None:
     readme = (HOUSE / "README.md").read_text()
     (block,) = [each for each in re.findall(r"```sh\n(.*?)```", readme, re.DOTALL) if "docker-compose up" in each]
-    assert "--wait" not in block  # what is sent before the worker is there waits in its queue: all is declared by then
+    assert (
+        "--wait" not in block
+    )  # a request sent before the worker runs waits in its queue, because everything is declared by then
     assert block.index("docker-compose up") < block.index("docker-compose run --rm cli send")

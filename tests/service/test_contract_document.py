@@ -1,4 +1,4 @@
-"""docs/contract.md names what the code declares, no more and no less, and tests that there are."""
+"""docs/contract.md documents exactly what the code declares, and the tests that it names exist."""
 
 import ast
 import json
@@ -34,23 +34,23 @@ def names_in(path: str) -> set[str]:
     return {each.name for each in ast.walk(tree) if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}
 
 
-def test_every_header_that_is_declared_is_documented_and_no_other() -> None:
+def test_every_declared_header_is_documented_and_no_other() -> None:
     named = set(re.findall(r"`(x-lane-[a-z0-9-]*[a-z0-9])`", DOCUMENT))
     assert named == n.PUBLIC | n.OURS | LATER.keys()
 
 
-def test_integers_of_ours_are_documented_with_their_type() -> None:
+def test_our_integer_headers_are_documented_with_their_type() -> None:
     said = {name for name in n.OURS if name.endswith("-ms")} | {n.ATTEMPT, n.SEQ}
     for name in said - {n.FIRST_SEEN_MS, n.DUE_MS, n.HOP_MS, n.BACK_MS}:
         assert re.search(rf"^\| `{name}` \| `l` \|", DOCUMENT, re.MULTILINE), name
 
 
-def test_every_error_is_documented_as_it_is() -> None:
+def test_every_error_is_documented_with_its_code_status_and_parking() -> None:
     kept = {True: "also in `lane.dead`", False: "not parked"}
     assert [(each.code, str(each.status), kept[each.parked]) for each in PROBLEMS.values()] == CODES
 
 
-def test_every_error_that_is_sent_has_its_document() -> None:
+def test_every_error_that_is_sent_has_an_example_document() -> None:
     assert [each["code"] for each in DOCUMENTS] == [code for code in PROBLEMS if code not in NOT_SENT]
     for each in DOCUMENTS:
         kind = PROBLEMS[each["code"]]
@@ -60,14 +60,14 @@ def test_every_error_that_is_sent_has_its_document() -> None:
         assert json.loads(made) == each
 
 
-def test_every_event_is_documented_with_what_it_tells() -> None:
+def test_every_event_is_documented_with_its_fields() -> None:
     said = section("Events")
     rows = re.findall(r"^\| `(\w+)` \| .*? \| (.*?) \|$", said, re.MULTILINE)
     assert {event: set(re.findall(r"`(\w+)`", fields)) for event, fields in rows} == EVENTS
     assert all(f"`{field}`" in said.split("|")[0] for field in COMMON)
 
 
-def test_control_messages_and_what_is_not_there_yet_are_documented() -> None:
+def test_control_messages_and_missing_features_are_documented() -> None:
     keys = re.findall(r"^\| `(\w+)` \| `\{", section("Control"), re.MULTILINE)
     assert set(keys) == {n.CANCEL_KEY, n.RESULT_KEY, n.STATUS_KEY}
     missing = section("Not in this version")
@@ -75,5 +75,5 @@ def test_control_messages_and_what_is_not_there_yet_are_documented() -> None:
 
 
 @pytest.mark.parametrize(("path", "name"), TESTS, ids=lambda each: str(each))
-def test_every_test_that_is_named_is_there(path: str, name: str) -> None:
+def test_every_cited_test_exists(path: str, name: str) -> None:
     assert name in names_in(path)

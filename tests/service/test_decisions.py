@@ -1,4 +1,4 @@
-"""Each decision says when it was made, whether it holds and what else was tried; the code that it names exists."""
+"""Each decision has a date, a status and the alternatives that were tried; the code that it names exists."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ DECISIONS = sorted((ROOT / "docs/decisions").glob("*.md"))
 
 
 @pytest.mark.parametrize("path", DECISIONS, ids=lambda path: path.stem)
-def test_a_decision_has_date_status_and_what_else_was_tried(path: Path) -> None:
+def test_each_decision_has_date_status_and_alternatives(path: Path) -> None:
     text = path.read_text()
 
     assert re.match(r"# .+\n\n- Date: \d{4}-\d\d-\d\d\n- Status: (in force|replaced by \[)", text)
@@ -18,7 +18,7 @@ def test_a_decision_has_date_status_and_what_else_was_tried(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", DECISIONS, ids=lambda path: path.stem)
-def test_files_and_constants_that_it_names_exist(path: Path) -> None:
+def test_files_and_constants_named_by_a_decision_exist(path: Path) -> None:
     text = path.read_text()
     code = "\n".join(
         each.read_text()

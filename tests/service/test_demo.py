@@ -1,4 +1,4 @@
-"""The demo's acts on the budget and on a provider that is down: a promise that is not kept fails them."""
+"""The demo's acts about the budget and about a provider that is down fail if a promise is not kept."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,7 +15,7 @@ NOTICED_BY_NOBODY = Outage(asked=100, answered=100, elsewhere=60, calls=130, bre
 @pytest.mark.parametrize(
     "broken", [{"refused": 1}, {"used": 0.5}, {"waits_ms": [10] * 18 + [5000] * 2}, {"wrong": ["critical 1: refused"]}]
 )
-def test_a_budget_is_well_spent_without_a_429_soon_and_nearly_all_of_it(broken: dict[str, Any]) -> None:
+def test_the_budget_act_passes_only_without_429_with_short_waits_and_nearly_full_use(broken: dict[str, Any]) -> None:
     assert SPENT.is_well
     assert not replace(SPENT, **broken).is_well
 
@@ -23,6 +23,8 @@ def test_a_budget_is_well_spent_without_a_429_soon_and_nearly_all_of_it(broken: 
 @pytest.mark.parametrize(
     "broken", [{"answered": 99}, {"calls": 151}, {"breaker": ()}, {"breaker": ("open", "probing", "open")}]
 )
-def test_an_outage_is_well_where_all_is_answered_by_few_calls_and_its_breaker_closes(broken: dict[str, Any]) -> None:
+def test_the_outage_act_passes_only_if_all_is_answered_with_few_calls_and_the_breaker_closes(
+    broken: dict[str, Any],
+) -> None:
     assert NOTICED_BY_NOBODY.is_well
     assert not replace(NOTICED_BY_NOBODY, **broken).is_well

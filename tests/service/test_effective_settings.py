@@ -1,4 +1,4 @@
-"""`lanekeeper settings`: what is in effect, and where it comes from."""
+"""`lanekeeper settings` lists the settings in effect and their sources."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def shown(capsys: pytest.CaptureFixture[str], *line: str) -> dict[str, Any]:
     return {each["name"]: each for each in json.loads(capsys.readouterr().out)}
 
 
-def test_each_source_is_named_and_the_nearer_one_wins(
+def test_each_setting_has_its_source_and_a_later_source_wins(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "lanekeeper.toml").write_text('namespace = "staging"\ngrace_s = 1\n[lanes.batch]\nslots = 12\n')
@@ -69,6 +69,6 @@ def test_keys_and_passwords_are_hidden(
     assert shown(capsys)["providers.other.api_key"]["variable"] == "LANEKEEPER_PROVIDERS__OTHER__API_KEY"
 
 
-def test_what_is_wrong_ends_it_as_it_ends_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_settings_end_the_command_like_every_other(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["settings", "--set", "grace_s=soon"]) == 2
     assert "grace_s on the command line" in capsys.readouterr().err

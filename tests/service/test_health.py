@@ -1,4 +1,4 @@
-"""Health: `/healthz`, `/readyz` with reasons; other paths are not in this version."""
+"""Health: `/healthz`, and `/readyz` with reasons; other paths are not in this version."""
 
 import socket
 from collections.abc import AsyncIterator
@@ -33,23 +33,23 @@ async def ask(health: Health, path: str, method: str = "GET") -> tuple[int, dict
         return response.status, await response.json(content_type=None)
 
 
-async def test_it_is_alive_whatever_the_troubles(health: Health, readiness: Readiness) -> None:
+async def test_healthz_is_ok_whatever_the_problems(health: Health, readiness: Readiness) -> None:
     readiness.troubles["consume connection"] = "lost"
 
     assert await ask(health, "/healthz") == (200, {"alive": True})
 
 
-async def test_it_is_ready_without_troubles(health: Health) -> None:
+async def test_readyz_is_ok_without_problems(health: Health) -> None:
     assert await ask(health, "/readyz") == (200, {"ready": True, "reasons": {}})
 
 
-async def test_it_is_not_ready_with_a_trouble_and_names_it(health: Health, readiness: Readiness) -> None:
+async def test_readyz_fails_and_names_the_problem(health: Health, readiness: Readiness) -> None:
     readiness.troubles = {"consume connection": None, "queue lane.batch": "no such queue"}
 
     assert await ask(health, "/readyz") == (503, {"ready": False, "reasons": {"queue lane.batch": "no such queue"}})
 
 
-async def test_readiness_is_looked_at_anew_each_time(health: Health, readiness: Readiness) -> None:
+async def test_readiness_is_checked_again_for_each_request(health: Health, readiness: Readiness) -> None:
     readiness.troubles["consume connection"] = "lost"
     assert (await ask(health, "/readyz"))[0] == 503
     readiness.troubles["consume connection"] = None
@@ -59,18 +59,18 @@ async def test_readiness_is_looked_at_anew_each_time(health: Health, readiness: 
 @pytest.mark.parametrize(
     ("method", "path"), [("POST", "/v1/messages"), ("GET", "/v1/lanes"), ("GET", "/metrics"), ("GET", "/")]
 )
-async def test_paths_of_the_contract_are_not_in_this_version(health: Health, method: str, path: str) -> None:
+async def test_paths_of_later_versions_are_refused_with_that_reason(health: Health, method: str, path: str) -> None:
     status, document = await ask(health, path, method)
 
     assert status == 404
     assert document["detail"] == f"{path} is not available in this version"
 
 
-async def test_other_paths_are_not_ours(health: Health) -> None:
+async def test_unknown_paths_are_not_found(health: Health) -> None:
     assert (await ask(health, "/admin"))[1]["detail"] == "/admin is not a path of Lanekeeper's"
 
 
-async def test_port_0_takes_a_free_one_and_two_do_not_meet(readiness: Readiness) -> None:
+async def test_port_0_chooses_a_free_port_for_each_process(readiness: Readiness) -> None:
     async with (
         Health(readiness, host="127.0.0.1", port=0) as one,
         Health(readiness, host="127.0.0.1", port=0) as other,
@@ -78,7 +78,7 @@ async def test_port_0_takes_a_free_one_and_two_do_not_meet(readiness: Readiness)
         assert one.port != other.port != 0
 
 
-async def test_an_address_in_use_is_told_with_the_setting_that_helps(readiness: Readiness) -> None:
+async def test_an_address_in_use_is_reported_with_the_setting_to_change(readiness: Readiness) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -90,13 +90,13 @@ async def test_an_address_in_use_is_told_with_the_setting_that_helps(readiness: 
 
 
 @pytest.mark.parametrize("host", ["203.0.113.1", "no.such.host.invalid"])
-async def test_an_address_that_is_not_ours_is_told(readiness: Readiness, host: str) -> None:
+async def test_an_address_of_another_machine_is_reported(readiness: Readiness, host: str) -> None:
     with pytest.raises(CannotListen, match="LANEKEEPER_GATEWAY__HOST"):
         async with Health(readiness, host=host, port=0):
             pass
 
 
-async def test_the_port_is_free_again_after_the_end(readiness: Readiness) -> None:
+async def test_the_port_is_free_again_after_a_stop(readiness: Readiness) -> None:
     async with Health(readiness, host="127.0.0.1", port=0) as first:
         port = first.port
     async with Health(readiness, host="127.0.0.1", port=port) as second:

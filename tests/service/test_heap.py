@@ -1,4 +1,4 @@
-"""A worker's process is not held up by the collector for what its start has made."""
+"""Garbage collection in a running worker does not scan the objects that its start created."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ print(before, len(gc.get_objects()))
 """
 
 
-def test_what_the_start_has_made_is_not_looked_at_again() -> None:
+def test_objects_made_at_the_start_are_not_scanned_by_later_collections() -> None:
     told = subprocess.run([sys.executable, "-c", LOOKED_AT], capture_output=True, text=True, check=True, timeout=120)
     before, after = map(int, told.stdout.split())
     assert before > 100_000

@@ -40,7 +40,7 @@ def test_an_event_is_one_line_of_json_with_its_name_and_fields() -> None:
     }
 
 
-def test_a_person_at_a_terminal_sees_columns() -> None:
+def test_a_terminal_gets_columns() -> None:
     out = Terminal()
 
     with logs.written(service="worker", level="INFO", stream=out):
@@ -52,7 +52,7 @@ def test_a_person_at_a_terminal_sees_columns() -> None:
     assert len(out.getvalue().splitlines()) == 1
 
 
-def test_the_level_holds_for_ours_and_libraries_speak_from_warning_up() -> None:
+def test_the_log_level_applies_to_our_events_and_libraries_are_logged_from_warning_on() -> None:
     out = io.StringIO()
 
     with logs.written(service="s", level="debug", stream=out):
@@ -66,7 +66,7 @@ def test_the_level_holds_for_ours_and_libraries_speak_from_warning_up() -> None:
     assert theirs["message"] == "lost amqp://…@h/"
 
 
-def test_inside_another_a_library_is_heard_once() -> None:
+def test_a_library_event_is_logged_once_inside_nested_setups() -> None:
     outer, inner = io.StringIO(), io.StringIO()
 
     with logs.written(service="s", level="warning", stream=outer):
@@ -77,7 +77,7 @@ def test_inside_another_a_library_is_heard_once() -> None:
     assert [[each["message"] for each in lines(out)] for out in (outer, inner)] == [["after"], ["within"]]
 
 
-def test_afterwards_everything_is_as_before() -> None:
+def test_afterwards_logging_is_as_it_was_before() -> None:
     handlers, was = list(logging.getLogger().handlers), structlog.is_configured()
 
     with logs.written(service="s", level="INFO", stream=io.StringIO()):
@@ -87,7 +87,7 @@ def test_afterwards_everything_is_as_before() -> None:
     assert logging.getLogger().handlers == handlers
 
 
-def test_an_exception_says_where_but_quotes_only_what_is_ours() -> None:
+def test_an_exception_is_logged_with_its_place_and_only_our_own_errors_are_quoted() -> None:
     out = io.StringIO()
 
     with logs.written(service="s", level="INFO", stream=out):
@@ -106,7 +106,7 @@ def test_an_exception_says_where_but_quotes_only_what_is_ours() -> None:
     assert "secret prompt" not in out.getvalue()
 
 
-def test_content_is_written_where_it_is_asked_for() -> None:
+def test_content_is_logged_if_the_setting_allows_it() -> None:
     out = io.StringIO()
 
     with logs.written(service="s", level="INFO", with_content=True, stream=out):
@@ -136,7 +136,7 @@ def test_text_is_shown_without_secrets_on_one_line(value: str, shown: str) -> No
     assert redaction.text(value) == shown
 
 
-def test_fields_are_judged_by_their_names_too() -> None:
+def test_fields_that_hold_content_are_recognised_by_name() -> None:
     event = {
         "api_key": "x", "x-api-key": "x", "password": "x", "auth_token": "x", "headers": {"Authorization": "x", "a": 1},
         "body": b"12345", "messages": [1, 2], "input_tokens": 5, "error": ValueError("sk-ant-1"), "raw": b"12",
@@ -149,14 +149,14 @@ def test_fields_are_judged_by_their_names_too() -> None:
 
 
 @given(st.text(max_size=50), st.text(alphabet=st.characters(codec="ascii", categories=["L", "N"]), min_size=1))
-def test_whatever_is_around_it_a_key_does_not_get_out(around: str, key: str) -> None:
+def test_a_key_is_removed_whatever_surrounds_it(around: str, key: str) -> None:
     shown = redaction.text(f"{around} sk-ant-{key} {around}")
 
     assert f"sk-ant-{key}" not in shown
     assert "\n" not in shown
 
 
-def test_nested_and_endless_values_end() -> None:
+def test_deeply_nested_and_circular_values_are_cut() -> None:
     endless: list[Any] = []
     endless.append(endless)
 

@@ -1,4 +1,4 @@
-"""docs/logs.md names every event that is logged, with its levels and fields, and no other."""
+"""docs/logs.md lists every log event with its levels and fields, and no other."""
 
 import re
 from collections import defaultdict
@@ -17,7 +17,7 @@ def names(cell: str) -> frozenset[str]:
 
 
 def told() -> dict[str, tuple[frozenset[str], frozenset[str]]]:
-    """By event: its levels and its fields."""
+    """For each event: its levels and its fields."""
     rows = [line.split("|")[1:5] for line in PAGE.splitlines() if re.match(r"\| `[\w.]+` \| [\w, ]+ \| ", line)]
     return {
         next(iter(names(event))): (frozenset(levels.strip().split(", ")), names(fields))
@@ -25,7 +25,7 @@ def told() -> dict[str, tuple[frozenset[str], frozenset[str]]]:
     }
 
 
-def test_the_page_tells_of_each_event_what_the_code_writes() -> None:
+def test_docs_logs_lists_each_event_with_the_fields_that_the_code_writes() -> None:
     levels, fields = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
     for call in log_calls():
         levels[call.event].update(call.levels)
@@ -34,14 +34,14 @@ def test_the_page_tells_of_each_event_what_the_code_writes() -> None:
     assert told() == {event: (frozenset(levels[event]), frozenset(fields[event])) for event in levels}
 
 
-def test_fields_that_every_line_of_a_request_has_are_written_in_one_place() -> None:
-    """Lines that are written where no request is bound may name one themselves."""
+def test_the_common_fields_of_a_requests_log_lines_are_set_in_one_place() -> None:
+    """Lines outside the handling of a request may have one of these fields themselves."""
     itself = {call.event for call in log_calls() if call.fields & {"request", "trace_id"}}
 
     assert itself == {"handler.failed", "delivery.lost", "cancellation.unsent"}
 
 
-def test_the_page_tells_what_every_line_of_a_request_has() -> None:
+def test_docs_logs_lists_the_common_fields_of_a_requests_log_lines() -> None:
     job: Job = Bench().job(headers={"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"})
 
     assert set(job.log_fields()) == OF_A_REQUEST

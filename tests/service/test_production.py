@@ -1,4 +1,4 @@
-"""The production profile: what it does not accept, each row by itself, and all of it at once."""
+"""The production profile: each setting that it does not accept, alone and all together."""
 
 import os
 from pathlib import Path
@@ -28,7 +28,7 @@ def found(made: Settings) -> set[str]:
     return {risk.what for risk in (*of_transport(made), *of_settings(made), *of_file(made))}
 
 
-def test_what_is_well_set_has_no_findings() -> None:
+def test_correct_settings_have_no_findings() -> None:
     assert found(settings()) == set()
 
 
@@ -48,12 +48,12 @@ def test_what_is_well_set_has_no_findings() -> None:
         ("failpoints", "LANEKEEPER_FAILPOINTS", "after_store:0.5"),
     ],
 )
-def test_each_thing_that_is_not_accepted_is_found_by_name(what: str, setting: str, value: str) -> None:
+def test_each_unacceptable_setting_is_found_by_name(what: str, setting: str, value: str) -> None:
     assert found(settings(**{setting: value})) == {what}
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.1.2.3", "[::1]"])
-def test_plain_text_on_this_machine_is_no_finding(host: str) -> None:
+def test_unencrypted_connections_within_this_machine_are_accepted(host: str) -> None:
     made = settings(
         LANEKEEPER_AMQP_URL=f"amqp://w:s@{host}:5672/",
         LANEKEEPER_STORE_URL=f"redis://:s@{host}:6379/0",
@@ -64,7 +64,7 @@ def test_plain_text_on_this_machine_is_no_finding(host: str) -> None:
     assert list(of_transport(made)) == []
 
 
-def test_a_second_providers_address_is_looked_at_as_well() -> None:
+def test_the_address_of_a_further_provider_is_checked_too() -> None:
     made = settings(
         LANEKEEPER_PROVIDERS__OTHER__API_KEY="x", LANEKEEPER_PROVIDERS__OTHER__BASE_URL="http://other.example.com"
     )
@@ -73,7 +73,7 @@ def test_a_second_providers_address_is_looked_at_as_well() -> None:
     assert "LANEKEEPER_PROVIDERS__OTHER__BASE_URL" in risk.text
 
 
-def test_no_finding_tells_a_password() -> None:
+def test_no_finding_shows_a_password() -> None:
     made = settings(
         LANEKEEPER_AMQP_URL="amqp://guest:s3cret@rabbit.example.com/", ANTHROPIC_BASE_URL="http://u:s3cret@h"
     )
@@ -81,7 +81,7 @@ def test_no_finding_tells_a_password() -> None:
     assert not [risk for risk in (*of_transport(made), *of_settings(made)) if "s3cret" in risk.text]
 
 
-def test_a_store_that_others_may_read_is_found(tmp_path: Path) -> None:
+def test_a_store_that_other_users_can_read_is_found(tmp_path: Path) -> None:
     file = tmp_path / "lane.sqlite"
     file.touch(mode=0o600)
     made = settings(LANEKEEPER_STORE_URL=f"sqlite:///{file}")
@@ -92,7 +92,7 @@ def test_a_store_that_others_may_read_is_found(tmp_path: Path) -> None:
     assert found(made) == {"store file"}
 
 
-async def test_a_redis_that_forgets_is_found_and_refused(tmp_path: Path) -> None:
+async def test_a_redis_that_may_lose_data_is_found_and_refused(tmp_path: Path) -> None:
     with redis_server(tmp_path) as redis:
         made = settings(LANEKEEPER_STORE_URL=redis.url)
         found = [risk async for risk in risks(made, None)]
@@ -102,7 +102,7 @@ async def test_a_redis_that_forgets_is_found_and_refused(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("version", "is_found"), [("4.3.4", True), (".".join(map(str, RECOMMENDED)), False)])
-async def test_a_broker_with_known_holes_is_found(version: str, is_found: bool) -> None:
+async def test_a_broker_version_with_known_weaknesses_is_found(version: str, is_found: bool) -> None:
     class Broker:
         def __init__(self) -> None:
             self.version = version
@@ -115,16 +115,16 @@ async def test_a_broker_with_known_holes_is_found(version: str, is_found: bool) 
     assert found == (["broker version"] if is_found else [])
 
 
-def test_without_the_profile_requests_without_a_user_are_taken() -> None:
+def test_without_the_profile_requests_without_a_user_are_accepted() -> None:
     assert not load_settings(environ={}, dotenv=Path("/nowhere")).needs_user_id
     assert settings().needs_user_id
 
 
-async def test_without_the_profile_nothing_is_refused_nor_asked() -> None:
+async def test_without_the_profile_nothing_is_refused_or_checked() -> None:
     await refuse(load_settings(environ={"LANEKEEPER_AMQP_URL": "amqp://guest:guest@127.0.0.1:1/"}))
 
 
-def test_every_row_is_told_in_the_document() -> None:
+def test_every_finding_is_documented() -> None:
     rows = {
         *("broker TLS", "management TLS", "store TLS", "provider TLS", "broker user", "broker rights"),
         *("broker version", "user_id", "replies", "log content", "failpoints", "store file", "store durability"),

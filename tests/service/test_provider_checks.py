@@ -44,7 +44,7 @@ async def look(env: dict[str, str]) -> dict[str, Finding]:
     return found
 
 
-async def test_a_provider_that_answers_is_well_and_its_models_are_named(api: SimulatedAPI) -> None:
+async def test_a_provider_that_answers_is_reported_as_ok_with_its_models(api: SimulatedAPI) -> None:
     found = await look(first(api))
 
     text = f"{api.base_url} takes the key and answers as {HAIKU}, {SONNET}"
@@ -52,7 +52,7 @@ async def test_a_provider_that_answers_is_well_and_its_models_are_named(api: Sim
     assert sorted(call.model for call in api.calls) == [HAIKU, SONNET]
 
 
-async def test_each_provider_is_asked_and_each_is_told_by_name(api: SimulatedAPI) -> None:
+async def test_every_provider_is_called_and_each_failure_is_reported_by_name(api: SimulatedAPI) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as unused:
         nobody = f"http://127.0.0.1:{unused.getsockname()[1]}"
     env = {
@@ -81,13 +81,13 @@ async def test_each_provider_is_asked_and_each_is_told_by_name(api: SimulatedAPI
     assert found["provider keyless"].text.startswith("LANEKEEPER_PROVIDERS__KEYLESS__API_KEY is not set")
 
 
-async def test_a_provider_without_room_at_this_moment_is_well(api: SimulatedAPI) -> None:
+async def test_a_provider_that_is_rate_limited_at_the_moment_is_ok(api: SimulatedAPI) -> None:
     api.configure(SimulatedOptions(api_key=KEY, faults={"overloaded": 1.0}))
 
     assert (await look(first(api)))["provider anthropic"].well
 
 
-async def test_a_provider_that_hangs_is_told_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_provider_that_hangs_is_reported_within_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(provider_checks, "WITHIN_S", 0.2)
     with closing(socket.create_server(("127.0.0.1", 0))) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
@@ -98,7 +98,7 @@ async def test_a_provider_that_hangs_is_told_in_time(monkeypatch: pytest.MonkeyP
     assert "within 0.2 s" in found["provider eu"].text
 
 
-async def test_a_lane_whose_own_model_nobody_has_is_told(api: SimulatedAPI) -> None:
+async def test_a_lane_whose_default_model_no_provider_has_is_reported(api: SimulatedAPI) -> None:
     found = await look(other("EU", api.base_url, MODELS=f"{SONNET}={SONNET}"))
 
     assert found["provider eu"].well
@@ -107,13 +107,13 @@ async def test_a_lane_whose_own_model_nobody_has_is_told(api: SimulatedAPI) -> N
     assert "LANEKEEPER_LANES__BATCH__MODEL" in found["lane batch"].text
 
 
-async def test_a_provider_that_no_lane_asks_for_its_own_model_is_asked_for_one_of_its_table(api: SimulatedAPI) -> None:
+async def test_a_provider_without_a_lanes_default_model_is_called_with_a_model_of_its_table(api: SimulatedAPI) -> None:
     found = await look({**first(api), **other("EU", api.base_url, MODELS="claude-opus-5-5=claude-opus-5-5")})
 
     assert found["provider eu"].text.endswith("answers as claude-opus-5-5")
 
 
-async def test_a_cloud_without_credentials_is_told_with_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_missing_cloud_credentials_are_reported_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")

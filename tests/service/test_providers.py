@@ -19,7 +19,7 @@ def opened(env: dict[str, str]) -> list[str]:
     ]
 
 
-def test_each_is_made_by_its_kind() -> None:
+def test_each_provider_is_made_according_to_its_kind() -> None:
     env = {
         "ANTHROPIC_API_KEY": "k",
         **AWS,
@@ -38,7 +38,7 @@ def test_each_is_made_by_its_kind() -> None:
     assert opened(env) == ["anthropic", "aws", "azure", "gcp", "other"]
 
 
-def test_all_that_is_missing_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_missing_packages_and_credentials_are_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(name: str) -> Any:
         raise ImportError(name)
 

@@ -1,4 +1,4 @@
-"""The names that others write down: what is here is not renamed without a word in the changelog."""
+"""Names that applications use: none is renamed without an entry in the changelog."""
 
 import ast
 from importlib import import_module
@@ -36,14 +36,14 @@ PUBLIC = {
 
 
 @pytest.mark.parametrize("module", PUBLIC)
-def test_public_names_are_there(module: str) -> None:
+def test_all_public_names_exist(module: str) -> None:
     found = import_module(module)
     assert {name for name in PUBLIC[module] if not hasattr(found, name)} == set()
     assert set(getattr(found, "__all__", PUBLIC[module])) == PUBLIC[module]
 
 
 @pytest.mark.parametrize("package", ["topology", "consumers", "service"])
-def test_importing_a_package_does_nothing(package: str) -> None:
+def test_importing_a_package_starts_nothing(package: str) -> None:
     assert (import_module(package).__file__ or "").endswith(f"{package}/__init__.py")
     source = Path(import_module(package).__file__ or "").read_text(encoding="utf-8")
     assert ast.unparse(ast.parse(source)) == ast.unparse(ast.parse(f'"""{import_module(package).__doc__}"""'))

@@ -1,4 +1,4 @@
-"""docs/security.md has every threat, and names tests that there are."""
+"""docs/security.md has a row for every threat, and the tests that it cites exist."""
 
 import ast
 import re
@@ -31,16 +31,16 @@ def test_every_threat_has_its_row() -> None:
 
 
 @pytest.mark.parametrize("threat", THREATS)
-def test_every_row_names_a_test_and_what_it_fails_without_or_says_that_there_is_nothing_yet(threat: str) -> None:
+def test_every_row_names_a_test_and_the_control_unless_the_feature_does_not_exist_yet(threat: str) -> None:
     cells = ROWS[threat]
     assert "::" in cells[SHOWN_BY]
     assert cells[FAILS_WITHOUT] or "in this version" in " ".join(cells)
 
 
 @pytest.mark.parametrize(("path", "name"), TESTS, ids=str)
-def test_every_test_that_is_named_is_there(path: str, name: str) -> None:
+def test_every_cited_test_exists(path: str, name: str) -> None:
     assert name in names_in(path)
 
 
-def test_owasps_list_is_whole() -> None:
+def test_every_entry_of_owasps_list_is_covered() -> None:
     assert sorted(re.findall(r"^\| (LLM\d\d) ", DOCUMENT, re.MULTILINE)) == [f"LLM{n:02d}" for n in range(1, 11)]

@@ -1,4 +1,4 @@
-"""Settings: which source wins, what is wrong and under which name it is told, and what is never shown."""
+"""Settings: which source wins, how wrong values are reported, and what is never shown."""
 
 import re
 from pathlib import Path
@@ -20,7 +20,7 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_without_any_source_the_lanes_are_the_defaults() -> None:
+def test_without_any_source_the_lanes_have_their_defaults() -> None:
     assert load().lane_specs() == DEFAULT_LANES
     assert load().broker_url == "amqp://guest:guest@localhost:5672/"
     assert load().names().requests == "lane.requests"
@@ -34,7 +34,7 @@ def test_one_field_of_a_lane_can_be_set_alone() -> None:
     assert lane(settings, "batch").max_attempts == 8
 
 
-def test_the_slots_that_are_kept_and_the_most_follow_from_the_slots_where_they_are_not_set() -> None:
+def test_slots_min_and_slots_max_follow_from_slots_if_not_set() -> None:
     critical = lane(load(), "critical")
     assert (critical.kept_slots, critical.most_slots, critical.most_due_slots) == (2, 128, 32)
     batch = lane(load(lanes={"batch": {"slots": 3}}), "batch")
@@ -46,7 +46,7 @@ def test_the_slots_that_are_kept_and_the_most_follow_from_the_slots_where_they_a
 
 
 @pytest.mark.parametrize("source", ["environment", "file", "option"])
-def test_a_lane_whose_slots_are_set_has_exactly_these_even_where_they_are_the_defaults(source: str) -> None:
+def test_a_lane_with_slots_set_does_not_grow_even_if_they_equal_the_default(source: str) -> None:
     match source:
         case "environment":
             settings = load(env={"LANEKEEPER_LANES__CRITICAL__SLOTS": "16"})
@@ -60,12 +60,12 @@ def test_a_lane_whose_slots_are_set_has_exactly_these_even_where_they_are_the_de
     assert lane(settings, "batch").most_slots == 32, "nobody said how many"
 
 
-def test_a_lane_whose_slots_and_the_most_of_them_are_set_may_grow() -> None:
+def test_a_lane_with_slots_and_slots_max_set_may_grow() -> None:
     env = {"LANEKEEPER_LANES__CRITICAL__SLOTS_MAX": "64"}
     assert lane(load("[lanes.critical]\nslots = 16", env=env), "critical").most_slots == 64
 
 
-def test_slots_that_are_out_of_order_are_told_together() -> None:
+def test_contradicting_numbers_of_slots_are_reported_together() -> None:
     told = wrong("[lanes.batch]\nslots = 4\nslots_min = 5\nslots_max = 3\n[lanes.normal]\ntarget_wait_s = 0")
     assert (
         "lanes.batch.slots_min in given.toml, lanes.batch.slots in given.toml: slots_min (5) is above slots (4)" in told
@@ -76,7 +76,7 @@ def test_slots_that_are_out_of_order_are_told_together() -> None:
     assert "lanes.normal.target_wait_s in given.toml: found 0, allowed is a number above 0" in told
 
 
-def test_options_come_before_the_environment_before_dotenv_before_toml() -> None:
+def test_options_override_environment_overrides_dotenv_overrides_toml() -> None:
     toml = "[lanes.batch]\nslots = 1\nmax_tokens = 1\nmax_attempts = 1\ncall_timeout_s = 1"
     Path(".env").write_text(
         "LANEKEEPER_LANES__BATCH__MAX_TOKENS=2\nLANEKEEPER_LANES__BATCH__MAX_ATTEMPTS=2\nLANEKEEPER_LANES__BATCH__SLOTS=2"
@@ -88,7 +88,7 @@ def test_options_come_before_the_environment_before_dotenv_before_toml() -> None
     assert (batch.call_timeout_s, batch.max_tokens, batch.max_attempts, batch.slots) == (1, 2, 3, 4)
 
 
-def test_a_table_replaces_that_of_a_farther_source() -> None:
+def test_a_table_replaces_that_of_an_earlier_source() -> None:
     toml = '[models.fallbacks]\n"claude-sonnet-5-5" = "claude-haiku-5-5"'
 
     settings = load(toml, models={"fallbacks": {"claude-opus-5-5": "claude-sonnet-5-5"}})
@@ -96,7 +96,7 @@ def test_a_table_replaces_that_of_a_farther_source() -> None:
     assert settings.models.fallbacks == {"claude-opus-5-5": "claude-sonnet-5-5"}
 
 
-def test_lanekeeper_toml_is_read_where_it_lies() -> None:
+def test_lanekeeper_toml_is_read_from_the_working_directory() -> None:
     Path("lanekeeper.toml").write_text('namespace = "staging"')
 
     assert load().namespace == "staging"
@@ -106,7 +106,7 @@ def test_options_that_are_not_given_change_nothing() -> None:
     assert load(namespace=None).namespace == "lane"
 
 
-def test_foreign_keys_of_dotenv_and_environment_are_left_alone() -> None:
+def test_variables_of_others_in_dotenv_and_environment_are_ignored() -> None:
     Path(".env").write_text("DATABASE_URL=x\nAWS_REGION=y\n")
 
     assert load(env={"HOME": "/root", "LANEKEEPERS_FRIEND": "1"}) == Settings()
@@ -116,14 +116,14 @@ def test_an_empty_variable_counts_as_not_set() -> None:
     assert load('namespace = "staging"', env={"LANEKEEPER_NAMESPACE": ""}).namespace == "staging"
 
 
-def test_settings_by_themselves_read_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_constructing_settings_directly_reads_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LANEKEEPER_NAMESPACE", "other")
     monkeypatch.setenv("NAMESPACE", "other")
 
     assert Settings().namespace == "lane"
 
 
-def test_all_wrong_values_are_told_at_once_by_name_found_and_allowed() -> None:
+def test_all_wrong_values_are_reported_with_name_value_and_what_is_allowed() -> None:
     Path(".env").write_text("LANEKEEPER_LOG_FORMAT=xml")
 
     told = wrong(
@@ -157,17 +157,17 @@ def test_all_wrong_values_are_told_at_once_by_name_found_and_allowed() -> None:
         ("lanekeeper_namespace", "LANEKEEPER_NAMESPACE"),
     ],
 )
-def test_an_unknown_variable_is_wrong_and_the_meant_one_is_named(name: str, meant: str) -> None:
+def test_an_unknown_variable_is_refused_with_the_most_similar_name(name: str, meant: str) -> None:
     assert wrong(env={name: "1"}) == f"wrong setting: {name}: no such setting; did you mean {meant}?"
 
 
-def test_an_unknown_toml_key_is_wrong_and_the_meant_one_is_named() -> None:
+def test_an_unknown_toml_key_is_refused_with_the_most_similar_name() -> None:
     assert "namspace in given.toml: no such setting; did you mean namespace?" in wrong("namspace = 'x'")
     assert "lanes.urgent in given.toml: no such setting" in wrong("[lanes.urgent]\nslots = 1")
     assert "lanes.batch.slot in given.toml: no such setting; did you mean slots?" in wrong("[lanes.batch]\nslot = 1")
 
 
-def test_a_value_in_place_of_a_table_does_not_vanish_under_a_variable() -> None:
+def test_a_value_in_place_of_a_table_is_refused_even_if_a_variable_overrides_it() -> None:
     told = wrong("lanes = 4", env={"LANEKEEPER_LANES__CRITICAL__SLOTS": "3"})
 
     assert told == "wrong setting: lanes in given.toml: found 4, allowed is a table with critical, normal, batch"
@@ -177,19 +177,19 @@ def test_a_value_in_place_of_a_table_does_not_vanish_under_a_variable() -> None:
     "name",
     ["LANEKEEPER_GATEWAY__KEYS", "LANEKEEPER_WEBHOOKS__X"],
 )
-def test_what_comes_in_a_later_version_is_refused(name: str) -> None:
+def test_a_setting_of_a_later_version_in_the_environment_is_refused(name: str) -> None:
     assert re.fullmatch(
         rf"wrong setting: {name}: .* is not available in this version; remove it", wrong(env={name: "x"})
     )
 
 
-def test_a_later_versions_setting_in_toml_is_refused_too() -> None:
+def test_a_setting_of_a_later_version_in_toml_is_refused() -> None:
     assert "webhooks in given.toml: the sending of webhooks is not available in this version" in wrong(
         "[webhooks]\nx = 1"
     )
 
 
-def test_the_store_is_a_file_in_the_users_state_folder_unless_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_default_the_store_is_a_file_in_the_users_state_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", "/state")
     assert load(namespace="staging").store == "sqlite:////state/lanekeeper/staging.sqlite"
 
@@ -200,7 +200,7 @@ def test_the_store_is_a_file_in_the_users_state_folder_unless_it_is_named(monkey
     assert load(env={"LANEKEEPER_STORE_URL": "sqlite:///here.sqlite"}).store == "sqlite:///here.sqlite"
 
 
-def test_a_user_without_a_home_has_its_state_where_services_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home_has_its_store_in_var_lib(monkeypatch: pytest.MonkeyPatch) -> None:
     def none() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
@@ -225,7 +225,7 @@ def test_a_user_without_a_home_has_its_state_where_services_have_it(monkeypatch:
         SECRET,
     ],
 )
-def test_a_wrong_store_url_is_told_without_its_password(url: str) -> None:
+def test_a_wrong_store_url_is_reported_without_its_password(url: str) -> None:
     told = wrong(env={"LANEKEEPER_STORE_URL": url})
 
     assert told.startswith("wrong setting: LANEKEEPER_STORE_URL: found ")
@@ -240,7 +240,7 @@ def test_the_stores_password_is_not_shown() -> None:
     assert SECRET not in repr(settings)
 
 
-def test_how_much_is_remembered_can_be_set() -> None:
+def test_the_limits_of_stored_results_can_be_set() -> None:
     env = {"LANEKEEPER_RESULTS__KEEP_S": "3600", "LANEKEEPER_RESULTS__MAX_BYTES": "10485760"}
     spec = load(env=env).store_spec()
 
@@ -250,20 +250,20 @@ def test_how_much_is_remembered_can_be_set() -> None:
     assert "LANEKEEPER_RESULTS__MAX_BYTES: found '1'" in told
 
 
-def test_speakers_are_names_of_users() -> None:
+def test_speakers_is_a_list_of_users() -> None:
     assert load().speakers == ()
     assert load(env={"LANEKEEPER_SPEAKERS": "gateway, other"}).speakers == ("gateway", "other")
     assert load(env={"LANEKEEPER_SPEAKERS": '["gateway", "o ther@x"]'}).speakers == ("gateway", "o ther@x")
 
 
 @pytest.mark.parametrize("said", ["{", "{}", "[", '"gateway"', "gateway, {", '[""]', '{"gateway": 1}'])
-def test_what_is_no_name_of_a_user_is_no_speaker(said: str) -> None:
+def test_a_speaker_with_an_impossible_user_name_is_refused(said: str) -> None:
     told = wrong(env={"LANEKEEPER_SPEAKERS": said})
     assert told.startswith("wrong setting: LANEKEEPER_SPEAKERS: found ")
     assert "separated by commas, or a JSON array" in told
 
 
-def test_failpoints_are_known_places_with_a_probability() -> None:
+def test_failpoints_are_known_names_with_a_probability() -> None:
     assert load().failpoints == {}
     assert load(env={"LANEKEEPER_FAILPOINTS": "after_store:0.2, before_claim"}).failpoints == {
         "after_store": 0.2,
@@ -274,16 +274,16 @@ def test_failpoints_are_known_places_with_a_probability() -> None:
 @pytest.mark.parametrize(
     "value", ["after_lunch", "after_store:2", "after_store:-1", "after_store:x", "after_store:nan"]
 )
-def test_a_failpoint_that_is_none_is_refused(value: str) -> None:
+def test_an_unknown_failpoint_is_refused(value: str) -> None:
     assert "before_claim" in wrong(env={"LANEKEEPER_FAILPOINTS": value})
 
 
 @pytest.mark.parametrize("namespace", ["amq", "amq-x", "x", "x-lane", "Lane", "a.b", "1a", "", "a" * 41, "a b", "ä"])
-def test_a_namespace_that_would_break_names_is_refused(namespace: str) -> None:
+def test_a_namespace_that_makes_invalid_names_is_refused(namespace: str) -> None:
     assert "namespace" in wrong(f"namespace = {namespace!r}")
 
 
-def test_several_broker_urls_are_the_nodes_of_one_cluster() -> None:
+def test_several_broker_urls_are_accepted_for_one_cluster() -> None:
     settings = load(env={"LANEKEEPER_AMQP_URL": "amqps://u:a,b@one/main , amqps://v:c@two:5680/main"})
     assert settings.broker_urls == ("amqps://u:a,b@one/main", "amqps://v:c@two:5680/main")
     assert (settings.vhost, settings.credentials) == ("main", ("u", "a,b"))
@@ -302,7 +302,7 @@ def test_several_broker_urls_are_the_nodes_of_one_cluster() -> None:
         (f"amqp://u:{SECRET}@one:5672,two:5672/", "a URL such as"),
     ],
 )
-def test_several_broker_urls_that_cannot_be_one_cluster_are_told_without_passwords(url: str, expected: str) -> None:
+def test_broker_urls_of_different_clusters_are_refused_without_passwords(url: str, expected: str) -> None:
     told = wrong(env={"LANEKEEPER_AMQP_URL": url})
     assert expected in told
     assert SECRET not in told
@@ -327,7 +327,7 @@ def test_several_broker_urls_that_cannot_be_one_cluster_are_told_without_passwor
         f"amqp://u:{SECRET}\udcff@host/",
     ],
 )
-def test_a_wrong_amqp_url_is_told_without_its_password(url: str) -> None:
+def test_a_wrong_amqp_url_is_reported_without_its_password(url: str) -> None:
     told = wrong(env={"LANEKEEPER_AMQP_URL": url})
 
     assert told.startswith("wrong setting: LANEKEEPER_AMQP_URL: found ")
@@ -383,7 +383,7 @@ def test_no_secret_is_in_an_error_or_in_the_repr() -> None:
         {"LANEKEEPER___": "1"},
     ],
 )
-def test_malformed_values_are_wrong_settings_not_tracebacks(env: dict[str, str]) -> None:
+def test_malformed_values_are_reported_without_a_traceback(env: dict[str, str]) -> None:
     told = wrong(env=env)
 
     assert next(iter(env)) in told
@@ -392,25 +392,25 @@ def test_malformed_values_are_wrong_settings_not_tracebacks(env: dict[str, str])
 
 
 @pytest.mark.parametrize("content", [b"x = [", b"\xff", b"a = 1\na = 2"])
-def test_a_broken_toml_file_is_told_by_its_name(content: bytes) -> None:
+def test_a_broken_toml_file_is_reported_by_its_name(content: bytes) -> None:
     Path("broken.toml").write_bytes(content)
 
     with pytest.raises(SettingsError, match=r"configuration file broken\.toml cannot be read"):
         load_settings(Path("broken.toml"), environ={})
 
 
-def test_a_configuration_file_that_is_named_must_be_there() -> None:
+def test_a_given_configuration_file_must_exist() -> None:
     with pytest.raises(SettingsError, match="does not exist"):
         load_settings(Path("absent.toml"), environ={})
 
 
-def test_a_dotenv_file_that_is_not_text_is_told() -> None:
+def test_a_dotenv_file_that_is_not_text_is_reported() -> None:
     Path(".env").write_bytes(b"\xff=1")
 
     assert ".env cannot be read" in wrong()
 
 
-def test_models_are_a_list_and_hold_the_lanes_own() -> None:
+def test_a_lanes_models_are_a_list_that_contains_its_default_model() -> None:
     env = {"LANEKEEPER_LANES__BATCH__MODELS": "claude-haiku-5-5, claude-opus-5-5"}
     assert lane(load(env=env), "batch").models == {"claude-haiku-5-5", "claude-opus-5-5"}
 
@@ -418,13 +418,13 @@ def test_models_are_a_list_and_hold_the_lanes_own() -> None:
     assert "models leaves out the lane's own model, claude-haiku-5-5" in wrong(env=env)
 
 
-def test_values_that_do_not_fit_together_are_told_under_the_names_that_were_set() -> None:
+def test_contradicting_values_are_reported_under_the_names_that_were_set() -> None:
     told = wrong(env={"LANEKEEPER_RETRY__BASE_S": "100"})
 
     assert told == "wrong setting: LANEKEEPER_RETRY__BASE_S: base_s (100) is above cap_s (60)"
 
 
-def test_reply_patterns_match_whole_names() -> None:
+def test_reply_patterns_must_match_the_whole_name() -> None:
     rule = load(env={"LANEKEEPER_REPLY_TO__ALLOW": "crm.*,orders.replies"}).reply_rule()
 
     some = ("crm.x", "orders.replies", "orders.replies2", "xcrm.")
@@ -432,12 +432,12 @@ def test_reply_patterns_match_whole_names() -> None:
     assert load().reply_rule().allows("xcrm.", user=None)
 
 
-def test_replies_are_bound_to_their_user_where_that_is_set() -> None:
+def test_replies_are_bound_to_the_user_if_set() -> None:
     assert not load().reply_rule().bound
     assert load(env={"LANEKEEPER_REPLY_TO__BOUND_TO_USER": "true"}).reply_rule().bound
 
 
-def test_a_ca_file_that_is_no_certificate_is_told() -> None:
+def test_a_ca_file_without_a_certificate_is_reported() -> None:
     Path("ca.pem").write_text("not a certificate")
 
     assert "ca_file, cert_file or key_file cannot be used" in wrong(env={"LANEKEEPER_TLS__CA_FILE": "ca.pem"})
@@ -452,13 +452,13 @@ def test_tls_always_verifies() -> None:
     assert load().ssl_context() is None
 
 
-def test_an_endpoint_for_traces_is_seen_and_other_otel_variables_are_left_to_the_sdk() -> None:
+def test_the_traces_endpoint_is_read_and_other_otel_variables_are_left_to_the_sdk() -> None:
     env = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://jaeger:4318/", "OTEL_SERVICE_NAME": "x", "OTEL_TYPO": "y"}
 
     assert load(env=env).otlp == ("http://jaeger:4318", None)
 
 
-def test_answered_by_changes_the_provider_alone() -> None:
+def test_answered_by_changes_only_the_provider() -> None:
     before = load(env={"LANEKEEPER_NAMESPACE": "staging"})
     after = before.answered_by("http://127.0.0.1:1234", key="simulated")
 

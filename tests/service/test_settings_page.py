@@ -1,4 +1,4 @@
-"""docs/settings.md says of every setting what the code does; its examples are taken."""
+"""docs/settings.md has every setting as the code declares it, and its examples are valid."""
 
 from pathlib import Path
 
@@ -17,11 +17,11 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_the_page_is_made_of_the_declarations() -> None:
+def test_docs_settings_is_generated_from_the_declarations() -> None:
     assert page() == PAGE.read_text(), "run: python -m tests.support.settings_page"
 
 
-def test_every_setting_is_on_it() -> None:
+def test_docs_settings_lists_every_setting() -> None:
     said = PAGE.read_text()
     names = {variable(place).replace("*", "<NAME>") for place in SETTINGS}
     for lane in ("CRITICAL", "NORMAL", "BATCH"):
@@ -30,7 +30,7 @@ def test_every_setting_is_on_it() -> None:
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.variable)
-def test_each_is_told_with_an_example_that_is_taken(entry: Entry) -> None:
+def test_each_setting_has_a_text_and_a_valid_example(entry: Entry) -> None:
     assert entry.text, "what it does: the docstring below its field"
     assert entry.example not in ("", "none")
     name = entry.variable.replace(LANE, "BATCH").replace("<NAME>", "OTHER")
@@ -44,11 +44,11 @@ def test_each_is_told_with_an_example_that_is_taken(entry: Entry) -> None:
         return
     try:
         load(env={**(others if "PROVIDERS__OTHER" in name else {}), name: entry.example})
-    except SettingsError as error:  # of a provider of another kind: what else it needs, and what it does not
+    except SettingsError as error:  # a provider of another kind needs further settings, or has none of this name
         assert "a provider of kind" in str(error)  # noqa: PT017
 
 
-def test_the_examples_in_its_text_are_taken() -> None:
+def test_the_examples_in_the_pages_text_are_valid() -> None:
     text = PAGE.read_text()
     (toml,) = (each.partition("```")[0] for each in text.split("```toml\n")[1:])
     assert load(toml).namespace == "staging"

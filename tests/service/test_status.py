@@ -1,4 +1,4 @@
-"""Status: what several workers tell and what the queues hold, put together."""
+"""Status: the answers of several workers and the lengths of the queues, combined."""
 
 import json
 from typing import Any
@@ -33,7 +33,7 @@ def test_figures_of_several_workers_are_added_up() -> None:
     assert status.workers == ("a:1", "b:2")
 
 
-def test_slots_that_were_added_count_and_what_limits_them_is_told() -> None:
+def test_added_slots_are_counted_and_the_reason_that_limits_them_is_shown() -> None:
     answers = [
         {"worker": "a", "lanes": {"batch": figures(slots=4, due_slots=1, extra_slots=14, slots_limit="itpm")}},
         {"worker": "b", "lanes": {"batch": figures(slots=4, due_slots=1, extra_slots=2, slots_limit=None)}},
@@ -44,7 +44,7 @@ def test_slots_that_were_added_count_and_what_limits_them_is_told() -> None:
     assert (batch.slots, batch.extra_slots, batch.slots_limit) == (24, 16, "itpm")
 
 
-def test_why_requests_were_put_off_is_told_of_all_workers_together() -> None:
+def test_reasons_of_deferrals_are_added_up_over_all_workers() -> None:
     answers = [
         {"worker": "a", "lanes": {"batch": figures(deferred_for={"breaker": 2, "tenant": 1})}},
         {"worker": "b", "lanes": {"batch": figures(deferred_for={"breaker": 3})}},
@@ -56,7 +56,7 @@ def test_why_requests_were_put_off_is_told_of_all_workers_together() -> None:
     assert batch.deferred_for == {"breaker": 5, "tenant": 1}
 
 
-def test_who_waits_for_the_same_is_told_in_one_line() -> None:
+def test_waits_for_the_same_account_are_shown_in_one_line() -> None:
     def waits(**lanes: tuple[int, str, float]) -> dict[str, Any]:
         told = {lane: dict(zip(("count", "reason", "oldest_s"), each, strict=True)) for lane, each in lanes.items()}
         return {"worker": "a", "lanes": {}, "waiting": {"anthropic/sonnet": told}}
@@ -74,7 +74,7 @@ def test_who_waits_for_the_same_is_told_in_one_line() -> None:
     )
 
 
-def test_that_an_account_is_paused_is_told_once_and_until_when() -> None:
+def test_a_paused_account_is_shown_once_with_the_end_of_its_pause() -> None:
     answers = [
         {"worker": "a", "lanes": {}, "paused_until_ms": {"anthropic/sonnet": 1_700_000_000_000}},
         {"worker": "b", "lanes": {}, "paused_until_ms": {"anthropic/sonnet": 1_700_000_060_000}},
@@ -86,7 +86,7 @@ def test_that_an_account_is_paused_is_told_once_and_until_when() -> None:
     )
 
 
-def test_quantiles_are_those_of_all_waits_together() -> None:
+def test_quantiles_are_computed_over_the_waits_of_all_workers() -> None:
     answers = [
         {"worker": "a", "lanes": {"critical": figures(waits_ms=list(range(1, 51)))}},
         {"worker": "b", "lanes": {"critical": figures(waits_ms=list(range(51, 101)))}},
@@ -97,7 +97,7 @@ def test_quantiles_are_those_of_all_waits_together() -> None:
     assert (critical.wait_p50_ms, critical.wait_p95_ms) == (50, 95)
 
 
-def test_a_lane_that_no_worker_answered_for_has_no_figures_but_its_depth() -> None:
+def test_a_lane_that_no_worker_serves_shows_only_its_depth() -> None:
     found = {**EMPTY, "lane.batch": Depth(7, 2), "lane.batch.due": Depth(3, 1)}
     answers = [{"worker": "a", "lanes": {"critical": figures()}}]
 
@@ -107,13 +107,13 @@ def test_a_lane_that_no_worker_answered_for_has_no_figures_but_its_depth() -> No
     assert batch.running is batch.wait_p50_ms is batch.throughput_per_min is None
 
 
-def test_depths_that_may_not_be_seen_are_left_out() -> None:
+def test_depths_that_the_user_may_not_see_are_left_out() -> None:
     critical = merge([], {}, lanes=LANES, names=NAMES).lanes[0]
 
     assert critical.depth is critical.consumers is None
 
 
-def test_what_was_removed_and_turned_away_is_counted_over_all_workers() -> None:
+def test_removed_and_refused_messages_are_counted_over_all_workers() -> None:
     answers = [
         {"worker": "a", "dead_letters": {"exported": 2, "dropped": 1}, "control": {"refused": 3}, "undelivered": 4},
         {"worker": "b", "dead_letters": {"exported": 1, "unparked": 5}, "control": {"displaced": 1}, "undelivered": 1},
@@ -127,14 +127,14 @@ def test_what_was_removed_and_turned_away_is_counted_over_all_workers() -> None:
     assert status.undelivered == 5
 
 
-def test_json_has_every_lane_and_worker() -> None:
+def test_the_json_has_every_lane_and_worker() -> None:
     told = json.loads(merge([], EMPTY, lanes=LANES, names=NAMES).as_json())
 
     assert [lane["lane"] for lane in told["lanes"]] == ["critical", "batch"]
     assert told["workers"] == []
 
 
-def test_workers_whose_provider_is_simulated_spend_no_dollars() -> None:
+def test_workers_with_a_simulated_provider_spend_no_dollars() -> None:
     spent = {"spent": {"lane": {"critical": {"requests": 1, "usd": 0.5}}}, "lanes": {}}
     answers = [{"worker": "a", "simulated": True, **spent}, {"worker": "b", **spent}]
 
@@ -146,7 +146,7 @@ def test_workers_whose_provider_is_simulated_spend_no_dollars() -> None:
     assert alone.spent == {}
 
 
-def test_waits_that_count_from_the_first_delivery_are_counted_over_all_workers() -> None:
+def test_waits_of_unknown_start_are_counted_over_all_workers() -> None:
     answers = [
         {"worker": "a", "lanes": {"batch": figures(waits_since_delivery=3)}},
         {"worker": "b", "lanes": {"batch": figures(waits_since_delivery=4)}},

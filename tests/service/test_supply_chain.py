@@ -1,4 +1,4 @@
-"""What is installed is checked by hash; what is shipped runs without rights and listens on loopback only."""
+"""Installed packages are checked by hash; what is shipped runs without privileges and listens only on loopback."""
 
 import re
 import tomllib
@@ -13,7 +13,7 @@ COMPOSE = ("docker-compose.yml", "deploy/cluster/docker-compose.yml")
 
 
 @pytest.mark.parametrize("lock", LOCKS, ids=lambda each: each.name)
-def test_every_package_is_locked_by_hash_and_from_no_address(lock: Path) -> None:
+def test_every_package_is_locked_by_hash_and_without_an_address(lock: Path) -> None:
     text = lock.read_text()
     packages = re.split(r"^(?=[a-zA-Z0-9])", text.replace("\\\n", " "), flags=re.MULTILINE)[1:]
     assert packages
@@ -21,7 +21,7 @@ def test_every_package_is_locked_by_hash_and_from_no_address(lock: Path) -> None
     assert re.findall(r"https?://|--(?:extra-)?index-url|--find-links|^-e |^git\+", text, re.MULTILINE) == []
 
 
-def test_what_is_installed_is_checked_by_hash_and_runs_no_build_of_strangers() -> None:
+def test_packages_are_installed_with_hash_checks_and_without_running_foreign_build_code() -> None:
     dev = (HOUSE / "dev").read_text()
     image = (HOUSE / "Dockerfile").read_text()
     for text in (dev, image):
@@ -30,8 +30,8 @@ def test_what_is_installed_is_checked_by_hash_and_runs_no_build_of_strangers() -
             assert re.search(r"--only-binary[ =]:all:", each), each
 
 
-def test_every_dependency_says_why_it_is_there() -> None:
-    """On its line, or on one above its group or itself."""
+def test_every_dependency_has_a_reason_in_pyproject() -> None:
+    """On its own line, or in a comment above it or above its group."""
     text = (HOUSE / "pyproject.toml").read_text()
     project = tomllib.loads(text)
     extras = project["project"]["optional-dependencies"]
@@ -45,14 +45,14 @@ def test_every_dependency_says_why_it_is_there() -> None:
         ), each
 
 
-def test_the_image_runs_as_nobody() -> None:
+def test_the_image_runs_as_an_unprivileged_user() -> None:
     users = re.findall(r"^USER (\S+)", (HOUSE / "Dockerfile").read_text(), re.MULTILINE)
     assert users
     assert users[-1] == "10001:10001"
 
 
 @pytest.mark.parametrize("file", COMPOSE)
-def test_every_port_is_published_on_loopback_alone(file: str) -> None:
+def test_every_port_is_published_only_on_loopback(file: str) -> None:
     text = (HOUSE / file).read_text()
     blocks = re.findall(r"^ +ports:(.*(?:\n +- .*)*)", text, re.MULTILINE)
     published = re.findall(r"[^\s\[\]\",]*:\d+(?=[\s\]\",]|$)", "\n".join(blocks))
@@ -60,7 +60,7 @@ def test_every_port_is_published_on_loopback_alone(file: str) -> None:
     assert [each for each in published if not each.startswith("127.0.0.1:")] == []
 
 
-def test_the_service_writes_to_no_file_of_its_image_and_gains_no_rights() -> None:
+def test_the_service_cannot_write_to_its_image_or_gain_privileges() -> None:
     text = (HOUSE / "docker-compose.yml").read_text()
     service = text[text.index("\nx-lanekeeper:") : text.index("\nservices:")]
     assert text.count("<<: *lanekeeper") == 3

@@ -35,7 +35,7 @@ def publish(spec: TelemetrySpec, message: Message, *, exchange: str, key: str) -
 
 
 def work(spec: TelemetrySpec, message: Message, *, queue: str, attempts_left: int) -> Message:
-    """What a worker does with one delivery; returns what it publishes."""
+    """What a worker does with one delivery; returns the published messages."""
     with telemetry.running(spec, stream=io.StringIO()) as provider:
         tracing = Tracing(provider)
         with tracing.process(message, queue=queue, delivery_tag=1) as span:
@@ -57,7 +57,7 @@ def work(spec: TelemetrySpec, message: Message, *, queue: str, attempts_left: in
     return out
 
 
-async def test_one_request_is_one_trace_with_exact_parents_over_two_services_a_retry_and_a_reply() -> None:
+async def test_a_request_with_a_retry_and_a_reply_is_one_trace_with_correct_parents() -> None:
     async with OtlpReceiver() as otlp:
         app = TelemetrySpec(service_name="app", otlp_endpoint=otlp.endpoint)
         worker = TelemetrySpec(service_name="worker", otlp_endpoint=otlp.endpoint)
@@ -93,7 +93,7 @@ async def test_one_request_is_one_trace_with_exact_parents_over_two_services_a_r
     assert not any(CANARY.encode() in body for _, body in otlp.requests)
 
 
-async def test_the_sdk_reads_its_own_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_sdk_reads_its_own_environment_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_SERVICE_NAME", "named-by-operator")
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=night")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-collector-key=abc")
@@ -110,7 +110,7 @@ async def test_the_sdk_reads_its_own_variables(monkeypatch: pytest.MonkeyPatch) 
     assert otlp.requests[0][0]["content-encoding"] == "gzip"
 
 
-async def test_a_sampler_that_takes_nothing_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_with_a_sampler_that_drops_everything_nothing_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
     async with OtlpReceiver() as otlp:
         publish(TelemetrySpec(otlp_endpoint=otlp.endpoint), Message(body=b""), exchange="e", key="k")
@@ -118,7 +118,7 @@ async def test_a_sampler_that_takes_nothing_sends_nothing(monkeypatch: pytest.Mo
     assert otlp.requests == []
 
 
-async def test_nothing_is_lost_on_the_way_out() -> None:
+async def test_all_spans_are_exported_before_the_process_ends() -> None:
     async with OtlpReceiver() as otlp:
         with telemetry.running(TelemetrySpec(otlp_endpoint=otlp.endpoint), stream=io.StringIO()) as provider:
             tracing = Tracing(provider)
@@ -129,8 +129,9 @@ async def test_nothing_is_lost_on_the_way_out() -> None:
         assert len(await otlp.wait_for(lambda spans: len(spans) == 1000)) == 1000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("endpoint", ["refuses", "never answers"])
-def test_an_unreachable_endpoint_neither_holds_up_the_exit_nor_fills_the_log(endpoint: str) -> None:
+def test_an_unreachable_endpoint_neither_delays_the_exit_nor_fills_the_log(endpoint: str) -> None:
     out = io.StringIO()
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -152,7 +153,7 @@ def test_an_unreachable_endpoint_neither_holds_up_the_exit_nor_fills_the_log(end
     assert CANARY not in out.getvalue()
 
 
-def test_without_an_endpoint_there_is_no_provider_and_no_thread() -> None:
+def test_without_an_endpoint_there_is_no_tracer_provider_and_no_thread() -> None:
     before = threading.active_count()
 
     with telemetry.running(TelemetrySpec(), stream=io.StringIO()) as provider:
@@ -160,14 +161,14 @@ def test_without_an_endpoint_there_is_no_provider_and_no_thread() -> None:
         assert threading.active_count() == before
 
 
-def test_the_global_provider_is_left_alone() -> None:
+def test_the_applications_global_tracer_provider_is_not_changed() -> None:
     before = trace.get_tracer_provider()
 
     with telemetry.running(TelemetrySpec(otlp_endpoint="http://127.0.0.1:9"), stream=io.StringIO()):
         assert trace.get_tracer_provider() is before
 
 
-async def test_neither_prompts_nor_keys_get_into_spans_or_logs() -> None:
+async def test_prompts_and_keys_are_in_no_span_and_no_log_line() -> None:
     out = io.StringIO()
     async with OtlpReceiver() as otlp:
         spec = TelemetrySpec(log_level="DEBUG", log_format="json", otlp_endpoint=otlp.endpoint)

@@ -15,7 +15,7 @@ from service.config.sections import TlsSettings
 
 
 def certificate(folder: Path, name: str, *, days: int = 2) -> tuple[Path, Path]:
-    """A certificate that vouches for itself, and its key."""
+    """A self-signed certificate and its key."""
     cert, key = folder / f"{name}.pem", folder / f"{name}.key"
     made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     made += ["-days", str(days), "-subj", f"/CN={name}", "-addext", f"subjectAltName=DNS:{name}"]
@@ -27,7 +27,7 @@ def certificate(folder: Path, name: str, *, days: int = 2) -> tuple[Path, Path]:
 async def listening(
     cert: Path, key: Path, *, newest: ssl.TLSVersion | None = None
 ) -> AsyncIterator[tuple[int, bytearray]]:
-    """A TLS server in a broker's place: its port, and what it was told in the clear."""
+    """A TLS server in place of a broker: its port, and the decrypted bytes that it received."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(cert, key)
     if newest is not None:
@@ -52,7 +52,7 @@ async def said(port: int, ca: Path | None) -> str:
     return str(refused.value)
 
 
-async def test_a_certificate_that_nobody_vouches_for_is_refused(tmp_path: Path) -> None:
+async def test_a_certificate_of_an_unknown_authority_is_refused(tmp_path: Path) -> None:
     async with listening(*certificate(tmp_path, "localhost")) as (port, told):
         assert "self-signed certificate" in await said(port, None)
     assert told == b""
@@ -65,7 +65,7 @@ async def test_a_certificate_for_another_host_is_refused(tmp_path: Path) -> None
     assert told == b""
 
 
-async def test_a_broker_that_only_knows_tls_1_0_is_refused(tmp_path: Path) -> None:
+async def test_a_broker_that_supports_only_tls_1_0_is_refused(tmp_path: Path) -> None:
     cert, key = certificate(tmp_path, "localhost")
     with pytest.warns(DeprecationWarning, match="TLS"):
         async with listening(cert, key, newest=ssl.TLSVersion.TLSv1) as (port, told):
@@ -73,8 +73,8 @@ async def test_a_broker_that_only_knows_tls_1_0_is_refused(tmp_path: Path) -> No
     assert told == b""
 
 
-async def test_the_one_that_is_vouched_for_is_spoken_to(tmp_path: Path) -> None:
+async def test_a_broker_with_a_trusted_certificate_is_connected_to(tmp_path: Path) -> None:
     cert, key = certificate(tmp_path, "localhost")
     async with listening(cert, key) as (port, told):
-        await said(port, cert)  # it is no broker
+        await said(port, cert)  # it does not speak AMQP
     assert told.startswith(b"AMQP")

@@ -1,4 +1,4 @@
-"""A worker stops in time, also if the broker does not answer; it ends if one of its lanes ends."""
+"""A worker stops in time, even if the broker does not answer; it ends if one of its lanes ends."""
 
 import asyncio
 from typing import Any
@@ -21,7 +21,7 @@ class NoConnection:
 
 
 class FakePool:
-    """Runs until it is stopped, or ends as it is told."""
+    """Runs until it is stopped, or ends in the given way."""
 
     trouble: str | None = None
 
@@ -89,7 +89,7 @@ def run(*pools: FakePool, stop: asyncio.Event, grace_s: float = 5) -> "asyncio.T
     return asyncio.create_task(worker.run(parts(*pools), stop=stop, grace_s=grace_s))
 
 
-async def test_it_works_until_it_is_told_to_stop() -> None:
+async def test_a_worker_runs_until_it_is_told_to_stop() -> None:
     stop = asyncio.Event()
     pools = FakePool("a"), FakePool("b")
     working = run(*pools, stop=stop)
@@ -100,7 +100,7 @@ async def test_it_works_until_it_is_told_to_stop() -> None:
     assert not any(pool.was_cancelled for pool in pools)
 
 
-async def test_nothing_is_given_back_while_a_consumer_of_ours_may_get_it_again() -> None:
+async def test_on_a_stop_deliveries_are_returned_only_after_all_our_consumers_have_ended() -> None:
     stop = asyncio.Event()
     quick, slow = FakePool("quick"), FakePool("slow", stops=False)
     slow_stops = asyncio.Event()
@@ -120,7 +120,7 @@ async def test_nothing_is_given_back_while_a_consumer_of_ours_may_get_it_again()
     assert slow.gave_back
 
 
-async def test_what_does_not_end_within_the_grace_is_cancelled() -> None:
+async def test_requests_that_do_not_end_within_the_grace_time_are_cancelled() -> None:
     stop = asyncio.Event()
     slow = FakePool("slow", stops=False)
     working = run(FakePool("a"), slow, stop=stop, grace_s=0.05)
@@ -135,14 +135,14 @@ async def test_a_lane_that_fails_ends_the_worker() -> None:
     assert failed.group_contains(ZeroDivisionError)
 
 
-async def test_so_does_one_that_ends_in_silence() -> None:
-    """A CancelledError that nobody asked for ends a task without a word."""
+async def test_a_lane_that_is_cancelled_unexpectedly_ends_the_worker() -> None:
+    """An unexpected CancelledError ends a task without any message."""
     with pytest.raises(ExceptionGroup) as failed:
         await asyncio.wait_for(run(FakePool("a", ends=asyncio.CancelledError()), stop=asyncio.Event()), 30)
     assert failed.group_contains(RuntimeError, match="pool a ended by itself")
 
 
-async def test_it_says_that_it_is_ready_when_every_queue_is_consumed() -> None:
+async def test_the_worker_is_ready_when_every_queue_is_consumed() -> None:
     stop, ready = asyncio.Event(), asyncio.Event()
     late = FakePool("late")
     late.trouble = "not consuming yet"

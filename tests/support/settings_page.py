@@ -6,8 +6,8 @@ A setting's description is the docstring below its field, with `Example:` at its
 import ast
 import inspect
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -67,13 +67,15 @@ class Entry:
     defaults: tuple[Any, ...]
 
 
+@cache
 def entries() -> list[Entry]:
     """All settings; those of the lanes appear only once."""
+    defaults = Settings()
     found: dict[Place, Entry] = {}
     lanes = {lane.name for lane in DEFAULT_LANES}
     for place in SETTINGS:
         shared = tuple(LANE if step in lanes else step for step in place)
-        kind, field, default = _declared(place)
+        kind, field, default = _declared(place, defaults)
         if shared in found:
             before = found[shared]
             found[shared] = Entry(
@@ -134,10 +136,10 @@ def _said(value: Any) -> str:
     return text_of(int(value) if isinstance(value, float) and value.is_integer() else plain(value))
 
 
-def _declared(place: Place) -> tuple[type[BaseModel], FieldInfo, Any]:
+def _declared(place: Place, defaults: Settings) -> tuple[type[BaseModel], FieldInfo, Any]:
     """The class that declares a setting, its field, and its default."""
     kind: type[BaseModel] = Settings
-    node: Any = Settings()
+    node: Any = defaults
     for step in place[:-1]:
         if step == ANY:
             continue
@@ -155,19 +157,22 @@ def _documented(kind: type[BaseModel], name: str) -> tuple[str, str]:
     """The text and the example in a field's docstring, which may be in a base class."""
     for each in kind.__mro__:
         if name in inspect.get_annotations(each):
-            found = dict(_docstrings(each)).get(name, "")
+            found = _docstrings(each).get(name, "")
             text, _, example = re.sub(r"\s+", " ", found).partition(" Example: ")
             return text, example
     raise AssertionError(name)
 
 
-def _docstrings(kind: type) -> Iterator[tuple[str, str]]:
+@cache
+def _docstrings(kind: type) -> dict[str, str]:
     (tree,) = ast.parse(inspect.getsource(kind)).body
     assert isinstance(tree, ast.ClassDef)
+    found = {}
     for statement, after in zip(tree.body, tree.body[1:], strict=False):
         match statement, after:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                yield name, text
+                found[name] = text
+    return found
 
 
 if __name__ == "__main__":

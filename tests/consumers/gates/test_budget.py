@@ -1,4 +1,4 @@
-"""The budget gate: which account pays, which request waits, which is refused, and what is given back."""
+"""The budget gate: which account is charged, which request waits, which is refused, and what is given back."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ TWO = Route(provider="two", model="m2", name="m2", account="two/m2")
 
 
 class Ground:
-    """A gate over two accounts of 60 requests a minute."""
+    """A gate with two accounts, each with 60 requests a minute."""
 
     def __init__(self, *routes: Route) -> None:
         self.loop = asyncio.get_running_loop()
@@ -63,7 +63,7 @@ class Ground:
         return read(job, Chain(self.routes), now_ms=self.now_ms())
 
     async def spend(self, name: str, requests: int = 0) -> None:
-        """All of it, and so many requests more."""
+        """Use the whole budget, and this many requests more."""
         account = self.budgets.turns(name).account
         for bucket in account.buckets:
             bucket.parts = [0.0, 0.0, 0.0]
@@ -81,7 +81,7 @@ def story(tell: Callable[[Ground], Awaitable[None]], *routes: Route) -> None:
     virtually(told())
 
 
-def test_a_request_that_there_is_budget_for_passes_with_its_route_and_a_reservation_by_estimate() -> None:
+def test_a_request_within_the_budget_passes_with_its_route_and_an_estimated_reservation() -> None:
     async def tell(on: Ground) -> None:
         job = on.job()
 
@@ -94,7 +94,7 @@ def test_a_request_that_there_is_budget_for_passes_with_its_route_and_a_reservat
     story(tell)
 
 
-def test_what_was_used_is_settled_and_what_was_not_is_given_back() -> None:
+def test_the_actual_usage_is_settled_and_the_rest_is_given_back() -> None:
     async def tell(on: Ground) -> None:
         job = on.job()
         await on.enter(job)
@@ -119,7 +119,7 @@ def test_a_request_that_was_never_sent_gives_everything_back() -> None:
     story(tell)
 
 
-def test_what_an_answer_used_is_what_the_next_of_its_kind_reserves() -> None:
+def test_the_usage_of_an_answer_is_the_estimate_for_the_next_request_of_its_kind() -> None:
     async def tell(on: Ground) -> None:
         first, second = on.job(), on.job()
         await on.enter(first)
@@ -133,7 +133,7 @@ def test_what_an_answer_used_is_what_the_next_of_its_kind_reserves() -> None:
     story(tell)
 
 
-def test_one_that_has_to_wait_keeps_its_place_and_is_told_why() -> None:
+def test_a_request_that_has_to_wait_keeps_its_place_and_has_the_reason() -> None:
     async def tell(on: Ground) -> None:
         await on.spend("one/m", requests=5)
         job, began_s = on.job(), on.loop.time()
@@ -146,7 +146,7 @@ def test_one_that_has_to_wait_keeps_its_place_and_is_told_why() -> None:
     story(tell)
 
 
-def test_one_that_cannot_be_in_time_is_refused_at_once_with_the_figures() -> None:
+def test_a_request_that_cannot_start_before_its_deadline_is_refused_at_once_with_the_figures() -> None:
     async def tell(on: Ground) -> None:
         await on.spend("one/m", requests=100)
         began_s = on.loop.time()
@@ -162,7 +162,7 @@ def test_one_that_cannot_be_in_time_is_refused_at_once_with_the_figures() -> Non
     story(tell)
 
 
-def test_one_that_waits_longer_than_a_delivery_may_be_held_is_put_off_with_what_it_waits_for() -> None:
+def test_a_request_that_would_wait_too_long_with_its_delivery_is_deferred_with_the_reason() -> None:
     async def tell(on: Ground) -> None:
         await on.spend("one/m", requests=1000)
         began_s = on.loop.time()
@@ -175,7 +175,7 @@ def test_one_that_waits_longer_than_a_delivery_may_be_held_is_put_off_with_what_
     story(tell)
 
 
-def test_a_lane_that_waits_for_one_account_does_not_hold_up_its_requests_for_another() -> None:
+def test_waiting_for_one_account_does_not_delay_a_lanes_requests_for_another() -> None:
     async def tell(on: Ground) -> None:
         lane = replace(BATCH, slots=4)
         await on.spend("one/m", requests=1000)
@@ -197,7 +197,7 @@ def test_a_lane_that_waits_for_one_account_does_not_hold_up_its_requests_for_ano
     story(tell)
 
 
-def test_a_short_patience_at_one_account_does_not_bound_the_wait_at_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_wait_limit_at_one_account_does_not_apply_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     async def tell(on: Ground) -> None:
         lane, reserve = replace(BATCH, slots=2, target_wait_s=3.0), on.budgets.reserve
         await on.spend("one/m", requests=1)
@@ -228,7 +228,7 @@ def test_a_short_patience_at_one_account_does_not_bound_the_wait_at_the_next(mon
     story(tell)
 
 
-def test_where_nothing_else_comes_a_lane_puts_off_ever_less_often() -> None:
+def test_while_no_other_request_comes_the_pauses_between_deferrals_grow() -> None:
     async def tell(on: Ground) -> None:
         lane = replace(BATCH, slots=2)
         await on.spend("one/m", requests=10_000)
@@ -247,7 +247,7 @@ def test_where_nothing_else_comes_a_lane_puts_off_ever_less_often() -> None:
     story(tell)
 
 
-def test_what_was_put_off_stands_before_what_came_meanwhile() -> None:
+def test_a_deferred_request_goes_before_later_ones() -> None:
     async def tell(on: Ground) -> None:
         await on.spend("one/m")
         back = on.job(BATCH)
@@ -265,7 +265,7 @@ def test_what_was_put_off_stands_before_what_came_meanwhile() -> None:
     story(tell)
 
 
-def test_a_paused_account_defers_what_can_wait_and_refuses_what_cannot() -> None:
+def test_a_paused_account_defers_requests_that_can_wait_and_refuses_others() -> None:
     async def tell(on: Ground) -> None:
         on.budgets.learn("one/m", Heard(kind=Kind.SPEND_LIMIT))
         waits = [await on.enter(on.job(BATCH)) for _ in range(50)]
@@ -278,7 +278,7 @@ def test_a_paused_account_defers_what_can_wait_and_refuses_what_cannot() -> None
     story(tell)
 
 
-def test_a_wait_that_is_too_long_goes_to_the_next_provider() -> None:
+def test_a_request_goes_to_the_next_provider_if_the_wait_is_too_long_for_its_lane() -> None:
     async def tell(on: Ground) -> None:
         await on.spend("one/m", requests=30)
         job, began_s = on.job(), on.loop.time()
@@ -294,7 +294,7 @@ def test_a_wait_that_is_too_long_goes_to_the_next_provider() -> None:
 
 
 @pytest.mark.parametrize(("lane", "taken"), [(CRITICAL, TWO), (BATCH, ONE)])
-def test_a_wait_that_is_short_for_its_lane_does_not_go_to_the_next_provider(lane: LaneSpec, taken: Route) -> None:
+def test_a_request_stays_with_its_provider_if_the_wait_is_short_for_its_lane(lane: LaneSpec, taken: Route) -> None:
     async def tell(on: Ground) -> None:
         await on.spend("one/m", requests=5)
         job = on.job(lane)
@@ -305,7 +305,7 @@ def test_a_wait_that_is_short_for_its_lane_does_not_go_to_the_next_provider(lane
     story(tell, ONE, TWO)
 
 
-def test_who_would_be_cut_at_the_deadline_in_its_call_is_refused_before_it() -> None:
+def test_a_request_whose_call_could_not_end_before_its_deadline_is_refused_without_a_call() -> None:
     async def tell(on: Ground) -> None:
         known = on.job()
         assert await on.enter(known) is None
@@ -323,7 +323,7 @@ def test_who_would_be_cut_at_the_deadline_in_its_call_is_refused_before_it() -> 
     story(tell)
 
 
-def test_where_all_have_long_waits_the_shortest_is_taken() -> None:
+def test_if_all_providers_have_long_waits_the_shortest_is_chosen() -> None:
     async def tell(on: Ground) -> None:
         await on.spend("one/m", requests=60)
         await on.spend("two/m2", requests=20)
@@ -335,7 +335,7 @@ def test_where_all_have_long_waits_the_shortest_is_taken() -> None:
     story(tell, ONE, TWO)
 
 
-def test_a_paused_account_is_passed_over() -> None:
+def test_a_paused_account_is_skipped() -> None:
     async def tell(on: Ground) -> None:
         on.budgets.learn("one/m", Heard(kind=Kind.SPEND_LIMIT))
         job = on.job()
@@ -346,7 +346,7 @@ def test_a_paused_account_is_passed_over() -> None:
     story(tell, ONE, TWO)
 
 
-def test_a_failed_call_moves_to_another_account_that_has_room_and_is_settled_where_it_was() -> None:
+def test_after_a_failed_call_the_reservation_moves_to_another_account_and_the_first_is_settled() -> None:
     async def tell(on: Ground) -> None:
         job = on.job()
         await on.enter(job)
@@ -356,12 +356,12 @@ def test_a_failed_call_moves_to_another_account_that_has_room_and_is_settled_whe
         assert job.reserved.route == TWO
         assert job.reserved.reservation.account == "two/m2"
         spent = [bucket.burst - bucket.level for bucket in on.budgets.turns("one/m").account.buckets]
-        assert spent == [1, 0, 0]  # the request was counted, its tokens were not
+        assert spent == [1, 0, 0]  # the request is counted, its tokens are not
 
     story(tell, ONE, TWO)
 
 
-def test_a_failed_call_stays_where_it_is_when_the_other_account_has_no_room() -> None:
+def test_after_a_failed_call_without_budget_elsewhere_the_reservation_stays() -> None:
     async def tell(on: Ground) -> None:
         await on.spend("two/m2")
         job = on.job()
@@ -376,7 +376,7 @@ def test_a_failed_call_stays_where_it_is_when_the_other_account_has_no_room() ->
 
 
 @pytest.mark.parametrize(("why", "outcome"), [(Stop.CANCELLED, Dropped), (Stop.FENCED, Deferred)])
-def test_one_that_must_not_go_on_stops_waiting(why: Stop, outcome: type) -> None:
+def test_a_request_that_is_told_to_stop_ends_its_wait_for_the_budget(why: Stop, outcome: type) -> None:
     async def tell(on: Ground) -> None:
         await on.spend("one/m", requests=50)
         job, began_s = on.job(), on.loop.time()

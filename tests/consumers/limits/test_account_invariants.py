@@ -1,4 +1,4 @@
-"""In every order of events nothing is overspent, no lane loses its share, and no request is forgotten."""
+"""In any order of events, nothing is overspent, every lane gets its share, and no request is forgotten."""
 
 from dataclasses import dataclass, field
 from math import inf
@@ -22,7 +22,7 @@ LANES = st.integers(0, 2)
 
 @dataclass
 class Bench:
-    """An account driven by hand."""
+    """An account whose time and events the test controls."""
 
     account: Account = field(default_factory=lambda: Account("a", SPEC, now_s=0.0))
     now_s: float = 0.0
@@ -61,7 +61,7 @@ class Bench:
         self.grant()
 
     def pass_time(self, seconds: float) -> None:
-        """As a timer would: woken whenever the account says so."""
+        """Let time pass like a timer: wake the account whenever it asks for it."""
         end_s = self.now_s + seconds
         while self.now_s + self.look_in_s < end_s:
             self.now_s += self.look_in_s + 0.0005
@@ -76,7 +76,7 @@ class Bench:
 
 
 def amounts(most: float = 1.0) -> st.SearchStrategy[Amounts]:
-    """Up to `most` times the burst."""
+    """Amounts up to `most` times the burst."""
     return st.builds(
         Amounts, st.just(1.0), *(st.floats(1, most * BURST[each], allow_subnormal=False) for each in (1, 2))
     )
@@ -95,7 +95,7 @@ STEPS = st.lists(
 
 @settings(max_examples=examples(200), deadline=None)
 @given(steps=STEPS)
-def test_never_more_is_spent_than_the_burst_and_what_came_in_and_all_are_served(
+def test_spending_never_exceeds_burst_plus_refill_and_every_request_is_granted(
     steps: list[tuple[str, int, object]],
 ) -> None:
     bench = Bench()
@@ -113,7 +113,7 @@ def test_never_more_is_spent_than_the_burst_and_what_came_in_and_all_are_served(
                 bench.settle(bench.running[number % len(bench.running)], given_)  # type: ignore[arg-type]
         bench.see_that_nothing_is_overspent()
 
-    # everything that is left is granted by the time that all of it has come in, and nobody has to ask
+    # all remaining requests are granted by the time their budget has come in, without further events
     owed_s = max(
         (sum(each_.amounts[each] for each_ in bench.waiting) - bench.account.buckets[each].level + BURST[each])
         / (PER_MINUTE[each] / 60)
@@ -125,14 +125,14 @@ def test_never_more_is_spent_than_the_burst_and_what_came_in_and_all_are_served(
 
 
 @settings(max_examples=examples(40), deadline=None)
-@example(lane=0, own=[574.0], others=[(1, 902.0)])  # its share is there, and has to wait for what others have taken
-@example(lane=1, own=[1000.0], others=[(0, 386.0)])  # it needs the whole bucket, and so would the lane above take it
+@example(lane=0, own=[574.0], others=[(1, 902.0)])  # its share is there, but it waits for what others have taken
+@example(lane=1, own=[1000.0], others=[(0, 386.0)])  # it needs the whole bucket, which the lane above would take too
 @given(
     lane=LANES,
     own=st.lists(st.floats(1, BURST[1]), min_size=1, max_size=8),
     others=st.lists(st.tuples(LANES, st.floats(1, BURST[1])), min_size=1, max_size=8),
 )
-def test_a_lane_that_always_waits_gets_its_share_whatever_the_others_do(
+def test_a_lane_that_always_waits_gets_its_share_whatever_other_lanes_do(
     lane: int, own: list[float], others: list[tuple[int, float]]
 ) -> None:
     bench = Bench()
@@ -149,19 +149,19 @@ def test_a_lane_that_always_waits_gets_its_share_whatever_the_others_do(
         bench.pass_time(5)
 
     entitled = SHARES[lane] * bench.now_s * PER_MINUTE.input_tokens / 60
-    # what it saves for its next, and what that has to wait for, is not spent yet
+    # minus what it has saved for its next request and for the one that waits
     largest = max([*own, *(tokens for other, tokens in others if other == lane)])
     assert bench.by_lane[lane] >= entitled - 2 * largest
 
 
 @settings(max_examples=examples(40), deadline=None)
 @given(flood=st.lists(st.tuples(LANES, amounts(0.5)), min_size=20, max_size=60))
-def test_what_is_there_is_used_while_anybody_waits(flood: list[tuple[int, Amounts]]) -> None:
+def test_available_budget_is_used_while_any_request_waits(flood: list[tuple[int, Amounts]]) -> None:
     bench = Bench()
     for _ in range(10):
         for lane, wanted in flood:
             bench.join(lane, wanted)
-    # at no time more than what the first of each lane is waiting for lies unused in all three buckets
+    # in at least one of the three buckets, no more is unused than the first requests of all lanes wait for
     for _ in range(30):
         bench.pass_time(1)
         assert bench.waiting

@@ -1,4 +1,4 @@
-"""The parts of the budget by themselves: pure, with time passed in."""
+"""The parts of the budget, each alone: pure functions, with time passed in."""
 
 import math
 
@@ -36,7 +36,7 @@ def wait_s(some: Bucket, lane: int, amount: float) -> float:
     return some.wait_s(lane, amount, ORDER.above[lane], ORDER.below[lane])
 
 
-def test_a_lane_takes_what_leaves_the_reserves_above_it_whole() -> None:
+def test_a_lane_may_use_everything_except_the_reserves_of_higher_lanes() -> None:
     some = bucket()
     while wait_s(some, BATCH, 1) == 0:
         some.take(BATCH, 1)
@@ -45,7 +45,7 @@ def test_a_lane_takes_what_leaves_the_reserves_above_it_whole() -> None:
     assert wait_s(some, CRITICAL, 3) == wait_s(some, NORMAL, 2) == 0
 
 
-def test_critical_takes_all_that_the_lanes_below_have_not_saved() -> None:
+def test_critical_may_use_everything_except_what_lower_lanes_have_saved() -> None:
     some = bucket()
     while wait_s(some, CRITICAL, 1) == 0:
         some.take(CRITICAL, 1)
@@ -54,17 +54,17 @@ def test_critical_takes_all_that_the_lanes_below_have_not_saved() -> None:
     assert wait_s(some, NORMAL, 2) == wait_s(some, BATCH, 0.5) == 0
 
 
-def test_what_the_first_of_a_lane_above_needs_is_kept_for_it() -> None:
+def test_what_the_first_request_of_a_higher_lane_needs_is_kept_for_it() -> None:
     some = bucket()
     some.level, some.parts = 6.0, [0.0, 2.0, 0.5]
     assert wait_s(some, BATCH, 0.9) == 0
     some.want(CRITICAL, 4.0)
 
     assert wait_s(some, BATCH, 0.9) > 0
-    assert wait_s(some, BATCH, 0.4) == 0  # it has saved that
+    assert wait_s(some, BATCH, 0.4) == 0  # critical has saved that much
 
 
-def test_a_lane_saves_beyond_its_reserve_for_a_request_that_is_larger() -> None:
+def test_a_lane_saves_more_than_its_reserve_for_a_larger_request() -> None:
     some = bucket()
     some.level, some.parts = 0.0, [0.0, 0.0, 0.0]
     some.want(BATCH, 3.0)
@@ -74,7 +74,7 @@ def test_a_lane_saves_beyond_its_reserve_for_a_request_that_is_larger() -> None:
     assert wait_s(some, BATCH, 3.0) == 0
 
 
-def test_what_was_saved_for_a_request_that_left_its_line_goes_as_slowly_as_it_came() -> None:
+def test_savings_for_a_request_that_left_its_line_go_as_slowly_as_they_came() -> None:
     some = bucket()
     some.want(BATCH, 5.0)
     some.parts[BATCH] = 4.5
@@ -86,7 +86,7 @@ def test_what_was_saved_for_a_request_that_left_its_line_goes_as_slowly_as_it_ca
     assert some.parts[BATCH] == 0.5
 
 
-def test_what_is_larger_than_all_that_can_be_left_goes_when_the_bucket_is_full_and_nobody_waits_above() -> None:
+def test_a_request_larger_than_can_ever_be_free_goes_when_the_bucket_is_full_and_no_higher_lane_waits() -> None:
     some = bucket()
     assert wait_s(some, BATCH, 9.0) == 0
     some.want(CRITICAL, 1.0)
@@ -100,7 +100,7 @@ def test_what_is_larger_than_all_that_can_be_left_goes_when_the_bucket_is_full_a
     lane=st.integers(0, 2),
     above=st.sampled_from([0.0, 0.0, 1.0]),
 )
-def test_the_wait_that_is_told_is_just_long_enough(
+def test_the_predicted_wait_is_just_long_enough(
     level: float, parts: tuple[float, ...], amount: float, lane: int, above: float
 ) -> None:
     some = bucket()
@@ -119,7 +119,7 @@ def test_the_wait_that_is_told_is_just_long_enough(
 # ---- headers ---------------------------------------------------------------------------------------------------------
 
 
-def test_limits_and_what_remains_are_read_from_a_response() -> None:
+def test_limits_and_remaining_amounts_are_read_from_response_headers() -> None:
     found = headers.read(
         {
             "anthropic-ratelimit-requests-limit": "1000",
@@ -135,17 +135,17 @@ def test_limits_and_what_remains_are_read_from_a_response() -> None:
 
 
 @pytest.mark.parametrize("absurd", ["-1", "nan", "inf", "1e400", "many", "", "0", "9" * 19, "٣", "1,000"])
-def test_an_absurd_limit_says_nothing(absurd: str) -> None:
+def test_an_absurd_limit_is_ignored(absurd: str) -> None:
     assert headers.read({"anthropic-ratelimit-requests-limit": absurd}, now_s=NOW_S) is None
 
 
-def test_a_bucket_that_is_full_again_in_the_year_3000_says_nothing() -> None:
+def test_a_bucket_with_an_absurd_reset_time_is_ignored() -> None:
     for reset in ("3000-01-01T00:00:00Z", "yesterday", "1970-01-01T00:00:00Z", "9999-12-31T23:59:59-14:00"):
         told = {"anthropic-ratelimit-requests-limit": "5", "anthropic-ratelimit-requests-reset": reset}
         assert headers.read(told, now_s=NOW_S) is None
 
 
-def test_more_remaining_than_there_can_be_is_not_believed() -> None:
+def test_more_remaining_than_the_limit_is_not_believed() -> None:
     told = {"anthropic-ratelimit-requests-limit": "5", "anthropic-ratelimit-requests-remaining": "6"}
     found = headers.read(told, now_s=NOW_S)
 
@@ -153,7 +153,7 @@ def test_more_remaining_than_there_can_be_is_not_believed() -> None:
     assert found.requests == Told(limit=5)
 
 
-def test_what_is_more_than_the_limit_by_its_rounding_is_the_limit() -> None:
+def test_a_remaining_amount_above_the_limit_by_rounding_counts_as_the_limit() -> None:
     told = {"anthropic-ratelimit-input-tokens-limit": "247800", "anthropic-ratelimit-input-tokens-remaining": "248000"}
     found = headers.read(told, now_s=NOW_S)
 
@@ -173,7 +173,7 @@ def test_what_is_more_than_the_limit_by_its_rounding_is_the_limit() -> None:
         st.text(max_size=30),
     )
 )
-def test_whatever_stands_in_the_headers_they_are_read(told: dict[str, str]) -> None:
+def test_any_header_values_are_read_without_an_exception(told: dict[str, str]) -> None:
     found = headers.read(told, now_s=NOW_S)
     for each in found.each() if found else ():
         assert each.limit is None or each.limit > 0
@@ -185,7 +185,7 @@ def test_whatever_stands_in_the_headers_they_are_read(told: dict[str, str]) -> N
 START = Amounts(50, 30_000, 8_000)
 
 
-def test_what_the_provider_tells_is_taken_and_capped_by_settings() -> None:
+def test_the_providers_limits_are_adopted_up_to_the_settings() -> None:
     limits = Adaptive(START, AccountCaps(requests=500), now_s=0)
     assert limits.per_minute() == (500, 30_000, 8_000)
 
@@ -196,7 +196,7 @@ def test_what_the_provider_tells_is_taken_and_capped_by_settings() -> None:
     assert limits.per_minute() == (100, 2_000_000, 8_000)
 
 
-def test_where_nobody_tells_limits_grow_while_they_are_reached_and_nothing_is_refused() -> None:
+def test_without_limits_in_headers_the_limits_grow_while_they_are_used_up_without_refusals() -> None:
     limits = Adaptive(START, AccountCaps(), now_s=0)
     for second in range(100):
         limits.answered(second, pressed=True)
@@ -208,7 +208,7 @@ def test_where_nobody_tells_limits_grow_while_they_are_reached_and_nothing_is_re
     assert limits.per_minute() == grown
 
 
-def test_a_refusal_that_nothing_explains_halves_once_and_comes_back_step_by_step() -> None:
+def test_an_unexplained_refusal_halves_the_limits_once_and_they_recover_in_steps() -> None:
     limits = Adaptive(START, AccountCaps(requests=100, input_tokens=1, output_tokens=1), now_s=0)
     assert [limits.refused(each) for each in (10.0, 10.1, 12.0)] == [True, False, False]
     assert limits.per_minute().requests == 50
@@ -223,7 +223,7 @@ def test_a_refusal_that_nothing_explains_halves_once_and_comes_back_step_by_step
     assert found[40] < 100
 
 
-def test_an_overload_halves_what_runs_and_each_round_of_answers_lets_one_more() -> None:
+def test_an_overload_halves_the_concurrency_and_each_round_of_answers_adds_one() -> None:
     calls = Concurrency()
     for _ in range(10):
         calls.begin()
@@ -245,7 +245,7 @@ def test_an_overload_halves_what_runs_and_each_round_of_answers_lets_one_more() 
     assert not calls.is_limited
 
 
-def test_a_stray_overload_makes_nobody_wait() -> None:
+def test_a_single_overload_delays_no_request() -> None:
     calls = Concurrency()
     calls.begin()
     for second in range(100):
@@ -255,7 +255,7 @@ def test_a_stray_overload_makes_nobody_wait() -> None:
     assert not calls.is_limited
 
 
-def test_time_alone_gives_back_what_an_overload_took_while_long_calls_run() -> None:
+def test_concurrency_recovers_with_time_alone_while_long_calls_run() -> None:
     calls = Concurrency()
     calls.begin()
     for second in (2.0, 4.0, 6.0):  # one long stream, and three short calls that are refused
@@ -276,7 +276,7 @@ def test_time_alone_gives_back_what_an_overload_took_while_long_calls_run() -> N
     assert calls.regains_in_s(0) == math.inf
 
 
-def test_what_a_setting_allows_is_not_raised_by_time() -> None:
+def test_the_configured_concurrency_is_not_exceeded_with_time() -> None:
     calls = Concurrency(1)
     calls.begin()
     calls.overloaded(1.0)
@@ -284,7 +284,7 @@ def test_what_a_setting_allows_is_not_raised_by_time() -> None:
     assert calls.limit == 1
 
 
-def test_one_call_may_always_be_made() -> None:
+def test_one_call_is_always_allowed() -> None:
     calls = Concurrency(1)
     for second in range(10):
         calls.overloaded(2.0 * second)
@@ -304,13 +304,13 @@ def estimates() -> Estimates:
     return Estimates(first_output_tokens=512, first_bytes_per_token=3.5)
 
 
-def test_a_first_guess_is_by_size_and_never_more_than_may_be_written() -> None:
+def test_the_first_estimate_is_by_size_and_at_most_max_tokens() -> None:
     assert estimates().input_tokens("m", 3500) == 1000
     assert estimates().output_tokens(CHAT, max_tokens=4096) == 512
     assert estimates().output_tokens(CHAT, max_tokens=100) == 100
 
 
-def test_what_a_kind_used_before_is_what_it_is_expected_to_use() -> None:
+def test_the_estimate_is_the_earlier_usage_of_the_same_kind_of_request() -> None:
     some = estimates()
     for tokens in (90, 110) * 50:
         some.learn(CHAT, body_bytes=1000, input_tokens=250, output_tokens=tokens)
@@ -320,7 +320,7 @@ def test_what_a_kind_used_before_is_what_it_is_expected_to_use() -> None:
     assert some.output_tokens(UsageClass("batch", "support.chat", "m"), max_tokens=4096) == 512
 
 
-def test_a_kind_is_the_first_two_words_after_the_lane() -> None:
+def test_the_kind_of_a_request_is_two_words_of_its_routing_key() -> None:
     assert task_of("critical.support.chat.eu.7") == "support.chat"
     assert task_of("batch.crm") == "crm"
     assert task_of("batch") == ""

@@ -1,4 +1,4 @@
-"""How much is used at once is learned: no more than the provider's bucket is proven to hold, in virtual time."""
+"""The burst is learned: no more is used at once than the provider's bucket is proven to hold. In virtual time."""
 
 import asyncio
 import random
@@ -35,7 +35,7 @@ def contest(rng: random.Random) -> int:
 
 
 def unknown(burst_s: float, **given: object) -> Traffic:
-    """An account of which nothing is known, with a bucket of so many seconds."""
+    """An account of which nothing is known; its bucket holds this many seconds."""
     return Traffic(own_accounts(BudgetSpec()), burst_s=burst_s, travel_s=TRAVEL_S, **given)  # type: ignore[arg-type]
 
 
@@ -53,10 +53,10 @@ def told(remaining: float, *, limit: float = 60) -> RateHeaders:
         (2, contest, 3, 2.5, 0.90),
         (3, contest, 0, 1.5, 0.95),
         (10, contest, 0, 1.0, 0.95),
-        (60, contest, 0, 0.1, 0.90),  # the parts of lanes that seldom come stay full
+        (60, contest, 0, 0.1, 0.90),  # the savings of lanes that seldom have requests stay full
     ],
 )
-def test_whatever_the_provider_holds_it_is_used_and_hardly_ever_refuses(
+def test_any_size_of_the_providers_bucket_is_used_with_hardly_any_refusal(
     burst_s: float, tokens: object, most_refused: int, longest_s: float, least_used: float
 ) -> None:
     async def story() -> None:
@@ -73,7 +73,7 @@ def test_whatever_the_provider_holds_it_is_used_and_hardly_ever_refuses(
     virtually(story())
 
 
-def test_a_large_job_and_a_backlog_leave_the_chats_their_share() -> None:
+def test_a_large_job_and_a_backlog_leave_critical_requests_their_share() -> None:
     async def story() -> None:
         on = unknown(60, call_s=(0.8, 1.2))
         on.slots("batch", 4, contest)
@@ -88,12 +88,12 @@ def test_a_large_job_and_a_backlog_leave_the_chats_their_share() -> None:
     virtually(story())
 
 
-def test_what_was_kept_back_at_first_is_there_with_the_first_answer() -> None:
+def test_budget_that_was_held_back_at_first_is_available_after_the_first_answer() -> None:
     async def story() -> None:
         on = unknown(60, requests=600, input_tokens=400_000)
         waiting = [asyncio.ensure_future(on.call("batch", 100)) for _ in range(60)]
         await asyncio.sleep(0.4)
-        assert sum(of for of, _ in on.used.values()) <= 3  # all at once would be too much, for all that is known
+        assert sum(of for of, _ in on.used.values()) <= 3  # everything at once would be too much, as far as is known
         await asyncio.sleep(2.2)
 
         assert sum(of for of, _ in on.used.values()) >= 50
@@ -103,7 +103,7 @@ def test_what_was_kept_back_at_first_is_there_with_the_first_answer() -> None:
     virtually(story())
 
 
-def test_a_provider_that_tells_the_minute_and_enforces_the_second_is_not_asked_for_more_and_more() -> None:
+def test_a_provider_that_announces_minutes_but_enforces_seconds_is_not_overrun_ever_more() -> None:
     async def story() -> None:
         on = unknown(1, call_s=(0.2, 0.4))
         on.judge.headers = lambda: {  # type: ignore[method-assign]
@@ -111,11 +111,11 @@ def test_a_provider_that_tells_the_minute_and_enforces_the_second_is_not_asked_f
             "anthropic-ratelimit-requests-remaining": "57",
         }
         for _ in range(40):
-            # a lull, and then all at once
+            # a pause, and then many requests at once
             await asyncio.gather(*(on.call("batch", 100) for _ in range(5)))
             await asyncio.sleep(15)
 
-        assert sum(at_s > on.began_s + 120 for at_s in on.refused_at_s) <= 12  # without learning four each time
+        assert sum(at_s > on.began_s + 120 for at_s in on.refused_at_s) <= 12  # without learning, four each time
         assert on.budgets.turns(ACCOUNT).account.per_minute().requests == 60  # type: ignore[attr-defined]
 
     virtually(story())
@@ -126,7 +126,7 @@ def test_a_provider_that_tells_the_minute_and_enforces_the_second_is_not_asked_f
     capacity=st.floats(1, 60),
     steps=st.lists(st.tuples(st.floats(0, 10), st.integers(1, 4), st.floats(0, 5)), min_size=1, max_size=30),
 )
-def test_never_more_is_used_at_once_than_the_provider_holds(
+def test_no_more_is_used_at_once_than_the_provider_holds(
     capacity: float, steps: list[tuple[float, int, float]]
 ) -> None:
     now_s = 0.0
@@ -134,7 +134,7 @@ def test_never_more_is_used_at_once_than_the_provider_holds(
     account = Account("a", BudgetSpec(), now_s=now_s)
     for pause_s, asked, others in steps:
         now_s += pause_s
-        provider.take(others)  # somebody else uses the account
+        provider.take(others)  # another client uses the account too
         for _ in range(asked):
             if provider.wait_s(1) > 0:
                 continue
@@ -151,7 +151,7 @@ def seconds(of: Bursts) -> list[float]:
     return [size.burst_s for size in of.sizes(guessed=KNOWN)]
 
 
-def test_what_was_left_and_what_the_call_took_is_what_the_bucket_held_and_the_most_of_it_counts() -> None:
+def test_the_proven_burst_is_the_largest_sum_of_remaining_and_used_amounts() -> None:
     bursts = Bursts(10)
     assert seconds(bursts) == [10, 10, 10]
     assert bursts.hear(told(2), Amounts(1, 0, 0))
@@ -159,10 +159,10 @@ def test_what_was_left_and_what_the_call_took_is_what_the_bucket_held_and_the_mo
     assert not bursts.hear(told(0), Amounts(1, 0, 0))
     assert bursts.hear(told(6), Amounts(1, 0, 0))
     assert bursts.hear(told(40), Amounts(1, 0, 0))
-    assert seconds(bursts) == [10, 10, 10]  # never more than the setting
+    assert seconds(bursts) == [10, 10, 10]  # never above the setting
 
 
-def test_tokens_that_are_rounded_prove_the_least_that_they_can_mean_and_none_prove_nothing() -> None:
+def test_rounded_token_counts_prove_their_lowest_possible_value_and_missing_ones_nothing() -> None:
     bursts = Bursts(60)
     bursts.hear(RateHeaders(NOTHING_SAID, Told(limit=60_000, remaining=3000), NOTHING_SAID), Amounts(1, 700, 0))
     assert seconds(bursts)[1] == pytest.approx(3.2)
@@ -172,13 +172,13 @@ def test_tokens_that_are_rounded_prove_the_least_that_they_can_mean_and_none_pro
 
 
 @pytest.mark.parametrize(("setting", "found"), [(60, [5, 10, 5]), (8, [5, 8, 5]), (1, [1, 1, 1])])
-def test_what_nobody_has_proven_is_little_of_a_guess_and_more_of_a_limit_that_is_told_or_set(
+def test_an_unproven_burst_is_small_for_a_guessed_limit_and_larger_for_a_known_one(
     setting: float, found: list[float]
 ) -> None:
     assert [size.burst_s for size in Bursts(setting).sizes(guessed=(True, False, True))] == found
 
 
-def test_where_the_limits_are_set_and_the_provider_is_silent_ten_seconds_worth_are_used_at_once() -> None:
+def test_with_configured_limits_and_a_silent_provider_the_burst_is_ten_seconds() -> None:
     account = Account("a", BudgetSpec(accounts={"a": AccountCaps(requests=60)}), now_s=0)
     account.learn(Heard(kind=Kind.ANSWERED), 0)
     granted_s: list[float] = []
@@ -193,10 +193,13 @@ def test_where_the_limits_are_set_and_the_provider_is_silent_ten_seconds_worth_a
             now_s += in_s + 0.0005
 
     assert granted_s.count(0) in (9, 10)
-    assert len(granted_s) in (66, 67)  # of 70: what is left is the reserve of critical, where nobody waits any more
+    assert len(granted_s) in (
+        66,
+        67,
+    )  # of 70; the rest is the reserve of critical
 
 
-def test_a_refusal_with_figures_halves_the_burst_and_not_the_limit_and_it_comes_back_slowly() -> None:
+def test_a_refusal_with_headers_halves_the_burst_and_not_the_limit_and_the_burst_recovers_slowly() -> None:
     account = Account("a", BudgetSpec(), now_s=0)
     account.learn(Heard(kind=Kind.ANSWERED, rate=told(59), counted=Amounts(1, 0, 0)), 0)
     account.learn(Heard(kind=Kind.RATE_LIMITED, rate=told(57)), 10)
@@ -213,17 +216,17 @@ def test_a_refusal_with_figures_halves_the_burst_and_not_the_limit_and_it_comes_
     assert found[-1] == 60
 
 
-def test_refusals_that_go_on_although_less_is_used_at_once_lower_the_limit() -> None:
+def test_further_refusals_despite_a_smaller_burst_lower_the_limit() -> None:
     account = Account("a", BudgetSpec(), now_s=0)
     account.learn(Heard(kind=Kind.ANSWERED, rate=told(59), counted=Amounts(1, 0, 0)), 0)
     for refusal in range(10):
         account.learn(Heard(kind=Kind.RATE_LIMITED, rate=told(57)), 6.0 * refusal)
 
-    assert account.buckets[0].burst == 1  # which can always be made
+    assert account.buckets[0].burst == 1  # one call is always allowed
     assert account.per_minute().requests < 10
 
 
-def test_only_what_is_spent_is_used_more_slowly() -> None:
+def test_a_refusal_reduces_only_the_burst_of_the_bucket_that_was_used_up() -> None:
     account = Account("a", BudgetSpec(), now_s=0)
     both = RateHeaders(Told(limit=60, remaining=40), Told(limit=60_000, remaining=0), NOTHING_SAID)
     account.learn(Heard(kind=Kind.ANSWERED, rate=both, counted=Amounts(1, 800, 0)), 0)
@@ -235,7 +238,7 @@ def test_only_what_is_spent_is_used_more_slowly() -> None:
     assert account.per_minute().input_tokens == pytest.approx(0.8 * 0.8 * 60_000)
 
 
-def test_a_provider_that_says_nothing_of_limits_has_no_burst_either() -> None:
+def test_a_provider_without_limits_does_not_limit_the_burst() -> None:
     account = Account("a", BudgetSpec(), now_s=0)
     account.join(Waiter(0, Amounts(1, 1000, 500), arrived_s=0))
     account.turn(0)
@@ -246,7 +249,7 @@ def test_a_provider_that_says_nothing_of_limits_has_no_burst_either() -> None:
         assert account.turn(1)[0] is waiter
 
 
-def test_a_bucket_as_large_as_the_providers_begins_to_fill_when_the_call_may_have_arrived() -> None:
+def test_a_bucket_as_large_as_the_providers_is_refilled_from_the_calls_arrival() -> None:
     account = Account("a", BudgetSpec(), now_s=0)
     account.learn(Heard(kind=Kind.ANSWERED, rate=told(0), counted=Amounts(1, 0, 0)), 0)
     granted_s: list[float] = []
@@ -269,7 +272,7 @@ def test_a_bucket_as_large_as_the_providers_begins_to_fill_when_the_call_may_hav
         max_size=20,
     )
 )
-def test_whatever_is_told_every_bucket_holds_at_least_one_and_no_more_than_the_setting(
+def test_whatever_is_learned_every_bucket_holds_between_one_unit_and_the_setting(
     figures: list[tuple[float, float, Kind, float]],
 ) -> None:
     account, now_s = Account("a", BudgetSpec(), now_s=0), 0.0

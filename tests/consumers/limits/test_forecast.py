@@ -1,4 +1,4 @@
-"""No request is refused as too late that would have been in time; the forecast for the first in line is exact."""
+"""No request is refused as too late although it could start in time; the forecast for the first in line is exact."""
 
 import asyncio
 
@@ -18,7 +18,7 @@ from tests.support.virtual_time import virtually
 
 CAPS = AccountCaps(requests=60, input_tokens=6_000, output_tokens=600)
 SPEC = BudgetSpec(accounts={"a": CAPS})
-"""Buckets of 10 s: 1,000 input tokens, of which 300, 200 and 50 are the lanes' reserves."""
+"""Buckets of 10 s: 1,000 input tokens, with reserves of 300, 200 and 50 for the lanes."""
 CRITICAL, NORMAL, BATCH = range(3)
 
 
@@ -31,7 +31,7 @@ def tokens(amount: float) -> Amounts:
 
 
 def starts_s(account: Account, waiter: Waiter, now_s: float) -> float:
-    """In how many seconds, woken as the account says."""
+    """After how many seconds it starts, if the account is woken as it asks."""
     began_s = now_s
     while waiter.reservation is None:
         found, in_s = account.turn(now_s)
@@ -46,7 +46,7 @@ def starts_s(account: Account, waiter: Waiter, now_s: float) -> float:
     level=st.floats(0, 1_000),
     saved=st.tuples(*(st.floats(0, 1) for _ in range(3))),
 )
-def test_the_only_one_in_line_begins_when_it_was_predicted(
+def test_a_single_waiting_request_starts_when_predicted(
     lane: int, wanted: float, level: float, saved: tuple[float, ...]
 ) -> None:
     account = new_account()
@@ -61,7 +61,7 @@ def test_the_only_one_in_line_begins_when_it_was_predicted(
     assert found.seconds == found.least_s == pytest.approx(starts_s(account, waiter, 0.0), abs=0.001)
 
 
-def test_a_large_request_of_the_top_lane_is_not_refused_that_may_take_what_is_held_for_others() -> None:
+def test_a_large_request_of_the_top_lane_is_not_refused_if_it_may_use_other_lanes_reserves() -> None:
     async def story() -> None:
         budgets = own_accounts(SPEC)
         filler = await budgets.reserve("a", lane="critical", amounts=tokens(400), until=None)
@@ -77,7 +77,7 @@ def test_a_large_request_of_the_top_lane_is_not_refused_that_may_take_what_is_he
     virtually(story())
 
 
-def test_what_is_larger_than_could_ever_be_left_is_not_refused_that_begins_when_the_bucket_is_full() -> None:
+def test_a_request_that_can_start_only_with_a_full_bucket_is_not_refused() -> None:
     account = new_account()
     account.buckets[1].lower(900)
     waiter = Waiter(NORMAL, tokens(2_000), arrived_s=0.0)
@@ -86,7 +86,7 @@ def test_what_is_larger_than_could_ever_be_left_is_not_refused_that_begins_when_
     assert forecast.of(account, waiter, 0.0).least_s == pytest.approx(1)
 
 
-def test_what_comes_back_is_not_told_to_wait_for_those_of_other_processes_that_came_later() -> None:
+def test_a_returning_request_does_not_wait_for_later_requests_of_other_processes() -> None:
     account = new_account()
     account.buckets[1].lower(0)
     account.elsewhere[BATCH] = (0.0, 5_000.0, 0.0)
@@ -98,7 +98,7 @@ def test_what_comes_back_is_not_told_to_wait_for_those_of_other_processes_that_c
     assert forecast.of(account, fresh, 0.0).least_s > 50
 
 
-def test_a_lane_above_that_waits_for_output_is_not_thought_to_take_the_input_meanwhile() -> None:
+def test_a_higher_lane_that_waits_for_output_tokens_is_not_assumed_to_use_input_tokens_meanwhile() -> None:
     account = new_account()
     account.buckets[2].lower(0)
     for _ in range(100):
@@ -109,7 +109,7 @@ def test_a_lane_above_that_waits_for_output_is_not_thought_to_take_the_input_mea
     assert forecast.of(account, waiter, 0.0).least_s == pytest.approx(starts_s(account, waiter, 0.0))
 
 
-def test_where_calls_are_short_the_first_does_not_wait_for_those_behind_it() -> None:
+def test_the_forecast_of_the_first_request_does_not_include_requests_behind_it() -> None:
     account = new_account(BudgetSpec(accounts={"a": AccountCaps(concurrency=1)}))
     for number in range(100):
         account.join(Waiter(BATCH, Amounts(1, 1, 1), arrived_s=float(number), until_s=130.0))
@@ -128,7 +128,7 @@ def test_where_calls_are_short_the_first_does_not_wait_for_those_behind_it() -> 
     assert refused
 
 
-def test_how_many_calls_run_at_once_after_an_overload_is_a_guess_and_refuses_nobody() -> None:
+def test_the_learned_concurrency_after_an_overload_refuses_no_request() -> None:
     account = new_account(BudgetSpec(accounts={"a": CAPS}))
     account.join(Waiter(CRITICAL, Amounts(1, 1, 1), arrived_s=0.0))
     running, _ = account.turn(0.0)
@@ -146,7 +146,7 @@ def test_how_many_calls_run_at_once_after_an_overload_is_a_guess_and_refuses_nob
     assert found.seconds > 5
 
 
-def test_a_lane_saves_for_its_request_from_when_that_comes() -> None:
+def test_a_lane_saves_for_a_request_only_from_its_arrival_on() -> None:
     async def story() -> None:
         budgets = own_accounts(SPEC)
         loop = asyncio.get_running_loop()

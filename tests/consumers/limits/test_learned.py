@@ -1,4 +1,4 @@
-"""What was learned is read by the version that wrote it; anything else is refused, and never half believed."""
+"""Learned values are read by the version that wrote them; anything else is refused as a whole."""
 
 import json
 from typing import Any
@@ -46,7 +46,7 @@ def written() -> dict[str, Any]:
 
 @settings(max_examples=examples(50), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(said=heard)
-def test_whatever_was_learned_another_process_reads_as_it_was(said: list[tuple[Heard, int]]) -> None:
+def test_another_process_reads_learned_values_unchanged(said: list[tuple[Heard, int]]) -> None:
     account, now_s = account_that(said)
     other = Account("a", BudgetSpec(), now_s=now_s)
     other.load(learned.read(learned.write(account.learned())))
@@ -61,20 +61,20 @@ def test_whatever_was_learned_another_process_reads_as_it_was(said: list[tuple[H
     "text",
     ["", "?", "null", "3", '"?"', "[]", "{}", "[[], [], 0, 0]", '{"version": 1}', b"\xff", "[" * 100_000, "1" * 5_000],
 )
-def test_what_is_no_learned_text_at_all_is_refused(text: str | bytes) -> None:
+def test_text_that_is_not_learned_values_is_refused(text: str | bytes) -> None:
     with pytest.raises(learned.UnreadableError):
         learned.read(text)
 
 
 @pytest.mark.parametrize("version", [0, 2, 99, "1", None, [1]])
-def test_another_version_is_refused_though_every_field_is_there(version: object) -> None:
+def test_learned_values_of_another_version_are_refused_although_every_field_is_there(version: object) -> None:
     with pytest.raises(learned.UnreadableError, match="version"):
         learned.read(json.dumps(written() | {"version": version}))
 
 
 @settings(max_examples=examples(200), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(value=values, data=st.data())
-def test_a_field_that_is_something_else_is_refused_or_does_no_harm(value: object, data: st.DataObject) -> None:
+def test_a_field_with_another_value_is_refused_or_harmless(value: object, data: st.DataObject) -> None:
     found = written()
     part = data.draw(st.sampled_from([found, found["limits"], found["bursts"]]))
     part[data.draw(st.sampled_from(sorted(part)))] = value
@@ -91,7 +91,7 @@ def test_a_field_that_is_something_else_is_refused_or_does_no_harm(value: object
     assert account.turn(1_000_000.0)[0] is waiter
 
 
-def test_a_limit_that_no_account_has_is_refused() -> None:
+def test_a_limit_that_no_account_can_have_is_refused() -> None:
     for told in (0, -5, 1e300, "60"):
         found = written()
         found["limits"]["told"] = [told, None, None]

@@ -1,4 +1,4 @@
-"""What an account makes of a response."""
+"""What an account learns from a response."""
 
 import time
 from dataclasses import replace
@@ -21,7 +21,7 @@ FULL = RateHeaders(Told(limit=600), Told(limit=600_000, remaining=600_000), Told
 
 
 def new_account() -> Account:
-    """Told 60 requests, 6000 input and 600 output tokens a minute."""
+    """An account with announced limits of 60 requests, 6000 input and 600 output tokens a minute."""
     made = Account("a", BudgetSpec(), now_s=0)
     made.learn(Heard(kind=Kind.ANSWERED, rate=RateHeaders(Told(limit=60), Told(limit=6000), Told(limit=600))), 0)
     made.refill(100)
@@ -36,7 +36,7 @@ def levels(of: Account) -> list[float]:
     return [bucket.level for bucket in of.buckets]
 
 
-def test_it_knows_what_the_simulated_provider_tells() -> None:
+def test_the_account_learns_the_limits_of_the_simulated_provider() -> None:
     judge = make_limits(requests=120, input_tokens=60_000, output_tokens=6_000, burst_s=60)
     rate = headers.read(judge.headers(), now_s=time.time())
     made = Account("a", BudgetSpec(), now_s=0)
@@ -45,17 +45,17 @@ def test_it_knows_what_the_simulated_provider_tells() -> None:
     assert made.per_minute() == (120, 60_000, 6_000)
 
 
-def test_where_the_provider_has_less_than_we_thought_ours_is_corrected_downwards_only() -> None:
+def test_lower_remaining_amounts_correct_our_level_and_higher_ones_do_not() -> None:
     account = new_account()
     account.learn(heard(requests=Told(limit=60, remaining=59)), 100)
     assert levels(account) == [10, 1000, 100]
     account.learn(heard(requests=Told(limit=60, remaining=2)), 100)
-    assert levels(account) == [3, 1000, 100]  # nearly three are told as two
+    assert levels(account) == [3, 1000, 100]  # almost three are announced as two
     account.learn(heard(requests=Told(limit=60, remaining=50)), 100)
     assert levels(account) == [3, 1000, 100]
 
 
-def test_what_was_rounded_to_thousands_is_read_as_the_most_that_it_can_mean() -> None:
+def test_an_amount_rounded_to_thousands_is_read_as_its_highest_possible_value() -> None:
     account = new_account()
     account.learn(heard(input_tokens=Told(limit=60_000, remaining=10_000)), 100)
     account.refill(200)
@@ -65,15 +65,15 @@ def test_what_was_rounded_to_thousands_is_read_as_the_most_that_it_can_mean() ->
     assert levels(account)[1] == 500
 
 
-def test_what_came_in_since_it_was_told_is_there_as_well() -> None:
+def test_what_was_refilled_since_the_answer_is_added() -> None:
     account = new_account()
     told = RateHeaders(Told(limit=60, remaining=2), NOTHING_SAID, NOTHING_SAID)
     account.learn(Heard(kind=Kind.ANSWERED, rate=told, counted=Amounts(1, 0, 0), took_s=3.0), 100)
-    assert account.buckets[0].burst == 3  # and no more than has been proven
+    assert account.buckets[0].burst == 3  # and not more than is proven
     assert levels(account)[0] == 3
 
 
-def test_no_more_is_claimed_by_the_lanes_than_the_provider_has() -> None:
+def test_lanes_do_not_save_more_than_the_provider_has() -> None:
     account = new_account()
     account.buckets[1].lower(100)
     parts = account.buckets[1].parts
@@ -87,7 +87,7 @@ def test_no_more_is_claimed_by_the_lanes_than_the_provider_has() -> None:
 
 
 def proven() -> Account:
-    """600,000 input tokens a minute, all of which the bucket has held."""
+    """An account with 600,000 input tokens a minute, all of which the bucket is proven to hold."""
     account = Account("a", BudgetSpec(), now_s=0)
     account.learn(Heard(kind=Kind.ANSWERED, rate=FULL), 0)
     account.refill(100)
@@ -102,7 +102,7 @@ def underway(account: Account, calls: int, *, input_tokens: float) -> list[Reser
     return [waiter.reservation for waiter in waiters if waiter.reservation is not None]
 
 
-def test_what_the_provider_holds_of_calls_under_way_comes_back_with_their_end() -> None:
+def test_amounts_that_the_provider_reserves_for_running_calls_return_when_they_end() -> None:
     account = proven()
     burst, calls = account.buckets[1].burst, underway(account, 5, input_tokens=20_000)
     before = levels(account)[1]
@@ -115,7 +115,7 @@ def test_what_the_provider_holds_of_calls_under_way_comes_back_with_their_end() 
     assert levels(account)[1] == pytest.approx(before)
 
 
-def test_where_it_goes_on_within_a_minute_less_is_used_at_once() -> None:
+def test_a_level_that_stays_low_within_a_minute_reduces_the_burst() -> None:
     account = proven()
     burst = account.buckets[1].burst
     underway(account, 5, input_tokens=20_000)
@@ -126,7 +126,7 @@ def test_where_it_goes_on_within_a_minute_less_is_used_at_once() -> None:
     assert account.buckets[1].burst == burst / 2
 
 
-def test_one_large_request_that_is_refused_halves_nothing_and_stops_nobody() -> None:
+def test_a_single_refused_large_request_halves_nothing_and_blocks_no_other() -> None:
     account = proven()
     burst = account.buckets[1].burst
     underway(account, 1, input_tokens=400_000)
@@ -140,7 +140,7 @@ def test_one_large_request_that_is_refused_halves_nothing_and_stops_nobody() -> 
     assert account.turn(160)[0] is chat
 
 
-def test_a_refusal_without_a_cause_in_the_books_slows_down() -> None:
+def test_a_refusal_that_our_counts_cannot_explain_halves_the_limits() -> None:
     account = new_account()
     assert account.learn(Heard(kind=Kind.RATE_LIMITED), 100)
     assert account.per_minute() == (30, 3000, 300)
@@ -155,7 +155,7 @@ def test_a_refusal_without_a_cause_in_the_books_slows_down() -> None:
     ],
     ids=["requests are spent", "tokens are spent", "the limit is lower"],
 )
-def test_a_refusal_that_its_own_figures_explain_is_only_believed(cause: dict[str, Told]) -> None:
+def test_a_refusal_explained_by_its_headers_only_corrects_the_levels(cause: dict[str, Told]) -> None:
     account = new_account()
     account.learn(heard(Kind.RATE_LIMITED, **cause), 100)
 
@@ -179,7 +179,7 @@ def test_absurd_headers_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("limit", ["1", "999", "0.5"])
-def test_fewer_tokens_a_minute_than_anybody_sells_are_absurd(limit: str) -> None:
+def test_an_implausibly_low_token_limit_is_ignored(limit: str) -> None:
     for name in ("input-tokens", "output-tokens"):
         told = {f"anthropic-ratelimit-{name}-limit": limit, f"anthropic-ratelimit-{name}-remaining": "0"}
         assert headers.read(told, now_s=0) is None
@@ -188,23 +188,23 @@ def test_fewer_tokens_a_minute_than_anybody_sells_are_absurd(limit: str) -> None
     assert least.input_tokens == Told(limit=1000)
 
 
-def test_a_little_that_is_not_told_again_is_guessed_again_and_what_is_told_again_stays() -> None:
+def test_a_low_limit_that_is_not_announced_again_is_forgotten_and_a_repeated_one_stays() -> None:
     account = Account("a", BudgetSpec(), now_s=0)
     account.learn(heard(requests=Told(limit=10), input_tokens=Told(limit=1500, remaining=0)), 0)
     for second in range(0, int(2 * FORGOTTEN_AFTER_S), 10):
         account.learn(heard(requests=Told(limit=10)), second)
         assert account.per_minute().requests == 10
         assert account.per_minute().input_tokens == (1500 if second < FORGOTTEN_AFTER_S else 30_000)
-    assert account.buckets[1].burst > 1000  # and not what was proven of the other
+    assert account.buckets[1].burst > 1000  # but not what was proven of the other limit
 
 
-def test_a_large_limit_is_not_forgotten_in_a_lull() -> None:
+def test_a_high_limit_is_not_forgotten_during_a_pause_without_requests() -> None:
     account = Account("a", BudgetSpec(), now_s=0)
     account.learn(heard(requests=Told(limit=4000)), 0)
     assert not account.is_stale(86_400)
 
 
-def test_slowed_down_as_far_as_it_goes_it_is_tried_again_after_minutes_without_an_answer() -> None:
+def test_at_the_lowest_limit_a_call_is_tried_again_after_minutes_without_an_answer() -> None:
     account = Account("a", BudgetSpec(), now_s=0)
     account.learn(heard(requests=Told(limit=60)), 0)
     for refusal in range(10):
@@ -217,7 +217,7 @@ def test_slowed_down_as_far_as_it_goes_it_is_tried_again_after_minutes_without_a
     assert account.per_minute().requests == 60
 
 
-def test_that_a_limit_is_told_again_is_no_news_to_other_processes_more_than_once_a_minute() -> None:
+def test_a_repeated_limit_is_passed_to_other_processes_at_most_once_a_minute() -> None:
     account = Account("a", BudgetSpec(), now_s=0)
     known = set()
     for second in range(600):
@@ -226,7 +226,7 @@ def test_that_a_limit_is_told_again_is_no_news_to_other_processes_more_than_once
     assert len(known) == 10
 
 
-def test_more_than_was_reserved_is_owed_and_less_is_given_back() -> None:
+def test_using_more_than_reserved_makes_a_debt_and_using_less_is_given_back() -> None:
     account = new_account()
     for used, left in ((Amounts(1, 500, 10), 500), (Amounts(1, 0, 10), 500)):
         account.join(waiter := Waiter(0, Amounts(1, 90, 10), arrived_s=100))
@@ -236,7 +236,7 @@ def test_more_than_was_reserved_is_owed_and_less_is_given_back() -> None:
         assert levels(account)[1] == pytest.approx(left)
 
 
-def test_what_is_larger_than_the_bucket_leaves_a_debt_that_all_wait_for() -> None:
+def test_a_request_larger_than_the_bucket_leaves_a_debt_that_delays_all() -> None:
     account = new_account()
     account.join(Waiter(1, Amounts(1, 3000, 1), arrived_s=100))
     assert account.turn(100)[0] is not None
@@ -247,7 +247,7 @@ def test_what_is_larger_than_the_bucket_leaves_a_debt_that_all_wait_for() -> Non
     assert account.turn(121.1)[0] is critical
 
 
-def test_a_clock_that_is_put_back_holds_nothing_up() -> None:
+def test_a_clock_that_is_set_back_delays_nothing() -> None:
     account = new_account()
     account.learn(Heard(kind=Kind.RATE_LIMITED, retry_after_s=20), 10_000)
     account.learn(Heard(kind=Kind.SPEND_LIMIT), 10_000)
@@ -289,7 +289,7 @@ def test_a_jump_of_the_clock_makes_what_was_learned_neither_older_nor_younger(ju
     assert seen(*lived(jump_s), 100 + jump_s) == pytest.approx(seen(*lived(0), 100))
 
 
-def test_a_long_stream_and_an_overload_do_not_hold_the_line_for_as_long_as_it_runs() -> None:
+def test_a_long_stream_after_an_overload_does_not_block_other_calls_until_it_ends() -> None:
     account = new_account()
 
     def one(now_s: float) -> Reservation | None:
@@ -297,7 +297,7 @@ def test_a_long_stream_and_an_overload_do_not_hold_the_line_for_as_long_as_it_ru
         waiter, _ = account.turn(now_s)
         return None if waiter is None else waiter.reservation
 
-    assert one(100) is not None  # it streams on and on
+    assert one(100) is not None  # the stream goes on
     for second in (102, 104, 106):
         refused = one(second)
         assert refused is not None

@@ -26,7 +26,7 @@ def large(rng: random.Random) -> int:
 
 @pytest.mark.parametrize("tokens", [small, large], ids=["requests are short", "tokens are short"])
 @pytest.mark.parametrize("burst_s", [10, 60])
-def test_batch_uses_what_is_there_and_critical_hardly_waits(tokens: object, burst_s: float) -> None:
+def test_batch_uses_the_free_budget_and_critical_hardly_waits(tokens: object, burst_s: float) -> None:
     async def story() -> None:
         on = traffic(burst_s=burst_s)
         on.slots("batch", 4, tokens)  # type: ignore[arg-type]
@@ -36,14 +36,14 @@ def test_batch_uses_what_is_there_and_critical_hardly_waits(tokens: object, burs
         assert on.refused == 0
         assert len(on.waits_s["critical"]) == 150
         assert on.p99_s("critical") < 1
-        on.burst_s = 10  # what our own account began with
+        on.burst_s = 10  # the initial content of our own account
         assert max(on.shares()) >= 0.95
 
     virtually(story())
 
 
 @pytest.mark.parametrize("tokens", [small, large], ids=["requests are short", "tokens are short"])
-def test_batch_alone_uses_everything(tokens: object) -> None:
+def test_batch_alone_uses_the_whole_budget(tokens: object) -> None:
     async def story() -> None:
         on = traffic()
         on.slots("batch", 4, tokens)  # type: ignore[arg-type]
@@ -55,7 +55,7 @@ def test_batch_alone_uses_everything(tokens: object) -> None:
     virtually(story())
 
 
-def test_a_flood_of_critical_leaves_batch_and_normal_their_shares() -> None:
+def test_a_flood_of_critical_requests_leaves_batch_and_normal_their_shares() -> None:
     async def story() -> None:
         on = traffic()
         on.slots("batch", 4, small)
@@ -80,13 +80,13 @@ def test_a_request_larger_than_the_burst_is_not_starved_by_small_ones() -> None:
         await on.run(FIVE_MINUTES_S)
 
         assert big.done()
-        # its lane's share alone has saved the whole bucket in 200 s: 5 % of 667 tokens a second
+        # its lane's share alone fills the whole bucket in 200 s: 5 % of 667 tokens a second
         assert on.waits_s["batch"][0] <= 205
 
     virtually(story())
 
 
-def test_what_a_lane_does_not_use_is_lent_and_back_within_seconds() -> None:
+def test_a_lanes_unused_share_is_lent_and_returned_within_seconds() -> None:
     async def story() -> None:
         on = traffic()
         on.slots("batch", 8, small)
@@ -98,15 +98,15 @@ def test_what_a_lane_does_not_use_is_lent_and_back_within_seconds() -> None:
         first = on.used["normal"][0] + on.used["critical"][0]
         await on.run(55)
 
-        assert before >= 0.95 * 60  # all of it, alone
-        assert first >= 5  # what their parts held, at once
+        assert before >= 0.95 * 60  # all of it, because no other lane has requests
+        assert first >= 5  # what they had saved, at once
         took_min = (on.loop.time() - began_s) / 60
         assert on.used["batch"][0] - before <= (0.05 * 60 + 6) * took_min  # and its own share from then on
 
     virtually(story())
 
 
-def test_whoever_waits_is_woken_once_and_not_polled() -> None:
+def test_a_waiting_request_is_woken_once_and_does_not_poll() -> None:
     async def story() -> None:
         budgets = own_accounts(spec())
         on = Traffic(budgets)
@@ -119,7 +119,7 @@ def test_whoever_waits_is_woken_once_and_not_polled() -> None:
     virtually(story())
 
 
-def test_nobody_looks_at_an_account_for_which_nobody_waits() -> None:
+def test_an_account_without_waiting_requests_is_not_looked_at() -> None:
     async def story() -> None:
         budgets = own_accounts(spec())
         await budgets.reserve(ACCOUNT, lane="batch", amounts=Amounts(1, 1, 1), until=None)

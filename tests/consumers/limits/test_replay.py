@@ -1,4 +1,4 @@
-"""The replay itself: what is claimed by its figures must not be the replay's own doing."""
+"""The replay of recorded traffic: its figures must come from our budget gate, not from the replay itself."""
 
 import gzip
 from dataclasses import replace
@@ -26,7 +26,7 @@ def result() -> Result:
     return run(SCENARIOS["full-104"])
 
 
-def test_the_recorded_requests_ask_for_what_the_scenario_says() -> None:
+def test_the_recorded_requests_ask_for_the_share_of_the_budget_that_the_scenario_states() -> None:
     found = load(SCENARIOS["full-104"])
 
     assert found.demand["critical"].input_tokens == pytest.approx(0.62, abs=0.005)
@@ -36,7 +36,7 @@ def test_the_recorded_requests_ask_for_what_the_scenario_says() -> None:
     assert sum(demand.output_tokens for demand in found.demand.values()) < 1
 
 
-def test_what_was_packed_is_read_as_it_was() -> None:
+def test_compressed_traffic_is_read_unchanged() -> None:
     assert gzip.decompress(traces.pack(traces.packed())) == gzip.decompress(traces.HERE.read_bytes())
 
 
@@ -48,7 +48,7 @@ def test_every_recorded_request_is_answered_in_the_end(result: Result) -> None:
     assert all(each.answered_s is not None for each in result.asks if each.counts)
 
 
-def test_no_more_is_used_than_the_provider_has(result: Result) -> None:
+def test_no_more_is_used_than_the_provider_allows(result: Result) -> None:
     calls = sorted((each.started_s, each.used) for each in result.asks if each.started_s is not None)
 
     for bucket, limit in enumerate(result.load.limits):
@@ -56,37 +56,37 @@ def test_no_more_is_used_than_the_provider_has(result: Result) -> None:
         for started_s, used in calls:
             level = min(limit, level + (started_s - at_s) * limit / 60) - used[bucket]
             at_s = started_s
-            # output is only expected when a call starts, and settled after it
+            # a call's output tokens are estimated at its start, and settled after it
             assert level > -0.03 * limit
 
 
-def test_batch_always_waits(result: Result) -> None:
+def test_batch_always_has_waiting_requests_in_the_replay(result: Result) -> None:
     assert result.busy("batch")[0][1] >= result.load.ends_s - 1
 
 
 @pytest.mark.parametrize("name", ["three-104", "slots-104", "large-104", "down-104", "1s-104", "cold-104"])
-def test_what_goes_wrong_meanwhile_loses_nobody(name: str) -> None:
+def test_failures_during_the_replay_lose_no_request(name: str) -> None:
     found = run(replace(SCENARIOS[name], slice_s=(1455, 1515), down_s=(10, 30) if name == "down-104" else None))
 
     assert all(each.answered_s is not None for each in found.asks if each.counts)
     assert found.refused == sum(each.refused for each in found.asks)
 
 
-def test_an_outage_is_waited_out() -> None:
+def test_requests_wait_until_an_outage_is_over() -> None:
     found = run(replace(SCENARIOS["down-104"], slice_s=(1455, 1515), down_s=(10, 30)))
 
     began = [each.started_s for each in found.asks if each.started_s is not None]
     assert not [at_s for at_s in began if 10 <= at_s < 29.9]
 
 
-def test_an_account_of_its_own_is_waited_for_in_turn() -> None:
+def test_requests_wait_their_turn_for_a_lanes_own_account() -> None:
     asks = [ask(0, 20_000), ask(1, 10_000), ask(1, 5_000)]
 
     # half of 1,000 a second, 20,000 deep
     assert starts_s(asks, Own(0.5, 1 / 3), limits=LIMITS, bucket_s=60) == pytest.approx([0, 20, 30])
 
 
-def test_what_an_own_account_reserved_too_much_is_there_again_after_the_call() -> None:
+def test_tokens_that_an_own_account_reserved_in_excess_return_after_the_call() -> None:
     asks = [ask(0, 10_000), ask(0, 10_000)]
     asks[0].reserved = Amounts(1, 20_000, 1)
 
@@ -95,7 +95,7 @@ def test_what_an_own_account_reserved_too_much_is_there_again_after_the_call() -
     assert starts == pytest.approx([0, asks[0].takes_s], abs=0.02)
 
 
-def test_a_clairvoyant_makes_nobody_later_who_goes_before() -> None:
+def test_the_clairvoyant_gate_delays_no_request_of_a_higher_lane() -> None:
     future = Clairvoyant(LIMITS, bucket_s=60)
 
     critical = future.place([ask(0, 60_000), ask(30, 30_000)])
@@ -105,7 +105,7 @@ def test_a_clairvoyant_makes_nobody_later_who_goes_before() -> None:
     assert normal == pytest.approx([40, 41])
 
 
-def test_a_clairvoyant_uses_what_would_overflow() -> None:
+def test_the_clairvoyant_gate_uses_budget_that_would_overflow() -> None:
     future = Clairvoyant(LIMITS, bucket_s=60)
 
     critical = future.place([ask(20, 60_000)])
@@ -114,7 +114,7 @@ def test_a_clairvoyant_uses_what_would_overflow() -> None:
     assert (critical, normal) == ([20], [0])
 
 
-def test_in_strict_order_nobody_is_before_a_critical_request(result: Result) -> None:
+def test_in_strict_order_no_request_goes_before_a_waiting_critical_one(result: Result) -> None:
     starts = strict.starts_s(result)
 
     waits = [at_s - each.arrived_s for at_s, each in zip(starts["critical"], result.of("critical"), strict=True)]
@@ -122,14 +122,14 @@ def test_in_strict_order_nobody_is_before_a_critical_request(result: Result) -> 
     assert max(waits) < 5
 
 
-def test_a_lane_beside_its_own_account_is_judged_request_by_request(result: Result) -> None:
+def test_a_lane_is_compared_with_its_own_account_request_by_request(result: Result) -> None:
     nothing = guarantees.beside_own(result, "critical", Own(0.001, 0.001))
 
     assert (nothing.count, nothing.late) == (len(result.of("critical")), 0)
 
 
 @pytest.mark.parametrize("name", ["full-70", "full-90", "full-104", "full-110", "full-150"])
-def test_no_request_is_later_than_with_an_account_of_its_own(name: str) -> None:
+def test_no_request_is_later_than_with_an_account_of_its_own_lane(name: str) -> None:
     found = run(SCENARIOS[name])
 
     assert {lane: guarantees.beside_own(found, lane).late for lane in LANES[:2]} == {"critical": 0, "normal": 0}
@@ -139,14 +139,14 @@ def test_no_request_is_later_than_with_an_account_of_its_own(name: str) -> None:
     assert found.refused == 0
 
 
-def test_a_large_request_of_another_lane_makes_no_critical_one_late() -> None:
+def test_a_large_request_of_another_lane_delays_no_critical_request() -> None:
     scenario = SCENARIOS["large-104"]
     found = run(replace(scenario, large=tuple(each for each in scenario.large if each.lane != "critical")))
 
     assert guarantees.beside_own(found, "critical").late == 0
 
 
-def test_the_tables_and_the_picture_name_every_lane(result: Result) -> None:
+def test_tables_and_picture_name_every_lane(result: Result) -> None:
     told = result.as_json()
 
     assert all(lane in table.waits([result]) and lane in table.bounds([result]) for lane in LANES)

@@ -382,6 +382,7 @@ def test_status_tells_how_many_wait_for_what() -> None:
     story(tell)
 
 
+@pytest.mark.slow
 def test_a_turn_that_is_a_blink_away_is_waited_for_on_uvloop_too() -> None:
     """What is to happen within half a millisecond is no timer there, and cannot tell when it will."""
 

@@ -1,4 +1,4 @@
-"""What is believed of what an answer says that it used."""
+"""Which of an answer's usage figures are believed."""
 
 import json
 from typing import Any
@@ -20,7 +20,7 @@ def usage(**said: Any) -> Usage:
 @pytest.mark.parametrize(
     "name", ["input_tokens", "output_tokens", "cache_creation_input_tokens", "cache_read_input_tokens"]
 )
-def test_a_figure_that_cannot_be_true_is_as_if_it_had_not_been_said(name: str, absurd: object) -> None:
+def test_an_impossible_usage_figure_is_ignored(name: str, absurd: object) -> None:
     said = {"input_tokens": 3, "output_tokens": 4, name: absurd}
     without = {key: value for key, value in said.items() if key != name}
 
@@ -28,12 +28,12 @@ def test_a_figure_that_cannot_be_true_is_as_if_it_had_not_been_said(name: str, a
 
 
 @pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan")])
-def test_what_no_reader_of_json_could_read_is_no_answer(number: float) -> None:
+def test_an_answer_that_is_not_valid_json_is_a_failure(number: float) -> None:
     with pytest.raises(TransientError, match="is not JSON"):
         usage(input_tokens=number)
 
 
-def test_the_largest_call_there_is_counts_whole() -> None:
+def test_the_largest_possible_call_is_counted_in_full() -> None:
     assert usage(input_tokens=MOST_TOKENS, output_tokens=128_000) == Usage(
         input_tokens=MOST_TOKENS, output_tokens=128_000
     )

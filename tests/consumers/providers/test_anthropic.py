@@ -66,7 +66,7 @@ BROKEN_AS = {
 
 
 class Received:
-    """The parts of one attempt."""
+    """The parts that one attempt sent."""
 
     def __init__(self) -> None:
         self.parts: list[bytes] = []
@@ -79,7 +79,7 @@ class Received:
         return [json.loads(part)["type"] for part in self.parts]
 
 
-async def test_an_answer_that_is_not_streamed_is_the_providers_bytes(answering: Answering, asked: AskedFor) -> None:
+async def test_an_answer_without_streaming_is_the_providers_bytes(answering: Answering, asked: AskedFor) -> None:
     async def answer(_: web.BaseRequest) -> web.Response:
         return web.Response(body=MESSAGE, headers={"request-id": "req_9"}, content_type="application/json")
 
@@ -91,7 +91,7 @@ async def test_an_answer_that_is_not_streamed_is_the_providers_bytes(answering: 
     assert (got.usage.input_tokens, got.usage.output_tokens, got.usage.cache_read_input_tokens) == (3, 4, 0)
 
 
-async def test_a_compressed_answer_is_unpacked(answering: Answering, asked: AskedFor) -> None:
+async def test_a_compressed_answer_is_decompressed(answering: Answering, asked: AskedFor) -> None:
     async def answer(_: web.BaseRequest) -> web.Response:
         return web.Response(body=gzip.compress(MESSAGE), headers={"content-encoding": "gzip"})
 
@@ -99,7 +99,7 @@ async def test_a_compressed_answer_is_unpacked(answering: Answering, asked: Aske
         assert (await provider.stream(asked(), timeout_s=5, parts=None)).body == MESSAGE
 
 
-async def test_the_request_goes_out_byte_for_byte(
+async def test_the_request_is_sent_byte_for_byte(
     api: SimulatedAPI, provider: AnthropicProvider, asked: AskedFor
 ) -> None:
     raw = (
@@ -127,11 +127,13 @@ async def test_the_request_goes_out_byte_for_byte(
         (b'{"stream": null}', False, b'{"stream": false}'),
     ],
 )
-def test_stream_is_said_as_it_must_be_and_nothing_else_is_touched(body: bytes, streamed: bool, sent: bytes) -> None:
+def test_the_body_gets_the_right_stream_field_and_is_otherwise_unchanged(
+    body: bytes, streamed: bool, sent: bytes
+) -> None:
     assert say_stream(body, streamed) == sent
 
 
-async def test_a_stream_is_forwarded_event_by_event_and_put_together(
+async def test_a_stream_is_forwarded_event_by_event_and_assembled(
     api: SimulatedAPI, provider: AnthropicProvider, asked: AskedFor
 ) -> None:
     received = Received()
@@ -146,7 +148,7 @@ async def test_a_stream_is_forwarded_event_by_event_and_put_together(
     assert (api.calls[0].stream, got.request_id) == (True, api.calls[0].request_id)
 
 
-async def test_both_ways_give_the_same_message(provider: AnthropicProvider, asked: AskedFor) -> None:
+async def test_with_and_without_streaming_the_message_is_the_same(provider: AnthropicProvider, asked: AskedFor) -> None:
     tools = [{"name": "f", "input_schema": {"properties": {"q": {}}}}]
     for request in (asked(LONG), asked(LONG, thinking={"type": "adaptive"}), asked(LONG, tools=tools)):
         at_once = json.loads((await provider.stream(request, timeout_s=5, parts=None)).body)
@@ -158,7 +160,7 @@ async def test_both_ways_give_the_same_message(provider: AnthropicProvider, aske
 
 
 @pytest.mark.parametrize(("max_tokens", "streamed"), [(MAX_TOKENS_AT_ONCE, False), (MAX_TOKENS_AT_ONCE + 1, True)])
-async def test_what_may_take_longer_than_ten_minutes_is_streamed(
+async def test_a_call_that_may_take_longer_than_ten_minutes_is_streamed(
     api: SimulatedAPI, provider: AnthropicProvider, asked: AskedFor, max_tokens: int, streamed: bool
 ) -> None:
     got = await provider.stream(asked(max_tokens=max_tokens), timeout_s=5, parts=None)
@@ -167,7 +169,7 @@ async def test_what_may_take_longer_than_ten_minutes_is_streamed(
     assert json.loads(got.body)["content"][0]["text"] == "echo: hello"
 
 
-async def test_headers_are_key_version_beta_and_traceparent_alone(api: SimulatedAPI, asked: AskedFor) -> None:
+async def test_the_only_headers_are_key_version_beta_and_traceparent(api: SimulatedAPI, asked: AskedFor) -> None:
     parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     parents: list[str | None] = [parent, None]
     provider = AnthropicProvider.at(api.base_url, api_key=KEY, traceparent=lambda: parents.pop(0))
@@ -183,7 +185,7 @@ async def test_headers_are_key_version_beta_and_traceparent_alone(api: Simulated
     assert not {"anthropic-beta", "traceparent", "tracestate", "baggage"} & {name.lower() for name in second}
 
 
-async def test_the_environment_changes_neither_key_nor_address_nor_the_way_to_this_machine(
+async def test_environment_variables_change_neither_key_nor_address_nor_use_a_proxy_for_this_machine(
     api: SimulatedAPI, asked: AskedFor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ANTHROPIC_API_KEY", "another")
@@ -200,13 +202,13 @@ async def test_the_environment_changes_neither_key_nor_address_nor_the_way_to_th
     assert api.calls[0].headers["authorization"] == f"Bearer {KEY}"
 
 
-def test_every_fault_is_tested_here() -> None:
+def test_every_fault_of_the_simulated_provider_is_tested_here() -> None:
     assert {name.split()[0] for name in REFUSED_AS} == set(REFUSED)
     assert {name.split()[0] for name in BROKEN_AS} == set(BROKEN)
 
 
 @pytest.mark.parametrize("fault", REFUSED_AS)
-async def test_an_error_answer_is_our_failure_of_its_kind(
+async def test_each_error_answer_becomes_the_matching_failure(
     api: SimulatedAPI, provider: AnthropicProvider, asked: AskedFor, fault: str
 ) -> None:
     expected, status = REFUSED_AS[fault]
@@ -259,7 +261,7 @@ async def test_an_error_event_is_classified_by_its_type_and_not_forwarded(
         ("unavailable retry_after=4", OverloadedError, 4.0),
     ],
 )
-async def test_what_the_provider_told_to_wait_is_kept(
+async def test_a_failure_keeps_the_providers_retry_after(
     provider: AnthropicProvider, asked: AskedFor, fault: str, expected: type[ProviderError], told_s: float | None
 ) -> None:
     with pytest.raises(expected) as caught:
@@ -268,13 +270,17 @@ async def test_what_the_provider_told_to_wait_is_kept(
     assert caught.value.retry_after_s == told_s  # type: ignore[attr-defined]
 
 
-async def test_a_slow_stream_may_take_longer_than_its_pauses(provider: AnthropicProvider, asked: AskedFor) -> None:
+@pytest.mark.slow
+async def test_a_stream_may_take_longer_than_the_limit_for_a_pause(
+    provider: AnthropicProvider, asked: AskedFor
+) -> None:
     got = await provider.stream(asked("[[latency: 900ms]]" + LONG), timeout_s=0.4, parts=Received())
 
     assert got.stop_reason == "end_turn"
 
 
-async def test_the_time_that_the_requester_takes_is_not_the_providers(
+@pytest.mark.slow
+async def test_the_time_that_forwarding_takes_does_not_count_against_the_provider(
     provider: AnthropicProvider, asked: AskedFor
 ) -> None:
     received = Received()
@@ -289,7 +295,7 @@ async def test_the_time_that_the_requester_takes_is_not_the_providers(
     assert got.stop_reason == "end_turn"
 
 
-async def test_an_error_of_the_requesters_side_is_not_the_providers(
+async def test_an_error_while_forwarding_does_not_count_as_the_providers_failure(
     api: SimulatedAPI, provider: AnthropicProvider, asked: AskedFor
 ) -> None:
     for error in (TimeoutError("ours"), OSError("ours"), ValueError("ours")):
@@ -318,7 +324,7 @@ async def test_cancelling_closes_the_providers_socket(
     await api.until(lambda: api.running == 0)
 
 
-async def test_a_connection_is_used_again_after_an_answer_and_a_stream(answering: Answering, asked: AskedFor) -> None:
+async def test_a_connection_is_reused_after_an_answer_and_after_a_stream(answering: Answering, asked: AskedFor) -> None:
     peers = set()
 
     async def answer(request: web.BaseRequest) -> web.StreamResponse:
@@ -340,9 +346,7 @@ async def test_a_connection_is_used_again_after_an_answer_and_a_stream(answering
     assert len(peers) == 1
 
 
-async def test_a_proxy_of_the_environment_is_used_for_what_is_elsewhere(
-    asked: AskedFor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_environments_proxy_is_used_for_other_hosts(asked: AskedFor, monkeypatch: pytest.MonkeyPatch) -> None:
     through = []
 
     async def proxy(request: web.BaseRequest) -> web.Response:
@@ -362,7 +366,7 @@ async def test_a_proxy_of_the_environment_is_used_for_what_is_elsewhere(
     assert through == ["elsewhere.invalid"]
 
 
-async def test_no_connection_is_a_transient_failure(asked: AskedFor, unused_tcp_port: int) -> None:
+async def test_a_refused_connection_is_a_transient_failure(asked: AskedFor, unused_tcp_port: int) -> None:
     provider = AnthropicProvider.at(f"http://127.0.0.1:{unused_tcp_port}", api_key=KEY)
 
     with pytest.raises(TransientError, match="no connection to the provider") as caught:
@@ -372,7 +376,7 @@ async def test_no_connection_is_a_transient_failure(asked: AskedFor, unused_tcp_
     assert counting.spent(caught.value, RESERVED) == NOTHING
 
 
-async def test_what_was_sent_before_the_connection_was_lost_may_have_been_counted(
+async def test_a_request_sent_before_the_connection_was_lost_may_have_been_paid(
     api: SimulatedAPI, provider: AnthropicProvider, asked: AskedFor
 ) -> None:
     with pytest.raises(TransientError, match="connection to the provider was lost") as caught:
@@ -382,7 +386,7 @@ async def test_what_was_sent_before_the_connection_was_lost_may_have_been_counte
     assert counting.spent(caught.value, RESERVED) == RESERVED
 
 
-async def test_what_could_not_be_signed_was_not_sent(asked: AskedFor) -> None:
+async def test_a_request_that_could_not_be_signed_was_not_sent(asked: AskedFor) -> None:
     class Unsigned:
         async def post(self, *_: Any, **__: Any) -> None:
             raise RuntimeError("no credentials")
@@ -397,7 +401,7 @@ async def test_what_could_not_be_signed_was_not_sent(asked: AskedFor) -> None:
     assert counting.spent(caught.value, RESERVED) == NOTHING
 
 
-async def test_what_failed_in_the_middle_of_an_answer_may_have_been_counted(
+async def test_a_failure_in_the_middle_of_an_answer_may_have_been_paid(
     provider: AnthropicProvider, asked: AskedFor
 ) -> None:
     with pytest.raises(OverloadedError) as caught:
@@ -415,10 +419,9 @@ async def test_an_unknown_host_and_a_failed_handshake_are_transient(api: Simulat
         await provider.aclose()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("streamed", "most"), [(False, 1_000_000), (True, 4_000_000)])
-async def test_an_answer_without_end_is_given_up(
-    answering: Answering, asked: AskedFor, streamed: bool, most: int
-) -> None:
+async def test_an_endless_answer_is_abandoned(answering: Answering, asked: AskedFor, streamed: bool, most: int) -> None:
     async def endless(request: web.BaseRequest) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
@@ -432,7 +435,7 @@ async def test_an_answer_without_end_is_given_up(
     assert caught.value.type == "too_large"
 
 
-async def test_an_error_answer_without_end_is_classified_by_its_status(answering: Answering, asked: AskedFor) -> None:
+async def test_an_endless_error_answer_is_classified_by_its_status(answering: Answering, asked: AskedFor) -> None:
     async def endless(request: web.BaseRequest) -> web.StreamResponse:
         response = web.StreamResponse(status=413)
         await response.prepare(request)
@@ -468,7 +471,7 @@ async def test_an_error_answer_without_end_is_classified_by_its_status(answering
         ({"status": 307, "headers": {"location": "/elsewhere/"}}, ProviderError),
     ],
 )
-async def test_anything_else_that_a_server_may_say_is_one_of_our_failures(
+async def test_any_bytes_from_a_server_become_one_of_our_failures(
     answering: Answering, asked: AskedFor, answer: dict[str, Any], expected: type[ProviderError]
 ) -> None:
     async def say(_: web.BaseRequest) -> web.Response:
@@ -481,7 +484,7 @@ async def test_anything_else_that_a_server_may_say_is_one_of_our_failures(
             assert "\n" not in caught.value.detail
 
 
-async def test_the_key_is_in_no_detail(answering: Answering, asked: AskedFor) -> None:
+async def test_the_key_is_in_no_failures_detail(answering: Answering, asked: AskedFor) -> None:
     async def echo(_: web.BaseRequest) -> web.Response:
         error = {"type": "authentication_error", "message": f"{KEY} is wrong"}
         return web.Response(status=401, text=json.dumps({"type": "error", "error": error}))
@@ -493,7 +496,7 @@ async def test_the_key_is_in_no_detail(answering: Answering, asked: AskedFor) ->
     assert caught.value.detail == "401 authentication_error: *** is wrong"
 
 
-async def test_a_request_that_cannot_be_sent_is_refused_for_good(
+async def test_a_request_that_cannot_be_sent_is_refused_without_retry(
     api: SimulatedAPI, provider: AnthropicProvider, asked: AskedFor
 ) -> None:
     with pytest.raises(RejectedError, match="cannot be sent"):
@@ -502,7 +505,7 @@ async def test_a_request_that_cannot_be_sent_is_refused_for_good(
     assert not api.calls
 
 
-async def test_many_at_once_get_each_their_own(provider: AnthropicProvider, asked: AskedFor) -> None:
+async def test_concurrent_calls_each_get_their_own_answer(provider: AnthropicProvider, asked: AskedFor) -> None:
     async def one(n: int) -> str:
         got = await provider.stream(asked(f"number {n}"), timeout_s=10, parts=Received() if n % 2 else None)
         text: str = json.loads(got.body)["content"][0]["text"]

@@ -1,4 +1,4 @@
-"""Breakers: when one opens, who may find out whether the provider is back, and what says nothing about it."""
+"""Breakers: when one opens, which call may probe the provider, and which failures do not count."""
 
 import asyncio
 import random
@@ -49,7 +49,7 @@ async def opened(leases: object = None) -> Breakers:
     return these
 
 
-async def test_it_opens_after_failures_in_a_row_and_for_this_provider_alone() -> None:
+async def test_a_breaker_opens_after_consecutive_failures_of_its_own_provider() -> None:
     these = breakers()
 
     await fail(these, 0, times=FAILURES - 1)
@@ -62,7 +62,7 @@ async def test_it_opens_after_failures_in_a_row_and_for_this_provider_alone() ->
     assert these.states(0)["anthropic m"]["state"] == "open"
 
 
-async def test_an_answer_in_between_begins_the_row_again() -> None:
+async def test_an_answer_resets_the_count_of_failures() -> None:
     these = breakers()
     await fail(these, 0, times=FAILURES - 1)
     entered = await enter(these, 0)
@@ -74,7 +74,7 @@ async def test_an_answer_in_between_begins_the_row_again() -> None:
     assert these.wait_s(HERE, 0) == 0
 
 
-async def test_failures_far_apart_do_not_open_it() -> None:
+async def test_failures_far_apart_do_not_open_a_breaker() -> None:
     these = breakers()
 
     for at_s in range(3 * FAILURES):
@@ -83,7 +83,7 @@ async def test_failures_far_apart_do_not_open_it() -> None:
     assert these.wait_s(HERE, 3 * FAILURES * WINDOW_S) == 0
 
 
-async def test_what_is_the_requests_own_or_the_budgets_opens_nothing() -> None:
+async def test_failures_caused_by_the_request_or_the_budget_do_not_open_a_breaker() -> None:
     these = breakers()
 
     for error in (RejectedError("400", status=400), RateLimitedError("429"), RejectedError("403", status=403)):
@@ -93,14 +93,14 @@ async def test_what_is_the_requests_own_or_the_budgets_opens_nothing() -> None:
     assert these.wait_s(HERE, 0) == 0
 
 
-async def test_overloads_timeouts_and_a_key_that_is_refused_open_it() -> None:
+async def test_overloads_timeouts_and_a_refused_key_open_a_breaker() -> None:
     for error in (OverloadedError("529"), SLOW, RejectedError("401", status=401)):
         these = breakers()
         await fail(these, 0, error=error, times=FAILURES)
         assert these.wait_s(HERE, 0) > 0
 
 
-async def test_one_call_finds_out_and_its_answer_closes_it() -> None:
+async def test_one_call_probes_the_provider_and_its_answer_closes_the_breaker() -> None:
     these = await opened()
 
     probe = await enter(these, OPEN_S)
@@ -113,7 +113,7 @@ async def test_one_call_finds_out_and_its_answer_closes_it() -> None:
     assert these.states(OPEN_S + 1) == {}
 
 
-async def test_it_stays_open_longer_each_time_up_to_a_bound() -> None:
+async def test_a_breaker_stays_open_longer_each_time_up_to_a_limit() -> None:
     these, now_s, waits = await opened(), 0.0, []
 
     for _ in range(8):
@@ -126,7 +126,7 @@ async def test_it_stays_open_longer_each_time_up_to_a_bound() -> None:
     assert all(step / 2 <= wait <= step for step, wait in zip(steps, waits, strict=True))
 
 
-async def test_a_probe_that_was_cancelled_leaves_the_next_one_to_find_out() -> None:
+async def test_after_a_cancelled_probe_the_next_call_may_probe() -> None:
     these = await opened()
     probe = await enter(these, OPEN_S)
     assert probe is not None
@@ -138,14 +138,14 @@ async def test_a_probe_that_was_cancelled_leaves_the_next_one_to_find_out() -> N
     assert again.is_probe
 
 
-async def test_a_probe_that_never_ends_holds_nobody_back_for_ever() -> None:
+async def test_a_probe_that_never_ends_blocks_other_probes_only_for_a_while() -> None:
     these = await opened()
     assert await enter(these, OPEN_S)
 
     assert await enter(these, OPEN_S + PROBE_WITHIN_S + 0.1)
 
 
-async def test_calls_that_began_before_it_opened_do_not_open_it_again() -> None:
+async def test_calls_that_began_before_a_breaker_opened_do_not_open_it_again() -> None:
     these = breakers()
     entered = [await enter(these, 0) for _ in range(3 * FAILURES)]
 
@@ -157,7 +157,7 @@ async def test_calls_that_began_before_it_opened_do_not_open_it_again() -> None:
 
 
 class Away:
-    """A store's leases, while it is away: `hangs`, until it is given up."""
+    """A store whose leases fail; while `hangs` is set, they do not return."""
 
     def __init__(self, *, hangs: bool) -> None:
         self._hangs = hangs
@@ -172,7 +172,7 @@ class Away:
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-def test_where_the_store_is_away_each_process_finds_out_by_itself(hangs: bool) -> None:
+def test_without_the_store_each_process_probes_by_itself(hangs: bool) -> None:
     async def story() -> None:
         these = await opened(Away(hangs=hangs))
 
@@ -185,7 +185,7 @@ def test_where_the_store_is_away_each_process_finds_out_by_itself(hangs: bool) -
     virtually(story())
 
 
-async def test_models_that_never_failed_are_not_remembered() -> None:
+async def test_breakers_of_models_that_never_failed_are_not_kept() -> None:
     these = breakers()
     for each in range(1000):
         route = Route(provider="p", model=str(each), name="", account="")
@@ -196,7 +196,7 @@ async def test_models_that_never_failed_are_not_remembered() -> None:
     assert not these._all
 
 
-async def test_nor_are_more_than_there_is_room_for_and_those_that_are_open_the_longest() -> None:
+async def test_beyond_the_limit_the_breakers_that_are_open_longest_are_kept() -> None:
     these = await opened()
     for each in range(2 * REMEMBERED):
         route = Route(provider="anthropic", model=f"made up {each}", name="", account="")
@@ -208,7 +208,7 @@ async def test_nor_are_more_than_there_is_room_for_and_those_that_are_open_the_l
     assert these.wait_s(HERE, 0) > 0
 
 
-async def test_that_no_connection_could_be_made_opens_it_after_three_whichever_request_met_it() -> None:
+async def test_three_failures_to_connect_open_a_breaker_whichever_requests_had_them() -> None:
     these = breakers()
     for _ in range(UNREACHED):
         assert these.wait_s(HERE, 0) == 0
@@ -219,7 +219,7 @@ async def test_that_no_connection_could_be_made_opens_it_after_three_whichever_r
     assert these.wait_s(HERE, 0) > 0
 
 
-async def test_calls_that_hang_open_it_though_each_takes_a_minute_to_fail() -> None:
+async def test_calls_that_hang_open_a_breaker_although_each_takes_a_minute() -> None:
     these = breakers()
 
     for wave in (1, 2):
@@ -228,7 +228,7 @@ async def test_calls_that_hang_open_it_though_each_takes_a_minute_to_fail() -> N
     assert these.wait_s(HERE, 120) > 0
 
 
-async def test_how_it_changes_is_given_to_the_request_that_changed_it() -> None:
+async def test_a_breakers_change_is_reported_with_the_request_that_caused_it() -> None:
     these, told = breakers(), []
 
     for each in range(FAILURES):
@@ -245,7 +245,7 @@ async def test_how_it_changes_is_given_to_the_request_that_changed_it() -> None:
     assert changes[1] == {"provider": "anthropic", "model": "m", "state": "probing"}
 
 
-async def test_one_request_that_fails_each_time_opens_nothing() -> None:
+async def test_a_single_request_that_fails_every_time_opens_no_breaker() -> None:
     these = breakers()
     for _ in range(3 * FAILURES):
         entered = await enter(these, 0)

@@ -1,4 +1,4 @@
-"""Bedrock, Vertex and Foundry: what their clients send, to a server that writes it down.
+"""Bedrock, Vertex and Foundry: what their clients send, received by a server that records it.
 
 The houses themselves cannot be reached from here; URL, body and signature are made by the vendor's clients as for them.
 """
@@ -31,7 +31,7 @@ EVENTS = [
 
 
 class Recorder:
-    """Answers everything with `answer`, and keeps what was asked."""
+    """Answers every request with `answer`, and records the requests."""
 
     def __init__(self) -> None:
         self.requests: list[tuple[str, dict[str, str], dict[str, Any]]] = []
@@ -56,7 +56,7 @@ async def recorder() -> AsyncIterator[Recorder]:
     await runner.cleanup()
 
 
-async def test_bedrock_has_the_model_in_the_url_and_the_version_in_the_body(
+async def test_bedrock_gets_the_model_in_the_url_and_the_version_in_the_body(
     recorder: Recorder, asked: AskedFor
 ) -> None:
     provider = cloud.bedrock(name="aws", region="eu-central-1", api_key="bedrock-key", base_url=recorder.url)
@@ -73,7 +73,7 @@ async def test_bedrock_has_the_model_in_the_url_and_the_version_in_the_body(
     assert (got.body, got.provider) == (MESSAGE, "aws")
 
 
-async def test_bedrock_streams_in_amazons_frames(recorder: Recorder, asked: AskedFor) -> None:
+async def test_bedrocks_stream_is_read_from_amazons_frames(recorder: Recorder, asked: AskedFor) -> None:
     provider = cloud.bedrock(name="aws", region="eu-central-1", api_key="bedrock-key", base_url=recorder.url)
     recorder.answer = web.Response(
         body=b"".join(event(json.dumps(each).encode()) for each in EVENTS),
@@ -90,7 +90,7 @@ async def test_bedrock_streams_in_amazons_frames(recorder: Recorder, asked: Aske
     assert (got.stop_reason, got.usage.output_tokens) == ("end_turn", 3)
 
 
-async def test_a_fault_in_the_middle_of_bedrocks_stream_is_a_failure(recorder: Recorder, asked: AskedFor) -> None:
+async def test_an_error_in_the_middle_of_bedrocks_stream_is_a_failure(recorder: Recorder, asked: AskedFor) -> None:
     provider = cloud.bedrock(name="aws", region="eu-central-1", api_key="bedrock-key", base_url=recorder.url)
     recorder.answer = web.Response(
         body=event(json.dumps(EVENTS[0]).encode()) + fault("serviceUnavailableException"),
@@ -106,7 +106,7 @@ async def test_a_fault_in_the_middle_of_bedrocks_stream_is_a_failure(recorder: R
     ("status", "error"),
     [(429, RateLimitedError), (424, TransientError), (500, TransientError), (403, RejectedError), (400, RejectedError)],
 )
-async def test_amazons_errors_are_told_by_their_status(
+async def test_amazons_errors_are_classified_by_their_status(
     recorder: Recorder, asked: AskedFor, status: int, error: type[Exception]
 ) -> None:
     provider = cloud.bedrock(name="aws", region="eu-central-1", api_key="bedrock-key", base_url=recorder.url)
@@ -119,7 +119,7 @@ async def test_amazons_errors_are_told_by_their_status(
     assert "bedrock-key" not in str(caught.value)
 
 
-async def test_bedrock_without_a_key_of_its_own_is_signed(
+async def test_bedrock_without_an_api_key_gets_signed_requests(
     recorder: Recorder, asked: AskedFor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIDEXAMPLE")
@@ -134,7 +134,7 @@ async def test_bedrock_without_a_key_of_its_own_is_signed(
     assert "/eu-central-1/bedrock/aws4_request" in signed
 
 
-async def test_where_there_are_no_credentials_at_present_another_try_may_help(
+async def test_missing_credentials_are_a_transient_failure(
     recorder: Recorder, asked: AskedFor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
@@ -152,7 +152,7 @@ async def test_where_there_are_no_credentials_at_present_another_try_may_help(
 
 
 @pytest.mark.parametrize(("streamed", "verb"), [(False, "rawPredict"), (True, "streamRawPredict")])
-async def test_vertex_has_project_region_and_model_in_the_url(
+async def test_vertex_gets_project_region_and_model_in_the_url(
     recorder: Recorder, asked: AskedFor, streamed: bool, verb: str
 ) -> None:
     provider = cloud.vertex(name="gcp", region="europe-west1", project="p-1", api_key="token", base_url=recorder.url)
@@ -184,7 +184,7 @@ async def test_vertex_without_a_token_uses_the_machines_credentials(
     await provider.aclose()
 
 
-async def test_vertex_has_its_token_from_googles_library(
+async def test_vertex_gets_a_token_from_googles_library(
     recorder: Recorder, asked: AskedFor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
@@ -205,7 +205,7 @@ async def test_vertex_has_its_token_from_googles_library(
     assert headers["Authorization"] == "Bearer googles-token"
 
 
-async def test_foundry_takes_anthropics_own_bytes_and_its_key(recorder: Recorder, asked: AskedFor) -> None:
+async def test_foundry_gets_the_same_bytes_as_anthropic_and_its_own_key(recorder: Recorder, asked: AskedFor) -> None:
     provider = cloud.foundry(name="azure", api_key="foundry-key", base_url=f"{recorder.url}/anthropic")
 
     await provider.stream(asked(), timeout_s=5, parts=None)
@@ -225,7 +225,7 @@ async def test_foundry_takes_anthropics_own_bytes_and_its_key(recorder: Recorder
         (lambda: cloud.vertex(name="gcp", region="eu", project="p"), "google", "vertex"),
     ],
 )
-def test_packages_that_are_missing_are_named_by_their_extra(
+def test_a_missing_package_is_reported_with_the_extra_that_installs_it(
     monkeypatch: pytest.MonkeyPatch, make: Any, module: str, extra: str
 ) -> None:
     found = cloud.import_module

@@ -1,4 +1,4 @@
-"""Of an error answer no more is unpacked than anybody reads."""
+"""Of a compressed error answer, no more is decompressed than is read."""
 
 import gzip
 import zlib
@@ -14,7 +14,7 @@ PACKING: dict[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "deflate"
 
 
 class Pieces(httpx2.AsyncByteStream):
-    """A body as it comes from the network."""
+    """A body in the pieces in which it arrives from the network."""
 
     def __init__(self, body: bytes) -> None:
         self._body = body
@@ -25,7 +25,7 @@ class Pieces(httpx2.AsyncByteStream):
 
 
 @pytest.mark.parametrize("encoding", PACKING)
-async def test_a_bomb_is_unpacked_as_far_as_64_kib(encoding: str) -> None:
+async def test_a_decompression_bomb_is_read_up_to_64_kib(encoding: str) -> None:
     packed = PACKING[encoding](bytes(4096 * KIB))
     response = httpx2.Response(400, headers={"content-encoding": encoding}, stream=Pieces(packed))
     await bound_error_body(response)
@@ -33,7 +33,7 @@ async def test_a_bomb_is_unpacked_as_far_as_64_kib(encoding: str) -> None:
 
 
 @pytest.mark.parametrize("encoding", PACKING)
-async def test_a_short_one_is_read_whole(encoding: str) -> None:
+async def test_a_short_error_body_is_read_completely(encoding: str) -> None:
     packed = PACKING[encoding](b'{"type":"error"}')
     response = httpx2.Response(529, headers={"content-encoding": encoding}, stream=Pieces(packed))
     await bound_error_body(response)

@@ -1,4 +1,4 @@
-"""Amazon's event stream: what comes in any pieces is split as botocore splits it, and what is damaged is a failure."""
+"""Amazon's event stream: bytes in any pieces are split as botocore splits them, and damage is a failure."""
 
 import base64
 import json
@@ -42,7 +42,7 @@ def fault(name: str, message: str = "Too many") -> bytes:
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=40))
-def test_the_events_are_the_same_in_whatever_pieces_they_come(sizes: list[int]) -> None:
+def test_the_events_are_the_same_however_the_bytes_are_cut(sizes: list[int]) -> None:
     stream, splitter, found, at = b"".join(map(event, EVENTS)), FrameSplitter(max_event_bytes=1000), [], 0
     for size in [*sizes, len(stream)]:
         found += splitter.feed(stream[at : at + size])
@@ -51,7 +51,7 @@ def test_the_events_are_the_same_in_whatever_pieces_they_come(sizes: list[int]) 
     assert found == EVENTS
 
 
-def test_botocore_reads_these_frames_so_too() -> None:
+def test_botocore_reads_the_same_frames() -> None:
     buffer = EventStreamBuffer()
     buffer.add_data(b"".join(map(event, EVENTS)))
 
@@ -68,20 +68,20 @@ def test_botocore_reads_these_frames_so_too() -> None:
         ("internalServerException", "api_error"),
     ],
 )
-def test_a_fault_is_an_error_event_as_anthropic_would_send_it(name: str, type: str) -> None:
+def test_an_error_frame_becomes_an_error_event_in_anthropics_form(name: str, type: str) -> None:
     (data,) = FrameSplitter(max_event_bytes=1000).feed(fault(name))
 
     assert json.loads(data) == {"type": "error", "error": {"type": type, "message": "Too many"}}
 
 
-def test_other_frames_are_passed_over() -> None:
+def test_frames_of_other_types_are_ignored() -> None:
     other = frame(b"{}", message_type="event", event_type="initial-response")
 
     assert FrameSplitter(max_event_bytes=1000).feed(other + event(EVENTS[1])) == [EVENTS[1]]
 
 
 @given(st.integers(0, 200), st.integers(1, 255))
-def test_a_damaged_byte_is_found(at: int, flip: int) -> None:
+def test_a_damaged_byte_is_detected(at: int, flip: int) -> None:
     damaged = bytearray(event(EVENTS[0]))
     damaged[at % len(damaged)] ^= flip
 
@@ -90,11 +90,11 @@ def test_a_damaged_byte_is_found(at: int, flip: int) -> None:
 
 
 @given(st.binary(min_size=12, max_size=300))
-def test_what_is_no_such_stream_at_all_ends_in_a_failure_or_in_waiting(junk: bytes) -> None:
+def test_bytes_that_are_no_event_stream_fail_or_wait_for_more(junk: bytes) -> None:
     with suppress(ProviderError):
         assert FrameSplitter(max_event_bytes=1000).feed(junk) == []
 
 
-def test_an_event_that_is_too_large_is_not_waited_for() -> None:
+def test_an_event_that_is_too_large_is_refused_before_it_is_complete() -> None:
     with pytest.raises(AnswerTooLargeError, match="more than 1000 bytes"):
         FrameSplitter(max_event_bytes=1000).feed(event(b"x" * 2000)[:12])

@@ -19,7 +19,7 @@ def split(stream: bytes, cuts: list[int] | None = None) -> list[bytes]:
 
 
 @pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
-def test_an_event_ends_at_a_blank_line_whatever_lines_end_in(end: bytes) -> None:
+def test_an_event_ends_at_a_blank_line_with_any_line_ending(end: bytes) -> None:
     stream = end.join([b"event: ping", b'data: {"a": 1}', b"", b'data: {"b": 2}', b"", b""])
 
     assert split(stream) == [b'{"a": 1}', b'{"b": 2}']
@@ -44,7 +44,7 @@ def test_an_event_ends_at_a_blank_line_whatever_lines_end_in(end: bytes) -> None
         (b"", []),
     ],
 )
-def test_fields_are_read_as_the_standard_says(stream: bytes, data: list[bytes]) -> None:
+def test_event_fields_are_read_as_the_standard_says(stream: bytes, data: list[bytes]) -> None:
     assert split(stream) == data
 
 
@@ -58,7 +58,7 @@ STREAMS = st.lists(st.tuples(LINES, st.sampled_from([b"\n", b"\r\n", b"\r"])), m
 
 
 def by_lines(stream: bytes) -> list[bytes]:
-    """The standard's algorithm, line by line, over a whole stream."""
+    """The standard's algorithm, line by line, for a complete stream."""
     lines = stream.removeprefix(b"\xef\xbb\xbf").replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
     found, data = [], []
     for line in lines[:-1]:
@@ -73,12 +73,12 @@ def by_lines(stream: bytes) -> list[bytes]:
 
 
 @given(stream=STREAMS, cuts=st.lists(st.integers(0, 300), max_size=12))
-def test_any_pieces_give_the_events_that_the_standard_gives(stream: bytes, cuts: list[int]) -> None:
+def test_bytes_in_any_pieces_give_the_events_of_the_standard(stream: bytes, cuts: list[int]) -> None:
     assert split(stream, [min(cut, len(stream)) for cut in cuts]) == by_lines(stream)
 
 
 @given(events=st.lists(st.dictionaries(st.text(max_size=5), st.text(max_size=20), min_size=1), max_size=5))
-def test_a_stream_byte_by_byte_gives_its_events(events: list[dict[str, str]]) -> None:
+def test_a_stream_read_byte_by_byte_gives_its_events(events: list[dict[str, str]]) -> None:
     stream = b"".join(b"event: x\r\ndata: " + json.dumps(event).encode() + b"\r\n\r\n" for event in events)
 
     found = split(stream, list(range(len(stream))))
@@ -86,7 +86,7 @@ def test_a_stream_byte_by_byte_gives_its_events(events: list[dict[str, str]]) ->
     assert [json.loads(data) for data in found] == events
 
 
-def test_an_event_that_never_ends_is_given_up() -> None:
+def test_an_endless_event_is_refused() -> None:
     splitter = EventSplitter(max_event_bytes=1000)
     splitter.feed(b"data: " + b"x" * 900)
 
@@ -94,6 +94,6 @@ def test_an_event_that_never_ends_is_given_up() -> None:
         splitter.feed(b"x" * 200)
 
 
-def test_an_event_is_given_up_whole_as_well_as_in_pieces() -> None:
+def test_an_event_that_is_too_large_is_refused_in_one_piece_and_in_many() -> None:
     with pytest.raises(AnswerTooLargeError):
         EventSplitter(max_event_bytes=1000).feed(b"data: " + b"x" * 2000 + b"\n\n")

@@ -1,4 +1,4 @@
-"""Whatever a provider answers, it is an answer or one of our failures, and the event loop is never held long."""
+"""Any answer of a provider becomes an answer or one of our failures, and never blocks the event loop for long."""
 
 import asyncio
 from collections.abc import Iterator
@@ -14,8 +14,11 @@ from tests.support.stalls import Stalls
 
 from .conftest import KEY, AskedFor
 
+pytestmark = pytest.mark.slow
+
 STALL_S = 0.9
-"""Of CPU, on a machine with other things to do (0.44 s was seen); by itself under 0.1 s. Before: 1 to 5 s."""
+"""CPU time, with a margin for a busy machine (0.44 s was measured there); alone under 0.1 s. Without the limits: 1 to 5
+s."""
 TOO_LARGE = {
     "a huge array": "not streamed, streamed",
     "an array of 12 MiB": "not streamed, streamed",
@@ -33,18 +36,18 @@ TOO_LARGE = {
     "a gzip bomb": "not streamed, streamed",
     "a gzip bomb in a stream": "not streamed, streamed",
 }
-"""The others are answers, or fail as what they are."""
+"""These fail as too large; the others are answers, or fail in their own way."""
 
 
 @pytest.fixture(scope="module")
 def malicious() -> Iterator[str]:
-    """The base URL of a malicious provider in a process of its own."""
+    """The base URL of a malicious provider in its own process."""
     with malicious_provider() as base_url:
         yield base_url
 
 
 async def outcome(url: str, request: object, *, streamed: bool) -> Answer | ProviderError | TimeoutError:
-    """How an attempt ends, or that it had to be ended."""
+    """How an attempt ends; or that it had to be stopped."""
 
     async def forget(_: bytes) -> None: ...
 
@@ -60,7 +63,9 @@ async def outcome(url: str, request: object, *, streamed: bool) -> Answer | Prov
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["not streamed", "streamed"])
 @pytest.mark.parametrize("name", ANSWERS)
-async def test_no_answer_holds_the_loop(malicious: str, asked: AskedFor, name: str, streamed: bool) -> None:
+async def test_no_answer_blocks_the_event_loop_for_long(
+    malicious: str, asked: AskedFor, name: str, streamed: bool
+) -> None:
     with Stalls() as stalls:
         found = await outcome(malicious, asked(f"[[answer: {name}]]"), streamed=streamed)
 
@@ -71,7 +76,7 @@ async def test_no_answer_holds_the_loop(malicious: str, asked: AskedFor, name: s
         assert len(found.detail) < 500
 
 
-async def test_an_error_that_is_packed_is_read_as_far_as_it_is_bounded(malicious: str, asked: AskedFor) -> None:
+async def test_a_compressed_error_is_read_up_to_the_limit(malicious: str, asked: AskedFor) -> None:
     small = await outcome(malicious, asked("[[answer: a packed error]]"), streamed=False)
     bomb = await outcome(malicious, asked("[[answer: a gzip bomb in an error]]"), streamed=False)
 
@@ -81,8 +86,8 @@ async def test_an_error_that_is_packed_is_read_as_far_as_it_is_bounded(malicious
     assert bomb.status == 400
 
 
-async def test_names_that_an_answer_gives_are_short(malicious: str, asked: AskedFor) -> None:
-    """They go into headers, and headers that are too large end the connection that all share."""
+async def test_names_from_an_answer_are_cut(malicious: str, asked: AskedFor) -> None:
+    """They become headers, and headers that are too large close the shared connection."""
     found = await outcome(malicious, asked("[[answer: a model's name of a megabyte]]"), streamed=False)
     error = await outcome(malicious, asked("[[answer: an error's type of 60 KB]]"), streamed=False)
 
@@ -93,7 +98,7 @@ async def test_names_that_an_answer_gives_are_short(malicious: str, asked: Asked
     assert len(error.detail) < 500
 
 
-async def test_a_trickle_of_comments_is_no_event(malicious: str, asked: AskedFor) -> None:
+async def test_a_stream_of_only_comments_ends_as_a_timeout(malicious: str, asked: AskedFor) -> None:
     found = await outcome(malicious, asked("[[answer: a trickle]]"), streamed=True)
 
     assert isinstance(found, TransientError)

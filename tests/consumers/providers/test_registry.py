@@ -1,4 +1,4 @@
-"""One call: by which name a model is asked for, what it costs, what is learned from it."""
+"""One call: the provider's name for the model, the price, and what is learned from the response."""
 
 import json
 
@@ -36,7 +36,7 @@ def registry(provider: AnthropicProvider, heard: list[tuple[str, Heard]]) -> Reg
 async def keep_nothing(_: bytes) -> None: ...
 
 
-async def test_the_provider_is_asked_for_the_model_by_its_own_name(
+async def test_the_provider_is_asked_for_the_model_under_its_own_name(
     registry: Registry, api: SimulatedAPI, asked: AskedFor
 ) -> None:
     api.configure(SimulatedOptions(models=frozenset({"eu.haiku-v1:0"})))
@@ -50,13 +50,13 @@ async def test_the_provider_is_asked_for_the_model_by_its_own_name(
     assert got.cost_usd == pytest.approx((got.usage.input_tokens * 0.10 + got.usage.output_tokens * 0.50) / 1e6)
 
 
-def test_a_model_of_the_same_name_leaves_the_bytes_alone(asked: AskedFor) -> None:
+def test_if_the_models_name_is_the_same_the_bytes_are_unchanged(asked: AskedFor) -> None:
     request = asked()
 
     assert asking_for(request, request.model) is request
 
 
-async def test_what_each_response_says_of_the_limits_is_learned_for_its_account(
+async def test_limits_in_a_response_are_learned_for_its_account(
     registry: Registry, heard: list[tuple[str, Heard]], asked: AskedFor
 ) -> None:
     with pytest.raises(RateLimitedError):
@@ -72,7 +72,9 @@ async def test_what_each_response_says_of_the_limits_is_learned_for_its_account(
     assert got.rate.input_tokens.limit == 1_000_000_000
 
 
-async def test_a_failure_in_the_middle_of_a_stream_tells_the_limits_too(registry: Registry, asked: AskedFor) -> None:
+async def test_limits_are_learned_also_from_a_failure_in_the_middle_of_a_stream(
+    registry: Registry, asked: AskedFor
+) -> None:
     with pytest.raises(OverloadedError) as caught:
         await registry.call(HERE, asked("a story [[fault: error_mid_stream]]"), timeout_s=5, parts=keep_nothing)
 

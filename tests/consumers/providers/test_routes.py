@@ -1,4 +1,4 @@
-"""Chains: who is asked for a model, in which order, and what is wrong with a table of them."""
+"""Chains: which providers are called for a model, in which order, and what is wrong with a table of them."""
 
 from consumers.chain import Chain
 from consumers.providers.routes import MADE_UP, ProviderModels, Routes, RoutesSpec, model_class
@@ -13,14 +13,14 @@ def names(chain: Chain) -> list[str]:
     return [f"{each.provider}:{each.name}" for each in chain.routes]
 
 
-def test_every_provider_that_has_the_model_is_asked_in_order() -> None:
+def test_a_chain_has_every_provider_with_the_model_in_order() -> None:
     routes = Routes(RoutesSpec(providers=(FIRST, BEDROCK)))
 
     assert names(routes.of("normal", "", SONNET)) == [f"anthropic:{SONNET}", "bedrock:eu.anthropic.sonnet"]
     assert names(routes.of("normal", "", OPUS)) == [f"anthropic:{OPUS}"]
 
 
-def test_a_lane_may_ask_others_or_in_another_order() -> None:
+def test_a_lanes_providers_setting_chooses_and_orders_them() -> None:
     routes = Routes(
         RoutesSpec(providers=(FIRST, BEDROCK), lanes={"batch": ("bedrock",), "critical": ("bedrock", "anthropic")})
     )
@@ -30,7 +30,7 @@ def test_a_lane_may_ask_others_or_in_another_order() -> None:
     assert names(routes.of("normal", "", HAIKU)) == [f"anthropic:{HAIKU}", "bedrock:eu.anthropic.haiku"]
 
 
-def test_fallbacks_come_after_all_providers_of_the_model() -> None:
+def test_fallback_models_come_after_all_providers_of_the_model() -> None:
     routes = Routes(RoutesSpec(providers=(FIRST, BEDROCK), fallbacks={OPUS: SONNET, SONNET: HAIKU}))
 
     assert names(routes.of("normal", "", OPUS)) == [
@@ -71,7 +71,7 @@ def test_a_model_that_no_provider_has_is_forbidden() -> None:
     assert chain.forbidden.startswith(f"no provider of lane normal has model '{OPUS}'; there are {HAIKU}")
 
 
-def test_all_models_of_a_class_use_one_account_of_their_provider() -> None:
+def test_all_models_of_a_class_share_one_account_of_their_provider() -> None:
     routes = Routes(RoutesSpec(providers=(FIRST, BEDROCK)))
 
     assert [each.account for each in routes.of("normal", "", SONNET).routes] == ["anthropic/sonnet", "bedrock/sonnet"]
@@ -79,7 +79,7 @@ def test_all_models_of_a_class_use_one_account_of_their_provider() -> None:
     assert model_class("other-house-1") == "other-house-1"
 
 
-def test_names_that_requests_make_up_share_an_account_beyond_a_bound() -> None:
+def test_beyond_a_limit_model_names_invented_by_requests_share_one_account() -> None:
     routes = Routes(RoutesSpec(providers=(FIRST,), lane_models={"batch": {"house-1"}, "normal": None}))
 
     accounts = {routes.of("normal", "", f"made-up-{each}").routes[0].account for each in range(2 * MADE_UP)}
@@ -90,7 +90,7 @@ def test_names_that_requests_make_up_share_an_account_beyond_a_bound() -> None:
     assert routes.of("normal", "", SONNET).routes[0].account == "anthropic/sonnet"
 
 
-def test_everything_that_is_wrong_is_told_at_once_by_name() -> None:
+def test_all_errors_in_a_table_are_reported_at_once_by_name() -> None:
     spec = RoutesSpec(
         providers=(BEDROCK, ProviderModels(name="eu", models={"claude-sonet": "x"})),
         lanes={"batch": ("bedrok",)},
@@ -113,7 +113,7 @@ def test_everything_that_is_wrong_is_told_at_once_by_name() -> None:
     ]
 
 
-def test_a_table_without_a_fault_tells_none() -> None:
+def test_a_correct_table_has_no_errors() -> None:
     spec = RoutesSpec(
         providers=(FIRST, BEDROCK),
         fallbacks={OPUS: SONNET, SONNET: HAIKU},

@@ -51,7 +51,7 @@ def assemble(*events: dict[str, Any]) -> dict[str, Any]:
     return streamed.message()
 
 
-def test_text_thinking_tools_and_citations_are_put_together() -> None:
+def test_text_thinking_tools_and_citations_are_assembled() -> None:
     message = assemble(
         START,
         *block(
@@ -93,7 +93,7 @@ def test_text_thinking_tools_and_citations_are_put_together() -> None:
     assert message["stop_reason"] == "tool_use"
 
 
-def test_counts_at_the_end_replace_those_of_the_start_and_the_rest_stays() -> None:
+def test_usage_at_the_end_replaces_that_of_the_start_field_by_field() -> None:
     more = {"usage": {"input_tokens": None, "output_tokens": 9, "server_tool_use": {"web_search_requests": 2}}}
 
     assert assemble(START, end(**more), STOP)["usage"] == {
@@ -105,7 +105,7 @@ def test_counts_at_the_end_replace_those_of_the_start_and_the_rest_stays() -> No
     }
 
 
-def test_what_is_not_known_here_is_kept() -> None:
+def test_unknown_fields_are_kept() -> None:
     start = {**START, "message": {**START["message"], "new_field": {"a": 1}}}
     message = assemble(
         start,
@@ -130,7 +130,7 @@ def test_what_is_not_known_here_is_kept() -> None:
     assert message["context_management"] == {"applied_edits": []}
 
 
-def test_a_tools_input_that_was_cut_off_is_kept_as_far_as_it_goes() -> None:
+def test_a_tools_input_that_was_cut_off_is_kept_as_received() -> None:
     tool = {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {}}
 
     def of(text: str) -> Any:
@@ -158,7 +158,7 @@ def test_a_tools_input_that_was_cut_off_is_kept_as_far_as_it_goes() -> None:
         [START, *block("x", {"type": "text"}), *block(0, {"type": "text"})],  # type: ignore[arg-type]
     ],
 )
-def test_events_that_make_no_sense_are_a_broken_stream(events: list[dict[str, Any]]) -> None:
+def test_events_in_an_impossible_order_are_a_broken_stream(events: list[dict[str, Any]]) -> None:
     with pytest.raises(TransientError) as caught:
         assemble(*events)
 
@@ -173,7 +173,7 @@ def test_an_event_that_is_no_json_object_is_a_broken_stream(data: bytes) -> None
     assert caught.value.type == "broken_stream"
 
 
-def test_json_keeps_every_character() -> None:
+def test_every_character_in_json_is_kept() -> None:
     text = 'ünïcödé  \u2028 \U0001f600 " \\ \x00'
 
     assert json.loads(to_json({"text": text})) == {"text": text}
@@ -228,7 +228,7 @@ def streams(draw: st.DrawFn) -> list[dict[str, Any]]:
 
 @settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(events=streams())
-async def test_the_message_is_the_one_that_the_vendors_client_puts_together(events: list[dict[str, Any]]) -> None:
+async def test_the_assembled_message_equals_that_of_the_vendors_client(events: list[dict[str, Any]]) -> None:
     wire = b"".join(b"event: %b\ndata: %b\n\n" % (e["type"].encode(), json.dumps(e).encode()) for e in events)
 
     def answer(_: httpx2.Request) -> httpx2.Response:
@@ -247,7 +247,7 @@ async def test_the_message_is_the_one_that_the_vendors_client_puts_together(even
 
 
 def without_nulls(value: Any) -> Any:
-    """Their models add fields of their own that are null."""
+    """The client's models add fields that are null."""
     if isinstance(value, dict) and "input" not in value:
         return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, list):

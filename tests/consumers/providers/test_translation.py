@@ -39,7 +39,7 @@ NOW_S = 1_790_000_000.0
         ({"retry-after": "Mon, 99 Foo 2026 99:99:99 GMT"}, None),
     ],
 )
-def test_retry_after_is_read_in_every_form_and_not_believed_when_absurd(
+def test_retry_after_is_read_in_every_form_and_ignored_when_absurd(
     headers: dict[str, str], wait_s: float | None
 ) -> None:
     assert read_retry_after_s(headers, now_s=NOW_S) == wait_s
@@ -88,7 +88,7 @@ def test_an_error_is_classified_by_code_then_type_then_status(
     assert error.type == (type or f"http_{status}")
 
 
-def test_retry_after_is_kept_where_the_failure_has_a_place_for_it() -> None:
+def test_retry_after_is_kept_by_failures_that_have_such_a_field() -> None:
     def of(status: int, type: str) -> ProviderError:
         return classify(status=status, type=type, code="", message="", retry_after_s=3.0, request_id=None)
 
@@ -109,7 +109,7 @@ def test_retry_after_is_kept_where_the_failure_has_a_place_for_it() -> None:
         "purchase credits.",
     ],
 )
-def test_what_is_spent_is_known_by_its_text(message: str) -> None:
+def test_a_spend_limit_is_recognised_by_its_text(message: str) -> None:
     error = classify(
         status=400,
         type="invalid_request_error",

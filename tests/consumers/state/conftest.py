@@ -1,4 +1,4 @@
-"""One suite over both engines: `store` is a fresh one, `opened` opens more over the same medium."""
+"""One set of tests for both engines: `store` is a new one, `opened` opens more on the same data."""
 
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -18,14 +18,14 @@ Opened = Callable[..., Awaitable[Store]]
 
 @pytest.fixture(scope="session")
 def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """Shared by the session; each test has a namespace of its own."""
+    """One server for the session; each test has its own namespace."""
     with redis_server(tmp_path_factory.mktemp("redis")) as server:
         yield server
 
 
 @pytest.fixture
 def own_redis(tmp_path: Path) -> Iterator[RedisServer]:
-    """To be killed and changed by the test."""
+    """A server that the test may kill and change."""
     with redis_server(tmp_path) as server:
         yield server
 

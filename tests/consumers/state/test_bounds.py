@@ -1,6 +1,9 @@
-"""How much the store keeps for one tenant of what no worker has seen: cancellations of unseen ids, waiting requests."""
+"""How much the store keeps for one tenant before a worker has seen it: cancellations of unseen ids, waiting
+requests."""
 
 import time
+
+import pytest
 
 from consumers.state.base import Cancelling, Completion, Ended, Granted, Identity, Room, Store
 from consumers.state.spec import StoreSpec
@@ -25,7 +28,9 @@ async def is_cancelled(store: Store, id: str, tenant: str = ME.tenant) -> bool:
     return isinstance(found, Ended) and found.completion == CANCELLED
 
 
-async def test_beyond_its_bound_a_tenants_oldest_unseen_cancellation_goes_and_nobody_elses(opened: Opened) -> None:
+async def test_beyond_the_limit_a_tenants_oldest_unseen_cancellation_is_forgotten_and_no_other_tenants(
+    opened: Opened,
+) -> None:
     store = await opened(unseen_per_tenant=2)
     assert await cancelled(store, "theirs", tenant=OTHER) == [Cancelling.UNSEEN]
     assert await cancelled(store, "a", "b") == [Cancelling.UNSEEN] * 2
@@ -36,7 +41,7 @@ async def test_beyond_its_bound_a_tenants_oldest_unseen_cancellation_goes_and_no
     assert await is_cancelled(store, "theirs", OTHER)
 
 
-async def test_what_a_worker_has_seen_needs_no_room_among_the_unseen(opened: Opened) -> None:
+async def test_cancellations_of_seen_requests_do_not_count_as_unseen(opened: Opened) -> None:
     store = await opened(unseen_per_tenant=1)
     await store.defer(ME, due_ms=in_ms(60_000), keep_until_ms=in_ms(120_000))
     assert await store.cancel(ME, CANCELLED) == Cancelling.RECORDED
@@ -45,7 +50,7 @@ async def test_what_a_worker_has_seen_needs_no_room_among_the_unseen(opened: Ope
     assert await is_cancelled(store, ME.id)
 
 
-async def test_an_unseen_cancellation_is_kept_no_longer_than_its_request_can_wait_unseen(opened: Opened) -> None:
+async def test_an_unseen_cancellation_is_kept_no_longer_than_its_request_can_wait(opened: Opened) -> None:
     store = await opened(cancelled_s=0.2, keep_s=60)
     await cancelled(store, "a")
     assert await store.find(Identity(ME.tenant, "a")) is not None
@@ -59,7 +64,7 @@ async def test_an_unseen_cancellation_is_kept_no_longer_than_its_request_can_wai
     assert await cancelled(store, "a") == [Cancelling.UNSEEN]
 
 
-async def test_the_cancellation_of_what_waits_is_kept_until_after_it_is_due(opened: Opened) -> None:
+async def test_the_cancellation_of_a_delayed_request_is_kept_until_after_its_due_time(opened: Opened) -> None:
     store = await opened(cancelled_s=0.05, keep_s=0.05)
     await store.defer(ME, due_ms=in_ms(60_000), keep_until_ms=in_ms(60_000))
     await store.cancel(ME, CANCELLED)
@@ -74,13 +79,14 @@ async def test_the_cancellation_of_what_waits_is_kept_until_after_it_is_due(open
     assert await is_cancelled(store, ME.id)
 
 
-async def test_what_ended_before_it_came_need_not_wait(store: Store) -> None:
+async def test_a_request_cancelled_before_it_came_is_not_deferred(store: Store) -> None:
     await cancelled(store, ME.id)
 
     assert not await store.defer(ME, due_ms=in_ms(60_000), keep_until_ms=in_ms(120_000))
     assert await store.defer(Identity("", "another"), due_ms=in_ms(60_000), keep_until_ms=in_ms(120_000))
 
 
+@pytest.mark.slow
 async def test_unseen_cancellations_evict_no_result(tmp_path) -> None:
     spec = StoreSpec(max_bytes=200_000, unseen_per_tenant=1000)
     async with SqliteStore(tmp_path / "a.sqlite", namespace="lane", spec=spec) as store:
@@ -112,7 +118,8 @@ def numbered(count: int) -> list[str]:
     return [str(n) for n in range(count)]
 
 
-async def test_in_a_full_store_what_a_flood_has_of_endings_without_an_attempt_goes_first(tmp_path) -> None:
+@pytest.mark.slow
+async def test_in_a_full_store_a_floods_endings_without_an_attempt_are_removed_first(tmp_path) -> None:
     spec = StoreSpec(max_bytes=300_000, untried_per_tenant=50)
     async with SqliteStore(tmp_path / "a.sqlite", namespace="lane", spec=spec) as store:
         await ended(store, "bank", *numbered(10), ending=answered("x" * 10_000))
@@ -127,14 +134,14 @@ async def test_in_a_full_store_what_a_flood_has_of_endings_without_an_attempt_go
         assert left == numbered(1500)[-len(left) :], "its own oldest went first"
 
 
-async def test_an_ending_without_an_attempt_is_kept_like_others_while_there_is_room(tmp_path) -> None:
+async def test_while_there_is_room_an_ending_without_an_attempt_is_kept_like_others(tmp_path) -> None:
     async with SqliteStore(tmp_path / "a.sqlite", namespace="lane", spec=StoreSpec(untried_per_tenant=2)) as store:
         await ended(store, "flood", *numbered(10), ending=untried())
         await swept(store)
         assert await kept(store, "flood", *numbered(10)) == numbered(10)
 
 
-async def test_what_was_tried_or_runs_again_is_no_surplus(tmp_path) -> None:
+async def test_endings_after_an_attempt_and_rerun_requests_are_not_removed_as_surplus(tmp_path) -> None:
     spec = StoreSpec(max_bytes=100_000, untried_per_tenant=1)
     async with SqliteStore(tmp_path / "a.sqlite", namespace="lane", spec=spec) as store:
         await ended(store, ME.tenant, "answered", ending=answered())
@@ -156,7 +163,7 @@ async def reserved(store: Store, tenant: str, mark: str, *, weight: int = 1, lef
     return await store.reserve(Identity(tenant, "id"), message, weight=weight, until_ms=in_ms(left_ms))
 
 
-async def test_a_tenant_may_have_so_much_waiting_and_all_together_so_much(opened: Opened) -> None:
+async def test_waiting_requests_are_limited_for_one_tenant_and_in_total(opened: Opened) -> None:
     store = await opened(waiting_per_tenant=3, waiting_in_all=4)
     assert [await reserved(store, "a", mark) for mark in "xyz"] == [Room.KEPT] * 3
     assert await reserved(store, "a", "more") == Room.TENANT_FULL
@@ -164,21 +171,21 @@ async def test_a_tenant_may_have_so_much_waiting_and_all_together_so_much(opened
     assert [await reserved(store, "b", mark) for mark in "xy"] == [Room.KEPT, Room.FULL]
 
 
-async def test_a_large_one_counts_as_several(opened: Opened) -> None:
+async def test_a_large_waiting_request_counts_as_several(opened: Opened) -> None:
     store = await opened(waiting_per_tenant=10)
     assert await reserved(store, "a", "x", weight=8) == Room.KEPT
     assert await reserved(store, "a", "y", weight=3) == Room.TENANT_FULL
     assert await reserved(store, "a", "z", weight=2) == Room.KEPT
 
 
-async def test_one_that_is_delivered_again_is_counted_once_and_its_copies_each(opened: Opened) -> None:
+async def test_a_redelivered_waiting_request_is_counted_once_and_each_copy_separately(opened: Opened) -> None:
     store = await opened(waiting_per_tenant=2)
     assert await reserved(store, "a", "x") == Room.KEPT
     assert [await reserved(store, "a", "x", redelivered=True) for _ in range(3)] == [Room.KEPT] * 3
     assert [await reserved(store, "a", "x"), await reserved(store, "a", "y")] == [Room.KEPT, Room.TENANT_FULL]
 
 
-async def test_when_it_is_due_there_is_room_again(opened: Opened) -> None:
+async def test_a_waiting_request_no_longer_counts_after_its_due_time(opened: Opened) -> None:
     store = await opened(waiting_per_tenant=1, waiting_in_all=1)
     assert await reserved(store, "a", "x", left_ms=200) == Room.KEPT
 

@@ -1,4 +1,5 @@
-"""Cancelling: before it came, while it waits, while it runs, after it ended; its ending is never forgotten."""
+"""Cancelling a request before it arrives, while it waits, while it runs and after its end. Its ending is never
+forgotten."""
 
 from consumers.state.base import Cancelling, Conflict, Ended, Granted, Held, Stop, Store
 from tests.consumers.state.conftest import Opened
@@ -14,14 +15,14 @@ async def claimed(store: Store) -> Held:
     return Held(ME, found.token)
 
 
-async def test_what_nobody_has_seen_yet_ends_as_cancelled_when_it_comes(store: Store) -> None:
+async def test_a_request_cancelled_before_it_arrives_ends_as_cancelled(store: Store) -> None:
     assert await store.cancel(ME, CANCELLED) == Cancelling.UNSEEN
 
     assert await store.claim(ME, copy()) == CANCELLED_FIRST
     assert await store.complete(ME, copy(), failed("deadline_exceeded"), token=None) == CANCELLED
 
 
-async def test_what_waits_for_its_next_attempt_ends_as_cancelled(store: Store) -> None:
+async def test_a_request_that_waits_for_its_next_attempt_ends_as_cancelled(store: Store) -> None:
     await store.release(await claimed(store), attempts=1)
 
     assert await store.cancel(ME, CANCELLED) == Cancelling.RECORDED
@@ -29,7 +30,7 @@ async def test_what_waits_for_its_next_attempt_ends_as_cancelled(store: Store) -
     assert await store.claim(ME, copy("other body")) == Conflict()
 
 
-async def test_what_runs_is_told_and_ends_as_its_holder_says(store: Store) -> None:
+async def test_the_holder_of_a_running_request_is_told_and_decides_its_ending(store: Store) -> None:
     held = await claimed(store)
 
     assert await store.cancel(ME, CANCELLED) == Cancelling.TOLD
@@ -39,7 +40,7 @@ async def test_what_runs_is_told_and_ends_as_its_holder_says(store: Store) -> No
     assert await store.cancel(ME, CANCELLED) == Cancelling.ENDED
 
 
-async def test_while_it_is_told_it_still_runs(store: Store) -> None:
+async def test_a_request_whose_holder_was_told_still_counts_as_running(store: Store) -> None:
     await claimed(store)
     await store.cancel(ME, CANCELLED)
 
@@ -48,7 +49,7 @@ async def test_while_it_is_told_it_still_runs(store: Store) -> None:
     assert (found.completion, found.running) == (None, True)
 
 
-async def test_it_ends_as_cancelled_where_its_holder_dies_after_it_was_told(store: Store) -> None:
+async def test_a_cancelled_request_ends_as_cancelled_if_its_holder_dies(store: Store) -> None:
     zombie = await claimed(store)
     await store.cancel(ME, CANCELLED)
 
@@ -56,7 +57,7 @@ async def test_it_ends_as_cancelled_where_its_holder_dies_after_it_was_told(stor
     assert await store.complete(ME, copy(), answered(), token=zombie.token) == CANCELLED
 
 
-async def test_it_ends_as_cancelled_where_its_holder_would_try_again(store: Store) -> None:
+async def test_a_cancelled_request_ends_as_cancelled_instead_of_a_retry(store: Store) -> None:
     held = await claimed(store)
     await store.cancel(ME, CANCELLED)
     await store.release(held, attempts=1)
@@ -67,7 +68,7 @@ async def test_it_ends_as_cancelled_where_its_holder_would_try_again(store: Stor
     assert await store.claim(ME, copy()) == CANCELLED_FIRST
 
 
-async def test_a_holder_that_was_away_for_too_long_learns_that_it_was_cancelled_not_fenced_off(opened: Opened) -> None:
+async def test_a_holder_that_was_away_too_long_learns_of_the_cancellation_not_of_a_lost_claim(opened: Opened) -> None:
     store = await opened(lease_s=0.1)
     held = await claimed(store)
 
@@ -81,7 +82,7 @@ async def test_a_holder_that_was_away_for_too_long_learns_that_it_was_cancelled_
     assert await store.complete(ME, copy(), answered(), token=held.token) == CANCELLED
 
 
-async def test_what_has_ended_stays_as_it_is(store: Store) -> None:
+async def test_cancelling_changes_nothing_after_the_end(store: Store) -> None:
     held = await claimed(store)
     await store.complete(ME, copy(), answered(), token=held.token)
 
@@ -89,7 +90,7 @@ async def test_what_has_ended_stays_as_it_is(store: Store) -> None:
     assert await store.claim(ME, copy()) == Ended(completion=answered(), same_copy=True)
 
 
-async def test_a_noted_id_can_be_cancelled(store: Store) -> None:
+async def test_a_request_whose_ending_was_only_noted_can_be_cancelled(store: Store) -> None:
     await store.note(ME, failed("invalid_request"))
 
     assert await store.cancel(ME, CANCELLED) == Cancelling.UNSEEN

@@ -1,4 +1,4 @@
-"""Claims: one live holder, one completion; what is promised by every engine."""
+"""Claims: one live holder and one completion, for every engine."""
 
 import asyncio
 
@@ -40,13 +40,13 @@ async def test_tenants_do_not_share_ids(store: Store) -> None:
     assert all(isinstance(each, Granted) for each in found)
 
 
-async def test_a_redelivered_copy_takes_its_claim_over_at_once_with_a_higher_token(store: Store) -> None:
+async def test_a_redelivered_copy_takes_over_its_claim_at_once_with_a_higher_token(store: Store) -> None:
     first = await granted(store)
 
     assert await granted(store, redelivered=True) > first
 
 
-async def test_a_redelivered_message_of_another_publish_waits(store: Store) -> None:
+async def test_a_redelivered_copy_of_another_publish_waits(store: Store) -> None:
     await granted(store)
 
     assert isinstance(await store.claim(ME, copy(mark="other", redelivered=True)), Running)
@@ -66,7 +66,7 @@ async def test_another_body_under_the_same_id_is_a_conflict(store: Store) -> Non
     assert await store.claim(ME, copy("other body")) == Conflict()
 
 
-async def test_a_claim_that_is_not_renewed_can_be_had_by_others(opened: Opened) -> None:
+async def test_a_claim_that_is_not_renewed_can_be_taken_by_others(opened: Opened) -> None:
     store = await opened(lease_s=SHORT)
     first = await granted(store)
 
@@ -77,7 +77,8 @@ async def test_a_claim_that_is_not_renewed_can_be_had_by_others(opened: Opened) 
     assert await until(taken) > first
 
 
-async def test_a_claim_that_is_renewed_holds(opened: Opened) -> None:
+@pytest.mark.slow
+async def test_a_claim_that_is_renewed_is_kept(opened: Opened) -> None:
     """Renewed far more often than needed: a busy machine may hold the test up for a second."""
     store = await opened(lease_s=RENEWED)
     held = Held(ME, await granted(store))
@@ -88,7 +89,7 @@ async def test_a_claim_that_is_renewed_holds(opened: Opened) -> None:
         await asyncio.sleep(RENEWED / 20)
 
 
-async def test_a_running_claim_says_for_how_long(store: Store) -> None:
+async def test_a_running_claim_says_how_long_it_lasts(store: Store) -> None:
     await granted(store)
     first = await store.claim(ME, copy())
     assert isinstance(first, Running)
@@ -102,7 +103,7 @@ async def test_a_running_claim_says_for_how_long(store: Store) -> None:
     await until(longer)
 
 
-async def test_renewing_tells_who_was_fenced_off_and_who_was_cancelled(store: Store) -> None:
+async def test_a_renewal_reports_lost_claims_and_cancellations(store: Store) -> None:
     others = [Identity("tenant", f"id-{each}") for each in (2, 3)]
     tokens = [await granted(store)]
     for each in others:
@@ -117,7 +118,7 @@ async def test_renewing_tells_who_was_fenced_off_and_who_was_cancelled(store: St
     assert await store.renew([]) == {}
 
 
-async def test_what_was_forgotten_is_not_held_against_its_holder(store: Store) -> None:
+async def test_a_holder_may_complete_a_claim_that_the_store_has_lost(store: Store) -> None:
     held = Held(ME, 7)
 
     assert await store.renew([held]) == {}
@@ -126,7 +127,7 @@ async def test_what_was_forgotten_is_not_held_against_its_holder(store: Store) -
     assert await store.complete(ME, copy(), answered("later"), token=7) == answered()
 
 
-async def test_the_first_completion_stays(store: Store) -> None:
+async def test_the_first_completion_is_kept(store: Store) -> None:
     token = await granted(store)
 
     assert await store.complete(ME, copy(), answered("first"), token=token) == answered("first")
@@ -134,7 +135,7 @@ async def test_the_first_completion_stays(store: Store) -> None:
     assert await store.claim(ME, copy()) == Ended(completion=answered("first"), same_copy=True)
 
 
-async def test_a_completion_is_given_back_as_it_was(store: Store) -> None:
+async def test_a_completion_is_returned_as_it_was_stored(store: Store) -> None:
     token = await granted(store)
     await store.complete(ME, copy(), failed("provider_rejected", ended_ms=1_790_000_000_123), token=token)
 
@@ -143,7 +144,7 @@ async def test_a_completion_is_given_back_as_it_was(store: Store) -> None:
     assert found == Ended(completion=failed("provider_rejected", ended_ms=1_790_000_000_123), same_copy=False)
 
 
-async def test_a_zombies_completion_is_refused(store: Store) -> None:
+async def test_the_completion_of_a_holder_that_lost_its_claim_is_refused(store: Store) -> None:
     zombie = await granted(store)
     token = await granted(store, redelivered=True)
 
@@ -152,7 +153,7 @@ async def test_a_zombies_completion_is_refused(store: Store) -> None:
     assert await store.complete(ME, copy(), answered("zombie"), token=zombie) == answered("ours")
 
 
-async def test_a_zombies_release_changes_nothing(store: Store) -> None:
+async def test_the_release_of_a_holder_that_lost_its_claim_changes_nothing(store: Store) -> None:
     zombie = await granted(store)
     await granted(store, redelivered=True)
     await store.release(Held(ME, zombie), attempts=9)
@@ -160,7 +161,7 @@ async def test_a_zombies_release_changes_nothing(store: Store) -> None:
     assert isinstance(await store.claim(ME, copy()), Running)
 
 
-async def test_what_was_released_can_be_claimed_again(store: Store) -> None:
+async def test_a_released_claim_can_be_taken_again(store: Store) -> None:
     first = await granted(store)
     await store.release(Held(ME, first), attempts=2)
 
@@ -170,19 +171,19 @@ async def test_what_was_released_can_be_claimed_again(store: Store) -> None:
     assert await granted(store) > first
 
 
-async def test_who_holds_no_claim_may_end_what_nobody_holds(store: Store) -> None:
+async def test_a_request_without_a_holder_can_be_completed_without_a_claim(store: Store) -> None:
     assert await store.complete(ME, copy(), failed("deadline_exceeded"), token=None) == failed("deadline_exceeded")
     assert await store.complete(ME, copy(), failed("poison"), token=None) == failed("deadline_exceeded")
 
 
-async def test_who_holds_no_claim_may_not_end_what_another_delivery_holds(store: Store) -> None:
+async def test_a_request_with_another_holder_cannot_be_completed_without_a_claim(store: Store) -> None:
     token = await granted(store)
 
     assert await store.complete(ME, copy(mark="other"), failed("deadline_exceeded"), token=None) is None
     assert await store.complete(ME, copy(), answered(), token=token) == answered()
 
 
-async def test_a_redelivered_copy_ends_what_its_dead_holder_left_and_fences_it_off(store: Store) -> None:
+async def test_a_redelivered_copy_may_complete_without_a_claim_and_the_old_holder_loses_its_claim(store: Store) -> None:
     zombie = await granted(store)
 
     assert await store.complete(ME, copy(redelivered=True), failed("poison"), token=None) == failed("poison")
@@ -190,7 +191,7 @@ async def test_a_redelivered_copy_ends_what_its_dead_holder_left_and_fences_it_o
     assert await store.renew([Held(ME, zombie)]) == {Held(ME, zombie): Stop.FENCED}
 
 
-async def test_ending_another_body_under_a_used_id_binds_nobody(store: Store) -> None:
+async def test_an_ending_for_another_body_with_the_same_id_does_not_affect_the_request(store: Store) -> None:
     token = await granted(store)
     other = copy("other body", mark="other")
 
@@ -199,7 +200,7 @@ async def test_ending_another_body_under_a_used_id_binds_nobody(store: Store) ->
     assert await store.complete(ME, other, failed("deadline_exceeded"), token=None) == failed("deadline_exceeded")
 
 
-async def test_a_dead_letter_runs_again_once_for_each_ending(store: Store) -> None:
+async def test_a_dead_letter_can_run_again_once_for_each_of_its_endings(store: Store) -> None:
     token = await granted(store)
     await store.complete(ME, copy(), failed(ended_ms=100), token=token)
     replayed = {"body": "edited", "mark": "replay", "dead_at_ms": 100}
@@ -213,14 +214,14 @@ async def test_a_dead_letter_runs_again_once_for_each_ending(store: Store) -> No
     assert await granted(store, body="edited twice", dead_at_ms=200) > again
 
 
-async def test_an_answer_is_no_dead_letter(store: Store) -> None:
+async def test_an_answered_request_does_not_run_again_as_a_dead_letter(store: Store) -> None:
     token = await granted(store)
     await store.complete(ME, copy(), answered(ended_ms=100), token=token)
 
     assert isinstance(await store.claim(ME, copy(dead_at_ms=100)), Ended)
 
 
-async def test_a_dead_letter_that_expires_before_it_is_claimed_ends_anew(store: Store) -> None:
+async def test_a_rerun_dead_letter_that_expires_before_its_claim_has_a_new_ending(store: Store) -> None:
     token = await granted(store)
     await store.complete(ME, copy(), failed(ended_ms=100), token=token)
     expired = failed("deadline_exceeded", ended_ms=200)
@@ -228,7 +229,7 @@ async def test_a_dead_letter_that_expires_before_it_is_claimed_ends_anew(store: 
     assert await store.complete(ME, copy(mark="replay", dead_at_ms=100), expired, token=None) == expired
 
 
-async def test_a_note_is_found_and_binds_nobody(store: Store) -> None:
+async def test_a_noted_ending_is_found_and_prevents_nothing(store: Store) -> None:
     await store.note(ME, failed("invalid_request"))
     await store.note(ME, failed("too_large"))
     found = await store.find(ME)
@@ -261,20 +262,20 @@ async def deaths(store: Store) -> int:
     return found.deaths
 
 
-async def test_holders_that_never_let_go_are_counted(store: Store) -> None:
+async def test_holders_that_never_released_their_claim_are_counted(store: Store) -> None:
     await granted(store)
 
     assert [await deaths(store) for _ in range(4)] == [1, 2, 3, 4]
 
 
-async def test_one_that_let_go_is_not_counted(store: Store) -> None:
+async def test_a_holder_that_released_its_claim_is_not_counted(store: Store) -> None:
     token = await granted(store)
     await store.release(Held(ME, token))
 
     assert await deaths(store) == 0
 
 
-async def test_one_that_lets_go_after_it_was_taken_over_is_counted_no_more(store: Store) -> None:
+async def test_a_holder_that_releases_after_a_takeover_is_no_longer_counted(store: Store) -> None:
     token = await granted(store)
     await deaths(store)
     await store.release(Held(ME, token))

@@ -1,4 +1,4 @@
-"""Allowances and leases, by every engine."""
+"""Allowances and leases, for every engine."""
 
 import asyncio
 
@@ -20,7 +20,7 @@ async def test_an_allowance_is_never_exceeded_by_concurrent_takers(opened: Opene
     assert all(0 < each.resets_in_s <= DAY_S for each in taken)
 
 
-async def test_what_is_too_much_takes_nothing(store: Store) -> None:
+async def test_an_amount_above_the_allowance_takes_nothing(store: Store) -> None:
     await store.take("tokens", 0.25, limit=1, period_s=DAY_S)
 
     refused = await store.take("tokens", 0.8, limit=1, period_s=DAY_S)
@@ -29,7 +29,7 @@ async def test_what_is_too_much_takes_nothing(store: Store) -> None:
     assert (await store.take("tokens", 0.75, limit=1, period_s=DAY_S)).used == 1
 
 
-async def test_what_was_taken_is_corrected_in_both_directions(store: Store) -> None:
+async def test_a_taken_amount_can_be_corrected_up_and_down(store: Store) -> None:
     await store.take("tokens", 50, limit=100, period_s=DAY_S)
     await store.give_back("tokens", 20, period_s=DAY_S)
     assert (await store.take("tokens", 0, limit=100, period_s=DAY_S)).used == 30
@@ -39,12 +39,13 @@ async def test_what_was_taken_is_corrected_in_both_directions(store: Store) -> N
     assert (beyond.granted, beyond.used) == (False, 230)
 
 
-async def test_nothing_is_gained_by_giving_back_what_an_earlier_period_took(store: Store) -> None:
+async def test_giving_back_an_amount_of_an_earlier_period_has_no_effect(store: Store) -> None:
     await store.give_back("tokens", 500, period_s=DAY_S)
 
     assert (await store.take("tokens", 0, limit=100, period_s=DAY_S)).used == 0
 
 
+@pytest.mark.slow
 async def test_a_new_period_begins_with_nothing_used(store: Store) -> None:
     await store.take("calls", 1, limit=1, period_s=1)
 
@@ -54,12 +55,12 @@ async def test_a_new_period_begins_with_nothing_used(store: Store) -> None:
     await until(granted)
 
 
-async def test_names_and_periods_do_not_share_an_allowance(store: Store) -> None:
+async def test_allowances_of_different_names_or_periods_are_separate(store: Store) -> None:
     for name, period_s in (("a", DAY_S), ("b", DAY_S), ("a", 3600)):
         assert (await store.take(name, 1, limit=1, period_s=period_s)).granted
 
 
-async def test_one_owner_holds_a_lease_and_may_renew_it(store: Store) -> None:
+async def test_a_lease_has_one_owner_who_may_renew_it(store: Store) -> None:
     token = await store.hold("sweep", "a", for_s=60)
     assert token is not None
 
@@ -80,13 +81,13 @@ async def test_each_new_owner_gets_a_higher_token(store: Store) -> None:
     assert second > first
 
 
-async def test_a_lease_ends_by_itself(store: Store) -> None:
+async def test_a_lease_that_is_not_renewed_ends(store: Store) -> None:
     await store.hold("sweep", "a", for_s=0.1)
 
     assert await until(lambda: store.hold("sweep", "b", for_s=60))
 
 
 @pytest.mark.parametrize("name", ["", "ä:%", "x" * 500])
-async def test_any_name_will_do(store: Store, name: str) -> None:
+async def test_any_text_can_be_a_name(store: Store, name: str) -> None:
     assert (await store.take(name, 1, limit=1, period_s=DAY_S)).granted
     assert await store.hold(name, name, for_s=1) is not None

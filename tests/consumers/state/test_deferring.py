@@ -1,4 +1,4 @@
-"""That a request waits can be asked for, decides nothing, and is forgotten soon after."""
+"""A note that a request waits: it can be queried, prevents nothing, and is forgotten soon after the due time."""
 
 import time
 
@@ -18,13 +18,13 @@ async def deferred(store: Store) -> None:
     await store.defer(ME, due_ms=DUE_MS, keep_until_ms=in_ms(60_000))
 
 
-async def test_it_waits_until_its_due_time(store: Store) -> None:
+async def test_a_deferred_request_waits_until_its_due_time(store: Store) -> None:
     await deferred(store)
 
     assert await store.find(ME) == Found(completion=None, running=False, due_ms=DUE_MS)
 
 
-async def test_it_is_claimed_as_if_nothing_had_been_kept(store: Store) -> None:
+async def test_a_deferred_request_is_claimed_like_any_other(store: Store) -> None:
     await deferred(store)
 
     found = await store.claim(ME, copy())
@@ -33,7 +33,7 @@ async def test_it_is_claimed_as_if_nothing_had_been_kept(store: Store) -> None:
     assert await store.find(ME) == Found(completion=None, running=True)
 
 
-async def test_between_two_attempts_it_waits_until_the_next(store: Store) -> None:
+async def test_a_request_between_two_attempts_waits_until_the_next(store: Store) -> None:
     found = await store.claim(ME, copy())
     assert isinstance(found, Granted)
     await store.release(Held(ME, found.token), attempts=2, due_ms=DUE_MS)
@@ -41,7 +41,7 @@ async def test_between_two_attempts_it_waits_until_the_next(store: Store) -> Non
     assert await store.find(ME) == Found(completion=None, running=False, attempts=2, due_ms=DUE_MS)
 
 
-async def test_what_is_claimed_stays_claimed(store: Store) -> None:
+async def test_deferring_does_not_change_a_claimed_request(store: Store) -> None:
     found = await store.claim(ME, copy())
     assert isinstance(found, Granted)
     await deferred(store)
@@ -50,14 +50,14 @@ async def test_what_is_claimed_stays_claimed(store: Store) -> None:
     assert await store.complete(ME, copy(), answered(), token=found.token) == answered()
 
 
-async def test_what_has_ended_stays_as_it_ended(store: Store) -> None:
+async def test_deferring_does_not_change_a_request_that_has_ended(store: Store) -> None:
     await store.complete(ME, copy(), answered(), token=None)
     await deferred(store)
 
     assert await store.find(ME) == Found(completion=answered(), running=False)
 
 
-async def test_it_can_be_cancelled_and_stays_so(store: Store) -> None:
+async def test_a_deferred_request_can_be_cancelled(store: Store) -> None:
     await deferred(store)
 
     assert await store.cancel(ME, CANCELLED) == Cancelling.RECORDED
@@ -65,7 +65,7 @@ async def test_it_can_be_cancelled_and_stays_so(store: Store) -> None:
     assert await store.claim(ME, copy()) == Ended(completion=CANCELLED, same_copy=True)
 
 
-async def test_a_bad_request_with_its_id_does_not_hide_it(store: Store) -> None:
+async def test_an_invalid_request_with_the_same_id_does_not_hide_a_deferred_one(store: Store) -> None:
     await store.note(ME, failed("invalid_request"))
     await deferred(store)
     await store.note(ME, failed("invalid_request"))
@@ -73,14 +73,14 @@ async def test_a_bad_request_with_its_id_does_not_hide_it(store: Store) -> None:
     assert await store.find(ME) == Found(completion=None, running=False, due_ms=DUE_MS)
 
 
-async def test_it_ends_where_its_time_is_over_before_anybody_claims_it(store: Store) -> None:
+async def test_a_deferred_request_whose_deadline_passes_before_a_claim_ends(store: Store) -> None:
     await deferred(store)
     late = failed("deadline_exceeded")
 
     assert await store.complete(ME, copy(), late, token=None) == late
 
 
-async def test_it_is_forgotten_when_it_has_been_kept_long_enough(opened: Opened) -> None:
+async def test_a_deferred_request_is_forgotten_after_its_keeping_time(opened: Opened) -> None:
     store = await opened()
     await store.defer(ME, due_ms=DUE_MS, keep_until_ms=in_ms(200))
     assert await store.find(ME) is not None

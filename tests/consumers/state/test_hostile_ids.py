@@ -1,4 +1,4 @@
-"""Ids, tenants and texts that are meant for another language than a store's are values to it (threat T20)."""
+"""Ids, tenants and texts that contain SQL, Redis commands and the like are stored as plain values (threat T20)."""
 
 import pytest
 
@@ -27,7 +27,7 @@ HOSTILE = (
 )
 
 
-async def test_each_is_an_identity_of_its_own_and_gives_back_what_was_kept(store: Store) -> None:
+async def test_each_hostile_id_is_a_separate_identity_and_returns_its_own_result(store: Store) -> None:
     identities = [Identity(tenant, id) for tenant in HOSTILE for id in HOSTILE]
     for number, identity in enumerate(identities):
         found = await store.claim(identity, copy(f"body {number}"))

@@ -1,4 +1,5 @@
-"""A Redis that is gone, empty, full, a replica, loading, or none: told as such, and well again by itself."""
+"""A Redis that is gone, empty, full, a replica, loading, or no Redis: the error says so, and the store recovers by
+itself."""
 
 import asyncio
 import secrets
@@ -46,7 +47,7 @@ async def is_well_again(store: RedisStore) -> object:
 
 @asynccontextmanager
 async def told(server: RedisServer, *words: str, back: tuple[str, ...]) -> AsyncIterator[None]:
-    """After a command of an administrator's; taken back at the end."""
+    """While the block lasts, a configuration command is in effect."""
     async with Redis.from_url(server.url) as admin:
         await admin.execute_command(*words)
         yield
@@ -55,7 +56,7 @@ async def told(server: RedisServer, *words: str, back: tuple[str, ...]) -> Async
 
 @asynccontextmanager
 async def listening(answer: Callable[[bytes], bytes]) -> AsyncIterator[str]:
-    """A server that is no Redis; its URL."""
+    """A server that is not Redis; its URL."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while asked := await reader.read(65_536):
@@ -66,7 +67,7 @@ async def listening(answer: Callable[[bytes], bytes]) -> AsyncIterator[str]:
         yield f"redis://{LOOPBACK}:{server.sockets[0].getsockname()[1]}/0"
 
 
-async def test_it_is_gone_and_comes_back_empty(own_redis: RedisServer) -> None:
+async def test_a_redis_that_was_gone_and_comes_back_empty_is_used_again(own_redis: RedisServer) -> None:
     async with a_store(own_redis.url) as store:
         found = await store.claim(ME, copy())
         assert isinstance(found, Granted)
@@ -80,7 +81,7 @@ async def test_it_is_gone_and_comes_back_empty(own_redis: RedisServer) -> None:
         assert store.trouble is None
 
 
-async def test_it_is_gone_at_the_start(own_redis: RedisServer) -> None:
+async def test_a_redis_that_is_gone_at_the_start_is_used_when_it_comes(own_redis: RedisServer) -> None:
     own_redis.kill()
     async with a_store(own_redis.url) as store:
         assert "cannot be reached" in (store.trouble or "")
@@ -88,7 +89,7 @@ async def test_it_is_gone_at_the_start(own_redis: RedisServer) -> None:
         assert isinstance(await is_well_again(store), Granted)
 
 
-async def test_many_who_wait_for_one_that_was_away_are_all_served(own_redis: RedisServer) -> None:
+async def test_many_callers_that_waited_for_redis_are_all_served(own_redis: RedisServer) -> None:
     async with a_store(own_redis.url) as store:
         await asyncio.gather(*(store.find(ME) for _ in range(100)))
         own_redis.kill()
@@ -100,14 +101,14 @@ async def test_many_who_wait_for_one_that_was_away_are_all_served(own_redis: Red
     assert found == [None] * 100
 
 
-async def test_it_has_forgotten_the_scripts(own_redis: RedisServer) -> None:
+async def test_scripts_that_redis_has_forgotten_are_loaded_again(own_redis: RedisServer) -> None:
     async with a_store(own_redis.url) as store:
         await store.claim(ME, copy())
         async with told(own_redis, "SCRIPT", "FLUSH", back=("PING",)):
             assert isinstance(await store.claim(ME, copy()), Running)
 
 
-async def test_its_memory_is_full(own_redis: RedisServer) -> None:
+async def test_a_redis_with_full_memory_raises_store_unavailable(own_redis: RedisServer) -> None:
     async with a_store(own_redis.url) as store:
         token = await store.claim(ME, copy())
         assert isinstance(token, Granted)
@@ -132,7 +133,7 @@ async def test_with_full_memory_no_request_is_let_in_to_wait_because_earlier_one
                 await store.reserve(Identity("", "another"), copy(), weight=1, until_ms=soon_ms + 60_000)
 
 
-async def test_it_may_not_be_written_without_replicas(own_redis: RedisServer) -> None:
+async def test_a_redis_that_lacks_its_required_replicas_raises_store_unavailable(own_redis: RedisServer) -> None:
     name = "min-replicas-to-write"
     async with a_store(own_redis.url) as store:
         async with told(own_redis, "CONFIG", "SET", name, "1", back=("CONFIG", "SET", name, "0")):
@@ -140,14 +141,14 @@ async def test_it_may_not_be_written_without_replicas(own_redis: RedisServer) ->
         assert isinstance(await is_well_again(store), Granted)
 
 
-async def test_it_is_a_replica(own_redis: RedisServer) -> None:
+async def test_a_redis_replica_raises_store_unavailable(own_redis: RedisServer) -> None:
     async with a_store(own_redis.url) as store:
         async with told(own_redis, "REPLICAOF", LOOPBACK, "1", back=("REPLICAOF", "NO", "ONE")):
             assert "is a replica that may not be written: give the primary's address" in await trouble_with(store)
         assert isinstance(await is_well_again(store), Granted)
 
 
-async def test_its_password_is_wrong_and_is_not_told(own_redis: RedisServer) -> None:
+async def test_a_wrong_password_is_reported_without_the_password(own_redis: RedisServer) -> None:
     async with told(own_redis, "CONFIG", "SET", "requirepass", "right", back=("CONFIG", "SET", "requirepass", "")):
         for credentials in ("", f":{PASSWORD}@"):
             async with a_store(own_redis.url.replace("//", f"//{credentials}")) as store:
@@ -170,18 +171,18 @@ async def test_its_password_is_wrong_and_is_not_told(own_redis: RedisServer) -> 
         (b"-ERR unknown command 'EVALSHA'\r\n", "answered: "),
     ],
 )
-async def test_what_it_answers_is_told(answer: bytes, what: str) -> None:
+async def test_an_unexpected_answer_of_a_server_is_reported(answer: bytes, what: str) -> None:
     async with listening(lambda _: answer) as url, a_store(url) as store:
         assert what in await trouble_with(store)
 
 
-async def test_it_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_redis_that_does_not_answer_raises_store_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_client, "CALL_S", 0.2)
     async with listening(lambda _: b"") as url, a_store(url) as store:
         assert "does not answer within 0.2 s" in await trouble_with(store)
 
 
-async def test_a_claim_that_is_given_up_does_not_get_anothers_answer(redis: RedisServer) -> None:
+async def test_a_claim_that_was_abandoned_does_not_get_the_answer_of_another(redis: RedisServer) -> None:
     async with RedisStore(redis.url, namespace=f"test-{secrets.token_hex(4)}") as store:
         await store.complete(ME, copy(), answered(), token=None)
         for _ in range(20):
@@ -192,7 +193,7 @@ async def test_a_claim_that_is_given_up_does_not_get_anothers_answer(redis: Redi
             assert isinstance(await store.claim(ME, copy()), Ended)
 
 
-async def test_it_warns_once_of_what_could_be_lost_by_its_settings(own_redis: RedisServer) -> None:
+async def test_settings_of_redis_that_may_lose_data_are_warned_of_once(own_redis: RedisServer) -> None:
     policy = ("CONFIG", "SET", "maxmemory-policy")
     async with told(own_redis, *policy, "allkeys-lru", back=(*policy, "noeviction")):
         with capture_logs() as logs:
@@ -206,7 +207,7 @@ async def test_it_warns_once_of_what_could_be_lost_by_its_settings(own_redis: Re
     ]
 
 
-async def test_a_pool_of_few_connections_serves_many(redis: RedisServer) -> None:
+async def test_a_pool_of_few_connections_serves_many_callers(redis: RedisServer) -> None:
     async with RedisStore(redis.url, namespace=f"test-{secrets.token_hex(4)}") as store:
         calls: list[Awaitable[object]] = [store.claim(ME, copy(mark=str(each))) for each in range(500)]
         found = await asyncio.gather(*calls)

@@ -1,4 +1,4 @@
-"""Results: what is known of a request, how long, and how much of it."""
+"""Results: what is known of a request, for how long, and how much is kept."""
 
 import asyncio
 from pathlib import Path
@@ -27,7 +27,7 @@ async def test_a_request_is_unknown_then_running_then_ended(store: Store) -> Non
     assert await store.find(ME) == Found(completion=answered(), running=False, attempts=0)
 
 
-async def test_what_was_kept_long_enough_is_forgotten_and_its_id_can_be_used_again(opened: Opened) -> None:
+async def test_after_its_keeping_time_a_result_is_forgotten_and_its_id_can_be_used_again(opened: Opened) -> None:
     store = await opened(keep_s=0.3)
     await end(store, ME)
     assert await store.find(ME) is not None
@@ -39,7 +39,7 @@ async def test_what_was_kept_long_enough_is_forgotten_and_its_id_can_be_used_aga
     assert isinstance(await store.claim(ME, copy("other body")), Granted)
 
 
-async def test_a_claim_is_not_forgotten_while_it_is_held(opened: Opened) -> None:
+async def test_a_claim_is_kept_while_it_is_held(opened: Opened) -> None:
     store = await opened(keep_s=0.05)
     await store.claim(ME, copy())
     await end(store, other := Identity("", "other"))
@@ -52,14 +52,14 @@ async def test_a_claim_is_not_forgotten_while_it_is_held(opened: Opened) -> None
     assert isinstance(await store.claim(ME, copy()), Running)
 
 
-async def test_sweeping_removes_what_is_over_step_by_step(tmp_path: Path) -> None:
+async def test_a_sweep_removes_expired_results_in_steps(tmp_path: Path) -> None:
     async with SqliteStore(tmp_path / "a.sqlite", namespace="lane", spec=StoreSpec(keep_s=0)) as store:
         await asyncio.gather(*(store.note(Identity("", str(each)), answered()) for each in range(450)))
 
         assert [await store.sweep() for _ in range(4)] == [200, 200, 50, 0]
 
 
-async def test_beyond_the_bound_what_ended_first_goes_first(tmp_path: Path) -> None:
+async def test_beyond_the_size_limit_the_results_that_ended_first_are_removed(tmp_path: Path) -> None:
     spec = StoreSpec(max_bytes=1024 * KB)
     async with SqliteStore(tmp_path / "a.sqlite", namespace="lane", spec=spec) as store:
         await store.claim(Identity("", "running"), copy())
@@ -78,5 +78,5 @@ async def test_beyond_the_bound_what_ended_first_goes_first(tmp_path: Path) -> N
         assert isinstance(await store.claim(Identity("", "running"), copy()), Running)
 
 
-async def test_sweeping_an_empty_store_finds_nothing(store: Store) -> None:
+async def test_a_sweep_of_an_empty_store_removes_nothing(store: Store) -> None:
     assert await store.sweep() == 0

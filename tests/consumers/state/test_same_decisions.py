@@ -1,4 +1,5 @@
-"""Both engines decide the same, and never keep two completions of an identity, whatever happens in whatever order."""
+"""Both engines make the same decisions, and never keep two completions of one request, for any sequence of
+operations."""
 
 import asyncio
 import itertools
@@ -17,7 +18,7 @@ from tests.support.memory_store import MemoryStore
 from tests.support.redis import RedisServer
 
 LATE_MS = 4_000_000_000_000
-"""By every clock."""
+"""Later than any clock."""
 IDS = [Identity("tenant", "a"), Identity("tenant", "b")]
 identities = st.sampled_from(IDS)
 copies = st.builds(
@@ -31,7 +32,7 @@ endings = st.sampled_from(
     [answered(ended_ms=100), failed(ended_ms=100), failed("poison", ended_ms=200), failed("cancelled", ended_ms=200)]
 )
 nth = st.integers(0, 3)
-"""Which of the claims that were granted, the last first."""
+"""One of the granted claims, counted from the last."""
 due = st.integers(1_790_000_000_000, 1_790_000_001_000)
 steps = st.one_of(
     st.tuples(st.just("claim"), identities, copies),
@@ -47,7 +48,7 @@ steps = st.one_of(
 
 
 class Player:
-    """Plays steps on one store, and tells what came of them in words that do not depend on the engine's clock."""
+    """Performs operations on one store, and describes the results independently of the engine's clock."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -106,7 +107,7 @@ def in_turn(store: Store | MemoryStore, played: list[tuple[Any, ...]]) -> Callab
 
 @settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(played=st.lists(steps, max_size=25))
-def test_sqlite_and_redis_decide_the_same(redis: RedisServer, played: list[tuple[Any, ...]]) -> None:
+def test_sqlite_and_redis_make_the_same_decisions(redis: RedisServer, played: list[tuple[Any, ...]]) -> None:
     async def both() -> tuple[list[object], list[object]]:
         async with RedisStore(redis.url, namespace=f"same-{secrets.token_hex(6)}") as shared:
             return await in_turn(MemoryStore(), played)(), await in_turn(shared, played)()
@@ -119,7 +120,7 @@ def test_sqlite_and_redis_decide_the_same(redis: RedisServer, played: list[tuple
 
 @settings(max_examples=examples(100), deadline=None)
 @given(played=st.lists(steps.filter(lambda step: step[0] != "note"), max_size=30))
-def test_a_completion_once_kept_changes_only_for_its_dead_letter(played: list[tuple[Any, ...]]) -> None:
+def test_a_stored_completion_changes_only_if_its_dead_letter_runs_again(played: list[tuple[Any, ...]]) -> None:
     store = MemoryStore()
 
     async def run() -> None:
@@ -145,7 +146,7 @@ def test_a_completion_once_kept_changes_only_for_its_dead_letter(played: list[tu
     asyncio.run(run())
 
 
-async def test_only_one_of_all_who_complete_is_kept(redis: RedisServer) -> None:
+async def test_of_several_completions_only_one_is_kept(redis: RedisServer) -> None:
     counter = itertools.count()
     async with RedisStore(redis.url, namespace=f"one-{secrets.token_hex(6)}") as store:
         ends = await asyncio.gather(

@@ -1,4 +1,4 @@
-"""What a process grants by itself, Redis's script grants as well: the same requests, at the same times.
+"""A process alone and Redis's script grant the same requests at the same times.
 
 Both play the same random story: requests join, leave and end, time passes, providers answer. After each step the
 grants and their order, the levels, what the lanes have saved, and what was learned must be the same.
@@ -35,16 +35,18 @@ from consumers.state.redis.shared_turns import SharedTurns
 from tests.support.examples import examples
 from tests.support.redis import RedisServer
 
+pytestmark = pytest.mark.slow
+
 AGEING = {name: replace(lane, boost_s=10.0 if name == "batch" else None) for name, lane in DEFAULT_LANES.items()}
 SET = AccountCaps(requests=60, input_tokens=6_000, output_tokens=600)
 NAMES = tuple(DEFAULT_LANES)
 BEGAN_S = 1_000_000.0
 AT_GIVEN_TIME = STEP.text.replace("redis.call('TIME')", "cjson.decode(ARGV[3])")
-"""Redis's clock, set by hand."""
+"""Redis's script, with its clock set by the test."""
 
 
 class Loop(asyncio.SelectorEventLoop):
-    """Its time passes only when it is told so."""
+    """A loop whose time the test sets."""
 
     now_s = BEGAN_S
 
@@ -53,7 +55,7 @@ class Loop(asyncio.SelectorEventLoop):
 
 
 class ByTheLoop(RedisClient):
-    """Runs the script at the loop's time, and is back at once."""
+    """Runs the script at the loop's time and returns at once."""
 
     def __init__(self, server: Any) -> None:
         self.server = server
@@ -65,7 +67,7 @@ class ByTheLoop(RedisClient):
 
 
 class Noted(Waiter):
-    """Notes when its turn comes."""
+    """Records the time of its turn."""
 
     player: "Player"
 
@@ -79,7 +81,7 @@ class Noted(Waiter):
 
 @dataclass
 class Player:
-    """Plays a story with one account."""
+    """Plays a random story with one account."""
 
     turns: Turns
     waiting: list[Waiter] = field(default_factory=list)
@@ -108,7 +110,7 @@ class Player:
             self.turns.settle(self.running.pop(which % len(self.running)), used)
 
     async def decided(self) -> None:
-        """Until nobody else is granted."""
+        """Let the account grant until nothing more can be granted."""
         self.turns.step()
         for _ in range(1000):
             if not isinstance(self.turns, SharedTurns) or not self.turns.is_asking:
@@ -131,7 +133,7 @@ def heard(kind: Kind, tokens: tuple[int | None, int | None]) -> Heard:
 amounts = st.builds(
     Amounts,
     st.just(1.0),
-    st.integers(1, 1_500).map(float),  # where limits are set the bucket holds 1,000
+    st.integers(1, 1_500).map(float),  # with configured limits the bucket holds 1,000
     st.integers(1, 60).map(float),
 )
 responses = st.builds(
@@ -155,7 +157,7 @@ specs = st.builds(
 async def play(one: Player, other: Player, story: Sequence[tuple[Any, ...]]) -> None:
     loop = asyncio.get_running_loop()
     assert isinstance(loop, Loop)
-    await other.decided()  # so that Redis knows the account from the beginning
+    await other.decided()  # so that Redis knows the account from the start
     for what, *of in story:
         for player in (one, other):
             match what:
@@ -188,10 +190,10 @@ async def play(one: Player, other: Player, story: Sequence[tuple[Any, ...]]) -> 
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(story=steps, spec=specs)
-def test_a_process_by_itself_and_redis_grant_the_same(
+def test_a_process_alone_and_redis_grant_the_same_requests_at_the_same_times(
     redis: RedisServer, monkeypatch: pytest.MonkeyPatch, story: list[tuple[Any, ...]], spec: BudgetSpec
 ) -> None:
-    monkeypatch.setattr(shared_turns, "FORGOTTEN_AFTER_S", 1e6)  # between two steps of a story more time passes
+    monkeypatch.setattr(shared_turns, "FORGOTTEN_AFTER_S", 1e6)  # more time passes between two steps of a story
 
     async def both() -> None:
         def clock() -> float:

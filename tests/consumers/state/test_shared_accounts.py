@@ -1,4 +1,4 @@
-"""One budget for several processes: what one process promises holds for all of them together."""
+"""Several processes share one budget: what is promised for one process holds for all of them together."""
 
 import asyncio
 import gc
@@ -48,13 +48,13 @@ account.waiting['dead'] = {expires = account.at + 2, heads = {['1'] = {arrived =
 return redis.call('SET', KEYS[1], cmsgpack.pack(account))
 """
 )
-"""As if it had been written by a clock that was ahead, with somebody in line who has died since."""
+"""State as if written by a clock that was an hour ahead, with a waiter that has died since."""
 Shared = Accounts[SharedTurns]
 Opened = Callable[..., Shared]
 
 
 class FaultyClient(RedisClient):
-    """Of a Redis that fails while `fault` is set."""
+    """A client of a Redis that fails while `fault` is set."""
 
     fault: Exception | None = None
     fault_after_s = 0.0
@@ -76,8 +76,8 @@ def namespace() -> str:
 
 @pytest.fixture
 async def opened(redis: RedisServer, namespace: str) -> AsyncIterator[Opened]:
-    """More and more processes over the same budget, of 600 requests a minute and a burst of a second where nothing else
-    is said."""
+    """Opens further processes that share one budget: 600 requests a minute and a burst of one second, unless given
+    otherwise."""
     async with AsyncExitStack() as stack:
 
         def open_one(
@@ -120,7 +120,7 @@ async def gone(*tasks: "asyncio.Task[object]") -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-async def test_the_script_decides_as_one_process_does(opened: Opened, seed: int) -> None:
+async def test_the_script_decides_like_a_single_process(opened: Opened, seed: int) -> None:
     rng = random.Random(seed)
     slow = {"requests": 30, "input_tokens": 6_000, "output_tokens": 600, "burst_s": 60}
     wanted = [
@@ -151,7 +151,7 @@ async def test_the_script_decides_as_one_process_does(opened: Opened, seed: int)
     await gone(*tasks)
 
 
-async def test_several_processes_spend_one_budget_and_use_it(opened: Opened) -> None:
+async def test_several_processes_use_one_budget_fully_and_do_not_exceed_it(opened: Opened) -> None:
     processes = [opened() for _ in range(3)]
     began_s = now_s()
     granted: list[float] = []
@@ -170,10 +170,10 @@ async def test_several_processes_spend_one_budget_and_use_it(opened: Opened) -> 
 
     there_was = 10 + 10 * took_s
     assert len(granted) <= there_was * 1.02
-    assert len(granted) >= there_was * 0.6  # on an idle machine nearly all of it
+    assert len(granted) >= there_was * 0.6  # on an idle machine almost all of it
 
 
-async def test_three_processes_spend_no_more_than_there_is_and_every_lane_has_its_share(redis: RedisServer) -> None:
+async def test_three_processes_do_not_exceed_the_budget_and_every_lane_gets_its_share(redis: RedisServer) -> None:
     namespace = f"test-{secrets.token_hex(4)}"
 
     async def spender() -> list[tuple[float, str]]:
@@ -201,7 +201,7 @@ async def test_three_processes_spend_no_more_than_there_is_and_every_lane_has_it
         assert sum(of == lane for _, of in granted) >= 0.85 * share * len(granted)
 
 
-async def test_the_most_urgent_goes_first_whichever_process_it_waits_in(opened: Opened) -> None:
+async def test_the_most_urgent_request_goes_first_whichever_process_it_waits_in(opened: Opened) -> None:
     one, other = opened(), opened()
     await empty(one)
     batch = [ask(one, "batch") for _ in range(30)]
@@ -224,7 +224,7 @@ async def test_a_flood_of_critical_in_one_process_leaves_batch_in_another_its_sh
     await gone(*flood, *batch)
 
 
-async def test_a_process_that_died_in_line_is_forgotten(opened: Opened, redis: RedisServer) -> None:
+async def test_the_waiting_requests_of_a_process_that_died_are_forgotten(opened: Opened, redis: RedisServer) -> None:
     client = FaultyClient(redis.url)
     dead, living = opened(client=client), opened()
     await empty(dead)
@@ -240,7 +240,7 @@ async def test_a_process_that_died_in_line_is_forgotten(opened: Opened, redis: R
     await gone(waits)
 
 
-async def test_one_that_is_cancelled_leaves_no_hole(opened: Opened) -> None:
+async def test_a_cancelled_waiting_request_does_not_delay_those_behind_it(opened: Opened) -> None:
     one, other = opened(), opened()
     await empty(one)
     big = ask(one, "critical", amounts=Amounts(30, 1, 1))
@@ -250,11 +250,11 @@ async def test_one_that_is_cancelled_leaves_no_hole(opened: Opened) -> None:
     began_s = now_s()
     await asyncio.gather(*small)
 
-    assert now_s() - began_s < 2.5  # the big one would have come after three seconds
+    assert now_s() - began_s < 2.5  # the large request would have come after three seconds
 
 
-async def test_what_one_process_gives_back_another_gets(opened: Opened) -> None:
-    slow = {"requests": 6_000, "input_tokens": 600, "burst_s": 60}  # by itself it would have it after 20 s
+async def test_budget_that_one_process_gives_back_can_be_used_by_another(opened: Opened) -> None:
+    slow = {"requests": 6_000, "input_tokens": 600, "burst_s": 60}  # without that after 20 s
     one, other = opened(**slow), opened(**slow)
     taken = await one.reserve(ACCOUNT, lane="normal", amounts=Amounts(1, 400, 1), until=None)
     waits = ask(other, "normal", amounts=Amounts(1, 400, 1))
@@ -265,7 +265,7 @@ async def test_what_one_process_gives_back_another_gets(opened: Opened) -> None:
     await asyncio.wait_for(waits, 10)
 
 
-async def test_what_one_process_learns_holds_for_all(opened: Opened) -> None:
+async def test_limits_learned_by_one_process_apply_to_all(opened: Opened) -> None:
     one, other = opened(requests=None), opened(requests=None)
     await empty(one)
     await empty(other)
@@ -273,11 +273,11 @@ async def test_what_one_process_learns_holds_for_all(opened: Opened) -> None:
     began_s = now_s()
     await asyncio.gather(*(ask(other, "critical") for _ in range(50)))
 
-    assert now_s() - began_s < 20  # at the 50 a minute of the beginning: 60 s
+    assert now_s() - began_s < 20  # at the initial 50 a minute: 60 s
     assert other.turns(ACCOUNT).account.per_minute().requests == 6_000
 
 
-async def test_how_much_may_be_used_at_once_is_learned_for_all_and_what_was_kept_back_is_there_once(
+async def test_the_burst_is_learned_for_all_processes_and_budget_held_back_is_released_once(
     opened: Opened,
 ) -> None:
     one, other = opened(requests=None, burst_s=10.0), opened(requests=None, burst_s=10.0)
@@ -291,27 +291,27 @@ async def test_how_much_may_be_used_at_once_is_learned_for_all_and_what_was_kept
             granted += 1
 
     assert one.turns(ACCOUNT).account.buckets[0].burst == other.turns(ACCOUNT).account.buckets[0].burst == 7
-    assert granted in (4, 5)  # six were there, of which normal and batch keep 1.75
+    assert granted in (4, 5)  # six, of which normal and batch keep 1.75
 
 
-async def test_what_was_told_once_and_never_again_is_forgotten_for_all(
+async def test_a_limit_that_was_announced_only_once_is_forgotten_by_all(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(adaptive, "FORGOTTEN_AFTER_S", 1.0)
     one, other = opened(requests=None), opened(requests=None)
     one.learn(ACCOUNT, answered(Told(limit=1, remaining=0)))
-    await asyncio.wait_for(ask(one, "critical"), 5)  # there may be nearly one more than is told
+    await asyncio.wait_for(ask(one, "critical"), 5)  # there may be almost one more than announced
     with pytest.raises(WaitTooLong):
         await one.reserve(ACCOUNT, lane="critical", amounts=ONE, until=now_s() + 5)
     await until(lambda: one.turns(ACCOUNT).account.is_stale(one.turns(ACCOUNT).now_s()))
-    await asyncio.wait_for(ask(one, "critical"), 5)  # of 50 a minute, and not of one
+    await asyncio.wait_for(ask(one, "critical"), 5)  # of 50 a minute, not of one
 
     assert await other.try_reserve(ACCOUNT, lane="critical", amounts=Amounts(0, 1, 1)) is not None
     assert other.turns(ACCOUNT).account.per_minute() == one.turns(ACCOUNT).account.per_minute()
     assert one.turns(ACCOUNT).account.per_minute().requests == 50
 
 
-async def test_one_that_would_not_wait_and_is_cancelled_gives_back_what_it_was_granted(
+async def test_a_request_that_would_not_wait_and_is_cancelled_gives_its_grant_back(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     budgets = opened()
@@ -330,7 +330,7 @@ async def test_one_that_would_not_wait_and_is_cancelled_gives_back_what_it_was_g
     assert budgets.turns(ACCOUNT).account.buckets[0].level == pytest.approx(10, abs=0.1)
 
 
-async def test_one_that_will_not_wait_does_not_wait_for_a_redis_that_does_not_answer(
+async def test_a_request_that_will_not_wait_does_not_wait_for_a_silent_redis(
     opened: Opened, redis: RedisServer
 ) -> None:
     client = FaultyClient(redis.url)
@@ -344,7 +344,7 @@ async def test_one_that_will_not_wait_does_not_wait_for_a_redis_that_does_not_an
     client.fault = None
 
 
-async def test_an_answer_that_makes_no_sense_keeps_nobody_waiting_for_ever(opened: Opened, redis: RedisServer) -> None:
+async def test_a_nonsensical_answer_from_redis_blocks_no_request_for_ever(opened: Opened, redis: RedisServer) -> None:
     client = FaultyClient(redis.url)
     client.next_answer = [b"1", b"no JSON", b""]
     unforeseen: list[dict[str, Any]] = []
@@ -356,7 +356,7 @@ async def test_an_answer_that_makes_no_sense_keeps_nobody_waiting_for_ever(opene
 
 
 @pytest.mark.parametrize("ahead_s", [-600, 600])
-async def test_a_clock_that_is_not_as_ours_makes_nobody_late(opened: Opened, ahead_s: float) -> None:
+async def test_a_different_clock_in_redis_makes_no_request_late(opened: Opened, ahead_s: float) -> None:
     one, other = opened(clock=lambda: time.time() - ahead_s), opened()
     await empty(other)
     reservation = await one.reserve(ACCOUNT, lane="batch", amounts=ONE, until=now_s() + 20)
@@ -364,7 +364,7 @@ async def test_a_clock_that_is_not_as_ours_makes_nobody_late(opened: Opened, ahe
     assert reservation.account == ACCOUNT
 
 
-async def test_a_clock_that_is_put_back_stops_nobody(opened: Opened, redis: RedisServer, namespace: str) -> None:
+async def test_a_clock_that_is_set_back_stops_no_request(opened: Opened, redis: RedisServer, namespace: str) -> None:
     one, dead = opened(), opened()
     await empty(one)
     one.learn(ACCOUNT, Heard(kind=Kind.RATE_LIMITED, retry_after_s=0.2))
@@ -380,7 +380,7 @@ async def test_a_clock_that_is_put_back_stops_nobody(opened: Opened, redis: Redi
     assert now_s() - began_s < 2
 
 
-async def test_two_that_learn_at_the_same_time_both_are_heard(opened: Opened) -> None:
+async def test_what_two_processes_learn_at_the_same_time_is_both_kept(opened: Opened) -> None:
     one, other = opened(requests=None, input_tokens=None), opened(requests=None, input_tokens=None)
     await empty(one)
     await empty(other)
@@ -394,7 +394,7 @@ async def test_two_that_learn_at_the_same_time_both_are_heard(opened: Opened) ->
         assert (learned.requests, learned.input_tokens) == (700, 70_000)
 
 
-async def test_a_spend_limit_that_one_process_meets_stops_all(opened: Opened) -> None:
+async def test_a_spend_limit_found_by_one_process_pauses_all(opened: Opened) -> None:
     one, other = opened(), opened()
     await empty(one)
     waits = ask(other, "batch", amounts=Amounts(9, 1, 1))
@@ -409,7 +409,7 @@ async def test_a_spend_limit_that_one_process_meets_stops_all(opened: Opened) ->
     assert 0 < other.paused()[ACCOUNT] <= one.paused()[ACCOUNT] + 1
 
 
-async def test_a_process_that_has_not_heard_of_a_pause_is_granted_nothing(opened: Opened) -> None:
+async def test_a_process_that_does_not_know_of_a_pause_gets_no_grant(opened: Opened) -> None:
     one, other = opened(), opened()
     assert await one.try_reserve(ACCOUNT, lane="normal", amounts=ONE) is not None
     one.learn(ACCOUNT, Heard(kind=Kind.SPEND_LIMIT))
@@ -419,7 +419,7 @@ async def test_a_process_that_has_not_heard_of_a_pause_is_granted_nothing(opened
         await asyncio.wait_for(other.reserve(ACCOUNT, lane="critical", amounts=ONE, until=None), 30)
 
 
-async def test_one_that_cannot_be_in_time_is_told_at_once_also_where_others_are_before_it(opened: Opened) -> None:
+async def test_a_request_that_cannot_be_in_time_is_refused_at_once_even_with_others_before_it(opened: Opened) -> None:
     one, other = opened(), opened()
     await empty(one)
     before = [ask(one, "critical") for _ in range(100)]
@@ -433,7 +433,9 @@ async def test_one_that_cannot_be_in_time_is_told_at_once_also_where_others_are_
     await gone(*before)
 
 
-async def test_while_redis_is_away_nobody_is_granted_and_then_all_are(opened: Opened, own_redis: RedisServer) -> None:
+async def test_while_redis_is_away_nothing_is_granted_and_afterwards_everything_is(
+    opened: Opened, own_redis: RedisServer
+) -> None:
     budgets = opened(client=RedisClient(own_redis.url))
     await empty(budgets)
     own_redis.kill()
@@ -441,12 +443,12 @@ async def test_while_redis_is_away_nobody_is_granted_and_then_all_are(opened: Op
     assert await budgets.try_reserve(ACCOUNT, lane="normal", amounts=ONE) is None
     await asyncio.sleep(0.5)
     assert not any(each.done() for each in waits)
-    own_redis.start()  # and has forgotten what was spent
+    own_redis.start()  # and has lost what was spent
 
     await asyncio.wait_for(asyncio.gather(*waits), 30)
 
 
-async def test_a_request_takes_one_round_trip_and_settling_goes_with_others(opened: Opened) -> None:
+async def test_a_request_takes_one_round_trip_and_settlements_are_sent_together(opened: Opened) -> None:
     budgets = opened(requests=600_000, burst_s=10.0)
     began_s = now_s()
     for _ in range(50):
@@ -456,13 +458,13 @@ async def test_a_request_takes_one_round_trip_and_settling_goes_with_others(open
     assert budgets.turns(ACCOUNT).steps <= 50 + (now_s() - began_s) / SETTLE_WITHIN_S + 1
 
 
-async def test_a_lane_whose_turn_for_a_call_has_come_and_that_waits_for_tokens_holds_up_nobody(opened: Opened) -> None:
+async def test_a_lane_that_may_call_next_but_waits_for_tokens_delays_no_other(opened: Opened) -> None:
     budgets = opened(requests=60_000, input_tokens=6_000, output_tokens=60_000, burst_s=60.0, concurrency=1)
     first = await budgets.reserve(ACCOUNT, lane="critical", amounts=Amounts(1, 600, 1), until=None)
     waits = ask(budgets, "batch", amounts=Amounts(1, 900, 1))
     budgets.settle(first, first.amounts)
 
-    for _ in range(40):  # by its share of the calls, batch has one of twenty
+    for _ in range(40):  # with its share of the concurrency, batch has one call of twenty
         async with asyncio.timeout(30):
             each = await budgets.reserve(ACCOUNT, lane="critical", amounts=Amounts(1, 1, 1), until=None)
         budgets.settle(each, each.amounts)

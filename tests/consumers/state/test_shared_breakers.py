@@ -1,4 +1,4 @@
-"""Breakers of several processes over one store, by every engine: what one knows the others need not pay for."""
+"""Several processes share breakers through one store, for every engine: each learns from the others' failures."""
 
 import random
 
@@ -28,7 +28,7 @@ async def two(opened: Opened) -> tuple[Breakers, Breakers]:
     return Breakers(await opened(), rng=random.Random(1)), Breakers(await opened(), rng=random.Random(2))
 
 
-async def test_what_one_process_has_opened_another_opens_after_a_few_failures_of_its_own(opened: Opened) -> None:
+async def test_a_breaker_opened_by_one_process_opens_in_another_after_a_few_failures(opened: Opened) -> None:
     one, other = await two(opened)
     await fail(one, 0, times=FAILURES)
     assert one.wait_s(HERE, 0) > 0
@@ -38,7 +38,7 @@ async def test_what_one_process_has_opened_another_opens_after_a_few_failures_of
     assert other.wait_s(HERE, 0) > 0
 
 
-async def test_a_few_failures_alone_open_nothing(opened: Opened) -> None:
+async def test_a_few_failures_without_another_process_open_nothing(opened: Opened) -> None:
     one, other = await two(opened)
 
     await fail(one, 0, times=DOUBTED_FROM + 1)
@@ -47,7 +47,7 @@ async def test_a_few_failures_alone_open_nothing(opened: Opened) -> None:
     assert (one.wait_s(HERE, 0), other.wait_s(HERE, 0)) == (0, 0)
 
 
-async def test_one_process_probes_and_the_other_learns_of_its_answer(opened: Opened) -> None:
+async def test_one_process_probes_and_the_others_learn_the_result(opened: Opened) -> None:
     one, other = await two(opened)
     await fail(one, 0, times=FAILURES)
     await fail(other, 0, times=DOUBTED_FROM)
@@ -64,7 +64,7 @@ async def test_one_process_probes_and_the_other_learns_of_its_answer(opened: Ope
     assert last.is_probe
 
 
-async def test_a_process_that_has_died_while_it_probed_is_followed_by_another(opened: Opened, monkeypatch) -> None:
+async def test_if_a_probing_process_dies_another_probes(opened: Opened, monkeypatch) -> None:
     monkeypatch.setattr("consumers.providers.breaker.PROBE_WITHIN_S", 0.2)
     one, other = await two(opened)
     await fail(one, 0, times=FAILURES)

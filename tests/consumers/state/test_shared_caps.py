@@ -1,4 +1,4 @@
-"""Caps of several processes over one store, by every engine."""
+"""Several processes share caps through one store, for every engine."""
 
 import asyncio
 from typing import Any
@@ -12,7 +12,7 @@ SPEC = CapsSpec(lanes={"batch": Cap(requests=10)}, tenants={"*": Cap(tokens=1000
 
 
 class Process:
-    """One of them, with what it told."""
+    """One of the processes, with the levels that it reported."""
 
     def __init__(self, spending: Spending) -> None:
         self.spending = spending
@@ -33,7 +33,7 @@ async def started(opened: Opened, *, spec: CapsSpec = SPEC) -> Process:
     return Process(Spending(await opened(), spec))
 
 
-async def test_together_they_keep_to_a_cap_however_many_ask_at_once(opened: Opened) -> None:
+async def test_several_processes_together_do_not_exceed_a_cap(opened: Opened) -> None:
     processes = [await started(opened) for _ in range(3)]
 
     taken = await asyncio.gather(*(processes[n % 3].take(Spent(1, 10, 0.01)) for n in range(60)))
@@ -42,7 +42,7 @@ async def test_together_they_keep_to_a_cap_however_many_ask_at_once(opened: Open
     assert {each.used for each in taken if isinstance(each, Over)} == {10}
 
 
-async def test_what_is_refused_by_one_cap_is_taken_of_none(opened: Opened) -> None:
+async def test_a_request_refused_by_one_cap_is_counted_in_none(opened: Opened) -> None:
     process = await started(opened)
     assert isinstance(await process.take(Spent(1, 900, 0.1)), Hold)
 
@@ -51,12 +51,12 @@ async def test_what_is_refused_by_one_cap_is_taken_of_none(opened: Opened) -> No
     assert isinstance(over, Over)
     assert over.bound.what == "tokens"
     assert 0 < over.resets_in_s <= 86_400
-    for _ in range(9):  # none of the requests was counted for it
+    for _ in range(9):  # the refused request is not counted there
         assert isinstance(await process.take(Spent(1, 1, 0.01)), Hold)
     assert isinstance(await process.take(Spent(1, 1, 0.01)), Over)
 
 
-async def test_an_answer_that_used_less_makes_room_and_one_that_used_more_takes_it(opened: Opened) -> None:
+async def test_an_answers_actual_usage_corrects_the_shared_count_up_and_down(opened: Opened) -> None:
     process = await started(opened)
     hold = await process.take(Spent(1, 900, 0.9))
     assert isinstance(hold, Hold)
@@ -71,7 +71,7 @@ async def test_an_answer_that_used_less_makes_room_and_one_that_used_more_takes_
     assert isinstance(await process.take(Spent(1, 1, 0.01)), Over)
 
 
-async def test_each_level_is_told_once_by_all_of_them_and_by_one_that_begins_anew(opened: Opened) -> None:
+async def test_each_level_is_reported_once_by_all_processes_including_new_ones(opened: Opened) -> None:
     one, other = await started(opened), await started(opened)
 
     for _ in range(5):
@@ -86,7 +86,7 @@ async def test_each_level_is_told_once_by_all_of_them_and_by_one_that_begins_ane
     assert told == [[50], [80], [100]]
 
 
-async def test_at_once_each_level_is_told_once_too(opened: Opened) -> None:
+async def test_each_level_is_reported_once_with_concurrent_requests(opened: Opened) -> None:
     processes = [await started(opened) for _ in range(3)]
 
     await asyncio.gather(*(processes[n % 3].take(Spent(1)) for n in range(30)))
@@ -95,9 +95,8 @@ async def test_at_once_each_level_is_told_once_too(opened: Opened) -> None:
     assert told == [50, 80, 100]
 
 
-async def test_a_new_day_begins_with_nothing_used_and_is_told_anew(
-    opened: Opened, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.slow
+async def test_on_a_new_day_counts_and_reports_start_again(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("consumers.spending.DAY_S", 1)
     process = await started(opened, spec=CapsSpec(lanes={"batch": Cap(requests=2)}))
 

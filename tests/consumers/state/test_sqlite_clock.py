@@ -1,4 +1,5 @@
-"""Leases in a SQLite file go by the time since the machine was booted: the calendar may jump."""
+"""Leases in a SQLite file are measured by the time since the machine was booted, because the calendar may be
+changed."""
 
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from tests.support.completions import ME, answered, copy
 
 
 class Calendar(Clock):
-    """Can be set, and booted."""
+    """A clock that can be set, on a machine that can be rebooted."""
 
     def __init__(self) -> None:
         self.ahead_ms = 0
@@ -33,7 +34,7 @@ def a_store(folder: Path, clock: Clock) -> SqliteStore:
 
 
 @pytest.mark.parametrize("hours", [1, -1])
-async def test_a_clock_that_jumps_changes_nothing_for_those_who_run(tmp_path: Path, hours: int) -> None:
+async def test_a_change_of_the_calendar_does_not_affect_running_claims(tmp_path: Path, hours: int) -> None:
     clock = Calendar()
     async with a_store(tmp_path, clock) as store:
         found = await store.claim(ME, copy())

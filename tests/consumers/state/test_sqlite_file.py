@@ -1,4 +1,5 @@
-"""A SQLite file that is locked, read-only, full, corrupt, newer, gone: told as such, and well again by itself."""
+"""A SQLite file that is locked, read-only, full, corrupt, newer or gone: the error says so, and the store recovers by
+itself."""
 
 import asyncio
 import os
@@ -36,7 +37,7 @@ def busy_for_less(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def as_anyone() -> Iterator[Callable[[], None]]:
-    """Be a user whom modes bind, which root is not."""
+    """Run as an ordinary user, because file modes do not restrict root."""
     before = os.geteuid()
 
     def become() -> None:
@@ -59,7 +60,7 @@ async def trouble_with(store: Store) -> str:
 
 
 async def is_well_again(store: Store, identity: Identity = ME) -> object:
-    """What a claim gives as soon as the store works; nobody does anything about it but calling it."""
+    """The result of a claim once the store works again; nothing is done except trying again."""
 
     async def claimed() -> object:
         try:
@@ -72,7 +73,7 @@ async def is_well_again(store: Store, identity: Identity = ME) -> object:
     return found
 
 
-async def test_only_its_owner_may_read_it(path: Path) -> None:
+async def test_only_its_owner_may_read_the_file(path: Path) -> None:
     umask = os.umask(0)
     try:
         async with a_store(path) as store:
@@ -85,7 +86,7 @@ async def test_only_its_owner_may_read_it(path: Path) -> None:
     assert modes == {"lane.sqlite": 0o600, "lane.sqlite-wal": 0o600, "lane.sqlite-shm": 0o600}
 
 
-async def test_what_was_committed_survives_a_power_cut(path: Path) -> None:
+async def test_committed_writes_survive_a_power_cut(path: Path) -> None:
     async with a_store(path) as store:
         found = await store._writer.do(
             lambda tables, _: [
@@ -96,14 +97,14 @@ async def test_what_was_committed_survives_a_power_cut(path: Path) -> None:
     assert found == ["wal", 2]
 
 
-async def test_a_store_remembers_after_it_was_closed(path: Path) -> None:
+async def test_a_reopened_store_has_its_content(path: Path) -> None:
     async with a_store(path) as store:
         await store.complete(ME, copy(), answered(), token=None)
     async with a_store(path) as store:
         assert isinstance(await store.claim(ME, copy()), Ended)
 
 
-async def test_closing_does_what_was_asked_before(path: Path) -> None:
+async def test_closing_a_store_completes_earlier_calls(path: Path) -> None:
     store = await a_store(path).__aenter__()
     asked = [asyncio.create_task(store.claim(Identity("", str(each)), copy())) for each in range(100)]
     await asyncio.sleep(0)
@@ -130,7 +131,7 @@ async def test_what_no_store_could_keep_fails_alone(path: Path) -> None:
     assert isinstance(after, Found)
 
 
-async def test_it_is_locked_by_another_process(path: Path, busy_for_less: None) -> None:
+async def test_a_file_locked_by_another_process_raises_store_unavailable(path: Path, busy_for_less: None) -> None:
     async with a_store(path) as store:
         await store.claim(ME, copy())
         with closing(sqlite3.connect(path, isolation_level=None)) as other:
@@ -141,7 +142,7 @@ async def test_it_is_locked_by_another_process(path: Path, busy_for_less: None) 
         assert isinstance(await is_well_again(store), Granted)
 
 
-async def test_it_is_locked_at_the_start(path: Path, busy_for_less: None) -> None:
+async def test_a_file_locked_at_the_start_is_used_when_it_is_free(path: Path, busy_for_less: None) -> None:
     async with a_store(path):
         pass
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
@@ -152,7 +153,7 @@ async def test_it_is_locked_at_the_start(path: Path, busy_for_less: None) -> Non
             await is_well_again(store)
 
 
-async def test_the_loop_goes_on_while_it_is_locked(path: Path, busy_for_less: None) -> None:
+async def test_the_event_loop_is_not_blocked_while_the_file_is_locked(path: Path, busy_for_less: None) -> None:
     async with a_store(path) as store:
         with closing(sqlite3.connect(path, isolation_level=None)) as other:
             other.execute("BEGIN EXCLUSIVE")
@@ -166,7 +167,7 @@ async def test_the_loop_goes_on_while_it_is_locked(path: Path, busy_for_less: No
     assert rounds > 20
 
 
-async def test_it_may_not_be_written(as_anyone: Callable[[], None]) -> None:
+async def test_a_read_only_file_raises_store_unavailable(as_anyone: Callable[[], None]) -> None:
     folder = Path(tempfile.mkdtemp(prefix="lanekeeper-read-only-"))
     path = folder / "lane.sqlite"
     try:
@@ -189,7 +190,7 @@ async def test_it_may_not_be_written(as_anyone: Callable[[], None]) -> None:
         shutil.rmtree(folder)
 
 
-async def test_its_disk_is_full(path: Path) -> None:
+async def test_a_full_disk_raises_store_unavailable(path: Path) -> None:
     async with a_store(path) as store:
         await store._writer.do(lambda tables, _: tables.connection.execute("PRAGMA max_page_count = 20").fetchall())
         with pytest.raises(StoreUnavailable, match=r"no room left.*free some space"):
@@ -197,7 +198,7 @@ async def test_its_disk_is_full(path: Path) -> None:
         assert isinstance(await is_well_again(store), Granted), "nothing of it was kept"
 
 
-async def test_one_full_disk_fails_all_that_were_to_be_written_together(path: Path) -> None:
+async def test_a_full_disk_fails_all_writes_of_the_same_transaction(path: Path) -> None:
     async with a_store(path) as store:
         await store._writer.do(lambda tables, _: tables.connection.execute("PRAGMA max_page_count = 20").fetchall())
         large = answered("x" * 200_000)
@@ -210,7 +211,9 @@ async def test_one_full_disk_fails_all_that_were_to_be_written_together(path: Pa
     assert [each == large for each in found] == [each is not None for each in kept]
 
 
-async def test_no_work_is_taken_while_its_disk_has_next_to_no_room(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_with_hardly_any_disk_space_no_new_request_is_claimed(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with a_store(path) as store:
         monkeypatch.setattr("consumers.state.sqlite.store.ROOM_BYTES", 2**62)
         with pytest.raises(StoreUnavailable, match="no room left"):
@@ -224,7 +227,7 @@ async def test_no_work_is_taken_while_its_disk_has_next_to_no_room(path: Path, m
 
 
 @pytest.mark.parametrize("content", [b"garbage" * 1000, b"SQLite format 3\x00" + b"\xff" * 5000])
-async def test_it_is_corrupt(path: Path, content: bytes) -> None:
+async def test_a_corrupt_file_raises_store_unavailable(path: Path, content: bytes) -> None:
     path.parent.mkdir()
     path.write_bytes(content)
     async with a_store(path) as store:
@@ -235,7 +238,7 @@ async def test_it_is_corrupt(path: Path, content: bytes) -> None:
         assert isinstance(await is_well_again(store), Granted)
 
 
-async def test_it_becomes_corrupt_while_it_is_open(path: Path) -> None:
+async def test_a_file_that_becomes_corrupt_while_open_raises_store_unavailable(path: Path) -> None:
     async with a_store(path) as store:
         await asyncio.gather(*(store.note(Identity("", str(each)), answered("x" * 9_000)) for each in range(200)))
         await store._writer.do(lambda tables, _: tables.connection.execute("PRAGMA cache_size = 1").fetchall())
@@ -262,7 +265,7 @@ OLDER = {
 
 
 @pytest.mark.parametrize("version", OLDER)
-async def test_a_file_of_a_version_before_is_brought_up_to_date(path: Path, version: int) -> None:
+async def test_a_file_of_an_earlier_version_is_upgraded(path: Path, version: int) -> None:
     async with a_store(path) as store:
         await store.complete(ME, copy(), answered(), token=None)
     with closing(sqlite3.connect(path)) as other:
@@ -274,7 +277,7 @@ async def test_a_file_of_a_version_before_is_brought_up_to_date(path: Path, vers
         assert await store.cancel(Identity("", "unseen"), CANCELLED) is Cancelling.UNSEEN
 
 
-async def test_a_newer_version_made_it(path: Path) -> None:
+async def test_a_file_of_a_newer_version_is_refused(path: Path) -> None:
     async with a_store(path):
         pass
     with closing(sqlite3.connect(path)) as other:
@@ -286,7 +289,7 @@ async def test_a_newer_version_made_it(path: Path) -> None:
     assert path.read_bytes() == before
 
 
-async def test_it_is_a_database_of_something_else(path: Path) -> None:
+async def test_a_database_of_another_program_is_refused(path: Path) -> None:
     path.parent.mkdir()
     with closing(sqlite3.connect(path)) as other:
         other.execute("CREATE TABLE theirs (x)")
@@ -294,14 +297,14 @@ async def test_it_is_a_database_of_something_else(path: Path) -> None:
         assert "is a database of something else" in await trouble_with(store)
 
 
-async def test_it_belongs_to_another_namespace(path: Path) -> None:
+async def test_a_file_of_another_namespace_is_refused(path: Path) -> None:
     async with a_store(path):
         pass
     async with SqliteStore(path, namespace="staging") as store:
         assert "belongs to the namespace lane, this is staging" in await trouble_with(store)
 
 
-async def test_its_folder_cannot_be_made(tmp_path: Path) -> None:
+async def test_a_folder_that_cannot_be_made_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     async with a_store(tmp_path / "file" / "lane.sqlite") as store:
         assert "cannot be opened (File exists)" in await trouble_with(store)
@@ -309,13 +312,13 @@ async def test_its_folder_cannot_be_made(tmp_path: Path) -> None:
         await is_well_again(store)
 
 
-async def test_it_is_a_folder(path: Path) -> None:
+async def test_a_folder_in_place_of_the_file_is_reported(path: Path) -> None:
     path.mkdir(parents=True)
     async with a_store(path) as store:
         assert "cannot be opened" in await trouble_with(store)
 
 
-async def test_it_is_removed_while_it_is_open(path: Path) -> None:
+async def test_a_folder_that_is_removed_while_open_is_noticed(path: Path) -> None:
     async with a_store(path) as store, a_store(path) as other:
         await store.claim(ME, copy())
         shutil.rmtree(path.parent)
@@ -327,7 +330,7 @@ async def test_it_is_removed_while_it_is_open(path: Path) -> None:
         assert isinstance(await again.claim(ME, copy()), Ended)
 
 
-async def test_only_the_file_is_removed_while_it_is_open(path: Path) -> None:
+async def test_a_file_that_is_removed_while_open_is_noticed(path: Path) -> None:
     async with a_store(path) as store:
         await store.claim(ME, copy())
         path.unlink()
@@ -337,7 +340,7 @@ async def test_only_the_file_is_removed_while_it_is_open(path: Path) -> None:
         assert isinstance(await again.claim(ME, copy()), Running)
 
 
-async def test_it_is_replaced_by_a_backup_while_it_is_open(path: Path) -> None:
+async def test_a_file_that_is_replaced_by_a_backup_while_open_is_noticed(path: Path) -> None:
     async with a_store(path) as store:
         await store.complete(ME, copy(), answered(), token=None)
     backup = path.with_suffix(".backup")
@@ -370,7 +373,8 @@ asyncio.run(main())
 """
 
 
-async def test_processes_that_start_at_once_share_a_file_that_is_new(path: Path) -> None:
+@pytest.mark.slow
+async def test_processes_that_start_at_the_same_time_share_a_new_file(path: Path) -> None:
     processes = [
         await asyncio.create_subprocess_exec(
             sys.executable, "-c", MANY, path, name, stdin=-1, stdout=-1, stderr=-1, cwd=HOUSE

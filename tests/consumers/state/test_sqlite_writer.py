@@ -1,5 +1,4 @@
-"""Writes that are committed together: each gets its own result, however many there are and whatever one of them
-does."""
+"""Writes that are committed together: each gets its own result, even if another one fails."""
 
 import asyncio
 from pathlib import Path
@@ -12,7 +11,7 @@ from consumers.state.sqlite.writer import TOGETHER_AT_MOST, Writer
 from tests.support.completions import ME, copy
 
 
-async def test_however_many_wait_each_is_done(tmp_path: Path) -> None:
+async def test_each_of_many_waiting_writes_is_done(tmp_path: Path) -> None:
     async with SqliteStore(tmp_path / "lane.sqlite", namespace="lane") as store:
         found = await asyncio.wait_for(
             asyncio.gather(*(store.find(Identity("", str(i))) for i in range(TOGETHER_AT_MOST + 50))), 10
@@ -20,7 +19,7 @@ async def test_however_many_wait_each_is_done(tmp_path: Path) -> None:
     assert found == [None] * (TOGETHER_AT_MOST + 50)
 
 
-async def test_what_no_store_could_keep_fails_alone(tmp_path: Path) -> None:
+async def test_a_write_that_cannot_be_stored_fails_alone(tmp_path: Path) -> None:
     async with SqliteStore(tmp_path / "lane.sqlite", namespace="lane") as store:
         before, wrong, after = await asyncio.gather(
             store.claim(ME, copy()), store.find(Identity("", "\ud800")), store.find(ME), return_exceptions=True
@@ -30,7 +29,7 @@ async def test_what_no_store_could_keep_fails_alone(tmp_path: Path) -> None:
     assert isinstance(after, Found)
 
 
-async def test_what_is_asked_for_in_one_turn_of_the_loop_is_one_transaction(tmp_path: Path) -> None:
+async def test_calls_of_one_turn_of_the_event_loop_share_a_transaction(tmp_path: Path) -> None:
     writer = Writer(tmp_path / "lane.sqlite", namespace="lane", spec=StoreSpec(), clock=Clock())
     writer.start()
     times = await asyncio.gather(*(writer.do(lambda _, at: at) for _ in range(50)))
@@ -38,7 +37,7 @@ async def test_what_is_asked_for_in_one_turn_of_the_loop_is_one_transaction(tmp_
     assert all(each is times[0] for each in times), "a transaction has one time"
 
 
-async def test_what_waits_is_done_before_the_end(tmp_path: Path) -> None:
+async def test_waiting_writes_are_done_before_the_writer_ends(tmp_path: Path) -> None:
     writer = Writer(tmp_path / "lane.sqlite", namespace="lane", spec=StoreSpec(), clock=Clock())
     writer.start()
     asked = [asyncio.ensure_future(writer.do(lambda _, at: at)) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""Processes of two versions of Lanekeeper share one Redis: neither stalls the other, and no grant is lost."""
+"""Processes of two versions of Lanekeeper share one Redis: neither blocks the other, and no grant is lost."""
 
 import asyncio
 import json
@@ -24,6 +24,8 @@ from lanekeeper.telemetry import signals
 from tests.support.budget import ACCOUNT, spec
 from tests.support.redis import RedisServer
 from tests.support.spender import BURST_S, PER_MINUTE
+
+pytestmark = pytest.mark.slow
 
 ONE = Amounts(1, 1, 1)
 LANES = ("critical", "normal", "batch")
@@ -96,7 +98,7 @@ async def test_what_another_version_has_learned_is_ignored_and_logged_once(
             await one_of_each_lane(ours)
     assert unreadable(logs) == 1  # type: ignore[arg-type]
 
-    ours.learn(ACCOUNT, answered(200))  # and it goes on learning
+    ours.learn(ACCOUNT, answered(200))  # and it keeps learning
     await one_of_each_lane(ours)
 
 
@@ -109,7 +111,7 @@ async def test_what_another_version_has_learned_is_ignored_and_logged_once(
         7,
     ],
 )
-async def test_an_account_that_is_kept_in_another_form_is_begun_anew_and_that_is_logged(
+async def test_an_account_stored_in_another_form_is_started_anew_and_logged(
     ours: Accounts[SharedTurns], client: RedisClient, namespace: str, kept: object
 ) -> None:
     await one_of_each_lane(ours)
@@ -121,7 +123,7 @@ async def test_an_account_that_is_kept_in_another_form_is_begun_anew_and_that_is
     assert unreadable(logs) == 1  # type: ignore[arg-type]
 
 
-async def test_an_account_that_is_damaged_is_begun_anew(
+async def test_a_damaged_account_is_started_anew(
     ours: Accounts[SharedTurns], client: RedisClient, namespace: str
 ) -> None:
     await one_of_each_lane(ours)
@@ -130,7 +132,7 @@ async def test_an_account_that_is_damaged_is_begun_anew(
     await one_of_each_lane(ours)
 
 
-async def test_two_versions_side_by_side_spend_one_budget_and_every_lane_of_both_goes_on(
+async def test_two_versions_side_by_side_share_one_budget_and_every_lane_of_both_continues(
     redis: RedisServer, namespace: str
 ) -> None:
     seconds = 5.0

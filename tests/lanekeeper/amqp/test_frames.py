@@ -18,6 +18,7 @@ from lanekeeper.amqp.driver import fields, frames
 from lanekeeper.amqp.driver.frames import HEADERS_BYTES, NESTED_LEVELS, message_of, properties_of, tolerate
 from lanekeeper.contract.messages import UNREADABLE, Message
 from lanekeeper.contract.names import Names
+from tests.support.examples import examples
 from topology.codec.headers import carried
 
 tolerate()
@@ -226,7 +227,7 @@ def test_a_value_without_an_amqp_type_is_refused(value: object) -> None:
 
 
 @given(kind=st.sampled_from([bytes([each]) for each in b"tbBsuIilLfdDT"]), data=st.binary(min_size=8, max_size=8))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_a_requesters_header_is_passed_on_with_the_same_bytes(kind: bytes, data: bytes) -> None:
     value = kind + data[: SIZES[kind]]
     nested_too = b"F" + table(b"\x01a" + value) + b"\x03sum" + value
@@ -272,7 +273,7 @@ texts = st.none() | st.text(max_size=60)
     timestamp_s=st.none() | st.integers(0, 2**32 - 1).map(float),
     persistent=st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_any_message_is_unchanged_after_writing_and_reading(**properties: Any) -> None:
     message = Message(body=b"{}", exchange="lane.requests", routing_key="critical.a.b", **properties)
     back = round_trip(message)
@@ -284,7 +285,7 @@ def test_any_message_is_unchanged_after_writing_and_reading(**properties: Any) -
 
 
 @given(flags=st.integers(0, 2**15 - 1).map(lambda bits: bits << 1), data=st.binary(max_size=400))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_any_property_bytes_become_a_message_that_can_be_published(flags: int, data: bytes) -> None:
     message = delivered(flags, data)
     ContentHeader(body_size=2, properties=properties_of(message)).marshal()
@@ -300,7 +301,7 @@ def test_any_property_bytes_become_a_message_that_can_be_published(flags: int, d
         max_size=4,
     )
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_any_table_that_is_read_can_be_written(fields: list[tuple[bytes, bytes, bytes]]) -> None:
     data = table(b"".join(short(name) + kind + value for name, kind, value in fields))
     message = delivered(HEADERS, data)

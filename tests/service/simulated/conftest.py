@@ -15,13 +15,13 @@ async def api() -> AsyncIterator[SimulatedAPI]:
 
 @pytest.fixture(scope="session")
 def tls() -> ssl.SSLContext:
-    """One for all clients: to make it costs more than most of these tests."""
+    """One TLS context for all clients, because making it takes longer than most of these tests."""
     return ssl.create_default_context()
 
 
 @pytest.fixture(params=["httpx2", "aiohttp"])
 async def sdk(request: pytest.FixtureRequest, api: SimulatedAPI, tls: ssl.SSLContext) -> AsyncIterator[AsyncAnthropic]:
-    """The vendor's client as it comes, over each of its transports."""
+    """The vendor's client with its defaults, over each of its transports."""
     make = DefaultAioHttpClient if request.param == "aiohttp" else DefaultAsyncHttpxClient
     async with AsyncAnthropic(
         api_key="a-key", base_url=api.base_url, max_retries=0, timeout=10, http_client=make(verify=tls)

@@ -25,7 +25,7 @@ async def http(api: SimulatedAPI) -> AsyncIterator[aiohttp.ClientSession]:
         yield session
 
 
-async def test_the_answer_echoes_the_question(sdk: AsyncAnthropic) -> None:
+async def test_the_answer_repeats_the_question(sdk: AsyncAnthropic) -> None:
     message = await sdk.messages.create(**body("what is your name?"))
 
     assert message.content[0].text == "echo: what is your name?"  # type: ignore[union-attr]
@@ -34,7 +34,7 @@ async def test_the_answer_echoes_the_question(sdk: AsyncAnthropic) -> None:
     assert message.usage.output_tokens > 0
 
 
-async def test_a_stream_gives_the_same_message_in_pieces(sdk: AsyncAnthropic) -> None:
+async def test_a_stream_gives_the_same_message_as_an_answer_without_streaming(sdk: AsyncAnthropic) -> None:
     asked = body("a question of several words", stream=True)
 
     events = [event async for event in await sdk.messages.create(**asked)]
@@ -48,14 +48,14 @@ async def test_a_stream_gives_the_same_message_in_pieces(sdk: AsyncAnthropic) ->
     assert message.content[0].text == "echo: a question of several words"  # type: ignore[union-attr]
 
 
-async def test_a_stream_has_pings(http: aiohttp.ClientSession) -> None:
+async def test_a_stream_contains_pings(http: aiohttp.ClientSession) -> None:
     async with http.post("/v1/messages", json=body(stream=True)) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         assert b'event: ping\ndata: {"type": "ping"}\n\n' in await answer.read()
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_tools_are_used_and_their_results_answered(sdk: AsyncAnthropic, streamed: bool) -> None:
+async def test_tools_are_called_and_their_results_are_answered(sdk: AsyncAnthropic, streamed: bool) -> None:
     tools = [{"name": "look_up", "input_schema": {"type": "object", "properties": {"query": {"type": "string"}}}}]
     first = body("the weather", tools=tools)
     message = await ask(sdk, first, streamed=streamed)
@@ -71,7 +71,7 @@ async def test_tools_are_used_and_their_results_answered(sdk: AsyncAnthropic, st
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_thinking_comes_first_and_is_signed(sdk: AsyncAnthropic, streamed: bool) -> None:
+async def test_thinking_comes_first_and_has_a_signature(sdk: AsyncAnthropic, streamed: bool) -> None:
     message = await ask(sdk, body("ponder", thinking={"type": "adaptive"}), streamed=streamed)
 
     thought, text = message.content
@@ -81,7 +81,9 @@ async def test_thinking_comes_first_and_is_signed(sdk: AsyncAnthropic, streamed:
     assert text.type == "text"
 
 
-async def test_length_comes_from_marker_option_and_max_tokens(sdk: AsyncAnthropic, api: SimulatedAPI) -> None:
+async def test_the_answers_length_follows_from_marker_option_and_max_tokens(
+    sdk: AsyncAnthropic, api: SimulatedAPI
+) -> None:
     assert (await sdk.messages.create(**body("[[tokens: 200]] hello"))).usage.output_tokens == 200
     api.configure(SimulatedOptions(output_tokens=50))
     assert (await sdk.messages.create(**body())).usage.output_tokens == 50
@@ -89,7 +91,7 @@ async def test_length_comes_from_marker_option_and_max_tokens(sdk: AsyncAnthropi
     assert (cut.usage.output_tokens, cut.stop_reason) == (10, "max_tokens")
 
 
-async def test_latency_holds_an_answer_and_spreads_a_stream(api: SimulatedAPI, sdk: AsyncAnthropic) -> None:
+async def test_latency_delays_an_answer_and_is_spread_over_a_stream(api: SimulatedAPI, sdk: AsyncAnthropic) -> None:
     api.configure(SimulatedOptions(latency_ms=120))
     started = time.monotonic()
     await sdk.messages.create(**body())
@@ -101,7 +103,7 @@ async def test_latency_holds_an_answer_and_spreads_a_stream(api: SimulatedAPI, s
     assert arrivals[-1] - arrivals[0] >= 0.06
 
 
-async def test_tokens_are_counted_and_models_listed(sdk: AsyncAnthropic) -> None:
+async def test_tokens_are_counted_and_models_are_listed(sdk: AsyncAnthropic) -> None:
     counted = await sdk.messages.count_tokens(model=MODEL, messages=[{"role": "user", "content": "hello"}])
     models = [model.id async for model in sdk.models.list()]
 
@@ -135,7 +137,7 @@ async def test_unknown_models_are_not_found_unless_allowed(sdk: AsyncAnthropic, 
         ({"model": 3}, "model"),
     ],
 )
-async def test_a_wrong_request_is_answered_400_by_name(
+async def test_an_invalid_request_is_answered_400_with_the_fields_name(
     http: aiohttp.ClientSession, wrong: dict[str, Any], told: str
 ) -> None:
     async with http.post("/v1/messages", json={**body(), **wrong}) as answer:
@@ -156,12 +158,12 @@ async def test_a_missing_field_is_answered_400(http: aiohttp.ClientSession, miss
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"\xff", b"[" * 100_000])
-async def test_what_is_no_json_object_is_answered_400(http: aiohttp.ClientSession, raw: bytes) -> None:
+async def test_a_body_that_is_no_json_object_is_answered_400(http: aiohttp.ClientSession, raw: bytes) -> None:
     async with http.post("/v1/messages", data=raw) as answer:
         assert answer.status == 400
 
 
-async def test_the_key_and_the_version_are_asked_for(api: SimulatedAPI) -> None:
+async def test_requests_without_key_or_version_are_refused(api: SimulatedAPI) -> None:
     version = {"anthropic-version": "2026-10-21"}
     cases = [
         ({**version}, 401),
@@ -185,7 +187,9 @@ async def test_a_body_that_is_too_large_is_answered_413(api: SimulatedAPI, http:
         assert (await answer.json())["error"]["type"] == "request_too_large"
 
 
-async def test_limits_are_told_in_every_answer_and_enforced_by_class(api: SimulatedAPI, sdk: AsyncAnthropic) -> None:
+async def test_limits_are_in_every_answer_and_enforced_for_each_class_of_models(
+    api: SimulatedAPI, sdk: AsyncAnthropic
+) -> None:
     api.configure(SimulatedOptions(requests_per_minute=2, input_tokens_per_minute=50_000))
     answer = await sdk.messages.with_raw_response.create(**body())
     assert answer.headers["anthropic-ratelimit-requests-remaining"] == "1"
@@ -213,7 +217,7 @@ async def test_calls_are_kept_and_counted(api: SimulatedAPI, sdk: AsyncAnthropic
         assert answer.status == 200
 
 
-async def test_what_is_kept_is_bounded() -> None:
+async def test_the_number_of_recorded_calls_is_limited() -> None:
     async with (
         SimulatedAPI(SimulatedOptions(keep_calls=5)) as api,
         aiohttp.ClientSession(api.base_url, headers=HEADERS) as http,
@@ -227,7 +231,7 @@ async def test_what_is_kept_is_bounded() -> None:
         assert len(api.calls[-1].prompt) == 200
 
 
-async def test_a_client_that_goes_away_ends_its_call(api: SimulatedAPI, sdk: AsyncAnthropic) -> None:
+async def test_a_call_ends_when_its_client_disconnects(api: SimulatedAPI, sdk: AsyncAnthropic) -> None:
     asking = asyncio.create_task(sdk.messages.create(**body("[[latency: 30s]]"), timeout=30))
     await api.until(lambda: api.running == 1)
     asking.cancel()
@@ -237,7 +241,7 @@ async def test_a_client_that_goes_away_ends_its_call(api: SimulatedAPI, sdk: Asy
     assert api.calls[0].outcome == "client_gone"
 
 
-async def test_it_stops_at_once_under_hanging_calls_and_starts_again_on_its_port(
+async def test_the_server_stops_at_once_despite_hanging_calls_and_can_start_again_on_its_port(
     api: SimulatedAPI, sdk: AsyncAnthropic
 ) -> None:
     asking = asyncio.create_task(sdk.messages.create(**body("[[fault: hang]]"), timeout=30))

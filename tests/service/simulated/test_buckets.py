@@ -36,7 +36,7 @@ def test_a_burst_of_one_second_enforces_sixty_a_minute_as_one_a_second() -> None
     assert bucket.wait_s(1) == pytest.approx(1.0)
 
 
-def test_a_call_beyond_the_limit_is_told_when_to_come_back() -> None:
+def test_a_call_beyond_the_limit_gets_a_retry_after() -> None:
     clock = Clock()
     few = limits(clock, requests=2)
     few.enter(10)
@@ -65,7 +65,7 @@ def test_a_refused_call_takes_nothing() -> None:
     assert few.input_tokens.level() == 10
 
 
-def test_input_is_settled_and_output_taken_at_the_end() -> None:
+def test_input_tokens_are_settled_and_output_tokens_taken_at_the_end() -> None:
     clock = Clock()
     some = limits(clock)
     some.enter(4000)
@@ -77,7 +77,7 @@ def test_input_is_settled_and_output_taken_at_the_end() -> None:
         some.enter(10)
 
 
-def test_headers_tell_the_tighter_limit_rounded_to_thousands() -> None:
+def test_headers_have_the_tighter_limit_rounded_to_thousands() -> None:
     clock = Clock()
     some = limits(clock)
     some.enter(12_345)

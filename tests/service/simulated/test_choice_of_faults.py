@@ -3,19 +3,19 @@ import pytest
 from service.simulated.faults import NO_SCRIPT, Fault, Faults, parse_fault, parse_script, parse_share
 
 
-def test_a_fault_is_read_with_its_parameters() -> None:
+def test_a_fault_is_parsed_with_its_parameters() -> None:
     assert parse_fault("stall delay=250ms x3") == Fault(name="stall", delay_s=0.25, times=3)
     assert parse_fault("rate_limited retry_after=2 x1") == Fault(name="rate_limited", retry_after="2", times=1)
     assert parse_fault("reset at=middle") == Fault(name="reset", at="middle")
 
 
 @pytest.mark.parametrize("text", ["", "nothing", "reset at=end", "overloaded x0", "stall delay=2", "cut depth=3"])
-def test_a_fault_that_is_not_so_is_refused_by_name(text: str) -> None:
+def test_a_malformed_fault_is_refused_by_name(text: str) -> None:
     with pytest.raises(ValueError):
         parse_fault(text)
 
 
-def test_a_ratio_is_read_from_its_last_equals_sign() -> None:
+def test_the_share_of_a_fault_is_parsed_after_the_last_equals_sign() -> None:
     assert parse_share("overloaded=0.3") == ("overloaded", 0.3)
     assert parse_share("rate_limited retry_after=2=0.1") == ("rate_limited retry_after=2", 0.1)
 
@@ -23,12 +23,12 @@ def test_a_ratio_is_read_from_its_last_equals_sign() -> None:
 @pytest.mark.parametrize(
     "text", ["overloaded=often", "overloaded=2", "overloaded=nan", "overloaded", "=0.5", "nonsense=0.5"]
 )
-def test_a_share_that_is_none_is_refused(text: str) -> None:
+def test_an_invalid_share_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"is not NAME=SHARE with a share from 0 to 1|no fault"):
         parse_share(text)
 
 
-def test_a_script_holds_faults_latency_and_length() -> None:
+def test_a_script_may_contain_faults_latency_and_length() -> None:
     script = parse_script("a [[fault: cut x1]] b [[ latency: 1s ]] c [[tokens:20]]")
 
     assert script.faults == (Fault(name="cut", times=1),)
@@ -36,7 +36,7 @@ def test_a_script_holds_faults_latency_and_length() -> None:
     assert parse_script("no markers [here]") is NO_SCRIPT
 
 
-def test_the_same_seed_meets_the_same_faults_in_their_shares() -> None:
+def test_the_same_seed_gives_the_same_faults_in_the_given_shares() -> None:
     def names(seed: int) -> list[str]:
         faults = Faults({"overloaded": 0.2, "reset": 0.1}, seed=seed)
         chosen = [faults.choose(NO_SCRIPT, "") for _ in range(2000)]
@@ -49,12 +49,12 @@ def test_the_same_seed_meets_the_same_faults_in_their_shares() -> None:
     assert 0.07 < first.count("reset") / 2000 < 0.13
 
 
-def test_shares_beyond_one_are_refused() -> None:
+def test_shares_above_one_in_total_are_refused() -> None:
     with pytest.raises(ValueError, match="1 at most together"):
         Faults({"overloaded": 0.7, "reset": 0.6}, seed=0)
 
 
-def test_prompts_are_not_counted_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_counted_prompts_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("service.simulated.faults._PROMPTS_COUNTED", 10)
     faults = Faults({}, seed=0)
     script = parse_script("[[fault: overloaded x1]]")

@@ -1,4 +1,4 @@
-"""Every fault as the vendor's own client meets it: the exception's class, status and headers."""
+"""Every fault as the vendor's own client sees it: the exception's class, status and headers."""
 
 import json
 from typing import Any
@@ -67,7 +67,7 @@ STREAMED: dict[str, tuple[type[Exception], ...]] = {
 }
 SLOW = frozenset({"hang", "slow_first_byte", "stall", "drip"})
 SILENT = {"cut": True, "unfinished": True, "not_a_message": False}
-"""Faults that the vendor's client takes for an answer; the value: also where it streams."""
+"""Faults that the vendor's client accepts as an answer; the value: also when streaming."""
 
 
 async def ask(sdk: AsyncAnthropic, prompt: str, *, streamed: bool, **more: Any) -> anthropic.types.Message:
@@ -84,7 +84,7 @@ async def ask(sdk: AsyncAnthropic, prompt: str, *, streamed: bool, **more: Any) 
 
 
 def impatient(sdk: AsyncAnthropic, fault: str) -> AsyncAnthropic:
-    """Gives up after 0.3 s of silence, where silence is the fault."""
+    """A client that gives up after 0.3 s of silence, for faults that are silent."""
     return sdk.with_options(timeout=0.3) if fault in SLOW else sdk
 
 
@@ -111,14 +111,14 @@ async def test_an_error_answer_raises_the_class_of_its_status_and_code(
 
 
 @pytest.mark.parametrize(("fault", "told"), RETRY_AFTER.items())
-async def test_retry_after_is_told_as_asked(sdk: AsyncAnthropic, fault: str, told: str | None) -> None:
+async def test_retry_after_is_sent_as_requested(sdk: AsyncAnthropic, fault: str, told: str | None) -> None:
     with pytest.raises(anthropic.APIStatusError) as caught:
         await ask(sdk, f"[[fault: {fault}]]", streamed=False)
 
     assert caught.value.response.headers.get("retry-after") == told
 
 
-async def test_the_usage_limit_is_told_by_its_text_alone(sdk: AsyncAnthropic) -> None:
+async def test_the_usage_limit_differs_only_by_its_text(sdk: AsyncAnthropic) -> None:
     with pytest.raises(anthropic.BadRequestError) as caught:
         await ask(sdk, "[[fault: usage_limit]]", streamed=False)
 
@@ -126,7 +126,7 @@ async def test_the_usage_limit_is_told_by_its_text_alone(sdk: AsyncAnthropic) ->
 
 
 @pytest.mark.parametrize("fault", AT_ONCE)
-async def test_a_broken_answer_that_is_not_streamed_raises(api: SimulatedAPI, sdk: AsyncAnthropic, fault: str) -> None:
+async def test_a_broken_answer_without_streaming_raises(api: SimulatedAPI, sdk: AsyncAnthropic, fault: str) -> None:
     with pytest.raises(AT_ONCE[fault]):
         await ask(impatient(sdk, fault), f"[[fault: {fault}]]", streamed=False)
 
@@ -144,7 +144,7 @@ async def test_a_broken_stream_raises(api: SimulatedAPI, sdk: AsyncAnthropic, fa
 
 
 @pytest.mark.parametrize(("fault", "streamed"), [(fault, False) for fault in ("unfinished", "not_a_message")])
-async def test_what_is_no_whole_message_passes_the_client_in_silence(
+async def test_an_incomplete_message_raises_nothing_in_the_vendors_client(
     sdk: AsyncAnthropic, fault: str, streamed: bool
 ) -> None:
     message = await ask(sdk, f"[[fault: {fault}]]", streamed=streamed)
@@ -153,7 +153,7 @@ async def test_what_is_no_whole_message_passes_the_client_in_silence(
 
 
 @pytest.mark.parametrize("fault", [fault for fault, also_streamed in SILENT.items() if also_streamed])
-async def test_a_stream_without_its_end_passes_the_client_in_silence(sdk: AsyncAnthropic, fault: str) -> None:
+async def test_a_stream_without_its_end_raises_nothing_in_the_vendors_client(sdk: AsyncAnthropic, fault: str) -> None:
     message = await ask(sdk, f"[[fault: {fault}]]", streamed=True)
 
     assert message.stop_reason is None
@@ -167,14 +167,14 @@ async def test_an_error_in_the_middle_of_a_stream_has_status_200_and_its_type(sd
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_slow_and_stalled_answers_come_in_the_end(sdk: AsyncAnthropic, streamed: bool) -> None:
+async def test_slow_and_stalled_answers_arrive_in_the_end(sdk: AsyncAnthropic, streamed: bool) -> None:
     for fault in ("slow_first_byte delay=20ms", "stall delay=20ms", "drip delay=0ms"):
         message = await ask(sdk, f"[[fault: {fault}]]", streamed=streamed)
 
         assert message.stop_reason == "end_turn"
 
 
-async def test_a_counted_fault_hits_the_first_calls_of_a_prompt_only(api: SimulatedAPI, sdk: AsyncAnthropic) -> None:
+async def test_a_counted_fault_affects_only_the_first_calls_of_a_prompt(api: SimulatedAPI, sdk: AsyncAnthropic) -> None:
     prompt = "[[fault: overloaded x2]] [[fault: reset x1]] counted"
 
     for expected in (anthropic.OverloadedError, anthropic.OverloadedError, anthropic.APIConnectionError):
@@ -187,7 +187,7 @@ async def test_a_counted_fault_hits_the_first_calls_of_a_prompt_only(api: Simula
     assert [call.outcome for call in api.calls] == ["overloaded", "overloaded", "reset", "ok", "overloaded"]
 
 
-async def test_a_marker_that_cannot_be_read_is_answered_400(sdk: AsyncAnthropic) -> None:
+async def test_an_unreadable_marker_is_answered_400(sdk: AsyncAnthropic) -> None:
     for marker in ("[[fault: overloded]]", "[[fault: overloaded 2]]", "[[latency: soon]]", "[[tokens: many]]"):
         with pytest.raises(anthropic.BadRequestError, match="marker in the prompt"):
             await ask(sdk, marker, streamed=False)

@@ -71,6 +71,7 @@ def test_a_number_with_too_many_digits_is_refused_with_the_limit() -> None:
     assert excess(array(DIGITS + 100), values=100) == f"a number of more than {DIGITS} digits"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nasty", REQUESTS.values(), ids=REQUESTS)
 def test_no_step_of_reading_a_request_blocks_the_loop_for_long(nasty: Nasty) -> None:
     message = Message(
