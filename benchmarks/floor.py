@@ -7,6 +7,7 @@ What a request costs elsewhere is told as a ratio to it, in one run, in turns:
 """
 
 import asyncio
+import os
 import sys
 
 import aio_pika
@@ -15,31 +16,41 @@ from aio_pika.abc import AbstractIncomingMessage
 from suite.sdk import Calling
 
 
-async def work(amqp_url: str, queue_name: str, slots: int, base_url: str) -> None:
-    call = Calling(base_url)
-    connection = await aio_pika.connect_robust(amqp_url)
+async def work() -> None:
+    call = Calling(os.environ["BENCH_BASE_URL"])
+    connection = await aio_pika.connect_robust(os.environ["BENCH_AMQP_URL"])
     channel = await connection.channel(publisher_confirms=True)
-    await channel.set_qos(prefetch_count=slots)
+    await channel.set_qos(prefetch_count=int(os.environ["BENCH_SLOTS"]))
 
-    async def answer(request: AbstractIncomingMessage) -> None:
-        reply = aio_pika.Message(
-            await call(request.body),
+    async def reply(request: AbstractIncomingMessage, body: bytes, *, persistent: bool = True) -> None:
+        message = aio_pika.Message(
+            body,
             content_type="application/json",
             correlation_id=request.correlation_id,
-            delivery_mode=aio_pika.DeliveryMode.PERSISTENT,
+            delivery_mode=aio_pika.DeliveryMode.PERSISTENT if persistent else aio_pika.DeliveryMode.NOT_PERSISTENT,
         )
-        await channel.default_exchange.publish(reply, routing_key=request.reply_to or "")
+        await channel.default_exchange.publish(message, routing_key=request.reply_to or "")
+
+    async def answer(request: AbstractIncomingMessage) -> None:
+        if request.headers.get("x-lane-stream"):
+            parts = []
+            async for part in call.parts(request.body):
+                await reply(request, part, persistent=False)
+                parts.append(part)
+            await reply(request, b"".join(parts))
+        else:
+            await reply(request, await call(request.body))
         await request.ack()
 
-    queue = await channel.get_queue(queue_name)
+    queue = await channel.get_queue("bench.floor")
     await queue.consume(answer)
     await asyncio.Event().wait()
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["work"]:
-        uvloop.run(work(sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5]))
+    if sys.argv[1:] == ["work"]:
+        uvloop.run(work())
     else:
-        from suite.paired import main
+        from bench import floor_and_ours
 
-        main(__doc__)
+        floor_and_ours(__doc__)

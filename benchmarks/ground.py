@@ -1,11 +1,10 @@
-"""What benchmarks stand on: a broker, a Redis, a provider that answers at once in a process of its own, settings."""
+"""What benchmarks stand on: a broker, a Redis, settings."""
 
 import asyncio
 import atexit
 import logging
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,7 +12,6 @@ from typing import Any
 
 import structlog
 
-from consumers.providers.anthropic import AnthropicProvider
 from service.config.loading import load_settings
 from service.config.settings import Settings
 from service.private_broker.broker import private_broker
@@ -32,21 +30,6 @@ async def broker() -> AsyncIterator[str]:
         return
     async with private_broker() as made:
         yield made.amqp_url
-
-
-@asynccontextmanager
-async def provider(*options: str) -> AsyncIterator[str]:
-    """The base URL of `lanekeeper simulate` with these options."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "service.cli.main", "simulate", "--port", "0", *options, stdout=asyncio.subprocess.PIPE
-    )
-    try:
-        assert process.stdout is not None
-        line = (await process.stdout.readline()).decode()
-        yield next(word.rstrip(",;") for word in line.split() if word.startswith("http://"))
-    finally:
-        process.terminate()
-        await process.wait()
 
 
 @asynccontextmanager
@@ -77,8 +60,3 @@ def settings(url: str, base_url: str, **options: Any) -> Settings:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     made = load_settings(environ={"LANEKEEPER_AMQP_URL": url}, store_url=f"sqlite:///{folder}/store.sqlite", **options)
     return made.answered_by(base_url, key="benchmark")
-
-
-def adapter(base_url: str) -> AnthropicProvider:
-    """The adapter by itself: the same form of SDK call that a worker makes."""
-    return AnthropicProvider.at(base_url, api_key="benchmark", traceparent=lambda: None)

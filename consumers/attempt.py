@@ -81,7 +81,7 @@ class Attempts:
         parts = self._replies.parts(job) if asked.request.stream else None
         try:
             async with job.interruptible(min(left_s, ATTEMPT_WITHIN_S)):
-                await self._pausing.opened()  # ask for no answer that could not be sent
+                await self._pausing.opened()  # make no call whose answer could not be sent
                 began_s = clock()
                 answer = await self._ask(job, asked, parts)
                 _ran(job, clock() - began_s, usage=counted(answer.usage), cost_usd=answer.cost_usd)
@@ -136,7 +136,7 @@ class Attempts:
         raise failed[1]
 
     async def _enter(self, job: Job, asked: Asked, route: Route, error: ProviderError | None) -> Pass | None:
-        """Get the breaker's permission and budget of the route's account; None if either is not available now."""
+        """Ask the breaker for permission and reserve budget of the route's account; None if either is refused now."""
         clock = asyncio.get_running_loop().time
         entered = await self._breakers.enter(route, clock(), request=job.id)
         if entered is None:
@@ -165,7 +165,7 @@ class Attempts:
         except ProviderError as error:
             self._tell(job, await self._breakers.failed(entered, error, clock(), timeout_s=timeout_s))
             raise
-        except BaseException:  # cancelled, or a fault of ours
+        except BaseException:  # cancelled, or an internal error
             if parts is None and clock() >= until_s - DEADLINE_ABOUT_S:
                 self._tell(job, await self._breakers.failed(entered, LATE, clock(), timeout_s=clock() - began_s))
             else:

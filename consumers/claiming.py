@@ -80,7 +80,7 @@ class Claiming:
     async def claim(self, job: Job) -> Granted | Running | Ended | Conflict:
         """Ask for the claim of a job's request. Raises StoreUnavailable after `CLAIM_WITHIN_S`.
 
-        If this is cancelled, a granted claim is given back, because a holder that never lets go counts as dead.
+        If this is cancelled, a granted claim is given back: a holder that never releases its claim counts as dead.
         """
         asking = self._background.begin(self._ask(job), name=f"claim {job.id}")
         self._asking[asking] = job.identity
@@ -98,7 +98,7 @@ class Claiming:
         """Give a claim back: the request waits for its next delivery, at `due_ms` if that is known. If the store cannot
         be told, the claim ends with its lease.
 
-        If this is cancelled, it goes on in the background, because a holder that never lets go counts as dead.
+        If this is cancelled, it continues in the background: a holder that never releases its claim counts as dead.
         """
         if job.claim is None:
             return
@@ -151,7 +151,8 @@ class Claiming:
                 await self._store.release(held, attempts=attempts, due_ms=due_ms)
 
     async def complete(self, job: Job, completion: Completion) -> Completion | None:
-        """Store how it ended. Return the completion that holds; None if another delivery of it is being worked on.
+        """Store how the request ended. Return the completion that is valid; None if another delivery of it is being
+        worked on.
 
         Raises StoreUnavailable after `STORE_WITHIN_S`. If this is cancelled, it goes on in the background: the answer
         is paid for, and if the delivery was lost, its redelivery gets this answer.

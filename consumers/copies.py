@@ -18,7 +18,7 @@ from topology.delays import Hop
 
 
 def on_its_round(job: Job, way: Hop, past: HopHeaders, *, now_ms: int, names: Names) -> Message:
-    """The message that goes through a delay to its due queue. `past`: what else to tell the next worker."""
+    """The message that goes through a delay to its due queue. `past`: further headers for the next worker."""
     told = replace(past, hop_ms=now_ms, back_ms=now_ms + way.delay_ms)
     return _copy(job, {**_told(job, told), **way.headers}, names=names)
 
@@ -59,7 +59,7 @@ def dead_letter(job: Job, code: str, detail: str, *, ended_ms: int, names: Names
 
 
 def _told(job: Job, hop: HopHeaders) -> dict[str, Any]:
-    """The headers for the next worker: `hop`, and what is always told."""
+    """The headers for the next worker: those of `hop`, and those that are always sent."""
     told = replace(
         hop,
         first_seen_ms=job.hop.first_seen_ms or job.published.ms or job.taken_ms,

@@ -13,7 +13,7 @@ NAMES = frozenset(
 )
 EXIT_CODE = 86
 SOON_S = 0.0005
-"""By then the frames are written, but mostly not confirmed yet."""
+"""After this time the frames are usually written, but not confirmed yet."""
 
 
 class Failpoints:

@@ -138,7 +138,7 @@ class ProviderError(LanekeeperError):
 
     @property
     def paid(self) -> Paid:
-        """As its row says; unknown if an answer had begun."""
+        """What was paid, by its row in the table; unknown if an answer had begun."""
         return Paid.UNKNOWN if self.had_begun else self.means.paid
 
     @property

@@ -41,7 +41,7 @@ class Fallen:
             lane = self._lane_by_name.get(message.routing_key.split(".", 1)[0])
         job = Job(delivery, lane=lane, trusted=trusted, taken_ms=self._now_ms(), speakers=self._speakers)
         if dead_lettered and _death(delivery).get("reason") == "delivery_limit":
-            job.hop = replace(job.hop, redelivered=True)  # it has killed the workers that still hold its claim
+            job.hop = replace(job.hop, redelivered=True)  # the workers that hold its claim have died
         return job
 
     async def handle(self, job: Job) -> Outcome:

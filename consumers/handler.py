@@ -34,7 +34,7 @@ class Handler:
         values: int = bounds.VALUES,
         needs_user_id: bool = False,
     ) -> None:
-        """`needs_user_id`: refuse a request without `user_id`, because nobody can tell whose it is."""
+        """`needs_user_id`: refuse requests without `user_id`, whose owner is unknown."""
         self._gates = gates
         self._reading = reading
         self._values = values

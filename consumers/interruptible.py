@@ -8,7 +8,7 @@ from consumers.state.base import Stop
 
 
 class Waiter(Protocol):
-    """What is needed of a job."""
+    """The part of a job that an interruptible wait uses."""
 
     stopped: Stop | None
     waiting: "Interruptible | None"
@@ -37,7 +37,7 @@ class Interruptible:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        self._job.waiting = None  # from here on `Job.stop` has nothing to end
+        self._job.waiting = None  # from here on `Job.stop` has no wait to end
         try:
             await self._limit.__aexit__(kind, error, trace)
         except TimeoutError:
@@ -46,7 +46,7 @@ class Interruptible:
 
     @property
     def until_s(self) -> float | None:
-        """When the time is over, by the event loop's clock; None: never."""
+        """The end of the time limit, by the event loop's clock; None: no limit."""
         return self._limit.when()
 
     def end(self) -> None:
@@ -55,6 +55,6 @@ class Interruptible:
             self._limit.reschedule(asyncio.get_running_loop().time())
 
     def bound(self, until_s: float | None) -> None:
-        """Set another end, unless it has ended."""
+        """Set another time limit, unless the wait has ended."""
         if self._job.stopped is None and not self._limit.expired():
             self._limit.reschedule(until_s)

@@ -1,4 +1,4 @@
-"""A job is one delivery that is being worked on; what came of it is an outcome (`outcomes.py`)."""
+"""A job is one delivery that is being worked on; its result is an outcome (`outcomes.py`)."""
 
 import os
 import time
@@ -126,7 +126,7 @@ class Job:
         """Its present wait that `stop` can end; None: there is none."""
 
     def stop(self, why: Stop) -> None:
-        """End its present wait now, and each later one when it begins."""
+        """Tell the job to stop: end its current wait now, and each later one as soon as it begins."""
         self.stopped = why
         if self.waiting is not None:
             self.waiting.end()
@@ -160,7 +160,7 @@ class Job:
 
     @property
     def is_fresh(self) -> bool:
-        """It comes from its publisher, not from a delay. It may have been set aside since."""
+        """It comes from its publisher, not from a delay. It may have been set aside."""
         return not self.trusted or self.hop.is_fresh
 
     @property
@@ -169,7 +169,7 @@ class Job:
         return self.redelivered or not self.is_fresh
 
     def copy(self) -> Copy:
-        """What the store compares about this message."""
+        """The properties of this message that the store compares."""
         if self._copy is not None:
             return self._copy
         message = self.message
@@ -222,7 +222,7 @@ class Job:
 
     @property
     def published(self) -> Published:
-        """When it was published, as far as is known. Also for a message that is no valid request."""
+        """When it was published, if known. Works for invalid requests too."""
         if self.asked is not None:
             return Published(self.asked.request.sent_ms, self.asked.request.sent_by)
         return published(self.message, self.hop, now_ms=self.taken_ms)

@@ -106,8 +106,8 @@ class Pool:
     def give_back_waiting(self) -> None:
         """After `stop`: return to the broker, from now on, every delivery whose call has not begun.
 
-        A job that gets its turn at this moment is cancelled before its call, and gives back what it was granted.
-        """
+        A job whose wait for the budget ends at this moment is cancelled before its call, and gives its reservation
+        back."""
         self._gives_back = True
         for task, job in self._undecided.items():
             if job.attempted is None:
@@ -166,7 +166,7 @@ class Pool:
             self._in_hand -= 1
 
     async def _job(self, delivery: Delivery) -> Job | None:
-        """The job of a delivery; None if it cannot be read: such a message must not end the lane for all others."""
+        """The job of a delivery; None if it cannot be read: one such message must not stop the whole lane."""
         try:
             return self._job_of(delivery)
         except Exception:
@@ -190,7 +190,7 @@ class Pool:
         except BrokerError as error:
             log.error(signals.HANDLER_FAILED, where="set aside", error=str(error))
             await self._settler.nack_later(job.delivery)
-        except Exception:  # one request that cannot be moved must not end the lane for all others
+        except Exception:  # one request that cannot be moved must not stop the whole lane
             log.exception(signals.HANDLER_FAILED, where="set aside")
             await self._settler.reject_later(job.delivery)
 
@@ -218,7 +218,7 @@ class Pool:
         except StoreUnavailable as away:
             log.error(signals.HANDLER_FAILED, where="store", error=str(away))
             await self._settler.nack_later(delivery)
-        except Exception:  # one request that cannot even be buried must not end the lane for all others
+        except Exception:  # one request that cannot even be dead-lettered must not stop the whole lane
             log.exception(signals.HANDLER_FAILED, where="settle")
             await self._settler.reject_later(delivery)
         finally:
@@ -279,10 +279,10 @@ class Pool:
             self._tracing.passed(each.name, start_ns=each.start_ns, end_ns=each.end_ns)
 
     async def _outcome(self, job: Job) -> Outcome:
-        """The outcome of the handler. An unforeseen error is a fault of ours and buries the request."""
+        """The outcome of the handler. An unexpected exception is an internal error, and dead-letters the request."""
         try:
             return await self._handle(job)
-        except StoreUnavailable:  # nothing may be done without a claim
+        except StoreUnavailable:  # without a claim the request may not be worked on
             raise
         except Exception as error:
             log.exception(signals.HANDLER_FAILED, where="handle")

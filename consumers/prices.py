@@ -45,7 +45,7 @@ DEFAULTS: Final[Mapping[str, Price]] = MappingProxyType(
         "claude-opus-5": Price(5, 25),
         "claude-sonnet-5-5": Price(2, 10, 0.20, 2.50),
         "claude-sonnet-5": Price(2, 10, 0.20, 2.50),
-        "claude-haiku-5-5": Price(0.10, 0.50),  # listed as "from" this; its tiers were not seen
+        "claude-haiku-5-5": Price(0.10, 0.50),  # the list says "from" this price; further tiers are unknown
         "claude-haiku-4-5": Price(1, 5),
     }
 )

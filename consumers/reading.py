@@ -24,7 +24,8 @@ _ENDED: Final = ""
 
 
 class Reading:
-    """The turns of all that parse in this process. The lowest `rank` goes first: the lane's urgency, then the size."""
+    """The order in which bodies are parsed in this process. The lowest `rank` goes first: the lane's urgency, then the
+    size."""
 
     def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -35,7 +36,7 @@ class Reading:
         self._numbers = count()
 
     async def turn(self, work: Callable[[], T], *, rank: tuple[int, int]) -> T:
-        """Do `work` in its turn: at once while the allowance lasts, or if it is tiny."""
+        """Do `work` when its turn comes; at once while the allowance lasts, or if the body is tiny."""
         if rank[1] <= TINY_BYTES:
             return work()
         if self._is_taken:
@@ -52,7 +53,7 @@ class Reading:
             self._pass_on(began_s, self._clock())
 
     async def excess(self, raw: bytes, *, values: int, rank: tuple[int, int]) -> str | None:
-        """As `bounds.excess`, in as many turns as it takes."""
+        """The result of `bounds.excess`, computed in several turns if the body is large."""
         steps = bounds.measured(raw, values=values)
         while True:
             found = await self.turn(lambda: next(steps, _ENDED), rank=rank)
@@ -78,7 +79,7 @@ class Reading:
             asyncio.get_running_loop().call_later(max(0.0, -self._left_s), self._next)
 
     def _next(self) -> None:
-        """Give the turn to the first that waits."""
+        """Let the first waiting body be parsed."""
         self._is_taken = False
         while self._waiting:
             *_, turn = heappop(self._waiting)

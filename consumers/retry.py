@@ -14,7 +14,7 @@ JITTER = 0.5
 back together. With pauses from zero on (full jitter) four attempts were over in 0.8 to 2.7 s."""
 LEAST_FACTOR = 2.0
 MOST_OF_WHAT_IS_LEFT = 0.5
-"""A step is at most this part of the time until the deadline: the rest is for the attempt, and for another one."""
+"""A step is at most this part of the time until the deadline. The rest is left for the attempt, and for another one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ def decide(
     """What becomes of a request whose attempt failed.
 
     `attempts`: made so far, this one included. `left_ms`: until its deadline; no delay begins that would end after it.
-    `has_other`: another account may be asked next time, so the wait that this one told does not matter.
+    `has_other`: another account can be called next time, so the `retry-after` of this one does not matter.
     """
     match error.means.retry:
         case Retry.REJECTED:
@@ -108,7 +108,7 @@ def _factor(total: float, count: int) -> float:
 
     if count < 2 or is_enough(LEAST_FACTOR):
         return LEAST_FACTOR
-    low, high = LEAST_FACTOR, math.pow(total, 1 / (count - 1))  # here the last term alone reaches the total
+    low, high = LEAST_FACTOR, math.pow(total, 1 / (count - 1))  # with this factor the last term alone reaches the total
     for _ in range(40):
         middle = (low + high) / 2
         low, high = (low, middle) if is_enough(middle) else (middle, high)

@@ -46,7 +46,7 @@ log = logs.logger()
 
 
 class Settler:
-    """Carries out an outcome."""
+    """Carries out the outcome of a delivery."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class Settler:
             )
 
     async def _sendable(self, outcome: Outcome) -> Outcome:
-        """Replace an answer that is too large to be sent, before it is stored."""
+        """Replace an answer that is too large to be sent by an error, before it is stored."""
         if not isinstance(outcome, Answered):
             return outcome
         limit: int | None = self._answer_bytes
@@ -169,7 +169,7 @@ class Settler:
         if holds is None:
             return Deferred(delay_ms=TAKEN_OVER_WAIT_MS, reason="running elsewhere", due_ms=job.hop.due_ms)
         if holds.ended_ms != completion.ended_ms or holds.body != completion.body:
-            # a request that was delivered before may have been stored and never parked
+            # an earlier delivery of the request may have stored this outcome and died before parking it
             came_before = job.came_before or job.message.exchange == self._names.fallen
             return Replayed(completion=holds, buries=came_before or isinstance(outcome, Buried))
         return outcome
@@ -260,7 +260,7 @@ class Settler:
         self._failpoints.reach_soon("after_publish")
         try:
             await self._publisher.publish_surely(letter, exchange=self._names.dead, routing_key=job.routing_key)
-        except MessageTooLarge as error:  # the broker's limit was lowered since: keep the letter without its body
+        except MessageTooLarge as error:  # the broker's limit has been lowered: park the request without its body
             log.error(signals.DEAD_LETTER_CUT, size=error.size, limit=error.limit)
             letter.body = b""
             await self._publisher.publish_surely(letter, exchange=self._names.dead, routing_key=job.routing_key)
@@ -288,7 +288,7 @@ class Settler:
                 log.info(signals.REQUEST_REFUSED, code=problem.code, reason="")
                 self._lifecycle.tell(job, problem.code)
             case Replayed(retold=True):
-                pass  # this was reported when it ended
+                pass  # the events were sent when it ended
             case Replayed(completion=completion):
                 log.debug(signals.REQUEST_REPLAYED, code=completion.code)
                 never_told = completion.code == "cancelled" and not job.attempts

@@ -24,7 +24,7 @@ class Share:
         self._left: dict[str, tuple[float, float]] = {}
 
     def take(self, name: str, amount: float = 1) -> bool:
-        """Whether that much of a name's share is left; if so, it is used."""
+        """Use that much of a name's share; False if too little is left."""
         now_s = self._clock()
         left, at_s = self._left.pop(name, (self._at_once, now_s))
         left = min(self._at_once, left + (now_s - at_s) * self._per_s)
@@ -36,7 +36,7 @@ class Share:
 
 
 class Seldom:
-    """Counts what may come by the thousand, so that it is logged once a minute for each name, not each time."""
+    """Counts frequent incidents, which are logged once a minute for each name, not each time."""
 
     def __init__(self, *, clock: Clock = time.monotonic) -> None:
         self._clock = clock

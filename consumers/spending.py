@@ -3,9 +3,8 @@
 Caps are kept in the store, so that all processes share them: an estimate is taken before a call and corrected after it.
 The totals of what was used, capped or not, are those of this process.
 
-Taking and correcting are tasks of their own. If a request is cancelled, what was taken for it is given back. No answer
-waits for a correction, or is lost with it.
-"""
+Taking and correcting run in separate tasks. If a request is cancelled, what was taken for it is given back. An answer
+does not wait for its correction, and is not lost if that fails."""
 
 import asyncio
 from collections import OrderedDict
@@ -30,7 +29,7 @@ log = logs.logger()
 
 
 class Spent(NamedTuple):
-    """What was used, by one request or in all."""
+    """Amounts used, by one request or in total."""
 
     requests: float = 0.0
     tokens: float = 0.0
@@ -95,7 +94,7 @@ class Over:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """What was taken of the caps for one request."""
+    """The amounts taken from the caps for one request."""
 
     bounds: tuple[Bound, ...]
     spent: Spent
@@ -128,7 +127,8 @@ class Spending:
             raise
 
     def correct(self, hold: Hold, used: Spent) -> None:
-        """After the call. The estimate stays counted if the store is away, or if its day is over."""
+        """Replace the estimate by what the call used. If the store is unavailable or the day is over, the estimate
+        stays counted."""
         self._background.begin(self._correct(hold, used), name="caps")
 
     async def finish(self, *, within_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Looks after the store: checks that it can be written, and removes what was kept long enough."""
+"""Maintains the store: checks that it can be written, and removes results whose keeping time is over."""
 
 import asyncio
 import random
@@ -9,10 +9,10 @@ from lanekeeper.telemetry import logs, signals
 
 PROBE_EVERY_S = 5.0
 PROBE_AGAIN_S = 0.5
-"""While the store is in trouble. No request is taken meanwhile, so nothing else would find out that it is well."""
+"""How often an unavailable store is checked. No request is taken meanwhile, so nothing else would notice its return."""
 SWEEP_EVERY_S = 60.0
 STEP_PAUSE_S = 0.05
-"""Between two steps of a sweep, so that others can write."""
+"""The pause between two steps of a sweep, so that other writes go on."""
 LEASE = "sweep"
 log = logs.logger()
 

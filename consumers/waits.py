@@ -20,7 +20,7 @@ SHORTEST_TURN_NS: Final = 5 * MS
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """One stretch of time, and the name of its span; ns since 1970."""
+    """One wait: the name of its span, and its beginning and end in ns since 1970."""
 
     name: str
     start_ns: int
@@ -28,7 +28,7 @@ class Wait:
 
 
 def before(job: Job, taken_ns: int) -> Iterator[Wait]:
-    """From publishing, or from the last worker, until this delivery was taken."""
+    """The waits between publishing, or the last worker, and this delivery."""
     queue, hop = job.delivery.queue, job.hop
     if hop.hop_ms is not None and hop.back_ms is not None:
         back_ns = min(hop.back_ms * MS, taken_ns)
@@ -41,7 +41,7 @@ def before(job: Job, taken_ns: int) -> Iterator[Wait]:
 
 
 def turn(job: Job, taken_ns: int) -> Iterator[Wait]:
-    """From when it was taken until its call began."""
+    """The wait between the delivery and the beginning of its call."""
     if job.attempted is not None and job.attempted.started_ms * MS - taken_ns >= SHORTEST_TURN_NS:
         yield Wait(f"{signals.WAIT} {signals.TURN}", taken_ns, job.attempted.started_ms * MS)
 

@@ -4,10 +4,10 @@ broker        the broker that tests share: LANEKEEPER_AMQP_URL, else one that is
 vhost         a virtual host of the test's own on it
 own_broker    a broker of the test's own, which it may kill and start again
 
-With `--every-version`, as `./dev test` does it, tests in tests/broker and tests/journeys that use one of them run three
-times: on RabbitMQ 3.10, 4.0 and 4.3 in containers (`-k 4.3`: those on one version). Those with the marker
-`default_broker_only` run on the newest alone. For a version of which no container is to be had they are skipped; in CI
-they fail. Where there is none at all they run on the broker above.
+With `--every-version`, as `./dev test` does it, tests in tests/broker and tests/journeys that use one of them run on
+RabbitMQ in containers: those marked `every_version` three times, on 3.10, 4.0 and 4.3, and the others on the newest
+(`-k 4.3`: those on one version). With `--every-test-on-every-version` all of them run three times. If there is no
+container for a version, its tests are skipped; in CI they fail. If there is none at all they run on the broker above.
 """
 
 import gc
@@ -36,8 +36,9 @@ _STACK = pytest.StashKey[ExitStack]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--every-version` and `--schedules`."""
-    parser.addoption("--every-version", action="store_true", help="on RabbitMQ 3.10, 4.0 and 4.3 in containers")
+    """Add `--every-version`, `--every-test-on-every-version` and `--schedules`."""
+    parser.addoption("--every-version", action="store_true", help="on RabbitMQ in containers: 4.3, marked ones on all")
+    parser.addoption("--every-test-on-every-version", action="store_true", help="on RabbitMQ 3.10, 4.0 and 4.3")
     parser.addoption("--schedules", type=int, default=200, metavar="N", help="of faults, in test_schedules.py")
 
 
@@ -49,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "any machine", max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )
     settings.load_profile("any machine")
-    if config.option.every_version and not hasattr(config, "workerinput"):
+    if _in_containers(config) and not hasattr(config, "workerinput"):
         stack = config.stash[_STACK] = ExitStack()
         os.environ[KEEPER] = stack.enter_context(keeper.keeping())
         os.environ[MISSING] = json.dumps({each: why for each in keeper.VERSIONS if (why := _missing(each))})
@@ -59,6 +60,10 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     """Let the keeper remove all brokers."""
     if stack := config.stash.get(_STACK, None):
         stack.close()
+
+
+def _in_containers(config: pytest.Config) -> bool:
+    return bool(config.option.every_version or config.option.every_test_on_every_version)
 
 
 def _missing(version: str) -> str | None:
@@ -86,21 +91,22 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Multiply the tests that use a broker by RabbitMQ's versions."""
     if "broker_version" in metafunc.fixturenames:
         versions: list[object] = [DEFAULT]
-        if metafunc.config.option.every_version and metafunc.definition.nodeid.startswith(ON_EVERY_VERSION):
-            once = metafunc.definition.get_closest_marker("default_broker_only")
+        if _in_containers(metafunc.config) and metafunc.definition.nodeid.startswith(ON_EVERY_VERSION):
+            every = metafunc.config.option.every_test_on_every_version
+            marked = metafunc.definition.get_closest_marker("every_version") is not None
             missing = json.loads(os.environ[MISSING])
-            wanted = keeper.VERSIONS if once is None else [each for each in keeper.VERSIONS[-1:] if each not in missing]
+            newest = [each for each in keeper.VERSIONS if each not in missing][-1:]
+            wanted = keeper.VERSIONS if every or marked else newest
             versions = [_version(each, missing.get(each)) for each in wanted]
-            if len(missing) == len(keeper.VERSIONS) or not versions:
+            if not newest:
                 versions.append(DEFAULT)
         metafunc.parametrize("broker_version", versions, indirect=True, scope="session")
 
 
 def _version(version: str, missing: str | None) -> object:
-    marks = [pytest.mark.versions]
-    if missing is not None and os.environ.get("CI") != "true":  # in CI it fails with that reason
-        marks.append(pytest.mark.skip(reason=missing))
-    return pytest.param(version, marks=marks)
+    if missing is None or os.environ.get("CI") == "true":  # in CI it fails with that reason
+        return version
+    return pytest.param(version, marks=pytest.mark.skip(reason=missing))
 
 
 @pytest.fixture(autouse=True)

@@ -158,7 +158,7 @@ def _concerns_us(binding: Binding, names: Names) -> bool:
 
 
 def _fields(thing: Exchange | Queue) -> dict[str, Value]:
-    """What can differ, by the name that it is reported under."""
+    """All properties of an object that are compared, by the names under which differences are reported."""
     own: dict[str, Value]
     match thing:
         case Exchange():

@@ -7,8 +7,8 @@ import mmap
 from pathlib import Path
 from typing import Final
 
-_HEAD: Final = 2
-"""Numbers before the lists: calls, and calls for a request that had been called before."""
+_HEAD: Final = 3
+"""Numbers before the lists: calls, calls for a request that had been called before, whether answers are held."""
 
 
 class Books:
@@ -35,6 +35,15 @@ class Books:
     def repeated(self) -> int:
         """Calls for a request that had been called before."""
         return self._counts[1]
+
+    @property
+    def held(self) -> bool:
+        """Calls are answered once this is over: a drain begins when all its workers are there."""
+        return bool(self._counts[2])
+
+    @held.setter
+    def held(self, on: bool) -> None:
+        self._counts[2] = on
 
     def begin(self, number: int, now_s: float) -> None:
         self._counts[0] += 1

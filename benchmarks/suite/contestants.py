@@ -1,93 +1,168 @@
-"""Who is measured: how a worker process of each is started, and where its requests are published."""
+"""Who is measured: the worker of each, its requesters, and its queues."""
 
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
 
 from lanekeeper.contract.names import Names
-from suite.processes import HERE, clean_environ
+from suite.processes import HERE, ROOT, clean_environ
 from topology.declaration import Broker, declare
 from topology.lanes import DEFAULT_LANES
 from topology.model import Queue, Topology
 
-NAMES = Names("bench")
+NAMES: Final = Names("bench")
+PEERS_PYTHON: Final = ROOT / ".cache/bench/bin/python"
+REPLIES: Final = f"{NAMES.reply_prefix}nobody"
+"""Where answers go that nobody waits for."""
+NOTHING: Final = Topology(exchanges=(), queues=(Queue(REPLIES),), bindings=())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a contestant's worker finds broker and provider; `folder` is its own."""
+    """Where a worker finds everything; `folder` is the run's own."""
 
     amqp_url: str
     base_url: str
+    redis_url: str | None
     folder: Path
     slots: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
-    """A worker process."""
+class Contestant:
+    """One of those that are measured. The environment of its processes has BENCH_* (`environ` adds to it)."""
 
+    name: str
+    queue: str
+    """Where requests wait."""
+    python: Path = Path(sys.executable)
     command: Sequence[str]
-    environ: Mapping[str, str] = field(default_factory=clean_environ)
-
-
-class Floor:
-    """`benchmarks/floor.py`."""
-
-    name = "floor"
-    exchange = ""
-    key = queue = "bench.floor"
-    reply_to = "bench.reply.floor"
-
-    def topology(self, version: str) -> Topology:
-        """A queue like a lane's intake on that broker."""
-        type_ = {"x-queue-type": "quorum"} if Broker.of(version).quorum_intake else {"x-max-priority": 9}
-        return Topology(exchanges=(), queues=(Queue(self.queue, type_), Queue(self.reply_to)), bindings=())
-
-    def worker(self, place: Place) -> Work:
-        arguments = ("work", place.amqp_url, self.queue, str(place.slots), place.base_url)
-        return Work(command=(sys.executable, str(HERE / "floor.py"), *arguments))
-
-
-class Lanekeeper:
-    """`lanekeeper serve` with all its parts: store, gates, claims, events; `settings` are further ones, by name."""
-
-    lane = "normal"
-
-    def __init__(self, name: str = "lanekeeper", *, code: Path | None = None, **settings: str) -> None:
-        """`code`: another checkout, with an environment of its own; None: this one."""
-        self.name = name
-        self.exchange = NAMES.requests
-        self.key = f"{self.lane}.bench.drain"
-        self.queue = NAMES.intake(self.lane)
-        self.reply_to = f"{NAMES.reply_prefix}{name}"
-        self._code = code
-        self._settings = settings
+    """Of a worker, after the interpreter; {slots} is replaced."""
+    fills: str
+    """Module of the requester that publishes what nobody waits for."""
+    asks: str
+    """Module of its client."""
+    environ: Mapping[str, str] = field(default_factory=dict)
+    in_redis: bool = False
+    """Answers that nobody waits for are kept in Redis, not in the queue `REPLIES`."""
+    lanes: bool = False
+    """Each lane has a queue of its own, not a priority in one."""
 
     def topology(self, version: str) -> Topology:
-        declared = declare(DEFAULT_LANES, names=NAMES, broker_version=version)
-        return Topology(
-            exchanges=declared.exchanges,
-            queues=(*declared.queues, Queue(self.reply_to)),
-            bindings=declared.bindings,
+        """What is declared for it; peers declare their own queues."""
+        return NOTHING
+
+    def environment(self, place: Place) -> dict[str, str]:
+        """Of its worker and its requesters."""
+        made = clean_environ(
+            BENCH_AMQP_URL=place.amqp_url,
+            BENCH_BASE_URL=place.base_url,
+            BENCH_REDIS_URL=place.redis_url or "",
+            BENCH_SLOTS=str(place.slots),
+            BENCH_REPLY_TO=REPLIES,
+            BENCH_EXCHANGE="",
+            BENCH_KEY=self.queue,
         )
+        return {**made, **self.environ}
 
-    def worker(self, place: Place) -> Work:
-        python = Path(sys.executable) if self._code is None else self._code / ".venv/bin/python"
-        environ = clean_environ(
-            LANEKEEPER_AMQP_URL=place.amqp_url,
-            LANEKEEPER_NAMESPACE=NAMES.namespace,
-            LANEKEEPER_STORE_URL=f"sqlite:///{place.folder}/store.sqlite",
-            LANEKEEPER_LOG_LEVEL="warning",
-            ANTHROPIC_API_KEY="benchmark",
-            ANTHROPIC_BASE_URL=place.base_url,
-            **{f"LANEKEEPER_LANES__{self.lane.upper()}__SLOTS": str(place.slots)},
-            **self._settings,
-        )
-        if self._code is not None:
-            environ["PYTHONPATH"] = str(self._code)
-        return Work(command=(str(python), "-m", "service.cli.main", "serve", "--port", "0"), environ=environ)
+    def worker(self, place: Place) -> list[str]:
+        return [str(self.python), *(word.format(slots=place.slots) for word in self.command)]
 
 
-Contestant = Floor | Lanekeeper
+class Floor(Contestant):
+    """`benchmarks/floor.py`, on a queue like a lane's intake on that broker."""
+
+    def topology(self, version: str) -> Topology:
+        kind = {"x-queue-type": "quorum"} if Broker.of(version).quorum_intake else {"x-max-priority": 9}
+        return Topology(exchanges=(), queues=(Queue(self.queue, kind), Queue(REPLIES)), bindings=())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lanekeeper(Contestant):
+    """`lanekeeper serve`: all parts, as a user runs it."""
+
+    code: Path = ROOT
+    """The checkout, with its environment."""
+
+    def topology(self, version: str) -> Topology:
+        made = declare(DEFAULT_LANES, names=NAMES, broker_version=version)
+        return Topology(exchanges=made.exchanges, queues=(*made.queues, Queue(REPLIES)), bindings=made.bindings)
+
+    def environment(self, place: Place) -> dict[str, str]:
+        user = urlsplit(place.amqp_url).username or "guest"
+        own = {
+            "BENCH_EXCHANGE": NAMES.requests,
+            "BENCH_KEY": "{lane}.bench.load",
+            "BENCH_NAMESPACE": NAMES.namespace,
+            "BENCH_USER": user,
+            "LANEKEEPER_AMQP_URL": place.amqp_url,
+            "LANEKEEPER_NAMESPACE": NAMES.namespace,
+            "LANEKEEPER_SPEAKERS": user,
+            "LANEKEEPER_STORE_URL": f"sqlite:///{place.folder}/store.sqlite",
+            "LANEKEEPER_LOG_LEVEL": "warning",
+            "LANEKEEPER_LANES__NORMAL__SLOTS": str(place.slots),
+            "ANTHROPIC_API_KEY": "benchmark",
+            "ANTHROPIC_BASE_URL": place.base_url,
+        }
+        made = {**super().environment(place), **own, **self.environ}
+        if "OTEL_EXPORTER_OTLP_ENDPOINT" in made:
+            made["OTEL_EXPORTER_OTLP_ENDPOINT"] = place.base_url
+        return made if self.code == ROOT else {**made, "PYTHONPATH": str(self.code)}
+
+
+FLOOR: Final = Floor(
+    name="floor",
+    queue="bench.floor",
+    command=(str(HERE / "floor.py"), "work"),
+    fills="suite.plain",
+    asks="suite.plain",
+)
+
+
+def lanekeeper(
+    name: str = "lanekeeper", *, code: Path = ROOT, module: str = "service.cli.main", **environ: str
+) -> Lanekeeper:
+    """Ours; `environ` has further settings, `module` is what is run."""
+    return Lanekeeper(
+        name=name,
+        queue=NAMES.intake("normal"),
+        python=Path(sys.executable) if code == ROOT else code / ".venv/bin/python",
+        command=("-m", module, "serve", "--port", "0"),
+        fills="suite.plain",
+        asks="suite.own_client",
+        environ=environ,
+        lanes=True,
+        code=code,
+    )
+
+
+def _peer(name: str, *command: str, in_redis: bool = False) -> Contestant:
+    module = f"peers.with_{name}"
+    return Contestant(
+        name=name,
+        queue=f"bench.{name}",
+        python=PEERS_PYTHON,
+        command=("-m", *(word.replace("MODULE", module) for word in command)),
+        fills=module,
+        asks=module,
+        in_redis=in_redis,
+    )
+
+
+PEERS: Final = (
+    _peer(
+        "celery",
+        *("celery", "-A", "MODULE", "worker", "--pool=gevent", "--concurrency={slots}", "--loglevel=WARNING"),
+        *("--without-gossip", "--without-mingle"),
+    ),
+    _peer("dramatiq", "dramatiq", "MODULE", "--processes=1", "--threads={slots}", in_redis=True),
+    _peer("faststream", "MODULE"),
+    _peer(
+        "taskiq",
+        *("taskiq", "worker", "MODULE:broker", "--workers=1", "--max-async-tasks={slots}", "--log-level=WARNING"),
+        in_redis=True,
+    ),
+)

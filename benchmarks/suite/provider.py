@@ -1,8 +1,8 @@
 """A provider that costs little, in a process of its own: HTTP/1.1 by hand, so that it is never what is measured.
 
 It answers each call after the time that the request's mark says, with the headers that Anthropic sends, and notes in
-the books when the call began and ended. `lanekeeper simulate` is the true simulation; one of its answers costs as much
-as the rest of a request.
+the books when the call began and ended. It takes traces as well, and forgets them. `lanekeeper simulate` is the true
+simulation; one of its answers costs as much as the rest of a request.
 
     python -m suite.provider BOOKS MOST        prints the URL
 """
@@ -12,8 +12,11 @@ import json
 import re
 import sys
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import uvloop
 
@@ -21,8 +24,10 @@ from suite.books import Books
 from suite.load import MODEL, read_mark
 
 TEXT = "A lane is a queue with a pool of consumers of its own. " * 8
+LOOK_EVERY_S = 0.01
 PARTS = 20
 PART_EVERY_S = 0.02
+_TAKEN = b"HTTP/1.1 200 OK\r\ncontent-type: application/x-protobuf\r\ncontent-length: 0\r\n\r\n"
 _STREAMED = re.compile(rb'"stream": ?true')
 _MESSAGE = {"id": "msg_1", "type": "message", "role": "assistant", "model": MODEL, "stop_sequence": None}
 _USAGE = {"input_tokens": 250, "output_tokens": 100}
@@ -60,6 +65,8 @@ class Connection(asyncio.Protocol):
     """One connection; calls on it come one after the other."""
 
     books: Books
+    held: ClassVar[list[Callable[[], None]]] = []
+    """Answers that wait for the books."""
     whole, streamed = _heads()
 
     def __init__(self) -> None:
@@ -79,13 +86,18 @@ class Connection(asyncio.Protocol):
         if len(self._buffer) < end + size:
             return
         body, self._buffer = self._buffer[end : end + size], self._buffer[end + size :]
-        self._called(body)
+        if head.startswith(b"post /v1/traces"):
+            self._transport.write(_TAKEN)
+        else:
+            self._called(body)
 
     def _called(self, body: bytes) -> None:
         number, call_ms = read_mark(body)
         self.books.begin(number, time.monotonic())
         answer = self._stream if _STREAMED.search(body, 0, 128) else self._answer
-        if call_ms:
+        if self.books.held:
+            self.held.append(partial(answer, number))
+        elif call_ms:
             asyncio.get_running_loop().call_later(call_ms / 1000, answer, number)
         else:
             answer(number)
@@ -110,9 +122,16 @@ async def main(path: Path, most: int) -> None:
     Connection.books = Books(path, most=most)
     server = await asyncio.get_running_loop().create_server(Connection, "127.0.0.1", 0, backlog=1024)
     print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
+    looks = 0
     while True:
-        await asyncio.sleep(1)
-        Connection.whole, Connection.streamed = _heads()
+        await asyncio.sleep(LOOK_EVERY_S)
+        looks += 1
+        if looks % 100 == 0:
+            Connection.whole, Connection.streamed = _heads()
+        if Connection.held and not Connection.books.held:
+            waiting, Connection.held[:] = Connection.held[:], []
+            for answer in waiting:
+                answer()
 
 
 if __name__ == "__main__":

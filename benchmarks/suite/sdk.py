@@ -4,6 +4,7 @@ No models of request and answer, no retries, no spans, and for asyncio the trans
 (`consumers/providers/anthropic.py`) calls it in the same form.
 """
 
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx2
@@ -27,6 +28,15 @@ class Calling:
         response = await self._client.post("/v1/messages", cast_to=httpx2.Response, content=body, stream=True)
         try:
             return await response.aread()
+        finally:
+            await response.aclose()
+
+    async def parts(self, body: bytes) -> AsyncIterator[bytes]:
+        """The stream as it comes."""
+        response = await self._client.post("/v1/messages", cast_to=httpx2.Response, content=body, stream=True)
+        try:
+            async for part in response.aiter_bytes():
+                yield part
         finally:
             await response.aclose()
 

@@ -18,7 +18,7 @@ AT_MOST = "slots_max"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """One queue: its settings, the slots that it has, and what was seen of it."""
+    """One queue: its settings, its slots, and its observed load."""
 
     slots: int
     """Its own slots."""
@@ -34,7 +34,7 @@ class Seen:
     ending: int = 0
     """Requests that still run on slots that were taken back."""
     busiest: int = 0
-    """The most requests that it held at a time lately: so many slots it has needed."""
+    """The most requests that it held at the same time lately; it needed this many slots."""
     waiting: int = 0
     """Requests that wait in the queue while all its slots are in use."""
     wait_s: float = 0.0

@@ -4,9 +4,8 @@
     await pausing.opened()                before a provider is called: at once while all is well
     await pausing.run(pools)              pauses and resumes them, until cancelled
 
-A condition returns None, or what is wrong. It is asked before each call and not remembered, so that no call is made in
-the moment between a change and our noticing it.
-"""
+A condition returns None, or what is wrong. It is asked before each call and not remembered, so that no call is made
+after a condition has changed and before we notice it."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence

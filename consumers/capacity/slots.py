@@ -19,8 +19,8 @@ from lanekeeper.contract.problems import BrokerError
 from lanekeeper.telemetry import logs, signals
 
 LOOK_EVERY_S = 0.25
-"""Lent slots must be back within a second. Polled, because what counts is a level over some time, which no single
-delivery changes: a few additions, four times a second."""
+"""Lent slots must be back within a second. This polls, because the decision depends on levels over some time, not on a
+single delivery. It costs a few additions, four times a second."""
 ASK_EVERY_S = 1.0
 """How often the broker is asked how many messages wait, for queues whose slots are all in use. A queue grows as
 often."""
@@ -135,7 +135,7 @@ class Slots:
         self._paused = False
         self._stopping = asyncio.Event()
         self._group = asyncio.TaskGroup()
-        for line in lines:  # no slot is lent before it was seen idle for a while
+        for line in lines:  # before that, no slot is lent
             line.used.append(line.pool.slots)
 
     async def run(self) -> None:
@@ -155,7 +155,7 @@ class Slots:
         await self._take_all_back()
 
     def give_back_waiting(self) -> None:
-        """After `stop`: as `Pool.give_back_waiting`, on added slots."""
+        """After `stop`: return deliveries on added slots whose call has not begun (`Pool.give_back_waiting`)."""
         for line in self._lines:
             for each in line.added:
                 each.pool.give_back_waiting()
@@ -212,7 +212,7 @@ class Slots:
             kept=line.kept,
             most=line.most,
             target_wait_s=line.target_wait_s,
-            extra=max(line.open_slots + line.ending, line.share.extra),  # the latter where many ended since
+            extra=max(line.open_slots + line.ending, line.share.extra),  # `in_hand` if many have ended since
             grown=line.share.grown,
             ending=line.ending,
             busiest=max(line.used),
@@ -227,7 +227,7 @@ class Slots:
             least.is_ending = True
             self._group.create_task(least.pool.stop(), name=f"take back {line.pool.queue}")
         while (room := share.extra - line.open_slots - line.ending) > 0:
-            # in powers of two, so that few more have to be taken back than are needed
+            # in pools of 1, 2, 4, … slots, so that taking some back seldom takes back more than needed
             added = _Added(line.more(1 << room.bit_length() - 1))
             line.added.append(added)
             line.used.append(line.pool.slots + line.open_slots + line.ending)  # not idle before they are consumed
@@ -272,7 +272,7 @@ class Slots:
             )
 
     def _show(self) -> None:
-        """Put the numbers where `status` finds them."""
+        """Publish the numbers for `status`."""
         for line in self._lines:
             line.activity.extra_slots = 0
             line.activity.slots_limit = None

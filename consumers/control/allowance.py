@@ -15,7 +15,7 @@ from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import RequestProblem
 
 AT_ONCE_S = 5
-"""How many seconds of its share a tenant may send at once: to cancel all of one's requests is no flood."""
+"""A tenant may send the share of this many seconds in a burst, because cancelling all of one's requests is no flood."""
 
 
 class Due(Enum):
@@ -24,7 +24,7 @@ class Due(Enum):
     CARRIED_OUT = auto()
     REFUSED = auto()
     COUNTED = auto()
-    """Refused as well, but its sender is not told."""
+    """Refused without an answer."""
 
 
 class Allowance:

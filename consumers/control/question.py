@@ -32,7 +32,8 @@ class Question:
 
 
 def read(message: Message, *, speakers: Collection[str], needs_user_id: bool = False) -> Question | None:
-    """The question; None for `status`, which every worker answers. `needs_user_id`: refuse one without `user_id`.
+    """Read a control message; None for `status`, which every worker answers. `needs_user_id`: refuse one without
+    `user_id`.
 
     Raises RequestProblem.
     """

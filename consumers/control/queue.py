@@ -27,7 +27,8 @@ from topology.broker.deliveries import Deliveries
 from topology.broker.session import ChannelLost, Delivery, Session
 
 FAULTS_AT_MOST = 5
-"""A message on which we fail is given up at this delivery, because requests wait until all cancellations are stored."""
+"""A message that causes an internal error is given up at this delivery, because requests wait until all cancellations
+are stored."""
 LOOK_EVERY_S = 0.05
 CATCH_UP_WITHIN_S = 5.0
 """How long requests wait for the cancellations that came before the worker. Thousands are recorded in that time, and a
@@ -105,7 +106,7 @@ class Control:
                     catching_up.cancel()
 
     async def _read_all(self, session: Session, reading: asyncio.TaskGroup) -> None:
-        """Start a task for each message that is not merely counted. Raises ChannelLost."""
+        """Read messages, and start a task for each one that is not merely counted. Raises ChannelLost."""
         self._in_hand, self._done, counted = set(), [], 0
         async for delivery in session:
             self._received += 1
@@ -183,8 +184,9 @@ class Control:
             self._busy_at_s = asyncio.get_running_loop().time()
 
     async def _is_done_with(self, delivery: Delivery) -> bool:
-        """Whether it may be acknowledged. A wrong message is refused. What cannot be recorded goes back, so that it is
-        not lost; after `FAULTS_AT_MOST` faults of ours it is refused, so that it does not go round for ever."""
+        """Whether it may be acknowledged. An invalid message is refused. A cancellation that cannot be recorded is
+        returned to the queue; after `FAULTS_AT_MOST` internal errors it is refused, so that it is not redelivered for
+        ever."""
         message = delivery.message
         try:
             question = self._question(message)
@@ -196,7 +198,7 @@ class Control:
             log.warning(signals.CONTROL_POSTPONED, type=message.type, reason=str(away))
             await self._settler.nack_later(delivery)
             return False
-        except Exception:  # a fault of ours must not end this worker and then, redelivered, all the others
+        except Exception:  # an internal error must not end this worker and, after redelivery, every other one
             log.exception(signals.HANDLER_FAILED, where="control", type=str(message.type)[:40])
             if (delivery.times_delivered or 1) < FAULTS_AT_MOST:
                 await self._settler.reject_later(delivery)
@@ -244,7 +246,7 @@ class Control:
 
 
 def _state(id: str, found: Found | None) -> dict[str, Any]:
-    """What is known of a request that has not ended."""
+    """The answer about a request that has not ended."""
     if found is None:
         return {"id": id, "status": "unknown", "attempts": 0}
     told = {"id": id, "status": "running" if found.running else "waiting", "attempts": found.attempts}

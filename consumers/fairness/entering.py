@@ -10,7 +10,7 @@ from consumers.rank import rank
 
 
 class Entering(Protocol):
-    """Takes a delivery to its slot."""
+    """Lets a delivery wait for a slot."""
 
     async def enter(self, job: Job) -> Turn:
         """Wait until the request holds a slot, or should be set aside."""
@@ -19,7 +19,7 @@ class Entering(Protocol):
         """Give the slot back."""
 
     def unread(self, queue: str) -> None:
-        """No job could be made of the last delivery of this queue."""
+        """The last delivery of this queue could not be read as a job."""
 
     async def set_aside(self, job: Job) -> Outcome | None:
         """Move it to a side queue. If it cannot be moved, return its outcome. Raises BrokerError."""
@@ -43,7 +43,7 @@ class FromQueue:
         self._bench.end(job.identity.tenant)
 
     def unread(self, queue: str) -> None:
-        """Does nothing: the next delivery comes by itself."""
+        """Does nothing: the broker sends the next delivery by itself."""
 
     async def set_aside(self, job: Job) -> Outcome | None:
         assert self._aside is not None

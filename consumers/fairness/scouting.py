@@ -85,7 +85,7 @@ class Scouting:
         await self._call_all_back()
 
     def give_back_waiting(self) -> None:
-        """After `stop`: as `Pool.give_back_waiting`."""
+        """After `stop`: return deliveries of scouts whose call has not begun (`Pool.give_back_waiting`)."""
         for each in self._queues:
             for scout in each.leaving:
                 scout.give_back_waiting()

@@ -195,7 +195,8 @@ class Bench:
                     self._tell(each, Turn.ASIDE)
 
     def begin(self, tenant: str) -> bool:
-        """Take a free slot, if there is one. If so, all tenants that wait are at their caps."""
+        """Take a free slot; False if there is none. If a slot is free while requests wait, their tenants are at their
+        in-flight limits."""
         if self.running >= self._slots or self._turns.is_at_its_cap(tenant):
             return False
         self._grant(tenant)
@@ -231,7 +232,7 @@ class Bench:
         if not self._running[tenant]:
             del self._running[tenant]
             self._forget(tenant)
-        for bench in self._turns.benches:  # a tenant at its cap may wait at another
+        for bench in self._turns.benches:  # a tenant at its in-flight limit may wait at the lane's other queue
             bench.serve()
 
     def serve(self) -> None:
@@ -244,7 +245,7 @@ class Bench:
             eligible = [each for each in self._waiting if not self._turns.is_at_its_cap(each.tenant)]
             if not eligible:
                 return
-            # among one tenant's requests: the first with the highest rank
+            # of one tenant's requests, take the first with the highest rank
             chosen = min(eligible, key=lambda each: (*self._standing(each.tenant), -each.rank))
             self._grant(chosen.tenant)
             self._tell(chosen, Turn.BEGIN)

@@ -28,10 +28,10 @@ LATER_MS = 1000
 BACK_WITHIN_MS = 15_000
 """A deferred request is back in line after this time at most, because the forecast may be too long."""
 AT_ONCE_S = 0.25
-"""A start this soon counts as immediate: finding out more would take as long."""
+"""A start within this time counts as immediate: looking for a faster route would take as long."""
 SPREAD_S = 60.0
-"""Requests that wait for a paused account come back spread over this time: the first one finds out for all, because a
-call that is refused again ends its request."""
+"""Requests that wait for a paused account come back spread over this time. The first one finds out whether the account
+works again; a call that is refused ends its request, so the others should not all try."""
 OnWait = Callable[[Job, Wait], None]
 
 
@@ -104,9 +104,8 @@ class BudgetGate:
             )
 
     async def move(self, job: Job, asked: Asked, route: Route, used: Amounts | None) -> bool:
-        """Reserve for another route at once, or not at all; whether it could. Then what was reserved for the one before
-        is settled: by what its call used, or given back where none was made (None).
-        """
+        """Reserve for another route at once; False if that is not possible. If it is, the reservation for the earlier
+        route is settled by what its call used, or given back if no call was made (None)."""
         amounts = self.amounts(job, asked.request, route)
         found = await self._budgets.try_reserve(route.account, lane=job.lane_name, amounts=amounts)
         if found is None:
@@ -161,7 +160,7 @@ class BudgetGate:
                 route.account, lane=job.lane_name, amounts=amounts, until=until, arrived=arrived, on_wait=on_wait
             )
         except WaitTooLong:
-            held.bound(held_until)  # then it waits in a delay
+            held.bound(held_until)  # otherwise it is deferred and waits in the delay cascade
             raise
         finally:
             if has_to_wait:

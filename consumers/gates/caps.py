@@ -100,7 +100,7 @@ class CapsGate:
 
 
 def _may_be_paid(attempted: Attempted) -> bool:
-    """Whether the call was cut off, by the provider, its deadline or its owner, and may have been paid."""
+    """Whether the call was interrupted (by the provider, its deadline or its owner) and may have been paid."""
     return attempted.usage is None or attempted.usage.output_tokens > 0
 
 

@@ -47,7 +47,7 @@ class ClaimGate:
             case Granted():
                 return None
             case Running(for_ms=for_ms):
-                # wait as long again as it has run: as many checks as with a doubling back-off
+                # wait as long as it has run already, which doubles the time between checks
                 wait_ms = min(LONGEST_WAIT_MS, max(LEAST_WAIT_MS, for_ms))
                 return Deferred(delay_ms=wait_ms, reason="running elsewhere", due_ms=job.hop.due_ms)
             case Ended(completion=completion, same_copy=same_copy):

@@ -15,14 +15,15 @@ REASON = "breaker"
 HOLD_S = 3.0
 LEAST_WAIT_MS = 200
 STAGGER_S = 0.2
-"""Of the requests that wait here one goes first; the others wait for what it finds out."""
+"""One of the waiting requests makes the probe; the others wait this much longer, for its result."""
 SHARE_OF_OUTAGE = 0.25
-"""The time that they stay away, as a part of the time that the provider has been down. So a flood of batch jobs does
-not go round the delays every few seconds for an hour, and all are back soon after an outage of a minute."""
+"""How long a request is delayed, as a part of the time that the provider has been down. After a long outage requests
+come back less often than every few seconds; after an outage of a minute they are back soon."""
 MOST_TARGETS = 5
-"""They stay away no longer than so many times their lane's target wait: a chat is back in five seconds."""
+"""A request is delayed by at most this many times its lane's target wait; in critical that is five seconds."""
 SPREAD = 0.5
-"""Requests that wait for the same probe come back spread over half as long again: one of them makes the probe."""
+"""The delay is lengthened at random by up to this part, so that one request makes the probe before the others come
+back."""
 
 
 class RouteGate:

@@ -36,13 +36,13 @@ class ScheduleGate:
         left_ms = due_ms - self._now_ms()
         if left_ms <= 0:
             return None
-        is_new = job.hop.due_ms is None  # what waits already has its room: our own deferrals are never refused
+        is_new = job.hop.due_ms is None  # a request that we defer ourselves is counted already, and is never refused
         defer = self._claiming.defer_for_long if is_new and left_ms > UNCOUNTED_MS else self._claiming.defer
         if not await defer(job, due_ms=due_ms, deadline_ms=asked.request.deadline_ms):
             return None
         if is_new and left_ms > UNCOUNTED_MS and (full := await self._without_room(job, due_ms)) is not None:
             return full
-        # ask for the time again: the store took some
+        # read the clock again, because the store took some time
         return Deferred(delay_ms=max(0, due_ms - self._now_ms()), reason="scheduled", due_ms=due_ms)
 
     async def _without_room(self, job: Job, due_ms: int) -> Outcome | None:

@@ -42,6 +42,7 @@ class WaitingRoom:
             del self._waiting[lane, account]
 
     def passed(self, lane: str, account: str) -> None:
-        """A request was granted at once: if others of its lane wait for another account, deferring them has helped."""
+        """Note that a request was granted at once. If requests of its lane wait for another account, deferring those
+        was useful."""
         if any(each == lane and other != account for each, other in self._waiting):
             self._patience_s[lane] = SHORTEST_S

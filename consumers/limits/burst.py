@@ -120,7 +120,8 @@ class Bursts:
         )
 
     def refused(self, is_spent: Sequence[bool], now_s: float) -> bool:
-        """Take less at once from buckets that are spent, or from all if none is. False if that has not helped."""
+        """After a refusal: reduce the burst of the buckets that are spent, or of all buckets if none is. Returns False
+        if smaller bursts have not ended the refusals."""
         self._refusals += WEIGHT * (1 - self._refusals)
         if 0 <= now_s - self._cut_s < PATIENCE_S:
             return True
@@ -141,7 +142,7 @@ class Bursts:
         self.margin = min(MARGIN_MOST, self.margin + MARGIN_STEP)
 
     def answered(self, now_s: float) -> bool:
-        """Recover by a step, if it is time. True if it did."""
+        """After an answer: raise a reduced burst by a step, if it is time. True if it rose."""
         self._refusals -= WEIGHT * self._refusals
         if 0 <= now_s - self._moved_s < BACK_EVERY_S or (min(self._cut) == 1 and not self.margin):
             return False
@@ -151,5 +152,5 @@ class Bursts:
         return True
 
     def _least(self, each: int) -> float:
-        """The cut that leaves a second's worth."""
+        """The reduction that leaves a burst of one second."""
         return min(1.0, LEAST_S / (self._proven_s[each] or UNPROVEN_S))

@@ -1,9 +1,8 @@
 """How many calls an account may have at once: no limit unless one is set, until the provider is overloaded (529). Pure.
 
-Then the limit is half of the calls that ran. As in TCP, it rises by one each time that as many calls were answered. It
-also rises by one with time alone, because calls that stream for minutes answer nothing meanwhile. A stray 529 says
-nothing about the account's calls: it must not make a chat wait for the end of another.
-"""
+Then the limit is half of the calls that ran. As in TCP, it rises by one each time that as many calls as the limit were
+answered. It also rises by one after some time without an answer, because calls can stream for minutes. A stray 529 says
+nothing about the account's calls: it must not make a chat wait for the end of another."""
 
 from math import inf
 
@@ -69,7 +68,7 @@ class Concurrency:
         return True
 
     def answered(self) -> None:
-        """Raise a lowered limit. Twice as many calls as ever ran are as good as no limit."""
+        """Raise a lowered limit by one call for as many answers as the limit allows calls."""
         self._overloads -= self._overloads * SMOOTHING
         if not self.is_set:
             self._allow(1 / self.limit)

@@ -39,7 +39,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
-    """What the store compares of a message."""
+    """The properties of a message that the store compares."""
 
     body_hash: bytes
     """A hash (16 bytes) of the body as it was published: the same id with another body is a conflict."""
@@ -200,11 +200,11 @@ class Results(Protocol):
     """What can be read about requests afterwards."""
 
     async def find(self, identity: Identity) -> Found | None:
-        """What is known about a request; None if nobody has seen it, or if it was kept long enough."""
+        """What is known about a request; None if no worker has seen it, or if its keeping time is over."""
 
     async def sweep(self) -> int:
-        """Remove what was kept long enough and, above the size limit, the oldest. Returns how many. One bounded step:
-        call it again until it returns 0."""
+        """Remove results whose keeping time is over and, if the store is too large, the oldest. Returns how many. Each
+        call does a limited amount of work: call it again until it returns 0."""
 
 
 class Room(StrEnum):
@@ -246,7 +246,7 @@ class Allowances(Protocol):
 
 
 class Leases(Protocol):
-    """Which process does a job that only one may do at a time (sweeping)."""
+    """Decide which process does a job that only one may do at a time (sweeping)."""
 
     async def hold(self, name: str, owner: str, *, for_s: float) -> int | None:
         """Take or renew a lease. Returns its fencing token, higher for each new owner; None while another holds it."""

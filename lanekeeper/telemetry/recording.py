@@ -13,7 +13,7 @@ _ERROR: Final = Status(StatusCode.ERROR)
 
 
 def request(span: Span, *, lane: str, app: str, attempt: int, wait_ms: int, redelivered: bool = False) -> None:
-    """Set on a `process` span as soon as the message has been read. `attempt` counts from 1."""
+    """Record a request on a `process` span as soon as the message has been read. `attempt` counts from 1."""
     if not span.is_recording():
         return
     attributes: Attributes = {
@@ -39,7 +39,8 @@ def answer(
     request_id: str | None = None,
     cost_usd: float | None = None,
 ) -> None:
-    """Set on a `chat` span. `input_tokens` excludes cached tokens, as Anthropic counts; the span gets the sum."""
+    """Record an answer on a `chat` span. `input_tokens` excludes cached tokens, as Anthropic counts; the span gets the
+    sum."""
     if not span.is_recording():
         return
     attributes: Attributes = {
@@ -61,7 +62,8 @@ def answer(
 
 
 def outcome(span: Span, name: str, *, error: str | None = None, delay_ms: int | None = None) -> None:
-    """Set on a `process` span: its outcome. `error` (a problem's code or an error's type) marks the span as failed."""
+    """Record the outcome on a `process` span. `error` (a problem's code or an error's type) marks the span as
+    failed."""
     if not span.is_recording():
         return
     span.set_attribute(signals.LANE_OUTCOME, name)

@@ -118,7 +118,7 @@ class CapSettings(Section):
     tokens: Number[float] | None = Field(default=None, gt=0)
     """The most input and output tokens together a day (UTC). Example: 5000000"""
     usd: Number[float] | None = Field(default=None, gt=0)
-    """US dollars a day. Example: 25"""
+    """The most US dollars a day (UTC). Example: 25"""
 
 
 class LaneBudgetSettings(Section):

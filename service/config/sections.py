@@ -263,7 +263,7 @@ class RetrySettings(Section):
     """All pauses of a request together last at least this long, if its deadline allows, so that its attempts outlast an
     outage of this length."""
     cap_s: Number[float] = Field(default=RetryPolicy().cap_s, gt=0, le=86_400)
-    """The longest pause, up to half as much again at random not counted."""
+    """The longest pause. A random part of up to half of it is added."""
 
     def disagreements(self) -> Iterator[Disagreement]:
         if self.base_s > self.cap_s:

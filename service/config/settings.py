@@ -291,7 +291,7 @@ class Settings(BaseSettings):
         )
 
     def ssl_context(self) -> ssl.SSLContext | None:
-        """For the broker; None without TLS."""
+        """The TLS context for the broker; None without TLS."""
         return self.tls.context() if urlsplit(self.broker_urls[0]).scheme == "amqps" else None
 
 

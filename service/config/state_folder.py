@@ -7,7 +7,7 @@ from pathlib import Path
 def state_folder() -> Path:
     """Where this user's programs keep their state (XDG Base Directory Specification)."""
     base = Path(os.environ.get("XDG_STATE_HOME", ""))
-    if not base.is_absolute():  # the specification says to pass over such a one
+    if not base.is_absolute():  # the specification says that a relative path is ignored
         try:
             base = Path.home() / ".local/state"
         except RuntimeError:  # a user without name and home, in a container

@@ -65,7 +65,7 @@ def _each(name_of: Callable[[Any], str], read: Callable[[Any], Any], what: str) 
 
 
 def _tenant(value: Any) -> str:
-    """A broker's user, as it is written there."""
+    """A user of the broker. Raises ValueError if the broker could not have one of that name."""
     if not isinstance(value, str) or not value.isprintable() or value != value.strip() or not 0 < len(value) < 256:
         raise ValueError
     if "*" in value:

@@ -29,7 +29,7 @@ def test_the_methods_of_aiormq_that_we_override_still_exist() -> None:
         assert name in vars(alarms.Alarmed)
 
 
-@pytest.mark.default_broker_only
+@pytest.mark.every_version
 async def test_while_blocked_nothing_is_published_and_afterwards_everything_is(own_broker: PrivateBroker) -> None:
     async with (
         Connection(own_broker.amqp_url, name="publish") as connection,
@@ -78,7 +78,6 @@ async def test_while_blocked_nothing_is_published_and_afterwards_everything_is(o
         )  # the one before, the one with the unknown outcome, the one published surely, the one after
 
 
-@pytest.mark.default_broker_only
 async def test_a_connection_that_was_lost_while_blocked_is_not_blocked_when_it_is_back(
     own_broker: PrivateBroker,
 ) -> None:
@@ -94,7 +93,6 @@ async def test_a_connection_that_was_lost_while_blocked_is_not_blocked_when_it_i
         await publisher.publish(MESSAGE, exchange="", routing_key="x", mandatory=False)
 
 
-@pytest.mark.default_broker_only
 async def test_during_an_alarm_the_right_to_write_is_unknown_and_the_check_delivers_nothing(
     own_broker: PrivateBroker,
 ) -> None:
@@ -115,7 +113,6 @@ async def test_during_an_alarm_the_right_to_write_is_unknown_and_the_check_deliv
         assert (await channel.queue_declare(queue, passive=True)).message_count == 0
 
 
-@pytest.mark.default_broker_only
 async def test_a_missing_right_hidden_by_an_alarm_is_found_when_the_alarm_ends(own_broker: PrivateBroker) -> None:
     async with Connection(own_broker.amqp_url, name="publish") as connection:
         may = WritingRights(connection, (("", "some"),))

@@ -40,7 +40,6 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.default_broker_only
 async def test_a_restart_of_the_broker_prints_no_traceback_with_or_without_configured_logging(
     own_broker: PrivateBroker,
 ) -> None:

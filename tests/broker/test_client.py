@@ -34,7 +34,6 @@ async def at_home(url: str, **how: object) -> AsyncIterator[Client]:
         yield client
 
 
-@pytest.mark.default_broker_only
 async def test_an_answer_has_its_text_and_its_headers(vhost) -> None:
     async with at_home(vhost.amqp_url) as client:
         answer = await client.request({"prompt": "three rivers"}, key="normal.tests.client", message_id="id-1")
@@ -45,7 +44,6 @@ async def test_an_answer_has_its_text_and_its_headers(vhost) -> None:
     assert answer.provider
 
 
-@pytest.mark.default_broker_only
 async def test_a_hundred_concurrent_requests_each_get_their_own_answer(vhost) -> None:
     async with at_home(vhost.amqp_url) as client:
         asked = [client.request({"prompt": f"number {n}"}, key="critical.tests.client") for n in range(100)]
@@ -54,7 +52,6 @@ async def test_a_hundred_concurrent_requests_each_get_their_own_answer(vhost) ->
     assert [answer.text for answer in answers] == [f"echo: number {n}" for n in range(100)]
 
 
-@pytest.mark.default_broker_only
 async def test_a_stream_gives_its_parts_in_order_and_then_the_whole_answer(vhost) -> None:
     async with at_home(vhost.amqp_url) as client:
         came = [each async for each in client.stream({"prompt": "three rivers"}, key="critical.tests.client")]
@@ -66,7 +63,6 @@ async def test_a_stream_gives_its_parts_in_order_and_then_the_whole_answer(vhost
     assert "".join(part.text for part in parts if isinstance(part, Part)) == last.text == "echo: three rivers"
 
 
-@pytest.mark.default_broker_only
 async def test_a_stream_that_is_left_early_leaves_nothing_behind(vhost) -> None:
     async with at_home(vhost.amqp_url) as client:
         stream = client.stream({"prompt": "three rivers"}, key="critical.tests.client")
@@ -76,7 +72,6 @@ async def test_a_stream_that_is_left_early_leaves_nothing_behind(vhost) -> None:
         assert (await client.request({"prompt": "again"}, key="critical.tests.client")).text == "echo: again"
 
 
-@pytest.mark.default_broker_only
 async def test_a_failed_attempt_gives_a_restart_in_the_stream(vhost) -> None:
     async with at_home(vhost.amqp_url) as client:
         prompt = "one two three four five six seven eight [[fault: cut x1]]"
@@ -90,7 +85,6 @@ async def test_a_failed_attempt_gives_a_restart_in_the_stream(vhost) -> None:
     assert "".join(each.text for each in after if isinstance(each, Part)) == came[-1].text
 
 
-@pytest.mark.default_broker_only
 async def test_an_error_is_raised_with_the_fields_of_its_document(vhost) -> None:
     async with at_home(vhost.amqp_url) as client:
         with pytest.raises(Problem) as caught:
@@ -104,6 +98,7 @@ async def test_an_error_is_raised_with_the_fields_of_its_document(vhost) -> None
     assert caught.value.attempts == 1
 
 
+@pytest.mark.every_version
 async def test_delay_and_start_time_are_kept(vhost) -> None:
     async with at_home(vhost.amqp_url) as client:
         began = time.monotonic()
@@ -131,7 +126,6 @@ async def test_publish_returns_the_id_and_the_request_is_worked_on(vhost) -> Non
     assert len(made) == 32
 
 
-@pytest.mark.default_broker_only
 async def test_the_options_are_in_the_message(vhost) -> None:
     async with (
         house(vhost.amqp_url, works=("critical",)),
@@ -159,7 +153,6 @@ async def test_the_options_are_in_the_message(vhost) -> None:
     assert abs(properties.headers["x-lane-sent-ms"] - time.time() * 1000) < 10_000
 
 
-@pytest.mark.default_broker_only
 async def test_without_an_answer_in_the_callers_time_an_error_is_raised_and_the_request_forgotten(vhost) -> None:
     async with at_home(vhost.amqp_url, simulated=SimulatedOptions(latency_ms=1000)) as client:
         with pytest.raises(NoReply, match=r"within 0\.2 s"):
@@ -215,6 +208,7 @@ async def test_after_a_lost_connection_a_conflict_of_ids_is_still_raised(vhost) 
             await asked
 
 
+@pytest.mark.every_version
 async def test_a_full_lane_is_reported_soon_and_by_name(vhost) -> None:
     async with (
         house(vhost.amqp_url, works=("critical",), lanes={"batch": {"max_length": 2}}),
@@ -234,6 +228,7 @@ async def test_a_full_lane_is_reported_soon_and_by_name(vhost) -> None:
         assert (await client.request({"prompt": "x"}, key="critical.tests.client", timeout_s=60)).text == "echo: x"
 
 
+@pytest.mark.every_version
 async def test_without_a_worker_fetching_a_result_times_out_and_a_cancellation_is_kept(vhost, monkeypatch) -> None:
     monkeypatch.setattr("lanekeeper.control.ANSWERED_WITHIN_S", 0.3)
     async with Connection(vhost.amqp_url, name="test") as connection:
@@ -254,7 +249,6 @@ async def test_without_a_worker_fetching_a_result_times_out_and_a_cancellation_i
         await until(only_the_cancellation_is_left)
 
 
-@pytest.mark.default_broker_only
 async def test_the_number_of_workers_of_a_lane_can_be_read(vhost) -> None:
     async with house(vhost.amqp_url, works=("critical",)), Client(vhost.amqp_url) as client:
         critical, batch, none = [await client.depth(lane) for lane in ("critical", "batch", "nolane")]
@@ -280,7 +274,6 @@ async def test_without_a_topology_the_error_says_at_once_what_to_run(vhost) -> N
         assert time.monotonic() - began < 15
 
 
-@pytest.mark.default_broker_only
 async def test_an_unreachable_broker_and_a_wrong_password_are_different_errors(vhost) -> None:
     with pytest.raises(BrokerUnreachable):
         async with Client("amqp://guest:guest@127.0.0.1:1/"):
@@ -294,7 +287,6 @@ async def test_an_unreachable_broker_and_a_wrong_password_are_different_errors(v
             pass
 
 
-@pytest.mark.default_broker_only
 async def test_without_configured_logging_a_script_prints_only_its_own_lines(vhost) -> None:
     script = (
         "import asyncio, sys\n"

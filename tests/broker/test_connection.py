@@ -21,6 +21,7 @@ from topology.broker.admin import management
 from topology.broker.inbox import Inbox
 
 
+@pytest.mark.every_version
 async def test_the_connection_has_the_brokers_version_and_address(vhost: Vhost) -> None:
     async with Connection(vhost.amqp_url, name="test") as connection:
         assert connection.is_open
@@ -38,6 +39,7 @@ async def test_a_refused_connection_is_one_line_that_says_what_to_check(unused_t
     assert "secret" not in str(error.value)
 
 
+@pytest.mark.every_version
 async def test_a_wrong_password_is_one_line_without_the_password(vhost: Vhost) -> None:
     url = str(URL(vhost.amqp_url).with_password("secret"))
     with pytest.raises(AccessRefused, match=f"refused user '{vhost.user}'.*[^.]; check user, password") as error:
@@ -47,6 +49,7 @@ async def test_a_wrong_password_is_one_line_without_the_password(vhost: Vhost) -
     assert "secret" not in str(error.value)
 
 
+@pytest.mark.every_version
 async def test_a_missing_virtual_host_is_named(vhost: Vhost) -> None:
     with pytest.raises(AccessRefused, match=f"not into virtual host '{vhost.name}-not-there'"):
         async with Connection(vhost.amqp_url + "-not-there", name="test"):
@@ -66,6 +69,7 @@ async def test_a_server_that_does_not_speak_amqp_is_reported() -> None:
                 pass
 
 
+@pytest.mark.every_version
 async def test_a_lost_connection_is_reported_and_opened_again(vhost: Vhost) -> None:
     async with Connection(vhost.amqp_url, name=vhost.name) as connection:
         channel = await connection.raw_channel(confirms=True)
@@ -100,6 +104,7 @@ async def test_a_cancelled_wait_for_a_channel_ends(vhost: Vhost) -> None:
             await waiting
 
 
+@pytest.mark.every_version
 async def test_an_inbox_has_a_name_and_gets_what_is_bound_to_it(vhost: Vhost) -> None:
     async with (
         Connection(vhost.amqp_url, name="test") as connection,
@@ -112,6 +117,7 @@ async def test_an_inbox_has_a_name_and_gets_what_is_bound_to_it(vhost: Vhost) ->
         assert [(await anext(inbox)).body, (await anext(inbox)).body] == [b"1", b"2"]
 
 
+@pytest.mark.every_version
 async def test_depths_count_ready_messages_and_name_missing_queues(vhost: Vhost) -> None:
     async with Connection(vhost.amqp_url, name="test") as connection:
         channel = await connection.raw_channel(confirms=True)
@@ -151,7 +157,7 @@ async def test_a_lost_connection_continues_with_the_next_url(vhost: Vhost) -> No
         assert connection.endpoint != first
 
 
-@pytest.mark.default_broker_only
+@pytest.mark.every_version
 async def test_the_connection_is_back_soon_after_the_broker_was_killed_and_restarted(own_broker: PrivateBroker) -> None:
     async with Connection(own_broker.amqp_url, name="test") as connection:
         loss = connection.loss
@@ -173,6 +179,7 @@ async def test_the_management_api_is_found_at_the_first_host_that_has_one(
     assert (await found.overview()).version.startswith(vhost.version.split("+")[0])
 
 
+@pytest.mark.every_version
 async def test_a_closed_channel_leaves_no_object_on_its_connection(vhost: Vhost) -> None:
     def callbacks() -> int:
         gc.collect()

@@ -14,6 +14,8 @@ from tests.support.requester import requester
 from tests.support.users import Broker, imported_users
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.every_version
+
 ESCAPE = {
     "x-dead-letter-exchange": "lane.requests",
     "x-dead-letter-routing-key": "critical.finance.report",

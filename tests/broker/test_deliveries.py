@@ -86,6 +86,7 @@ async def lines(vhost: Vhost) -> AsyncIterator[Lines]:
         yield lines
 
 
+@pytest.mark.every_version
 async def test_no_more_than_the_prefetch_is_delivered(lines: Lines) -> None:
     held: list[Delivery] = []
 
@@ -102,6 +103,7 @@ async def test_no_more_than_the_prefetch_is_delivered(lines: Lines) -> None:
     await lines.until_ready(9)
 
 
+@pytest.mark.every_version
 async def test_an_acknowledged_message_is_gone_and_was_read_completely(lines: Lines) -> None:
     seen: list[Delivery] = []
 
@@ -119,6 +121,7 @@ async def test_an_acknowledged_message_is_gone_and_was_read_completely(lines: Li
     await lines.until_ready(0)
 
 
+@pytest.mark.every_version
 async def test_several_deliveries_are_acknowledged_at_once_and_unfinished_ones_are_not(lines: Lines) -> None:
     await lines.publish(*(b"%d" % at for at in range(10)))
     deliveries = Deliveries(lines.consuming, queue="some", prefetch=10)
@@ -131,6 +134,7 @@ async def test_several_deliveries_are_acknowledged_at_once_and_unfinished_ones_a
     await lines.until_ready(2)
 
 
+@pytest.mark.every_version
 async def test_a_delivery_count_header_from_a_client_is_ignored(lines: Lines) -> None:
     seen: list[int | None] = []
 
@@ -144,6 +148,7 @@ async def test_a_delivery_count_header_from_a_client_is_ignored(lines: Lines) ->
     assert seen == [1]
 
 
+@pytest.mark.every_version
 async def test_a_rejected_delivery_is_counted(lines: Lines) -> None:
     seen: list[int | None] = []
 
@@ -157,6 +162,7 @@ async def test_a_rejected_delivery_is_counted(lines: Lines) -> None:
     assert seen == [1, 2, 3]
 
 
+@pytest.mark.every_version
 async def test_a_nacked_delivery_is_counted_only_before_4_3(lines: Lines) -> None:
     seen: list[int | None] = []
 
@@ -171,6 +177,7 @@ async def test_a_nacked_delivery_is_counted_only_before_4_3(lines: Lines) -> Non
     assert seen == ([1, 1, 1] if version >= (4, 3) else [1, 2, 3])
 
 
+@pytest.mark.every_version
 async def test_a_queue_that_does_not_count_deliveries_reports_no_count_despite_a_clients_header(lines: Lines) -> None:
     channel = await lines.consuming.raw_channel(confirms=False)
     await channel.queue_delete("some")
@@ -187,6 +194,7 @@ async def test_a_queue_that_does_not_count_deliveries_reports_no_count_despite_a
     assert seen == [1, None]
 
 
+@pytest.mark.every_version
 async def test_a_lost_connection_ends_the_work_and_unsettled_messages_are_delivered_again(lines: Lines) -> None:
     begun: list[tuple[bytes, bool]] = []
     ended: list[bytes] = []
@@ -214,6 +222,7 @@ async def test_a_lost_connection_ends_the_work_and_unsettled_messages_are_delive
     await lines.until_ready(0)
 
 
+@pytest.mark.every_version
 async def test_a_deleted_queue_is_consumed_again_when_it_is_back(lines: Lines) -> None:
     seen: list[bytes] = []
 
@@ -364,6 +373,7 @@ async def test_a_channel_that_is_lost_at_once_is_reopened_with_pauses(lines: Lin
     assert 2 <= opened <= 12
 
 
+@pytest.mark.every_version
 async def test_a_queue_whose_consumer_was_cancelled_is_reported_as_possibly_missing(lines: Lines) -> None:
     asked = asyncio.Event()
     deliveries = Deliveries(lines.consuming, queue="some", prefetch=1, on_missing=asked.set)

@@ -54,12 +54,14 @@ async def fill(publish: Callable[..., Awaitable[None]]) -> None:
         await publish(Message(body=b""), exchange="", routing_key="full")
 
 
+@pytest.mark.every_version
 async def test_a_published_message_is_in_the_queue(publisher: Publisher) -> None:
     await declare(publisher, "some")
     await publisher.publish(Message(body=b"1"), exchange="", routing_key="some")
     assert await waiting(publisher, "some") == 1
 
 
+@pytest.mark.every_version
 async def test_a_message_without_a_queue_is_unroutable(publisher: Publisher) -> None:
     with pytest.raises(Unroutable, match="'nobody'"):
         await publisher.publish(Message(body=b"", message_id="m"), exchange="", routing_key="nobody")
@@ -75,6 +77,7 @@ async def test_two_unroutable_messages_with_the_same_id_are_both_reported(publis
     assert not publisher._in_flight
 
 
+@pytest.mark.every_version
 async def test_a_full_queue_refuses_a_publish(publisher: Publisher) -> None:
     await declare(publisher, "full", **{"x-max-length": 1, "x-overflow": "reject-publish"})
     with pytest.raises(PublishRefused, match="refused 'full'"):
@@ -91,6 +94,7 @@ async def test_a_refused_publish_is_retried_within_the_time_limit(publisher: Pub
     assert loop.time() - began_s < 20
 
 
+@pytest.mark.every_version
 async def test_a_missing_exchange_is_reported_with_the_command_that_declares_it(publisher: Publisher) -> None:
     with pytest.raises(TopologyMismatch, match="lanekeeper topology apply"):
         await publisher.publish(Message(body=b""), exchange="not-there", routing_key="k")
@@ -98,6 +102,7 @@ async def test_a_missing_exchange_is_reported_with_the_command_that_declares_it(
     await publisher.publish(Message(body=b""), exchange="", routing_key="some")  # on a new channel
 
 
+@pytest.mark.every_version
 async def test_a_missing_right_is_reported(publisher: Publisher, vhost: Vhost) -> None:
     rights = {"configure": ".*", "write": "^some$", "read": ".*"}
     vhost.api("PUT", f"permissions/{vhost.quoted}/{vhost.user}", rights)
@@ -105,6 +110,7 @@ async def test_a_missing_right_is_reported(publisher: Publisher, vhost: Vhost) -
         await publisher.publish_surely(Message(body=b""), exchange="amq.topic", routing_key="k", within_s=60)
 
 
+@pytest.mark.every_version
 async def test_publishes_in_progress_succeed_although_another_was_refused(publisher: Publisher, vhost: Vhost) -> None:
     await declare(publisher, "some")
     rights = {"configure": ".*", "write": "^(amq.default|some)$", "read": ".*"}
@@ -235,6 +241,7 @@ async def test_an_error_says_whether_an_earlier_try_may_have_been_published(publ
     assert error.value.maybe_published
 
 
+@pytest.mark.every_version
 async def test_a_message_too_large_for_the_broker_is_not_sent_and_the_connection_stays_open(
     publisher: Publisher,
 ) -> None:
@@ -260,12 +267,14 @@ async def test_a_message_too_large_for_the_broker_is_not_sent_and_the_connection
     await until(lambda: waiting(publisher, "some"))
 
 
+@pytest.mark.every_version
 async def test_a_message_of_exactly_the_brokers_limit_is_published(publisher: Publisher) -> None:
     await declare(publisher, "some")
     await publisher.publish(Message(body=bytes(16 * MIB)), exchange="", routing_key="some")
     assert await waiting(publisher, "some") == 1
 
 
+@pytest.mark.every_version
 async def test_a_user_without_any_rights_can_find_out_the_brokers_limit(vhost: Vhost) -> None:
     name = f"{vhost.name}-none"
     vhost.api("PUT", f"users/{name}", {"password": "none", "tags": ""})

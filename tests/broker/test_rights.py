@@ -9,6 +9,8 @@ from lanekeeper.contract.problems import AccessRefused, TopologyMismatch
 from tests.support.brokers import Vhost
 from topology.broker.admin.rights import see_that_it_may_write
 
+pytestmark = pytest.mark.every_version
+
 
 @pytest.fixture
 async def connection(vhost: Vhost) -> AsyncIterator[Connection]:

@@ -184,6 +184,7 @@ async def test_a_lane_limited_by_the_provider_borrows_nothing_and_the_reason_is_
     await until(lambda: work.running["batch"] == 25)
 
 
+@pytest.mark.every_version
 async def test_inside_a_lane_the_highest_priority_goes_first_over_all_its_consumers(work: Work, vhost: Vhost) -> None:
     """Among waiting messages only: those delivered earlier already run."""
     if tuple(map(int, vhost.version.split(".")[:2])) < (4, 3):

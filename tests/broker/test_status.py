@@ -16,8 +16,6 @@ from tests.support.waiting import until
 from topology.broker.admin.apply import apply
 from topology.declaration import declare
 
-pytestmark = pytest.mark.default_broker_only
-
 
 async def seen(home: House) -> Status:
     return await look(home.parts.consuming, lanes=home.settings.lane_specs(), names=home.settings.names())

@@ -21,12 +21,14 @@ async def lines(declared: Topology, management: Management) -> list[str]:
     return [each.line for each in compare(declared, await management.topology())]
 
 
+@pytest.mark.every_version
 async def test_on_an_empty_virtual_host_everything_is_declared(declared, connection, management) -> None:
     await apply(declared, connection)
 
     assert await lines(declared, management) == []
 
 
+@pytest.mark.every_version
 async def test_applying_again_changes_nothing(declared, connection, management) -> None:
     await apply(declared, connection)
     await apply(declared, connection)
@@ -34,6 +36,7 @@ async def test_applying_again_changes_nothing(declared, connection, management) 
     assert await lines(declared, management) == []
 
 
+@pytest.mark.every_version
 async def test_several_processes_may_apply_at_the_same_time(declared, vhost, management) -> None:
     connections = [await aio_pika.connect(vhost.amqp_url) for _ in range(4)]
 
@@ -53,6 +56,7 @@ async def test_two_installations_share_a_virtual_host(declared, connection, mana
     assert await lines(other, management) == []
 
 
+@pytest.mark.every_version
 async def test_applying_deletes_nothing(declared, connection, management) -> None:
     await apply(declared, connection)
     channel = await connection.channel()
@@ -68,6 +72,7 @@ async def test_applying_deletes_nothing(declared, connection, management) -> Non
     assert len(found.bindings) == len(declared.bindings) + 1
 
 
+@pytest.mark.every_version
 async def test_a_missing_object_is_declared_again(declared, connection, management) -> None:
     await apply(declared, connection)
     channel = await connection.channel()
@@ -79,6 +84,7 @@ async def test_a_missing_object_is_declared_again(declared, connection, manageme
     assert await lines(declared, management) == []
 
 
+@pytest.mark.every_version
 async def test_a_queue_with_another_argument_is_named_and_not_changed(vhost, declared, connection) -> None:
     await apply(declared, connection)
     channel = await connection.channel()
@@ -100,6 +106,7 @@ async def test_a_queue_with_another_argument_is_named_and_not_changed(vhost, dec
     assert message.body == b"kept"
 
 
+@pytest.mark.every_version
 @pytest.mark.parametrize(
     ("there", "text"),
     [
@@ -127,6 +134,7 @@ async def test_a_property_that_the_broker_compares_is_refused_by_name(vhost, dec
     assert text.format(vhost.name) in str(raised.value)
 
 
+@pytest.mark.every_version
 async def test_a_name_exclusively_used_by_another_client_is_reported(declared, connection, vhost) -> None:
     other = await aio_pika.connect(vhost.amqp_url)
     await (await other.channel()).declare_queue("lane.dead", exclusive=True)
@@ -136,6 +144,7 @@ async def test_a_name_exclusively_used_by_another_client_is_reported(declared, c
     await other.close()
 
 
+@pytest.mark.every_version
 async def test_after_a_refusal_the_connection_can_be_used(declared, connection, management) -> None:
     channel = await connection.channel()
     await declare_exchange(channel, Exchange("lane.events", "fanout"))

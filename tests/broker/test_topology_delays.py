@@ -20,6 +20,8 @@ from topology.delays import hop
 from topology.lanes import BATCH, CRITICAL, NORMAL
 from topology.model import Topology
 
+pytestmark = pytest.mark.every_version
+
 NAMES = Names()
 
 

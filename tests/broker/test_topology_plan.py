@@ -18,6 +18,7 @@ async def lines(declared: Topology, management: Management) -> list[str]:
     return [each.line for each in compare(declared, await management.topology())]
 
 
+@pytest.mark.every_version
 async def test_after_an_import_into_an_empty_virtual_host_there_is_no_difference(
     declared, connection, management
 ) -> None:
@@ -29,6 +30,7 @@ async def test_after_an_import_into_an_empty_virtual_host_there_is_no_difference
     assert len((await management.topology()).bindings) == len(declared.bindings)
 
 
+@pytest.mark.every_version
 async def test_an_import_may_be_repeated(declared, management) -> None:
     for _ in range(2):
         await management.import_definitions(definitions(declared, management.vhost))
@@ -144,6 +146,7 @@ def queue_changes(declared: Topology, name: str) -> list[tuple[Queue, str]]:
     return changed
 
 
+@pytest.mark.every_version
 @pytest.mark.parametrize("name", ["lane.critical", "lane.critical.due", "lane.delay.05", "lane.dead"])
 async def test_each_changed_argument_is_named(name, declared, connection, management) -> None:
     channel = await connection.channel()
@@ -186,6 +189,7 @@ async def test_an_exchange_of_another_type_is_named(there, line, declared, conne
     assert [each.line for each in found if each.change == "differs"] == [line]
 
 
+@pytest.mark.every_version
 async def test_a_policy_that_would_remove_messages_is_named(declared, connection, management, vhost) -> None:
     await apply(declared, connection)
 

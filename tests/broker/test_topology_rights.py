@@ -18,6 +18,8 @@ from topology.broker.admin.verify import verify
 from topology.delays import hop
 from topology.plan import compare
 
+pytestmark = pytest.mark.every_version
+
 
 @pytest.fixture
 async def broker_with_users(vhost) -> AsyncIterator[Broker]:

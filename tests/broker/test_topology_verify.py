@@ -32,6 +32,7 @@ async def answering(answer: Answer) -> AsyncIterator[str]:
         yield str(server.make_url("/")).rstrip("/")
 
 
+@pytest.mark.every_version
 async def test_with_the_management_api_every_difference_is_found(declared, connection, management) -> None:
     await apply(declared, connection)
     await bind(await connection.channel(), Binding("lane.requests", "lane.dead", routing_key="#"))
@@ -43,6 +44,7 @@ async def test_with_the_management_api_every_difference_is_found(declared, conne
     assert found.missing == ()
 
 
+@pytest.mark.every_version
 async def test_without_the_management_api_missing_objects_are_found_and_the_limits_are_stated(
     declared, connection
 ) -> None:
@@ -64,6 +66,7 @@ async def test_without_the_management_api_missing_objects_are_found_and_the_limi
     )
 
 
+@pytest.mark.every_version
 async def test_on_an_empty_virtual_host_everything_is_missing_with_and_without_the_api(
     declared, connection, management
 ) -> None:
@@ -73,6 +76,7 @@ async def test_on_an_empty_virtual_host_everything_is_missing_with_and_without_t
     assert len((await verify(declared, management, connection)).missing) == things + len(declared.bindings)
 
 
+@pytest.mark.every_version
 async def test_verifying_changes_nothing(declared, connection, management) -> None:
     await verify(declared, None, connection)
     await verify(declared, management, connection)
@@ -124,6 +128,7 @@ async def test_the_api_is_found_at_the_amqp_host(vhost, connection, port_of_api)
     assert (await found.topology()).broker_version == vhost.version
 
 
+@pytest.mark.every_version
 async def test_an_api_that_refuses_the_amqp_user_counts_as_not_found(vhost, port_of_api) -> None:
     assert await discover(str(URL(vhost.amqp_url).with_user("nobody").with_password("wrong"))) is None
 
@@ -212,6 +217,7 @@ async def test_an_answer_that_never_comes_ends_with_a_timeout(monkeypatch: pytes
             await Management(url, "app", "secret", "/").overview()
 
 
+@pytest.mark.every_version
 async def test_any_name_of_a_virtual_host_works(vhost, declared, management) -> None:
     name = f"team a/ü {secrets.token_hex(4)}"
     vhost.api("PUT", f"vhosts/{quote(name, safe='')}")

@@ -16,6 +16,8 @@ from tests.support.users import HASH, PASSWORD
 from topology.declaration import declare
 from topology.export import User, definitions
 
+pytestmark = pytest.mark.every_version
+
 CONNECTIONS, CHANNELS = 2, 3
 
 

@@ -22,6 +22,8 @@ from topology.broker.admin.watch import TopologyWatch
 from topology.declaration import declare
 from topology.model import Topology
 
+pytestmark = pytest.mark.every_version
+
 COMMAND = "run: lanekeeper topology apply"
 
 

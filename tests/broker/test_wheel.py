@@ -68,7 +68,6 @@ def project(tmp_path: Path) -> Path:
     return root
 
 
-@pytest.mark.default_broker_only
 async def test_an_application_may_have_packages_with_the_same_names_as_ours(
     vhost, environment: Path, project: Path
 ) -> None:

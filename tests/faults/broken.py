@@ -1,4 +1,5 @@
-"""`python -m tests.faults.broken COMMAND …`: `lanekeeper COMMAND …`, deliberately wrong: it acknowledges first.
+"""`python -m tests.faults.broken COMMAND …` runs `lanekeeper COMMAND …` with a deliberate error: it acknowledges
+first.
 
 What many a worker does that was written in an afternoon. Whoever looks for lost requests must find some with it.
 """
@@ -15,7 +16,7 @@ _work = Pool._work
 
 
 class _Acknowledged:
-    """A delivery that the broker has forgotten already."""
+    """A delivery that was acknowledged already."""
 
     def __init__(self, delivery: Delivery) -> None:
         self._delivery = delivery

@@ -1,4 +1,4 @@
-"""One node of RabbitMQ in Docker that faults may hit, with the same handles as one of a cluster's."""
+"""One node of RabbitMQ in Docker that faults can affect, with the same methods as a node of a cluster."""
 
 import asyncio
 import secrets
@@ -26,7 +26,7 @@ from tests.support.waiting import until
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alone(Node):
-    """The only node there is, at ports of loopback that stay the same."""
+    """The only node; its ports on loopback stay the same."""
 
     amqp_port: int
     management_port: int
@@ -53,7 +53,7 @@ class Alone(Node):
 
 @asynccontextmanager
 async def single() -> AsyncIterator[Cluster]:
-    """A cluster of one, for as long as the block lasts. Raises Unavailable without Docker or an image."""
+    """A single node for as long as the block lasts. Raises Unavailable without Docker or an image."""
     steps = Steps()
     image = await asyncio.to_thread(_image, steps)
     await asyncio.to_thread(container.sweep, steps)
@@ -67,7 +67,7 @@ async def single() -> AsyncIterator[Cluster]:
         management_port=management,
     )
     with tempfile.TemporaryDirectory(prefix="lanekeeper-faults-") as folder:
-        settings = Path(folder) / "settings.env"  # a file, so that no list of processes shows the password
+        settings = Path(folder) / "settings.env"  # a file, so that the password is in no list of processes
         settings.write_text(
             f"RABBITMQ_DEFAULT_USER={USER}\n"
             f"RABBITMQ_DEFAULT_PASS={node.password}\n"
@@ -89,7 +89,7 @@ async def single() -> AsyncIterator[Cluster]:
             await node.ready()
             overview = await node.api("GET", "overview")
             yield Cluster((node,), str(overview["rabbitmq_version"]))
-        finally:  # blocking, so that no cancellation ends it half-way
+        finally:  # blocking, so that no cancellation interrupts it
             steps.run(["docker", "rm", "--force", "--volumes", node.host], within_s=COMMAND_S)
 
 

@@ -1,4 +1,4 @@
-"""Checks a history for what must never happen, and measures how well the service did. A pure function.
+"""Checks a history for broken promises, and measures how well the service worked. A pure function.
 
 The promise (docs/contract.md): what was confirmed ends in exactly one final outcome. A reply may come twice, the
 same; a provider may be called again, but not once an answer is out.
@@ -20,7 +20,7 @@ UNEXPECTED = "unexpected outcome"
 CALLED_AFTER_END = "called after it had ended"
 NOT_PARKED = "not parked"
 KEPT_IN_LANE_DEAD = frozenset({"invalid_request", "provider_rejected", "attempts_exhausted", "poison", "internal"})
-"""Errors that are in `lane.dead` as well."""
+"""Errors whose requests are also in `lane.dead`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +35,13 @@ class Violation:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """How the service came through one fault."""
+    """How the service recovered from one fault."""
 
     fault: Disturbed
     stall: Stall | None
-    """The longest of any lane, as far as it lies between this fault's beginning and the next one's."""
+    """The longest stall of any lane between the beginning of this fault and that of the next."""
     recovered_s: float
-    """From its end until everything confirmed before that was answered; a request's own time is in it."""
+    """From the fault's end until everything that was confirmed before is answered; includes the requests' own time."""
     confirmed: int
     lost: int
     answered_twice: int
@@ -54,18 +54,18 @@ class Recovery:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What came of a run."""
+    """The results of a run."""
 
     violations: tuple[Violation, ...]
     asked: int
     confirmed: int
-    """Questions, so that a request that was sent again on purpose counts once."""
+    """Distinct requests: one that was published again on purpose counts once."""
     answered_twice: int
-    """Replies beyond those that were asked for by publishing again: at-least-once, and excused."""
+    """Replies beyond one for each publish. They are allowed: at-least-once."""
     repeated_calls: int
-    """Calls beyond one that the provider did not refuse or break off itself."""
+    """Calls beyond the first, except after one that the provider refused or interrupted itself."""
     stalls: Mapping[str, Stall]
-    """The longest of each lane."""
+    """The longest stall of each lane."""
     recoveries: tuple[Recovery, ...]
 
     def of(self, kind: str) -> tuple[Violation, ...]:
@@ -92,7 +92,7 @@ class _Question:
 
     @property
     def doubled(self) -> tuple[Replied, ...]:
-        """Replies beyond as many as there were publishes that may have arrived."""
+        """Replies beyond the number of publishes that may have arrived."""
         arrived = sum(each.told in ("confirmed", "unknown") for each in self.published)
         return tuple(self.replies[max(1, arrived) :])
 
@@ -170,7 +170,7 @@ def _of_question(each: _Question) -> list[Violation]:
 def _of_identity(
     identity: str, questions: Sequence[_Question], calls: Sequence[Called], *, store_was_lost: bool
 ) -> list[Violation]:
-    # A question that may not be answered from the identity's own outcome (another body under its id) is apart.
+    # A request that need not get the stored outcome (another body under its id) is checked separately.
     bound = [each for each in questions if each.asked.expects != ("idempotency_conflict",)]
     replies = [reply for each in bound for reply in each.replies]
     found = []
@@ -194,7 +194,7 @@ def _of_dead_letters(identity: str, questions: Sequence[_Question], parked: Sequ
 
 
 def _repeats(calls: Sequence[Called]) -> list[Called]:
-    """Calls after one that the provider answered, or could not because the worker had gone."""
+    """Calls after one that the provider answered, or could not answer because the worker had gone."""
     return [call for n, call in enumerate(calls) if any(e.outcome in (OK, "client_gone", "running") for e in calls[:n])]
 
 

@@ -1,4 +1,4 @@
-"""Applications that send requests all the time over several connections, and record every reply.
+"""Applications that send requests continuously over several connections, and record every reply.
 
 Each request is published until the broker has confirmed it, under the same id: after a confirm that never came, too.
 """
@@ -28,7 +28,8 @@ FETCHED_AT_ONCE = 10
 
 
 class Load:
-    """`rate` new requests a second while `asking`. `urls`: the broker's nodes; whoever loses one goes to the next."""
+    """Sends `rate` new requests a second while `asking`. `urls`: the broker's nodes; a client that loses one uses the
+    next."""
 
     def __init__(
         self,
@@ -60,7 +61,7 @@ class Load:
 
     @property
     def in_flight(self) -> int:
-        """Questions that were confirmed and not answered."""
+        """Requests that are confirmed and not answered."""
         return len(self._confirmed)
 
     async def __aenter__(self) -> Self:
@@ -80,7 +81,7 @@ class Load:
 
     @asynccontextmanager
     async def asking(self) -> AsyncIterator[None]:
-        """Ask for as long as the block lasts."""
+        """Send requests for as long as the block lasts."""
         task = self._spawn(self._ask(), "asks")
         try:
             yield
@@ -88,16 +89,16 @@ class Load:
             task.cancel()
 
     async def answered(self, *, within_s: float) -> bool:
-        """Wait until everybody who waits now is answered. Whether nobody waits then."""
+        """Wait until every request sent so far is answered. Returns whether all are."""
         with suppress(TimeoutError):
             async with asyncio.timeout(within_s):
-                while self._waiting:  # one that was just being asked comes late to it
+                while self._waiting:  # a request that was just being sent is added late
                     for answered in tuple(self._waiting.values()):
                         await answered.wait()
         return not self._waiting
 
     async def fetched(self, *, within_s: float) -> None:
-        """Fetch the results of those who could not be answered."""
+        """Fetch the results of requests that could not be answered."""
         end_s = time.monotonic() + within_s
         free = asyncio.Semaphore(FETCHED_AT_ONCE)
         async with Client(self._urls[-1]) as client, asyncio.TaskGroup() as all_at_once:
@@ -105,7 +106,7 @@ class Load:
                 all_at_once.create_task(self._fetch(client, wish, free, end_s=end_s))
 
     async def burst(self, copies: int, *, lane: str = "critical") -> str:
-        """One request, published so many times at once over all connections; its id."""
+        """Publish one request so many times at once over all connections; returns its id."""
         identity = self._next_id()
         prompt = f"{identity} asked {copies} times [[latency: 300ms]]"
         wish = Wish(identity=identity, lane=lane, body={"prompt": prompt})
@@ -141,7 +142,7 @@ class Load:
         return f"{self._name}-{self._number:06d}"
 
     def _ask_for(self, wish: Wish, *, question: str) -> str:
-        """Write down that somebody wants to know; waits for it, where it can be heard."""
+        """Record that an answer is expected, and wait for it if a reply is possible."""
         now_s = time.monotonic()
         self._history.add(
             Asked(
@@ -160,7 +161,7 @@ class Load:
         return question
 
     async def _publish(self, wish: Wish, question: str) -> None:
-        """Until it is confirmed."""
+        """Publish until it is confirmed."""
         properties = Basic.Properties(
             message_id=wish.identity,
             correlation_id=question,
@@ -191,7 +192,7 @@ class Load:
             except Problem as problem:
                 body, code = json.dumps(dict(problem.fields)).encode(), problem.code
             except LanekeeperError:
-                return  # none is kept: it is lost
+                return  # nothing was stored: the request is lost
             else:
                 body, code = found.body, OK
         self._keep(wish.identity, wish.identity, code, body, is_replayed=True)

@@ -1,4 +1,4 @@
-"""A service at work, which a test breaks: `async with made() as service: await broken(service, …)`."""
+"""A running service that a test breaks: `async with made() as service: await broken(service, …)`."""
 
 import os
 from collections.abc import AsyncIterator
@@ -18,7 +18,7 @@ RATE = 15.0
 
 @pytest.fixture
 def made(tmp_path: Path) -> Made:
-    """`ground` on a single broker, with a modest load; skipped (in CI: failed) where there is no Docker."""
+    """`ground` on a single broker, with a moderate load. Without Docker the test is skipped; in CI it fails."""
 
     @asynccontextmanager
     async def make(**how: Any) -> AsyncIterator[Ground]:

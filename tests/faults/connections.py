@@ -19,7 +19,7 @@ PREFETCH = 200
 
 
 class Publisher:
-    """One connection with one confirming channel, opened anew at the next node after any doubt."""
+    """One connection with one confirming channel; after any uncertain outcome it is opened again at the next node."""
 
     def __init__(self, urls: Sequence[str], node: int) -> None:
         self._urls = urls
@@ -48,7 +48,7 @@ class Publisher:
         except (AMQPError, OSError, TimeoutError, RuntimeError, asyncio.CancelledError) as error:
             if asks_to_stop(error):
                 raise
-            # Not on the same channel again: aiormq tells returns apart by message id alone.
+            # A new channel each time, because aiormq matches returned messages by message id only.
             if channel is self._channel:
                 await self.close()
             return "unknown"
@@ -71,8 +71,8 @@ class Publisher:
 
 
 async def read(urls: Sequence[str], queue: str, take: Callable[[DeliveredMessage], None]) -> None:
-    """Have all that comes into a queue taken, for ever: from one node, and from the next when that is lost."""
-    node = len(urls) - 1  # the last: faults are injected into the others, as far as there are others
+    """Pass on everything that arrives in a queue, for ever; when a node is lost, from the next one."""
+    node = len(urls) - 1  # the last node, because faults affect the others as far as there are others
     while True:
         ended = asyncio.Event()
 
@@ -118,6 +118,6 @@ def _named(url: str, name: str) -> str:
 
 
 def asks_to_stop(error: BaseException) -> bool:
-    """aiormq cancels whoever waits on a connection that is lost: such a cancellation was asked for by nobody."""
+    """Whether a cancellation was requested. aiormq also cancels whatever waits on a connection that is lost."""
     task = asyncio.current_task()
     return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0

@@ -1,4 +1,5 @@
-"""Each fault, by its name in the catalogue; how it is injected and healed is in `inject/`. START HERE for a new one.
+"""All faults by their name in the catalogue; `inject/` has the code that causes and repairs them. START HERE for a new
+one.
 
 A fault is a function that breaks something, holds that for so many seconds, mends it, and returns what it was done to.
 """
@@ -13,7 +14,7 @@ from tests.faults.inject import broker, clients, lines, provider, store, workers
 Break = Callable[[Ground, random.Random, float], Awaitable[str]]
 BOTH = ("single", "cluster")
 LONGER = (4.0, 8.0)
-"""Seconds: what several requests meet, and none gives up for."""
+"""Seconds: long enough to affect several requests, too short for any of them to fail."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,8 @@ class Fault:
     lasts_s: tuple[float, float] = (0.0, 0.0)
     on: tuple[str, ...] = BOTH
     needs: str | None = None
-    """What the store must be (`Store.is_a`): a `file`, a `mount` (a file on a file system of its own), `redis`."""
+    """The kind of store that it needs (`Store.is_a`): a `file`, a `mount` (a file on a separate file system),
+    `redis`."""
 
 
 FAULTS = (

@@ -1,4 +1,4 @@
-"""Everything that faults are injected into: broker, provider, store, three workers, their connections, a load.
+"""Everything that faults can affect: broker, provider, store, three workers, their connections, and a load.
 
 async with ground("single", folder=…, seed=1, rate=25) as g:
     async with g.load.asking(): …
@@ -38,7 +38,7 @@ PATIENT = {
     for lane in ("CRITICAL", "NORMAL", "BATCH")
     for name, value in (("MAX_ATTEMPTS", "100"), ("CALL_TIMEOUT_S", "4"), ("DEADLINE_S", "900"))
 }
-"""So that every fault is outlived: an attempt that hangs ends soon, and none is the last."""
+"""Settings with which requests survive every fault: an attempt that hangs ends soon, and attempts do not run out."""
 SETTINGS = {
     **PATIENT,
     "LANEKEEPER_LANES__BATCH__SLOTS": "8",
@@ -52,7 +52,7 @@ SETTINGS = {
 
 @dataclass
 class Ground:
-    """A service at work, and the handles by which it can be broken."""
+    """A running service, with methods to break it."""
 
     on: str
     """`single` or `cluster`."""
@@ -60,7 +60,7 @@ class Ground:
     api: SimulatedAPI
     provider_line: Proxy
     lines: list[list[Proxy]]
-    """Of each worker, to each of the broker's nodes."""
+    """For each worker, its connections to each node of the broker."""
     store: Store
     crew: Crew
     load: Load
@@ -80,16 +80,17 @@ class Ground:
         return self.lines[worker.number]
 
     def node(self, rng: random.Random) -> Node:
-        """One of the broker's, but not the one over which replies are read while there are others."""
+        """A node of the broker; not the one from which replies are read, unless it is the only one."""
         nodes = self.broker.nodes
         return rng.choice(nodes[:-1] or nodes)
 
     def misbehave(self, **shares: float) -> None:
-        """Have the provider fail these shares of its calls (`service/simulated/faults.py`); without any: well again."""
+        """Let the provider fail these shares of its calls (`service/simulated/faults.py`); without arguments it works
+        again."""
         self.api.configure(SimulatedOptions(faults=shares, keep_calls=self.api.options.keep_calls))
 
     def calls(self) -> list[Called]:
-        """What the provider was asked so far."""
+        """The provider's calls so far."""
         return [
             Called(
                 at_s=call.started_s,
@@ -104,7 +105,7 @@ class Ground:
         return check([*self.history.events, *self.calls()], store_was_lost=store_was_lost)
 
     def write(self, path: Path) -> None:
-        """All that happened, in order, for whoever wants to know why."""
+        """Write the whole history in order, for debugging."""
         events = sorted([*self.history.events, *self.calls()], key=lambda each: each.at_s)
         path.write_text("".join(f"{as_line(event)}\n" for event in events))
 
@@ -126,7 +127,7 @@ async def ground(
     history: History | None = None,
     **settings: str,
 ) -> AsyncIterator[Ground]:
-    """All of it, ready for a load. `module` runs the workers (`broken.py`); `settings` are theirs."""
+    """All parts, ready for a load. `module` runs the workers (`broken.py`); `settings` are their settings."""
     rng = random.Random(seed)
     written = history or History()
     async with AsyncExitStack() as stack:
@@ -134,7 +135,7 @@ async def ground(
         api = await stack.enter_async_context(SimulatedAPI(SimulatedOptions(keep_calls=200_000)))
         provider_line = await stack.enter_async_context(Proxy(LOOPBACK, api.port))
         store = await stack.enter_async_context(STORES[store_is]())
-        stack.enter_context(stores())  # `environment` names one of a test's own, which is another here
+        stack.enter_context(stores())  # an environment for this worker, not for the whole test
         lines = [
             [await stack.enter_async_context(_line_to(url, rng)) for url in broker.amqp_urls] for _ in range(workers)
         ]

@@ -1,4 +1,4 @@
-"""Records what applications sent and received, what the provider was asked, and which faults were active.
+"""Records what applications sent and received, which calls the provider got, and which faults were active.
 
 Append-only; in a file, a line of JSON an event. Times are `time.monotonic()`, which all processes of
 a machine share. `checker.py` judges it.
@@ -10,14 +10,14 @@ from dataclasses import asdict, dataclass
 from typing import Literal, get_args
 
 Told = Literal["confirmed", "refused", "returned", "unknown"]
-"""What came of one publish: `refused` by a nack, `returned` as unroutable, `unknown` where no confirm came."""
+"""The result of one publish: `refused` by a nack, `returned` as unroutable, `unknown` without a confirm."""
 OK = "ok"
-"""As an outcome's code, where it is no error."""
+"""The code of an outcome that is no error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """An application wants an answer; told apart from others by its correlation id."""
+    """An application expects an answer, identified by its correlation id."""
 
     at_s: float
     question: str
@@ -26,18 +26,18 @@ class Asked:
     """The message id: several questions may share it."""
     lane: str
     words: str
-    """What an `ok` answer must hold."""
+    """Words that an `ok` answer must contain."""
     expects: tuple[str, ...] = (OK,)
-    """Codes of the outcomes that are right."""
+    """Codes of the correct outcomes."""
     heard: bool = True
-    """False where it named nobody to answer to, or one who is not there: its outcome is fetched at the end."""
+    """False if no reply is possible: its outcome is fetched at the end."""
     due_s: float = 0.0
-    """Not to be answered before, where it was delayed."""
+    """If delayed: not to be answered before this time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """One publish of a question has come to its end."""
+    """One publish of a request has ended."""
 
     at_s: float
     question: str
@@ -47,7 +47,7 @@ class Published:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replied:
-    """A final reply came."""
+    """A final reply arrived."""
 
     at_s: float
     question: str
@@ -56,15 +56,15 @@ class Replied:
     code: str
     """`ok`, or the problem's."""
     digest: str
-    """Of the body: the same answer is the same bytes."""
+    """Digest of the body: equal answers have equal bytes."""
     text: str
-    """The beginning of what an `ok` answer says."""
+    """The beginning of an `ok` answer's text."""
     replayed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A part of a streamed answer came: `event` or `restart`."""
+    """A part of a streamed answer arrived: `event` or `restart`."""
 
     at_s: float
     question: str
@@ -83,7 +83,7 @@ class Parked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Called:
-    """The provider was called. `outcome`: `ok`, `client_gone`, `running`, or the fault that it met."""
+    """The provider was called. `outcome`: `ok`, `client_gone`, `running`, or the fault."""
 
     at_s: float
     ended_s: float | None
@@ -93,7 +93,7 @@ class Called:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disturbed:
-    """A fault was injected, held and healed."""
+    """A fault was caused, lasted and was repaired."""
 
     at_s: float
     healed_s: float
@@ -124,7 +124,7 @@ def as_line(event: Event) -> str:
 
 
 def read(lines: Iterable[str]) -> Iterator[Event]:
-    """Events from their lines."""
+    """Events from lines of JSON."""
     for line in lines:
         fields = json.loads(line)
         kind = _KINDS[fields.pop("event")]

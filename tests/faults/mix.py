@@ -1,4 +1,4 @@
-"""What applications ask for: drawn at random, so that every kind of request meets every fault."""
+"""The requests of applications, drawn at random, so that every kind of request meets every fault."""
 
 import random
 from collections.abc import Mapping
@@ -9,24 +9,24 @@ from tests.faults.history import OK
 
 REPLY_QUEUE = "lane.reply.faults"
 NOBODY = ("lane.reply.nobody", None)
-"""Where nobody reads a reply: a queue that is not there, or none named."""
+"""Reply addresses that nobody reads: a missing queue, or none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mix:
-    """What is asked; shares from 0 to 1."""
+    """The shares of the kinds of requests, from 0 to 1."""
 
     lanes: Mapping[str, float]
     latency_s: tuple[float, float] = (0.02, 0.6)
     streamed: float = 0.15
     delayed: float = 0.03
     refused: float = 0.02
-    """By the provider, for good."""
+    """Rejected by the provider for good."""
     unheard: float = 0.0
-    """Nobody is there to be answered; the result is fetched at the end."""
+    """No reply is possible; the result is fetched at the end."""
     twice: float = 0.05
     conflicting: float = 0.01
-    """The same id with another body, once the first has been answered."""
+    """The same id with another body, after the first was answered."""
 
 
 EVERYTHING = Mix(lanes={"critical": 0.3, "normal": 0.4, "batch": 0.3}, unheard=0.02)
@@ -34,7 +34,7 @@ EVERYTHING = Mix(lanes={"critical": 0.3, "normal": 0.4, "batch": 0.3}, unheard=0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """One request, as an application means it."""
+    """One request that an application wants to send."""
 
     identity: str
     """The message id."""

@@ -1,4 +1,4 @@
-"""A line that can be broken: a TCP proxy between a worker and its broker, its provider or its store.
+"""A connection that can be broken: a TCP proxy between a worker and its broker, provider or store.
 
 async with Proxy("127.0.0.1", 5672) as line:
     connect to line.port …
@@ -29,7 +29,7 @@ GARBAGE_BYTES = 7
 
 @dataclass(slots=True)
 class _Way:
-    """What happens to what goes in one direction."""
+    """What happens to bytes in one direction."""
 
     passes: asyncio.Event = field(default_factory=asyncio.Event)
     delay_s: float = 0.0
@@ -38,7 +38,7 @@ class _Way:
 
 
 class Proxy:
-    """Passes connections on to `host`, `port`; listens on a free port of loopback, the same for as long as it lives."""
+    """Passes connections on to `host`, `port`. It listens on a free port of loopback, which stays the same."""
 
     def __init__(self, host: str, port: int, *, rng: random.Random | None = None) -> None:
         self._server_at = (host, port)
@@ -64,7 +64,7 @@ class Proxy:
 
     @property
     def open(self) -> int:
-        """Connections that are open now."""
+        """The open connections."""
         return len(self._lines)
 
     async def mend(self) -> None:
@@ -117,7 +117,7 @@ class Proxy:
 
 
 class _Line:
-    """One connection, both ways."""
+    """One connection, in both directions."""
 
     def __init__(self, client: asyncio.StreamWriter, server: asyncio.StreamWriter, rng: random.Random) -> None:
         self._writers = (client, server)
@@ -133,7 +133,7 @@ class _Line:
 
     async def carry(self, source: asyncio.StreamReader, target: asyncio.StreamWriter, way: _Way) -> None:
         loop = asyncio.get_running_loop()
-        # Bounded: a line that passes nothing holds what fits, and then the sender's own buffers fill.
+        # Limited: a frozen connection holds what fits, and then the sender's own buffers fill.
         waiting: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(maxsize=64)
         reading = asyncio.create_task(self._read(source, waiting, way, loop.time), name="proxy reads")
         try:
@@ -165,7 +165,7 @@ class _Line:
     ) -> None:
         chunk = b"-"
         while chunk:
-            chunk = b""  # and the end, whichever way it comes, waits its turn like everything else
+            chunk = b""  # the end of the stream waits its turn like any other data
             with suppress(OSError):
                 chunk = await source.read(CHUNK_BYTES)
             late_s = way.delay_s + self._rng.uniform(-way.jitter_s, way.jitter_s)
@@ -173,8 +173,8 @@ class _Line:
 
     def _spoilt(self, chunk: bytes) -> bytes:
         if self.is_garbled and chunk:
-            # Put in, not put over: whatever length stands before it is wrong then, as a checksum would be. ASCII alone,
-            # which is no frame's end.
+            # Bytes are inserted, not replaced: any length before them is then wrong, as a checksum would be. They are
+            # ASCII, so none is the end of a frame.
             self.is_garbled = False
             at = self._rng.randrange(len(chunk))
             return chunk[:at] + bytes(self._rng.randrange(128) for _ in range(GARBAGE_BYTES)) + chunk[at:]

@@ -27,7 +27,7 @@ HEAD = (
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run: on what, with which seed, for how long, and how it ended."""
+    """One run: its kind of broker, seed, duration and result."""
 
     on: str
     seed: int
@@ -38,13 +38,13 @@ class Run:
 
     @property
     def failures(self) -> list[str]:
-        """Everything that must not be."""
+        """Everything that is wrong with the run."""
         crashed = [f"crashed: worker {each.worker} ended by itself with {each.code}" for each in self.crashes]
         return [*(str(each) for each in self.verdict.violations), *crashed]
 
 
 def table(runs: Sequence[Run]) -> str:
-    """A line a fault, single broker and cluster apart, and one for everything; Markdown."""
+    """One line for each fault, separately for single broker and cluster, and one for the total; in Markdown."""
     lines = [_row(HEAD), _row("-" * 3 if n < 2 else "--:" for n in range(len(HEAD)))]
     for on in dict.fromkeys(run.on for run in runs):
         found = [each for run in runs if run.on == on for each in run.verdict.recoveries]
@@ -73,7 +73,7 @@ def table(runs: Sequence[Run]) -> str:
 
 
 def text(runs: Sequence[Run], *, broken: Run | None) -> str:
-    """The table, how it was made, and what the broken worker came to."""
+    """The table, how it was made, and how the deliberately broken worker did."""
     seeds = ", ".join(dict.fromkeys(str(run.seed) for run in runs))
     where = " and ".join(dict.fromkeys(run.on for run in runs))
     minutes = sum(run.minutes for run in runs)
@@ -95,7 +95,7 @@ def text(runs: Sequence[Run], *, broken: Run | None) -> str:
 
 
 def write(path: Path, found: str) -> None:
-    """Put it between the markers of a document. Raises ValueError where it has none."""
+    """Write it between the markers in a document. Raises ValueError if there are none."""
     document = path.read_text()
     before, begins, rest = document.partition(BEGIN)
     _, ends, after = rest.partition(END)

@@ -30,14 +30,14 @@ ENOUGH_CONFIRMED = 15_000
 ENOUGH_FAULTS = 20
 BROKEN_MINUTES = 2.0
 RECOVERED_WITHIN_S = 15.0
-"""Before the next fault, which would be in the figures of this one."""
+"""Time to recover before the next fault begins, which would change the figures of this one."""
 TOLD = 20
-"""Violations of a run that are printed; all are in its history."""
+"""How many violations of a run are printed; its history has all."""
 LOSES_WITHIN_S = 15.0
-"""The broken worker's requests are not coming: no need to wait long."""
+"""Time to wait for the broken worker's requests; they are lost, so a short time is enough."""
 
 
-logging.getLogger("aiormq").setLevel(logging.CRITICAL)  # it tells of every connection that we break
+logging.getLogger("aiormq").setLevel(logging.CRITICAL)  # it would log every connection that we break
 
 
 def say(text: str) -> None:
@@ -45,7 +45,8 @@ def say(text: str) -> None:
 
 
 async def carry_out(found: Ground, planned: Sequence[Planned], *, seconds: float, recovered_within_s: float) -> None:
-    """Ask, and inject one fault after the other, each once the last is recovered from, until the time is over."""
+    """Send requests, and cause one fault after the other, each after recovery from the one before, until the time is
+    over."""
     end_s = time.monotonic() + seconds
     async with found.load.asking():
         await asyncio.sleep(SETTLED_S)
@@ -71,7 +72,7 @@ class Conditions:
     """Requests a second."""
     store: str
     codes: frozenset[str] | None
-    """Of the faults that are wanted; None: all."""
+    """The faults to cause; None: all."""
     folder: Path
     """For histories and workers' logs."""
 
@@ -103,10 +104,12 @@ async def one(
 
 
 async def everything(given: argparse.Namespace) -> int:
-    """All seeds on all kinds of broker, then the broken worker; the exit code."""
+    """All seeds on all kinds of broker, then the broken worker; returns the exit code."""
     task = asyncio.current_task()
     assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # so that containers and mounts go
+    asyncio.get_running_loop().add_signal_handler(
+        signal.SIGTERM, task.cancel
+    )  # so that containers and mounts are removed
     seeds = [int(each) for each in given.seeds.split(",")]
     kinds = ("single", "cluster") if given.on == "both" else (given.on,)
     seconds = 60 * given.minutes / (len(seeds) * len(kinds))

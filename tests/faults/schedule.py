@@ -1,4 +1,4 @@
-"""When which fault is injected, and for how long: made from a seed, the same each time."""
+"""Which fault happens when, and for how long: derived from a seed, so that it can be repeated."""
 
 import random
 from collections.abc import Sequence
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from tests.faults.faults import Fault
 
 CALM_S = (3.0, 6.0)
-"""Between the end of one fault and the next: so that what each cost can be told apart."""
+"""The time between the end of one fault and the next, so that their effects can be told apart."""
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
     fault: Fault
     calm_s: float
-    """Before it."""
+    """The calm time before it."""
     lasts_s: float
     seed: int
-    """Of what the fault itself chooses."""
+    """The seed of the fault's own choices."""
 
     def __str__(self) -> str:
         lasts = f" for {self.lasts_s:.1f} s" if self.lasts_s else ""

@@ -1,4 +1,4 @@
-"""The longest time without an answer while a lane had requests."""
+"""Stalls: the longest time without an answer while a lane had requests."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -22,7 +22,7 @@ class Stall:
 
 
 def stalls_of(owed: Iterable[tuple[str, float, float | None]]) -> dict[str, list[Stall]]:
-    """The pauses of each lane while it owed something. `owed`: lane, owed since, answered at (None: never)."""
+    """The stalls of each lane. `owed`: lane, waiting since, answered at (None: never)."""
     changes: dict[str, list[tuple[float, int]]] = defaultdict(list)
     for lane, since_s, answered_s in owed:
         if answered_s is None:

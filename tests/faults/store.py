@@ -1,4 +1,4 @@
-"""The workers' store, as far as faults can get at it: a file that they share, or a Redis."""
+"""The workers' store, with methods for faults: a shared file, or a Redis."""
 
 import asyncio
 import random
@@ -16,7 +16,7 @@ from tests.faults.proxy import LOOPBACK, Proxy
 from tests.support.redis import RedisServer, redis_server
 
 SIZE_MB = 64
-"""Of the file system of its own that the store's file lives on, where one can be mounted (as root)."""
+"""The size of the separate file system for the store's file, if one can be mounted (as root)."""
 
 
 class Store(Protocol):
@@ -25,7 +25,7 @@ class Store(Protocol):
 
     @property
     def is_a(self) -> frozenset[str]:
-        """What faults may need it to be."""
+        """The kind of store, for faults that need one."""
         ...
 
 
@@ -49,7 +49,7 @@ class FileStore:
         return f"sqlite:///{self.path}"
 
     async def lock(self, lasts_s: float) -> None:
-        """Hold the one lock that writers need, from outside. Where the file is not there: nothing to lock."""
+        """Hold the lock that writers need, from outside. Does nothing if the file does not exist."""
         with suppress(sqlite3.OperationalError):
             connection = await asyncio.to_thread(self._locked)
             try:
@@ -58,7 +58,7 @@ class FileStore:
                 connection.close()
 
     async def fill(self, lasts_s: float) -> None:
-        """Leave no room on its file system."""
+        """Fill its file system."""
         ballast = self.folder / "ballast"
         with ballast.open("wb", buffering=0) as file, suppress(OSError):
             while True:
@@ -69,12 +69,12 @@ class FileStore:
             ballast.unlink()
 
     def delete(self) -> None:
-        """As an operator might, while it is open."""
+        """Delete the file while it is open, as an operator might."""
         for each in self.folder.glob("store.sqlite3*"):
             each.unlink(missing_ok=True)
 
     def corrupt(self, rng: random.Random) -> None:
-        """Write over its beginning."""
+        """Overwrite the beginning of the file."""
         with self.path.open("r+b") as file:
             file.write(rng.randbytes(4096))
 
@@ -86,7 +86,7 @@ class FileStore:
 
 @dataclass(frozen=True, slots=True)
 class RedisStore:
-    """A Redis, and the line to it."""
+    """A Redis, and the connection to it."""
 
     server: RedisServer
     line: Proxy
@@ -100,14 +100,14 @@ class RedisStore:
         return f"redis://{LOOPBACK}:{self.line.port}/0"
 
     async def restart_empty(self) -> None:
-        """All that it knew is gone."""
+        """Restart it without its data."""
         await asyncio.to_thread(self.server.kill)
         await asyncio.to_thread(self.server.start)
 
 
 @asynccontextmanager
 async def redis_store() -> AsyncIterator[RedisStore]:
-    """One for as long as the block lasts."""
+    """A Redis for as long as the block lasts."""
     with tempfile.TemporaryDirectory() as folder, redis_server(Path(folder)) as server:
         async with Proxy(LOOPBACK, server.port) as line:
             yield RedisStore(server, line)
@@ -115,14 +115,14 @@ async def redis_store() -> AsyncIterator[RedisStore]:
 
 @asynccontextmanager
 async def file_store() -> AsyncIterator[FileStore]:
-    """A folder for the store, on a small file system of its own where that can be had."""
+    """A folder for the store, on a small separate file system if possible."""
     folder = Path(tempfile.mkdtemp(prefix="lanekeeper-store-"))
     is_mounted = await _mount("-t", "tmpfs", "-o", f"size={SIZE_MB}m,mode=700", "faults", str(folder))
     try:
         yield FileStore(folder, is_mounted)
     finally:
         if is_mounted:
-            # Blocking, so that no cancellation ends it half-way.
+            # Blocking, so that no cancellation interrupts it.
             subprocess.run(["umount", "--lazy", str(folder)], check=False)  # noqa: ASYNC221
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -1,4 +1,4 @@
-"""The checker finds what must never happen, and passes what may."""
+"""The checker finds every broken promise, and accepts what is allowed."""
 
 import pytest
 
@@ -48,7 +48,7 @@ def kinds(*events: Event, **how) -> set[str]:
     return {each.kind for each in check(events, **how).violations}
 
 
-def test_a_good_history_passes() -> None:
+def test_a_correct_history_passes() -> None:
     verdict = check(GOOD)
     assert verdict.violations == ()
     assert (verdict.asked, verdict.confirmed, verdict.answered_twice, verdict.repeated_calls) == (1, 1, 0, 0)
@@ -76,46 +76,46 @@ def test_each_violation_is_found(kind: str, events: tuple[Event, ...]) -> None:
 
 
 @pytest.mark.parametrize("told", ["refused", "returned", "unknown"])
-def test_what_was_never_confirmed_is_owed_no_answer(told: Told) -> None:
+def test_a_request_that_was_never_confirmed_needs_no_answer(told: Told) -> None:
     assert kinds(asked(), published(told=told)) == set()
 
 
-def test_a_reply_that_came_twice_the_same_is_counted_and_excused() -> None:
+def test_a_repeated_equal_reply_is_counted_and_allowed() -> None:
     verdict = check((*GOOD, replied(at_s=2)))
     assert verdict.violations == ()
     assert verdict.answered_twice == 1
 
 
-def test_who_published_twice_is_owed_two_replies() -> None:
+def test_a_request_published_twice_may_get_two_replies() -> None:
     again = published(at_s=0.2)
     assert check((*GOOD, again, replied(at_s=2))).answered_twice == 0
     assert check((*GOOD, again, replied(at_s=2), replied(at_s=3))).answered_twice == 1
 
 
-def test_another_body_under_the_same_id_has_an_outcome_of_its_own() -> None:
+def test_another_body_under_the_same_id_has_its_own_outcome() -> None:
     other = asked("other", identity="q", expects=("idempotency_conflict",))
     told = replied("other", identity="q", at_s=1.2, code="idempotency_conflict", digest="problem")
     assert kinds(*GOOD, other, published("other"), told) == set()
 
 
-def test_what_is_parked_as_well_as_told_passes() -> None:
+def test_an_outcome_that_is_also_parked_passes() -> None:
     refused = (asked(expects=("provider_rejected",)), published(), replied(code="provider_rejected"))
     assert kinds(*refused, Parked(at_s=1, identity="q", code="provider_rejected")) == set()
 
 
-def test_a_call_that_the_provider_failed_is_an_attempt_and_no_repetition() -> None:
+def test_a_call_that_the_provider_failed_is_not_a_repeated_call() -> None:
     assert check((*GOOD, called(at_s=0.2, outcome="overloaded"))).repeated_calls == 0
     assert check((*GOOD, called(at_s=0.2, outcome="client_gone"))).repeated_calls == 1
     assert check((*GOOD, called(at_s=0.2, outcome=OK))).repeated_calls == 1
 
 
-def test_a_lost_store_excuses_a_second_completion_and_no_second_outcome() -> None:
+def test_after_a_lost_store_a_second_completion_is_allowed_and_a_second_outcome_is_not() -> None:
     again = (*GOOD, called(at_s=1.5), replied(at_s=2, digest="other"))
     assert kinds(*again, store_was_lost=True) == set()
     assert kinds(*again, replied(at_s=3, code="internal"), store_was_lost=True) >= {checker.TWO_OUTCOMES}
 
 
-def test_a_stall_is_the_time_in_which_a_lane_owed_an_answer_and_gave_none() -> None:
+def test_a_stall_is_the_time_in_which_a_lane_had_requests_and_no_answer() -> None:
     def answered(question: str, from_s: float, to_s: float) -> tuple[Event, ...]:
         return asked(question, at_s=from_s), published(question, at_s=from_s), replied(question, at_s=to_s)
 
@@ -123,7 +123,7 @@ def test_a_stall_is_the_time_in_which_a_lane_owed_an_answer_and_gave_none() -> N
     assert verdict.stalls["critical"].lasted_s == 3, "from a's answer to b's; nothing was owed from 4.5 to 10"
 
 
-def test_recovery_is_counted_from_the_end_of_a_fault_to_the_last_answer_that_was_owed_then() -> None:
+def test_recovery_is_measured_from_a_faults_end_to_the_last_answer_awaited_then() -> None:
     def answered(question: str, from_s: float, to_s: float) -> tuple[Event, ...]:
         return asked(question, at_s=from_s), published(question, at_s=from_s), replied(question, at_s=to_s)
 
@@ -135,13 +135,13 @@ def test_recovery_is_counted_from_the_end_of_a_fault_to_the_last_answer_that_was
     assert (recovery.confirmed, recovery.repeated_calls) == (1, 1)
 
 
-def test_a_delayed_request_is_owed_from_its_due_time() -> None:
+def test_a_delayed_request_is_awaited_from_its_due_time() -> None:
     events = (asked(due_s=5.0), published(), called(at_s=5), replied(at_s=5.25), fault(0.5, 1))
     verdict = check(events)
     assert verdict.stalls["critical"].lasted_s == 0.25
     assert verdict.recoveries[0].recovered_s == 0.25
 
 
-def test_a_history_survives_its_file() -> None:
+def test_a_history_written_to_a_file_is_read_unchanged() -> None:
     events = (*GOOD, fault(1, 2), Parked(at_s=1, identity="q", code="poison"))
     assert tuple(read(as_line(event) for event in events)) == events

@@ -1,4 +1,4 @@
-"""A cluster of three loses its leaders one after the other: nothing that was confirmed is lost, and stalls are short.
+"""A cluster of three loses its leaders one after the other: no confirmed request is lost, and stalls are short.
 
 Each test has a cluster of its own, two workers as processes, and applications that ask all the time. What is measured
 is printed (`-s`), and bounded.
@@ -26,24 +26,24 @@ from tests.support.processes import environment, run
 from tests.support.waiting import until
 
 RATE = 20.0
-"""Requests a second; what is measured is not the load, on two cores that the brokers share."""
+"""Requests a second; low, because the brokers share two cores and the load is not what is measured."""
 MIX = Mix(
     lanes={"critical": 0.6, "normal": 0.4}, latency_s=(0.05, 0.3), delayed=0.0, refused=0.0, twice=0.0, conflicting=0.0
 )
 BEFORE_S = 3.0
-"""Of load before a fault, and after it: what is watched is how the service behaves in time."""
+"""Time with a load before and after a fault."""
 AFTER_S = 6.0
 ANSWERED_S = 60.0
 
 KILLED_STALL_S = 2.0
 FROZEN_STALL_S = 20.0
-"""A node that hangs is told from a slow one by silence, which takes RabbitMQ's members some 7 to 12 s."""
+"""A node that hangs is recognised only by its silence, which takes RabbitMQ's other members 7 to 12 s."""
 RESTARTED_STALL_S = 5.0
 
 
 @dataclass
 class Service:
-    """Two workers on a cluster, and a load."""
+    """Two workers on a cluster, with a load."""
 
     broker: Cluster
     api: SimulatedAPI
@@ -52,7 +52,7 @@ class Service:
     history: History
 
     async def verdict(self) -> Verdict:
-        """What came of it, once everything is answered."""
+        """The results, once everything is answered."""
         await until(lambda: self.load.answered(within_s=ANSWERED_S), within_s=ANSWERED_S)
         calls = [
             Called(
@@ -76,7 +76,7 @@ async def broker() -> AsyncIterator[Cluster]:
 
 @asynccontextmanager
 async def at_work(broker: Cluster, nodes: Sequence[Node], folder: Path) -> AsyncIterator[Service]:
-    """Workers and applications that know these nodes; the topology is there already."""
+    """Workers and applications with the URLs of these nodes; the topology is declared already."""
     urls = [each.amqp_url for each in nodes]
     history = History()
     async with AsyncExitStack() as stack:
@@ -95,7 +95,7 @@ async def at_work(broker: Cluster, nodes: Sequence[Node], folder: Path) -> Async
 
 
 async def declared(broker: Cluster, folder: Path) -> Node:
-    """Declare everything; the leader of the critical lane."""
+    """Declare everything; returns the leader of the critical lane."""
     environ = environment(broker.amqp_url, broker.management_url)
     assert (await run("topology", "apply", environ=environ, folder=folder))[0] == 0
     return await broker.leader_of("lane.critical")
@@ -114,7 +114,9 @@ def longest_stall_s(verdict: Verdict) -> float:
     return max(stall.lasted_s for stall in verdict.stalls.values())
 
 
-async def test_a_leader_that_dies_costs_less_than_two_seconds_and_no_request(broker: Cluster, tmp_path: Path) -> None:
+async def test_after_a_leader_is_killed_answers_stop_for_less_than_two_seconds_and_no_request_is_lost(
+    broker: Cluster, tmp_path: Path
+) -> None:
     leader = await declared(broker, tmp_path)
     async with at_work(broker, broker.others(leader), tmp_path) as service:
         async with service.load.asking():
@@ -128,9 +130,9 @@ async def test_a_leader_that_dies_costs_less_than_two_seconds_and_no_request(bro
     assert longest_stall_s(verdict) < KILLED_STALL_S
 
 
-async def test_whoever_was_on_a_node_that_dies_goes_on_at_another(broker: Cluster, tmp_path: Path) -> None:
+async def test_clients_and_workers_of_a_killed_node_continue_at_another(broker: Cluster, tmp_path: Path) -> None:
     leader = await declared(broker, tmp_path)
-    nodes = (leader, *broker.others(leader))  # workers connect to the first that answers
+    nodes = (leader, *broker.others(leader))  # workers connect to the first node that answers
     async with at_work(broker, nodes, tmp_path) as service:
         async with service.load.asking():
             await asyncio.sleep(BEFORE_S)
@@ -145,7 +147,9 @@ async def test_whoever_was_on_a_node_that_dies_goes_on_at_another(broker: Cluste
     assert crashes == []
 
 
-async def test_a_leader_that_hangs_holds_its_lane_until_another_is_elected(broker: Cluster, tmp_path: Path) -> None:
+async def test_a_leader_that_hangs_blocks_its_lane_only_until_another_is_elected(
+    broker: Cluster, tmp_path: Path
+) -> None:
     leader = await declared(broker, tmp_path)
     async with at_work(broker, broker.others(leader), tmp_path) as service:
         async with service.load.asking():
@@ -161,7 +165,7 @@ async def test_a_leader_that_hangs_holds_its_lane_until_another_is_elected(broke
     assert longest_stall_s(verdict) < FROZEN_STALL_S
 
 
-async def test_a_rolling_restart_loses_nothing(broker: Cluster, tmp_path: Path) -> None:
+async def test_a_rolling_restart_loses_no_request(broker: Cluster, tmp_path: Path) -> None:
     await declared(broker, tmp_path)
     async with at_work(broker, broker.nodes, tmp_path) as service:
         began_s = time.monotonic()

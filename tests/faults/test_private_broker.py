@@ -50,7 +50,7 @@ def start(source: str, tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
 
 
 def processes_of(folder: Path) -> list[str]:
-    """All processes with the folder in their environment: our temporary one, which is the node's home too."""
+    """All processes whose environment names this folder: our temporary one, which is also the node's home."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -77,7 +77,7 @@ def eventually_nothing_left(folder: Path) -> bool:
     return not left_of(folder)
 
 
-def test_a_command_finds_a_broker_and_its_exit_code_is_passed_on(
+def test_a_command_gets_a_broker_and_its_exit_code_is_returned(
     start: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
     run = start("sh", "-c", "echo $LANEKEEPER_AMQP_URL $LANEKEEPER_MANAGEMENT_URL; exit 3")
@@ -90,7 +90,7 @@ def test_a_command_finds_a_broker_and_its_exit_code_is_passed_on(
     assert left_of(tmp_path) == []
 
 
-def test_what_the_command_leaves_running_ends_with_it(
+def test_processes_that_the_command_leaves_running_are_ended(
     start: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
     run = start("sh", "-c", "(setsid sleep 600 &); echo started")
@@ -101,7 +101,7 @@ def test_what_the_command_leaves_running_ends_with_it(
 
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda each: each.name)
-def test_nothing_is_left_when_a_signal_ends_it_while_it_runs(
+def test_nothing_is_left_after_a_signal_while_it_runs(
     start: Callable[..., subprocess.Popen[str]], tmp_path: Path, ending: signal.Signals
 ) -> None:
     run = start("sh", "-c", "echo $LANEKEEPER_AMQP_URL; exec sleep 600")
@@ -117,7 +117,7 @@ def test_nothing_is_left_when_a_signal_ends_it_while_it_runs(
 
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda each: each.name)
-def test_nothing_is_left_when_it_ends_at_any_moment_of_its_start(
+def test_nothing_is_left_after_an_end_at_any_moment_of_its_start(
     start: Callable[..., subprocess.Popen[str]], tmp_path: Path, ending: signal.Signals
 ) -> None:
     moment_s = random.uniform(0.3, 5)

@@ -1,4 +1,4 @@
-"""The proxy does to a line what it says."""
+"""Each method of the proxy does to a connection what it says."""
 
 import asyncio
 import time
@@ -33,7 +33,7 @@ async def call(line: Proxy) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @pytest.mark.parametrize("ways", [(), (FROM,), (TO,)], ids=["blackhole", "half-open", "half-open the other way"])
-async def test_what_is_frozen_passes_nothing_until_it_is_mended(line: Proxy, ways: tuple[str, ...]) -> None:
+async def test_a_frozen_connection_passes_nothing_until_it_is_mended(line: Proxy, ways: tuple[str, ...]) -> None:
     reader, writer = await call(line)
     line.freeze(*ways)
     writer.write(b"there")
@@ -43,7 +43,7 @@ async def test_what_is_frozen_passes_nothing_until_it_is_mended(line: Proxy, way
     assert await reader.readexactly(5) == b"there"
 
 
-async def test_a_slow_line_keeps_the_order(line: Proxy) -> None:
+async def test_a_slow_connection_keeps_the_order(line: Proxy) -> None:
     reader, writer = await call(line)
     line.slow(delay_s=0.05, jitter_s=0.05)
     before = time.monotonic()
@@ -55,7 +55,7 @@ async def test_a_slow_line_keeps_the_order(line: Proxy) -> None:
     assert time.monotonic() - before > 0.05
 
 
-async def test_it_refuses_and_takes_again_on_the_same_port(line: Proxy) -> None:
+async def test_a_refusing_proxy_accepts_again_on_the_same_port(line: Proxy) -> None:
     port = line.port
     await line.refuse()
     with pytest.raises(OSError, match=r"refused|Connect call failed"):
@@ -65,7 +65,7 @@ async def test_it_refuses_and_takes_again_on_the_same_port(line: Proxy) -> None:
     await call(line)
 
 
-async def test_a_reset_is_told_to_the_client(line: Proxy) -> None:
+async def test_a_reset_reaches_the_client(line: Proxy) -> None:
     reader, _ = await call(line)
     line.reset()
     with pytest.raises(ConnectionResetError):
@@ -73,14 +73,14 @@ async def test_a_reset_is_told_to_the_client(line: Proxy) -> None:
     await until(lambda: line.open == 0)
 
 
-async def test_a_cut_ends_the_connection_in_the_middle(line: Proxy) -> None:
+async def test_a_cut_ends_the_connection_in_the_middle_of_the_data(line: Proxy) -> None:
     reader, writer = await call(line)
     line.cut(after_bytes=3)
     writer.write(b"there")
     assert await reader.read() in (b"the", b"")
 
 
-async def test_garbled_is_something_else_and_longer(line: Proxy) -> None:
+async def test_garbled_data_differs_and_is_longer(line: Proxy) -> None:
     reader, writer = await call(line)
     line.garble()
     writer.write(b"there")

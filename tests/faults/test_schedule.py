@@ -1,4 +1,4 @@
-"""A schedule comes from its seed, and leaves nothing out; the report says what came of it."""
+"""A schedule follows from its seed and contains every fault; the report shows the results."""
 
 from pathlib import Path
 
@@ -13,12 +13,12 @@ from tests.faults.schedule import plan
 from tests.faults.workers import Ending
 
 
-def test_the_same_seed_gives_the_same_schedule_and_another_another() -> None:
+def test_the_same_seed_gives_the_same_schedule_and_another_seed_another() -> None:
     assert plan(FAULTS, seed=1, seconds=300) == plan(FAULTS, seed=1, seconds=300)
     assert plan(FAULTS, seed=1, seconds=300) != plan(FAULTS, seed=2, seconds=300)
 
 
-def test_several_runs_together_inject_every_fault_first() -> None:
+def test_several_runs_together_cause_every_fault_before_repeating_one() -> None:
     begun = [
         each.fault
         for at in range(3)
@@ -36,13 +36,13 @@ def a_run() -> Run:
     return Run("single", 1, 2.0, check(events), (Ending(1.0, 0, -11, frozenset()),), 0)
 
 
-def test_a_run_fails_for_what_was_lost_and_for_a_worker_that_crashed() -> None:
+def test_a_run_fails_if_a_request_was_lost_or_a_worker_crashed() -> None:
     lost, crashed = a_run().failures
     assert lost.startswith("lost: q: batch")
     assert crashed == "crashed: worker 0 ended by itself with -11"
 
 
-def test_the_table_is_put_between_its_markers_and_nothing_else_is_touched(tmp_path: Path) -> None:
+def test_the_table_is_written_between_its_markers_and_nothing_else_changes(tmp_path: Path) -> None:
     document = tmp_path / "page.md"
     document.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
     report.write(document, report.text([a_run()], broken=None))

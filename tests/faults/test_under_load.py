@@ -1,5 +1,5 @@
-"""Workers, broker, lines, provider and store are broken under load: nothing that was confirmed is lost or told twice
-differently.
+"""Workers, broker, connections, provider and store fail under load: no confirmed request is lost or gets different
+replies.
 
 A selection of what `./dev faults` does for longer. Each test has a broker of its own and three workers.
 """
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(240)
 
 
 def told(verdict: Verdict) -> str:
-    """What came of each fault, for `-s`."""
+    """The results of each fault, printed with `-s`."""
     return "\n".join(
         f"{each.fault.code} {each.fault.title}: {each.fault.in_flight} in flight, {each.repeated_calls} repeated, "
         f"stall {each.stall_s:.1f} s, recovered after {each.recovered_s:.1f} s"
@@ -29,7 +29,7 @@ def told(verdict: Verdict) -> str:
 
 
 def is_kept(service: Ground, verdict: Verdict) -> bool:
-    """The promise; what was told is printed."""
+    """Whether the promise was kept; prints the results."""
     print(told(verdict))
     assert [str(each) for each in verdict.violations] == []
     assert service.crew.crashes == []
@@ -49,12 +49,12 @@ TRIALS = {
 
 
 @pytest.mark.parametrize("faults", TRIALS.values(), ids=TRIALS.keys())
-async def test_nothing_is_lost_when(made: Made, faults: list[tuple[str, float]]) -> None:
+async def test_no_request_is_lost_under_each_fault(made: Made, faults: list[tuple[str, float]]) -> None:
     async with made() as service:
         assert is_kept(service, await broken(service, *faults))
 
 
-async def test_a_killed_worker_is_stood_in_for_within_two_seconds(made: Made) -> None:
+async def test_the_requests_of_a_killed_worker_are_continued_within_two_seconds(made: Made) -> None:
     async with made(
         mix=Mix(lanes={"critical": 1.0}, latency_s=(0.2, 0.5), delayed=0, refused=0, conflicting=0)
     ) as service:
@@ -71,18 +71,18 @@ async def test_a_worker_that_is_told_to_stop_under_load_repeats_no_call(made: Ma
         assert [each.code for each in service.crew.endings] == [0, 0]
 
 
-async def test_no_provider_is_called_while_an_alarm_forbids_to_publish_its_answer(made: Made) -> None:
+async def test_no_provider_is_called_during_an_alarm_because_its_answer_could_not_be_published(made: Made) -> None:
     async with made() as service:
         alarm_s = 6.0
         verdict = await broken(service, ("memory alarm", alarm_s))
         assert is_kept(service, verdict)
         (alarm,) = service.disturbances()
-        raised_s = alarm.healed_s - alarm_s  # the commands themselves take a second
+        raised_s = alarm.healed_s - alarm_s  # the commands alone take a second
         during = [call for call in service.calls() if raised_s + 0.5 < call.at_s < raised_s + alarm_s - 0.5]
         assert during == []
 
 
-async def test_a_retry_storm_is_over_soon_after_its_cause(made: Made) -> None:
+async def test_a_retry_storm_ends_soon_after_its_cause(made: Made) -> None:
     async with made() as service:
         verdict = await broken(service, ("retry storm", 6))
         assert is_kept(service, verdict)
@@ -92,7 +92,7 @@ async def test_a_retry_storm_is_over_soon_after_its_cause(made: Made) -> None:
         assert storm.recovered_s < 2 * 6
 
 
-async def test_fifty_at_once_of_one_id_are_one_call_and_fifty_same_answers(made: Made) -> None:
+async def test_fifty_copies_at_once_make_one_call_and_get_fifty_equal_answers(made: Made) -> None:
     async with made(mix=Mix(lanes={"normal": 1.0}, twice=0.5)) as service:
         verdict = await broken(service, ("50 of one id at once", 0))
         assert is_kept(service, verdict)
@@ -101,19 +101,19 @@ async def test_fifty_at_once_of_one_id_are_one_call_and_fifty_same_answers(made:
         assert verdict.repeated_calls == 0, "nor is any of the others that were sent twice called twice"
 
 
-async def test_without_its_store_nothing_is_called_and_nothing_is_lost(made: Made) -> None:
+async def test_without_its_store_a_worker_makes_no_call_and_loses_nothing(made: Made) -> None:
     async with made() as service:
         titles = [each for each in ("store locked", "store's disk full") if fault(each).needs in service.store.is_a]
         verdict = await broken(service, *((title, 5.0) for title in titles))
         assert is_kept(service, verdict)
         assert verdict.repeated_calls == 0
-        # On a full disk some claims are still granted: what has room in the file already can be written durably.
+        # On a full disk some claims are still granted: free space inside the file can still be written.
         locked = service.disturbances()[0]
         during = [call for call in service.calls() if locked.at_s + 1 < call.at_s < locked.healed_s - 0.5]
         assert during == [], "no call without a claim"
 
 
-async def test_a_store_that_is_deleted_costs_no_request(made: Made) -> None:
+async def test_a_deleted_store_loses_no_request(made: Made) -> None:
     async with made() as service:
         async with service.load.asking():
             await asyncio.sleep(6)
@@ -124,8 +124,8 @@ async def test_a_store_that_is_deleted_costs_no_request(made: Made) -> None:
         assert is_kept(service, await judged(service, store_was_lost=True))
 
 
-async def test_a_store_that_is_corrupt_stops_the_work_and_loses_nothing(made: Made) -> None:
-    """Until somebody moves it away; then it goes on by itself."""
+async def test_a_corrupt_store_stops_the_work_and_loses_nothing(made: Made) -> None:
+    """The work stops until somebody moves the file away; then it continues by itself."""
     async with made() as service:
         async with service.load.asking():
             await asyncio.sleep(6)
@@ -138,11 +138,11 @@ async def test_a_store_that_is_corrupt_stops_the_work_and_loses_nothing(made: Ma
         assert is_kept(service, await judged(service, store_was_lost=True))
 
 
-async def test_a_lane_that_is_deleted_takes_with_it_what_was_queued_and_nothing_else_and_is_declared_again(
+async def test_a_deleted_lane_loses_only_what_was_queued_in_it_and_is_declared_again(
     made: Made,
 ) -> None:
-    """Nobody can help the loss (docs/reliability.md): it is said, and the lane works again by itself."""
-    # None is sent twice: who repeats one while the lane is not there is told so, though it had been answered.
+    """The loss cannot be prevented (docs/reliability.md): it is reported, and the lane works again by itself."""
+    # No request is sent twice here: repeating one while the lane is missing fails, even if it was answered before.
     async with made(mix=Mix(lanes={"batch": 1.0}, delayed=0, conflicting=0, twice=0)) as service:
         node = service.broker.nodes[0]
         async with service.load.asking():
@@ -154,7 +154,7 @@ async def test_a_lane_that_is_deleted_takes_with_it_what_was_queued_and_nothing_
             await asyncio.sleep(6)
         await service.load.answered(within_s=10)
         verdict = service.verdict()
-        # While it was not there, whoever asked was told so.
+        # While the lane was missing, publishers got an error.
         others = [str(each) for each in verdict.violations if each.kind != LOST and "unroutable" not in each.text]
         assert others == []
         asked_s = {each.identity: each.at_s for each in service.history.events if isinstance(each, Asked)}
@@ -162,7 +162,7 @@ async def test_a_lane_that_is_deleted_takes_with_it_what_was_queued_and_nothing_
         assert service.crew.crashes == []
 
 
-async def test_without_the_queue_of_dead_letters_what_belongs_there_waits_until_it_is_back(made: Made) -> None:
+async def test_without_the_queue_of_dead_letters_requests_to_be_parked_wait_until_it_is_back(made: Made) -> None:
     async with made(mix=Mix(lanes={"normal": 1.0}, refused=0.3, delayed=0, conflicting=0)) as service:
         async with service.load.asking():
             await asyncio.sleep(8)
@@ -170,12 +170,12 @@ async def test_without_the_queue_of_dead_letters_what_belongs_there_waits_until_
             await asyncio.sleep(8)
         assert await service.load.answered(within_s=90)
         verdict = service.verdict()
-        # What lay in the queue when it was deleted was told, and is parked no more.
+        # Dead letters in the queue when it was deleted had been answered, and are not parked again.
         assert [str(each) for each in verdict.violations if each.kind != NOT_PARKED] == []
         assert service.crew.crashes == []
 
 
-async def test_the_broken_worker_is_caught(made: Made) -> None:
+async def test_the_deliberately_broken_worker_is_caught(made: Made) -> None:
     async with made(module="tests.faults.broken") as service:
         faults = [("worker killed", 0.0), ("connections closed by the broker", 0.0), ("all workers killed", 0.0)]
         verdict = await broken(service, *faults, answered_within_s=5)

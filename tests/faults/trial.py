@@ -14,17 +14,17 @@ from tests.faults.history import Disturbed
 Made = Callable[..., AbstractAsyncContextManager[Ground]]
 """`ground` for a test (`conftest.py`)."""
 ANSWERED_WITHIN_S = 90.0
-"""After the last fault, before what has no answer counts as lost."""
+"""Time after the last fault, before a request without an answer counts as lost."""
 FETCHED_WITHIN_S = 10.0
 
 
 def fault(title: str) -> Fault:
-    """The fault of that name."""
+    """The fault with that name."""
     return next(each for each in FAULTS if each.title == title)
 
 
 async def inject(ground: Ground, found: Fault, *, lasts_s: float, rng: random.Random) -> Disturbed:
-    """One fault, written down; once all workers are at work, so that it hits them."""
+    """Cause one fault and record it; waits first until all workers run, so that it affects them."""
     await ground.crew.ready()
     in_flight, at_s = ground.load.in_flight, time.monotonic()
     against = await found.inject(ground, rng, lasts_s)
@@ -43,7 +43,8 @@ async def inject(ground: Ground, found: Fault, *, lasts_s: float, rng: random.Ra
 async def broken(
     ground: Ground, *faults: tuple[str, float], calm_s: float = 3.0, answered_within_s: float = ANSWERED_WITHIN_S
 ) -> Verdict:
-    """Ask all the time, inject each of the faults (title, seconds), and judge. `calm_s`: before each, and after."""
+    """Send requests all the time, cause each of the faults (title, seconds), and judge. `calm_s`: before and after
+    each."""
     rng = random.Random(len(faults))
     async with ground.load.asking():
         await asyncio.sleep(SETTLED_S)
@@ -57,7 +58,7 @@ async def broken(
 async def judged(
     ground: Ground, *, answered_within_s: float = ANSWERED_WITHIN_S, store_was_lost: bool = False
 ) -> Verdict:
-    """Once nobody asks any more: wait for what is owed, fetch what could not be told, and judge."""
+    """After the last request: wait for answers, fetch the results that could not be sent, and judge."""
     await ground.load.answered(within_s=answered_within_s)
     await ground.load.fetched(within_s=FETCHED_WITHIN_S)
     return ground.verdict(store_was_lost=store_was_lost)

@@ -1,4 +1,4 @@
-"""Worker processes that are started again whenever they end, as a service manager does, each with lines of its own."""
+"""Worker processes that are restarted whenever they end, as a service manager does, each with its own connections."""
 
 import asyncio
 import os
@@ -14,9 +14,9 @@ from tests.support.processes import Running, lanekeeper
 from tests.support.waiting import until
 
 FAILPOINT_EXIT = 86
-"""With which a worker dies at a failpoint (`consumers/failpoints.py`)."""
+"""The exit code of a worker that dies at a failpoint (`consumers/failpoints.py`)."""
 PAUSE_S = 0.2
-"""Before one is started again."""
+"""The pause before a restart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,21 +27,21 @@ class Ending:
     worker: int
     code: int
     told: frozenset[signal.Signals]
-    """What had been sent to it."""
+    """The signals that were sent to it."""
 
     @property
     def is_expected(self) -> bool:
-        """It ended as it had been told to, or at a failpoint; anything else is a crash."""
+        """Whether it ended as it was told to, or at a failpoint; anything else is a crash."""
         if self.code == 0:
             return signal.SIGTERM in self.told
         if self.code == 130:
-            return signal.SIGTERM in self.told  # a second one, during the first's grace
+            return signal.SIGTERM in self.told  # a second signal, during the grace time of the first
         return self.code == FAILPOINT_EXIT or -self.code in self.told
 
 
 @dataclass(slots=True)
 class Worker:
-    """One place in the crew; its process is another after each ending."""
+    """One of the workers; each restart makes a new process."""
 
     number: int
     environ: dict[str, str]
@@ -58,20 +58,20 @@ class Worker:
         return self.running.process.pid
 
     def send(self, number: signal.Signals) -> None:
-        """SIGKILL, SIGTERM, SIGSTOP, SIGCONT …"""
+        """Send SIGKILL, SIGTERM, SIGSTOP, SIGCONT or another signal."""
         self.told.add(number)
         if self.running is not None and not self.running.has_ended:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     async def ended(self, *, within_s: float = 40) -> None:
-        """Until the process that runs now has ended."""
+        """Wait until the current process has ended."""
         if self.running is not None:
             await asyncio.wait_for(self.running.process.wait(), timeout=within_s)
 
 
 class Crew:
-    """As many workers as there are `environs`, until the block ends. `module`: what runs `COMMAND`."""
+    """One worker for each of `environs`, until the block ends. `module`: the module that runs `COMMAND`."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Crew:
 
     @property
     def crashes(self) -> list[Ending]:
-        """Endings that nobody wished."""
+        """Endings that were not expected."""
         return [each for each in self.endings if not each.is_expected]
 
     async def __aenter__(self) -> Self:
@@ -107,7 +107,7 @@ class Crew:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def ready(self, *, within_s: float = 40) -> None:
-        """Until all take requests."""
+        """Wait until all workers take requests."""
         await until(lambda: all(each.is_ready for each in self.workers), within_s=within_s)
 
     async def _keep(self, worker: Worker) -> None:

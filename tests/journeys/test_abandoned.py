@@ -11,14 +11,12 @@ from tests.support.brokers import Vhost
 from tests.support.house import House, house
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.default_broker_only
-
 KEY = "critical.tests.abandoned"
 WORDS = "running, word by word, for a long time [[latency: 60s]]"
 
 
 async def is_closed(home: House, *, within_s: float = 15.0) -> None:
-    """The provider's socket, from now on counted."""
+    """Wait until the provider has seen the connection of the running call close."""
     began = time.monotonic()
     await until(lambda: [call.outcome for call in home.calls("running")] == ["client_gone"])
     assert time.monotonic() - began < within_s
@@ -30,7 +28,7 @@ async def ends_as_cancelled(client: Client, id: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["cancel", "wait_for", "timeout", "task group"])
-async def test_a_caller_that_is_cancelled_cancels_its_call(vhost: Vhost, how: str) -> None:
+async def test_cancelling_the_calling_task_cancels_its_request(vhost: Vhost, how: str) -> None:
     async with house(vhost.amqp_url) as home, Client(vhost.amqp_url) as client:
 
         async def ask() -> None:
@@ -67,7 +65,7 @@ async def test_a_caller_that_is_cancelled_cancels_its_call(vhost: Vhost, how: st
 
 
 @pytest.mark.parametrize("how", ["break", "aclose", "cancel"])
-async def test_a_stream_that_is_left_cancels_its_call(vhost: Vhost, how: str) -> None:
+async def test_leaving_a_stream_cancels_its_request(vhost: Vhost, how: str) -> None:
     async with house(vhost.amqp_url) as home, Client(vhost.amqp_url) as client:
         if how == "break":
             async for _ in client.stream({"prompt": WORDS}, key=KEY, message_id="a-1"):
@@ -92,7 +90,7 @@ async def test_a_stream_that_is_left_cancels_its_call(vhost: Vhost, how: str) ->
         await ends_as_cancelled(client, "a-1")
 
 
-async def test_leaving_the_client_cancels_what_it_was_asked(vhost: Vhost) -> None:
+async def test_closing_the_client_cancels_its_open_requests(vhost: Vhost) -> None:
     async with house(vhost.amqp_url) as home:
 
         async def ask() -> None:
@@ -108,7 +106,7 @@ async def test_leaving_the_client_cancels_what_it_was_asked(vhost: Vhost) -> Non
         await is_closed(home)
 
 
-async def test_what_is_answered_is_cancelled_by_nobody(vhost: Vhost) -> None:
+async def test_a_request_that_was_answered_is_not_cancelled(vhost: Vhost) -> None:
     async with house(vhost.amqp_url) as home, Client(vhost.amqp_url) as client:
         await client.request({"prompt": "one"}, key=KEY, message_id="a-1")
         async for _ in client.stream({"prompt": "two"}, key=KEY, message_id="a-2"):
@@ -124,7 +122,7 @@ async def test_what_is_answered_is_cancelled_by_nobody(vhost: Vhost) -> None:
         assert home.is_well
 
 
-async def test_it_is_left_running_where_that_is_wanted(vhost: Vhost) -> None:
+async def test_a_request_keeps_running_if_the_caller_chose_that(vhost: Vhost) -> None:
     async with house(vhost.amqp_url) as home, Client(vhost.amqp_url, cancel_abandoned=False) as client:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(
@@ -135,7 +133,7 @@ async def test_it_is_left_running_where_that_is_wanted(vhost: Vhost) -> None:
         assert [call.outcome for call in home.calls("running")] == ["ok"]
 
 
-async def test_a_caller_that_is_cancelled_waits_for_no_broker(vhost: Vhost) -> None:
+async def test_cancelling_the_calling_task_does_not_wait_for_the_broker(vhost: Vhost) -> None:
     async with house(vhost.amqp_url) as home, Client(vhost.amqp_url) as client:
         asking = asyncio.create_task(client.request({"prompt": WORDS}, key=KEY))
         await until(lambda: home.calls("running"))

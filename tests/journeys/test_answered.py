@@ -32,7 +32,8 @@ WHOLE = {
 }
 
 
-async def test_the_answer_is_the_providers_message_with_every_header_of_the_contract(vhost) -> None:
+@pytest.mark.every_version
+async def test_the_answer_is_the_providers_message_with_every_documented_header(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         before_s = time.monotonic()
         reply = await app.ask(
@@ -50,7 +51,7 @@ async def test_the_answer_is_the_providers_message_with_every_header_of_the_cont
         assert isinstance(wait_ms, int)
         assert isinstance(run_ms, int)
         assert 0 <= wait_ms + run_ms <= took_ms + 5
-        headers.pop("traceparent", None)  # only where spans are recorded
+        headers.pop("traceparent", None)  # only if spans are recorded
         assert headers == {
             "x-lane-status": "ok",
             "x-lane-request-id": "req-1",
@@ -64,9 +65,8 @@ async def test_the_answer_is_the_providers_message_with_every_header_of_the_cont
         await until(lambda: _is_empty(app))
 
 
-@pytest.mark.default_broker_only
-async def test_the_body_is_byte_for_byte_what_the_provider_sends(vhost) -> None:
-    """The same call is made past us; only what differs from call to call may differ."""
+async def test_the_answers_body_is_byte_for_byte_what_the_provider_sends(vhost) -> None:
+    """The same call is also made directly; only fields that differ between any two calls may differ."""
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         reply = await app.ask(WHOLE)
         async with aiohttp.ClientSession() as session:
@@ -79,9 +79,8 @@ async def test_the_body_is_byte_for_byte_what_the_provider_sends(vhost) -> None:
         assert reply.body == direct.replace(theirs, reply.json["id"].encode())
 
 
-@pytest.mark.default_broker_only
-async def test_a_whole_body_reaches_the_provider_unchanged_to_the_byte(vhost) -> None:
-    """Unknown and beta fields, tools, system, images, thinking: none of our business."""
+async def test_a_messages_body_reaches_the_provider_unchanged(vhost) -> None:
+    """With unknown and beta fields, tools, system prompt, images and thinking."""
     raw = ("  " + json.dumps(WHOLE, ensure_ascii=False, indent=2).replace("1.5", "1.500") + "\n").encode()
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         reply = await app.ask(raw, headers={"anthropic-beta": "context-1m-2026-08-07,files-api-2026-04-14"})
@@ -93,8 +92,7 @@ async def test_a_whole_body_reaches_the_provider_unchanged_to_the_byte(vhost) ->
         )
 
 
-@pytest.mark.default_broker_only
-async def test_model_and_max_tokens_default_by_lane_and_what_is_given_stands(vhost) -> None:
+async def test_a_given_model_and_max_tokens_are_kept_and_missing_ones_are_the_lanes(vhost) -> None:
     lanes = {"critical": {"max_tokens": 77}, "batch": {"max_tokens": 78, "model": "claude-haiku-4-5"}}
     expected = {
         "critical": ("claude-sonnet-5-5", 77),
@@ -120,28 +118,28 @@ async def test_model_and_max_tokens_default_by_lane_and_what_is_given_stands(vho
             }
 
 
-@pytest.mark.default_broker_only
-async def test_a_gzipped_body_is_unpacked(vhost) -> None:
+async def test_a_gzipped_body_is_decompressed(vhost) -> None:
     packed = gzip.compress(json.dumps({"prompt": "squeezed " + "a" * 100_000}).encode())
     async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
         reply = await app.ask(packed, content_encoding="gzip", content_type="application/json")
         assert reply.text.startswith("echo: squeezed aaa")
 
 
-@pytest.mark.default_broker_only
-async def test_a_request_without_message_id_is_given_one(vhost) -> None:
+async def test_a_request_without_message_id_gets_one(vhost) -> None:
     async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
         first, second = await app.ask({"prompt": "a"}), await app.ask({"prompt": "b"})
         assert len({first.headers["x-lane-request-id"], second.headers["x-lane-request-id"], ""}) == 3
 
 
-async def test_direct_reply_to_is_answered(vhost) -> None:
+@pytest.mark.every_version
+async def test_a_request_with_direct_reply_to_is_answered(vhost) -> None:
     async with house(vhost.amqp_url), requester(vhost.amqp_url, direct=True) as app:
         ids = [await app.publish({"prompt": f"question {n}"}) for n in range(20)]
         assert [(await app.final(each)).text for each in ids] == [f"echo: question {n}" for n in range(20)]
 
 
-async def test_a_queue_of_the_applications_own_is_answered(vhost) -> None:
+@pytest.mark.every_version
+async def test_a_request_with_a_reply_queue_of_the_application_is_answered(vhost) -> None:
     async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
         for name in ("shop.answers", "lane.reply.shop"):
             await app.channel.queue_declare(name, durable=True)
@@ -149,7 +147,7 @@ async def test_a_queue_of_the_applications_own_is_answered(vhost) -> None:
             await until(lambda name=name: app.depth(name))
 
 
-async def test_fire_and_forget_is_worked_and_acknowledged(vhost) -> None:
+async def test_a_request_without_reply_to_is_worked_on_and_acknowledged(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         await app.read_events()
         await app.publish({"prompt": "tell nobody"}, reply_to=None, correlation_id="c", message_id="quiet")
@@ -158,7 +156,7 @@ async def test_fire_and_forget_is_worked_and_acknowledged(vhost) -> None:
         await until(lambda: _is_empty(app))
 
 
-async def test_every_one_of_many_gets_its_own_answer_once(vhost) -> None:
+async def test_each_of_many_concurrent_requests_gets_its_own_answer_once(vhost) -> None:
     async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
         lanes = ("critical", "normal", "batch")
         asked = {
@@ -172,7 +170,8 @@ async def test_every_one_of_many_gets_its_own_answer_once(vhost) -> None:
         assert all(len(app.replies[each]) == 1 for each in asked)
 
 
-async def test_a_client_that_can_only_write_strings_in_headers_is_understood(vhost) -> None:
+@pytest.mark.every_version
+async def test_headers_sent_as_strings_are_accepted(vhost) -> None:
     async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
         headers = {"x-lane-deadline-ms": "5000", "x-lane-stream": "false", "x-lane-no-batch": "true"}
         assert (await app.ask({"prompt": "hello"}, headers=headers)).status == "ok"

@@ -1,4 +1,4 @@
-"""Everything malformed is answered and parked as the contract says, and the worker goes on (docs/contract.md).
+"""Every malformed message is answered and parked as the contract says, and the worker continues (docs/contract.md).
 
 One worker takes all of them: what one leaves behind would show at the next.
 """
@@ -16,13 +16,15 @@ from tests.support.house import House, house
 from tests.support.requester import Requester, raw_properties, requester, table
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.every_version
+
 GOOD = {"prompt": "fine"}
 MIB = 1024 * 1024
 
 
 @dataclass(frozen=True)
 class Bad:
-    """A request that is wrong: what is wrong with it, the code it ends with, and words that the detail must have."""
+    """A wrong request: what is wrong, the code of its error, and words that the detail must contain."""
 
     what: str
     code: str
@@ -36,7 +38,7 @@ def bad(what: str, *words: str, code: str = "invalid_request", body: Any = GOOD,
 
 
 def field_is(name: str, value: Any, *words: str) -> Bad:
-    """A whole body with one wrong field."""
+    """A complete body with one wrong field."""
     whole = {"messages": [{"role": "user", "content": "hi"}], "model": "claude-sonnet-5-5", "max_tokens": 10}
     return bad(f"{name} is {str(value)[:20]}", name.split(".")[0], *words, body={**whole, name: value})
 
@@ -211,7 +213,7 @@ HEADERS = [
 def raw(
     what: str, *words: str, code: str = "invalid_request", key: bytes = b"critical.tests.raw", **given: bytes
 ) -> Bad:
-    """A request that no client library would write."""
+    """A request that no client library would send."""
     return Bad(what, code, words, b'{"prompt": "raw"}', {"key": key, "raw": given})
 
 
@@ -264,7 +266,7 @@ RAW = [
 
 
 async def check(case: Bad, n: int, home: House, app: Requester) -> None:
-    """It is answered and parked as it must be, and nobody was called."""
+    """Check that it was answered and parked correctly, without a call to the provider."""
     asked = f"bad-{n}"
     how = dict(case.how)
     name = how.pop("message_id", f"id-{n}")
@@ -299,7 +301,7 @@ async def check(case: Bad, n: int, home: House, app: Requester) -> None:
 @pytest.mark.parametrize(
     "cases", [BODIES, PROPERTIES, HEADERS, RAW], ids=["bodies", "properties", "headers", "raw frames"]
 )
-async def test_what_is_malformed_is_answered_parked_and_costs_nothing(vhost, cases) -> None:
+async def test_a_malformed_message_is_answered_parked_and_never_sent_to_the_provider(vhost, cases) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         await app.read_dead()
         for n, case in enumerate(cases):

@@ -1,4 +1,4 @@
-"""Replies bound to their user: a worker writes only to queues that the requester may read."""
+"""Replies bound to their user: a worker sends them only to queues that the requester may read."""
 
 import json
 from urllib.parse import quote
@@ -9,12 +9,14 @@ from tests.support.house import house
 from tests.support.requester import requester
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.every_version
+
 BOUND = {"bound_to_user": True}
 
 
 @pytest.fixture
 def other(vhost):
-    """Another user of the broker, with every right."""
+    """Another user of the broker, with all permissions."""
     name = f"{vhost.name}-other"
     vhost.api("PUT", f"users/{name}", {"password": "secret", "tags": ""})
     vhost.api("PUT", f"permissions/{vhost.quoted}/{name}", {"configure": ".*", "write": ".*", "read": ".*"})
@@ -22,8 +24,8 @@ def other(vhost):
     vhost.api("DELETE", f"users/{name}")
 
 
-async def test_an_answer_goes_into_nobody_elses_queue(vhost, other) -> None:
-    """Neither into a durable one, nor into an exclusive one whose name is known."""
+async def test_no_reply_goes_to_another_users_queue(vhost, other) -> None:
+    """Neither to a durable queue nor to an exclusive one whose name is known."""
     name, url = other
     async with (
         house(vhost.amqp_url, reply_to=BOUND) as home,
@@ -45,7 +47,7 @@ async def test_an_answer_goes_into_nobody_elses_queue(vhost, other) -> None:
         assert not any([await victim.depth(each) for each in theirs[1:]])
 
 
-async def test_it_comes_to_the_users_own_queue_and_still_after_a_delay_and_a_retry(vhost, other) -> None:
+async def test_a_reply_goes_to_the_users_own_queue_also_after_a_delay_and_a_retry(vhost, other) -> None:
     name, url = other
     async with house(vhost.amqp_url, reply_to=BOUND) as home, requester(url) as app:
         own = f"lane.reply.{name}.eu"
@@ -59,14 +61,14 @@ async def test_it_comes_to_the_users_own_queue_and_still_after_a_delay_and_a_ret
         assert home.is_well
 
 
-async def test_direct_reply_to_needs_no_user_for_answers_nor_for_control(vhost) -> None:
+async def test_direct_reply_to_works_without_a_user_for_requests_and_control_messages(vhost) -> None:
     async with house(vhost.amqp_url, reply_to=BOUND), requester(vhost.amqp_url, direct=True) as app:
         assert (await app.ask({"prompt": "x"}, message_id="m-1")).status == "ok"
         assert (await app.control({"result": "m-1"}, key="result")).status == "ok"
         assert (await app.control({"cancel": "m-1"}, key="cancel")).json["outcome"] == "ended"
 
 
-async def test_who_speaks_for_others_is_bound_to_its_own_name(vhost, other) -> None:
+async def test_replies_to_a_speaker_are_bound_to_its_own_user(vhost, other) -> None:
     name, url = other
     speaks = {"speakers": (name,), "reply_to": BOUND}
     async with house(vhost.amqp_url, **speaks) as home, requester(url) as gateway, requester(vhost.amqp_url) as app:
@@ -81,8 +83,8 @@ async def test_who_speaks_for_others_is_bound_to_its_own_name(vhost, other) -> N
         assert len(home.api.calls) == 1
 
 
-async def test_forged_direct_addresses_of_control_messages_harm_nobody(vhost) -> None:
-    """Before 4.3.5 each kills the connection that answers it."""
+async def test_forged_direct_reply_addresses_of_control_messages_affect_no_other_requester(vhost) -> None:
+    """Before RabbitMQ 4.3.5 each of them kills the connection that answers it."""
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url, direct=True) as app:
         for n in range(3):
             await app.publish(

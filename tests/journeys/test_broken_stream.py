@@ -1,13 +1,9 @@
-"""If a stream breaks, the requester is told, it begins again, and a partial answer is never sent as a whole one."""
-
-import pytest
+"""If a stream breaks, the requester gets a restart, and a partial answer is never sent as a complete one."""
 
 from tests.journeys.test_streamed import put_together
 from tests.support.house import house
 from tests.support.requester import requester
 from tests.support.waiting import until
-
-pytestmark = pytest.mark.default_broker_only
 
 BROKEN = [
     "error_mid_stream",
@@ -24,7 +20,7 @@ BROKEN = [
 SHORT = {"critical": {"call_timeout_s": 0.6}}
 
 
-async def test_a_broken_stream_is_announced_and_begun_again(vhost) -> None:
+async def test_a_broken_stream_is_started_again_after_a_restart(vhost) -> None:
     async with house(vhost.amqp_url, lanes=SHORT) as home, requester(vhost.amqp_url) as app:
         for fault in BROKEN:
             body = {"prompt": f"a story [[fault: {fault} x1]]"}
@@ -43,11 +39,11 @@ async def test_a_broken_stream_is_announced_and_begun_again(vhost) -> None:
             assert {part.headers["x-lane-attempt"] for part in parts[:restart]} <= {1}
             assert {part.headers["x-lane-attempt"] for part in parts[restart:]} == {2}
             assert final.json == put_together([part.json for part in parts[restart + 1 :]]), fault
-            if fault != "unfinished":  # which sends the end of a stream, but no reason for it
+            if fault != "unfinished":  # which sends the stream's end without a stop reason
                 assert "message_stop" not in [part.json["type"] for part in parts[:restart]], fault
 
 
-async def test_a_stream_that_breaks_every_time_is_never_an_answer(vhost) -> None:
+async def test_a_stream_that_breaks_every_time_ends_as_an_error(vhost) -> None:
     lanes = {"critical": {"call_timeout_s": 0.6, "max_attempts": 2}}
     async with house(vhost.amqp_url, lanes=lanes) as home, requester(vhost.amqp_url) as app:
         for fault in BROKEN:
@@ -58,7 +54,7 @@ async def test_a_stream_that_breaks_every_time_is_never_an_answer(vhost) -> None
             assert (await app.ask({"prompt": "all is well"})).status == "ok", "or the breaker would open"
 
 
-async def test_an_error_in_the_middle_that_is_for_good_ends_it(vhost) -> None:
+async def test_a_permanent_error_in_the_middle_of_a_stream_ends_the_request(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         for type, status in (("invalid_request_error", 400), ("authentication_error", 401)):
             body = {"prompt": f"a story [[fault: error_mid_stream type={type}]]"}
@@ -68,7 +64,7 @@ async def test_an_error_in_the_middle_that_is_for_good_ends_it(vhost) -> None:
             assert len(home.calls(type)) == 1
 
 
-async def test_a_long_answer_that_is_streamed_for_its_length_alone_is_retried_too(vhost) -> None:
+async def test_an_answer_streamed_only_for_its_length_is_retried_too(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         asked = await app.publish({"prompt": "long [[fault: cut x1]]", "max_tokens": 30_000})
         assert (await app.final(asked)).text.startswith("echo: long")
@@ -76,15 +72,15 @@ async def test_a_long_answer_that_is_streamed_for_its_length_alone_is_retried_to
         assert len(home.api.calls) == 2
 
 
-async def test_a_slow_stream_that_keeps_coming_is_not_cut(vhost) -> None:
-    """The lane's limit bounds the first event and every pause, not the whole."""
+async def test_a_slow_stream_without_long_pauses_is_not_interrupted(vhost) -> None:
+    """The lane's time limit applies to the first event and every pause, not to the whole stream."""
     async with house(vhost.amqp_url, lanes=SHORT) as home, requester(vhost.amqp_url) as app:
         asked = await app.publish({"prompt": "a long breath [[latency: 2s]]"}, headers={"x-lane-stream": True})
         assert (await app.final(asked)).status == "ok"
         assert len(home.api.calls) == 1
 
 
-async def test_a_worker_that_loses_the_broker_in_the_middle_announces_that_it_begins_again(vhost) -> None:
+async def test_after_a_worker_lost_the_broker_in_the_middle_of_a_stream_the_requester_gets_a_restart(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         asked = await app.publish({"prompt": "to be continued [[latency: 1s]]"}, headers={"x-lane-stream": True})
         await until(lambda: len(app.parts(asked)) > 3)

@@ -1,4 +1,4 @@
-"""Which clock starts the wait and the deadline: the broker's, else the sender's, else the first delivery."""
+"""The start of wait and deadline: the broker's time stamp, else the sender's, else the first delivery."""
 
 import time
 from collections.abc import Iterator
@@ -19,14 +19,16 @@ from tests.support.waiting import until
 from topology.broker.admin.apply import apply
 from topology.declaration import declare
 
+pytestmark = pytest.mark.every_version
+
 CONFIGURATION = Path(__file__).parents[2] / "deploy" / "rabbitmq.conf"
 SENT = "x-lane-sent-ms"
 NOBODY_S = 2.5
-"""How long no worker is there."""
+"""How long no worker runs."""
 
 
 async def published_before_any_worker(app: Requester, **how: object) -> str:
-    """Publish with two seconds of deadline; when it returns these are over."""
+    """Publish with a deadline of two seconds; they are over when it returns."""
     began_s = time.monotonic()
     asked = await app.publish({"prompt": "too late"}, message_id="late", **how)  # type: ignore[arg-type]
     await until(lambda: time.monotonic() - began_s > NOBODY_S)
@@ -41,7 +43,7 @@ async def declared(url: str) -> None:
 
 @pytest.fixture(scope="module")
 def stamping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningBroker]:
-    """A broker that is configured as docker-compose.yml does it."""
+    """A broker configured as in docker-compose.yml."""
     steps = Steps()
     image = container.find_image(steps) if container.engine_answers(steps) else None
     if image is None:
@@ -63,7 +65,9 @@ def stamped(stamping: RunningBroker) -> Iterator[Vhost]:
 
 
 @pytest.mark.parametrize("headers", [{}, {SENT: 4_000_000_000_000}], ids=["says nothing", "says nonsense"])
-async def test_where_the_broker_writes_when_it_came_that_counts(stamped: Vhost, headers: dict[str, int]) -> None:
+async def test_wait_and_deadline_count_from_the_brokers_time_stamp_if_there_is_one(
+    stamped: Vhost, headers: dict[str, int]
+) -> None:
     await declared(stamped.amqp_url)
     async with requester(stamped.amqp_url) as app:
         asked = await published_before_any_worker(app, headers={"x-lane-deadline-ms": 2000, **headers})
@@ -76,7 +80,7 @@ async def test_where_the_broker_writes_when_it_came_that_counts(stamped: Vhost, 
             assert not home.api.calls
 
 
-async def test_a_stamped_dead_letter_that_is_published_again_has_all_its_time_again(stamped: Vhost) -> None:
+async def test_a_dead_letter_with_a_time_stamp_has_a_new_deadline_when_it_is_published_again(stamped: Vhost) -> None:
     async with (
         house(stamped.amqp_url, lanes={"critical": {"max_attempts": 1}}) as home,
         requester(stamped.amqp_url) as app,
@@ -92,7 +96,7 @@ async def test_a_stamped_dead_letter_that_is_published_again_has_all_its_time_ag
         assert len(home.api.calls) == 2
 
 
-async def test_check_sees_that_the_broker_writes_it(stamped: Vhost) -> None:
+async def test_check_reports_a_broker_that_adds_time_stamps(stamped: Vhost) -> None:
     async with Connection(stamped.amqp_url, name="check") as connection:
         found = await clock(connection)
     assert found is not None
@@ -100,7 +104,7 @@ async def test_check_sees_that_the_broker_writes_it(stamped: Vhost) -> None:
     assert "the broker writes timestamp_in_ms" in found.text
 
 
-async def test_check_recommends_it_where_the_broker_can_and_does_not(vhost: Vhost) -> None:
+async def test_check_recommends_time_stamps_if_the_broker_could_add_them(vhost: Vhost) -> None:
     async with Connection(vhost.amqp_url, name="check") as connection:
         found = await clock(connection)
     assert found is not None
@@ -111,7 +115,9 @@ async def test_check_recommends_it_where_the_broker_can_and_does_not(vhost: Vhos
     assert advice in found.text
 
 
-async def test_where_nobody_tells_it_counts_from_the_first_delivery_and_the_reply_says_so(vhost: Vhost) -> None:
+async def test_without_time_stamps_wait_and_deadline_count_from_the_first_delivery_and_the_reply_says_so(
+    vhost: Vhost,
+) -> None:
     await declared(vhost.amqp_url)
     async with requester(vhost.amqp_url) as app:
         asked = await published_before_any_worker(app, headers={"x-lane-deadline-ms": 2000})
@@ -122,7 +128,7 @@ async def test_where_nobody_tells_it_counts_from_the_first_delivery_and_the_repl
             assert told.headers["x-lane-wait-from"] == "sender"
 
 
-async def test_where_the_sender_tells_its_deadline_counts_from_then(vhost: Vhost) -> None:
+async def test_without_the_brokers_time_stamp_the_deadline_counts_from_the_senders(vhost: Vhost) -> None:
     await declared(vhost.amqp_url)
     async with requester(vhost.amqp_url) as app:
         headers = {"x-lane-deadline-ms": 2000, SENT: time.time_ns() // 1_000_000}

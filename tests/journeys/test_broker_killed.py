@@ -25,9 +25,9 @@ from tests.support.waiting import until
 from topology.broker.admin.apply import apply
 
 SHORT_MS = 8_000
-"""A delay that ends while the broker is down: it takes longer to start."""
+"""A delay that ends while the broker is down; its start takes longer."""
 LONG_MS = 30_000
-"""A delay that ends after it has come back."""
+"""A delay that ends after the broker is back."""
 SETTLED_S = 4.0
 """How old a quorum queue must be to survive: RabbitMQ 4.3.6 comes back with an empty one where it was declared less
 than a second before the SIGKILL, whatever it had confirmed (tried: 20 of 20 lost at once, none at 1 s). No client can
@@ -35,7 +35,7 @@ see when it is safe."""
 
 
 async def ask_all(ledger: Ledger) -> None:
-    """Requests that will be queued, running, waiting for a retry, and delayed, when the broker dies."""
+    """Requests that will be queued, running, waiting for a retry or delayed when the broker is killed."""
     for n in range(20):
         await ledger.ask("critical", f"delayed briefly {n}", id=f"short-{n}", headers={"x-lane-delay-ms": SHORT_MS})
         await ledger.ask("normal", f"delayed long {n}", id=f"long-{n}", headers={"x-lane-delay-ms": LONG_MS + 100 * n})
@@ -47,8 +47,9 @@ async def ask_all(ledger: Ledger) -> None:
         await ledger.ask("batch", f"queued {n} [[latency: 100ms]]", id=f"queued-{n}")
 
 
+@pytest.mark.every_version
 @pytest.mark.timing
-async def test_nothing_is_lost_when_it_is_killed_and_a_worker_recovers_by_itself(own_broker) -> None:
+async def test_when_the_broker_is_killed_no_request_is_lost_and_the_worker_recovers_by_itself(own_broker) -> None:
     ledger = Ledger(own_broker.amqp_url)
     async with house(own_broker.amqp_url, lanes={"batch": {"slots": 1}}) as home:
         async with requester(own_broker.amqp_url) as watching, ledger.writing():
@@ -91,7 +92,7 @@ async def test_nothing_is_lost_when_it_is_killed_and_a_worker_recovers_by_itself
             assert calls[0].started_s < max(due_s, well) + 20
 
 
-async def test_who_publishes_while_it_is_away_is_told_or_gets_through_later(own_broker) -> None:
+async def test_a_publish_while_the_broker_is_away_fails_with_an_error_or_succeeds_later(own_broker) -> None:
     async with (
         house(own_broker.amqp_url) as home,
         Client(own_broker.amqp_url, publish_within_s=0.5) as hasty,
@@ -113,7 +114,7 @@ async def test_who_publishes_while_it_is_away_is_told_or_gets_through_later(own_
         assert again.text == "echo: again"
 
 
-async def test_a_worker_process_tells_that_it_is_not_ready_and_comes_back_by_itself(own_broker, tmp_path) -> None:
+async def test_a_worker_process_reports_not_ready_without_a_broker_and_recovers_by_itself(own_broker, tmp_path) -> None:
     ledger = Ledger(own_broker.amqp_url)
     async with SimulatedAPI() as api:
         environ = environment(own_broker.amqp_url, own_broker.management_url, ANTHROPIC_BASE_URL=api.base_url)
@@ -150,7 +151,8 @@ async def test_a_worker_process_tells_that_it_is_not_ready_and_comes_back_by_its
             assert await worker.ended() == 0
 
 
-async def test_connections_that_an_administrator_closes_cost_nothing_but_a_repeated_call(vhost) -> None:
+@pytest.mark.every_version
+async def test_connections_closed_by_an_administrator_cause_at_most_a_repeated_call(vhost) -> None:
     ledger = Ledger(vhost.amqp_url)
     options = SimulatedOptions(latency_ms=500)
     async with house(vhost.amqp_url, simulated=options, lanes={"batch": {"slots": 8}}) as home:
@@ -173,14 +175,15 @@ async def test_connections_that_an_administrator_closes_cost_nothing_but_a_repea
         assert len(home.api.calls) <= 3 * 24 + 2 * 10, "what ran on the consuming connection, and nothing else"
 
 
-async def test_a_consumer_channel_that_closes_is_opened_again_on_the_same_connection(vhost) -> None:
+@pytest.mark.every_version
+async def test_a_closed_consumer_channel_is_opened_again_on_the_same_connection(vhost) -> None:
     async with house(vhost.amqp_url, lanes={"critical": {"slots": 2}}) as home, requester(vhost.amqp_url) as app:
         running = [await app.publish({"prompt": f"running {n} [[latency: 500ms]]"}) for n in range(2)]
         await until(lambda: home.api.running == 2)
         pool = next(pool for pool in home.parts.pools if pool.queue == "lane.critical")
         session = pool._deliveries._session
         assert session is not None
-        await session._channel.basic_ack(4711, wait=False)  # a tag that never was: the broker closes the channel
+        await session._channel.basic_ack(4711, wait=False)  # an unknown delivery tag: the broker closes the channel
         for each in running:
             assert (await app.final(each)).status == "ok"
         assert pool._deliveries._session is not session
@@ -188,8 +191,9 @@ async def test_a_consumer_channel_that_closes_is_opened_again_on_the_same_connec
         assert (await app.ask({"prompt": "go on"})).status == "ok"
 
 
-async def test_a_queue_that_is_deleted_makes_the_worker_unready_until_it_is_applied_again(vhost) -> None:
-    """What was in it is lost, and nobody can help that; that it is gone must not go unnoticed."""
+@pytest.mark.every_version
+async def test_a_deleted_queue_makes_the_worker_unready_until_it_is_declared_again(vhost) -> None:
+    """Its content is lost, which cannot be prevented; but the loss must be reported."""
     async with house(vhost.amqp_url, declares=False) as home, requester(vhost.amqp_url) as app:
         await asyncio.to_thread(vhost.api, "DELETE", f"queues/{vhost.quoted}/lane.normal")
         trouble = await until(lambda: "topology apply" in (home.parts.reasons()["queue lane.normal"] or ""))
@@ -204,7 +208,8 @@ async def test_a_queue_that_is_deleted_makes_the_worker_unready_until_it_is_appl
 
 
 def connections_named(vhost, name: str) -> Callable[[], list[str]]:
-    """How to look for the connections that a client named so; the management API lists a new one a little later."""
+    """Returns a function that finds the client's connections by name. The management API lists new ones a little
+    late."""
 
     def look() -> list[str]:
         listed = vhost.api("GET", f"vhosts/{vhost.quoted}/connections")

@@ -1,4 +1,4 @@
-"""While the broker has an alarm or lost parts, a worker calls no provider for an answer that it could not send."""
+"""During an alarm, or without a part of the topology, a worker makes no call whose answer it could not send."""
 
 import asyncio
 import time
@@ -12,11 +12,10 @@ from tests.support.waiting import until
 
 SLOW = {"critical": {"slots": 2, "slots_max": 2}}
 REQUESTS = 24
-"""Six seconds of work: an alarm is up well before."""
+"""Six seconds of work, so that the alarm begins long before its end."""
 
 
-@pytest.mark.default_broker_only
-async def test_under_an_alarm_nothing_new_is_begun_and_afterwards_everybody_is_answered_once(own_broker) -> None:
+async def test_during_an_alarm_nothing_is_started_and_afterwards_every_request_is_answered_once(own_broker) -> None:
     async with house(own_broker.amqp_url, lanes=SLOW) as home, requester(own_broker.amqp_url) as app:
         for n in range(REQUESTS):
             await app.publish({"prompt": f"ask {n} [[latency: 500ms]]"}, correlation_id=f"{n}")
@@ -35,11 +34,12 @@ async def test_under_an_alarm_nothing_new_is_begun_and_afterwards_everybody_is_a
         assert len(home.api.calls) == REQUESTS
 
 
-async def test_while_it_cannot_publish_it_takes_nothing_and_says_why(vhost) -> None:
+@pytest.mark.every_version
+async def test_while_a_worker_cannot_publish_it_takes_no_request_and_reports_why(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         assert (await app.ask({"prompt": "before"})).status == "ok"
         rights = f"permissions/{vhost.quoted}/{vhost.user}"
-        vhost.api("DELETE", rights)  # so that the connection does not come back
+        vhost.api("DELETE", rights)  # so that it does not reconnect
         await (await home.parts.publishing.underlying()).close()
         await until(lambda: all(pool.is_paused for pool in home.parts.pools))
         asked = await app.publish({"prompt": "meanwhile"})
@@ -53,7 +53,8 @@ async def test_while_it_cannot_publish_it_takes_nothing_and_says_why(vhost) -> N
         assert len(home.calls("meanwhile")) == 1
 
 
-async def test_a_lane_whose_queue_was_deleted_is_declared_again_and_worked(vhost) -> None:
+@pytest.mark.every_version
+async def test_a_deleted_queue_of_a_lane_is_declared_again_and_consumed(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         assert (await app.ask({"prompt": "before"})).status == "ok"
         deleted_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""A provider's limit is spent in the order of the lanes, and without causing 429s.
+"""A provider's limit is used in the order of the lanes, without causing 429s.
 
 The simulated provider enforces its limits by buckets of its own; it is the judge.
 """
@@ -18,10 +18,8 @@ from tests.support.redis import redis_server
 from tests.support.requester import Requester, requester
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.default_broker_only
-
 MODEL = "claude-sonnet-5-5"
-"""The same for all lanes: one account."""
+"""One model for all lanes, so that they share an account."""
 UNKNOWN: dict[str, float] = {}
 TEN_A_SECOND = SimulatedOptions(requests_per_minute=600, burst_s=10, latency_ms=100)
 ONE_A_SECOND = SimulatedOptions(requests_per_minute=60, burst_s=10, latency_ms=50)
@@ -47,14 +45,14 @@ async def status_of(home: House) -> tuple[str, ...]:
 
 
 @pytest.mark.timing
-async def test_a_flood_leaves_critical_its_share_and_the_provider_refuses_nobody(vhost) -> None:
-    """Nothing is known of the provider's limits but what its answers tell."""
+async def test_a_flood_leaves_critical_its_share_and_the_provider_refuses_no_call(vhost) -> None:
+    """Initially nothing is known of the provider's limits; they are learned from its answers."""
     async with (
         house(vhost.amqp_url, simulated=TEN_A_SECOND, lanes=WIDE, budget=UNKNOWN) as home,
         requester(vhost.amqp_url) as app,
     ):
         jobs = await flood(app, 200)
-        await until(lambda: len(home.calls("job")) > 100)  # the burst is spent: ten a second from here on
+        await until(lambda: len(home.calls("job")) > 100)  # the burst is used up: from here on ten a second
         waits = []
         for n in range(20):
             reply = await app.ask(body(f"chat {n}"))
@@ -72,8 +70,8 @@ async def test_a_flood_leaves_critical_its_share_and_the_provider_refuses_nobody
         assert len(home.api.calls) == 220, "one call for each"
 
 
-async def test_the_first_burst_of_a_fresh_worker_is_refused_by_nobodys_guess(vhost) -> None:
-    """The limits that it begins with would let 50 requests a minute through; the first answer tells of a thousand."""
+async def test_the_first_burst_of_a_new_worker_is_not_refused_because_of_the_initial_guess(vhost) -> None:
+    """The initially assumed limit is 50 requests a minute; the first answer announces a thousand."""
     plenty = SimulatedOptions(requests_per_minute=1000, latency_ms=150)
     async with house(vhost.amqp_url, simulated=plenty, budget=UNKNOWN) as home, requester(vhost.amqp_url) as app:
         text = "a prompt of a usual length " * 100
@@ -87,7 +85,7 @@ async def test_the_first_burst_of_a_fresh_worker_is_refused_by_nobodys_guess(vho
         assert refused(home.api) == 0
 
 
-async def test_a_fresh_worker_of_serve_simulate_answers_its_first_burst(vhost, tmp_path) -> None:
+async def test_a_new_worker_with_a_simulated_provider_answers_its_first_burst(vhost, tmp_path) -> None:
     environ = environment(vhost.amqp_url, vhost.management_url)
     for name in ("REQUESTS", "INPUT_TOKENS", "OUTPUT_TOKENS"):
         del environ[f"LANEKEEPER_BUDGET__{name}_PER_MIN"]
@@ -103,7 +101,7 @@ async def test_a_fresh_worker_of_serve_simulate_answers_its_first_burst(vhost, t
         assert [reply.code for reply in replies if reply.status != "ok"] == []
 
 
-async def test_who_cannot_be_in_time_is_told_at_once_with_the_figures_and_never_called(vhost) -> None:
+async def test_a_request_that_cannot_be_in_time_is_refused_at_once_with_the_figures_and_without_a_call(vhost) -> None:
     async with (
         house(vhost.amqp_url, simulated=ONE_A_SECOND, lanes=WIDE, budget=KNOWN) as home,
         requester(vhost.amqp_url) as app,
@@ -119,8 +117,8 @@ async def test_who_cannot_be_in_time_is_told_at_once_with_the_figures_and_never_
         assert refused(home.api) == 0
 
 
-async def test_where_more_is_asked_than_there_is_no_call_is_made_in_vain(vhost) -> None:
-    """Twice as many as the provider takes, and an answer takes a third of the deadline: who begins is answered."""
+async def test_when_more_is_asked_than_the_limit_allows_every_call_that_starts_is_answered(vhost) -> None:
+    """Twice as many requests as the provider allows, and each answer takes a third of the deadline."""
     busy = SimulatedOptions(requests_per_minute=300, burst_s=2, latency_ms=1000)
     async with (
         house(vhost.amqp_url, simulated=busy, budget={**PLENTY, "requests_per_min": 300, "burst_s": 2}) as home,
@@ -140,7 +138,7 @@ async def test_where_more_is_asked_than_there_is_no_call_is_made_in_vain(vhost) 
         assert called - ok <= 0.1 * called
 
 
-async def test_why_a_request_waits_is_in_its_event_and_in_the_status(vhost) -> None:
+async def test_the_reason_of_a_wait_is_in_the_event_and_in_the_status(vhost) -> None:
     async with (
         house(vhost.amqp_url, simulated=ONE_A_SECOND, lanes=WIDE, budget=KNOWN) as home,
         requester(vhost.amqp_url) as app,
@@ -158,7 +156,7 @@ async def test_why_a_request_waits_is_in_its_event_and_in_the_status(vhost) -> N
         await until(waits)
 
 
-async def test_what_waits_at_the_gate_can_be_cancelled(vhost) -> None:
+async def test_a_request_that_waits_for_the_budget_can_be_cancelled(vhost) -> None:
     async with (
         house(vhost.amqp_url, simulated=ONE_A_SECOND, lanes=WIDE, budget=KNOWN) as home,
         requester(vhost.amqp_url) as app,
@@ -171,7 +169,7 @@ async def test_what_waits_at_the_gate_can_be_cancelled(vhost) -> None:
         assert not home.calls("job 19")
 
 
-async def test_two_processes_on_one_redis_spend_one_budget(vhost, tmp_path) -> None:
+async def test_two_processes_with_one_redis_share_one_budget(vhost, tmp_path) -> None:
     with redis_server(tmp_path) as redis:
         async with SimulatedAPI(TEN_A_SECOND) as api:
             environ = environment(

@@ -1,4 +1,4 @@
-"""A request is cancelled wherever it is, and ends so once."""
+"""A request can be cancelled wherever it is, and ends once."""
 
 import asyncio
 import json
@@ -17,15 +17,15 @@ LONG = "[[latency: 60s]]"
 
 
 def cancelled(reply: Got, id: str) -> bool:
-    """Whether it is the problem document of a cancelled request."""
+    """Whether this is the problem document of a cancelled request."""
     document = reply.json
     return (reply.status, document["code"], document["status"], document["request"]) == ("error", "cancelled", 499, id)
 
 
 async def ended_once(app: Requester, *correlations: str) -> bool:
-    """Whether each has one final reply, after everything that was on its way has come."""
+    """Whether each request has exactly one final reply, after a time in which a second could arrive."""
     await app.ask({"prompt": "after"})
-    await asyncio.sleep(0.3)  # for a second one that must not be there, nothing else can be waited for
+    await asyncio.sleep(0.3)  # a second one must not come, so there is no condition to wait for
     return [len(app.finals(each)) for each in correlations] == [1] * len(correlations)
 
 
@@ -33,7 +33,7 @@ async def control_is_empty(app: Requester) -> bool:
     return await app.depth("lane.control") == 0
 
 
-async def test_what_is_queued_is_answered_cancelled_and_never_called(vhost) -> None:
+async def test_a_queued_request_is_answered_cancelled_without_a_call(vhost) -> None:
     async with house(vhost.amqp_url, lanes=ONE_SLOT) as home, requester(vhost.amqp_url) as app:
         ahead = await app.publish({"prompt": "ahead [[latency: 1500ms]]"}, key="normal.tests.x")
         await until(lambda: home.calls("ahead"))
@@ -48,7 +48,8 @@ async def test_what_is_queued_is_answered_cancelled_and_never_called(vhost) -> N
         await until(lambda: control_is_empty(app))
 
 
-async def test_what_is_delayed_is_answered_cancelled_and_never_called(vhost) -> None:
+@pytest.mark.every_version
+async def test_a_delayed_request_is_answered_cancelled_without_a_call(vhost) -> None:
     async with (
         house(vhost.amqp_url) as home,
         requester(vhost.amqp_url) as app,
@@ -59,12 +60,12 @@ async def test_what_is_delayed_is_answered_cancelled_and_never_called(vhost) -> 
         assert await client.cancel("d-1") == "recorded"
 
         assert cancelled(await app.final(delayed), "d-1")
-        await asyncio.sleep(1.6)  # its time has come, and nothing is to happen then
+        await asyncio.sleep(1.6)  # it is due now, and nothing must happen
         assert not home.calls("delayed")
         assert await ended_once(app, delayed)
 
 
-async def test_what_waits_for_its_next_attempt_makes_none(vhost) -> None:
+async def test_a_request_cancelled_between_two_attempts_makes_no_further_attempt(vhost) -> None:
     async with (
         house(vhost.amqp_url, retry={"base_s": 1, "cap_s": 2}) as home,
         requester(vhost.amqp_url) as app,
@@ -79,9 +80,8 @@ async def test_what_waits_for_its_next_attempt_makes_none(vhost) -> None:
         assert await ended_once(app, failing)
 
 
-@pytest.mark.default_broker_only
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_runs_is_broken_off_within_a_second(vhost, stream: bool) -> None:
+async def test_a_running_call_is_interrupted_within_a_second(vhost, stream: bool) -> None:
     async with (
         house(vhost.amqp_url) as home,
         requester(vhost.amqp_url) as app,
@@ -107,8 +107,7 @@ async def test_what_runs_is_broken_off_within_a_second(vhost, stream: bool) -> N
         assert app.events_of("c-1") == ["started", "cancelled"]
 
 
-@pytest.mark.default_broker_only
-async def test_another_worker_tells_the_one_that_runs_it(vhost) -> None:
+async def test_a_cancellation_read_by_another_worker_reaches_the_one_that_runs_the_request(vhost) -> None:
     async with (
         house(vhost.amqp_url, works=("normal",)) as first,
         house(vhost.amqp_url, works=("critical",)) as second,
@@ -130,8 +129,7 @@ async def test_another_worker_tells_the_one_that_runs_it(vhost) -> None:
             assert cancelled(await app.final(correlation), lane)
 
 
-@pytest.mark.default_broker_only
-async def test_after_the_end_it_is_too_late(vhost) -> None:
+async def test_a_cancellation_after_the_end_has_no_effect(vhost) -> None:
     async with (
         house(vhost.amqp_url) as home,
         requester(vhost.amqp_url) as app,
@@ -146,8 +144,7 @@ async def test_after_the_end_it_is_too_late(vhost) -> None:
         assert len(home.calls("quick")) == 1
 
 
-@pytest.mark.default_broker_only
-async def test_what_comes_after_its_cancellation_is_answered_cancelled(vhost) -> None:
+async def test_a_request_that_arrives_after_its_cancellation_is_answered_cancelled(vhost) -> None:
     async with (
         house(vhost.amqp_url) as home,
         requester(vhost.amqp_url) as app,
@@ -161,8 +158,7 @@ async def test_what_comes_after_its_cancellation_is_answered_cancelled(vhost) ->
         assert await ended_once(app, late)
 
 
-@pytest.mark.default_broker_only
-async def test_cancelled_twice_it_ends_once(vhost) -> None:
+async def test_a_request_that_is_cancelled_twice_ends_once(vhost) -> None:
     async with (
         house(vhost.amqp_url) as home,
         requester(vhost.amqp_url) as app,
@@ -179,10 +175,11 @@ async def test_cancelled_twice_it_ends_once(vhost) -> None:
         assert await client.cancel("c-1") == "ended"
 
 
+@pytest.mark.every_version
 async def test_a_cancellation_is_kept_while_no_worker_runs(vhost) -> None:
     async with requester(vhost.amqp_url) as app:
         async with house(vhost.amqp_url):
-            pass  # the topology is there, and no worker
+            pass  # the topology is declared, and no worker runs
         await app.publish(
             {"cancel": "k-1"},
             exchange="lane.control",
@@ -199,8 +196,7 @@ async def test_a_cancellation_is_kept_while_no_worker_runs(vhost) -> None:
             assert not home.calls("late")
 
 
-@pytest.mark.default_broker_only
-async def test_another_tenants_request_goes_on(vhost) -> None:
+async def test_a_cancellation_does_not_affect_another_tenants_request(vhost) -> None:
     async with (
         house(vhost.amqp_url) as home,
         requester(vhost.amqp_url) as app,
@@ -209,7 +205,7 @@ async def test_another_tenants_request_goes_on(vhost) -> None:
         mine = await app.publish({"prompt": "mine [[latency: 1500ms]]"}, message_id="t-1", user_id=vhost.user)
         await until(lambda: home.calls("mine"))
 
-        assert await client.cancel("t-1") == "unseen"  # that of nobody's, which may still come
+        assert await client.cancel("t-1") == "unseen"  # that of a request without a tenant, which may still arrive
         with pytest.raises(ControlRefused, match=r"may not speak for tenant 'acme'.*speakers"):
             await client.cancel("t-1", tenant="acme")
         assert (await app.final(mine)).status == "ok"
@@ -221,8 +217,7 @@ async def test_another_tenants_request_goes_on(vhost) -> None:
         assert await ended_once(app, mine, again)
 
 
-@pytest.mark.default_broker_only
-async def test_who_speaks_for_others_cancels_theirs(vhost) -> None:
+async def test_a_speaker_can_cancel_requests_of_its_tenants(vhost) -> None:
     async with (
         house(vhost.amqp_url, speakers=(vhost.user,)) as home,
         Client(vhost.amqp_url) as client,
@@ -258,11 +253,10 @@ ODD = [
     ("cancel", None), ("cancel", ""), ("cancel", "reboot"), ("cancel", "result"), ("cancel", "status"),
     ("cancel.twice", "cancel"), ("status", "cancel"), ("cancle", "cancle"), ("", None), ("change", "change"),
 ]  # fmt: skip
-"""Keys and types."""
+"""Pairs of a routing key and a type."""
 
 
-@pytest.mark.default_broker_only
-async def test_every_answer_says_what_it_is(vhost) -> None:
+async def test_every_answer_to_a_control_message_says_what_it_is(vhost) -> None:
     async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
         told = [await app.control({"cancel": "c-1"}, key="cancel"), await app.control({"result": "r-1"}, key="result")]
         assert [(each.control, each.headers["x-lane-request-id"]) for each in told] == [
@@ -282,8 +276,7 @@ async def test_every_answer_says_what_it_is(vhost) -> None:
         assert (change.control, "not available in this version" in change.json["detail"]) == ("error", True)
 
 
-@pytest.mark.default_broker_only
-async def test_what_cannot_be_understood_is_refused_and_goes(vhost) -> None:
+async def test_a_control_message_that_cannot_be_understood_is_refused_and_removed(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         running = await app.publish({"prompt": "running [[latency: 2s]]"}, message_id="m-1")
         await until(lambda: home.calls("running"))
@@ -300,7 +293,7 @@ async def test_what_cannot_be_understood_is_refused_and_goes(vhost) -> None:
 
 
 @pytest.mark.parametrize("reply_to", ["lane.critical", "lane.dead", "lane.control", "no.such"])
-async def test_a_control_message_is_answered_to_named_queues_alone(vhost, reply_to: str) -> None:
+async def test_a_control_message_is_answered_only_to_queues_named_by_the_broker(vhost, reply_to: str) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         await app.publish(
             {"cancel": "z-1"},
@@ -319,12 +312,14 @@ async def test_a_control_message_is_answered_to_named_queues_alone(vhost, reply_
         assert _is_quiet(home)
 
 
+@pytest.mark.every_version
 async def test_a_control_message_is_answered_by_direct_reply_to(vhost) -> None:
     async with house(vhost.amqp_url), requester(vhost.amqp_url, direct=True) as app:
         assert (await app.control({"result": "z-1"}, key="result")).json["status"] == "unknown"
 
 
-async def test_a_forged_direct_address_in_a_control_message_harms_nobody(vhost) -> None:
+@pytest.mark.every_version
+async def test_a_forged_direct_reply_address_of_a_control_message_affects_no_other_requester(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         for _ in range(3):
             await app.publish(

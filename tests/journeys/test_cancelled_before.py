@@ -8,9 +8,9 @@ from tests.support.requester import requester
 MANY = 40
 
 
-async def test_what_was_cancelled_while_no_worker_ran_is_never_called(vhost) -> None:
+async def test_a_request_cancelled_while_no_worker_ran_is_never_called(vhost) -> None:
     async with house(vhost.amqp_url):
-        pass  # the topology is there, and nobody works
+        pass  # the topology is declared, and no worker runs
     async with requester(vhost.amqp_url) as app:
         asked = [await app.publish({"prompt": f"in vain {n}"}, message_id=f"c-{n}") for n in range(MANY)]
         kept = await app.publish({"prompt": "wanted"}, message_id="wanted")

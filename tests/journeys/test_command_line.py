@@ -1,4 +1,4 @@
-"""The commands as people use them: processes of their own, over a real broker."""
+"""The commands as people use them: in their own processes, with a real broker."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ from tests.support.waiting import STARTED_S, until
 
 HOUSE = Path(__file__).parents[2]
 SLOW = "[[latency: 120s]]"
-"""Asked of the batch lane: by the deadline of the others it is over while processes start on a busy machine."""
+"""For requests in the batch lane. In other lanes their deadline could pass while processes start on a busy machine."""
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ async def run(environment: dict[str, str], folder: Path, *line: str, text: str =
 
 
 class Serving:
-    """`lanekeeper serve` at work; its log is read as it comes."""
+    """A running `lanekeeper serve`; its log is read as it is written."""
 
     def __init__(self, process: Process) -> None:
         self.process = process
@@ -99,8 +99,7 @@ async def serving(environment: dict[str, str], folder: Path, *line: str) -> Asyn
         await serving.stop(signal.SIGKILL)
 
 
-@pytest.mark.default_broker_only
-async def test_serve_answers_what_send_asks_and_stops_on_demand(environment, tmp_path) -> None:
+async def test_serve_answers_requests_of_send_and_stops_on_a_signal(environment, tmp_path) -> None:
     async with serving(environment, tmp_path, "serve", "--simulate", "--port", "0") as service:
         line = ("send", "--id", "mine-1", "three rivers")
         assert await run(environment, tmp_path, *line) == (0, "echo: three rivers\n", "lanekeeper: request mine-1\n")
@@ -131,8 +130,7 @@ async def test_serve_answers_what_send_asks_and_stops_on_demand(environment, tmp
         assert service.told("service.stopped")[0]["orphaned"] == 0
 
 
-@pytest.mark.default_broker_only
-async def test_what_was_sent_without_waiting_is_fetched_and_what_runs_is_cancelled(environment, tmp_path) -> None:
+async def test_a_request_sent_without_waiting_can_be_fetched_and_a_running_one_cancelled(environment, tmp_path) -> None:
     async with serving(environment, tmp_path, "serve", "--simulate", "--port", "0"):
         await run(environment, tmp_path, "send", "--no-wait", "--id", "later", "x")
         assert await run(environment, tmp_path, "result", "--wait", "10s", "later") == (0, "echo: x\n", "")
@@ -162,9 +160,8 @@ async def test_what_was_sent_without_waiting_is_fetched_and_what_runs_is_cancell
         assert (code, "can be no request's id" in err, "--wait" in err) == (1, True, False)
 
 
-@pytest.mark.default_broker_only
 @pytest.mark.parametrize("stream", [[], ["--stream"]])
-async def test_an_interrupted_send_cancels_its_request_and_says_so(environment, tmp_path, stream) -> None:
+async def test_an_interrupted_send_cancels_its_request_and_reports_it(environment, tmp_path, stream) -> None:
     async with serving(environment, tmp_path, "serve", "--simulate", "--port", "0"):
         sending = await begin(environment, tmp_path, "send", "--lane", "batch", *stream, "--id", "slow", SLOW)
         assert sending.stderr is not None
@@ -182,8 +179,7 @@ async def test_an_interrupted_send_cancels_its_request_and_says_so(environment, 
         assert (code, err_of_result[:28]) == (1, "lanekeeper: cancelled (499):")
 
 
-@pytest.mark.default_broker_only
-async def test_without_a_worker_everything_says_so_and_ends(environment, tmp_path) -> None:
+async def test_without_a_worker_every_command_reports_that_and_ends(environment, tmp_path) -> None:
     code, _, err = await run(environment, tmp_path, "send", "x")
     assert (code, err.count("\n")) == (1, 2)
     assert "run: lanekeeper topology apply" in err
@@ -199,7 +195,7 @@ async def test_without_a_worker_everything_says_so_and_ends(environment, tmp_pat
     assert (code, "no worker answered" in err) == (1, True)
 
 
-async def test_a_full_lane_is_told_soon(environment, tmp_path) -> None:
+async def test_send_reports_a_full_lane_soon(environment, tmp_path) -> None:
     few = ["--set", "lanes.critical.max_length=1"]
     assert (await run(environment, tmp_path, "topology", "apply", *few))[0] == 0
 
@@ -211,8 +207,7 @@ async def test_a_full_lane_is_told_soon(environment, tmp_path) -> None:
     assert told.startswith("lanekeeper: the lane is full: lane.critical holds ")
 
 
-@pytest.mark.default_broker_only
-async def test_stopping_lets_what_runs_finish(environment, tmp_path) -> None:
+async def test_a_stopped_serve_lets_running_requests_end(environment, tmp_path) -> None:
     async with SimulatedAPI() as api:
         its = {**environment, "ANTHROPIC_BASE_URL": api.base_url, "ANTHROPIC_API_KEY": "any"}
         async with serving(its, tmp_path, "serve", "--port", "0") as service:
@@ -224,12 +219,12 @@ async def test_stopping_lets_what_runs_finish(environment, tmp_path) -> None:
 
 
 async def _running(environment: dict[str, str]) -> int:
-    """As `lanekeeper status` tells it, without the time that a process takes to start."""
+    """The number of running requests as in `lanekeeper status`, without starting a process for it."""
     async with Connection(environment["LANEKEEPER_AMQP_URL"], name="test") as connection:
         return sum(each.running or 0 for each in (await look(connection, lanes=LANES, names=Names())).lanes)
 
 
-async def test_a_second_signal_ends_it_at_once_and_the_request_is_kept(environment, tmp_path) -> None:
+async def test_a_second_signal_ends_serve_at_once_and_the_request_is_kept(environment, tmp_path) -> None:
     async with serving(environment, tmp_path, "serve", "--simulate", "--port", "0") as service:
         await run(environment, tmp_path, "send", "--no-wait", "--lane", "batch", SLOW)
         await until(lambda: _running(environment), within_s=60)
@@ -245,8 +240,7 @@ async def test_a_second_signal_ends_it_at_once_and_the_request_is_kept(environme
     await until(waits, within_s=60)
 
 
-@pytest.mark.default_broker_only
-async def test_consume_needs_the_topology_and_works_only_its_lanes(environment, tmp_path) -> None:
+async def test_consume_needs_the_topology_and_serves_only_its_lanes(environment, tmp_path) -> None:
     code, _, err = await run(environment, tmp_path, "consume", "--simulate", "--lane", "batch")
     assert code == 1
     assert err.splitlines()[-1].endswith("run: lanekeeper topology apply")
@@ -259,7 +253,8 @@ async def test_consume_needs_the_topology_and_works_only_its_lanes(environment, 
     assert [lane["consumers"] for lane in json.loads(out)["lanes"]] == [0, 0, 1]
 
 
-async def test_plan_apply_verify_tell_what_differs(environment, tmp_path, vhost) -> None:
+@pytest.mark.every_version
+async def test_plan_apply_and_verify_report_differences(environment, tmp_path, vhost) -> None:
     code, out, _ = await run(environment, tmp_path, "topology", "plan")
     assert code == 1
     assert "queue lane.critical is missing  (apply makes it)" in out
@@ -278,7 +273,10 @@ async def test_plan_apply_verify_tell_what_differs(environment, tmp_path, vhost)
     assert [each["name"] for each in json.loads(out)["differences"] if each["what"] == "queue"] == ["lane.batch"]
 
 
-async def test_what_export_prints_can_be_imported_and_is_as_declared(environment, tmp_path, vhost) -> None:
+@pytest.mark.every_version
+async def test_exported_definitions_can_be_imported_and_equal_the_declared_topology(
+    environment, tmp_path, vhost
+) -> None:
     users = ["--user", f"w-{vhost.name}:worker"]
     code, out, _ = await run(environment, tmp_path, "topology", "export", *users)
     assert code == 0
@@ -290,8 +288,7 @@ async def test_what_export_prints_can_be_imported_and_is_as_declared(environment
         vhost.api("DELETE", f"users/w-{vhost.name}")
 
 
-@pytest.mark.default_broker_only
-async def test_check_finds_everything_well_where_it_is(environment, tmp_path) -> None:
+async def test_check_passes_if_everything_is_correct(environment, tmp_path) -> None:
     simulated = await begin(environment, tmp_path, "simulate", "--port", "0")
     try:
         assert simulated.stdout is not None
@@ -309,8 +306,7 @@ async def test_check_finds_everything_well_where_it_is(environment, tmp_path) ->
         assert await asyncio.wait_for(simulated.wait(), timeout=60) == 0
 
 
-@pytest.mark.default_broker_only
-async def test_check_takes_a_simulated_provider_for_none_to_ask(environment, tmp_path) -> None:
+async def test_check_does_not_call_a_simulated_provider(environment, tmp_path) -> None:
     async with serving(environment, tmp_path, "serve", "--simulate", "--port", "0"):
         code, out, _ = await run(environment, tmp_path, "check", "--json")
         found = {each["what"]: each for each in json.loads(out)}
@@ -326,7 +322,8 @@ async def test_check_takes_a_simulated_provider_for_none_to_ask(environment, tmp
     assert (await run(environment, tmp_path, "check"))[0] == 1, "a key is missing, and nobody is simulated"
 
 
-async def test_a_user_that_may_only_publish_is_told_what_it_may(environment, tmp_path, vhost) -> None:
+@pytest.mark.every_version
+async def test_check_tells_a_user_with_few_rights_what_it_may_do(environment, tmp_path, vhost) -> None:
     user = f"crm-{vhost.name}"
     (tmp_path / "passwords").write_text(f"{user}:secret\n")
     line = ("topology", "export", "--user", f"{user}:application:normal", "--passwords", "passwords")
@@ -350,8 +347,7 @@ async def test_a_user_that_may_only_publish_is_told_what_it_may(environment, tmp
         vhost.api("DELETE", f"users/{user}")
 
 
-@pytest.mark.default_broker_only
-async def test_a_tenant_that_may_be_ignored_is_told(environment, tmp_path, vhost) -> None:
+async def test_send_warns_that_a_tenant_option_may_be_ignored(environment, tmp_path, vhost) -> None:
     assert (await run(environment, tmp_path, "topology", "apply"))[0] == 0
     line = ("send", "--no-wait", "--tenant", "acme", "x")
     _, _, err = await run(environment, tmp_path, *line)
@@ -360,8 +356,7 @@ async def test_a_tenant_that_may_be_ignored_is_told(environment, tmp_path, vhost
     assert err == ""
 
 
-@pytest.mark.default_broker_only
-async def test_a_broken_pipe_is_no_traceback(environment, tmp_path) -> None:
+async def test_a_broken_pipe_prints_no_traceback(environment, tmp_path) -> None:
     process = await begin(environment, tmp_path, "topology", "show", "--json")
     assert process.stdout is not None
     assert process.stderr is not None

@@ -14,9 +14,10 @@ from tests.support.requester import requester
 from tests.support.waiting import until
 
 
-@pytest.mark.default_broker_only
 @pytest.mark.parametrize("bound", [{"max_count": 2}, {"keep_s": 3600}])
-async def test_the_oldest_beyond_the_bound_are_exported_and_the_others_stay(vhost, tmp_path, bound) -> None:
+async def test_the_oldest_dead_letters_beyond_the_limit_are_exported_and_the_others_stay(
+    vhost, tmp_path, bound
+) -> None:
     folder = tmp_path / "dead"
     async with house(vhost.amqp_url, dead={"folder": folder, **bound}) as home, requester(vhost.amqp_url) as app:
         await app.read_events()
@@ -35,8 +36,7 @@ async def test_the_oldest_beyond_the_bound_are_exported_and_the_others_stay(vhos
             assert await home.parts.dead_letters.look() == 0
 
 
-@pytest.mark.default_broker_only
-async def test_those_that_are_too_old_are_dropped_loudly_where_there_is_no_folder(vhost) -> None:
+async def test_dead_letters_that_are_too_old_are_dropped_with_a_warning_if_there_is_no_folder(vhost) -> None:
     async with house(vhost.amqp_url, dead={"keep_s": 1}) as home, requester(vhost.amqp_url) as app:
         await app.read_events()
         for number in range(2):
@@ -53,9 +53,8 @@ async def test_those_that_are_too_old_are_dropped_loudly_where_there_is_no_folde
         await until(lambda: _depth_is(app, 0))
 
 
-@pytest.mark.default_broker_only
-async def test_several_workers_remove_each_once(vhost, tmp_path) -> None:
-    """By turns, and also at the same time: the broker hands each out once."""
+async def test_several_workers_remove_each_dead_letter_once(vhost, tmp_path) -> None:
+    """One after the other and at the same time: the broker delivers each dead letter to only one of them."""
     folder, dead = tmp_path / "dead", {"max_count": 2}
     async with (
         house(vhost.amqp_url, dead={"folder": folder, **dead}) as one,
@@ -67,7 +66,7 @@ async def test_several_workers_remove_each_once(vhost, tmp_path) -> None:
         both = [each.parts.dead_letters for each in (one, other)]
 
         async def ten_are_gone_and_two_are_back() -> bool:
-            """While one looks, the eight oldest are in its hand; so one alone may see too few, and ends early."""
+            """While a worker looks, it holds the eight oldest; another that looks then sees too few, and ends early."""
             await asyncio.gather(*(each.look() for each in both))
             return sum(each.exported for each in both) >= 10 and await app.depth("lane.dead") == 2
 

@@ -9,7 +9,8 @@ from tests.support.requester import requester
 from tests.support.waiting import until
 
 
-async def test_over_in_the_queue_it_never_reaches_the_provider(vhost) -> None:
+@pytest.mark.every_version
+async def test_a_request_whose_deadline_passes_in_the_queue_is_never_sent_to_the_provider(vhost) -> None:
     async with house(vhost.amqp_url, lanes={"batch": {"slots": 1}}) as home, requester(vhost.amqp_url) as app:
         await app.read_dead()
         await app.publish({"prompt": "in the way [[latency: 700ms]]"}, key="batch.tests.x")
@@ -30,8 +31,7 @@ async def test_over_in_the_queue_it_never_reaches_the_provider(vhost) -> None:
         assert not app.dead_of("d-1"), "it is not kept: trying it again makes no sense"
 
 
-@pytest.mark.default_broker_only
-async def test_over_in_an_attempt_the_providers_connection_is_closed(vhost) -> None:
+async def test_when_the_deadline_passes_during_an_attempt_the_providers_connection_is_closed(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         for stream in (False, True):
             before_s = time.monotonic()
@@ -49,8 +49,7 @@ async def test_over_in_an_attempt_the_providers_connection_is_closed(vhost) -> N
         assert len(home.api.calls) == 2
 
 
-@pytest.mark.default_broker_only
-async def test_a_retry_that_could_only_come_too_late_is_not_begun(vhost) -> None:
+async def test_a_retry_that_would_come_after_the_deadline_is_not_made(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         before_s = time.monotonic()
         reply = await app.ask(
@@ -62,7 +61,7 @@ async def test_a_retry_that_could_only_come_too_late_is_not_begun(vhost) -> None
         assert len(home.api.calls) == 1
 
 
-async def test_a_longer_deadline_than_the_lanes_is_refused_by_name(vhost) -> None:
+async def test_a_deadline_longer_than_the_lanes_is_refused_by_name(vhost) -> None:
     async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
         reply = await app.ask({"prompt": "x"}, headers={"x-lane-deadline-ms": 120_001})
         assert reply.code == "invalid_request"
@@ -70,7 +69,8 @@ async def test_a_longer_deadline_than_the_lanes_is_refused_by_name(vhost) -> Non
         assert "120000" in reply.json["detail"]
 
 
-async def test_expired_in_the_queue_by_amqps_own_expiration(vhost) -> None:
+@pytest.mark.every_version
+async def test_a_request_that_expires_in_the_queue_by_amqp_expiration_is_answered(vhost) -> None:
     async with house(vhost.amqp_url, lanes={"normal": {"slots": 1}}) as home, requester(vhost.amqp_url) as app:
         await app.read_dead()
         await app.publish({"prompt": "in the way [[latency: 700ms]]"}, key="normal.tests.x")
@@ -87,8 +87,9 @@ async def test_expired_in_the_queue_by_amqps_own_expiration(vhost) -> None:
         assert len(app.finals(asked)) == 1
 
 
-async def test_expiration_ends_the_wait_in_the_intake_alone(vhost) -> None:
-    """Once it was taken, it is the deadline that counts: a retry or a delay longer than `expiration` is no matter."""
+@pytest.mark.every_version
+async def test_expiration_limits_only_the_wait_in_the_intake(vhost) -> None:
+    """Afterwards only the deadline counts: a retry or a delay may take longer than `expiration`."""
     async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
         reply = await app.ask(
             {"prompt": "x [[fault: server_error x2]]"}, expiration="300", headers={"x-lane-delay-ms": 500}

@@ -1,4 +1,4 @@
-"""A request with a delay runs not before its due time, and soon after it."""
+"""A delayed request does not run before its due time, and runs soon after it."""
 
 import time
 from datetime import UTC, datetime, timedelta
@@ -14,6 +14,7 @@ from tests.support.waiting import until
 LATE_S = 0.5
 
 
+@pytest.mark.every_version
 @pytest.mark.parametrize("delay_ms", [100, 750, 3000])
 async def test_a_delayed_request_starts_when_it_is_due(vhost, delay_ms) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
@@ -28,12 +29,13 @@ async def test_a_delayed_request_starts_when_it_is_due(vhost, delay_ms) -> None:
         assert reply.headers["x-lane-attempt"] == 1
 
 
-async def test_a_request_runs_at_a_time(vhost) -> None:
+@pytest.mark.every_version
+async def test_a_request_with_a_start_time_runs_at_that_time(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         await app.read_events()
         at = datetime.now(UTC) + timedelta(seconds=1.6)
         there = at.astimezone(tz=None).isoformat(timespec="milliseconds")
-        before_s = time.monotonic() - (datetime.now(UTC) - at).total_seconds()  # `at` on the monotonic clock
+        before_s = time.monotonic() - (datetime.now(UTC) - at).total_seconds()  # the start time on the monotonic clock
         reply = await app.ask(
             {"prompt": "on time"}, headers={"x-lane-at": there}, key="normal.tests.x", message_id="at"
         )
@@ -43,14 +45,14 @@ async def test_a_request_runs_at_a_time(vhost) -> None:
         await until(lambda: sorted(app.events_of("at")) == ["completed", "deferred", "started"])
 
 
-async def test_a_time_that_has_passed_is_at_once(vhost) -> None:
+async def test_a_start_time_in_the_past_means_at_once(vhost) -> None:
     async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
         reply = await app.ask({"prompt": "late already"}, headers={"x-lane-at": "2020-01-01T00:00:00Z"}, within_s=2)
         assert reply.status == "ok"
 
 
-async def test_a_delay_is_not_cut_short_by_a_timestamp_in_whole_seconds(vhost) -> None:
-    """`timestamp` says only in which second it was sent: a delay counted from the second's beginning ends early."""
+async def test_a_delay_is_not_shortened_by_a_timestamp_in_whole_seconds(vhost) -> None:
+    """`timestamp` has whole seconds: a delay counted from the beginning of that second would end early."""
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         await app.ask({"prompt": "warm up"})
         await until(lambda: time.time() % 1 > 0.9)
@@ -59,6 +61,7 @@ async def test_a_delay_is_not_cut_short_by_a_timestamp_in_whole_seconds(vhost) -
         assert home.calls("stamped")[0].started_s - before_s >= 0.698
 
 
+@pytest.mark.every_version
 async def test_the_deadline_counts_from_the_due_time(vhost) -> None:
     async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
         headers = {"x-lane-delay-ms": 1500, "x-lane-deadline-ms": 1000}
@@ -68,7 +71,8 @@ async def test_the_deadline_counts_from_the_due_time(vhost) -> None:
         assert "1000 ms" in reply.json["detail"]
 
 
-async def test_delays_end_in_the_order_in_which_they_are_due(vhost) -> None:
+@pytest.mark.every_version
+async def test_delayed_requests_start_in_the_order_of_their_due_times(vhost) -> None:
     async with house(vhost.amqp_url, lanes={"batch": {"slots": 4}}) as home, requester(vhost.amqp_url) as app:
         delays = [1700, 200, 900, 1300, 500]
         asked = [
@@ -80,7 +84,8 @@ async def test_delays_end_in_the_order_in_which_they_are_due(vhost) -> None:
         assert [call.prompt for call in home.api.calls] == [f"due {each:04d}" for each in sorted(delays)]
 
 
-async def test_beyond_what_may_wait_a_long_delay_is_refused_and_a_short_one_is_not(vhost) -> None:
+@pytest.mark.every_version
+async def test_beyond_the_limit_of_waiting_requests_a_long_delay_is_refused_and_a_short_one_is_not(vhost) -> None:
     long, short = {"x-lane-delay-ms": 3_600_000}, {"x-lane-delay-ms": 200}
     async with house(vhost.amqp_url, waiting={"per_tenant": 2, "in_all": 3}) as home, requester(vhost.amqp_url) as app:
         for id in ("w-1", "w-2"):
@@ -97,7 +102,7 @@ async def test_beyond_what_may_wait_a_long_delay_is_refused_and_a_short_one_is_n
         assert not home.calls("too many")
 
 
-async def test_what_was_cancelled_before_it_came_does_not_wait_for_its_delay(vhost) -> None:
+async def test_a_request_cancelled_before_it_arrives_ends_without_its_delay(vhost) -> None:
     async with (
         house(vhost.amqp_url) as home,
         requester(vhost.amqp_url) as app,

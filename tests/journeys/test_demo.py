@@ -1,4 +1,4 @@
-"""`lanekeeper demo`: its verdict is true, and it leaves nothing behind, however it ends."""
+"""`lanekeeper demo`: its verdict is correct, and it leaves nothing behind, however it ends."""
 
 import asyncio
 import re
@@ -12,17 +12,16 @@ from tests.support.processes import environment, lanekeeper, run
 from tests.support.waiting import until
 
 QUICK = {"LANEKEEPER_LANES__BATCH__SLOTS": "100"}
-"""The flood is through in two seconds instead of twelve; the story is the same."""
-pytestmark = pytest.mark.default_broker_only
+"""The flood takes two seconds instead of twelve; everything else is the same."""
 
 
 def left_on(vhost) -> list[str]:
-    """Queues and exchanges in a virtual host, but those that every one has."""
+    """The queues and exchanges in a virtual host, except those that every virtual host has."""
     names = [each["name"] for what in ("queues", "exchanges") for each in vhost.api("GET", f"{what}/{vhost.quoted}")]
     return [name for name in names if name and not name.startswith("amq.")]
 
 
-async def test_all_is_answered_and_the_verdict_says_so(vhost, tmp_path) -> None:
+async def test_the_demo_answers_everything_and_its_verdict_says_so(vhost, tmp_path) -> None:
     of_the_real_account = {"LANEKEEPER_BUDGET__REQUESTS_PER_MIN": "30"}
     environ = environment(vhost.amqp_url, vhost.management_url, **QUICK, **of_the_real_account)
     code, lines = await run("demo", environ=environ, folder=tmp_path, within_s=160)
@@ -43,10 +42,10 @@ async def test_all_is_answered_and_the_verdict_says_so(vhost, tmp_path) -> None:
     await until(lambda: not left_on(vhost))
 
 
-async def test_a_broken_lane_is_a_failed_demo(vhost, tmp_path) -> None:
+async def test_the_demo_fails_if_a_lane_is_broken(vhost, tmp_path) -> None:
     broken = {
         "LANEKEEPER_LANES__CRITICAL__MODEL": "claude-no-such-model",
-        "LANEKEEPER_PRICES__MODELS": '{"claude-no-such-model": {"input": 1, "output": 5}}',  # known, but not there
+        "LANEKEEPER_PRICES__MODELS": '{"claude-no-such-model": {"input": 1, "output": 5}}',  # no provider has it
     }
     environ = environment(vhost.amqp_url, vhost.management_url, **QUICK, **broken)
     code, lines = await run("demo", environ=environ, folder=tmp_path, within_s=160)
@@ -60,7 +59,7 @@ async def test_a_broken_lane_is_a_failed_demo(vhost, tmp_path) -> None:
 
 @pytest.mark.parametrize("moment", ["while it declares", "in the middle"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
-async def test_interrupted_it_leaves_nothing_on_the_broker(vhost, tmp_path, number, moment) -> None:
+async def test_an_interrupted_demo_leaves_nothing_on_the_broker(vhost, tmp_path, number, moment) -> None:
     environ = environment(vhost.amqp_url, vhost.management_url)
     async with lanekeeper("demo", environ=environ, folder=tmp_path) as demo:
         if moment == "in the middle":
@@ -72,7 +71,7 @@ async def test_interrupted_it_leaves_nothing_on_the_broker(vhost, tmp_path, numb
 
 
 @pytest.mark.parametrize("moment", ["while the broker starts", "in the middle"])
-async def test_interrupted_it_leaves_no_process_container_or_folder(tmp_path, moment) -> None:
+async def test_an_interrupted_demo_leaves_no_process_container_or_folder(tmp_path, moment) -> None:
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     environ = environment(None, TMPDIR=str(temporary), **QUICK)
@@ -94,9 +93,9 @@ async def test_interrupted_it_leaves_no_process_container_or_folder(tmp_path, mo
 
 
 async def containers_with(secrets: list[str]) -> list[str]:
-    """Containers that were given one of these passwords: others may have private brokers at the same time."""
+    """The containers with one of these passwords; other tests may have private brokers at the same time."""
     if not secrets:
-        return []  # it did not come from Docker
+        return []  # it was not started in Docker
     listed = await docker("ps", "--all", "--quiet", "--filter", "label=org.lanekeeper.broker")
     inspected = [await docker("inspect", "--format", "{{.Config.Env}}", each) for each in listed.split()]
     return [each for each in inspected if any(secret in each for secret in secrets)]

@@ -2,17 +2,13 @@
 
 import time
 
-import pytest
-
 from consumers.lifecycle import COMMON, EVENTS
 from tests.support.house import house
 from tests.support.requester import requester
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.default_broker_only
 
-
-async def test_each_step_is_told_with_lane_application_and_attempt(vhost) -> None:
+async def test_each_step_is_an_event_with_lane_application_and_attempt(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         await app.read_events()
         before_ms = time.time() * 1000
@@ -23,7 +19,7 @@ async def test_each_step_is_told_with_lane_application_and_attempt(vhost) -> Non
         await until(lambda: len(app.events_of("v.1")) == 5)
         steps = ["deferred", "started", "retrying", "started", "completed"]
         assert sorted(app.events_of("v.1")) == sorted(steps)
-        # what is told after a step may be overtaken by what is told before the next
+        # an event after a step may arrive before an event of the next step
         events = [each for each in app.events if each.json["id"] == "v.1"]
         events.sort(key=lambda each: (each.json["attempt"], steps.index(each.json["event"])))
         assert [each.routing_key for each in events] == [f"normal.shop.{each.json['event']}.v.1" for each in events]
@@ -39,7 +35,7 @@ async def test_each_step_is_told_with_lane_application_and_attempt(vhost) -> Non
         assert len(home.api.calls) == 2
 
 
-async def test_an_event_tells_what_is_declared_of_it_and_nothing_else(vhost) -> None:
+async def test_each_event_has_exactly_its_documented_fields(vhost) -> None:
     lanes = {"critical": {"max_attempts": 2}}
     async with house(vhost.amqp_url, lanes=lanes), requester(vhost.amqp_url) as app:
         await app.read_events()
@@ -57,8 +53,8 @@ async def test_an_event_tells_what_is_declared_of_it_and_nothing_else(vhost) -> 
             assert each.json.keys() - set(COMMON) <= EVENTS[each.json["event"]]
 
 
-async def test_a_worker_that_starts_tells_nothing_of_itself(vhost) -> None:
-    """Who reads events can read every one."""
+async def test_a_worker_that_starts_sends_no_event_about_itself(vhost) -> None:
+    """Anybody who may read events could read it."""
     async with requester(vhost.amqp_url) as app:
         async with house(vhost.amqp_url):
             await app.read_events()
@@ -69,8 +65,8 @@ async def test_a_worker_that_starts_tells_nothing_of_itself(vhost) -> None:
         assert {each.json["id"] for each in app.events} == {"first"}
 
 
-async def test_a_request_with_a_name_as_long_as_can_be_takes_no_others_events_with_it(vhost) -> None:
-    """Its key would be longer than AMQP allows."""
+async def test_a_request_with_the_longest_possible_names_does_not_suppress_other_events(vhost) -> None:
+    """The routing key of its events would be longer than AMQP allows."""
     async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
         await app.read_events()
         await app.publish({"prompt": "a"}, message_id="plain")

@@ -1,4 +1,4 @@
-"""The examples do what docs/clients.md says of them. Those in Python are run; the others are looked at.
+"""The examples do what docs/clients.md says. Those in Python are run; the others are only read.
 
 Go, TypeScript and Java are run by hand, as the table in docs/clients.md tells: their tools download what they need.
 """
@@ -14,8 +14,6 @@ import pytest
 from tests.support.brokers import Vhost
 from tests.support.house import house
 from tests.support.waiting import until
-
-pytestmark = pytest.mark.default_broker_only
 
 HOUSE = Path(__file__).parents[2]
 EXAMPLES = HOUSE / "examples"
@@ -41,7 +39,7 @@ async def run(vhost: Vhost, example: str, *line: str) -> tuple[int | None, str, 
     return process.returncode, out.decode(), err.decode()
 
 
-async def test_the_python_examples_ask_and_stream(vhost: Vhost) -> None:
+async def test_the_python_examples_send_and_stream(vhost: Vhost) -> None:
     async with house(vhost.amqp_url):
         asked = await asyncio.gather(
             run(vhost, "ask.py", "three rivers"),
@@ -74,13 +72,13 @@ async def test_the_python_examples_fetch_and_cancel(vhost: Vhost) -> None:
 
 
 @pytest.mark.parametrize("example", EVERYTHING)
-def test_every_language_cancels_and_fetches(example: str) -> None:
+def test_the_examples_in_every_language_cancel_and_fetch(example: str) -> None:
     text = (EXAMPLES / example).read_text()
 
     assert [word for word in ("cancel", "result") if word not in text] == []
 
 
-def test_every_example_that_publishes_says_when_it_did() -> None:
+def test_every_example_that_publishes_sends_its_sending_time() -> None:
     publishing = [each for each in EXAMPLES.rglob("*") if each.suffix in (".py", ".go", ".ts", ".java", ".sh")]
     raw = [each for each in publishing if "node_modules" not in each.parts and "lane.requests" in each.read_text()]
 

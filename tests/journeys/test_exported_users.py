@@ -1,4 +1,4 @@
-"""Our own client as users that `topology export` made: they may declare nothing, and are answered all the same."""
+"""Our client as users made by `topology export`: they may declare nothing, and still get their answers."""
 
 import asyncio
 import secrets
@@ -19,6 +19,8 @@ from tests.support.processes import environment, lanekeeper, run
 from tests.support.users import Broker, imported_users
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.every_version
+
 
 @pytest.fixture
 async def users(vhost) -> AsyncIterator[Broker]:
@@ -26,7 +28,7 @@ async def users(vhost) -> AsyncIterator[Broker]:
         yield it
 
 
-async def test_an_application_asks_and_streams(users: Broker, vhost) -> None:
+async def test_an_application_can_send_and_stream(users: Broker, vhost) -> None:
     key = f"normal.{users.app}.chat"
     async with house(vhost.amqp_url, declares=False), Client(users.url("application")) as client:
         asked = [client.request({"prompt": f"number {n}"}, key=key) for n in range(20)]
@@ -38,7 +40,7 @@ async def test_an_application_asks_and_streams(users: Broker, vhost) -> None:
     assert len(came) > 2
 
 
-async def test_a_client_cancels_and_fetches(users: Broker, vhost) -> None:
+async def test_a_client_can_cancel_and_fetch(users: Broker, vhost) -> None:
     key = f"critical.{users.users['client'].name}.chat"
     async with house(vhost.amqp_url, declares=False) as home, Client(users.url("client")) as client:
         slow = await client.publish({"prompt": "slow [[latency: 60s]]"}, key=key)
@@ -48,7 +50,7 @@ async def test_a_client_cancels_and_fetches(users: Broker, vhost) -> None:
         assert (await client.result(quick, wait_s=10)).text == "echo: quick"
 
 
-async def test_an_application_that_may_not_fetch_is_answered_after_a_loss_of_its_connection(
+async def test_an_application_without_the_right_to_fetch_is_answered_after_it_lost_its_connection(
     users: Broker, vhost
 ) -> None:
     slow = SimulatedOptions(latency_ms=8000)
@@ -64,7 +66,7 @@ async def test_an_application_that_may_not_fetch_is_answered_after_a_loss_of_its
         assert len(home.calls("slow")) == 1, "the provider is not called again"
 
 
-async def test_a_refused_cancellation_costs_no_answer(users: Broker, vhost) -> None:
+async def test_a_refused_cancellation_does_not_prevent_the_answer(users: Broker, vhost) -> None:
     async with (
         house(vhost.amqp_url, declares=False) as home,
         Client(users.url("application")) as client,
@@ -79,12 +81,12 @@ async def test_a_refused_cancellation_costs_no_answer(users: Broker, vhost) -> N
         assert len(home.calls("slow")) == 1
 
 
-async def test_apply_makes_a_worker_and_a_client_on_an_empty_broker(vhost: Vhost, tmp_path: Path) -> None:
-    mark = secrets.token_hex(4)  # users belong to the whole broker
+async def test_apply_creates_a_worker_and_a_client_on_an_empty_broker(vhost: Vhost, tmp_path: Path) -> None:
+    mark = secrets.token_hex(4)  # users belong to the whole broker, which other tests share
     worker, app = f"worker-{mark}", f"cli-{mark}"
     users = ("--user", f"{worker}:worker", "--user", f"{app}:client:critical", "--passwords", "passwords")
     try:
-        for password in ("first", "second"):  # again: the password is what the file says now
+        for password in ("first", "second"):  # applied again: the password is now the one in the file
             (tmp_path / "passwords").write_text(f"{worker}:{password}\n{app}:{password}\n")
             environ = environment(vhost.amqp_url, vhost.management_url)
             code, lines = await run("topology", "apply", *users, environ=environ, folder=tmp_path)

@@ -1,4 +1,4 @@
-"""Tenants of a lane share its slots: nobody waits behind another's backlog, in one process or in three."""
+"""Tenants share the slots of a lane: no tenant waits behind another's backlog, with one process or three."""
 
 import asyncio
 import itertools
@@ -21,14 +21,14 @@ from tests.support.waiting import until
 
 LATENCY_MS = 500
 FLOOD = 600
-"""Of one tenant; before the others come."""
+"""Requests of one tenant, published before those of the others."""
 PUBLISHED_AT_ONCE = 50
 WINDOW_S = 10.0
 WITHIN_S = 60
 READY_S = 120
 LANE = "normal"
 SIDE_QUEUES = 8
-"""Each tenant has one of its own, and more than one."""
+"""More than there are tenants, so that each has its own."""
 SLOTS = {LANE: {"slots": 4, "side_queues": SIDE_QUEUES}}
 SLOW = SimulatedOptions(latency_ms=LATENCY_MS)
 
@@ -96,7 +96,7 @@ async def test_a_single_request_does_not_wait_behind_another_tenants_backlog(vho
         assert reply.headers["x-lane-attempt"] == 1
 
 
-async def test_short_calls_of_the_highest_priority_do_not_hold_up_another_tenant_either(vhost) -> None:
+async def test_short_calls_of_the_highest_priority_do_not_delay_another_tenant(vhost) -> None:
     quick = SimulatedOptions(latency_ms=50)
     async with (
         house(
@@ -119,7 +119,7 @@ async def test_short_calls_of_the_highest_priority_do_not_hold_up_another_tenant
 @pytest.mark.timing
 @pytest.mark.parametrize("processes", [1, 3])
 @pytest.mark.parametrize("tenants", [2, 3])
-async def test_with_n_tenants_waiting_each_gets_at_least_half_of_an_equal_share(
+async def test_with_n_waiting_tenants_each_gets_at_least_half_of_an_equal_share(
     vhost, api, environ, tmp_path, processes, tenants
 ) -> None:
     async with requester(vhost.amqp_url) as app, asyncio.TaskGroup() as group, asyncio.timeout(170):
@@ -137,7 +137,7 @@ async def test_with_n_tenants_waiting_each_gets_at_least_half_of_an_equal_share(
             seen = {"large", *(f"small-{each}" for each in range(tenants - 1))}
             await until(lambda: seen <= {call.prompt.split(" ")[0] for call in api.calls}, within_s=WITHIN_S)
             since_s = time.monotonic()
-            await asyncio.sleep(WINDOW_S)  # what the guarantee is given over
+            await asyncio.sleep(WINDOW_S)  # the guarantee is given for this many requests
             calls = calls_of(api, since_s)
         finally:
             for each in asking:
@@ -149,7 +149,7 @@ async def test_with_n_tenants_waiting_each_gets_at_least_half_of_an_equal_share(
     assert min(shares.values()) >= 1 / (2 * tenants)
 
 
-async def test_a_tenant_at_its_cap_holds_no_further_slot_and_no_attempt_is_counted(vhost) -> None:
+async def test_a_tenant_at_its_in_flight_limit_uses_no_further_slot_and_no_attempt_is_counted(vhost) -> None:
     fair = {"tenants": {"*": {"in_flight": 1}}}
     async with (
         house(vhost.amqp_url, simulated=SLOW, lanes=SLOTS, speakers=(vhost.user,), fair=fair) as home,
@@ -169,7 +169,8 @@ async def test_a_tenant_at_its_cap_holds_no_further_slot_and_no_attempt_is_count
         assert told["set_aside"] >= 4
 
 
-async def test_a_tenant_whose_side_queue_is_full_is_told_so_and_others_are_answered(vhost) -> None:
+@pytest.mark.every_version
+async def test_requests_for_a_full_side_queue_are_refused_and_other_tenants_are_answered(vhost) -> None:
     lanes = {LANE: {"slots": 1, "max_length": 5, "side_queues": 2}}
     fair = {"tenants": {"large": {"in_flight": 1}}}
     slow = SimulatedOptions(latency_ms=2000)
@@ -182,7 +183,7 @@ async def test_a_tenant_whose_side_queue_is_full_is_told_so_and_others_are_answe
         refused: list[str] = []
 
         async def one_more() -> bool:
-            with suppress(DeliveryError):  # the intake is full, until what is there has been looked at
+            with suppress(DeliveryError):  # the intake is full until its messages have been looked through
                 asked.append(await ask(app, vhost, "large", f"more {len(asked)}"))
             refused[:] = [each for each in asked if app.finals(each) and app.finals(each)[0].status == "error"]
             return bool(refused)
@@ -194,7 +195,8 @@ async def test_a_tenant_whose_side_queue_is_full_is_told_so_and_others_are_answe
         assert small.status == "ok"
 
 
-async def test_expiration_counts_on_while_a_request_is_set_aside(vhost) -> None:
+@pytest.mark.every_version
+async def test_expiration_continues_while_a_request_is_set_aside(vhost) -> None:
     fair = {"tenants": {"capped": {"in_flight": 1}}}
     slow = SimulatedOptions(latency_ms=3000)
     async with (
@@ -213,7 +215,8 @@ async def test_expiration_counts_on_while_a_request_is_set_aside(vhost) -> None:
         assert not home.calls("expiring")
 
 
-async def test_inside_a_tenant_the_priority_counts_for_what_was_set_aside_too(vhost) -> None:
+@pytest.mark.every_version
+async def test_a_tenants_priorities_apply_also_to_requests_that_were_set_aside(vhost) -> None:
     fair = {"tenants": {"capped": {"in_flight": 1}}}
     async with (
         house(vhost.amqp_url, simulated=SLOW, lanes=SLOTS, speakers=(vhost.user,), fair=fair) as home,
@@ -231,7 +234,8 @@ async def test_inside_a_tenant_the_priority_counts_for_what_was_set_aside_too(vh
         assert prompts.index("capped high") == 2, "after what ran, and the head that was in hand"
 
 
-async def test_a_worker_that_is_killed_while_it_sets_aside_loses_nothing(vhost, api, environ, tmp_path) -> None:
+@pytest.mark.every_version
+async def test_a_worker_that_is_killed_while_it_sets_requests_aside_loses_none(vhost, api, environ, tmp_path) -> None:
     ledger = Ledger(vhost.amqp_url)
     async with (
         lanekeeper("serve", environ=environ, folder=tmp_path) as first,
@@ -255,7 +259,7 @@ async def test_a_worker_that_is_killed_while_it_sets_aside_loses_nothing(vhost, 
         assert not second.has_ended
 
 
-async def test_without_side_queues_the_lane_is_first_come_first_served_and_works(vhost) -> None:
+async def test_without_side_queues_requests_are_served_in_order_of_arrival(vhost) -> None:
     lanes = {LANE: {"slots": 2, "side_queues": 0}}
     async with (
         house(vhost.amqp_url, simulated=SLOW, lanes=lanes, speakers=(vhost.user,)) as home,

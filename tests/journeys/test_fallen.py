@@ -14,12 +14,14 @@ from tests.support.lanes import SIDE_QUEUES
 from tests.support.requester import requester
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.every_version
+
 LIMIT = 20
-"""The broker's own delivery limit: at the delivery after it, the message falls."""
+"""The broker's delivery limit; the next delivery removes the message from the queue."""
 
 
 async def rejecting(url: str, queue: str) -> int:
-    """A worker that gives back whatever it gets, until the broker has had enough; how many times it got it."""
+    """A worker that rejects everything until the broker removes it; counts the deliveries."""
     connection = await aiormq.connect(url)
     times = 0
     fallen = asyncio.Event()
@@ -42,8 +44,8 @@ async def rejecting(url: str, queue: str) -> int:
 
 
 @pytest.mark.parametrize("queue", ["lane.critical", "lane.critical.due"])
-async def test_delivered_too_often_it_is_answered_as_poison_and_parked(vhost, queue) -> None:
-    """Workers that die at once never get to count; then the broker's limit ends it."""
+async def test_a_request_that_exceeds_the_delivery_limit_is_answered_as_poison_and_parked(vhost, queue) -> None:
+    """Workers that die at once cannot count deliveries; then the broker's limit ends the request."""
     if queue == "lane.critical" and vhost.version.startswith("3."):
         pytest.skip("a classic intake has no delivery limit: the due queue counts")
     async with house(vhost.amqp_url, works=("normal",)), requester(vhost.amqp_url) as app:
@@ -71,7 +73,7 @@ async def test_delivered_too_often_it_is_answered_as_poison_and_parked(vhost, qu
         assert await app.depth(queue) == await app.depth("lane.fallen") == 0
 
 
-async def test_what_was_buried_can_be_published_again_as_it_is(vhost) -> None:
+async def test_a_dead_lettered_request_can_be_published_again_unchanged(vhost) -> None:
     async with house(vhost.amqp_url, works=("normal",)) as home, requester(vhost.amqp_url) as app:
         await app.read_dead()
         await app.publish(
@@ -90,8 +92,9 @@ async def test_what_was_buried_can_be_published_again_as_it_is(vhost) -> None:
         assert len(home.calls("second life")) == 1
 
 
-async def test_a_broken_delay_is_parked_and_the_delays_behind_it_end_on_time(vhost) -> None:
-    """An operator's own publish forgot a bit. Without an alternate exchange it would stop the level above for good."""
+async def test_a_delayed_message_without_a_delay_bit_is_parked_and_others_end_on_time(vhost) -> None:
+    """As if an operator had published it by hand. Without an alternate exchange, it would block its wait queue for
+    ever."""
     async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
         await app.read_dead()
         for n in range(10):
@@ -99,12 +102,12 @@ async def test_a_broken_delay_is_parked_and_the_delays_behind_it_end_on_time(vho
                 {"prompt": f"broken {n}"},
                 key="normal.tests.x",
                 exchange="lane.delay.02",
-                headers={"lane-d02": n % 2 == 0, "lane-d01": True},  # lane-d00 is missing
+                headers={"lane-d02": n % 2 == 0, "lane-d01": True},  # the header lane-d00 is missing
                 message_id=f"broken-{n}",
             )
             await app.publish(
                 {"prompt": f"nowhere {n}"},
-                key="express.tests.x",  # no such lane
+                key="express.tests.x",  # no lane has this name
                 exchange="lane.delay.00",
                 headers={"lane-d00": True},
                 message_id=f"nowhere-{n}",
@@ -128,7 +131,7 @@ async def test_a_broken_delay_is_parked_and_the_delays_behind_it_end_on_time(vho
         assert await app.depth("lane.delay.02") == await app.depth("lane.fallen") == 0
 
 
-async def test_a_key_without_a_lane_is_answered_and_parked_and_parked_alone_without_an_address(vhost) -> None:
+async def test_an_unroutable_request_is_answered_and_parked_or_only_parked_without_reply_to(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         await app.read_dead()
         for n, key in enumerate(["express.tests.x", "criticalx.tests", "", "x" * 255, "#"]):
@@ -146,8 +149,8 @@ async def test_a_key_without_a_lane_is_answered_and_parked_and_parked_alone_with
         assert home.is_well
 
 
-async def test_a_full_lane_refuses_what_is_new_and_finishes_what_it_took(vhost) -> None:
-    """What comes back from a delay was accepted long ago: it finds its way, and the other lanes do not notice."""
+async def test_a_full_lane_refuses_new_requests_and_finishes_accepted_ones(vhost) -> None:
+    """Requests that return from a delay were accepted before, and are not refused; other lanes are not affected."""
     lanes = {"batch": {"slots": 1, "max_length": 10}}
     async with house(vhost.amqp_url, lanes=lanes) as home, requester(vhost.amqp_url) as app:
         delayed = [

@@ -1,4 +1,4 @@
-"""A flood in the batch lane delays nobody in the lanes above it, and inside a lane the priority counts."""
+"""A flood in the batch lane delays no higher lane; inside a lane, higher priorities go first."""
 
 import asyncio
 import time
@@ -13,11 +13,11 @@ from tests.support.waiting import until
 
 JOBS = 300
 CHATS = 30
-"""In each of the two lanes above."""
+"""Requests in each of the two higher lanes."""
 LATENCY_MS = 300
 BLOCK = "[[latency: 600ms]] in the way"
 SMALL = {"slots": 1}
-"""One slot, so that the provider sees the lane's own order."""
+"""One slot, so that the order of calls is the lane's order."""
 
 
 def sent() -> dict[str, int]:
@@ -25,7 +25,7 @@ def sent() -> dict[str, int]:
 
 
 @pytest.mark.timing
-async def test_chats_do_not_wait_for_the_flood_below_them(vhost) -> None:
+async def test_higher_lanes_do_not_wait_for_a_flood_in_the_batch_lane(vhost) -> None:
     async with (
         house(
             vhost.amqp_url, simulated=SimulatedOptions(latency_ms=LATENCY_MS), lanes={"batch": {"slots": 12}}
@@ -41,7 +41,7 @@ async def test_chats_do_not_wait_for_the_flood_below_them(vhost) -> None:
         for n in range(CHATS):
             for lane, asked in chats.items():
                 asked.append(await app.publish({"prompt": f"{lane} {n}"}, key=f"{lane}.tests.chat", headers=sent()))
-            await asyncio.sleep(0.05)  # the pace at which people type, not a wait for something
+            await asyncio.sleep(0.05)  # a pause as between messages that people type; it waits for nothing
         waits = {lane: [await wait_of(app, each) for each in asked] for lane, asked in chats.items()}
         left = sum(not app.finals(each) for each in flood)
         waits["batch"] = [await wait_of(app, each) for each in flood]
@@ -60,15 +60,15 @@ async def test_chats_do_not_wait_for_the_flood_below_them(vhost) -> None:
 
 
 async def wait_of(app, asked: str) -> int:
-    """How long a request waited, as its reply says; it must be the answer to just this question."""
+    """How long a request waited, according to its reply; checks that the reply is to this request."""
     reply = await app.final(asked)
     assert reply.status == "ok", reply
     return int(reply.headers["x-lane-wait-ms"])
 
 
 @pytest.mark.parametrize(("stuck", "free"), [("critical", "batch"), ("batch", "critical")])
-async def test_a_slot_of_one_lane_is_never_taken_by_another(vhost, stuck, free) -> None:
-    """However urgent the lane that is stuck, the others go on with their own slots."""
+async def test_requests_of_a_stuck_lane_never_use_another_lanes_own_slots(vhost, stuck, free) -> None:
+    """However urgent the stuck lane is, the others continue with their own slots."""
     lanes = {"critical": {"slots": 2}, "normal": {"slots": 2}, "batch": {"slots": 2}}
     async with house(vhost.amqp_url, lanes=lanes) as home, requester(vhost.amqp_url) as app:
         held = [
@@ -81,9 +81,11 @@ async def test_a_slot_of_one_lane_is_never_taken_by_another(vhost, stuck, free) 
         assert not any(app.finals(each) for each in held)
 
 
+@pytest.mark.every_version
 @pytest.mark.parametrize("shuffled", [False, True], ids=["low first", "mixed"])
 async def test_inside_a_lane_higher_priorities_go_first(vhost, shuffled) -> None:
-    """Strict from 4.3 on and before 4.0; between them two classes, of which the higher gets the larger share."""
+    """Strictly from 4.3 on and before 4.0. From 4.0 to 4.2 there are two classes, and the higher one gets the larger
+    share."""
     priorities = [n % 10 for n in range(40)] if shuffled else sorted(n % 10 for n in range(40))
     async with house(vhost.amqp_url, lanes={"normal": SMALL}) as home, requester(vhost.amqp_url) as app:
         await app.publish({"prompt": BLOCK}, key="normal.tests.x", priority=9)
@@ -109,7 +111,8 @@ async def test_inside_a_lane_higher_priorities_go_first(vhost, shuffled) -> None
                 assert in_class == sorted(in_class, key=lambda words: words[-2:]), "first in, first out in a class"
 
 
-async def test_the_priority_that_is_not_given_is_four_or_none(vhost) -> None:
+@pytest.mark.every_version
+async def test_a_missing_priority_counts_as_4_or_0(vhost) -> None:
     """4 in a quorum intake, 0 in a classic one: docs/facts.md, section 1."""
     async with house(vhost.amqp_url, lanes={"normal": SMALL}) as home, requester(vhost.amqp_url) as app:
         await app.publish({"prompt": BLOCK}, key="normal.tests.x", priority=9)

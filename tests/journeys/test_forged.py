@@ -1,4 +1,4 @@
-"""What a requester writes into a message cannot make it more than a request."""
+"""Nothing that a requester writes into a message gives it more rights than a request has."""
 
 import uuid
 
@@ -27,8 +27,9 @@ INTERNAL = {
 }
 
 
+@pytest.mark.every_version
 async def test_internal_headers_of_a_fresh_request_are_not_believed(vhost) -> None:
-    """Not its attempts, not its due time, not whose it is; and they are not in what is parked."""
+    """Neither its attempts, nor its due time, nor its tenant; and they are not in the dead letter."""
     async with house(vhost.amqp_url, lanes={"critical": {"max_attempts": 3}}) as home, requester(vhost.amqp_url) as app:
         await app.read_dead()
         reply = await app.ask({"prompt": "pushy"}, headers=INTERNAL, message_id="f-1")
@@ -47,6 +48,7 @@ async def test_internal_headers_of_a_fresh_request_are_not_believed(vhost) -> No
         assert left == {"x-lane-attempt", "x-lane-errors", "x-lane-dead-code"}
 
 
+@pytest.mark.every_version
 async def test_a_forged_death_is_refused_by_name(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         await app.read_dead()
@@ -60,6 +62,7 @@ async def test_a_forged_death_is_refused_by_name(vhost) -> None:
         assert not home.api.calls
 
 
+@pytest.mark.every_version
 async def test_the_internal_exchange_cannot_be_published_to(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         with pytest.raises(Exception, match=r"ACCESS_REFUSED|internal"):
@@ -67,7 +70,8 @@ async def test_the_internal_exchange_cannot_be_published_to(vhost) -> None:
         assert not home.api.calls
 
 
-async def test_the_user_that_the_broker_checked_is_kept_through_retries(vhost) -> None:
+@pytest.mark.every_version
+async def test_the_user_checked_by_the_broker_is_kept_through_retries(vhost) -> None:
     async with house(vhost.amqp_url, lanes={"critical": {"max_attempts": 2}}), requester(vhost.amqp_url) as app:
         await app.read_dead()
         headers = {"x-lane-user-id": "boss"}
@@ -115,21 +119,22 @@ async def test_a_forbidden_reply_address_is_parked_and_nothing_is_sent_there(vho
         assert home.is_well
 
 
-async def test_reply_addresses_can_be_narrowed_to_a_list(vhost) -> None:
+async def test_reply_addresses_can_be_restricted_to_a_list(vhost) -> None:
     narrowed = house(vhost.amqp_url, reply_to={"allow": ("shop.*",)})
     async with narrowed as home, requester(vhost.amqp_url) as app:
         await app.read_dead()
         await app.channel.queue_declare("shop.answers", durable=True)
         await app.publish({"prompt": "x"}, reply_to="shop.answers")
         await until(lambda: app.depth("shop.answers"))
-        await app.publish({"prompt": "y"}, message_id="f-8")  # its own amq.gen-… is not on the list
+        await app.publish({"prompt": "y"}, message_id="f-8")  # its queue amq.gen-… is not on the list
         assert (await app.buried("f-8")).headers["x-lane-dead-code"] == "forbidden_reply_to"
         assert len(home.api.calls) == 1
 
 
+@pytest.mark.every_version
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-async def test_a_forged_direct_reply_address_harms_nobody_else(vhost, stream) -> None:
-    """Before 4.3.5 it kills the connection that answers it (docs/facts.md, section 6)."""
+async def test_a_forged_direct_reply_address_affects_no_other_requester(vhost, stream) -> None:
+    """Before RabbitMQ 4.3.5 it kills the connection that answers it (docs/facts.md, section 6)."""
     async with (
         house(vhost.amqp_url) as home,
         requester(vhost.amqp_url) as app,
@@ -161,7 +166,8 @@ async def test_a_forged_direct_reply_address_harms_nobody_else(vhost, stream) ->
         await until(lambda: _nothing_left(app))
 
 
-async def test_a_problem_for_a_forged_direct_reply_address_is_parked_once(vhost) -> None:
+@pytest.mark.every_version
+async def test_an_error_for_a_forged_direct_reply_address_is_parked_once(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         await app.read_dead()
         forged = f"amq.rabbitmq.reply-to.{uuid.uuid4().hex}.{uuid.uuid4().hex}"

@@ -1,7 +1,9 @@
-"""A full reply queue takes up no slot: the reply is sent again later, and the result stays in the store."""
+"""A full reply queue occupies no slot: the reply is sent again later, and the result stays in the store."""
 
 import asyncio
 import statistics
+
+import pytest
 
 from tests.support.house import house
 from tests.support.requester import Requester, requester
@@ -17,7 +19,8 @@ async def make_full(app: Requester, queue: str) -> None:
     await app.channel.basic_publish(b"full", routing_key=queue)
 
 
-async def test_its_answer_comes_when_there_is_room_and_the_provider_is_called_once(vhost) -> None:
+@pytest.mark.every_version
+async def test_a_reply_to_a_full_queue_is_sent_when_there_is_room_without_another_call(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         await app.read_dead()
         await app.read_events()
@@ -31,7 +34,7 @@ async def test_its_answer_comes_when_there_is_room_and_the_provider_is_called_on
             await app.buried(each)
         await app.channel.queue_purge("shop.full")
         found = {}
-        for _ in range(4):  # it has room for one at a time
+        for _ in range(4):  # it has room for one message at a time
             await until(lambda: app.depth("shop.full"))
             got = await app.channel.basic_get("shop.full", no_ack=True)
             assert got.header is not None
@@ -45,7 +48,7 @@ async def test_its_answer_comes_when_there_is_room_and_the_provider_is_called_on
         assert home.is_well
 
 
-async def test_its_owner_can_fetch_the_result_meanwhile(vhost) -> None:
+async def test_the_result_can_be_fetched_while_the_reply_queue_is_full(vhost) -> None:
     async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
         await app.read_events()
         await make_full(app, "shop.full")
@@ -54,8 +57,8 @@ async def test_its_owner_can_fetch_the_result_meanwhile(vhost) -> None:
         assert (await app.control({"result": "r-5"}, key="result")).status == "ok"
 
 
-async def test_a_flood_of_rubbish_for_a_full_queue_does_not_slow_its_neighbours_and_is_bounded(vhost) -> None:
-    """With two slots, of which each such reply held one for three seconds."""
+async def test_a_flood_of_invalid_requests_for_a_full_reply_queue_does_not_delay_others_and_is_limited(vhost) -> None:
+    """With two slots; without the control each such reply would occupy one for three seconds."""
     few, most = {"critical": {"slots": 2}}, {"waiting": 100}
     async with (
         house(vhost.amqp_url, lanes=few, reply_to=most) as home,
@@ -86,7 +89,7 @@ async def _flood(app: Requester) -> None:
 
 
 async def waits(app: Requester, count: int) -> list[float]:
-    """How long so many critical requests take, one after the other."""
+    """How long this many critical requests take, one after the other."""
     loop = asyncio.get_running_loop()
     found = []
     for n in range(count):

@@ -2,12 +2,17 @@
 
 import json
 
+import pytest
+
 from tests.support.house import house
 from tests.support.requester import requester
 from tests.support.waiting import until
 
 
-async def test_after_all_attempts_the_requester_is_told_and_the_request_is_parked_with_its_errors(vhost) -> None:
+@pytest.mark.every_version
+async def test_after_all_attempts_failed_the_requester_gets_an_error_and_the_request_is_parked_with_its_errors(
+    vhost,
+) -> None:
     async with (
         house(vhost.amqp_url, lanes={"critical": {"max_attempts": 7}}) as home,
         requester(vhost.amqp_url) as app,
@@ -70,8 +75,8 @@ FOR_GOOD = {
 }
 
 
-async def test_what_the_provider_refuses_for_good_is_never_tried_again(vhost) -> None:
-    """Exactly one call each, and the provider's own status in the document; streamed or not."""
+async def test_a_request_that_the_provider_rejects_for_good_is_called_once(vhost) -> None:
+    """The problem document has the provider's status; with and without streaming."""
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         await app.read_dead()
         for stream in (False, True):
@@ -92,7 +97,7 @@ async def test_what_the_provider_refuses_for_good_is_never_tried_again(vhost) ->
         assert len(home.api.calls) == 2 * len(FOR_GOOD) + 1
 
 
-async def test_a_key_without_a_lane_is_answered_and_parked(vhost) -> None:
+async def test_an_unroutable_request_is_answered_and_parked(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         await app.read_dead()
         for key in ("urgent.tests.ask", "Critical.tests.ask", "lane.critical", "", "critical-x.y"):
@@ -109,7 +114,8 @@ async def test_a_key_without_a_lane_is_answered_and_parked(vhost) -> None:
         assert await app.depth("lane.fallen") == 0
 
 
-async def test_what_was_written_past_the_exchange_is_refused_and_parked(vhost) -> None:
+@pytest.mark.every_version
+async def test_a_message_published_directly_to_a_queue_is_refused_and_parked(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         await app.read_dead()
         forged = {"x-lane-attempt": 1, "x-lane-user-id": "boss"}
@@ -124,7 +130,8 @@ async def test_what_was_written_past_the_exchange_is_refused_and_parked(vhost) -
         assert home.is_well
 
 
-async def test_a_dead_letter_published_again_as_it_is_runs(vhost) -> None:
+@pytest.mark.every_version
+async def test_a_dead_letter_that_is_published_again_unchanged_runs(vhost) -> None:
     async with house(vhost.amqp_url, lanes={"critical": {"max_attempts": 2}}) as home, requester(vhost.amqp_url) as app:
         await app.read_dead()
         for word, fault in (("unlucky", "server_error x2"), ("refused", "authentication x1")):

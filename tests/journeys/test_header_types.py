@@ -1,4 +1,4 @@
-"""AMQP types of headers on the wire: a requester's own stay as they came, integers of ours are signed 64-bit ones."""
+"""AMQP types of headers: a requester's headers keep their types, our integers are signed 64-bit."""
 
 import struct
 from typing import Any
@@ -9,6 +9,8 @@ from lanekeeper.contract.messages import Headers
 from tests.support.house import house
 from tests.support.requester import Got, Requester, raw_properties, requester, table
 from tests.support.waiting import until
+
+pytestmark = pytest.mark.every_version
 
 EVERY_TYPE = {
     b"boolean": b"t\x01",
@@ -34,7 +36,7 @@ EVERY_TYPE = {
 
 
 def integers(got: Got) -> dict[str, bytes]:
-    """The AMQP type of every integer header of ours."""
+    """The AMQP types of our integer headers."""
     assert isinstance(got.headers, Headers)
     return {
         name: got.headers.encoded(name)[:1]
@@ -44,7 +46,7 @@ def integers(got: Got) -> dict[str, bytes]:
 
 
 async def copies_in_delays(app: Requester, level: int) -> list[Got]:
-    """What workers send into one level of the delays from now on."""
+    """The copies that workers publish to one level of the delays from now on."""
     found: list[Got] = []
     queue = (await app.channel.queue_declare(exclusive=True)).queue or ""
     bit = {"x-match": "all", f"lane-d{level:02d}": True}
@@ -57,7 +59,7 @@ async def copies_in_delays(app: Requester, level: int) -> list[Got]:
     return found
 
 
-async def test_a_requesters_headers_keep_value_and_type_through_a_delay_a_retry_and_a_dead_letter(vhost) -> None:
+async def test_a_requesters_headers_keep_value_and_type_through_delay_retry_and_dead_letter(vhost) -> None:
     async with house(vhost.amqp_url, lanes={"critical": {"max_attempts": 2}}) as home, requester(vhost.amqp_url) as app:
         await app.read_dead()
         properties = raw_properties(
@@ -76,7 +78,7 @@ async def test_a_requesters_headers_keep_value_and_type_through_a_delay_a_retry_
     assert dead.headers.encoded("x-lane-delay-ms") == b"s\x00\x64"
 
 
-async def test_every_integer_header_of_ours_is_a_signed_64_bit_one_whatever_its_value(vhost) -> None:
+async def test_all_our_integer_headers_are_signed_64_bit_whatever_their_value(vhost) -> None:
     async with house(vhost.amqp_url, lanes={"critical": {"max_attempts": 2}}), requester(vhost.amqp_url) as app:
         await app.read_dead()
         on_its_way = await copies_in_delays(app, level=0)
@@ -107,8 +109,7 @@ async def test_every_integer_header_of_ours_is_a_signed_64_bit_one_whatever_its_
             assert set(ours.values()) == {b"l"}
 
 
-@pytest.mark.default_broker_only
-async def test_integers_of_a_control_reply_are_signed_64_bit_ones(vhost) -> None:
+async def test_integers_in_answers_to_control_messages_are_signed_64_bit(vhost) -> None:
     async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
         await app.ask({"prompt": "now"}, message_id="now")
         how = {"exchange": "lane.control", "key": "result", "message_type": "result"}

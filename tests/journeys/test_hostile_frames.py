@@ -1,4 +1,4 @@
-"""Malformed AMQP frames harm nobody but their sender."""
+"""Malformed AMQP frames affect nobody but their sender."""
 
 from contextlib import suppress
 
@@ -7,6 +7,8 @@ from aiormq.exceptions import AMQPError
 
 from tests.support.house import house
 from tests.support.requester import requester
+
+pytestmark = pytest.mark.every_version
 
 FLAGS = {
     "flags that go on, and end": b"\x00\x01",
@@ -17,7 +19,7 @@ FLAGS = {
 
 
 @pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
-async def test_property_flags_that_no_client_sends_end_their_own_connection_at_most(vhost, flags) -> None:
+async def test_property_flags_that_no_client_sends_close_at_most_the_senders_connection(vhost, flags) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         with suppress(AMQPError):
             async with requester(vhost.amqp_url) as hostile:

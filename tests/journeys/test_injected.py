@@ -1,4 +1,4 @@
-"""Text from headers and properties cannot become an HTTP header, a second log line or a terminal's command."""
+"""Text in headers and properties cannot become an HTTP header, a second log line or a terminal command."""
 
 import io
 import json
@@ -29,18 +29,17 @@ OURS = {
     "host",
     "connection",
 }
-"""Names of headers that a call may have of its own."""
+"""The headers that our calls to the provider have."""
 CLIENTS = ("x-stainless-", "content-", "accept")
 
 
 def foreign(home: House) -> list[str]:
-    """Headers of the provider's calls that are nobody's."""
+    """All other headers of the provider's calls."""
     names = {name.lower() for call in home.api.calls for name in call.headers}
     return sorted(name for name in names - OURS if not name.startswith(CLIENTS))
 
 
-@pytest.mark.default_broker_only
-async def test_trace_context_goes_to_the_provider_as_our_own_and_state_and_baggage_do_not(vhost) -> None:
+async def test_the_provider_gets_our_own_traceparent_and_neither_tracestate_nor_baggage(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         await app.ask({"prompt": "x"}, headers={**TRACE, "x-api-key": "stolen", "host": "elsewhere", "x-own": "1"})
         (call,) = home.api.calls
@@ -50,13 +49,12 @@ async def test_trace_context_goes_to_the_provider_as_our_own_and_state_and_bagga
         assert "canary" not in str(dict(call.headers))
 
 
-@pytest.mark.default_broker_only
 @pytest.mark.parametrize(
     "text", [CRLF, ESCAPE, "x" * 60_000, "\u2028\u202e\u0085"], ids=["CRLF", "ESC", "long", "lines"]
 )
 @pytest.mark.parametrize("format", ["json", "console"])
-async def test_hostile_text_anywhere_in_a_message_is_one_log_line_each_and_no_header(vhost, text, format) -> None:
-    """In each place by itself, so that it is not an earlier one that is refused."""
+async def test_hostile_text_in_any_property_becomes_one_log_line_and_no_header(vhost, text, format) -> None:
+    """Each property is tested alone, so that not always the same one is refused."""
     out = io.StringIO()
     short = text[:100]
     places = [
@@ -85,7 +83,7 @@ async def test_hostile_text_anywhere_in_a_message_is_one_log_line_each_and_no_he
     assert foreign(home) == []
     written = out.getvalue()
     assert "\x1b" not in written
-    lines = written.splitlines()  # at every character that any reader takes for the end of a line
+    lines = written.splitlines()  # split at every character that some program treats as the end of a line
     if format == "json":
         events = [json.loads(line)["event"] for line in lines]
         assert "forged" not in events
@@ -93,8 +91,9 @@ async def test_hostile_text_anywhere_in_a_message_is_one_log_line_each_and_no_he
     assert not any(line.startswith(("x-injected", '{"event":"forged"')) for line in lines)
 
 
-async def test_a_megabyte_of_headers_ends_its_own_connection_alone(vhost) -> None:
-    """A frame has 128 KiB at most: the broker closes the sender's connection."""
+@pytest.mark.every_version
+async def test_a_megabyte_of_headers_closes_only_the_senders_connection(vhost) -> None:
+    """A frame has at most 128 KiB; the broker closes the sender's connection."""
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         value = b"S" + struct.pack(">I", 1_000_000) + b"a" * 1_000_000
         properties = raw_properties(headers=table((b"traceparent", value)))

@@ -1,4 +1,4 @@
-"""The whole way of a request as a real Jaeger tells it: one tree, every wait a span, no time unaccounted for."""
+"""The spans of a request as a real Jaeger returns them: one tree, every wait a span, all time accounted for."""
 
 import asyncio
 import time
@@ -24,14 +24,12 @@ from tests.support.processes import HOUSE, environment, lanekeeper
 from tests.support.requester import requester
 from tests.support.waterfall import drawn, names
 
-pytestmark = pytest.mark.default_broker_only
-
 MS = 1_000_000
 BUSY_MS = 300
 CHAT = "chat claude-sonnet-5-5"
 ADDS_UP_MS = 5
 PICTURE = HOUSE / "docs/pictures/trace.svg"
-"""In the README: what Jaeger told of the first test here."""
+"""The picture in the README: Jaeger's data of the first test in this file."""
 
 
 @pytest.fixture(scope="module")
@@ -42,23 +40,23 @@ def jaeger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jaeger]:
 
 @dataclass
 class Scene:
-    """A worker process with one slot in its critical lane, and this process: both export to Jaeger."""
+    """A worker process with one slot in its critical lane, and this process; both export to Jaeger."""
 
     jaeger: Jaeger
     here: TracerProvider
     amqp_url: str
 
     def ask(self) -> Span:
-        """The requester's own span, begun at a whole millisecond."""
+        """The requester's own span, which begins at a whole millisecond."""
         return self.here.get_tracer("shop").start_span("ask", start_time=time.time_ns() // MS * MS)
 
     async def trace(self, root: Span, *names: str) -> list[ReceivedSpan]:
-        """What Jaeger has of a trace, once all of it is there."""
+        """Jaeger's spans of a trace, once all of them are there."""
         await asyncio.to_thread(self.here.force_flush)
         return await self.told(f"{root.get_span_context().trace_id:032x}", "ask", *names)
 
     async def told(self, trace_id: str, *names: str) -> list[ReceivedSpan]:
-        """What Jaeger has of it, once there is one of each of `names`."""
+        """Jaeger's spans of a trace, once there is one of each of `names`."""
         return await self.jaeger.trace(trace_id, names=names)
 
 
@@ -85,7 +83,7 @@ async def scene(vhost, tmp_path, jaeger) -> AsyncIterator[Scene]:
             await asyncio.to_thread(here.shutdown)
 
 
-async def test_a_request_that_is_retried_twice_is_one_tree_whose_parts_add_up(scene, tmp_path) -> None:
+async def test_a_request_that_is_retried_twice_is_one_tree_whose_spans_cover_all_its_time(scene, tmp_path) -> None:
     async with requester(scene.amqp_url) as app:
         await app.publish({"prompt": f"keeps the slot [[latency: {BUSY_MS}ms]]"})
         root = scene.ask()
@@ -128,7 +126,7 @@ async def test_a_request_that_is_retried_twice_is_one_tree_whose_parts_add_up(sc
     assert told[0] == told[1], f"the README's picture shows another trace than {picture}"
 
 
-async def test_a_dead_letter_that_is_published_again_goes_on_in_its_trace(scene) -> None:
+async def test_a_dead_letter_that_is_published_again_continues_its_trace(scene) -> None:
     async with requester(scene.amqp_url) as app:
         await app.read_dead()
         root = scene.ask()
@@ -158,7 +156,7 @@ async def test_a_dead_letter_that_is_published_again_goes_on_in_its_trace(scene)
     assert abs(unaccounted_ms(spans)) < ADDS_UP_MS
 
 
-async def test_a_stream_that_is_cut_and_begins_anew_is_one_tree_whose_parts_add_up(scene) -> None:
+async def test_a_stream_that_breaks_and_starts_again_is_one_tree_whose_spans_cover_all_its_time(scene) -> None:
     kinds = []
     async with Client(scene.amqp_url, tracing=Tracing(scene.here)) as client:
         root = scene.ask()
@@ -188,7 +186,9 @@ async def test_a_stream_that_is_cut_and_begins_anew_is_one_tree_whose_parts_add_
     assert abs(unaccounted_ms(spans)) < ADDS_UP_MS
 
 
-async def test_what_lanekeeper_send_asks_has_its_root_in_jaeger_and_its_trace_is_told(scene, tmp_path) -> None:
+async def test_a_request_of_lanekeeper_send_has_its_root_span_in_jaeger_and_prints_its_trace_id(
+    scene, tmp_path
+) -> None:
     exporting = environment(scene.amqp_url, OTEL_EXPORTER_OTLP_ENDPOINT=scene.jaeger.endpoint)
     spans = await scene.told(await sent("sent", environ=exporting, folder=tmp_path), "process lane.critical", "ask")
     assert (
@@ -214,7 +214,7 @@ async def test_what_lanekeeper_send_asks_has_its_root_in_jaeger_and_its_trace_is
 
 
 async def sent(prompt: str, *, environ: dict[str, str], folder: Path) -> str:
-    """The trace that `lanekeeper send` tells of."""
+    """The trace id that `lanekeeper send` printed."""
     async with lanekeeper("send", prompt, environ=environ, folder=folder) as command:
         await command.ended()
         (line,) = [found["event"] for found in command.events if "trace " in found["event"]]
@@ -222,12 +222,12 @@ async def sent(prompt: str, *, environ: dict[str, str], folder: Path) -> str:
 
 
 def said_by(root: Span) -> dict[str, object]:
-    """What a requester says whose own span this is."""
+    """The headers of a request whose publisher has this span."""
     context = root.get_span_context()
     traceparent = f"00-{context.trace_id:032x}-{context.span_id:016x}-01"
     return {"traceparent": traceparent, "x-lane-sent-ms": time.time_ns() // MS}
 
 
 def kinds_of(shown: Sequence[str]) -> list[str]:
-    """The spans of a picture, without waits, and whatever the delays came to be."""
+    """The spans in a picture, without waits and whatever the delays were."""
     return [name.partition(".delay.")[0] for name in shown if not name.startswith(PASSED)]

@@ -13,9 +13,9 @@ from tests.support.waiting import until
 from topology.lanes import MIB
 
 TOKENS = 4_400_000
-"""Four bytes each: more than the 16 MiB that RabbitMQ 4 takes as one message."""
+"""Four bytes each: more than the 16 MiB that RabbitMQ 4 accepts as one message."""
 MANY = 128 * MIB
-"""Of what the provider may answer, so that it is the broker that takes no such message."""
+"""Allowed size of answers, so high that the broker's limit is the one that applies."""
 LANES = {"normal": {"slots": 8}}
 
 
@@ -27,9 +27,10 @@ def takes_it(version: str) -> bool:
     return int(version.split(".")[0]) < 4
 
 
+@pytest.mark.every_version
 @pytest.mark.parametrize(("stream", "deltas"), [(False, 8), (True, 8), (True, 1)], ids=["whole", "parts", "one part"])
-async def test_an_answer_over_the_brokers_limit_ends_at_once_and_is_parked(vhost, stream, deltas) -> None:
-    """Also where a single event of its stream is over it."""
+async def test_an_answer_over_the_brokers_limit_ends_the_request_at_once_and_is_parked(vhost, stream, deltas) -> None:
+    """Also if a single event of its stream is over the limit."""
     simulated, results = SimulatedOptions(stream_deltas=deltas), {"answer_bytes": MANY}
     async with (
         house(vhost.amqp_url, simulated=simulated, results=results) as home,
@@ -50,7 +51,7 @@ async def test_an_answer_over_the_brokers_limit_ends_at_once_and_is_parked(vhost
         assert not home.losses
 
 
-async def test_one_over_our_own_bound_ends_the_same_way_on_every_broker(vhost) -> None:
+async def test_an_answer_over_our_own_limit_ends_the_same_way_on_every_broker(vhost) -> None:
     async with house(vhost.amqp_url, results={"answer_bytes": MIB}) as home, requester(vhost.amqp_url) as app:
         reply = await app.ask({"prompt": "x [[tokens: 300000]]", "max_tokens": 300_000}, within_s=60)
         assert reply.code == "answer_too_large"
@@ -60,9 +61,8 @@ async def test_one_over_our_own_bound_ends_the_same_way_on_every_broker(vhost) -
         assert not home.losses
 
 
-@pytest.mark.default_broker_only
-async def test_eight_of_them_hold_no_slot_and_harm_no_neighbour(vhost) -> None:
-    """Their lane answers others afterwards, the publish connection stays, and no part of another's stream is lost."""
+async def test_eight_too_large_answers_occupy_no_slot_and_affect_no_other_request(vhost) -> None:
+    """Afterwards their lane answers others, the publish connection is open, and no part of another stream is lost."""
     quick = {"prompt": "quick"}
     async with (
         house(vhost.amqp_url, lanes=LANES, results={"answer_bytes": MANY}) as home,
@@ -88,7 +88,7 @@ async def test_eight_of_them_hold_no_slot_and_harm_no_neighbour(vhost) -> None:
 
 
 async def waits(app: Requester, count: int) -> list[float]:
-    """How long so many critical requests take, one after the other."""
+    """How long this many critical requests take, one after the other."""
     loop = asyncio.get_running_loop()
     found = []
     for n in range(count):

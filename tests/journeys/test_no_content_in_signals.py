@@ -1,4 +1,4 @@
-"""What is asked, and what a provider quotes of it in its errors, reaches the requester and the dead letter alone.
+"""Prompts, and quotes of them in a provider's errors, reach only the requester and the dead letter.
 
 Not the log at its most talkative, not a span, an event, the health endpoints or a status.
 """
@@ -8,8 +8,6 @@ import json
 import urllib.request
 from collections.abc import Iterable
 
-import pytest
-
 from tests.support.corpus.answers import Asked, Piece, head
 from tests.support.malicious_provider import MaliciousProvider
 from tests.support.otlp import OtlpReceiver
@@ -18,11 +16,11 @@ from tests.support.requester import requester
 from tests.support.waiting import until
 
 CANARY = "cassowary"
-"""Stands in everything that a requester writes, and that the provider quotes."""
+"""Text in everything that a requester writes, which the provider quotes."""
 
 
 def quoting(asked: Asked) -> Iterable[Piece]:
-    """An error that holds the prompt, of the status that the prompt names."""
+    """An error that quotes the prompt, with the status that the prompt names."""
     prompt = json.loads(asked.body)["messages"][0]["content"]
     status = int(prompt.split()[1])
     kind = {400: "invalid_request_error", 529: "overloaded_error", 500: "api_error"}.get(status, CANARY + " is no type")
@@ -35,8 +33,7 @@ def get(url: str) -> str:
         return str(answer.read().decode())
 
 
-@pytest.mark.default_broker_only
-async def test_content_reaches_the_requester_and_the_dead_letter_alone(vhost, tmp_path) -> None:
+async def test_prompts_and_quotes_of_them_reach_only_the_requester_and_the_dead_letter(vhost, tmp_path) -> None:
     async with MaliciousProvider(quoting) as provider, OtlpReceiver() as otlp, requester(vhost.amqp_url) as app:
         environ = environment(
             vhost.amqp_url,

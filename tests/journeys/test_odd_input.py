@@ -1,4 +1,4 @@
-"""Unusual but allowed input is processed, passed on unchanged, and harms nobody."""
+"""Unusual but allowed input is processed, passed on unchanged, and affects no other request."""
 
 import decimal
 import json
@@ -6,9 +6,13 @@ import struct
 import time
 from datetime import UTC, datetime
 
+import pytest
+
 from tests.support.house import house
 from tests.support.requester import raw_properties, requester, table
 from tests.support.waiting import until
+
+pytestmark = pytest.mark.every_version
 
 VALUES = {
     b"bool": b"t\x01",
@@ -39,7 +43,7 @@ VALUES = {
 }
 
 
-async def test_headers_of_every_type_are_carried_through_retries_into_the_dead_letter(vhost) -> None:
+async def test_headers_of_every_type_are_passed_on_through_retries_into_the_dead_letter(vhost) -> None:
     async with house(vhost.amqp_url, lanes={"critical": {"max_attempts": 3}}) as home, requester(vhost.amqp_url) as app:
         await app.read_dead()
         for n, (name, value) in enumerate(VALUES.items()):
@@ -83,7 +87,7 @@ RUNS = [
             )
         },
     ),
-    # an hour ahead: the tests before this one take a while, and what was sent long ago is past its deadline
+    # an hour in the future: other tests run before this one, and a time in the past could be over the deadline
     ("a timestamp in milliseconds", KEY, {"timestamp": struct.pack(">Q", time.time_ns() // 1_000_000 + 3_600_000)}),
     ("a timestamp of zero", KEY, {"timestamp": bytes(8)}),
     ("empty strings", b"critical.", dict.fromkeys(("content_type", "content_encoding", "message_id", "type"), b"")),
@@ -100,8 +104,9 @@ REFUSED = [
 ]
 
 
-async def test_odd_messages_are_worked_or_parked_and_the_worker_goes_on(vhost) -> None:
-    """Each is published to be answered, to be retried and to be parked: all ways that it could be passed on."""
+async def test_unusual_messages_are_answered_or_parked_and_the_worker_continues(vhost) -> None:
+    """Each is published three times, to be answered, retried and parked: the three ways in which it can be passed
+    on."""
     bodies = (b'{"prompt": "odd"}', b'{"prompt": "odd %d [[fault: server_error x1]]"}', b"not json %d")
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         await app.read_dead()
@@ -123,7 +128,7 @@ async def test_odd_messages_are_worked_or_parked_and_the_worker_goes_on(vhost) -
         await until(lambda: _nothing_left(app))
 
 
-async def test_a_context_that_is_malformed_starts_a_new_trace_and_harms_nothing(vhost) -> None:
+async def test_a_malformed_trace_context_starts_a_new_trace_and_affects_nothing_else(vhost) -> None:
     async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
         for value in ("rubbish", "00-" + "0" * 32 + "-" + "0" * 16 + "-01", 5, b"\xff", [1], None, "x" * 10_000):
             headers = {
@@ -133,7 +138,7 @@ async def test_a_context_that_is_malformed_starts_a_new_trace_and_harms_nothing(
             assert (await app.ask({"prompt": "x"}, headers=headers)).status == "ok"
 
 
-async def test_a_body_of_a_megabyte_is_worked(vhost) -> None:
+async def test_a_body_of_a_megabyte_is_processed(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         body = {
             "messages": [

@@ -1,4 +1,4 @@
-"""Clients that are not ours: pika, and the shell's amqp-tools. Nothing of ours runs on their side."""
+"""Other AMQP clients: pika, and amqp-tools in a shell. They use none of our code."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ WITHIN_S = 15
 
 
 def install_amqp_tools() -> None:
-    """Debian's amqp-tools, where they are missing and can be had."""
+    """Install Debian's amqp-tools if they are missing and available."""
     if shutil.which("amqp-publish") is None and os.geteuid() == 0 and shutil.which("apt-get"):
         for command in (["apt-get", "-qq", "update"], ["apt-get", "-qq", "-y", "install", "amqp-tools"]):
             subprocess.run(command, check=False, capture_output=True, timeout=120)
@@ -29,7 +29,7 @@ def install_amqp_tools() -> None:
 
 
 def pika_asks(url: str, reply_to: str, requests: list[tuple[str, Any, dict[str, Any]]]) -> dict[str, list[Any]]:
-    """As any application with pika would: publish all, then gather until each has its final reply."""
+    """Like any application with pika: publish all requests, then collect their final replies."""
     connection = pika.BlockingConnection(pika.URLParameters(url))
     replies: dict[str, list[Any]] = {}
     finals = 0
@@ -66,8 +66,9 @@ def pika_asks(url: str, reply_to: str, requests: list[tuple[str, Any, dict[str, 
             connection.close()
 
 
+@pytest.mark.every_version
 @pytest.mark.parametrize("reply_to", ["", "amq.rabbitmq.reply-to"], ids=["exclusive queue", "direct reply-to"])
-async def test_pika_asks_and_is_answered(vhost, reply_to) -> None:
+async def test_an_application_with_pika_is_answered(vhost, reply_to) -> None:
     requests = [
         ("critical.shop.chat", {"prompt": "whole"}, {}),
         ("normal.shop.chat", {"prompt": "in parts"}, {"x-lane-stream": True}),
@@ -96,8 +97,8 @@ async def test_pika_asks_and_is_answered(vhost, reply_to) -> None:
     assert {finals[f"c-{n}"][0][0].headers["x-lane-request-id"] for n in range(6)} == {f"m-{n}" for n in range(6)}
 
 
-async def test_a_shell_publishes_and_reads_the_answer(vhost) -> None:
-    """amqp-publish writes no message id, and headers as strings alone."""
+async def test_a_shell_script_publishes_and_reads_the_answer(vhost) -> None:
+    """amqp-publish sends no message id, and all headers as strings."""
     install_amqp_tools()
     async with house(vhost.amqp_url) as home:
         url = ["-u", vhost.amqp_url]
@@ -125,7 +126,7 @@ async def test_a_shell_publishes_and_reads_the_answer(vhost) -> None:
 
 
 async def shell(command: list[str], *, check: bool = True) -> bytes:
-    """What a command wrote; it is ended when it takes too long."""
+    """The output of a command, which is stopped if it takes too long."""
     running = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )

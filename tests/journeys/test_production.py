@@ -1,4 +1,5 @@
-"""`LANEKEEPER_PROFILE=production`: a worker that is not fit for it says everything at once, and does not start."""
+"""`LANEKEEPER_PROFILE=production`: a worker that does not meet the profile reports everything at once, and does not
+start."""
 
 import asyncio
 import json
@@ -13,9 +14,10 @@ from tests.support.users import imported_users
 from topology.declaration import RECOMMENDED, is_before
 
 
-@pytest.mark.default_broker_only
 @pytest.mark.parametrize("command", ["serve", "consume"])
-async def test_a_worker_refuses_to_start_and_tells_all_findings(vhost, tmp_path, command: str) -> None:
+async def test_a_worker_that_does_not_meet_the_profile_reports_all_findings_and_does_not_start(
+    vhost, tmp_path, command: str
+) -> None:
     environ = environment(
         vhost.amqp_url, None, LANEKEEPER_PROFILE="production", LANEKEEPER_LOG_CONTENT="true", LANEKEEPER_STORE_URL=""
     )
@@ -32,7 +34,8 @@ async def test_a_worker_refuses_to_start_and_tells_all_findings(vhost, tmp_path,
     assert [each for each in expected if f"{each}:" not in said] == []
 
 
-async def test_an_administrator_is_no_workers_user_and_a_worker_is(vhost, tmp_path) -> None:
+@pytest.mark.every_version
+async def test_an_administrator_is_refused_as_a_workers_user_and_the_role_worker_is_accepted(vhost, tmp_path) -> None:
     async with imported_users(vhost) as users:
         plain = {"LANEKEEPER_PROFILE": "production"}
         admin = environment(vhost.amqp_url, None, **plain)
@@ -44,8 +47,7 @@ async def test_an_administrator_is_no_workers_user_and_a_worker_is(vhost, tmp_pa
     assert "topology export --user worker:worker" in rights[0][0]["text"]
 
 
-@pytest.mark.default_broker_only
-async def test_check_warns_without_the_profile_and_does_not_fail_for_it(vhost, tmp_path) -> None:
+async def test_without_the_profile_check_warns_of_the_findings_and_does_not_fail(vhost, tmp_path) -> None:
     async with house(vhost.amqp_url):
         code, lines = await run("check", "--json", "--simulate", environ=environment(vhost.amqp_url), folder=tmp_path)
 
@@ -54,7 +56,8 @@ async def test_check_warns_without_the_profile_and_does_not_fail_for_it(vhost, t
     assert found["user_id"]["text"].startswith("not for production: requests without user_id")
 
 
-async def test_a_request_without_user_id_is_refused_and_one_with_it_is_its_users_alone(vhost) -> None:
+@pytest.mark.every_version
+async def test_a_request_without_user_id_is_refused_and_one_with_it_belongs_to_that_user(vhost) -> None:
     async with (
         imported_users(vhost) as users,
         house(vhost.amqp_url, declares=False, require_user_id=True),

@@ -1,4 +1,4 @@
-"""Several providers, fallbacks and caps: another provider answers if one fails, and no cap is exceeded."""
+"""Several providers, fallback models and caps: if one provider fails another answers, and no cap is exceeded."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -15,8 +15,6 @@ from tests.support.house import PLENTY, House, house
 from tests.support.requester import requester
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.default_broker_only
-
 DOWN = SimulatedOptions(faults={"unavailable": 1.0})
 
 
@@ -27,7 +25,7 @@ async def spare() -> AsyncIterator[SimulatedAPI]:
 
 
 def chain(spare: SimulatedAPI, **more: Any) -> dict[str, Any]:
-    """A second provider, asked where the first is of no help."""
+    """A second provider, called when the first cannot answer."""
     return {"providers": {"spare": {"api_key": "sk-ant-spare", "base_url": spare.base_url, **more}}}
 
 
@@ -36,7 +34,7 @@ async def status(home: House) -> Status:
     return await look(parts.publishing, lanes=parts.lanes, names=parts.names)
 
 
-async def test_while_the_first_is_down_the_second_answers_and_the_first_is_asked_again_when_it_is_back(
+async def test_while_the_first_provider_is_down_the_second_answers_and_afterwards_the_first_is_called_again(
     vhost, spare
 ) -> None:
     with capture_logs() as logs:
@@ -63,7 +61,7 @@ async def test_while_the_first_is_down_the_second_answers_and_the_first_is_asked
     assert "probing" in states
 
 
-async def test_where_all_are_down_requests_wait_as_deferred_others_pass_and_all_are_answered_when_they_are_back(
+async def test_while_all_providers_are_down_requests_are_deferred_and_afterwards_all_are_answered(
     vhost,
 ) -> None:
     async with (
@@ -75,7 +73,7 @@ async def test_where_all_are_down_requests_wait_as_deferred_others_pass_and_all_
         asked = [await app.publish({"prompt": f"patient {n}"}) for n in range(40)]
         await until(lambda: home.parts.breakers.states(asyncio.get_running_loop().time()))
         assert any("anthropic claude-sonnet-5-5: open" in line for line in (await status(home)).breakers)
-        # another lane's model has a breaker of its own
+        # the breaker of another lane's model is separate
         home.api.configure(SimulatedOptions(faults={"unavailable": 0.0}))
         assert (await app.ask({"prompt": "batch goes on"}, key="batch.tests.x")).status == "ok"
         for each in asked:
@@ -85,7 +83,7 @@ async def test_where_all_are_down_requests_wait_as_deferred_others_pass_and_all_
         assert len(home.calls("patient")) <= 40 * 2.5, "not asked again and again while it was down"
 
 
-async def test_a_stream_that_breaks_off_begins_again_elsewhere_and_says_so(vhost, spare) -> None:
+async def test_a_stream_that_breaks_is_started_again_by_another_provider_after_a_restart(vhost, spare) -> None:
     async with house(vhost.amqp_url, **chain(spare)) as home, requester(vhost.amqp_url) as app:
         home.api.configure(SimulatedOptions(faults={"cut": 1.0}))
         asked = await app.publish({"prompt": "one two three four five"}, headers={"x-lane-stream": True})
@@ -98,7 +96,7 @@ async def test_a_stream_that_breaks_off_begins_again_elsewhere_and_says_so(vhost
         assert not [each for each in parts[at + 1 :] if each.headers["x-lane-part"] == "restart"]
 
 
-async def test_what_exceeds_a_tenants_cap_is_refused_with_the_figures_or_waits_for_the_next_day(vhost) -> None:
+async def test_a_request_above_its_tenants_cap_is_refused_with_the_figures_or_waits_for_the_next_day(vhost) -> None:
     caps = {"tenants": {"*": {"requests": 3}}}
     with capture_logs() as logs:
         async with house(vhost.amqp_url, caps=caps, budget=PLENTY) as home, requester(vhost.amqp_url) as app:
@@ -118,7 +116,7 @@ async def test_what_exceeds_a_tenants_cap_is_refused_with_the_figures_or_waits_f
     assert [each["percent"] for each in logs if each["event"] == "cap.reached"] == [50, 80, 100]
 
 
-async def test_a_spend_limit_alarms_at_once_pauses_the_account_and_is_no_loop_of_calls(vhost) -> None:
+async def test_a_spend_limit_is_reported_at_once_and_pauses_the_account_without_further_calls(vhost) -> None:
     spent = SimulatedOptions(faults={"spend_limit": 1.0})
     with capture_logs() as logs:
         async with house(vhost.amqp_url, simulated=spent) as home, requester(vhost.amqp_url) as app:

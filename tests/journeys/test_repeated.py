@@ -10,7 +10,6 @@ from tests.support.house import house
 from tests.support.requester import requester
 
 
-@pytest.mark.default_broker_only
 async def test_the_same_request_again_is_answered_from_the_store(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         first = await app.ask({"prompt": "once"}, message_id="i-1")
@@ -24,7 +23,7 @@ async def test_the_same_request_again_is_answered_from_the_store(vhost) -> None:
         assert len(home.calls("once")) == 1
 
 
-async def test_an_error_again_is_told_again_and_parked_once(vhost) -> None:
+async def test_a_repeated_request_gets_the_same_error_and_is_parked_once(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         body = {"prompt": "hopeless [[fault: not_found]]"}
         first = await app.ask(body, message_id="i-1")
@@ -35,7 +34,7 @@ async def test_an_error_again_is_told_again_and_parked_once(vhost) -> None:
         assert await app.depth("lane.dead") == 1
 
 
-async def test_the_same_id_with_another_body_is_a_conflict_and_harms_nobody(vhost) -> None:
+async def test_the_same_id_with_another_body_is_a_conflict_and_does_not_affect_the_first(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app, Client(vhost.amqp_url) as client:
         first = await app.ask({"prompt": "one"}, message_id="i-1")
         other = await app.ask({"prompt": "two"}, message_id="i-1")
@@ -46,8 +45,7 @@ async def test_the_same_id_with_another_body_is_a_conflict_and_harms_nobody(vhos
         assert await app.depth("lane.dead") == 0
 
 
-@pytest.mark.default_broker_only
-async def test_tenants_have_ids_of_their_own(vhost) -> None:
+async def test_the_same_id_of_two_tenants_is_two_requests(vhost) -> None:
     async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
         nobodys = await app.ask({"prompt": "one"}, message_id="i-1")
         mine = await app.ask({"prompt": "two"}, message_id="i-1", user_id=vhost.user)
@@ -55,8 +53,7 @@ async def test_tenants_have_ids_of_their_own(vhost) -> None:
         assert (nobodys.text, mine.text) == ("echo: one", "echo: two")
 
 
-@pytest.mark.default_broker_only
-async def test_without_an_id_nothing_is_the_same(vhost) -> None:
+async def test_requests_without_an_id_are_never_the_same(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         await app.ask({"prompt": "any"})
         await app.ask({"prompt": "any"})
@@ -64,8 +61,7 @@ async def test_without_an_id_nothing_is_the_same(vhost) -> None:
         assert len(home.calls("any")) == 2
 
 
-@pytest.mark.default_broker_only
-async def test_fifty_at_once_over_two_workers_make_one_call(vhost) -> None:
+async def test_fifty_copies_at_once_with_two_workers_make_one_call(vhost) -> None:
     async with (
         house(vhost.amqp_url) as one,
         house(vhost.amqp_url) as two,
@@ -81,7 +77,8 @@ async def test_fifty_at_once_over_two_workers_make_one_call(vhost) -> None:
         assert [len(app.finals(each)) for each in asked] == [1] * 50
 
 
-async def test_a_dead_letter_published_again_as_it_is_runs_again(vhost) -> None:
+@pytest.mark.every_version
+async def test_a_dead_letter_that_is_published_again_unchanged_runs_again(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app, Client(vhost.amqp_url) as client:
         await app.read_dead()
         failed = await app.ask({"prompt": "mend me [[fault: not_found x1]]"}, message_id="i-1")

@@ -1,12 +1,16 @@
-"""It is no error if the requester has gone."""
+"""A requester that has gone is no error."""
+
+import pytest
 
 from tests.support.house import house
 from tests.support.requester import requester
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.every_version
 
-async def test_its_request_is_worked_once_and_acknowledged(vhost) -> None:
-    """With an exclusive queue and with direct reply-to, whole and streamed."""
+
+async def test_the_request_of_a_requester_that_has_gone_runs_once_and_is_acknowledged(vhost) -> None:
+    """With an exclusive queue and with direct reply-to, with and without streaming."""
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as stays:
         await stays.read_dead()
         await stays.read_events()
@@ -26,7 +30,7 @@ async def test_its_request_is_worked_once_and_acknowledged(vhost) -> None:
         assert await stays.depth("lane.critical") == 0
 
 
-async def test_a_problem_for_somebody_who_has_gone_is_parked_once(vhost) -> None:
+async def test_an_error_for_a_requester_that_has_gone_is_parked_once(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as stays:
         await stays.read_dead()
         async with requester(vhost.amqp_url) as leaves:

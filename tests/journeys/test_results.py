@@ -16,8 +16,7 @@ from tests.support.stores import store_url
 from tests.support.waiting import until
 
 
-@pytest.mark.default_broker_only
-async def test_an_answer_is_read_again_as_it_was_sent(vhost) -> None:
+async def test_a_fetched_answer_equals_the_one_that_was_sent(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app, Client(vhost.amqp_url) as client:
         reply = await app.ask({"prompt": "three rivers"}, message_id="a-1")
         result = await client.result("a-1")
@@ -30,7 +29,6 @@ async def test_an_answer_is_read_again_as_it_was_sent(vhost) -> None:
         assert len(home.api.calls) == 1
 
 
-@pytest.mark.default_broker_only
 @pytest.mark.parametrize(
     ("body", "code"),
     [
@@ -39,7 +37,7 @@ async def test_an_answer_is_read_again_as_it_was_sent(vhost) -> None:
         (b"not JSON", "invalid_request"),
     ],
 )
-async def test_an_error_is_read_again_as_it_was_sent(vhost, body: object, code: str) -> None:
+async def test_a_fetched_error_equals_the_one_that_was_sent(vhost, body: object, code: str) -> None:
     async with house(vhost.amqp_url), requester(vhost.amqp_url) as app, Client(vhost.amqp_url) as client:
         reply = await app.ask(body, message_id="a-1")
         with pytest.raises(Problem) as caught:
@@ -49,16 +47,14 @@ async def test_an_error_is_read_again_as_it_was_sent(vhost, body: object, code: 
         assert caught.value.fields == reply.json
 
 
-@pytest.mark.default_broker_only
-async def test_nobody_need_have_asked_for_a_reply(vhost) -> None:
+async def test_a_result_can_be_fetched_although_no_reply_was_requested(vhost) -> None:
     async with house(vhost.amqp_url), Client(vhost.amqp_url) as client:
         id = await client.publish({"prompt": "fire and forget"}, key="batch.tests.x")
 
         assert (await client.result(id, wait_s=15)).text == "echo: fire and forget"
 
 
-@pytest.mark.default_broker_only
-async def test_what_nobody_has_seen_is_unknown_and_says_so_at_once(vhost) -> None:
+async def test_an_unknown_id_is_answered_as_unknown_at_once(vhost) -> None:
     async with house(vhost.amqp_url), Client(vhost.amqp_url) as client:
         began = time.monotonic()
         with pytest.raises(NotEnded, match=r"request never has no result yet: unknown") as caught:
@@ -68,8 +64,7 @@ async def test_what_nobody_has_seen_is_unknown_and_says_so_at_once(vhost) -> Non
         assert time.monotonic() - began < 10
 
 
-@pytest.mark.default_broker_only
-async def test_what_runs_is_waited_for_as_long_as_was_said(vhost) -> None:
+async def test_fetching_a_running_request_waits_as_long_as_requested(vhost) -> None:
     async with house(vhost.amqp_url) as home, Client(vhost.amqp_url) as client:
         await client.publish({"prompt": "slow [[latency: 15s]]"}, key="critical.tests.x", message_id="s-1")
         await until(lambda: home.calls("slow"))
@@ -84,7 +79,7 @@ async def test_what_runs_is_waited_for_as_long_as_was_said(vhost) -> None:
         assert (await client.result("s-1", wait_s=30)).text.startswith("echo: slow")
 
 
-async def test_what_waits_for_its_next_attempt_says_so(vhost) -> None:
+async def test_a_request_between_two_attempts_is_reported_as_waiting(vhost) -> None:
     async with house(vhost.amqp_url) as home, Client(vhost.amqp_url) as client:
         prompt = "again [[fault: rate_limited retry_after=3 x1]]"
         await client.publish({"prompt": prompt}, key="critical.tests.x", message_id="w-1")
@@ -101,8 +96,9 @@ async def test_what_waits_for_its_next_attempt_says_so(vhost) -> None:
         assert (await client.result("w-1", wait_s=15)).attempt == 2
 
 
+@pytest.mark.every_version
 @pytest.mark.parametrize("lane", ["critical", "batch"])
-async def test_what_is_delayed_waits_until_its_due_time(vhost, lane: str) -> None:
+async def test_a_delayed_request_is_reported_as_waiting_until_its_due_time(vhost, lane: str) -> None:
     async with house(vhost.amqp_url), Client(vhost.amqp_url) as client:
         await client.publish({"prompt": "later"}, key=f"{lane}.tests.x", message_id="d-1", delay_s=60)
 
@@ -120,7 +116,7 @@ async def test_what_is_delayed_waits_until_its_due_time(vhost, lane: str) -> Non
             await client.result("d-1")
 
 
-async def test_what_is_delayed_runs_though_the_store_forgot_that_it_waits(vhost) -> None:
+async def test_a_delayed_request_runs_although_the_store_has_forgotten_it(vhost) -> None:
     async with house(vhost.amqp_url) as home, Client(vhost.amqp_url) as client:
         await client.publish({"prompt": "later"}, key="normal.tests.x", message_id="d-1", delay_s=2)
 
@@ -133,8 +129,7 @@ async def test_what_is_delayed_runs_though_the_store_forgot_that_it_waits(vhost)
         assert (await client.result("d-1", wait_s=15)).text == "echo: later"
 
 
-@pytest.mark.default_broker_only
-async def test_another_worker_knows_it_after_the_first_has_gone(vhost) -> None:
+async def test_another_worker_can_answer_after_the_first_has_stopped(vhost) -> None:
     async with Client(vhost.amqp_url) as client:
         async with house(vhost.amqp_url):
             body = (await client.request({"prompt": "x"}, key="critical.tests.x", message_id="a-1")).body
@@ -143,8 +138,7 @@ async def test_another_worker_knows_it_after_the_first_has_gone(vhost) -> None:
             assert not home.api.calls
 
 
-@pytest.mark.default_broker_only
-async def test_another_tenants_result_is_not_told(vhost) -> None:
+async def test_another_tenants_result_cannot_be_fetched(vhost) -> None:
     async with (
         house(vhost.amqp_url),
         requester(vhost.amqp_url) as app,
@@ -161,8 +155,7 @@ async def test_another_tenants_result_is_not_told(vhost) -> None:
         assert (reply.control, reply.status, "may not speak" in reply.json["detail"]) == ("error", None, True)
 
 
-@pytest.mark.default_broker_only
-async def test_who_speaks_for_others_reads_theirs(vhost) -> None:
+async def test_a_speaker_can_fetch_results_of_its_tenants(vhost) -> None:
     async with house(vhost.amqp_url, speakers=(vhost.user,)), Client(vhost.amqp_url) as client:
         for tenant in ("acme", "bell"):
             await client.request({"prompt": tenant}, key="critical.tests.x", message_id="t-1", tenant=tenant)
@@ -173,8 +166,7 @@ async def test_who_speaks_for_others_reads_theirs(vhost) -> None:
         ]
 
 
-@pytest.mark.default_broker_only
-async def test_questions_are_answered_while_every_slot_is_taken(vhost) -> None:
+async def test_results_can_be_fetched_while_every_slot_is_in_use(vhost) -> None:
     async with (
         house(vhost.amqp_url, lanes={"critical": {"slots": 1}}, works=("critical",)) as home,
         Client(vhost.amqp_url) as client,

@@ -3,6 +3,8 @@
 import asyncio
 import itertools
 
+import pytest
+
 from tests.support.house import house
 from tests.support.requester import requester
 from tests.support.waiting import until
@@ -25,10 +27,11 @@ PASSING = [
 ]
 
 
-async def test_a_failure_that_passes_is_retried_then_answered(vhost) -> None:
+@pytest.mark.every_version
+async def test_a_request_with_a_temporary_failure_is_retried_and_answered(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         await app.read_events()
-        for fault in PASSING:  # one after the other: a provider that fails all at once is taken to be down
+        for fault in PASSING:  # one after the other, because a provider that fails all calls at once counts as down
             name = fault.split()[0]
             reply = await app.ask({"prompt": f"try [[fault: {fault} x2]]"}, message_id=name)
             assert reply.status == "ok", (fault, reply)
@@ -39,7 +42,7 @@ async def test_a_failure_that_passes_is_retried_then_answered(vhost) -> None:
             assert sorted(told) == ["completed", *["retrying"] * 2, *["started"] * 3]
 
 
-async def test_an_attempt_that_hangs_is_cut_at_the_lanes_limit_and_tried_again(vhost) -> None:
+async def test_an_attempt_that_hangs_ends_at_the_lanes_time_limit_and_is_retried(vhost) -> None:
     async with (
         house(vhost.amqp_url, lanes={"critical": {"call_timeout_s": 0.5}}) as home,
         requester(vhost.amqp_url) as app,
@@ -51,9 +54,10 @@ async def test_an_attempt_that_hangs_is_cut_at_the_lanes_limit_and_tried_again(v
         assert first.outcome == "client_gone" or first.status == 0
 
 
-async def test_what_comes_back_from_a_retry_goes_ahead_of_its_peers(vhost) -> None:
-    """The lane is full of requests of the highest priority; the one that failed does not queue up behind them."""
-    strict = {"batch": {"slots": 1, "side_queues": 0}}  # what is set aside is worked in another order
+@pytest.mark.every_version
+async def test_a_retried_request_goes_ahead_of_others_in_its_lane(vhost) -> None:
+    """The lane is full of requests of the highest priority; the retried one does not wait behind them."""
+    strict = {"batch": {"slots": 1, "side_queues": 0}}  # requests that are set aside are worked on in another order
     async with house(vhost.amqp_url, lanes=strict) as home, requester(vhost.amqp_url) as app:
         backlog = [
             await app.publish({"prompt": f"peer {n:02d} {SLOW}"}, key="batch.tests.fill", priority=9) for n in range(4)
@@ -73,7 +77,7 @@ async def test_what_comes_back_from_a_retry_goes_ahead_of_its_peers(vhost) -> No
         assert peers == sorted(peers), "what was published first is worked first"
 
 
-async def test_a_rate_limit_is_waited_for_as_the_provider_told(vhost) -> None:
+async def test_a_retry_waits_for_the_providers_retry_after(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         reply = await app.ask({"prompt": "patience [[fault: rate_limited retry_after=2 x1]]"})
         first, second = home.api.calls
@@ -82,7 +86,7 @@ async def test_a_rate_limit_is_waited_for_as_the_provider_told(vhost) -> None:
         assert reply.headers["x-lane-wait-ms"] >= 2000
 
 
-async def test_an_overload_backs_off_exponentially(vhost) -> None:
+async def test_after_overloads_the_pauses_grow_exponentially(vhost) -> None:
     retry = {"base_s": 0.4, "span_s": 2.8, "cap_s": 10}
     async with house(vhost.amqp_url, retry=retry) as home, requester(vhost.amqp_url) as app:
         reply = await app.ask({"prompt": "busy [[fault: overloaded x3]]"})
@@ -92,15 +96,15 @@ async def test_an_overload_backs_off_exponentially(vhost) -> None:
             assert step_s <= gap < 1.5 * step_s + 10, gaps
 
 
-async def test_a_lone_request_outlasts_a_short_outage_of_its_provider(vhost) -> None:
-    """Everything five times as quick as by default: the provider is down for 4 s in place of 20."""
+async def test_a_single_request_outlasts_a_short_outage_of_its_provider(vhost) -> None:
+    """Five times as fast as with the defaults: the provider is down for 4 s instead of 20."""
     down_s, times = 4.0, 5
     retry = {"base_s": 1 / times, "span_s": 30 / times, "cap_s": 60 / times}
     deadline = {"x-lane-deadline-ms": 120_000 // times}
     async with house(vhost.amqp_url, retry=retry) as home, requester(vhost.amqp_url) as app:
         await home.api.stop()
         asked = await app.publish({"prompt": "are you there?"}, headers=deadline)
-        await asyncio.sleep(down_s)  # the outage, not a wait for something
+        await asyncio.sleep(down_s)  # this is the outage; it waits for nothing
         assert not app.finals(asked), "nobody has given up"
         await home.api.start()
         reply = await app.final(asked)
@@ -108,7 +112,8 @@ async def test_a_lone_request_outlasts_a_short_outage_of_its_provider(vhost) -> 
         assert 3 <= reply.headers["x-lane-attempt"] <= 4
 
 
-async def test_the_lane_works_on_while_one_waits_for_its_retry(vhost) -> None:
+@pytest.mark.every_version
+async def test_a_lane_continues_while_a_request_waits_for_its_retry(vhost) -> None:
     async with house(vhost.amqp_url, lanes={"critical": {"slots": 1}}), requester(vhost.amqp_url) as app:
         waiting = await app.publish({"prompt": "later [[fault: unavailable retry_after=8 x1]]"})
         others = await asyncio.gather(*(app.ask({"prompt": f"now {n}"}) for n in range(5)))

@@ -19,8 +19,6 @@ from tests.support.processes import environment, lanekeeper, run
 from tests.support.requester import requester
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.default_broker_only
-
 
 async def test_status_shows_what_waits_runs_and_was_answered_over_all_workers(vhost, tmp_path) -> None:
     async with SimulatedAPI() as api:
@@ -48,7 +46,8 @@ async def test_status_shows_what_waits_runs_and_was_answered_over_all_workers(vh
             assert (await app.control({"cancel": 1}, key="cancel")).code == "invalid_request"
 
             async def told_once_nothing_moves() -> Any:
-                """Workers answer, then queues are looked at: what moves meanwhile is not seen, or seen twice."""
+                """The status once it no longer changes: workers answer before queues are counted, so a moving request
+                may be missed or counted twice."""
                 code, lines = await run("status", "--json", environ=environ, folder=tmp_path)
                 assert code == 0
                 told = json.loads("\n".join(lines))
@@ -77,7 +76,7 @@ async def test_status_shows_what_waits_runs_and_was_answered_over_all_workers(vh
             assert "since the workers began: 1 control messages refused" in lines
 
 
-async def test_a_worker_that_is_ready_names_the_providers_that_there_are(vhost, tmp_path) -> None:
+async def test_a_ready_worker_names_its_providers(vhost, tmp_path) -> None:
     async with SimulatedAPI() as api:
         environ = environment(
             vhost.amqp_url,
@@ -91,7 +90,7 @@ async def test_a_worker_that_is_ready_names_the_providers_that_there_are(vhost, 
             assert (await worker.tells("service.ready"))["providers"] == ["europe"]
 
 
-async def test_without_a_worker_status_still_tells_what_waits(vhost, tmp_path) -> None:
+async def test_without_a_worker_status_shows_what_waits(vhost, tmp_path) -> None:
     environ = environment(vhost.amqp_url, vhost.management_url)
     async with house(vhost.amqp_url, works=("critical",)), requester(vhost.amqp_url) as app:
         for n in range(3):
@@ -104,7 +103,7 @@ async def test_without_a_worker_status_still_tells_what_waits(vhost, tmp_path) -
     assert {lane["running"] for lane in told["lanes"]} == {None}
 
 
-async def test_the_log_tells_the_same_of_each_lane_once_a_minute(vhost) -> None:
+async def test_once_a_minute_the_log_has_the_same_figures_of_each_lane(vhost) -> None:
     async with house(vhost.amqp_url, lanes={"batch": {"slots": 1}}) as home, requester(vhost.amqp_url) as app:
         for n in range(4):
             await app.ask({"prompt": f"chat {n}"}, headers={"x-lane-sent-ms": time.time_ns() // 1_000_000})
@@ -127,7 +126,7 @@ async def test_the_log_tells_the_same_of_each_lane_once_a_minute(vhost) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
-async def test_an_idle_worker_ends_at_once_and_says_so(vhost, tmp_path, number) -> None:
+async def test_an_idle_worker_stops_at_once_and_reports_it(vhost, tmp_path, number) -> None:
     environ = environment(vhost.amqp_url, vhost.management_url)
     async with lanekeeper("serve", "--simulate", "--port", "0", environ=environ, folder=tmp_path) as worker:
         await worker.ready()

@@ -19,8 +19,6 @@ from tests.support.requester import requester
 from tests.support.stores import store_url
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.default_broker_only
-
 
 def newer(path: Path) -> None:
     with closing(sqlite3.connect(path)) as file:
@@ -64,7 +62,9 @@ async def readiness(health: Health) -> tuple[int, dict[str, str]]:
     [(newer, "newer"), (corrupt, "not a"), (a_folder, "open"), (of_somebody_else, "something else")],
     ids=["newer version", "corrupt", "a folder", "another program's"],
 )
-async def test_from_the_start(vhost, spoil: Callable[[Path], None], word: str) -> None:
+async def test_a_worker_started_without_a_usable_store_waits_and_then_recovers(
+    vhost, spoil: Callable[[Path], None], word: str
+) -> None:
     path = Path(unquote(store_url(vhost.amqp_url).removeprefix("sqlite:///")))
     spoil(path)
     async with (
@@ -88,7 +88,7 @@ async def test_from_the_start(vhost, spoil: Callable[[Path], None], word: str) -
         assert len(home.api.calls) == 1
 
 
-async def test_locked_while_it_works(vhost) -> None:
+async def test_a_worker_whose_store_is_locked_waits_and_then_recovers(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         first = await app.publish({"prompt": "long [[latency: 1500ms]]"})
         await until(lambda: home.api.running == 1)
@@ -98,7 +98,7 @@ async def test_locked_while_it_works(vhost) -> None:
             await until(lambda: home.parts.store.trouble)
             second = await app.publish({"prompt": "later"})
             await until(lambda: home.api.running == 0)
-            await asyncio.sleep(0.5)  # nothing happens meanwhile: there is no condition to wait for
+            await asyncio.sleep(0.5)  # nothing must happen meanwhile, so there is no condition to wait for
             assert not app.finals(first), "an answer that is not recorded is not told"
             assert len(home.api.calls) == 1, "no call without a claim"
             other.execute("ROLLBACK")

@@ -1,4 +1,4 @@
-"""A streamed request gets its parts as they are produced, and a final reply that equals all parts together."""
+"""A streamed request gets its parts as they are produced, and a final reply equal to all parts together."""
 
 import json
 
@@ -11,7 +11,7 @@ from tests.support.waiting import until
 
 
 def put_together(events: list[dict]) -> dict:
-    """Anthropic's stream as a client reads it (their documentation), nothing of ours."""
+    """Assembles Anthropic's stream according to their documentation, without our code."""
     message: dict = {}
     arguments: dict[int, str] = {}
     for event in events:
@@ -40,7 +40,6 @@ def put_together(events: list[dict]) -> dict:
     return message
 
 
-@pytest.mark.default_broker_only
 @pytest.mark.parametrize(
     "extra",
     [
@@ -70,8 +69,7 @@ async def test_parts_come_in_order_and_the_final_reply_equals_them(vhost, extra)
         assert final.json == put_together(events)
 
 
-@pytest.mark.default_broker_only
-async def test_parts_leave_as_the_provider_sends_them_and_not_at_the_end(vhost) -> None:
+async def test_parts_are_sent_when_the_provider_sends_them_and_not_at_the_end(vhost) -> None:
     async with house(vhost.amqp_url, simulated=SimulatedOptions(latency_ms=600)), requester(vhost.amqp_url) as app:
         asked = await app.publish({"prompt": "slowly, please"}, headers={"x-lane-stream": True})
         final = await app.final(asked)
@@ -80,8 +78,7 @@ async def test_parts_leave_as_the_provider_sends_them_and_not_at_the_end(vhost) 
         assert times[-1] - times[0] > 0.35
 
 
-@pytest.mark.default_broker_only
-async def test_a_stream_without_anybody_to_read_it_is_answered_all_the_same(vhost) -> None:
+async def test_a_streamed_request_whose_requester_does_not_read_is_answered(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         await app.read_events()
         await app.publish({"prompt": "x"}, reply_to=None, headers={"x-lane-stream": True}, message_id="s-2")
@@ -89,8 +86,9 @@ async def test_a_stream_without_anybody_to_read_it_is_answered_all_the_same(vhos
         assert len(home.api.calls) == 1
 
 
-@pytest.mark.default_broker_only
-async def test_an_answer_that_may_take_longer_than_ten_minutes_is_streamed_but_answered_whole(vhost) -> None:
+async def test_an_answer_that_may_take_longer_than_ten_minutes_is_streamed_from_the_provider_but_answered_whole(
+    vhost,
+) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         asked = await app.publish({"prompt": "a long one", "max_tokens": 21_334})
         final = await app.final(asked)
@@ -100,8 +98,7 @@ async def test_an_answer_that_may_take_longer_than_ten_minutes_is_streamed_but_a
         assert home.api.calls[0].stream
 
 
-@pytest.mark.default_broker_only
-async def test_body_and_header_may_both_say_stream_but_must_agree(vhost) -> None:
+async def test_a_stream_field_in_the_body_must_agree_with_the_header(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         both = await app.publish({"prompt": "x", "stream": True}, headers={"x-lane-stream": True})
         assert (await app.final(both)).status == "ok"
@@ -112,7 +109,8 @@ async def test_body_and_header_may_both_say_stream_but_must_agree(vhost) -> None
         assert len(home.api.calls) == 1
 
 
-async def test_a_stream_over_direct_reply_to(vhost) -> None:
+@pytest.mark.every_version
+async def test_a_stream_can_be_received_by_direct_reply_to(vhost) -> None:
     async with house(vhost.amqp_url), requester(vhost.amqp_url, direct=True) as app:
         asked = await app.publish({"prompt": "hello there, how are you"}, headers={"x-lane-stream": True})
         final = await app.final(asked)

@@ -1,4 +1,4 @@
-"""Two users with the same request ids: neither can reach the other's requests (threat T5)."""
+"""Two users with the same request ids: neither can read or affect the other's requests (threat T5)."""
 
 import secrets
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from tests.support.waiting import until
 
 @contextmanager
 def user_of(vhost: Vhost) -> Iterator[str]:
-    """The URL of another user with every right, gone afterwards."""
+    """The URL of another user with all permissions, removed afterwards."""
     name, password = f"other-{secrets.token_hex(4)}", secrets.token_hex(8)
     vhost.api("PUT", f"users/{name}", {"password": password, "tags": ""})
     try:
@@ -27,7 +27,7 @@ def user_of(vhost: Vhost) -> Iterator[str]:
         vhost.api("DELETE", f"users/{name}")
 
 
-async def test_another_tenants_id_gives_neither_its_answer_nor_its_state_nor_a_conflict(vhost) -> None:
+async def test_another_tenants_id_reveals_neither_answer_nor_state_nor_a_conflict(vhost) -> None:
     with user_of(vhost) as url:
         name = URL(url).user
         async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as mine, requester(url) as theirs:
@@ -54,8 +54,9 @@ async def test_another_tenants_id_gives_neither_its_answer_nor_its_state_nor_a_c
             assert (await mine.final(running)).code == "cancelled"
 
 
-async def test_a_user_cannot_say_that_it_is_another(vhost) -> None:
-    """By `user_id` the broker closes the channel; by header it is not believed."""
+@pytest.mark.every_version
+async def test_a_user_cannot_pretend_to_be_another(vhost) -> None:
+    """With another `user_id` the broker closes the channel; a header is ignored."""
     with user_of(vhost) as url:
         async with house(vhost.amqp_url), requester(vhost.amqp_url) as mine, requester(url) as theirs:
             name = URL(url).user

@@ -21,7 +21,7 @@ from tests.support.requester import requester
 from topology.delays import hop
 
 SECRET = "marzipan"
-"""Stands in every prompt here, and in nothing that is exported."""
+"""Text in every prompt here that must not be exported."""
 STATE, BAGGAGE = "vendor=opaque", "customer=42"
 
 
@@ -66,7 +66,7 @@ async def scene(vhost, tmp_path) -> AsyncIterator[Scene]:
             await asyncio.to_thread(here.shutdown)
 
 
-async def test_publish_two_failed_attempts_their_delays_and_the_answer_are_one_trace(scene) -> None:
+async def test_publishing_two_failed_attempts_their_delays_and_the_answer_are_one_trace(scene) -> None:
     async with Client(scene.amqp_url, tracing=Tracing(scene.here)) as client:
         with scene.here.get_tracer("the application").start_as_current_span("sell") as sell:
             final = await client.request(
@@ -89,7 +89,7 @@ async def test_publish_two_failed_attempts_their_delays_and_the_answer_are_one_t
         "send (reply)",
     )
 
-    # the tree, from the first to the last
+    # the tree of spans, from first to last
     app = one(spans, "sell")
     published = one(spans, "send lane.requests")
     assert (app.parent_id, published.parent_id) == ("", app.span_id)
@@ -100,7 +100,7 @@ async def test_publish_two_failed_attempts_their_delays_and_the_answer_are_one_t
     for publisher, process in zip([published, *delays], attempts, strict=True):
         assert process.parent_id == publisher.span_id
         assert process.links == ((trace_id, publisher.span_id),)
-        # the publisher's span ends with the confirm, which may come after the delivery
+        # the publisher's span ends with the confirm, possibly after the delivery
         assert publisher.start_ns <= process.start_ns
     chats = [child(spans, of=span, name="chat ") for span in attempts]
     acks = [child(spans, of=span, name="ack ") for span in attempts]
@@ -109,14 +109,14 @@ async def test_publish_two_failed_attempts_their_delays_and_the_answer_are_one_t
     assert len(spans) - len(passed) == 1 + 1 + 3 * 3 + 2 + 1, tree(spans)
     assert not [span for span in spans if span.links and span not in attempts]
 
-    # who made them
+    # the process of each span
     assert {span.service for span in (app, published)} == {"the-application"}
     assert {span.service for span in spans if span not in (app, published)} == {"the-worker"}
     assert {span.kind for span in attempts} == {"CONSUMER"}
     assert {span.kind for span in (published, *delays, reply)} == {"PRODUCER"}
     assert {span.kind for span in (*chats, *acks)} == {"CLIENT"}
 
-    # what they tell
+    # attributes
     for number, (process, chat, ack) in enumerate(zip(attempts, chats, acks, strict=True), start=1):
         queue = "lane.critical" if number == 1 else "lane.critical.due"
         assert has(
@@ -174,7 +174,7 @@ async def test_publish_two_failed_attempts_their_delays_and_the_answer_are_one_t
         assert waited.end_ns <= after.start_ns
     assert reply.attributes["messaging.destination.template"] == "(reply)"
 
-    # what left the house
+    # bytes that were exported
     seen = [call.headers for call in scene.api.calls]
     assert [named(headers) for headers in seen] == [(trace_id, chat.span_id) for chat in chats]
     assert not [headers for headers in seen if "tracestate" in headers or "baggage" in headers]
@@ -182,7 +182,8 @@ async def test_publish_two_failed_attempts_their_delays_and_the_answer_are_one_t
     assert final.headers["baggage"] == BAGGAGE
 
 
-async def test_a_dead_letter_belongs_to_the_trace_and_says_where_it_was_sent_from(scene) -> None:
+@pytest.mark.every_version
+async def test_the_dead_letter_of_a_request_is_in_its_trace_and_names_the_publisher_span(scene) -> None:
     publisher = f"00-{'1f' * 16}-{'2a' * 8}-01"
     async with requester(scene.amqp_url) as app:
         await app.read_dead()
@@ -206,8 +207,7 @@ async def test_a_dead_letter_belongs_to_the_trace_and_says_where_it_was_sent_fro
     assert "baggage" not in call.headers
 
 
-@pytest.mark.default_broker_only
-async def test_a_trace_that_is_not_sampled_is_passed_on_and_costs_no_span(scene) -> None:
+async def test_an_unsampled_trace_is_passed_on_and_makes_no_span(scene) -> None:
     async with requester(scene.amqp_url) as app:
         unsampled = {"traceparent": f"00-{'3c' * 16}-{'4d' * 8}-00"}
         quiet = await app.ask({"prompt": f"{SECRET} [[fault: server_error x1]]"}, headers=unsampled)
@@ -218,8 +218,7 @@ async def test_a_trace_that_is_not_sampled_is_passed_on_and_costs_no_span(scene)
     assert not [span for span in scene.otlp.spans if span.trace_id == "3c" * 16]
 
 
-@pytest.mark.default_broker_only
-async def test_a_traceparent_that_is_none_starts_a_new_trace_and_harms_nothing(scene) -> None:
+async def test_an_invalid_traceparent_starts_a_new_trace_and_affects_nothing_else(scene) -> None:
     bad = [
         "",
         "rubbish",
@@ -249,8 +248,7 @@ async def test_a_traceparent_that_is_none_starts_a_new_trace_and_harms_nothing(s
             assert "tracestate" not in reply.headers
 
 
-@pytest.mark.default_broker_only
-async def test_a_client_that_is_refused_sees_it_in_its_own_trace(scene) -> None:
+async def test_a_refused_request_is_visible_in_its_clients_own_trace(scene) -> None:
     async with Client(scene.amqp_url, tracing=Tracing(scene.here)) as client:
         sell = scene.here.get_tracer("the application").start_as_current_span("sell")
         with pytest.raises(RequestProblem), sell as span:
@@ -263,7 +261,7 @@ async def test_a_client_that_is_refused_sees_it_in_its_own_trace(scene) -> None:
 
 
 def child(spans: list[ReceivedSpan], *, of: ReceivedSpan, name: str) -> ReceivedSpan:
-    """The only child of a span whose name begins so."""
+    """The only child of a span whose name begins like this."""
     (found,) = [span for span in spans if span.parent_id == of.span_id and span.name.startswith(name)]
     assert found.trace_id == of.trace_id
     return found
@@ -275,7 +273,7 @@ def has(span: ReceivedSpan, wanted: dict[str, object]) -> bool:
 
 
 def named(headers: Mapping[str, str]) -> tuple[str, str]:
-    """Trace and span of a sampled `traceparent`."""
+    """Trace id and span id of a sampled `traceparent`."""
     version, trace_id, span_id, flags = headers["traceparent"].split("-")
     assert (version, int(flags, 16) & 1) == ("00", 1)
     return trace_id, span_id

@@ -1,4 +1,4 @@
-"""docs/architecture.md lists the functions that a request passes, in the order in which they are called."""
+"""docs/architecture.md lists the functions that a request passes through, in the order of their calls."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ AT_MOST = 30
 
 
 def rows(title: str) -> list[tuple[str, list[str]]]:
-    """File and functions of each row of the table below this title."""
+    """File and functions of each row in the table below this title."""
     below = PAGE.split(f"**{title}**")[1]
     table = re.search(r"(?:^\|.*\n)+", below, re.MULTILINE)
     assert table is not None
@@ -22,12 +22,12 @@ def rows(title: str) -> list[tuple[str, list[str]]]:
     ]
 
 
-async def test_a_fresh_request_passes_the_listed_functions_in_this_order(vhost) -> None:
+async def test_a_fresh_request_calls_the_listed_functions_in_order(vhost) -> None:
     async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
         await app.ask({"prompt": "warm up"}, headers={"x-lane-stream": True})
         with walked() as walk:
             reply = await app.ask(
-                {"prompt": "hello", "model": "claude-opus-5-5"},  # another one: its routes are not in the cache
+                {"prompt": "hello", "model": "claude-opus-5-5"},  # another request: its routes are not in the cache
                 headers={"x-lane-stream": True},
             )
         assert reply.status == "ok"
@@ -46,7 +46,7 @@ async def test_a_fresh_request_passes_the_listed_functions_in_this_order(vhost) 
     assert len(listed) <= AT_MOST
 
 
-async def test_a_fresh_request_crosses_no_more_borders_than_the_page_says(vhost) -> None:
+async def test_a_fresh_request_crosses_no_more_borders_than_docs_architecture_says(vhost) -> None:
     async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
         await app.ask({"prompt": "warm up"})
         with walked() as walk:

@@ -1,4 +1,4 @@
-"""A worker is killed at its work, or told to stop: others take over, and no request is lost.
+"""A worker is killed while it works, or told to stop: others take over, and no request is lost.
 
 Worker processes over one simulated provider in the test, which sees every call.
 """
@@ -39,7 +39,8 @@ def prompts(api: SimulatedAPI, words: str) -> list[str]:
     return [call.prompt for call in api.calls if words in call.prompt]
 
 
-async def test_what_a_killed_worker_was_working_on_is_taken_over(vhost, api, environ, tmp_path) -> None:
+@pytest.mark.every_version
+async def test_the_requests_of_a_killed_worker_are_taken_over(vhost, api, environ, tmp_path) -> None:
     ledger = Ledger(vhost.amqp_url)
     async with (
         lanekeeper("serve", environ=environ, folder=tmp_path) as first,
@@ -67,7 +68,8 @@ async def test_what_a_killed_worker_was_working_on_is_taken_over(vhost, api, env
         assert await second.ended() == 0
 
 
-async def test_a_request_that_kills_its_worker_every_time_is_buried_and_its_neighbours_are_answered(
+@pytest.mark.every_version
+async def test_a_request_that_kills_its_worker_every_time_is_dead_lettered_and_others_are_answered(
     vhost, api, environ, tmp_path
 ) -> None:
     lives: list[int] = []
@@ -107,9 +109,7 @@ async def test_a_request_that_kills_its_worker_every_time_is_buried_and_its_neig
         assert await worker.ended() == 0
 
 
-async def test_told_to_stop_it_takes_no_more_finishes_what_runs_and_leaves_the_rest(
-    vhost, api, environ, tmp_path
-) -> None:
+async def test_a_worker_told_to_stop_takes_nothing_more_and_finishes_what_runs(vhost, api, environ, tmp_path) -> None:
     ledger = Ledger(vhost.amqp_url)
     async with lanekeeper("serve", environ=environ, folder=tmp_path) as worker:
         await worker.ready()
@@ -133,8 +133,11 @@ async def test_told_to_stop_it_takes_no_more_finishes_what_runs_and_leaves_the_r
             assert ledger.repeated == 0
 
 
-async def test_told_to_stop_it_gives_back_at_once_what_waits_for_the_budget(vhost, api, environ, tmp_path) -> None:
-    """It has not begun: the time that it may take to stop is for calls that run."""
+@pytest.mark.every_version
+async def test_a_worker_told_to_stop_returns_requests_that_wait_for_the_budget_at_once(
+    vhost, api, environ, tmp_path
+) -> None:
+    """Their call has not begun; the grace time is only for running calls."""
     environ = {**environ, "LANEKEEPER_BUDGET__REQUESTS_PER_MIN": "6", "LANEKEEPER_LANES__BATCH__SLOTS": "4"}
     ledger = Ledger(vhost.amqp_url)
     async with lanekeeper("serve", environ=environ, folder=tmp_path) as worker:
@@ -143,7 +146,7 @@ async def test_told_to_stop_it_gives_back_at_once_what_waits_for_the_budget(vhos
             for n in range(8):
                 await ledger.ask("batch", f"job {n} [[latency: 2s]]", id=f"job-{n}")
             await until(lambda: api.running == 1)
-            await until(lambda: is_depth(app, "lane.batch", 4))  # three wait at the gate
+            await until(lambda: is_depth(app, "lane.batch", 4))  # three wait for the budget
             worker.send(signal.SIGTERM)
             await until(lambda: is_depth(app, "lane.batch", 7))
             given_back = [(await app.channel.basic_get("lane.batch")).header.properties for _ in range(7)]
@@ -167,8 +170,9 @@ async def is_depth(app, queue: str, expected: int) -> bool:
     return await app.depth(queue) == expected
 
 
-async def test_what_does_not_finish_within_the_grace_is_given_back(vhost, api, environ, tmp_path) -> None:
-    """From 4.3 on that is not counted: stopping is nobody's fault, and nobody is buried for it."""
+@pytest.mark.every_version
+async def test_requests_that_do_not_end_within_the_grace_time_are_returned(vhost, api, environ, tmp_path) -> None:
+    """From RabbitMQ 4.3 on this is not counted as a delivery, so stopping a worker never makes a request poison."""
     environ = {**environ, "LANEKEEPER_GRACE_S": "0.3"}
     async with requester(vhost.amqp_url) as app:
         async with lanekeeper("serve", environ=environ, folder=tmp_path) as worker:
@@ -187,8 +191,7 @@ async def test_what_does_not_finish_within_the_grace_is_given_back(vhost, api, e
         assert not app.finals(asked)
 
 
-@pytest.mark.default_broker_only
-async def test_a_second_signal_ends_it_at_once_and_nothing_is_lost(vhost, api, environ, tmp_path) -> None:
+async def test_a_second_signal_ends_a_worker_at_once_and_no_request_is_lost(vhost, api, environ, tmp_path) -> None:
     async with requester(vhost.amqp_url) as app:
         async with lanekeeper("serve", environ=environ, folder=tmp_path) as worker:
             await worker.ready()

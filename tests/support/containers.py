@@ -13,6 +13,9 @@ from service.private_broker.source import LOOPBACK, USER, Access, Steps, Unavail
 from tests.support.brokers import RunningBroker
 
 READY_S = 60
+DATA = "/var/lib/rabbitmq"
+DATA_OPTIONS = "size=4g"
+"""In memory: nobody starts these brokers again, and quorum queues would wait for the disk at each declaration."""
 
 
 def start_rabbitmq(image: str, *, steps: Steps, keep: Callable[[RabbitMqContainer], None]) -> RunningBroker:
@@ -26,6 +29,7 @@ def start_rabbitmq(image: str, *, steps: Steps, keep: Callable[[RabbitMqContaine
     made = RabbitMqContainer(image, username=USER, password=password).with_kwargs(
         labels={container.LABEL: container.owner()}
     )
+    made.with_tmpfs_mount(DATA, DATA_OPTIONS)
     # Ports that the engine chooses, on loopback; testcontainers' own method would publish them on every address.
     made.ports = cast(dict[str, int | None], {"5672/tcp": (LOOPBACK, None), "15672/tcp": (LOOPBACK, None)})
     keep(made)

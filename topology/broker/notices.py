@@ -1,6 +1,6 @@
 """Publishes messages that may be lost (life-cycle events), many in one write; nobody waits for them.
 
-Two events a request, published the ordinary way, cost a quarter of all that we add to a call (benchmarks/overhead.py).
+Two events a request, published the ordinary way, cost a quarter of all that we add to a call (measured).
 So they are collected for a moment and their frames are built here; these differ only in the key and the body.
 """
 

@@ -1,4 +1,4 @@
-"""The broker, or a node of it, is restarted, killed, frozen, cut off; raises alarms; is full."""
+"""The broker, or one of its nodes, is restarted, killed, paused or disconnected, has an alarm, or is full."""
 
 import asyncio
 import random
@@ -27,7 +27,8 @@ async def node_killed(ground: Ground, rng: random.Random, lasts_s: float) -> str
 
 
 async def leader_killed(ground: Ground, rng: random.Random, lasts_s: float) -> str:
-    """The node that leads a lane; not the one over which replies are read: that would be our own stall."""
+    """Kill the leader of a lane's queue, but not the node from which replies are read: that would delay our own
+    reading."""
     lanes = rng.sample(("lane.critical", "lane.normal", "lane.batch"), 3)
     leaders = {lane: await ground.broker.leader_of(lane) for lane in lanes}
     led = {lane: node for lane, node in leaders.items() if node != ground.broker.nodes[-1]}
@@ -35,7 +36,7 @@ async def leader_killed(ground: Ground, rng: random.Random, lasts_s: float) -> s
     await node.kill()
     await asyncio.sleep(lasts_s)
     await node.start()
-    # Leaders do not come back by themselves: after three such faults one node would lead everything.
+    # Leaders do not move back by themselves: after three such faults one node would lead every queue.
     await node.run("rabbitmq-queues", "--quiet", "rebalance", "quorum")
     return f"leader of {', '.join(each for each in lanes if leaders[each] == node)}" if lane in led else node.name
 
@@ -95,7 +96,7 @@ async def disk_alarm(ground: Ground, rng: random.Random, lasts_s: float) -> str:
 
 
 async def lane_full(ground: Ground, rng: random.Random, lasts_s: float) -> str:
-    """All workers hang, and a lane takes next to nothing more: who publishes is refused, and tries again."""
+    """All calls hang, and a lane accepts hardly any message: publishers are refused, and try again."""
     node, lane = ground.broker.nodes[0], rng.choice(("critical", "normal", "batch"))
     policy = '{"max-length": 2, "overflow": "reject-publish"}'
     await node.run("rabbitmqctl", "--quiet", "set_policy", "--apply-to", "queues", "full", f"^lane\\.{lane}$", policy)

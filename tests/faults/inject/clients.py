@@ -1,4 +1,4 @@
-"""Applications that ask for one thing very often."""
+"""Applications that send the same request very often."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""The lines between workers and broker."""
+"""The connections between workers and broker."""
 
 import asyncio
 import random

@@ -1,4 +1,4 @@
-"""The provider refuses, hangs, breaks off, says nonsense, or cannot be reached."""
+"""The provider refuses calls, hangs, breaks connections, sends nonsense, or cannot be reached."""
 
 import asyncio
 import random
@@ -8,7 +8,7 @@ from tests.faults.ground import Ground
 
 
 def failing(**shares: float) -> Callable[[Ground, random.Random, float], Awaitable[str]]:
-    """The simulated API fails this share of its calls."""
+    """Let the simulated API fail this share of its calls."""
 
     async def fails(ground: Ground, rng: random.Random, lasts_s: float) -> str:
         ground.misbehave(**shares)

@@ -1,4 +1,4 @@
-"""The store is locked or full, or cannot be reached."""
+"""The store is locked, full or unreachable."""
 
 import asyncio
 import random

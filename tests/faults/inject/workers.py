@@ -1,4 +1,4 @@
-"""Worker processes die, stop, hang, and die between any two steps."""
+"""Worker processes are killed, stopped or paused, and die between any two steps."""
 
 import asyncio
 import random
@@ -45,7 +45,7 @@ async def all_killed(ground: Ground, rng: random.Random, _: float) -> str:
 
 
 async def dying_between_steps(ground: Ground, rng: random.Random, lasts_s: float) -> str:
-    """One worker dies again and again, between any two of store, publish, confirm and acknowledge."""
+    """One worker dies again and again, between any two of: store, publish, confirm, acknowledge."""
     worker = rng.choice(ground.workers)
     places = ("before_claim", "after_claim", "after_call", "after_store", "after_publish", "after_confirm", "after_ack")
     worker.environ["LANEKEEPER_FAILPOINTS"] = ",".join(f"{place}:0.01" for place in places)

@@ -1,0 +1,136 @@
+"""The suite: what Lanekeeper costs and how fast it is, beside the shortest possible worker and what people use today.
+
+    ./dev bench [--quick] [--only WORD] [--write]     everything; under twenty minutes, with --quick under three
+    ./dev bench --report [FILE]                       the tables of results that are there (the newest)
+
+Every contestant's handler makes the same SDK call to the same provider, in turns in one run. A run that lost or
+repeated a message has no figure. The raw figures go to benchmarks/results/. --write also puts the tables into
+README.md and docs/performance.md, and draws the plots.
+"""
+
+import argparse
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+import uvloop
+from suite import report, results, scenarios
+from suite.contestants import FLOOR, PEERS, PEERS_PYTHON, Contestant, lanekeeper
+from suite.results import Results, Run
+from suite.scenarios import Figures, Scenario
+from suite.stage import Spoiled, Stage, stage
+
+FOLDER = Path(__file__).parent / "results"
+OURS = ("aio-pika", "anthropic", "uvloop")
+THEIRS = ("celery", "dramatiq", "faststream", "taskiq", "taskiq-aio-pika")
+
+
+async def measure(plan: Sequence[Scenario], found: Results) -> None:
+    """Run all of `plan`; `found` takes what came out."""
+    async with stage() as on:
+        found.versions["RabbitMQ"] = on.version
+        if on.redis_url is None:
+            found.left_out.append("dramatiq and taskiq, which answer through Redis: no redis-server is installed")
+        left_out = {who.name for who in PEERS if not _can_run(who, on)}
+        for scenario in plan:
+            for number in range(scenario.rounds):
+                for who in scenario.contestants:
+                    if who.name not in left_out:
+                        found.runs.append(await _run(on, scenario, who, number))
+                        _say(found.runs[-1])
+
+
+def _can_run(who: Contestant, on: Stage) -> bool:
+    return PEERS_PYTHON.exists() and (on.redis_url is not None or not who.in_redis)
+
+
+async def _run(on: Stage, scenario: Scenario, who: Contestant, number: int) -> Run:
+    figures: Figures = {}
+    error = None
+    try:
+        figures = await scenario.run(on, who)
+    except (Spoiled, RuntimeError, TimeoutError) as caught:
+        error = f"{type(caught).__name__}: {caught}"
+    return Run(scenario=scenario.name, contestant=who.name, round=number, figures=figures, error=error)
+
+
+def _say(run: Run) -> None:
+    told = run.error or "  ".join(f"{name} {value:.4g}" for name, value in run.figures.items())
+    print(f"{run.scenario:<16} {run.contestant:<15} {told}", file=sys.stderr, flush=True)
+
+
+def fresh(*, quick: bool = False) -> Results:
+    """Results without runs: machine and versions."""
+    found = Results(
+        at=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        machine=results.machine(),
+        versions={name: version(name) for name in OURS},
+        quick=quick,
+    )
+    if PEERS_PYTHON.exists():
+        ask = "import sys, importlib.metadata as m; print(*(m.version(name) for name in sys.argv[1:]))"
+        told = subprocess.run([PEERS_PYTHON, "-c", ask, *THEIRS], capture_output=True, text=True, check=False)
+        found.versions |= dict(zip(THEIRS, told.stdout.split(), strict=False))
+    else:
+        found.left_out.append("Celery, Dramatiq, FastStream and taskiq: their environment could not be set up")
+    if shutil.which("docker") is None:
+        found.left_out.append("a broker in Docker: the installed one is used")
+    return found
+
+
+def floor_and_ours(about: str | None) -> None:
+    """`./dev bench floor`: drains in turns, with the ratio of each round."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=3000)
+    parser.add_argument(
+        "--against", type=Path, action="append", default=[], help="another checkout, set up; repeatable"
+    )
+    options = parser.parse_args()
+    trees = [lanekeeper(path.name, code=path.resolve()) for path in options.against]
+    contestants = (FLOOR, *trees, lanekeeper())
+
+    async def run(on: Stage, who: Contestant) -> Figures:
+        return await scenarios.drain(on, who, requests=options.requests)
+
+    found = fresh()
+    plan = [Scenario(name="drain", run=run, contestants=contestants, rounds=options.rounds)]
+    uvloop.run(measure(plan, found))
+    print(report.against_floor(found))
+    if list(found.errors()):
+        sys.exit("some runs lost or repeated a message: they have no figure")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="small sizes, one round")
+    parser.add_argument("--only", action="append", metavar="WORD", help="scenarios with this word in their name")
+    parser.add_argument("--contestants", metavar="NAME,…", help="these alone; by default all")
+    parser.add_argument("--write", action="store_true", help="put tables and plots into README.md and docs/")
+    parser.add_argument("--report", nargs="?", const="", metavar="FILE", help="measure nothing: show these results")
+    options = parser.parse_args()
+    if options.report is None:
+        found = fresh(quick=options.quick)
+        plan = scenarios.plan(quick=options.quick)
+        if options.only:
+            plan = [each for each in plan if any(word in each.name for word in options.only)]
+        if options.contestants:
+            plan = [each.only(options.contestants.split(",")) for each in plan]
+        began = time.monotonic()
+        uvloop.run(measure(plan, found))
+        found.took_s = time.monotonic() - began
+        print(f"written to {found.save(FOLDER)}", file=sys.stderr)
+    else:
+        found = results.load(Path(options.report) if options.report else max(FOLDER.glob("*.json")))
+    print(report.whole(found))
+    if options.write:
+        report.write(found)
+
+
+if __name__ == "__main__":
+    main()

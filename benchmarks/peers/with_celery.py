@@ -1,0 +1,55 @@
+"""Celery: results over RabbitMQ, late acknowledgement, one reserved task a greenlet, as its documentation says for
+tasks that wait for others ("Concurrency with gevent", "Optimizing")."""
+
+import asyncio
+import os
+from typing import Any, Self
+
+from celery import Celery
+from kombu import Queue
+from suite.plain import PRIORITIES
+from suite.sdk import BlockingCalling
+
+QUEUE = "bench.celery"
+app = Celery("bench", broker=os.environ["BENCH_AMQP_URL"], backend="rpc://")
+app.conf.update(
+    task_acks_late=True,
+    worker_prefetch_multiplier=1,
+    task_default_queue=QUEUE,
+    task_queues=[Queue(QUEUE, queue_arguments={"x-max-priority": 9})],
+    result_persistent=True,
+    broker_transport_options={"confirm_publish": True},
+    broker_pool_limit=60,
+    worker_send_task_events=False,
+)
+_call: list[BlockingCalling] = []
+
+
+@app.task(name="call")
+def call(body: str) -> str:
+    if not _call:
+        _call.append(BlockingCalling(os.environ["BENCH_BASE_URL"]))
+    return _call[0](body.encode()).decode()
+
+
+class Requester:
+    """Its own client, blocking; one thread a caller."""
+
+    async def __aenter__(self) -> Self:
+        from concurrent.futures import ThreadPoolExecutor
+
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(64))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        app.close()
+
+    async def publish(self, body: bytes, *, lane: str, **_: Any) -> None:
+        how = {"priority": PRIORITIES[lane], "reply_to": os.environ["BENCH_REPLY_TO"]}
+        await asyncio.to_thread(call.apply_async, (body.decode(),), **how)
+
+    async def ask(self, body: bytes, *, lane: str, **_: Any) -> None:
+        def ask() -> None:
+            call.apply_async((body.decode(),), priority=PRIORITIES[lane]).get(timeout=60, interval=0.001)
+
+        await asyncio.to_thread(ask)

@@ -1,0 +1,51 @@
+"""Dramatiq: threads, as its documentation says for tasks that wait for others; results in Redis, its only way to
+answer."""
+
+import asyncio
+import os
+from typing import Any, Self
+
+import dramatiq
+from dramatiq.brokers.rabbitmq import RabbitmqBroker
+from dramatiq.results import Results
+from dramatiq.results.backends import RedisBackend
+from suite.plain import PRIORITIES
+from suite.sdk import BlockingCalling
+
+QUEUE = "bench.dramatiq"
+backend = RedisBackend(url=os.environ["BENCH_REDIS_URL"])
+broker = RabbitmqBroker(url=os.environ["BENCH_AMQP_URL"], confirm_delivery=True, max_priority=9)
+broker.add_middleware(Results(backend=backend))
+dramatiq.set_broker(broker)
+_call: list[BlockingCalling] = []
+
+
+@dramatiq.actor(queue_name=QUEUE, store_results=True, max_retries=0)
+def call(body: str) -> str:
+    if not _call:
+        _call.append(BlockingCalling(os.environ["BENCH_BASE_URL"]))
+    return _call[0](body.encode()).decode()
+
+
+class Requester:
+    """Its own client, blocking; one thread a caller."""
+
+    async def __aenter__(self) -> Self:
+        from concurrent.futures import ThreadPoolExecutor
+
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(64))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        broker.close()
+
+    async def publish(self, body: bytes, *, lane: str, **_: Any) -> None:
+        how = {"broker_priority": PRIORITIES[lane]}
+        await asyncio.to_thread(call.send_with_options, args=(body.decode(),), **how)
+
+    async def ask(self, body: bytes, *, lane: str, **_: Any) -> None:
+        def ask() -> None:
+            sent = call.send_with_options(args=(body.decode(),), broker_priority=PRIORITIES[lane])
+            sent.get_result(backend=backend, block=True, timeout=60_000)
+
+        await asyncio.to_thread(ask)

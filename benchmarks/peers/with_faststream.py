@@ -1,0 +1,60 @@
+"""FastStream: handlers on asyncio with uvloop, without its validation of arguments, which it says costs time."""
+
+import os
+from typing import Any, Self
+
+from faststream import AckPolicy, FastStream
+from faststream.rabbit import Channel, RabbitBroker, RabbitQueue
+from suite.plain import PRIORITIES
+from suite.sdk import Calling
+
+QUEUE = "bench.faststream"
+queue = RabbitQueue(QUEUE, durable=True, arguments={"x-max-priority": 9})
+
+
+def made(slots: int) -> RabbitBroker:
+    channel = Channel(prefetch_count=slots, publisher_confirms=True)
+    return RabbitBroker(os.environ["BENCH_AMQP_URL"], default_channel=channel, apply_types=False)
+
+
+async def work() -> None:
+    broker = made(int(os.environ["BENCH_SLOTS"]))
+    call = Calling(os.environ["BENCH_BASE_URL"])
+
+    @broker.subscriber(queue, ack_policy=AckPolicy.NACK_ON_ERROR)
+    async def handle(body: bytes) -> bytes:
+        return await call(body)
+
+    await FastStream(broker).run()
+
+
+class Requester:
+    """Its own client."""
+
+    async def __aenter__(self) -> Self:
+        self._broker = made(1)
+        await self._broker.connect()
+        await self._broker.declare_queue(queue)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._broker.stop()
+
+    async def publish(self, body: bytes, *, number: int, lane: str, **_: Any) -> None:
+        await self._broker.publish(
+            body,
+            queue=queue,
+            priority=PRIORITIES[lane],
+            persist=True,
+            reply_to=os.environ["BENCH_REPLY_TO"],
+            correlation_id=str(number),
+        )
+
+    async def ask(self, body: bytes, *, lane: str, **_: Any) -> None:
+        await self._broker.request(body, queue=queue, priority=PRIORITIES[lane], persist=True, timeout=60)
+
+
+if __name__ == "__main__":
+    import uvloop
+
+    uvloop.run(work())

@@ -1,0 +1,35 @@
+"""Our own client as a requester."""
+
+import os
+import time
+from contextlib import aclosing
+from typing import Self
+
+from lanekeeper import Client
+from lanekeeper.contract.names import Names
+from suite.plain import PRIORITIES
+
+
+class Requester:
+    """`lanekeeper.Client`."""
+
+    async def __aenter__(self) -> Self:
+        names = Names(os.environ["BENCH_NAMESPACE"])
+        self._client = await Client(os.environ["BENCH_AMQP_URL"], names=names).__aenter__()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._client.__aexit__(None, None, None)
+
+    async def publish(self, body: bytes, *, number: int, lane: str, tenant: int) -> None:
+        await self._client.publish(body, key=f"{lane}.bench.load", priority=PRIORITIES[lane])
+
+    async def ask(self, body: bytes, *, number: int, lane: str, tenant: int) -> None:
+        await self._client.request(body, key=f"{lane}.bench.load", priority=PRIORITIES[lane])
+
+    async def first_part(self, body: bytes, *, number: int, lane: str, tenant: int) -> float:
+        came = 0.0
+        async with aclosing(self._client.stream(body, key=f"{lane}.bench.load")) as replies:
+            async for _ in replies:  # to its end: who leaves it cancels the request
+                came = came or time.monotonic()
+        return came

@@ -1,0 +1,310 @@
+"""What is measured: each function makes one run of one contestant and returns its figures, or raises Spoiled.
+
+A scenario's runs go in rounds; in a round its contestants take turns.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from suite.contestants import FLOOR, PEERS, Contestant, lanekeeper
+from suite.processes import cpu_s, resident_mib
+from suite.requester import Sent, Spec
+from suite.stage import LOOK_EVERY_S, Spoiled, Stage
+from suite.statistics import quantile
+
+Figures = dict[str, float]
+WARM = 0.2
+"""Share of a drain's requests before the first look."""
+SLOTS = 50
+FEW = 8
+"""Slots where their use is measured."""
+JOB_MS = 50
+FILLING = 200
+IDLE_S = 0.6
+RESIDENT_WARM = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """One look at the books and at the workers."""
+
+    calls: int
+    at_s: float
+    cpu_s: float
+
+    @classmethod
+    def at(cls, stage: Stage, pids: Sequence[int]) -> "Look":
+        return cls(calls=stage.books.calls, at_s=time.monotonic(), cpu_s=sum(map(cpu_s, pids)))
+
+    def until(self, last: "Look") -> Figures:
+        calls = last.calls - self.calls
+        cpu_ms = 1000 * (last.cpu_s - self.cpu_s) / calls
+        return {"per_s": calls / (last.at_s - self.at_s), "cpu_ms": cpu_ms, "per_core_s": 1000 / cpu_ms}
+
+
+async def drain(
+    stage: Stage,
+    who: Contestant,
+    *,
+    requests: int,
+    processes: int = 1,
+    size: int = 1024,
+    tenants: int = 1,
+    queued: int | None = None,
+) -> Figures:
+    """Published first; then the workers take them. Figures are of `requests`, of `queued` that wait in the queue."""
+    queued = queued or requests
+    await stage.reset(who)
+    await stage.send(who, Spec(do="publish", last=queued, at_once=min(FILLING, queued), size=size, tenants=tenants))
+    stage.books.held = True
+    async with stage.workers(who, slots=SLOTS, processes=processes) as pids:
+        stage.books.held = False
+        await stage.called(int(WARM * requests))
+        first = Look.at(stage, pids)
+        await stage.called(requests)
+        figures = first.until(Look.at(stage, pids))
+        if queued == requests:
+            await stage.answered(who, requests)
+    await stage.nothing_lost(who, queued)
+    return figures
+
+
+async def publish(stage: Stage, who: Contestant, *, requests: int) -> Figures:
+    """Confirmed publishing by the contestant's own client, fifty at once."""
+    await stage.reset(who)
+    spec = Spec(do="publish", first=requests // 10, last=requests, warm=requests // 10, at_once=50)
+    sent = await stage.send(who, spec, client=True)
+    if (ready := await stage.waiting(who)) != requests:
+        raise Spoiled(f"{who.name}: {ready} of {requests} confirmed messages are in the queue")
+    count = len(sent.numbers)
+    return {"per_s": count / sent.took_s, "cpu_ms": 1000 * sent.cpu_s / count}
+
+
+async def rpc(stage: Stage, who: Contestant, *, alone: int, callers: int, idle: int) -> Figures:
+    """By the contestant's own client: one caller, fifty callers, and single requests to an idle worker."""
+    await stage.reset(who)
+    at, figures = 0, {}
+
+    def ask(count: int, *, warm: int, at_once: int = 1, pause_s: float = 0.0) -> Spec:
+        nonlocal at
+        at += warm + count
+        return Spec(do="ask", first=at - count, last=at, warm=warm, at_once=at_once, pause_s=pause_s)
+
+    async with stage.workers(who, slots=SLOTS) as pids:
+        one = _ms(await stage.send(who, ask(alone, warm=30), client=True))
+        figures |= {"rpc_p50_ms": quantile(one, 0.5), "rpc_p99_ms": quantile(one, 0.99)}
+        first = Look.at(stage, pids)
+        many = await stage.send(who, ask(callers, warm=100, at_once=50), client=True)
+        figures |= {"callers_per_s": len(many.numbers) / many.took_s, "callers_p50_ms": quantile(_ms(many), 0.5)}
+        figures["callers_cpu_ms"] = first.until(Look.at(stage, pids))["cpu_ms"]
+        woken = await stage.send(who, ask(idle, warm=2, pause_s=IDLE_S), client=True)
+        figures["idle_p50_ms"] = quantile(_ms(woken), 0.5)
+        stage.check(who, at)
+    return figures
+
+
+async def few_callers(stage: Stage, who: Contestant, *, requests: int) -> Figures:
+    """Ten callers: ten requests are in the queue or running."""
+    await stage.reset(who)
+    async with stage.workers(who, slots=SLOTS) as pids:
+        warm = requests // 5
+        await stage.send(who, Spec(do="ask", last=warm, at_once=10), client=True)
+        first = Look.at(stage, pids)
+        await stage.send(who, Spec(do="ask", first=warm, last=warm + requests, at_once=10), client=True)
+        figures = first.until(Look.at(stage, pids))
+        stage.check(who, warm + requests)
+    return figures
+
+
+async def first_part(stage: Stage, who: Contestant, *, requests: int) -> Figures:
+    """From publishing to the first part of a streamed answer, ten streams at once."""
+    await stage.reset(who)
+    async with stage.workers(who, slots=SLOTS) as pids:
+        await stage.send(who, Spec(do="first_part", last=20, at_once=10), client=True)
+        first = Look.at(stage, pids)
+        spec = Spec(do="first_part", first=20, last=20 + requests, at_once=10)
+        waits = _ms(await stage.send(who, spec, client=True))
+        cpu = first.until(Look.at(stage, pids))["cpu_ms"]
+        stage.check(who, 20 + requests)
+    return {"first_part_p50_ms": quantile(waits, 0.5), "first_part_p99_ms": quantile(waits, 0.99), "stream_cpu_ms": cpu}
+
+
+async def flood(stage: Stage, who: Contestant, *, jobs: int, asks: int, every_s: float = 0.05) -> Figures:
+    """Critical requests, one every 50 ms, among batch jobs of 50 ms: from publishing to the start of the call."""
+    await stage.reset(who)
+    await stage.send(who, Spec(do="publish", last=jobs, at_once=FILLING, call_ms=JOB_MS, lanes=("batch",)))
+    async with stage.workers(who, slots=FEW):
+        await stage.called(8 * FEW)
+        spec = Spec(do="publish", first=jobs, last=jobs + asks, every_s=every_s, call_ms=JOB_MS, lanes=("critical",))
+        sent = await stage.send(who, spec)
+        figures = await _waits(stage, who, sent, {"critical": sent.numbers})
+    await stage.nothing_lost(who, jobs + asks)
+    return figures
+
+
+async def mixed(stage: Stage, who: Contestant, *, seconds: float) -> Figures:
+    """Ten times the capacity: eight slots, calls of 200 ms, 400 requests a second; of 20, one is critical, 3 normal."""
+    call_ms, count = 200, int(seconds * 400)
+    lanes = ("critical", *(3 * ("batch",) + ("normal",) + 2 * ("batch",)) * 3, "batch")
+    await stage.reset(who)
+    async with stage.workers(who, slots=FEW):
+        spec = Spec(do="publish", last=count, every_s=seconds / count, call_ms=call_ms, lanes=lanes)
+        sent = await stage.send(who, spec)
+        by_lane = {
+            lane: [number for number in sent.numbers if lanes[number % len(lanes)] == lane]
+            for lane in ("critical", "normal")
+        }
+        # what comes at the end would wait longer than we do
+        figures = await _waits(stage, who, sent, {lane: numbers[:-20] for lane, numbers in by_lane.items()})
+    await stage.nothing_lost(who, count)
+    return figures
+
+
+async def _waits(stage: Stage, who: Contestant, sent: Sent, lanes: Mapping[str, Sequence[int]]) -> Figures:
+    """Of the critical requests, which must all have begun; of normal ones that have not, how long they wait so far. And
+    the share of `FEW` slots that was in use while requests were sent."""
+    books, since, until = stage.books, min(sent.began), max(sent.began)
+    async with asyncio.timeout(30):
+        while not all(books.began[number] for number in lanes["critical"]):
+            await asyncio.sleep(LOOK_EVERY_S)
+    asked, now, figures = dict(zip(sent.numbers, sent.began, strict=True)), time.monotonic(), {}
+    for lane, numbers in lanes.items():
+        waits = [1000 * max(0.0, (books.began[number] or now) - asked[number]) for number in numbers]
+        figures |= {f"{lane}_p50_ms": quantile(waits, 0.5), f"{lane}_p99_ms": quantile(waits, 0.99)}
+    busy = sum(
+        max(0.0, min(books.ended[number] or now, until) - max(books.began[number], since))
+        for number in range(stage.books.most)
+        if books.began[number]
+    )
+    if books.repeated:
+        raise Spoiled(f"{who.name}: {books.repeated} called twice")
+    figures["slots_used"] = 100 * busy / (FEW * (until - since))
+    return figures
+
+
+async def memory(stage: Stage, who: Contestant, *, requests: int) -> Figures:
+    """Resident: idle, with 200 in flight, after a tenth and after all of many requests that waited in the queue."""
+    await stage.reset(who)
+    async with stage.workers(who, slots=200) as (pid,):
+        await asyncio.sleep(3)
+        figures = {"idle_mib": resident_mib(pid)}
+        await stage.send(who, Spec(do="publish", last=200, at_once=50, call_ms=3000))
+        await stage.called(200)
+        figures["in_flight_mib"] = resident_mib(pid)
+        await stage.answered(who, 200)
+    await stage.reset(who)
+    await stage.send(who, Spec(do="publish", last=requests, at_once=FILLING))
+    async with stage.workers(who, slots=SLOTS, ready=False) as (pid,):
+        await stage.called(int(RESIDENT_WARM * requests))
+        early, first = resident_mib(pid), Look.at(stage, [pid])
+        await stage.called(requests // 5)
+        deep = first.until(Look.at(stage, [pid]))
+        await stage.called(requests, within_s=400)
+        late = resident_mib(pid)
+        await stage.answered(who, requests)
+    return figures | {
+        "after_mib": late,
+        "growth_percent": 100 * (late / early - 1),
+        "deep_cpu_ms": deep["cpu_ms"],
+        "deep_per_s": deep["per_s"],
+    }
+
+
+def _ms(sent: Sent) -> list[float]:
+    return [1000 * each for each in sent.latencies_s]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """One row of the plan."""
+
+    name: str
+    run: Callable[[Stage, Contestant], Awaitable[Figures]]
+    contestants: Sequence[Contestant]
+    rounds: int
+
+    def only(self, names: Sequence[str]) -> "Scenario":
+        """With these contestants alone."""
+        return replace(self, contestants=[who for who in self.contestants if who.name in names])
+
+
+def plan(*, quick: bool) -> list[Scenario]:
+    """The whole suite, in the order in which it runs."""
+    ours, few = lanekeeper(), _few_slots()
+    everybody, pair = (FLOOR, ours, *PEERS), (FLOOR, ours)
+    variants = (lanekeeper("no store", module="suite.storeless"), _traced())
+    rounds, requests = (1, 800) if quick else (3, 3000)
+
+    def drains(name: str, contestants: Sequence[Contestant], rounds: int, **how: int) -> Scenario:
+        def run(stage: Stage, who: Contestant) -> Awaitable[Figures]:
+            return drain(stage, who, **{"requests": requests, **how})
+
+        return Scenario(name=name, run=run, contestants=contestants, rounds=rounds)
+
+    def scenario(
+        name: str, run: Callable[..., Awaitable[Figures]], contestants: Sequence[Contestant], rounds: int, **how: float
+    ) -> Scenario:
+        return Scenario(
+            name=name, run=lambda stage, who: run(stage, who, **how), contestants=contestants, rounds=rounds
+        )
+
+    depths = (1000,) if quick else (1000, 2000, 10_000, 100_000)
+    return [
+        drains("drain", (FLOOR, ours, *variants, *PEERS), rounds),
+        scenario("publish", publish, everybody, rounds, requests=1000 if quick else 5000),
+        scenario("rpc", rpc, everybody, rounds, alone=100, callers=400, idle=3)
+        if quick
+        else scenario("rpc", rpc, everybody, rounds, alone=300, callers=1500, idle=7),
+        *(
+            scenario(
+                f"flood {jobs}",
+                flood,
+                (FLOOR, few, *(PEERS if jobs == 2000 else ())),
+                1 if quick or jobs > 10_000 else 2,
+                jobs=jobs,
+                asks=50 if quick else 120,
+            )
+            for jobs in depths
+        ),
+        scenario("mixed", mixed, (FLOOR, _lanes_of_few()), 1 if quick else 2, seconds=3 if quick else 8),
+        scenario("first part", first_part, pair, rounds, requests=40 if quick else 150),
+        *(
+            drains(f"{count} processes", pair, 1 if quick else 2, processes=count)
+            for count in ((2,) if quick else (2, 4))
+        ),
+        scenario("10 in the queue", few_callers, pair, 1, requests=300 if quick else 1500),
+        *(drains(f"{count} tenants", (ours,), 1, tenants=count) for count in ((20,) if quick else (20, 200))),
+        *(
+            drains(f"{size // 1000} KB bodies", pair, 1, size=size, requests=(min(requests, 30_000_000 // size)))
+            for size in ((1_000_000,) if quick else (32_000, 256_000, 1_000_000))
+        ),
+        scenario("memory", memory, (ours,), 1, requests=3000 if quick else 100_000),
+    ]
+
+
+def _few_slots() -> Contestant:
+    """As many slots for batch jobs as the floor has for all; none is lent or added."""
+    return lanekeeper(**_slots(critical=FEW, normal=1, batch=FEW))
+
+
+def _lanes_of_few() -> Contestant:
+    """As many slots as the floor has, shared out; what a lane does not use it lends."""
+    return lanekeeper(**(_slots(critical=5, normal=2, batch=1) | {"LANEKEEPER_LANES__CRITICAL__SLOTS_MIN": "1"}))
+
+
+def _slots(**lanes: int) -> dict[str, str]:
+    made = {f"LANEKEEPER_LANES__{lane.upper()}__SLOTS": str(slots) for lane, slots in lanes.items()}
+    kept = {f"LANEKEEPER_LANES__{lane.upper()}__SLOTS_MIN": str(slots) for lane, slots in lanes.items()}
+    return made | kept
+
+
+def _traced() -> Contestant:
+    """Spans of every tenth request are sent to a collector (the provider's process, which forgets them)."""
+    return lanekeeper(
+        "traces at 10 %",
+        OTEL_EXPORTER_OTLP_ENDPOINT="BASE_URL",
+        OTEL_TRACES_SAMPLER="parentbased_traceidratio",
+        OTEL_TRACES_SAMPLER_ARG="0.1",
+    )

@@ -1,0 +1,108 @@
+import pytest
+from suite import load, report
+from suite.books import Books
+from suite.report import BEGIN, END, Aim
+from suite.results import Results, Run
+from suite.results import load as load_results
+from suite.statistics import Median, quantile, ratio
+
+
+def results(*runs: Run) -> Results:
+    return Results(at="2026-01-01T00:00:00Z", machine="2 cores", versions={"RabbitMQ": "4.3.6"}, runs=list(runs))
+
+
+def drained(contestant: str, number: int, cpu_ms: float) -> Run:
+    return Run(
+        scenario="drain", contestant=contestant, round=number, figures={"cpu_ms": cpu_ms, "per_s": 1000 / cpu_ms}
+    )
+
+
+def test_a_quantile_is_a_value_that_was_measured():
+    values = [float(each) for each in range(100, 0, -1)]
+
+    assert (quantile(values, 0.5), quantile(values, 0.99), quantile([7.0], 0.99)) == (50.0, 99.0, 7.0)
+
+
+def test_a_quantile_of_nothing_is_an_error():
+    with pytest.raises(ValueError, match="no values"):
+        quantile([], 0.5)
+
+
+def test_a_ratio_is_that_of_each_round_not_of_the_medians():
+    assert ratio({0: 2.0, 1: 30.0, 2: 4.0}, {0: 1.0, 1: 10.0, 2: 4.0}) == Median(2.0, 1.0, 3.0, 3)
+
+
+def test_a_round_that_one_of_both_lacks_does_not_count():
+    assert ratio({0: 2.0, 1: 9.0}, {0: 1.0, 2: 1.0}) == Median(2.0, 2.0, 2.0, 1)
+    assert ratio({0: 2.0}, {1: 1.0}) is None
+
+
+@pytest.mark.parametrize(("at_most", "reached", "missed"), [(True, 1.4, 1.41), (False, 1.4, 1.39)])
+def test_an_aim_is_reached_at_its_limit(at_most: bool, reached: float, missed: float):
+    aim = Aim(text="an aim", limit=1.4, at_most=at_most, measured=lambda _: None)
+
+    assert (aim.holds(reached), aim.holds(missed)) == (True, False)
+
+
+def test_an_aim_tells_the_ratio_to_the_floor_and_its_range():
+    found = results(
+        *(drained("floor", number, 1.0) for number in range(3)),
+        *(drained("lanekeeper", number, cpu_ms) for number, cpu_ms in enumerate((1.2, 1.3, 1.6))),
+    )
+
+    assert "| ≤ 1.4 × | 1.3 × (1.2 to 1.6) | yes |" in report.aims(found)
+
+
+def test_an_aim_that_was_not_measured_is_in_the_table():
+    assert report.aims(results()).count("not measured") == len(report.AIMS)
+
+
+def test_a_run_that_lost_a_message_has_no_figure_and_is_told():
+    lost = Run(scenario="drain", contestant="celery", round=0, error="Spoiled: celery: 1 of 800 requests are lost")
+
+    told = report.whole(results(drained("floor", 0, 1.0), lost))
+
+    assert "no figure: drain, celery: Spoiled: celery: 1 of 800 requests are lost" in told
+    assert "| celery |" not in told
+
+
+def test_results_are_the_same_after_they_were_saved(tmp_path):
+    found = results(drained("floor", 0, 1.0))
+
+    assert load_results(found.save(tmp_path)) == found
+
+
+def test_a_report_is_written_between_the_marks_and_nowhere_else(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+
+    report.between(page, "new")
+
+    assert page.read_text() == f"before\n{BEGIN}\n\nnew\n\n{END}\nafter\n"
+
+
+def test_a_page_without_the_marks_is_left_as_it_is(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("nothing here")
+
+    with pytest.raises(ValueError, match="marks"):
+        report.between(page, "new")
+
+    assert page.read_text() == "nothing here"
+
+
+@pytest.mark.parametrize("size", [1024, 32_000, 1_000_000])
+def test_a_body_has_its_size_and_carries_its_number_and_the_time_of_its_call(size: int):
+    body = load.body(1234, size=size, call_ms=50)
+
+    assert len(body) == size
+    assert load.read_mark(body) == (1234, 50)
+
+
+def test_the_books_tell_what_was_called_twice(tmp_path):
+    writing, reading = Books(tmp_path / "books", most=10), Books(tmp_path / "books", most=10)
+
+    for number in (1, 2, 1):
+        writing.begin(number, 5.0)
+
+    assert (reading.calls, reading.repeated, reading.began[2], reading.began[3]) == (3, 1, 5.0, 0.0)
