@@ -1,4 +1,5 @@
-"""The one thread that works on the SQLite file. All waiting operations share one transaction, and so one fsync.
+"""The one thread that works on the SQLite file. All waiting operations share one transaction, and so one fsync; claims
+that wait alone need none (see `_must_sync`).
 
     await writer.do(lambda tables, at: tables.requests.claim(at, identity, copy))
 
@@ -21,7 +22,7 @@ from consumers.state.base import StoreUnavailable
 from consumers.state.clock import Clock
 from consumers.state.spec import StoreSpec
 from consumers.state.sqlite.counters import Counters
-from consumers.state.sqlite.file import drop_log, explain, inode, log_of, open_file
+from consumers.state.sqlite.file import drop_log, explain, inode, log_of, open_file, sync_commits
 from consumers.state.sqlite.requests import Requests, Times
 from consumers.state.sqlite.shares import Waiting
 from consumers.state.sqlite.together import Claim, Complete, Together, parts
@@ -85,6 +86,7 @@ class Writer:
         self._groups: queue.SimpleQueue[list[_Waiting] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="store", daemon=True)
         self._tables: Tables | None = None
+        self._syncs = True
         self._reopen_at = 0.0
         self.trouble: str | None = None
 
@@ -102,7 +104,8 @@ class Writer:
             await asyncio.wait_for(asyncio.shield(self._ended), CLOSE_S)
 
     async def do(self, operation: Operation[T], *, alike: Claim | Complete | None = None) -> T:
-        """Run an operation. Returns its value once it is durable. Raises StoreUnavailable.
+        """Run an operation. Returns its value once it is durable; of a claim, once all processes see it. Raises
+        StoreUnavailable.
 
         `alike`: the same as a value, so that one statement can do many of them.
         """
@@ -162,6 +165,9 @@ class Writer:
 
     def _transact(self, together: list[_Waiting]) -> list[_Done]:
         tables = self._usable()
+        if (must_sync := self._must_sync(together)) != self._syncs:
+            sync_commits(tables.connection, must_sync)
+            self._syncs = must_sync
         tables.connection.execute("BEGIN IMMEDIATE")
         try:
             at = Times(now=self._clock.since_boot_ms(), today=self._clock.since_1970_ms())
@@ -173,6 +179,17 @@ class Writer:
             raise
         return done
 
+    def _must_sync(self, together: Sequence[_Waiting]) -> bool:
+        """Whether the commit has to wait for the disk. Not for new claims alone.
+
+        A claim has to be seen by every process that shares the file, also after this one was killed: that it is as soon
+        as it is committed. Only a power cut takes what was not synced. It also ends all processes that could hold or
+        ask for a claim, for they run on this machine, and leases of an earlier boot have ended in any case. So what is
+        lost is that one holder died. A disk that cannot sync lets no further claims pass: no call is made whose answer
+        could not be kept.
+        """
+        return self.trouble is not None or any(not isinstance(each.alike, Claim) for each in together)
+
     def _usable(self) -> Tables:
         tables = self._tables
         if tables is not None and tables.file != inode(self._path):
@@ -183,6 +200,7 @@ class Writer:
                 raise StoreUnavailable(self.trouble)
             self._reopen_at = time.monotonic() + REOPEN_S
             connection = open_file(self._path, namespace=self._namespace, clock=self._clock)
+            self._syncs = True
             self._tables = Tables(
                 connection,
                 requests=Requests(connection, self._spec),
