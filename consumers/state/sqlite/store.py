@@ -58,11 +58,13 @@ class SqliteStore:
 
     async def claim(self, identity: Identity, copy: Copy) -> Granted | Running | Ended | Conflict:
         return await self._writer.do(
-            lambda tables, at: tables.requests.claim(at, identity, copy), alike=Claim(identity, copy)
+            lambda tables, at: tables.requests.claim(at, identity, copy), alike=Claim(identity, copy), lasts=False
         )
 
     async def renew(self, held: Sequence[Held]) -> Mapping[Held, Stop]:
-        return await self._writer.do(lambda tables, at: tables.requests.renew(at, held))
+        return await self._writer.do(
+            lambda tables, at: {} if tables.together.renew(at, held) else tables.requests.renew(at, held), lasts=False
+        )
 
     async def release(self, held: Held, *, attempts: int = 0, due_ms: int | None = None) -> None:
         await self._writer.do(lambda tables, at: tables.requests.release(at, held, attempts, due_ms))

@@ -1,4 +1,4 @@
-"""New claims, and completions by their holders: those of one transaction are written by one statement.
+"""New claims, completions by their holders, renewals: those of one transaction are written by one statement each.
 
 Nearly every request is new, and is completed by whoever claimed it. So a row is written without being read before, if
 that is all there is to it; what the statement did not write is done by itself, by `Requests`. sqlite3 gives up the
@@ -13,7 +13,7 @@ import sqlite3
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple, TypeVar
 
-from consumers.state.base import Completion, Copy, Granted, Identity
+from consumers.state.base import Completion, Copy, Granted, Held, Identity
 from consumers.state.spec import StoreSpec
 from consumers.state.sqlite.requests import Times, as_json
 
@@ -36,6 +36,11 @@ _COMPLETE: Final = (
 )
 """A claim that was forgotten is completed all the same, as `Requests.complete` does it."""
 _COMPLETE_ROW: Final = "(?1, ?2, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0, 0, 0, 0, 0)"
+_RENEW: Final = (
+    "UPDATE request SET lease_ms = ?1 FROM (VALUES {}) AS held"
+    " WHERE tenant = held.column1 AND id = held.column2 AND token = held.column3 AND status IS NULL"
+)
+"""Not with `IN (VALUES …)`: for that SQLite reads the whole table."""
 
 
 def _by_size(statement: str, row: str) -> dict[int, str]:
@@ -44,6 +49,7 @@ def _by_size(statement: str, row: str) -> dict[int, str]:
 
 _CLAIMS: Final = _by_size(_CLAIM, _CLAIM_ROW)
 _COMPLETIONS: Final = _by_size(_COMPLETE, _COMPLETE_ROW)
+_RENEWALS: Final = _by_size(_RENEW, "(?, ?, ?)")
 
 
 class Claim(NamedTuple):
@@ -63,8 +69,8 @@ class Complete(NamedTuple):
 
 
 class Together:
-    """Writes these, over one connection: at most as many at once as the first of `SIZES`, see `parts`. Returns the
-    results in order; None: not written, do it by itself. If an error of one of them is raised, none is written."""
+    """Writes these, over one connection. `claim` and `complete` take as many as one of `SIZES`, see `parts`, and return
+    the results in order; None: not written, do it by itself. If an error of one of them is raised, none is written."""
 
     def __init__(self, connection: sqlite3.Connection, spec: StoreSpec) -> None:
         self._execute = connection.execute
@@ -98,6 +104,16 @@ class Together:
         written = self._execute(_COMPLETIONS[len(asked)], values)
         is_all = written.rowcount == len(asked)
         return [each.completion if is_all else None for each in asked]
+
+    def renew(self, at: Times, held: Sequence[Held]) -> bool:
+        """Renew leases. Whether there is no more to do: no holder has to stop, and none was forgotten."""
+        renewed = 0
+        for some in parts(held):
+            values: list[object] = [at.now + self._lease_ms]
+            for me, token in ((each.identity, each.token) for each in some):
+                values += (me.tenant, me.id, token)
+            renewed += self._execute(_RENEWALS[len(some)], values).rowcount
+        return renewed == len(held)
 
 
 def parts(wanted: Sequence[T]) -> Iterator[Sequence[T]]:

@@ -1,5 +1,5 @@
 """The one thread that works on the SQLite file. All waiting operations share one transaction, and so one fsync; claims
-that wait alone need none (see `_must_sync`).
+and renewals alone need none (see `_must_sync`).
 
     await writer.do(lambda tables, at: tables.requests.claim(at, identity, copy))
 
@@ -69,6 +69,7 @@ class _Waiting(NamedTuple):
     operation: Operation[Any]
     done: "asyncio.Future[Any]"
     alike: Claim | Complete | None
+    lasts: bool
 
 
 class Writer:
@@ -103,17 +104,17 @@ class Writer:
         with suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(self._ended), CLOSE_S)
 
-    async def do(self, operation: Operation[T], *, alike: Claim | Complete | None = None) -> T:
-        """Run an operation. Returns its value once it is durable; of a claim, once all processes see it. Raises
-        StoreUnavailable.
+    async def do(self, operation: Operation[T], *, alike: Claim | Complete | None = None, lasts: bool = True) -> T:
+        """Run an operation. Returns its value once it is durable. Raises StoreUnavailable.
 
-        `alike`: the same as a value, so that one statement can do many of them.
+        `alike`: the same as a value, so that one statement can do many of them. `lasts`: False if it need not survive a
+        power cut; then its value is returned once all processes see it.
         """
         if self._waiting >= WAITING_AT_MOST:
             raise StoreUnavailable(f"{self._path} is too slow: {self._waiting} operations wait for it")
         done: asyncio.Future[T] = self._loop.create_future()
         self._waiting += 1
-        self._gathered.append(_Waiting(operation, done, alike))
+        self._gathered.append(_Waiting(operation, done, alike, lasts))
         if not self._is_busy:
             self._is_busy = True
             self._loop.call_soon(self._hand_over)
@@ -156,10 +157,10 @@ class Writer:
             self.trouble = text = explain(error, self._path)
             if getattr(error, "sqlite_errorcode", 0) & 0xFF not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
                 self._shut()
-            return [(future, None, StoreUnavailable(text)) for _, future, _ in together]
+            return [(future, None, StoreUnavailable(text)) for _, future, *_ in together]
         except Exception as error:  # a bug: the callers get it, and the thread goes on
             self._shut()
-            return [(future, None, error) for _, future, _ in together]
+            return [(future, None, error) for _, future, *_ in together]
         self.trouble = None
         return done
 
@@ -180,7 +181,7 @@ class Writer:
         return done
 
     def _must_sync(self, together: Sequence[_Waiting]) -> bool:
-        """Whether the commit has to wait for the disk. Not for new claims alone.
+        """Whether the commit has to wait for the disk. Not for claims and renewals alone.
 
         A claim has to be seen by every process that shares the file, also after this one was killed: that it is as soon
         as it is committed. Only a power cut takes what was not synced. It also ends all processes that could hold or
@@ -188,7 +189,7 @@ class Writer:
         lost is that one holder died. A disk that cannot sync lets no further claims pass: no call is made whose answer
         could not be kept.
         """
-        return self.trouble is not None or any(not isinstance(each.alike, Claim) for each in together)
+        return self.trouble is not None or any(each.lasts for each in together)
 
     def _usable(self) -> Tables:
         tables = self._tables
@@ -241,7 +242,7 @@ def _all_done(tables: Tables, at: Times, group: Sequence[_Waiting]) -> list[_Don
 
 
 def _one_by_one(those: Sequence[_Waiting], tables: Tables, at: Times, done: list[_Done]) -> None:
-    for operation, future, _ in those:
+    for operation, future, *_ in those:
         try:
             done.append((future, operation(tables, at), None))
         except _OF_ITS_OWN as error:

@@ -1,4 +1,4 @@
-"""Which commits wait for the disk: all but those of claims alone, which have to be seen and not to last."""
+"""Which commits wait for the disk: all but those of claims and renewals, which have to be seen and not to last."""
 
 import asyncio
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from consumers.state.base import Granted, Identity, Running, StoreUnavailable
+from consumers.state.base import Granted, Held, Identity, Running, StoreUnavailable
 from consumers.state.sqlite import writer
 from consumers.state.sqlite.file import sync_commits
 from consumers.state.sqlite.store import SqliteStore
@@ -47,12 +47,13 @@ def changes(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return found
 
 
-async def test_claims_alone_do_not_wait_for_the_disk(tmp_path: Path, changes: list[bool]) -> None:
+async def test_claims_and_renewals_alone_do_not_wait_for_the_disk(tmp_path: Path, changes: list[bool]) -> None:
     async with SqliteStore(tmp_path / "lane.sqlite", namespace="lane") as store:
         granted = await store.claim(ME, copy())
         await store.claim(OTHER, copy())
-        assert changes == [False]
         assert isinstance(granted, Granted)
+        await store.renew([Held(ME, granted.token)])
+        assert changes == [False]
         await store.complete(ME, copy(), answered(), token=granted.token)
         assert changes == [False, True], "an answer does"
         await store.claim(Identity("", "third"), copy())

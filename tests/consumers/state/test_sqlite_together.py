@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from consumers.state.base import Completion, Conflict, Ended, Granted, Held, Identity, Running
+from consumers.state.base import Completion, Conflict, Ended, Granted, Held, Identity, Running, Stop
 from consumers.state.clock import Clock
 from consumers.state.spec import StoreSpec
 from consumers.state.sqlite.file import SCHEMA
@@ -94,6 +94,25 @@ async def test_the_same_request_twice_in_one_transaction_is_granted_once(tmp_pat
     async with SqliteStore(tmp_path / "lane.sqlite", namespace="lane") as store:
         found = await asyncio.gather(*(store.claim(ME, copy(mark=str(each))) for each in range(3)))
     assert [type(each) for each in found] == [Granted, Running, Running]
+
+
+async def test_of_many_renewals_those_that_must_stop_are_told(tmp_path: Path) -> None:
+    clock = Standing()
+    ids = [Identity("", str(each)) for each in range(45)]
+    async with SqliteStore(tmp_path / "lane.sqlite", namespace="lane", clock=clock) as store:
+        claims = await asyncio.gather(*(store.claim(each, copy()) for each in ids))
+        held = [Held(me, each.token) for me, each in zip(ids, claims, strict=True) if isinstance(each, Granted)]
+        forgotten = Held(Identity("", "forgotten"), 7)
+        assert await store.renew([*held, forgotten]) == {}
+        await store.claim(ids[3], copy(redelivered=True))
+        await store.cancel(ids[40], failed("cancelled"))
+        clock.ms += 9_000
+        found = await store.renew([*held, forgotten])
+        clock.ms += 9_000
+        running = [one is not None and one.running for one in [await store.find(each) for each in ids]]
+
+    assert found == {held[3]: Stop.FENCED, held[40]: Stop.CANCELLED}
+    assert [each for each in range(45) if not running[each]] == [3], "the claim that took over was not renewed"
 
 
 async def test_of_many_claims_only_those_of_known_requests_are_not_granted(tmp_path: Path) -> None:
