@@ -157,7 +157,7 @@ class Attempts:
     async def _call(
         self, job: Job, entered: Pass, request: Request, *, timeout_s: float, parts: Parts | None, until_s: float
     ) -> Answer:
-        """Make one call, and tell the breaker what became of it."""
+        """Make one call, and report its result to the breaker."""
         clock = asyncio.get_running_loop().time
         began_s = clock()
         try:

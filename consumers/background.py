@@ -1,10 +1,20 @@
-"""Tasks that go on when their waiter is cancelled, because what they store was paid for."""
+"""Tasks that go on when their waiter is cancelled, because what they store was paid for; and rounds of a task."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+
+async def every(seconds: float, *, until: asyncio.Event) -> AsyncIterator[None]:
+    """One item at once, and one after each such time, until the event is set."""
+    while not until.is_set():
+        yield
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await until.wait()
 
 
 class Background:

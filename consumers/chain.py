@@ -25,5 +25,5 @@ class Chain:
     """Why the model may not be used here: the detail of the problem `forbidden_model`."""
 
     def since(self, route: Route) -> tuple[Route, ...]:
-        """This route and the routes after it in the chain."""
+        """The given route and the routes after it in the chain."""
         return self.routes[self.routes.index(route) :]

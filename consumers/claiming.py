@@ -62,13 +62,13 @@ class Claiming:
             await self.renew()
 
     async def renew(self) -> None:
-        """Renew once, now."""
+        """Renew all held claims once, now."""
         if not self._held:
             self._taken.clear()
             return
         try:
             stops = await self._store.renew(tuple(self._held))
-        except StoreUnavailable as error:  # jobs go on: meanwhile nobody else can be granted their claims
+        except StoreUnavailable as error:  # jobs continue: without the store, no other worker can get their claims
             log.debug(signals.RENEWAL_FAILED, error=str(error))
             return
         for held, why in stops.items():
@@ -95,8 +95,8 @@ class Claiming:
         return found
 
     async def release(self, job: Job, *, due_ms: int | None = None) -> None:
-        """Give a claim back: the request waits for its next delivery, at `due_ms` if that is known. If the store cannot
-        be told, the claim ends with its lease.
+        """Give a claim back: the request waits for its next delivery, at `due_ms` if that is known. If the store is
+        unavailable, the claim ends with its lease.
 
         If this is cancelled, it continues in the background: a holder that never releases its claim counts as dead.
         """
@@ -117,7 +117,7 @@ class Claiming:
             return True
 
     async def defer_for_long(self, job: Job, *, due_ms: int, deadline_ms: int) -> bool:
-        """The same for a long wait, tried until the store answers: an earlier cancellation must be found now, because
+        """Store a long wait, and try until the store answers: an earlier cancellation must be found now, because
         the store forgets it before the wait ends. Raises as `claim`."""
         return await _surely(lambda: self._defer(job, due_ms, deadline_ms), within_s=CLAIM_WITHIN_S)
 

@@ -1,8 +1,7 @@
 """Builds the message of a request that is published again: into a delay, a side queue, or as a dead letter. Pure.
 
-It stays as it was published, but `user_id` and `expiration` move into headers (the broker closes a channel that
-publishes with another user's `user_id`).
-"""
+The message stays as it was published, but `user_id` and `expiration` move into headers (the broker closes a channel
+that publishes with another user's `user_id`)."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -78,17 +77,14 @@ def _expiration(job: Job) -> str | None:
 
 
 def _copy(job: Job, headers: Mapping[str, Any], *, names: Names) -> Message:
-    original = job.message
-    return Message(
-        body=original.body,
-        headers={**carried(original.headers, of=names), **headers},
-        content_type=original.content_type,
-        content_encoding=original.content_encoding,
+    """A copy that is persistent, and without `user_id` and `expiration`."""
+    return replace(
+        job.message,
+        exchange="",
+        routing_key="",
+        headers={**carried(job.message.headers, of=names), **headers},
         message_id=job.id,
-        correlation_id=original.correlation_id,
-        reply_to=original.reply_to,
-        priority=original.priority,
-        type=original.type,
-        timestamp_s=original.timestamp_s,
-        app_id=original.app_id,
+        user_id=None,
+        expiration=None,
+        persistent=True,
     )

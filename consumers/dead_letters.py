@@ -24,7 +24,8 @@ DAY_S = 86_400
 GIB = 1024**3
 LOOK_EVERY_S = 60.0
 SAMPLE = 8
-"""The size of all letters is estimated from this many of the oldest: AMQP tells the number of messages, not bytes."""
+"""The size of all letters is estimated from this many of the oldest: AMQP reports the number of messages, not their
+bytes."""
 STEP = 1000
 """The most letters that one `look` removes."""
 LEASE = "dead letters"
@@ -42,32 +43,24 @@ class DeadSpec:
     """Where removed letters are written, one file of JSON lines a day; None: they are dropped."""
 
 
+@dataclass(slots=True)
 class DeadLetters:
     """Removes the letters beyond the bounds."""
 
-    def __init__(
-        self,
-        oldest: Callable[[], Oldest],
-        *,
-        store: Store,
-        spec: DeadSpec,
-        lifecycle: Lifecycle,
-        now_ms: NowMs,
-    ) -> None:
-        self._oldest = oldest
-        self._store = store
-        self._spec = spec
-        self._lifecycle = lifecycle
-        self._now_ms = now_ms
-        self.exported = 0
-        self.dropped = 0
+    oldest: Callable[[], Oldest]
+    store: Store
+    spec: DeadSpec
+    lifecycle: Lifecycle
+    now_ms: NowMs
+    exported: int = 0
+    dropped: int = 0
 
     async def run(self, *, owner: str, every_s: float = LOOK_EVERY_S) -> None:
         """Look again and again until cancelled. `owner` names this process among those that share the store."""
         while True:
             await asyncio.sleep(every_s)
             try:
-                if await self._store.hold(LEASE, owner, for_s=2 * every_s) is not None:
+                if await self.store.hold(LEASE, owner, for_s=2 * every_s) is not None:
                     await self.look()
             except (BrokerError, StoreUnavailable, OSError) as error:
                 log.warning(signals.DEAD_LETTERS_UNKEPT, error=str(error))
@@ -75,22 +68,22 @@ class DeadLetters:
     async def look(self) -> int:
         """Remove the letters beyond the bounds, oldest first; return how many. Raises BrokerError, OSError."""
         removed = 0
-        async with self._oldest() as oldest:
+        async with self.oldest() as oldest:
             held: list[Letter] = []
             while len(held) < SAMPLE and (letter := await oldest.take()) is not None:
                 held.append(letter)
             beyond = self._beyond(held)
             while held and removed < STEP and (removed < beyond or self._is_old(held[0])):
                 letter = held.pop(0)
-                if self._spec.folder is not None:
-                    await asyncio.to_thread(_write, self._spec.folder, letter, self._now_ms())
+                if self.spec.folder is not None:
+                    await asyncio.to_thread(_write, self.spec.folder, letter, self.now_ms())
                 await oldest.remove(letter)
                 self._tell(letter)
                 removed += 1
                 if not held and (following := await oldest.take()) is not None:
                     held.append(following)
         if removed:
-            where = None if self._spec.folder is None else str(self._spec.folder)
+            where = None if self.spec.folder is None else str(self.spec.folder)
             log.warning(signals.DEAD_LETTERS_REMOVED, removed=removed, exported_to=where)
         return removed
 
@@ -100,17 +93,17 @@ class DeadLetters:
             return 0
         count = len(held) + held[-1].behind
         each_bytes = max(1.0, sum(len(letter.message.body) for letter in held) / len(held))
-        return max(count - self._spec.max_count, count - math.floor(self._spec.max_bytes / each_bytes), 0)
+        return max(count - self.spec.max_count, count - math.floor(self.spec.max_bytes / each_bytes), 0)
 
     def _is_old(self, letter: Letter) -> bool:
         at_ms = dead_at_ms(letter.message.headers.get(n.DEAD_AT))
-        return at_ms is not None and at_ms < self._now_ms() - 1000 * self._spec.keep_s
+        return at_ms is not None and at_ms < self.now_ms() - 1000 * self.spec.keep_s
 
     def _tell(self, letter: Letter) -> None:
-        is_exported = self._spec.folder is not None
+        is_exported = self.spec.folder is not None
         self.exported += is_exported
         self.dropped += not is_exported
-        self._lifecycle.tell_of_letter(letter.message, "removed", exported=is_exported)
+        self.lifecycle.tell_of_letter(letter.message, "removed", exported=is_exported)
 
 
 def _write(folder: Path, letter: Letter, now_ms: int) -> None:

@@ -28,6 +28,6 @@ class Failpoints:
             os._exit(EXIT_CODE)
 
     def reach_soon(self, name: str) -> None:
-        """The same, as soon as the next publish has been written."""
+        """Die with the given probability as soon as the next publish has been written."""
         if self._chances and random.random() < self._chances.get(name, 0):
             asyncio.get_running_loop().call_later(SOON_S, os._exit, EXIT_CODE)

@@ -11,12 +11,12 @@ ProviderError
 BreakerOpen                 no call was made: every provider that may be called is known to fail now
 
 Each ProviderError carries its row of the table. mypy fails for a new class that passes no row, for a new row that does
-not fill every column, and for a new value of a column until whoever reads that column handles it (`assert_never`).
+not fill every column, and for a new value of a column until the code that reads the column handles it (`assert_never`).
 """
 
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Final
+from typing import Final, TypedDict, Unpack
 
 from consumers.limits.base import Kind
 from consumers.limits.headers import RateHeaders
@@ -28,15 +28,15 @@ class Retry(Enum):
     """Whether another attempt may help, and how long to wait before it. Read by `retry.decide`."""
 
     REJECTED = auto()
-    """It does not help: the request ends as `provider_rejected`."""
+    """Another attempt does not help: the request ends as `provider_rejected`."""
     TOO_LARGE = auto()
-    """It does not help, because another answer would be as large: the request ends as `answer_too_large`."""
+    """Another attempt does not help, because its answer would be as large: the request ends as `answer_too_large`."""
     SOON = auto()
-    """It may help, and the first retry comes quickly."""
+    """Another attempt may help, and the first retry comes quickly."""
     BACK_OFF = auto()
-    """It may help, but not before the time that the provider told."""
+    """Another attempt may help, but not before the provider's `retry-after` is over."""
     AS_TOLD = auto()
-    """It may help after exactly the time that the provider told."""
+    """Another attempt may help when the provider's `retry-after` is over."""
 
 
 class Failover(Enum):
@@ -50,7 +50,7 @@ class Failover(Enum):
     ACCOUNT = auto()
     """Another account, with any model."""
     SAME_MODEL_FIRST = auto()
-    """Another account with the same model; with another model only if the provider told to wait for long."""
+    """Another account with the same model; with another model only if the `retry-after` is long."""
 
 
 class Trips(Enum):
@@ -62,7 +62,7 @@ class Trips(Enum):
     IN_TIME = auto()
     """A timeout is counted only if the call was given enough time."""
     UNREACHED = auto()
-    """It is counted, and a few in a row are enough."""
+    """The failure is counted, and a few in a row open the breaker."""
 
 
 class Paid(Enum):
@@ -70,9 +70,9 @@ class Paid(Enum):
 
     NOTHING = auto()
     REQUEST = auto()
-    """One request and no tokens."""
+    """The provider counted one request and no tokens."""
     UNKNOWN = auto()
-    """Up to all that was reserved."""
+    """The provider may have counted anything up to the whole reservation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ _BY_STATUS: Final = {401: KEY_REFUSED, 403: FORBIDDEN}
 
 class ProviderError(LanekeeperError):
     """A call failed. `detail`: one line for the requester, in which the provider may quote the request. `status`: the
-    provider's, 0 if none. `retry_after_s`: what the provider told, None if nothing."""
+    provider's, 0 if none. `retry_after_s`: the provider's `retry-after`, None if it sent none."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class ProviderError(LanekeeperError):
         self.had_begun = False
         """Whether it came in the middle of an answer."""
         self.rate: RateHeaders | None = None
-        """What the response told of the account's limits; set by the adapter."""
+        """The account's limits in the response's headers; set by the adapter."""
 
     @property
     def paid(self) -> Paid:
@@ -168,38 +168,25 @@ class TransientError(ProviderError):
         super().__init__(detail, means=means, status=status, type=type, request_id=request_id)
 
 
+class Said(TypedDict, total=False):
+    """What the provider may say beside a status and a type."""
+
+    request_id: str | None
+    retry_after_s: float | None
+
+
 class RateLimitedError(ProviderError):
     """429."""
 
-    def __init__(
-        self,
-        detail: str,
-        *,
-        retry_after_s: float | None = None,
-        status: int = 429,
-        type: str = "rate_limit_error",
-        request_id: str | None = None,
-    ) -> None:
-        super().__init__(
-            detail, means=RATE_LIMITED, status=status, type=type, request_id=request_id, retry_after_s=retry_after_s
-        )
+    def __init__(self, detail: str, *, status: int = 429, type: str = "rate_limit_error", **said: Unpack[Said]) -> None:
+        super().__init__(detail, means=RATE_LIMITED, status=status, type=type, **said)
 
 
 class OverloadedError(ProviderError):
     """529, or an `overloaded_error` in the middle of a stream. May carry a `retry-after` too."""
 
-    def __init__(
-        self,
-        detail: str,
-        *,
-        retry_after_s: float | None = None,
-        status: int = 529,
-        type: str = "overloaded_error",
-        request_id: str | None = None,
-    ) -> None:
-        super().__init__(
-            detail, means=OVERLOADED, status=status, type=type, request_id=request_id, retry_after_s=retry_after_s
-        )
+    def __init__(self, detail: str, *, status: int = 529, type: str = "overloaded_error", **said: Unpack[Said]) -> None:
+        super().__init__(detail, means=OVERLOADED, status=status, type=type, **said)
 
 
 class SpendLimitError(ProviderError):

@@ -50,7 +50,7 @@ class Interruptible:
         return self._limit.when()
 
     def end(self) -> None:
-        """End the wait now."""
+        """End the wait inside the block now."""
         if not self._limit.expired():
             self._limit.reschedule(asyncio.get_running_loop().time())
 

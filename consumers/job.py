@@ -72,7 +72,7 @@ class Attempted:
     lost: tuple[tuple[str, Amounts], ...] = ()
     """Calls before the last one that may have been paid: each one's model, and what was reserved for it."""
     counts: bool = True
-    """False if the provider was down: then the attempt does not count."""
+    """False if the attempt does not count, because the provider was down."""
 
 
 class Job:
@@ -123,7 +123,7 @@ class Job:
         self.stopped: Stop | None = None
         """Why it must stop; None: it may go on."""
         self.waiting: Interruptible | None = None
-        """Its present wait that `stop` can end; None: there is none."""
+        """The current wait, which `stop` can end; None if the job is not waiting."""
 
     def stop(self, why: Stop) -> None:
         """Tell the job to stop: end its current wait now, and each later one as soon as it begins."""
@@ -144,7 +144,8 @@ class Job:
 
     @property
     def user_id(self) -> str | None:
-        """Who published it, as the broker has checked. A worker that sends it through a delay keeps it in a header."""
+        """The user who published the request, as checked by the broker. A worker that delays the request keeps the name
+        in a header."""
         return self.hop.user_id if self.trusted else self.message.user_id
 
     @property
@@ -160,12 +161,12 @@ class Job:
 
     @property
     def is_fresh(self) -> bool:
-        """It comes from its publisher, not from a delay. It may have been set aside."""
+        """True if the message comes from its publisher, not from a delay. It may have been set aside."""
         return not self.trusted or self.hop.is_fresh
 
     @property
     def came_before(self) -> bool:
-        """It was worked on before. Its outcome may be stored already, but not yet published."""
+        """True if the request was worked on before. Its outcome may be stored already, but not yet published."""
         return self.redelivered or not self.is_fresh
 
     def copy(self) -> Copy:
@@ -206,7 +207,8 @@ class Job:
 
     @property
     def wait_ms(self) -> int:
-        """From publishing (or the due time) to the start of this delivery's attempt; without one, to its delivery."""
+        """The time from publishing (or the due time) to the start of this delivery's attempt; without an attempt, to
+        the delivery."""
         return self.waited_ms(self.taken_ms if self.attempted is None else self.attempted.started_ms)
 
     @property
@@ -215,7 +217,7 @@ class Job:
         return 0 if self.attempted is None else self.attempted.run_ms
 
     def waited_ms(self, until_ms: int) -> int:
-        """From publishing (or the due time) to `until_ms`."""
+        """The time from publishing (or the due time) to `until_ms`."""
         if self.asked is not None:
             return max(0, until_ms - self.asked.request.start_ms)
         return max(0, until_ms - max(self.published.ms, self.hop.due_ms or 0))

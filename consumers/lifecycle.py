@@ -29,7 +29,7 @@ EVENTS: Mapping[str, Set[str]] = {
 COMMON = ("event", "id", "lane", "app", "attempt", "at_ms")
 APP_LENGTH = 64
 ID_LENGTH = 128
-"""With these, a routing key of lane, app, event and id stays within its 255 bytes."""
+"""The most characters of an id in a routing key, so that a key of lane, app, event and id stays within 255 bytes."""
 
 
 class Lifecycle:
@@ -60,7 +60,7 @@ class Lifecycle:
         )
 
     def tell_of_letter(self, letter: Message, event: str, **detail: Any) -> None:
-        """The same for a dead letter, whose request has ended long ago."""
+        """Publish one event about a dead letter, whose request has ended long ago."""
         lane, app = (
             _word(letter.routing_key.split(".", 1)[0], APP_LENGTH),
             _word(app_of(letter.routing_key), APP_LENGTH),
@@ -77,4 +77,4 @@ class Lifecycle:
 
 def _word(text: str, length: int) -> str:
     """The text as ASCII, cut to `length`: the key or id of a refused request may be anything."""
-    return text[:length].encode("ascii", "replace").decode()
+    return text if len(text) <= length and text.isascii() else text[:length].encode("ascii", "replace").decode()

@@ -21,14 +21,14 @@ class Answered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deferred:
-    """It waits, and no attempt is counted."""
+    """The request waits, and no attempt is counted."""
 
     delay_ms: int
     reason: str
     due_ms: int | None = None
     """The due time of the request, if it has one; ms since 1970."""
     redelivered: bool = False
-    """Its last delivery was never settled, in a queue that does not count deliveries."""
+    """True if the message's last delivery was never settled, in a queue that does not count deliveries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +37,9 @@ class Retried:
 
     delay_ms: int
     error: str
-    """One line, for the requester."""
+    """The error in one line, for the requester."""
     brief: str = ""
-    """The same without content, for logs and events."""
+    """The error without content, for logs and events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +58,15 @@ class Buried:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """It was cancelled, or a newer one took its place: the requester is told, and the message is not kept."""
+    """The request was cancelled, or replaced by a newer one: the requester gets an error, and the message is not
+    kept."""
 
     problem: RequestProblem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """It had ended before: the stored outcome is sent again."""
+    """The request had ended before: the stored outcome is sent again."""
 
     completion: Completion
     buries: bool = False
@@ -83,7 +84,7 @@ def ended_by(problem: RequestProblem) -> Refused | Buried:
 
 
 def stopped_by(why: Stop, *, doing: str, due_ms: int | None) -> Dropped | Deferred:
-    """The outcome of a job that was told to stop. `doing`: what it was doing, for its requester."""
+    """The outcome of a job that was told to stop. `doing`: what it was doing, for the error's detail."""
     match why:
         case Stop.CANCELLED:
             return Dropped(RequestProblem("cancelled", f"cancelled by its owner while it {doing}"))

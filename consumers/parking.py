@@ -21,7 +21,8 @@ class Parking:
         """Invalid messages that were answered but not kept."""
 
     def takes(self, tenant: str, size: int, *, code: str) -> bool:
-        """Whether one more message is kept. If not, that is counted, and logged once a minute."""
+        """Whether one more invalid message of a tenant is kept. Those not kept are counted, and logged once a
+        minute."""
         if self._share.take(tenant, 1 + size // UNIT_BYTES):
             return True
         self.unparked += 1

@@ -46,7 +46,7 @@ def decide(
     rng: random.Random,
     has_other: bool = False,
 ) -> Retried | Refused | Buried:
-    """What becomes of a request whose attempt failed.
+    """The next step of a request whose attempt failed: a retry after a pause, or its end.
 
     `attempts`: made so far, this one included. `left_ms`: until its deadline; no delay begins that would end after it.
     `has_other`: another account can be called next time, so the `retry-after` of this one does not matter.
@@ -116,7 +116,8 @@ def _factor(total: float, count: int) -> float:
 
 
 def _told(error: ProviderError, pause_s: float, *, policy: RetryPolicy, rng: random.Random) -> float:
-    """The pause if the provider told a wait: that wait after a rate limit, at least that wait after an overload."""
+    """The pause if the provider sent a `retry-after`: exactly that after a rate limit, at least that after an
+    overload."""
     told_s = error.retry_after_s
     if told_s is None:
         return pause_s

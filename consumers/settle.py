@@ -111,7 +111,7 @@ class Settler:
             await delivery.ack()
 
     async def ack_together(self, session: Session, deliveries: Sequence[Delivery], *, in_hand: Collection[int]) -> None:
-        """The same for several deliveries of one channel. `in_hand`: the tags of those that are not settled yet."""
+        """Acknowledge several deliveries of one channel. `in_hand`: the tags of those that are not settled yet."""
         with suppress(ChannelLost):
             await session.ack(deliveries, in_hand=in_hand)
 

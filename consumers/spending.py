@@ -67,7 +67,7 @@ class Bound(NamedTuple):
     """Who is capped: "lane" or "tenant"."""
     who: str
     what: str
-    """A field of `Spent`."""
+    """The limited amount: a field of `Spent`."""
     limit: float
 
     @property
@@ -109,7 +109,7 @@ class Spending:
         self._allowances = allowances
         self._spec = spec
         self._told: OrderedDict[str, tuple[int, float]] = OrderedDict()
-        """By a bound's name: the highest level reported, and when its day ends."""
+        """For each limit, by name: the highest level that was reported, and when its day ends."""
         self._totals: OrderedDict[tuple[str, str], Spent] = OrderedDict()
         self._background = Background()
 
@@ -144,7 +144,7 @@ class Spending:
             self._totals.popitem(last=False)
 
     def totals(self) -> Mapping[str, Mapping[str, Spent]]:
-        """By "lane" and "tenant", then by name: what this process has used since it began."""
+        """What this process has used since it began: by "lane" and "tenant", then by name."""
         found: dict[str, dict[str, Spent]] = {LANE: {}, TENANT: {}}
         for (kind, name), spent in self._totals.items():
             found[kind][name] = spent

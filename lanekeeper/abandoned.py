@@ -1,4 +1,4 @@
-"""Cancels requests whose caller has stopped waiting, so that no provider is paid for an answer nobody wants.
+"""Cancels requests whose caller has stopped waiting, so that no unwanted answer is paid for.
 
 The cancellations are sent in the background, because a cancelled caller must not wait for the broker. Closing the
 client waits for them.

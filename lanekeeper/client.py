@@ -203,11 +203,11 @@ class Client:
                 try:
                     return await self._kept(message, options.get("tenant"), timeout_s, end, lost)
                 except AccessRefused:
-                    continue  # may not fetch results, but publishing again under the same id returns the stored one
+                    continue  # publish again under the same id: that returns the stored reply
 
     def _abandon(self, message: Message, options: Options) -> None:
-        """Cancel a request that nobody waits for any more."""
-        if message.reply_to is not None:  # None: it was not published yet
+        """Cancel a request whose caller no longer waits."""
+        if message.reply_to is not None:  # None: nothing was published yet
             assert message.message_id is not None
             self._abandoned.cancel(message.message_id, tenant=options.get("tenant"))
 
@@ -242,7 +242,8 @@ class Client:
         deadline_ms = message.headers.get(n.DEADLINE_MS)
         within_s = self._publish_within_s
         if isinstance(deadline_ms, int):
-            within_s = min(within_s, deadline_ms / 1000)  # published later, it would only get deadline_exceeded
+            # published after its deadline, the request would only be answered deadline_exceeded
+            within_s = min(within_s, deadline_ms / 1000)
         try:
             await self._publisher.publish_surely(
                 message,

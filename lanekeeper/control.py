@@ -7,9 +7,8 @@
     both    if it is not allowed           error: a problem document
 
 The broker keeps a cancellation until a worker has recorded it. It drops a question for a result after
-`ANSWERED_WITHIN_S`, when nobody waits for the answer any more. Workers accept a tenant only together with the user that
-the broker has checked, so a message that names a tenant also carries `user_id`.
-"""
+`ANSWERED_WITHIN_S`, because the client no longer waits then. Workers accept a tenant only together with the user that
+the broker has checked, so a message that names a tenant also carries `user_id`."""
 
 import asyncio
 import json
@@ -64,7 +63,7 @@ class NotEnded(LanekeeperError):
         self.id = id
         self.status = status
         self.attempts = attempts
-        """Attempts made so far."""
+        """The attempts made so far."""
         self.due_at = due_at
         """When its next attempt may begin; None if that is not known."""
         super().__init__(

@@ -26,7 +26,7 @@ class Options(TypedDict, total=False):
     """The tenant that the request belongs to: the connection's user, which the broker checks. Another tenant is
     accepted only if the service lets this user speak for others (`LANEKEEPER_SPEAKERS`)."""
     priority: int
-    """0 to 9, higher first."""
+    """The priority inside the lane: 0 to 9, higher first."""
     deadline_s: float
     delay_s: float
     at: datetime

@@ -40,7 +40,7 @@ class ReplyQueue:
     def __init__(self) -> None:
         self._expected: dict[str, Arrivals] = {}
         self.direct = DirectReplies(on_reply=self._on_reply, on_lost=self._on_lost)
-        """Its `consume` is for the publisher of the requests (`on_channel`)."""
+        """The receiver of replies. Pass its `consume` to the publisher of the requests (`on_channel`)."""
 
     @contextmanager
     def expecting(self, message: Message) -> Iterator[Arrivals]:

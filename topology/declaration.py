@@ -22,7 +22,8 @@ from topology.model import Arguments, Binding, Exchange, Queue, Topology, Value
 
 OLDEST = (3, 10)
 RECOMMENDED = (4, 3, 5)
-"""Earlier versions have holes; for example, a forged direct reply-to address kills the connection that answers it."""
+"""Earlier versions have security holes; for example, a forged direct reply-to address kills the connection that answers
+it."""
 DELIVERY_LIMIT = 20
 """For requests that kill their worker before it claims them; a worker buries others at their fifth delivery."""
 NO_DELIVERY_LIMIT = -1
@@ -78,10 +79,11 @@ def is_before(version: str, floor: tuple[int, ...]) -> bool:
 def declare(lanes: Sequence[LaneSpec], *, names: Names, broker_version: str) -> Topology:
     """Everything that `lanes` need on a broker of that version. Raises ValueError for a version that is too old."""
     broker = Broker.of(broker_version)
+    most_sides = max((lane.side_queues for lane in lanes), default=0)
     return Topology(
         exchanges=(
             *_exchanges(names),
-            *(Exchange(names.side_exchange(number), "topic") for number in range(_most_side_queues(lanes))),
+            *(Exchange(names.side_exchange(number), "topic") for number in range(most_sides)),
             *delays.exchanges(names),
         ),
         queues=(
@@ -148,10 +150,6 @@ def _due(lane: LaneSpec, names: Names) -> Queue:
     )
 
 
-def _most_side_queues(lanes: Sequence[LaneSpec]) -> int:
-    return max((lane.side_queues for lane in lanes), default=0)
-
-
 def _side(lane: LaneSpec, number: int, names: Names, broker: Broker) -> Queue:
     """A side queue has the arguments of the lane's intake: a limit, and priorities."""
     return Queue(names.side(lane.name, number), _intake(lane, names, broker).arguments)
@@ -178,7 +176,7 @@ def _quorum() -> dict[str, Value]:
 
 
 def _counted() -> dict[str, Value]:
-    """A message that is delivered more often goes to `lane.fallen`, and is not lost on the way."""
+    """Arguments by which a message that exceeds the delivery limit goes to `lane.fallen`, without a loss on the way."""
     return {"x-delivery-limit": DELIVERY_LIMIT, "x-dead-letter-strategy": "at-least-once"}
 
 

@@ -25,7 +25,7 @@ _V = TypeVar("_V")
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """Where a delayed message is published, and the headers it must carry beside its own."""
+    """Where a delayed message is published, and the headers that it needs in addition to its own."""
 
     exchange: str
     headers: Mapping[str, bool]

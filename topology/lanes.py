@@ -15,16 +15,12 @@ class LaneSpec:
 
     name: str
     slots: int
-    """Requests of the intake that one process works on at the same time; also its consumer's prefetch. Slots are added
-    while other lanes lend theirs or waits exceed the target, and removed when idle
-    (`consumers/capacity/lending.py`)."""
+    """Requests of the intake that one process works on at the same time; also its consumer's prefetch."""
     slots_min: int | None = None
     """How many idle slots it never lends. None: an eighth of its slots, at least one (critical: two)."""
     slots_max: int | None = None
-    """The most slots it may have, with due slots in proportion. The same as `slots`: none are added. None: eight times
-    its slots (the settings say `slots` if those were set). A slot costs little; the provider's budget decides how many
-    are useful. With calls of 30 s, batch's four slots work on eight requests a minute, eight times as many on one a
-    second."""
+    """The most slots it may have (`consumers/capacity/lending.py`), with due slots in proportion. None: eight times its
+    slots. A slot costs little; the provider's budget decides how many are useful."""
     target_wait_s: float = 10
     """If requests wait longer for a slot, the lane gets more slots, unless the provider is the bottleneck."""
     call_timeout_s: float
@@ -40,8 +36,7 @@ class LaneSpec:
     """How many messages the intake holds before publishes are refused (not confirmed)."""
     max_length_bytes: int = GIB
     side_queues: int = 8
-    """Queues for requests that are set aside, so that no tenant waits behind another's (docs/fairness.md). Each tenant
-    has one of its own while there are enough; further tenants share. 0: nothing is set aside."""
+    """Queues for requests that are set aside (docs/fairness.md). 0: nothing is set aside."""
 
     @property
     def due_slots(self) -> int:
@@ -60,7 +55,7 @@ class LaneSpec:
 
     @property
     def most_due_slots(self) -> int:
-        """The same of the due queue."""
+        """Slots of the due queue, added ones included."""
         return max(1, self.most_slots // 4)
 
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-ExchangeType = Literal["topic", "headers", "fanout", "direct"]
 Kind = Literal["queue", "exchange"]
 
 Value = str | int | float | bool
@@ -49,7 +48,7 @@ class Queue:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """From an exchange to a queue or another exchange."""
+    """A binding from an exchange to a queue or another exchange."""
 
     source: str
     destination: str
@@ -67,7 +66,7 @@ class Binding:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """All of one installation as it is declared, or all of a virtual host as it was found."""
+    """All objects of one installation as declared, or all objects found in a virtual host."""
 
     exchanges: tuple[Exchange, ...] = ()
     queues: tuple[Queue, ...] = ()

@@ -44,7 +44,7 @@ class Difference:
     change: Change
     what: What
     name: str
-    """Of an exchange or queue its name, of a binding its label."""
+    """The name of an exchange or queue, or the label of a binding."""
     field: str | None = None
     """What differs: `type`, `durable`, `argument x-max-length`, `policy message-ttl`; None for missing and extra."""
     wanted: Value | None = None
@@ -56,7 +56,7 @@ class Difference:
 
     @property
     def line(self) -> str:
-        """One line for people."""
+        """The difference as one line for people."""
         match self.change:
             case "missing":
                 return f"{self.what} {self.name} is missing"

@@ -10,8 +10,9 @@ from contest.calling import CONNECTING_S, Call, Said, calling
 from contest.load import MAX_TOKENS, MODEL, Ask, Asking, Load
 
 from consumers.limits import headers
+from consumers.limits.accounts import Budgets
 from consumers.limits.amounts import NOTHING, Amounts
-from consumers.limits.base import Budgets, Heard, Kind
+from consumers.limits.base import Heard, Kind
 from consumers.limits.estimates import Estimates, UsageClass
 from consumers.limits.own_turns import own_accounts
 from consumers.limits.spec import DEFAULT_LANES as SHARES

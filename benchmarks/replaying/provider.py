@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from consumers.limits import headers
 from consumers.limits.amounts import Amounts
 from consumers.limits.headers import RateHeaders
-from service.simulated.buckets import make_limits
+from service.simulated.buckets import Limits
 from service.simulated.errors import Refusal
 
 
@@ -29,7 +29,7 @@ class Provider:
         self._clock = clock
         self._down_s = down_s
         requests, input_tokens, output_tokens = (round(each) for each in limits)
-        self._limits = make_limits(
+        self._limits = Limits(
             requests=requests,
             input_tokens=input_tokens,
             output_tokens=output_tokens,

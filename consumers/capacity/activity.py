@@ -11,6 +11,10 @@ from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Ref
 SAMPLES = 256
 """How many of the latest waits and run times are kept for each lane."""
 WINDOW_S = 60
+SHOWN = (
+    "extra_slots", "slots_limit", "running", "answered", "failed", "retried", "deferred", "dropped", "replayed",
+)  # fmt: skip
+"""Figures that are shown as they are."""
 
 
 class LaneActivity:
@@ -71,16 +75,8 @@ class LaneActivity:
         return {
             "slots": self._slots,
             "due_slots": self._due_slots,
-            "extra_slots": self.extra_slots,
-            "slots_limit": self.slots_limit,
-            "running": self.running,
-            "answered": self.answered,
-            "failed": self.failed,
-            "retried": self.retried,
-            "deferred": self.deferred,
+            **{name: getattr(self, name) for name in SHOWN},
             "deferred_for": dict(self.deferred_for),
-            "dropped": self.dropped,
-            "replayed": self.replayed,
             "throughput_per_min": sum(count for second, count in self._ended_by_second if second > since),
             "waits_ms": list(self._waits_ms),
             "runs_ms": list(self._runs_ms),

@@ -21,7 +21,7 @@ class Seen:
     """One queue: its settings, its slots, and its observed load."""
 
     slots: int
-    """Its own slots."""
+    """The queue's own slots."""
     kept: int
     """How many of them it never lends, even if idle."""
     most: int
@@ -38,7 +38,7 @@ class Seen:
     waiting: int = 0
     """Requests that wait in the queue while all its slots are in use."""
     wait_s: float = 0.0
-    """How long these have waited."""
+    """How long the waiting requests have waited."""
     held: str | None = None
     """Which part of the provider's budget its requests wait for; None: they do not."""
 

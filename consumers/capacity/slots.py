@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from consumers.background import every
 from consumers.capacity.activity import LaneActivity
 from consumers.capacity.lending import Seen, Share, decide
 from consumers.job import Job, NowMs
@@ -34,7 +35,7 @@ log = logs.logger()
 Depths = Callable[[list[str]], Awaitable[Mapping[str, int]]]
 """How many messages wait in each queue."""
 WaitingFor = Callable[[], Mapping[str, str]]
-"""By lane: the part of the provider's budget that its requests wait for; other lanes are left out."""
+"""For each lane whose requests wait for a provider's budget: the part of the budget that they wait for."""
 
 
 class Working(Protocol):
@@ -71,7 +72,7 @@ class Line:
     pool: Working
     """The pool with its own slots."""
     more: Callable[[int], Working]
-    """Makes a pool of so many slots on the same queue."""
+    """Makes a pool with the given number of slots on the same queue."""
     kept: int
     most: int
     target_wait_s: float
@@ -141,16 +142,11 @@ class Slots:
     async def run(self) -> None:
         """Look until stopped; return when the requests on added slots have ended. Cancel it to end at once."""
         async with self._group:
-            while not self._stopping.is_set():
+            async for _ in every(LOOK_EVERY_S, until=self._stopping):
                 await self._look()
-                try:
-                    async with asyncio.timeout(LOOK_EVERY_S):
-                        await self._stopping.wait()
-                except TimeoutError:
-                    pass
 
     async def stop(self) -> None:
-        """Take no more on added slots."""
+        """Take no more deliveries on added slots."""
         self._stopping.set()
         await self._take_all_back()
 

@@ -1,9 +1,8 @@
 """Limits how many control messages a tenant may send. Decides before the body is read, except for `speakers`.
 
-A flood is read only as fast as its messages are dealt with, so each must cost little. Messages beyond the share are
-refused, and the tenant is told so, as often as its share allows. Further ones are only counted and logged, at a tenth
-of a millisecond each.
-"""
+A flood is read only as fast as its messages are processed, so each must cost little. Messages beyond the share are
+refused. As many refusals as the share allows are answered. Further ones are only counted and logged, at a tenth of a
+millisecond each."""
 
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -24,7 +23,7 @@ class Due(Enum):
     CARRIED_OUT = auto()
     REFUSED = auto()
     COUNTED = auto()
-    """Refused without an answer."""
+    """The message is refused without an answer."""
 
 
 class Allowance:

@@ -26,8 +26,8 @@ log = logs.logger()
 
 
 class Answers:
-    """Publishes the answers. `notices`: sends all but results, many in one write. They are not confirmed, because
-    whoever got no answer asks again."""
+    """Publishes the answers. `notices`: sends all but results, many in one write. They are not confirmed, because a
+    client without an answer asks again."""
 
     def __init__(
         self, publisher: Publisher, *, direct: DirectSender, rule: ReplyRule, notices: Notices | None = None
@@ -74,7 +74,7 @@ class Answers:
             )
 
     async def replay(self, question: Message, completion: Completion, *, id: str) -> None:
-        """Answer with how the request ended, as its requester was told."""
+        """Answer with the request's final reply, the same as its requester got."""
         headers = {n.STATUS: completion.status, **completion.headers, n.REPLAYED: True}
         content_type = PROBLEM if completion.status == "error" else JSON
         if not self._may_answer(question):

@@ -25,7 +25,7 @@ SHOWN = 80  # characters of a wrong value that an error quotes
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One of `n.CONTROL_KEYS`, and the request it is about."""
+    """A control message: one of `n.CONTROL_KEYS`, and the request it is about."""
 
     kind: str
     identity: Identity

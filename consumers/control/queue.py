@@ -6,7 +6,7 @@ for everything before it; therefore messages beyond a tenant's share must cost n
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -38,9 +38,9 @@ QUIET_S = 0.5
 GATHER_S = 0.01
 """How long the first finished message waits for others, to be acknowledged with them: each write is a system call."""
 AT_A_TIME = 32
-"""After so many refused messages other tasks get the event loop."""
-Ready = Callable[[], Awaitable[int]]
-"""How many messages wait in the control queue. Raises BrokerError."""
+"""After this many refused messages, other tasks get the event loop."""
+Ready = Callable[[], Awaitable[Mapping[str, int]]]
+"""How many messages wait in the control queue, under its name. Raises BrokerError."""
 log = logs.logger()
 
 
@@ -90,7 +90,7 @@ class Control:
         return "cancellations are waiting to be recorded" if self._is_behind else None
 
     async def run(self) -> None:
-        """Read until stopped."""
+        """Read control messages until stopped."""
         async with aclosing(self._deliveries.sessions()) as sessions:
             async for session in sessions:
                 self._is_behind, self._session = True, session
@@ -135,9 +135,8 @@ class Control:
     async def _catch_up(self, session: Session) -> None:
         """Find out when the backlog has been read, or takes too long: at first, and again after the store was away.
 
-        This polls, because a queue does not tell when it is empty. Two looks in a row must find nothing: a message that
-        the broker has sent, and that has not arrived yet, is counted by neither side.
-        """
+        This polls, because the broker does not announce that a queue is empty. The queue must be found empty twice in a
+        row: a message that the broker has sent and that has not arrived yet is counted by neither side."""
         loop = asyncio.get_running_loop()
         end_s = loop.time() + CATCH_UP_WITHIN_S
         empty_after: int | None = None
@@ -159,7 +158,7 @@ class Control:
     async def _waiting(self, session: Session) -> int:
         """How many control messages are not finished; at least 1 if that is unknown."""
         try:
-            ready = await self._ready()
+            ready = sum((await self._ready()).values())
             return ready + session.waiting + len(self._in_hand)
         except AccessRefused:  # this user may only consume: the queue is empty if nothing comes
             is_quiet = asyncio.get_running_loop().time() - self._busy_at_s > QUIET_S

@@ -9,7 +9,6 @@ then that tenant's order is lost.
 """
 
 import asyncio
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final
 
@@ -32,12 +31,6 @@ FULL_FOR_S: Final = 1.0
 LATER_MS: Final = 1000
 
 
-@dataclass(slots=True)
-class _Place:
-    queue: int
-    at_s: float
-
-
 class Aside:
     """The side queues of one lane, as this process knows them."""
 
@@ -49,8 +42,9 @@ class Aside:
         self._now_ms = now_ms
         self._queues = {names.side(lane.name, each): each for each in range(lane.side_queues)}
         self._tenants: dict[int, str] = {}
-        """By side queue: the tenant of the head that is held."""
-        self._places: dict[str, _Place] = {}
+        """For each side queue: the tenant of the head that this process holds."""
+        self._places: dict[str, tuple[int, float]] = {}
+        """For each tenant: the side queue that is kept for it, and since when."""
         self._full_until_s: dict[int, float] = {}
 
     def has(self, tenant: str) -> bool:
@@ -125,7 +119,7 @@ class Aside:
                 return number
         if (placed := self._placed(tenant)) is not None:
             return placed
-        others = {place.queue for place in self._places.values() if place.at_s + PLACE_KEPT_S > now_s}
+        others = {queue for queue, at_s in self._places.values() if at_s + PLACE_KEPT_S > now_s}
         waiting = {each: self._heads.ready_in(queue) for queue, each in self._queues.items()}
         preferred = sorted(waiting, key=lambda each: blake2b(f"{each} {tenant}".encode(), digest_size=8).digest())
         return min(
@@ -133,14 +127,12 @@ class Aside:
         )
 
     def _placed(self, tenant: str) -> int | None:
-        place = self._places.get(tenant)
-        if place is None or place.at_s + PLACE_KEPT_S <= asyncio.get_running_loop().time():
-            return None
-        return place.queue
+        queue, at_s = self._places.get(tenant, (0, -PLACE_KEPT_S))
+        return queue if at_s + PLACE_KEPT_S > asyncio.get_running_loop().time() else None
 
     def _keep(self, tenant: str, number: int) -> None:
         now_s = asyncio.get_running_loop().time()
         self._places.pop(tenant, None)
-        self._places[tenant] = _Place(number, now_s)
-        while (oldest := next(iter(self._places))) and self._places[oldest].at_s + PLACE_KEPT_S <= now_s:
+        self._places[tenant] = number, now_s
+        while (oldest := next(iter(self._places))) and self._places[oldest][1] + PLACE_KEPT_S <= now_s:
             del self._places[oldest]

@@ -16,7 +16,7 @@ class Entering(Protocol):
         """Wait until the request holds a slot, or should be set aside."""
 
     def leave(self, job: Job) -> None:
-        """Give the slot back."""
+        """Give a delivery's slot back."""
 
     def unread(self, queue: str) -> None:
         """The last delivery of this queue could not be read as a job."""
@@ -77,7 +77,8 @@ class FromAside:
         self._aside.passed_over(queue)
 
     async def set_aside(self, job: Job) -> Outcome | None:
-        """It was held for too long: move it to the end of its queue, where another process may have a slot for it."""
+        """Move a request that was held too long to the end of its side queue, so that another process with a free slot
+        can take it."""
         return await self._aside.put(job)
 
 

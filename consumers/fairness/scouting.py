@@ -10,10 +10,12 @@ requests wait longer than a second.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
+from consumers.background import every
+from consumers.capacity.slots import Depths
 from consumers.fairness.turns import Bench
 from lanekeeper.contract.problems import BrokerError
 
@@ -26,8 +28,6 @@ GOES_AFTER: Final = 8
 AHEAD: Final = 32
 """A scout's prefetch, and so how many requests are moved at a time: 390 a second on a busy machine. With 64, a chat in
 another lane of the process waited twice as long meanwhile."""
-
-Depths = Callable[[list[str]], Awaitable[Mapping[str, int]]]
 
 
 class Scout(Protocol):
@@ -70,17 +70,12 @@ class Scouting:
     async def run(self) -> None:
         """Look until stopped; return when all scouts have ended. Cancel it to end at once."""
         async with self._group:
-            while not self._stopping.is_set():
+            async for _ in every(LOOK_EVERY_S, until=self._stopping):
                 for each in self._queues:
                     await self._look(each)
-                try:
-                    async with asyncio.timeout(LOOK_EVERY_S):
-                        await self._stopping.wait()
-                except TimeoutError:
-                    pass
 
     async def stop(self) -> None:
-        """Take no more."""
+        """Send out no more scouts, and call back those that are out."""
         self._stopping.set()
         await self._call_all_back()
 

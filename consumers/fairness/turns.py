@@ -28,7 +28,7 @@ and another process may have a slot for it."""
 LATELY_S: Final = 600.0
 """A tenant that had a request within this time may have another one in the queue."""
 FIGURES_OF: Final = 256
-"""Figures are kept of so many tenants of a lane, those that were active last."""
+"""Figures are kept for this many tenants of a lane: those that were active last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +142,11 @@ class Bench:
 
     def __init__(self, turns: Turns, slots: int) -> None:
         self._turns = turns
-        self._slots = slots
+        self.slots = slots
         self._running: dict[str, int] = {}
         self._passes: dict[str, float] = {}
-        """By tenant that runs or waits: its turns so far, divided by its weight. Among equals the fewest turns go
-        first."""
+        """For each tenant with running or waiting requests: its turns so far, divided by its weight. Among tenants with
+        equally many slots, the one with the fewest turns goes first."""
         self._floor = 0.0
         """The number of turns that a new tenant starts with."""
         self._waiting: list[_Waiting] = []
@@ -156,12 +156,8 @@ class Bench:
         """Whether waiting requests over their tenant's share are set aside (`consumers/fairness/scouting.py`)."""
 
     @property
-    def slots(self) -> int:
-        return self._slots
-
-    @property
     def is_full(self) -> bool:
-        return self.running >= self._slots
+        return self.running >= self.slots
 
     @property
     def is_shared(self) -> bool:
@@ -183,8 +179,8 @@ class Bench:
 
     def resize(self, slots: int) -> None:
         """Change the number of slots. A request that holds a slot keeps it."""
-        self._slots = slots
-        self._serve()
+        self.slots = slots
+        self.serve()
 
     def sort(self, is_sorting: bool) -> None:
         """Begin or stop setting aside requests over their tenant's share."""
@@ -197,14 +193,14 @@ class Bench:
     def begin(self, tenant: str) -> bool:
         """Take a free slot; False if there is none. If a slot is free while requests wait, their tenants are at their
         in-flight limits."""
-        if self.running >= self._slots or self._turns.is_at_its_cap(tenant):
+        if self.running >= self.slots or self._turns.is_at_its_cap(tenant):
             return False
         self._grant(tenant)
         return True
 
     async def wait(self, tenant: str, *, rank: int = 0, movable: bool = False, is_head: bool = False) -> Turn:
-        """After `begin` was false: wait for a slot, or to be set aside. `movable`: it may be set aside. `is_head`: it
-        was set aside before; it is again only if it is held for too long."""
+        """After `begin` was false: wait for a slot, or to be set aside. `movable`: the request may be set aside.
+        `is_head`: it was set aside before, and is set aside again only if it is held for too long."""
         movable = movable and self._turns.side is not None
         if movable and not is_head and self._belongs_aside(tenant):
             return Turn.ASIDE
@@ -237,11 +233,7 @@ class Bench:
 
     def serve(self) -> None:
         """Give free slots to waiting requests."""
-        if self._waiting:
-            self._serve()
-
-    def _serve(self) -> None:
-        while self.running < self._slots:
+        while self._waiting and self.running < self.slots:
             eligible = [each for each in self._waiting if not self._turns.is_at_its_cap(each.tenant)]
             if not eligible:
                 return
@@ -281,7 +273,7 @@ class Bench:
         """Whether the tenant has used up its share, counting requests that wait here. A share is at least one slot."""
         tenants: Collection[str] = {*self._running, tenant, *(each.tenant for each in self._waiting)}
         weight = self._turns.shares.of(tenant).weight
-        share = self._slots * weight / sum(self._turns.shares.of(each).weight for each in tenants)
+        share = self.slots * weight / sum(self._turns.shares.of(each).weight for each in tenants)
         return self.running_of(tenant) + self.waiting_of(tenant) >= max(1.0, share)
 
 

@@ -8,7 +8,7 @@ from consumers.outcomes import Outcome
 
 class Gate(Protocol):
     """`enter` lets the job pass (None) or ends its delivery with an outcome; `leave` is called, in reverse order, for
-    every gate that let it pass, whatever became of it."""
+    every gate that let it pass, whatever the outcome."""
 
     async def enter(self, job: Job, asked: Asked) -> Outcome | None: ...
 

@@ -12,8 +12,9 @@ from consumers.chain import Route
 from consumers.gates.waiting_room import WaitingRoom
 from consumers.interruptible import Interruptible
 from consumers.job import Asked, Job, NowMs, Reserved
+from consumers.limits.accounts import Budgets
 from consumers.limits.amounts import PAUSED, Amounts
-from consumers.limits.base import Budgets, Wait, WaitTooLong
+from consumers.limits.base import Wait, WaitTooLong
 from consumers.limits.estimates import Estimates, UsageClass, task_of
 from consumers.limits.spec import BudgetSpec
 from consumers.outcomes import Answered, Deferred, Outcome, Refused, stopped_by
@@ -36,7 +37,7 @@ OnWait = Callable[[Job, Wait], None]
 
 
 class BudgetGate:
-    """Reserves for a job, at its best route. `on_wait` is told of each wait that is not short, when it begins."""
+    """Reserves for a job, at its best route. `on_wait` is called at the beginning of each wait that is not short."""
 
     def __init__(
         self,

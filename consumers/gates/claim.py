@@ -10,11 +10,11 @@ from consumers.state.base import Conflict, Ended, Granted, Running
 from lanekeeper.contract.problems import RequestProblem
 
 DEATHS_AT_MOST = 4
-"""A request is buried after so many holders of its claim died: at its fifth delivery. The broker's count is not used,
-because it also counts lost connections, after which the worker still lives and releases the claim."""
+"""A request is dead-lettered after this many holders of its claim have died: at its fifth delivery. The broker's count
+is not used, because it also counts lost connections, after which the worker still lives and releases the claim."""
 SUSPECT_FROM = 2
-"""From so many deaths on, a request is worked on only while no other suspect is. So the one that kills is found, and a
-request that was merely running beside it is answered."""
+"""After this many deaths a request is a suspect, and only one suspect is worked on at a time. So the request that kills
+workers is found, and a request that merely ran beside it is answered."""
 SUSPECT_WAIT_MS = 1000
 LEAST_WAIT_MS = 200
 LONGEST_WAIT_MS = 5_000

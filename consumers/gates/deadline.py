@@ -21,7 +21,7 @@ class DeadlineGate:
 
 
 def exceeded(job: Job, asked: Asked) -> RequestProblem:
-    """The problem of a request past its deadline; it tells where the time was spent."""
+    """The problem of a request past its deadline; its detail says where the time was spent."""
     bound_ms = asked.request.deadline_ms - asked.request.start_ms
     spent = f"{job.wait_ms} ms waiting"
     if job.attempts:

@@ -36,7 +36,7 @@ class WaitingRoom:
         return patience_s
 
     def leave(self, lane: str, account: str) -> None:
-        """It waits no longer, for whatever reason."""
+        """A request has ended its wait, for whatever reason."""
         self._waiting[lane, account] -= 1
         if not self._waiting[lane, account]:
             del self._waiting[lane, account]

@@ -43,7 +43,7 @@ class Account:
         self._adaptive = Adaptive(spec.start, caps, now_s=now_s)
         self._bursts = Bursts(spec.burst_s)
         self.guessed = self._adaptive.guessed()
-        """For each limit: True if neither the provider has told it nor a setting says it."""
+        """For each limit: True if it is a guess, neither announced by the provider nor set."""
         sizes = self._bursts.sizes(guessed=self.guessed)
         self.buckets = Buckets(self._adaptive.per_minute(), sizes=sizes, shares=self.shares, now_s=now_s)
         self.demand = Demand(len(self.lanes), now_s=now_s)
@@ -184,7 +184,7 @@ class Account:
         return stopped or any(new < old for new, old in zip(self._adaptive.per_minute(), before, strict=True))
 
     def is_stale(self, now_s: float) -> bool:
-        """True if a limit that was told long ago may hold requests back. The next response corrects it."""
+        """True if a limit that the provider announced long ago may delay requests. The next response corrects it."""
         return self._adaptive.is_stale(now_s)
 
     def per_minute(self) -> Amounts:
@@ -203,7 +203,7 @@ class Account:
     # ---- shared with other processes ---------------------------------------------------------------------------------
 
     def learned(self) -> Learned:
-        """What was learned, for other processes."""
+        """Everything learned about the account, to be sent to other processes."""
         return Learned(self._adaptive.learned(), self._bursts.learned(), self.paused_until_s, self.held_until_s)
 
     def load(self, learned: Learned) -> None:
@@ -222,7 +222,7 @@ class Account:
         self.demand.shift(jump_s)
 
     def nobody_elsewhere(self) -> None:
-        """Forget the waiters of other processes: what these have told is too old."""
+        """Forget the waiters of other processes, because their latest news is too old."""
         self.elsewhere = [NOTHING for _ in self.lanes]
 
     def due_for_a_call(self) -> list[bool]:
@@ -233,12 +233,12 @@ class Account:
         ]
 
     def calls_before(self, lane: int, count: int) -> int:
-        """When concurrency is the bottleneck: at most how many calls begin before that of a request with `count` others
-        of its lane before it."""
+        """When concurrency is the bottleneck: the most calls that can begin before that of a request which has `count`
+        others of its lane before it."""
         return self._credit.calls_before(lane, count)
 
     def begin(self, waiter: Waiter, *, own: Amounts, now_s: float) -> bool:
-        """Redis has granted it, `own` of it from what its lane has saved. False if it has left its line."""
+        """Take over a grant by Redis, `own` of it from the lane's savings. False if the waiter has left its line."""
         if waiter not in self.lines:
             return False
         self._begin(waiter, own, now_s)
@@ -270,8 +270,8 @@ class Account:
         self.buckets.want(lane, waiter.amounts if waiter else NOTHING)
 
     def _refused(self, rate: RateHeaders | None, now_s: float) -> None:
-        """Lower what may be used at once if the provider told what is left; lower the limits if that did not help."""
-        if rate is None or all(told.remaining is None for told in rate.each()):
+        """Reduce the burst if the response says how much is left; lower the limits if that did not help."""
+        if rate is None or all(told.remaining is None for told in rate):
             self._adaptive.refused(now_s)
         elif self._is_large(rate):
             self._bursts.widen(now_s)

@@ -1,8 +1,11 @@
-"""The accounts that a process uses. Requests wait in the lines of an account until `Turns` says whose turn it is."""
+"""The budgets of all accounts: reserve before a call, settle after it, learn from responses.
+
+Requests wait in the lines of an account until `Turns` says whose turn it is. Processes may share accounts.
+"""
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from consumers.limits import forecast
 from consumers.limits.amounts import PAUSED, REASONS, Amounts
@@ -17,7 +20,7 @@ AnyTurns = TypeVar("AnyTurns", bound=Turns)
 
 
 class Accounts(Generic[AnyTurns]):
-    """See `Budgets`. `open_turns` makes the turns of the account with a given name."""
+    """`open_turns` makes the turns of the account with a given name. Times are the event loop's."""
 
     def __init__(self, spec: BudgetSpec, open_turns: Callable[[str], AnyTurns]) -> None:
         self._open_turns = open_turns
@@ -48,6 +51,12 @@ class Accounts(Generic[AnyTurns]):
         arrived: float | None = None,
         on_wait: Callable[[Wait], None] | None = None,
     ) -> Reservation:
+        """Wait in line for a reservation; `on_wait` is called if it is not granted at once. `arrived`: when the request
+        first asked, if that was before now; its place in line goes by it.
+
+        Raises WaitTooLong if the account is paused, and as soon as known limits show that it cannot be granted before
+        `until`. A request that is cancelled leaves the line.
+        """
         turns = self._current_turns(name)
         account, now_s = turns.account, turns.now_s()
         offset_s = now_s - asyncio.get_running_loop().time()
@@ -56,7 +65,7 @@ class Accounts(Generic[AnyTurns]):
         if (paused_s := account.paused_s(now_s)) > 0:
             raise WaitTooLong(Wait(paused_s, PAUSED, paused_s))
         waiter = Waiter(self._ranks[lane], amounts, arrived_s=arrived_s, until_s=until_s)
-        account.refill(now_s)  # what came in before is saved by the lanes that waited before
+        account.refill(now_s)  # budget that came in until now is saved by the lanes that were waiting
         if account.join(waiter):
             turns.step()
             if waiter.reservation is not None:
@@ -74,6 +83,7 @@ class Accounts(Generic[AnyTurns]):
         return await _turn_of(waiter, turns, until)
 
     async def try_reserve(self, name: str, *, lane: str, amounts: Amounts) -> Reservation | None:
+        """Reserve at once, or return None."""
         turns = self._current_turns(name)
         account, now_s = turns.account, turns.now_s()
         waiter = Waiter(self._ranks[lane], amounts, arrived_s=now_s)
@@ -92,17 +102,21 @@ class Accounts(Generic[AnyTurns]):
         return waiter.reservation
 
     def settle(self, reservation: Reservation, used: Amounts | None) -> None:
+        """Settle after the call. `used` None: the provider counted nothing."""
         if not reservation.is_settled:
             self.turns(reservation.account).settle(reservation, used)
 
     def learn(self, name: str, heard: Heard) -> None:
+        """Learn from every response, errors included."""
         self.turns(name).learn(heard)
 
     async def predicted_wait(self, name: str, *, lane: str, amounts: Amounts) -> Wait:
+        """The forecast for a request that would join its lane's line now."""
         turns = self._current_turns(name)
         return forecast.wait(turns.account, self._ranks[lane], amounts, turns.now_s())
 
     def waiting(self) -> Mapping[str, Mapping[str, Waiting]]:
+        """For each account and lane: how many requests wait in this process, and for what."""
         found: dict[str, dict[str, Waiting]] = {}
         for name, turns in self._known.items():
             account, now_s = turns.account, turns.now_s()
@@ -118,16 +132,18 @@ class Accounts(Generic[AnyTurns]):
         return found
 
     def paused(self) -> Mapping[str, float]:
+        """For each account that a spend limit has paused: for how many seconds more."""
         left_s = {name: turns.account.paused_s(turns.now_s()) for name, turns in self._known.items()}
         return {name: seconds for name, seconds in left_s.items() if seconds > 0}
 
     async def aclose(self) -> None:
-        """End all timers, and tell other processes what they were not told yet. No request may wait any more."""
+        """End all timers, and send other processes the remaining news. No request may wait any more."""
         for turns in list(self._known.values()):
             await turns.aclose()
 
     def _current_turns(self, name: str) -> AnyTurns:
-        """The turns for a new request. Limits that were told too long ago are forgotten, or they could keep it out."""
+        """The turns for a new request. Limits announced too long ago are forgotten first, because they could block the
+        request."""
         turns = self.turns(name)
         if turns.account.is_stale(turns.now_s()):
             turns.learn(NO_NEWS)
@@ -140,8 +156,12 @@ class Accounts(Generic[AnyTurns]):
                 del self._known[name]
 
 
+Budgets = Accounts[Any]
+"""Whoever decides on the turns."""
+
+
 async def _turn_of(waiter: Waiter, turns: Turns, until: float | None) -> Reservation:
-    """Wait for the waiter's turn."""
+    """Wait until a waiter is granted its reservation."""
     waiter.turn = asyncio.get_running_loop().create_future()
     try:
         async with asyncio.timeout_at(until):

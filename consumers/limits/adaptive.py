@@ -1,11 +1,10 @@
-"""The assumed limits of an account: told by the provider, capped by settings, otherwise found out. Pure.
+"""The assumed limits of an account: announced by the provider, capped by settings, or learned by trial. Pure.
 
-Limits that nobody tells begin low, and grow by a step every few seconds if requests waited for them and none was
-refused. A provider that answers without a word about limits is assumed to have none until it refuses: a self-hosted
-model behind a compatible API has slots, and no budget. A refusal (429) without figures halves the limits. Refusals
-with figures lower them only if using less at once (`burst.py`) did not help: then somebody else uses the account, or
-the provider counts differently. The limits come back step by step.
-"""
+Limits that the provider does not announce begin low, and grow by a step every few seconds if requests waited for them
+and none was refused. A provider that answers without a word about limits is assumed to have none until it refuses: a
+self-hosted model behind a compatible API has slots, and no budget. A refusal (429) without figures halves the limits.
+Refusals with figures lower them only if using less at once (`burst.py`) did not help: then somebody else uses the
+account, or the provider counts differently. The limits come back step by step."""
 
 from collections.abc import Sequence
 from math import inf
@@ -27,9 +26,9 @@ NEAR = 0.7
 NEAR_STEP = STEP / 4
 """The step above `NEAR`, where the limit may soon be too high again."""
 FORGOTTEN_AFTER_S = 180.0
-"""A told limit below the first guess is forgotten if it is not told again within this time."""
+"""An announced limit below the first guess is forgotten if it is not announced again within this time."""
 NEWS_S = 60.0
-"""When a limit is told again, this is noted (and told to other processes) at most this often."""
+"""The repeated announcement of a limit is recorded, and sent to other processes, at most this often."""
 NOTHING_IS = (False, False, False)
 NO_LIMIT = 1e9
 """Stands for no limit. It is finite, so that buckets can be computed with it."""
@@ -73,16 +72,17 @@ class Adaptive:
         return Amounts(*(self._of(each) * self._factors[each] for each in range(3)))
 
     def guessed(self) -> tuple[bool, ...]:
-        """For each limit: True if it was neither told nor set, nor taken to be none because the provider is silent."""
+        """For each limit: True if it is a guess: not announced, not set, and not treated as absent because the provider
+        is silent."""
         return tuple(
             told is None and cap is None and not self._is_silent
             for told, cap in zip(self._told, self._caps, strict=True)
         )
 
     def hear(self, rate: RateHeaders, now_s: float) -> bool:
-        """Take over the limits that a response tells. True if one has changed."""
+        """Take over the limits in a response's headers. True if one has changed."""
         changed = False
-        for each, told in enumerate(rate.each()):
+        for each, told in enumerate(rate):
             if told.limit is None:
                 continue
             if told.limit != self._told[each]:
@@ -93,15 +93,15 @@ class Adaptive:
         return changed
 
     def is_stale(self, now_s: float) -> bool:
-        """True if a low limit slows the account down, and nothing was heard of it for minutes. If it keeps all calls
-        out, nothing more would ever be heard."""
+        """True if a low limit slows the account down and was not announced for minutes. If it blocks all calls, no
+        response would ever correct it."""
         for told, start, told_s in zip(self._told, self._start, self._told_s):  # noqa: B905  asked before every call
             if told is not None and told < start and not 0 <= now_s - told_s < FORGOTTEN_AFTER_S:
                 return True
         return now_s - self._moved_s >= FORGOTTEN_AFTER_S and min(self._factors) < 1
 
     def forget(self, now_s: float) -> None:
-        """Forget what is stale: it is guessed again."""
+        """Forget stale limits: they are guessed again."""
         for each, told in enumerate(self._told):
             is_old = not 0 <= now_s - self._told_s[each] < FORGOTTEN_AFTER_S
             if told is not None and told < self._start[each] and is_old:
@@ -110,7 +110,7 @@ class Adaptive:
             self._factors, self._moved_s = [1.0, 1.0, 1.0], now_s
 
     def heard_nothing(self) -> bool:
-        """Learn from an answer that says nothing about limits. True if that changes them."""
+        """Learn from an answer without headers about limits. True if that changes the limits."""
         if self._is_silent or any(told is not None for told in self._told) or self._halved_s > -inf:
             return False
         self._is_silent = True

@@ -65,7 +65,7 @@ class Bucket:
         self.lower(self.burst)
 
     def correct(self, level: float, parts: Sequence[float], now_s: float) -> None:
-        """Take over what Redis has counted."""
+        """Take over the level that Redis has computed."""
         self.level, self.parts, self._at_s = level, list(parts), now_s
 
     def refill(self, now_s: float) -> None:
@@ -86,11 +86,11 @@ class Bucket:
                 parts[lane] = part - saved if part - saved > cap else cap
 
     def want(self, lane: int, amount: float) -> None:
-        """Note what the first waiter of a lane needs; 0: nobody waits."""
+        """Set what the first waiter of a lane needs; 0: nobody waits."""
         self._wants[lane] = amount
         reserve = self.reserves[lane]
         cap = reserve if amount <= reserve else min(amount, self.burst)
-        if cap == self._caps[lane]:  # true for nearly all requests
+        if cap == self._caps[lane]:  # the usual case
             return
         self._caps[lane] = cap
         self._share_out()
@@ -104,7 +104,7 @@ class Bucket:
             room -= more
 
     def held(self, lane: int) -> float:
-        """What other lanes must leave for this lane, unless they spend what they have saved themselves."""
+        """What other lanes must leave for this lane, unless they spend their own savings."""
         part = self.parts[lane]
         if part <= self._holds[lane] or part >= self._caps[lane]:
             return part if part > 0 else 0.0
@@ -192,5 +192,5 @@ class Bucket:
 
 
 def _burst(per_minute: float, burst_s: float) -> float:
-    """At least one request or token: less could never be spent."""
+    """The bucket's size, at least one request or token, because less could never be spent."""
     return max(1.0, per_minute * burst_s / 60)

@@ -36,7 +36,7 @@ class Buckets:
             bucket.refill(now_s)
 
     def want(self, lane: int, amounts: Amounts) -> None:
-        """Note what the first waiter of a lane needs; zero if nobody waits."""
+        """Set what the first waiter of a lane needs; zero if nobody waits."""
         for bucket, amount in zip(self._all, amounts, strict=True):
             bucket.want(lane, amount)
 
@@ -76,8 +76,9 @@ class Buckets:
                 bucket.take(lane, spent - amount)
 
     def believe(self, rate: RateHeaders, *, took_s: float, of_refusal: bool) -> None:
-        """Lower our levels where the provider has less. `took_s`: its figures may be this old, so what comes in during
-        that time is added. The figures of a refusal get no allowance for rounding: there was less than was needed."""
-        for bucket, told, rounded_by in zip(self._all, rate.each(), ROUNDED_BY, strict=True):
+        """Lower our levels if the provider announces less. `took_s`: its figures may be this old, so the refill of that
+        time is added. Figures of a refusal get no allowance for rounding, because there was less than the call
+        needed."""
+        for bucket, told, rounded_by in zip(self._all, rate, ROUNDED_BY, strict=True):
             if told.remaining is not None:
                 bucket.lower(told.remaining + (0 if of_refusal else rounded_by) + took_s * bucket.per_s)

@@ -4,11 +4,10 @@ What a bucket had left after a call, plus what that call took, is what it held b
 holds at least, and no more than that is used at once. If nothing is proven, little is used at once.
 
 A refusal with figures means that too much was used at once, whatever was proven: somebody else uses the account, or its
-limits are told per minute and enforced per second. Then the size is halved, and comes back slowly. It never falls below
-a second's worth, which one large request may need whole. In a bucket so small, it matters what the provider takes for a
-request at first: it estimates the input, and corrects that when the call ends. Refusals show how much more it takes
-than expected (`margin`).
-"""
+limits are announced per minute and enforced per second. Then the size is halved, and comes back slowly. It never falls
+below a second's worth, which one large request may need whole. In a bucket so small, it matters what the provider takes
+for a request at first: it estimates the input, and corrects that when the call ends. Refusals show how much more it
+takes than expected (`margin`)."""
 
 from collections.abc import Sequence
 from math import inf
@@ -22,7 +21,7 @@ UNKNOWN_S = 5.0
 """For a limit that is a guess: about four calls at once, until one has been answered. With fewer, few requests could
 fail over to a provider that was never called before."""
 UNPROVEN_S = 10.0
-"""For a limit that was told or set, while the provider does not tell what is left."""
+"""For a limit that was announced or set, while the provider does not say how much is left."""
 NEWS = 1.01
 """An increase of what is proven by less than this factor is not worth telling other processes."""
 BACK = 1.1
@@ -80,7 +79,7 @@ class Bursts:
         self._proven_s, self._cut = list(proven_s), list(cut)
 
     def sizes(self, *, guessed: Sequence[bool]) -> tuple[Size, ...]:
-        """`guessed`: for each limit, True if nobody has told or set it."""
+        """`guessed`: for each limit, True if it was neither announced nor set."""
         return tuple(
             Size(cut * min(self._most_s, UNKNOWN_S if is_guess else UNPROVEN_S), 0.0)
             if proven_s is None
@@ -99,7 +98,7 @@ class Bursts:
         if counted.input_tokens > 0:
             self._usual_input += (WEIGHT if self._usual_input else 1.0) * (counted.input_tokens - self._usual_input)
         changed = False
-        for each, told in enumerate(rate.each()):
+        for each, told in enumerate(rate):
             if told.remaining is None or told.limit is None:
                 continue
             left = told.remaining - ROUNDED_UP_BY[each]
@@ -116,7 +115,7 @@ class Bursts:
         return tuple(
             told.remaining is not None
             and told.remaining - ROUNDED_UP_BY[each] < max(1.0, SPENT * (told.limit or 0.0), usual[each])
-            for each, told in enumerate(rate.each())
+            for each, told in enumerate(rate)
         )
 
     def refused(self, is_spent: Sequence[bool], now_s: float) -> bool:

@@ -35,5 +35,5 @@ class CallCredit:
                 self._saved[each] = min(1.0, self._saved[each] + self._shares[each])
 
     def calls_before(self, lane: int, count: int) -> int:
-        """At most how many calls begin before that of a request with `count` others of its lane before it."""
+        """The most calls that can begin before that of a request which has `count` others of its lane before it."""
         return ceil((count + 1 - self._saved[lane]) / self._shares[lane]) + 1

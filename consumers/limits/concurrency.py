@@ -27,7 +27,7 @@ class Concurrency:
         self._overloads = 0.0
         self._peak = 1
         self._regained_s = 0.0
-        """From when time counts towards the next rise."""
+        """The time from which on the next rise by time is counted."""
         self.limit = self._ceiling
         self.running = 0
         self.call_s = 0.0
@@ -82,7 +82,7 @@ class Concurrency:
         self._allow(calls)
 
     def regains_in_s(self, now_s: float) -> float:
-        """In how many seconds time raises the limit by one; infinite if it was not lowered."""
+        """The seconds until the limit rises by one with time; infinite if it was not lowered."""
         return inf if self.is_set else max(0.0, self._regained_s + REGAIN_S - now_s)
 
     def shift(self, jump_s: float) -> None:

@@ -19,7 +19,7 @@ class Demand:
         self._at_s = [now_s for _ in range(lanes)]
 
     def add(self, lane: int, amounts: Amounts, now_s: float) -> None:
-        """Add what was granted, or used beyond that; below 0: what was given back."""
+        """Add an amount that was granted, or used beyond the grant; below 0: an amount that was given back."""
         requests, input_tokens, output_tokens = self._spent[lane]
         passed_s = now_s - self._at_s[lane]
         self._at_s[lane] = now_s

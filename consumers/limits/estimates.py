@@ -1,6 +1,6 @@
 """Estimates what a request will use: input by its size, output by what its kind used before. Pure.
 
-An estimate is reserved, and later settled by what was used, so it has to be right on average, not each time.
+The estimated amount is reserved and later corrected, so estimates have to be right on average, not each time.
 """
 
 from collections import OrderedDict
@@ -10,7 +10,7 @@ KINDS = 4096
 """How many kinds are remembered: the latest ones."""
 WEIGHT = 0.1
 SPREAD = 1.0
-"""An answer is expected to be so many mean deviations longer than the mean: seldom less than is used, and less than
+"""The estimate is the mean plus this many mean deviations: seldom less than an answer uses, and less than
 `max_tokens`."""
 
 
@@ -24,12 +24,12 @@ class UsageClass(NamedTuple):
 
 
 def task_of(routing_key: str) -> str:
-    """`critical.support.chat.eu`: `support.chat`."""
+    """The task of a routing key: `support.chat` for `critical.support.chat.eu`."""
     return ".".join(routing_key.split(".", 3)[1:3])
 
 
 class _Seen:
-    """Mean and mean deviation of what was seen; the latest weighs most."""
+    """Mean and mean deviation of the observed values; the latest one weighs most."""
 
     __slots__ = ("deviation", "mean")
 

@@ -17,14 +17,15 @@ from consumers.limits.waiter import Waiter
 
 
 def wait(account: Account, lane: int, amounts: Amounts, now_s: float) -> Wait:
-    """For a request that would join the end of its lane's line now."""
+    """The forecast for a request that would join the end of its lane's line now."""
     account.refill(now_s)
     ahead = [x + y for x, y in zip(account.lines.sums(lane), account.elsewhere[lane], strict=True)]
     return _wait(account, lane, amounts, now_s, ahead=ahead, count=account.lines.count(lane))
 
 
 def of(account: Account, waiter: Waiter, now_s: float) -> Wait:
-    """For a waiter that has just joined the line. If it comes back, it may stand before those of other processes."""
+    """For a waiter that has just joined the line. A deferred request that returns may go before waiters of other
+    processes."""
     account.refill(now_s)
     lane, amounts = waiter.lane, waiter.amounts
     ahead, count = account.lines.before(waiter)
@@ -34,7 +35,7 @@ def of(account: Account, waiter: Waiter, now_s: float) -> Wait:
 
 
 def first(account: Account, lane: int, amounts: Amounts, now_s: float) -> Wait:
-    """For the first waiter of a lane."""
+    """The forecast for the first waiter of a lane."""
     account.refill(now_s)
     return _wait(account, lane, amounts, now_s, ahead=NOTHING, count=0)
 
@@ -112,7 +113,8 @@ def _ahead_of(account: Account, lane: int) -> Sequence[float]:
 
 
 class _Line:
-    """A lane's line before one bucket. Those ahead count as one sum; the request itself follows the bucket's rule."""
+    """A lane's waiting requests, for one bucket. The requests ahead count as one sum; the request itself follows the
+    bucket's rule."""
 
     __slots__ = ("_above", "_bucket", "_filling", "_held", "_is_top", "_lane", "_slope", "taken_per_s")
 
@@ -159,7 +161,8 @@ class _Line:
         if whole <= part:
             return max(0.0, level_s)
         own_s = (whole - part) / (share * bucket.per_s) if share else inf
-        if earliest and ahead > 0 and share:  # those before use what the others leave, and this one the savings
+        if earliest and ahead > 0 and share:
+            # Earliest if those ahead use only what other lanes leave, and this request its lane's savings.
             own_s = min(own_s, max(0.0, before) / bucket.per_s + (whole - ahead) / (share * bucket.per_s))
         return max(0.0, level_s, min(own_s, self._left_s(ahead, amount, taken_per_s)))
 

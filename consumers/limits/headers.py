@@ -1,4 +1,4 @@
-"""What a response tells about the account's limits: `anthropic-ratelimit-{requests,input-tokens,output-tokens}-*`.
+"""Reads the account's limits from a response's headers: `anthropic-ratelimit-{requests,input-tokens,output-tokens}-*`.
 
 Each has `limit` (per minute), `remaining` (tokens rounded to thousands) and `reset` (RFC 3339, when it is full again);
 docs/facts.md, section 10. What cannot be true is ignored.
@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import NamedTuple
 
 MOST = 1e12
 FARTHEST_RESET_S = 86_400.0
@@ -23,27 +24,23 @@ _NAMES = ("requests", "input-tokens", "output-tokens")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """What is told about one bucket. None: not told, or impossible."""
+    """The headers about one bucket. None: missing, or impossible."""
 
     limit: float | None = None
     remaining: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RateHeaders:
-    """What one response tells about the buckets, in the order of `Amounts`."""
+class RateHeaders(NamedTuple):
+    """The headers of one response about all buckets, in the order of `Amounts`."""
 
     requests: Told
     input_tokens: Told
     output_tokens: Told
 
-    def each(self) -> tuple[Told, Told, Told]:
-        return (self.requests, self.input_tokens, self.output_tokens)
-
 
 def read(headers: Mapping[str, str], *, now_s: float) -> RateHeaders | None:
-    """None if nothing is told. `headers`: by names in lower case (a dict: httpx2 searches all of them at each look-up);
-    `now_s`: since 1970."""
+    """The limits in the headers; None if there are none. `headers`: by names in lower case (a dict: httpx2 searches all
+    of them at each look-up); `now_s`: since 1970."""
     found = [
         _told(headers, name, least, rounded_up_by, now_s)
         for name, least, rounded_up_by in zip(_NAMES, LEAST, ROUNDED_UP_BY, strict=True)

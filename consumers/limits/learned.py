@@ -19,7 +19,8 @@ class UnreadableError(ValueError):
 
 
 class LearnedLimits(NamedTuple):
-    """About the three limits per minute, in the order of `Amounts`. `adaptive.py` says what each field means."""
+    """What was learned about the three limits per minute, in the order of `Amounts`. `adaptive.py` explains the
+    fields."""
 
     told: tuple[float | None, ...]
     told_s: tuple[float, ...]
@@ -31,7 +32,7 @@ class LearnedLimits(NamedTuple):
 
 
 class LearnedBursts(NamedTuple):
-    """About the sizes of the three buckets. `burst.py` says what each field means."""
+    """What was learned about the sizes of the three buckets. `burst.py` explains the fields."""
 
     proven_s: tuple[float | None, ...]
     cut: tuple[float, ...]
@@ -48,7 +49,7 @@ class Learned(NamedTuple):
     held_until_s: float
 
     def shifted(self, jump_s: float) -> "Learned":
-        """The same, with all times moved by `jump_s`: the clock has jumped."""
+        """A copy with all times moved by `jump_s`, because the clock has jumped."""
         limits, bursts = self.limits, self.bursts
         return Learned(
             limits._replace(
@@ -97,7 +98,7 @@ def _limits(found: Mapping[str, Any]) -> LearnedLimits:
         raise UnreadableError("is_silent is neither true nor false")
     return LearnedLimits(
         told=_three_or_none(found["told"], least=1.0),
-        told_s=(_moment(found["told_s"][0]), _moment(found["told_s"][1]), _moment(found["told_s"][2])),
+        told_s=_three(found["told_s"], least=-inf),
         grown=_three(found["grown"], least=0.0),
         is_silent=found["is_silent"],
         factors=_three(found["factors"], least=1e-3, most=1.0),
@@ -116,16 +117,13 @@ def _bursts(found: Mapping[str, Any]) -> LearnedBursts:
 
 
 def _three_or_none(values: Any, *, least: float) -> tuple[float | None, ...]:
-    requests, input_tokens, output_tokens = values
-    return tuple(
-        None if each is None else _number(each, least=least, most=MOST)
-        for each in (requests, input_tokens, output_tokens)
-    )
+    first, second, third = values
+    return tuple(None if each is None else _number(each, least=least, most=MOST) for each in (first, second, third))
 
 
 def _three(values: Any, *, least: float, most: float = MOST) -> tuple[float, ...]:
-    requests, input_tokens, output_tokens = values
-    return tuple(_number(each, least=least, most=most) for each in (requests, input_tokens, output_tokens))
+    first, second, third = values
+    return tuple(_number(each, least=least, most=most) for each in (first, second, third))
 
 
 def _moment(value: Any) -> float:

@@ -1,4 +1,4 @@
-"""Who stands in line, and which lane goes before which. Pure.
+"""The waiting requests in line, and the order of the lanes. Pure.
 
 Inside a lane requests go by arrival; one that was deferred and comes back has its old place. Between lanes the rank
 decides, however long a request has waited. Only if `boost_s` is set: when the first request of a lane has waited that
@@ -50,7 +50,7 @@ class Lines:
         self._sums = [[0.0, 0.0, 0.0] for _ in boosts_s]
         self._next = 0
         self.heads: list[Waiter | None] = [None for _ in boosts_s]
-        """The first of each lane."""
+        """The first waiter of each lane."""
 
     def __len__(self) -> int:
         return sum(len(line) for line in self._lines)
@@ -59,7 +59,7 @@ class Lines:
         return self._at(waiter) is not None
 
     def __iter__(self) -> Iterator[Waiter]:
-        """Lane by lane, in order."""
+        """All waiters, lane by lane, in order."""
         for line in self._lines:
             yield from line
 
@@ -93,7 +93,7 @@ class Lines:
         return sums, len(before)
 
     def join(self, waiter: Waiter) -> bool:
-        """Put it in line by its arrival; True if it is now the first of its lane."""
+        """Put a waiter in line by its arrival; True if it is now the first of its lane."""
         self._next += 1
         waiter.number = self._next
         lane = waiter.lane
@@ -111,7 +111,7 @@ class Lines:
         return True
 
     def leave(self, waiter: Waiter) -> bool:
-        """Take it out if it is in line; True if another is now the first of its lane."""
+        """Take a waiter out if it is in line; True if another is now the first of its lane."""
         at = self._at(waiter)
         if at is None:
             return False
@@ -151,7 +151,7 @@ class Lines:
         return self._by_rank if lanes is None else Order.of(lanes)
 
     def aged_in_s(self, now_s: float) -> float:
-        """In how many seconds the next first waiter of a lane ages; infinite if none will."""
+        """The seconds until the next first waiter of a lane has waited `boost_s`; infinite if none will."""
         soonest = NEVER
         if not self._ages:
             return soonest

@@ -18,13 +18,13 @@ def own_accounts(spec: BudgetSpec) -> "Accounts[OwnTurns]":
 
 
 class OwnTurns:
-    """See `Turns`."""
+    """Implements `Turns` within this process."""
 
     def __init__(self, name: str, spec: BudgetSpec) -> None:
         self.account = Account(name, spec, now_s=self.now_s())
         self._timer: asyncio.Handle | None = None
         self._fires_s = NEVER
-        """When the timer fires. uvloop's handle does not tell it if that is within half a millisecond."""
+        """When the timer fires. uvloop's handle does not know this for less than half a millisecond."""
         self.wake_ups = 0
         """How often the timer fired."""
 

@@ -10,7 +10,7 @@ from topology.lanes import BATCH, CRITICAL, NORMAL
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneBudget:
-    """What is set for one lane."""
+    """The settings of one lane's budget."""
 
     share: float
     """The lane's share of every bucket, above 0 and up to 1: saved for it alone out of what comes in. This reserve
@@ -22,16 +22,16 @@ class LaneBudget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccountCaps:
-    """What one account may use per minute at most, whatever the provider allows; None: what the provider allows."""
+    """The most that one account may use per minute; None: as much as the provider allows."""
 
     requests: float | None = None
     input_tokens: float | None = None
     output_tokens: float | None = None
     concurrency: int | None = None
-    """Calls at the same time."""
+    """The most calls at the same time."""
 
     def per_minute(self) -> tuple[float | None, float | None, float | None]:
-        """In the order of `Amounts`."""
+        """The caps per minute, in the order of `Amounts`."""
         return (self.requests, self.input_tokens, self.output_tokens)
 
 
@@ -49,14 +49,15 @@ class BudgetSpec:
     """All settings of the budget. The defaults suit an unknown account: its limits are learned from its answers."""
 
     lanes: Mapping[str, LaneBudget] = field(default_factory=lambda: DEFAULT_LANES)
-    """The most urgent first."""
+    """The budgets of the lanes, the most urgent lane first."""
     burst_s: float = 60.0
     """A bucket holds as many seconds' worth of its limit as the provider's is proven to hold (up to 60), at most this.
     A smaller bucket saves less during a lull, for later bursts and large requests."""
     accounts: Mapping[str, AccountCaps] = field(default_factory=dict)
-    """By the name of an account (`Route.account`), or of a provider: then they apply to each of its accounts."""
+    """Caps by the name of an account (`Route.account`) or of a provider; those of a provider apply to each of its
+    accounts."""
     start: Amounts = Amounts(50, 30_000, 8_000)  # noqa: RUF009  a value that cannot change
-    """The limits per minute until the provider has told its own: those of the smallest accounts."""
+    """The limits per minute until the provider has announced its own: those of the smallest accounts."""
     first_output_tokens: int = 512
     """The expected length of an answer while no request of its kind has ended yet."""
     first_bytes_per_token: float = 3.5

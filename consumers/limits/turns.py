@@ -25,7 +25,7 @@ class Turns(Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Nobody waits, no call runs, and nothing is left to be told: the account may be forgotten."""
+        """No request waits, no call runs, and no news has to be sent to Redis: the account may be forgotten."""
 
     def now_s(self) -> float:
         """The clock of the account."""
@@ -34,10 +34,10 @@ class Turns(Protocol):
         """Grant all waiters that may go now, and look again when more has come in. May return before deciding."""
 
     async def decided(self, waiter: Waiter) -> None:
-        """Wait until it is decided whether this waiter, who has just joined, may go at once."""
+        """Wait for the decision whether this waiter, which has just joined the line, may go at once."""
 
     def settle(self, reservation: Reservation, used: Amounts | None) -> None:
-        """Settle a reservation that is not settled yet. `used`: what of it was used."""
+        """Settle a reservation that is not settled yet. `used`: the amounts that were used."""
 
     def learn(self, heard: Heard) -> None:
         """Learn from one response."""
@@ -47,7 +47,7 @@ class Turns(Protocol):
 
 
 def refuse(account: Account, waiter: Waiter, wait: Wait) -> None:
-    """Take a waiter out of line, and tell its task that it would be too late."""
+    """Take a waiter out of line, and tell its task that it cannot be granted in time."""
     account.leave(waiter)
     waiter.refuse(wait)
 

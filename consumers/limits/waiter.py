@@ -1,4 +1,4 @@
-"""One request that waits for its turn, and how its task is told."""
+"""One request that waits for its turn, and the wake-up of its task."""
 
 import asyncio
 
@@ -20,20 +20,20 @@ class Waiter:
         self.number = 0
         """Counts up in the order of joining, over all lanes."""
         self.reservation: Reservation | None = None
-        """Set when it is granted."""
+        """The waiter's reservation, set when it is granted."""
         self.turn: asyncio.Future[None] | None = None
         """What its task awaits. None before the task waits, and for a request that does not wait."""
 
     def wake(self) -> bool:
         """Tell its task that it is granted. False: the task was cancelled and nobody takes the reservation."""
         if self.turn is None:
-            return True  # its task does not wait yet, and checks `reservation` itself
+            return True  # its task is not waiting yet, and will find `reservation` set
         if self.turn.done():
             return False
         self.turn.set_result(None)
         return True
 
     def refuse(self, wait: Wait) -> None:
-        """Tell its task that it would be too late."""
+        """Tell its task that it cannot be granted in time."""
         if self.turn is not None and not self.turn.done():
             self.turn.set_exception(WaitTooLong(wait))

@@ -1,7 +1,9 @@
 """What counts as an answer: a whole Message that says why it stopped. Anything else after HTTP 200 is a failure."""
 
+from collections.abc import AsyncIterable
 from typing import Any, Final
 
+import httpx2
 import jiter
 
 from consumers.failures import TransientError
@@ -11,6 +13,13 @@ from consumers.providers.base import Answer, Usage
 MOST_TOKENS: Final = 10_000_000
 """No call uses more. A larger count is ignored, because the budget would be in debt for it for ever."""
 _NAME_CHARACTERS: Final = 256
+
+
+def pieces(response: httpx2.Response) -> AsyncIterable[bytes]:
+    """The body of an answer, unpacked. A body that is not packed is read as it comes: 40 % of httpx2's own time."""
+    if "content-encoding" not in response.headers and isinstance(response.stream, httpx2.AsyncByteStream):
+        return response.stream
+    return response.aiter_bytes()
 
 
 def parse_message(body: bytes, content_type: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from anthropic import AsyncAnthropic, DefaultAioHttpClient
 
 from consumers.failures import TIMEOUT, AnswerTooLargeError, ProviderError, TransientError
 from consumers.limits import headers as rate_headers
-from consumers.providers.answers import parse_message, read_answer
+from consumers.providers.answers import parse_message, pieces, read_answer
 from consumers.providers.base import Answer, Parts
 from consumers.providers.error_body import bound_error_body
 from consumers.providers.events import EventSplitter
@@ -69,7 +69,7 @@ def sse(max_event_bytes: int) -> Splitter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """How another cloud's API differs from Anthropic's. The client takes care of URL and signature (`cloud.py`)."""
+    """How another cloud's API differs from Anthropic's. The vendor's client makes URL and signature (`cloud.py`)."""
 
     as_fields: bool = False
     """The client changes fields of the body, so it needs the fields, not bytes."""
@@ -159,7 +159,8 @@ class AnthropicProvider:
         await self._client.close()
 
     async def _send(self, body: bytes, *, beta: str | None) -> httpx2.Response:
-        """Send, and return the answer with its body unread. `stream=True` is about how we read, not how they answer."""
+        """Send, and return the answer with its body unread. `stream=True` only means that we read the body ourselves;
+        the provider may answer with or without streaming."""
         headers: dict[str, str] = {}
         if (traceparent := self._traceparent()) is not None:
             headers["traceparent"] = traceparent
@@ -194,9 +195,10 @@ class AnthropicProvider:
             raise self._too_large(response, self._max_answer_bytes)
         with border(secret=self._key):
             body = b"".join([chunk async for chunk in self._chunks(response, self._max_answer_bytes)])
-        if announced.isdigit() and int(announced) != response.num_bytes_downloaded:
+        came = response.num_bytes_downloaded or len(body)  # packed, or as it came
+        if announced.isdigit() and int(announced) != came:
             raise TransientError(
-                f"the answer has {response.num_bytes_downloaded} of its {announced} bytes",
+                f"the answer has {came} of its {announced} bytes",
                 type="truncated",
                 request_id=_request_id(response),
             )
@@ -252,7 +254,7 @@ class AnthropicProvider:
 
     async def _chunks(self, response: httpx2.Response, most: int) -> AsyncGenerator[bytes, None]:
         size = 0
-        async for chunk in response.aiter_bytes():
+        async for chunk in pieces(response):
             size += len(chunk)
             if size > most:
                 raise self._too_large(response, most)
@@ -285,7 +287,7 @@ def _is_here(url: str) -> bool:
 
 
 async def _drain(chunks: AsyncIterator[bytes]) -> None:
-    """Read to the end, which follows message_stop at once: only then can the connection be reused."""
+    """Read the rest of the body, so that the connection can be reused. It ends immediately after message_stop."""
     with suppress(ProviderError, *NETWORK_ERRORS):
         async with asyncio.timeout(_DRAIN_S):
             async for _ in chunks:

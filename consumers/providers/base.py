@@ -51,9 +51,9 @@ class Answer:
     request_id: str | None = None
     stop_reason: str | None = None
     rate: RateHeaders | None = None
-    """What the response told of the account's limits."""
+    """The account's limits in the response's headers."""
     cost_usd: float | None = None
-    """By the table of prices; None if the model has no price."""
+    """The cost by the table of prices; None if the model has no price."""
 
 
 Parts = Callable[[bytes], Awaitable[None]]

@@ -18,18 +18,20 @@ from typing import NamedTuple
 FAILURES = 10
 """Failures in a row that open it. If 30 % of all calls fail by chance, that happens once in 240,000 calls."""
 REQUESTS = 3
-"""The failures must come from at least so many requests: one that the provider cannot handle must not block others."""
+"""The failures must come from at least this many requests, because one request that the provider cannot handle must not
+block others."""
 UNREACHED = 3
 """Failures to connect in a row that open it, whatever requests they come from."""
 DOUBTED_FROM = 3
-"""From so many failures in a row on, each failure makes us ask whether another process has opened its breaker."""
+"""After this many failures in a row, each further failure makes us check whether another process has opened its
+breaker."""
 WINDOW_S = 120.0
 """Older failures do not count. It is longer than a hanging call may take (60 s in critical, 120 s in normal)."""
 OPEN_S = 1.0
 OPEN_MOST_S = 5.0
-"""When a provider is back, requests wait no longer than this for it."""
+"""The longest time that a breaker stays open, and so the longest wait for a provider that is back."""
 PROBE_WITHIN_S = 30.0
-"""A probe that takes longer holds nobody back any more."""
+"""A probe that takes longer no longer prevents another probe."""
 LOOK_S = 1.0
 """How long to wait before looking again, while another call probes."""
 
@@ -51,7 +53,8 @@ class Failure(NamedTuple):
 
 
 class Breaker:
-    """One provider and model, from its first failure until it answers; times are the event loop's."""
+    """The breaker of one provider and model, kept from its first failure until it answers; times are the event
+    loop's."""
 
     __slots__ = ("_failed", "_openings", "_rng", "_until_s", "down_since_s", "state")
 
@@ -61,7 +64,7 @@ class Breaker:
         self._openings = 0
         self._until_s = -inf
         self.down_since_s = inf
-        """When it was opened first."""
+        """When the breaker was first opened."""
         self._rng = rng
 
     def wait_s(self, now_s: float) -> float:
@@ -78,7 +81,8 @@ class Breaker:
         return self.state is State.CLOSED and len(self._failed) >= DOUBTED_FROM
 
     def probe(self, now_s: float) -> float:
-        """Its time is over: the call that is made now is the probe. Returns how many seconds that may take."""
+        """Let the call that is made now be the probe, because the breaker has been open long enough. Returns the
+        probe's time limit in seconds."""
         self.state = State.PROBING
         self._until_s = now_s + PROBE_WITHIN_S
         return PROBE_WITHIN_S
@@ -95,7 +99,8 @@ class Breaker:
             self.open(failure.at_s)
 
     def unknown(self, now_s: float, *, probe: bool) -> None:
-        """The call ended without telling anything. If it was the probe, the next call is the probe."""
+        """The call ended without showing whether the provider works. If it was the probe, the next call is the
+        probe."""
         if probe and self.state is State.PROBING:
             self.state = State.OPEN
             self._until_s = now_s

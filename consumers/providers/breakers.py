@@ -43,14 +43,14 @@ class Change:
     retry_in_s: float | None = None
 
     def figures(self) -> dict[str, Any]:
-        """The fields of the event."""
+        """The fields of the event `breaker`."""
         found = {"provider": self.provider, "model": self.model, "state": self.state.value}
         return found if self.error is None else {**found, "error": self.error, "retry_in_s": self.retry_in_s}
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Leave to make one call; afterwards it is given to one of `answered`, `failed`, `unknown`."""
+    """The permission to make one call. After the call, pass it to `answered`, `failed` or `unknown`."""
 
     route: Route
     request: str
@@ -67,7 +67,7 @@ class Breakers:
         self._rng = rng or random.Random()
         self._owner = uuid.uuid4().hex
         self._all: dict[tuple[str, str], Breaker] = {}
-        """By provider and model: those that have failed and not answered since."""
+        """The breakers by provider and model: those that have failed and not answered since."""
 
     def wait_s(self, route: Route, now_s: float) -> float:
         """Seconds until a call may be made there, as far as is known; 0: now."""

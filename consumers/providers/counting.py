@@ -17,8 +17,8 @@ def counted(usage: Usage) -> Amounts:
 
 
 def spent(error: ProviderError, reserved: Amounts) -> Amounts:
-    """What a failed call used. If its answer broke off or did not come in time, nobody knows how far it got: then all
-    that was reserved counts."""
+    """What a failed call used. If its answer was cut off or did not come in time, the usage is unknown, and the whole
+    reservation counts."""
     match error.paid:
         case Paid.NOTHING:
             return NOTHING

@@ -1,4 +1,4 @@
-"""What is read of an error answer: its first 64 KiB, unpacked."""
+"""Limits how much of an error answer is read: its first 64 KiB, decompressed."""
 
 import zlib
 from collections.abc import AsyncIterator
@@ -10,8 +10,8 @@ _BYTES: Final = 64 * 1024
 
 
 async def bound_error_body(response: httpx2.Response) -> None:
-    """Cut the body off there, because the client would read and unpack all of it. A body that is cut off is no valid
-    JSON; the error is then classified by its status."""
+    """Cut the body after 64 KiB, because the client would read and decompress all of it. A body that is cut off is no
+    valid JSON; the error is then classified by its status."""
     if response.status_code >= 300 and isinstance(response.stream, httpx2.AsyncByteStream):
         is_packed = response.headers.pop("content-encoding", "identity") in ("gzip", "deflate")
         response.stream = _FirstBytes(response.stream, is_packed=is_packed)

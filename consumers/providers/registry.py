@@ -16,12 +16,13 @@ from lanekeeper.telemetry.tracing import Tracing
 from topology.codec.request import Request
 
 SPEND_REFUSALS = 10
-"""After so many refusals in a row for its spend limit an account is paused: only a person can raise that limit."""
+"""After this many refusals in a row for its spend limit an account is paused, because only a person can raise that
+limit."""
 log = logs.logger()
 
 
 class Registry:
-    """Makes calls. `learn` is told, by account, what every response says about its limits."""
+    """Makes calls. `learn` is called with the account and with what each response says about its limits."""
 
     def __init__(
         self,
@@ -67,8 +68,8 @@ class Registry:
             return answer
 
     def _heard(self, account: str, error: ProviderError, *, took_s: float) -> Heard:
-        """What a failure says. A spend limit counts as an ordinary failure until it was met `SPEND_REFUSALS` times in a
-        row; the first time it is logged."""
+        """What a failure says about the account. A spend limit counts as an ordinary failure until `SPEND_REFUSALS` in
+        a row; the first one is logged."""
         heard = counting.failed(error, error.rate, took_s=took_s)
         if heard.kind is not Kind.SPEND_LIMIT:
             return heard
@@ -79,7 +80,7 @@ class Registry:
 
 
 def asking_for(request: Request, model: str) -> Request:
-    """The same request with another name of the model; the request itself if it has that name."""
+    """A copy of the request with another name of the model; the request itself if it already has that name."""
     if model == request.model:
         return request
     body = json.dumps({**json.loads(request.body), "model": model}).encode()

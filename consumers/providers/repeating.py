@@ -13,7 +13,7 @@ import anthropic
 import httpx2
 
 PATH: Final = "/v1/messages"
-_OF_A_BODY: Final = "content-length"
+_LENGTH: Final = "Content-Length"
 
 
 class Repeating:
@@ -23,20 +23,26 @@ class Repeating:
         self._post = post
         self._http = http
         self._url: httpx2.URL | None = None
-        self._headers: list[tuple[bytes, bytes]] = []
+        self._headers = httpx2.Headers()
         self._extensions: dict[str, Any] = {}
 
     async def send(self, body: bytes, headers: Mapping[str, str]) -> httpx2.Response:
-        """The answer, its body unread. Raises what the vendor's client raises."""
+        """Send one call and return the answer with its body unread. Raises what the vendor's client raises."""
         if self._url is None:
             response: httpx2.Response = await self._post(
                 PATH, cast_to=httpx2.Response, options={"headers": headers}, stream=True, content=body
             )
-            self._keep(response.request, but={_OF_A_BODY, *headers})
+            self._keep(response.request, but={_LENGTH.lower(), *headers})
             return response
-        common = httpx2.Headers(self._headers, encoding="ascii")  # a given encoding is not looked for at each look-up
-        common.update(headers)
-        request = httpx2.Request("POST", self._url, headers=common, content=body, extensions=self._extensions)
+        own = httpx2.Headers(self._headers, encoding="ascii")  # otherwise httpx detects it at each look-up
+        own[_LENGTH] = str(len(body))
+        if headers:
+            own.update(headers)
+        # given a stream, httpx2 does not look for headers to add: a third of the time
+        request = httpx2.Request(
+            "POST", self._url, headers=own, stream=httpx2.ByteStream(body), extensions=self._extensions
+        )
+        request.read()
         try:
             response = await self._http.send(request, stream=True)
         except httpx2.TimeoutException as error:
@@ -49,11 +55,13 @@ class Repeating:
 
     def _keep(self, sent: httpx2.Request, *, but: set[str]) -> None:
         self._url, self._extensions = sent.url, dict(sent.extensions)
-        self._headers = [(name, value) for name, value in sent.headers.raw if name.decode().lower() not in but]
+        self._headers = httpx2.Headers(
+            [(name, value) for name, value in sent.headers.raw if name.decode().lower() not in but]
+        )
 
 
 async def _failure(response: httpx2.Response) -> anthropic.APIStatusError:
-    """The exception of an answer that is none, as the client makes it: its body may be JSON or not."""
+    """The exception that the vendor's client would raise for this error answer; its body may be JSON or not."""
     text = (await response.aread()).decode(errors="replace").strip()
     try:
         body = json.loads(text)

@@ -16,8 +16,8 @@ MODEL_CLASSES = ("fable", "mythos", "opus", "sonnet", "haiku")
 """Anthropic counts by class: all Sonnets share one limit (docs/facts.md, section 10)."""
 CACHED = 10_000
 MADE_UP = 256
-"""So many models that no setting names get an account of their own. All others share one account a provider, so that
-requests for ever new models do not fill the memory."""
+"""This many models that are in no setting get their own account. All others share one account for each provider, so
+that requests with invented model names do not fill the memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +26,11 @@ class ProviderModels:
 
     name: str
     models: Mapping[str, str] | None = None
-    """Its own name for each model that it has; None: it has all, under Anthropic's names."""
+    """The provider's own name for each of its models; None: it has all models, under Anthropic's names."""
 
 
 class Problem(NamedTuple):
-    """What is wrong with one of the settings for chains."""
+    """An error in one of the settings for chains."""
 
     place: tuple[str, ...]
     text: str
@@ -41,13 +41,13 @@ class RoutesSpec:
     """The settings for chains."""
 
     providers: tuple[ProviderModels, ...]
-    """In the order in which they are called."""
+    """The providers in the order in which they are called."""
     lanes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Lanes with other providers, or in another order: the names of the providers."""
     lane_models: Mapping[str, Collection[str] | None] = field(default_factory=dict)
     """Lanes that may use some models only. (The codec checks the model that a request names; this is for fallbacks.)"""
     fallbacks: Mapping[str, str] = field(default_factory=dict)
-    """By model: the model that answers when it cannot."""
+    """For a model: the model that is called when no provider can answer with it."""
     tenants: Mapping[str, Collection[str]] = field(default_factory=dict)
     """Tenants that may use some models only."""
 
@@ -103,14 +103,14 @@ class RoutesSpec:
 
 
 def unknown(model: str, known: Collection[str]) -> str:
-    """The text about a model that is not known."""
+    """The error message for an unknown model."""
     near = get_close_matches(model, known, n=1, cutoff=0.8)
     meant = f"did you mean {near[0]}? Else" if near else f"known are {', '.join(sorted(known))};"
     return f"unknown model {model!r}; {meant} give it a price in prices.models (LANEKEEPER_PRICES__MODELS)"
 
 
 class Routes:
-    """Makes the chains."""
+    """Makes the chains of requests."""
 
     def __init__(self, spec: RoutesSpec) -> None:
         self._spec = spec

@@ -19,7 +19,7 @@ _NONSENSE = (KeyError, TypeError, AttributeError, ValueError)
 
 
 class StreamedMessage:
-    """Takes the events in order. What it keeps of them is bounded: in bytes, and in keys and values."""
+    """Takes the events in order. The kept data is limited, in bytes and in keys and values."""
 
     def __init__(self, *, max_bytes: int = bounds.ANSWER_BYTES, values: int = bounds.VALUES) -> None:
         self._message: dict[str, Any] | None = None
@@ -54,7 +54,8 @@ class StreamedMessage:
             raise _broken("in its content", error) from error
 
     def _keep(self, event: dict[str, Any], data: bytes) -> None:
-        """Measure what the event adds. Only the size of a piece of a string counts, because it joins that string."""
+        """Count what the event adds to the kept data. Of a piece of a string only the bytes count, because it is
+        appended to an existing string."""
         kind = event["type"]
         if kind not in _KEPT:
             return

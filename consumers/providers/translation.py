@@ -106,7 +106,7 @@ def from_event(event: Mapping[str, Any], *, request_id: str | None, secret: str)
 def classify(
     *, status: int, type: str, code: str, message: str, retry_after_s: float | None, request_id: str | None
 ) -> ProviderError:
-    """Which failure an error answer is. `type` and `code` are Anthropic's, empty if there is none."""
+    """The failure that an error answer means. `type` and `code` are those in Anthropic's error, or empty."""
     detail = f"{status} {type}: {message}" if type else f"{status}: {message}"
     told: dict[str, Any] = {"status": status, "type": type or f"http_{status}", "request_id": request_id}
     is_spent = any(text in message for text in _SPENT)
@@ -154,7 +154,8 @@ def plain(headers: httpx2.Headers) -> dict[str, str]:
 
 
 def _redirected(response: httpx2.Response) -> RejectedError:
-    """A redirect is not followed. Only its host is told, because the rest of the address may hold a secret."""
+    """A redirect is not followed. Only the target's host is reported, because the rest of the address may contain a
+    secret."""
     try:
         host = urlsplit(response.headers.get("location", "")).hostname or "another path of it"
     except ValueError:
@@ -189,7 +190,7 @@ def _from_status(error: anthropic.APIStatusError, *, secret: str) -> ProviderErr
 
 
 def one_line(error: BaseException) -> str:
-    """What an exception says, on one line. Only for exceptions that cannot hold a key."""
+    """The text of an exception on one line. Only for exceptions that cannot contain a key."""
     return _line(_said(error), "")
 
 
@@ -208,6 +209,6 @@ def _line(text: str, secret: str) -> str:
     text = text[:_READ_CHARACTERS]
     if secret:
         text = text.replace(secret, "***")
-        if cut:  # half of a key may be at the end
+        if cut:  # the text may be cut in the middle of a key
             text = text[: -len(secret)]
     return re.sub(r"[\s\x00-\x1f\x7f-\x9f]+", " ", text).strip()[:_MESSAGE_CHARACTERS]

@@ -45,7 +45,7 @@ class ReplyRule:
         return may and (self.allow is None or any(pattern.fullmatch(address) for pattern in self.allow))
 
     def allows_control(self, address: str, *, user: str | None) -> bool:
-        """The same for the answer to a control message: never a queue whose name a client can choose."""
+        """Whether the answer to a control message may go there: never to a queue whose name a client can choose."""
         if len(address) > LONGEST:
             return False
         return self._is_bound(address, user) or (not self.bound and _BROKER_NAMED.fullmatch(address) is not None)

@@ -34,7 +34,7 @@ class DirectSender:
 
     @property
     def is_apart(self) -> bool:
-        """Whether they have a connection of their own."""
+        """Whether direct replies have a separate connection."""
         return self._own is not None
 
     def refusal(self, address: str) -> RequestProblem | None:
@@ -60,7 +60,7 @@ class DirectSender:
         async with self._one_by_one:
             if (known := self.refusal(address)) is not None:
                 raise known
-            # so that we watch the connection that is open now
+            # make sure that the connection which is watched is the one that is open now
             await own.connection.underlying()
             loss = own.connection.loss
             try:

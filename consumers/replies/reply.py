@@ -48,7 +48,7 @@ class Replies:
     async def final(self, job: Job, completion: Completion, *, replayed: bool = False) -> bool:
         """Send the final reply, once. False: the reply queue is full and refused it.
 
-        It is no error if the requester has gone. Raises BrokerError if the broker does not take the reply.
+        A requester that has gone is no error. Raises BrokerError if the broker does not take the reply.
         """
         if completion.code and not PROBLEMS[completion.code].answered:
             return True
@@ -62,13 +62,13 @@ class Replies:
             return await self._final(
                 job, body=completion.body, content_type=JSON if is_answer else PROBLEM, headers=headers
             )
-        except MessageTooLarge as error:  # it was stored while the broker took larger messages: send a short error
+        except MessageTooLarge as error:  # it was stored while the broker accepted larger messages: send a short error
             log.error(signals.ANSWER_UNSENT, size=error.size, limit=error.limit)
             told = answer_too_large(error.size, error.limit).document(request=job.id, attempts=job.attempts)
             return await self._final(job, body=told, content_type=PROBLEM, headers={**headers, n.STATUS: "error"})
 
     def parts(self, job: Job) -> "Parts":
-        """What sends the events of a stream, one at each call."""
+        """An object that sends the events of a stream, one for each call."""
         return Parts(self, job)
 
     async def _final(self, job: Job, *, body: bytes, content_type: str, headers: dict[str, Any]) -> bool:

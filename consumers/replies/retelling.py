@@ -18,11 +18,11 @@ from lanekeeper.contract import names as n
 from lanekeeper.telemetry import logs, signals
 
 PAUSES_S = (1, 2, 4, 8, 16, 30)
-"""A minute in all: by then a requester that was slow, or was restarted, has made room."""
+"""A minute in total: by then a requester that was slow, or was restarted, has usually made room."""
 WAITING = 1000
 SHARE = 10
-"""One tenant's replies may use a tenth of the bound, in however many queues. Without a tenant (`user_id` is missing)
-the replies of one queue may."""
+"""One tenant's replies may use a tenth of the limit, whatever the number of their queues. Without a tenant (no
+`user_id`), the replies of one queue may."""
 LOUD_EVERY_MS = 1000
 Handle = Callable[[Job], Awaitable[Outcome]]
 log = logs.logger()
@@ -59,7 +59,7 @@ class Retelling:
         return pause_ms
 
     def give_up(self, job: Job, *, now_ms: int) -> None:
-        """Count it, and log a warning at most once a second."""
+        """Count a reply that is given up, and log a warning at most once a second."""
         self.given_up += 1
         tries = job.hop.reply_try + 1
         if now_ms < self._silent_until_ms:

@@ -1,10 +1,8 @@
-"""What workers remember about requests outside the broker: five small protocols, implemented in SQLite and in Redis.
+"""What workers remember about requests outside the broker: one protocol, implemented in SQLite and in Redis.
 
-    Claims          who works on a request, and how it ended; at most one completion is kept for each identity
-    Results         what can be read about a request afterwards
-    Waits           how many requests wait in the broker because their publisher asked for a delay
-    Allowances      how much of something was used in a period
-    Leases          which process does a job that only one may do at a time
+It knows who works on a request and how it ended (at most one completion is kept for each identity), what can be read of
+a request afterwards, how many requests wait in the broker for a delay, how much of something was used in a period, and
+which process does a job that only one may do at a time.
 
 The store is not the system of record: losing it can cause a repeated call to a provider, but loses no request.
 Every method raises `StoreUnavailable` if the store cannot answer, or cannot make a change durable.
@@ -46,7 +44,7 @@ class Copy:
     mark: bytes
     """A hash (16 bytes) of what differs between two publishes of a request, such as reply address and send time."""
     redelivered: bool
-    """True if its last delivery was never settled: the worker that had it died, or lost its channel."""
+    """True if the message's last delivery was never settled: the worker that had it died, or lost its channel."""
     nonce: bytes = b""
     """8 bytes unique to this delivery. If it asks again because the answer was lost, it gets the claim that it has."""
     dead_at_ms: int | None = None
@@ -69,7 +67,7 @@ class Completion:
 
     @property
     def is_untried(self) -> bool:
-        """It failed before any attempt was made."""
+        """True if the request failed before any attempt was made."""
         return self.status == "error" and self.headers.get(ATTEMPT) == 0
 
 
@@ -120,7 +118,8 @@ class Cancelling(StrEnum):
     UNSEEN = "unseen"
     """No worker has seen the request: it is queued, or not published yet. It ends as cancelled when it comes."""
     DISPLACED = "displaced"
-    """As UNSEEN, but the tenant had as many unseen cancellations as are kept, so its oldest was forgotten."""
+    """No worker has seen the request, and the tenant was at its limit of unseen cancellations, so its oldest was
+    forgotten."""
     TOLD = "told"
     """The request runs: its holder learns of the cancellation at the next renewal."""
     ENDED = "ended"
@@ -146,8 +145,58 @@ class Found:
     """When its next attempt may begin (ms since 1970), if it waits and this is known."""
 
 
-class Claims(Protocol):
-    """At most one live holder and one completion for each identity."""
+class Room(StrEnum):
+    """Whether one more request may wait."""
+
+    KEPT = "kept"
+    TENANT_FULL = "tenant"
+    """The tenant has reached its limit of waiting requests."""
+    FULL = "all"
+    """All tenants together have reached the limit of waiting requests."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """The answer to `Allowances.take`."""
+
+    granted: bool
+    used: float
+    """The amount used in this period, including what was granted now."""
+    resets_in_s: float
+
+
+class Allowances(Protocol):
+    """How much of something may be used in a period; periods are counted from 1970 (UTC days begin at midnight)."""
+
+    async def take(self, name: str, amount: float, *, limit: float, period_s: int) -> Taken:
+        """Use `amount` if the period's sum then stays within `limit`; otherwise use nothing."""
+
+    async def give_back(self, name: str, amount: float, *, period_s: int) -> None:
+        """Subtract from what was taken in this period. A negative amount adds to it, whatever the limit."""
+
+
+class Leases(Protocol):
+    """Decide which process does a job that only one may do at a time (sweeping)."""
+
+    async def hold(self, name: str, owner: str, *, for_s: float) -> int | None:
+        """Take or renew a lease. Returns its fencing token, higher for each new owner; None while another holds it."""
+
+    async def let_go(self, name: str, owner: str) -> None:
+        """End a lease early. Does nothing if another owner holds it."""
+
+
+class Store(Allowances, Leases, Protocol):
+    """Everything over one medium, open from `__aenter__` to `__aexit__`.
+
+    Entering never fails: if the medium cannot be used then, or breaks later, every call tries it again.
+    """
+
+    @property
+    def trouble(self) -> str | None:
+        """Why the last call failed; None if it succeeded."""
+
+    async def probe(self) -> None:
+        """Check that the store can be written durably. Raises StoreUnavailable."""
 
     async def claim(self, identity: Identity, copy: Copy) -> Granted | Running | Ended | Conflict:
         """Ask for the claim of a request, before its provider is called.
@@ -193,11 +242,8 @@ class Claims(Protocol):
         """
 
     async def cancel(self, identity: Identity, completion: Completion) -> Cancelling:
-        """End a request as cancelled: at once if nobody works on it, otherwise its holder is told."""
-
-
-class Results(Protocol):
-    """What can be read about requests afterwards."""
+        """End a request as cancelled: at once if no worker holds it, otherwise its holder learns of it at its next
+        renewal."""
 
     async def find(self, identity: Identity) -> Found | None:
         """What is known about a request; None if no worker has seen it, or if its keeping time is over."""
@@ -206,67 +252,9 @@ class Results(Protocol):
         """Remove results whose keeping time is over and, if the store is too large, the oldest. Returns how many. Each
         call does a limited amount of work: call it again until it returns 0."""
 
-
-class Room(StrEnum):
-    """Whether one more request may wait."""
-
-    KEPT = "kept"
-    TENANT_FULL = "tenant"
-    """Its tenant has as many waiting as it may have."""
-    FULL = "all"
-    """All tenants together have as many waiting as they may have."""
-
-
-class Waits(Protocol):
-    """Limits, by `StoreSpec` and tenant, what waits in the broker because its publisher asked for a delay."""
-
     async def reserve(self, identity: Identity, copy: Copy, *, weight: int, until_ms: int) -> Room:
         """Count a message until `until_ms`: until then it stays in the broker, whatever happens to the request. A
         redelivered message is counted once; each other message of the same request counts separately."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Taken:
-    """The answer to `Allowances.take`."""
-
-    granted: bool
-    used: float
-    """In this period, including what was granted now."""
-    resets_in_s: float
-
-
-class Allowances(Protocol):
-    """How much of something may be used in a period; periods are counted from 1970 (UTC days begin at midnight)."""
-
-    async def take(self, name: str, amount: float, *, limit: float, period_s: int) -> Taken:
-        """Use `amount` if the period's sum then stays within `limit`; otherwise use nothing."""
-
-    async def give_back(self, name: str, amount: float, *, period_s: int) -> None:
-        """Subtract from what was taken in this period. A negative amount adds to it, whatever the limit."""
-
-
-class Leases(Protocol):
-    """Decide which process does a job that only one may do at a time (sweeping)."""
-
-    async def hold(self, name: str, owner: str, *, for_s: float) -> int | None:
-        """Take or renew a lease. Returns its fencing token, higher for each new owner; None while another holds it."""
-
-    async def let_go(self, name: str, owner: str) -> None:
-        """End a lease early. Does nothing if another owner holds it."""
-
-
-class Store(Claims, Results, Waits, Allowances, Leases, Protocol):
-    """All five protocols over one medium, open from `__aenter__` to `__aexit__`.
-
-    Entering never fails: if the medium cannot be used then, or breaks later, every call tries it again.
-    """
-
-    @property
-    def trouble(self) -> str | None:
-        """Why the last call failed; None if it succeeded."""
-
-    async def probe(self) -> None:
-        """Check that the store can be written durably. Raises StoreUnavailable."""
 
     async def __aenter__(self) -> Self: ...
 

@@ -18,7 +18,7 @@ class Clock:
         return time.time_ns() // 1_000_000
 
     def boot(self) -> str:
-        """The id of the boot that `since_boot_ms` counts from; empty if the system does not tell it."""
+        """The id of the boot that `since_boot_ms` counts from; empty if the system does not provide it."""
         try:
             return BOOT_ID.read_text(encoding="ascii").strip()
         except OSError:

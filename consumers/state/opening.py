@@ -27,7 +27,7 @@ def open_store(url: str, *, namespace: str, spec: StoreSpec) -> Store:
 
 
 async def redis_risks(url: str) -> list[str]:
-    """Why a Redis with these settings could lose what it has acknowledged; empty if it does not tell its settings."""
+    """Why a Redis with these settings could lose acknowledged writes; empty if it does not show its settings."""
     client = RedisClient(url)
     try:
         return await client.risks()

@@ -7,7 +7,6 @@ unnoticed (docs/decisions/0001). Here the user of a channel sees it close and as
 import asyncio
 import random
 import ssl
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Self
 from urllib.parse import unquote
@@ -35,9 +34,6 @@ BACKOFF_CAP_S = 2.5
 hundred times a second."""
 log = logs.logger()
 
-OnOpen = Callable[[Plain], Awaitable[None]]
-"""Called with each new connection before anybody else can use it. If it raises, the connection is closed."""
-
 
 class Connection:
     """A connection that its own task keeps open from `__aenter__` to `__aexit__`.
@@ -54,7 +50,6 @@ class Connection:
         name: str,
         heartbeat_s: int = 10,
         ssl_context: ssl.SSLContext | None = None,
-        on_open: OnOpen | None = None,
     ) -> None:
         self._url = url
         self._heartbeat_s = heartbeat_s
@@ -62,7 +57,6 @@ class Connection:
         self._at = random.randrange(len(self._urls))
         self._name = name
         self._ssl_context = ssl_context
-        self._on_open = on_open
         self._current: Plain | None = None
         self._opened = asyncio.Event()
         self._flows = asyncio.Event()
@@ -218,8 +212,6 @@ class Connection:
         try:
             if cancellations() > before:
                 raise asyncio.CancelledError
-            if self._on_open is not None:
-                await self._on_open(connection)
         except BaseException:
             with suppress(Exception):
                 await connection.underlay.close(timeout=CLOSE_TIMEOUT_S)

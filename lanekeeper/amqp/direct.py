@@ -9,12 +9,12 @@ publisher = Publisher(connection, tracing=tracing, on_channel=replies.consume)
 from collections.abc import Callable
 from contextlib import suppress
 
-from aiormq.abc import DeliveredMessage
 from aiormq.channel import Channel
 from aiormq.exceptions import ChannelAccessRefused
 
+from lanekeeper.amqp.driver.alarms import tap_of
 from lanekeeper.amqp.driver.border import border
-from lanekeeper.amqp.driver.frames import message_of
+from lanekeeper.amqp.driver.incoming import Delivered, left_to_the_tap
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import DIRECT_REPLY_TO
 from lanekeeper.contract.problems import AccessRefused, BrokerUnreachable
@@ -41,9 +41,10 @@ class DirectReplies:
 
         Raises BrokerUnreachable, AccessRefused.
         """
+        tap_of(channel).on_delivery = self._on_delivery
         with border("no direct replies"):
             try:
-                await channel.basic_consume(DIRECT_REPLY_TO, self._on_delivery, no_ack=True, timeout=RPC_TIMEOUT_S)
+                await channel.basic_consume(DIRECT_REPLY_TO, left_to_the_tap, no_ack=True, timeout=RPC_TIMEOUT_S)
             except ChannelAccessRefused as error:
                 raise AccessRefused(str(error)) from error
         self._channel = channel
@@ -55,5 +56,5 @@ class DirectReplies:
             with suppress(BrokerUnreachable), border("closing"):
                 await self._channel.close(timeout=CLOSE_TIMEOUT_S)
 
-    async def _on_delivery(self, delivered: DeliveredMessage) -> None:
-        self._on_reply(message_of(delivered))
+    def _on_delivery(self, delivered: Delivered) -> None:
+        self._on_reply(delivered.message)

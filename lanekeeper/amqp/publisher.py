@@ -15,13 +15,10 @@ from aiormq.exceptions import (
     ChannelAccessRefused,
     ChannelInvalidStateError,
     ChannelNotFoundEntity,
-    DeliveryError,
-    PublishError,
 )
 
+from lanekeeper.amqp.confirming import Confirming
 from lanekeeper.amqp.connection import Connection
-from lanekeeper.amqp.driver.border import asks_to_stop, is_nameless
-from lanekeeper.amqp.driver.frames import properties_of
 from lanekeeper.amqp.limit import SMALL_BYTES, MessageLimit
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import (
@@ -63,7 +60,7 @@ class Publisher:
         checked. `on_channel`: called with each channel before anything is published on it."""
         self.connection = connection
         self._tracing = tracing
-        self._confirming: Channel | None = None
+        self._confirming: Confirming | None = None
         self._opening = asyncio.Lock()
         self._in_flight: dict[str, asyncio.Event] = {}
         self._on_missing = on_missing
@@ -109,24 +106,13 @@ class Publisher:
                 end = asyncio.get_running_loop().time() + timeout_s
                 await self.connection.flowing(timeout_s=timeout_s)
                 timeout_s = max(CONFIRM_LEAST_S, end - asyncio.get_running_loop().time())
-            channel = await self._confirm_channel(timeout_s=timeout_s)
+            confirming = await self._confirm_channel(timeout_s=timeout_s)
             turn = await self._take_turn(message.message_id) if mandatory and message.message_id else None
             try:
-                await channel.basic_publish(
-                    message.body,
-                    exchange=exchange,
-                    routing_key=routing_key,
-                    properties=properties_of(message),
-                    mandatory=mandatory,
-                    timeout=timeout_s,
-                    wait=False,
-                )
-            except PublishError as error:
-                raise Unroutable(f"no queue takes {routing_key!r} from exchange {exchange!r}") from error
-            except DeliveryError as error:
-                raise PublishRefused(
-                    f"the broker refused {routing_key!r}: a queue that it goes to is full; try again later"
-                ) from error
+                async with asyncio.timeout(timeout_s):
+                    refused = await confirming.publish(
+                        message, exchange=exchange, routing_key=routing_key, mandatory=mandatory
+                    )
             except (ChannelNotFoundEntity, ChannelAccessRefused) as error:
                 if f"'{exchange or DEFAULT_EXCHANGE}'" not in str(error):
                     raise ConfirmUnknown(f"channel lost by another publish: {error}") from error
@@ -138,18 +124,16 @@ class Publisher:
                 raise ConfirmUnknown(f"no confirm for {routing_key!r} within {timeout_s:g} s{why}") from error
             except (AMQPError, ChannelInvalidStateError, RuntimeError, OSError) as error:
                 raise ConfirmUnknown(f"connection lost while publishing {routing_key!r}: {error}") from error
-            except asyncio.CancelledError:
-                if asks_to_stop():
-                    raise
-                raise ConfirmUnknown(f"connection lost while publishing {routing_key!r}") from None
-            except Exception as error:
-                if not is_nameless(error):
-                    raise
-                raise ConfirmUnknown(f"connection lost while publishing {routing_key!r}") from error
             finally:
                 if turn is not None:
                     del self._in_flight[message.message_id or ""]
                     turn.set()
+            if refused is Unroutable:
+                raise Unroutable(f"no queue takes {routing_key!r} from exchange {exchange!r}")
+            if refused is not None:
+                raise PublishRefused(
+                    f"the broker refused {routing_key!r}: a queue that it goes to is full; try again later"
+                )
 
     async def publish_surely(
         self,
@@ -208,17 +192,17 @@ class Publisher:
             else:
                 return
 
-    async def _confirm_channel(self, *, timeout_s: float) -> Channel:
-        channel = self._confirming
-        if channel is not None and not channel.is_closed:
-            return channel
+    async def _confirm_channel(self, *, timeout_s: float) -> Confirming:
+        confirming = self._confirming
+        if confirming is not None and not confirming.channel.is_closed:
+            return confirming
         await self.connection.underlying(timeout_s=timeout_s)  # before the lock, so that all callers wait at once
         async with self._opening:
-            if self._confirming is None or self._confirming.is_closed:
+            if self._confirming is None or self._confirming.channel.is_closed:
                 channel = await self.connection.raw_channel(confirms=True, timeout_s=timeout_s)
                 if self._on_channel is not None:
                     await self._on_channel(channel)
-                self._confirming = channel
+                self._confirming = Confirming(channel)
             return self._confirming
 
     async def _take_turn(self, message_id: str) -> asyncio.Event:

@@ -1,4 +1,4 @@
-"""Which text may be a request's id (`message_id`), and which words of a provider may be shown in logs and spans."""
+"""Which texts may be a request's id (`message_id`), and which names from a provider may appear in logs and spans."""
 
 import re
 
@@ -19,5 +19,5 @@ def is_word(text: str) -> bool:
 
 
 def shown(text: str) -> str:
-    """A provider's word as logs, events and spans show it: `?` if it may not stand there."""
+    """A provider's word as shown in logs, events and spans; `?` if it may not be shown."""
     return text if is_word(text) else "?"

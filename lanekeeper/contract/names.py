@@ -123,7 +123,7 @@ RUN_MS = "x-lane-run-ms"
 WAIT_FROM = "x-lane-wait-from"
 REPLAYED = "x-lane-replayed"
 CONTROL = "x-lane-control"
-"""On answers to control messages: `accepted`, `pending` or `error`. Never together with STATUS."""
+"""The header of answers to control messages: `accepted`, `pending` or `error`. Never together with STATUS."""
 
 # On dead letters.
 DEAD_CODE = "x-lane-dead-code"

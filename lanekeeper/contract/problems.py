@@ -90,7 +90,7 @@ class ProblemType:
     (unless `kept` is false)."""
     answered: bool = True
     kept: bool = True
-    """Whether the outcome is kept under the request's id. If not, the same message may be sent again unchanged."""
+    """Whether the outcome is stored under the request's id. If not, the same message may be sent again unchanged."""
 
     @property
     def advice(self) -> str:

@@ -3,9 +3,8 @@
     await refuse(settings)                       raises SettingsError with everything at once
     async for risk in risks(settings, connection): …
 
-Every row is told in docs/production.md. Without the profile they are warnings of `check`; what goes over a network in
-plain text is logged at start as well.
-"""
+docs/production.md describes every row. Without the profile they are warnings of `check`; unencrypted connections are
+also logged at start."""
 
 import stat
 from collections.abc import AsyncIterator, Iterator
@@ -25,7 +24,7 @@ from topology.broker.admin.rights import see_that_it_may_write
 from topology.declaration import RECOMMENDED, is_before
 
 PLAIN = frozenset({"amqp", "http", "redis"})
-"""Schemes whose passwords, prompts and answers anybody on the way can read."""
+"""URL schemes without encryption: anybody on the network can read passwords, prompts and answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,7 @@ async def refuse(settings: Settings) -> None:
 
 
 async def risks(settings: Settings, broker: Connection | None) -> AsyncIterator[Risk]:
-    """All that can be seen. `broker` None: it is not reached, which is a finding elsewhere."""
+    """All risks that can be found. `broker` None: the broker is not reachable, which another check reports."""
     for risk in (*of_transport(settings), *of_settings(settings), *of_file(settings)):
         yield risk
     if broker is not None:
@@ -115,14 +114,14 @@ async def _of_broker(settings: Settings, broker: Connection) -> AsyncIterator[Ri
         wanted = ".".join(map(str, RECOMMENDED))
         yield Risk("broker version", f"RabbitMQ {broker.version} has known holes (docs/broker.md): {wanted} or later")
     try:
-        # A worker's user may not: an administrator, a deployer, or whoever has all rights may.
+        # A worker's user may not do this; an administrator, a deployer or a user with all rights may.
         await see_that_it_may_write(broker, [(settings.names().requests, f"{settings.lane_specs()[0].name}.a.b")])
     except AccessRefused:
         return
     except BrokerBlocked as blocked:
         yield Risk("broker rights", f"they cannot be seen now: {blocked}")
     except BrokerError:
-        return  # nothing is declared yet, which is told elsewhere
+        return  # nothing is declared yet, which another check reports
     else:
         yield Risk(
             "broker rights",

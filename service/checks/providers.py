@@ -1,11 +1,9 @@
-"""What `lanekeeper check` looks at in each provider: its key, whether it is reached, the models that it is asked for.
+"""What `lanekeeper check` checks of each provider: its key, whether it is reachable, and the models that lanes call.
 
-By the call that a worker makes, for one token: the only one that every house has, and that says all three.
+It makes the same call as a worker, for one token: every provider has this call, and it shows all three.
 """
 
 import asyncio
-import json
-import uuid
 from dataclasses import dataclass
 
 from consumers.failures import OverloadedError, ProviderError, RateLimitedError, RejectedError, SpendLimitError
@@ -16,7 +14,7 @@ from service.config.budget_sections import FIRST
 from service.config.masking import mask_url
 from service.config.settings import Settings
 from service.worker.open_providers import key_setting, open_provider
-from topology.codec.request import Request
+from topology.codec.request import unpublished
 
 WITHIN_S = 10.0
 
@@ -32,12 +30,13 @@ class Finding:
 
 
 async def providers(settings: Settings) -> list[Finding]:
-    """One of each provider, made side by side; and one of each lane whose own model nobody has."""
+    """One finding for each provider, checked concurrently, and one for each lane whose default model no provider
+    has."""
     spec = settings.routes_spec()
     asked: dict[str, set[str]] = {each.name: set() for each in spec.providers}
     lost: list[Finding] = []
     routes = Routes(spec)
-    for each in spec.providers:  # one that no lane asks for its own model has at least one of its table
+    for each in spec.providers:  # a provider without any lane's default model is checked with a model of its table
         asked[each.name].update(list((each.models or {}).values())[:1])
     for lane in settings.lane_specs():
         chain = routes.of(lane.name, "", lane.model)
@@ -72,11 +71,11 @@ async def _trouble(settings: Settings, provider: AnthropicProvider, model: str) 
     name = provider.name
     try:
         async with asyncio.timeout(WITHIN_S):
-            await provider.stream(_one_token(model), timeout_s=WITHIN_S, parts=None)
+            await provider.stream(unpublished("1", model=model, max_tokens=1), timeout_s=WITHIN_S, parts=None)
     except TimeoutError:
         return f"{_shown(settings, name)}: no answer within {WITHIN_S:g} s; see {_address_setting(settings, name)}"
     except (RateLimitedError, OverloadedError):
-        return None  # it knows the key, and has no room at this moment
+        return None  # the key is right, and the provider is only busy at the moment
     except RejectedError as error:
         if error.status in (401, 403):
             return f"{_shown(settings, name)} refuses the key ({error.detail}): see {key_setting(name)}"
@@ -90,25 +89,6 @@ async def _trouble(settings: Settings, provider: AnthropicProvider, model: str) 
             return f"{error.detail}; set {key_setting(name)}, or what the house's own library looks for"
         return f"{_shown(settings, name)}: {error.detail}; see {_address_setting(settings, name)}"
     return None
-
-
-def _one_token(model: str) -> Request:
-    asked = {"model": model, "max_tokens": 1, "messages": [{"role": "user", "content": "1"}]}
-    return Request(
-        id=uuid.uuid4().hex,
-        lane="",
-        app="lanekeeper",
-        body=json.dumps(asked).encode(),
-        model=model,
-        max_tokens=1,
-        stream=False,
-        beta=None,
-        sent_ms=0,
-        sent_by="sender",
-        due_ms=None,
-        deadline_ms=0,
-        attempts=0,
-    )
 
 
 def _shown(settings: Settings, name: str) -> str:

@@ -1,25 +1,20 @@
-"""What `lanekeeper check` looks at: each finding says what is wrong and how to mend it."""
+"""The checks of `lanekeeper check`: each finding says what is wrong and how to correct it."""
 
-import uuid
 from collections.abc import AsyncIterator
 from textwrap import shorten
 
 from consumers.state.base import StoreUnavailable
 from consumers.state.opening import open_store
 from lanekeeper.amqp.connection import Connection
-from lanekeeper.amqp.publisher import Publisher
-from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import BrokerError
-from lanekeeper.telemetry.tracing import Tracing
-from service.checks.clock import clock
 from service.checks.production import risks
 from service.checks.providers import Finding, providers
+from service.checks.replies import replies
 from service.checks.status import gather
 from service.config.settings import Settings
 from service.worker.broker import connection_for, management_of
 from topology.broker.admin.rights import see_that_it_may_write
 from topology.broker.admin.verify import verify
-from topology.broker.inbox import Inbox
 from topology.declaration import Broker, declare
 
 SHOWN = 5  # differences
@@ -48,11 +43,10 @@ async def look(settings: Settings, *, simulate: bool = False) -> AsyncIterator[F
                     )
                 return
             yield await _topology(settings, connection)
-            yield await _replies(connection)
+            for finding in await replies(connection):
+                yield finding
             async for finding in _risks(settings, connection):
                 yield finding
-            if (found := await clock(connection)) is not None:
-                yield found
             if why_no_provider is None and await _is_simulated(settings, connection):
                 why_no_provider = "not asked: the workers that run answer by a simulated one"
         finally:
@@ -66,7 +60,7 @@ async def look(settings: Settings, *, simulate: bool = False) -> AsyncIterator[F
 
 
 async def _risks(settings: Settings, connection: Connection | None) -> AsyncIterator[Finding]:
-    """What the production profile refuses. Without the profile it is no failure."""
+    """The settings that the production profile refuses. Without the profile they are warnings."""
     async for risk in risks(settings, connection):
         if settings.is_production:
             yield Finding(risk.what, False, risk.text)
@@ -75,7 +69,8 @@ async def _risks(settings: Settings, connection: Connection | None) -> AsyncIter
 
 
 async def _publisher(settings: Settings, connection: Connection) -> Finding | None:
-    """For a user without the right to reply, such as an application's: what it may publish. None for other users."""
+    """For a user without the right to receive status answers, such as an application's: what it may publish. None for
+    others."""
     user, _ = settings.credentials
     names = settings.names()
     if await _may_write(connection, "", names.reply_prefix + "check"):
@@ -129,19 +124,6 @@ async def _topology(settings: Settings, connection: Connection) -> Finding:
     more = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
     command = "apply" if found.missing else "plan"
     return Finding("topology", False, f"{named}{more}; run: lanekeeper topology {command}")
-
-
-async def _replies(connection: Connection) -> Finding:
-    """Whether this user may reply: a message to a queue of its own, through the default exchange."""
-    try:
-        async with Inbox(connection) as inbox:
-            message = Message(body=b"{}", message_id=uuid.uuid4().hex, persistent=False)
-            await Publisher(connection, tracing=Tracing()).publish(
-                message, exchange="", routing_key=inbox.name, traced=False, timeout_s=5
-            )
-    except BrokerError as error:
-        return Finding("permissions", False, f"{error}; see the users in: lanekeeper topology export")
-    return Finding("permissions", True, "replies can be sent and taken")
 
 
 async def _store(settings: Settings) -> Finding:

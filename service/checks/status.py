@@ -1,4 +1,4 @@
-"""What the lanes are doing, over all workers: each is asked, the queues are looked at, the figures are put together.
+"""The status of the lanes over all workers: asks each worker, reads the queues' lengths, and combines the figures.
 
 Only workers know what runs and how long it waited; only the broker knows what waits. So the question goes to the
 control exchange, every worker answers from memory, and the depths come from the queues.
@@ -25,7 +25,7 @@ from lanekeeper.telemetry.tracing import Tracing
 from topology.lanes import LaneSpec
 
 QUIET_S = 0.3
-"""If no further answer comes for this long, all are taken to be in."""
+"""When no further answer has come for this long, all answers are assumed to have arrived."""
 LONGEST_S = 2.0
 ADDED = (
     "running", "due_slots", "extra_slots", "waits_since_delivery", "answered", "failed", "retried",
@@ -80,19 +80,21 @@ class Status:
     paused: tuple[str, ...] = ()
     """Accounts that are not used until a given time because of their spend limit."""
     breakers: tuple[str, ...] = ()
-    """Providers that are not called at present."""
+    """Providers whose breaker is open: they are not called at present."""
     spent: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
-    """By "lane" and "tenant", then by name: requests, tokens and dollars since the workers began."""
+    """Requests, tokens and dollars used since the workers began: by "lane" and "tenant", then by name."""
     tenants: Mapping[str, Mapping[str, Mapping[str, int]]] = field(default_factory=dict)
-    """By lane and tenant: running, in hand, begun and set aside since the workers began; of the latest tenants."""
+    """For each lane and each of its latest tenants: requests running, in hand, begun, and set aside since the workers
+    began."""
     prices_as_of: str | None = None
     undelivered: int = 0
-    """Replies that their queues never took since the workers began: full for a minute. Each is kept under its id."""
+    """Replies since the workers' start that were given up because their queue was full for a minute. Their results are
+    stored under the ids."""
     dead_letters: Mapping[str, int] = field(default_factory=dict)
     """Since the workers began: `exported` and `dropped`, the oldest beyond what is kept; `unparked`, invalid messages
     that were answered alone."""
     control: Mapping[str, int] = field(default_factory=dict)
-    """Control messages since the workers began: `refused`; `unanswered`, where nobody was told; `displaced`,
+    """Control messages since the workers began: `refused`; `unanswered`, which could not be answered; `displaced`,
     cancellations of unseen ids that were forgotten for newer ones."""
     simulated: tuple[str, ...] = ()
     """Workers whose provider is simulated: they spend nothing."""
@@ -117,7 +119,7 @@ async def look(
     try:
         found = await depths(connection, queues)
     except AccessRefused:
-        found = {}  # whoever may ask the workers need not be allowed to look at the queues
+        found = {}  # a user who may ask the workers may lack the right to see the queues
     return merge(answers, found, lanes=lanes, names=names)
 
 
@@ -133,7 +135,7 @@ async def gather(connection: Connection, *, names: Names, quiet_s: float = QUIET
         correlation_id=uuid.uuid4().hex,
         reply_to=DIRECT_REPLY_TO,
         persistent=False,
-        expiration=str(round(1000 * LONGEST_S)),  # it goes to `lane.control` too: not to wait there for a worker
+        expiration=str(round(1000 * LONGEST_S)),  # `lane.control` gets it too, and must not keep it for a later worker
     )
     answers: list[Mapping[str, Any]] = []
     try:

@@ -24,7 +24,7 @@ def print_text(text: str, *, end: str) -> None:
 
 
 def tell_problem(problem: "Problem") -> None:
-    """One line on standard error."""
+    """Print the problem in one line on standard error."""
     attempts = f"{problem.attempts} attempt{'' if problem.attempts == 1 else 's'}"
     print(
         f"lanekeeper: {problem.code} ({problem.status}): {printable(problem.detail)} "

@@ -28,8 +28,8 @@ def cancel(
 ) -> None:
     """Cancel a request wherever it is: queued, delayed, running.
 
-    Its requester is answered `cancelled`. Nothing happens to what has ended. A request that comes later under this id,
-    while one that was published by now can still be waiting (a day), is cancelled too.
+    Its requester is answered `cancelled`. A request that has ended is not changed. A request with this id that arrives
+    later is cancelled too, for as long as a request published now could still wait (a day).
 
     Example:  lanekeeper cancel 5b0c2f6e
     """

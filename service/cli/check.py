@@ -1,4 +1,4 @@
-"""`lanekeeper check`: what is wrong and how to mend it."""
+"""`lanekeeper check`: what is wrong and how to correct it."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -26,10 +26,10 @@ def check(
     config: options.Config = None,
     sets: options.Set = None,
 ) -> None:
-    """Look at settings, broker, topology, permissions, providers and store; exit code 1 if anything is wrong.
+    """Check settings, broker, topology, permissions, providers and store; exit code 1 if anything is wrong.
 
-    Each provider is asked for one token of each model that the lanes ask it for; none, where all workers that run have
-    a simulated one. Of a user that may only publish, that alone is looked at.
+    Each provider is called for one token of each model that the lanes use there; not if all running workers have a
+    simulated provider. For a user that may only publish, only that right is checked.
 
     Example:  lanekeeper check --set namespace=staging
     """

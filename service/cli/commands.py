@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from service.cli import cancel, check, demo, later, result, send, serve, settings, simulate, status, topology
+from service.cli import cancel, check, demo, later, options, result, send, serve, settings, simulate, status, topology
 
 app = typer.Typer(
     name="lanekeeper",
@@ -31,9 +31,7 @@ for _name in later.COMMANDS:
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from service.cli.version import lanekeeper_version
-
-        print(f"lanekeeper {lanekeeper_version()}")
+        print(f"lanekeeper {options.version()}")
         raise typer.Exit
 
 

@@ -29,7 +29,7 @@ async def client_of(settings: Settings, *, tracing: Tracing | None = None) -> As
             ssl_context=settings.ssl_context(),
             tracing=tracing,
             identified=settings.needs_user_id,
-            cancel_abandoned=False,  # who is interrupted says what became of it
+            cancel_abandoned=False,  # an interrupted command reports what became of its request
         )
         async with client:
             yield client

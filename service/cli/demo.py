@@ -7,11 +7,10 @@ from service.cli.ending import FAILED
 
 
 def demo(config: options.Config = None, sets: options.Set = None) -> None:
-    """Flood the batch lane, let chats overtake it, spend a small budget, and say how it went.
+    """Flood the batch lane, let chats overtake it, spend a small budget, and print the results.
 
-    A broker of its own and simulated providers are started for it, and end with it. Exit code 0 only if every request
-    was answered right, and every act kept what it promises.
-    """
+    It starts its own broker and simulated providers, and stops them at the end. The exit code is 0 only if every
+    request was answered right and every act kept its promise."""
     from service.demo.story import run
     from service.telemetry import logs
 

@@ -1,4 +1,4 @@
-"""Exit codes of commands: 0 done, 1 failed, 2 bad use. Errors are told in one line, without a traceback."""
+"""Exit codes of commands: 0 done, 1 failed, 2 bad use. Errors are printed in one line, without a traceback."""
 
 import asyncio
 import logging

@@ -13,8 +13,8 @@ def main() -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command line. Returns the exit code; every error is told in one clear line."""
-    # Known before the line is parsed, because parsing it may be what fails.
+    """Run one command line. Returns the exit code; every error is printed as one clear line."""
+    # Read before the command line is parsed, because the parsing may fail.
     debug = "--debug" in takewhile(lambda each: each.startswith("-"), arguments)
     try:
         from service.cli.commands import app

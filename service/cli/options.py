@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from datetime import datetime
 from enum import StrEnum
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -97,3 +98,11 @@ def moment(text: str) -> datetime:
     if found.tzinfo is None:
         raise typer.BadParameter(f"{text!r} has no zone: {allowed}")
     return found
+
+
+def version() -> str:
+    """The version of the installed distribution; unknown in a checkout that is not installed."""
+    try:
+        return metadata.version("lanekeeper")
+    except metadata.PackageNotFoundError:
+        return "0+checkout"

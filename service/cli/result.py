@@ -23,9 +23,9 @@ def result(
     config: options.Config = None,
     sets: options.Set = None,
 ) -> None:
-    """Print the answer to a request that was published before, whoever it was for.
+    """Print the answer to a request that was published before, by this command or any other client.
 
-    Ends with 1 where the request ended in an error, and where it has not ended.
+    The exit code is 1 if the request ended in an error, or has not ended yet.
 
     Example:  lanekeeper result --wait 20s 5b0c2f6e
     """

@@ -5,7 +5,7 @@ import sys
 import uuid
 from collections.abc import AsyncGenerator
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 DEFAULT_KEY = "{lane}.cli.send"
 QUIET_S = 2.0
-"""After this time without an answer, look whether anybody works the lane. Most answers come sooner."""
+"""After this time without an answer, check whether the lane has a worker. Most answers come sooner."""
 
 
 def send(
@@ -73,30 +73,31 @@ def send(
     settings = options.settings_of(config, sets)
     _tell_of(tenant, settings)
     body = {"prompt": _read() if prompt == "-" else prompt, "system": system, "model": model, "max_tokens": max_tokens}
-    asked: Options = {"priority": priority}
-    if id is not None:
-        asked["message_id"] = id
-    if tenant is not None:
-        asked["tenant"] = tenant
-    if deadline is not None:
-        asked["deadline_s"] = deadline
-    if delay is not None:
-        asked["delay_s"] = delay
-    if at is not None:
-        asked["at"] = at
+    asked = {
+        "priority": priority,
+        "message_id": id,
+        "tenant": tenant,
+        "deadline_s": deadline,
+        "delay_s": delay,
+        "at": at,
+    }
     with traced(settings) as tracing:
         run(
             _send(
                 settings,
-                {name: value for name, value in body.items() if value is not None},
+                _given(body),
                 key=key or DEFAULT_KEY.format(lane=lane),
-                asked=asked,
+                asked=cast("Options", _given(asked)),
                 wait=wait,
                 stream=stream,
                 json=json,
                 tracing=tracing,
             )
         )
+
+
+def _given(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 async def _send(
@@ -180,10 +181,8 @@ def _with_its_key(refused: AccessRefused, key: str, settings: "Settings") -> Acc
 
 
 def _bound_s(settings: "Settings", lane: str, asked: "Options") -> float:
-    """How long an answer can take, by the lane's deadline as the settings have it: where no worker runs, none says so.
-
-    A key of no lane is answered at once; the longest deadline will do for it.
-    """
+    """The longest time that an answer can take: the lane's deadline in the settings. If no worker runs, nothing else
+    ends the wait. For a routing key without a lane, the longest deadline is used; its answer comes at once."""
     from lanekeeper.options import ANSWER_LATE_S
 
     deadlines_s = {each.name: each.deadline_s for each in settings.lane_specs()}
@@ -194,7 +193,7 @@ def _bound_s(settings: "Settings", lane: str, asked: "Options") -> float:
 
 
 async def _watch(client: "Client", lane: str) -> None:
-    """If nobody works the lane, say so once."""
+    """If the lane has no worker, print that once."""
     await asyncio.sleep(QUIET_S)
     depth = await client.depth(lane)
     if depth is not None and not depth.consumers:

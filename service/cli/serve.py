@@ -1,4 +1,4 @@
-"""`lanekeeper serve` and `lanekeeper consume`: the service at work."""
+"""`lanekeeper serve` and `lanekeeper consume`: run a worker."""
 
 import asyncio
 import os
@@ -55,7 +55,8 @@ def consume(
 ) -> None:
     """Work lanes whose topology is declared already (`lanekeeper topology apply`).
 
-    Several on one machine: the first takes the default port for /healthz, the others go without unless told a port.
+    If several run on one machine, the first one uses the default port for /healthz, and the others have none unless a
+    port is given.
 
     Example:  lanekeeper consume --lane critical --lane normal --port 8081
     """
@@ -85,7 +86,6 @@ async def _worked(
     from lanekeeper.telemetry import signals
     from lanekeeper.telemetry.logs import logger
     from service.checks import production
-    from service.cli.version import lanekeeper_version
     from service.simulated.app import SimulatedAPI
     from service.worker import heap
     from service.worker import running as worker
@@ -117,7 +117,7 @@ async def _worked(
         def ready() -> None:
             log.info(
                 signals.SERVICE_READY,
-                version=lanekeeper_version(),
+                version=options.version(),
                 lanes=[lane.name for lane in parts.lanes],
                 broker=settings.broker,
                 providers=["simulated"] if simulate else [each.name for each in settings.routes_spec().providers],
@@ -143,7 +143,7 @@ class _Stop:
             self.event.set()
         else:
             self._task.cancel()
-            # whatever does not heed that is not waited for
+            # tasks that ignore the cancellation are not waited for
             asyncio.get_running_loop().call_later(AT_ONCE_S, os._exit, STOPPED)
 
 

@@ -1,5 +1,6 @@
 """`lanekeeper status`: the lanes once, over all workers."""
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from service.cli import options
@@ -26,8 +27,9 @@ CONTROL = {
 def status(json: options.Json = False, config: options.Config = None, sets: options.Set = None) -> None:
     """Show depth, consumers, running, waits and throughput of each lane.
 
-    `running`: of so many slots, and those of the due queue beside them (what comes back from a retry or a delay).
-    Waits are those of the latest requests, up to 256 a worker; `per min` and what follows count final outcomes.
+    `running`: running requests and slots of the intake, and beside them those of the due queue (retried and delayed
+    requests). Waits are those of the latest requests, up to 256 for each worker; `per min` and the columns after it
+    count final outcomes.
 
     Example:  lanekeeper status --json
     """
@@ -65,43 +67,42 @@ def _show(found: "Status") -> None:
         )
     console = Console()
     console.print(table)
+    say = partial(console.print, highlight=False, soft_wrap=True)
     for lane in found.lanes:
         if lane.slots_limit is not None:
-            console.print(f"{lane.lane} waits too long and gets no more slots: the limit is {lane.slots_limit}")
+            say(f"{lane.lane} waits too long and gets no more slots: the limit is {lane.slots_limit}")
     for lane in found.lanes:
         if lane.waits_since_delivery:
-            console.print(
+            say(
                 f"{lane.lane}: the waits of {lane.waits_since_delivery} of the latest requests count from their first "
                 "delivery: they were published without x-lane-sent-ms",
-                highlight=False,
-                soft_wrap=True,
             )
     for lane in found.lanes:
         if lane.deferred_for:
             told = ", ".join(f"{reason} {count}" for reason, count in sorted(lane.deferred_for.items()))
-            console.print(f"{lane.lane} was put off since the workers began, for: {told}", highlight=False)
+            say(f"{lane.lane} was put off since the workers began, for: {told}")
     for name, tenants in found.tenants.items():
         for tenant, each in tenants.items():
             if each["set_aside"] and (each["running"] or each["in_hand"]):
                 told = f"{each['running']} running, {each['begun']} begun, {each['set_aside']} set aside"
-                console.print(f"{name}, tenant {tenant or '(none)'}: {told}", highlight=False, soft_wrap=True)
+                say(f"{name}, tenant {tenant or '(none)'}: {told}")
     for line in (*found.waiting, *found.paused, *found.breakers):
-        console.print(line, highlight=False, soft_wrap=True)
+        say(line)
     if dollars := {lane: each["usd"] for lane, each in found.spent.get("lane", {}).items() if each.get("usd")}:
         told = ", ".join(f"{lane} ${usd:.4f}" for lane, usd in dollars.items())
-        console.print(f"spent since the workers began, at prices of {found.prices_as_of}: {told}", highlight=False)
+        say(f"spent since the workers began, at prices of {found.prices_as_of}: {told}")
     for counts, words in ((found.dead_letters, DEAD_LETTERS), (found.control, CONTROL)):
         if told := ", ".join(f"{count} {words[name]}" for name in words if (count := counts.get(name))):
-            console.print(f"since the workers began: {told}", highlight=False, soft_wrap=True)
+            say(f"since the workers began: {told}")
     if found.undelivered:
-        console.print(f"{found.undelivered} replies were never taken by their queues", highlight=False, soft_wrap=True)
+        say(f"{found.undelivered} replies were never taken by their queues")
     if found.simulated:
         told = "all workers" if found.simulated == found.workers else ", ".join(found.simulated)
-        console.print(f"provider simulated by {told}: nothing is spent", highlight=False, soft_wrap=True)
+        say(f"provider simulated by {told}: nothing is spent")
     if found.workers:
-        console.print(f"answered by {', '.join(found.workers)}", highlight=False, soft_wrap=True)
+        say(f"answered by {', '.join(found.workers)}")
     else:
-        console.print("No worker answered: start one with `lanekeeper serve` or `lanekeeper consume`.", highlight=False)
+        say("No worker answered: start one with `lanekeeper serve` or `lanekeeper consume`.")
 
 
 def _count(value: int | None) -> str:

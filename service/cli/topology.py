@@ -56,9 +56,9 @@ def plan(
     config: options.Config = None,
     sets: options.Set = None,
 ) -> None:
-    """Compare the broker with what is declared; exit code 1 where they differ.
+    """Compare the broker with the declared topology; exit code 1 if they differ.
 
-    What is missing, `apply` makes. What differs or is not declared it leaves as it is: a queue is never deleted.
+    `apply` declares what is missing. It never changes or deletes anything that exists.
     """
     from topology.plan import without_levels
 
@@ -89,8 +89,8 @@ def apply(
 ) -> None:
     """Declare what is missing. Nothing is changed or deleted, and it can be repeated.
 
-    With --user also what `export --user` has: users with their rights, their reply queues, the policies. These are set
-    as told here, by the management API, which takes them from a user with the tag `administrator`.
+    With --user it also creates users with their rights, their reply queues and the policies, as `export --user` does.
+    They are set through the management API, which requires a user with the tag `administrator`.
 
     Examples:
 
@@ -106,9 +106,9 @@ def apply(
 
 @app.command()
 def verify(json: options.Json = False, config: options.Config = None, sets: options.Set = None) -> None:
-    """Look whether the broker is as declared; exit code 1 where it has drifted.
+    """Check whether the broker is as declared; exit code 1 if it differs.
 
-    Arguments and bindings are seen by the management API alone; without it, only that things are there.
+    Only the management API shows arguments and bindings. Without it, only missing queues and exchanges are found.
     """
     found = run(_verify(options.settings_of(config, sets)))
     if json:

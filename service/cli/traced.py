@@ -32,7 +32,7 @@ def traced(settings: "Settings") -> Iterator["Tracing"]:
     assert spec.traces_url is not None
     left: typer.Exit | None = None
     with (
-        logs.written(service=SERVICE_NAME, level="warning"),  # on standard error: a script takes what is printed
+        logs.written(service=SERVICE_NAME, level="warning"),  # on standard error: scripts read the standard output
         telemetry.exporting(spec.traces_url, service_name=SERVICE_NAME) as provider,
     ):
         tracing = Tracing(provider)
@@ -41,7 +41,7 @@ def traced(settings: "Settings") -> Iterator["Tracing"]:
                 tell_trace(tracing.trace_id())
             try:
                 yield tracing
-            except typer.Exit as told:  # what it ended in has been printed, and is its context
+            except typer.Exit as told:  # the error has been printed, and is this one's context
                 recording.fail(span, recording.error_type(told.__context__ or told))
                 left = told
     if left is not None:

@@ -146,7 +146,7 @@ class LaneBudgetsSettings(Section):
     batch: LaneBudgetSettings = LaneBudgetSettings.of(BATCH.name)
 
     def specs(self) -> dict[str, LaneBudget]:
-        """By the lane's name, the most urgent first."""
+        """The lanes' budgets by name, the most urgent lane first."""
         return {lane.name: getattr(self, lane.name).spec() for lane in DEFAULT_LANES}
 
     def disagreements(self) -> Iterator[Disagreement]:

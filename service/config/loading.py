@@ -2,10 +2,9 @@
 
     load_settings()            options > environment > .env > TOML > defaults
 
-pydantic-settings takes the environment's names apart, merges the sources and validates what they give. It passes over
-names that it does not know, and does not tell which source gave a value. Both are added here, so that all that is wrong
-is told at once, under the names that were written.
-"""
+pydantic-settings splits the environment's names, merges the sources and validates the values. It ignores unknown names,
+and does not say which source gave a value. Both are added here, so that all errors are reported at once, under the
+names that the user wrote."""
 
 import os
 import tomllib

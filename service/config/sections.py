@@ -33,7 +33,7 @@ class Disagreement:
     reported."""
 
     def under(self, place: tuple[str, ...]) -> "Disagreement":
-        """The same for a section at this place."""
+        """A copy with the places below the section at this place."""
         return Disagreement(
             self.text, tuple((*place, *each) for each in self.at), tuple((*place, *each) for each in self.by)
         )

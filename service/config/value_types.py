@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 from urllib.parse import SplitResult, unquote, urlsplit
@@ -20,7 +20,7 @@ ALLOWED = "allowed"
 _NAMESPACE = re.compile(r"[a-z][a-z0-9_-]{0,39}")
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}")
 _PROVIDER = re.compile(r"[a-z][a-z0-9_-]{0,39}")
-_PLACE = re.compile(r"[a-z0-9][a-z0-9.:-]{0,99}")
+_PLACE = re.compile(r"[a-z0-9][a-z0-9.:-]{0,99}")  # it becomes a part of the provider's address
 _USER = re.compile(r"[^\x00-\x1f\x7f{}\[\]\"',]{1,255}")
 _PRINTABLE = re.compile(r"[!-~]{1,2000}")
 N = TypeVar("N", int, float)
@@ -52,28 +52,26 @@ def _namespace(value: str) -> str:
     return value
 
 
-def model(value: str) -> str:
-    """A model's name as a request may give it."""
-    if _MODEL.fullmatch(value) is None:
-        raise wrong("the name of a model, such as claude-haiku-5-5")
-    return value
+def _named(name: re.Pattern[str], what: str) -> Callable[[str], str]:
+    """A validator of names."""
+
+    def validate(value: str) -> str:
+        if name.fullmatch(value) is None:
+            raise wrong(what)
+        return value
+
+    return validate
 
 
-def _place(value: str) -> str:
-    if _PLACE.fullmatch(value) is None:  # it becomes a part of the provider's address
-        raise wrong("the name of a region, such as eu-central-1, or of a project: a to z, 0 to 9, - . :")
-    return value
+model = _named(_MODEL, "the name of a model, such as claude-haiku-5-5")
+"""A model's name as a request may give it."""
+_place = _named(_PLACE, "the name of a region, such as eu-central-1, or of a project: a to z, 0 to 9, - . :")
+_provider = _named(_PROVIDER, "a list of providers' names: a to z, 0 to 9, _ and -, up to 40, a letter first")
 
 
 def is_provider_name(value: str) -> bool:
     """Whether a provider may have this name: it becomes part of environment variables, account names and log lines."""
     return _PROVIDER.fullmatch(value) is not None
-
-
-def _provider(value: str) -> str:
-    if not is_provider_name(value):
-        raise wrong("a list of providers' names: a to z, 0 to 9, _ and -, up to 40, a letter first")
-    return value
 
 
 def words(value: Any) -> Any:

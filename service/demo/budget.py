@@ -17,10 +17,10 @@ from consumers.failures import RateLimitedError
 from consumers.providers.anthropic import AnthropicProvider
 from service.config.budget_sections import BudgetSettings
 from service.config.settings import Settings
-from service.demo import first_come
 from service.demo.working import working
 from service.simulated.app import SimulatedAPI
 from service.simulated.options import SimulatedOptions
+from topology.codec.request import unpublished
 from topology.lanes import BATCH, CRITICAL
 
 WINDOW_S = 12.0
@@ -37,7 +37,7 @@ CHARACTERS_PER_TOKEN = 4
 """Counted as the simulated API does."""
 LATENCY_MS = (200, 600)
 BURST_S = 2.0
-"""What the buckets hold: in a run as short as this more would be a good part of what can be used."""
+"""The buckets' size. In such a short run, larger full buckets would be a large part of the usable budget."""
 ACCOUNT = SimulatedOptions(
     output_tokens=80,
     requests_per_minute=300,
@@ -47,6 +47,8 @@ ACCOUNT = SimulatedOptions(
 )
 TEXT = "the quick brown fox jumps over the lazy dog and thinks of lanes again, " * 4
 SOON_S = 1.0
+PAUSE_S = 0.5
+"""After a 429 that says no `retry-after`."""
 USED_LEAST = 0.85
 Asking = Callable[[str, str], Awaitable[object]]
 """Takes the lane and the prompt; returns when it is answered, raises where it is given up."""
@@ -57,7 +59,8 @@ class Spending:
     """The result of one of the two runs, by its requests and by the provider's count."""
 
     waits_ms: list[int] = field(default_factory=list)
-    """Of critical requests, without the provider's own time; without an answer, how long one has waited so far."""
+    """Waits of critical requests, without the provider's own time. A request without an answer counts with its wait so
+    far."""
     answered: int = 0
     refused: int = 0
     """Calls that the provider refused with 429."""
@@ -80,12 +83,12 @@ class Spending:
 
 
 async def run(settings: Settings) -> tuple[Spending, Spending]:
-    """Lanekeeper, and no gate."""
+    """Run the load through Lanekeeper, and at the same time without a gate."""
     async with AsyncExitStack() as stack:
         gated, ungated = [await stack.enter_async_context(SimulatedAPI(ACCOUNT)) for _ in range(2)]
         settings = settings.answered_by(gated.base_url, key="simulated")
         settings = settings.model_copy(update={"budget": BudgetSettings(burst_s=BURST_S)})
-        model = settings.lanes.batch.model  # one for both lanes: one account
+        model = settings.lanes.batch.model  # one model for both lanes, so that they share an account
         provider = AnthropicProvider.at(ungated.base_url, api_key="simulated", traceparent=lambda: None)
         stack.push_async_callback(provider.aclose)
         parts, client = await stack.enter_async_context(working(settings))
@@ -98,10 +101,12 @@ async def run(settings: Settings) -> tuple[Spending, Spending]:
             async with slots[lane]:
                 while True:
                     try:
-                        await provider.stream(first_come.request_of(prompt, model=model), timeout_s=60, parts=None)
+                        await provider.stream(
+                            unpublished(prompt, model=model, max_tokens=1024), timeout_s=60, parts=None
+                        )
                         break
                     except RateLimitedError as limited:
-                        await asyncio.sleep(limited.retry_after_s or first_come.PAUSE_S)
+                        await asyncio.sleep(limited.retry_after_s or PAUSE_S)
 
         both = await asyncio.gather(_spend(through_lanes, gated), _spend(whoever_comes, ungated))
         return both[0], both[1]
@@ -147,7 +152,7 @@ async def _spend(asking: Asking, api: SimulatedAPI) -> Spending:
 
 
 def _books(api: SimulatedAPI) -> Counter[str]:
-    """The provider's. `calls` have ended, `requests` were taken off the budget."""
+    """The provider's counts: `calls` that have ended, and `requests` that were taken from the budget."""
     stats = api.stats()
     return Counter(
         stats["outcomes"],

@@ -1,4 +1,4 @@
-"""The demo's load: what is sent, when, and what each request came to; for the lanes and for the first-come queue."""
+"""The demo's load: what is sent, when, and the result of each request; for the lanes and for the first-come queue."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
@@ -23,10 +23,6 @@ class Ask:
 
     lane: str
     number: int
-
-    @property
-    def key(self) -> str:
-        return f"{self.lane}.demo.load"
 
     @property
     def mark(self) -> str:

@@ -28,7 +28,7 @@ UP_AGAIN_CALLS = 20
 UP_AGAIN_WITHIN_S = 10.0
 ANSWER_WITHIN_S = 60.0
 CALLS_MOST = 1.5
-"""An answer: it is what a provider's bill shows of an outage."""
+"""The most calls for each answer: calls cost money, and repeated ones are the cost of an outage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Outage:
 
 
 async def run(settings: Settings) -> Outage:
-    """Tell the act, with a worker of the critical lane."""
+    """Run the act, with a worker of the critical lane."""
     told = io.StringIO()
     async with SimulatedAPI(UP) as first, SimulatedAPI(UP) as second:
         settings = settings.answered_by(first.base_url, key="simulated")

@@ -13,22 +13,22 @@ from urllib.parse import quote
 import uvloop
 from rich.console import Console
 
-from consumers.providers.anthropic import AnthropicProvider
 from lanekeeper import Client
 from lanekeeper.amqp.connection import Connection
 from lanekeeper.contract.problems import LanekeeperError
 from service.config.budget_sections import BudgetSettings, CapsSettings
+from service.config.sections import LanesSettings
 from service.config.settings import Settings
-from service.demo import budget, first_come, load, outage, unbroken
-from service.demo.load import Ask, Board, Result
+from service.demo import budget, load, outage, unbroken
+from service.demo.load import Ask, Asking, Result
 from service.demo.table import show_budget, show_outage, show_unbroken, show_verdict, watching
 from service.demo.working import working
 from service.private_broker.broker import private_broker
 from service.simulated.app import SimulatedAPI
 from service.simulated.options import SimulatedOptions
-from service.worker.worker import Worker
 from topology.broker.admin.remove import remove
 from topology.declaration import declare
+from topology.lanes import BATCH
 
 BATCH_SLOTS = 12
 LATENCY_MS = 300
@@ -39,7 +39,7 @@ PLAIN_WIDTH = 110
 
 
 def run(settings: Settings) -> bool:
-    """Tell the story on the terminal; whether every request was answered right."""
+    """Run the demo on the terminal. Returns whether every request was answered right."""
     return uvloop.run(_tell(settings))
 
 
@@ -66,15 +66,16 @@ async def _tell(settings: Settings) -> bool:
                 style="dim",
                 highlight=False,
             )
-            lanes = await _through_lanes(client, parts, console)
+            lanes = load.board()
+            async with watching(console, lanes, {activity.lane: activity for activity in parts.activities}):
+                await load.send(_asking(client), lanes)
             console.print("a second worker, which is killed in the middle of its work …", style="dim")
             unbroken_act = await unbroken.run(settings, client, api, folder=Path(folder))
         console.print("the first load again, through one first-come queue …", style="dim")
         api.configure(api.options)  # the same faults again
-        provider = AnthropicProvider.at(api.base_url, api_key="simulated", traceparent=lambda: None)
-        stack.push_async_callback(provider.aclose)
-        workers = sum(lane.slots + lane.due_slots for lane in parts.lanes)
-        queued = await first_come.run(settings.broker_url, provider, workers=workers)
+        async with working(_first_come(settings), lanes=(BATCH.name,)) as (_, client):
+            queued = load.board()
+            await load.send(_asking(client, lane=BATCH.name), queued)
         console.print(
             f"a provider that allows {budget.ACCOUNT.requests_per_minute} requests a minute, {budget.JOBS} batch jobs "
             "and a critical request now and then; the same without a gate …",
@@ -92,7 +93,7 @@ async def _tell(settings: Settings) -> bool:
 
 
 def _end_on_signals() -> None:
-    """SIGTERM and SIGHUP (a terminal that closes) end it as Ctrl-C does: what it has declared is taken away."""
+    """SIGTERM and SIGHUP (a terminal that closes) end the demo as Ctrl-C does: the declared topology is removed."""
     task = asyncio.current_task()
     assert task is not None
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -113,10 +114,7 @@ def _fitted(settings: Settings) -> Settings:
     """The user's settings, without the limits of the real account, and with short retry pauses. The batch lane has
     twelve slots, unless they were set.
     """
-    lanes = settings.lanes
-    if lanes.batch.slots_max is None:
-        slots = {"slots": BATCH_SLOTS, "slots_max": BATCH_SLOTS}
-        lanes = lanes.model_copy(update={"batch": lanes.batch.model_copy(update=slots)})
+    lanes = settings.lanes if settings.lanes.batch.slots_max else _with_batch_slots(settings, BATCH_SLOTS)
     return settings.model_copy(
         update={
             "lanes": lanes,
@@ -127,16 +125,26 @@ def _fitted(settings: Settings) -> Settings:
     )
 
 
-async def _through_lanes(client: Client, parts: Worker, console: Console) -> Board:
-    scores = load.board()
+def _first_come(settings: Settings) -> Settings:
+    """One queue instead of the lanes: the batch lane has the slots of all."""
+    slots = sum(lane.slots for lane in settings.lane_specs())
+    return settings.model_copy(update={"lanes": _with_batch_slots(settings, slots)})
+
+
+def _with_batch_slots(settings: Settings, slots: int) -> LanesSettings:
+    batch = settings.lanes.batch.model_copy(update={"slots": slots, "slots_max": slots})
+    return settings.lanes.model_copy(update={"batch": batch})
+
+
+def _asking(client: Client, *, lane: str | None = None) -> Asking:
+    """`lane`: where all requests go; None: each goes to its own lane."""
 
     async def asking(ask: Ask) -> Result:
+        key = f"{lane or ask.lane}.demo.load"
         try:
-            final = await client.request({"prompt": ask.prompt}, key=ask.key, timeout_s=ANSWER_WITHIN_S)
+            final = await client.request({"prompt": ask.prompt}, key=key, timeout_s=ANSWER_WITHIN_S)
         except LanekeeperError as error:
             return Result(error=str(error))
         return Result(text=final.text, wait_ms=final.wait_ms, attempts=final.attempt)
 
-    async with watching(console, scores, {activity.lane: activity for activity in parts.activities}):
-        await load.send(asking, scores)
-    return scores
+    return asking

@@ -27,7 +27,7 @@ others."""
 
 @dataclass(frozen=True, slots=True)
 class Unbroken:
-    """What became of it."""
+    """The results of the act."""
 
     answered: int
     cut: int
@@ -46,7 +46,7 @@ class Unbroken:
 
 
 async def run(settings: Settings, client: Client, api: SimulatedAPI, *, folder: Path) -> Unbroken:
-    """Tell the act, on the broker and the store of the worker that is running already."""
+    """Run the act, on the broker and the store of the worker that is running already."""
     before = len(api.calls)
     async with _second_worker(settings, folder) as second:
         asking = [asyncio.create_task(_ask(client, number)) for number in range(JOBS)]
@@ -101,7 +101,7 @@ async def _second_worker(settings: Settings, folder: Path) -> AsyncIterator[asyn
     config = folder / "second-worker.toml"
     config.touch(mode=0o600)
     config.write_text(f"amqp_url = {json.dumps(settings.broker_url)}\n", encoding="utf-8")
-    sets = {  # what the environment says must not win
+    sets = {  # so that the environment does not override the file
         "store_url": settings.store,
         "namespace": settings.namespace,
         "anthropic_base_url": settings.provider_url,

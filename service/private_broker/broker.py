@@ -7,7 +7,7 @@
 
 It comes from Docker if an engine answers and an image can be had; else from an installed rabbitmq-server; else
 rabbitmq-server is installed (Debian, as root). It listens only on loopback, on free ports, with a generated password.
-A separate process owns it (`guard.py`), so that it is removed however our process ends. From a shell: `run.py`.
+A separate process owns it (`guard.py`), so that it is removed however our process ends.
 """
 
 import asyncio
@@ -36,9 +36,9 @@ class PrivateBroker:
     """A running private broker."""
 
     amqp_url: str = field(repr=False)
-    """With user and password; the virtual host is `/`."""
+    """The AMQP URL with user and password; the virtual host is `/`."""
     management_url: str
-    """Without credentials: they are the same as in `amqp_url`."""
+    """The management API's URL without credentials, which are those of `amqp_url`."""
     version: str
     guard: "_Guard" = field(repr=False)
 

@@ -61,7 +61,7 @@ class Node:
         self._configure()
 
     def start(self) -> str:
-        """As `Container.start`; the error contains the end of the node's log."""
+        """Start the node, as `Container.start` does; the error contains the end of the node's log."""
         environment = self._environment()
         epmd = [str(self._epmd), "-port", str(self._epmd_port), "-address", LOOPBACK]
         # epmd runs in the foreground as our child: one that Erlang starts itself would stay for ever.

@@ -37,7 +37,7 @@ class Unavailable(Exception):
 
 
 class TooSlow(Unavailable):
-    """It exceeded its time limit; another try would take as long."""
+    """The source exceeded its time limit; another try would take as long."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,10 +48,13 @@ class Limits:
     the call ends, so a call may start while one output token is left.
     """
 
-    def __init__(self, *, requests: Bucket, input_tokens: Bucket, output_tokens: Bucket) -> None:
-        self.requests = requests
-        self.input_tokens = input_tokens
-        self.output_tokens = output_tokens
+    def __init__(
+        self, *, requests: int, input_tokens: int, output_tokens: int, burst_s: float, clock: Seconds = time.monotonic
+    ) -> None:
+        """Full buckets; amounts are per minute."""
+        self.requests, self.input_tokens, self.output_tokens = (
+            Bucket(each, burst_s=burst_s, clock=clock) for each in (requests, input_tokens, output_tokens)
+        )
 
     def enter(self, input_tokens: int) -> None:
         """Take one request and the estimated input. Raises `Refusal` (429, with `retry-after`) if a bucket is short."""
@@ -100,14 +103,3 @@ class Limits:
 def _rfc3339(second: int) -> str:
     # cached: most resets fall into the same second, and formatting a date costs more than the rest of a header
     return datetime.fromtimestamp(second, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def make_limits(
-    *, requests: int, input_tokens: int, output_tokens: int, burst_s: float, clock: Seconds = time.monotonic
-) -> Limits:
-    """The full buckets of one model class; amounts are per minute."""
-    return Limits(
-        requests=Bucket(requests, burst_s=burst_s, clock=clock),
-        input_tokens=Bucket(input_tokens, burst_s=burst_s, clock=clock),
-        output_tokens=Bucket(output_tokens, burst_s=burst_s, clock=clock),
-    )

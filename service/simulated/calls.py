@@ -19,7 +19,7 @@ class Call:
     started_s: float
     """`time.monotonic()` of its arrival."""
     headers: Mapping[str, str]
-    """As received; lookup ignores the case of names."""
+    """The headers as received; lookup ignores the case of names."""
     body: bytes = b""
     """Empty if it was larger than 16 KiB."""
     model: str = ""

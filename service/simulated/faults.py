@@ -76,7 +76,7 @@ class Fault:
     at: str | None = None
 
     def refusal(self) -> Refusal | None:
-        """Its error answer; None if it breaks the transfer or the answer instead."""
+        """The fault's error answer; None if it breaks the transfer or the answer instead."""
         if self.name not in REFUSED:
             return None
         status, message = REFUSED[self.name]

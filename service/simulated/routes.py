@@ -9,7 +9,7 @@ from typing import Any
 from aiohttp import web
 
 from service.simulated import messages, models, sending, streaming
-from service.simulated.buckets import Limits, make_limits
+from service.simulated.buckets import Limits
 from service.simulated.calls import Calls
 from service.simulated.errors import TYPES, Refusal, invalid
 from service.simulated.faults import Fault, Faults
@@ -132,7 +132,7 @@ class Routes:
     def _class_limits(self, model: str) -> Limits:
         name = models.limit_class(model)
         if name not in self._limits:
-            self._limits[name] = make_limits(
+            self._limits[name] = Limits(
                 requests=self.options.requests_per_minute,
                 input_tokens=self.options.input_tokens_per_minute,
                 output_tokens=self.options.output_tokens_per_minute,

@@ -47,8 +47,8 @@ from topology.broker.notices import Notices
 from topology.declaration import RECOMMENDED, declare, is_before
 
 CONTROL_PREFETCH = 512
-"""Recorded at once: the store writes them with one fsync. And far enough ahead of what is refused: an
-acknowledgement makes room only after an fsync of the broker's."""
+"""How many control messages are read ahead. The store records them together, with one fsync. It also covers refused
+messages: the broker makes room for new ones only after an fsync for each acknowledgement."""
 FINISH_WITHIN_S = 2.0
 """When stopping: how long an answer that the provider has given may take to be stored."""
 
@@ -72,7 +72,7 @@ async def assemble(
     worked = tuple(lane for lane in every if not lanes or lane.name in lanes)
     async with AsyncExitStack() as stack:
         tracing = Tracing(traces, broker=lambda: publishing.endpoint)
-        # First, because what is missing for them no broker can mend.
+        # Providers are created first, so that missing settings of theirs are reported without a broker.
         reading = Reading()
         providers = open_providers(settings, traceparent=tracing.traceparent, reading=reading)
         for each in providers:
@@ -179,7 +179,7 @@ async def assemble(
             settler=settler,
             answers=answers,
             now_ms=now_ms,
-            ready=ready.in_queue(consuming, names.control),
+            ready=partial(ready.in_queues, consuming, [names.control]),
             kept_s=settings.store_spec().cancelled_s,
             per_tenant_s=settings.control.per_tenant_s,
             speakers=settings.speakers,
@@ -210,11 +210,11 @@ async def assemble(
             pools=tuple(pools.made),
             slots=Slots(
                 pools.lines,
-                depths=ready.with_set_aside(consuming, pools.heads),
+                depths=partial(ready.with_set_aside, consuming, pools.heads),
                 now_ms=now_ms,
                 waiting_for=budgeting.waiting_for,
             ),
-            scouting=Scouting(pools.scouted, depths=ready.in_queues(consuming)),
+            scouting=Scouting(pools.scouted, depths=partial(ready.in_queues, consuming)),
             turns=pools.turns,
             budgets=budgeting.budgets,
             breakers=budgeting.breakers,

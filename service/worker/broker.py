@@ -32,10 +32,10 @@ async def management_of(settings: Settings, connection: Connection) -> Managemen
 
 @asynccontextmanager
 async def watched_rights(connection: Connection, names: Names) -> AsyncIterator[WritingRights]:
-    """The worker's right to write replies and events, looked at now and from then on.
+    """The worker's right to write replies and events, checked now and repeatedly until it is known.
 
-    Without it a worker would take requests and return them, until they are buried as poison. Raises AccessRefused.
-    """
+    Without this right a worker would take requests and return them, until they are dead-lettered as poison. Raises
+    AccessRefused."""
     rights = WritingRights(connection, (("", f"{names.reply_prefix}nobody"), (names.events, "nobody")))
     try:
         await rights.look()

@@ -10,7 +10,7 @@ from consumers.gates.caps import CapsGate
 from consumers.gates.route import RouteGate
 from consumers.job import now_ms
 from consumers.lifecycle import Lifecycle
-from consumers.limits.base import Budgets
+from consumers.limits.accounts import Budgets
 from consumers.limits.estimates import Estimates
 from consumers.limits.own_turns import own_accounts
 from consumers.providers.base import Provider
@@ -29,7 +29,7 @@ HELD_FROM_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Budgeting:
-    """The gates before a call, and what makes the call."""
+    """The gates before a call, and the registry that makes the call."""
 
     budgets: Budgets
     breakers: Breakers

@@ -1,6 +1,6 @@
 """`/healthz` and `/readyz` on the gateway's address; everything else of the gateway comes with a later version.
 
-Alive is whoever answers: the loop turns. Ready is who has no trouble to name.
+`/healthz` succeeds whenever the event loop can answer. `/readyz` succeeds if no part of the worker reports a problem.
 """
 
 import errno
@@ -25,7 +25,7 @@ class CannotListen(LanekeeperError):
 
 
 class Health:
-    """The HTTP server, as a context manager. With port 0 it takes a free one, which `port` tells."""
+    """The HTTP server, as a context manager. With port 0 it takes a free port, which `port` returns."""
 
     def __init__(self, readiness: Readiness, *, host: str, port: int) -> None:
         self._readiness = readiness
@@ -71,7 +71,7 @@ class Health:
 
 
 def _json(value: object, *, status: int = 200, content_type: str = "application/json") -> web.Response:
-    # What is true now is not in a minute: no proxy may keep it.
+    # Proxies must not cache the answer, because it can change at any moment.
     return web.Response(
         body=json.dumps(value).encode(),
         status=status,

@@ -1,4 +1,4 @@
-"""The garbage collector of a worker's process: it passes by what is there for good, and looks at the rest less often.
+"""Settings of a worker's garbage collector: it skips objects that stay for ever, and scans the others less often.
 
 Python looks at all objects again whenever enough new ones were made: 210,000 that imports and settings made, 0.1 s in
 which nothing else runs. Hardly anything of a request is left to the collector: reference counts free it.

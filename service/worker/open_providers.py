@@ -14,7 +14,7 @@ from service.config.settings import Settings
 def open_providers(
     settings: Settings, *, traceparent: Callable[[], str | None], reading: Reading
 ) -> tuple[AnthropicProvider, ...]:
-    """All of them, in the order in which they are called. Raises SettingsError that names everything that is
+    """All providers, in the order in which they are called. Raises SettingsError that names everything that is
     missing."""
     found: list[AnthropicProvider] = []
     problems: list[str] = []
@@ -35,7 +35,7 @@ def open_provider(
     traceparent: Callable[[], str | None] = lambda: None,
     reading: Reading | None = None,
 ) -> AnthropicProvider:
-    """One of them. Raises SettingsError."""
+    """One provider. Raises SettingsError."""
     how: dict[str, Any] = {
         "traceparent": traceparent,
         "reading": reading,

@@ -51,7 +51,7 @@ async def run(
         announcing = group.create_task(_announce(worker, on_ready), name="announce")
         stopping = group.create_task(stop.wait(), name="stop")
         ended, _ = await asyncio.wait((stopping, *pools, *side), return_when=asyncio.FIRST_COMPLETED)
-        if stopping not in ended:  # a lane that nobody works must not look like an idle one
+        if stopping not in ended:  # a lane without consumers must not look like an idle lane
             raise RuntimeError(f"{', '.join(task.get_name() for task in ended)} ended by itself")
         running = sum(activity.running for activity in worker.activities)
         log.info(signals.SERVICE_STOPPING, running=running, grace_s=grace_s)
@@ -102,7 +102,7 @@ async def _answer_status(worker: Worker) -> None:
 async def _bind_again(inbox: Inbox) -> None:
     while True:
         await asyncio.sleep(BIND_EVERY_S)
-        with suppress(BrokerError):  # lost with its channel: whoever reads it hears of that
+        with suppress(BrokerError):  # if the channel is lost, the reader below is told
             await inbox.bind()
 
 

@@ -1,4 +1,4 @@
-"""A worker: the value that holds its parts."""
+"""A worker as a value that holds its parts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from consumers.control.queue import Control
 from consumers.dead_letters import DeadLetters
 from consumers.fairness.scouting import Scouting
 from consumers.fairness.turns import Turns
-from consumers.limits.base import Budgets
+from consumers.limits.accounts import Budgets
 from consumers.parking import Parking
 from consumers.pool import Pool
 from consumers.providers.breakers import Breakers
@@ -61,11 +61,11 @@ class Worker:
 
     @property
     def version(self) -> str:
-        """The broker's."""
+        """The broker's version."""
         return self.publishing.version
 
     def reasons(self) -> Mapping[str, str | None]:
-        """What the worker needs before it takes work: each part, and what is wrong with it or None."""
+        """The parts that must work before the worker takes requests, each with its problem or None."""
         return {
             "consume connection": self.consuming.trouble,
             "publish connection": self.publishing.trouble or self.publishing.blocked,

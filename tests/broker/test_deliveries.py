@@ -347,7 +347,7 @@ async def test_after_a_channel_error_a_new_channel_gets_the_unsettled_messages_a
     async def settle_twice_at_first(delivery: Delivery) -> None:
         seen.append(delivery.redelivered)
         if not delivery.redelivered:
-            delivery._tag = 99  # a delivery tag that the broker does not know: 406 PRECONDITION_FAILED
+            delivery.tag = 99  # a delivery tag that the broker does not know: 406 PRECONDITION_FAILED
         await delivery.ack()
 
     async with lines.at_work(settle_twice_at_first):
@@ -364,7 +364,7 @@ async def test_a_channel_that_is_lost_at_once_is_reopened_with_pauses(lines: Lin
     async def refuse(delivery: Delivery) -> None:
         nonlocal opened
         opened += 1
-        delivery._tag = 99
+        delivery.tag = 99
         await delivery.ack()
 
     async with lines.at_work(refuse):

@@ -129,10 +129,10 @@ async def test_a_speaker_has_a_separate_share_for_each_tenant_it_names() -> None
 async def test_a_start_waits_for_an_endless_control_queue_up_to_a_limit_and_logs_it(
     monkeypatch: pytest.MonkeyPatch, error: Exception | None
 ) -> None:
-    async def ready() -> int:
+    async def ready() -> dict[str, int]:
         if error is not None:
             raise error
-        return 7
+        return {"lane.control": 7}
 
     monkeypatch.setattr(control_module, "CATCH_UP_WITHIN_S", 1)
     monkeypatch.setattr(control_module, "QUIET_S", 60)
@@ -153,7 +153,7 @@ async def test_a_start_waits_for_an_endless_control_queue_up_to_a_limit_and_logs
 async def test_without_the_right_to_see_its_length_the_queue_counts_as_empty_when_nothing_arrives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def ready() -> int:
+    async def ready() -> dict[str, int]:
         raise AccessRefused("no right to look")
 
     bench = Bench()
@@ -177,9 +177,9 @@ class UnderWay(FakeSession):
     def waiting(self) -> int:
         return 0
 
-    async def ready(self) -> int:
+    async def ready(self) -> dict[str, int]:
         self.looked = True
-        return 0
+        return {"lane.control": 0}
 
     async def __anext__(self) -> FakeDelivery:
         while not self.looked:  # noqa: ASYNC110

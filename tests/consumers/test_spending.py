@@ -98,6 +98,17 @@ def test_half_four_fifths_and_all_of_a_cap_are_each_reported_once_a_day() -> Non
     virtually(story())
 
 
+async def test_a_reached_level_is_reported_if_the_store_fails_before_it_says_who_reports_it() -> None:
+    store = MemoryAllowances()
+    spending = Spending(store, CapsSpec(lanes={"batch": Cap(requests=2)}))
+    store.fails_at = 2
+
+    with capture_logs() as logs:
+        await take(spending, spending.bounds("batch", ""), Spent(1))
+
+    assert told(logs) == [(50, 1)]
+
+
 async def test_a_request_larger_than_a_whole_cap_reports_no_level() -> None:
     spending = Spending(MemoryAllowances(), CapsSpec(lanes={"batch": Cap(tokens=10)}))
 

@@ -38,7 +38,7 @@ def source(request: pytest.FixtureRequest) -> str:
 def start(source: str, tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
     def start(*command: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", "service.private_broker.run", "--sources", source, "--", *command],
+            [sys.executable, "-m", "tests.support.with_broker", "--sources", source, "--", *command],
             cwd=ROOT,
             env={**os.environ, "TMPDIR": str(tmp_path)},
             stdout=subprocess.PIPE,

@@ -27,7 +27,8 @@ from consumers.providers.stream_field import say_stream
 from consumers.providers.streamed import StreamedMessage, parse_event, to_json
 from consumers.providers.translation import classify, from_event, read_retry_after_s
 from lanekeeper.amqp.driver import fields
-from lanekeeper.amqp.driver.frames import NESTED_LEVELS, message_of, properties_of, tolerate
+from lanekeeper.amqp.driver.frames import NESTED_LEVELS, message_of, tolerate
+from lanekeeper.amqp.driver.outgoing import encoded
 from lanekeeper.contract.messages import UNREADABLE, Message
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import DETAIL_CHARACTERS, RequestProblem
@@ -244,7 +245,8 @@ def _delivered(data: bytes) -> Message:
 
 
 def _published(message: Message) -> Message:
-    _, _, header = frame.unmarshal(frame.marshal(ContentHeader(body_size=2, properties=properties_of(message)), 1))
+    payload = struct.pack(">HHQ", 60, 0, 2) + encoded(message, message_id=message.message_id)
+    _, _, header = frame.unmarshal(struct.pack(">BHI", 2, 1, len(payload)) + payload + b"\xce")
     assert isinstance(header, ContentHeader)
     return _received(header)
 

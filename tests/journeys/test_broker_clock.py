@@ -8,7 +8,7 @@ import pytest
 
 from lanekeeper.amqp.connection import Connection
 from lanekeeper.contract.names import Names
-from service.checks.clock import clock
+from service.checks.replies import replies
 from service.private_broker import container
 from service.private_broker.source import Steps
 from tests.support.brokers import RunningBroker, Vhost, fresh_vhost
@@ -98,16 +98,16 @@ async def test_a_dead_letter_with_a_time_stamp_has_a_new_deadline_when_it_is_pub
 
 async def test_check_reports_a_broker_that_adds_time_stamps(stamped: Vhost) -> None:
     async with Connection(stamped.amqp_url, name="check") as connection:
-        found = await clock(connection)
-    assert found is not None
+        permissions, found = await replies(connection)
+    assert permissions.well
     assert found.well
     assert "the broker writes timestamp_in_ms" in found.text
 
 
 async def test_check_recommends_time_stamps_if_the_broker_could_add_them(vhost: Vhost) -> None:
     async with Connection(vhost.amqp_url, name="check") as connection:
-        found = await clock(connection)
-    assert found is not None
+        permissions, found = await replies(connection)
+    assert permissions.well
     assert found.well
     advice = (
         "cannot tell when it came" if vhost.version.startswith("3.10") else "set_header_timestamp.overwrite = false"

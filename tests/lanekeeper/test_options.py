@@ -1,5 +1,8 @@
 """The properties and headers of a request, made from the client's options."""
 
+import time
+from datetime import UTC, datetime
+
 import pytest
 
 from lanekeeper.options import Options, bound_s, message_of
@@ -30,6 +33,28 @@ def test_a_priority_that_workers_refuse_is_not_sent(priority: int) -> None:
     with pytest.raises(Problem, match=f"priority: found {priority}, allowed are 0 to 9") as refused:
         message_of({}, Options(priority=priority), stream=False, user="crm")
     assert refused.value.code == "invalid_request"
+
+
+@pytest.mark.parametrize("priority", [0, 9])
+def test_the_lowest_and_the_highest_priority_are_sent(priority: int) -> None:
+    assert message_of({}, Options(priority=priority), stream=False, user="crm").priority == priority
+
+
+def test_options_become_headers_and_given_headers_override_them() -> None:
+    options = Options(
+        deadline_s=1.5, delay_s=0.25, at=datetime(2026, 5, 1, tzinfo=UTC), beta="b", headers={"x-lane-deadline-ms": 7}
+    )
+    message = message_of(b"{}", options, stream=True, user="crm")
+
+    assert message.headers.pop("x-lane-sent-ms") == pytest.approx(time.time() * 1000, abs=60_000)
+    assert message.headers == {
+        "x-lane-stream": True,
+        "x-lane-deadline-ms": 7,
+        "x-lane-delay-ms": 250,
+        "x-lane-at": "2026-05-01T00:00:00+00:00",
+        "anthropic-beta": "b",
+    }
+    assert (message.body, message.priority, message.content_type) == (b"{}", 4, "application/json")
 
 
 def test_without_a_delay_no_delay_header_is_sent() -> None:

@@ -66,6 +66,23 @@ def test_the_log_level_applies_to_our_events_and_libraries_are_logged_from_warni
     assert theirs["message"] == "lost amqp://…@h/"
 
 
+def test_errors_of_the_trace_exporter_are_logged_once_a_minute_with_their_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out, clock_s = io.StringIO(), [1_000.0]
+    monkeypatch.setattr(logs.time, "monotonic", lambda: clock_s[-1])
+
+    with logs.written(service="s", level="info", stream=out):
+        for now_s in (1_000.0, 1_030.0, 1_059.0, 1_061.0):
+            clock_s.append(now_s)
+            logging.getLogger("opentelemetry.sdk").error("no receiver")
+
+    assert [(each["event"], each["suppressed"]) for each in lines(out)] == [
+        (signals.TRACES_LOST, 0),
+        (signals.TRACES_LOST, 2),
+    ]
+
+
 def test_a_library_event_is_logged_once_inside_nested_setups() -> None:
     outer, inner = io.StringIO(), io.StringIO()
 
@@ -101,7 +118,7 @@ def test_an_exception_is_logged_with_its_place_and_only_our_own_errors_are_quote
 
     (line,) = lines(out)
     assert line["exception"][0] == "lanekeeper.contract.problems.BrokerUnreachable: no broker at h:5672"
-    assert "test_an_exception_says_where" in line["exception"][1]
+    assert "test_an_exception_is_logged" in line["exception"][1]
     assert "builtins.KeyError" in line["exception"]
     assert "secret prompt" not in out.getvalue()
 

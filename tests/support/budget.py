@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from consumers.limits import headers
+from consumers.limits.accounts import Budgets
 from consumers.limits.amounts import NOTHING, Amounts
-from consumers.limits.base import Budgets, Heard, Kind
+from consumers.limits.base import Heard, Kind
 from consumers.limits.own_turns import own_accounts
 from consumers.limits.spec import AccountCaps, BudgetSpec
-from service.simulated.buckets import Limits, make_limits
+from service.simulated.buckets import Limits
 from service.simulated.errors import Refusal
 
 ACCOUNT = "simulated/model"
@@ -55,7 +56,7 @@ class Traffic:
         self.began_s = self.loop.time()
         self._rng = random.Random(4)
         self._tasks: set[asyncio.Task[None]] = set()
-        self.judge: Limits = make_limits(
+        self.judge: Limits = Limits(
             requests=self.requests,
             input_tokens=self.input_tokens,
             output_tokens=PLENTY,

@@ -55,5 +55,5 @@ class FakeDeliveries:
         self._session.stopped.set()
 
 
-async def none_waits() -> int:
-    return 0
+async def none_waits() -> dict[str, int]:
+    return {"lane.control": 0}

@@ -187,3 +187,14 @@ def test_no_queue_sets_its_number_of_members_so_existing_queues_can_be_declared_
 def test_the_note_names_the_queues_that_are_stored_on_one_node() -> None:
     assert "classic intakes, each on one node alone" in declared("3.10.8").note
     assert "one node alone" not in declared("4.3.6").note
+
+
+def test_there_are_as_many_exchanges_for_side_queues_as_the_lane_with_the_most_has_queues() -> None:
+    lanes = (replace(CRITICAL, side_queues=1), replace(BATCH, side_queues=3))
+    topology = declare(lanes, names=Names(), broker_version="4.3.6")
+
+    queues = {binding.destination for binding in topology.bindings if binding.source.startswith("lane.side")}
+    assert {each.name for each in topology.exchanges if ".side" in each.name} == {
+        Names().side_exchange(number) for number in range(3)
+    }
+    assert queues == {Names().side(lane.name, number) for lane in lanes for number in range(lane.side_queues)}

@@ -118,7 +118,7 @@ class Deliveries:
             await self._session.pause()
 
     async def resume(self) -> None:
-        """Consume again."""
+        """Consume again after `pause`."""
         self._paused = None
         self._wanted.set()
         if self._session is not None:
@@ -144,7 +144,7 @@ class Deliveries:
         await self._unless_stopped(asyncio.sleep(pause_s(failures, first_s=0.1, cap_s=BACKOFF_CAP_S)))
 
     async def _unless_stopped(self, waiting: Coroutine[object, object, object]) -> None:
-        """Wait for it, or for `stop`."""
+        """Wait for an awaitable, but no longer than until `stop`."""
         tasks = (asyncio.create_task(waiting), asyncio.create_task(self._stopping.wait()))
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -17,10 +17,12 @@ from aiormq.channel import Channel
 from pamqp.commands import Basic
 
 from lanekeeper.amqp.driver.border import border
+from lanekeeper.amqp.driver.frames import message_of
+from lanekeeper.amqp.driver.incoming import Delivered
 from topology.broker.session import RPC_TIMEOUT_S, ChannelLost, Delivery, Session
 
 LOOK_EVERY_S: Final = 1.0
-"""A passive declaration a queue: 0.1 ms of CPU."""
+"""How often the queues' lengths are read: one passive declaration for each queue, 0.1 ms of CPU."""
 
 
 class Heads:
@@ -37,22 +39,19 @@ class Heads:
 
     @property
     def ready(self) -> int:
-        """How many messages wait in all of them, without those that are held somewhere."""
+        """How many messages wait in all the queues, without those that a process holds."""
         return sum(self._ready.values())
 
     def ready_in(self, queue: str) -> int:
         return self._ready[queue]
 
-    def is_held(self, queue: str) -> bool:
-        return queue in self._held
-
     def publish_seen(self, queue: str) -> None:
-        """This process published one more message there."""
+        """Note that this process published one more message to a queue."""
         self._ready[queue] += 1
         self.changed.set()
 
     def pass_on(self, queue: str) -> None:
-        """The head that was held is being worked on, or is gone: the next may be fetched."""
+        """Note that a queue's head is being worked on, or is gone: the next may be fetched."""
         self._held.discard(queue)
         self.changed.set()
 
@@ -65,17 +64,17 @@ class Heads:
         return None
 
     def fetched(self, queue: str, *, left: int) -> None:
-        """Its head is held now, and `left` messages remain behind it."""
+        """Note that a queue's head is held now, and that `left` messages remain behind it."""
         del self._ready[queue]
         self._ready[queue] = left  # the last to be asked next time
         self._held.add(queue)
 
     def found(self, queue: str, ready: int) -> None:
-        """`ready` messages wait there."""
+        """Note that `ready` messages wait in a queue."""
         self._ready[queue] = ready
 
     def lost(self) -> None:
-        """The channel is gone: the broker delivers again what was held."""
+        """Note that the channel is lost: the broker delivers the held heads again."""
         self._held.clear()
 
 
@@ -134,7 +133,8 @@ class HeadsSession(Session):
             self._heads.found(queue, 0)
             return None
         self._heads.fetched(queue, left=found.delivery.message_count or 0)
-        return Delivery(found, queue=queue, channel=self._channel, counted=self._counted)
+        got = Delivered(message_of(found), found.delivery.delivery_tag or 0, bool(found.delivery.redelivered))
+        return Delivery(got, queue=queue, channel=self._channel, counted=self._counted)
 
     async def _look(self) -> None:
         for queue in self._heads.queues:

@@ -22,11 +22,11 @@ from topology.broker.session import ChannelLost
 
 RPC_TIMEOUT_S = 30
 CLOSE_TIMEOUT_S = 3
-"""A hanging broker does not hold up a `stop` for longer."""
+"""A broker that hangs delays a `stop` by no more than this."""
 WAITING = 1000
 """Messages that may wait to be read before the broker is asked to hold the rest (its prefetch)."""
 TOGETHER = 50
-"""At most so many are acknowledged with one frame: a third less CPU under load (docs/facts.md, section 12)."""
+"""The most messages that are acknowledged with one frame: a third less CPU under load (docs/facts.md, section 12)."""
 
 
 class Inbox:
@@ -73,7 +73,7 @@ class Inbox:
         delivered = await self._arrived.get()
         channel = self._channel
         if delivered is None or channel is None:
-            self._arrived.put_nowait(None)  # for whoever reads on
+            self._arrived.put_nowait(None)  # for the next reader
             raise ChannelLost(f"{self.name}: the queue is gone with its connection")
         self._unacknowledged += 1
         if self._arrived.empty() or self._unacknowledged >= TOGETHER:

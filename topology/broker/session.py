@@ -1,23 +1,25 @@
-"""A session is what one channel of a queue delivers; a delivery is one message of it, until it is settled."""
+"""A session is the stream of deliveries on one channel of a queue. A delivery is one delivered message, until it is
+settled."""
 
 import asyncio
 from bisect import bisect_left
 from collections.abc import Awaitable, Collection, Sequence
 from contextlib import suppress
 
-from aiormq.abc import ChannelFrame, DeliveredMessage
+from aiormq.abc import ChannelFrame
 from aiormq.channel import Channel
 from pamqp.commands import Basic
 
+from lanekeeper.amqp.driver.alarms import tap_of
 from lanekeeper.amqp.driver.border import border
-from lanekeeper.amqp.driver.frames import message_of
+from lanekeeper.amqp.driver.incoming import Delivered, left_to_the_tap
 from lanekeeper.contract import names
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import BrokerError, BrokerUnreachable
 
 RPC_TIMEOUT_S = 30
 CLOSE_TIMEOUT_S = 3
-"""A hanging broker does not hold up a `stop` for longer."""
+"""A broker that hangs delays a `stop` by no more than this."""
 
 
 class ChannelLost(BrokerError):
@@ -27,20 +29,15 @@ class ChannelLost(BrokerError):
 class Delivery:
     """One message that was delivered and has to be settled: ack, nack or reject."""
 
-    __slots__ = ("_channel", "_counted", "_tag", "message", "queue", "redelivered")
+    __slots__ = ("_channel", "_counted", "message", "queue", "redelivered", "tag")
 
-    def __init__(self, delivered: DeliveredMessage, *, queue: str, channel: Channel, counted: bool = True) -> None:
-        assert isinstance(delivered.delivery, (Basic.Deliver, Basic.GetOk))
-        self.message: Message = message_of(delivered)
+    def __init__(self, delivered: Delivered, *, queue: str, channel: Channel, counted: bool = True) -> None:
+        self.message: Message = delivered.message
         self.queue = queue
-        self.redelivered = bool(delivered.delivery.redelivered)
-        self._tag = delivered.delivery.delivery_tag
+        self.redelivered = delivered.redelivered
+        self.tag = delivered.tag
         self._channel = channel
         self._counted = counted
-
-    @property
-    def tag(self) -> int:
-        return self._tag or 0
 
     @property
     def times_delivered(self) -> int | None:
@@ -61,15 +58,16 @@ class Delivery:
         await self._settle(self._channel.basic_ack(self.tag, wait=False))
 
     async def reject(self) -> None:
-        """Return it and have the broker count that (docs/facts.md, section 7)."""
+        """Return the message to its queue; the broker counts this as a delivery (docs/facts.md, section 7)."""
         await self._settle(self._channel.basic_reject(self.tag, requeue=True, wait=False))
 
     async def nack(self) -> None:
-        """Return it. RabbitMQ 4.3 does not count that: for a delivery that is not to blame."""
+        """Return the message to its queue. RabbitMQ 4.3 does not count this as a delivery; use it if the message is not
+        at fault."""
         await self._settle(self._channel.basic_nack(self.tag, requeue=True, wait=False))
 
     async def _settle(self, call: Awaitable[None]) -> None:
-        with border(f"channel lost before {self.queue} delivery {self._tag} was settled", lost=ChannelLost):
+        with border(f"channel lost before {self.queue} delivery {self.tag} was settled", lost=ChannelLost):
             await call
 
 
@@ -119,7 +117,8 @@ class Session:
                     await self._consume()  # if this fails, the channel closes, and the session with it
 
     async def _consume(self) -> None:
-        consuming = await self._channel.basic_consume(self._queue, self._on_delivery, timeout=RPC_TIMEOUT_S)
+        tap_of(self._channel).on_delivery = self._on_delivery
+        consuming = await self._channel.basic_consume(self._queue, left_to_the_tap, timeout=RPC_TIMEOUT_S)
         self._tag = consuming.consumer_tag or ""
 
     async def ack(self, deliveries: Sequence[Delivery], *, in_hand: Collection[int] = ()) -> None:
@@ -150,13 +149,13 @@ class Session:
 
     async def __anext__(self) -> Delivery:
         delivery = await self._arrived.get()
-        if self._lost is not None:  # the broker delivers again also what has arrived already
+        if self._lost is not None:  # the broker delivers messages again even if they have arrived here
             raise ChannelLost(f"{self._queue}: {self._lost}")
         if delivery is None:
             raise StopAsyncIteration
         return delivery
 
-    async def _on_delivery(self, delivered: DeliveredMessage) -> None:
+    def _on_delivery(self, delivered: Delivered) -> None:
         self._arrived.put_nowait(Delivery(delivered, queue=self._queue, channel=self._channel, counted=self._counted))
 
     def _on_closed(self, closing: "asyncio.Future[object]") -> None:

@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 from lanekeeper.contract.problems import RequestProblem
 
 FIELDS_AT_MOST = 1000
-"""Of the short form, which has five. Each unknown field costs the time of one pydantic error."""
+"""The most fields of the short form, which has five. Each unknown field costs the time of one pydantic error."""
 
 
 def _text_or_blocks(content: Any) -> Any:
@@ -48,7 +48,7 @@ class MessagesBody(BaseModel):
 
 
 class PromptBody(BaseModel):
-    """The short form."""
+    """The short form of a request's body."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     prompt: Annotated[str, Field(min_length=1)]
@@ -59,7 +59,7 @@ class PromptBody(BaseModel):
 
 
 def check(found: object) -> MessagesBody | PromptBody:
-    """Check what was decoded. Raises a RequestProblem that names every wrong field and never quotes the prompt."""
+    """Check a decoded body. Raises a RequestProblem that names every wrong field and never quotes the prompt."""
     if not isinstance(found, dict):
         raise RequestProblem("invalid_request", f"body: found {_kind(found)}, allowed is a JSON object")
     if "prompt" in found and "messages" in found:
@@ -99,7 +99,7 @@ def _problem(error: ValidationError, *place: str | int) -> RequestProblem:
 
 
 def _kind(value: object) -> str:
-    """What was found, in JSON's words. Of strings and objects, which may hold a prompt, only the type is named."""
+    """The value that was found, in JSON's words. For strings and objects, which may contain a prompt, only the type."""
     if value is None or isinstance(value, (bool, int, float)):
         return json.dumps(value)[:40]
     kinds: dict[type, str] = {str: "a string", list: "an array", dict: "an object"}

@@ -12,9 +12,10 @@ VALUES: Final = 100_000
 """Keys and values of one request or answer, by default. As many are parsed, checked and written again in 50 ms. The
 largest requests that we know (thousands of messages, hundreds of tools) have a tenth of it."""
 ANSWER_BYTES: Final = 16 * 1024 * 1024
-"""What RabbitMQ 4 takes as one message by default, and far more than the longest answer of a model today (1 MB)."""
+"""RabbitMQ 4's default limit for one message, and far more than the longest answer of a model today (1 MB)."""
 DIGITS: Final = 128
-"""Of one number. Time grows with the square of its digits: 8 MiB of numbers with 4,300 digits took 0.8 s to write."""
+"""The most digits of one number. The time grows with the square of the digits: 8 MiB of numbers with 4,300 digits took
+0.8 s to write."""
 SMALL_BYTES: Final = 32 * 1024
 """A text this short is parsed within 10 ms, whatever it holds."""
 _PIECE_BYTES: Final = 2 * 1024 * 1024
@@ -22,7 +23,7 @@ _MARKS: Final = (b",", b":", b"[", b"{")
 _ZEROS: Final = bytes.maketrans(b"123456789", b"0" * 9)
 _STEP: Final = 16
 _RUN: Final = b"0" * (DIGITS // _STEP)
-"""In every 16th byte, where there is a number that is too long."""
+"""Finds numbers that are too long by looking at every 16th byte."""
 
 
 class Measure:
@@ -37,7 +38,7 @@ class Measure:
         self._carried = b""
 
     def add(self, piece: bytes) -> str | None:
-        """Which bound the pieces so far exceed; None: no bound."""
+        """The limit that the pieces so far exceed; None: no limit."""
         piece = self._carried + piece
         self._carried = b""
         if b"\\" in piece:
@@ -62,12 +63,12 @@ class Measure:
 
 
 def excess(raw: bytes, *, values: int) -> str | None:
-    """Which bound this JSON exceeds; None: no bound. Whether it is JSON at all, only a parser can tell."""
+    """The limit that this JSON exceeds; None: no limit. Invalid JSON is not detected here."""
     return next((found for found in measured(raw, values=values) if found is not None), None)
 
 
 def measured(raw: bytes, *, values: int) -> Iterator[str | None]:
-    """The same in steps of at most 20 ms. It ends with the first step that is not None."""
+    """The result of `excess`, in steps of at most 20 ms. It ends with the first step that is not None."""
     if len(raw) <= min(values, SMALL_BYTES):
         return
     has_many = len(raw) - len(raw.translate(None, b"".join(_MARKS))) > values

@@ -167,7 +167,7 @@ def _parsed(raw: bytes) -> object:
 
 
 def _without_content(said: str) -> str:
-    """jiter's error without the key that it may quote (a duplicate one): place and kind of the error only."""
+    """jiter's error without the duplicate key that it may quote: only the kind of error and its position."""
     twice = _TWICE.match(said)
     if (
         twice is None

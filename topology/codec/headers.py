@@ -45,7 +45,7 @@ class RequestHeaders:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HopHeaders:
-    """What a worker wrote when it sent the request through a delay. It is believed from workers only."""
+    """The headers that a worker wrote when it sent the request through a delay. They are believed from workers only."""
 
     attempts: int = 0
     errors: tuple[str, ...] = ()
@@ -54,15 +54,16 @@ class HopHeaders:
     user_id: str | None = None
     expiration: str | None = None
     dead_at: str | None = None
-    """Of a dead letter that was published again: when it had ended."""
+    """If a dead letter was published again: when its request had ended."""
     redelivered: bool = False
-    """It was moved here from a queue that does not count deliveries, where its last delivery was never settled."""
+    """True if the message was moved from a queue that does not count deliveries, where its last delivery was never
+    settled."""
     hop_ms: int | None = None
     """When it was sent into the delay; ms since 1970."""
     back_ms: int | None = None
     """When the delay is over."""
     is_fresh: bool = False
-    """It was set aside before anybody had worked on it."""
+    """True if the request was set aside before any worker had worked on it."""
     reply_try: int = 0
     """How often its reply was refused. Above 0 the request has ended, and only its reply has to be sent."""
     reply_error: str | None = None
@@ -70,7 +71,8 @@ class HopHeaders:
 
 
 def read(headers: Mapping[str, Any]) -> RequestHeaders:
-    """Read what the requester said. Raises RequestProblem for what is unknown, wrong, or not in this version."""
+    """Read the requester's headers. Raises RequestProblem for a header that is unknown, wrong, or not in this
+    version."""
     for key in headers:
         if key in LATER:
             raise RequestProblem("invalid_request", f"header {key}: {LATER[key]} not available in this version")

@@ -16,7 +16,7 @@ class Published(NamedTuple):
 
 
 def published(message: Message, past: HopHeaders, *, now_ms: int) -> Published:
-    """Never in the future, and never later than a worker first saw it."""
+    """When a message was published: never in the future, and never later than its first delivery to a worker."""
     seen_ms = past.first_seen_ms or now_ms
     told = None if DEAD_AT in message.headers else _told(message)
     # a dead letter that is published again still has the times of its first life
@@ -30,6 +30,6 @@ def _told(message: Message) -> Published | None:
     if (sent_ms := ms_or_none(message.headers, SENT_MS)) is not None:
         return Published(sent_ms, "sender")
     if message.timestamp_s is not None and message.timestamp_s > 0:
-        # take the end of that second: a delay counted from it is never too short
+        # take the end of that second, so that a delay counted from it is never too short
         return Published(int(message.timestamp_s) * 1000 + 999, "timestamp")
     return None

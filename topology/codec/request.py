@@ -1,5 +1,7 @@
 """A request as a value: body, lane, deadline."""
 
+import json
+import uuid
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -26,9 +28,9 @@ class Request:
     """When it was published, as far as is known; ms since 1970."""
     sent_by: Clock
     due_ms: int | None
-    """It must not start before; ms since 1970. None: it may start at once."""
+    """The request must not start before this time; ms since 1970. None: it may start at once."""
     deadline_ms: int
-    """By when it must be answered; ms since 1970."""
+    """The request must be answered by this time; ms since 1970."""
     attempts: int
     """Attempts that were made before this delivery."""
     states_stream: bool = True
@@ -38,5 +40,25 @@ class Request:
 
     @property
     def start_ms(self) -> int:
-        """From when its wait counts: publishing, or the due time."""
+        """The start of the request's wait: the time of publishing, or the due time."""
         return self.sent_ms if self.due_ms is None else max(self.due_ms, self.sent_ms)
+
+
+def unpublished(prompt: str, *, model: str, max_tokens: int) -> Request:
+    """A request that no message brought, for a provider that is called directly. It has neither times nor a lane."""
+    asked = {"model": model, "max_tokens": max_tokens, "messages": [{"role": "user", "content": prompt}]}
+    return Request(
+        id=uuid.uuid4().hex,
+        lane="",
+        app="lanekeeper",
+        body=json.dumps(asked).encode(),
+        model=model,
+        max_tokens=max_tokens,
+        stream=False,
+        beta=None,
+        sent_ms=0,
+        sent_by="sender",
+        due_ms=None,
+        deadline_ms=0,
+        attempts=0,
+    )

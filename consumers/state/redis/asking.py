@@ -1,4 +1,5 @@
-"""What a process asks Redis in one step: which of its waiters may go, given the account as this process knows it."""
+"""The question that a process sends to Redis in one step: which of its waiters may go, given the account as this
+process knows it."""
 
 from collections.abc import Sequence
 from math import inf

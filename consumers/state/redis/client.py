@@ -26,7 +26,7 @@ class RedisClient:
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
         self.address = f"{parts.scheme}://{parts.hostname}:{parts.port or 6379}"
-        """Without user and password, so that it may be shown."""
+        """The URL without user and password, so that it may be shown."""
         self.trouble: str | None = None
         pool = BlockingConnectionPool.from_url(
             url,
@@ -34,7 +34,7 @@ class RedisClient:
             timeout=CALL_S,  # waiting for a free connection
             socket_connect_timeout=CONNECT_S,
             socket_timeout=CALL_S,
-            retry=Retry(NoBackoff(), 0),  # the caller decides whether to try again
+            retry=Retry(NoBackoff(), 0),  # no retries here: the caller decides whether to try again
             protocol=2,  # with the next line: no greeting, so one round trip less for each connection
             driver_info=None,
         )
@@ -57,7 +57,7 @@ class RedisClient:
         await self.run(WRITE, [key], value, for_s)
 
     async def risks(self) -> list[str]:
-        """Why Redis could lose what is written, by its settings; empty if it does not tell them."""
+        """Why Redis, with its settings, could lose acknowledged writes; empty if it does not show its settings."""
         try:
             info = await self._redis.info("memory", "persistence")
         except (exceptions.RedisError, OSError, TimeoutError):
@@ -76,7 +76,7 @@ class RedisClient:
         try:
             async with asyncio.timeout(CONNECT_S + CALL_S):
                 value = await step()
-        except (exceptions.RedisError, OSError, TimeoutError, RuntimeError) as error:  # uvloop: RuntimeError, closed
+        except (exceptions.RedisError, OSError, TimeoutError, RuntimeError) as error:  # RuntimeError: uvloop, closed
             self.trouble = f"Redis at {self.address} {_explain(error)}"
             raise StoreUnavailable(self.trouble) from error
         self.trouble = None
@@ -85,7 +85,7 @@ class RedisClient:
 
 def _explain(error: Exception) -> str:
     text = " ".join(str(error).split())[:SHOWN]
-    if "unauthenticated" in text:  # Redis's answer to more than ten words before a password
+    if "unauthenticated" in text:  # Redis answers this to a command of more than ten words before authentication
         error = exceptions.AuthenticationError(text)
     match error:
         case exceptions.AuthenticationError() | exceptions.AuthorizationError() | exceptions.NoPermissionError():

@@ -10,7 +10,7 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """`sha`: its name."""
+    """A script and its name in Redis, `sha`."""
 
     text: str
     sha: str = field(init=False)

@@ -1,7 +1,7 @@
 """The turns of an account that several processes share. A script in Redis decides; one step covers all that happened in
 this process since the last one.
 
-The next step also tells what was given back and what was learned. While Redis is away, nothing is granted, and the step
+The next step also sends what was given back and what was learned. While Redis is away, nothing is granted, and the step
 is tried again.
 """
 
@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import Context
+from importlib.resources import files
 from math import inf
 from typing import Any, Final
 
@@ -24,15 +25,21 @@ from consumers.limits.turns import LATE_S, log_learned, refuse, refuse_hopeless
 from consumers.limits.waiter import Waiter
 from consumers.state.base import StoreUnavailable
 from consumers.state.redis import asking
-from consumers.state.redis.budget_script import FORM, STEP
 from consumers.state.redis.client import RedisClient
 from consumers.state.redis.knowledge import Knowledge
+from consumers.state.redis.script import Script
 from consumers.state.redis.untold import Untold
 from lanekeeper.telemetry import logs, signals
 
+FORM: Final = 2
+"""The number of the format in which the script keeps an account. A Lanekeeper with another format has another number
+and so another key: while both run, each spends the whole budget, and 429s lower it for both."""
+LUA: Final = files("consumers.state.redis")
+STEP: Final = Script("".join(LUA.joinpath(name).read_text(encoding="utf-8") for name in ("bucket.lua", "budget.lua")))
 LOOK_EVERY_S: Final = 0.5
 """How often a process asks while a request waits. So it notices what others give back, and they know that it still
-waits. Redis could tell it (publish and subscribe), but that takes another connection, and messages may be lost."""
+waits. Redis could notify processes (publish and subscribe), but that takes another connection, and messages may be
+lost."""
 FORGOTTEN_AFTER_S: Final = 4 * LOOK_EVERY_S
 """A process that says nothing for this long no longer counts as waiting."""
 SETTLE_WITHIN_S: Final = 0.05
@@ -58,7 +65,7 @@ def shared_accounts(
 
 
 class SharedTurns:
-    """See `Turns`. `clock`: seconds since 1970, used until Redis has told its own time."""
+    """Implements `Turns`. `clock`: seconds since 1970, used until Redis's own time is known."""
 
     def __init__(self, client: RedisClient, key: str, account: Account, *, clock: Callable[[], float]) -> None:
         self.account = account
@@ -83,7 +90,7 @@ class SharedTurns:
         self._stepped = asyncio.Event()
         self._timer: asyncio.Handle | None = None
         self._fires_s = -inf
-        """When the timer fires. uvloop's handle does not tell it if that is within half a millisecond."""
+        """When the timer fires. uvloop's handle does not know this for less than half a millisecond."""
         self._told_s = -inf
         self.steps = 0
         """How many round trips there were."""
@@ -94,7 +101,7 @@ class SharedTurns:
 
     @property
     def is_asking(self) -> bool:
-        """A step is under way."""
+        """Whether a step is in progress."""
         return self._task is not None
 
     def now_s(self) -> float:
@@ -141,7 +148,7 @@ class SharedTurns:
         is_less = account.learn(heard, now_s)
         log_learned(account, heard, before=before)
         if self._untold.levels_fell(levels, [bucket.level for bucket in account.buckets]):
-            self._look_in(SETTLE_WITHIN_S)  # soon, because the level changes with time
+            self._look_in(SETTLE_WITHIN_S)  # look again soon, because the level changes with time
         if account.learned() != known:
             self._untold.heard.append(heard)
             self._untold.has_learned = True
@@ -169,7 +176,7 @@ class SharedTurns:
                 self._is_due = False
                 in_s = await self._one()
                 self._tell_stepped()
-        except StoreUnavailable:  # the waiters go on waiting; `Pausing` tells why
+        except StoreUnavailable:  # the waiters keep waiting; `Pausing` reports the reason
             in_s = RETRY_S
         finally:
             self._task = None
@@ -192,7 +199,7 @@ class SharedTurns:
         self._timer = loop.call_later(in_s, self._look)
 
     def _look(self) -> None:
-        # that it has fired cannot be seen from the time: uvloop's timers may fire half a millisecond early
+        # The clock does not show whether the timer has fired: uvloop's timers may fire half a millisecond early.
         self._timer = None
         self.step()
 
@@ -245,7 +252,7 @@ class SharedTurns:
         account = self.account
         for index, *own in reply["granted"]:
             waiter = waiters[index - 1]
-            if not account.begin(waiter, own=Amounts(*own), now_s=redis_s):  # it left its line while we asked
+            if not account.begin(waiter, own=Amounts(*own), now_s=redis_s):  # it left its line meanwhile
                 self._untold.give_back(waiter.lane, waiter.amounts, own)
                 self._is_due = True
             elif not waiter.wake():

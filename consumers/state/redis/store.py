@@ -12,22 +12,8 @@ from contextlib import suppress
 from typing import Any, Self
 from urllib.parse import quote
 
-from consumers.state.base import (
-    Cancelling,
-    Completion,
-    Conflict,
-    Copy,
-    Ended,
-    Found,
-    Granted,
-    Held,
-    Identity,
-    Room,
-    Running,
-    Stop,
-    StoreUnavailable,
-    Taken,
-)
+from consumers.state import base
+from consumers.state.base import Completion, Copy, Held, Identity, StoreUnavailable
 from consumers.state.redis import request_scripts, share_scripts
 from consumers.state.redis.client import Argument, RedisClient
 from consumers.state.spec import DEFAULT, StoreSpec
@@ -37,7 +23,8 @@ log = logs.logger()
 
 
 class RedisStore:
-    """See `Store`. `spec.max_bytes` is ignored: Redis's own `maxmemory` limits it, and keys expire by themselves."""
+    """Implements `Store`. `spec.max_bytes` is ignored: Redis's own `maxmemory` limits it, and keys expire by
+    themselves."""
 
     def __init__(self, url: str, *, namespace: str, spec: StoreSpec = DEFAULT) -> None:
         self._client = RedisClient(url)
@@ -67,25 +54,25 @@ class RedisStore:
             for reason in await self._client.risks():
                 log.warning(signals.STORE_VOLATILE, store=self._client.address, reason=reason)
 
-    async def claim(self, identity: Identity, copy: Copy) -> Granted | Running | Ended | Conflict:
+    async def claim(self, identity: Identity, copy: Copy) -> base.Granted | base.Running | base.Ended | base.Conflict:
         times = (self._lease_ms, self._keep_ms, self._cancelled_ms)
         match await self._client.run(request_scripts.CLAIM, [self._request(identity)], *_of_copy(copy), *times):
             case [b"granted", token, deaths]:
-                return Granted(token=token, deaths=deaths)
+                return base.Granted(token=token, deaths=deaths)
             case [b"running", for_ms]:
-                return Running(for_ms=for_ms)
+                return base.Running(for_ms=for_ms)
             case [b"ended", same_copy, ending]:
-                return Ended(completion=_completion(ending), same_copy=same_copy == 1)
+                return base.Ended(completion=_completion(ending), same_copy=same_copy == 1)
             case _:
-                return Conflict()
+                return base.Conflict()
 
-    async def renew(self, held: Sequence[Held]) -> Mapping[Held, Stop]:
+    async def renew(self, held: Sequence[Held]) -> Mapping[Held, base.Stop]:
         if not held:
             return {}
         keys = [self._request(each.identity) for each in held]
         tokens = [each.token for each in held]
         stops = await self._client.run(request_scripts.RENEW, keys, self._lease_ms, self._keep_ms, *tokens)
-        return {each: Stop(stop.decode()) for each, stop in zip(held, stops, strict=True) if stop}
+        return {each: base.Stop(stop.decode()) for each, stop in zip(held, stops, strict=True) if stop}
 
     async def release(self, held: Held, *, attempts: int = 0, due_ms: int | None = None) -> None:
         values = (held.token, attempts, "" if due_ms is None else due_ms, self._keep_ms, self._cancelled_ms)
@@ -111,26 +98,26 @@ class RedisStore:
         values = (self._keep_ms, *_of_completion(completion))
         await self._client.run(request_scripts.NOTE, [self._request(identity)], *values)
 
-    async def cancel(self, identity: Identity, completion: Completion) -> Cancelling:
+    async def cancel(self, identity: Identity, completion: Completion) -> base.Cancelling:
         unseen = (identity.id, self._request(Identity(identity.tenant, "")), self._spec.unseen_per_tenant)
         values = (self._cancelled_ms, *_of_completion(completion), *unseen)
         keys = [self._request(identity), self._of_tenant("unseen", identity.tenant)]
-        return Cancelling((await self._client.run(request_scripts.CANCEL, keys, *values)).decode())
+        return base.Cancelling((await self._client.run(request_scripts.CANCEL, keys, *values)).decode())
 
-    async def reserve(self, identity: Identity, copy: Copy, *, weight: int, until_ms: int) -> Room:
+    async def reserve(self, identity: Identity, copy: Copy, *, weight: int, until_ms: int) -> base.Room:
         member = f"{identity.id} {copy.mark.hex()}"
         message = (quote(identity.tenant, safe=""), member, copy.nonce.hex(), int(copy.redelivered), weight, until_ms)
         keys = [self._of_tenant("waiting", identity.tenant), f"{self._namespace}:waiting"]
         bounds = (self._spec.waiting_per_tenant, self._spec.waiting_in_all)
-        return Room((await self._client.run(share_scripts.RESERVE, keys, *message, *bounds)).decode())
+        return base.Room((await self._client.run(share_scripts.RESERVE, keys, *message, *bounds)).decode())
 
-    async def find(self, identity: Identity) -> Found | None:
+    async def find(self, identity: Identity) -> base.Found | None:
         match await self._client.run(request_scripts.FIND, [self._request(identity)]):
             case [b"ended", attempts, ending]:
-                return Found(completion=_completion(ending), running=False, attempts=int(attempts))
+                return base.Found(completion=_completion(ending), running=False, attempts=int(attempts))
             case [state, attempts, due]:
                 due_ms = int(due) if due else None
-                return Found(completion=None, running=state == b"running", attempts=int(attempts), due_ms=due_ms)
+                return base.Found(completion=None, running=state == b"running", attempts=int(attempts), due_ms=due_ms)
             case _:
                 return None
 
@@ -138,10 +125,10 @@ class RedisStore:
         """Does nothing: keys expire by themselves."""
         return 0
 
-    async def take(self, name: str, amount: float, *, limit: float, period_s: int) -> Taken:
+    async def take(self, name: str, amount: float, *, limit: float, period_s: int) -> base.Taken:
         keys = [self._allowance(name, period_s)]
         granted, used, resets_in_ms = await self._client.run(share_scripts.TAKE, keys, amount, limit, period_s)
-        return Taken(granted=granted == 1, used=float(used), resets_in_s=resets_in_ms / 1000)
+        return base.Taken(granted=granted == 1, used=float(used), resets_in_s=resets_in_ms / 1000)
 
     async def give_back(self, name: str, amount: float, *, period_s: int) -> None:
         await self._client.run(share_scripts.CORRECT, [self._allowance(name, period_s)], amount, period_s)

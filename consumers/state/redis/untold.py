@@ -1,4 +1,4 @@
-"""What a process tells Redis about one account with its next step, and what happens to it if that step fails."""
+"""What a process sends to Redis about one account with its next step, and what happens to it if that step fails."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from consumers.limits.base import Heard
 
 @dataclass(slots=True)
 class Told:
-    """What one step tells."""
+    """What one step sends to Redis."""
 
     back: list[dict[str, Any]]
     lower: list[float]
@@ -21,7 +21,7 @@ class Told:
 
 @dataclass(slots=True)
 class Untold:
-    """What is not told yet about one account."""
+    """What was not sent to Redis yet about one account."""
 
     back: list[dict[str, Any]] = field(default_factory=list)
     lower: list[float] = field(default_factory=lambda: [inf, inf, inf])
@@ -43,13 +43,13 @@ class Untold:
         return found
 
     def take(self) -> Told:
-        """What the next step tells. It is not told again, unless the step fails."""
+        """What the next step sends. It is not sent again, unless the step fails."""
         told = Told(self.back, self.lower, len(self.heard), self.has_learned)
         self.back, self.lower, self.has_learned = [], [inf, inf, inf], False
         return told
 
     def failed(self, told: Told) -> None:
-        """It is unknown whether Redis counted the step. What was used beyond a reservation is told again. What was
+        """It is unknown whether Redis counted the step. What was used beyond a reservation is sent again. What was
         given back is not, because counting it twice would spend more than there is."""
         for each in told.back:
             each["over"] = [min(0.0, over) for over in each["over"]]

@@ -1,4 +1,4 @@
-"""Limits, by tenant, the rows that cost their publisher nothing, so that they displace nobody else's results.
+"""Limits, by tenant, the rows that cost their publisher nothing, so that they displace no results of other tenants.
 
 Cancellations of requests that no worker has seen: above a tenant's limit, its oldest is removed. Requests that ended
 before any attempt: kept like all others until the store is full; then what a tenant has above its limit is removed

@@ -10,7 +10,7 @@ KEPT_AFTER_MS = 86_400_000
 
 
 class Counters:
-    """`Allowances` and `Leases` over one connection."""
+    """Implements `Allowances` and `Leases` on one SQLite connection."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._execute = connection.execute

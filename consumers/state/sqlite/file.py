@@ -159,7 +159,7 @@ def _end_leases_of_earlier_boots(connection: sqlite3.Connection, clock: Clock) -
     (before,) = connection.execute("SELECT boot FROM store").fetchone()
     if before == boot != "":
         return
-    # If the system does not tell the boot: a lease that ends later than any new lease can is from an earlier boot.
+    # If the boot id is unknown: a lease that ends later than any new lease could is from an earlier boot.
     above = 0 if boot else clock.since_boot_ms() + LEASE_AT_MOST_MS
     connection.execute("UPDATE request SET lease_ms = 0 WHERE lease_ms > ?", (above,))
     connection.execute("UPDATE lease SET lease_ms = 0 WHERE lease_ms > ?", (above,))

@@ -71,7 +71,7 @@ class Row(NamedTuple):
 
     @property
     def is_deferred(self) -> bool:
-        """It waits until it is due, and nobody has claimed it yet."""
+        """It waits until it is due, and no worker has claimed it yet."""
         return bool(self.noted) and self.status is None
 
     def is_held_against(self, copy: Copy, now: int) -> bool:
@@ -108,7 +108,7 @@ _RENEW = "UPDATE request SET lease_ms = ? WHERE tenant = ? AND id = ?"
 
 
 class Requests:
-    """`Claims` and `Results` over one connection."""
+    """Implements `Claims` and `Results` on one SQLite connection."""
 
     def __init__(self, connection: sqlite3.Connection, spec: StoreSpec) -> None:
         self._execute = connection.execute
@@ -141,7 +141,7 @@ class Requests:
         stops = {}
         for each in held:
             row = self._read(at, each.identity)
-            if row is None:  # forgotten: nobody else holds it
+            if row is None:  # the store has forgotten the claim: nobody else holds it
                 continue
             if row.token != each.token:
                 stops[each] = Stop.FENCED
@@ -238,15 +238,16 @@ class Requests:
         )
 
     def sweep(self, at: Times) -> int:
-        """One step: remove what was kept long enough; else, in a file too large, a tenant's surplus or the oldest."""
+        """One step: remove results whose keeping time is over; else, if the file is too large, a tenant's surplus or
+        the oldest."""
         removed = self._remove("keep_ms <= ? AND lease_ms <= ?", at.today, at.now, up_to_bytes=STEP_BYTES)
         if not removed and (beyond := self._used_bytes() - self._max_bytes) > 0:
-            ended = f"status IS NOT NULL AND lease_ms <= ? AND NOT ({IS_UNSEEN})"  # else what is cancelled would run
+            ended = f"status IS NOT NULL AND lease_ms <= ? AND NOT ({IS_UNSEEN})"  # not cancellations
             removed = self._bounded.remove_surplus() or self._remove(ended, at.now, up_to_bytes=min(beyond, STEP_BYTES))
         return removed or self._bounded.sweep(at.today)
 
     def _used_bytes(self) -> int:
-        """Without unseen cancellations: they have their own limit, and must displace no results."""
+        """The used bytes without unseen cancellations, which have their own limit and must not displace results."""
         (pages,) = self._execute("PRAGMA page_count").fetchone()
         (free,) = self._execute("PRAGMA freelist_count").fetchone()
         return int(pages - free) * self._page_bytes - self._bounded.unseen_bytes
@@ -266,7 +267,7 @@ class Requests:
         return count
 
     def _read(self, at: Times, identity: Identity) -> Row | None:
-        """The row; None also if it was kept long enough but is not removed yet."""
+        """The row of a request; None if there is none, or if its keeping time is over."""
         found = self._execute(_READ, (identity.tenant, identity.id)).fetchone()
         if found is None:
             return None

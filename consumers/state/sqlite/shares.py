@@ -96,7 +96,7 @@ class Shares:
 
 
 class Waiting:
-    """`Waits` over one connection."""
+    """Implements `Waits` on one SQLite connection."""
 
     def __init__(self, connection: sqlite3.Connection, spec: StoreSpec) -> None:
         self._shares = Shares(connection)
@@ -115,7 +115,7 @@ class Waiting:
             return Room.TENANT_FULL
         if self._shares.used(WAITING) + weight > self._in_all:
             return Room.FULL
-        if not self._shares.has(WAITING, identity.tenant, member):  # it is there if an earlier answer was lost
+        if not self._shares.has(WAITING, identity.tenant, member):  # it is, if an earlier answer was lost
             self._shares.add(WAITING, identity.tenant, member, until_ms=until_ms, weight=weight)
         return Room.KEPT
 

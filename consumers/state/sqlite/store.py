@@ -29,7 +29,7 @@ from consumers.state.sqlite.writer import Writer
 
 
 class SqliteStore:
-    """See `Store`. Not for a network file system: SQLite's locks and shared memory do not work there."""
+    """Implements `Store`. Not for a network file system: SQLite's locks and shared memory do not work there."""
 
     def __init__(self, path: Path, *, namespace: str, spec: StoreSpec = DEFAULT, clock: Clock | None = None) -> None:
         self._path = path

@@ -48,7 +48,7 @@ _OF_ITS_OWN = (
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """What operations work on."""
+    """The tables that operations use."""
 
     connection: sqlite3.Connection
     requests: Requests
@@ -121,7 +121,8 @@ class Writer:
         return await done
 
     def _hand_over(self) -> None:
-        """Give the thread what has gathered: one wake-up, one transaction. What comes meanwhile is the next group."""
+        """Give the thread all collected operations: one wake-up, one transaction. Operations that arrive meanwhile form
+        the next group."""
         group, self._gathered = self._gathered[:TOGETHER_AT_MOST], self._gathered[TOGETHER_AT_MOST:]
         self._is_busy = bool(group)
         if group:

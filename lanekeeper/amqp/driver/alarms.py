@@ -14,10 +14,12 @@ from typing import Any
 import aio_pika
 from aio_pika.abc import TimeoutType, UnderlayConnection
 from aiormq.abc import AbstractChannel
+from aiormq.channel import Channel as UnderlyingChannel
 from aiormq.connection import Connection as Underlying
 from pamqp.commands import Connection as Frames
 from yarl import URL
 
+from lanekeeper.amqp.driver.incoming import Tap, Tapped
 from lanekeeper.amqp.driver.quiet import Ours, quietly
 
 OVERRIDDEN = ("_Connection__handle_connection_blocked", "_Connection__handle_connection_unblocked")
@@ -36,8 +38,14 @@ class Alarmed(Ours, Underlying):
         return self._closing
 
     def __init__(self, url: URL, *, context: ssl.SSLContext | None, on_alarm: OnAlarm) -> None:
-        super().__init__(url, context=context)
+        reading = Tapped()
+        super().__init__(url, context=context, transport_factory=reading)
+        self._taps = reading.taps
         self._on_alarm = on_alarm
+
+    def tap(self, number: int) -> Tap:
+        """The tap of an open channel."""
+        return self._taps.setdefault(number, Tap())
 
     async def connect(self, *args: Any, **kwargs: Any) -> bool:
         with quietly():
@@ -45,13 +53,21 @@ class Alarmed(Ours, Underlying):
 
     async def channel(self, *args: Any, **kwargs: Any) -> AbstractChannel:
         with quietly():
-            return await super().channel(*args, **kwargs)
+            channel = await super().channel(*args, **kwargs)
+        self._taps.pop(channel.number, None)  # of a channel before it that had the same number
+        return channel
 
     async def _Connection__handle_connection_blocked(self, frame: Frames.Blocked) -> None:
         self._on_alarm(frame.reason or "alarm")
 
     async def _Connection__handle_connection_unblocked(self, frame: Frames.Unblocked) -> None:
         self._on_alarm(None)
+
+
+def tap_of(channel: UnderlyingChannel) -> Tap:
+    """What takes a channel's deliveries and confirms before aiormq does."""
+    assert isinstance(channel.connection, Alarmed)
+    return channel.connection.tap(channel.number)
 
 
 class Transport(UnderlayConnection):

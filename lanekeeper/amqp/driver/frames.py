@@ -1,4 +1,4 @@
-"""Turns AMQP frames into our `Message` and back, whatever a client put into them.
+"""Turns AMQP frames into our `Message`, whatever a client put into them.
 
 pamqp raises on bytes that are not UTF-8, on timestamps past the year 9999 and on deeply nested tables. It does so in
 the task that reads the connection: one such message would end the connection, be delivered again, and end the next one.
@@ -9,7 +9,7 @@ read are named in a header, so that the codec refuses the message.
 
 import struct
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any
 
 from aiormq.abc import DeliveredMessage
@@ -36,20 +36,36 @@ _BROKEN = (ValueError, OverflowError, OSError, RecursionError, KeyError, IndexEr
 
 def tolerate() -> None:
     """Patch pamqp so that it does not raise on such messages. Safe to call more than once."""
-    decode.METHODS["shortstr"] = _read_short_str
+    decode.METHODS["shortstr"] = read_short_str
     encode.METHODS["table"] = fields.write
     Basic.Properties.unmarshal = _unmarshal_properties  # type: ignore[method-assign]
     ContentHeader._get_flags = staticmethod(_read_flags)  # type: ignore[method-assign]
 
 
 def message_of(delivered: DeliveredMessage) -> Message:
-    """The message of a `Basic.Deliver` or `Basic.Return`."""
-    properties = delivered.header.properties
+    """The message of a `Basic.GetOk` or `Basic.Return`."""
+    found = delivered.delivery
+    return _message(
+        delivered.header.properties,
+        delivered.body,
+        exchange=found.exchange or "",  # type: ignore[union-attr]
+        routing_key=found.routing_key or "",  # type: ignore[union-attr]
+    )
+
+
+def message_from(header: bytes, body: bytes, *, exchange: str, routing_key: str) -> Message:
+    """The message of a content header, as it came, and a body."""
+    properties = Basic.Properties()
+    _unmarshal_properties(properties, int.from_bytes(header[12:14], "big"), header[14:])
+    return _message(properties, body, exchange=exchange, routing_key=routing_key)
+
+
+def _message(properties: Basic.Properties, body: bytes, *, exchange: str, routing_key: str) -> Message:
     timestamp = properties.timestamp
     return Message(
-        body=delivered.body,
-        exchange=delivered.delivery.exchange or "",  # type: ignore[union-attr]
-        routing_key=delivered.delivery.routing_key or "",  # type: ignore[union-attr]
+        body=body,
+        exchange=exchange,
+        routing_key=routing_key,
         headers=properties.headers or {},
         content_type=properties.content_type,
         content_encoding=properties.content_encoding,
@@ -66,28 +82,8 @@ def message_of(delivered: DeliveredMessage) -> Message:
     )
 
 
-def properties_of(message: Message) -> Basic.Properties:
-    """The properties that `message` is published with."""
-    timestamp = message.timestamp_s
-    return Basic.Properties(
-        headers={key: value for key, value in message.headers.items() if key != UNREADABLE} or None,
-        content_type=message.content_type,
-        content_encoding=message.content_encoding,
-        message_id=message.message_id,
-        correlation_id=message.correlation_id,
-        reply_to=message.reply_to,
-        priority=message.priority,
-        message_type=message.type,
-        expiration=message.expiration,
-        timestamp=None if timestamp is None else datetime.fromtimestamp(timestamp, tz=UTC),
-        user_id=message.user_id,
-        app_id=message.app_id,
-        delivery_mode=2 if message.persistent else 1,
-    )
-
-
 def _unmarshal_properties(self: Any, flags: int, data: bytes) -> None:
-    """As pamqp's own, but a property that cannot be read is skipped and named in the headers."""
+    """Replaces pamqp's function. A property that cannot be read is skipped and named in the headers."""
     unreadable = ["flags (more than there are properties)"] if flags & _MORE_FLAGS else []
     for name in self.__slots__:
         if not flags & self.flags[name]:
@@ -125,7 +121,7 @@ def _read_headers(data: bytes) -> tuple[int, Headers]:
     return fields.read(data, levels=NESTED_LEVELS)
 
 
-def _read_short_str(value: bytes) -> tuple[int, str]:
+def read_short_str(value: bytes) -> tuple[int, str]:
     """Used for routing keys, of which an unreadable one could not be reported by name: each byte that is not ASCII in a
     key that is not UTF-8 becomes `?`, so that the key gets no longer."""
     length = value[0]

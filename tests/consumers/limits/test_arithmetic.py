@@ -175,7 +175,7 @@ def test_a_remaining_amount_above_the_limit_by_rounding_counts_as_the_limit() ->
 )
 def test_any_header_values_are_read_without_an_exception(told: dict[str, str]) -> None:
     found = headers.read(told, now_s=NOW_S)
-    for each in found.each() if found else ():
+    for each in found if found else ():
         assert each.limit is None or each.limit > 0
         assert each.remaining is None or each.remaining >= 0
 

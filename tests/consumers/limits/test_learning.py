@@ -14,7 +14,7 @@ from consumers.limits.concurrency import REGAIN_S
 from consumers.limits.headers import RateHeaders, Told
 from consumers.limits.spec import BudgetSpec
 from consumers.limits.waiter import Waiter
-from service.simulated.buckets import make_limits
+from service.simulated.buckets import Limits
 
 NOTHING_SAID = Told()
 FULL = RateHeaders(Told(limit=600), Told(limit=600_000, remaining=600_000), Told(limit=60_000))
@@ -37,7 +37,7 @@ def levels(of: Account) -> list[float]:
 
 
 def test_the_account_learns_the_limits_of_the_simulated_provider() -> None:
-    judge = make_limits(requests=120, input_tokens=60_000, output_tokens=6_000, burst_s=60)
+    judge = Limits(requests=120, input_tokens=60_000, output_tokens=6_000, burst_s=60)
     rate = headers.read(judge.headers(), now_s=time.time())
     made = Account("a", BudgetSpec(), now_s=0)
     made.learn(Heard(kind=Kind.ANSWERED, rate=rate), 0)

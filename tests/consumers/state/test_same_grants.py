@@ -28,10 +28,9 @@ from consumers.limits.spec import DEFAULT_LANES, AccountCaps, BudgetSpec
 from consumers.limits.turns import Turns
 from consumers.limits.waiter import Waiter
 from consumers.state.redis import shared_turns
-from consumers.state.redis.budget_script import STEP
 from consumers.state.redis.client import RedisClient
 from consumers.state.redis.script import Script
-from consumers.state.redis.shared_turns import SharedTurns
+from consumers.state.redis.shared_turns import STEP, SharedTurns
 from tests.support.examples import examples
 from tests.support.redis import RedisServer
 

@@ -21,11 +21,11 @@ from consumers.limits.base import Heard, Kind, Reservation, WaitTooLong
 from consumers.limits.headers import RateHeaders, Told
 from consumers.limits.waiter import Waiter
 from consumers.state.base import StoreUnavailable
-from consumers.state.redis.budget_script import FORM
 from consumers.state.redis.client import RedisClient
 from consumers.state.redis.script import Script
 from consumers.state.redis.shared_turns import (
     FORGOTTEN_AFTER_S,
+    FORM,
     SETTLE_WITHIN_S,
     SharedTurns,
     shared_accounts,

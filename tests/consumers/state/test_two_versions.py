@@ -16,10 +16,9 @@ from consumers.limits.accounts import Accounts
 from consumers.limits.amounts import Amounts
 from consumers.limits.base import Heard, Kind
 from consumers.limits.headers import RateHeaders, Told
-from consumers.state.redis.budget_script import FORM
 from consumers.state.redis.client import RedisClient
 from consumers.state.redis.script import Script
-from consumers.state.redis.shared_turns import SharedTurns, shared_accounts
+from consumers.state.redis.shared_turns import FORM, SharedTurns, shared_accounts
 from lanekeeper.telemetry import signals
 from tests.support.budget import ACCOUNT, spec
 from tests.support.redis import RedisServer

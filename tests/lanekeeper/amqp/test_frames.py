@@ -15,7 +15,8 @@ from pamqp.commands import Basic
 from pamqp.header import ContentHeader
 
 from lanekeeper.amqp.driver import fields, frames
-from lanekeeper.amqp.driver.frames import HEADERS_BYTES, NESTED_LEVELS, message_of, properties_of, tolerate
+from lanekeeper.amqp.driver.frames import HEADERS_BYTES, NESTED_LEVELS, message_from, message_of, tolerate
+from lanekeeper.amqp.driver.outgoing import encoded
 from lanekeeper.contract.messages import UNREADABLE, Message
 from lanekeeper.contract.names import Names
 from tests.support.examples import examples
@@ -28,24 +29,21 @@ CONTENT_TYPE, HEADERS, CORRELATION_ID, REPLY_TO, TIMESTAMP = 1 << 15, 1 << 13, 1
 
 
 def delivered(flags: int, data: bytes) -> Message:
-    """The message whose property bytes are `data`, through the same calls as a frame from the socket."""
+    """The message whose property bytes are `data`, through the same calls as frames from the socket: both those that
+    our reader takes and those that it leaves to aiormq."""
     payload = struct.pack(">HHQH", 60, 0, 2, flags) + data
-    raw = struct.pack(">BHI", 2, 1, len(payload)) + payload + b"\xce"
-    _, _, header = frame.unmarshal(raw)
+    _, _, header = frame.unmarshal(struct.pack(">BHI", 2, 1, len(payload)) + payload + b"\xce")
     assert isinstance(header, ContentHeader)
-    return received(header)
-
-
-def received(header: ContentHeader) -> Message:
     deliver = Basic.Deliver(consumer_tag="c", delivery_tag=1, exchange="lane.requests", routing_key="critical.a.b")
-    return message_of(DeliveredMessage(delivery=deliver, header=header, body=b"{}", channel=None))  # type: ignore[arg-type]
+    by_aiormq = message_of(DeliveredMessage(delivery=deliver, header=header, body=b"{}", channel=None))  # type: ignore[arg-type]
+    by_us = message_from(payload, b"{}", exchange="lane.requests", routing_key="critical.a.b")
+    assert by_us == by_aiormq or "nan" in repr(by_us)
+    return by_us
 
 
 def round_trip(message: Message) -> Message:
-    raw = frame.marshal(ContentHeader(body_size=2, properties=properties_of(message)), 1)
-    _, _, header = frame.unmarshal(raw)
-    assert isinstance(header, ContentHeader)
-    return received(header)
+    properties = encoded(message, message_id=message.message_id)
+    return delivered(int.from_bytes(properties[:2], "big"), properties[2:])
 
 
 def short(text: bytes) -> bytes:
@@ -169,7 +167,7 @@ def test_a_routing_key_that_is_not_utf_8_is_decoded_without_becoming_longer() ->
 
 
 def test_a_property_that_could_not_be_read_is_not_published() -> None:
-    assert properties_of(Message(body=b"", headers={UNREADABLE: "headers", "a": 1})).headers == {"a": 1}
+    assert round_trip(Message(body=b"", headers={UNREADABLE: "headers", "a": 1})).headers == {"a": 1}
 
 
 def test_every_property_is_unchanged_after_writing_and_reading() -> None:
@@ -242,7 +240,7 @@ def test_headers_keep_their_types_if_another_property_is_unreadable() -> None:
     message = delivered(HEADERS | CORRELATION_ID, came + short(b"\xff"))
     assert set(message.headers) == {"k", UNREADABLE}
     again = Message(body=b"", headers=carried(message.headers, of=Names()))
-    assert came in ContentHeader(body_size=0, properties=properties_of(again)).marshal()
+    assert came in encoded(again, message_id=again.message_id)
 
 
 def test_a_header_with_a_long_name_is_written_with_the_correct_length() -> None:
@@ -288,7 +286,7 @@ def test_any_message_is_unchanged_after_writing_and_reading(**properties: Any) -
 @settings(max_examples=examples(150), deadline=None)
 def test_any_property_bytes_become_a_message_that_can_be_published(flags: int, data: bytes) -> None:
     message = delivered(flags, data)
-    ContentHeader(body_size=2, properties=properties_of(message)).marshal()
+    encoded(message, message_id=message.message_id)
 
 
 @given(
@@ -305,7 +303,7 @@ def test_any_property_bytes_become_a_message_that_can_be_published(flags: int, d
 def test_any_table_that_is_read_can_be_written(fields: list[tuple[bytes, bytes, bytes]]) -> None:
     data = table(b"".join(short(name) + kind + value for name, kind, value in fields))
     message = delivered(HEADERS, data)
-    ContentHeader(body_size=2, properties=properties_of(message)).marshal()
+    encoded(message, message_id=message.message_id)
 
 
 def test_installing_the_tolerant_frame_reader_twice_changes_nothing() -> None:

@@ -1,6 +1,6 @@
 import pytest
 
-from service.simulated.buckets import Bucket, Limits, make_limits
+from service.simulated.buckets import Bucket, Limits
 from service.simulated.errors import Refusal
 
 
@@ -13,7 +13,7 @@ class Clock:
 
 
 def limits(clock: Clock, *, requests: int = 60, tokens: int = 60_000, burst_s: float = 60) -> Limits:
-    return make_limits(requests=requests, input_tokens=tokens, output_tokens=tokens, burst_s=burst_s, clock=clock)
+    return Limits(requests=requests, input_tokens=tokens, output_tokens=tokens, burst_s=burst_s, clock=clock)
 
 
 def test_a_bucket_refills_continuously_up_to_its_size() -> None:

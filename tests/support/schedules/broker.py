@@ -12,6 +12,7 @@ from typing import Any
 
 from aiormq.exceptions import ChannelInvalidStateError
 
+from lanekeeper.amqp.driver.incoming import Delivered
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import Names
@@ -88,11 +89,8 @@ class Channel:
             headers[n.ACQUIRED_COUNT] = entry.acquired
         if entry.counted and self.queue.counts:
             headers[n.DELIVERY_COUNT] = entry.counted
-        delivery = Delivery.__new__(Delivery)
-        delivery.message = replace(entry.message, headers=headers)
-        delivery.queue = self.queue.name
-        delivery.redelivered = entry.acquired > 0
-        delivery._tag, delivery._channel, delivery._counted = self._tags, self, self.queue.counts  # type: ignore[assignment]
+        got = Delivered(replace(entry.message, headers=headers), self._tags, entry.acquired > 0)
+        delivery = Delivery(got, queue=self.queue.name, channel=self, counted=self.queue.counts)  # type: ignore[arg-type]
         entry.acquired += 1
         self.arrive(delivery)
 

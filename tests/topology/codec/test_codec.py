@@ -130,7 +130,13 @@ def test_the_request_has_its_id_tenant_application_and_type() -> None:
 
 @pytest.mark.parametrize(
     ("key", "app"),
-    [("critical.shop.chat", "shop"), ("critical", "unknown"), ("critical..x", "unknown"), ("", "unknown")],
+    [
+        ("critical.shop.chat.eu", "shop"),
+        ("critical.shop", "shop"),
+        ("critical", "unknown"),
+        ("critical..x", "unknown"),
+        ("", "unknown"),
+    ],
 )
 def test_the_application_is_the_second_word_of_the_routing_key(key: str, app: str) -> None:
     assert app_of(key) == app

@@ -32,11 +32,10 @@ _VALUE = re.compile(r"(?:the value )?'(.*?)'")
 async def apply(topology: Topology, connection: AbstractConnection) -> None:
     """Declare exchanges, then queues, then bindings. Those that exist and are alike stay as they are.
 
-    Safe to repeat, and from several processes at once. Raises TopologyMismatch at the first thing that exists with
-    other properties, AccessRefused without the right to configure, BrokerUnreachable where the connection is lost,
-    BrokerError for whatever else the broker refuses. Success proves that everything exists with our arguments. It does
-    not show further bindings, policies, or arguments that the broker ignored; `verify` checks these.
-    """
+    Safe to repeat, and from several processes at once. Raises TopologyMismatch at the first object that exists with
+    other properties, AccessRefused without the right to configure, BrokerUnreachable if the connection is lost,
+    BrokerError if the broker refuses for another reason. Success proves that everything exists with our arguments. It
+    does not show further bindings, policies, or arguments that the broker ignored; `verify` checks these."""
     with broker_errors():
         channel = await connection.channel()
         try:
@@ -78,7 +77,7 @@ def broker_errors() -> Iterator[None]:
         if asks_to_stop():
             raise
         raise BrokerUnreachable("the connection was lost") from None
-    if cancellations() > before:  # one that aiormq lost
+    if cancellations() > before:  # a cancellation that aiormq lost
         raise asyncio.CancelledError
 
 
@@ -96,7 +95,7 @@ def _refusal(text: str) -> BrokerError:
 
 
 def _value(text: str) -> str:
-    """`the value '10000' of type 'short'`, `'5'` or `none`, as a person would say it."""
+    """The value in the broker's error message (`the value '10000' of type 'short'`, `'5'` or `none`) in plain words."""
     quoted = _VALUE.match(text)
     return quoted[1] if quoted else "nothing" if text == "none" else text
 

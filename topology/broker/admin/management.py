@@ -27,7 +27,7 @@ _QUEUE_COLUMNS = "name,arguments,durable,auto_delete,exclusive,effective_policy_
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """Version and cluster name."""
+    """A broker's version and cluster name."""
 
     version: str
     cluster: str
@@ -48,12 +48,13 @@ class Management:
     ssl_context: ssl.SSLContext | None = field(default=None, repr=False)
 
     async def overview(self) -> Overview:
-        """Say which broker it is."""
+        """The broker's version and cluster name."""
         found = await self._get("overview")
         return Overview(version=str(found["rabbitmq_version"]), cluster=str(found["cluster_name"]))
 
     async def topology(self) -> Topology:
-        """All of the virtual host's exchanges, queues and bindings but the broker's own (`amq.…`, the default one)."""
+        """All exchanges, queues and bindings in the virtual host, except the broker's own (`amq.…`, the default
+        exchange)."""
         version = (await self.overview()).version
         exchanges = await self._get(f"exchanges/{self._vhost}")
         queues = await self._get(f"queues/{self._vhost}", columns=_QUEUE_COLUMNS)
@@ -68,7 +69,7 @@ class Management:
         )
 
     async def bindings(self) -> tuple[Binding, ...]:
-        """All of the virtual host's bindings but those of the default exchange."""
+        """All bindings in the virtual host, except those of the default exchange."""
         found = await self._get(f"bindings/{self._vhost}")
         return tuple(_binding(each) for each in found if each["source"])
 

@@ -12,7 +12,7 @@ RPC_TIMEOUT_S = 30
 
 
 async def remove(topology: Topology, connection: Connection) -> None:
-    """Delete the exchanges and queues of `topology`. What is gone already, or a lost broker, is no error."""
+    """Delete the exchanges and queues of `topology`. Missing objects and a lost connection are no errors."""
     with suppress(BrokerError, AMQPError, RuntimeError, OSError, TimeoutError):
         channel = await connection.channel(confirms=False, timeout_s=RPC_TIMEOUT_S)
         for queue in topology.queues:

@@ -14,11 +14,11 @@ from topology.broker.session import CLOSE_TIMEOUT_S
 
 AGAIN_S = 1.0
 SAID_WITHIN_S = 1.0
-"""aiormq may raise a moment before it knows why the channel was closed."""
+"""How long to wait for the reason: aiormq may raise before it knows why the channel was closed."""
 
 
 class WritingRights:
-    """Whether a user may write. During an alarm this cannot be found out, because the broker reads no publishes."""
+    """Whether a user may write. During an alarm this is unknown, because the broker reads no publishes."""
 
     def __init__(self, connection: Connection, routes: Sequence[tuple[str, str]]) -> None:
         self._connection = connection

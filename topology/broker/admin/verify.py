@@ -34,12 +34,12 @@ class Verification:
 
     @property
     def missing(self) -> tuple[Difference, ...]:
-        """Requests cannot be served without these. What merely differs or is extra may be on purpose."""
+        """The missing objects, without which requests cannot be served. Differing and extra objects may be intended."""
         return tuple(each for each in self.differences if each.change == "missing")
 
 
 async def verify(topology: Topology, management: Management | None, connection: AbstractConnection) -> Verification:
-    """Compare a broker with what is declared. Raises BrokerUnreachable where the connection is lost meanwhile.
+    """Compare a broker with the declared topology. Raises BrokerUnreachable if the connection is lost meanwhile.
 
     If the management API fails or belongs to another broker, the result says so in `note`.
     """
@@ -64,7 +64,8 @@ async def verify(topology: Topology, management: Management | None, connection: 
 
 
 async def _exist(topology: Topology, connection: AbstractConnection) -> tuple[tuple[Difference, ...], list[str]]:
-    """What is missing, and what could not be asked: from 4.3 on, asking needs some right to the queue or exchange."""
+    """The missing objects, and those that could not be checked: from 4.3 on, the check needs some right to the queue or
+    exchange."""
     missing: list[Difference] = []
     hidden: list[str] = []
     with broker_errors():

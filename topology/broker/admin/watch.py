@@ -27,9 +27,9 @@ from topology.plan import Difference, compare
 LOOK_EVERY_S = 45.0
 """A deleted exchange or binding is noticed within a minute. One check: 75 questions, 30 ms of CPU."""
 AGAIN_AFTER_S = 2.0
-"""While something is wrong."""
+"""The time between two checks while something is missing."""
 SOONEST_S = 0.2
-"""The shortest time between two checks: a hundred publishes that find no exchange ask for one at once."""
+"""The shortest time between two checks, because a hundred publishes may fail, and ask for a check, at the same time."""
 MANAGEMENT_WITHIN_S = 5.0
 COMMAND = "lanekeeper topology apply"
 log = logs.logger()
@@ -64,7 +64,7 @@ class TopologyWatch:
 
     @property
     def trouble(self) -> str | None:
-        """What is missing, or that nothing was checked since the connection was opened; None: nothing is missing."""
+        """What is missing, or that no check was made since the connection was opened; None: nothing is missing."""
         if self._failed is not None:
             return self._failed
         if missing := (*self._missing, *self._unbound):

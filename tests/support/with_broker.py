@@ -1,4 +1,4 @@
-"""`python -m service.private_broker.run -- COMMAND …`: runs a command with a private broker.
+"""`python -m tests.support.with_broker -- COMMAND …`: runs a command with a private broker.
 
 The command gets LANEKEEPER_AMQP_URL and LANEKEEPER_MANAGEMENT_URL in its environment.
 
@@ -55,7 +55,7 @@ class Signals:
 
 def main() -> int:
     """Run the command. Returns its exit code; 128 + the number of the signal that ended it; 1 without a broker."""
-    options = argparse.ArgumentParser(prog="python -m service.private_broker.run")
+    options = argparse.ArgumentParser(prog="python -m tests.support.with_broker")
     options.add_argument("--sources", default=",".join(SOURCES), help="where the broker may come from, in this order")
     options.add_argument("--image", help="the Docker image to take")
     options.add_argument("command", nargs="+", metavar="-- COMMAND …")

@@ -1,0 +1,47 @@
+"""Whether this user may reply, and whether the broker adds a timestamp to messages (since 3.12, if configured)."""
+
+import asyncio
+import uuid
+
+from lanekeeper.amqp.connection import Connection
+from lanekeeper.amqp.publisher import Publisher
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.names import BROKER_TIMESTAMP_MS, SENT_MS
+from lanekeeper.contract.problems import BrokerError
+from lanekeeper.telemetry.tracing import Tracing
+from service.checks.providers import Finding
+from topology.broker.inbox import Inbox
+from topology.declaration import is_before
+
+WITHIN_S = 5.0
+SINCE = (3, 12)
+SETTING = "message_interceptors.incoming.set_header_timestamp.overwrite = false"
+WITHOUT = f"the wait and the deadline of a request without {SENT_MS} count from its first delivery"
+
+
+async def replies(connection: Connection) -> list[Finding]:
+    """It sends a message to a queue of our own, through the default exchange."""
+    try:
+        async with Inbox(connection) as inbox:
+            message = Message(body=b"{}", message_id=uuid.uuid4().hex, persistent=False)
+            await Publisher(connection, tracing=Tracing()).publish(
+                message, exchange="", routing_key=inbox.name, traced=False, timeout_s=WITHIN_S
+            )
+            async with asyncio.timeout(WITHIN_S):
+                came = await anext(inbox)
+    except TimeoutError:
+        return [Finding("permissions", False, f"a reply to a queue of its own did not come within {WITHIN_S:g} s")]
+    except BrokerError as error:
+        return [Finding("permissions", False, f"{error}; see the users in: lanekeeper topology export")]
+    return [
+        Finding("permissions", True, "replies can be sent and taken"),
+        Finding("clock", True, _clock(connection.version, is_told=BROKER_TIMESTAMP_MS in came.headers)),
+    ]
+
+
+def _clock(version: str, *, is_told: bool) -> str:
+    if is_told:
+        return f"the broker writes {BROKER_TIMESTAMP_MS}: waits and deadlines count from then"
+    if is_before(version, SINCE):
+        return f"{WITHOUT}: RabbitMQ {version} cannot tell when it came"
+    return f"{WITHOUT}; recommended in rabbitmq.conf: {SETTING}"

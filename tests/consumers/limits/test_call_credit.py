@@ -1,0 +1,56 @@
+"""When concurrency is the bottleneck each lane has its share of the calls, whatever lanes above it ask for."""
+
+from consumers.limits.amounts import Amounts
+from consumers.limits.call_credit import CallCredit
+from consumers.limits.waiter import Waiter
+
+SHARES = (0.5, 0.25, 0.125)
+CRITICAL, NORMAL, BATCH = 0, 1, 2
+ALL = [Waiter(lane, Amounts(1, 1, 1), arrived_s=0.0) for lane in range(3)]
+
+
+def due(credit: CallCredit) -> list[bool]:
+    return [credit.is_due(lane) for lane in range(3)]
+
+
+def test_a_lane_is_due_when_it_has_waited_for_as_many_calls_as_its_share_says() -> None:
+    credit = CallCredit(SHARES)
+    seen = [due(credit)]
+    for _ in range(8):
+        credit.begin(CRITICAL, [None, *ALL[1:]])
+        seen.append(due(credit))
+
+    assert [each[NORMAL] for each in seen] == [False] * 4 + [True] * 5
+    assert [each[BATCH] for each in seen] == [False] * 8 + [True]
+    assert not any(each[CRITICAL] for each in seen)  # it does not wait
+
+
+def test_a_lane_saves_one_call_at_most_and_the_call_that_it_begins_uses_that_up() -> None:
+    credit = CallCredit(SHARES)
+    for _ in range(40):
+        credit.begin(CRITICAL, [None, *ALL[1:]])
+    credit.begin(NORMAL, [None, None, ALL[BATCH]])
+
+    assert due(credit) == [False, False, True]
+    for _ in range(3):
+        credit.begin(CRITICAL, [None, ALL[NORMAL], None])
+    assert not credit.is_due(NORMAL)
+    credit.begin(CRITICAL, [None, ALL[NORMAL], None])
+    assert credit.is_due(NORMAL)
+
+
+def test_a_call_of_a_lane_that_is_not_due_costs_it_nothing() -> None:
+    credit = CallCredit(SHARES)
+    for _ in range(4):
+        credit.begin(NORMAL, ALL)
+
+    assert credit.is_due(NORMAL)
+
+
+def test_how_many_calls_begin_before_a_request_falls_with_what_its_lane_has_saved() -> None:
+    credit = CallCredit(SHARES)
+
+    assert [credit.calls_before(NORMAL, count) for count in (0, 1, 2)] == [5, 9, 13]
+    credit.begin(CRITICAL, ALL)
+    assert credit.calls_before(NORMAL, 0) == 4
+    assert credit.calls_before(CRITICAL, 0) == 2
