@@ -56,7 +56,8 @@ class DeadLetters:
     dropped: int = 0
 
     async def run(self, *, owner: str, every_s: float = LOOK_EVERY_S) -> None:
-        """Look again and again until cancelled. `owner` names this process among those that share the store."""
+        """Remove letters beyond the bounds regularly, until cancelled. `owner` names this process among those that
+        share the store."""
         while True:
             await asyncio.sleep(every_s)
             try:

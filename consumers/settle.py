@@ -76,8 +76,8 @@ class Settler:
         self._now_ms = now_ms
 
     async def settle(self, job: Job, outcome: Outcome) -> Outcome | None:
-        """Store, publish, confirm, acknowledge. Return the outcome that holds: another one if the request had ended
-        already or another worker has it. None if it could not be settled: the broker delivers it again."""
+        """Store, publish, confirm, acknowledge. Return the valid outcome, which is another one if the request had ended
+        already or another worker has it. None if the delivery could not be settled: the broker delivers it again."""
         try:
             outcome = await self._stored(job, await self._sendable(outcome))
             self._failpoints.reach("after_store")
@@ -147,7 +147,7 @@ class Settler:
         return outcome if limit is None else Buried(answer_too_large(size, limit))
 
     async def _stored(self, job: Job, outcome: Outcome) -> Outcome:
-        """Store the outcome of a request that has ended, and return the one that holds: the first that was stored.
+        """Store the outcome of a request that has ended, and return the valid one: the first that was stored.
         Raises StoreUnavailable."""
         match outcome:
             case Deferred() | Retried() | Replayed():

@@ -42,7 +42,7 @@ class Cap:
 
     requests: float | None = None
     tokens: float | None = None
-    """Input and output, without what was read from the cache."""
+    """Input and output tokens, without those read from the cache."""
     usd: float | None = None
 
 
@@ -52,7 +52,7 @@ class CapsSpec:
 
     lanes: Mapping[str, Cap] = field(default_factory=dict)
     tenants: Mapping[str, Cap] = field(default_factory=dict)
-    """`*`: each tenant that has no cap of its own."""
+    """Caps by tenant; `*` is the cap of each tenant that is not named."""
 
     @property
     def in_money(self) -> bool:

@@ -13,7 +13,7 @@ from lanekeeper.telemetry import signals
 
 MS: Final = 1_000_000
 SHORTEST_NS: Final = 1 * MS
-"""Shorter waits are left out: most of the times are whole milliseconds."""
+"""Shorter waits are left out, because most times are known only in whole milliseconds."""
 SHORTEST_TURN_NS: Final = 5 * MS
 """Shorter waits are left out: taking a free claim needs less."""
 

@@ -140,8 +140,8 @@ class Client:
         If the caller leaves before the end (`break`, `aclose`, cancellation), the request is cancelled (see
         `cancel_abandoned`).
 
-        Raises what `publish` raises, and Problem, NoReply (after `timeout_s`), and ReplyLost if the connection is lost:
-        parts may then be missing, but `result` can fetch the whole answer.
+        Raises what `publish` raises, and Problem, NoReply (after `timeout_s`), and ReplyLost if the connection is lost
+        or the caller reads much too slowly: parts are then missing, but `result` can fetch the whole answer.
         """
         message = self._message(body, options, stream=True)
         timeout_s = bound_s(message) if timeout_s is None else timeout_s
@@ -182,6 +182,11 @@ class Client:
         except BrokerError:
             return None
 
+    @property
+    def trouble(self) -> str | None:
+        """Why nothing can be published at present; None if it can."""
+        return self._connection.trouble or self._connection.blocked
+
     def _message(self, body: Mapping[str, Any] | bytes, options: Options, *, stream: bool) -> Message:
         if self._own is not None:
             options.setdefault("tenant", self._own)
@@ -207,7 +212,8 @@ class Client:
 
     def _abandon(self, message: Message, options: Options) -> None:
         """Cancel a request whose caller no longer waits."""
-        if message.reply_to is not None:  # None: nothing was published yet
+        # `reply_to` None: nothing was published yet
+        if message.reply_to is not None and options.get("cancel_abandoned", True):
             assert message.message_id is not None
             self._abandoned.cancel(message.message_id, tenant=options.get("tenant"))
 

@@ -34,6 +34,8 @@ class Options(TypedDict, total=False):
     beta: str
     headers: Mapping[str, Any]
     """Further headers, such as `traceparent`; they override the options above."""
+    cancel_abandoned: bool
+    """False: this request continues even if its caller leaves (see `Client`)."""
 
 
 def message_of(body: Mapping[str, Any] | bytes, options: Options, *, stream: bool, user: str) -> Message:

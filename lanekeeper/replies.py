@@ -37,8 +37,15 @@ class Part:
     kind: Literal["event", "restart"]
     """`restart`: discard the events so far, because an attempt failed or another worker took over."""
     seq: int
-    event: Mapping[str, Any]
-    """One event of Anthropic's stream; empty for a restart."""
+    body: bytes
+    """One event of Anthropic's stream, as JSON; `{}` for a restart."""
+
+    @property
+    def event(self) -> Mapping[str, Any]:
+        """The same as an object."""
+        found = json.loads(self.body)
+        assert isinstance(found, dict)
+        return found
 
     @property
     def text(self) -> str:
@@ -81,7 +88,7 @@ def part_of(message: Message) -> Part:
     return Part(
         kind="restart" if kind == "restart" else "event",
         seq=_int(message.headers.get(n.SEQ)) or 0,
-        event={} if kind == "restart" else json.loads(message.body),
+        body=b"{}" if kind == "restart" else message.body,
     )
 
 

@@ -20,18 +20,46 @@ from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import DIRECT_REPLY_TO
 from lanekeeper.contract.problems import BrokerError
 
+UNREAD_BYTES = 1024 * 1024
+"""Parts of one answer that may wait for their reader: many seconds of what a model writes."""
+
 
 class ReplyLost(BrokerError):
-    """The connection was lost before the answer came. The request continues, but its reply cannot be delivered."""
+    """The connection was lost before the answer came, or parts came faster than they were read. The request continues,
+    but its reply cannot be delivered."""
 
 
 class Arrivals:
     """The replies to one message, in order."""
 
     def __init__(self) -> None:
-        self.came: asyncio.Queue[Message | BrokerError] = asyncio.Queue()
+        self._came: asyncio.Queue[Message | BrokerError] = asyncio.Queue()  # bounded by UNREAD_BYTES and one more
+        self._unread_bytes = 0
+        self._is_lost = False
         self.is_published = False
         """While false, losing the channel loses no reply to this message."""
+
+    def add(self, reply: Message) -> None:
+        """Add a reply. If too much is unread already, the rest is lost."""
+        if self._unread_bytes > UNREAD_BYTES:
+            self.lose(ReplyLost("its parts came faster than they were read; fetch it whole: lanekeeper result"))
+        elif not self._is_lost:
+            self._unread_bytes += len(reply.body)
+            self._came.put_nowait(reply)
+
+    def lose(self, error: ReplyLost) -> None:
+        """Nothing more comes after what has come."""
+        if not self._is_lost:
+            self._is_lost = True
+            self._came.put_nowait(error)
+
+    async def next(self) -> Message:
+        """The next reply. Raises ReplyLost."""
+        reply = await self._came.get()
+        if isinstance(reply, BrokerError):
+            raise reply
+        self._unread_bytes -= len(reply.body)
+        return reply
 
 
 class ReplyQueue:
@@ -57,25 +85,22 @@ class ReplyQueue:
         """Note that the broker has taken the message: if the channel closes from now on, the reply is lost."""
         arrived.is_published = True
         if not self.direct.is_open:
-            arrived.came.put_nowait(_lost())
+            arrived.lose(_lost())
 
     def _on_reply(self, message: Message) -> None:
         if (arrived := self._expected.get(message.correlation_id or "")) is not None:
-            arrived.came.put_nowait(message)
+            arrived.add(message)
 
     def _on_lost(self) -> None:
         for arrived in self._expected.values():
             if arrived.is_published:
-                arrived.came.put_nowait(_lost())
+                arrived.lose(_lost())
 
 
 async def next_of(arrived: Arrivals, *, end: float | None) -> Message:
     """The next reply. Raises ReplyLost, and TimeoutError at `end` (by the loop's clock)."""
     async with asyncio.timeout_at(end):
-        reply = await arrived.came.get()
-    if isinstance(reply, BrokerError):
-        raise reply
-    return reply
+        return await arrived.next()
 
 
 def _lost() -> ReplyLost:

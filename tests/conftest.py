@@ -24,6 +24,7 @@ from service.private_broker.source import Unavailable
 from tests.support import keeper
 from tests.support.brokers import RunningBroker, Vhost, fresh_vhost
 from tests.support.examples import examples
+from tests.support.memory import use_memory
 from tests.support.stores import stores
 
 DEFAULT = "default"
@@ -50,6 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "any machine", max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )
     settings.load_profile("any machine")
+    use_memory()
     if _in_containers(config) and not hasattr(config, "workerinput"):
         stack = config.stash[_STACK] = ExitStack()
         os.environ[KEEPER] = stack.enter_context(keeper.keeping())

@@ -140,7 +140,7 @@ class Control:
         loop = asyncio.get_running_loop()
         end_s = loop.time() + CATCH_UP_WITHIN_S
         empty_after: int | None = None
-        """How many messages had come when the last look found nothing."""
+        """The number of messages that had arrived when the queue was last found empty."""
         while self._session is session:
             if self._claiming.is_away:
                 self._is_behind, end_s, empty_after = True, loop.time() + CATCH_UP_WITHIN_S, None

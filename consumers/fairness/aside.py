@@ -3,10 +3,9 @@
 A request is published there with a confirm, and then acknowledged (`consumers/pool.py`). A worker that dies between the
 two leaves two messages of one request; the claim detects that. No claim is taken and no attempt counted.
 
-Each tenant has a side queue of its own while there are enough of them. A process knows whose a queue is by the head
-that it holds and by what it put there itself. For a moment two processes may choose different queues for one tenant;
-then that tenant's order is lost.
-"""
+Each tenant has a side queue of its own while there are enough of them. A process knows the owner of a side queue by the
+head that it holds and by what it put there itself. For a moment two processes may choose different queues for one
+tenant; then that tenant's order is lost."""
 
 import asyncio
 from hashlib import blake2b

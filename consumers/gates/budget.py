@@ -161,7 +161,7 @@ class BudgetGate:
                 route.account, lane=job.lane_name, amounts=amounts, until=until, arrived=arrived, on_wait=on_wait
             )
         except WaitTooLong:
-            held.bound(held_until)  # otherwise it is deferred and waits in the delay cascade
+            held.bound(held_until)  # after this time the request is deferred
             raise
         finally:
             if has_to_wait:

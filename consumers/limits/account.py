@@ -64,7 +64,7 @@ class Account:
         return self.lines.is_empty and not self.concurrency.running
 
     def refill(self, now_s: float) -> None:
-        """Add what has come in since the last time."""
+        """Refill the buckets by what has come in since the last call."""
         self.buckets.refill(now_s)
 
     def paused_s(self, now_s: float) -> float:

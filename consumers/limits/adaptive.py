@@ -117,7 +117,8 @@ class Adaptive:
         return True
 
     def refused(self, now_s: float, is_spent: Sequence[bool] = NOTHING_IS) -> bool:
-        """Lower limits: those that are spent a little; if none is, all by half. False if a refusal has just done so."""
+        """Lower the limits after a refusal: spent ones a little, or all by half if none is spent. False if an earlier
+        refusal has just done so."""
         self._moved_s = now_s
         if self._is_silent:
             self._is_silent, self._halved_s = False, now_s

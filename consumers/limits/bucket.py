@@ -3,13 +3,11 @@
 `level` is what the provider will accept. It refills at the limit, up to the bucket's size. Every lane saves its share
 of what comes in, up to its reserve (its share of the size), or up to what its first request needs if that is more.
 
-A request may go
-1. if its lane has saved enough for it;
-2. otherwise, if the level covers the request, the whole reserves of the lanes above, what their first requests need,
-   and what is held for the lanes below. For a request of the top lane that is larger than the lane's reserve, that
-   reserve counts instead: it takes the rest from what is held for others;
-3. otherwise, when the bucket is full, if nobody waits in a lane above, and no lane below has saved all that its first
-   request needs: more will never be left.
+A request may go 1. if its lane has saved enough for it; 2. otherwise, if the level covers the request, the whole
+reserves of the lanes above, what their first requests need, and what is held for the lanes below. For a request of the
+top lane that is larger than the lane's reserve, that reserve counts instead: it takes the rest from what is held for
+others; 3. otherwise, when the bucket is full, if no request waits in a lane above, and no lane below has saved all that
+its first request needs: more will never be left over.
 
 So the whole reserve of a lane above is kept for its next request. What a lane has saved is held for it. For a large
 request a lane saves more than its reserve; of that, only as much is held as leaves room for the top lane, until the
@@ -69,7 +67,7 @@ class Bucket:
         self.level, self.parts, self._at_s = level, list(parts), now_s
 
     def refill(self, now_s: float) -> None:
-        """Add what has come in since the last time."""
+        """Refill the bucket by what has come in since the last call."""
         passed_s = now_s - self._at_s
         if passed_s <= 0:
             return

@@ -31,7 +31,7 @@ class Buckets:
             bucket.resize(limit, burst_s=size.burst_s, late=size.late, fills=fill)
 
     def refill(self, now_s: float) -> None:
-        """Add what has come in since the last time."""
+        """Refill the buckets by what has come in since the last call."""
         for bucket in self._all:
             bucket.refill(now_s)
 

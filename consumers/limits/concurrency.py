@@ -13,7 +13,8 @@ REGAIN_S = 5.0
 """After each such time without 529, a lowered limit rises by one call. If the provider is still overloaded, it refuses
 that one call, once in five seconds. Without this, two long streams blocked every lane for as long as they ran."""
 OFTEN = 0.25
-"""The limit falls if this part of the latest responses (smoothed) is 529: the third in a row, if none came before."""
+"""The limit falls if this part of the latest responses (smoothed) is 529; if none came before, that is the third in a
+row."""
 
 
 class Concurrency:

@@ -68,8 +68,8 @@ def _wait(
     count: int,
     lines: "Sequence[_Line] | None" = None,
 ) -> Wait:
-    """`ahead`: what those before it in its lane's line need; `count`: how many they are in this process; `lines`: the
-    lane's lines, if they are computed already."""
+    """The forecast for one request. `ahead`: what the requests before it in its lane's line need; `count`: the number
+    of those in this process; `lines`: the lane's lines, if they are computed already."""
     if (paused_s := account.paused_s(now_s)) > 0:
         return Wait(paused_s, PAUSED, paused_s)
     longest_s, least_s, reason, is_known = 0.0, 0.0, REASONS[0], True
@@ -131,7 +131,7 @@ class _Line:
         self._lane = lane
         self._is_top = not above
         self.taken_per_s = 0.0
-        """What the lanes above are expected to go on taking."""
+        """The rate at which the lanes above are expected to keep spending."""
         self._above = self._held = 0.0
         """`_above`: what the lanes above will take. `_held`: what the level must cover besides the request."""
         for other, takes in above:
@@ -152,8 +152,8 @@ class _Line:
         self._filling.sort()
 
     def wait_s(self, ahead: float, amount: float, taken_per_s: float = 0.0, *, earliest: bool = False) -> float:
-        """Seconds until the request may go behind `ahead`: by what the lane saves alone, or by what the others leave.
-        `taken_per_s`: what the lanes above take of that."""
+        """Seconds until the request may go, after those `ahead` of it: with the lane's savings alone, or with what
+        other lanes leave. `taken_per_s`: the part of the latter that the lanes above take."""
         bucket = self._bucket
         whole = ahead + (amount if amount < bucket.burst else bucket.burst)
         level_s, before = (whole - bucket.level) / bucket.per_s, ahead + self._above - bucket.level

@@ -7,7 +7,7 @@ from consumers.failures import RejectedError
 
 
 def say_stream(body: bytes, streamed: bool, *, is_stated: bool = True) -> bytes:
-    """The body with `stream` as it must be; the same bytes if that is so already."""
+    """The body with the right value of `stream`; the same bytes if it is right already."""
     if is_stated and (b'"stream"' in body or b"\\u" in body):  # a key may be written with escapes
         fields = json.loads(body)
         if "stream" in fields:

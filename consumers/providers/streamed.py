@@ -47,7 +47,8 @@ class StreamedMessage:
         return self._bytes
 
     def message(self) -> dict[str, Any]:
-        """The Message as a JSON object; its blocks in the order of their index. Raises `TransientError` likewise."""
+        """The Message as a JSON object; its blocks in the order of their index. Raises `TransientError` if the events
+        are malformed."""
         try:
             return self._finished()
         except _NONSENSE as error:

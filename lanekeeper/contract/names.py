@@ -124,6 +124,8 @@ WAIT_FROM = "x-lane-wait-from"
 REPLAYED = "x-lane-replayed"
 CONTROL = "x-lane-control"
 """The header of answers to control messages: `accepted`, `pending` or `error`. Never together with STATUS."""
+CODE = "x-lane-code"
+"""The header of HTTP errors that holds the code of the problem document."""
 
 # On dead letters.
 DEAD_CODE = "x-lane-dead-code"

@@ -17,6 +17,7 @@ from typing import Final
 SERVICE_READY: Final = "service.ready"
 SERVICE_STOPPING: Final = "service.stopping"
 SERVICE_STOPPED: Final = "service.stopped"
+GATEWAY_READY: Final = "gateway.ready"
 HEALTH_ABSENT: Final = "health.absent"
 TRACES_EXPORTED_TO: Final = "traces.exported_to"
 TRACES_LOST: Final = "traces.lost"

@@ -1,7 +1,7 @@
 """What `lanekeeper check` checks of each provider: its key, whether it is reachable, and the models that lanes call.
 
-It makes the same call as a worker, for one token: every provider has this call, and it shows all three.
-"""
+It makes the same call as a worker, for one token: every provider has this call, and its result shows whether key,
+address and model are right."""
 
 import asyncio
 from dataclasses import dataclass

@@ -4,7 +4,21 @@ from typing import Annotated
 
 import typer
 
-from service.cli import cancel, check, demo, later, options, result, send, serve, settings, simulate, status, topology
+from service.cli import (
+    cancel,
+    check,
+    demo,
+    gateway,
+    later,
+    options,
+    result,
+    send,
+    serve,
+    settings,
+    simulate,
+    status,
+    topology,
+)
 
 app = typer.Typer(
     name="lanekeeper",
@@ -17,6 +31,8 @@ app = typer.Typer(
 app.command()(demo.demo)
 app.command()(serve.serve)
 app.command()(serve.consume)
+app.command()(gateway.gateway)
+app.add_typer(gateway.app, name="key")
 app.command()(send.send)
 app.command()(cancel.cancel)
 app.command()(result.result)

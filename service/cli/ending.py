@@ -20,7 +20,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     """Run a command's coroutine on the faster loop."""
     import uvloop
 
-    # It logs each connection that fails or is lost, and so do we, in our words.
+    # aiormq logs each connection that fails or is lost; we log these ourselves.
     library = logging.getLogger("aiormq")
     before = library.level
     library.setLevel(logging.CRITICAL)

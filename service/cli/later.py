@@ -6,7 +6,7 @@ import typer
 
 from service.cli.ending import BAD_USE
 
-COMMANDS = ("gateway", "top", "dead", "change", "pause", "resume", "pauses", "audit", "key")
+COMMANDS = ("top", "dead", "change", "pause", "resume", "pauses", "audit")
 ANYTHING = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 

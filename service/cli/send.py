@@ -157,7 +157,7 @@ async def _cancel(client: "Client", id: str, *, tenant: str | None) -> None:
 
 
 def _tell_of(tenant: str | None, settings: "Settings") -> None:
-    """Workers ignore a cancellation for a tenant that this user may not speak for, without an answer."""
+    """Warn that a tenant will be ignored, because this user may not speak for it."""
     user, _ = settings.credentials
     if tenant not in (None, user) and user not in settings.speakers:
         print(

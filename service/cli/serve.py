@@ -1,27 +1,27 @@
 """`lanekeeper serve` and `lanekeeper consume`: run a worker."""
 
 import asyncio
-import os
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from service.cli import options
-from service.cli.ending import STOPPED, run
+from service.cli.ending import run
 from service.cli.options import LaneName
+from service.cli.stopping import stop_signals
+from service.cli.telemetry import telemetry_of
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
 
     from service.config.settings import Settings
+    from service.gateway.server import Server
 
-AT_ONCE_S = 5.0
 Simulate = Annotated[bool, typer.Option("--simulate", help="Answer without a provider: a simulated one runs inside.")]
-Host = Annotated[str | None, typer.Option("--host", help="Where /healthz and /readyz listen.")]
-Port = Annotated[int | None, typer.Option("--port", min=0, max=65_535, help="Their port; 0: any free one.")]
+Host = Annotated[str | None, typer.Option("--host", help="Where the HTTP server listens.")]
+Port = Annotated[int | None, typer.Option("--port", min=0, max=65_535, help="Its port; 0: any free one.")]
 
 
 def serve(
@@ -31,7 +31,7 @@ def serve(
     config: options.Config = None,
     sets: options.Set = None,
 ) -> None:
-    """Run all parts in one process: declare the topology, work all lanes.
+    """Run all parts in one process: declare the topology, work all lanes, answer HTTP calls.
 
     Examples:
 
@@ -65,17 +65,7 @@ def consume(
 
 
 def _work(settings: "Settings", *, lanes: tuple[str, ...], declares: bool, simulate: bool) -> None:
-    from service.telemetry import exporters as telemetry
-
-    base, traces_endpoint = settings.otlp
-    spec = telemetry.TelemetrySpec(
-        log_level=settings.log_level,
-        log_format=settings.log_format,
-        log_content=settings.log_content,
-        otlp_endpoint=base,
-        otlp_traces_endpoint=traces_endpoint,
-    )
-    with telemetry.running(spec) as traces:
+    with telemetry_of(settings) as traces:
         run(_worked(settings, lanes=lanes, declares=declares, simulate=simulate, traces=traces))
 
 
@@ -85,16 +75,19 @@ async def _worked(
 
     from lanekeeper.telemetry import signals
     from lanekeeper.telemetry.logs import logger
+    from lanekeeper.telemetry.tracing import Tracing
     from service.checks import production
+    from service.gateway.app import Gateway, client_for
+    from service.gateway.server import CannotListen, Server
+    from service.side_tasks import end
     from service.simulated.app import SimulatedAPI
     from service.worker import heap
     from service.worker import running as worker
     from service.worker.assembly import assemble
-    from service.worker.health import CannotListen, Health
 
     log = logger()
     async with AsyncExitStack() as stack:
-        stop = stack.enter_context(_stop_signals())
+        stop = stack.enter_context(stop_signals())
         if simulate:
             api = await stack.enter_async_context(SimulatedAPI())
             settings = settings.answered_by(api.base_url, key="simulated")
@@ -104,10 +97,18 @@ async def _worked(
         parts = await stack.enter_async_context(
             assemble(settings, lanes=lanes, declares=declares, traces=traces, simulated=simulate)
         )
-        health = Health(parts.reasons, host=settings.gateway.host, port=settings.gateway.port)
+        gateway = None
+        if declares:  # `serve`: all parts
+            client = await stack.enter_async_context(client_for(settings, Tracing(traces)))
+            gateway = Gateway(settings, client)
+
+        def reasons() -> Mapping[str, str | None]:
+            return {**parts.reasons(), **({} if gateway is None else gateway.reasons())}
+
+        server = Server(reasons, host=settings.gateway.host, port=settings.gateway.port, routes=gateway)
         listens = True
         try:
-            await stack.enter_async_context(health)
+            await stack.enter_async_context(server)
         except CannotListen as error:
             if declares or "gateway" in settings.model_fields_set:
                 raise
@@ -121,49 +122,20 @@ async def _worked(
                 lanes=[lane.name for lane in parts.lanes],
                 broker=settings.broker,
                 providers=["simulated"] if simulate else [each.name for each in settings.routes_spec().providers],
-                health=health.url if listens else None,
+                health=server.url if listens else None,
             )
 
         heap.settle()
         stop.armed = True
-        await worker.run(parts, stop=stop.event, grace_s=settings.grace_s, on_ready=ready)
+        draining = asyncio.create_task(_drained(server, stop.event, settings.grace_s), name="drain")
+        try:
+            await worker.run(parts, stop=stop.event, grace_s=settings.grace_s, on_ready=ready)
+            await draining  # other workers may answer calls that came here
+        finally:
+            await end((draining,))
 
 
-class _Stop:
-    """Handles SIGINT and SIGTERM. Before the work has begun the first ends the process at once; afterwards the first
-    begins an orderly stop, and the second ends the process at once."""
-
-    def __init__(self, task: "asyncio.Task[object]") -> None:
-        self._task = task
-        self.event = asyncio.Event()
-        self.armed = False
-
-    def __call__(self) -> None:
-        if self.armed and not self.event.is_set():
-            self.event.set()
-        else:
-            self._task.cancel()
-            # tasks that ignore the cancellation are not waited for
-            asyncio.get_running_loop().call_later(AT_ONCE_S, os._exit, STOPPED)
-
-
-@contextmanager
-def _stop_signals() -> Iterator[_Stop]:
-    task = asyncio.current_task()
-    assert task is not None
-    stop = _Stop(task)
-    with listening(stop):
-        yield stop
-
-
-@contextmanager
-def listening(act: Callable[[], None]) -> Iterator[None]:
-    """Call `act` on SIGINT and SIGTERM."""
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, act)
-    try:
-        yield
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
+async def _drained(server: "Server", stop: asyncio.Event, grace_s: float) -> None:
+    """Take no new calls from when the process stops."""
+    await stop.wait()
+    await server.drained(within_s=grace_s)

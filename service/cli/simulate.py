@@ -66,9 +66,9 @@ def simulate(
 
 
 async def _simulate(given: "SimulatedOptions", *, host: str, port: int) -> None:
-    from service.cli.serve import listening
+    from service.cli.stopping import listening
+    from service.gateway.server import CannotListen, why_not
     from service.simulated.app import SimulatedAPI
-    from service.worker.health import CannotListen, why_not
 
     try:
         api = SimulatedAPI(given, host=host, port=port)

@@ -22,6 +22,7 @@ def every(settings: Settings) -> Iterator[Disagreement]:
     """All contradictions between settings."""
     for place, section in _sections(settings):
         yield from (each.under(place) for each in section.disagreements())
+    yield from _speakers(settings)
     yield from _names(settings.providers)
     yield from _models(
         lanes=settings.lane_specs(),
@@ -53,6 +54,19 @@ def _sections(node: BaseModel, place: Place = ()) -> Iterator[tuple[Place, Secti
     if isinstance(node, Settings):
         for name, provider in node.providers.items():
             yield from _sections(provider, ("providers", name))
+
+
+def _speakers(settings: Settings) -> Iterator[Disagreement]:
+    """Keys for tenants that the gateway's user may not speak for."""
+    user = settings.credentials[0]
+    speaks = any(key.tenant not in (None, user) for key in settings.gateway.keys.values())
+    if speaks and user not in settings.speakers:
+        yield Disagreement(
+            f"has keys of other tenants than the broker's user {user!r}, who is not in LANEKEEPER_SPEAKERS: "
+            "add it there, for the workers too",
+            at=(("gateway", "keys"),),
+            by=(("speakers",), ("amqp_url",)),
+        )
 
 
 def _names(providers: Collection[str]) -> Iterator[Disagreement]:

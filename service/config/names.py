@@ -17,7 +17,6 @@ ANY: Final = "*"
 """Stands for a name that the user chooses: ("providers", "*", "kind")."""
 _LATER: Final[Mapping[Place, str]] = {
     ("webhooks",): "the sending of webhooks",
-    ("gateway", "keys"): "the HTTP gateway",
 }
 """Settings of later versions. They are refused, never ignored."""
 

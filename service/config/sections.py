@@ -122,16 +122,6 @@ class LanesSettings(Section):
     batch: LaneSettings = LaneSettings.of(BATCH)
 
 
-class GatewaySettings(Section):
-    """The address of the HTTP server; in this version it serves only the health endpoints."""
-
-    host: str = Field(default="127.0.0.1", min_length=1, max_length=255)
-    """The address on which /healthz and /readyz are served. By default only this machine can reach it. Example:
-    0.0.0.0"""
-    port: Number[int] = Field(default=8080, ge=0, le=65_535)
-    """The port of /healthz and /readyz. 0: any free port."""
-
-
 class TlsSettings(Section):
     """For `amqps://` and the management API over https. The broker's certificate is always verified."""
 
@@ -219,8 +209,8 @@ class WaitingSettings(Section):
     one request, so the default is at most 160 MiB on the broker's disks. Further ones are answered
     `too_many_waiting`."""
     in_all: Number[int] = Field(default=StoreSpec().waiting_in_all, ge=1, le=1_000_000_000)
-    """How many requests of all tenants together may wait for such a delay. The default is enough for ten tenants at
-    their limit: 1.6 GiB."""
+    """How many requests of all tenants together may wait for a delay of more than a minute. The default is enough for
+    ten tenants at their limit: 1.6 GiB."""
 
     def disagreements(self) -> Iterator[Disagreement]:
         if self.per_tenant > self.in_all:

@@ -28,11 +28,11 @@ from service.config.budget_sections import (
     PricesSettings,
     ProviderSettings,
 )
+from service.config.gateway_section import GatewaySettings
 from service.config.masking import mask_url
 from service.config.sections import (
     ControlSettings,
     DeadSettings,
-    GatewaySettings,
     LaneSettings,
     LanesSettings,
     ReplySettings,

@@ -39,7 +39,7 @@ def _table(value: Any) -> Any:
     return found
 
 
-def _each(name_of: Callable[[Any], str], read: Callable[[Any], Any], what: str) -> Callable[[Any], dict[str, Any]]:
+def each_of(name_of: Callable[[Any], str], read: Callable[[Any], Any], what: str) -> Callable[[Any], dict[str, Any]]:
     """A validator for tables. `name_of` reads a key and `read` a value; both raise if it is not allowed. `what`: what
     is allowed, for the error message."""
 
@@ -64,7 +64,7 @@ def _each(name_of: Callable[[Any], str], read: Callable[[Any], Any], what: str) 
     return validate
 
 
-def _tenant(value: Any) -> str:
+def read_tenant(value: Any) -> str:
     """A user of the broker. Raises ValueError if the broker could not have one of that name."""
     if not isinstance(value, str) or not value.isprintable() or value != value.strip() or not 0 < len(value) < 256:
         raise ValueError
@@ -74,7 +74,7 @@ def _tenant(value: Any) -> str:
 
 
 def _tenant_or_every(value: Any) -> str:
-    return EVERY_TENANT if value == EVERY_TENANT else _tenant(value)
+    return EVERY_TENANT if value == EVERY_TENANT else read_tenant(value)
 
 
 def _one_model(value: Any) -> str:
@@ -83,7 +83,8 @@ def _one_model(value: Any) -> str:
     return model(value)
 
 
-def _some_models(value: Any) -> tuple[str, ...]:
+def read_models(value: Any) -> tuple[str, ...]:
+    """Names of models, at least one."""
     return tuple(_one_model(each) for each in not_empty(tuple(words(value))))
 
 
@@ -133,16 +134,18 @@ def _day(value: Any) -> str:
 Day = Annotated[str, PlainValidator(_day)]
 ModelNames = Annotated[
     Mapping[str, str],
-    PlainValidator(_each(_one_model, _one_model, "a table model = model, or model=model, separated by commas")),
+    PlainValidator(each_of(_one_model, _one_model, "a table model = model, or model=model, separated by commas")),
 ]
 ModelLists = Annotated[
     Mapping[str, tuple[str, ...]],
-    PlainValidator(_each(_tenant, _some_models, "a table tenant = [models], in the environment as JSON, without *")),
+    PlainValidator(
+        each_of(read_tenant, read_models, "a table tenant = [models], in the environment as JSON, without *")
+    ),
 ]
 PriceTable = Annotated[
     Mapping[str, Price],
     PlainValidator(
-        _each(
+        each_of(
             _one_model,
             _price,
             "for each model a table of US dollars per million tokens: input, output, and perhaps cache_read and "
@@ -153,7 +156,7 @@ PriceTable = Annotated[
 ShareTable = Annotated[
     Mapping[str, TenantShare],
     PlainValidator(
-        _each(
+        each_of(
             _tenant_or_every,
             _share,
             "for each tenant (* alone: for every other) a table of numbers above 0: weight, in_flight (a whole one); "
@@ -164,7 +167,7 @@ ShareTable = Annotated[
 CapTable = Annotated[
     Mapping[str, Cap],
     PlainValidator(
-        _each(
+        each_of(
             _tenant_or_every,
             _cap,
             "for each tenant (* alone: for every other) a table of numbers above 0: requests, tokens, usd, what is "

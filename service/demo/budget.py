@@ -51,7 +51,7 @@ PAUSE_S = 0.5
 """After a 429 that says no `retry-after`."""
 USED_LEAST = 0.85
 Asking = Callable[[str, str], Awaitable[object]]
-"""Takes the lane and the prompt; returns when it is answered, raises where it is given up."""
+"""Takes the lane and the prompt; returns when the request is answered, raises if it is given up."""
 
 
 @dataclass(slots=True)

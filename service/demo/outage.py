@@ -24,7 +24,7 @@ EVERY_S = 0.025
 UP_S = 0.5
 DOWN_S = 2.0
 UP_AGAIN_CALLS = 20
-"""The act ends when the first provider has answered so many requests again."""
+"""The act ends when the first provider has answered this many requests again."""
 UP_AGAIN_WITHIN_S = 10.0
 ANSWER_WITHIN_S = 60.0
 CALLS_MOST = 1.5

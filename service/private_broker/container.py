@@ -108,7 +108,8 @@ class Container:
         """Start, wait until it is ready, and return its version; after `kill` with the same data, ports and name.
         Raises Unavailable."""
         command = ["docker", "start", self._name] if self._created else self._create()
-        # With new Steps, so that leaving does not interrupt it: a container created after our `rm` would stay.
+        # Uses new Steps, so that a request to leave does not interrupt the removal: otherwise a container might be
+        # created after it, and stay.
         self._created = True
         code, said = Steps().run(command, within_s=START_S)
         if code:

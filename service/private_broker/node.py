@@ -74,7 +74,7 @@ class Node:
         raise TooSlow(f"RabbitMQ was not ready within {START_S} s:\n{self._log_tail()}")
 
     def kill(self) -> None:
-        """End it like a power cut, and the processes that it started; its data stays."""
+        """End the node, as a power cut would, and the processes that it started; its data stays."""
         for each in self._processes:
             with suppress(ProcessLookupError):
                 os.killpg(each.pid, signal.SIGKILL)

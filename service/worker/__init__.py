@@ -1,4 +1,4 @@
-"""The parts of a worker process put together (`assembly.py`), run (`running.py`), and its health endpoint.
+"""The parts of a worker process put together (`assembly.py`) and run (`running.py`).
 
 Imported by `demo`, `checks`, `cli` and benchmarks.
 """

@@ -96,3 +96,14 @@ async def test_a_request_that_is_refused_for_its_headers_is_not_set_aside() -> N
     assert not side.aside.may_take(side.job("crm", exchange=""))
     assert not side.aside.may_take(side.job("crm", routing_key="batch.crm.x"))
     assert not side.aside.may_take(side.job("crm", priority=30))
+
+
+async def test_a_request_that_was_set_aside_can_be_fetched_at_once() -> None:
+    side = Side()
+    assert side.heads.next() is None
+
+    await side.aside.put(side.job("crm"))
+
+    queue = side.heads.next()
+    assert queue is not None
+    assert side.heads.ready_in(queue) == side.heads.ready == 1

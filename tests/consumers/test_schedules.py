@@ -191,7 +191,7 @@ class Settled(Delivery):
 
     def __init__(self, delivery: Delivery) -> None:
         self.message, self.queue, self.redelivered = delivery.message, delivery.queue, delivery.redelivered
-        self._tag = delivery.tag
+        self.tag = delivery.tag
 
     async def ack(self) -> None: ...
 

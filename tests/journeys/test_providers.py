@@ -41,13 +41,16 @@ async def test_while_the_first_provider_is_down_the_second_answers_and_afterward
         async with house(vhost.amqp_url, **chain(spare)) as home, requester(vhost.amqp_url) as app:
             assert (await app.ask({"prompt": "before"})).headers["x-lane-provider"] == "anthropic"
             home.api.configure(DOWN)
+            # Until the second provider has reported its limits, its budget is a guess of a few calls at once, and a
+            # request that finds none left is retried instead. So it reports them before the others come.
+            await app.ask({"prompt": "the second provider's first"})
             asked = [await app.publish({"prompt": f"meanwhile {n}"}) for n in range(60)]
             for each in asked:
                 reply = await app.final(each)
                 assert (reply.status, reply.headers["x-lane-provider"]) == ("ok", "spare")
                 assert reply.headers["x-lane-attempt"] == 1, "within the attempt"
             calls = len(home.api.calls) + len(spare.calls)
-            assert calls <= 1.5 * 61 + 15, "until the breaker opened, each was asked twice"
+            assert calls <= 1.5 * 62 + 15, "until the breaker opened, each was asked twice"
 
             home.api.configure(SimulatedOptions())
 

@@ -13,7 +13,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from service.worker.health import Health
+from service.gateway.server import Server
 from tests.support.house import house
 from tests.support.requester import requester
 from tests.support.stores import store_url
@@ -45,7 +45,7 @@ def remove(path: Path) -> None:
         path.unlink()
 
 
-async def readiness(health: Health) -> tuple[int, dict[str, str]]:
+async def readiness(health: Server) -> tuple[int, dict[str, str]]:
     def ask() -> tuple[int, dict[str, str]]:
         try:
             with urllib.request.urlopen(f"{health.url}/readyz") as answer:
@@ -70,7 +70,7 @@ async def test_a_worker_started_without_a_usable_store_waits_and_then_recovers(
     async with (
         house(vhost.amqp_url, waits=False) as home,
         requester(vhost.amqp_url) as app,
-        Health(home.parts.reasons, host="127.0.0.1", port=0) as health,
+        Server(home.parts.reasons, host="127.0.0.1", port=0) as health,
     ):
         await until(lambda: home.parts.store.trouble)
         asked = await app.publish({"prompt": "hello"}, message_id="m-1")

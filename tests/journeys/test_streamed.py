@@ -1,43 +1,12 @@
 """A streamed request gets its parts as they are produced, and a final reply equal to all parts together."""
 
-import json
-
 import pytest
 
 from service.simulated.options import SimulatedOptions
 from tests.support.house import house
 from tests.support.requester import requester
+from tests.support.stream import put_together
 from tests.support.waiting import until
-
-
-def put_together(events: list[dict]) -> dict:
-    """Assembles Anthropic's stream according to their documentation, without our code."""
-    message: dict = {}
-    arguments: dict[int, str] = {}
-    for event in events:
-        match event["type"]:
-            case "message_start":
-                message = event["message"]
-            case "content_block_start":
-                message["content"].append(dict(event["content_block"]))
-            case "content_block_delta":
-                block, delta = message["content"][event["index"]], event["delta"]
-                match delta["type"]:
-                    case "text_delta":
-                        block["text"] += delta["text"]
-                    case "thinking_delta":
-                        block["thinking"] += delta["thinking"]
-                    case "signature_delta":
-                        block["signature"] = delta["signature"]
-                    case "input_json_delta":
-                        arguments[event["index"]] = arguments.get(event["index"], "") + delta["partial_json"]
-            case "content_block_stop":
-                if event["index"] in arguments:
-                    message["content"][event["index"]]["input"] = json.loads(arguments[event["index"]])
-            case "message_delta":
-                message.update(event["delta"])
-                message["usage"].update(event["usage"])
-    return message
 
 
 @pytest.mark.parametrize(

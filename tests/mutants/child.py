@@ -30,9 +30,6 @@ TEST_S = 30
 """After so long a test hangs."""
 
 
-ENDS = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
-
-
 class Session:
     """A plugin: which tests run, in which order, how each ended, and how long it took."""
 
@@ -109,7 +106,8 @@ def tell_verdict(path: str, change: int | None, tests: Sequence[str], known: Col
         sys.meta_path.insert(0, _Changed(path, change))
     session = Session(tests, known)
     code = _pytest(session, "-x", *sorted({each.split("::", 1)[0] for each in tests}))
-    broken = "" if code in ENDS else f"pytest ends with {code!r}"
+    ends_well = code in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+    broken = "" if ends_well else f"pytest ends with {code!r}"  # such as a file that cannot be imported
     _write(told, {"failed": session.failed[0] if session.failed else broken, "ran": len(session.took_s)})
 
 

@@ -81,7 +81,7 @@ def test_wrong_usage_exits_with_2(line: list[str], capsys: pytest.CaptureFixture
     assert "Traceback" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["gateway", "top", "dead", "change", "pause", "resume", "pauses", "audit", "key"])
+@pytest.mark.parametrize("name", ["top", "dead", "change", "pause", "resume", "pauses", "audit"])
 def test_commands_of_later_versions_are_refused_with_that_reason(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run([name, "list", "--json"]) == 2
     assert f"`{name}` is not available in this version" in one_line(capsys)

@@ -43,7 +43,9 @@ def test_each_setting_has_a_text_and_a_valid_example(entry: Entry) -> None:
         assert "allowed is a file that is there" in told, "the example's file is not here, and that alone is wrong"
         return
     try:
-        load(env={**(others if "PROVIDERS__OTHER" in name else {}), name: entry.example})
+        load(
+            env={"LANEKEEPER_SPEAKERS": "guest", **(others if "PROVIDERS__OTHER" in name else {}), name: entry.example}
+        )
     except SettingsError as error:  # a provider of another kind needs further settings, or has none of this name
         assert "a provider of kind" in str(error)  # noqa: PT017
 

@@ -29,8 +29,11 @@ class FakePool:
         self.queue = queue
         self.was_cancelled = False
         self.gave_back = False
+        self.may_stop = asyncio.Event()
+        """`stop` waits for it."""
+        if stops:
+            self.may_stop.set()
         self._ends = ends
-        self._stops = stops
         self._stop = asyncio.Event()
 
     async def run(self, **_: str) -> None:
@@ -47,8 +50,7 @@ class FakePool:
         return False
 
     async def stop(self) -> None:
-        if not self._stops:
-            await asyncio.sleep(60)
+        await self.may_stop.wait()
         self._stop.set()
 
     def give_back_waiting(self) -> None:
@@ -103,18 +105,11 @@ async def test_a_worker_runs_until_it_is_told_to_stop() -> None:
 async def test_on_a_stop_deliveries_are_returned_only_after_all_our_consumers_have_ended() -> None:
     stop = asyncio.Event()
     quick, slow = FakePool("quick"), FakePool("slow", stops=False)
-    slow_stops = asyncio.Event()
-
-    async def stop_slowly() -> None:
-        await slow_stops.wait()
-        slow._stop.set()
-
-    slow.stop = stop_slowly  # type: ignore[method-assign]
     working = run(quick, slow, stop=stop)
     stop.set()
     await asyncio.sleep(0.05)
     assert not quick.gave_back
-    slow_stops.set()
+    slow.may_stop.set()
     await asyncio.wait_for(working, 30)
     assert quick.gave_back
     assert slow.gave_back

@@ -44,7 +44,7 @@ TITLES = {
     "fair": "Shares of tenants",
     "budget": "Budget",
     "lanes": "Lanes",
-    "gateway": "Health",
+    "gateway": "HTTP: health and the gateway",
     "tls": "TLS",
     "reply_to": "Replies",
     "retry": "Retries",

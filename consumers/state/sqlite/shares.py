@@ -1,4 +1,4 @@
-"""How much of each limited kind a tenant has now: rows of a SQLite file, with sums that are kept up to date."""
+"""Counts what each tenant has of each limited kind of row, in a SQLite file, with sums that are kept up to date."""
 
 import sqlite3
 from typing import Final

@@ -505,6 +505,7 @@ async def test_a_request_that_cannot_be_sent_is_refused_without_retry(
     assert not api.calls
 
 
+@pytest.mark.timing
 async def test_concurrent_calls_each_get_their_own_answer(provider: AnthropicProvider, asked: AskedFor) -> None:
     async def one(n: int) -> str:
         got = await provider.stream(asked(f"number {n}"), timeout_s=10, parts=Received() if n % 2 else None)

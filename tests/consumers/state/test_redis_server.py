@@ -207,6 +207,7 @@ async def test_settings_of_redis_that_may_lose_data_are_warned_of_once(own_redis
     ]
 
 
+@pytest.mark.timing
 async def test_a_pool_of_few_connections_serves_many_callers(redis: RedisServer) -> None:
     async with RedisStore(redis.url, namespace=f"test-{secrets.token_hex(4)}") as store:
         calls: list[Awaitable[object]] = [store.claim(ME, copy(mark=str(each))) for each in range(500)]

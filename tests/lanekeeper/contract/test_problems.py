@@ -114,3 +114,8 @@ def test_every_error_derives_from_one_base_class() -> None:
         "TopologyMismatch",
         "SettingsError",
     }
+
+
+def test_logs_get_the_brief_text_if_there_is_one_and_else_the_detail_without_quotes() -> None:
+    assert RequestProblem("internal", "said: secret", brief="said").brief == "said"
+    assert RequestProblem("too_large", "3 bytes").brief == "3 bytes"

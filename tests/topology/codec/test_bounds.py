@@ -104,3 +104,10 @@ def test_no_step_of_reading_a_request_blocks_the_loop_for_long(nasty: Nasty) -> 
     assert code == nasty.code
     assert len(detail) < 700
     assert longest_s < STALL_S
+
+
+@pytest.mark.parametrize(
+    ("encoding", "size", "most"), [(None, 1_000, 1_000), ("gzip", 10, 10_320), ("gzip", 10**6, 2**23)]
+)
+def test_a_packed_body_counts_as_the_most_that_it_may_hold(encoding: str | None, size: int, most: int) -> None:
+    assert decoding.weight(Message(body=b"x" * size, content_encoding=encoding)) == most

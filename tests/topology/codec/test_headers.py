@@ -35,6 +35,7 @@ def said(**changed: Any) -> RequestHeaders:
         ({"x-lane-at": "1970-01-01 00:00:01Z"}, said(at_ms=1000)),
         ({"x-lane-at": "1970-01-01t00:00:01z"}, said(at_ms=1000)),  # RFC 3339 allows small letters
         ({"x-lane-sent-ms": 1_790_000_000_000}, said(sent_ms=1_790_000_000_000)),
+        ({"anthropic-beta": "a" * 1024}, said(beta="a" * 1024)),
         ({"anthropic-beta": "context-1m-2026-08-07,files-api"}, said(beta="context-1m-2026-08-07,files-api")),
         ({"x-lane-tenant": "shop"}, NOTHING),
         ({"x-lane-no-batch": True}, NOTHING),

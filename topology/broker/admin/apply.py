@@ -101,7 +101,7 @@ def _value(text: str) -> str:
 
 
 def _migrate_queue(name: str, vhost: str) -> str:
-    # Deleting a queue destroys its messages, and quorum queues refuse if-empty: the person has to check first.
+    # Deleting a queue destroys its messages, and quorum queues refuse if-empty: an operator has to check first.
     return (
         f"To migrate it: stop what publishes to it, let the workers empty it until `rabbitmqctl -p '{vhost}' "
         f"list_queues name messages` shows 0 for it, then `rabbitmqctl -p '{vhost}' delete_queue '{name}'` "
@@ -117,7 +117,7 @@ def _migrate_exchange(name: str) -> str:
 
 
 async def declare_exchange(channel: AbstractChannel, exchange: Exchange) -> None:
-    """Declare one exchange; aio-pika's own errors."""
+    """Declare one exchange. Raises aio-pika's own errors."""
     await channel.declare_exchange(
         exchange.name,
         exchange.type,
@@ -130,7 +130,7 @@ async def declare_exchange(channel: AbstractChannel, exchange: Exchange) -> None
 
 
 async def declare_queue(channel: AbstractChannel, queue: Queue) -> None:
-    """Declare one queue; aio-pika's own errors."""
+    """Declare one queue. Raises aio-pika's own errors."""
     await channel.declare_queue(
         queue.name,
         durable=queue.durable,
@@ -141,7 +141,7 @@ async def declare_queue(channel: AbstractChannel, queue: Queue) -> None:
 
 
 async def bind(channel: AbstractChannel, binding: Binding) -> None:
-    """Make one binding; aio-pika's own errors."""
+    """Make one binding. Raises aio-pika's own errors."""
     to_queue = binding.destination_kind == "queue"
     found = channel.get_queue if to_queue else channel.get_exchange
     destination = await found(binding.destination, ensure=False)

@@ -1,16 +1,18 @@
-"""`/healthz` and `/readyz` on the gateway's address; everything else of the gateway comes with a later version.
+"""The HTTP server of a process, one in each: START HERE. `/healthz`, `/readyz`, and the gateway where there is one.
 
 `/healthz` succeeds whenever the event loop can answer. `/readyz` succeeds if no part of the worker reports a problem.
 """
 
+import asyncio
 import errno
 import json
-from collections.abc import Callable, Mapping
-from typing import Self
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Protocol, Self
 
 from aiohttp import web
 
 from lanekeeper.contract.problems import LanekeeperError
+from topology.codec.decoding import PACKED_BYTES
 
 Readiness = Callable[[], Mapping[str, str | None]]
 """The parts that must work, by name ("consume connection"), each with its trouble or None. Called for every
@@ -18,24 +20,53 @@ Readiness = Callable[[], Mapping[str, str | None]]
 HOST = "LANEKEEPER_GATEWAY__HOST"
 PORT = "LANEKEEPER_GATEWAY__PORT"
 LATER = ("/v1/", "/metrics", "/asyncapi.json", "/openapi.json")
+KEEP_ALIVE_S = 75.0
+"""How long a connection may be idle, and how long the headers of a request may take."""
+LINGER_S = 2.0
+"""How long a refused body is read on, so that its sender reads the refusal instead of a reset."""
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Routes(Protocol):
+    """What is served beside health: `app.py`."""
+
+    def handlers(self) -> Mapping[tuple[str, str], Handler]:
+        """By method and path."""
+        ...
+
+    async def drained(self) -> None:
+        """Take no new calls, and return when none is under way."""
+        ...
 
 
 class CannotListen(LanekeeperError):
     """The address is in use, does not belong to this machine, or may not be opened by this user."""
 
 
-class Health:
+class Server:
     """The HTTP server, as a context manager. With port 0 it takes a free port, which `port` returns."""
 
-    def __init__(self, readiness: Readiness, *, host: str, port: int) -> None:
+    def __init__(self, readiness: Readiness, *, host: str, port: int, routes: Routes | None = None) -> None:
         self._readiness = readiness
         self._host = host
         self.port = port
-        app = web.Application()
+        self._routes = routes
+        app = web.Application(client_max_size=PACKED_BYTES)
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get("/readyz", self._readyz)
+        for (method, path), handler in ({} if routes is None else routes.handlers()).items():
+            app.router.add_route(method, path, handler, expect_handler=_expected)
         app.router.add_route("*", "/{path:.*}", self._absent)
-        self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1)
+        self._runner = web.AppRunner(
+            app,
+            access_log=None,
+            handle_signals=False,
+            handler_cancellation=True,  # whoever waits for an answer hears that its client has gone
+            keepalive_timeout=KEEP_ALIVE_S,
+            lingering_time=LINGER_S,
+            shutdown_timeout=1,
+        )
 
     @property
     def url(self) -> str:
@@ -46,7 +77,7 @@ class Health:
         """Listen. Raises CannotListen."""
         await self._runner.setup()
         try:
-            await web.TCPSite(self._runner, self._host, self.port).start()
+            await web.TCPSite(self._runner, self._host, self.port, backlog=1024).start()
         except (OSError, UnicodeError) as error:
             await self._runner.cleanup()
             raise CannotListen(why_not(error, host=self._host, port=self.port)) from error
@@ -55,6 +86,15 @@ class Health:
 
     async def __aexit__(self, *_: object) -> None:
         await self._runner.cleanup()
+
+    async def drained(self, *, within_s: float) -> None:
+        """Take no new calls, and let those under way end."""
+        if self._routes is not None:
+            try:
+                async with asyncio.timeout(within_s):
+                    await self._routes.drained()
+            except TimeoutError:
+                return  # their connections are closed with the server
 
     async def _healthz(self, request: web.Request) -> web.Response:
         return _json({"alive": True})
@@ -66,8 +106,16 @@ class Health:
     async def _absent(self, request: web.Request) -> web.Response:
         later = request.path == "/" or request.path.startswith(LATER)
         why = "is not available in this version" if later else "is not a path of Lanekeeper's"
+        if self._routes is None and request.path == "/v1/messages":
+            why = "is served by `lanekeeper gateway` and `lanekeeper serve`, not by this process"
         document = {"type": "about:blank", "title": "Not found", "status": 404, "detail": f"{request.path} {why}"}
         return _json(document, status=404, content_type="application/problem+json")
+
+
+async def _expected(request: web.Request) -> None:
+    """Ask for a body that waits to be asked for (`Expect: 100-continue`), unless it will be refused anyway."""
+    if (request.content_length or 0) <= PACKED_BYTES and request.transport is not None:
+        request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
 
 def _json(value: object, *, status: int = 200, content_type: str = "application/json") -> web.Response:

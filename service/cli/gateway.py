@@ -1,0 +1,98 @@
+"""`lanekeeper gateway`: the HTTP gateway by itself; `lanekeeper key new`: a key for its callers."""
+
+import json as jsons
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from service.cli import options
+from service.cli.ending import run
+from service.cli.options import LaneName
+from service.cli.serve import Host, Port
+from service.cli.stopping import stop_signals
+from service.cli.telemetry import telemetry_of
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider
+
+    from service.config.settings import Settings
+
+app = typer.Typer(no_args_is_help=True, help="Keys of the gateway.")
+
+
+def gateway(host: Host = None, port: Port = None, config: options.Config = None, sets: options.Set = None) -> None:
+    """Answer HTTP calls through the lanes, which other processes work (`lanekeeper consume`).
+
+    As many as you like behind a balancer; they share nothing but the broker.
+
+    Example:  lanekeeper gateway --port 8081
+    """
+    settings = options.settings_of(config, sets, gateway={"host": host, "port": port})
+    with telemetry_of(settings) as traces:
+        run(_run(settings, traces))
+
+
+async def _run(settings: "Settings", traces: "TracerProvider | None") -> None:
+    from lanekeeper.telemetry import signals
+    from lanekeeper.telemetry.logs import logger
+    from lanekeeper.telemetry.tracing import Tracing
+    from service.checks import production
+    from service.gateway.app import Gateway, client_for
+    from service.gateway.server import Server
+
+    log = logger()
+    async with AsyncExitStack() as stack:
+        stop = stack.enter_context(stop_signals())
+        for risk in production.of_transport(settings):
+            log.warning(signals.PLAIN_TEXT, what=risk.what, reason=risk.text)
+        client = await stack.enter_async_context(client_for(settings, Tracing(traces)))
+        routes = Gateway(settings, client)
+        spec = settings.gateway
+        server = await stack.enter_async_context(Server(routes.reasons, host=spec.host, port=spec.port, routes=routes))
+        log.info(
+            signals.GATEWAY_READY,
+            version=options.version(),
+            broker=settings.broker,
+            url=server.url,
+            keys=len(spec.keys),
+        )
+        stop.armed = True
+        await stop.event.wait()
+        log.info(signals.SERVICE_STOPPING, running=routes.calls, grace_s=settings.grace_s)
+        await server.drained(within_s=settings.grace_s)
+        log.info(signals.SERVICE_STOPPED, orphaned=routes.calls)
+
+
+@app.command("new")
+def new(
+    tenant: Annotated[str, typer.Argument(metavar="TENANT", help="Whose requests are made with the key.")],
+    lanes: Annotated[
+        list[LaneName] | None,
+        typer.Option("--lane", help="A lane that it may use; can be repeated, the first is the default. Default: all."),
+    ] = None,
+    models: Annotated[
+        list[str] | None, typer.Option("--model", help="A model that it may ask for; can be repeated. Default: all.")
+    ] = None,
+    json: options.Json = False,
+) -> None:
+    """Make a key, print it once, and print what to add to the settings: only its hash.
+
+    Example:  lanekeeper key new crm --lane normal --lane batch
+    """
+    from service.gateway.access import hash_of, new_key
+
+    key = new_key()
+    hashed = hash_of(key)
+    allowed: dict[str, object] = {"tenant": tenant}
+    if lanes:
+        allowed["lanes"] = [lane.value for lane in lanes]
+    if models:
+        allowed["models"] = models
+    if json:
+        print(jsons.dumps({"key": key, "keys": {hashed: allowed}}))
+        return
+    print(f"key, for the caller; it is shown this once: {key}\n")
+    print(f"for lanekeeper.toml of the gateway:\n\n[gateway.keys.{hashed}]")
+    for name, value in allowed.items():
+        print(f"{name} = {jsons.dumps(value, ensure_ascii=False)}")

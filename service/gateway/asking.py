@@ -1,0 +1,117 @@
+"""What a call to `POST /v1/messages` asks of the lanes: read by the rules that a worker reads messages by.
+
+A wrong body or header is refused here, so that it costs no place in a lane and no dead letter.
+"""
+
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jiter
+from aiohttp import web
+
+from lanekeeper.contract import names as n
+from lanekeeper.contract.identity import REQUEST_ID, is_request_id
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.problems import RequestProblem
+from lanekeeper.options import ANSWER_LATE_S, Options
+from service.config.gateway_section import GatewayKey
+from service.gateway.access import lane_of, see_that_model_is_allowed
+from topology.codec import bounds
+from topology.codec.decoding import decode, too_large
+from topology.lanes import LaneSpec
+
+IDEMPOTENCY_KEY = "Idempotency-Key"
+PREFIX = "x-lane-"
+_PASSED = (n.TRACEPARENT, n.TRACESTATE, n.BAGGAGE, n.ANTHROPIC_BETA)
+_NOT_HERE = {
+    n.STREAM: "the body's `stream` says it",
+    n.TENANT: "the tenant follows from the key",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """One call, valid."""
+
+    body: bytes
+    key: str
+    """The routing key."""
+    stream: bool
+    timeout_s: float
+    """After this no answer can come."""
+    options: Options
+
+
+def request_id_of(request: web.BaseRequest) -> tuple[str, bool]:
+    """The request's id, and whether the caller chose it. Raises RequestProblem."""
+    chosen = request.headers.get(IDEMPOTENCY_KEY)
+    if chosen is None:
+        return uuid.uuid4().hex, False
+    if not is_request_id(chosen):
+        raise RequestProblem("invalid_request", f"header {IDEMPOTENCY_KEY}: {REQUEST_ID}")
+    return chosen, True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """Reads calls. `app`: the second word of the routing key; the broker's user, as its topic permissions want it."""
+
+    lanes: Mapping[str, LaneSpec]
+    app: str
+    values: int
+    """Keys and values that a body may have."""
+    cancel_abandoned: bool
+
+    def read(
+        self, request: web.BaseRequest, body: bytes, caller: GatewayKey, *, request_id: str, chose_id: bool
+    ) -> Asked:
+        """Raises ApiError, RequestProblem."""
+        lane = self.lanes[lane_of(caller, request.headers.get(n.LANE_NAME))]
+        headers = _headers(request)
+        key = f"{lane.name}.{self.app}.messages"
+        if (excess := bounds.excess(body, values=self.values)) is not None:
+            raise too_large(excess)
+        if stream := _streams(body):
+            headers[n.STREAM] = "true"
+        now_ms = int(time.time() * 1000)
+        message = Message(body=body, routing_key=key, headers=headers)
+        found = decode(message, lane=lane, request_id=request_id, hop=None, now_ms=now_ms, raw=body)
+        see_that_model_is_allowed(caller, found.model)
+        headers.pop(n.STREAM, None)
+        options = Options(message_id=request_id, headers=headers)
+        if caller.tenant is not None:
+            options["tenant"] = caller.tenant
+        if chose_id or not self.cancel_abandoned:
+            options["cancel_abandoned"] = False
+        return Asked(
+            body=body,
+            key=key,
+            stream=stream,
+            timeout_s=(found.deadline_ms - now_ms) / 1000 + ANSWER_LATE_S,
+            options=options,
+        )
+
+
+def _headers(request: web.BaseRequest) -> dict[str, str]:
+    """Those that go along with the message. Raises RequestProblem for one that has no place here."""
+    found: dict[str, str] = {}
+    for name in dict.fromkeys(map(str.lower, request.headers)):
+        if name in _NOT_HERE:
+            raise RequestProblem("invalid_request", f"header {name}: not allowed here, {_NOT_HERE[name]}")
+        ours = name.startswith(PREFIX) and name not in n.OURS
+        if ours or name in _PASSED:
+            found[name] = ",".join(request.headers.getall(name))
+    return found
+
+
+def _streams(body: bytes) -> bool:
+    """Whether the body asks for a stream. What is wrong with it, `decode` tells."""
+    if b'"stream"' not in body and b"\\u" not in body:
+        return False
+    try:
+        found = jiter.from_json(body, cache_mode="none")
+    except ValueError:
+        return False
+    return isinstance(found, dict) and found.get("stream") is True

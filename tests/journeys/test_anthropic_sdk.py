@@ -1,0 +1,116 @@
+"""Anthropic's own SDK, unmodified, against the gateway and against the API itself: the same answers and errors."""
+
+import json
+from typing import Any
+
+import anthropic
+import pytest
+from anthropic import AsyncAnthropic
+
+from tests.support.gate import gate
+from tests.support.house import house
+
+TOOL = {
+    "name": "look",
+    "input_schema": {"type": "object", "required": ["at"], "properties": {"at": {"type": "string"}}},
+}
+BODIES: dict[str, dict[str, Any]] = {
+    "text": {},
+    "blocks": {"system": [{"type": "text", "text": "Be brief."}], "metadata": {"user_id": "u-1"}},
+    "thinking": {"max_tokens": 2000, "thinking": {"type": "enabled", "budget_tokens": 1024}},
+    "tools": {"tools": [TOOL]},
+}
+
+
+def asked(**extra: Any) -> dict[str, Any]:
+    said = [{"role": "user", "content": [{"type": "text", "text": "tell me a “story” 🦊"}]}]
+    return {"model": "claude-sonnet-5-5", "max_tokens": 100, "messages": said, **extra}
+
+
+def same(message: Any) -> Any:
+    """A Message without what differs from call to call."""
+    return {**message.to_dict(), "id": ""}
+
+
+def sdk(url: str, **options: Any) -> AsyncAnthropic:
+    return AsyncAnthropic(base_url=url, api_key="sk-ant-any", **options)
+
+
+@pytest.mark.parametrize("extra", BODIES.values(), ids=BODIES)
+async def test_a_message_is_the_same(vhost, extra) -> None:
+    async with (
+        house(vhost.amqp_url) as home,
+        gate(home.settings) as url,
+        sdk(url) as ours,
+        sdk(home.api.base_url) as own,
+    ):
+        assert same(await ours.messages.create(**asked(**extra))) == same(await own.messages.create(**asked(**extra)))
+
+
+async def test_its_bytes_are_the_providers_and_its_headers_tell_of_the_lane(vhost) -> None:
+    async with (
+        house(vhost.amqp_url) as home,
+        gate(home.settings) as url,
+        sdk(url) as ours,
+        sdk(home.api.base_url) as own,
+    ):
+        through = await ours.messages.with_raw_response.create(**asked(), extra_headers={"x-lane-name": "normal"})
+        direct = await own.messages.with_raw_response.create(**asked())
+
+        said, expected = [await each.read() for each in (through, direct)]
+        assert said.replace(json.loads(said)["id"].encode(), json.loads(expected)["id"].encode()) == expected
+        assert through.headers["x-lane-name"] == "normal"
+        assert through.headers["x-lane-attempt"] == "1"
+        assert through.headers["request-id"]
+
+
+@pytest.mark.parametrize("extra", BODIES.values(), ids=BODIES)
+async def test_a_streams_events_are_the_same(vhost, extra) -> None:
+    async def events(client: AsyncAnthropic) -> list[Any]:
+        async with client.messages.stream(**asked(**extra)) as stream:
+            found = [event.to_dict() async for event in stream]
+            assert same(await stream.get_final_message())
+        return json.loads(json.dumps(found).replace(found[0]["message"]["id"], "")) if found else []
+
+    async with (
+        house(vhost.amqp_url) as home,
+        gate(home.settings) as url,
+        sdk(url) as ours,
+        sdk(home.api.base_url) as own,
+    ):
+        assert await events(ours) == await events(own)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"model": "claude-nobody"},
+        {"messages": [{"role": "user", "content": "[[fault: invalid]]"}]},
+        {"max_tokens": 100, "temperature": 0.5},
+    ],
+    ids=["model", "fault", "parameter"],
+)
+async def test_an_error_is_the_same(vhost, wrong, stream) -> None:
+    async def asks(client: AsyncAnthropic) -> None:
+        given = {**asked(), **wrong}
+        sampling = {"temperature": given.pop("temperature")} if "temperature" in given else None
+        found = await client.messages.create(**given, stream=stream, extra_body=sampling)
+        if stream:
+            async for _ in found:
+                pass
+
+    async def error(client: AsyncAnthropic) -> Any:
+        with pytest.raises(anthropic.APIStatusError) as caught:
+            await asks(client)
+        body = caught.value.body
+        assert isinstance(body, dict)
+        return type(caught.value), caught.value.status_code, body["error"]["type"], body["error"]["message"]
+
+    async with (
+        house(vhost.amqp_url) as home,
+        gate(home.settings) as url,
+        sdk(url) as ours,
+        sdk(home.api.base_url) as own,
+    ):
+        assert await error(ours) == await error(own)
