@@ -131,8 +131,9 @@ class Attempts:
                 if left_s < LEAST_LEFT_S:
                     raise
                 failed, timeout_s = (route, error), min(timeout_s, left_s)
-        if failed is None:
-            raise BreakerOpen(self._breakers.least_wait_s(chain.routes))
+        if failed is None:  # a route without a wait lacks budget alone
+            waits_s = (self._breakers.wait_s(route, clock()) for route in chain.routes)
+            raise BreakerOpen(min((wait_s for wait_s in waits_s if wait_s > 0), default=0.0))
         raise failed[1]
 
     async def _enter(self, job: Job, asked: Asked, route: Route, error: ProviderError | None) -> Pass | None:

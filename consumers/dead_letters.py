@@ -15,13 +15,13 @@ from pathlib import Path
 from consumers.job import NowMs, dead_at_ms
 from consumers.lifecycle import Lifecycle
 from consumers.state.base import Store, StoreUnavailable
+from consumers.state.spec import DAY_S
 from lanekeeper.contract import names as n
 from lanekeeper.contract.problems import BrokerError
 from lanekeeper.telemetry import logs, signals
 from topology.broker.admin.deadletters import Letter, Oldest
+from topology.lanes import GIB
 
-DAY_S = 86_400
-GIB = 1024**3
 LOOK_EVERY_S = 60.0
 SAMPLE = 8
 """The size of all letters is estimated from this many of the oldest: AMQP reports the number of messages, not their

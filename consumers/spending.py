@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from consumers.background import Background
 from consumers.state.base import Allowances, StoreUnavailable
+from consumers.state.spec import DAY_S
 from lanekeeper.telemetry import logs, signals
 
-DAY_S = 86_400
 LEVELS = (50, 80, 100)
 """Percentages of a cap that are reported when they are reached: each once a day, by one of all processes."""
 EVERY_TENANT = "*"

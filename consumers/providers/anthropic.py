@@ -22,7 +22,7 @@ from anthropic import AsyncAnthropic, DefaultAioHttpClient
 from consumers.failures import TIMEOUT, AnswerTooLargeError, ProviderError, TransientError
 from consumers.limits import headers as rate_headers
 from consumers.providers.answers import parse_message, pieces, read_answer
-from consumers.providers.base import Answer, Parts
+from consumers.providers.base import Answer, OnEvent
 from consumers.providers.error_body import bound_error_body
 from consumers.providers.events import EventSplitter
 from consumers.providers.repeating import PATH, Repeating
@@ -121,7 +121,7 @@ class AnthropicProvider:
         client = AsyncAnthropic(api_key=api_key, base_url=base_url, **options)
         return cls(client, name=name, secret=api_key, http=options["http_client"], **more)
 
-    async def stream(self, request: Request, *, timeout_s: float, parts: Parts | None) -> Answer:
+    async def stream(self, request: Request, *, timeout_s: float, parts: OnEvent | None) -> Answer:
         streamed = parts is not None or request.max_tokens > MAX_TOKENS_AT_ONCE
         urgent = urgency(request.lane)
         say = partial(say_stream, request.body, streamed, is_stated=request.states_stream)
@@ -205,7 +205,7 @@ class AnthropicProvider:
         return body
 
     async def _read_stream(
-        self, response: httpx2.Response, *, urgent: int, limit: asyncio.Timeout, pause_s: float, parts: Parts | None
+        self, response: httpx2.Response, *, urgent: int, limit: asyncio.Timeout, pause_s: float, parts: OnEvent | None
     ) -> StreamedMessage:
         """Forward the events and put them together. The time limit does not count the time that `parts` and our own
         parsing take."""

@@ -4,29 +4,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from consumers.failures import (
-    OverloadedError,
-    ProviderError,
-    RateLimitedError,
-    RejectedError,
-    SpendLimitError,
-    TransientError,
-)
 from consumers.limits.headers import RateHeaders
 from topology.codec.request import Request
-
-__all__ = [
-    "Answer",
-    "OverloadedError",
-    "Parts",
-    "Provider",
-    "ProviderError",
-    "RateLimitedError",
-    "RejectedError",
-    "SpendLimitError",
-    "TransientError",
-    "Usage",
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +35,7 @@ class Answer:
     """The cost by the table of prices; None if the model has no price."""
 
 
-Parts = Callable[[bytes], Awaitable[None]]
+OnEvent = Callable[[bytes], Awaitable[None]]
 """Takes one event of the stream, as JSON. Called in order, awaited before the next event is read."""
 
 
@@ -65,7 +44,7 @@ class Provider(Protocol):
 
     name: str
 
-    async def stream(self, request: Request, *, timeout_s: float, parts: Parts | None) -> Answer:
+    async def stream(self, request: Request, *, timeout_s: float, parts: OnEvent | None) -> Answer:
         """Make one call. It is streamed if `parts` is given, or if the answer may take longer than ten minutes.
 
         `timeout_s` bounds the whole call; if streamed, the time to the first event and every pause after it.

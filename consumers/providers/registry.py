@@ -10,7 +10,7 @@ from consumers.failures import ProviderError
 from consumers.limits.base import Heard, Kind
 from consumers.prices import Prices
 from consumers.providers import counting
-from consumers.providers.base import Answer, Parts, Provider
+from consumers.providers.base import Answer, OnEvent, Provider
 from lanekeeper.telemetry import logs, recording, signals
 from lanekeeper.telemetry.tracing import Tracing
 from topology.codec.request import Request
@@ -37,7 +37,7 @@ class Registry:
         self._learn = learn
         self._spend_refusals: dict[str, int] = {}
 
-    async def call(self, route: Route, request: Request, *, timeout_s: float, parts: Parts | None) -> Answer:
+    async def call(self, route: Route, request: Request, *, timeout_s: float, parts: OnEvent | None) -> Answer:
         """Make one call, as `Provider.stream`, and add to the answer what it cost."""
         clock = asyncio.get_running_loop().time
         began_s = clock()

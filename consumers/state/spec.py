@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from consumers.state.base import LEASE_S
+from topology.lanes import GIB
 
 DAY_S = 86_400
-GIB = 1024**3
 SEEN_LATE_S = 300
 """Added to the longest deadline: clocks differ, and a worker may look at a request a little after its deadline."""
 

@@ -16,7 +16,6 @@ LanekeeperError                 base of all errors that a caller may catch
 
 import json
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -101,12 +100,9 @@ class ProblemType:
         return f"; to try again, publish it with a new message_id{other}: under this one this error is kept"
 
 
-def _by_code(types: Iterable[ProblemType]) -> dict[str, ProblemType]:
-    return {each.code: each for each in types}
-
-
-PROBLEMS = _by_code(
-    (
+PROBLEMS = {
+    each.code: each
+    for each in (
         ProblemType("invalid_request", 400, "Invalid request", parked=True, retryable=False),
         ProblemType("unsupported_media", 415, "Unsupported media", parked=True, retryable=False),
         ProblemType("too_large", 413, "Too large", parked=True, retryable=False),
@@ -130,7 +126,7 @@ PROBLEMS = _by_code(
             "too_many_control_messages", 429, "Too many control messages", parked=False, retryable=True, kept=False
         ),
     )
-)
+}
 
 
 DETAIL_CHARACTERS = 1000

@@ -191,7 +191,6 @@ async def assemble(
             topology=topology,
             consuming=consuming,
             publishing=publishing,
-            publisher=publisher,
             store=store,
             claiming=claiming,
             control=control,

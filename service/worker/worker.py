@@ -20,7 +20,6 @@ from consumers.replies.retelling import Retelling
 from consumers.spending import Spending
 from consumers.state.base import Store
 from lanekeeper.amqp.connection import Connection
-from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract.names import Names
 from topology.broker.admin.watch import TopologyWatch
 from topology.lanes import LaneSpec
@@ -36,7 +35,6 @@ class Worker:
     topology: Topology
     consuming: Connection
     publishing: Connection
-    publisher: Publisher
     store: Store
     claiming: Claiming
     control: Control

@@ -271,6 +271,20 @@ async def test_while_all_breakers_are_open_no_call_is_made(open_house: Open) -> 
     assert house.calls == (FAILURES, 0)
 
 
+async def test_a_request_waits_for_the_open_breaker_if_the_other_provider_lacks_budget_alone(open_house: Open) -> None:
+    house = await open_house(failing("server_error"))
+    for each in range(FAILURES):
+        await house.ask("hello", BOTH[0], id=str(each))
+    house.moves.has_room = False
+
+    outcome = await house.ask()
+    still_open_s = house.breakers.wait_s(BOTH[0], asyncio.get_running_loop().time())
+
+    assert isinstance(outcome, Deferred)
+    assert outcome.delay_ms >= round(1000 * still_open_s)
+    assert house.calls == (FAILURES, 0)
+
+
 async def test_a_provider_that_hangs_opens_its_breaker_although_deadlines_end_its_calls(
     open_house: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,7 +29,7 @@ from consumers.limits.own_turns import own_accounts
 from consumers.limits.spec import AccountCaps, BudgetSpec
 from consumers.outcomes import Answered, Buried, Deferred, Dropped, Refused, Retried
 from consumers.prices import Prices
-from consumers.providers.base import Answer, Parts, Usage
+from consumers.providers.base import Answer, OnEvent, Usage
 from consumers.providers.breaker import FAILURES
 from consumers.providers.breakers import Breakers
 from consumers.providers.registry import Registry
@@ -60,7 +60,7 @@ class Provider:
         self.takes_s = 0.0
         self.calls = 0
 
-    async def stream(self, request: Request, *, timeout_s: float, parts: Parts | None) -> Answer:
+    async def stream(self, request: Request, *, timeout_s: float, parts: OnEvent | None) -> Answer:
         self.calls += 1
         for _ in range(3):
             await asyncio.sleep(0)

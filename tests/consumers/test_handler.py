@@ -18,7 +18,7 @@ from consumers.gates.schedule import ScheduleGate
 from consumers.handler import Handler
 from consumers.job import ATTEMPT_WITHIN_S, CLAIM_WITHIN_S, STORE_WITHIN_S, Asked, Job
 from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried
-from consumers.providers.base import Answer, Parts
+from consumers.providers.base import Answer, OnEvent
 from consumers.providers.breakers import Breakers
 from consumers.providers.registry import Registry
 from consumers.reading import Reading
@@ -44,7 +44,7 @@ class FakeProvider:
         self.takes_s = takes_s
         self.asked: list[tuple[Request, float]] = []
 
-    async def stream(self, request: Request, *, timeout_s: float, parts: Parts | None) -> Answer:
+    async def stream(self, request: Request, *, timeout_s: float, parts: OnEvent | None) -> Answer:
         self.asked.append((request, timeout_s))
         for event in (b'{"type":"a"}', b'{"type":"b"}') if parts else ():
             await parts(event)  # type: ignore[misc]

@@ -3,7 +3,7 @@
 from tests.support.fixed_values_page import PAGE, page, rows
 
 
-def test_the_page_has_the_values_of_the_code() -> None:
+def test_docs_fixed_values_is_generated_from_the_code() -> None:
     told = "if the change is meant: .venv/bin/python -m tests.support.fixed_values_page"
 
     assert sorted(rows(page())) == sorted(rows(PAGE.read_text())), told

@@ -20,9 +20,9 @@ PUBLIC = {
     "consumers.handler": {"Handler"},
     "consumers.job": {"Job"},
     "consumers.outcomes": {"Answered", "Deferred", "Retried", "Refused", "Buried", "Outcome"},
-    "consumers.providers.base": {
-        "Answer", "Parts", "Provider", "Usage", "ProviderError", "TransientError", "RateLimitedError",
-        "OverloadedError", "SpendLimitError", "RejectedError",
+    "consumers.providers.base": {"Answer", "OnEvent", "Provider", "Usage"},
+    "consumers.failures": {
+        "ProviderError", "TransientError", "RateLimitedError", "OverloadedError", "SpendLimitError", "RejectedError",
     },
     "service.worker.assembly": {"assemble"},
     "lanekeeper": {

@@ -64,7 +64,6 @@ def parts(*pools: FakePool) -> Worker:
         topology=None,  # type: ignore[arg-type]
         consuming=NoConnection(),  # type: ignore[arg-type]
         publishing=None,  # type: ignore[arg-type]
-        publisher=None,  # type: ignore[arg-type]
         store=MemoryStore(),  # type: ignore[arg-type]
         claiming=Claiming(MemoryStore()),  # type: ignore[arg-type]
         control=FakePool("control"),  # type: ignore[arg-type]

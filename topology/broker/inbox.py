@@ -18,11 +18,8 @@ from lanekeeper.amqp.driver.border import border
 from lanekeeper.amqp.driver.frames import message_of
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import BrokerUnreachable
-from topology.broker.session import ChannelLost
+from topology.broker.session import CLOSE_TIMEOUT_S, RPC_TIMEOUT_S, ChannelLost
 
-RPC_TIMEOUT_S = 30
-CLOSE_TIMEOUT_S = 3
-"""A broker that hangs delays a `stop` by no more than this."""
 WAITING = 1000
 """Messages that may wait to be read before the broker is asked to hold the rest (its prefetch)."""
 TOGETHER = 50

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from consumers.failures import TransientError
-from consumers.providers.base import Answer, Parts
+from consumers.providers.base import Answer, OnEvent
 from consumers.state.base import (
     Completion,
     Conflict,
@@ -143,7 +143,7 @@ class ProviderEdge:
         self._world = world
         self._edge = edge
 
-    async def stream(self, request: Request, *, timeout_s: float, parts: Parts | None) -> Answer:
+    async def stream(self, request: Request, *, timeout_s: float, parts: OnEvent | None) -> Answer:
         body = b'{"answer":%d}' % self._world.promise.on_call(DELIVERY.get(), self._edge.owner, request)
 
         def effect() -> Answer:
