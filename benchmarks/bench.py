@@ -23,7 +23,7 @@ from suite import report, results, scenarios
 from suite.contestants import FLOOR, PEERS, PEERS_PYTHON, Contestant, lanekeeper
 from suite.results import Results, Run
 from suite.scenarios import Figures, Scenario
-from suite.stage import Spoiled, Stage, stage
+from suite.stage import Stage, stage
 
 from lanekeeper.contract.problems import BrokerUnreachable
 
@@ -56,7 +56,9 @@ async def _run(on: Stage, scenario: Scenario, who: Contestant, number: int) -> R
     error = None
     try:
         figures = await scenario.run(on, who)
-    except (Spoiled, RuntimeError, TimeoutError) as caught:
+    except BrokerUnreachable:
+        raise
+    except Exception as caught:  # one run without a figure must not cost those of the others
         error = f"{type(caught).__name__}: {caught}"
     return Run(scenario=scenario.name, contestant=who.name, round=number, figures=figures, error=error)
 
