@@ -25,6 +25,8 @@ from suite.results import Results, Run
 from suite.scenarios import Figures, Scenario
 from suite.stage import Spoiled, Stage, stage
 
+from lanekeeper.contract.problems import BrokerUnreachable
+
 FOLDER = Path(__file__).parent / "results"
 OURS = ("aio-pika", "anthropic", "uvloop")
 THEIRS = ("celery", "dramatiq", "faststream", "taskiq", "taskiq-aio-pika")
@@ -122,7 +124,10 @@ def main() -> None:
         if options.contestants:
             plan = [each.only(options.contestants.split(",")) for each in plan]
         began = time.monotonic()
-        uvloop.run(measure(plan, found))
+        try:
+            uvloop.run(measure(plan, found))
+        except BrokerUnreachable as lost:
+            found.left_out.append(f"everything after the broker was lost: {lost}")
         found.took_s = time.monotonic() - began
         print(f"written to {found.save(FOLDER)}", file=sys.stderr)
     else:

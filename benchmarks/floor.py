@@ -20,7 +20,6 @@ async def work() -> None:
     call = Calling(os.environ["BENCH_BASE_URL"])
     connection = await aio_pika.connect_robust(os.environ["BENCH_AMQP_URL"])
     channel = await connection.channel(publisher_confirms=True)
-    await channel.set_qos(prefetch_count=int(os.environ["BENCH_SLOTS"]))
 
     async def reply(request: AbstractIncomingMessage, body: bytes, *, persistent: bool = True) -> None:
         message = aio_pika.Message(
@@ -42,8 +41,11 @@ async def work() -> None:
             await reply(request, await call(request.body))
         await request.ack()
 
-    queue = await channel.get_queue("bench.floor")
-    await queue.consume(answer)
+    # one queue, or one a lane with slots of its own: "critical=1,batch=7"
+    for queue in os.environ.get("BENCH_QUEUES", f"bench.floor={os.environ['BENCH_SLOTS']}").split(","):
+        name, _, slots = queue.partition("=")
+        await channel.set_qos(prefetch_count=int(slots))  # of the consumers that follow
+        await (await channel.get_queue(name)).consume(answer)
     await asyncio.Event().wait()
 
 

@@ -195,7 +195,7 @@ class Pool:
             await self._settler.reject_later(job.delivery)
 
     async def _work(self, job: Job) -> None:
-        """Work on one delivery that has a slot. Every exception of that is caught here or in `_outcome`."""
+        """Work on one delivery that has a slot. All exceptions are caught here or in `_outcome`."""
         delivery = job.delivery
         self._activity.running += 1
         self._jobs.add(job)

@@ -121,12 +121,13 @@ class Settler:
             await delivery.nack()
 
     async def nack_later(self, delivery: Delivery) -> None:
-        """Return, after a pause, a delivery that the broker or the store did not let end. 4.3 does not count that."""
+        """Return a delivery after a pause, because the broker or the store prevented its settlement. RabbitMQ 4.3 does
+        not count that."""
         await asyncio.sleep(RETURN_AFTER_S)
         await self.nack(delivery)
 
     async def reject_later(self, delivery: Delivery) -> None:
-        """Return, after a pause, a delivery that could not be settled. The broker counts that: a message that never can
+        """Return a delivery that could not be settled, after a pause. The broker counts that: a message that can never
         be settled reaches its delivery limit and goes to `lane.fallen`."""
         await asyncio.sleep(RETURN_AFTER_S)
         try:

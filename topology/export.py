@@ -77,7 +77,7 @@ class User:
     channels: int = 2000
 
     def __post_init__(self) -> None:
-        # The broker puts the name into a regular expression, and it is one word of the key.
+        # The broker puts the user's name into a regular expression, and it is one word of a routing key.
         if not _USER_NAME.fullmatch(self.name):
             raise ValueError(f"user name {self.name!r}: allowed are 1 to 64 of A-Z a-z 0-9 _ -")
 

@@ -1,5 +1,5 @@
-"""Celery: results over RabbitMQ, late acknowledgement, one reserved task a greenlet, as its documentation says for
-tasks that wait for others ("Concurrency with gevent", "Optimizing")."""
+"""Celery: threads, for tasks that wait for others; results over RabbitMQ, late acknowledgement, one reserved task a
+thread, as its documentation says for long tasks ("Optimizing")."""
 
 import asyncio
 import os
@@ -8,7 +8,6 @@ from typing import Any, Self
 from celery import Celery
 from kombu import Queue
 from suite.plain import PRIORITIES
-from suite.sdk import BlockingCalling
 
 QUEUE = "bench.celery"
 app = Celery("bench", broker=os.environ["BENCH_AMQP_URL"], backend="rpc://")
@@ -22,12 +21,14 @@ app.conf.update(
     broker_pool_limit=60,
     worker_send_task_events=False,
 )
-_call: list[BlockingCalling] = []
+_call: list[Any] = []
 
 
 @app.task(name="call")
 def call(body: str) -> str:
     if not _call:
+        from suite.sdk import BlockingCalling  # requesters need no SDK, and it takes long to import
+
         _call.append(BlockingCalling(os.environ["BENCH_BASE_URL"]))
     return _call[0](body.encode()).decode()
 

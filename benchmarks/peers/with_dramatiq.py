@@ -9,20 +9,22 @@ import dramatiq
 from dramatiq.brokers.rabbitmq import RabbitmqBroker
 from dramatiq.results import Results
 from dramatiq.results.backends import RedisBackend
+from redis import Redis
 from suite.plain import PRIORITIES
-from suite.sdk import BlockingCalling
 
 QUEUE = "bench.dramatiq"
-backend = RedisBackend(url=os.environ["BENCH_REDIS_URL"])
+backend = RedisBackend(client=Redis.from_url(os.environ["BENCH_REDIS_URL"], socket_timeout=None))  # it waits in Redis
 broker = RabbitmqBroker(url=os.environ["BENCH_AMQP_URL"], confirm_delivery=True, max_priority=9)
 broker.add_middleware(Results(backend=backend))
 dramatiq.set_broker(broker)
-_call: list[BlockingCalling] = []
+_call: list[Any] = []
 
 
 @dramatiq.actor(queue_name=QUEUE, store_results=True, max_retries=0)
 def call(body: str) -> str:
     if not _call:
+        from suite.sdk import BlockingCalling  # requesters need no SDK, and it takes long to import
+
         _call.append(BlockingCalling(os.environ["BENCH_BASE_URL"]))
     return _call[0](body.encode()).decode()
 

@@ -4,7 +4,6 @@ import os
 from typing import Any, Self
 
 from suite.plain import PRIORITIES
-from suite.sdk import Calling
 from taskiq_aio_pika import AioPikaBroker, Queue, QueueType
 from taskiq_redis import RedisAsyncResultBackend
 
@@ -16,12 +15,14 @@ broker = AioPikaBroker(
     qos=int(os.environ.get("BENCH_SLOTS", "1")),
     task_queues=[Queue(name=QUEUE, type=QueueType.CLASSIC, max_priority=9)],
 )
-_call: list[Calling] = []
+_call: list[Any] = []
 
 
 @broker.task(task_name="call")
 async def call(body: str) -> str:
     if not _call:
+        from suite.sdk import Calling  # requesters need no SDK, and it takes long to import
+
         _call.append(Calling(os.environ["BENCH_BASE_URL"]))
     return (await _call[0](body.encode())).decode()
 

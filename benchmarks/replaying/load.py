@@ -14,6 +14,8 @@ BYTES_PER_TOKEN = (3.6, 4.4)
 """Differs from request to request, so that input is only expected as well."""
 LATENCY_S = 0.5
 TOKENS_PER_S = 60.0
+SPREAD_S = 10.0
+"""Copies of a request come within this time."""
 
 
 class Stand(NamedTuple):
@@ -93,7 +95,7 @@ def load(scenario: Scenario) -> Load:
     first_s, last_s = scenario.slice_s
     rng = random.Random(scenario.seed)
     cut = {
-        SERVICE[service]: [each for each in requests if first_s <= each.at_s < last_s]
+        SERVICE[service]: _copied([each for each in requests if first_s <= each.at_s < last_s], scenario.copies, rng)
         for service, requests in scenario.traces.items()
     }
     asked = {lane: _per_minute(requests, last_s - first_s) for lane, requests in cut.items()}
@@ -126,6 +128,11 @@ def job(size: Recorded, at_s: float, rng: random.Random) -> Ask:
 
 def _ask(lane: str, at_s: float, input_tokens: int, output_tokens: int, rng: random.Random) -> Ask:
     return Ask(lane, at_s, input_tokens, output_tokens, body_bytes=round(input_tokens * rng.uniform(*BYTES_PER_TOKEN)))
+
+
+def _copied(requests: Sequence[Recorded], copies: int, rng: random.Random) -> list[Recorded]:
+    more = [each._replace(at_s=each.at_s + rng.uniform(0, SPREAD_S)) for _ in range(copies - 1) for each in requests]
+    return [*requests, *more]
 
 
 def _per_minute(requests: Sequence[Recorded], seconds: float) -> Amounts:

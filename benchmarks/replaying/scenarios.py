@@ -40,6 +40,8 @@ class Scenario:
     """How many seconds' worth the provider's buckets hold."""
     slice_s: tuple[float, float] = SLICE_S
     processes: int = 1
+    copies: int = 1
+    """Each recorded request comes so many times, within ten seconds."""
     large: tuple[Large, ...] = ()
     down_s: tuple[float, float] | None = None
     """From when until when the provider answers every call 500."""
@@ -54,6 +56,8 @@ class Scenario:
     seed: int = 1
 
 
+LARGEST: Final = "thousand-104"
+"""A thousand workers on one account (docs/scale.md); only where it is named, because it takes long."""
 FULL: Final = tuple(
     Scenario(name=f"full-{round(100 * demand)}", demand=demand) for demand in (0.7, 0.9, 1.04, 1.1, 1.5)
 )
@@ -66,6 +70,7 @@ SCENARIOS: Final[Mapping[str, Scenario]] = {
         Scenario(name="long-104", slice_s=(1350, 1710)),
         Scenario(name="whole-104", slice_s=(0, 1800)),
         Scenario(name="three-104", processes=3),
+        Scenario(name=LARGEST, processes=1000, copies=30, jobs=1000, slice_s=(1455.0, 1575.0)),
         Scenario(name="slots-104", slots={lane.name: lane.slots for lane in DEFAULT_LANES}, is_cold=True),
         Scenario(name="cold-104", is_cold=True),
         Scenario(name="large-104", large=tuple(Large(lane=lane, at_s=60 + 60 * n) for n, lane in enumerate(LANES))),

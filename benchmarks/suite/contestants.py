@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
@@ -48,8 +48,6 @@ class Contestant:
     environ: Mapping[str, str] = field(default_factory=dict)
     in_redis: bool = False
     """Answers that nobody waits for are kept in Redis, not in the queue `REPLIES`."""
-    lanes: bool = False
-    """Each lane has a queue of its own, not a priority in one."""
 
     def topology(self, version: str) -> Topology:
         """What is declared for it; peers declare their own queues."""
@@ -73,11 +71,13 @@ class Contestant:
 
 
 class Floor(Contestant):
-    """`benchmarks/floor.py`, on a queue like a lane's intake on that broker."""
+    """`benchmarks/floor.py`, on queues like a lane's intake on that broker."""
 
     def topology(self, version: str) -> Topology:
         kind = {"x-queue-type": "quorum"} if Broker.of(version).quorum_intake else {"x-max-priority": 9}
-        return Topology(exchanges=(), queues=(Queue(self.queue, kind), Queue(REPLIES)), bindings=())
+        told = self.environ.get("BENCH_QUEUES", self.queue).split(",")
+        queues = (Queue(each.partition("=")[0], kind) for each in told)
+        return Topology(exchanges=(), queues=(*queues, Queue(REPLIES)), bindings=())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +122,16 @@ FLOOR: Final = Floor(
 )
 
 
+def floor_with_lanes(**slots: int) -> Floor:
+    """A queue a lane, each with slots of its own."""
+    queues = ",".join(f"bench.floor.{lane}={count}" for lane, count in slots.items())
+    return replace(
+        FLOOR,
+        queue=f"bench.floor.{next(iter(slots))}",
+        environ={"BENCH_QUEUES": queues, "BENCH_KEY": "bench.floor.{lane}"},
+    )
+
+
 def lanekeeper(
     name: str = "lanekeeper", *, code: Path = ROOT, module: str = "service.cli.main", **environ: str
 ) -> Lanekeeper:
@@ -134,7 +144,6 @@ def lanekeeper(
         fills="suite.plain",
         asks="suite.own_client",
         environ=environ,
-        lanes=True,
         code=code,
     )
 
@@ -155,7 +164,7 @@ def _peer(name: str, *command: str, in_redis: bool = False) -> Contestant:
 PEERS: Final = (
     _peer(
         "celery",
-        *("celery", "-A", "MODULE", "worker", "--pool=gevent", "--concurrency={slots}", "--loglevel=WARNING"),
+        *("celery", "-A", "MODULE", "worker", "--pool=threads", "--concurrency={slots}", "--loglevel=WARNING"),
         *("--without-gossip", "--without-mingle"),
     ),
     _peer("dramatiq", "dramatiq", "MODULE", "--processes=1", "--threads={slots}", in_redis=True),

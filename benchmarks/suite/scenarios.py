@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from suite.contestants import FLOOR, PEERS, Contestant, lanekeeper
+from suite.contestants import FLOOR, PEERS, Contestant, floor_with_lanes, lanekeeper
 from suite.processes import cpu_s, resident_mib
 from suite.requester import Sent, Spec
 from suite.stage import LOOK_EVERY_S, Spoiled, Stage
@@ -131,8 +131,8 @@ async def first_part(stage: Stage, who: Contestant, *, requests: int) -> Figures
     return {"first_part_p50_ms": quantile(waits, 0.5), "first_part_p99_ms": quantile(waits, 0.99), "stream_cpu_ms": cpu}
 
 
-async def flood(stage: Stage, who: Contestant, *, jobs: int, asks: int, every_s: float = 0.05) -> Figures:
-    """Critical requests, one every 50 ms, among batch jobs of 50 ms: from publishing to the start of the call."""
+async def flood(stage: Stage, who: Contestant, *, jobs: int, asks: int, every_s: float = 0.1) -> Figures:
+    """Critical requests, one every 100 ms, among batch jobs of 50 ms: from publishing to the start of the call."""
     await stage.reset(who)
     await stage.send(who, Spec(do="publish", last=jobs, at_once=FILLING, call_ms=JOB_MS, lanes=("batch",)))
     async with stage.workers(who, slots=FEW):
@@ -145,9 +145,9 @@ async def flood(stage: Stage, who: Contestant, *, jobs: int, asks: int, every_s:
 
 
 async def mixed(stage: Stage, who: Contestant, *, seconds: float) -> Figures:
-    """Ten times the capacity: eight slots, calls of 200 ms, 400 requests a second; of 20, one is critical, 3 normal."""
+    """Ten times the capacity: eight slots, calls of 200 ms, 400 requests a second; of 40, one is critical, 5 normal."""
     call_ms, count = 200, int(seconds * 400)
-    lanes = ("critical", *(3 * ("batch",) + ("normal",) + 2 * ("batch",)) * 3, "batch")
+    lanes = ("critical", *(6 * ("batch",) + ("normal",)) * 5, *4 * ("batch",))
     await stage.reset(who)
     async with stage.workers(who, slots=FEW):
         spec = Spec(do="publish", last=count, every_s=seconds / count, call_ms=call_ms, lanes=lanes)
@@ -232,7 +232,7 @@ class Scenario:
 
 def plan(*, quick: bool) -> list[Scenario]:
     """The whole suite, in the order in which it runs."""
-    ours, few = lanekeeper(), _few_slots()
+    ours = lanekeeper()
     everybody, pair = (FLOOR, ours, *PEERS), (FLOOR, ours)
     variants = (lanekeeper("no store", module="suite.storeless"), _traced())
     rounds, requests = (1, 800) if quick else (3, 3000)
@@ -261,14 +261,20 @@ def plan(*, quick: bool) -> list[Scenario]:
             scenario(
                 f"flood {jobs}",
                 flood,
-                (FLOOR, few, *(PEERS if jobs == 2000 else ())),
+                (floor_with_lanes(critical=1, batch=7), _lanes(1, 1, 6), *(PEERS if jobs == 2000 else ())),
                 1 if quick or jobs > 10_000 else 2,
                 jobs=jobs,
-                asks=50 if quick else 120,
+                asks=30 if quick else 100,
             )
             for jobs in depths
         ),
-        scenario("mixed", mixed, (FLOOR, _lanes_of_few()), 1 if quick else 2, seconds=3 if quick else 8),
+        scenario(
+            "mixed",
+            mixed,
+            (floor_with_lanes(critical=3, normal=2, batch=3), _lanes(3, 2, 3)),
+            1 if quick else 2,
+            seconds=3 if quick else 8,
+        ),
         scenario("first part", first_part, pair, rounds, requests=40 if quick else 150),
         *(
             drains(f"{count} processes", pair, 1 if quick else 2, processes=count)
@@ -284,20 +290,12 @@ def plan(*, quick: bool) -> list[Scenario]:
     ]
 
 
-def _few_slots() -> Contestant:
-    """As many slots for batch jobs as the floor has for all; none is lent or added."""
-    return lanekeeper(**_slots(critical=FEW, normal=1, batch=FEW))
-
-
-def _lanes_of_few() -> Contestant:
-    """As many slots as the floor has, shared out; what a lane does not use it lends."""
-    return lanekeeper(**(_slots(critical=5, normal=2, batch=1) | {"LANEKEEPER_LANES__CRITICAL__SLOTS_MIN": "1"}))
-
-
-def _slots(**lanes: int) -> dict[str, str]:
-    made = {f"LANEKEEPER_LANES__{lane.upper()}__SLOTS": str(slots) for lane, slots in lanes.items()}
-    kept = {f"LANEKEEPER_LANES__{lane.upper()}__SLOTS_MIN": str(slots) for lane, slots in lanes.items()}
-    return made | kept
+def _lanes(critical: int, normal: int, batch: int) -> Contestant:
+    """As many slots in all as the floor has; what a lane does not use it lends, but for one."""
+    slots = {"CRITICAL": critical, "NORMAL": normal, "BATCH": batch}
+    own = {f"LANEKEEPER_LANES__{lane}__SLOTS": str(count) for lane, count in slots.items()}
+    kept = {f"LANEKEEPER_LANES__{lane}__SLOTS_MIN": str(int(lane == "CRITICAL")) for lane in slots}
+    return lanekeeper(**own, **kept)
 
 
 def _traced() -> Contestant:

@@ -1,4 +1,4 @@
 """What a request passes before a call: deadline, schedule, claim, route, caps, budget.
 
-Each is `enter(job) -> Outcome | None` and `leave`. Imported by `service/worker`.
+Each gate has two methods: `enter(job) -> Outcome | None` and `leave`. Imported by `service/worker`.
 """

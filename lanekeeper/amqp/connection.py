@@ -64,7 +64,7 @@ class Connection:
         self._blocked_since_s = 0.0
         self._supervisor: asyncio.Task[None] | None = None
         self.loss: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Set to the reason when the current connection is lost; the next connection has a new future."""
+        """A future that gets the reason when the current connection is lost; the next connection has a new one."""
         self.trouble: str | None = "not connected yet"
         """Why it is not open; None while it is open."""
         self.blocked: str | None = None

@@ -98,7 +98,7 @@ def test_half_four_fifths_and_all_of_a_cap_are_each_reported_once_a_day() -> Non
     virtually(story())
 
 
-async def test_a_reached_level_is_reported_if_the_store_fails_before_it_says_who_reports_it() -> None:
+async def test_a_reached_level_is_reported_although_the_store_fails_to_choose_the_reporter() -> None:
     store = MemoryAllowances()
     spending = Spending(store, CapsSpec(lanes={"batch": Cap(requests=2)}))
     store.fails_at = 2

@@ -28,11 +28,11 @@ def test_a_quantile_of_nothing_is_an_error():
         quantile([], 0.5)
 
 
-def test_a_ratio_is_that_of_each_round_not_of_the_medians():
+def test_the_ratio_is_the_median_of_each_rounds_ratio():
     assert ratio({0: 2.0, 1: 30.0, 2: 4.0}, {0: 1.0, 1: 10.0, 2: 4.0}) == Median(2.0, 1.0, 3.0, 3)
 
 
-def test_a_round_that_one_of_both_lacks_does_not_count():
+def test_a_round_that_only_one_contestant_completed_does_not_count():
     assert ratio({0: 2.0, 1: 9.0}, {0: 1.0, 2: 1.0}) == Median(2.0, 2.0, 2.0, 1)
     assert ratio({0: 2.0}, {1: 1.0}) is None
 
@@ -44,7 +44,7 @@ def test_an_aim_is_reached_at_its_limit(at_most: bool, reached: float, missed: f
     assert (aim.holds(reached), aim.holds(missed)) == (True, False)
 
 
-def test_an_aim_tells_the_ratio_to_the_floor_and_its_range():
+def test_an_aim_shows_the_ratio_to_the_floor_and_its_range():
     found = results(
         *(drained("floor", number, 1.0) for number in range(3)),
         *(drained("lanekeeper", number, cpu_ms) for number, cpu_ms in enumerate((1.2, 1.3, 1.6))),
@@ -53,11 +53,11 @@ def test_an_aim_tells_the_ratio_to_the_floor_and_its_range():
     assert "| ≤ 1.4 × | 1.3 × (1.2 to 1.6) | yes |" in report.aims(found)
 
 
-def test_an_aim_that_was_not_measured_is_in_the_table():
+def test_an_aim_without_a_measurement_is_listed_in_the_table():
     assert report.aims(results()).count("not measured") == len(report.AIMS)
 
 
-def test_a_run_that_lost_a_message_has_no_figure_and_is_told():
+def test_a_run_that_lost_a_message_has_no_figure_and_is_reported():
     lost = Run(scenario="drain", contestant="celery", round=0, error="Spoiled: celery: 1 of 800 requests are lost")
 
     told = report.whole(results(drained("floor", 0, 1.0), lost))
@@ -66,13 +66,13 @@ def test_a_run_that_lost_a_message_has_no_figure_and_is_told():
     assert "| celery |" not in told
 
 
-def test_results_are_the_same_after_they_were_saved(tmp_path):
+def test_saved_results_are_read_unchanged(tmp_path):
     found = results(drained("floor", 0, 1.0))
 
     assert load_results(found.save(tmp_path)) == found
 
 
-def test_a_report_is_written_between_the_marks_and_nowhere_else(tmp_path):
+def test_a_report_is_written_only_between_the_markers(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
 
@@ -81,7 +81,7 @@ def test_a_report_is_written_between_the_marks_and_nowhere_else(tmp_path):
     assert page.read_text() == f"before\n{BEGIN}\n\nnew\n\n{END}\nafter\n"
 
 
-def test_a_page_without_the_marks_is_left_as_it_is(tmp_path):
+def test_a_page_without_markers_is_not_changed(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("nothing here")
 
@@ -92,14 +92,14 @@ def test_a_page_without_the_marks_is_left_as_it_is(tmp_path):
 
 
 @pytest.mark.parametrize("size", [1024, 32_000, 1_000_000])
-def test_a_body_has_its_size_and_carries_its_number_and_the_time_of_its_call(size: int):
+def test_a_benchmark_body_has_its_size_and_carries_its_number_and_call_time(size: int):
     body = load.body(1234, size=size, call_ms=50)
 
     assert len(body) == size
     assert load.read_mark(body) == (1234, 50)
 
 
-def test_the_books_tell_what_was_called_twice(tmp_path):
+def test_the_books_count_requests_that_were_called_twice(tmp_path):
     writing, reading = Books(tmp_path / "books", most=10), Books(tmp_path / "books", most=10)
 
     for number in (1, 2, 1):

@@ -332,7 +332,7 @@ def test_a_list_with_a_repeated_name_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(("count", "end"), [(5, "'e' is there again"), (6, "'e' and 1 more is there again")])
-def test_of_many_names_five_are_listed(count: int, end: str) -> None:
+def test_an_error_lists_only_five_of_many_names(count: int, end: str) -> None:
     names = ",".join("abcdef"[:count])
 
     assert end in wrong(env={"LANEKEEPER_LANES__BATCH__MODELS": f"{names},{names}"})

@@ -38,7 +38,7 @@ def changed(source: str) -> list[str]:
         ("while ready:\n    more()", ["while not ready:\n    more()", "while ready:\n    pass"]),
     ],
 )
-def test_one_change_at_each_place(source: str, expected: list[str]) -> None:
+def test_each_place_gets_one_change(source: str, expected: list[str]) -> None:
     assert changed(source) == expected
 
 
@@ -54,11 +54,11 @@ def test_one_change_at_each_place(source: str, expected: list[str]) -> None:
         "def __repr__(self):\n    return a + b",
     ],
 )
-def test_what_no_test_could_see_stays_as_it_is(source: str) -> None:
+def test_code_that_no_test_can_see_is_not_changed(source: str) -> None:
     assert changed(source) == []
 
 
-def test_a_choice_is_made_of_code_that_needs_no_broker() -> None:
+def test_mutants_are_chosen_only_in_code_that_needs_no_broker() -> None:
     paths = {each.path for each in mutants([])}
 
     assert {"consumers/limits/order.py", "topology/plan.py", "service/config/settings.py"} <= paths

@@ -189,7 +189,7 @@ def test_the_note_names_the_queues_that_are_stored_on_one_node() -> None:
     assert "one node alone" not in declared("4.3.6").note
 
 
-def test_there_are_as_many_exchanges_for_side_queues_as_the_lane_with_the_most_has_queues() -> None:
+def test_the_number_of_side_exchanges_is_that_of_the_lane_with_the_most_side_queues() -> None:
     lanes = (replace(CRITICAL, side_queues=1), replace(BATCH, side_queues=3))
     topology = declare(lanes, names=Names(), broker_version="4.3.6")
 

@@ -8,5 +8,6 @@ DOUBLED_AT_MOST = 10
 
 
 def pause_s(failures: int, *, first_s: float, cap_s: float) -> float:
-    """Seconds: random (full jitter), up to `first_s` doubled with each failure, and at most `cap_s`."""
+    """The pause in seconds: random, from 0 to `first_s` doubled with each failure, and at most `cap_s` (full
+    jitter)."""
     return random.uniform(LEAST_S, min(cap_s, first_s * 2 ** min(failures, DOUBLED_AT_MOST)))

@@ -13,7 +13,7 @@ def due(credit: CallCredit) -> list[bool]:
     return [credit.is_due(lane) for lane in range(3)]
 
 
-def test_a_lane_is_due_when_it_has_waited_for_as_many_calls_as_its_share_says() -> None:
+def test_a_lane_is_due_after_as_many_calls_as_follow_from_its_share() -> None:
     credit = CallCredit(SHARES)
     seen = [due(credit)]
     for _ in range(8):
@@ -25,7 +25,7 @@ def test_a_lane_is_due_when_it_has_waited_for_as_many_calls_as_its_share_says() 
     assert not any(each[CRITICAL] for each in seen)  # it does not wait
 
 
-def test_a_lane_saves_one_call_at_most_and_the_call_that_it_begins_uses_that_up() -> None:
+def test_a_lane_saves_credit_for_at_most_one_call_which_its_call_uses_up() -> None:
     credit = CallCredit(SHARES)
     for _ in range(40):
         credit.begin(CRITICAL, [None, *ALL[1:]])
@@ -39,7 +39,7 @@ def test_a_lane_saves_one_call_at_most_and_the_call_that_it_begins_uses_that_up(
     assert credit.is_due(NORMAL)
 
 
-def test_a_call_of_a_lane_that_is_not_due_costs_it_nothing() -> None:
+def test_a_call_of_a_lane_without_enough_credit_uses_none() -> None:
     credit = CallCredit(SHARES)
     for _ in range(4):
         credit.begin(NORMAL, ALL)
@@ -47,7 +47,7 @@ def test_a_call_of_a_lane_that_is_not_due_costs_it_nothing() -> None:
     assert credit.is_due(NORMAL)
 
 
-def test_how_many_calls_begin_before_a_request_falls_with_what_its_lane_has_saved() -> None:
+def test_the_more_credit_a_lane_has_the_fewer_calls_begin_before_its_request() -> None:
     credit = CallCredit(SHARES)
 
     assert [credit.calls_before(NORMAL, count) for count in (0, 1, 2)] == [5, 9, 13]

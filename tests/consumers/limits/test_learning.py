@@ -261,7 +261,7 @@ def test_a_clock_that_is_set_back_delays_nothing() -> None:
 
 
 @pytest.mark.parametrize("jump_s", [-1000.0, 1000.0])
-def test_a_jump_of_the_clock_makes_what_was_learned_neither_older_nor_younger(jump_s: float) -> None:
+def test_a_jump_of_the_clock_does_not_change_the_age_of_learned_limits(jump_s: float) -> None:
     def lived(jump_s: float) -> tuple[Account, Reservation]:
         account = proven()
         account.learn(Heard(kind=Kind.RATE_LIMITED), 100)

@@ -166,7 +166,7 @@ def told(name: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_a_story_comes_out_as_it_did(name: str) -> None:
+def test_a_recorded_story_has_the_same_results(name: str) -> None:
     assert list(told(name)) == (FOLDER / f"{name}.txt").read_text().splitlines()
 
 

@@ -37,7 +37,7 @@ def failing(*answers: Response | None) -> tuple[Sequence[web.BaseRequest], Handl
 GOOD: Response = (200, MESSAGE, {})
 
 
-async def test_a_later_call_has_the_headers_of_the_first_and_a_body_beta_and_length_of_its_own(
+async def test_a_later_call_has_the_headers_of_the_first_and_its_own_body_and_beta(
     answering: Answering, asked: AskedFor
 ) -> None:
     calls: list[tuple[str, list[tuple[str, str]], bytes]] = []
@@ -71,7 +71,7 @@ async def test_a_later_call_has_the_headers_of_the_first_and_a_body_beta_and_len
     ],
     ids=["400", "429", "529", "nothing", "html", "redirect", "connection lost"],
 )
-async def test_a_later_call_fails_as_the_first_one_would(
+async def test_a_later_call_raises_the_same_error_as_a_first_one(
     failure: Response | None, answering: Answering, asked: AskedFor
 ) -> None:
     errors = []
@@ -90,7 +90,9 @@ async def test_a_later_call_fails_as_the_first_one_would(
     assert later.detail == first.detail
 
 
-async def test_a_failed_first_call_is_not_repeated_but_built_anew(answering: Answering, asked: AskedFor) -> None:
+async def test_after_a_failed_first_call_the_next_is_built_by_the_vendors_client(
+    answering: Answering, asked: AskedFor
+) -> None:
     calls, handler = failing((500, b"", {}), GOOD, GOOD)
     async with answering(handler) as provider:
         with pytest.raises(ProviderError):

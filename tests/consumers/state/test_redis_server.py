@@ -121,7 +121,7 @@ async def test_a_redis_with_full_memory_raises_store_unavailable(own_redis: Redi
         assert await store.complete(ME, copy(), answered(), token=token.token) == answered()
 
 
-async def test_with_full_memory_no_request_is_let_in_to_wait_because_earlier_ones_have_ended(
+async def test_with_full_memory_no_further_waiting_request_is_accepted_although_earlier_ones_have_ended(
     own_redis: RedisServer,
 ) -> None:
     async with a_store(own_redis.url) as store:

@@ -149,7 +149,7 @@ def _said(value: object) -> str:
     )
 
 
-def test_the_story_of_the_embedded_store_comes_out_as_it_did() -> None:
+def test_the_recorded_story_of_the_sqlite_store_has_the_same_results() -> None:
     assert Story().run() == TOLD.read_text().splitlines()
 
 

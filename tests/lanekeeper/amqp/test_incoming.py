@@ -75,7 +75,7 @@ OTHERS = (
 
 
 @given(st.lists(st.integers(1, 40), min_size=1))
-def test_however_the_bytes_are_cut_each_frame_goes_where_it_belongs(cuts: list[int]) -> None:
+def test_frames_are_recognised_however_the_bytes_are_cut(cuts: list[int]) -> None:
     async def run() -> None:
         reading, at, wire = Reading(), 0, OTHERS[0] + OTHERS[1] + MINE + OTHERS[2] + OTHERS[3]
         for count in range(len(wire)):
@@ -98,20 +98,20 @@ def test_however_the_bytes_are_cut_each_frame_goes_where_it_belongs(cuts: list[i
     asyncio.run(run())
 
 
-async def test_aiormq_reads_a_heartbeat_in_place_of_what_was_taken_so_that_it_does_not_think_the_broker_hangs() -> None:
+async def test_aiormq_gets_a_heartbeat_for_each_frame_taken_from_it_so_that_it_sees_a_live_broker() -> None:
     reading = Reading()
     reading.reader.feed_data(MINE)
     assert await reading.reader.readexactly(len(BEAT)) == BEAT
 
 
-async def test_a_frame_that_cannot_be_read_ends_the_connection() -> None:
+async def test_an_unreadable_frame_closes_the_connection() -> None:
     reading = Reading()
     reading.reader.feed_data(struct.pack(">BHI", 1, 1, 5) + b"\0\x3c\0\x50\0" + b"\xce")
     with pytest.raises(ConnectionError, match="cannot be read"):
         await reading.reader.readexactly(1)
 
 
-async def test_a_server_that_does_not_speak_amqp_is_left_to_aiormq() -> None:
+async def test_bytes_of_a_server_that_does_not_speak_amqp_are_left_to_aiormq() -> None:
     reading = Reading()
     for piece in (b"HTTP/1.1 400 ", b"Bad Request\r\n"):
         reading.reader.feed_data(piece)

@@ -261,7 +261,7 @@ async def test_the_server_stops_at_once_despite_hanging_calls_and_can_start_agai
     assert (await sdk.messages.create(**body())).stop_reason == "end_turn"
 
 
-async def test_it_says_without_a_key_that_it_is_there() -> None:
+async def test_healthz_answers_without_a_key() -> None:
     async with (
         SimulatedAPI() as api,
         aiohttp.ClientSession() as session,

@@ -30,7 +30,7 @@ _VALUE = re.compile(r"(?:the value )?'(.*?)'")
 
 
 async def apply(topology: Topology, connection: AbstractConnection) -> None:
-    """Declare exchanges, then queues, then bindings. Those that exist and are alike stay as they are.
+    """Declare exchanges, then queues, then bindings. Objects that exist with the same properties are not changed.
 
     Safe to repeat, and from several processes at once. Raises TopologyMismatch at the first object that exists with
     other properties, AccessRefused without the right to configure, BrokerUnreachable if the connection is lost,
