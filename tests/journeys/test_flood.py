@@ -11,6 +11,8 @@ from tests.support.house import house
 from tests.support.requester import requester
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.timing
+
 JOBS = 300
 CHATS = 30
 """Requests in each of the two higher lanes."""
@@ -24,7 +26,6 @@ def sent() -> dict[str, int]:
     return {"x-lane-sent-ms": time.time_ns() // 1_000_000}
 
 
-@pytest.mark.timing
 async def test_higher_lanes_do_not_wait_for_a_flood_in_the_batch_lane(vhost) -> None:
     async with (
         house(

@@ -3,8 +3,9 @@
     open_file(path, namespace=…, clock=…) -> sqlite3.Connection     raises sqlite3.Error, OSError, StoreUnavailable
     explain(error, path) -> str                                     what is wrong, and what helps
 
-The file has a write-ahead log and `synchronous=FULL`: what was committed survives a power cut (with NORMAL it may be
-lost), and processes can read while another one writes.
+The file has a write-ahead log and `synchronous=FULL`: what was committed survives a power cut, and processes can read
+while another one writes. After `sync_commits(connection, False)` a commit does not wait for the disk: it survives the
+end of the process, but no power cut before the next commit that waits.
 """
 
 import fcntl
@@ -87,7 +88,7 @@ def open_file(path: Path, *, namespace: str, clock: Clock) -> sqlite3.Connection
     try:
         _check(connection, path)
         _write_ahead(connection)
-        connection.execute("PRAGMA synchronous=FULL")
+        sync_commits(connection, True)
         connection.execute(f"PRAGMA journal_size_limit={WAL_BYTES}")
         connection.execute("BEGIN IMMEDIATE")
         _bring_up_to_date(connection, path, namespace=namespace)
@@ -126,6 +127,12 @@ def _write_ahead(connection: sqlite3.Connection) -> None:
             if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > end:
                 raise
             time.sleep(0.02)  # there is no signal when the other has finished
+
+
+def sync_commits(connection: sqlite3.Connection, sync: bool) -> None:
+    """Whether the next commits wait for the disk. Not by `execute`: this pragma takes effect when it is prepared, and
+    `execute` keeps what it has prepared."""
+    connection.executescript(f"PRAGMA synchronous={'FULL' if sync else 'NORMAL'}")
 
 
 def _bring_up_to_date(connection: sqlite3.Connection, path: Path, *, namespace: str) -> None:

@@ -29,6 +29,8 @@ CANCELLED = "cancelled"
 """The code of `PROBLEMS`."""
 ROW_BYTES = 300
 """The rough size of a row without its body."""
+as_json = json.JSONEncoder(ensure_ascii=False).encode
+"""Made once: `json.dumps` makes an encoder for each call with an option."""
 STEP_ROWS = 200
 STEP_BYTES = 32 * 1024 * 1024
 """The most that one step of sweeping removes, so that claims do not wait long for it."""
@@ -80,7 +82,7 @@ class Row(NamedTuple):
         return self._replace(
             status=completion.status,
             code=completion.code,
-            headers=json.dumps(dict(completion.headers), ensure_ascii=False),
+            headers=as_json(dict(completion.headers)),
             ended_ms=completion.ended_ms,
             body=completion.body,
         )

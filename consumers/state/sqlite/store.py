@@ -24,6 +24,7 @@ from consumers.state.base import (
 from consumers.state.clock import Clock
 from consumers.state.spec import DEFAULT, StoreSpec
 from consumers.state.sqlite.file import ROOM_BYTES, probe
+from consumers.state.sqlite.together import Claim, Complete
 from consumers.state.sqlite.writer import Writer
 
 
@@ -56,10 +57,14 @@ class SqliteStore:
             raise StoreUnavailable(self._no_room)
 
     async def claim(self, identity: Identity, copy: Copy) -> Granted | Running | Ended | Conflict:
-        return await self._writer.do(lambda tables, at: tables.requests.claim(at, identity, copy))
+        return await self._writer.do(
+            lambda tables, at: tables.requests.claim(at, identity, copy), alike=Claim(identity, copy), lasts=False
+        )
 
     async def renew(self, held: Sequence[Held]) -> Mapping[Held, Stop]:
-        return await self._writer.do(lambda tables, at: tables.requests.renew(at, held))
+        return await self._writer.do(
+            lambda tables, at: {} if tables.together.renew(at, held) else tables.requests.renew(at, held), lasts=False
+        )
 
     async def release(self, held: Held, *, attempts: int = 0, due_ms: int | None = None) -> None:
         await self._writer.do(lambda tables, at: tables.requests.release(at, held, attempts, due_ms))
@@ -70,7 +75,12 @@ class SqliteStore:
     async def complete(
         self, identity: Identity, copy: Copy, completion: Completion, *, token: int | None
     ) -> Completion | None:
-        return await self._writer.do(lambda tables, at: tables.requests.complete(at, identity, copy, completion, token))
+        alike = None  # without a claim, or before any attempt: there is more to do
+        if token is not None and not completion.is_untried:
+            alike = Complete(identity, copy, completion, token)
+        return await self._writer.do(
+            lambda tables, at: tables.requests.complete(at, identity, copy, completion, token), alike=alike
+        )
 
     async def note(self, identity: Identity, completion: Completion) -> None:
         await self._writer.do(lambda tables, at: tables.requests.note(at, identity, completion))

@@ -1,4 +1,5 @@
-"""The one thread that works on the SQLite file. All waiting operations share one transaction, and so one fsync.
+"""The one thread that works on the SQLite file. All waiting operations share one transaction, and so one fsync; claims
+and renewals alone need none (see `_must_sync`).
 
     await writer.do(lambda tables, at: tables.requests.claim(at, identity, copy))
 
@@ -11,19 +12,20 @@ import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from consumers.state.base import StoreUnavailable
 from consumers.state.clock import Clock
 from consumers.state.spec import StoreSpec
 from consumers.state.sqlite.counters import Counters
-from consumers.state.sqlite.file import drop_log, explain, inode, log_of, open_file
+from consumers.state.sqlite.file import drop_log, explain, inode, log_of, open_file, sync_commits
 from consumers.state.sqlite.requests import Requests, Times
 from consumers.state.sqlite.shares import Waiting
+from consumers.state.sqlite.together import Claim, Complete, Together, parts
 
 T = TypeVar("T")
 WAITING_AT_MOST = 10_000
@@ -50,6 +52,7 @@ class Tables:
 
     connection: sqlite3.Connection
     requests: Requests
+    together: Together
     counters: Counters
     waiting: Waiting
     file: tuple[int, int] | None
@@ -57,8 +60,16 @@ class Tables:
 
 
 Operation = Callable[[Tables, Times], T]
-_Waiting = tuple[Operation[Any], "asyncio.Future[Any]"]
 _Done = tuple["asyncio.Future[Any]", Any, Exception | None]
+
+
+class _Waiting(NamedTuple):
+    """One operation."""
+
+    operation: Operation[Any]
+    done: "asyncio.Future[Any]"
+    alike: Claim | Complete | None
+    lasts: bool
 
 
 class Writer:
@@ -76,6 +87,7 @@ class Writer:
         self._groups: queue.SimpleQueue[list[_Waiting] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="store", daemon=True)
         self._tables: Tables | None = None
+        self._syncs = True
         self._reopen_at = 0.0
         self.trouble: str | None = None
 
@@ -92,13 +104,17 @@ class Writer:
         with suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(self._ended), CLOSE_S)
 
-    async def do(self, operation: Operation[T]) -> T:
-        """Run an operation. Returns its value once it is durable. Raises StoreUnavailable."""
+    async def do(self, operation: Operation[T], *, alike: Claim | Complete | None = None, lasts: bool = True) -> T:
+        """Run an operation. Returns its value once it is durable. Raises StoreUnavailable.
+
+        `alike`: the same as a value, so that one statement can do many of them. `lasts`: False if it need not survive a
+        power cut; then its value is returned once all processes see it.
+        """
         if self._waiting >= WAITING_AT_MOST:
             raise StoreUnavailable(f"{self._path} is too slow: {self._waiting} operations wait for it")
         done: asyncio.Future[T] = self._loop.create_future()
         self._waiting += 1
-        self._gathered.append((operation, done))
+        self._gathered.append(_Waiting(operation, done, alike, lasts))
         if not self._is_busy:
             self._is_busy = True
             self._loop.call_soon(self._hand_over)
@@ -142,33 +158,39 @@ class Writer:
             self.trouble = text = explain(error, self._path)
             if getattr(error, "sqlite_errorcode", 0) & 0xFF not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
                 self._shut()
-            return [(future, None, StoreUnavailable(text)) for _, future in together]
+            return [(future, None, StoreUnavailable(text)) for _, future, *_ in together]
         except Exception as error:  # a bug: the callers get it, and the thread goes on
             self._shut()
-            return [(future, None, error) for _, future in together]
+            return [(future, None, error) for _, future, *_ in together]
         self.trouble = None
         return done
 
     def _transact(self, together: list[_Waiting]) -> list[_Done]:
         tables = self._usable()
-        done: list[_Done] = []
+        if (must_sync := self._must_sync(together)) != self._syncs:
+            sync_commits(tables.connection, must_sync)
+            self._syncs = must_sync
         tables.connection.execute("BEGIN IMMEDIATE")
         try:
             at = Times(now=self._clock.since_boot_ms(), today=self._clock.since_1970_ms())
-            for operation, future in together:
-                if future.cancelled():
-                    done.append((future, None, None))
-                    continue
-                try:
-                    done.append((future, operation(tables, at), None))
-                except _OF_ITS_OWN as error:
-                    done.append((future, None, error))
+            done = _all_done(tables, at, together)
             tables.connection.execute("COMMIT")
         except BaseException:
             with suppress(sqlite3.Error):
                 tables.connection.execute("ROLLBACK")
             raise
         return done
+
+    def _must_sync(self, together: Sequence[_Waiting]) -> bool:
+        """Whether the commit has to wait for the disk. Not for claims and renewals alone.
+
+        A claim has to be seen by every process that shares the file, also after this one was killed: that it is as soon
+        as it is committed. Only a power cut takes what was not synced. It also ends all processes that could hold or
+        ask for a claim, for they run on this machine, and leases of an earlier boot have ended in any case. So what is
+        lost is that one holder died. A disk that cannot sync lets no further claims pass: no call is made whose answer
+        could not be kept.
+        """
+        return self.trouble is not None or any(each.lasts for each in together)
 
     def _usable(self) -> Tables:
         tables = self._tables
@@ -180,9 +202,11 @@ class Writer:
                 raise StoreUnavailable(self.trouble)
             self._reopen_at = time.monotonic() + REOPEN_S
             connection = open_file(self._path, namespace=self._namespace, clock=self._clock)
+            self._syncs = True
             self._tables = Tables(
                 connection,
                 requests=Requests(connection, self._spec),
+                together=Together(connection, self._spec),
                 counters=Counters(connection),
                 waiting=Waiting(connection, self._spec),
                 file=inode(self._path),
@@ -195,3 +219,53 @@ class Writer:
             with suppress(sqlite3.Error):
                 self._tables.connection.close()
             self._tables = None
+
+
+def _all_done(tables: Tables, at: Times, group: Sequence[_Waiting]) -> list[_Done]:
+    """The results of a group: its claims, then its completions, then the rest."""
+    done: list[_Done] = []
+    claims: list[tuple[Claim, _Waiting]] = []
+    completions: list[tuple[Complete, _Waiting]] = []
+    rest: list[_Waiting] = []
+    for each in group:
+        if each.done.cancelled():
+            done.append((each.done, None, None))
+        elif isinstance(each.alike, Claim):
+            claims.append((each.alike, each))
+        elif isinstance(each.alike, Complete):
+            completions.append((each.alike, each))
+        else:
+            rest.append(each)
+    _one_by_one(_together(tables.together.claim, at, claims, done), tables, at, done)
+    _one_by_one(_together(tables.together.complete, at, completions, done), tables, at, done)
+    _one_by_one(rest, tables, at, done)
+    return done
+
+
+def _one_by_one(those: Sequence[_Waiting], tables: Tables, at: Times, done: list[_Done]) -> None:
+    for operation, future, *_ in those:
+        try:
+            done.append((future, operation(tables, at), None))
+        except _OF_ITS_OWN as error:
+            done.append((future, None, error))
+
+
+def _together(
+    write: Callable[[Times, Sequence[T]], Sequence[object]],
+    at: Times,
+    alike: Sequence[tuple[T, _Waiting]],
+    done: list[_Done],
+) -> list[_Waiting]:
+    """Do them in a few statements. Returns those that must be done one by one."""
+    left: list[_Waiting] = []
+    for some in parts(alike):
+        try:
+            found = write(at, [wanted for wanted, _ in some])
+        except _OF_ITS_OWN:  # of one of them; nothing was written
+            found = [None] * len(some)
+        for (_, each), value in zip(some, found, strict=True):
+            if value is None:
+                left.append(each)
+            else:
+                done.append((each.done, value, None))
+    return left
