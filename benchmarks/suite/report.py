@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Final
 
 from suite.contestants import PEERS, PEERS_PYTHON
+from suite.medians import Median
 from suite.processes import HERE, ROOT
 from suite.results import Results
-from suite.statistics import Median
 
 OURS: Final = "lanekeeper"
 FLOOR: Final = "floor"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from suite.statistics import Median, ratio
+from suite.medians import Median, ratio
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,10 +9,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from suite.contestants import FLOOR, PEERS, Contestant, floor_with_lanes, lanekeeper
+from suite.medians import quantile
 from suite.processes import cpu_s, resident_mib
 from suite.requester import Sent, Spec
 from suite.stage import LOOK_EVERY_S, Spoiled, Stage
-from suite.statistics import quantile
 
 Figures = dict[str, float]
 WARM = 0.2

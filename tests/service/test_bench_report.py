@@ -1,10 +1,10 @@
 import pytest
 from suite import load, report
 from suite.books import Books
+from suite.medians import Median, quantile, ratio
 from suite.report import BEGIN, END, Aim
 from suite.results import Results, Run
 from suite.results import load as load_results
-from suite.statistics import Median, quantile, ratio
 
 
 def results(*runs: Run) -> Results:
