@@ -1,0 +1,82 @@
+"""Tasks that outlive their waiter are owned until they end, and not a moment longer."""
+
+import asyncio
+import gc
+import weakref
+
+import pytest
+
+from consumers.background import Background, every
+
+
+class Kept:
+    """Something that a task returns."""
+
+
+async def made() -> Kept:
+    return Kept()
+
+
+async def fails() -> None:
+    raise RuntimeError("broken")
+
+
+async def test_a_task_that_has_ended_is_not_kept() -> None:
+    background = Background()
+    task = background.begin(made(), name="make")
+    kept = weakref.ref(await task)
+    del task
+    await asyncio.sleep(0)
+    gc.collect()
+
+    assert kept() is None
+
+
+async def test_a_failure_that_nobody_waits_for_is_not_logged_by_asyncio() -> None:
+    told: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    background = Background()
+    background.begin(fails(), name="fail")
+    await background.finish(within_s=5)
+    await asyncio.sleep(0)
+    gc.collect()
+
+    assert told == []
+
+
+async def test_a_task_goes_on_when_its_waiter_is_cancelled() -> None:
+    background, may_end = Background(), asyncio.Event()
+    task = background.begin(may_end.wait(), name="wait")
+    waiter = asyncio.ensure_future(asyncio.shield(task))
+    await asyncio.sleep(0)
+    waiter.cancel()
+    await asyncio.wait([waiter])
+    may_end.set()
+
+    assert await task is True
+    assert task.get_name() == "wait"
+
+
+async def test_to_finish_waits_for_what_ends_in_time_and_cancels_the_rest() -> None:
+    background, never = Background(), asyncio.Event()
+    quick = background.begin(asyncio.sleep(0.01, "done"), name="quick")
+    endless = background.begin(never.wait(), name="endless")
+    await background.finish(within_s=0.3)
+
+    assert quick.result() == "done"
+    with pytest.raises(asyncio.CancelledError):
+        await endless
+
+
+async def test_nothing_to_finish_is_no_error() -> None:
+    await Background().finish(within_s=5)
+
+
+async def test_rounds_begin_at_once_and_end_with_the_event() -> None:
+    until, rounds = asyncio.Event(), 0
+    async for _ in every(0.001, until=until):
+        rounds += 1
+        if rounds == 3:
+            until.set()
+
+    assert rounds == 3
