@@ -1,11 +1,13 @@
 """A worker's claims, on top of the store that keeps them."""
 
 import asyncio
+from collections.abc import Mapping, Sequence
 
 from consumers.claiming import Claiming
-from consumers.state.base import Cancelling, Completion, Conflict, Copy, Ended, Granted, Identity, Running, Stop
+from consumers.state.base import Cancelling, Completion, Conflict, Copy, Ended, Granted, Held, Identity, Running, Stop
 from tests.support.jobs import NOW_MS, Bench
 from tests.support.memory_store import MemoryStore
+from tests.support.virtual_time import virtually
 
 
 class SlowToTell(MemoryStore):
@@ -37,3 +39,38 @@ async def test_a_cancellation_stops_a_request_whose_claim_is_granted_but_not_yet
     assert await cancelled is Cancelling.TOLD
     assert job.stopped is Stop.CANCELLED
     assert isinstance(await claimed, Granted)
+
+
+class Renewed(MemoryStore):
+    """A store that counts how many claims were renewed at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.renewed: list[int] = []
+
+    async def renew(self, held: Sequence[Held]) -> Mapping[Held, Stop]:
+        self.renewed.append(len(held))
+        return await super().renew(held)
+
+
+def test_claims_are_renewed_twice_a_second_while_they_are_held_and_the_store_is_left_alone_otherwise() -> None:
+    async def story() -> list[int]:
+        store = Renewed()
+        claiming = Claiming(store)  # type: ignore[arg-type]
+        running = asyncio.create_task(claiming.run())
+        found = []
+        for _ in range(2):
+            await asyncio.sleep(60)
+            jobs = [Bench().job(message_id=each) for each in ("one", "two")]
+            for job in jobs:
+                await claiming.claim(job)
+            await asyncio.sleep(3.1)
+            for job in jobs:
+                await claiming.release(job)
+            await asyncio.sleep(60)
+            found.append(len(store.renewed))
+        running.cancel()
+        assert set(store.renewed) == {2}
+        return found
+
+    assert virtually(story()) == [6, 12]

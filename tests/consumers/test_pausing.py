@@ -4,7 +4,12 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import pytest
+import structlog
+
 from consumers.capacity.pausing import Pausing
+from lanekeeper.telemetry import signals
+from tests.support.virtual_time import virtually
 from tests.support.waiting import until
 
 
@@ -84,3 +89,24 @@ async def test_a_pool_that_was_busy_is_told_again() -> None:
         assert world.taker.is_paused
         world.taker.hands_full = False
         await until(lambda: not world.taker.is_paused)
+
+
+@pytest.mark.parametrize(("paused_s", "is_told"), [(0.3, False), (0.45, False), (0.7, True), (30.0, True)])
+def test_a_pause_that_lasts_is_told_once_and_its_end_with_its_length(paused_s: float, is_told: bool) -> None:
+    async def story() -> None:
+        world = World()
+        async with world.watched():
+            for _ in range(2):
+                await asyncio.sleep(5)
+                world.store = "locked"
+                await asyncio.sleep(paused_s)
+                world.store = None
+                await asyncio.sleep(5)
+
+    with structlog.testing.capture_logs() as logs:
+        virtually(story())
+
+    begun = [each["reasons"] for each in logs if each["event"] == signals.TAKING_PAUSED]
+    ended = [each["paused_s"] for each in logs if each["event"] == signals.TAKING_RESUMED]
+    assert begun == [{"store": "locked"}] * (2 if is_told else 0)
+    assert ended == pytest.approx([paused_s] * (2 if is_told else 0), abs=0.11)

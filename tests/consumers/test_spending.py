@@ -2,7 +2,9 @@
 
 import asyncio
 import random
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,6 +46,32 @@ def test_a_dated_model_name_has_its_models_price_and_an_unknown_model_has_none()
     assert Prices().of("claude-haiku-4-5-20251001") == Prices().of("claude-haiku-4-5")
     assert Prices().of("claude-haiku-4-5@20251001") == Price(1, 5)
     assert Prices().cost_usd("claude-haiku-4", Usage()) is None
+
+
+@pytest.mark.parametrize("model", sorted(Prices().models))
+def test_in_the_price_list_output_costs_five_times_the_input_and_the_cache_what_its_rule_says_or_less(
+    model: str,
+) -> None:
+    price = Prices().of(model)
+    assert price is not None
+    assert price.output == pytest.approx(5 * price.input)
+    assert price.cache_read is None or price.cache_read <= price.input / 10
+    assert price.cache_write is None or price.cache_write == pytest.approx(1.25 * price.input)
+
+
+def test_the_price_list_is_what_the_facts_say() -> None:
+    facts = " ".join((Path(__file__).parents[2] / "docs/facts.md").read_text().split())
+    listed = facts[facts.index("Dollars per million") :]
+    found = re.findall(r"([A-Z]\w+) ([\d.]+)(?: and ([\d.]+))? ([\d.]+)/([\d.]+)", listed)
+    told = {
+        f"claude-{family.lower()}-{version.replace('.', '-')}": (float(for_input), float(for_output))
+        for family, *versions, for_input, for_output in found
+        for version in versions
+        if version
+    }
+
+    assert len(told) >= 6
+    assert {model: (price.input, price.output) for model in told if (price := Prices().of(model))} == told
 
 
 async def take(spending: Spending, bounds: tuple[Bound, ...], spent: Spent) -> Hold | Over:
@@ -265,6 +293,15 @@ async def test_a_call_that_was_interrupted_is_counted_although_another_provider_
     assert ground.store.used["cap lane critical requests"] == 1
     assert ground.store.used["cap lane critical tokens"] == 1650
     assert ground.store.used["cap lane critical usd"] == pytest.approx(0.01 + COST)
+
+
+async def test_an_answer_whose_usage_is_not_known_counts_as_a_request_without_tokens() -> None:
+    ground = Ground(lanes={"critical": Cap(requests=10, tokens=10_000)})
+
+    await ground.through(ground.job(), ANSWERED, usage=None)
+
+    assert ground.store.used == {"cap lane critical requests": 1, "cap lane critical tokens": 0}
+    assert ground.spending.totals()["lane"]["critical"] == Spent(1, 0, 0)
 
 
 async def test_leaving_the_gate_does_not_wait_for_the_store() -> None:

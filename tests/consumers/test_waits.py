@@ -70,3 +70,21 @@ def test_a_wait_for_the_budget_has_a_span_only_if_it_took_time() -> None:
     assert not list(waits.turn(job, TAKEN_NS))
     job.attempted = Attempted(started_ms=NOW_MS + 3000)
     assert list(waits.turn(job, TAKEN_NS)) == [waits.Wait("wait (turn)", TAKEN_NS, (NOW_MS + 3000) * MS)]
+
+
+@pytest.mark.parametrize(("waited_ms", "spans"), [(0, 0), (1, 1)])
+def test_a_wait_has_a_span_from_a_millisecond_on(waited_ms: int, spans: int) -> None:
+    job = job_of({n.SENT_MS: NOW_MS - waited_ms})
+    assert len(list(waits.before(job, NOW_MS * MS))) == spans
+
+
+@pytest.mark.parametrize(("waited_ms", "spans"), [(4, 0), (5, 1)])
+def test_a_wait_for_the_budget_has_a_span_from_five_milliseconds_on(waited_ms: int, spans: int) -> None:
+    job = job_of({})
+    job.attempted = Attempted(started_ms=NOW_MS + waited_ms)
+    assert len(list(waits.turn(job, NOW_MS * MS))) == spans
+
+
+@pytest.mark.parametrize("said", [True, 0, -1, "7"])
+def test_an_expired_request_with_a_wrong_time_has_no_span(said: object) -> None:
+    assert told(job_of({n.SENT_MS: said}, read=False, queue="lane.fallen", exchange="lane.fallen")) == []

@@ -16,9 +16,7 @@ def test_what_lanes_spend_is_per_second_of_a_minute_and_by_bucket() -> None:
     demand.add(0, Amounts(6, 600, 60), 0.0)
     demand.add(1, Amounts(12, 0, 0), 0.0)
 
-    assert [demand.per_s(ALL, each, 0.0) for each in (REQUESTS, INPUT, OUTPUT)] == pytest.approx(
-        [0.3, 10.0, 1.0]
-    )
+    assert [demand.per_s(ALL, each, 0.0) for each in (REQUESTS, INPUT, OUTPUT)] == pytest.approx([0.3, 10.0, 1.0])
     assert demand.per_s((1,), REQUESTS, 0.0) == 0.2
     assert demand.per_s((), REQUESTS, 0.0) == demand.per_s((2,), REQUESTS, 0.0) == 0.0
 

@@ -33,10 +33,12 @@ def test_requests_of_a_lane_stand_by_arrival_and_then_in_the_order_of_joining() 
 
 def test_only_when_the_first_one_leaves_does_the_next_become_the_first_of_its_lane() -> None:
     first, second, stranger = waiter(1, 5), waiter(1, 6), waiter(1, 5.5)
-    some = lines(first, second)
+    third = waiter(1, 7)
+    some = lines(first, second, third)
 
     assert not some.leave(stranger)
-    assert len(some) == 2
+    assert len(some) == 3
+    assert not some.leave(third)
     assert some.leave(first)
     assert some.heads[1] is second
     assert first not in some
@@ -99,6 +101,7 @@ def test_the_next_look_is_when_the_first_request_comes_of_age() -> None:
     some = lines(waiter(2, 10.0), waiter(3, 5.0), boosts_s=(None, None, 60.0, 30.0))
 
     assert some.aged_in_s(11.0) == 24.0
+    assert some.aged_in_s(34.5) == 0.5
     assert some.aged_in_s(35.0) == 35.0  # lane 3 has aged, so lane 2 is next
     assert some.aged_in_s(70.0) == math.inf
     assert lines(boosts_s=(None, None, 60.0, 30.0)).aged_in_s(0.0) == math.inf

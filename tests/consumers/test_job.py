@@ -1,0 +1,71 @@
+"""What a job knows of its delivery: how long it has waited, whose it is, when it ended before."""
+
+import pytest
+
+from consumers.job import Attempted, dead_at_ms, moment_text, tenant_of
+from lanekeeper.contract import names as n
+from tests.support.jobs import NOW_MS, Bench, read
+
+
+def test_a_request_has_waited_since_it_was_published() -> None:
+    job = read(Bench().job(headers={n.SENT_MS: NOW_MS - 700}))
+    assert (job.wait_ms, job.waited_ms(NOW_MS + 50)) == (700, 750)
+    job.attempted = Attempted(started_ms=NOW_MS + 200, run_ms=30)
+    assert (job.wait_ms, job.run_ms) == (900, 30)
+
+
+def test_a_message_that_cannot_be_read_has_waited_since_it_was_published() -> None:
+    job = Bench().job(headers={n.SENT_MS: NOW_MS - 700}, body=b"?")
+    assert (job.wait_ms, job.run_ms) == (700, 0)
+
+
+@pytest.mark.parametrize(("due_ms", "waited_ms"), [(NOW_MS - 300, 300), (NOW_MS - 5_000, 700), (NOW_MS + 300, 0)])
+def test_a_delayed_message_that_cannot_be_read_has_waited_since_it_was_due_if_that_is_later(
+    due_ms: int, waited_ms: int
+) -> None:
+    headers = {n.SENT_MS: NOW_MS - 700, n.DUE_MS: due_ms}
+    job = Bench().job(headers=headers, body=b"?", exchange="lane.due", queue="lane.critical.due")
+    assert job.wait_ms == waited_ms
+
+
+def test_no_request_has_waited_less_than_nothing() -> None:
+    assert read(Bench().job(headers={n.SENT_MS: NOW_MS - 700})).waited_ms(NOW_MS - 800) == 0
+    assert Bench().job(body=b"?").waited_ms(NOW_MS - 800) == 0
+
+
+@pytest.mark.parametrize(("attempted", "attempts"), [(None, 2), (Attempted(started_ms=1), 3)])
+def test_the_attempts_of_earlier_deliveries_count(attempted: Attempted | None, attempts: int) -> None:
+    job = Bench().job(headers={n.ATTEMPT: 2}, exchange="lane.due")
+    job.attempted = attempted
+    assert job.attempts == attempts
+
+
+def test_an_attempt_while_the_provider_was_down_does_not_count() -> None:
+    job = Bench().job()
+    job.attempted = Attempted(started_ms=1, counts=False)
+    assert job.attempts == 0
+
+
+def test_an_absent_message_id_is_replaced_by_one_of_its_own() -> None:
+    bench = Bench()
+    found = {bench.job(message_id=None).id, bench.job(message_id=None).id, bench.job(message_id="mine").id}
+    assert len(found) == 3
+    assert "mine" in found
+
+
+@pytest.mark.parametrize(
+    ("user", "stated", "tenant"),
+    [("crm", "other", "crm"), ("gateway", "other", "other"), ("gateway", 7, "gateway"), (None, "other", "")],
+)
+def test_only_who_may_speak_for_others_names_another_tenant(user: str | None, stated: object, tenant: str) -> None:
+    assert tenant_of(user, stated, {"gateway"}) == tenant
+
+
+def test_a_time_survives_being_written_as_text() -> None:
+    assert moment_text(1_790_000_000_123) == "2026-09-21T14:13:20.123Z"
+    assert dead_at_ms("2026-09-21T14:13:20.123Z") == 1_790_000_000_123
+
+
+@pytest.mark.parametrize("text", [None, 7, "", "yesterday", b"2026-09-21T14:13:20Z"])
+def test_a_malformed_time_is_no_time(text: object) -> None:
+    assert dead_at_ms(text) is None

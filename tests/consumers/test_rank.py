@@ -1,0 +1,34 @@
+"""Inside a side queue a request that came back from a delay goes first, and its requester's own priority is kept."""
+
+import pytest
+
+from consumers.rank import HIGHEST, rank, restored
+
+SAID = (None, *range(HIGHEST + 1))
+
+
+@pytest.mark.parametrize("priority", SAID)
+def test_what_comes_back_goes_before_everything_fresh(priority: int | None) -> None:
+    back = rank(priority, is_fresh=False)
+    assert back is not None
+    assert back > max(rank(each, is_fresh=True) or 0 for each in SAID)
+
+
+@pytest.mark.parametrize("is_fresh", [True, False])
+@pytest.mark.parametrize("priority", SAID)
+def test_the_requesters_priority_is_restored(priority: int | None, is_fresh: bool) -> None:
+    assert restored(rank(priority, is_fresh=is_fresh)) == priority
+
+
+def test_what_comes_back_stays_in_the_order_of_its_priorities() -> None:
+    found = [rank(each, is_fresh=False) or 0 for each in range(HIGHEST + 1)]
+    assert found == sorted(set(found))
+
+
+def test_the_highest_priority_is_that_of_the_brokers_queues() -> None:
+    assert restored(rank(9, is_fresh=False)) == 9
+    assert rank(10, is_fresh=False) == rank(200, is_fresh=False) == rank(9, is_fresh=False)
+
+
+def test_a_priority_that_no_worker_sets_means_that_none_was_said() -> None:
+    assert restored(255) is None
