@@ -375,6 +375,10 @@ async def test_deliveries_after_a_pause_wait_for_a_slot() -> None:
     await working.pool.pause("store: away")
     await working.pool.resume()
     assert working.pool.is_paused, "more is in hand than there are slots"
+    working.deliveries.prefetch = 6  # no more than the prefetch
+    await working.pool.resume()
+    assert not working.pool.is_paused
+    await working.pool.pause("store: away")
     go.set()
     await until(lambda: working.activity.answered == 6)
     await working.pool.resume()

@@ -1,6 +1,7 @@
 """A reply that a full queue refused is sent again, without another call to the provider and for a limited time."""
 
 import json
+from itertools import pairwise
 
 import pytest
 
@@ -108,3 +109,34 @@ def test_the_number_of_waiting_replies_is_limited_for_one_tenant_and_in_total(be
     assert sent("another", 1) == sent("another", 1, user="another") == 0
     assert sent("shop.full", 50, NOW_MS + 1000) == 3, "what has come back waits no more"
     assert sent("shop.1", 50, NOW_MS + 1000, user="shop") == 3
+
+
+def test_a_reply_is_tried_again_after_ever_longer_pauses_for_a_minute_in_all(bench: Bench) -> None:
+    retelling, pauses = Retelling(bench.claiming), []
+    for tries in range(10):
+        job = bench.job(exchange="lane.due", headers={n.REPLY_TRY: tries} if tries else {})
+        if (pause_ms := retelling.pause_ms(job, now_ms=NOW_MS)) is None:
+            break
+        pauses.append(pause_ms)
+
+    assert pauses == sorted(pauses)
+    assert pauses[0] == 1_000
+    assert all(later <= 2 * earlier for earlier, later in pairwise(pauses))
+    assert 60_000 <= sum(pauses) < 62_000
+
+
+def test_one_tenant_may_have_a_tenth_of_the_replies_that_wait(bench: Bench) -> None:
+    retelling = Retelling(bench.claiming, waiting=30)
+
+    def taken(user: str, times: int, *, now_ms: int = NOW_MS) -> int:
+        jobs = [bench.job(user_id=user) for _ in range(times)]
+        return sum(retelling.pause_ms(each, now_ms=now_ms) is not None for each in jobs)
+
+    assert [taken("a", 9), taken("b", 9)] == [3, 3]
+    assert [taken("a", 9, now_ms=NOW_MS + 999), taken("a", 9, now_ms=NOW_MS + 1000)] == [0, 3]
+
+
+def test_no_more_replies_wait_than_the_limit_whoever_they_are_for(bench: Bench) -> None:
+    retelling = Retelling(bench.claiming, waiting=4)
+    found = [retelling.pause_ms(bench.job(user_id=f"u-{each}"), now_ms=NOW_MS) is not None for each in range(6)]
+    assert found == [True] * 4 + [False] * 2

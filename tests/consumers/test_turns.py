@@ -7,6 +7,7 @@ import pytest
 
 from consumers.fairness import turns as turns_module
 from consumers.fairness.turns import FIGURES_OF, Bench, Shares, TenantShare, Turn, Turns
+from tests.support.virtual_time import virtually
 
 
 class Side:
@@ -214,3 +215,97 @@ async def test_figures_are_kept_only_for_the_latest_tenants() -> None:
     told = turns.snapshot()
     assert len(told) == FIGURES_OF
     assert told[f"t-{FIGURES_OF + 9}"] == {"running": 0, "in_hand": 0, "begun": 1, "set_aside": 0}
+
+
+async def test_a_lane_is_shared_if_a_second_tenant_had_a_request_lately(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Turns().bench(4)
+    assert not bench.is_shared
+    bench.begin("a")
+    bench.begin("a")
+    assert not bench.is_shared
+    bench.begin("b")
+    assert bench.is_shared
+    monkeypatch.setattr(turns_module, "LATELY_S", 0.0)
+    assert not bench.is_shared
+
+
+def test_a_tenants_last_request_is_remembered_for_ten_minutes() -> None:
+    async def story() -> list[bool]:
+        bench, found = Turns().bench(4), []
+        bench.begin("a")
+        await asyncio.sleep(599)
+        bench.begin("b")
+        found.append(bench.is_shared)
+        await asyncio.sleep(2)
+        found.append(bench.is_shared)
+        bench.begin("a")
+        found.append(bench.is_shared)
+        return found
+
+    assert virtually(story()) == [True, False, True]
+
+
+def test_a_request_that_may_be_moved_waits_for_a_slot_for_a_minute_and_any_other_for_ever() -> None:
+    async def story() -> None:
+        bench = full(Side(), flood=1)
+        movable = asyncio.create_task(bench.wait("small", movable=True))
+        fixed = asyncio.create_task(bench.wait("small"))
+        await asyncio.sleep(59)
+        assert not movable.done()
+        await asyncio.sleep(2)
+        assert movable.result() is Turn.ASIDE
+        await asyncio.sleep(3600)
+        assert bench.waiting == 1
+        bench.end("flood")
+        assert await fixed is Turn.BEGIN
+
+    virtually(story())
+
+
+async def test_without_side_queues_nothing_is_set_aside() -> None:
+    bench = Turns().bench(1)
+    bench.begin("flood")
+    bench.sort(True)
+    waiting = asyncio.create_task(bench.wait("flood", movable=True))
+    await asyncio.sleep(0)
+    assert (waiting.done(), bench.waiting) == (False, 1)
+    bench.end("flood")
+    assert await waiting is Turn.BEGIN
+
+
+async def test_a_tenants_share_of_the_slots_is_by_its_weight_and_at_least_one(ended) -> None:
+    shares = Shares({"heavy": TenantShare(weight=3.0)})
+    bench = Turns(shares, Side()).bench(4)
+    for tenant in ("heavy", "light", "light", "other"):
+        assert bench.begin(tenant)
+    bench.sort(True)
+
+    for tenant in ("light", "other"):  # each has a fifth of four slots as its share
+        assert await bench.wait(tenant, movable=True) is Turn.ASIDE
+    ended += [asyncio.create_task(bench.wait("heavy", movable=True)) for _ in range(2)]
+    await asyncio.sleep(0)
+    assert bench.waiting_of("heavy") == 2
+    assert await bench.wait("heavy", movable=True) is Turn.ASIDE  # three of 4 * 3 / 5
+
+
+async def test_who_comes_late_does_not_make_up_for_turns_it_did_not_ask_for(ended) -> None:
+    worked = Worked(1)
+    ended += await worked.fill({"early": 20})
+    await worked.run(9)
+    ended += await worked.fill({"late": 20})
+    assert await worked.run(10) == {"early": 5, "late": 5}
+
+
+async def test_what_the_figures_tell() -> None:
+    turns = Turns()
+    intake, due = turns.bench(1), turns.bench(1)
+    intake.begin("a")
+    due.begin("a")
+    waiting = asyncio.create_task(intake.wait("a"))
+    await asyncio.sleep(0)
+    intake.count_aside("a")
+
+    assert turns.snapshot() == {"a": {"running": 2, "in_hand": 1, "begun": 2, "set_aside": 1}}
+    assert (turns.in_hand, intake.running, intake.begun, intake.is_full) == (1, 1, 1, True)
+    intake.end("a")
+    await waiting

@@ -48,6 +48,12 @@ def test_what_was_left_and_what_the_call_took_was_there_before() -> None:
     assert sizes_s(bursts)[0] == 30.0
 
 
+def test_a_call_that_took_the_last_proves_what_it_took() -> None:
+    bursts = Bursts(60)
+    bursts.hear(requests(0), Amounts(4, 0, 0))
+    assert sizes_s(bursts)[0] == 4.0
+
+
 def test_no_more_is_proven_than_the_setting_and_reaching_it_is_news() -> None:
     bursts = Bursts(30)
     bursts.hear(requests(29.9), Amounts())

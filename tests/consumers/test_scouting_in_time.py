@@ -1,0 +1,145 @@
+"""After how long a scout goes out and comes back: in virtual time."""
+
+import asyncio
+from collections.abc import Mapping
+
+import pytest
+
+from consumers.fairness.scouting import Scouted, Scouting
+from consumers.fairness.turns import Bench, Turns
+from tests.support.virtual_time import virtually
+
+QUEUE = "lane.normal"
+
+
+class FakeScout:
+    def __init__(self) -> None:
+        self._stopped = asyncio.Event()
+        self.began_s = self.ended_s = 0.0
+
+    async def run(self) -> None:
+        self.began_s = asyncio.get_running_loop().time()
+        await self._stopped.wait()
+
+    async def stop(self) -> None:
+        self.ended_s = asyncio.get_running_loop().time()
+        self._stopped.set()
+
+    def give_back_waiting(self) -> None: ...
+
+
+class Lane:
+    """A lane of two slots, looked at four times a second."""
+
+    def __init__(self, waiting: int) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.waiting = waiting
+        self.bench: Bench = Turns().bench(2)
+        self.scouts: list[FakeScout] = []
+        self._scouting = Scouting([Scouted(queue=QUEUE, bench=self.bench, scout=self._scout)], depths=self._depths)
+        self._running = asyncio.create_task(self._scouting.run())
+        self.began_s = self.loop.time()
+
+    def _scout(self) -> FakeScout:
+        self.scouts.append(FakeScout())
+        return self.scouts[-1]
+
+    async def _depths(self, queues: list[str]) -> Mapping[str, int]:
+        return dict.fromkeys(queues, self.waiting)
+
+    def fill(self) -> None:
+        while self.bench.begin("crm"):
+            pass
+
+    async def turn_over(self, per_look: int, looks: int, *tenants: str) -> None:
+        """Between two looks so many slots become free, and are taken again."""
+        for look in range(looks):
+            await asyncio.sleep(0.25)
+            for each in range(per_look):
+                tenant = tenants[(look + each) % len(tenants)]
+                assert self.bench.begin(tenant)
+                self.bench.end(tenant)
+
+    async def end(self) -> None:
+        await self._scouting.stop()
+        await self._running
+
+
+def test_a_scout_goes_out_after_a_second_in_which_no_slot_became_free() -> None:
+    async def story() -> None:
+        lane = Lane(waiting=1)
+        await asyncio.sleep(5.1)
+        lane.fill()
+        full_s = lane.loop.time()
+        await asyncio.sleep(3)
+        (scout,) = lane.scouts
+        assert 1.0 <= scout.began_s - full_s <= 1.26
+        await lane.end()
+
+    virtually(story())
+
+
+def test_no_scout_goes_out_in_a_shorter_burst() -> None:
+    async def story() -> None:
+        lane = Lane(waiting=1)
+        for _ in range(5):
+            lane.fill()
+            await asyncio.sleep(0.74)
+            lane.bench.end("crm")
+            await asyncio.sleep(0.3)
+        assert not lane.scouts
+        await lane.end()
+
+    virtually(story())
+
+
+def test_a_scout_comes_back_when_slots_were_free_for_two_seconds() -> None:
+    async def story() -> None:
+        lane = Lane(waiting=1)
+        lane.fill()
+        await asyncio.sleep(3.1)
+        (scout,) = lane.scouts
+        free_s = lane.loop.time()
+        lane.bench.end("crm")
+        await asyncio.sleep(1.5)
+        assert not scout.ended_s
+        await asyncio.sleep(1.5)
+        assert 1.75 <= scout.ended_s - free_s <= 2.01
+        await lane.end()
+
+    virtually(story())
+
+
+def test_nobody_goes_out_while_nothing_waits() -> None:
+    async def story() -> None:
+        lane = Lane(waiting=0)
+        lane.fill()
+        await asyncio.sleep(10)
+        assert not lane.scouts
+        lane.waiting = 1
+        await asyncio.sleep(0.5)
+        assert len(lane.scouts) == 1
+        await lane.end()
+
+    virtually(story())
+
+
+@pytest.mark.parametrize(("tenants", "goes"), [(("crm",), False), (("crm", "chat"), True)])
+def test_while_slots_become_free_a_scout_goes_out_only_between_several_tenants(
+    tenants: tuple[str, ...], goes: bool
+) -> None:
+    async def story() -> None:
+        lane = Lane(waiting=1000)
+        lane.bench.begin("crm")  # one slot is held, the other one turns over
+        for _ in range(40):
+            await asyncio.sleep(0.2)
+            for tenant in (*tenants, *tenants):
+                assert lane.bench.begin(tenant)
+                lane.bench.end(tenant)
+            assert lane.bench.begin("crm")
+            await asyncio.sleep(0.06)
+            lane.bench.end("crm")
+        assert bool(lane.scouts) == goes
+        await lane.end()
+
+    virtually(story())
