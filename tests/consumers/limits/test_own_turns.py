@@ -142,9 +142,11 @@ def test_limits_are_told_when_they_change_and_not_again() -> None:
         told = Heard(kind=Kind.ANSWERED, rate=RateHeaders(Told(limit=30), Told(), Told()))
         with structlog.testing.capture_logs() as logs:
             on.turns.learn(told)
+        with structlog.testing.capture_logs() as again:
             on.turns.learn(told)
 
         (learned,) = (each for each in logs if each["event"] == signals.LIMITS_LEARNED)
+        assert not again
         assert (learned["account"], learned["requests"], learned["input_tokens"]) == (ACCOUNT, 30, 40_000)
 
     story(tell)
