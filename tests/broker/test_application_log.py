@@ -43,11 +43,11 @@ asyncio.run(main())
 async def test_a_restart_of_the_broker_prints_no_traceback_with_or_without_configured_logging(
     own_broker: PrivateBroker,
 ) -> None:
-    house = str(Path(__file__).parents[2])
+    root = str(Path(__file__).parents[2])
     said = {}
     processes = {
         how: await asyncio.create_subprocess_exec(
-            sys.executable, "-c", APPLICATION, own_broker.amqp_url, how, stdin=PIPE, stdout=PIPE, stderr=PIPE, cwd=house
+            sys.executable, "-c", APPLICATION, own_broker.amqp_url, how, stdin=PIPE, stdout=PIPE, stderr=PIPE, cwd=root
         )
         for how in ("silent", "configured")
     }

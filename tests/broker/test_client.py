@@ -20,9 +20,9 @@ from lanekeeper.options import Options
 from lanekeeper.replies import Final, Part, Problem
 from service.simulated.options import SimulatedOptions
 from tests.support.connections import close_connection
-from tests.support.house import house
 from tests.support.lanes import LANES
 from tests.support.requester import requester
+from tests.support.serving import serving
 from tests.support.waiting import until
 from topology.broker.admin.apply import apply
 from topology.declaration import declare
@@ -30,7 +30,7 @@ from topology.declaration import declare
 
 @asynccontextmanager
 async def at_home(url: str, **how: object) -> AsyncIterator[Client]:
-    async with house(url, **how), Client(url) as client:  # type: ignore[arg-type]
+    async with serving(url, **how), Client(url) as client:  # type: ignore[arg-type]
         yield client
 
 
@@ -117,18 +117,18 @@ async def test_delay_and_start_time_are_kept(vhost) -> None:
 
 
 async def test_publish_returns_the_id_and_the_request_is_worked_on(vhost) -> None:
-    async with house(vhost.amqp_url) as home, Client(vhost.amqp_url) as client:
+    async with serving(vhost.amqp_url) as worker, Client(vhost.amqp_url) as client:
         made = await client.publish({"prompt": "fire"}, key="batch.tests.client")
         assert await client.publish({"prompt": "forget"}, key="batch.tests.client", message_id="mine") == "mine"
 
-        await until(lambda: home.calls("fire") and home.calls("forget"))
+        await until(lambda: worker.calls("fire") and worker.calls("forget"))
 
     assert len(made) == 32
 
 
 async def test_the_options_are_in_the_message(vhost) -> None:
     async with (
-        house(vhost.amqp_url, works=("critical",)),
+        serving(vhost.amqp_url, works=("critical",)),
         requester(vhost.amqp_url) as app,
         Client(vhost.amqp_url) as client,
     ):
@@ -160,14 +160,14 @@ async def test_without_an_answer_in_the_callers_time_an_error_is_raised_and_the_
 
 
 async def test_a_stream_whose_connection_is_lost_raises_at_once_and_the_next_request_is_answered(vhost) -> None:
-    async with house(vhost.amqp_url) as home, Client(vhost.amqp_url) as client:
+    async with serving(vhost.amqp_url) as worker, Client(vhost.amqp_url) as client:
 
         async def read() -> None:
             async for _ in client.stream({"prompt": "slow [[latency: 60s]]"}, key="critical.tests.client"):
                 pass
 
         reading = asyncio.create_task(read())
-        await until(lambda: home.calls("slow"))
+        await until(lambda: worker.calls("slow"))
         await close_connection(vhost, "lanekeeper client")
 
         with pytest.raises(ReplyLost, match="ask again under the same id"):
@@ -178,27 +178,27 @@ async def test_a_stream_whose_connection_is_lost_raises_at_once_and_the_next_req
 @pytest.mark.parametrize("options", [{}, {"message_id": "mine"}])
 async def test_an_answer_whose_connection_was_lost_is_fetched_by_its_id(vhost, options: Options) -> None:
     async with (
-        house(vhost.amqp_url, simulated=SimulatedOptions(latency_ms=8000)) as home,
+        serving(vhost.amqp_url, simulated=SimulatedOptions(latency_ms=8000)) as worker,
         Client(vhost.amqp_url) as client,
     ):
         asked = asyncio.create_task(
             client.request({"prompt": "slow"}, key="critical.tests.client", timeout_s=30, **options)
         )
-        await until(lambda: home.calls("slow"))
+        await until(lambda: worker.calls("slow"))
         await close_connection(vhost, "lanekeeper client")
 
         assert (await asked).text == "echo: slow"
-        assert len(home.calls("slow")) == 1
+        assert len(worker.calls("slow")) == 1
 
 
 async def test_after_a_lost_connection_a_conflict_of_ids_is_still_raised(vhost) -> None:
     async with (
-        house(vhost.amqp_url, lanes={"normal": {"slots": 1}}) as home,
+        serving(vhost.amqp_url, lanes={"normal": {"slots": 1}}) as worker,
         Client(vhost.amqp_url) as client,
     ):
         await client.request({"prompt": "one"}, key="critical.tests.client", message_id="same")
         await client.publish({"prompt": "[[latency: 8s]]"}, key="normal.tests.client")
-        await until(lambda: home.api.running == 1)
+        await until(lambda: worker.api.running == 1)
         asked = asyncio.create_task(
             client.request({"prompt": "two"}, key="normal.tests.client", message_id="same", timeout_s=30)
         )
@@ -211,7 +211,7 @@ async def test_after_a_lost_connection_a_conflict_of_ids_is_still_raised(vhost) 
 @pytest.mark.every_version
 async def test_a_full_lane_is_reported_soon_and_by_name(vhost) -> None:
     async with (
-        house(vhost.amqp_url, works=("critical",), lanes={"batch": {"max_length": 2}}),
+        serving(vhost.amqp_url, works=("critical",), lanes={"batch": {"max_length": 2}}),
         Client(vhost.amqp_url) as client,
     ):
 
@@ -250,7 +250,7 @@ async def test_without_a_worker_fetching_a_result_times_out_and_a_cancellation_i
 
 
 async def test_the_number_of_workers_of_a_lane_can_be_read(vhost) -> None:
-    async with house(vhost.amqp_url, works=("critical",)), Client(vhost.amqp_url) as client:
+    async with serving(vhost.amqp_url, works=("critical",)), Client(vhost.amqp_url) as client:
         critical, batch, none = [await client.depth(lane) for lane in ("critical", "batch", "nolane")]
 
     assert critical is not None

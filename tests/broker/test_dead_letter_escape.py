@@ -9,8 +9,8 @@ import aio_pika
 import pytest
 from aiormq.exceptions import ChannelAccessRefused
 
-from tests.support.house import house
 from tests.support.requester import requester
+from tests.support.serving import serving
 from tests.support.users import Broker, imported_users
 from tests.support.waiting import until
 
@@ -35,7 +35,7 @@ async def test_an_application_cannot_publish_to_another_lane_by_dead_lettering(
     role: str, broker_with_users: Broker, vhost
 ) -> None:
     it = broker_with_users
-    async with house(vhost.amqp_url, declares=False) as home, requester(vhost.amqp_url) as admin:
+    async with serving(vhost.amqp_url, declares=False) as worker, requester(vhost.amqp_url) as admin:
         await admin.read_dead()
         channel = await (await it.connection(role)).channel()
         try:
@@ -51,7 +51,7 @@ async def test_an_application_cannot_publish_to_another_lane_by_dead_lettering(
             await until(lambda: admin.dead)
 
         forged = [each for each in admin.dead if each.headers["x-lane-routing-key"] == "critical.finance.report"]
-        assert (queue, len(forged), len(home.api.calls)) == (None, 0, 0)
+        assert (queue, len(forged), len(worker.api.calls)) == (None, 0, 0)
 
 
 @pytest.mark.parametrize("role", ["application", "client"])

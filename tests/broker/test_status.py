@@ -10,21 +10,21 @@ from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import TopologyMismatch
 from service.checks.status import LONGEST_S, Status, look
 from service.simulated.options import SimulatedOptions
-from tests.support.house import House, house
 from tests.support.lanes import LANES
+from tests.support.serving import RunningWorker, serving
 from tests.support.waiting import until
 from topology.broker.admin.apply import apply
 from topology.declaration import declare
 
 
-async def seen(home: House) -> Status:
-    return await look(home.parts.consuming, lanes=home.settings.lane_specs(), names=home.settings.names())
+async def seen(worker: RunningWorker) -> Status:
+    return await look(worker.parts.consuming, lanes=worker.settings.lane_specs(), names=worker.settings.names())
 
 
 async def test_the_figures_of_two_workers_are_added_up(vhost) -> None:
     async with (
-        house(vhost.amqp_url) as home,
-        house(vhost.amqp_url, works=("critical",)) as other,
+        serving(vhost.amqp_url) as worker,
+        serving(vhost.amqp_url, works=("critical",)) as other,
         Client(vhost.amqp_url) as client,
     ):
         for n in range(10):
@@ -32,7 +32,7 @@ async def test_the_figures_of_two_workers_are_added_up(vhost) -> None:
         found: list[Status] = []
 
         async def both() -> bool:
-            found[:] = [await seen(home)]
+            found[:] = [await seen(worker)]
             return found[0].lanes[0].workers == 2
 
         await until(both)
@@ -47,15 +47,15 @@ async def test_the_figures_of_two_workers_are_added_up(vhost) -> None:
 
 async def test_running_and_waiting_requests_are_shown(vhost) -> None:
     async with (
-        house(vhost.amqp_url, simulated=SimulatedOptions(latency_ms=60_000), lanes={"batch": {"slots": 2}}) as home,
+        serving(vhost.amqp_url, simulated=SimulatedOptions(latency_ms=60_000), lanes={"batch": {"slots": 2}}) as worker,
         Client(vhost.amqp_url) as client,
     ):
         for n in range(6):
             await client.publish({"prompt": f"{n}"}, key="batch.tests.status")
-        await until(lambda: home.api.running == 2)
+        await until(lambda: worker.api.running == 2)
 
         async def all_are_seen() -> bool:
-            batch = (await seen(home)).lanes[2]
+            batch = (await seen(worker)).lanes[2]
             return (batch.running, batch.depth) == (2, 4)
 
         await until(all_are_seen)
@@ -79,5 +79,5 @@ async def test_without_a_topology_the_error_says_what_to_run(vhost) -> None:
 
 
 async def test_workers_that_bind_replies_to_users_answer_status_questions(vhost) -> None:
-    async with house(vhost.amqp_url, reply_to={"bound_to_user": True}) as home:
-        assert len((await seen(home)).workers) == 1
+    async with serving(vhost.amqp_url, reply_to={"bound_to_user": True}) as worker:
+        assert len((await seen(worker)).workers) == 1

@@ -10,7 +10,7 @@ from yarl import URL
 
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import AccessRefused
-from tests.support.house import house
+from tests.support.serving import serving
 from tests.support.users import Act, Broker, imported_users
 from topology.broker.admin.apply import apply
 from topology.broker.admin.management import Management, discover
@@ -124,7 +124,7 @@ async def test_an_application_is_answered_by_direct_reply_to_and_in_its_reply_qu
 ) -> None:
     it = broker_with_users
     arrived: asyncio.Queue[AbstractIncomingMessage] = asyncio.Queue()
-    async with house(vhost.amqp_url, declares=False):
+    async with serving(vhost.amqp_url, declares=False):
         channel = await (await it.connection("application")).channel()
         for reply_to in ("amq.rabbitmq.reply-to", Names().reply_queue(it.app)):
             await (await channel.get_queue(reply_to, ensure=False)).consume(arrived.put, no_ack=True)

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.every_version
 COMMAND = "run: lanekeeper topology apply"
 
 
-class House:
+class Declared:
     def __init__(self, vhost: Vhost, connection: Connection, topology: Topology) -> None:
         self.vhost = vhost
         self.connection = connection
@@ -66,11 +66,11 @@ class House:
 
 
 @pytest.fixture
-async def house(vhost: Vhost) -> AsyncIterator[House]:
+async def declared(vhost: Vhost) -> AsyncIterator[Declared]:
     async with Connection(vhost.amqp_url, name=vhost.name) as connection:
         topology = declare(LANES, names=Names(), broker_version=connection.version)
         await apply(topology, await connection.underlying())
-        yield House(vhost, connection, topology)
+        yield Declared(vhost, connection, topology)
 
 
 @pytest.fixture
@@ -83,59 +83,63 @@ def mentions(watch: TopologyWatch, *words: str) -> Callable[[], bool]:
     return lambda: all(word in (watch.trouble or "") for word in words)
 
 
-async def test_a_deleted_queue_is_reported_once_until_it_is_back(house: House, often: None) -> None:
+async def test_a_deleted_queue_is_reported_once_until_it_is_back(declared: Declared, often: None) -> None:
     with capture_logs() as logs:
-        async with house.watched() as watch:
-            await house.delete_queue("lane.delay.03")
+        async with declared.watched() as watch:
+            await declared.delete_queue("lane.delay.03")
             watch.look()
             await until(mentions(watch, "lane.delay.03 is missing", COMMAND))
             assert watch.hindrance == watch.trouble, "what is to be retried would go nowhere"
             await asyncio.sleep(0.6)
-            await apply(house.topology, await house.connection.underlying())
+            await apply(declared.topology, await declared.connection.underlying())
             await until(lambda: watch.trouble is None)
     told = [each for each in logs if each["event"] == signals.QUEUE_DELETED]
     assert [(each["log_level"], each["queues"]) for each in told] == [("error", ["lane.delay.03"])]
 
 
-async def test_a_process_that_declares_recreates_a_deleted_queue_and_reports_it(house: House, often: None) -> None:
+async def test_a_process_that_declares_recreates_a_deleted_queue_and_reports_it(
+    declared: Declared, often: None
+) -> None:
     with capture_logs() as logs:
-        async with house.watched(declares=True) as watch:
-            await house.delete_queue("lane.critical")
+        async with declared.watched(declares=True) as watch:
+            await declared.delete_queue("lane.critical")
             watch.look()
             await until(lambda: any(each["event"] == signals.TOPOLOGY_APPLIED for each in logs))
             await until(lambda: watch.trouble is None)
     assert any(each["event"] == signals.QUEUE_DELETED and each["queues"] == ["lane.critical"] for each in logs)
-    assert not (await verify(house.topology, None, await house.connection.underlying())).missing
-    assert await house.is_bound()
+    assert not (await verify(declared.topology, None, await declared.connection.underlying())).missing
+    assert await declared.is_bound()
 
 
-async def test_a_lane_without_its_intake_does_not_stop_the_other_lanes(house: House, often: None) -> None:
-    async with house.watched() as watch:
-        await house.delete_queue("lane.normal")
+async def test_a_lane_without_its_intake_does_not_stop_the_other_lanes(declared: Declared, often: None) -> None:
+    async with declared.watched() as watch:
+        await declared.delete_queue("lane.normal")
         watch.look()
         await until(mentions(watch, "lane.normal is missing", COMMAND))
         assert watch.hindrance is None
 
 
-async def test_a_removed_binding_is_noticed_through_the_management_api(house: House, often: None) -> None:
-    async with house.watched() as watch:
-        await house.unbind()
+async def test_a_removed_binding_is_noticed_through_the_management_api(declared: Declared, often: None) -> None:
+    async with declared.watched() as watch:
+        await declared.unbind()
         await until(mentions(watch, "lane.requests → queue lane.critical", "is missing", COMMAND))
         assert watch.hindrance is None
-        await apply(house.topology, await house.connection.underlying())
+        await apply(declared.topology, await declared.connection.underlying())
         await until(lambda: watch.trouble is None)
 
 
-async def test_a_process_that_declares_restores_bindings_even_if_it_cannot_see_them(house: House, often: None) -> None:
-    house.has_management = False
-    async with house.watched(declares=True) as watch:
-        await house.unbind()
-        await until(house.is_bound)
+async def test_a_process_that_declares_restores_bindings_even_if_it_cannot_see_them(
+    declared: Declared, often: None
+) -> None:
+    declared.has_management = False
+    async with declared.watched(declares=True) as watch:
+        await declared.unbind()
+        await until(declared.is_bound)
         assert watch.trouble is None
 
 
-async def test_after_a_reconnect_the_topology_is_unknown_until_it_was_checked(house: House) -> None:
-    async with house.watched() as watch:
+async def test_after_a_reconnect_the_topology_is_unknown_until_it_was_checked(declared: Declared) -> None:
+    async with declared.watched() as watch:
         seen: list[str] = []
 
         async def note() -> None:
@@ -145,8 +149,8 @@ async def test_after_a_reconnect_the_topology_is_unknown_until_it_was_checked(ho
                 await asyncio.sleep(0)
 
         noting = asyncio.create_task(note())
-        await close_connection(house.vhost, house.vhost.name)
-        await until(lambda: house.connection.openings == 2)
+        await close_connection(declared.vhost, declared.vhost.name)
+        await until(lambda: declared.connection.openings == 2)
         await until(lambda: watch.trouble is None)
         noting.cancel()
         await asyncio.wait([noting])

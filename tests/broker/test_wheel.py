@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hatchling.builders.wheel import WheelBuilder
 
-from tests.support.house import house
+from tests.support.serving import serving
 
 HOUSE = Path(__file__).parents[2]
 OWN = ("service", "topology", "consumers")
@@ -71,7 +71,7 @@ def project(tmp_path: Path) -> Path:
 async def test_an_application_may_have_packages_with_the_same_names_as_ours(
     vhost, environment: Path, project: Path
 ) -> None:
-    async with house(vhost.amqp_url):
+    async with serving(vhost.amqp_url):
         script = await asyncio.create_subprocess_exec(
             environment / "bin/python", "app.py", vhost.amqp_url, cwd=project, stdout=PIPE
         )

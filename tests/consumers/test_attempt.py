@@ -56,7 +56,7 @@ class Moves:
         return self.has_room
 
 
-class House:
+class TwoProviders:
     """Two providers, `one` and `two`, each a simulated API."""
 
     def __init__(self, one: SimulatedAPI, two: SimulatedAPI, *providers: AnthropicProvider) -> None:
@@ -116,14 +116,14 @@ class House:
         ]
 
 
-Open = Callable[..., Awaitable[House]]
+Open = Callable[..., Awaitable[TwoProviders]]
 
 
 @pytest.fixture
-async def open_house() -> AsyncIterator[Open]:
+async def providers() -> AsyncIterator[Open]:
     async with AsyncExitStack() as stack:
 
-        async def run(one: SimulatedOptions | None = None, two: SimulatedOptions | None = None) -> House:
+        async def run(one: SimulatedOptions | None = None, two: SimulatedOptions | None = None) -> TwoProviders:
             apis = [
                 await stack.enter_async_context(SimulatedAPI(options or SimulatedOptions())) for options in (one, two)
             ]
@@ -133,7 +133,7 @@ async def open_house() -> AsyncIterator[Open]:
             ]
             for each in providers:
                 stack.push_async_callback(each.aclose)
-            return House(apis[0], apis[1], *providers)
+            return TwoProviders(apis[0], apis[1], *providers)
 
         yield run
 
@@ -169,192 +169,192 @@ def failed_with(outcome: Outcome) -> str:
     ],
 )
 async def test_after_a_provider_failed_the_next_is_called_in_the_same_attempt(
-    open_house: Open, fault: str, used: Amounts
+    providers: Open, fault: str, used: Amounts
 ) -> None:
-    house = await open_house(failing(fault))
+    two = await providers(failing(fault))
 
-    assert answered_by(await house.ask()) == "two"
-    assert house.calls == (1, 1)
-    assert house.moves.asked == [("two", used)]
-    assert house.job.attempted is not None
-    assert house.job.attempted.lost == (((MODEL, EXPECTED),) if used is EXPECTED else ()), "it may have been paid"
-    assert house.bench.log == ["event: started"]
+    assert answered_by(await two.ask()) == "two"
+    assert two.calls == (1, 1)
+    assert two.moves.asked == [("two", used)]
+    assert two.job.attempted is not None
+    assert two.job.attempted.lost == (((MODEL, EXPECTED),) if used is EXPECTED else ()), "it may have been paid"
+    assert two.bench.log == ["event: started"]
 
 
 @pytest.mark.parametrize("fault", ["invalid", "too_large", "not_found"])
-async def test_a_failure_caused_by_the_request_is_not_tried_with_another_provider(open_house: Open, fault: str) -> None:
-    house = await open_house(failing(fault))
+async def test_a_failure_caused_by_the_request_is_not_tried_with_another_provider(providers: Open, fault: str) -> None:
+    two = await providers(failing(fault))
 
-    outcome = await house.ask()
+    outcome = await two.ask()
 
     assert isinstance(outcome, Buried)
     assert outcome.problem.code == "provider_rejected"
-    assert house.calls == (1, 0)
+    assert two.calls == (1, 0)
 
 
-async def test_without_budget_or_time_for_another_provider_the_first_failure_is_the_outcome(open_house: Open) -> None:
-    house = await open_house(failing("overloaded"))
+async def test_without_budget_or_time_for_another_provider_the_first_failure_is_the_outcome(providers: Open) -> None:
+    two = await providers(failing("overloaded"))
 
-    house.moves.has_room = False
-    assert failed_with(await house.ask()) == "overloaded_error"
-    house.moves.has_room = True
-    assert isinstance(await house.ask(deadline_ms=900), Retried | Refused)
+    two.moves.has_room = False
+    assert failed_with(await two.ask()) == "overloaded_error"
+    two.moves.has_room = True
+    assert isinstance(await two.ask(deadline_ms=900), Retried | Refused)
 
-    assert house.calls == (2, 0)
-    assert len(house.moves.asked) == 1
+    assert two.calls == (2, 0)
+    assert len(two.moves.asked) == 1
 
 
-async def test_an_attempt_makes_two_calls_at_most(open_house: Open) -> None:
-    house = await open_house(failing("overloaded"), failing("overloaded"))
+async def test_an_attempt_makes_two_calls_at_most(providers: Open) -> None:
+    two = await providers(failing("overloaded"), failing("overloaded"))
 
-    outcome = await house.ask("hello", *BOTH, route("one", FALLBACK), route("two", FALLBACK))
+    outcome = await two.ask("hello", *BOTH, route("one", FALLBACK), route("two", FALLBACK))
 
     assert failed_with(outcome) == "overloaded_error"
-    assert sum(house.calls) == 2
+    assert sum(two.calls) == 2
 
 
 async def test_the_request_is_retried_if_the_second_provider_rejects_it_and_the_first_may_recover(
-    open_house: Open,
+    providers: Open,
 ) -> None:
-    house = await open_house(failing("server_error"), failing("authentication"))
+    two = await providers(failing("server_error"), failing("authentication"))
 
-    assert failed_with(await house.ask()) == "api_error"
-    assert house.calls == (1, 1)
+    assert failed_with(await two.ask()) == "api_error"
+    assert two.calls == (1, 1)
 
 
 async def test_a_fallback_model_is_used_after_an_overload_and_not_after_a_lost_connection(
-    open_house: Open,
+    providers: Open,
 ) -> None:
     routes = (route("one"), route("one", FALLBACK))
-    house = await open_house()
+    two = await providers()
 
-    answered = await house.ask("[[fault: overloaded x1]]", *routes)
+    answered = await two.ask("[[fault: overloaded x1]]", *routes)
 
     assert isinstance(answered, Answered)
     assert answered.model == FALLBACK
-    assert failed_with(await house.ask("[[fault: server_error x1]]", *routes)) == "api_error"
+    assert failed_with(await two.ask("[[fault: server_error x1]]", *routes)) == "api_error"
 
 
-async def test_a_stream_that_another_provider_starts_again_is_preceded_by_a_restart(open_house: Open) -> None:
-    house = await open_house(failing("cut"))
+async def test_a_stream_that_another_provider_starts_again_is_preceded_by_a_restart(providers: Open) -> None:
+    two = await providers(failing("cut"))
 
-    outcome = await house.ask("a long enough prompt", stream=True)
+    outcome = await two.ask("a long enough prompt", stream=True)
 
     assert isinstance(outcome, Answered)
     assert json.loads(outcome.body)["content"][0]["text"] == "echo: a long enough prompt"
-    parts = house.parts()
+    parts = two.parts()
     assert parts.count("restart") == 1
     assert parts[parts.index("restart") + 1] == "message_start"
     assert parts[-1] == "message_stop"
 
 
-async def test_while_a_breaker_is_open_the_other_provider_is_called_at_once(open_house: Open) -> None:
-    house = await open_house(failing("server_error"))
+async def test_while_a_breaker_is_open_the_other_provider_is_called_at_once(providers: Open) -> None:
+    two = await providers(failing("server_error"))
 
     for each in range(3 * FAILURES):
-        assert answered_by(await house.ask(id=str(each))) == "two"
+        assert answered_by(await two.ask(id=str(each))) == "two"
 
-    assert house.calls == (FAILURES, 3 * FAILURES)
-    assert house.moves.asked[-1] == ("two", None), "no call was made that could be settled"
-    assert "event: breaker" in house.bench.log
+    assert two.calls == (FAILURES, 3 * FAILURES)
+    assert two.moves.asked[-1] == ("two", None), "no call was made that could be settled"
+    assert "event: breaker" in two.bench.log
 
 
-async def test_while_all_breakers_are_open_no_call_is_made(open_house: Open) -> None:
-    house = await open_house(failing("server_error"))
+async def test_while_all_breakers_are_open_no_call_is_made(providers: Open) -> None:
+    two = await providers(failing("server_error"))
     for each in range(FAILURES):
-        await house.ask("hello", BOTH[0], id=str(each))
+        await two.ask("hello", BOTH[0], id=str(each))
 
-    outcome = await house.ask("hello", BOTH[0])
+    outcome = await two.ask("hello", BOTH[0])
 
     assert isinstance(outcome, Deferred)
     assert outcome.reason == "breaker"
-    assert house.calls == (FAILURES, 0)
+    assert two.calls == (FAILURES, 0)
 
 
-async def test_a_request_waits_for_the_open_breaker_if_the_other_provider_lacks_budget_alone(open_house: Open) -> None:
-    house = await open_house(failing("server_error"))
+async def test_a_request_waits_for_the_open_breaker_if_the_other_provider_lacks_budget_alone(providers: Open) -> None:
+    two = await providers(failing("server_error"))
     for each in range(FAILURES):
-        await house.ask("hello", BOTH[0], id=str(each))
-    house.moves.has_room = False
+        await two.ask("hello", BOTH[0], id=str(each))
+    two.moves.has_room = False
 
-    outcome = await house.ask()
-    still_open_s = house.breakers.wait_s(BOTH[0], asyncio.get_running_loop().time())
+    outcome = await two.ask()
+    still_open_s = two.breakers.wait_s(BOTH[0], asyncio.get_running_loop().time())
 
     assert isinstance(outcome, Deferred)
     assert outcome.delay_ms >= round(1000 * still_open_s)
-    assert house.calls == (FAILURES, 0)
+    assert two.calls == (FAILURES, 0)
 
 
 async def test_a_provider_that_hangs_opens_its_breaker_although_deadlines_end_its_calls(
-    open_house: Open, monkeypatch: pytest.MonkeyPatch
+    providers: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("consumers.providers.breakers.FAIR_S", 0.1)
-    house = await open_house(failing("hang"))
+    two = await providers(failing("hang"))
 
     async def ask(number: int) -> None:
-        assert isinstance(await house.ask(id=str(number), deadline_ms=400), Refused)
+        assert isinstance(await two.ask(id=str(number), deadline_ms=400), Refused)
 
     await asyncio.gather(*map(ask, range(FAILURES)))
 
-    assert house.breakers.least_wait_s(BOTH[:1]) > 0
+    assert two.breakers.least_wait_s(BOTH[:1]) > 0
 
 
-async def test_after_a_cancelled_probe_another_request_may_probe_the_breaker(open_house: Open) -> None:
-    house = await open_house()
+async def test_after_a_cancelled_probe_another_request_may_probe_the_breaker(providers: Open) -> None:
+    two = await providers()
     for each in range(FAILURES):
-        await house.ask("[[fault: server_error]]", BOTH[0], id=str(each))
-    await asyncio.sleep(house.breakers.least_wait_s(BOTH[:1]))
+        await two.ask("[[fault: server_error]]", BOTH[0], id=str(each))
+    await asyncio.sleep(two.breakers.least_wait_s(BOTH[:1]))
 
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.1):
-            await house.ask("[[fault: hang]]", BOTH[0])
+            await two.ask("[[fault: hang]]", BOTH[0])
 
-    assert answered_by(await house.ask("hello", BOTH[0])) == "one"
+    assert answered_by(await two.ask("hello", BOTH[0])) == "one"
 
 
-async def calls_per_request(house: House, prompts: list[str], *, routes: tuple[Route, ...], at_once: int) -> float:
+async def calls_per_request(two: TwoProviders, prompts: list[str], *, routes: tuple[Route, ...], at_once: int) -> float:
     """The mean number of calls until a request is answered, if each is tried again soon after a failure."""
     slots = asyncio.Semaphore(at_once)
 
     async def answer(number: int, prompt: str) -> None:
         async with slots:
             while True:
-                if isinstance(await house.ask(prompt, *routes, id=str(number)), Answered):
+                if isinstance(await two.ask(prompt, *routes, id=str(number)), Answered):
                     return
-                await asyncio.sleep(max(0.01, house.breakers.least_wait_s(routes)))
+                await asyncio.sleep(max(0.01, two.breakers.least_wait_s(routes)))
 
     async with asyncio.timeout(60), asyncio.TaskGroup() as group:
         for number, prompt in enumerate(prompts):
             group.create_task(answer(number, prompt))
-    return sum(house.calls) / len(prompts)
+    return sum(two.calls) / len(prompts)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("routes", [BOTH[:1], BOTH], ids=["one provider", "two"])
 async def test_with_30_percent_overloads_a_request_takes_at_most_one_and_a_half_calls(
-    open_house: Open, routes: tuple[Route, ...]
+    providers: Open, routes: tuple[Route, ...]
 ) -> None:
     one, two = (SimulatedOptions(faults={"overloaded": 0.3}, seed=seed) for seed in (1, 2))
-    house = await open_house(one, two)
+    two = await providers(one, two)
     prompts = [f"{each}" for each in range(600)]  # 1 / (1 - 0.3) = 1.43 are expected
 
-    assert await calls_per_request(house, prompts, routes=routes, at_once=16) <= 1.5
+    assert await calls_per_request(two, prompts, routes=routes, at_once=16) <= 1.5
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("routes", [BOTH[:1], BOTH], ids=["one provider", "two"])
 async def test_with_a_provider_that_fails_and_recovers_a_request_takes_few_calls(
-    open_house: Open, routes: tuple[Route, ...]
+    providers: Open, routes: tuple[Route, ...]
 ) -> None:
-    house = await open_house()
+    two = await providers()
     prompts = [f"{each} [[latency: 20ms]]" for each in range(300)]
 
     async def go_and_come_back() -> None:
         await asyncio.sleep(0.1)
-        house.one.configure(failing("unavailable"))
+        two.one.configure(failing("unavailable"))
         await asyncio.sleep(1)
-        house.one.configure(SimulatedOptions())
+        two.one.configure(SimulatedOptions())
 
     async with asyncio.TaskGroup() as group:
         group.create_task(go_and_come_back())
-        assert await calls_per_request(house, prompts, routes=routes, at_once=16) <= 1.5
+        assert await calls_per_request(two, prompts, routes=routes, at_once=16) <= 1.5

@@ -6,9 +6,6 @@ from typing import Any
 
 import pytest
 
-from consumers.attempt import Attempts
-from consumers.capacity.pausing import Pausing
-from consumers.failpoints import Failpoints
 from consumers.failures import (
     UNREACHABLE,
     OverloadedError,
@@ -22,7 +19,6 @@ from consumers.gates.caps import CapsGate
 from consumers.gates.claim import ClaimGate
 from consumers.gates.deadline import DeadlineGate
 from consumers.gates.route import RouteGate
-from consumers.handler import Handler
 from consumers.job import Job
 from consumers.limits.estimates import Estimates
 from consumers.limits.own_turns import own_accounts
@@ -33,14 +29,12 @@ from consumers.providers.base import Answer, OnEvent, Usage
 from consumers.providers.breaker import FAILURES
 from consumers.providers.breakers import Breakers
 from consumers.providers.registry import Registry
-from consumers.reading import Reading
-from consumers.retry import RetryPolicy
 from consumers.spending import Cap, CapsSpec, Spending
 from consumers.state.base import Granted, Identity, Stop
 from lanekeeper.contract import names as n
 from lanekeeper.telemetry.tracing import Tracing
 from tests.support.allowances import MemoryAllowances
-from tests.support.jobs import NAMES, NOW_MS, Bench, routes_of
+from tests.support.jobs import NOW_MS, Bench, attempts, handler, routes_of
 from tests.support.virtual_time import virtually
 from tests.support.waiting import until
 from topology.codec.request import Request
@@ -103,7 +97,15 @@ class Ground:
             rng=rng,
             tell=lambda _, __, **___: None,
         )
-        self.handler = Handler(
+        self.handler = handler(
+            attempts(
+                Registry(self.provider, tracing=Tracing()),
+                breakers=self.breakers,
+                route_gate=routes,
+                budget_gate=budget,
+                replies=self.bench.replies,
+                lifecycle=self.bench.lifecycle,
+            ),
             gates=(
                 DeadlineGate(now_ms=lambda: NOW_MS),
                 ClaimGate(self.bench.claiming, now_ms=lambda: NOW_MS),
@@ -111,23 +113,8 @@ class Ground:
                 self.caps,
                 budget,
             ),
-            attempts=Attempts(
-                Registry(self.provider, tracing=Tracing()),
-                breakers=self.breakers,
-                route_gate=routes,
-                budget_gate=budget,
-                replies=self.bench.replies,
-                lifecycle=self.bench.lifecycle,
-                pausing=Pausing({}),
-                policy=RetryPolicy(),
-                now_ms=lambda: NOW_MS,
-                rng=rng,
-            ),
-            routes=routes_of("anthropic"),
+            provider="anthropic",
             replies=self.bench.replies,
-            names=NAMES,
-            failpoints=Failpoints(),
-            reading=Reading(),
         )
 
     def job(self, **headers: Any) -> Job:

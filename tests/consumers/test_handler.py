@@ -1,7 +1,7 @@
 """The pipeline: each step, in order, can end a request, and each gate gives back what it took."""
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,25 +10,23 @@ import pytest
 from consumers.attempt import SLACK_S
 from consumers.capacity.pausing import Pausing
 from consumers.chain import Route
-from consumers.failpoints import Failpoints
 from consumers.failures import UNREACHABLE, OverloadedError, RejectedError, TransientError
+from consumers.gates.base import Gate
 from consumers.gates.claim import DEATHS_AT_MOST, SUSPECT_FROM, ClaimGate
 from consumers.gates.deadline import DeadlineGate
 from consumers.gates.schedule import ScheduleGate
-from consumers.handler import Handler
 from consumers.job import ATTEMPT_WITHIN_S, CLAIM_WITHIN_S, STORE_WITHIN_S, Asked, Job
 from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried
 from consumers.providers.base import Answer, OnEvent
 from consumers.providers.breakers import Breakers
 from consumers.providers.registry import Registry
-from consumers.reading import Reading
 from consumers.state.base import Completion
 from lanekeeper.amqp.publisher import SURELY_WITHIN_S
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import ConfirmUnknown
 from lanekeeper.telemetry.tracing import Tracing
-from tests.support.jobs import BODY, NAMES, NOW_MS, Bench, asked, attempts, read, routes_of
+from tests.support.jobs import BODY, NOW_MS, Bench, asked, attempts, handler, read
 from tests.support.waiting import until
 from topology.codec.request import Request
 from topology.lanes import CRITICAL
@@ -76,37 +74,30 @@ def bench() -> Bench:
     return Bench()
 
 
-def handler(
+async def handle(
     bench: Bench,
-    provider: FakeProvider,
+    job: Job,
+    provider: FakeProvider | None = None,
     *,
-    gates: Any = None,
+    gates: Sequence[Gate] | None = None,
     now_ms: Callable[[], int] = lambda: NOW_MS,
     pausing: Pausing | None = None,
     breakers: Breakers | None = None,
-) -> Handler:
-    return Handler(
-        gates=gates
-        if gates is not None
-        else (DeadlineGate(now_ms=now_ms), ScheduleGate(bench.claiming, now_ms=now_ms)),
-        attempts=attempts(
-            Registry(provider, tracing=Tracing()),
+) -> Outcome:
+    steps = handler(
+        attempts(
+            Registry(provider or FakeProvider(), tracing=Tracing()),
             replies=bench.replies,
             lifecycle=bench.lifecycle,
             breakers=breakers,
             pausing=pausing,
             now_ms=now_ms,
         ),
-        routes=routes_of("fake"),
+        gates=(DeadlineGate(now_ms=now_ms), ScheduleGate(bench.claiming, now_ms=now_ms)) if gates is None else gates,
+        provider="fake",
         replies=bench.replies,
-        names=NAMES,
-        failpoints=Failpoints(),
-        reading=Reading(),
     )
-
-
-async def handle(bench: Bench, job: Job, provider: FakeProvider | None = None, **how: Any) -> Outcome:
-    return await handler(bench, provider or FakeProvider(), **how).handle(job, lane=job.lane or CRITICAL)
+    return await steps.handle(job, lane=job.lane or CRITICAL)
 
 
 def again(bench: Bench, **properties: Any) -> Job:

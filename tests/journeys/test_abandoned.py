@@ -8,17 +8,17 @@ import pytest
 
 from lanekeeper import Client, Final, Problem
 from tests.support.brokers import Vhost
-from tests.support.house import House, house
+from tests.support.serving import RunningWorker, serving
 from tests.support.waiting import until
 
 KEY = "critical.tests.abandoned"
 WORDS = "running, word by word, for a long time [[latency: 60s]]"
 
 
-async def is_closed(home: House, *, within_s: float = 15.0) -> None:
+async def is_closed(worker: RunningWorker, *, within_s: float = 15.0) -> None:
     """Wait until the provider has seen the connection of the running call close."""
     began = time.monotonic()
-    await until(lambda: [call.outcome for call in home.calls("running")] == ["client_gone"])
+    await until(lambda: [call.outcome for call in worker.calls("running")] == ["client_gone"])
     assert time.monotonic() - began < within_s
 
 
@@ -29,13 +29,13 @@ async def ends_as_cancelled(client: Client, id: str) -> None:
 
 @pytest.mark.parametrize("how", ["cancel", "wait_for", "timeout", "task group"])
 async def test_cancelling_the_calling_task_cancels_its_request(vhost: Vhost, how: str) -> None:
-    async with house(vhost.amqp_url) as home, Client(vhost.amqp_url) as client:
+    async with serving(vhost.amqp_url) as worker, Client(vhost.amqp_url) as client:
 
         async def ask() -> None:
             await client.request({"prompt": WORDS}, key=KEY, message_id="a-1")
 
         async def fail() -> None:
-            await until(lambda: home.calls("running"))
+            await until(lambda: worker.calls("running"))
             raise ZeroDivisionError
 
         async def fail_beside() -> None:
@@ -45,7 +45,7 @@ async def test_cancelling_the_calling_task_cancels_its_request(vhost: Vhost, how
 
         if how == "cancel":
             asking = asyncio.create_task(ask())
-            await until(lambda: home.calls("running"))
+            await until(lambda: worker.calls("running"))
             asking.cancel()
             with suppress(asyncio.CancelledError):
                 await asking
@@ -60,13 +60,13 @@ async def test_cancelling_the_calling_task_cancels_its_request(vhost: Vhost, how
             with pytest.raises(ExceptionGroup):
                 await fail_beside()
 
-        await is_closed(home)
+        await is_closed(worker)
         await ends_as_cancelled(client, "a-1")
 
 
 @pytest.mark.parametrize("how", ["break", "aclose", "cancel"])
 async def test_leaving_a_stream_cancels_its_request(vhost: Vhost, how: str) -> None:
-    async with house(vhost.amqp_url) as home, Client(vhost.amqp_url) as client:
+    async with serving(vhost.amqp_url) as worker, Client(vhost.amqp_url) as client:
         if how == "break":
             async for _ in client.stream({"prompt": WORDS}, key=KEY, message_id="a-1"):
                 break
@@ -81,33 +81,33 @@ async def test_leaving_a_stream_cancels_its_request(vhost: Vhost, how: str) -> N
                     pass
 
             reading = asyncio.create_task(read())
-            await until(lambda: home.calls("running"))
+            await until(lambda: worker.calls("running"))
             reading.cancel()
             with suppress(asyncio.CancelledError):
                 await reading
 
-        await is_closed(home)
+        await is_closed(worker)
         await ends_as_cancelled(client, "a-1")
 
 
 async def test_closing_the_client_cancels_its_open_requests(vhost: Vhost) -> None:
-    async with house(vhost.amqp_url) as home:
+    async with serving(vhost.amqp_url) as worker:
 
         async def ask() -> None:
             async with Client(vhost.amqp_url) as client:
                 await client.request({"prompt": WORDS}, key=KEY)
 
         asking = asyncio.create_task(ask())
-        await until(lambda: home.calls("running"))
+        await until(lambda: worker.calls("running"))
         asking.cancel()
         with suppress(asyncio.CancelledError):
             await asking
 
-        await is_closed(home)
+        await is_closed(worker)
 
 
 async def test_a_request_that_was_answered_is_not_cancelled(vhost: Vhost) -> None:
-    async with house(vhost.amqp_url) as home, Client(vhost.amqp_url) as client:
+    async with serving(vhost.amqp_url) as worker, Client(vhost.amqp_url) as client:
         await client.request({"prompt": "one"}, key=KEY, message_id="a-1")
         async for _ in client.stream({"prompt": "two"}, key=KEY, message_id="a-2"):
             pass
@@ -119,27 +119,27 @@ async def test_a_request_that_was_answered_is_not_cancelled(vhost: Vhost) -> Non
 
         for id in ("a-1", "a-2", "a-3"):
             assert (await client.result(id, wait_s=5)).attempt == 1
-        assert home.is_well
+        assert worker.is_well
 
 
 async def test_a_request_keeps_running_if_the_caller_chose_that(vhost: Vhost) -> None:
-    async with house(vhost.amqp_url) as home, Client(vhost.amqp_url, cancel_abandoned=False) as client:
+    async with serving(vhost.amqp_url) as worker, Client(vhost.amqp_url, cancel_abandoned=False) as client:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(
                 client.request({"prompt": "running [[latency: 2s]]"}, key=KEY, message_id="a-1"), 0.5
             )
 
         assert (await client.result("a-1", wait_s=10)).text.startswith("echo: running")
-        assert [call.outcome for call in home.calls("running")] == ["ok"]
+        assert [call.outcome for call in worker.calls("running")] == ["ok"]
 
 
 async def test_cancelling_the_calling_task_does_not_wait_for_the_broker(vhost: Vhost) -> None:
-    async with house(vhost.amqp_url) as home, Client(vhost.amqp_url) as client:
+    async with serving(vhost.amqp_url) as worker, Client(vhost.amqp_url) as client:
         asking = asyncio.create_task(client.request({"prompt": WORDS}, key=KEY))
-        await until(lambda: home.calls("running"))
+        await until(lambda: worker.calls("running"))
         began = time.monotonic()
         asking.cancel()
         with suppress(asyncio.CancelledError):
             await asking
         assert time.monotonic() - began < 2
-        await is_closed(home)
+        await is_closed(worker)

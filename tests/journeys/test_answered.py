@@ -8,8 +8,8 @@ import uuid
 import aiohttp
 import pytest
 
-from tests.support.house import house
 from tests.support.requester import requester
+from tests.support.serving import serving
 from tests.support.waiting import until
 
 WHOLE = {
@@ -34,7 +34,7 @@ WHOLE = {
 
 @pytest.mark.every_version
 async def test_the_answer_is_the_providers_message_with_every_documented_header(vhost) -> None:
-    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         before_s = time.monotonic()
         reply = await app.ask(
             {"prompt": "hello"}, key="critical.tests.ask", message_id="req-1", correlation_id="corr-1"
@@ -61,18 +61,18 @@ async def test_the_answer_is_the_providers_message_with_every_documented_header(
             "x-lane-attempt": 1,
             "x-lane-wait-from": "delivery",
         }
-        assert len(home.api.calls) == 1
+        assert len(worker.api.calls) == 1
         await until(lambda: _is_empty(app))
 
 
 async def test_the_answers_body_is_byte_for_byte_what_the_provider_sends(vhost) -> None:
     """The same call is also made directly; only fields that differ between any two calls may differ."""
-    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         reply = await app.ask(WHOLE)
         async with aiohttp.ClientSession() as session:
             headers = {"x-api-key": "k", "anthropic-version": "2026-10-21", "content-type": "application/json"}
             async with session.post(
-                f"{home.api.base_url}/v1/messages", data=home.api.calls[0].body, headers=headers
+                f"{worker.api.base_url}/v1/messages", data=worker.api.calls[0].body, headers=headers
             ) as r:
                 direct = await r.read()
         theirs = json.loads(direct)["id"].encode()
@@ -82,13 +82,13 @@ async def test_the_answers_body_is_byte_for_byte_what_the_provider_sends(vhost) 
 async def test_a_messages_body_reaches_the_provider_unchanged(vhost) -> None:
     """With unknown and beta fields, tools, system prompt, images and thinking."""
     raw = ("  " + json.dumps(WHOLE, ensure_ascii=False, indent=2).replace("1.5", "1.500") + "\n").encode()
-    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         reply = await app.ask(raw, headers={"anthropic-beta": "context-1m-2026-08-07,files-api-2026-04-14"})
         assert [block["type"] for block in reply.json["content"]] == ["thinking", "tool_use"]
-        assert home.api.calls[0].body == raw
-        assert home.api.calls[0].headers["anthropic-beta"] == "context-1m-2026-08-07,files-api-2026-04-14"
-        assert "x-stainless-retry-count" not in home.api.calls[0].headers or (
-            home.api.calls[0].headers["x-stainless-retry-count"] == "0"
+        assert worker.api.calls[0].body == raw
+        assert worker.api.calls[0].headers["anthropic-beta"] == "context-1m-2026-08-07,files-api-2026-04-14"
+        assert "x-stainless-retry-count" not in worker.api.calls[0].headers or (
+            worker.api.calls[0].headers["x-stainless-retry-count"] == "0"
         )
 
 
@@ -99,18 +99,18 @@ async def test_a_given_model_and_max_tokens_are_kept_and_missing_ones_are_the_la
         "normal": ("claude-sonnet-5-5", 1024),
         "batch": ("claude-haiku-4-5", 78),
     }
-    async with house(vhost.amqp_url, lanes=lanes) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url, lanes=lanes) as worker, requester(vhost.amqp_url) as app:
         for lane, (model, max_tokens) in expected.items():
             body = {"messages": [{"role": "user", "content": "a"}], "x": [0.1, 1e22]}
             filled = await app.ask(body, key=f"{lane}.tests.ask")
             assert filled.headers["x-lane-name"] == lane
             assert filled.headers["x-lane-model"] == model
-            assert json.loads(home.api.calls[-1].body) == {**body, "model": model, "max_tokens": max_tokens}
+            assert json.loads(worker.api.calls[-1].body) == {**body, "model": model, "max_tokens": max_tokens}
 
             short = {"prompt": "b", "system": "S", "model": "claude-opus-5", "max_tokens": 5}
             given = await app.ask(short, key=f"{lane}.x")
             assert given.headers["x-lane-model"] == "claude-opus-5"
-            assert json.loads(home.api.calls[-1].body) == {
+            assert json.loads(worker.api.calls[-1].body) == {
                 "model": "claude-opus-5",
                 "max_tokens": 5,
                 "system": "S",
@@ -120,27 +120,27 @@ async def test_a_given_model_and_max_tokens_are_kept_and_missing_ones_are_the_la
 
 async def test_a_gzipped_body_is_decompressed(vhost) -> None:
     packed = gzip.compress(json.dumps({"prompt": "squeezed " + "a" * 100_000}).encode())
-    async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url), requester(vhost.amqp_url) as app:
         reply = await app.ask(packed, content_encoding="gzip", content_type="application/json")
         assert reply.text.startswith("echo: squeezed aaa")
 
 
 async def test_a_request_without_message_id_gets_one(vhost) -> None:
-    async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url), requester(vhost.amqp_url) as app:
         first, second = await app.ask({"prompt": "a"}), await app.ask({"prompt": "b"})
         assert len({first.headers["x-lane-request-id"], second.headers["x-lane-request-id"], ""}) == 3
 
 
 @pytest.mark.every_version
 async def test_a_request_with_direct_reply_to_is_answered(vhost) -> None:
-    async with house(vhost.amqp_url), requester(vhost.amqp_url, direct=True) as app:
+    async with serving(vhost.amqp_url), requester(vhost.amqp_url, direct=True) as app:
         ids = [await app.publish({"prompt": f"question {n}"}) for n in range(20)]
         assert [(await app.final(each)).text for each in ids] == [f"echo: question {n}" for n in range(20)]
 
 
 @pytest.mark.every_version
 async def test_a_request_with_a_reply_queue_of_the_application_is_answered(vhost) -> None:
-    async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url), requester(vhost.amqp_url) as app:
         for name in ("shop.answers", "lane.reply.shop"):
             await app.channel.queue_declare(name, durable=True)
             await app.publish({"prompt": "hello"}, reply_to=name)
@@ -148,16 +148,16 @@ async def test_a_request_with_a_reply_queue_of_the_application_is_answered(vhost
 
 
 async def test_a_request_without_reply_to_is_worked_on_and_acknowledged(vhost) -> None:
-    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         await app.read_events()
         await app.publish({"prompt": "tell nobody"}, reply_to=None, correlation_id="c", message_id="quiet")
         await until(lambda: app.events_of("quiet") == ["started", "completed"])
-        assert len(home.calls("tell nobody")) == 1
+        assert len(worker.calls("tell nobody")) == 1
         await until(lambda: _is_empty(app))
 
 
 async def test_each_of_many_concurrent_requests_gets_its_own_answer_once(vhost) -> None:
-    async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url), requester(vhost.amqp_url) as app:
         lanes = ("critical", "normal", "batch")
         asked = {
             await app.publish(
@@ -172,7 +172,7 @@ async def test_each_of_many_concurrent_requests_gets_its_own_answer_once(vhost) 
 
 @pytest.mark.every_version
 async def test_headers_sent_as_strings_are_accepted(vhost) -> None:
-    async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url), requester(vhost.amqp_url) as app:
         headers = {"x-lane-deadline-ms": "5000", "x-lane-stream": "false", "x-lane-no-batch": "true"}
         assert (await app.ask({"prompt": "hello"}, headers=headers)).status == "ok"
 

@@ -8,7 +8,7 @@ import pytest
 from anthropic import AsyncAnthropic
 
 from tests.support.gate import gate
-from tests.support.house import house
+from tests.support.serving import serving
 
 TOOL = {
     "name": "look",
@@ -39,20 +39,20 @@ def sdk(url: str, **options: Any) -> AsyncAnthropic:
 @pytest.mark.parametrize("extra", BODIES.values(), ids=BODIES)
 async def test_a_message_is_the_same(vhost, extra) -> None:
     async with (
-        house(vhost.amqp_url) as home,
-        gate(home.settings) as url,
+        serving(vhost.amqp_url) as worker,
+        gate(worker.settings) as url,
         sdk(url) as ours,
-        sdk(home.api.base_url) as own,
+        sdk(worker.api.base_url) as own,
     ):
         assert same(await ours.messages.create(**asked(**extra))) == same(await own.messages.create(**asked(**extra)))
 
 
 async def test_its_bytes_are_the_providers_and_its_headers_tell_of_the_lane(vhost) -> None:
     async with (
-        house(vhost.amqp_url) as home,
-        gate(home.settings) as url,
+        serving(vhost.amqp_url) as worker,
+        gate(worker.settings) as url,
         sdk(url) as ours,
-        sdk(home.api.base_url) as own,
+        sdk(worker.api.base_url) as own,
     ):
         through = await ours.messages.with_raw_response.create(**asked(), extra_headers={"x-lane-name": "normal"})
         direct = await own.messages.with_raw_response.create(**asked())
@@ -73,10 +73,10 @@ async def test_a_streams_events_are_the_same(vhost, extra) -> None:
         return json.loads(json.dumps(found).replace(found[0]["message"]["id"], "")) if found else []
 
     async with (
-        house(vhost.amqp_url) as home,
-        gate(home.settings) as url,
+        serving(vhost.amqp_url) as worker,
+        gate(worker.settings) as url,
         sdk(url) as ours,
-        sdk(home.api.base_url) as own,
+        sdk(worker.api.base_url) as own,
     ):
         assert await events(ours) == await events(own)
 
@@ -108,9 +108,9 @@ async def test_an_error_is_the_same(vhost, wrong, stream) -> None:
         return type(caught.value), caught.value.status_code, body["error"]["type"], body["error"]["message"]
 
     async with (
-        house(vhost.amqp_url) as home,
-        gate(home.settings) as url,
+        serving(vhost.amqp_url) as worker,
+        gate(worker.settings) as url,
         sdk(url) as ours,
-        sdk(home.api.base_url) as own,
+        sdk(worker.api.base_url) as own,
     ):
         assert await error(ours) == await error(own)

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.house import House, house
 from tests.support.requester import Requester, raw_properties, requester, table
+from tests.support.serving import RunningWorker, serving
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.every_version
@@ -265,7 +265,7 @@ RAW = [
 ]
 
 
-async def check(case: Bad, n: int, home: House, app: Requester) -> None:
+async def check(case: Bad, n: int, worker: RunningWorker, app: Requester) -> None:
     """Check that it was answered and parked correctly, without a call to the provider."""
     asked = f"bad-{n}"
     how = dict(case.how)
@@ -294,18 +294,18 @@ async def check(case: Bad, n: int, home: House, app: Requester) -> None:
     assert dead[0].headers["x-lane-dead-detail"] == detail
     sent = case.body if isinstance(case.body, bytes) else json.dumps(case.body).encode()
     assert dead[0].body == sent, case.what
-    assert not home.api.calls, f"{case.what}: the provider was called"
-    assert home.is_well, f"{case.what}: {home.losses} {home.parts.reasons()}"
+    assert not worker.api.calls, f"{case.what}: the provider was called"
+    assert worker.is_well, f"{case.what}: {worker.losses} {worker.parts.reasons()}"
 
 
 @pytest.mark.parametrize(
     "cases", [BODIES, PROPERTIES, HEADERS, RAW], ids=["bodies", "properties", "headers", "raw frames"]
 )
 async def test_a_malformed_message_is_answered_parked_and_never_sent_to_the_provider(vhost, cases) -> None:
-    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         await app.read_dead()
         for n, case in enumerate(cases):
-            await check(case, n, home, app)
+            await check(case, n, worker, app)
         assert (await app.ask({"prompt": "a good one"})).text == "echo: a good one"
-        assert home.is_well
+        assert worker.is_well
         assert [await app.depth(f"lane.{queue}") for queue in ("critical", "critical.due", "fallen")] == [0, 0, 0]

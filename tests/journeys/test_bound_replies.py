@@ -5,8 +5,8 @@ from urllib.parse import quote
 
 import pytest
 
-from tests.support.house import house
 from tests.support.requester import requester
+from tests.support.serving import serving
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.every_version
@@ -28,7 +28,7 @@ async def test_no_reply_goes_to_another_users_queue(vhost, other) -> None:
     """Neither to a durable queue nor to an exclusive one whose name is known."""
     name, url = other
     async with (
-        house(vhost.amqp_url, reply_to=BOUND) as home,
+        serving(vhost.amqp_url, reply_to=BOUND) as worker,
         requester(vhost.amqp_url) as victim,
         requester(url) as app,
     ):
@@ -42,14 +42,14 @@ async def test_no_reply_goes_to_another_users_queue(vhost, other) -> None:
                 dead = await victim.buried(f"d-{n}-{user}")
                 assert dead.headers["x-lane-dead-code"] == "forbidden_reply_to"
                 assert "direct reply-to" in dead.headers["x-lane-dead-detail"]
-        assert not home.api.calls
+        assert not worker.api.calls
         assert not victim.replies
         assert not any([await victim.depth(each) for each in theirs[1:]])
 
 
 async def test_a_reply_goes_to_the_users_own_queue_also_after_a_delay_and_a_retry(vhost, other) -> None:
     name, url = other
-    async with house(vhost.amqp_url, reply_to=BOUND) as home, requester(url) as app:
+    async with serving(vhost.amqp_url, reply_to=BOUND) as worker, requester(url) as app:
         own = f"lane.reply.{name}.eu"
         await app.channel.queue_declare(own, durable=True)
         body = {"prompt": "x [[fault: server_error x1]]"}
@@ -58,11 +58,11 @@ async def test_a_reply_goes_to_the_users_own_queue_also_after_a_delay_and_a_retr
         got = await app.channel.basic_get(own, no_ack=True)
         assert got.header is not None
         assert (got.header.properties.headers or {})["x-lane-attempt"] == 2
-        assert home.is_well
+        assert worker.is_well
 
 
 async def test_direct_reply_to_works_without_a_user_for_requests_and_control_messages(vhost) -> None:
-    async with house(vhost.amqp_url, reply_to=BOUND), requester(vhost.amqp_url, direct=True) as app:
+    async with serving(vhost.amqp_url, reply_to=BOUND), requester(vhost.amqp_url, direct=True) as app:
         assert (await app.ask({"prompt": "x"}, message_id="m-1")).status == "ok"
         assert (await app.control({"result": "m-1"}, key="result")).status == "ok"
         assert (await app.control({"cancel": "m-1"}, key="cancel")).json["outcome"] == "ended"
@@ -71,7 +71,7 @@ async def test_direct_reply_to_works_without_a_user_for_requests_and_control_mes
 async def test_replies_to_a_speaker_are_bound_to_its_own_user(vhost, other) -> None:
     name, url = other
     speaks = {"speakers": (name,), "reply_to": BOUND}
-    async with house(vhost.amqp_url, **speaks) as home, requester(url) as gateway, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url, **speaks) as worker, requester(url) as gateway, requester(vhost.amqp_url) as app:
         await app.read_dead()
         for queue in (f"lane.reply.{name}", "lane.reply.shop"):
             await gateway.channel.queue_declare(queue, durable=True)
@@ -80,12 +80,12 @@ async def test_replies_to_a_speaker_are_bound_to_its_own_user(vhost, other) -> N
         await until(lambda: gateway.depth(f"lane.reply.{name}"))
         await gateway.publish({"prompt": "y"}, reply_to="lane.reply.shop", message_id="s-2", **said)
         assert (await app.buried("s-2")).headers["x-lane-dead-code"] == "forbidden_reply_to"
-        assert len(home.api.calls) == 1
+        assert len(worker.api.calls) == 1
 
 
 async def test_forged_direct_reply_addresses_of_control_messages_affect_no_other_requester(vhost) -> None:
     """Before RabbitMQ 4.3.5 each of them kills the connection that answers it."""
-    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url, direct=True) as app:
+    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url, direct=True) as app:
         for n in range(3):
             await app.publish(
                 json.dumps({"result": "m-1"}).encode(),
@@ -96,4 +96,4 @@ async def test_forged_direct_reply_addresses_of_control_messages_affect_no_other
             )
             assert (await app.control({"result": "m-1"}, key="result")).control == "pending"
         assert (await app.ask({"prompt": "x"})).status == "ok"
-        assert home.is_well
+        assert worker.is_well

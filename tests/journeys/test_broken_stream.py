@@ -1,8 +1,8 @@
 """If a stream breaks, the requester gets a restart, and a partial answer is never sent as a complete one."""
 
 from tests.journeys.test_streamed import put_together
-from tests.support.house import house
 from tests.support.requester import requester
+from tests.support.serving import serving
 from tests.support.waiting import until
 
 BROKEN = [
@@ -21,7 +21,7 @@ SHORT = {"critical": {"call_timeout_s": 0.6}}
 
 
 async def test_a_broken_stream_is_started_again_after_a_restart(vhost) -> None:
-    async with house(vhost.amqp_url, lanes=SHORT) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url, lanes=SHORT) as worker, requester(vhost.amqp_url) as app:
         for fault in BROKEN:
             body = {"prompt": f"a story [[fault: {fault} x1]]"}
             await app.publish(body, headers={"x-lane-stream": True}, correlation_id=fault)
@@ -30,7 +30,7 @@ async def test_a_broken_stream_is_started_again_after_a_restart(vhost) -> None:
 
             assert final.status == "ok", (fault, final)
             assert final.headers["x-lane-attempt"] == 2, fault
-            assert len(home.calls(f"[[fault: {fault} x1]]")) == 2, fault
+            assert len(worker.calls(f"[[fault: {fault} x1]]")) == 2, fault
             kinds = [part.headers["x-lane-part"] for part in parts]
             assert kinds.count("restart") == 1, fault
             restart = kinds.index("restart")
@@ -45,46 +45,46 @@ async def test_a_broken_stream_is_started_again_after_a_restart(vhost) -> None:
 
 async def test_a_stream_that_breaks_every_time_ends_as_an_error(vhost) -> None:
     lanes = {"critical": {"call_timeout_s": 0.6, "max_attempts": 2}}
-    async with house(vhost.amqp_url, lanes=lanes) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url, lanes=lanes) as worker, requester(vhost.amqp_url) as app:
         for fault in BROKEN:
             body = {"prompt": f"a story [[fault: {fault}]]"}
             await app.publish(body, headers={"x-lane-stream": True}, correlation_id=fault)
             assert (await app.final(fault)).code == "attempts_exhausted", fault
-            assert len(home.calls(f"[[fault: {fault}]]")) == 2, fault
+            assert len(worker.calls(f"[[fault: {fault}]]")) == 2, fault
             assert (await app.ask({"prompt": "all is well"})).status == "ok", "or the breaker would open"
 
 
 async def test_a_permanent_error_in_the_middle_of_a_stream_ends_the_request(vhost) -> None:
-    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         for type, status in (("invalid_request_error", 400), ("authentication_error", 401)):
             body = {"prompt": f"a story [[fault: error_mid_stream type={type}]]"}
             final = await app.ask(body, headers={"x-lane-stream": True})
             assert final.code == "provider_rejected"
             assert final.json["status"] == status
-            assert len(home.calls(type)) == 1
+            assert len(worker.calls(type)) == 1
 
 
 async def test_an_answer_streamed_only_for_its_length_is_retried_too(vhost) -> None:
-    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         asked = await app.publish({"prompt": "long [[fault: cut x1]]", "max_tokens": 30_000})
         assert (await app.final(asked)).text.startswith("echo: long")
         assert app.parts(asked) == []
-        assert len(home.api.calls) == 2
+        assert len(worker.api.calls) == 2
 
 
 async def test_a_slow_stream_without_long_pauses_is_not_interrupted(vhost) -> None:
     """The lane's time limit applies to the first event and every pause, not to the whole stream."""
-    async with house(vhost.amqp_url, lanes=SHORT) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url, lanes=SHORT) as worker, requester(vhost.amqp_url) as app:
         asked = await app.publish({"prompt": "a long breath [[latency: 2s]]"}, headers={"x-lane-stream": True})
         assert (await app.final(asked)).status == "ok"
-        assert len(home.api.calls) == 1
+        assert len(worker.api.calls) == 1
 
 
 async def test_after_a_worker_lost_the_broker_in_the_middle_of_a_stream_the_requester_gets_a_restart(vhost) -> None:
-    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         asked = await app.publish({"prompt": "to be continued [[latency: 1s]]"}, headers={"x-lane-stream": True})
         await until(lambda: len(app.parts(asked)) > 3)
-        await (await home.parts.consuming.underlying()).close()
+        await (await worker.parts.consuming.underlying()).close()
         final = await app.final(asked)
         kinds = [part.headers["x-lane-part"] for part in app.parts(asked)]
         assert kinds.count("restart") == 1
@@ -92,5 +92,5 @@ async def test_after_a_worker_lost_the_broker_in_the_middle_of_a_stream_the_requ
         assert app.parts(asked)[restart].headers["x-lane-seq"] == 0
         assert final.json == put_together([part.json for part in app.parts(asked)[restart + 1 :]])
         assert len(app.finals(asked)) == 1
-        assert len(home.api.calls) == 2
-        await home.api.until(lambda: home.api.running == 0)
+        assert len(worker.api.calls) == 2
+        await worker.api.until(lambda: worker.api.running == 0)

@@ -12,9 +12,9 @@ from service.checks.replies import replies
 from service.private_broker import container
 from service.private_broker.source import Steps
 from tests.support.brokers import RunningBroker, Vhost, fresh_vhost
-from tests.support.house import house
 from tests.support.lanes import LANES
 from tests.support.requester import Requester, requester
+from tests.support.serving import serving
 from tests.support.waiting import until
 from topology.broker.admin.apply import apply
 from topology.declaration import declare
@@ -71,18 +71,18 @@ async def test_wait_and_deadline_count_from_the_brokers_time_stamp_if_there_is_o
     await declared(stamped.amqp_url)
     async with requester(stamped.amqp_url) as app:
         asked = await published_before_any_worker(app, headers={"x-lane-deadline-ms": 2000, **headers})
-        async with house(stamped.amqp_url) as home:
+        async with serving(stamped.amqp_url) as worker:
             reply = await app.final(asked)
             assert reply.code == "deadline_exceeded"
             assert reply.headers["x-lane-wait-from"] == "broker"
             assert reply.headers["x-lane-wait-ms"] >= NOBODY_S * 1000 - 100
             assert reply.headers["x-lane-run-ms"] == 0
-            assert not home.api.calls
+            assert not worker.api.calls
 
 
 async def test_a_dead_letter_with_a_time_stamp_has_a_new_deadline_when_it_is_published_again(stamped: Vhost) -> None:
     async with (
-        house(stamped.amqp_url, lanes={"critical": {"max_attempts": 1}}) as home,
+        serving(stamped.amqp_url, lanes={"critical": {"max_attempts": 1}}) as worker,
         requester(stamped.amqp_url) as app,
     ):
         await app.read_dead()
@@ -93,7 +93,7 @@ async def test_a_dead_letter_with_a_time_stamp_has_a_new_deadline_when_it_is_pub
         await until(lambda: time.time() * 1000 - stamp_ms > 2100)
         again = await app.ask(dead.body, headers=dead.headers, message_id="twice")
         assert (again.status, again.headers["x-lane-wait-from"]) == ("ok", "delivery")
-        assert len(home.api.calls) == 2
+        assert len(worker.api.calls) == 2
 
 
 async def test_check_reports_a_broker_that_adds_time_stamps(stamped: Vhost) -> None:
@@ -121,7 +121,7 @@ async def test_without_time_stamps_wait_and_deadline_count_from_the_first_delive
     await declared(vhost.amqp_url)
     async with requester(vhost.amqp_url) as app:
         asked = await published_before_any_worker(app, headers={"x-lane-deadline-ms": 2000})
-        async with house(vhost.amqp_url):
+        async with serving(vhost.amqp_url):
             reply = await app.final(asked)
             assert (reply.status, reply.headers["x-lane-wait-from"]) == ("ok", "delivery")
             told = await app.ask({"prompt": "told"}, headers={SENT: time.time_ns() // 1_000_000})
@@ -133,7 +133,7 @@ async def test_without_the_brokers_time_stamp_the_deadline_counts_from_the_sende
     async with requester(vhost.amqp_url) as app:
         headers = {"x-lane-deadline-ms": 2000, SENT: time.time_ns() // 1_000_000}
         asked = await published_before_any_worker(app, headers=headers)
-        async with house(vhost.amqp_url):
+        async with serving(vhost.amqp_url):
             reply = await app.final(asked)
             assert (reply.code, reply.headers["x-lane-wait-from"]) == ("deadline_exceeded", "sender")
             assert reply.headers["x-lane-wait-ms"] >= NOBODY_S * 1000 - 100

@@ -17,10 +17,10 @@ from lanekeeper import Client, ReplyLost
 from lanekeeper.contract.problems import BrokerUnreachable, ConfirmUnknown
 from service.simulated.app import SimulatedAPI
 from service.simulated.options import SimulatedOptions
-from tests.support.house import house
 from tests.support.ledger import Ledger
 from tests.support.processes import environment, lanekeeper
 from tests.support.requester import requester
+from tests.support.serving import serving
 from tests.support.waiting import until
 from topology.broker.admin.apply import apply
 
@@ -51,7 +51,7 @@ async def ask_all(ledger: Ledger) -> None:
 @pytest.mark.timing
 async def test_when_the_broker_is_killed_no_request_is_lost_and_the_worker_recovers_by_itself(own_broker) -> None:
     ledger = Ledger(own_broker.amqp_url)
-    async with house(own_broker.amqp_url, lanes={"batch": {"slots": 1}}) as home:
+    async with serving(own_broker.amqp_url, lanes={"batch": {"slots": 1}}) as own:
         async with requester(own_broker.amqp_url) as watching, ledger.writing():
             await watching.read_events()
             await asyncio.sleep(SETTLED_S)
@@ -60,20 +60,20 @@ async def test_when_the_broker_is_killed_no_request_is_lost_and_the_worker_recov
             put_off = [f"{kind}-{n}" for kind in ("short", "long") for n in range(20)]
             await until(lambda: all("deferred" in watching.events_of(each) for each in put_off))
             await until(lambda: all("retrying" in watching.events_of(f"retried-{n}") for n in range(4)))
-            await until(lambda: len(home.calls("running")) == 4 and home.calls("queued"))
+            await until(lambda: len(own.calls("running")) == 4 and own.calls("queued"))
             assert await watching.depth("lane.batch") > 20
             assert time.monotonic() - asked < SHORT_MS / 1000, "the machine is too slow for this test"
             await own_broker.kill()
         died = time.monotonic()
-        await until(lambda: len(home.losses) == 2)
-        assert home.parts.reasons()["consume connection"], "whoever asks is told"
+        await until(lambda: len(own.losses) == 2)
+        assert own.parts.reasons()["consume connection"], "whoever asks is told"
         await asyncio.sleep(max(0, asked + SHORT_MS / 1000 + 0.5 - time.monotonic()))  # the short delays end meanwhile
         await own_broker.start()
         back = time.monotonic()
         assert back - asked < LONG_MS / 1000, "the long delays end after it came back"
 
         async with ledger.reading():
-            await until(lambda: not any(home.parts.reasons().values()))
+            await until(lambda: not any(own.parts.reasons().values()))
             well = time.monotonic()
             await until(lambda: ledger.finals)
             first = time.monotonic()
@@ -82,26 +82,26 @@ async def test_when_the_broker_is_killed_no_request_is_lost_and_the_worker_recov
         print(
             f"down {back - died:.1f} s; all queues consumed {well - back:.2f} s after it was back, first answer "
             f"{first - back:.2f} s; {len(ledger.confirmed)} requests, {ledger.repeated} replies twice, "
-            f"{len(home.api.calls) - len(ledger.confirmed) - 4} calls beyond those needed"
+            f"{len(own.api.calls) - len(ledger.confirmed) - 4} calls beyond those needed"
         )
         assert well - back < 30
         for n in range(20):
             due_s = asked + (LONG_MS + 100 * n) / 1000
-            calls = home.calls(f"delayed long {n}")
+            calls = own.calls(f"delayed long {n}")
             assert calls[0].started_s > due_s - 0.1, "not before it was due"
             assert calls[0].started_s < max(due_s, well) + 20
 
 
 async def test_a_publish_while_the_broker_is_away_fails_with_an_error_or_succeeds_later(own_broker) -> None:
     async with (
-        house(own_broker.amqp_url) as home,
+        serving(own_broker.amqp_url) as own,
         Client(own_broker.amqp_url, publish_within_s=0.5) as hasty,
         Client(own_broker.amqp_url, publish_within_s=60) as patient,
     ):
         assert (await hasty.request({"prompt": "before"}, key="critical.tests.x", timeout_s=60)).text == "echo: before"
         await asyncio.sleep(SETTLED_S)
         hanging = asyncio.create_task(hasty.request({"prompt": "[[latency: 20s]]"}, key="critical.tests.x"))
-        await until(lambda: home.calls("latency"))
+        await until(lambda: own.calls("latency"))
         await own_broker.kill()
         with pytest.raises(ReplyLost, match="ask again"):
             await hanging
@@ -155,7 +155,7 @@ async def test_a_worker_process_reports_not_ready_without_a_broker_and_recovers_
 async def test_connections_closed_by_an_administrator_cause_at_most_a_repeated_call(vhost) -> None:
     ledger = Ledger(vhost.amqp_url)
     options = SimulatedOptions(latency_ms=500)
-    async with house(vhost.amqp_url, simulated=options, lanes={"batch": {"slots": 8}}) as home:
+    async with serving(vhost.amqp_url, simulated=options, lanes={"batch": {"slots": 8}}) as own:
         async with ledger.writing(), ledger.reading():
             for which in ("consume", "publish", "consume"):
                 of_that_name = connections_named(vhost, f"lanekeeper {which}")
@@ -163,47 +163,47 @@ async def test_connections_closed_by_an_administrator_cause_at_most_a_repeated_c
                 asked = len(ledger.confirmed)
                 for n in range(asked, asked + 24):
                     await ledger.ask("batch", f"job {n:02d}", id=f"job-{n}")
-                await until(lambda: home.api.running >= 8)
-                loss = home.parts.consuming.loss if which == "consume" else home.parts.publishing.loss
+                await until(lambda: own.api.running >= 8)
+                loss = own.parts.consuming.loss if which == "consume" else own.parts.publishing.loss
                 await asyncio.to_thread(vhost.api, "DELETE", f"connections/{quote(name, safe='')}")
                 assert "CONNECTION_FORCED" in await asyncio.wait_for(asyncio.shield(loss), timeout=60)
                 before = time.monotonic()
-                await until(lambda: not any(home.parts.reasons().values()))
+                await until(lambda: not any(own.parts.reasons().values()))
                 print(f"{which}: well again after {time.monotonic() - before:.2f} s")
             await until(lambda: not ledger.lost)
         ledger.check()
-        assert len(home.api.calls) <= 3 * 24 + 2 * 10, "what ran on the consuming connection, and nothing else"
+        assert len(own.api.calls) <= 3 * 24 + 2 * 10, "what ran on the consuming connection, and nothing else"
 
 
 @pytest.mark.every_version
 async def test_a_closed_consumer_channel_is_opened_again_on_the_same_connection(vhost) -> None:
-    async with house(vhost.amqp_url, lanes={"critical": {"slots": 2}}) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url, lanes={"critical": {"slots": 2}}) as own, requester(vhost.amqp_url) as app:
         running = [await app.publish({"prompt": f"running {n} [[latency: 500ms]]"}) for n in range(2)]
-        await until(lambda: home.api.running == 2)
-        pool = next(pool for pool in home.parts.pools if pool.queue == "lane.critical")
+        await until(lambda: own.api.running == 2)
+        pool = next(pool for pool in own.parts.pools if pool.queue == "lane.critical")
         session = pool._deliveries._session
         assert session is not None
         await session._channel.basic_ack(4711, wait=False)  # an unknown delivery tag: the broker closes the channel
         for each in running:
             assert (await app.final(each)).status == "ok"
         assert pool._deliveries._session is not session
-        assert home.is_well, "the connections are those of before, and every queue is consumed"
+        assert own.is_well, "the connections are those of before, and every queue is consumed"
         assert (await app.ask({"prompt": "go on"})).status == "ok"
 
 
 @pytest.mark.every_version
 async def test_a_deleted_queue_makes_the_worker_unready_until_it_is_declared_again(vhost) -> None:
     """Its content is lost, which cannot be prevented; but the loss must be reported."""
-    async with house(vhost.amqp_url, declares=False) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url, declares=False) as own, requester(vhost.amqp_url) as app:
         await asyncio.to_thread(vhost.api, "DELETE", f"queues/{vhost.quoted}/lane.normal")
-        trouble = await until(lambda: "topology apply" in (home.parts.reasons()["queue lane.normal"] or ""))
+        trouble = await until(lambda: "topology apply" in (own.parts.reasons()["queue lane.normal"] or ""))
         assert trouble
-        await until(lambda: "lane.normal is missing" in (home.parts.reasons()["topology"] or ""))
+        await until(lambda: "lane.normal is missing" in (own.parts.reasons()["topology"] or ""))
         assert (await app.ask({"prompt": "the others go on"}, key="batch.tests.x")).status == "ok"
         lost = await app.ask({"prompt": "nowhere to go"}, key="normal.tests.x")
         assert lost.code == "unroutable"
-        await apply(home.parts.topology, await home.parts.publishing.underlying())
-        await until(lambda: not any(home.parts.reasons().values()))
+        await apply(own.parts.topology, await own.parts.publishing.underlying())
+        await until(lambda: not any(own.parts.reasons().values()))
         assert (await app.ask({"prompt": "back"}, key="normal.tests.x")).status == "ok"
 
 

@@ -6,8 +6,8 @@ import time
 import pytest
 
 from tests.support.alarms import memory_alarm
-from tests.support.house import house
 from tests.support.requester import requester
+from tests.support.serving import serving
 from tests.support.waiting import until
 
 SLOW = {"critical": {"slots": 2, "slots_max": 2}}
@@ -16,50 +16,50 @@ REQUESTS = 24
 
 
 async def test_during_an_alarm_nothing_is_started_and_afterwards_every_request_is_answered_once(own_broker) -> None:
-    async with house(own_broker.amqp_url, lanes=SLOW) as home, requester(own_broker.amqp_url) as app:
+    async with serving(own_broker.amqp_url, lanes=SLOW) as worker, requester(own_broker.amqp_url) as app:
         for n in range(REQUESTS):
             await app.publish({"prompt": f"ask {n} [[latency: 500ms]]"}, correlation_id=f"{n}")
-        await until(lambda: home.api.calls)
+        await until(lambda: worker.api.calls)
         async with memory_alarm(own_broker.amqp_url):
-            await until(lambda: all(pool.is_paused for pool in home.parts.pools))
-            begun = len(home.api.calls)
+            await until(lambda: all(pool.is_paused for pool in worker.parts.pools))
+            begun = len(worker.api.calls)
             await asyncio.sleep(2)
-            assert len(home.api.calls) == begun < REQUESTS, "a call was made whose answer could not be sent"
-            assert home.parts.reasons()["publish connection"] == "low on memory"
+            assert len(worker.api.calls) == begun < REQUESTS, "a call was made whose answer could not be sent"
+            assert worker.parts.reasons()["publish connection"] == "low on memory"
         over_s = time.monotonic()
-        await until(lambda: home.is_well)
+        await until(lambda: worker.is_well)
         print(f"all queues consumed {time.monotonic() - over_s:.2f} s after the alarm")
         for n in range(REQUESTS):
             assert (await app.final(f"{n}")).status == "ok"
-        assert len(home.api.calls) == REQUESTS
+        assert len(worker.api.calls) == REQUESTS
 
 
 @pytest.mark.every_version
 async def test_while_a_worker_cannot_publish_it_takes_no_request_and_reports_why(vhost) -> None:
-    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         assert (await app.ask({"prompt": "before"})).status == "ok"
         rights = f"permissions/{vhost.quoted}/{vhost.user}"
         vhost.api("DELETE", rights)  # so that it does not reconnect
-        await (await home.parts.publishing.underlying()).close()
-        await until(lambda: all(pool.is_paused for pool in home.parts.pools))
+        await (await worker.parts.publishing.underlying()).close()
+        await until(lambda: all(pool.is_paused for pool in worker.parts.pools))
         asked = await app.publish({"prompt": "meanwhile"})
-        await until(lambda: "not into virtual host" in (home.parts.reasons()["publish connection"] or ""))
+        await until(lambda: "not into virtual host" in (worker.parts.reasons()["publish connection"] or ""))
         await asyncio.sleep(0.5)
-        assert not home.calls("meanwhile")
+        assert not worker.calls("meanwhile")
 
         vhost.api("PUT", rights, {"configure": ".*", "write": ".*", "read": ".*"})
         assert (await app.final(asked)).status == "ok"
-        assert not any(home.parts.reasons().values())
-        assert len(home.calls("meanwhile")) == 1
+        assert not any(worker.parts.reasons().values())
+        assert len(worker.calls("meanwhile")) == 1
 
 
 @pytest.mark.every_version
 async def test_a_deleted_queue_of_a_lane_is_declared_again_and_consumed(vhost) -> None:
-    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         assert (await app.ask({"prompt": "before"})).status == "ok"
         deleted_s = time.monotonic()
         vhost.api("DELETE", f"queues/{vhost.quoted}/lane.critical")
-        await until(lambda: not home.is_well)
-        await until(lambda: home.is_well)
+        await until(lambda: not worker.is_well)
+        await until(lambda: worker.is_well)
         print(f"consumed again {time.monotonic() - deleted_s:.2f} s after it was deleted")
         assert (await app.ask({"prompt": "after"})).status == "ok"

@@ -12,10 +12,10 @@ from lanekeeper import Client
 from service.checks.status import look
 from service.simulated.app import SimulatedAPI
 from service.simulated.options import SimulatedOptions
-from tests.support.house import PLENTY, House, house
 from tests.support.processes import environment, lanekeeper
 from tests.support.redis import redis_server
 from tests.support.requester import Requester, requester
+from tests.support.serving import PLENTY, RunningWorker, serving
 from tests.support.waiting import until
 
 MODEL = "claude-sonnet-5-5"
@@ -39,8 +39,8 @@ async def flood(app: Requester, jobs: int, *, key: str = "batch.tests.flood") ->
     return [await app.publish(body(f"job {n}"), key=key, message_id=f"job-{n}") for n in range(jobs)]
 
 
-async def status_of(home: House) -> tuple[str, ...]:
-    parts = home.parts
+async def status_of(running: RunningWorker) -> tuple[str, ...]:
+    parts = running.parts
     return (await look(parts.publishing, lanes=parts.lanes, names=parts.names)).waiting
 
 
@@ -48,11 +48,11 @@ async def status_of(home: House) -> tuple[str, ...]:
 async def test_a_flood_leaves_critical_its_share_and_the_provider_refuses_no_call(vhost) -> None:
     """Initially nothing is known of the provider's limits; they are learned from its answers."""
     async with (
-        house(vhost.amqp_url, simulated=TEN_A_SECOND, lanes=WIDE, budget=UNKNOWN) as home,
+        serving(vhost.amqp_url, simulated=TEN_A_SECOND, lanes=WIDE, budget=UNKNOWN) as running,
         requester(vhost.amqp_url) as app,
     ):
         jobs = await flood(app, 200)
-        await until(lambda: len(home.calls("job")) > 100)  # the burst is used up: from here on ten a second
+        await until(lambda: len(running.calls("job")) > 100)  # the burst is used up: from here on ten a second
         waits = []
         for n in range(20):
             reply = await app.ask(body(f"chat {n}"))
@@ -66,14 +66,14 @@ async def test_a_flood_leaves_critical_its_share_and_the_provider_refuses_no_cal
 
         print(f"critical waited p50 {sorted(waits)[10]} ms, p95 {quantiles(waits, n=20)[-1]:.0f} ms; {left} jobs left")
         assert quantiles(waits, n=20)[-1] < 1000
-        assert refused(home.api) == 0
-        assert len(home.api.calls) == 220, "one call for each"
+        assert refused(running.api) == 0
+        assert len(running.api.calls) == 220, "one call for each"
 
 
 async def test_the_first_burst_of_a_new_worker_is_not_refused_because_of_the_initial_guess(vhost) -> None:
     """The initially assumed limit is 50 requests a minute; the first answer announces a thousand."""
     plenty = SimulatedOptions(requests_per_minute=1000, latency_ms=150)
-    async with house(vhost.amqp_url, simulated=plenty, budget=UNKNOWN) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url, simulated=plenty, budget=UNKNOWN) as running, requester(vhost.amqp_url) as app:
         text = "a prompt of a usual length " * 100
         asked = [
             await app.publish(body(f"{n} {text}"), headers={"x-lane-deadline-ms": 30_000}, correlation_id=f"{n}")
@@ -82,7 +82,7 @@ async def test_the_first_burst_of_a_new_worker_is_not_refused_because_of_the_ini
         replies = [await app.final(each, within_s=35) for each in asked]
 
         assert [reply.code for reply in replies if reply.status != "ok"] == []
-        assert refused(home.api) == 0
+        assert refused(running.api) == 0
 
 
 async def test_a_new_worker_with_a_simulated_provider_answers_its_first_burst(vhost, tmp_path) -> None:
@@ -103,25 +103,25 @@ async def test_a_new_worker_with_a_simulated_provider_answers_its_first_burst(vh
 
 async def test_a_request_that_cannot_be_in_time_is_refused_at_once_with_the_figures_and_without_a_call(vhost) -> None:
     async with (
-        house(vhost.amqp_url, simulated=ONE_A_SECOND, lanes=WIDE, budget=KNOWN) as home,
+        serving(vhost.amqp_url, simulated=ONE_A_SECOND, lanes=WIDE, budget=KNOWN) as running,
         requester(vhost.amqp_url) as app,
     ):
         await flood(app, 25, key="normal.tests.flood")
-        await until(lambda: len(home.api.calls) >= 7)
+        await until(lambda: len(running.api.calls) >= 7)
         hasty = await app.ask(body("hasty"), key="normal.tests.x", headers={"x-lane-deadline-ms": 2000}, within_s=1.5)
         assert hasty.code == "deadline_exceeded"
         assert "waiting for rpm of anthropic/sonnet" in hasty.json["detail"]
         assert "ms are left" in hasty.json["detail"]
-        assert not home.calls("hasty")
+        assert not running.calls("hasty")
         assert (await app.ask(body("urgent"), headers={"x-lane-deadline-ms": 3000})).status == "ok"
-        assert refused(home.api) == 0
+        assert refused(running.api) == 0
 
 
 async def test_when_more_is_asked_than_the_limit_allows_every_call_that_starts_is_answered(vhost) -> None:
     """Twice as many requests as the provider allows, and each answer takes a third of the deadline."""
     busy = SimulatedOptions(requests_per_minute=300, burst_s=2, latency_ms=1000)
     async with (
-        house(vhost.amqp_url, simulated=busy, budget={**PLENTY, "requests_per_min": 300, "burst_s": 2}) as home,
+        serving(vhost.amqp_url, simulated=busy, budget={**PLENTY, "requests_per_min": 300, "burst_s": 2}) as running,
         requester(vhost.amqp_url) as app,
     ):
         assert (await app.ask(body("first"))).status == "ok"
@@ -131,7 +131,7 @@ async def test_when_more_is_asked_than_the_limit_allows_every_call_that_starts_i
             await asyncio.sleep(0.05)
         replies = [await app.final(each) for each in asked]
         ok = sum(reply.status == "ok" for reply in replies)
-        called = len(home.calls("chat"))
+        called = len(running.calls("chat"))
         print(f"{ok} answered of {called} calls; {len(asked) - ok} refused")
         assert {reply.code for reply in replies if reply.status == "error"} == {"deadline_exceeded"}
         assert ok > 30
@@ -140,7 +140,7 @@ async def test_when_more_is_asked_than_the_limit_allows_every_call_that_starts_i
 
 async def test_the_reason_of_a_wait_is_in_the_event_and_in_the_status(vhost) -> None:
     async with (
-        house(vhost.amqp_url, simulated=ONE_A_SECOND, lanes=WIDE, budget=KNOWN) as home,
+        serving(vhost.amqp_url, simulated=ONE_A_SECOND, lanes=WIDE, budget=KNOWN) as running,
         requester(vhost.amqp_url) as app,
     ):
         await app.read_events()
@@ -151,22 +151,22 @@ async def test_the_reason_of_a_wait_is_in_the_event_and_in_the_status(vhost) -> 
         assert all(each["delay_ms"] >= 1000 for each in told)
 
         async def waits() -> bool:
-            return any("wait for rpm of anthropic/sonnet" in line for line in await status_of(home))
+            return any("wait for rpm of anthropic/sonnet" in line for line in await status_of(running))
 
         await until(waits)
 
 
 async def test_a_request_that_waits_for_the_budget_can_be_cancelled(vhost) -> None:
     async with (
-        house(vhost.amqp_url, simulated=ONE_A_SECOND, lanes=WIDE, budget=KNOWN) as home,
+        serving(vhost.amqp_url, simulated=ONE_A_SECOND, lanes=WIDE, budget=KNOWN) as running,
         requester(vhost.amqp_url) as app,
         Client(vhost.amqp_url) as client,
     ):
         jobs = await flood(app, 20)
-        await until(lambda: len(home.api.calls) >= 5)
+        await until(lambda: len(running.api.calls) >= 5)
         assert await client.cancel("job-19") == "told"
         assert (await app.final(jobs[19])).code == "cancelled"
-        assert not home.calls("job 19")
+        assert not running.calls("job 19")
 
 
 async def test_two_processes_with_one_redis_share_one_budget(vhost, tmp_path) -> None:

@@ -8,8 +8,8 @@ import pytest
 
 from consumers.state.base import Identity
 from lanekeeper import Client, ControlRefused
-from tests.support.house import House, house
 from tests.support.requester import Got, Requester, requester
+from tests.support.serving import RunningWorker, serving
 from tests.support.waiting import until
 
 ONE_SLOT = {"normal": {"slots": 1}}
@@ -34,16 +34,16 @@ async def control_is_empty(app: Requester) -> bool:
 
 
 async def test_a_queued_request_is_answered_cancelled_without_a_call(vhost) -> None:
-    async with house(vhost.amqp_url, lanes=ONE_SLOT) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url, lanes=ONE_SLOT) as worker, requester(vhost.amqp_url) as app:
         ahead = await app.publish({"prompt": "ahead [[latency: 1500ms]]"}, key="normal.tests.x")
-        await until(lambda: home.calls("ahead"))
+        await until(lambda: worker.calls("ahead"))
         queued = await app.publish({"prompt": "queued"}, key="normal.tests.x", message_id="q-1")
         async with Client(vhost.amqp_url) as client:
             assert await client.cancel("q-1") == "unseen"
 
         assert cancelled(await app.final(queued), "q-1")
         assert (await app.final(ahead)).status == "ok"
-        assert not home.calls("queued")
+        assert not worker.calls("queued")
         assert await ended_once(app, queued, ahead)
         await until(lambda: control_is_empty(app))
 
@@ -51,39 +51,39 @@ async def test_a_queued_request_is_answered_cancelled_without_a_call(vhost) -> N
 @pytest.mark.every_version
 async def test_a_delayed_request_is_answered_cancelled_without_a_call(vhost) -> None:
     async with (
-        house(vhost.amqp_url) as home,
+        serving(vhost.amqp_url) as worker,
         requester(vhost.amqp_url) as app,
         Client(vhost.amqp_url) as client,
     ):
         delayed = await app.publish({"prompt": "delayed"}, message_id="d-1", headers={"x-lane-delay-ms": 1500})
-        await until(lambda: home.parts.store.find(Identity("", "d-1")))
+        await until(lambda: worker.parts.store.find(Identity("", "d-1")))
         assert await client.cancel("d-1") == "recorded"
 
         assert cancelled(await app.final(delayed), "d-1")
         await asyncio.sleep(1.6)  # it is due now, and nothing must happen
-        assert not home.calls("delayed")
+        assert not worker.calls("delayed")
         assert await ended_once(app, delayed)
 
 
 async def test_a_request_cancelled_between_two_attempts_makes_no_further_attempt(vhost) -> None:
     async with (
-        house(vhost.amqp_url, retry={"base_s": 1, "cap_s": 2}) as home,
+        serving(vhost.amqp_url, retry={"base_s": 1, "cap_s": 2}) as worker,
         requester(vhost.amqp_url) as app,
         Client(vhost.amqp_url) as client,
     ):
         failing = await app.publish({"prompt": "failing [[fault: rate_limited retry_after=2]]"}, message_id="r-1")
-        await until(lambda: home.api.running == 0 and home.calls("failing"))
+        await until(lambda: worker.api.running == 0 and worker.calls("failing"))
         assert await client.cancel("r-1") in ("recorded", "told")
 
         assert cancelled(await app.final(failing), "r-1")
-        assert len(home.calls("failing")) == 1
+        assert len(worker.calls("failing")) == 1
         assert await ended_once(app, failing)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_running_call_is_interrupted_within_a_second(vhost, stream: bool) -> None:
     async with (
-        house(vhost.amqp_url) as home,
+        serving(vhost.amqp_url) as worker,
         requester(vhost.amqp_url) as app,
         Client(vhost.amqp_url) as client,
     ):
@@ -92,25 +92,25 @@ async def test_a_running_call_is_interrupted_within_a_second(vhost, stream: bool
         running = await app.publish(
             {"prompt": f"running, word by word, for a long time {LONG}"}, message_id="c-1", headers=headers
         )
-        await until(lambda: home.calls("running"))
+        await until(lambda: worker.calls("running"))
         if stream:
             await until(lambda: app.parts(running))
         began = time.monotonic()
         assert await client.cancel("c-1") == "told"
-        await until(lambda: home.calls("running")[0].outcome == "client_gone")
+        await until(lambda: worker.calls("running")[0].outcome == "client_gone")
         took_s = time.monotonic() - began
 
         assert took_s < 15
         assert cancelled(await app.final(running), "c-1")
         assert await ended_once(app, running)
-        assert len(home.calls("running")) == 1
+        assert len(worker.calls("running")) == 1
         assert app.events_of("c-1") == ["started", "cancelled"]
 
 
 async def test_a_cancellation_read_by_another_worker_reaches_the_one_that_runs_the_request(vhost) -> None:
     async with (
-        house(vhost.amqp_url, works=("normal",)) as first,
-        house(vhost.amqp_url, works=("critical",)) as second,
+        serving(vhost.amqp_url, works=("normal",)) as first,
+        serving(vhost.amqp_url, works=("critical",)) as second,
         requester(vhost.amqp_url) as app,
         Client(vhost.amqp_url) as client,
     ):
@@ -131,7 +131,7 @@ async def test_a_cancellation_read_by_another_worker_reaches_the_one_that_runs_t
 
 async def test_a_cancellation_after_the_end_has_no_effect(vhost) -> None:
     async with (
-        house(vhost.amqp_url) as home,
+        serving(vhost.amqp_url) as worker,
         requester(vhost.amqp_url) as app,
         Client(vhost.amqp_url) as client,
     ):
@@ -141,12 +141,12 @@ async def test_a_cancellation_after_the_end_has_no_effect(vhost) -> None:
         assert await client.cancel("e-1") == "ended"
         assert (await client.result("e-1")).text == "echo: quick"
         assert await ended_once(app, asked)
-        assert len(home.calls("quick")) == 1
+        assert len(worker.calls("quick")) == 1
 
 
 async def test_a_request_that_arrives_after_its_cancellation_is_answered_cancelled(vhost) -> None:
     async with (
-        house(vhost.amqp_url) as home,
+        serving(vhost.amqp_url) as worker,
         requester(vhost.amqp_url) as app,
         Client(vhost.amqp_url) as client,
     ):
@@ -154,18 +154,18 @@ async def test_a_request_that_arrives_after_its_cancellation_is_answered_cancell
         late = await app.publish({"prompt": "late"}, message_id="u-1")
 
         assert cancelled(await app.final(late), "u-1")
-        assert not home.calls("late")
+        assert not worker.calls("late")
         assert await ended_once(app, late)
 
 
 async def test_a_request_that_is_cancelled_twice_ends_once(vhost) -> None:
     async with (
-        house(vhost.amqp_url) as home,
+        serving(vhost.amqp_url) as worker,
         requester(vhost.amqp_url) as app,
         Client(vhost.amqp_url) as client,
     ):
         running = await app.publish({"prompt": f"running {LONG}"}, message_id="c-1")
-        await until(lambda: home.calls("running"))
+        await until(lambda: worker.calls("running"))
         came_to = await asyncio.gather(client.cancel("c-1"), client.cancel("c-1"), client.cancel("c-1"))
 
         assert came_to[0] == "told"
@@ -178,7 +178,7 @@ async def test_a_request_that_is_cancelled_twice_ends_once(vhost) -> None:
 @pytest.mark.every_version
 async def test_a_cancellation_is_kept_while_no_worker_runs(vhost) -> None:
     async with requester(vhost.amqp_url) as app:
-        async with house(vhost.amqp_url):
+        async with serving(vhost.amqp_url):
             pass  # the topology is declared, and no worker runs
         await app.publish(
             {"cancel": "k-1"},
@@ -190,20 +190,20 @@ async def test_a_cancellation_is_kept_while_no_worker_runs(vhost) -> None:
         )
         assert await app.depth("lane.control") == 1
 
-        async with house(vhost.amqp_url) as home:
+        async with serving(vhost.amqp_url) as worker:
             await until(lambda: control_is_empty(app))
             assert cancelled(await app.ask({"prompt": "late"}, message_id="k-1"), "k-1")
-            assert not home.calls("late")
+            assert not worker.calls("late")
 
 
 async def test_a_cancellation_does_not_affect_another_tenants_request(vhost) -> None:
     async with (
-        house(vhost.amqp_url) as home,
+        serving(vhost.amqp_url) as worker,
         requester(vhost.amqp_url) as app,
         Client(vhost.amqp_url) as client,
     ):
         mine = await app.publish({"prompt": "mine [[latency: 1500ms]]"}, message_id="t-1", user_id=vhost.user)
-        await until(lambda: home.calls("mine"))
+        await until(lambda: worker.calls("mine"))
 
         assert await client.cancel("t-1") == "unseen"  # that of a request without a tenant, which may still arrive
         with pytest.raises(ControlRefused, match=r"may not speak for tenant 'acme'.*speakers"):
@@ -211,7 +211,7 @@ async def test_a_cancellation_does_not_affect_another_tenants_request(vhost) -> 
         assert (await app.final(mine)).status == "ok"
 
         again = await app.publish({"prompt": f"again {LONG}"}, message_id="t-2", user_id=vhost.user)
-        await until(lambda: home.calls("again"))
+        await until(lambda: worker.calls("again"))
         assert await client.cancel("t-2", tenant=vhost.user) == "told"
         assert cancelled(await app.final(again), "t-2")
         assert await ended_once(app, mine, again)
@@ -219,13 +219,13 @@ async def test_a_cancellation_does_not_affect_another_tenants_request(vhost) -> 
 
 async def test_a_speaker_can_cancel_requests_of_its_tenants(vhost) -> None:
     async with (
-        house(vhost.amqp_url, speakers=(vhost.user,)) as home,
+        serving(vhost.amqp_url, speakers=(vhost.user,)) as worker,
         Client(vhost.amqp_url) as client,
     ):
         asked = asyncio.create_task(
             client.request({"prompt": f"theirs {LONG}"}, key="critical.tests.x", message_id="t-1", tenant="acme")
         )
-        await until(lambda: home.calls("theirs"))
+        await until(lambda: worker.calls("theirs"))
         assert await client.cancel("t-1", tenant="acme") == "told"
 
         with pytest.raises(Exception, match="cancelled"):
@@ -257,7 +257,7 @@ ODD = [
 
 
 async def test_every_answer_to_a_control_message_says_what_it_is(vhost) -> None:
-    async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url), requester(vhost.amqp_url) as app:
         told = [await app.control({"cancel": "c-1"}, key="cancel"), await app.control({"result": "r-1"}, key="result")]
         assert [(each.control, each.headers["x-lane-request-id"]) for each in told] == [
             ("accepted", "c-1"),
@@ -277,9 +277,9 @@ async def test_every_answer_to_a_control_message_says_what_it_is(vhost) -> None:
 
 
 async def test_a_control_message_that_cannot_be_understood_is_refused_and_removed(vhost) -> None:
-    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         running = await app.publish({"prompt": "running [[latency: 2s]]"}, message_id="m-1")
-        await until(lambda: home.calls("running"))
+        await until(lambda: worker.calls("running"))
         refused = [await app.control(body, key="cancel") for body in MALFORMED.values()]
         refused += [await app.control({"cancel": "m-1"}, key=key, message_type=type) for key, type in ODD]
         for reply in refused:
@@ -289,12 +289,12 @@ async def test_a_control_message_that_cannot_be_understood_is_refused_and_remove
         assert (await app.final(running)).status == "ok"
         await until(lambda: control_is_empty(app))
         assert await ended_once(app, running)
-        assert home.is_well
+        assert worker.is_well
 
 
 @pytest.mark.parametrize("reply_to", ["lane.critical", "lane.dead", "lane.control", "no.such"])
 async def test_a_control_message_is_answered_only_to_queues_named_by_the_broker(vhost, reply_to: str) -> None:
-    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         await app.publish(
             {"cancel": "z-1"},
             exchange="lane.control",
@@ -303,24 +303,24 @@ async def test_a_control_message_is_answered_only_to_queues_named_by_the_broker(
             reply_to=reply_to,
             mandatory=True,
         )
-        await until(lambda: home.parts.store.find(Identity("", "z-1")))
+        await until(lambda: worker.parts.store.find(Identity("", "z-1")))
         late = await app.publish({"prompt": "late"}, message_id="z-1")
 
         assert cancelled(await app.final(late), "z-1")
         await until(lambda: control_is_empty(app))
         assert [await app.depth(queue) for queue in ("lane.critical", "lane.dead")] == [0, 0]
-        assert _is_quiet(home)
+        assert _is_quiet(worker)
 
 
 @pytest.mark.every_version
 async def test_a_control_message_is_answered_by_direct_reply_to(vhost) -> None:
-    async with house(vhost.amqp_url), requester(vhost.amqp_url, direct=True) as app:
+    async with serving(vhost.amqp_url), requester(vhost.amqp_url, direct=True) as app:
         assert (await app.control({"result": "z-1"}, key="result")).json["status"] == "unknown"
 
 
 @pytest.mark.every_version
 async def test_a_forged_direct_reply_address_of_a_control_message_affects_no_other_requester(vhost) -> None:
-    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         for _ in range(3):
             await app.publish(
                 {"result": "z-1"},
@@ -332,8 +332,8 @@ async def test_a_forged_direct_reply_address_of_a_control_message_affects_no_oth
         await until(lambda: control_is_empty(app))
 
         assert (await app.ask({"prompt": "x"})).status == "ok"
-        assert home.losses == []
+        assert worker.losses == []
 
 
-def _is_quiet(home: House) -> bool:
-    return home.is_well and not home.api.calls
+def _is_quiet(worker: RunningWorker) -> bool:
+    return worker.is_well and not worker.api.calls

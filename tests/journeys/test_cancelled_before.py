@@ -2,14 +2,14 @@
 
 import asyncio
 
-from tests.support.house import house
 from tests.support.requester import requester
+from tests.support.serving import serving
 
 MANY = 40
 
 
 async def test_a_request_cancelled_while_no_worker_ran_is_never_called(vhost) -> None:
-    async with house(vhost.amqp_url):
+    async with serving(vhost.amqp_url):
         pass  # the topology is declared, and no worker runs
     async with requester(vhost.amqp_url) as app:
         asked = [await app.publish({"prompt": f"in vain {n}"}, message_id=f"c-{n}") for n in range(MANY)]
@@ -18,8 +18,8 @@ async def test_a_request_cancelled_while_no_worker_ran_is_never_called(vhost) ->
             await app.publish(
                 {"cancel": f"c-{n}"}, exchange="lane.control", key="cancel", message_type="cancel", mandatory=True
             )
-        async with house(vhost.amqp_url) as home:
+        async with serving(vhost.amqp_url) as worker:
             finals = await asyncio.gather(*(app.final(each) for each in asked))
             assert {final.code for final in finals} == {"cancelled"}
             assert (await app.final(kept)).status == "ok"
-            assert [call.prompt for call in home.api.calls] == ["wanted"]
+            assert [call.prompt for call in worker.api.calls] == ["wanted"]

@@ -9,8 +9,8 @@ import pytest
 import structlog
 
 from lanekeeper.telemetry import signals
-from tests.support.house import house
 from tests.support.requester import requester
+from tests.support.serving import serving
 from tests.support.waiting import until
 
 
@@ -19,11 +19,11 @@ async def test_the_oldest_dead_letters_beyond_the_limit_are_exported_and_the_oth
     vhost, tmp_path, bound
 ) -> None:
     folder = tmp_path / "dead"
-    async with house(vhost.amqp_url, dead={"folder": folder, **bound}) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url, dead={"folder": folder, **bound}) as worker, requester(vhost.amqp_url) as app:
         await app.read_events()
         for number in range(4):
             await app.ask(b"rubbish", message_id=f"m-{number}")
-        gone = await home.parts.dead_letters.look()
+        gone = await worker.parts.dead_letters.look()
 
         assert gone == (2 if "max_count" in bound else 0)
         await until(lambda: _depth_is(app, 4 - gone))
@@ -32,19 +32,19 @@ async def test_the_oldest_dead_letters_beyond_the_limit_are_exported_and_the_oth
             assert stat.S_IMODE(file.stat().st_mode) == 0o600
             assert [json.loads(line)["message_id"] for line in file.read_text().splitlines()] == ["m-0", "m-1"]
             await until(lambda: "removed" in app.events_of("m-0") and "removed" in app.events_of("m-1"))
-            assert (home.parts.dead_letters.exported, home.parts.dead_letters.dropped) == (2, 0)
-            assert await home.parts.dead_letters.look() == 0
+            assert (worker.parts.dead_letters.exported, worker.parts.dead_letters.dropped) == (2, 0)
+            assert await worker.parts.dead_letters.look() == 0
 
 
 async def test_dead_letters_that_are_too_old_are_dropped_with_a_warning_if_there_is_no_folder(vhost) -> None:
-    async with house(vhost.amqp_url, dead={"keep_s": 1}) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url, dead={"keep_s": 1}) as worker, requester(vhost.amqp_url) as app:
         await app.read_events()
         for number in range(2):
             await app.ask(b"rubbish", message_id=f"m-{number}")
 
         async def are_gone() -> bool:
-            await home.parts.dead_letters.look()
-            return home.parts.dead_letters.dropped == 2
+            await worker.parts.dead_letters.look()
+            return worker.parts.dead_letters.dropped == 2
 
         with structlog.testing.capture_logs() as logs:
             await until(are_gone)
@@ -57,8 +57,8 @@ async def test_several_workers_remove_each_dead_letter_once(vhost, tmp_path) -> 
     """One after the other and at the same time: the broker delivers each dead letter to only one of them."""
     folder, dead = tmp_path / "dead", {"max_count": 2}
     async with (
-        house(vhost.amqp_url, dead={"folder": folder, **dead}) as one,
-        house(vhost.amqp_url, dead={"folder": folder, **dead}) as other,
+        serving(vhost.amqp_url, dead={"folder": folder, **dead}) as one,
+        serving(vhost.amqp_url, dead={"folder": folder, **dead}) as other,
         requester(vhost.amqp_url) as app,
     ):
         for number in range(12):

@@ -4,17 +4,17 @@ import time
 
 import pytest
 
-from tests.support.house import house
 from tests.support.requester import requester
+from tests.support.serving import serving
 from tests.support.waiting import until
 
 
 @pytest.mark.every_version
 async def test_a_request_whose_deadline_passes_in_the_queue_is_never_sent_to_the_provider(vhost) -> None:
-    async with house(vhost.amqp_url, lanes={"batch": {"slots": 1}}) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url, lanes={"batch": {"slots": 1}}) as worker, requester(vhost.amqp_url) as app:
         await app.read_dead()
         await app.publish({"prompt": "in the way [[latency: 700ms]]"}, key="batch.tests.x")
-        await until(lambda: home.api.running == 1)
+        await until(lambda: worker.api.running == 1)
         sent = {"x-lane-sent-ms": time.time_ns() // 1_000_000}
         asked = await app.publish(
             {"prompt": "in vain"}, key="batch.tests.x", headers={"x-lane-deadline-ms": 200, **sent}, message_id="d-1"
@@ -27,12 +27,12 @@ async def test_a_request_whose_deadline_passes_in_the_queue_is_never_sent_to_the
         assert "to try again, publish it with a new message_id: under this one" in document["detail"]
         assert reply.headers["x-lane-wait-ms"] >= 200
         assert reply.headers["x-lane-run-ms"] == 0
-        assert not home.calls("in vain")
+        assert not worker.calls("in vain")
         assert not app.dead_of("d-1"), "it is not kept: trying it again makes no sense"
 
 
 async def test_when_the_deadline_passes_during_an_attempt_the_providers_connection_is_closed(vhost) -> None:
-    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         for stream in (False, True):
             before_s = time.monotonic()
             reply = await app.ask(
@@ -45,12 +45,12 @@ async def test_when_the_deadline_passes_during_an_attempt_the_providers_connecti
             assert "attempt 1" in reply.json["detail"]
             assert reply.headers["x-lane-run-ms"] >= 390
             assert reply.headers["x-lane-wait-ms"] < 400
-        await home.api.until(lambda: home.api.running == 0)
-        assert len(home.api.calls) == 2
+        await worker.api.until(lambda: worker.api.running == 0)
+        assert len(worker.api.calls) == 2
 
 
 async def test_a_retry_that_would_come_after_the_deadline_is_not_made(vhost) -> None:
-    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         before_s = time.monotonic()
         reply = await app.ask(
             {"prompt": "not today [[fault: rate_limited retry_after=120]]"}, headers={"x-lane-deadline-ms": 60_000}
@@ -58,11 +58,11 @@ async def test_a_retry_that_would_come_after_the_deadline_is_not_made(vhost) -> 
         assert reply.code == "deadline_exceeded"
         assert time.monotonic() - before_s < 45
         assert "429" in reply.json["detail"] or "rate limit" in reply.json["detail"]
-        assert len(home.api.calls) == 1
+        assert len(worker.api.calls) == 1
 
 
 async def test_a_deadline_longer_than_the_lanes_is_refused_by_name(vhost) -> None:
-    async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url), requester(vhost.amqp_url) as app:
         reply = await app.ask({"prompt": "x"}, headers={"x-lane-deadline-ms": 120_001})
         assert reply.code == "invalid_request"
         assert "x-lane-deadline-ms" in reply.json["detail"]
@@ -71,10 +71,10 @@ async def test_a_deadline_longer_than_the_lanes_is_refused_by_name(vhost) -> Non
 
 @pytest.mark.every_version
 async def test_a_request_that_expires_in_the_queue_by_amqp_expiration_is_answered(vhost) -> None:
-    async with house(vhost.amqp_url, lanes={"normal": {"slots": 1}}) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url, lanes={"normal": {"slots": 1}}) as worker, requester(vhost.amqp_url) as app:
         await app.read_dead()
         await app.publish({"prompt": "in the way [[latency: 700ms]]"}, key="normal.tests.x")
-        await until(lambda: home.api.running == 1)
+        await until(lambda: worker.api.running == 1)
         asked = await app.publish({"prompt": "in vain"}, key="normal.tests.x", expiration="200", message_id="e-1")
         reply = await app.final(asked)
         assert reply.code == "deadline_exceeded"
@@ -82,7 +82,7 @@ async def test_a_request_that_expires_in_the_queue_by_amqp_expiration_is_answere
         assert reply.headers["x-lane-name"] == "normal"
         assert {"x-lane-wait-ms", "x-lane-run-ms"} <= reply.headers.keys()
         assert reply.headers["x-lane-request-id"] == "e-1"
-        assert not home.calls("in vain")
+        assert not worker.calls("in vain")
         assert not app.dead_of("e-1")
         assert len(app.finals(asked)) == 1
 
@@ -90,7 +90,7 @@ async def test_a_request_that_expires_in_the_queue_by_amqp_expiration_is_answere
 @pytest.mark.every_version
 async def test_expiration_limits_only_the_wait_in_the_intake(vhost) -> None:
     """Afterwards only the deadline counts: a retry or a delay may take longer than `expiration`."""
-    async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url), requester(vhost.amqp_url) as app:
         reply = await app.ask(
             {"prompt": "x [[fault: server_error x2]]"}, expiration="300", headers={"x-lane-delay-ms": 500}
         )

@@ -7,8 +7,8 @@ import pytest
 
 from consumers.state.base import Identity
 from lanekeeper import Client
-from tests.support.house import house
 from tests.support.requester import requester
+from tests.support.serving import serving
 from tests.support.waiting import until
 
 LATE_S = 0.5
@@ -17,13 +17,13 @@ LATE_S = 0.5
 @pytest.mark.every_version
 @pytest.mark.parametrize("delay_ms", [100, 750, 3000])
 async def test_a_delayed_request_starts_when_it_is_due(vhost, delay_ms) -> None:
-    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         await app.ask({"prompt": "warm up"})
         before_s = time.monotonic()
         reply = await app.ask(
             {"prompt": "later"}, headers={"x-lane-delay-ms": delay_ms, "x-lane-sent-ms": time.time_ns() // 1_000_000}
         )
-        waited_s = home.calls("later")[0].started_s - before_s
+        waited_s = worker.calls("later")[0].started_s - before_s
         assert delay_ms / 1000 - 0.002 <= waited_s <= delay_ms / 1000 + LATE_S
         assert reply.headers["x-lane-wait-ms"] < 1000 * LATE_S, "the wait counts from the due time"
         assert reply.headers["x-lane-attempt"] == 1
@@ -31,7 +31,7 @@ async def test_a_delayed_request_starts_when_it_is_due(vhost, delay_ms) -> None:
 
 @pytest.mark.every_version
 async def test_a_request_with_a_start_time_runs_at_that_time(vhost) -> None:
-    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         await app.read_events()
         at = datetime.now(UTC) + timedelta(seconds=1.6)
         there = at.astimezone(tz=None).isoformat(timespec="milliseconds")
@@ -39,31 +39,31 @@ async def test_a_request_with_a_start_time_runs_at_that_time(vhost) -> None:
         reply = await app.ask(
             {"prompt": "on time"}, headers={"x-lane-at": there}, key="normal.tests.x", message_id="at"
         )
-        late_s = home.calls("on time")[0].started_s - before_s
+        late_s = worker.calls("on time")[0].started_s - before_s
         assert -0.005 <= late_s <= LATE_S
         assert reply.headers["x-lane-wait-ms"] < 1000 * LATE_S
         await until(lambda: sorted(app.events_of("at")) == ["completed", "deferred", "started"])
 
 
 async def test_a_start_time_in_the_past_means_at_once(vhost) -> None:
-    async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url), requester(vhost.amqp_url) as app:
         reply = await app.ask({"prompt": "late already"}, headers={"x-lane-at": "2020-01-01T00:00:00Z"}, within_s=2)
         assert reply.status == "ok"
 
 
 async def test_a_delay_is_not_shortened_by_a_timestamp_in_whole_seconds(vhost) -> None:
     """`timestamp` has whole seconds: a delay counted from the beginning of that second would end early."""
-    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         await app.ask({"prompt": "warm up"})
         await until(lambda: time.time() % 1 > 0.9)
         before_s = time.monotonic()
         await app.ask({"prompt": "stamped"}, headers={"x-lane-delay-ms": 700}, timestamp=datetime.now(UTC))
-        assert home.calls("stamped")[0].started_s - before_s >= 0.698
+        assert worker.calls("stamped")[0].started_s - before_s >= 0.698
 
 
 @pytest.mark.every_version
 async def test_the_deadline_counts_from_the_due_time(vhost) -> None:
-    async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url), requester(vhost.amqp_url) as app:
         headers = {"x-lane-delay-ms": 1500, "x-lane-deadline-ms": 1000}
         assert (await app.ask({"prompt": "due after its deadline"}, headers=headers)).status == "ok"
         reply = await app.ask({"prompt": "too slow [[latency: 3s]]"}, headers={**headers, "x-lane-delay-ms": 300})
@@ -73,7 +73,7 @@ async def test_the_deadline_counts_from_the_due_time(vhost) -> None:
 
 @pytest.mark.every_version
 async def test_delayed_requests_start_in_the_order_of_their_due_times(vhost) -> None:
-    async with house(vhost.amqp_url, lanes={"batch": {"slots": 4}}) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url, lanes={"batch": {"slots": 4}}) as worker, requester(vhost.amqp_url) as app:
         delays = [1700, 200, 900, 1300, 500]
         asked = [
             await app.publish({"prompt": f"due {each:04d}"}, key="batch.tests.x", headers={"x-lane-delay-ms": each})
@@ -81,33 +81,36 @@ async def test_delayed_requests_start_in_the_order_of_their_due_times(vhost) -> 
         ]
         for each in asked:
             await app.final(each)
-        assert [call.prompt for call in home.api.calls] == [f"due {each:04d}" for each in sorted(delays)]
+        assert [call.prompt for call in worker.api.calls] == [f"due {each:04d}" for each in sorted(delays)]
 
 
 @pytest.mark.every_version
 async def test_beyond_the_limit_of_waiting_requests_a_long_delay_is_refused_and_a_short_one_is_not(vhost) -> None:
     long, short = {"x-lane-delay-ms": 3_600_000}, {"x-lane-delay-ms": 200}
-    async with house(vhost.amqp_url, waiting={"per_tenant": 2, "in_all": 3}) as home, requester(vhost.amqp_url) as app:
+    async with (
+        serving(vhost.amqp_url, waiting={"per_tenant": 2, "in_all": 3}) as worker,
+        requester(vhost.amqp_url) as app,
+    ):
         for id in ("w-1", "w-2"):
             await app.publish({"prompt": "later"}, message_id=id, headers=long, user_id=vhost.user)
-            await until(lambda id=id: home.parts.store.find(Identity(vhost.user, id)))
+            await until(lambda id=id: worker.parts.store.find(Identity(vhost.user, id)))
         refused = await app.ask({"prompt": "too many"}, headers=long, user_id=vhost.user)
         assert (refused.code, refused.json["status"], refused.json["retryable"]) == ("too_many_waiting", 429, True)
         assert (await app.ask({"prompt": "soon"}, headers=short, user_id=vhost.user)).status == "ok"
 
         await app.publish({"prompt": "of nobody"}, message_id="w-3", headers=long)
-        await until(lambda: home.parts.store.find(Identity("", "w-3")))
+        await until(lambda: worker.parts.store.find(Identity("", "w-3")))
         in_all = await app.ask({"prompt": "all are full"}, headers=long)
         assert ("may in all" in in_all.json["detail"], in_all.code) == (True, "too_many_waiting")
-        assert not home.calls("too many")
+        assert not worker.calls("too many")
 
 
 async def test_a_request_cancelled_before_it_arrives_ends_without_its_delay(vhost) -> None:
     async with (
-        house(vhost.amqp_url) as home,
+        serving(vhost.amqp_url) as worker,
         requester(vhost.amqp_url) as app,
         Client(vhost.amqp_url) as client,
     ):
         assert await client.cancel("c-1") == "unseen"
         reply = await app.ask({"prompt": "in a year"}, message_id="c-1", headers={"x-lane-delay-ms": 31_536_000_000})
-        assert (reply.code, home.calls("year")) == ("cancelled", [])
+        assert (reply.code, worker.calls("year")) == ("cancelled", [])

@@ -3,13 +3,13 @@
 import time
 
 from consumers.lifecycle import COMMON, EVENTS
-from tests.support.house import house
 from tests.support.requester import requester
+from tests.support.serving import serving
 from tests.support.waiting import until
 
 
 async def test_each_step_is_an_event_with_lane_application_and_attempt(vhost) -> None:
-    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         await app.read_events()
         before_ms = time.time() * 1000
         headers = {"x-lane-delay-ms": 100}
@@ -32,12 +32,12 @@ async def test_each_step_is_an_event_with_lane_application_and_attempt(vhost) ->
             assert b"secret" not in each.body
         assert events[-1].json["model"] == "claude-sonnet-5-5"
         assert events[-1].json["run_ms"] >= 0
-        assert len(home.api.calls) == 2
+        assert len(worker.api.calls) == 2
 
 
 async def test_each_event_has_exactly_its_documented_fields(vhost) -> None:
     lanes = {"critical": {"max_attempts": 2}}
-    async with house(vhost.amqp_url, lanes=lanes), requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url, lanes=lanes), requester(vhost.amqp_url) as app:
         await app.read_events()
         for _ in range(2):
             await app.ask({"prompt": "twice"}, message_id="twice", headers={"x-lane-delay-ms": 100})
@@ -56,9 +56,9 @@ async def test_each_event_has_exactly_its_documented_fields(vhost) -> None:
 async def test_a_worker_that_starts_sends_no_event_about_itself(vhost) -> None:
     """Anybody who may read events could read it."""
     async with requester(vhost.amqp_url) as app:
-        async with house(vhost.amqp_url):
+        async with serving(vhost.amqp_url):
             await app.read_events()
-        async with house(vhost.amqp_url):
+        async with serving(vhost.amqp_url):
             await app.ask({"prompt": "a"}, message_id="first")
             await until(lambda: app.events_of("first")[-1:] == ["completed"])
         assert {len(each.routing_key.split(".")) for each in app.events} == {4}
@@ -67,7 +67,7 @@ async def test_a_worker_that_starts_sends_no_event_about_itself(vhost) -> None:
 
 async def test_a_request_with_the_longest_possible_names_does_not_suppress_other_events(vhost) -> None:
     """The routing key of its events would be longer than AMQP allows."""
-    async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url), requester(vhost.amqp_url) as app:
         await app.read_events()
         await app.publish({"prompt": "a"}, message_id="plain")
         await app.publish({"prompt": "a"}, key="critical." + "🦊" * 61, message_id="x" * 128)

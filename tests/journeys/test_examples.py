@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.brokers import Vhost
-from tests.support.house import house
+from tests.support.serving import serving
 from tests.support.waiting import until
 
 HOUSE = Path(__file__).parents[2]
@@ -40,7 +40,7 @@ async def run(vhost: Vhost, example: str, *line: str) -> tuple[int | None, str, 
 
 
 async def test_the_python_examples_send_and_stream(vhost: Vhost) -> None:
-    async with house(vhost.amqp_url):
+    async with serving(vhost.amqp_url):
         asked = await asyncio.gather(
             run(vhost, "ask.py", "three rivers"),
             run(vhost, "stream.py", "three rivers"),
@@ -52,17 +52,17 @@ async def test_the_python_examples_send_and_stream(vhost: Vhost) -> None:
 
 
 async def test_the_python_examples_fetch_and_cancel(vhost: Vhost) -> None:
-    async with house(vhost.amqp_url) as home:
+    async with serving(vhost.amqp_url) as worker:
         code, out, _ = await run(vhost, "client.py", "publish", "slow [[latency: 60s]]")
         id = out.strip()
-        await until(lambda: home.calls("slow"))
+        await until(lambda: worker.calls("slow"))
         code, out, _ = await run(vhost, "control.py", "result", id)
         assert (code, out.strip()) == (0, "running")
         code, _, err = await run(vhost, "client.py", "result", id)
         assert (code, "running" in err) == (1, True)
         code, out, _ = await run(vhost, "control.py", "cancel", id)
         assert (code, out.strip()) == (0, "told")
-        await until(lambda: home.calls("slow")[0].outcome == "client_gone")
+        await until(lambda: worker.calls("slow")[0].outcome == "client_gone")
         assert await run(vhost, "client.py", "cancel", id) == (0, "ended\n", "")
 
         code, _, err = await run(vhost, "control.py", "result", id)

@@ -14,8 +14,8 @@ from lanekeeper import AccessRefused, Client, Final
 from service.simulated.options import SimulatedOptions
 from tests.support.brokers import Vhost
 from tests.support.connections import close_connection
-from tests.support.house import house
 from tests.support.processes import environment, lanekeeper, run
+from tests.support.serving import serving
 from tests.support.users import Broker, imported_users
 from tests.support.waiting import until
 
@@ -30,7 +30,7 @@ async def users(vhost) -> AsyncIterator[Broker]:
 
 async def test_an_application_can_send_and_stream(users: Broker, vhost) -> None:
     key = f"normal.{users.app}.chat"
-    async with house(vhost.amqp_url, declares=False), Client(users.url("application")) as client:
+    async with serving(vhost.amqp_url, declares=False), Client(users.url("application")) as client:
         asked = [client.request({"prompt": f"number {n}"}, key=key) for n in range(20)]
         answers = await asyncio.gather(*asked)
         came = [each async for each in client.stream({"prompt": "three rivers"}, key=key)]
@@ -42,9 +42,9 @@ async def test_an_application_can_send_and_stream(users: Broker, vhost) -> None:
 
 async def test_a_client_can_cancel_and_fetch(users: Broker, vhost) -> None:
     key = f"critical.{users.users['client'].name}.chat"
-    async with house(vhost.amqp_url, declares=False) as home, Client(users.url("client")) as client:
+    async with serving(vhost.amqp_url, declares=False) as running, Client(users.url("client")) as client:
         slow = await client.publish({"prompt": "slow [[latency: 60s]]"}, key=key)
-        await until(lambda: home.calls("slow"))
+        await until(lambda: running.calls("slow"))
         assert await client.cancel(slow) == "told"
         quick = await client.publish({"prompt": "quick"}, key=key)
         assert (await client.result(quick, wait_s=10)).text == "echo: quick"
@@ -55,30 +55,30 @@ async def test_an_application_without_the_right_to_fetch_is_answered_after_it_lo
 ) -> None:
     slow = SimulatedOptions(latency_ms=8000)
     async with (
-        house(vhost.amqp_url, declares=False, simulated=slow) as home,
+        serving(vhost.amqp_url, declares=False, simulated=slow) as running,
         Client(users.url("application")) as client,
     ):
         asked = asyncio.create_task(client.request({"prompt": "slow"}, key=f"normal.{users.app}.chat", timeout_s=30))
-        await until(lambda: home.calls("slow"))
+        await until(lambda: running.calls("slow"))
         await close_connection(vhost, "lanekeeper client")
 
         assert (await asked).text == "echo: slow"
-        assert len(home.calls("slow")) == 1, "the provider is not called again"
+        assert len(running.calls("slow")) == 1, "the provider is not called again"
 
 
 async def test_a_refused_cancellation_does_not_prevent_the_answer(users: Broker, vhost) -> None:
     async with (
-        house(vhost.amqp_url, declares=False) as home,
+        serving(vhost.amqp_url, declares=False) as running,
         Client(users.url("application")) as client,
     ):
         key = f"normal.{users.app}.chat"
         asked = asyncio.create_task(client.request({"prompt": "slow [[latency: 1s]]"}, key=key))
-        await until(lambda: home.calls("slow"))
+        await until(lambda: running.calls("slow"))
         with pytest.raises(AccessRefused):
             await client.cancel("anything")
 
         assert (await asked).text.startswith("echo: slow")
-        assert len(home.calls("slow")) == 1
+        assert len(running.calls("slow")) == 1
 
 
 async def test_apply_creates_a_worker_and_a_client_on_an_empty_broker(vhost: Vhost, tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ from aiormq.exceptions import DeliveryError
 
 from service.simulated.app import SimulatedAPI
 from service.simulated.options import SimulatedOptions
-from tests.support.house import house
 from tests.support.ledger import Ledger
 from tests.support.processes import environment, lanekeeper
 from tests.support.requester import Requester, requester
+from tests.support.serving import serving
 from tests.support.waiting import until
 
 LATENCY_MS = 500
@@ -83,12 +83,12 @@ def environ(vhost, api) -> dict[str, str]:
 
 
 async def test_a_single_request_does_not_wait_behind_another_tenants_backlog(vhost) -> None:
-    async with house(vhost.amqp_url, simulated=SLOW, lanes=SLOTS, speakers=(vhost.user,)) as home:
+    async with serving(vhost.amqp_url, simulated=SLOW, lanes=SLOTS, speakers=(vhost.user,)) as own:
         async with requester(vhost.amqp_url) as app:
             await flood(app, vhost, "large")
-            await until(lambda: home.parts.turns[LANE].snapshot()["large"]["set_aside"] > FLOOD / 2, within_s=WITHIN_S)
+            await until(lambda: own.parts.turns[LANE].snapshot()["large"]["set_aside"] > FLOOD / 2, within_s=WITHIN_S)
             reply = await app.final(await ask(app, vhost, "small", "asks"), within_s=WITHIN_S)
-            left = FLOOD - len(home.calls("large"))
+            left = FLOOD - len(own.calls("large"))
         assert reply.status == "ok"
         assert left > FLOOD / 2, "the others of them wait"
         print(f"the single request waited {reply.headers['x-lane-wait-ms']} ms before {left} of another tenant's")
@@ -99,18 +99,18 @@ async def test_a_single_request_does_not_wait_behind_another_tenants_backlog(vho
 async def test_short_calls_of_the_highest_priority_do_not_delay_another_tenant(vhost) -> None:
     quick = SimulatedOptions(latency_ms=50)
     async with (
-        house(
+        serving(
             vhost.amqp_url,
             simulated=quick,
             lanes={LANE: {"slots": 2, "side_queues": SIDE_QUEUES}},
             speakers=(vhost.user,),
-        ) as home,
+        ) as own,
         requester(vhost.amqp_url) as app,
     ):
         await app.final(await ask(app, vhost, "small", "came before"), within_s=WITHIN_S)
         await flood(app, vhost, "large", 1000, priority=9)
         reply = await app.final(await ask(app, vhost, "small", "asks"), within_s=WITHIN_S)
-        done = len(home.calls("large"))
+        done = len(own.calls("large"))
     assert reply.status == "ok"
     print(f"answered after {reply.headers['x-lane-wait-ms']} ms and {done} of another tenant's 1000")
     assert done < 700, "before: all of them"
@@ -152,7 +152,7 @@ async def test_with_n_waiting_tenants_each_gets_at_least_half_of_an_equal_share(
 async def test_a_tenant_at_its_in_flight_limit_uses_no_further_slot_and_no_attempt_is_counted(vhost) -> None:
     fair = {"tenants": {"*": {"in_flight": 1}}}
     async with (
-        house(vhost.amqp_url, simulated=SLOW, lanes=SLOTS, speakers=(vhost.user,), fair=fair) as home,
+        serving(vhost.amqp_url, simulated=SLOW, lanes=SLOTS, speakers=(vhost.user,), fair=fair) as own,
         requester(vhost.amqp_url) as app,
     ):
         asked = await flood(app, vhost, "capped", 6)
@@ -160,11 +160,11 @@ async def test_a_tenant_at_its_in_flight_limit_uses_no_further_slot_and_no_attem
         for each in [*others, *asked]:
             reply = await app.final(each, within_s=WITHIN_S)
             assert (reply.status, reply.headers["x-lane-attempt"]) == ("ok", 1)
-        began = sorted(call.started_s for call in home.calls("capped"))
+        began = sorted(call.started_s for call in own.calls("capped"))
         pauses = [after - before for before, after in itertools.pairwise(began)]
         assert min(pauses) >= LATENCY_MS / 1000, "one at a time"
-        assert {call.outcome for call in home.api.calls} == {"ok"}
-        told = home.parts.turns[LANE].snapshot()["capped"]
+        assert {call.outcome for call in own.api.calls} == {"ok"}
+        told = own.parts.turns[LANE].snapshot()["capped"]
         assert (told["begun"], told["running"], told["in_hand"]) == (6, 0, 0)
         assert told["set_aside"] >= 4
 
@@ -175,11 +175,11 @@ async def test_requests_for_a_full_side_queue_are_refused_and_other_tenants_are_
     fair = {"tenants": {"large": {"in_flight": 1}}}
     slow = SimulatedOptions(latency_ms=2000)
     async with (
-        house(vhost.amqp_url, simulated=slow, lanes=lanes, speakers=(vhost.user,), fair=fair) as home,
+        serving(vhost.amqp_url, simulated=slow, lanes=lanes, speakers=(vhost.user,), fair=fair) as own,
         requester(vhost.amqp_url) as app,
     ):
         asked = [await ask(app, vhost, "large", "first")]
-        await until(lambda: home.api.running == 1)
+        await until(lambda: own.api.running == 1)
         refused: list[str] = []
 
         async def one_more() -> bool:
@@ -200,37 +200,37 @@ async def test_expiration_continues_while_a_request_is_set_aside(vhost) -> None:
     fair = {"tenants": {"capped": {"in_flight": 1}}}
     slow = SimulatedOptions(latency_ms=3000)
     async with (
-        house(vhost.amqp_url, simulated=slow, lanes=SLOTS, speakers=(vhost.user,), fair=fair) as home,
+        serving(vhost.amqp_url, simulated=slow, lanes=SLOTS, speakers=(vhost.user,), fair=fair) as own,
         requester(vhost.amqp_url) as app,
     ):
         await ask(app, vhost, "capped", "first")
-        await until(lambda: home.api.running == 1)
+        await until(lambda: own.api.running == 1)
         await ask(app, vhost, "capped", "head")
-        await until(lambda: home.parts.turns[LANE].snapshot()["capped"]["set_aside"] == 1)
-        await until(lambda: home.parts.turns[LANE].snapshot()["capped"]["in_hand"] == 1)
+        await until(lambda: own.parts.turns[LANE].snapshot()["capped"]["set_aside"] == 1)
+        await until(lambda: own.parts.turns[LANE].snapshot()["capped"]["in_hand"] == 1)
         expiring = await ask(app, vhost, "capped", "expiring", expiration="1000")
         reply = await app.final(expiring, within_s=WITHIN_S)
         assert reply.code == "deadline_exceeded"
         assert "after its expiration of 1000 ms" in reply.json["detail"]
-        assert not home.calls("expiring")
+        assert not own.calls("expiring")
 
 
 @pytest.mark.every_version
 async def test_a_tenants_priorities_apply_also_to_requests_that_were_set_aside(vhost) -> None:
     fair = {"tenants": {"capped": {"in_flight": 1}}}
     async with (
-        house(vhost.amqp_url, simulated=SLOW, lanes=SLOTS, speakers=(vhost.user,), fair=fair) as home,
+        serving(vhost.amqp_url, simulated=SLOW, lanes=SLOTS, speakers=(vhost.user,), fair=fair) as own,
         requester(vhost.amqp_url) as app,
     ):
         asked = [await ask(app, vhost, "capped", "first")]
-        await until(lambda: home.api.running == 1)
+        await until(lambda: own.api.running == 1)
         asked.append(await ask(app, vhost, "capped", "head"))
-        await until(lambda: home.parts.turns[LANE].snapshot()["capped"]["in_hand"] == 1)
+        await until(lambda: own.parts.turns[LANE].snapshot()["capped"]["in_hand"] == 1)
         asked += [await ask(app, vhost, "capped", f"low {each}", priority=1) for each in range(3)]
         asked.append(await ask(app, vhost, "capped", "high", priority=9))
         for each in asked:
             assert (await app.final(each, within_s=WITHIN_S)).status == "ok"
-        prompts = [call.prompt for call in home.api.calls]
+        prompts = [call.prompt for call in own.api.calls]
         assert prompts.index("capped high") == 2, "after what ran, and the head that was in hand"
 
 
@@ -262,9 +262,9 @@ async def test_a_worker_that_is_killed_while_it_sets_requests_aside_loses_none(v
 async def test_without_side_queues_requests_are_served_in_order_of_arrival(vhost) -> None:
     lanes = {LANE: {"slots": 2, "side_queues": 0}}
     async with (
-        house(vhost.amqp_url, simulated=SLOW, lanes=lanes, speakers=(vhost.user,)) as home,
+        serving(vhost.amqp_url, simulated=SLOW, lanes=lanes, speakers=(vhost.user,)) as own,
         requester(vhost.amqp_url) as app,
     ):
         for each in [*await flood(app, vhost, "large", 8), await ask(app, vhost, "small", "asks")]:
             assert (await app.final(each, within_s=WITHIN_S)).status == "ok"
-        assert home.parts.turns[LANE].snapshot()["large"]["set_aside"] == 0
+        assert own.parts.turns[LANE].snapshot()["large"]["set_aside"] == 0

@@ -9,9 +9,9 @@ import pytest
 
 from lanekeeper import Client
 from lanekeeper.contract.problems import PublishRefused
-from tests.support.house import house
 from tests.support.lanes import SIDE_QUEUES
 from tests.support.requester import requester
+from tests.support.serving import serving
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.every_version
@@ -48,7 +48,7 @@ async def test_a_request_that_exceeds_the_delivery_limit_is_answered_as_poison_a
     """Workers that die at once cannot count deliveries; then the broker's limit ends the request."""
     if queue == "lane.critical" and vhost.version.startswith("3."):
         pytest.skip("a classic intake has no delivery limit: the due queue counts")
-    async with house(vhost.amqp_url, works=("normal",)), requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url, works=("normal",)), requester(vhost.amqp_url) as app:
         await app.read_dead()
         due = {"exchange": "lane.delay.00", "headers": {"lane-d00": False, "mine": "kept"}}
         intake = {"headers": {"mine": "kept"}}
@@ -74,7 +74,7 @@ async def test_a_request_that_exceeds_the_delivery_limit_is_answered_as_poison_a
 
 
 async def test_a_dead_lettered_request_can_be_published_again_unchanged(vhost) -> None:
-    async with house(vhost.amqp_url, works=("normal",)) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url, works=("normal",)) as worker, requester(vhost.amqp_url) as app:
         await app.read_dead()
         await app.publish(
             {"prompt": "second life"},
@@ -89,13 +89,13 @@ async def test_a_dead_lettered_request_can_be_published_again_unchanged(vhost) -
             buried.body, key="normal.shop.chat", message_id="again-1", headers=dict(buried.headers), priority=4
         )
         assert reply.text == "echo: second life"
-        assert len(home.calls("second life")) == 1
+        assert len(worker.calls("second life")) == 1
 
 
 async def test_a_delayed_message_without_a_delay_bit_is_parked_and_others_end_on_time(vhost) -> None:
     """As if an operator had published it by hand. Without an alternate exchange, it would block its wait queue for
     ever."""
-    async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url), requester(vhost.amqp_url) as app:
         await app.read_dead()
         for n in range(10):
             await app.publish(
@@ -132,7 +132,7 @@ async def test_a_delayed_message_without_a_delay_bit_is_parked_and_others_end_on
 
 
 async def test_an_unroutable_request_is_answered_and_parked_or_only_parked_without_reply_to(vhost) -> None:
-    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         await app.read_dead()
         for n, key in enumerate(["express.tests.x", "criticalx.tests", "", "x" * 255, "#"]):
             asked = await app.publish({"prompt": "lost"}, key=key, message_id=f"lost-{n}", mandatory=True)
@@ -145,21 +145,21 @@ async def test_an_unroutable_request_is_answered_and_parked_or_only_parked_witho
                 buried = await app.buried(id)
                 assert buried.headers["x-lane-dead-code"] == "unroutable"
                 assert buried.headers["x-lane-routing-key"] == key
-        assert not home.api.calls
-        assert home.is_well
+        assert not worker.api.calls
+        assert worker.is_well
 
 
 async def test_a_full_lane_refuses_new_requests_and_finishes_accepted_ones(vhost) -> None:
     """Requests that return from a delay were accepted before, and are not refused; other lanes are not affected."""
     lanes = {"batch": {"slots": 1, "max_length": 10}}
-    async with house(vhost.amqp_url, lanes=lanes) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url, lanes=lanes) as worker, requester(vhost.amqp_url) as app:
         delayed = [
             await app.publish({"prompt": f"delayed {n}"}, key="batch.tests.x", headers={"x-lane-delay-ms": 1500})
             for n in range(3)
         ]
         await until(lambda: is_empty(app, "lane.batch"))
         retried = await app.publish({"prompt": "again [[fault: rate_limited retry_after=1 x1]]"}, key="batch.tests.x")
-        await until(lambda: home.calls("again"))
+        await until(lambda: worker.calls("again"))
         accepted = [await app.publish({"prompt": "long [[latency: 3s]]"}, key="batch.tests.x")]
         refused = 0
         for n in range(40):
@@ -183,7 +183,7 @@ async def test_a_full_lane_refuses_new_requests_and_finishes_accepted_ones(vhost
         for each in accepted:
             assert (await app.final(each)).status == "ok"
         assert (await app.ask({"prompt": "room again"}, key="batch.tests.x")).status == "ok"
-        assert not home.calls("one more"), "what was refused never ran"
+        assert not worker.calls("one more"), "what was refused never ran"
 
 
 async def is_empty(app, queue: str) -> bool:

@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 
 from service.simulated.options import SimulatedOptions
-from tests.support.house import house
 from tests.support.requester import requester
+from tests.support.serving import serving
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.timing
@@ -28,15 +28,15 @@ def sent() -> dict[str, int]:
 
 async def test_higher_lanes_do_not_wait_for_a_flood_in_the_batch_lane(vhost) -> None:
     async with (
-        house(
+        serving(
             vhost.amqp_url, simulated=SimulatedOptions(latency_ms=LATENCY_MS), lanes={"batch": {"slots": 12}}
-        ) as home,
+        ) as worker,
         requester(vhost.amqp_url) as app,
     ):
         flood = await asyncio.gather(
             *(app.publish({"prompt": f"job {n}"}, key="batch.tests.flood", headers=sent()) for n in range(JOBS))
         )
-        await until(lambda: home.api.running == 12)
+        await until(lambda: worker.api.running == 12)
 
         chats: dict[str, list[str]] = {"critical": [], "normal": []}
         for n in range(CHATS):
@@ -55,7 +55,9 @@ async def test_higher_lanes_do_not_wait_for_a_flood_in_the_batch_lane(vhost) -> 
         assert p95["critical"] < 700, "some of it is the machine, which runs other tests as well"
         assert p95["normal"] < 1500
         assert p95["critical"] * 10 < p95["batch"]
-        asked_twice = [prompt for prompt, calls in Counter(call.prompt for call in home.api.calls).items() if calls > 1]
+        asked_twice = [
+            prompt for prompt, calls in Counter(call.prompt for call in worker.api.calls).items() if calls > 1
+        ]
         assert not asked_twice
         assert {len(app.finals(each)) for each in [*flood, *chats["critical"], *chats["normal"]]} == {1}
 
@@ -71,14 +73,14 @@ async def wait_of(app, asked: str) -> int:
 async def test_requests_of_a_stuck_lane_never_use_another_lanes_own_slots(vhost, stuck, free) -> None:
     """However urgent the stuck lane is, the others continue with their own slots."""
     lanes = {"critical": {"slots": 2}, "normal": {"slots": 2}, "batch": {"slots": 2}}
-    async with house(vhost.amqp_url, lanes=lanes) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url, lanes=lanes) as worker, requester(vhost.amqp_url) as app:
         held = [
             await app.publish({"prompt": f"held {n} [[latency: 2500ms]]"}, key=f"{stuck}.tests.x") for n in range(6)
         ]
-        await until(lambda: home.api.running == 2)
+        await until(lambda: worker.api.running == 2)
         for n in range(5):
             assert (await app.ask({"prompt": f"free {n}"}, key=f"{free}.tests.x", within_s=3)).status == "ok"
-        assert len(home.calls("held")) == 2
+        assert len(worker.calls("held")) == 2
         assert not any(app.finals(each) for each in held)
 
 
@@ -88,9 +90,9 @@ async def test_inside_a_lane_higher_priorities_go_first(vhost, shuffled) -> None
     """Strictly from 4.3 on and before 4.0. From 4.0 to 4.2 there are two classes, and the higher one gets the larger
     share."""
     priorities = [n % 10 for n in range(40)] if shuffled else sorted(n % 10 for n in range(40))
-    async with house(vhost.amqp_url, lanes={"normal": SMALL}) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url, lanes={"normal": SMALL}) as worker, requester(vhost.amqp_url) as app:
         await app.publish({"prompt": BLOCK}, key="normal.tests.x", priority=9)
-        await until(lambda: home.api.running == 1)
+        await until(lambda: worker.api.running == 1)
         asked = [
             await app.publish({"prompt": f"p{priority} n{n:02d}"}, key="normal.tests.x", priority=priority)
             for n, priority in enumerate(priorities)
@@ -98,7 +100,7 @@ async def test_inside_a_lane_higher_priorities_go_first(vhost, shuffled) -> None
         for each in asked:
             assert (await app.final(each)).status == "ok"
 
-        worked = [call.prompt for call in home.api.calls][1:]
+        worked = [call.prompt for call in worker.api.calls][1:]
         strictly = sorted(worked, key=lambda words: (-int(words[1]), words))
         if is_strict(vhost.version):
             assert worked == strictly
@@ -115,15 +117,15 @@ async def test_inside_a_lane_higher_priorities_go_first(vhost, shuffled) -> None
 @pytest.mark.every_version
 async def test_a_missing_priority_counts_as_4_or_0(vhost) -> None:
     """4 in a quorum intake, 0 in a classic one: docs/facts.md, section 1."""
-    async with house(vhost.amqp_url, lanes={"normal": SMALL}) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url, lanes={"normal": SMALL}) as worker, requester(vhost.amqp_url) as app:
         await app.publish({"prompt": BLOCK}, key="normal.tests.x", priority=9)
-        await until(lambda: home.api.running == 1)
+        await until(lambda: worker.api.running == 1)
         asked = [await app.publish({"prompt": "unsaid"}, key="normal.tests.x")]
         asked += [await app.publish({"prompt": f"said {p}"}, key="normal.tests.x", priority=p) for p in (1, 3, 5, 6)]
         for each in asked:
             await app.final(each)
 
-        worked = [call.prompt for call in home.api.calls][1:]
+        worked = [call.prompt for call in worker.api.calls][1:]
         if not is_strict(vhost.version):
             assert worked.index("unsaid") < worked.index("said 1"), "of the lower class, and first in it"
         elif vhost.version.startswith("3."):

@@ -4,8 +4,8 @@ import uuid
 
 import pytest
 
-from tests.support.house import house
 from tests.support.requester import requester
+from tests.support.serving import serving
 from tests.support.waiting import until
 
 INTERNAL = {
@@ -30,7 +30,10 @@ INTERNAL = {
 @pytest.mark.every_version
 async def test_internal_headers_of_a_fresh_request_are_not_believed(vhost) -> None:
     """Neither its attempts, nor its due time, nor its tenant; and they are not in the dead letter."""
-    async with house(vhost.amqp_url, lanes={"critical": {"max_attempts": 3}}) as home, requester(vhost.amqp_url) as app:
+    async with (
+        serving(vhost.amqp_url, lanes={"critical": {"max_attempts": 3}}) as worker,
+        requester(vhost.amqp_url) as app,
+    ):
         await app.read_dead()
         reply = await app.ask({"prompt": "pushy"}, headers=INTERNAL, message_id="f-1")
         assert (reply.status, reply.headers["x-lane-attempt"]) == ("ok", 1)
@@ -39,7 +42,7 @@ async def test_internal_headers_of_a_fresh_request_are_not_believed(vhost) -> No
 
         reply = await app.ask({"prompt": "pushy [[fault: server_error]]"}, headers=INTERNAL, message_id="f-2")
         assert reply.code == "attempts_exhausted"
-        assert len(home.calls("pushy [[fault")) == 3
+        assert len(worker.calls("pushy [[fault")) == 3
         dead = await app.buried("f-2")
         assert len(dead.headers["x-lane-errors"]) == 3
         assert "made up" not in str(dead.headers["x-lane-errors"])
@@ -50,7 +53,7 @@ async def test_internal_headers_of_a_fresh_request_are_not_believed(vhost) -> No
 
 @pytest.mark.every_version
 async def test_a_forged_death_is_refused_by_name(vhost) -> None:
-    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         await app.read_dead()
         death = [{"queue": "lane.critical.due", "reason": "delivery_limit", "count": 1, "exchange": "lane.due"}]
         reply = await app.ask({"prompt": "undead"}, headers={"x-death": death}, message_id="f-3")
@@ -59,20 +62,20 @@ async def test_a_forged_death_is_refused_by_name(vhost) -> None:
         assert "x-death" not in (await app.buried("f-3")).headers
         lost = await app.ask({"prompt": "undead"}, headers={"x-death": death}, key="nowhere.x", message_id="f-4")
         assert lost.code == "unroutable"
-        assert not home.api.calls
+        assert not worker.api.calls
 
 
 @pytest.mark.every_version
 async def test_the_internal_exchange_cannot_be_published_to(vhost) -> None:
-    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         with pytest.raises(Exception, match=r"ACCESS_REFUSED|internal"):
             await app.publish({"prompt": "x"}, exchange="lane.due", headers={"x-lane-attempt": 0})
-        assert not home.api.calls
+        assert not worker.api.calls
 
 
 @pytest.mark.every_version
 async def test_the_user_checked_by_the_broker_is_kept_through_retries(vhost) -> None:
-    async with house(vhost.amqp_url, lanes={"critical": {"max_attempts": 2}}), requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url, lanes={"critical": {"max_attempts": 2}}), requester(vhost.amqp_url) as app:
         await app.read_dead()
         headers = {"x-lane-user-id": "boss"}
         await app.ask({"prompt": "x [[fault: server_error]]"}, user_id=vhost.user, headers=headers, message_id="f-5")
@@ -100,7 +103,7 @@ FORBIDDEN = [
 
 
 async def test_a_forbidden_reply_address_is_parked_and_nothing_is_sent_there(vhost) -> None:
-    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         await app.read_dead()
         for n, address in enumerate(FORBIDDEN):
             await app.publish({"prompt": "deputy"}, reply_to=address, message_id=f"lane-{n}")
@@ -112,23 +115,23 @@ async def test_a_forbidden_reply_address_is_parked_and_nothing_is_sent_there(vho
             assert dead.properties.reply_to == address
             assert (await app.buried(f"none-{n}")).headers["x-lane-dead-code"] == "unroutable"
         assert (await app.ask({"prompt": "a good one"})).status == "ok"
-        assert len(home.api.calls) == 1
+        assert len(worker.api.calls) == 1
         assert len(app.dead) == 2 * len(FORBIDDEN), "nothing was sent to lane.dead as a reply"
         for queue in ("lane.critical", "lane.batch.due", "lane.fallen", "lane.control", "lane.delay.00"):
             assert await app.depth(queue) == 0
-        assert home.is_well
+        assert worker.is_well
 
 
 async def test_reply_addresses_can_be_restricted_to_a_list(vhost) -> None:
-    narrowed = house(vhost.amqp_url, reply_to={"allow": ("shop.*",)})
-    async with narrowed as home, requester(vhost.amqp_url) as app:
+    narrowed = serving(vhost.amqp_url, reply_to={"allow": ("shop.*",)})
+    async with narrowed as worker, requester(vhost.amqp_url) as app:
         await app.read_dead()
         await app.channel.queue_declare("shop.answers", durable=True)
         await app.publish({"prompt": "x"}, reply_to="shop.answers")
         await until(lambda: app.depth("shop.answers"))
         await app.publish({"prompt": "y"}, message_id="f-8")  # its queue amq.gen-… is not on the list
         assert (await app.buried("f-8")).headers["x-lane-dead-code"] == "forbidden_reply_to"
-        assert len(home.api.calls) == 1
+        assert len(worker.api.calls) == 1
 
 
 @pytest.mark.every_version
@@ -136,7 +139,7 @@ async def test_reply_addresses_can_be_restricted_to_a_list(vhost) -> None:
 async def test_a_forged_direct_reply_address_affects_no_other_requester(vhost, stream) -> None:
     """Before RabbitMQ 4.3.5 it kills the connection that answers it (docs/facts.md, section 6)."""
     async with (
-        house(vhost.amqp_url) as home,
+        serving(vhost.amqp_url) as worker,
         requester(vhost.amqp_url) as app,
         requester(vhost.amqp_url, direct=True) as direct,
     ):
@@ -157,7 +160,7 @@ async def test_a_forged_direct_reply_address_affects_no_other_requester(vhost, s
                 await until(lambda each=each: app.finals(each) or direct.finals(each))
                 got = (app.finals(each) or direct.finals(each))[0]
                 assert got.status == "ok"
-        assert home.is_well
+        assert worker.is_well
         if tuple(int(part) for part in vhost.version.split(".")[:3]) < (4, 3, 5):
             for n in range(3):
                 dead = await app.buried(f"evil-{n}")
@@ -168,7 +171,7 @@ async def test_a_forged_direct_reply_address_affects_no_other_requester(vhost, s
 
 @pytest.mark.every_version
 async def test_an_error_for_a_forged_direct_reply_address_is_parked_once(vhost) -> None:
-    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         await app.read_dead()
         forged = f"amq.rabbitmq.reply-to.{uuid.uuid4().hex}.{uuid.uuid4().hex}"
         await app.publish(b"not json", reply_to=forged, message_id="f-9")
@@ -176,7 +179,7 @@ async def test_an_error_for_a_forged_direct_reply_address_is_parked_once(vhost) 
         assert (await app.ask({"prompt": "a good one"})).status == "ok"
         await until(lambda: _nothing_left(app))
         assert len(app.dead_of("f-9")) == 1
-        assert home.is_well
+        assert worker.is_well
 
 
 async def _nothing_left(app) -> bool:

@@ -5,8 +5,8 @@ import statistics
 
 import pytest
 
-from tests.support.house import house
 from tests.support.requester import Requester, requester
+from tests.support.serving import serving
 from tests.support.waiting import until
 
 FULL = {"x-max-length": 1, "x-overflow": "reject-publish", "x-queue-type": "classic"}
@@ -21,7 +21,7 @@ async def make_full(app: Requester, queue: str) -> None:
 
 @pytest.mark.every_version
 async def test_a_reply_to_a_full_queue_is_sent_when_there_is_room_without_another_call(vhost) -> None:
-    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         await app.read_dead()
         await app.read_events()
         await make_full(app, "shop.full")
@@ -43,13 +43,13 @@ async def test_a_reply_to_a_full_queue_is_sent_when_there_is_room_without_anothe
         assert found["r-1"].header.properties.correlation_id == "c-1"
         assert found["r-1"].header.properties.headers["x-lane-status"] == "ok"
         assert b"unroutable" in found["r-4"].body
-        assert len(home.calls("an answer")) == 1
+        assert len(worker.calls("an answer")) == 1
         assert len(app.dead) == 3, "each was parked once"
-        assert home.is_well
+        assert worker.is_well
 
 
 async def test_the_result_can_be_fetched_while_the_reply_queue_is_full(vhost) -> None:
-    async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url), requester(vhost.amqp_url) as app:
         await app.read_events()
         await make_full(app, "shop.full")
         await app.publish({"prompt": "an answer"}, reply_to="shop.full", message_id="r-5")
@@ -61,7 +61,7 @@ async def test_a_flood_of_invalid_requests_for_a_full_reply_queue_does_not_delay
     """With two slots; without the control each such reply would occupy one for three seconds."""
     few, most = {"critical": {"slots": 2}}, {"waiting": 100}
     async with (
-        house(vhost.amqp_url, lanes=few, reply_to=most) as home,
+        serving(vhost.amqp_url, lanes=few, reply_to=most) as worker,
         requester(vhost.amqp_url) as app,
         requester(vhost.amqp_url) as flood,
     ):
@@ -73,10 +73,10 @@ async def test_a_flood_of_invalid_requests_for_a_full_reply_queue_does_not_delay
         print(f"waits in the same lane: usual {max(usual):.3f} s, meanwhile {sorted(meanwhile)[-3:]} s")
         assert statistics.median(meanwhile) < max(0.5, 5 * max(usual))
         assert max(meanwhile) < 3, "nothing waits for a slot"
-        await until(lambda: home.parts.retelling.given_up >= FLOOD_S * A_SECOND - 10 * 6)
+        await until(lambda: worker.parts.retelling.given_up >= FLOOD_S * A_SECOND - 10 * 6)
         delayed = [await app.depth(f"lane.delay.{level:02d}") for level in range(10)]
         assert sum(delayed) <= 10, "a tenth of the bound, for one queue"
-        assert home.is_well
+        assert worker.is_well
 
 
 async def _flood(app: Requester) -> None:

@@ -12,7 +12,7 @@ import pytest
 from service.gateway.access import hash_of
 from service.simulated.options import SimulatedOptions
 from tests.support.gate import gate
-from tests.support.house import house
+from tests.support.serving import serving
 
 SLOW = "[[latency: 60s]] slow"
 CRM, SHOP = "lane-crm", "lane-shop"
@@ -47,25 +47,25 @@ def types(found: list[dict[str, Any]]) -> list[str]:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_when_the_client_goes_its_request_is_cancelled_at_the_provider(vhost, stream) -> None:
-    async with house(vhost.amqp_url) as home, gate(home.settings) as url:
+    async with serving(vhost.amqp_url) as worker, gate(worker.settings) as url:
         call = asyncio.create_task(post(url, body(SLOW, stream=stream)))
-        await home.api.until(lambda: home.api.running == 1)
+        await worker.api.until(lambda: worker.api.running == 1)
         call.cancel()
 
-        await home.api.until(lambda: home.api.running == 0)
-        assert [each.outcome for each in home.calls("slow")] == ["client_gone"]
+        await worker.api.until(lambda: worker.api.running == 0)
+        assert [each.outcome for each in worker.calls("slow")] == ["client_gone"]
 
 
 async def test_with_an_idempotency_key_it_goes_on_and_the_next_try_gets_its_answer(vhost) -> None:
     said = body("[[latency: 500ms]] once")
-    async with house(vhost.amqp_url) as home, gate(home.settings) as url:
+    async with serving(vhost.amqp_url) as worker, gate(worker.settings) as url:
         call = asyncio.create_task(post(url, said, idempotency_key="k-1"))
-        await home.api.until(lambda: home.api.running == 1)
+        await worker.api.until(lambda: worker.api.running == 1)
         call.cancel()
         status, headers, message = await post(url, said, idempotency_key="k-1")
 
         assert (status, headers["request-id"]) == (200, "k-1")
-        assert len(home.calls("once")) == 1
+        assert len(worker.calls("once")) == 1
         again = await post(url, said, idempotency_key="k-1")
         assert again[2] == message
         assert again[1]["x-lane-replayed"] == "true"
@@ -75,22 +75,22 @@ async def test_with_an_idempotency_key_it_goes_on_and_the_next_try_gets_its_answ
 
 async def test_a_gateway_that_dies_takes_no_request_with_it(vhost) -> None:
     said = body("[[latency: 8s]] survives", stream=True)
-    async with house(vhost.amqp_url) as home:
-        async with gate(home.settings) as first:
+    async with serving(vhost.amqp_url) as worker:
+        async with gate(worker.settings) as first:
             call = asyncio.create_task(events(first, said, idempotency_key="k-2"))
-            await home.api.until(lambda: home.api.running == 1)
+            await worker.api.until(lambda: worker.api.running == 1)
         with suppress(aiohttp.ClientError):
             await call
-        async with gate(home.settings) as second:
+        async with gate(worker.settings) as second:
             found = await events(second, said, idempotency_key="k-2")
 
         assert types(found)[0] == "message_start"
         assert types(found)[-1] == "message_stop"
-        assert len(home.calls("survives")) == 1
+        assert len(worker.calls("survives")) == 1
 
 
 async def test_while_it_waits_a_stream_gets_pings(vhost) -> None:
-    async with house(vhost.amqp_url) as home, gate(home.settings, ping_every_s=0.05) as url:
+    async with serving(vhost.amqp_url) as worker, gate(worker.settings, ping_every_s=0.05) as url:
         found = types(await events(url, body("[[fault: slow_first_byte delay=1s x1]] wait", stream=True)))
 
         assert found[:2] == ["ping", "ping"]
@@ -99,16 +99,16 @@ async def test_while_it_waits_a_stream_gets_pings(vhost) -> None:
 
 
 async def test_an_attempt_that_fails_before_the_first_piece_is_not_noticed(vhost) -> None:
-    async with house(vhost.amqp_url) as home, gate(home.settings) as url:
+    async with serving(vhost.amqp_url) as worker, gate(worker.settings) as url:
         found = await events(url, body("[[fault: overloaded x1]] again", stream=True))
 
         assert types(found).count("message_start") == 1
         assert types(found)[-1] == "message_stop"
-        assert len(home.calls("again")) == 2
+        assert len(worker.calls("again")) == 2
 
 
 async def test_an_attempt_that_fails_in_the_middle_ends_the_stream_so_that_the_client_tries_again(vhost) -> None:
-    async with house(vhost.amqp_url) as home, gate(home.settings) as url:
+    async with serving(vhost.amqp_url) as worker, gate(worker.settings) as url:
         found = await events(url, body("[[fault: cut x1]] a longer story in many pieces", stream=True))
 
         assert types(found)[0] == "message_start"
@@ -118,7 +118,7 @@ async def test_an_attempt_that_fails_in_the_middle_ends_the_stream_so_that_the_c
 
 async def test_what_has_failed_for_good_is_not_tried_again_by_the_client(vhost) -> None:
     lanes = {"critical": {"max_attempts": 2}}
-    async with house(vhost.amqp_url, lanes=lanes) as home, gate(home.settings) as url:
+    async with serving(vhost.amqp_url, lanes=lanes) as worker, gate(worker.settings) as url:
         status, headers, problem = await post(url, body("[[fault: server_error]] never"))
 
         assert (status, problem["error"]["type"]) == (502, "api_error")
@@ -127,7 +127,7 @@ async def test_what_has_failed_for_good_is_not_tried_again_by_the_client(vhost) 
 
 async def test_a_full_lane_is_an_overload_that_passes(vhost) -> None:
     lanes = {"batch": {"max_length": 1}}
-    async with house(vhost.amqp_url, lanes=lanes, works=("critical",)) as home, gate(home.settings) as url:
+    async with serving(vhost.amqp_url, lanes=lanes, works=("critical",)) as worker, gate(worker.settings) as url:
         async with asyncio.TaskGroup() as group:
             waiting = [
                 group.create_task(post(url, body(f"{number}"), x_lane_name="batch", idempotency_key=f"b-{number}"))
@@ -149,26 +149,26 @@ async def test_a_key_tells_whose_the_request_is_and_what_it_may(vhost) -> None:
     }
     said = body("mine", model="claude-haiku-5-5")
     user = urlsplit(vhost.amqp_url).username
-    async with house(vhost.amqp_url, speakers=(user,)) as home, gate(home.settings, keys=keys) as url:
+    async with serving(vhost.amqp_url, speakers=(user,)) as worker, gate(worker.settings, keys=keys) as url:
         _, headers, ours = await post(url, said, x_api_key=CRM, idempotency_key="same")
         assert headers["x-lane-name"] == "normal"
         _, headers, theirs = await post(url, said, authorization=f"Bearer {SHOP}", idempotency_key="same")
         assert headers["x-lane-name"] == "critical"
         assert ours["id"] != theirs["id"]
         assert "x-lane-replayed" not in headers
-        assert len(home.calls("mine")) == 2
+        assert len(worker.calls("mine")) == 2
 
         assert (await post(url, said, x_api_key="lane-nobody"))[0] == 401
         assert (await post(url, said))[0] == 401
         assert (await post(url, said, x_api_key=CRM, x_lane_name="critical"))[0] == 403
         assert (await post(url, body(), x_api_key=SHOP))[0] == 403
-        assert len(home.api.calls) == 2
+        assert len(worker.api.calls) == 2
 
 
 async def test_twenty_readers_at_once_each_get_their_own_stream(vhost) -> None:
     async with (
-        house(vhost.amqp_url, simulated=SimulatedOptions(latency_ms=200)) as home,
-        gate(home.settings) as url,
+        serving(vhost.amqp_url, simulated=SimulatedOptions(latency_ms=200)) as worker,
+        gate(worker.settings) as url,
     ):
         found = await asyncio.gather(*(events(url, body(f"reader {n}.", stream=True)) for n in range(20)))
 
@@ -179,9 +179,9 @@ async def test_twenty_readers_at_once_each_get_their_own_stream(vhost) -> None:
 
 async def test_without_the_workers_consent_no_call_is_taken_for_a_tenant(vhost) -> None:
     keys = {hash_of(CRM): {"tenant": "crm"}}
-    async with house(vhost.amqp_url) as home, gate(home.settings, keys=keys) as url:
+    async with serving(vhost.amqp_url) as worker, gate(worker.settings, keys=keys) as url:
         status, _, problem = await post(url, body(), x_api_key=CRM)
 
         assert status == 500
         assert "LANEKEEPER_SPEAKERS" in problem["error"]["message"]
-        assert not home.api.calls
+        assert not worker.api.calls

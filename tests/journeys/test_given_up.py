@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from tests.support.house import house
 from tests.support.requester import requester
+from tests.support.serving import serving
 from tests.support.waiting import until
 
 
@@ -14,7 +14,7 @@ async def test_after_all_attempts_failed_the_requester_gets_an_error_and_the_req
     vhost,
 ) -> None:
     async with (
-        house(vhost.amqp_url, lanes={"critical": {"max_attempts": 7}}) as home,
+        serving(vhost.amqp_url, lanes={"critical": {"max_attempts": 7}}) as worker,
         requester(vhost.amqp_url) as app,
     ):
         await app.read_dead()
@@ -38,7 +38,7 @@ async def test_after_all_attempts_failed_the_requester_gets_an_error_and_the_req
         }
         assert "503" in document["detail"]
         assert "hopeless" not in document["detail"]
-        assert len(home.api.calls) == 7
+        assert len(worker.api.calls) == 7
 
         dead = await app.buried("x-1")
         assert json.loads(dead.body) == body
@@ -77,7 +77,7 @@ FOR_GOOD = {
 
 async def test_a_request_that_the_provider_rejects_for_good_is_called_once(vhost) -> None:
     """The problem document has the provider's status; with and without streaming."""
-    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         await app.read_dead()
         for stream in (False, True):
             for fault in FOR_GOOD:
@@ -91,14 +91,14 @@ async def test_a_request_that_the_provider_rejects_for_good_is_called_once(vhost
                 assert reply.json["status"] == status, name
                 assert reply.json["attempts"] == 1
                 assert reply.json["retryable"] is False
-                assert len(home.calls(name)) == 1, name
+                assert len(worker.calls(name)) == 1, name
                 assert (await app.buried(name)).headers["x-lane-dead-code"] == "provider_rejected"
         assert (await app.ask({"prompt": "next"})).status == "ok"
-        assert len(home.api.calls) == 2 * len(FOR_GOOD) + 1
+        assert len(worker.api.calls) == 2 * len(FOR_GOOD) + 1
 
 
 async def test_an_unroutable_request_is_answered_and_parked(vhost) -> None:
-    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         await app.read_dead()
         for key in ("urgent.tests.ask", "Critical.tests.ask", "lane.critical", "", "critical-x.y"):
             name = f"lost-{len(key)}"
@@ -110,13 +110,13 @@ async def test_an_unroutable_request_is_answered_and_parked(vhost) -> None:
             dead = await app.buried(name)
             assert dead.routing_key == key
             assert dead.headers["x-lane-routing-key"] == key
-        assert not home.api.calls
+        assert not worker.api.calls
         assert await app.depth("lane.fallen") == 0
 
 
 @pytest.mark.every_version
 async def test_a_message_published_directly_to_a_queue_is_refused_and_parked(vhost) -> None:
-    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         await app.read_dead()
         forged = {"x-lane-attempt": 1, "x-lane-user-id": "boss"}
         for queue in ("lane.critical", "lane.critical.due", "lane.batch"):
@@ -126,13 +126,16 @@ async def test_a_message_published_directly_to_a_queue_is_refused_and_parked(vho
             dead = await app.buried(queue)
             assert dead.headers["x-lane-dead-code"] == "invalid_request"
             assert "x-lane-user-id" not in dead.headers
-        assert not home.api.calls
-        assert home.is_well
+        assert not worker.api.calls
+        assert worker.is_well
 
 
 @pytest.mark.every_version
 async def test_a_dead_letter_that_is_published_again_unchanged_runs(vhost) -> None:
-    async with house(vhost.amqp_url, lanes={"critical": {"max_attempts": 2}}) as home, requester(vhost.amqp_url) as app:
+    async with (
+        serving(vhost.amqp_url, lanes={"critical": {"max_attempts": 2}}) as worker,
+        requester(vhost.amqp_url) as app,
+    ):
         await app.read_dead()
         for word, fault in (("unlucky", "server_error x2"), ("refused", "authentication x1")):
             asked = await app.publish({"prompt": f"{word} [[fault: {fault}]]"}, message_id=word, expiration="60000")
@@ -151,12 +154,12 @@ async def test_a_dead_letter_that_is_published_again_unchanged_runs(vhost) -> No
             assert again.status == "ok"
             assert again.headers["x-lane-attempt"] == 1
             assert again.headers["x-lane-request-id"] == word
-        assert len(home.api.calls) == 5
+        assert len(worker.api.calls) == 5
 
 
 async def test_a_model_that_the_lane_does_not_allow_is_refused(vhost) -> None:
     only = {"critical": {"models": ("claude-sonnet-5-5", "claude-haiku-5-5")}}
-    async with house(vhost.amqp_url, lanes=only) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url, lanes=only) as worker, requester(vhost.amqp_url) as app:
         await app.read_dead()
         reply = await app.ask({"prompt": "x", "model": "claude-opus-5-5"}, message_id="dear")
         assert (reply.code, reply.json["status"]) == ("forbidden_model", 403)
@@ -165,4 +168,4 @@ async def test_a_model_that_the_lane_does_not_allow_is_refused(vhost) -> None:
         twice = b'{"model":"claude-haiku-5-5","model":"claude-opus-5-5","messages":[{"role":"user","content":"x"}]}'
         assert (await app.ask(twice)).code == "invalid_request"
         assert (await app.ask({"prompt": "x", "model": "claude-haiku-5-5"})).status == "ok"
-        assert len(home.api.calls) == 1
+        assert len(worker.api.calls) == 1

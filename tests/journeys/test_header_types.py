@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from lanekeeper.contract.messages import Headers
-from tests.support.house import house
 from tests.support.requester import Got, Requester, raw_properties, requester, table
+from tests.support.serving import serving
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.every_version
@@ -60,7 +60,10 @@ async def copies_in_delays(app: Requester, level: int) -> list[Got]:
 
 
 async def test_a_requesters_headers_keep_value_and_type_through_delay_retry_and_dead_letter(vhost) -> None:
-    async with house(vhost.amqp_url, lanes={"critical": {"max_attempts": 2}}) as home, requester(vhost.amqp_url) as app:
+    async with (
+        serving(vhost.amqp_url, lanes={"critical": {"max_attempts": 2}}) as worker,
+        requester(vhost.amqp_url) as app,
+    ):
         await app.read_dead()
         properties = raw_properties(
             headers=table((b"x-lane-delay-ms", b"s\x00\x64"), *EVERY_TYPE.items()),
@@ -71,7 +74,7 @@ async def test_a_requesters_headers_keep_value_and_type_through_delay_retry_and_
         await app.publish_raw(b'{"prompt": "x [[fault: server_error]]"}', key=b"critical.a.b", properties=properties)
         assert (await app.final("typed")).code == "attempts_exhausted"
         dead = await app.buried("typed")
-        assert len(home.calls("x [[fault")) == 2
+        assert len(worker.calls("x [[fault")) == 2
     assert isinstance(dead.headers, Headers)
     found = {name: dead.headers.encoded(name.decode()) for name in EVERY_TYPE}
     assert found == EVERY_TYPE
@@ -79,7 +82,7 @@ async def test_a_requesters_headers_keep_value_and_type_through_delay_retry_and_
 
 
 async def test_all_our_integer_headers_are_signed_64_bit_whatever_their_value(vhost) -> None:
-    async with house(vhost.amqp_url, lanes={"critical": {"max_attempts": 2}}), requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url, lanes={"critical": {"max_attempts": 2}}), requester(vhost.amqp_url) as app:
         await app.read_dead()
         on_its_way = await copies_in_delays(app, level=0)
         answer = await app.ask({"prompt": "now"}, message_id="now")
@@ -110,7 +113,7 @@ async def test_all_our_integer_headers_are_signed_64_bit_whatever_their_value(vh
 
 
 async def test_integers_in_answers_to_control_messages_are_signed_64_bit(vhost) -> None:
-    async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url), requester(vhost.amqp_url) as app:
         await app.ask({"prompt": "now"}, message_id="now")
         how = {"exchange": "lane.control", "key": "result", "message_type": "result"}
         asked = await app.publish({"result": "now"}, **how)

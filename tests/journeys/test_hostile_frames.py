@@ -5,8 +5,8 @@ from contextlib import suppress
 import pytest
 from aiormq.exceptions import AMQPError
 
-from tests.support.house import house
 from tests.support.requester import requester
+from tests.support.serving import serving
 
 pytestmark = pytest.mark.every_version
 
@@ -20,9 +20,9 @@ FLAGS = {
 
 @pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
 async def test_property_flags_that_no_client_sends_close_at_most_the_senders_connection(vhost, flags) -> None:
-    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         with suppress(AMQPError):
             async with requester(vhost.amqp_url) as hostile:
                 await hostile.publish_raw(b'{"prompt": "odd"}', key=b"critical.tests.odd", properties=flags)
         assert (await app.ask({"prompt": "a good one"})).status == "ok"
-        assert home.is_well
+        assert worker.is_well

@@ -9,8 +9,8 @@ import pytest
 from aiormq.exceptions import AMQPError
 
 from service.telemetry import logs
-from tests.support.house import House, house
 from tests.support.requester import raw_properties, requester, table
+from tests.support.serving import RunningWorker, serving
 
 ESCAPE = "\x1b[2J\x1b]0;owned\x07"
 CRLF = '\r\nx-injected: yes\r\n{"event":"forged"}\n'
@@ -33,17 +33,17 @@ OURS = {
 CLIENTS = ("x-stainless-", "content-", "accept")
 
 
-def foreign(home: House) -> list[str]:
+def foreign(worker: RunningWorker) -> list[str]:
     """All other headers of the provider's calls."""
-    names = {name.lower() for call in home.api.calls for name in call.headers}
+    names = {name.lower() for call in worker.api.calls for name in call.headers}
     return sorted(name for name in names - OURS if not name.startswith(CLIENTS))
 
 
 async def test_the_provider_gets_our_own_traceparent_and_neither_tracestate_nor_baggage(vhost) -> None:
-    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         await app.ask({"prompt": "x"}, headers={**TRACE, "x-api-key": "stolen", "host": "elsewhere", "x-own": "1"})
-        (call,) = home.api.calls
-        assert foreign(home) == []
+        (call,) = worker.api.calls
+        assert foreign(worker) == []
         assert "stolen" not in str(dict(call.headers))
         assert call.headers["host"].startswith("127.0.0.1")
         assert "canary" not in str(dict(call.headers))
@@ -75,12 +75,12 @@ async def test_hostile_text_in_any_property_becomes_one_log_line_and_no_header(v
         {"key": f"nowhere.{short}.x"},
     ]
     with logs.written(service="worker", level="debug", stream=out, format=format):
-        async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+        async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
             for each in places:
                 await app.publish({"prompt": "x"}, **each)
             assert (await app.ask({"prompt": "a good one"})).status == "ok"
-            assert home.is_well
-    assert foreign(home) == []
+            assert worker.is_well
+    assert foreign(worker) == []
     written = out.getvalue()
     assert "\x1b" not in written
     lines = written.splitlines()  # split at every character that some program treats as the end of a line
@@ -94,12 +94,12 @@ async def test_hostile_text_in_any_property_becomes_one_log_line_and_no_header(v
 @pytest.mark.every_version
 async def test_a_megabyte_of_headers_closes_only_the_senders_connection(vhost) -> None:
     """A frame has at most 128 KiB; the broker closes the sender's connection."""
-    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         value = b"S" + struct.pack(">I", 1_000_000) + b"a" * 1_000_000
         properties = raw_properties(headers=table((b"traceparent", value)))
         with suppress(AMQPError, ConnectionError):
             async with requester(vhost.amqp_url) as hostile:
                 await hostile.publish_raw(b'{"prompt": "x"}', key=b"critical.tests.x", properties=properties)
         assert (await app.ask({"prompt": "a good one"})).status == "ok"
-        assert len(home.api.calls) == 1
-        assert home.is_well
+        assert len(worker.api.calls) == 1
+        assert worker.is_well

@@ -1,19 +1,19 @@
 """A tenant's invalid messages do not fill the dead letters."""
 
 from consumers.state.base import Identity
-from tests.support.house import house
 from tests.support.requester import requester
+from tests.support.serving import serving
 
 
 async def test_a_tenants_invalid_messages_are_all_answered_but_not_all_parked_and_other_tenants_are_not_affected(
     vhost,
 ) -> None:
-    async with house(vhost.amqp_url, dead={"invalid_per_hour": 3}) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url, dead={"invalid_per_hour": 3}) as worker, requester(vhost.amqp_url) as app:
         ids = [f"r-{number}" for number in range(6)]
         codes = [(await app.ask(b"rubbish", user_id=vhost.user, message_id=id)).code for id in ids]
         assert codes == ["invalid_request"] * 6
-        assert (await app.depth("lane.dead"), home.parts.parking.unparked) == (3, 3)
-        kept = [id for id in ids if await home.parts.store.find(Identity(vhost.user, id)) is not None]
+        assert (await app.depth("lane.dead"), worker.parts.parking.unparked) == (3, 3)
+        kept = [id for id in ids if await worker.parts.store.find(Identity(vhost.user, id)) is not None]
         assert kept == ids[:3], "nor does it fill the store"
 
         assert (await app.ask(b"rubbish")).code == "invalid_request"

@@ -7,8 +7,8 @@ import statistics
 import pytest
 
 from service.simulated.options import SimulatedOptions
-from tests.support.house import house
 from tests.support.requester import Requester, requester
+from tests.support.serving import serving
 from tests.support.waiting import until
 from topology.lanes import MIB
 
@@ -33,7 +33,7 @@ async def test_an_answer_over_the_brokers_limit_ends_the_request_at_once_and_is_
     """Also if a single event of its stream is over the limit."""
     simulated, results = SimulatedOptions(stream_deltas=deltas), {"answer_bytes": MANY}
     async with (
-        house(vhost.amqp_url, simulated=simulated, results=results) as home,
+        serving(vhost.amqp_url, simulated=simulated, results=results) as worker,
         requester(vhost.amqp_url) as app,
     ):
         await app.read_dead()
@@ -47,25 +47,25 @@ async def test_an_answer_over_the_brokers_limit_ends_the_request_at_once_and_is_
         dead = await app.buried("big")
         assert dead.headers["x-lane-dead-code"] == "answer_too_large"
         again = await app.ask(huge("too much"), message_id="big")
-        assert (again.code, len(home.calls("too much"))) == ("answer_too_large", 1), "told again, not called again"
-        assert not home.losses
+        assert (again.code, len(worker.calls("too much"))) == ("answer_too_large", 1), "told again, not called again"
+        assert not worker.losses
 
 
 async def test_an_answer_over_our_own_limit_ends_the_same_way_on_every_broker(vhost) -> None:
-    async with house(vhost.amqp_url, results={"answer_bytes": MIB}) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url, results={"answer_bytes": MIB}) as worker, requester(vhost.amqp_url) as app:
         reply = await app.ask({"prompt": "x [[tokens: 300000]]", "max_tokens": 300_000}, within_s=60)
         assert reply.code == "answer_too_large"
         assert str(MIB) in reply.json["detail"]
         fits = await app.ask({"prompt": "y [[tokens: 250000]]", "max_tokens": 300_000}, within_s=60)
         assert (fits.status, len(fits.body) > 999_000) == ("ok", True)
-        assert not home.losses
+        assert not worker.losses
 
 
 async def test_eight_too_large_answers_occupy_no_slot_and_affect_no_other_request(vhost) -> None:
     """Afterwards their lane answers others, the publish connection is open, and no part of another stream is lost."""
     quick = {"prompt": "quick"}
     async with (
-        house(vhost.amqp_url, lanes=LANES, results={"answer_bytes": MANY}) as home,
+        serving(vhost.amqp_url, lanes=LANES, results={"answer_bytes": MANY}) as worker,
         requester(vhost.amqp_url) as app,
         requester(vhost.amqp_url) as other,
     ):
@@ -84,7 +84,7 @@ async def test_eight_too_large_answers_occupy_no_slot_and_affect_no_other_reques
         parts = [each for each in other.replies[streamed] if each.headers.get("x-lane-part") == "event"]
         assert [each.headers["x-lane-seq"] for each in parts] == list(range(len(parts)))
         assert json.loads(parts[-1].body)["type"] == "message_stop"
-        assert not home.losses
+        assert not worker.losses
 
 
 async def waits(app: Requester, count: int) -> list[float]:

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.corpus.requests import REQUESTS
-from tests.support.house import house
 from tests.support.malicious_provider import malicious_provider
 from tests.support.requester import Requester, raw_properties, requester, table
+from tests.support.serving import serving
 from tests.support.stalls import Stalls
 
 STALL_S = 0.9
@@ -44,7 +44,7 @@ async def chat(app: Requester, until_done: "asyncio.Future[object]") -> list[flo
 
 async def test_malicious_bodies_end_as_documented_and_delay_no_other_request(vhost, malicious) -> None:
     bodies = {name: (each.body, each.content_encoding) for name, each in REQUESTS.items()}
-    async with house(vhost.amqp_url, base_url=malicious) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url, base_url=malicious) as worker, requester(vhost.amqp_url) as app:
         await app.ask({"prompt": "hello"})
 
         async def send(name: str) -> str | None:
@@ -60,12 +60,12 @@ async def test_malicious_bodies_end_as_documented_and_delay_no_other_request(vho
         assert codes == {name: each.code for name, each in REQUESTS.items()}
         assert stalls.longest_s < STALL_S
         assert len(took) > 2, "others were answered meanwhile"
-        assert home.is_well
+        assert worker.is_well
 
 
 async def test_a_series_of_small_messages_that_expand_to_large_ones_leaves_the_loop_to_others(vhost, malicious) -> None:
     nasty = REQUESTS["as many messages as may be"].body
-    async with house(vhost.amqp_url, base_url=malicious) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url, base_url=malicious) as worker, requester(vhost.amqp_url) as app:
         await app.ask({"prompt": "hello"})
         with Stalls() as stalls:
             asked = [await app.publish(nasty, key="batch.tests.nasty") for _ in range(20)]
@@ -75,13 +75,13 @@ async def test_a_series_of_small_messages_that_expand_to_large_ones_leaves_the_l
         assert {reply.status for reply in await sending} == {"ok"}
         assert stalls.longest_s < STALL_S
         assert len(took) > 2
-        assert home.is_well
+        assert worker.is_well
 
 
 async def test_a_burst_of_messages_full_of_headers_is_refused_and_delays_no_other_request(vhost, malicious) -> None:
     full = b"A" + (60_000).to_bytes(4, "big") + b"V" * 60_000
     properties = {"headers": table((b"x-app", full))}
-    async with house(vhost.amqp_url, base_url=malicious) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url, base_url=malicious) as worker, requester(vhost.amqp_url) as app:
         await app.ask({"prompt": "hello"})
         with Stalls() as stalls:
             for n in range(16):
@@ -95,13 +95,13 @@ async def test_a_burst_of_messages_full_of_headers_is_refused_and_delays_no_othe
         assert {reply.code for reply in replies} == {"invalid_request"}
         assert all("headers" in reply.json["detail"] and "4000 values" in reply.json["detail"] for reply in replies)
         assert stalls.longest_s < STALL_S
-        assert home.is_well
+        assert worker.is_well
 
 
 @pytest.mark.parametrize("name", TOO_LARGE)
 async def test_an_answer_that_would_take_long_to_parse_ends_at_once(vhost, malicious, name: str) -> None:
     body = {"prompt": f"[[answer: {name}]]"}
-    async with house(vhost.amqp_url, base_url=malicious) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url, base_url=malicious) as worker, requester(vhost.amqp_url) as app:
         await app.read_dead()
         with Stalls() as stalls:
             reply = await app.ask(body, message_id="large", headers={"x-lane-stream": True}, within_s=WITHIN_S)
@@ -111,4 +111,4 @@ async def test_an_answer_that_would_take_long_to_parse_ends_at_once(vhost, malic
         assert "ask for less" in reply.json["detail"]
         assert (await app.buried("large")).body == json.dumps(body).encode()
         assert stalls.longest_s < STALL_S
-        assert home.is_well
+        assert worker.is_well

@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 
 import pytest
 
-from tests.support.house import house
 from tests.support.requester import raw_properties, requester, table
+from tests.support.serving import serving
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.every_version
@@ -44,7 +44,10 @@ VALUES = {
 
 
 async def test_headers_of_every_type_are_passed_on_through_retries_into_the_dead_letter(vhost) -> None:
-    async with house(vhost.amqp_url, lanes={"critical": {"max_attempts": 3}}) as home, requester(vhost.amqp_url) as app:
+    async with (
+        serving(vhost.amqp_url, lanes={"critical": {"max_attempts": 3}}) as worker,
+        requester(vhost.amqp_url) as app,
+    ):
         await app.read_dead()
         for n, (name, value) in enumerate(VALUES.items()):
             for fault in ("server_error x1", "server_error"):
@@ -61,7 +64,7 @@ async def test_headers_of_every_type_are_passed_on_through_retries_into_the_dead
                 )
             assert (await app.final(f"{n}-1")).status == "ok", name
             assert (await app.final(f"{n}-r")).code == "attempts_exhausted", name
-        assert home.is_well
+        assert worker.is_well
         came = {n: (await app.buried(f"{n}-r")).headers for n in range(len(VALUES))}
         expected = [
             True, -128, 255, -32768, 65535, -(2**31), 2**32 - 1, -(2**63), 2**63 - 1, 1.5, 0.1, 1e300,
@@ -108,7 +111,7 @@ async def test_unusual_messages_are_answered_or_parked_and_the_worker_continues(
     """Each is published three times, to be answered, retried and parked: the three ways in which it can be passed
     on."""
     bodies = (b'{"prompt": "odd"}', b'{"prompt": "odd %d [[fault: server_error x1]]"}', b"not json %d")
-    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         await app.read_dead()
         for number, (what, key, given) in enumerate(RUNS + REFUSED):
             parked = len(app.dead)
@@ -124,12 +127,12 @@ async def test_unusual_messages_are_answered_or_parked_and_the_worker_continues(
                 assert (await app.final(f"{number}-1")).headers["x-lane-attempt"] == 2, what
                 assert (await app.final(f"{number}-2")).code == "invalid_request", what
             assert (await app.ask({"prompt": "a good one"})).status == "ok", what
-            assert home.is_well, (what, home.losses, home.parts.reasons())
+            assert worker.is_well, (what, worker.losses, worker.parts.reasons())
         await until(lambda: _nothing_left(app))
 
 
 async def test_a_malformed_trace_context_starts_a_new_trace_and_affects_nothing_else(vhost) -> None:
-    async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url), requester(vhost.amqp_url) as app:
         for value in ("rubbish", "00-" + "0" * 32 + "-" + "0" * 16 + "-01", 5, b"\xff", [1], None, "x" * 10_000):
             headers = {
                 "traceparent": bytearray(value) if isinstance(value, bytes) else value,
@@ -139,7 +142,7 @@ async def test_a_malformed_trace_context_starts_a_new_trace_and_affects_nothing_
 
 
 async def test_a_body_of_a_megabyte_is_processed(vhost) -> None:
-    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         body = {
             "messages": [
                 {"role": "user", "content": "a"},
@@ -148,7 +151,7 @@ async def test_a_body_of_a_megabyte_is_processed(vhost) -> None:
             ]
         }
         assert (await app.ask(body)).text == "echo: big"
-        assert len(home.api.calls) == 1
+        assert len(worker.api.calls) == 1
 
 
 async def _nothing_left(app) -> bool:

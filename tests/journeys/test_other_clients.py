@@ -11,7 +11,7 @@ from typing import Any
 import pika
 import pytest
 
-from tests.support.house import house
+from tests.support.serving import serving
 from tests.support.waiting import until
 
 WITHIN_S = 15
@@ -77,7 +77,7 @@ async def test_an_application_with_pika_is_answered(vhost, reply_to) -> None:
         ("critical.shop.chat", {"prompt": "never [[fault: invalid]]"}, {}),
         ("critical.shop.chat", {"nonsense": 1}, {}),
     ]
-    async with house(vhost.amqp_url):
+    async with serving(vhost.amqp_url):
         replies = await asyncio.to_thread(pika_asks, vhost.amqp_url, reply_to, requests)
 
     finals = {name: [each for each in got if "x-lane-status" in each[0].headers] for name, got in replies.items()}
@@ -100,7 +100,7 @@ async def test_an_application_with_pika_is_answered(vhost, reply_to) -> None:
 async def test_a_shell_script_publishes_and_reads_the_answer(vhost) -> None:
     """amqp-publish sends no message id, and all headers as strings."""
     install_amqp_tools()
-    async with house(vhost.amqp_url) as home:
+    async with serving(vhost.amqp_url) as worker:
         url = ["-u", vhost.amqp_url]
         await shell(["amqp-declare-queue", *url, "-q", "shell.answers"])
         publish = ["amqp-publish", *url, "-e", "lane.requests", "-t", "shell.answers", "-p"]
@@ -122,7 +122,7 @@ async def test_a_shell_script_publishes_and_reads_the_answer(vhost) -> None:
         await shell([*publish, "-r", "shell.nowhere", "-b", '{"prompt": "where?"}'])
         problem = json.loads(await shell(["amqp-consume", *url, "-q", "shell.answers", "-c", "1", "cat"]))
         assert problem["code"] == "unroutable"
-        assert len(home.api.calls) == 2
+        assert len(worker.api.calls) == 2
 
 
 async def shell(command: list[str], *, check: bool = True) -> bytes:

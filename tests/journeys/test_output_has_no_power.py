@@ -2,8 +2,8 @@
 
 import json
 
-from tests.support.house import house
 from tests.support.requester import requester
+from tests.support.serving import serving
 from tests.support.waiting import until
 
 HOSTILE = json.dumps(
@@ -25,11 +25,11 @@ HOSTILE = json.dumps(
 
 
 async def test_an_answer_full_of_control_text_changes_only_the_body_of_its_reply(vhost) -> None:
-    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         await app.read_dead()
         await app.read_events()
         victim = await app.publish({"prompt": "victim [[latency: 3s]]"}, message_id="victim")
-        await until(lambda: home.calls("victim"))
+        await until(lambda: worker.calls("victim"))
         for stream in (False, True):
             id = f"hostile-{stream}"
             body = {"messages": [{"role": "user", "content": HOSTILE}], "max_tokens": 4000}
@@ -43,5 +43,5 @@ async def test_an_answer_full_of_control_text_changes_only_the_body_of_its_reply
             assert again.body == reply.body, "the store keeps it to the byte"
         assert (await app.final(victim)).status == "ok"
         assert not app.dead
-        assert len(home.api.calls) == 3
-        assert home.is_well
+        assert len(worker.api.calls) == 3
+        assert worker.is_well

@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from lanekeeper import Client, Problem
-from tests.support.house import house
 from tests.support.processes import environment, lanekeeper, run
+from tests.support.serving import serving
 from tests.support.users import imported_users
 from topology.declaration import RECOMMENDED, is_before
 
@@ -48,7 +48,7 @@ async def test_an_administrator_is_refused_as_a_workers_user_and_the_role_worker
 
 
 async def test_without_the_profile_check_warns_of_the_findings_and_does_not_fail(vhost, tmp_path) -> None:
-    async with house(vhost.amqp_url):
+    async with serving(vhost.amqp_url):
         code, lines = await run("check", "--json", "--simulate", environ=environment(vhost.amqp_url), folder=tmp_path)
 
     found = {each["what"]: each for each in json.loads("".join(lines))}
@@ -60,7 +60,7 @@ async def test_without_the_profile_check_warns_of_the_findings_and_does_not_fail
 async def test_a_request_without_user_id_is_refused_and_one_with_it_belongs_to_that_user(vhost) -> None:
     async with (
         imported_users(vhost) as users,
-        house(vhost.amqp_url, declares=False, require_user_id=True),
+        serving(vhost.amqp_url, declares=False, require_user_id=True),
         Client(users.url("client"), identified=True) as mine,
         Client(users.url("client")) as nobody,
     ):

@@ -11,8 +11,8 @@ from consumers.providers.registry import SPEND_REFUSALS
 from service.checks.status import Status, look
 from service.simulated.app import SimulatedAPI
 from service.simulated.options import SimulatedOptions
-from tests.support.house import PLENTY, House, house
 from tests.support.requester import requester
+from tests.support.serving import PLENTY, RunningWorker, serving
 from tests.support.waiting import until
 
 DOWN = SimulatedOptions(faults={"unavailable": 1.0})
@@ -29,8 +29,8 @@ def chain(spare: SimulatedAPI, **more: Any) -> dict[str, Any]:
     return {"providers": {"spare": {"api_key": "sk-ant-spare", "base_url": spare.base_url, **more}}}
 
 
-async def status(home: House) -> Status:
-    parts = home.parts
+async def status(worker: RunningWorker) -> Status:
+    parts = worker.parts
     return await look(parts.publishing, lanes=parts.lanes, names=parts.names)
 
 
@@ -38,9 +38,9 @@ async def test_while_the_first_provider_is_down_the_second_answers_and_afterward
     vhost, spare
 ) -> None:
     with capture_logs() as logs:
-        async with house(vhost.amqp_url, **chain(spare)) as home, requester(vhost.amqp_url) as app:
+        async with serving(vhost.amqp_url, **chain(spare)) as worker, requester(vhost.amqp_url) as app:
             assert (await app.ask({"prompt": "before"})).headers["x-lane-provider"] == "anthropic"
-            home.api.configure(DOWN)
+            worker.api.configure(DOWN)
             # Until the second provider has reported its limits, its budget is a guess of a few calls at once, and a
             # request that finds none left is retried instead. So it reports them before the others come.
             await app.ask({"prompt": "the second provider's first"})
@@ -49,10 +49,10 @@ async def test_while_the_first_provider_is_down_the_second_answers_and_afterward
                 reply = await app.final(each)
                 assert (reply.status, reply.headers["x-lane-provider"]) == ("ok", "spare")
                 assert reply.headers["x-lane-attempt"] == 1, "within the attempt"
-            calls = len(home.api.calls) + len(spare.calls)
+            calls = len(worker.api.calls) + len(spare.calls)
             assert calls <= 1.5 * 62 + 15, "until the breaker opened, each was asked twice"
 
-            home.api.configure(SimulatedOptions())
+            worker.api.configure(SimulatedOptions())
 
             async def is_back() -> bool:
                 return (await app.ask({"prompt": "back?"})).headers["x-lane-provider"] == "anthropic"
@@ -68,27 +68,27 @@ async def test_while_all_providers_are_down_requests_are_deferred_and_afterwards
     vhost,
 ) -> None:
     async with (
-        house(vhost.amqp_url, lanes={"critical": {"max_attempts": 20}}) as home,
+        serving(vhost.amqp_url, lanes={"critical": {"max_attempts": 20}}) as worker,
         requester(vhost.amqp_url) as app,
     ):
         await app.read_events()
-        home.api.configure(DOWN)
+        worker.api.configure(DOWN)
         asked = [await app.publish({"prompt": f"patient {n}"}) for n in range(40)]
-        await until(lambda: home.parts.breakers.states(asyncio.get_running_loop().time()))
-        assert any("anthropic claude-sonnet-5-5: open" in line for line in (await status(home)).breakers)
+        await until(lambda: worker.parts.breakers.states(asyncio.get_running_loop().time()))
+        assert any("anthropic claude-sonnet-5-5: open" in line for line in (await status(worker)).breakers)
         # the breaker of another lane's model is separate
-        home.api.configure(SimulatedOptions(faults={"unavailable": 0.0}))
+        worker.api.configure(SimulatedOptions(faults={"unavailable": 0.0}))
         assert (await app.ask({"prompt": "batch goes on"}, key="batch.tests.x")).status == "ok"
         for each in asked:
             assert (await app.final(each, within_s=60)).status == "ok"
-        assert not (await status(home)).breakers
-        print(f"{len(home.calls('patient'))} calls for 40 requests")
-        assert len(home.calls("patient")) <= 40 * 2.5, "not asked again and again while it was down"
+        assert not (await status(worker)).breakers
+        print(f"{len(worker.calls('patient'))} calls for 40 requests")
+        assert len(worker.calls("patient")) <= 40 * 2.5, "not asked again and again while it was down"
 
 
 async def test_a_stream_that_breaks_is_started_again_by_another_provider_after_a_restart(vhost, spare) -> None:
-    async with house(vhost.amqp_url, **chain(spare)) as home, requester(vhost.amqp_url) as app:
-        home.api.configure(SimulatedOptions(faults={"cut": 1.0}))
+    async with serving(vhost.amqp_url, **chain(spare)) as worker, requester(vhost.amqp_url) as app:
+        worker.api.configure(SimulatedOptions(faults={"cut": 1.0}))
         asked = await app.publish({"prompt": "one two three four five"}, headers={"x-lane-stream": True})
         reply = await app.final(asked)
         assert (reply.status, reply.headers["x-lane-provider"]) == ("ok", "spare")
@@ -102,7 +102,7 @@ async def test_a_stream_that_breaks_is_started_again_by_another_provider_after_a
 async def test_a_request_above_its_tenants_cap_is_refused_with_the_figures_or_waits_for_the_next_day(vhost) -> None:
     caps = {"tenants": {"*": {"requests": 3}}}
     with capture_logs() as logs:
-        async with house(vhost.amqp_url, caps=caps, budget=PLENTY) as home, requester(vhost.amqp_url) as app:
+        async with serving(vhost.amqp_url, caps=caps, budget=PLENTY) as worker, requester(vhost.amqp_url) as app:
             await app.read_events()
             for n in range(3):
                 assert (await app.ask({"prompt": f"within {n}"})).status == "ok"
@@ -110,28 +110,28 @@ async def test_a_request_above_its_tenants_cap_is_refused_with_the_figures_or_wa
             assert over.code == "deadline_exceeded"
             assert "has used 3 requests of 3 requests today (UTC)" in over.json["detail"]
             await app.publish({"prompt": "tomorrow"}, key="batch.tests.x", message_id="tomorrow-1")
-            await until(lambda: "deferred" in app.events_of("tomorrow-1") or home.calls("tomorrow"))
+            await until(lambda: "deferred" in app.events_of("tomorrow-1") or worker.calls("tomorrow"))
             (told,) = [each.json for each in app.events if each.json["id"] == "tomorrow-1"]
             assert told["reason"] == "tenant"
-            assert not home.calls("over")
-            assert not home.calls("tomorrow")
-            assert (await status(home)).spent["lane"]["critical"]["requests"] == 3
+            assert not worker.calls("over")
+            assert not worker.calls("tomorrow")
+            assert (await status(worker)).spent["lane"]["critical"]["requests"] == 3
     assert [each["percent"] for each in logs if each["event"] == "cap.reached"] == [50, 80, 100]
 
 
 async def test_a_spend_limit_is_reported_at_once_and_pauses_the_account_without_further_calls(vhost) -> None:
     spent = SimulatedOptions(faults={"spend_limit": 1.0})
     with capture_logs() as logs:
-        async with house(vhost.amqp_url, simulated=spent) as home, requester(vhost.amqp_url) as app:
+        async with serving(vhost.amqp_url, simulated=spent) as worker, requester(vhost.amqp_url) as app:
             first = await app.ask({"prompt": "first"})
             assert (first.code, first.json["attempts"]) == ("provider_rejected", 1)
             assert [each["event"] for each in logs if each["log_level"] == "error"] == ["account.spend_limit"]
             for n in range(20):
                 await app.ask({"prompt": f"next {n}"})
-            assert len(home.api.calls) == SPEND_REFUSALS
+            assert len(worker.api.calls) == SPEND_REFUSALS
             late = await app.ask({"prompt": "late"})
             assert late.code == "deadline_exceeded"
             assert "waiting for paused of anthropic/sonnet" in late.json["detail"]
-            (paused,) = (await status(home)).paused
+            (paused,) = (await status(worker)).paused
             assert paused.startswith("anthropic/sonnet: paused by its spend limit until ")
     assert [each["event"] for each in logs if each["log_level"] == "error"] == ["account.spend_limit", "account.paused"]

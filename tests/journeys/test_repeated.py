@@ -6,12 +6,12 @@ from collections import Counter
 import pytest
 
 from lanekeeper import Client
-from tests.support.house import house
 from tests.support.requester import requester
+from tests.support.serving import serving
 
 
 async def test_the_same_request_again_is_answered_from_the_store(vhost) -> None:
-    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         first = await app.ask({"prompt": "once"}, message_id="i-1")
         second = await app.ask({"prompt": "once"}, message_id="i-1")
         streamed = await app.ask({"prompt": "once"}, message_id="i-1", headers={"x-lane-stream": True})
@@ -20,33 +20,33 @@ async def test_the_same_request_again_is_answered_from_the_store(vhost) -> None:
         assert [each.headers.get("x-lane-replayed") for each in (first, second, streamed)] == [None, True, True]
         assert second.headers["x-lane-request-id"] == "i-1"
         assert second.properties.message_id != first.properties.message_id
-        assert len(home.calls("once")) == 1
+        assert len(worker.calls("once")) == 1
 
 
 async def test_a_repeated_request_gets_the_same_error_and_is_parked_once(vhost) -> None:
-    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         body = {"prompt": "hopeless [[fault: not_found]]"}
         first = await app.ask(body, message_id="i-1")
         second = await app.ask(body, message_id="i-1")
 
         assert (first.code, second.json, second.headers["x-lane-replayed"]) == ("provider_rejected", first.json, True)
-        assert len(home.calls("hopeless")) == 1
+        assert len(worker.calls("hopeless")) == 1
         assert await app.depth("lane.dead") == 1
 
 
 async def test_the_same_id_with_another_body_is_a_conflict_and_does_not_affect_the_first(vhost) -> None:
-    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app, Client(vhost.amqp_url) as client:
+    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app, Client(vhost.amqp_url) as client:
         first = await app.ask({"prompt": "one"}, message_id="i-1")
         other = await app.ask({"prompt": "two"}, message_id="i-1")
 
         assert (other.code, other.json["status"]) == ("idempotency_conflict", 409)
-        assert not home.calls("two")
+        assert not worker.calls("two")
         assert (await client.result("i-1")).body == first.body
         assert await app.depth("lane.dead") == 0
 
 
 async def test_the_same_id_of_two_tenants_is_two_requests(vhost) -> None:
-    async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url), requester(vhost.amqp_url) as app:
         nobodys = await app.ask({"prompt": "one"}, message_id="i-1")
         mine = await app.ask({"prompt": "two"}, message_id="i-1", user_id=vhost.user)
 
@@ -54,17 +54,17 @@ async def test_the_same_id_of_two_tenants_is_two_requests(vhost) -> None:
 
 
 async def test_requests_without_an_id_are_never_the_same(vhost) -> None:
-    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         await app.ask({"prompt": "any"})
         await app.ask({"prompt": "any"})
 
-        assert len(home.calls("any")) == 2
+        assert len(worker.calls("any")) == 2
 
 
 async def test_fifty_copies_at_once_with_two_workers_make_one_call(vhost) -> None:
     async with (
-        house(vhost.amqp_url) as one,
-        house(vhost.amqp_url) as two,
+        serving(vhost.amqp_url) as one,
+        serving(vhost.amqp_url) as two,
         requester(vhost.amqp_url) as app,
     ):
         body = {"prompt": "once [[latency: 500ms]]"}
@@ -79,7 +79,7 @@ async def test_fifty_copies_at_once_with_two_workers_make_one_call(vhost) -> Non
 
 @pytest.mark.every_version
 async def test_a_dead_letter_that_is_published_again_unchanged_runs_again(vhost) -> None:
-    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app, Client(vhost.amqp_url) as client:
+    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app, Client(vhost.amqp_url) as client:
         await app.read_dead()
         failed = await app.ask({"prompt": "mend me [[fault: not_found x1]]"}, message_id="i-1")
         dead = await app.buried("i-1")
@@ -92,5 +92,5 @@ async def test_a_dead_letter_that_is_published_again_unchanged_runs_again(vhost)
         )
 
         assert (failed.status, again.status) == ("error", "ok")
-        assert len(home.calls("mend me")) == 2
+        assert len(worker.calls("mend me")) == 2
         assert (await client.result("i-1")).body == again.body

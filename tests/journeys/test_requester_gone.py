@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.support.house import house
 from tests.support.requester import requester
+from tests.support.serving import serving
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.every_version
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.every_version
 
 async def test_the_request_of_a_requester_that_has_gone_runs_once_and_is_acknowledged(vhost) -> None:
     """With an exclusive queue and with direct reply-to, with and without streaming."""
-    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as stays:
+    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as stays:
         await stays.read_dead()
         await stays.read_events()
         for direct in (False, True):
@@ -20,18 +20,18 @@ async def test_the_request_of_a_requester_that_has_gone_runs_once_and_is_acknowl
                 for name in names:
                     headers = {"x-lane-stream": name.endswith("True")}
                     await leaves.publish({"prompt": f"{name} [[latency: 400ms]]"}, message_id=name, headers=headers)
-                await until(lambda: home.api.running == 2)
+                await until(lambda: worker.api.running == 2)
             for name in names:
                 await until(lambda name=name: stays.events_of(name) == ["started", "completed"])
-                assert len(home.calls(name)) == 1
+                assert len(worker.calls(name)) == 1
         assert (await stays.ask({"prompt": "still there?"})).status == "ok"
         assert not stays.dead
-        assert home.is_well
+        assert worker.is_well
         assert await stays.depth("lane.critical") == 0
 
 
 async def test_an_error_for_a_requester_that_has_gone_is_parked_once(vhost) -> None:
-    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as stays:
+    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as stays:
         await stays.read_dead()
         async with requester(vhost.amqp_url) as leaves:
             gone = leaves.reply_to
@@ -39,4 +39,4 @@ async def test_an_error_for_a_requester_that_has_gone_is_parked_once(vhost) -> N
         await stays.buried("g-2")
         assert (await stays.ask({"prompt": "still there?"})).status == "ok"
         assert len(stays.dead_of("g-2")) == 1
-        assert home.is_well
+        assert worker.is_well

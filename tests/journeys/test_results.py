@@ -10,14 +10,14 @@ import pytest
 from consumers.state.base import Identity
 from lanekeeper import Client, ControlRefused, NotEnded
 from lanekeeper.replies import Problem
-from tests.support.house import house
 from tests.support.requester import requester
+from tests.support.serving import serving
 from tests.support.stores import store_url
 from tests.support.waiting import until
 
 
 async def test_a_fetched_answer_equals_the_one_that_was_sent(vhost) -> None:
-    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app, Client(vhost.amqp_url) as client:
+    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app, Client(vhost.amqp_url) as client:
         reply = await app.ask({"prompt": "three rivers"}, message_id="a-1")
         result = await client.result("a-1")
 
@@ -26,7 +26,7 @@ async def test_a_fetched_answer_equals_the_one_that_was_sent(vhost) -> None:
         told = {"x-lane-name", "x-lane-model", "x-lane-provider", "x-lane-attempt", "x-lane-wait-ms", "x-lane-run-ms"}
         assert {name: result.headers[name] for name in told} == {name: reply.headers[name] for name in told}
         assert (result.request_id, result.lane) == ("a-1", "critical")
-        assert len(home.api.calls) == 1
+        assert len(worker.api.calls) == 1
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ async def test_a_fetched_answer_equals_the_one_that_was_sent(vhost) -> None:
     ],
 )
 async def test_a_fetched_error_equals_the_one_that_was_sent(vhost, body: object, code: str) -> None:
-    async with house(vhost.amqp_url), requester(vhost.amqp_url) as app, Client(vhost.amqp_url) as client:
+    async with serving(vhost.amqp_url), requester(vhost.amqp_url) as app, Client(vhost.amqp_url) as client:
         reply = await app.ask(body, message_id="a-1")
         with pytest.raises(Problem) as caught:
             await client.result("a-1")
@@ -48,14 +48,14 @@ async def test_a_fetched_error_equals_the_one_that_was_sent(vhost, body: object,
 
 
 async def test_a_result_can_be_fetched_although_no_reply_was_requested(vhost) -> None:
-    async with house(vhost.amqp_url), Client(vhost.amqp_url) as client:
+    async with serving(vhost.amqp_url), Client(vhost.amqp_url) as client:
         id = await client.publish({"prompt": "fire and forget"}, key="batch.tests.x")
 
         assert (await client.result(id, wait_s=15)).text == "echo: fire and forget"
 
 
 async def test_an_unknown_id_is_answered_as_unknown_at_once(vhost) -> None:
-    async with house(vhost.amqp_url), Client(vhost.amqp_url) as client:
+    async with serving(vhost.amqp_url), Client(vhost.amqp_url) as client:
         began = time.monotonic()
         with pytest.raises(NotEnded, match=r"request never has no result yet: unknown") as caught:
             await client.result("never")
@@ -65,9 +65,9 @@ async def test_an_unknown_id_is_answered_as_unknown_at_once(vhost) -> None:
 
 
 async def test_fetching_a_running_request_waits_as_long_as_requested(vhost) -> None:
-    async with house(vhost.amqp_url) as home, Client(vhost.amqp_url) as client:
+    async with serving(vhost.amqp_url) as worker, Client(vhost.amqp_url) as client:
         await client.publish({"prompt": "slow [[latency: 15s]]"}, key="critical.tests.x", message_id="s-1")
-        await until(lambda: home.calls("slow"))
+        await until(lambda: worker.calls("slow"))
         with pytest.raises(NotEnded) as caught:
             await client.result("s-1")
         began = time.monotonic()
@@ -80,10 +80,10 @@ async def test_fetching_a_running_request_waits_as_long_as_requested(vhost) -> N
 
 
 async def test_a_request_between_two_attempts_is_reported_as_waiting(vhost) -> None:
-    async with house(vhost.amqp_url) as home, Client(vhost.amqp_url) as client:
+    async with serving(vhost.amqp_url) as worker, Client(vhost.amqp_url) as client:
         prompt = "again [[fault: rate_limited retry_after=3 x1]]"
         await client.publish({"prompt": prompt}, key="critical.tests.x", message_id="w-1")
-        await until(lambda: home.calls("again") and home.api.running == 0)
+        await until(lambda: worker.calls("again") and worker.api.running == 0)
 
         async def waits() -> NotEnded | None:
             with pytest.raises(NotEnded) as caught:
@@ -99,7 +99,7 @@ async def test_a_request_between_two_attempts_is_reported_as_waiting(vhost) -> N
 @pytest.mark.every_version
 @pytest.mark.parametrize("lane", ["critical", "batch"])
 async def test_a_delayed_request_is_reported_as_waiting_until_its_due_time(vhost, lane: str) -> None:
-    async with house(vhost.amqp_url), Client(vhost.amqp_url) as client:
+    async with serving(vhost.amqp_url), Client(vhost.amqp_url) as client:
         await client.publish({"prompt": "later"}, key=f"{lane}.tests.x", message_id="d-1", delay_s=60)
 
         async def waits() -> NotEnded | None:
@@ -117,11 +117,11 @@ async def test_a_delayed_request_is_reported_as_waiting_until_its_due_time(vhost
 
 
 async def test_a_delayed_request_runs_although_the_store_has_forgotten_it(vhost) -> None:
-    async with house(vhost.amqp_url) as home, Client(vhost.amqp_url) as client:
+    async with serving(vhost.amqp_url) as worker, Client(vhost.amqp_url) as client:
         await client.publish({"prompt": "later"}, key="normal.tests.x", message_id="d-1", delay_s=2)
 
         async def waits() -> bool:
-            return await home.parts.store.find(Identity("", "d-1")) is not None
+            return await worker.parts.store.find(Identity("", "d-1")) is not None
 
         await until(waits)
         os.unlink(store_url(vhost.amqp_url).removeprefix("sqlite:///"))
@@ -131,16 +131,16 @@ async def test_a_delayed_request_runs_although_the_store_has_forgotten_it(vhost)
 
 async def test_another_worker_can_answer_after_the_first_has_stopped(vhost) -> None:
     async with Client(vhost.amqp_url) as client:
-        async with house(vhost.amqp_url):
+        async with serving(vhost.amqp_url):
             body = (await client.request({"prompt": "x"}, key="critical.tests.x", message_id="a-1")).body
-        async with house(vhost.amqp_url) as home:
+        async with serving(vhost.amqp_url) as worker:
             assert (await client.result("a-1")).body == body
-            assert not home.api.calls
+            assert not worker.api.calls
 
 
 async def test_another_tenants_result_cannot_be_fetched(vhost) -> None:
     async with (
-        house(vhost.amqp_url),
+        serving(vhost.amqp_url),
         requester(vhost.amqp_url) as app,
         Client(vhost.amqp_url) as client,
     ):
@@ -156,7 +156,7 @@ async def test_another_tenants_result_cannot_be_fetched(vhost) -> None:
 
 
 async def test_a_speaker_can_fetch_results_of_its_tenants(vhost) -> None:
-    async with house(vhost.amqp_url, speakers=(vhost.user,)), Client(vhost.amqp_url) as client:
+    async with serving(vhost.amqp_url, speakers=(vhost.user,)), Client(vhost.amqp_url) as client:
         for tenant in ("acme", "bell"):
             await client.request({"prompt": tenant}, key="critical.tests.x", message_id="t-1", tenant=tenant)
 
@@ -168,13 +168,13 @@ async def test_a_speaker_can_fetch_results_of_its_tenants(vhost) -> None:
 
 async def test_results_can_be_fetched_while_every_slot_is_in_use(vhost) -> None:
     async with (
-        house(vhost.amqp_url, lanes={"critical": {"slots": 1}}, works=("critical",)) as home,
+        serving(vhost.amqp_url, lanes={"critical": {"slots": 1}}, works=("critical",)) as worker,
         Client(vhost.amqp_url) as client,
     ):
         await client.request({"prompt": "x"}, key="critical.tests.x", message_id="a-1")
         await client.publish({"prompt": "[[latency: 60s]]"}, key="critical.tests.x")
-        await until(lambda: home.api.running == 1)
+        await until(lambda: worker.api.running == 1)
         results = await asyncio.gather(*(client.result("a-1") for _ in range(50)))
 
         assert {each.text for each in results} == {"echo: x"}
-        assert home.api.running == 1
+        assert worker.api.running == 1

@@ -5,8 +5,8 @@ import itertools
 
 import pytest
 
-from tests.support.house import house
 from tests.support.requester import requester
+from tests.support.serving import serving
 from tests.support.waiting import until
 
 SLOW = "[[latency: 150ms]]"
@@ -29,7 +29,7 @@ PASSING = [
 
 @pytest.mark.every_version
 async def test_a_request_with_a_temporary_failure_is_retried_and_answered(vhost) -> None:
-    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         await app.read_events()
         for fault in PASSING:  # one after the other, because a provider that fails all calls at once counts as down
             name = fault.split()[0]
@@ -37,19 +37,19 @@ async def test_a_request_with_a_temporary_failure_is_retried_and_answered(vhost)
             assert reply.status == "ok", (fault, reply)
             assert reply.headers["x-lane-attempt"] == 3, fault
             assert reply.headers["x-lane-request-id"] == name
-            assert len(home.calls(f"[[fault: {fault} x2]]")) == 3, fault
+            assert len(worker.calls(f"[[fault: {fault} x2]]")) == 3, fault
             told = await until(lambda name=name: len(app.events_of(name)) == 6 and app.events_of(name))
             assert sorted(told) == ["completed", *["retrying"] * 2, *["started"] * 3]
 
 
 async def test_an_attempt_that_hangs_ends_at_the_lanes_time_limit_and_is_retried(vhost) -> None:
     async with (
-        house(vhost.amqp_url, lanes={"critical": {"call_timeout_s": 0.5}}) as home,
+        serving(vhost.amqp_url, lanes={"critical": {"call_timeout_s": 0.5}}) as worker,
         requester(vhost.amqp_url) as app,
     ):
         reply = await app.ask({"prompt": "wake up [[fault: hang x1]]"})
         assert reply.headers["x-lane-attempt"] == 2
-        first, second = home.api.calls
+        first, second = worker.api.calls
         assert 0.45 < second.started_s - first.started_s < 15
         assert first.outcome == "client_gone" or first.status == 0
 
@@ -58,7 +58,7 @@ async def test_an_attempt_that_hangs_ends_at_the_lanes_time_limit_and_is_retried
 async def test_a_retried_request_goes_ahead_of_others_in_its_lane(vhost) -> None:
     """The lane is full of requests of the highest priority; the retried one does not wait behind them."""
     strict = {"batch": {"slots": 1, "side_queues": 0}}  # requests that are set aside are worked on in another order
-    async with house(vhost.amqp_url, lanes=strict) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url, lanes=strict) as worker, requester(vhost.amqp_url) as app:
         backlog = [
             await app.publish({"prompt": f"peer {n:02d} {SLOW}"}, key="batch.tests.fill", priority=9) for n in range(4)
         ]
@@ -72,15 +72,15 @@ async def test_a_retried_request_goes_ahead_of_others_in_its_lane(vhost) -> None
         assert sum(bool(app.finals(peer)) for peer in backlog) <= 12
         for peer in backlog:
             assert (await app.final(peer)).status == "ok"
-        order = [call.prompt.split(" [[")[0] for call in home.api.calls]
+        order = [call.prompt.split(" [[")[0] for call in worker.api.calls]
         peers = [words for words in order if words.startswith("peer")]
         assert peers == sorted(peers), "what was published first is worked first"
 
 
 async def test_a_retry_waits_for_the_providers_retry_after(vhost) -> None:
-    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         reply = await app.ask({"prompt": "patience [[fault: rate_limited retry_after=2 x1]]"})
-        first, second = home.api.calls
+        first, second = worker.api.calls
         assert reply.headers["x-lane-attempt"] == 2
         assert 2.0 <= second.started_s - first.started_s < 10
         assert reply.headers["x-lane-wait-ms"] >= 2000
@@ -88,10 +88,10 @@ async def test_a_retry_waits_for_the_providers_retry_after(vhost) -> None:
 
 async def test_after_overloads_the_pauses_grow_exponentially(vhost) -> None:
     retry = {"base_s": 0.4, "span_s": 2.8, "cap_s": 10}
-    async with house(vhost.amqp_url, retry=retry) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url, retry=retry) as worker, requester(vhost.amqp_url) as app:
         reply = await app.ask({"prompt": "busy [[fault: overloaded x3]]"})
         assert reply.headers["x-lane-attempt"] == 4
-        gaps = [later.started_s - earlier.started_s for earlier, later in itertools.pairwise(home.api.calls)]
+        gaps = [later.started_s - earlier.started_s for earlier, later in itertools.pairwise(worker.api.calls)]
         for gap, step_s in zip(gaps, (0.4, 0.8, 1.6), strict=True):
             assert step_s <= gap < 1.5 * step_s + 10, gaps
 
@@ -101,12 +101,12 @@ async def test_a_single_request_outlasts_a_short_outage_of_its_provider(vhost) -
     down_s, times = 4.0, 5
     retry = {"base_s": 1 / times, "span_s": 30 / times, "cap_s": 60 / times}
     deadline = {"x-lane-deadline-ms": 120_000 // times}
-    async with house(vhost.amqp_url, retry=retry) as home, requester(vhost.amqp_url) as app:
-        await home.api.stop()
+    async with serving(vhost.amqp_url, retry=retry) as worker, requester(vhost.amqp_url) as app:
+        await worker.api.stop()
         asked = await app.publish({"prompt": "are you there?"}, headers=deadline)
         await asyncio.sleep(down_s)  # this is the outage; it waits for nothing
         assert not app.finals(asked), "nobody has given up"
-        await home.api.start()
+        await worker.api.start()
         reply = await app.final(asked)
         assert reply.status == "ok", reply
         assert 3 <= reply.headers["x-lane-attempt"] <= 4
@@ -114,7 +114,7 @@ async def test_a_single_request_outlasts_a_short_outage_of_its_provider(vhost) -
 
 @pytest.mark.every_version
 async def test_a_lane_continues_while_a_request_waits_for_its_retry(vhost) -> None:
-    async with house(vhost.amqp_url, lanes={"critical": {"slots": 1}}), requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url, lanes={"critical": {"slots": 1}}), requester(vhost.amqp_url) as app:
         waiting = await app.publish({"prompt": "later [[fault: unavailable retry_after=8 x1]]"})
         others = await asyncio.gather(*(app.ask({"prompt": f"now {n}"}) for n in range(5)))
         assert [each.status for each in others] == ["ok"] * 5

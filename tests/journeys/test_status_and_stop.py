@@ -14,9 +14,9 @@ from structlog.testing import capture_logs
 
 from service.simulated.app import SimulatedAPI
 from service.worker.running import summarise_once
-from tests.support.house import house
 from tests.support.processes import environment, lanekeeper, run
 from tests.support.requester import requester
+from tests.support.serving import serving
 from tests.support.waiting import until
 
 
@@ -31,7 +31,7 @@ async def test_status_shows_what_waits_runs_and_was_answered_over_all_workers(vh
         )
         async with (
             lanekeeper("serve", environ=environ, folder=tmp_path) as worker,
-            house(vhost.amqp_url, works=("critical",)),
+            serving(vhost.amqp_url, works=("critical",)),
             requester(vhost.amqp_url) as app,
         ):
             await worker.ready()
@@ -92,7 +92,7 @@ async def test_a_ready_worker_names_its_providers(vhost, tmp_path) -> None:
 
 async def test_without_a_worker_status_shows_what_waits(vhost, tmp_path) -> None:
     environ = environment(vhost.amqp_url, vhost.management_url)
-    async with house(vhost.amqp_url, works=("critical",)), requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url, works=("critical",)), requester(vhost.amqp_url) as app:
         for n in range(3):
             await app.publish({"prompt": f"job {n}"}, key="batch.tests.x")
     code, lines = await run("status", "--json", environ=environ, folder=tmp_path)
@@ -104,16 +104,16 @@ async def test_without_a_worker_status_shows_what_waits(vhost, tmp_path) -> None
 
 
 async def test_once_a_minute_the_log_has_the_same_figures_of_each_lane(vhost) -> None:
-    async with house(vhost.amqp_url, lanes={"batch": {"slots": 1}}) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url, lanes={"batch": {"slots": 1}}) as own, requester(vhost.amqp_url) as app:
         for n in range(4):
             await app.ask({"prompt": f"chat {n}"}, headers={"x-lane-sent-ms": time.time_ns() // 1_000_000})
         for n in range(3):
             await app.publish({"prompt": f"job {n} [[latency: 60s]]"}, key="batch.tests.x")
-        await until(lambda: home.api.running == 1)
+        await until(lambda: own.api.running == 1)
 
         async def summary_once_nothing_moves() -> Any:
             with capture_logs() as logs:
-                await summarise_once(home.parts)
+                await summarise_once(own.parts)
             lanes = {each["lane"]: each for each in logs if each["event"] == "lane.summary"}
             return lanes if lanes["batch"]["depth"] == 2 else None
 

@@ -14,8 +14,8 @@ from urllib.parse import unquote
 import pytest
 
 from service.gateway.server import Server
-from tests.support.house import house
 from tests.support.requester import requester
+from tests.support.serving import serving
 from tests.support.stores import store_url
 from tests.support.waiting import until
 
@@ -68,40 +68,40 @@ async def test_a_worker_started_without_a_usable_store_waits_and_then_recovers(
     path = Path(unquote(store_url(vhost.amqp_url).removeprefix("sqlite:///")))
     spoil(path)
     async with (
-        house(vhost.amqp_url, waits=False) as home,
+        serving(vhost.amqp_url, waits=False) as worker,
         requester(vhost.amqp_url) as app,
-        Server(home.parts.reasons, host="127.0.0.1", port=0) as health,
+        Server(worker.parts.reasons, host="127.0.0.1", port=0) as health,
     ):
-        await until(lambda: home.parts.store.trouble)
+        await until(lambda: worker.parts.store.trouble)
         asked = await app.publish({"prompt": "hello"}, message_id="m-1")
-        await until(lambda: home.parts.pausing.reasons())
+        await until(lambda: worker.parts.pausing.reasons())
         status, reasons = await readiness(health)
         assert status == 503
         assert word in reasons["store"], reasons
         assert str(path.name) in reasons["store"], "which file"
-        assert not home.api.calls
+        assert not worker.api.calls
         assert not app.finals(asked)
         remove(path)
         assert (await app.final(asked)).status == "ok"
-        await until(lambda: home.is_well)
+        await until(lambda: worker.is_well)
         assert (await readiness(health))[0] == 200
-        assert len(home.api.calls) == 1
+        assert len(worker.api.calls) == 1
 
 
 async def test_a_worker_whose_store_is_locked_waits_and_then_recovers(vhost) -> None:
-    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         first = await app.publish({"prompt": "long [[latency: 1500ms]]"})
-        await until(lambda: home.api.running == 1)
+        await until(lambda: worker.api.running == 1)
         path = Path(unquote(store_url(vhost.amqp_url).removeprefix("sqlite:///")))
         with closing(sqlite3.connect(path, isolation_level=None)) as other:
             other.execute("BEGIN EXCLUSIVE")
-            await until(lambda: home.parts.store.trouble)
+            await until(lambda: worker.parts.store.trouble)
             second = await app.publish({"prompt": "later"})
-            await until(lambda: home.api.running == 0)
+            await until(lambda: worker.api.running == 0)
             await asyncio.sleep(0.5)  # nothing must happen meanwhile, so there is no condition to wait for
             assert not app.finals(first), "an answer that is not recorded is not told"
-            assert len(home.api.calls) == 1, "no call without a claim"
+            assert len(worker.api.calls) == 1, "no call without a claim"
             other.execute("ROLLBACK")
         assert (await app.final(first)).status == "ok"
         assert (await app.final(second)).status == "ok"
-        assert len(home.api.calls) == 2, "what was answered meanwhile was kept in hand"
+        assert len(worker.api.calls) == 2, "what was answered meanwhile was kept in hand"

@@ -3,8 +3,8 @@
 import pytest
 
 from service.simulated.options import SimulatedOptions
-from tests.support.house import house
 from tests.support.requester import requester
+from tests.support.serving import serving
 from tests.support.stream import put_together
 from tests.support.waiting import until
 
@@ -20,7 +20,7 @@ from tests.support.waiting import until
 )
 async def test_parts_come_in_order_and_the_final_reply_equals_them(vhost, extra) -> None:
     body = {"messages": [{"role": "user", "content": "tell me a “story” 🦊"}], **extra}
-    async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url), requester(vhost.amqp_url) as app:
         asked = await app.publish(body, headers={"x-lane-stream": True}, message_id="s-1")
         final = await app.final(asked)
         parts = app.parts(asked)
@@ -39,7 +39,7 @@ async def test_parts_come_in_order_and_the_final_reply_equals_them(vhost, extra)
 
 
 async def test_parts_are_sent_when_the_provider_sends_them_and_not_at_the_end(vhost) -> None:
-    async with house(vhost.amqp_url, simulated=SimulatedOptions(latency_ms=600)), requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url, simulated=SimulatedOptions(latency_ms=600)), requester(vhost.amqp_url) as app:
         asked = await app.publish({"prompt": "slowly, please"}, headers={"x-lane-stream": True})
         final = await app.final(asked)
         times = [part.at_s for part in app.parts(asked)]
@@ -48,39 +48,39 @@ async def test_parts_are_sent_when_the_provider_sends_them_and_not_at_the_end(vh
 
 
 async def test_a_streamed_request_whose_requester_does_not_read_is_answered(vhost) -> None:
-    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         await app.read_events()
         await app.publish({"prompt": "x"}, reply_to=None, headers={"x-lane-stream": True}, message_id="s-2")
         await until(lambda: "completed" in app.events_of("s-2"))
-        assert len(home.api.calls) == 1
+        assert len(worker.api.calls) == 1
 
 
 async def test_an_answer_that_may_take_longer_than_ten_minutes_is_streamed_from_the_provider_but_answered_whole(
     vhost,
 ) -> None:
-    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         asked = await app.publish({"prompt": "a long one", "max_tokens": 21_334})
         final = await app.final(asked)
         assert final.text == "echo: a long one"
         assert final.json["stop_reason"] == "end_turn"
         assert app.parts(asked) == []
-        assert home.api.calls[0].stream
+        assert worker.api.calls[0].stream
 
 
 async def test_a_stream_field_in_the_body_must_agree_with_the_header(vhost) -> None:
-    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         both = await app.publish({"prompt": "x", "stream": True}, headers={"x-lane-stream": True})
         assert (await app.final(both)).status == "ok"
         assert app.parts(both)
         odd = await app.ask({"prompt": "x", "stream": True})
         assert odd.code == "invalid_request"
         assert "x-lane-stream" in odd.json["detail"]
-        assert len(home.api.calls) == 1
+        assert len(worker.api.calls) == 1
 
 
 @pytest.mark.every_version
 async def test_a_stream_can_be_received_by_direct_reply_to(vhost) -> None:
-    async with house(vhost.amqp_url), requester(vhost.amqp_url, direct=True) as app:
+    async with serving(vhost.amqp_url), requester(vhost.amqp_url, direct=True) as app:
         asked = await app.publish({"prompt": "hello there, how are you"}, headers={"x-lane-stream": True})
         final = await app.final(asked)
         assert final.json == put_together([part.json for part in app.parts(asked)])

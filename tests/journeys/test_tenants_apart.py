@@ -9,8 +9,8 @@ from aiormq.exceptions import ChannelPreconditionFailed
 from yarl import URL
 
 from tests.support.brokers import Vhost
-from tests.support.house import house
 from tests.support.requester import requester
+from tests.support.serving import serving
 from tests.support.waiting import until
 
 
@@ -30,15 +30,15 @@ def user_of(vhost: Vhost) -> Iterator[str]:
 async def test_another_tenants_id_reveals_neither_answer_nor_state_nor_a_conflict(vhost) -> None:
     with user_of(vhost) as url:
         name = URL(url).user
-        async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as mine, requester(url) as theirs:
+        async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as mine, requester(url) as theirs:
             first = await mine.ask({"prompt": "secret one"}, message_id="t-1", user_id=vhost.user)
             same = await theirs.ask({"prompt": "secret one"}, message_id="t-1", user_id=name)
             running = await mine.publish({"prompt": "slow [[latency: 30s]]"}, message_id="t-2", user_id=vhost.user)
-            await until(lambda: home.calls("slow"))
+            await until(lambda: worker.calls("slow"))
 
             assert first.text == same.text == "echo: secret one"
             assert "x-lane-replayed" not in same.headers, "it was answered for itself, not from the other's store"
-            assert len(home.calls("secret one")) == 2
+            assert len(worker.calls("secret one")) == 2
             other = await theirs.ask({"prompt": "another body"}, message_id="t-2", user_id=name)
             assert other.text == "echo: another body", "no conflict tells that the other's id is taken"
             for id in ("t-1", "t-2"):
@@ -58,7 +58,7 @@ async def test_another_tenants_id_reveals_neither_answer_nor_state_nor_a_conflic
 async def test_a_user_cannot_pretend_to_be_another(vhost) -> None:
     """With another `user_id` the broker closes the channel; a header is ignored."""
     with user_of(vhost) as url:
-        async with house(vhost.amqp_url), requester(vhost.amqp_url) as mine, requester(url) as theirs:
+        async with serving(vhost.amqp_url), requester(vhost.amqp_url) as mine, requester(url) as theirs:
             name = URL(url).user
             await mine.ask({"prompt": "mine"}, message_id="t-3", user_id=vhost.user)
             forged = {"x-lane-tenant": vhost.user, "x-lane-user-id": vhost.user}

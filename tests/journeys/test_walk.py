@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
-from tests.support.house import house
 from tests.support.requester import requester
+from tests.support.serving import serving
 from tests.support.walk import walked
 
 PAGE = (Path(__file__).parents[2] / "docs/architecture.md").read_text(encoding="utf-8")
@@ -23,7 +23,7 @@ def rows(title: str) -> list[tuple[str, list[str]]]:
 
 
 async def test_a_fresh_request_calls_the_listed_functions_in_order(vhost) -> None:
-    async with house(vhost.amqp_url) as home, requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         await app.ask({"prompt": "warm up"}, headers={"x-lane-stream": True})
         with walked() as walk:
             reply = await app.ask(
@@ -31,7 +31,7 @@ async def test_a_fresh_request_calls_the_listed_functions_in_order(vhost) -> Non
                 headers={"x-lane-stream": True},
             )
         assert reply.status == "ok"
-        assert len(home.api.calls) == 2
+        assert len(worker.api.calls) == 2
 
     listed = rows("A fresh request")
     at, missing = 0, []
@@ -47,7 +47,7 @@ async def test_a_fresh_request_calls_the_listed_functions_in_order(vhost) -> Non
 
 
 async def test_a_fresh_request_crosses_no_more_borders_than_docs_architecture_says(vhost) -> None:
-    async with house(vhost.amqp_url), requester(vhost.amqp_url) as app:
+    async with serving(vhost.amqp_url), requester(vhost.amqp_url) as app:
         await app.ask({"prompt": "warm up"})
         with walked() as walk:
             reply = await app.ask({"prompt": "hello"})

@@ -11,10 +11,10 @@ import time
 import pytest
 
 from service.simulated.app import SimulatedAPI
-from tests.support.house import house
 from tests.support.ledger import Ledger
 from tests.support.processes import environment, lanekeeper
 from tests.support.requester import requester
+from tests.support.serving import serving
 from tests.support.waiting import until
 
 
@@ -126,10 +126,10 @@ async def test_a_worker_told_to_stop_takes_nothing_more_and_finishes_what_runs(v
             assert {call.outcome for call in api.calls} == {"ok"}
             await until(lambda: is_depth(app, "lane.batch", 8))
 
-        async with house(vhost.amqp_url) as home, ledger.reading():
+        async with serving(vhost.amqp_url) as own, ledger.reading():
             await until(lambda: not ledger.lost)
             ledger.check()
-            assert len(api.calls) + len(home.api.calls) == 12, "no call was made twice"
+            assert len(api.calls) + len(own.api.calls) == 12, "no call was made twice"
             assert ledger.repeated == 0
 
 
@@ -159,10 +159,10 @@ async def test_a_worker_told_to_stop_returns_requests_that_wait_for_the_budget_a
             await until(lambda: len(ledger.finals) == 1)
             assert [call.outcome for call in api.calls] == ["ok"], "what ran a call has finished it"
 
-    async with house(vhost.amqp_url) as home, ledger.reading():
+    async with serving(vhost.amqp_url) as own, ledger.reading():
         await until(lambda: not ledger.lost)
         ledger.check()
-        assert len(api.calls) + len(home.api.calls) == 8, "no call was made twice"
+        assert len(api.calls) + len(own.api.calls) == 8, "no call was made twice"
         assert ledger.repeated == 0
 
 
@@ -203,5 +203,5 @@ async def test_a_second_signal_ends_a_worker_at_once_and_no_request_is_lost(vhos
             worker.send(signal.SIGTERM)
             assert await worker.ended() == 130
             assert time.monotonic() - told < 15, "it did not wait for the call"
-        async with house(vhost.amqp_url):
+        async with serving(vhost.amqp_url):
             assert (await app.final(asked)).status == "ok"

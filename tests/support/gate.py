@@ -1,6 +1,6 @@
-"""A gateway in the test's own process, before the lanes of a `house`.
+"""A gateway in the test's own process, before the lanes of a worker (`serving`).
 
-async with house(vhost.amqp_url) as home, gate(home.settings) as url:
+async with serving(vhost.amqp_url) as worker, gate(worker.settings) as url:
     …                               an HTTP client, or the vendor's own with `base_url=url`
 """
 

@@ -5,7 +5,7 @@ They show the order of steps, not how a broker behaves: tests/broker is for that
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +14,10 @@ from consumers.capacity.pausing import Pausing
 from consumers.chain import Chain
 from consumers.claiming import Claiming
 from consumers.failpoints import Failpoints
+from consumers.gates.base import Gate
 from consumers.gates.budget import BudgetGate
 from consumers.gates.route import RouteGate
+from consumers.handler import Handler
 from consumers.job import Asked, Job, is_trusted
 from consumers.lifecycle import Lifecycle
 from consumers.limits.estimates import Estimates
@@ -25,6 +27,7 @@ from consumers.parking import Parking
 from consumers.providers.breakers import Breakers
 from consumers.providers.registry import Registry
 from consumers.providers.routes import ProviderModels, Routes, RoutesSpec
+from consumers.reading import Reading
 from consumers.replies.address import ReplyRule
 from consumers.replies.direct import DirectSender
 from consumers.replies.reply import Replies
@@ -176,14 +179,17 @@ def attempts(
     breakers: Breakers | None = None,
     pausing: Pausing | None = None,
     now_ms: Callable[[], int] = lambda: NOW_MS,
+    route_gate: RouteGate | None = None,
+    budget_gate: BudgetGate | None = None,
 ) -> Attempts:
-    """An `Attempts` with a budget that suffices for everything."""
+    """An `Attempts`. Unless `budget_gate` is given, its budget suffices for everything."""
     breakers, rng, spec = breakers or Breakers(), random.Random(5), BudgetSpec()
     return Attempts(
         registry,
         breakers=breakers,
-        route_gate=RouteGate(breakers, now_ms=now_ms, rng=rng),
-        budget_gate=BudgetGate(
+        route_gate=route_gate or RouteGate(breakers, now_ms=now_ms, rng=rng),
+        budget_gate=budget_gate
+        or BudgetGate(
             own_accounts(spec),
             breakers,
             Estimates(first_output_tokens=5, first_bytes_per_token=3.5),
@@ -197,6 +203,26 @@ def attempts(
         policy=RetryPolicy(),
         now_ms=now_ms,
         rng=rng,
+    )
+
+
+def handler(
+    attempts: Attempts,
+    *,
+    gates: Sequence[Gate],
+    provider: str,
+    replies: Replies,
+    reading: Reading | None = None,
+) -> Handler:
+    """The steps of a request, with these gates; its only route is to `provider`."""
+    return Handler(
+        gates=gates,
+        attempts=attempts,
+        routes=routes_of(provider),
+        replies=replies,
+        names=NAMES,
+        failpoints=Failpoints(),
+        reading=reading or Reading(),
     )
 
 

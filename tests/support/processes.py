@@ -16,14 +16,14 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tests.support import house
+from tests.support import serving
 from tests.support.lanes import ENVIRONMENT
 from tests.support.stores import store_url
 from tests.support.waiting import PATIENCE_S, STARTED_S, until
 
 HOUSE = Path(__file__).parents[2]
 QUICK = {"LANEKEEPER_RETRY__BASE_S": "0.05", "LANEKEEPER_RETRY__CAP_S": "0.2"}
-PLENTY = {f"LANEKEEPER_BUDGET__{name.upper()}": f"{each:.0f}" for name, each in house.PLENTY.items()}
+PLENTY = {f"LANEKEEPER_BUDGET__{name.upper()}": f"{each:.0f}" for name, each in serving.PLENTY.items()}
 
 
 def environment(amqp_url: str | None, management_url: str | None = None, **settings: str) -> dict[str, str]:

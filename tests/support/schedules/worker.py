@@ -13,7 +13,6 @@ from consumers.fallen import Fallen
 from consumers.gates.claim import ClaimGate
 from consumers.gates.deadline import DeadlineGate
 from consumers.gates.schedule import ScheduleGate
-from consumers.handler import Handler
 from consumers.job import Job, is_trusted
 from consumers.lifecycle import Lifecycle
 from consumers.pool import Pool
@@ -25,7 +24,7 @@ from consumers.replies.reply import Replies
 from consumers.replies.retelling import Retelling
 from consumers.settle import Settler
 from lanekeeper.telemetry.tracing import Tracing
-from tests.support.jobs import attempts, routes_of
+from tests.support.jobs import attempts, handler
 from tests.support.schedules.broker import LANE, NAMES, Channel
 from tests.support.schedules.edges import DeliveriesEdge, ProviderEdge, PublisherEdge, SessionEdge, StoreEdge, World
 from tests.support.schedules.loop import SteppedLoop
@@ -70,25 +69,23 @@ class Worker:
             now_ms=world.now_ms,
             failpoints=Failpoints(),
         )
-        handler = Handler(
-            gates=(
-                DeadlineGate(now_ms=world.now_ms),
-                ScheduleGate(claiming, now_ms=world.now_ms),
-                ClaimGate(claiming, now_ms=world.now_ms),
-            ),
-            attempts=attempts(
+        steps = handler(
+            attempts(
                 Registry(ProviderEdge(world, self.edge), tracing=TRACING),
                 replies=replies,
                 lifecycle=lifecycle,
                 now_ms=world.now_ms,
             ),
-            routes=routes_of(ProviderEdge.name),
+            gates=(
+                DeadlineGate(now_ms=world.now_ms),
+                ScheduleGate(claiming, now_ms=world.now_ms),
+                ClaimGate(claiming, now_ms=world.now_ms),
+            ),
+            provider=ProviderEdge.name,
             replies=replies,
-            names=NAMES,
-            failpoints=Failpoints(),
             reading=Reading(clock=lambda: 0.0),
         )
-        handle = partial(handler.handle, lane=SPEC)
+        handle = partial(steps.handle, lane=SPEC)
         fallen = Fallen((SPEC,), names=NAMES, now_ms=world.now_ms)
         self._pools = (
             self._pool(world.broker.intake.name, SPEC.slots, self._job_of, retelling.first(handle)),

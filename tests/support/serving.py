@@ -1,7 +1,7 @@
 """A worker in the test's own process, with a simulated provider, for one virtual host.
 
-    async with house(vhost.amqp_url) as home:
-        …                               publish to `vhost.amqp_url`; `home.api.calls` is what the provider saw
+    async with serving(vhost.amqp_url) as own:
+        …                               publish to `vhost.amqp_url`; `own.api.calls` is what the provider saw
 
 The environment has no effect: every setting is the default, or given here. Retries are quick unless set otherwise.
 """
@@ -34,7 +34,7 @@ PLENTY = {"requests_per_min": 1e6, "input_tokens_per_min": 1e9, "output_tokens_p
 
 
 @dataclass
-class House:
+class RunningWorker:
     """A running worker and its simulated provider."""
 
     settings: Settings
@@ -65,7 +65,7 @@ def _lane(few: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def house(
+async def serving(
     url: str,
     *,
     simulated: SimulatedOptions | None = None,
@@ -77,7 +77,7 @@ async def house(
     declares: bool = True,
     base_url: str | None = None,
     **settings: Any,
-) -> AsyncIterator[House]:
+) -> AsyncIterator[RunningWorker]:
     """A worker that is ready; at the end it is stopped cleanly, and its error, if any, is raised.
 
     `waits` false: does not wait until the worker is ready.
@@ -101,14 +101,14 @@ async def house(
         if not declares:
             await _applied(made)
         async with assemble(made, lanes=works, declares=declares) as parts:
-            home = House(made, api, parts, _losses=[parts.consuming.loss, parts.publishing.loss])
-            working = asyncio.create_task(worker.run(parts, stop=home._stop, grace_s=5), name="worker")
+            own = RunningWorker(made, api, parts, _losses=[parts.consuming.loss, parts.publishing.loss])
+            working = asyncio.create_task(worker.run(parts, stop=own._stop, grace_s=5), name="worker")
             try:
                 if waits:
-                    await until(lambda: working.done() or home.is_well)
-                yield home
+                    await until(lambda: working.done() or own.is_well)
+                yield own
             finally:
-                home._stop.set()
+                own._stop.set()
                 await asyncio.wait_for(working, timeout=PATIENCE_S)
 
 
