@@ -110,3 +110,16 @@ def test_a_pause_that_lasts_is_told_once_and_its_end_with_its_length(paused_s: f
     ended = [each["paused_s"] for each in logs if each["event"] == signals.TAKING_RESUMED]
     assert begun == [{"store": "locked"}] * (2 if is_told else 0)
     assert ended == pytest.approx([paused_s] * (2 if is_told else 0), abs=0.11)
+
+
+def test_a_pause_from_the_start_is_told_as_well() -> None:
+    async def story() -> None:
+        world = World()
+        world.store = "locked"
+        async with world.watched():
+            await asyncio.sleep(5)
+
+    with structlog.testing.capture_logs() as logs:
+        virtually(story())
+
+    assert [each["event"] for each in logs] == [signals.TAKING_PAUSED]
