@@ -6,7 +6,6 @@ import structlog
 from consumers.parking import Parking
 from lanekeeper.telemetry import signals
 
-
 KIB = 1024
 
 
