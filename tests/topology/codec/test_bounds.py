@@ -71,6 +71,26 @@ def test_a_number_with_too_many_digits_is_refused_with_the_limit() -> None:
     assert excess(array(DIGITS + 100), values=100) == f"a number of more than {DIGITS} digits"
 
 
+def test_a_number_may_have_128_digits_wherever_it_stands() -> None:
+    for at in range(40):
+        text = b"[" + b" " * at + b"%s," + b" " * 40_000 + b"1]"
+        assert excess(text % (b"7" * 128), values=100) is None
+        assert excess(text % (b"7" * 144), values=100) == "a number of more than 128 digits"
+
+
+@pytest.mark.parametrize("digits", [128, 129])
+def test_only_digits_outside_strings_count_as_a_number(digits: int) -> None:
+    measure = Measure(1000)
+    found = measure.add(b'["' + b"7" * 500 + b'",' + b"7" * digits + b"," + b"7" * 100 + b"]")
+    assert (found is None) == (digits == 128)
+
+
+def test_by_default_a_request_may_have_a_hundred_thousand_keys_and_values() -> None:
+    assert excess(b"[" + b"1," * 99_990 + b"1]", values=bounds.VALUES) is None
+    found = excess(b"[" + b"1," * 100_010 + b"1]", values=bounds.VALUES)
+    assert found == "more than 100000 keys and values (LANEKEEPER_JSON_VALUES)"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("nasty", REQUESTS.values(), ids=REQUESTS)
 def test_no_step_of_reading_a_request_blocks_the_loop_for_long(nasty: Nasty) -> None:

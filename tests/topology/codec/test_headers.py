@@ -102,6 +102,27 @@ def test_a_wrong_header_is_refused_by_name(headers: dict[str, Any], named: str) 
     assert len(refused.value.detail) < 400
 
 
+YEAR = 31_536_000_000
+
+
+@pytest.mark.parametrize(
+    ("header", "low", "high"),
+    [("x-lane-deadline-ms", 1, YEAR), ("x-lane-delay-ms", 100, YEAR), ("x-lane-sent-ms", 0, 100_000_000_000_000)],
+)
+def test_times_have_their_bounds(header: str, low: int, high: int) -> None:
+    for inside in (low, high):
+        assert inside in {getattr(read({header: inside}), each) for each in ("deadline_ms", "delay_ms", "sent_ms")}
+    for outside in (low - 1, high + 1):
+        with pytest.raises(
+            RequestProblem, match=f"{header}: found {outside}, allowed is whole milliseconds from {low}"
+        ):
+            read({header: outside})
+
+
+def test_of_earlier_errors_a_hop_carries_the_first_five() -> None:
+    assert read_hop({n.ERRORS: list("abcdefg")}).errors == tuple("abcde")
+
+
 def test_the_headers_of_a_hop_carry_everything_to_the_next_worker() -> None:
     hop = HopHeaders(attempts=3, errors=("b", "a"), first_seen_ms=5, due_ms=6, user_id="shop", expiration="60000")
     assert read_hop(hop_headers(hop)) == hop
