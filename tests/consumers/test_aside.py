@@ -1,13 +1,15 @@
 """Setting aside: requests above a tenant's share go into a side queue; they are acknowledged only after the confirm."""
 
+import asyncio
 import dataclasses
 
 from consumers.fairness.aside import Aside
 from consumers.job import Job
 from consumers.outcomes import Deferred, Refused
-from lanekeeper.contract.names import SENT_MS
+from lanekeeper.contract.names import REPLY_TRY, SENT_MS
 from lanekeeper.contract.problems import PublishRefused
 from tests.support.jobs import NAMES, NOW_MS, Bench
+from tests.support.virtual_time import virtually
 from topology.broker.heads import Heads
 from topology.lanes import CRITICAL
 
@@ -107,3 +109,38 @@ async def test_a_request_that_was_set_aside_can_be_fetched_at_once() -> None:
     queue = side.heads.next()
     assert queue is not None
     assert side.heads.ready_in(queue) == side.heads.ready == 1
+
+
+def test_a_tenant_keeps_its_side_queue_for_a_second_after_its_last_request() -> None:
+    async def story() -> list[bool]:
+        side, found = Side(), []
+        await side.aside.put(side.job("crm"))
+        for pause_s in (0.9, 0.2):
+            await asyncio.sleep(pause_s)
+            found.append(side.aside.has("crm"))
+        return found
+
+    assert virtually(story()) == [True, False]
+
+
+def test_a_side_queue_that_was_full_is_tried_again_after_a_second() -> None:
+    async def story() -> list[bool]:
+        side, found = Side(), []
+        side.bench.publisher.failing = {NAMES.side_exchange(each): PublishRefused("full") for each in range(4)}
+        await side.aside.put(side.job("crm"))
+        side.bench.publisher.failing = {}
+        for pause_s in (0.0, 0.9, 0.2):
+            await asyncio.sleep(pause_s)
+            found.append(isinstance(await side.aside.put(side.job("crm")), Refused))
+        return found
+
+    assert virtually(story()) == [True, True, False]
+
+
+async def test_the_highest_priority_may_be_set_aside_and_a_request_with_only_its_reply_left_may_not() -> None:
+    side = Side()
+    assert side.aside.may_take(side.job("crm", priority=9))
+    assert not side.aside.may_take(side.job("crm", priority=10))
+    back = {"exchange": NAMES.due_exchange}
+    assert side.aside.may_take(side.bench.job(lane=LANE, headers={}, **back))
+    assert not side.aside.may_take(side.bench.job(lane=LANE, headers={REPLY_TRY: 1}, **back))

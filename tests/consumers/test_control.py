@@ -5,16 +5,18 @@ import json
 from typing import Any
 
 import pytest
+import structlog
 
 from consumers import claiming, settle
 from consumers.control.answer import Answers
 from consumers.control.queue import Control
 from consumers.outcomes import Answered, Refused
 from consumers.replies.address import ReplyRule
-from consumers.state.base import Granted, Held, Identity, StoreUnavailable
+from consumers.state.base import Cancelling, Completion, Granted, Held, Identity, StoreUnavailable
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import RequestProblem
+from lanekeeper.telemetry import signals
 from tests.support.control_queue import FakeDeliveries, FakeSession, none_waits
 from tests.support.jobs import NAMES, NOW_MS, Bench, FakeDelivery
 
@@ -80,6 +82,37 @@ async def test_a_cancellation_is_recorded_answered_and_acknowledged(bench: Bench
     assert bench.log == ["cancel", "confirmed: reply", "ack"]
     assert told(bench) == {"id": "m-1", "outcome": "unseen", "kept_until": "2026-09-22T14:13:20.000Z"}
     assert bench.to("").headers == {n.CONTROL: "accepted", n.REQUEST_ID: "m-1"}
+
+
+async def test_cancellations_that_displaced_earlier_ones_are_counted_and_told_once_a_minute(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def displaces(identity: Identity, completion: Completion) -> Cancelling:
+        return Cancelling.DISPLACED
+
+    monkeypatch.setattr(bench.store, "cancel", displaces)
+    deliveries = [
+        FakeDelivery(Message(body=b'{"cancel":"m-%d"}' % each, type="cancel", routing_key="cancel"), bench.log)
+        for each in range(3)
+    ]
+    reading = Control(
+        FakeDeliveries(FakeSession(bench.log, deliveries, ends=True)),  # type: ignore[arg-type]
+        claiming=bench.claiming,
+        settler=bench.settler,
+        answers=answers_of(bench),
+        now_ms=lambda: NOW_MS,
+        ready=none_waits,
+        kept_s=86_400,
+        per_tenant_s=100,
+        speakers=(),
+        needs_user_id=False,
+    )
+    with structlog.testing.capture_logs() as logs:
+        await reading.run()
+
+    assert reading.displaced == 3
+    told = [each for each in logs if each["event"] == signals.CANCELLATION_DISPLACED]
+    assert [(each["count"], each["displaced"]) for each in told] == [(1, 1)]
 
 
 async def test_the_cancellation_of_a_delayed_request_is_recorded(bench: Bench) -> None:

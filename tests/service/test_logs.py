@@ -123,6 +123,25 @@ def test_an_exception_is_logged_with_its_place_and_only_our_own_errors_are_quote
     assert "secret prompt" not in out.getvalue()
 
 
+def test_an_exception_may_be_given_in_each_way_that_the_standard_library_knows() -> None:
+    out, error = io.StringIO(), BrokerUnreachable("reset by peer")
+
+    with logs.written(service="worker", level="INFO", stream=out):
+        log = structlog.get_logger()
+        log.error("given", exc_info=error)
+        log.error("given", exc_info=(type(error), error, None))
+        try:
+            raise error
+        except BrokerUnreachable:
+            log.error("given", exc_info=True)
+        log.error("none", exc_info=(None, None, None))
+        log.error("none", exc_info=None)
+
+    *given, empty, none = lines(out)
+    assert ["reset by peer" in json.dumps(each) for each in given] == [True] * 3
+    assert set(empty) == set(none) == {"timestamp", "level", "event", "service"}
+
+
 def test_content_is_logged_if_the_setting_allows_it() -> None:
     out = io.StringIO()
 

@@ -179,6 +179,14 @@ def test_every_character_in_json_is_kept() -> None:
     assert json.loads(to_json({"text": text})) == {"text": text}
 
 
+@pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan")])
+def test_a_number_that_json_cannot_hold_is_a_broken_stream(number: float) -> None:
+    with pytest.raises(TransientError) as caught:
+        to_json({"usage": {"input_tokens": number}})
+
+    assert caught.value.type == "broken_stream"
+
+
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**40), 2**40) | TEXT,
