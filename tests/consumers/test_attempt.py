@@ -235,6 +235,17 @@ async def test_a_fallback_model_is_used_after_an_overload_and_not_after_a_lost_c
     assert failed_with(await two.ask("[[fault: server_error x1]]", *routes)) == "api_error"
 
 
+@pytest.mark.parametrize(("after_s", "falls_back"), [("none", False), ("5", False), ("6", True)])
+async def test_after_a_rate_limit_a_fallback_model_is_used_if_the_wait_is_longer_than_five_seconds(
+    providers: Open, after_s: str, falls_back: bool
+) -> None:
+    two = await providers()
+    outcome = await two.ask(f"[[fault: rate_limited x1 retry_after={after_s}]]", route("one"), route("one", FALLBACK))
+
+    assert isinstance(outcome, Answered) == falls_back
+    assert sum(two.calls) == (2 if falls_back else 1)
+
+
 async def test_a_stream_that_another_provider_starts_again_is_preceded_by_a_restart(providers: Open) -> None:
     two = await providers(failing("cut"))
 

@@ -118,8 +118,9 @@ def test_a_refusal_halves_what_is_spent_or_all_and_counts_once_within_five_secon
     bursts = proven(40)
     assert bursts.refused((True, False, False), 100.0)
     assert sizes_s(bursts) == [20.0, 40.0, 40.0]
-    bursts.refused((True, False, False), 104.9)
-    assert sizes_s(bursts) == [20.0, 40.0, 40.0]
+    for at_s in (100.5, 104.9):
+        assert bursts.refused((True, False, False), at_s)
+        assert sizes_s(bursts) == [20.0, 40.0, 40.0]
     bursts.refused(NONE_SPENT, 105.0)
     assert sizes_s(bursts) == [10.0, 20.0, 20.0]
 
@@ -128,6 +129,7 @@ def test_a_cut_size_comes_back_by_a_tenth_every_ten_seconds() -> None:
     bursts = proven(40)
     bursts.refused(NONE_SPENT, 100.0)
 
+    assert not bursts.answered(100.5)
     assert not bursts.answered(109.9)
     assert bursts.answered(110.0)
     assert sizes_s(bursts) == pytest.approx([22.0] * 3)
@@ -136,6 +138,24 @@ def test_a_cut_size_comes_back_by_a_tenth_every_ten_seconds() -> None:
         bursts.answered(second)
     assert sizes_s(bursts) == [40.0] * 3
     assert not bursts.answered(400.0)
+
+
+def test_a_single_cut_size_comes_back_too() -> None:
+    bursts = proven(40)
+    bursts.refused((False, True, False), 100.0)
+
+    assert bursts.answered(110.0)
+    assert sizes_s(bursts) == pytest.approx([40.0, 22.0, 40.0])
+
+
+def test_answers_between_refusals_mean_that_smaller_sizes_have_helped() -> None:
+    bursts = proven(1)
+    for at_s in range(0, 50, 5):
+        bursts.refused((True, False, False), at_s)
+    for at_s in range(50, 60):
+        bursts.answered(at_s)
+
+    assert bursts.refused((True, False, False), 60.0)
 
 
 def test_a_size_never_falls_below_a_second() -> None:
@@ -151,6 +171,23 @@ def test_a_size_of_half_a_second_is_neither_cut_nor_raised_by_a_refusal() -> Non
     assert bursts.refused((True, False, False), 100.0)
 
     assert sizes_s(bursts) == [0.5] * 3
+
+
+def test_a_size_of_half_a_second_stays_while_larger_ones_are_cut() -> None:
+    bursts = proven(0.5)
+    bursts.hear(RateHeaders(SILENT, *(Told(limit=60_000, remaining=40_500) for _ in range(2))), Amounts())
+    bursts.refused(NONE_SPENT, 100.0)
+
+    assert sizes_s(bursts) == [0.5, 20.0, 20.0]
+
+
+def test_the_size_of_another_bucket_does_not_matter_for_the_margin() -> None:
+    bursts = proven(4)
+    bursts.hear(RateHeaders(SILENT, Told(limit=60_000, remaining=40_500), SILENT), Amounts())
+    bursts.refused((False, True, False), 100.0)
+    assert bursts.margin == 0.0
+    bursts.refused((True, False, True), 110.0)
+    assert bursts.margin == 0.0
 
 
 def test_in_a_small_bucket_more_is_reserved_for_input_before_it_is_cut() -> None:

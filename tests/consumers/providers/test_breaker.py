@@ -93,6 +93,15 @@ async def test_failures_caused_by_the_request_or_the_budget_do_not_open_a_breake
     assert these.wait_s(HERE, 0) == 0
 
 
+@pytest.mark.parametrize(("timeout_s", "counts"), [(4.9, False), (5.0, True)])
+async def test_a_timeout_counts_if_the_call_was_given_five_seconds(timeout_s: float, counts: bool) -> None:
+    these = breakers()
+
+    await fail(these, 0, error=SLOW, times=FAILURES, timeout_s=timeout_s)
+
+    assert (these.wait_s(HERE, 0) > 0) == counts
+
+
 async def test_overloads_timeouts_and_a_refused_key_open_a_breaker() -> None:
     for error in (OverloadedError("529"), SLOW, RejectedError("401", status=401)):
         these = breakers()
@@ -252,3 +261,29 @@ async def test_a_single_request_that_fails_every_time_opens_no_breaker() -> None
         assert entered is not None
         await these.failed(entered, DOWN, 0, timeout_s=60)
     assert these.wait_s(HERE, 0) == 0
+
+
+async def test_of_several_providers_those_known_to_fail_are_left_out_until_none_is_left() -> None:
+    these = Breakers(rng=random.Random(1))
+    assert these.callable((HERE, ELSEWHERE)) == (HERE, ELSEWHERE)
+    now_s = asyncio.get_running_loop().time()
+    await fail(these, now_s, times=FAILURES)
+    assert list(these.callable((HERE, ELSEWHERE))) == [ELSEWHERE]
+    assert these.least_wait_s((HERE, ELSEWHERE)) == 0
+    assert these.least_wait_s((HERE,)) > 0
+    assert list(these.callable((HERE,))) == [HERE]
+
+
+async def test_how_long_a_provider_has_been_down_counts_from_when_its_breaker_first_opened() -> None:
+    these = await opened()
+
+    assert (these.down_s(HERE, 0), these.down_s(HERE, 7), these.down_s(ELSEWHERE, 7)) == (0, 7, 0)
+    entered = await enter(these, 7)
+    assert entered is not None
+    assert entered.is_probe
+    await these.failed(entered, DOWN, 7, timeout_s=60)
+    assert these.down_s(HERE, 9) == 9
+    answered = await enter(these, 30)
+    assert answered is not None
+    await these.answered(answered, 30)
+    assert these.down_s(HERE, 31) == 0
