@@ -21,6 +21,7 @@ def left_on(vhost) -> list[str]:
     return [name for name in names if name and not name.startswith("amq.")]
 
 
+@pytest.mark.timing
 async def test_the_demo_answers_everything_and_its_verdict_says_so(vhost, tmp_path) -> None:
     of_the_real_account = {"LANEKEEPER_BUDGET__REQUESTS_PER_MIN": "30"}
     environ = environment(vhost.amqp_url, vhost.management_url, **QUICK, **of_the_real_account)
