@@ -1,6 +1,5 @@
 """Declare a topology on a broker, over AMQP. Nothing is ever deleted, and nothing that exists is changed."""
 
-import asyncio
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,8 +14,8 @@ from aiormq.exceptions import (
     ChannelPreconditionFailed,
 )
 
-from lanekeeper.amqp.driver.border import asks_to_stop, cancellations
-from lanekeeper.contract.problems import AccessRefused, BrokerError, BrokerUnreachable, TopologyMismatch
+from lanekeeper.amqp.driver.border import border
+from lanekeeper.contract.problems import AccessRefused, BrokerError, TopologyMismatch
 from topology.model import Binding, Exchange, Queue, Topology
 
 DECLARE_TIMEOUT_S = 30
@@ -53,32 +52,26 @@ async def apply(topology: Topology, connection: AbstractConnection) -> None:
 @contextmanager
 def broker_errors() -> Iterator[None]:
     """Turn the broker's errors for a declaration into ours."""
-    before = cancellations()
-    try:
-        yield
-    except ChannelPreconditionFailed as error:
-        raise _refusal(str(error)) from error
-    except ChannelAccessRefused as error:
-        raise AccessRefused(
-            f"{error}; `lanekeeper topology apply` needs a user that may configure everything of ours "
-            "(the deployer of `lanekeeper topology export`)"
-        ) from error
-    except ChannelNotFoundEntity as error:
-        raise TopologyMismatch(
-            f"{error}; somebody deleted it meanwhile: run `lanekeeper topology apply` again"
-        ) from error
-    except ChannelLockedResource as error:
-        raise TopologyMismatch(f"{error}; an exclusive queue of another client has a name of ours") from error
-    except (AMQPConnectionError, OSError, TimeoutError, RuntimeError) as error:
-        raise BrokerUnreachable(f"the connection was lost: {error or type(error).__name__}") from error
-    except AMQPError as error:
-        raise BrokerError(str(error)) from error
-    except asyncio.CancelledError:
-        if asks_to_stop():
+    with border("declaring"):
+        try:
+            yield
+        except ChannelPreconditionFailed as error:
+            raise _refusal(str(error)) from error
+        except ChannelAccessRefused as error:
+            raise AccessRefused(
+                f"{error}; `lanekeeper topology apply` needs a user that may configure everything of ours "
+                "(the deployer of `lanekeeper topology export`)"
+            ) from error
+        except ChannelNotFoundEntity as error:
+            raise TopologyMismatch(
+                f"{error}; somebody deleted it meanwhile: run `lanekeeper topology apply` again"
+            ) from error
+        except ChannelLockedResource as error:
+            raise TopologyMismatch(f"{error}; an exclusive queue of another client has a name of ours") from error
+        except AMQPConnectionError:
             raise
-        raise BrokerUnreachable("the connection was lost") from None
-    if cancellations() > before:  # a cancellation that aiormq lost
-        raise asyncio.CancelledError
+        except AMQPError as error:
+            raise BrokerError(str(error)) from error
 
 
 def _refusal(text: str) -> BrokerError:
