@@ -51,15 +51,6 @@ class Lane:
         while self.bench.begin("crm"):
             pass
 
-    async def turn_over(self, per_look: int, looks: int, *tenants: str) -> None:
-        """Between two looks so many slots become free, and are taken again."""
-        for look in range(looks):
-            await asyncio.sleep(0.25)
-            for each in range(per_look):
-                tenant = tenants[(look + each) % len(tenants)]
-                assert self.bench.begin(tenant)
-                self.bench.end(tenant)
-
     async def end(self) -> None:
         await self._scouting.stop()
         await self._running

@@ -70,7 +70,7 @@ def test_a_lowered_limit_comes_back_by_a_tenth_and_slower_near_the_end() -> None
     assert steps[-2] == pytest.approx(97.5)
 
 
-@pytest.mark.parametrize(("after_s", "counts"), [(4.9, False), (5.0, True), (-1.0, True)])
+@pytest.mark.parametrize(("after_s", "counts"), [(0.5, False), (4.9, False), (5.0, True), (-1.0, True)])
 def test_refusals_within_five_seconds_count_once(after_s: float, counts: bool) -> None:
     some = limits(requests=100)
     some.refused(100.0)
@@ -115,11 +115,34 @@ def test_a_low_limit_that_is_announced_again_lives_on() -> None:
 
 def test_a_repeated_announcement_is_recorded_once_a_minute() -> None:
     some = limits()
-    some.hear(told(requests=10), now_s=0.0)
-    some.hear(told(requests=10), now_s=59.9)
-    assert some.is_stale(180.0)
-    some.hear(told(requests=10), now_s=60.0)
-    assert not some.is_stale(239.0)
+    assert some.hear(told(requests=10), now_s=100.0)
+    for at_s in (100.5, 130.0, 159.9):
+        assert not some.hear(told(requests=10), now_s=at_s)
+    assert some.is_stale(280.0)
+    some.hear(told(requests=10), now_s=160.0)
+    assert not some.is_stale(339.0)
+
+
+def test_a_limit_as_high_as_the_first_guess_is_kept() -> None:
+    some = limits()
+    some.hear(told(requests=50), now_s=0.0)
+    assert not some.is_stale(1000.0)
+    some.forget(1000.0)
+    assert some.guessed() == (False, True, True)
+
+
+def test_what_was_announced_just_now_is_kept() -> None:
+    some = limits()
+    some.hear(told(requests=10), now_s=100.0)
+    assert not some.is_stale(100.5)
+    some.forget(100.5)
+    assert some.per_minute().requests == 10
+
+
+def test_a_single_lowered_limit_is_forgotten_too() -> None:
+    some = limits(input_tokens=1_000)
+    some.refused(100.0, (False, True, False))
+    assert some.is_stale(280.0)
 
 
 def test_what_refusals_lowered_is_forgotten_after_three_minutes_without_an_answer() -> None:

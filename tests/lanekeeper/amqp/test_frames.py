@@ -70,6 +70,19 @@ def test_a_property_that_is_not_utf_8_is_named_and_the_others_are_read() -> None
     assert (message.content_type, message.reply_to) == ("application/json", "answers")
 
 
+@pytest.mark.parametrize(
+    ("value", "when"),
+    [
+        (1_790_000_000, datetime(2026, 9, 21, 14, 13, 20, tzinfo=UTC)),
+        (2**32 - 1, datetime(2106, 2, 7, 6, 28, 15, tzinfo=UTC)),
+        (2**32, datetime(1970, 2, 19, 17, 2, 47, 296_000, tzinfo=UTC)),
+        (1_790_000_000_123, datetime(2026, 9, 21, 14, 13, 20, 123_000, tzinfo=UTC)),
+    ],
+)
+def test_a_time_in_a_header_is_in_seconds_unless_it_is_too_late_for_that(value: int, when: datetime) -> None:
+    assert delivered(HEADERS, table(b"\x01kT" + struct.pack(">Q", value))).headers["k"] == when
+
+
 @pytest.mark.parametrize("seconds", [2**64 - 1, 2**60, 253_402_300_800_000])
 def test_a_timestamp_past_the_calendar_is_named(seconds: int) -> None:
     message = delivered(TIMESTAMP, struct.pack(">Q", seconds))

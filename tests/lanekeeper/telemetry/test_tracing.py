@@ -64,6 +64,20 @@ def links(span: ReadableSpan) -> list[tuple[str, str]]:
     return [(f"{link.context.trace_id:032x}", f"{link.context.span_id:016x}") for link in span.links]
 
 
+def test_a_time_that_has_passed_stands_beside_the_delivery_or_inside_it(recorded: Recorded) -> None:
+    message = request({"traceparent": VALID})
+    with recorded.tracing.process(message, queue="lane.critical", delivery_tag=1):
+        recorded.tracing.passed("wait lane.critical", start_ns=5, end_ns=9, came_by=message)
+        recorded.tracing.passed("wait (turn)", start_ns=9, end_ns=12)
+        recorded.tracing.passed("wait of unknown", start_ns=5, end_ns=9, came_by=request())
+
+    (delivery,) = (each for each in recorded.exporter.get_finished_spans() if each.name.startswith("process"))
+    beside, inside = recorded.span("wait lane.critical"), recorded.span("wait (turn)")
+    assert (parent(beside), parent(inside)) == (SPAN, ids(delivery)[1])
+    assert parent(recorded.span("wait of unknown")) == ids(delivery)[1]
+    assert [(each.start_time, each.end_time) for each in (beside, inside)] == [(5, 9), (9, 12)]
+
+
 def test_a_consumer_span_is_a_child_of_the_publishers_span_and_links_to_it(recorded: Recorded) -> None:
     message = request()
 
