@@ -159,11 +159,12 @@ class Account:
                 self.concurrency.answered()
                 if heard.rate is None and self._adaptive.heard_nothing():
                     self._resize()
-                if self._adaptive.answered(now_s, pressed=self.is_pressed):
-                    self._resize()
-                    self.is_pressed = False
-                if self._bursts.answered(now_s):
-                    self._resize()
+                if not has_limits:  # else the limits change once, as in Redis, and rise with the next response
+                    if self._adaptive.answered(now_s, pressed=self.is_pressed):
+                        self._resize()
+                        self.is_pressed = False
+                    if self._bursts.answered(now_s):
+                        self._resize()
             case Kind.RATE_LIMITED:
                 if not has_limits and not self._underway.hold(missing, now_s):
                     self._refused(heard.rate, now_s)

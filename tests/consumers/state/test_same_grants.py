@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import redis as redis_client
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from consumers.limits.account import Account
@@ -183,6 +183,16 @@ async def play(one: Player, other: Player, story: Sequence[tuple[Any, ...]]) -> 
             )
 
 
+GROWS_WHILE_ANNOUNCED = [
+    *[("pass", 1 / 8)] * 12,
+    ("learn", heard(Kind.RATE_LIMITED, (None, None))),
+    ("pass", 10.0),
+    ("learn", heard(Kind.ANSWERED, (6_000, None))),
+]
+"""A limit is announced for the first time by the response that also raises it again after a refusal."""
+
+
+@example(story=GROWS_WHILE_ANNOUNCED, spec=BudgetSpec(accounts={"a": AccountCaps()}))
 @settings(
     max_examples=examples(80),
     deadline=None,
