@@ -187,7 +187,8 @@ def _head(found: Results) -> str:
     small = " Small sizes, one round (`--quick`)." if found.quick else ""
     return (
         f"Measured by `./dev bench` on {found.at[:10]} in {found.took_s / 60:.0f} minutes: {found.machine}; {versions}."
-        f" Medians; every handler makes the same SDK call; contestants take turns in one run.{small}"
+        f" Medians; every handler calls the same SDK (Lanekeeper's worker lets it build the first call, and repeats"
+        f" its address and headers); contestants take turns in one run.{small}"
     )
 
 
