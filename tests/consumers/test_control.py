@@ -264,6 +264,7 @@ async def test_a_cancellation_that_cannot_be_recorded_goes_back_to_the_queue(
     assert bench.log == ["nack"]
 
 
+@pytest.mark.slow
 async def test_an_internal_error_does_not_lose_a_cancellation_and_is_answered_after_five_deliveries(
     bench: Bench,
 ) -> None:

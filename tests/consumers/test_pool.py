@@ -141,6 +141,7 @@ async def test_an_unforeseen_error_dead_letters_its_request_and_affects_no_other
     assert "secret" not in dead.headers[n.DEAD_DETAIL]
 
 
+@pytest.mark.slow
 async def test_a_request_that_cannot_even_be_dead_lettered_is_requeued_and_the_lane_continues() -> None:
     bench = Bench()
     bench.publisher.failing = {"lane.dead": TypeError("cannot be written")}

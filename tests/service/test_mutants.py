@@ -58,6 +58,7 @@ def test_code_that_no_test_can_see_is_not_changed(source: str) -> None:
     assert changed(source) == []
 
 
+@pytest.mark.slow
 def test_mutants_are_chosen_only_in_code_that_needs_no_broker() -> None:
     paths = {each.path for each in mutants([])}
 

@@ -118,6 +118,7 @@ async def test_a_body_that_announces_no_size_is_read_up_to_the_limit(opened: Ope
         assert (await got.json())["error"]["type"] == "request_too_large"
 
 
+@pytest.mark.slow
 async def test_a_good_body_is_asked_for_and_then_meets_the_broker_that_is_away(opened: Opened) -> None:
     status, error = await opened.post(body(), x_lane_deadline_ms="1")
 
