@@ -141,8 +141,7 @@ class Account:
         """Learn from one response. True if the limits fell, so that earlier forecasts no longer hold."""
         self.refill(now_s)
         before = self._adaptive.per_minute()
-        has_limits = stopped = False
-        missing = 0.0
+        has_limits, stopped, missing = False, False, 0.0
         if heard.rate is not None:
             has_limits = self._adaptive.hear(heard.rate, now_s)
             if self._bursts.hear(heard.rate, heard.counted) or has_limits:

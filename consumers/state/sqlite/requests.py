@@ -27,8 +27,7 @@ from consumers.state.sqlite.bounded import IS_UNSEEN, Bounded
 
 CANCELLED = "cancelled"
 """The code of `PROBLEMS`."""
-ROW_BYTES = 300
-"""The rough size of a row without its body."""
+ROW_BYTES = 300  # the rough size of a row without its body
 as_json = json.JSONEncoder(ensure_ascii=False).encode
 """Made once: `json.dumps` makes an encoder for each call with an option."""
 STEP_ROWS = 200
