@@ -3,6 +3,7 @@
 import re
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 
 from aiohttp import web
 
@@ -15,6 +16,7 @@ from service.gateway.access import Access, is_loopback
 from service.gateway.asking import Reading
 from service.gateway.documents import refusal
 from service.gateway.looking import Looking
+from service.gateway.lookups import Answering, LookupPaths
 from service.gateway.messages import Messages
 from service.gateway.problems import ApiError
 from service.gateway.requests import Requests
@@ -58,6 +60,7 @@ class Gateway:
         )
         self._messages = Messages(client, reading=reading, room=self._room, ping_every_s=spec.ping_every_s)
         self._requests = Requests(client, store, reading=reading, room=self._room, looking=self._looking)
+        self._lookups = LookupPaths(settings, room=self._room)
 
     def reasons(self) -> Mapping[str, str | None]:
         """What it needs before it takes calls, and what is wrong with it."""
@@ -72,11 +75,13 @@ class Gateway:
         return self._room.calls
 
     def handlers(self) -> Mapping[tuple[str, str], Handler]:
+        lookups = {at: partial(self._look_up, answer) for at, answer in self._lookups.answers().items()}
         return {
             ("POST", "/v1/messages"): self._post_messages,
             ("POST", "/v1/requests"): self._for_tenant(self._requests.post),
             ("GET", "/v1/requests/{id}"): self._for_tenant(self._requests.get),
             ("DELETE", "/v1/requests/{id}"): self._for_tenant(self._requests.delete),
+            **lookups,
         }
 
     async def drained(self) -> None:
@@ -94,10 +99,20 @@ class Gateway:
 
         return handled
 
+    async def aclose(self) -> None:
+        await self._lookups.aclose()
+        await self._looking.aclose()
+
     async def _post_messages(self, request: web.Request) -> web.StreamResponse:
         try:
             caller = self._access.caller(request)
             await self._speaking.see_that_it_may(caller.tenant)
             return await self._messages.answer(request, caller)
+        except ApiError as error:
+            return error.response(uuid.uuid4().hex)
+
+    async def _look_up(self, answer: Answering, request: web.Request) -> web.StreamResponse:
+        try:
+            return await answer(request, self._access.caller(request))
         except ApiError as error:
             return error.response(uuid.uuid4().hex)
