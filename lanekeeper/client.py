@@ -57,10 +57,13 @@ class Client:
         ssl_context: ssl.SSLContext | None = None,
         tracing: Tracing | None = None,
         publish_within_s: float = PUBLISH_WITHIN_S,
+        absent_within_s: float | None = None,
         cancel_abandoned: bool = True,
         identified: bool = False,
     ) -> None:
-        """`cancel_abandoned`: if the caller of a request is cancelled (`wait_for`, a task group, Ctrl-C) or leaves its
+        """`absent_within_s`: how long a request waits for a broker that is not there; None: `publish_within_s`.
+
+        `cancel_abandoned`: if the caller of a request is cancelled (`wait_for`, a task group, Ctrl-C) or leaves its
         stream early, the request is cancelled too. False: the request continues, and its result can be fetched.
 
         `identified`: every message carries `user_id`, the connection's user, which the broker checks. Then no other
@@ -73,6 +76,7 @@ class Client:
         self._replies = ReplyQueue()
         self._publisher = Publisher(self._connection, tracing=tracing, on_channel=self._replies.direct.consume)
         self._publish_within_s = publish_within_s
+        self._absent_within_s = absent_within_s
         answers = ReplyQueue()
         asking = Publisher(self._connection, tracing=tracing, on_channel=answers.direct.consume)
         self._control = Control(asking, answers, names=self._names, user=self._user)
@@ -257,6 +261,7 @@ class Client:
                 routing_key=key,
                 within_s=within_s,
                 refused_within_s=min(REFUSED_WITHIN_S, within_s),
+                absent_within_s=self._absent_within_s,
                 gives_up_on=(TopologyMismatch, BrokerBlocked),
             )
         except PublishRefused as error:
