@@ -13,12 +13,14 @@ from service.config.gateway_section import LANES, GatewayKey
 from service.config.settings import Settings
 from service.gateway.access import Access, is_loopback
 from service.gateway.asking import Reading
+from service.gateway.bodies import Bodies
 from service.gateway.lookups import Answering, LookupPaths
 from service.gateway.messages import Messages
 from service.gateway.problems import ApiError
 from service.gateway.room import Room
 from service.gateway.server import Handler
 from service.gateway.speaking import Speaking
+from topology.codec.decoding import PACKED_BYTES
 
 _WORD = re.compile(r"[A-Za-z0-9_-]{1,64}")
 ANYBODY = "gateway"
@@ -33,6 +35,15 @@ def client_for(settings: Settings, tracing: Tracing | None = None) -> Client:
         ssl_context=settings.ssl_context(),
         tracing=tracing,
         identified=settings.needs_user_id,
+        bodies=settings.body_store(),
+    )
+
+
+def bodies_of(settings: Settings) -> Bodies:
+    """Bodies that are too large for a message are taken where there is a store for them."""
+    spec = settings.bodies
+    return Bodies(
+        over_bytes=spec.over_bytes, most_bytes=PACKED_BYTES if settings.bodies_url is None else spec.most_bytes
     )
 
 
@@ -47,6 +58,7 @@ class Gateway:
         self._speaking = Speaking(client, user=user)
         self._room = Room(spec.calls)
         self._client = client
+        self._bodies = bodies_of(settings)
         self._messages = Messages(
             client,
             reading=Reading(
@@ -56,6 +68,7 @@ class Gateway:
                 cancel_abandoned=spec.cancel_abandoned,
             ),
             room=self._room,
+            bodies=self._bodies,
             ping_every_s=spec.ping_every_s,
         )
         self._lookups = LookupPaths(settings, room=self._room)
@@ -75,6 +88,10 @@ class Gateway:
     def handlers(self) -> Mapping[tuple[str, str], Handler]:
         lookups = {at: partial(self._look_up, answer) for at, answer in self._lookups.answers().items()}
         return {("POST", "/v1/messages"): self._post_messages, **lookups}
+
+    @property
+    def largest_body(self) -> int:
+        return self._bodies.most_bytes
 
     async def drained(self) -> None:
         await self._room.emptied()

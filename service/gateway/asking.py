@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import BinaryIO
 
 import jiter
 from aiohttp import web
@@ -28,6 +29,8 @@ _PASSED = (n.TRACEPARENT, n.TRACESTATE, n.BAGGAGE, n.ANTHROPIC_BETA)
 _NOT_HERE = {
     n.STREAM: "the body's `stream` says it",
     n.TENANT: "the tenant follows from the key",
+    n.BODY: "the body comes with the call",
+    n.BODY_SHA256: "the body comes with the call",
 }
 
 
@@ -35,7 +38,8 @@ _NOT_HERE = {
 class Asked:
     """One call, valid."""
 
-    body: bytes
+    body: bytes | BinaryIO
+    """A file, where it is large."""
     key: str
     """The routing key."""
     stream: bool
