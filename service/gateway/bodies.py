@@ -2,6 +2,7 @@
 many come at once, hardly any of them is in memory."""
 
 import asyncio
+import hashlib
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -50,20 +51,23 @@ class Bodies:
             raise refused("as many large bodies are under way here as fit", status=529)
         self._filed_bytes += filed_bytes
         try:
-            async with asyncio.timeout(within_s):
-                start = await self._start(request)
-                if len(start) > self.over_bytes:
-                    file = await self._filed(start, request)
+            try:
+                async with asyncio.timeout(within_s):
+                    start = await self._start(request)
+                    if len(start) > self.over_bytes:
+                        file = await self._filed(start, request)
+            except TimeoutError:
+                raise ApiError(408, f"the body did not come within {within_s:g} s", "timeout_error") from None
             if file is None:
                 yield read(bytes(start))
                 return
             del start
             async with self._checking:  # one at a time is in memory
-                asked = read(await asyncio.to_thread(_whole, file))
+                raw, sha256 = await asyncio.to_thread(_whole, file)
+                asked = read(raw)
+                del raw
             file.seek(0)
-            yield replace(asked, body=file)
-        except TimeoutError:
-            raise ApiError(408, f"the body did not come within {within_s:g} s", "timeout_error") from None
+            yield replace(asked, body=file, sha256=sha256, request=replace(asked.request, body=b""))
         finally:
             self._filed_bytes -= filed_bytes
             if file is not None:
@@ -103,6 +107,7 @@ class Bodies:
         return ApiError(413, f"body: larger than {self.most_bytes} bytes")
 
 
-def _whole(file: BinaryIO) -> bytes:
+def _whole(file: BinaryIO) -> tuple[bytes, str]:
     file.seek(0)
-    return file.read()
+    found = file.read()
+    return found, hashlib.sha256(found).hexdigest()
