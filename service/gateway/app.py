@@ -27,6 +27,8 @@ from service.gateway.speaking import Speaking
 from topology.codec.decoding import PACKED_BYTES
 
 _WORD = re.compile(r"[A-Za-z0-9_-]{1,64}")
+ABSENT_WITHIN_S = 5.0
+"""How long a call waits for a broker that is not there: a lost connection is mostly open again by then."""
 ANYBODY = "gateway"
 """The second word of routing keys where the broker's user cannot be one."""
 
@@ -38,6 +40,7 @@ def client_for(settings: Settings, tracing: Tracing | None = None) -> Client:
         names=settings.names(),
         ssl_context=settings.ssl_context(),
         tracing=tracing,
+        absent_within_s=ABSENT_WITHIN_S,
         identified=settings.needs_user_id,
         bodies=settings.body_store(),
     )
