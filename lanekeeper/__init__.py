@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from lanekeeper.telemetry.tracing import Tracing
 
 __all__ = [
-    "AccessRefused", "BodiesUnavailable", "BrokerBlocked", "BrokerError", "BrokerUnreachable", "Cancelled", "Client", "ConfirmUnknown",
-    "ControlRefused", "Depth", "Final", "LanekeeperError", "Names", "NoReply", "NotEnded", "Options", "Part",
-    "Problem", "PublishRefused", "ReplyLost", "TopologyMismatch", "Tracing", "Unroutable",
+    "AccessRefused", "BodiesUnavailable", "BrokerBlocked", "BrokerError", "BrokerUnreachable", "Cancelled", "Client",
+    "ConfirmUnknown", "ControlRefused", "Depth", "Final", "LanekeeperError", "Names", "NoReply", "NotEnded",
+    "Options", "Part", "Problem", "PublishRefused", "ReplyLost", "TopologyMismatch", "Tracing", "Unroutable",
 ]  # fmt: skip
 
 _HOMES = {
