@@ -1,9 +1,11 @@
 """The gateway: its paths, who may call them, and how it stops."""
 
+import json
 import re
 import uuid
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 from aiohttp import web
 
@@ -13,6 +15,8 @@ from service.config.gateway_section import LANES, GatewayKey
 from service.config.settings import Settings
 from service.gateway.access import Access, is_loopback
 from service.gateway.asking import Reading
+from service.gateway.described.asyncapi import asyncapi
+from service.gateway.described.openapi import openapi
 from service.gateway.lookups import Answering, LookupPaths
 from service.gateway.messages import Messages
 from service.gateway.problems import ApiError
@@ -34,6 +38,15 @@ def client_for(settings: Settings, tracing: Tracing | None = None) -> Client:
         tracing=tracing,
         identified=settings.needs_user_id,
     )
+
+
+def _document(content: Mapping[str, Any]) -> Handler:
+    body = json.dumps(content).encode()
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(body=body, content_type="application/json")
+
+    return answer
 
 
 class Gateway:
@@ -59,6 +72,11 @@ class Gateway:
             ping_every_s=spec.ping_every_s,
         )
         self._lookups = LookupPaths(settings, room=self._room)
+        lanes = [lane.name for lane in settings.lane_specs()]
+        self._documents = {
+            ("GET", "/openapi.json"): _document(openapi(lanes=lanes)),
+            ("GET", "/asyncapi.json"): _document(asyncapi(names=settings.names(), lanes=lanes)),
+        }
 
     def reasons(self) -> Mapping[str, str | None]:
         """What it needs before it takes calls, and what is wrong with it."""
@@ -74,7 +92,7 @@ class Gateway:
 
     def handlers(self) -> Mapping[tuple[str, str], Handler]:
         lookups = {at: partial(self._look_up, answer) for at, answer in self._lookups.answers().items()}
-        return {("POST", "/v1/messages"): self._post_messages, **lookups}
+        return {("POST", "/v1/messages"): self._post_messages, **lookups, **self._documents}
 
     async def drained(self) -> None:
         await self._room.emptied()

@@ -25,7 +25,7 @@ from topology.lanes import LaneSpec
 IDEMPOTENCY_KEY = "Idempotency-Key"
 PREFIX = "x-lane-"
 _PASSED = (n.TRACEPARENT, n.TRACESTATE, n.BAGGAGE, n.ANTHROPIC_BETA)
-_NOT_HERE = {
+NOT_HERE = {
     n.STREAM: "the body's `stream` says it",
     n.TENANT: "the tenant follows from the key",
 }
@@ -98,8 +98,8 @@ def _headers(request: web.BaseRequest) -> dict[str, str]:
     """Those that go along with the message. Raises RequestProblem for one that has no place here."""
     found: dict[str, str] = {}
     for name in dict.fromkeys(map(str.lower, request.headers)):
-        if name in _NOT_HERE:
-            raise RequestProblem("invalid_request", f"header {name}: not allowed here, {_NOT_HERE[name]}")
+        if name in NOT_HERE:
+            raise RequestProblem("invalid_request", f"header {name}: not allowed here, {NOT_HERE[name]}")
         ours = name.startswith(PREFIX) and name not in n.OURS
         if ours or name in _PASSED:
             found[name] = ",".join(request.headers.getall(name))

@@ -26,9 +26,16 @@ PREFIX = "x-lane-"
 YEAR_MS = 365 * 24 * 3600 * 1000
 SENT_AT_MOST_MS = 10**14
 BETA_LENGTH = 1024
+BOUNDS_MS = {
+    names.DEADLINE_MS: (1, YEAR_MS),
+    names.DELAY_MS: (UNIT_MS, YEAR_MS),
+    names.SENT_MS: (0, SENT_AT_MOST_MS),
+}
+"""The lowest and highest value of each header in milliseconds."""
+TIME_LENGTH = 40
 ERRORS_KEPT = 5
-_DIGITS = re.compile(r"[0-9]{1,15}")
-_BETA = re.compile(r"[A-Za-z0-9_.,: -]+")
+DIGITS = re.compile(r"[0-9]{1,15}")
+BETA = re.compile(r"[A-Za-z0-9_.,: -]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,11 +96,11 @@ def read(headers: Mapping[str, Any]) -> RequestHeaders:
     if tenant is not None and not isinstance(tenant, str):
         raise _wrong(names.TENANT, tenant, "a string")
     return RequestHeaders(
-        deadline_ms=_ms(headers, names.DEADLINE_MS, low=1, high=YEAR_MS),
+        deadline_ms=_ms(headers, names.DEADLINE_MS),
         stream=_bool(headers, names.STREAM),
-        delay_ms=_ms(headers, names.DELAY_MS, low=UNIT_MS, high=YEAR_MS),
+        delay_ms=_ms(headers, names.DELAY_MS),
         at_ms=_time(headers, names.AT),
-        sent_ms=_ms(headers, names.SENT_MS, low=0, high=SENT_AT_MOST_MS),
+        sent_ms=_ms(headers, names.SENT_MS),
         beta=_beta(headers),
     )
 
@@ -158,12 +165,13 @@ def _wrong(key: str, found: object, allowed: str) -> RequestProblem:
     return RequestProblem("invalid_request", f"header {key}: found {shown}, allowed is {allowed}")
 
 
-def _ms(headers: Mapping[str, Any], key: str, *, low: int, high: int) -> int | None:
+def _ms(headers: Mapping[str, Any], key: str) -> int | None:
     """Milliseconds as an integer, or as digits in a string: shell clients (amqp-publish) can only write strings."""
     value = headers.get(key)
     if value is None:
         return None
-    if isinstance(value, str) and _DIGITS.fullmatch(value):
+    low, high = BOUNDS_MS.get(key, (0, SENT_AT_MOST_MS))
+    if isinstance(value, str) and DIGITS.fullmatch(value):
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise _wrong(key, value, f"whole milliseconds from {low} to {high}")
@@ -173,7 +181,7 @@ def _ms(headers: Mapping[str, Any], key: str, *, low: int, high: int) -> int | N
 def ms_or_none(headers: Mapping[str, Any], key: str) -> int | None:
     """The milliseconds of a header, or None if it is malformed. For messages that are not read strictly."""
     try:
-        return _ms(headers, key, low=0, high=SENT_AT_MOST_MS)
+        return _ms(headers, key)
     except RequestProblem:
         return None
 
@@ -192,7 +200,7 @@ def _time(headers: Mapping[str, Any], key: str) -> int | None:
     if value is None:
         return None
     allowed = "an RFC 3339 time with a zone, such as 2026-11-21T18:00:00Z"
-    if not isinstance(value, str) or len(value) > 40 or "T" not in value.upper().replace(" ", "T"):
+    if not isinstance(value, str) or len(value) > TIME_LENGTH or "T" not in value.upper().replace(" ", "T"):
         raise _wrong(key, value, allowed)
     try:
         when = datetime.fromisoformat(value.upper())  # RFC 3339 allows t and z
@@ -207,7 +215,7 @@ def _beta(headers: Mapping[str, Any]) -> str | None:
     value = headers.get(names.ANTHROPIC_BETA)
     if value is None:
         return None
-    if not isinstance(value, str) or len(value) > BETA_LENGTH or not _BETA.fullmatch(value):
+    if not isinstance(value, str) or len(value) > BETA_LENGTH or not BETA.fullmatch(value):
         raise _wrong(names.ANTHROPIC_BETA, value, "names of betas, separated by commas")
     return value
 
