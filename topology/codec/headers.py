@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from lanekeeper.contract import names
-from lanekeeper.contract.messages import Headers
+from lanekeeper.contract.messages import Headers, Kept
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import RequestProblem
 from topology.delays import UNIT_MS, strip_bits
@@ -18,8 +18,6 @@ LATER = {
     names.WEBHOOK: "webhooks are",
     names.PIPELINE: "pipelines are",
     names.ORDER: "ordering by key is",
-    names.BODY: "bodies by address are",
-    names.BODY_SHA256: "bodies by address are",
 }
 """Headers of the contract that this version does not support. They are refused, never ignored."""
 PREFIX = "x-lane-"
@@ -34,7 +32,10 @@ BOUNDS_MS = {
 """The lowest and highest value of each header in milliseconds."""
 TIME_LENGTH = 40
 ERRORS_KEPT = 5
+ADDRESS_LENGTH = 2048
 DIGITS = re.compile(r"[0-9]{1,15}")
+ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://[!-~]+")
+SHA256 = re.compile(r"[0-9a-fA-F]{64}")
 BETA = re.compile(r"[A-Za-z0-9_.,: -]+")
 
 
@@ -48,6 +49,8 @@ class RequestHeaders:
     at_ms: int | None
     sent_ms: int | None
     beta: str | None
+    kept: Kept | None
+    """Where the body lies, if it is not in the message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +105,7 @@ def read(headers: Mapping[str, Any]) -> RequestHeaders:
         at_ms=_time(headers, names.AT),
         sent_ms=_ms(headers, names.SENT_MS),
         beta=_beta(headers),
+        kept=_kept(headers),
     )
 
 
@@ -218,6 +222,17 @@ def _beta(headers: Mapping[str, Any]) -> str | None:
     if not isinstance(value, str) or len(value) > BETA_LENGTH or not BETA.fullmatch(value):
         raise _wrong(names.ANTHROPIC_BETA, value, "names of betas, separated by commas")
     return value
+
+
+def _kept(headers: Mapping[str, Any]) -> Kept | None:
+    address, sha256 = headers.get(names.BODY), headers.get(names.BODY_SHA256)
+    if address is None and sha256 is None:
+        return None
+    if not isinstance(address, str) or len(address) > ADDRESS_LENGTH or not ADDRESS.fullmatch(address):
+        raise _wrong(names.BODY, address, "the URL where the body lies")
+    if not isinstance(sha256, str) or not SHA256.fullmatch(sha256):
+        raise _wrong(names.BODY_SHA256, sha256, "the body's SHA-256 as 64 hex digits")
+    return Kept(address, sha256.lower())
 
 
 def _whole(value: object) -> int | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from lanekeeper.contract import names as n
 from topology.codec.body import MessagesBody, PromptBody, Turn
-from topology.codec.headers import BETA, BETA_LENGTH, BOUNDS_MS, DIGITS, TIME_LENGTH
+from topology.codec.headers import ADDRESS, ADDRESS_LENGTH, BETA, BETA_LENGTH, BOUNDS_MS, DIGITS, SHA256, TIME_LENGTH
 
 Schema = dict[str, Any]
 BOOLS = (n.STREAM, n.NO_BATCH)
@@ -33,6 +33,8 @@ def headers() -> dict[str, Schema]:
     found |= {name: {"type": "boolean"} for name in BOOLS}
     found[n.AT] = {"type": "string", "format": "date-time", "maxLength": TIME_LENGTH}
     found[n.TENANT] = {"type": "string"}
+    found[n.BODY] = {"type": "string", "maxLength": ADDRESS_LENGTH, "pattern": f"^{ADDRESS.pattern}$"}
+    found[n.BODY_SHA256] = {"type": "string", "pattern": f"^{SHA256.pattern}$"}
     found[n.ANTHROPIC_BETA] = {"type": "string", "maxLength": BETA_LENGTH, "pattern": f"^{BETA.pattern}$"}
     return found
 

@@ -154,7 +154,7 @@ def _part() -> Schema:
 
 def _event(event: str) -> Schema:
     more = sorted(EVENTS[event])
-    fields: dict[str, Schema] = {name: TEXT for name in COMMON} | {name: {} for name in more}
+    fields: dict[str, Schema] = dict.fromkeys(COMMON, TEXT) | {name: {} for name in more}
     fields |= {"event": {"const": event}, "attempt": WHOLE, "at_ms": WHOLE}
     fields |= {name: {"type": "integer"} for name in more if name.endswith("_ms")}
     fields |= {"code": {"enum": list(PROBLEMS)}} if "code" in more else {}

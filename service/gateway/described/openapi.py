@@ -9,8 +9,9 @@ from lanekeeper.contract.identity import ID_PATTERN
 from lanekeeper.contract.problems import PROBLEMS
 from service.gateway.asking import IDEMPOTENCY_KEY, NOT_HERE
 from service.gateway.described.schemas import MESSAGE, REPLY_HEADERS, TEXT, WHOLE, Schema, record
-from service.gateway.lookups import COUNT_TOKENS, MODEL, MODELS, PAGE_AT_MOST
+from service.gateway.lookups import COUNT_TOKENS, MODEL, MODELS
 from service.gateway.messages import TOLD
+from service.gateway.models_page import PAGE_AT_MOST
 from service.gateway.problems import TYPES
 from topology.codec import schemas as codec
 
@@ -19,8 +20,8 @@ OF_THE_GATEWAY = frozenset({408, 500, 502, 503})
 """What the gateway itself answers, besides the statuses of Anthropic's types of errors."""
 _LOOKUPS = (TYPES.keys() | OF_THE_GATEWAY | {501}) - {405}
 _MESSAGES = (TYPES.keys() | OF_THE_GATEWAY | {each.status for each in PROBLEMS.values()}) - {405}
-_HEALTH = {"alive": {"type": "boolean"}}
-_READY = {"ready": {"type": "boolean"}, "reasons": {"type": "object", "additionalProperties": TEXT}}
+_HEALTH: dict[str, Schema] = {"alive": {"type": "boolean"}}
+_READY: dict[str, Schema] = {"ready": {"type": "boolean"}, "reasons": {"type": "object", "additionalProperties": TEXT}}
 _JSON = "application/json"
 
 
