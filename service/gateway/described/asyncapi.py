@@ -2,13 +2,14 @@
 
 from collections.abc import Collection, Iterable
 from importlib.metadata import version
-from typing import Any
+from typing import Any, get_args
 
 from consumers.control.question import MESSAGE_BYTES
 from consumers.lifecycle import COMMON, EVENTS
 from lanekeeper.contract import names as n
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import PROBLEMS
+from lanekeeper.errors import Cancelled
 from service.gateway.described.schemas import (
     DEAD_HEADERS,
     EVENT,
@@ -28,7 +29,7 @@ _ON_ANSWERS = (n.MODEL, n.PROVIDER)
 _ON_FINALS = (n.STATUS, n.REQUEST_ID, n.LANE_NAME, n.ATTEMPT, n.WAIT_MS, n.RUN_MS, n.WAIT_FROM, n.REPLAYED)
 _ON_PARTS = (n.PART, n.SEQ, n.REQUEST_ID, n.LANE_NAME, n.ATTEMPT)
 _ALWAYS_ON_FINALS = (n.STATUS, n.REQUEST_ID, n.ATTEMPT)
-_CANCELLED = {"enum": ["recorded", "told", "ended", "unseen"]}
+_CANCELLED = {"enum": list(get_args(Cancelled))}
 _WAITING = {"enum": ["running", "waiting", "unknown"]}
 
 

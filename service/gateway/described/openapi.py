@@ -8,7 +8,8 @@ from lanekeeper.contract import names as n
 from lanekeeper.contract.identity import ID_PATTERN
 from lanekeeper.contract.problems import PROBLEMS
 from service.gateway.asking import IDEMPOTENCY_KEY, NOT_HERE
-from service.gateway.described.schemas import MESSAGE, REPLY_HEADERS, TEXT, WHOLE, Schema, record
+from service.gateway.described import requests
+from service.gateway.described.schemas import MESSAGE, REPLY_HEADERS, SECURITY, TEXT, WHOLE, Schema, record, ref
 from service.gateway.lookups import COUNT_TOKENS, MODEL, MODELS
 from service.gateway.messages import TOLD
 from service.gateway.models_page import PAGE_AT_MOST
@@ -35,7 +36,8 @@ def openapi(*, lanes: Collection[str]) -> dict[str, Any]:
             "description": "Anthropic's Messages API through lanes of different urgency.",
         },
         "paths": {
-            MESSAGES: {"post": _messages(sorted(lanes))},
+            MESSAGES: {"post": _messages(_asked(sorted(lanes)))},
+            **requests.paths(parameters=_asked(sorted(lanes))),
             COUNT_TOKENS: {"post": _count_tokens()},
             MODELS: {"get": _models()},
             MODEL: {"get": _model()},
@@ -45,7 +47,13 @@ def openapi(*, lanes: Collection[str]) -> dict[str, Any]:
             "/asyncapi.json": {"get": _open("asyncapi", "The contract over AMQP.", {200: {"type": "object"}})},
         },
         "components": {
-            "schemas": {"Error": _error(), "Message": MESSAGE, "Request": _request()},
+            "schemas": {
+                "Error": _error(),
+                "Message": MESSAGE,
+                "Request": _request(),
+                "Problem": requests.problem(),
+                "Status": requests.status(),
+            },
             "securitySchemes": {
                 "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
                 "bearer": {"type": "http", "scheme": "bearer"},
@@ -54,22 +62,26 @@ def openapi(*, lanes: Collection[str]) -> dict[str, Any]:
     }
 
 
-def _messages(lanes: list[str]) -> dict[str, Any]:
+def _asked(lanes: list[str]) -> list[dict[str, Any]]:
+    """The headers of a call that goes through a lane."""
     asked = {name: schema for name, schema in codec.headers().items() if name not in NOT_HERE}
-    parameters = [
+    return [
         _header(n.LANE_NAME, {"enum": lanes}),
         _header(IDEMPOTENCY_KEY, {"type": "string", "pattern": f"^{ID_PATTERN}$"}),
         *(_header(name, schema) for name, schema in sorted(asked.items())),
         *(_header(name, TEXT) for name in sorted(n.TRACE_CONTEXT)),
     ]
-    content = {_JSON: {"schema": _ref("Message")}, "text/event-stream": {"schema": TEXT}}
+
+
+def _messages(parameters: list[dict[str, Any]]) -> dict[str, Any]:
+    content = {_JSON: {"schema": ref("Message")}, "text/event-stream": {"schema": TEXT}}
     told = {name: {"schema": REPLY_HEADERS[name]} for name in TOLD}
     return {
         "operationId": "createMessage",
         "summary": "Anthropic's own call, through a lane; streamed if the body says so.",
-        "security": _SECURITY,
+        "security": SECURITY,
         "parameters": parameters,
-        "requestBody": {"required": True, "content": {_JSON: {"schema": _ref("Request")}}},
+        "requestBody": {"required": True, "content": {_JSON: {"schema": ref("Request")}}},
         "responses": {
             "200": {"description": "The answer.", "headers": {**_REQUEST_ID, **told}, "content": content},
             **_errors(_MESSAGES),
@@ -83,7 +95,7 @@ def _count_tokens() -> dict[str, Any]:
     return {
         "operationId": "countTokens",
         "summary": "Anthropic's own call, passed on to the provider.",
-        "security": _SECURITY,
+        "security": SECURITY,
         "parameters": [_header(n.ANTHROPIC_BETA, codec.headers()[n.ANTHROPIC_BETA])],
         "requestBody": {"required": True, "content": {_JSON: {"schema": body}}},
         "responses": {"200": _answer("The number of tokens.", counted), **_errors(_LOOKUPS)},
@@ -100,7 +112,7 @@ def _models() -> dict[str, Any]:
     return {
         "operationId": "listModels",
         "summary": "The provider's models, of those that the key allows.",
-        "security": _SECURITY,
+        "security": SECURITY,
         "parameters": [_query("limit", limit), _query("after_id", TEXT), _query("before_id", TEXT)],
         "responses": {"200": _answer("A page of models.", page), **_errors(_LOOKUPS)},
     }
@@ -110,7 +122,7 @@ def _model() -> dict[str, Any]:
     return {
         "operationId": "getModel",
         "summary": "One model.",
-        "security": _SECURITY,
+        "security": SECURITY,
         "parameters": [{"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}],
         "responses": {"200": _answer("The model.", _ONE_MODEL), **_errors(_LOOKUPS)},
     }
@@ -146,7 +158,7 @@ def _errors(statuses: Iterable[int]) -> dict[str, Any]:
         str(status): {
             "description": TYPES.get(status, "api_error"),
             "headers": {**_REQUEST_ID, **again, **code},
-            "content": {_JSON: {"schema": _ref("Error")}},
+            "content": {_JSON: {"schema": ref("Error")}},
         }
         for status in sorted(statuses)
     }
@@ -164,10 +176,5 @@ def _query(name: str, schema: Schema) -> dict[str, Any]:
     return {"name": name, "in": "query", "schema": schema}
 
 
-def _ref(name: str) -> Schema:
-    return {"$ref": f"#/components/schemas/{name}"}
-
-
 _ONE_MODEL: Schema = {"type": "object", "required": ["id", "type"], "properties": {"id": TEXT, "type": TEXT}}
 _REQUEST_ID = {"request-id": {"required": True, "schema": TEXT}}
-_SECURITY: list[dict[str, list[str]]] = [{"key": []}, {"bearer": []}, {}]

@@ -8,6 +8,8 @@ from lanekeeper.contract.problems import PROBLEMS
 from topology.codec.request import Clock
 
 Schema = dict[str, Any]
+SECURITY: list[dict[str, list[str]]] = [{"key": []}, {"bearer": []}, {}]
+"""By key, or without one where none are set."""
 TEXT: Schema = {"type": "string"}
 WHOLE: Schema = {"type": "integer", "minimum": 0}
 MESSAGE: Schema = {
@@ -87,3 +89,8 @@ def headers(fields: Mapping[str, Schema], *, required: Iterable[str] = (), prefi
     """Headers: of those with our prefix these alone, and any others."""
     allowed: Schema = {"anyOf": [{"enum": sorted(fields)}, {"not": {"pattern": f"^{prefix}"}}]}
     return {"type": "object", "properties": dict(fields), "required": list(required), "propertyNames": allowed}
+
+
+def ref(name: str) -> Schema:
+    """A schema of the document's components."""
+    return {"$ref": f"#/components/schemas/{name}"}

@@ -23,6 +23,7 @@ from service.gateway.described.asyncapi import asyncapi
 from service.gateway.described.openapi import openapi
 from service.gateway.described.schemas import problem
 from service.gateway.server import Server
+from tests.support.gate import opened
 from topology.codec import body as bodies
 from topology.codec import headers as codec
 from topology.codec import schemas
@@ -36,7 +37,7 @@ Json = st.none() | st.booleans() | st.integers(-1, 20_000_000) | st.text(max_siz
 @pytest.fixture
 async def server() -> AsyncIterator[Server]:
     settings = Settings(amqp_url=SecretStr("amqp://a:b@127.0.0.1:1/"), gateway=GatewaySettings(port=0))
-    routes = Gateway(settings, client_for(settings))
+    routes = Gateway(settings, client_for(settings), opened(settings))
     async with Server(routes.reasons, host="127.0.0.1", port=0, routes=routes) as made:
         yield made
 
@@ -71,7 +72,10 @@ def test_the_names_of_another_namespace_are_in_its_document() -> None:
 
 async def test_every_path_is_in_the_document_and_no_other() -> None:
     settings = Settings(amqp_url=SecretStr("amqp://a:b@127.0.0.1:1/"))
-    served = Gateway(settings, client_for(settings)).handlers().keys() | {("GET", "/healthz"), ("GET", "/readyz")}
+    served = Gateway(settings, client_for(settings), opened(settings)).handlers().keys() | {
+        ("GET", "/healthz"),
+        ("GET", "/readyz"),
+    }
 
     paths = openapi(lanes=LANES)["paths"].items()
     assert {(method.upper(), path) for path, methods in paths for method in methods} == served
