@@ -16,6 +16,7 @@ from service.config.gateway_section import LANES, GatewayKey
 from service.config.settings import Settings
 from service.gateway.access import Access, is_loopback
 from service.gateway.asking import Reading
+from service.gateway.bodies import Bodies
 from service.gateway.described.asyncapi import asyncapi
 from service.gateway.described.openapi import openapi
 from service.gateway.documents import refusal
@@ -27,6 +28,7 @@ from service.gateway.requests import Requests
 from service.gateway.room import Room
 from service.gateway.server import Handler
 from service.gateway.speaking import Speaking
+from topology.codec.decoding import PACKED_BYTES
 
 _WORD = re.compile(r"[A-Za-z0-9_-]{1,64}")
 ABSENT_WITHIN_S = 5.0
@@ -44,6 +46,15 @@ def client_for(settings: Settings, tracing: Tracing | None = None) -> Client:
         tracing=tracing,
         absent_within_s=ABSENT_WITHIN_S,
         identified=settings.needs_user_id,
+        bodies=settings.body_store(),
+    )
+
+
+def bodies_of(settings: Settings) -> Bodies:
+    """Bodies that are too large for a message are taken where there is a store for them."""
+    spec = settings.bodies
+    return Bodies(
+        over_bytes=spec.over_bytes, most_bytes=PACKED_BYTES if settings.bodies_url is None else spec.most_bytes
     )
 
 
@@ -67,6 +78,7 @@ class Gateway:
         self._speaking = Speaking(client, user=user)
         self._room = Room(spec.calls)
         self._client = client
+        self._bodies = bodies_of(settings)
         self._looking = Looking(store, followers=spec.followers)
         reading = Reading(
             lanes={lane.name: lane for lane in settings.lane_specs()},
@@ -74,8 +86,12 @@ class Gateway:
             values=settings.json_values,
             cancel_abandoned=spec.cancel_abandoned,
         )
-        self._messages = Messages(client, reading=reading, room=self._room, ping_every_s=spec.ping_every_s)
-        self._requests = Requests(client, store, reading=reading, room=self._room, looking=self._looking)
+        self._messages = Messages(
+            client, reading=reading, room=self._room, bodies=self._bodies, ping_every_s=spec.ping_every_s
+        )
+        self._requests = Requests(
+            client, store, reading=reading, room=self._room, bodies=self._bodies, looking=self._looking
+        )
         self._lookups = LookupPaths(settings, room=self._room)
         lanes = [lane.name for lane in settings.lane_specs()]
         self._documents = {
@@ -105,6 +121,10 @@ class Gateway:
             **lookups,
             **self._documents,
         }
+
+    @property
+    def largest_body(self) -> int:
+        return self._bodies.most_bytes
 
     async def drained(self) -> None:
         self._looking.closing.set()
