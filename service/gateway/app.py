@@ -96,7 +96,7 @@ class Gateway:
         )
         following = Following(self._requests, self._looking)
         self._events = Events(self._requests, following, self._looking, ping_every_s=spec.ping_every_s)
-        self._lookups = LookupPaths(settings, room=self._room)
+        self._lookups = LookupPaths(settings, room=self._room, body_bytes=self._bodies.most_bytes)
         lanes = [lane.name for lane in settings.lane_specs()]
         self._documents = {
             ("GET", "/openapi.json"): _document(openapi(lanes=lanes)),

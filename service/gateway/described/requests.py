@@ -7,9 +7,11 @@ from lanekeeper.errors import Cancelled
 from service.gateway.described import schemas
 from service.gateway.described.schemas import SECURITY, TEXT, WHOLE, Schema, record, ref
 from service.gateway.documents import JSON, PROBLEM, path_of
+from service.gateway.events import LARGEST_NUMBER, LAST_EVENT_ID
 
 WORDS = ("queued", "delayed", "running", "retrying", "completed", "failed", "cancelled")
 _TIME: Schema = {"type": "string", "format": "date-time"}
+_NUMBER: Schema = {"type": "integer", "minimum": 0, "maximum": LARGEST_NUMBER}
 _ACCESS = (400, 401, 403, 500, 503, 529)
 _ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
 
@@ -51,6 +53,19 @@ def paths(*, parameters: list[dict[str, Any]]) -> dict[str, Any]:
                     **_problems((*_ACCESS, 404, 429)),
                 },
             },
+        },
+        path_of("{id}/events"): {
+            "get": {
+                "operationId": "followRequest",
+                "summary": "The steps of a request and the parts of its answer, as Server-Sent Events.",
+                "security": SECURITY,
+                "parameters": [_ID, {"name": LAST_EVENT_ID, "in": "header", "schema": _NUMBER}],
+                "responses": {
+                    "200": {"description": "The events.", "content": {"text/event-stream": {"schema": TEXT}}},
+                    "204": {"description": "The reader has had the last one."},
+                    **_problems((*_ACCESS, 404)),
+                },
+            }
         },
     }
 
