@@ -7,7 +7,7 @@ nor a part of its answer: the next call may go to another gateway.
 import asyncio
 import ssl
 from collections.abc import AsyncGenerator
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Self
 from urllib.parse import quote
 
@@ -128,8 +128,17 @@ class OverHttp:
         return await self._cancel(id, within_s=CONTROL_WITHIN_S)
 
     async def cancel_unheard(self, id: str, *, tenant: str | None, within_s: float) -> None:
-        with suppress(ControlRefused):
-            await self._cancel(id, within_s=within_s)
+        failures = 0
+        while True:
+            try:
+                await self._cancel(id, within_s=within_s)
+                return
+            except ControlRefused as error:
+                if error.fields.get("status") != 404:
+                    raise
+            # it may have been posted a moment ago; the caller bounds this
+            await asyncio.sleep(pause_s(failures, first_s=FIRST_PAUSE_S, cap_s=PAUSE_CAP_S))
+            failures += 1
 
     async def depth(self, lane: str) -> "Depth | None":
         """A gateway of this version does not tell it."""

@@ -233,6 +233,27 @@ async def test_a_caller_that_leaves_cancels_its_request(gateway, client, how: st
     assert [call.path for call in gateway.called("DELETE")] == ["/v1/requests/id-1"]
 
 
+async def test_a_caller_that_leaves_while_its_request_is_posted_cancels_it_once_it_is_known(gateway, client) -> None:
+    gateway.faults += [503]
+    asked = asyncio.create_task(client.request(BODY, key=LANE, message_id="id-1"))
+    await until(lambda: gateway.called("POST"))
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    await until(lambda: gateway.called("DELETE"))
+    gateway.posted["id-1"] = b"{}"  # the gateway took it after all
+
+    await until(lambda: gateway.cancelled)
+    assert gateway.cancelled == ["id-1"]
+
+
+async def test_a_wait_that_the_gateway_has_no_room_for_is_tried_again(gateway, client) -> None:
+    await client.publish(BODY, key=LANE, message_id="id-1")
+    gateway.faults += [529, 529]
+
+    assert (await client.result("id-1", wait_s=30)).text == "Pô"
+
+
 async def test_a_cancellation_says_what_became_of_it(client) -> None:
     await client.publish(BODY, key=LANE, message_id="id-1")
     assert await client.cancel("id-1") == "told"

@@ -48,6 +48,7 @@ class FakeGateway:
     streams: deque[list[str]] = field(default_factory=deque)
     """What each connection to `/events` sends before it is closed."""
     calls: list[Call] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
     posted: dict[str, bytes] = field(default_factory=dict)
     """The requests that it knows, by id."""
 
@@ -85,6 +86,7 @@ class FakeGateway:
         if id not in self.posted:
             return _json({"status": 404, "detail": "not known"}, status=404)
         if request.method == "DELETE":
+            self.cancelled.append(id)
             return _json({"id": id, "outcome": "told"}, status=202)
         return await self._events(request) if request.path.endswith("/events") else self._status(id)
 
