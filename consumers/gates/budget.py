@@ -99,7 +99,7 @@ class BudgetGate:
         if isinstance(outcome, Answered) and usage is not None:
             self._estimates.learn(
                 kind,
-                body_bytes=len(asked.request.body),
+                body_bytes=asked.request.text_bytes,
                 input_tokens=usage.input_tokens,
                 output_tokens=usage.output_tokens,
             )
@@ -120,7 +120,7 @@ class BudgetGate:
         """What the request is expected to use on that route."""
         return Amounts(
             1.0,
-            self._estimates.input_tokens(route.model, len(request.body)),
+            self._estimates.input_tokens(route.model, request.text_bytes),
             self._estimates.output_tokens(self._usage_class(job, route), max_tokens=request.max_tokens),
         )
 

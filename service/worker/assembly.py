@@ -15,9 +15,11 @@ from consumers.claiming import Claiming
 from consumers.control.answer import Answers
 from consumers.control.queue import Control
 from consumers.dead_letters import DeadLetters
+from consumers.decoding import Decoding
 from consumers.failpoints import Failpoints
 from consumers.fairness.scouting import Scouting
 from consumers.fairness.turns import Shares
+from consumers.gates.body import BodyGate
 from consumers.gates.claim import ClaimGate
 from consumers.gates.deadline import DeadlineGate
 from consumers.gates.schedule import ScheduleGate
@@ -35,6 +37,7 @@ from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.telemetry.tracing import Tracing
 from service.config.settings import Settings
 from service.worker import ready
+from service.worker.bodies import fetching_of
 from service.worker.broker import apply_or_check, connection_for, management_of, watched_rights
 from service.worker.budgeting import open_budgeting
 from service.worker.open_providers import open_providers
@@ -116,6 +119,9 @@ async def assemble(
         stack.push_async_callback(budgeting.spending.finish, within_s=FINISH_WITHIN_S)
         retelling = Retelling(claiming, waiting=settings.reply_to.waiting)
         parking = Parking(invalid_per_hour=settings.dead.invalid_per_hour)
+        decoding = Decoding(reading, values=settings.json_values)
+        bodies = fetching_of(settings)
+        stack.push_async_callback(bodies.aclose, within_s=FINISH_WITHIN_S)
         settler = Settler(
             publisher,
             replies=replies,
@@ -128,12 +134,14 @@ async def assemble(
             failpoints=failpoints,
             parking=parking,
             answer_bytes=settings.results.answer_bytes,
+            bodies=bodies,
         )
         handler = Handler(
             gates=(
                 DeadlineGate(now_ms=now_ms),
                 ScheduleGate(claiming, now_ms=now_ms),
                 ClaimGate(claiming, now_ms=now_ms),
+                BodyGate(bodies, decoding, budgeting.routes, now_ms=now_ms),
                 budgeting.route_gate,
                 budgeting.caps_gate,
                 budgeting.budget_gate,
@@ -154,8 +162,7 @@ async def assemble(
             replies=replies,
             names=names,
             failpoints=failpoints,
-            reading=reading,
-            values=settings.json_values,
+            decoding=decoding,
             needs_user_id=settings.needs_user_id,
         )
         pools = Pools(
