@@ -118,6 +118,8 @@ class Attempts:
             if failed is None:
                 job.attempted = Attempted(started_ms=self._now_ms())
                 self._lifecycle.tell(job, "started", wait_ms=job.wait_ms)
+                if job.trail is not None:
+                    job.trail.tell("started", attempt=job.attempts, wait_ms=job.wait_ms)
             else:
                 _restart(failed, route, parts)
             try:

@@ -16,6 +16,7 @@ from consumers.limits.amounts import Amounts
 from consumers.limits.base import Reservation
 from consumers.rank import restored
 from consumers.state.base import Completion, Copy, Held, Identity, Stop
+from consumers.trail import Trail
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import Names
@@ -83,7 +84,7 @@ class Job:
 
     __slots__ = (
         "_copy", "asked", "attempted", "claim", "completion", "delivery", "hop", "id", "identity", "lane", "reserved",
-        "span", "stopped", "taken_ms", "trusted", "waiting",
+        "span", "stopped", "taken_ms", "trail", "trusted", "waiting",
     )  # fmt: skip
 
     def __init__(
@@ -111,6 +112,8 @@ class Job:
         self.asked: Asked | None = None
         """None until it is decoded."""
         self.claim: Held | None = None
+        self.trail: Trail | None = None
+        """What is written for those who follow the request; None: nothing."""
         self.reserved: Reserved | None = None
         """None while nothing is reserved for it."""
         self.attempted: Attempted | None = None

@@ -43,10 +43,13 @@ class Client:
         ssl_context: ssl.SSLContext | None = None,
         tracing: Tracing | None = None,
         publish_within_s: float = PUBLISH_WITHIN_S,
+        absent_within_s: float | None = None,
         cancel_abandoned: bool = True,
         identified: bool = False,
     ) -> None:
         """`url`: `amqp(s)://…` of the broker, or `http(s)://…` of a gateway, with `api_key`.
+
+        `absent_within_s`: how long a request waits for a broker that is not there; None: `publish_within_s`.
 
         `cancel_abandoned`: if the caller of a request is cancelled (`wait_for`, a task group, Ctrl-C) or leaves its
         stream early, the request is cancelled too. False: the request continues, and its result can be fetched.
@@ -58,6 +61,7 @@ class Client:
         Raises ValueError for a URL that cannot be a gateway's, and an `api_key` for a broker."""
         self._transport = _transport(url, api_key, names, ssl_context, tracing or Tracing())
         self._publish_within_s = publish_within_s
+        self._absent_within_s = absent_within_s
         self._own = self._transport.user or None if identified else None
         self._abandoned = Abandoned(self._transport, is_on=cancel_abandoned)
         self._stack = AsyncExitStack()
@@ -189,6 +193,7 @@ class Client:
             tenant=options.get("tenant"),
             chose_id="message_id" in options,
             publish_within_s=within_s,
+            absent_within_s=self._absent_within_s,
             full_within_s=min(FULL_WITHIN_S if full_within_s is None else full_within_s, within_s),
             timeout_s=timeout_s,
             end=moment(timeout_s),

@@ -60,6 +60,7 @@ class OverAmqp:
                 routing_key=asked.key,
                 within_s=asked.publish_within_s,
                 refused_within_s=asked.full_within_s,
+                absent_within_s=asked.absent_within_s,
                 gives_up_on=(TopologyMismatch, BrokerBlocked),
             )
         except PublishRefused as error:

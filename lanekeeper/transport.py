@@ -24,6 +24,8 @@ class Asked:
     """Whether the caller chose the request's id."""
     publish_within_s: float
     """How long to try to publish."""
+    absent_within_s: float | None
+    """How long of that to wait for a broker that is not there, as long as nothing was published; None: all of it."""
     full_within_s: float
     """How long of that a full lane is tried again."""
     timeout_s: float | None

@@ -8,7 +8,7 @@ redis://:password@host:6379/0          rediss:// with TLS
 from pathlib import Path
 from urllib.parse import unquote
 
-from consumers.state.base import Store
+from consumers.state.following import FollowedStore
 from consumers.state.redis.client import RedisClient
 from consumers.state.redis.store import RedisStore
 from consumers.state.spec import StoreSpec
@@ -17,7 +17,7 @@ from consumers.state.sqlite.store import SqliteStore
 SQLITE = "sqlite:///"
 
 
-def open_store(url: str, *, namespace: str, spec: StoreSpec) -> Store:
+def open_store(url: str, *, namespace: str, spec: StoreSpec) -> FollowedStore:
     """The store at this URL, not entered yet. Settings have checked the URL, so a ValueError is a bug."""
     if url.startswith(SQLITE):
         return SqliteStore(Path(unquote(url.removeprefix(SQLITE))), namespace=namespace, spec=spec)

@@ -18,7 +18,7 @@ from consumers.pool import Pool
 from consumers.providers.breakers import Breakers
 from consumers.replies.retelling import Retelling
 from consumers.spending import Spending
-from consumers.state.base import Store
+from consumers.state.following import FollowedStore
 from lanekeeper.amqp.connection import Connection
 from lanekeeper.contract.names import Names
 from topology.broker.admin.watch import TopologyWatch
@@ -35,7 +35,7 @@ class Worker:
     topology: Topology
     consuming: Connection
     publishing: Connection
-    store: Store
+    store: FollowedStore
     claiming: Claiming
     control: Control
     answers: Answers

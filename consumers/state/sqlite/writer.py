@@ -23,8 +23,10 @@ from consumers.state.clock import Clock
 from consumers.state.spec import StoreSpec
 from consumers.state.sqlite.counters import Counters
 from consumers.state.sqlite.file import drop_log, explain, inode, log_of, open_file, sync_commits
+from consumers.state.sqlite.following import Followed
 from consumers.state.sqlite.requests import Requests, Times
 from consumers.state.sqlite.shares import Waiting
+from consumers.state.sqlite.sweeping import Sweeping
 from consumers.state.sqlite.together import Claim, Complete, Together, parts
 
 T = TypeVar("T")
@@ -52,8 +54,10 @@ class Tables:
 
     connection: sqlite3.Connection
     requests: Requests
+    followed: Followed
     together: Together
     counters: Counters
+    sweeping: Sweeping
     waiting: Waiting
     file: tuple[int, int] | None
     log: tuple[int, int] | None
@@ -203,11 +207,14 @@ class Writer:
             self._reopen_at = time.monotonic() + REOPEN_S
             connection = open_file(self._path, namespace=self._namespace, clock=self._clock)
             self._syncs = True
+            requests = Requests(connection, self._spec)
             self._tables = Tables(
                 connection,
-                requests=Requests(connection, self._spec),
+                requests=requests,
+                followed=Followed(connection, self._spec, requests),
                 together=Together(connection, self._spec),
                 counters=Counters(connection),
+                sweeping=Sweeping(connection, self._spec),
                 waiting=Waiting(connection, self._spec),
                 file=inode(self._path),
                 log=inode(log_of(self._path)),
