@@ -33,8 +33,6 @@ WAIT_S = 20.0
 CONTROL_WITHIN_S = 5.0
 AWAY_S = 30.0
 """How long a gateway may be away while an answer without a deadline is waited for."""
-ENDS = frozenset({"completed", "failed", "cancelled"})
-"""The kinds of a request's last event."""
 
 
 class OverHttp:
@@ -107,8 +105,9 @@ class OverHttp:
                     case "restart":
                         yield Part(kind="restart", seq=0, body=b"{}")
                         seq = 1
-                    case kind if kind in ENDS:
-                        break
+                    case "completed" | "failed" | "cancelled":
+                        yield final_of_status(asked.id, 200, event.data)
+                        return
                     case _:
                         pass  # what happens to the request meanwhile
         async with asyncio.timeout_at(asked.end):

@@ -189,7 +189,7 @@ async def test_a_stream_goes_on_after_a_lost_connection_where_it_was(gateway, cl
     gateway.streams += [
         [": hello\n\n", event(1, "queued"), event(2, "started"), word(3, "One "), "id: 4\nevent: event\nda"],
         [word(4, "two"), event(5, "restart"), word(6, "New ")],
-        [word(7, "words"), event(8, "completed")],
+        [word(7, "words")],
     ]
 
     came = [each async for each in client.stream(BODY, key=LANE)]
@@ -199,9 +199,29 @@ async def test_a_stream_goes_on_after_a_lost_connection_where_it_was(gateway, cl
         ("event", 0, "One "), ("event", 1, "two"), ("restart", 0, ""), ("event", 1, "New "), ("event", 2, "words"),
     ]  # fmt: skip
     assert isinstance(last, Final)
+    assert last.body == RESULT.encode()
     events = [call.headers.get("last-event-id") for call in gateway.called("GET") if call.path.endswith("/events")]
     assert events == [None, "3", "6"]
     assert [json.loads(call.body) for call in gateway.called("POST")] == [{"stream": True, **BODY}]
+
+
+async def test_a_stream_whose_events_are_gone_gives_the_answer_alone(gateway, client) -> None:
+    gateway.posted["id-1"] = b"{}"
+    gateway.faults += [Refusal(202), Refusal(404)]  # for POST and for the events
+
+    came = [each async for each in client.stream(BODY, key=LANE, message_id="id-1")]
+
+    assert [type(each) for each in came] == [Final]
+
+
+async def test_a_stream_that_fails_raises_the_problem_after_its_parts(gateway, client) -> None:
+    gateway.status = {"status": "failed", "problem": {"code": "attempts_exhausted", "status": 502, "detail": "cut"}}
+    gateway.streams += [[word(1, "One ")]]
+    stream = client.stream(BODY, key=LANE)
+
+    assert isinstance(await anext(stream), Part)
+    with pytest.raises(Problem, match="attempts_exhausted"):
+        await anext(stream)
 
 
 async def test_a_body_given_as_bytes_stays_as_it_is_but_for_stream(gateway, client) -> None:
