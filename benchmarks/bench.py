@@ -4,8 +4,9 @@
     ./dev bench --report [FILE]                       the tables of results that are there (the newest)
 
 Every contestant's handler makes the same SDK call to the same provider, in turns in one run. First everything is
-measured once, then again, as long as there is time. A run that lost or repeated a message has no figure. The raw figures
-go to benchmarks/results/. --write also puts the tables into README.md and docs/performance.md, and draws the plots.
+measured once, then again, as long as there is time. A run that lost or repeated a message has no figure. The raw
+figures go to benchmarks/results/. --write also puts the tables into README.md and docs/performance.md, and draws the
+plots.
 """
 
 import argparse
