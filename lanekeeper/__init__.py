@@ -22,10 +22,9 @@ if TYPE_CHECKING:
         TopologyMismatch,
         Unroutable,
     )
-    from lanekeeper.control import Cancelled, ControlRefused, NoReply, NotEnded
+    from lanekeeper.errors import Cancelled, ControlRefused, NoReply, NotEnded, ReplyLost
     from lanekeeper.options import Options
     from lanekeeper.replies import Final, Part, Problem
-    from lanekeeper.reply_queue import ReplyLost
     from lanekeeper.telemetry.tracing import Tracing
 
 __all__ = [
@@ -42,10 +41,9 @@ _HOMES = {
         "AccessRefused", "BrokerBlocked", "BrokerError", "BrokerUnreachable", "ConfirmUnknown", "LanekeeperError",
         "PublishRefused", "TopologyMismatch", "Unroutable",
     ),
-    "control": ("Cancelled", "ControlRefused", "NoReply", "NotEnded"),
+    "errors": ("Cancelled", "ControlRefused", "NoReply", "NotEnded", "ReplyLost"),
     "options": ("Options",),
     "replies": ("Final", "Part", "Problem"),
-    "reply_queue": ("ReplyLost",),
     "telemetry.tracing": ("Tracing",),
 }  # fmt: skip
 

@@ -7,8 +7,8 @@ client waits for them.
 import asyncio
 
 from lanekeeper.contract.problems import AccessRefused, BrokerError
-from lanekeeper.control import Control
 from lanekeeper.telemetry import logs, signals
+from lanekeeper.transport import Transport
 
 WITHIN_S = 3.0
 """How long the broker may take to confirm a cancellation; after that, the request continues."""
@@ -18,8 +18,8 @@ log = logs.logger()
 class Abandoned:
     """Sends the cancellations. `is_on` false: sends none, and the requests continue."""
 
-    def __init__(self, control: Control, *, is_on: bool) -> None:
-        self._control = control
+    def __init__(self, transport: Transport, *, is_on: bool) -> None:
+        self._transport = transport
         self._is_on = is_on
         self._sending: set[asyncio.Task[None]] = set()
 
@@ -38,7 +38,7 @@ class Abandoned:
     async def _cancel(self, id: str, tenant: str | None) -> None:
         try:
             async with asyncio.timeout(WITHIN_S):
-                await self._control.cancel_unheard(id, tenant=tenant, within_s=WITHIN_S)
+                await self._transport.cancel_unheard(id, tenant=tenant, within_s=WITHIN_S)
         except AccessRefused as error:
             # a refusal closes the channel that other control messages use, so do not try again
             self._is_on = False

@@ -13,15 +13,14 @@ the broker has checked, so a message that names a tenant also carries `user_id`.
 import asyncio
 import json
 import uuid
-from collections.abc import Mapping
 from datetime import datetime
-from typing import Any, Literal, TypeAlias
 
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import Names
-from lanekeeper.contract.problems import AccessRefused, BrokerError, LanekeeperError, TopologyMismatch, Unroutable
+from lanekeeper.contract.problems import AccessRefused, BrokerError, TopologyMismatch, Unroutable
+from lanekeeper.errors import Cancelled, ControlRefused, NoReply, NotEnded
 from lanekeeper.replies import Final, final_of
 from lanekeeper.reply_queue import ReplyQueue, next_of
 
@@ -31,57 +30,6 @@ messages."""
 ASK_AGAIN_FIRST_S = 0.1
 ASK_AGAIN_CAP_S = 5.0
 """First and longest pause before a result is asked for again."""
-
-Cancelled: TypeAlias = Literal["recorded", "told", "ended", "unseen"]
-"""`recorded`: the request waits, and will end as cancelled. `told`: it is running, and its worker will stop it.
-`ended`: it had ended before. `unseen`: no worker has seen it; if it comes within the longest lane's deadline, it ends
-as cancelled."""
-
-
-class NoReply(LanekeeperError):
-    """No reply came in time: no final reply to a request, or no worker's answer to a control message."""
-
-
-class ControlRefused(LanekeeperError):
-    """A worker refused a control message, for example because the id is not valid or the tenant not allowed."""
-
-    def __init__(self, document: Mapping[str, Any]) -> None:
-        self.fields = document
-        """The fields of the problem document, as received."""
-        super().__init__(f"refused by the worker: {document.get('detail', 'no detail')}")
-
-    @property
-    def is_passing(self) -> bool:
-        """Whether the same message may succeed later: the tenant has sent too many."""
-        return bool(self.fields.get("retryable"))
-
-
-class NotEnded(LanekeeperError):
-    """There is no result yet. `status` says why: `running`, `waiting`, or `unknown`."""
-
-    def __init__(self, id: str, status: str, *, attempts: int = 0, due_at: datetime | None = None) -> None:
-        self.id = id
-        self.status = status
-        self.attempts = attempts
-        """The attempts made so far."""
-        self.due_at = due_at
-        """When its next attempt may begin; None if that is not known."""
-        super().__init__(
-            f"request {id} has no result yet: {status}, {self._hint()}; to wait: lanekeeper result --wait 20s {id}"
-        )
-
-    def _hint(self) -> str:
-        match self.status:
-            case "running":
-                return "a worker is at it"
-            case "waiting":
-                when = "" if self.due_at is None else f", due at {self.due_at.isoformat(timespec='seconds')}"
-                made = f"attempt {self.attempts} was made, it waits for the next" if self.attempts else "not begun yet"
-                return f"{made}{when}"
-            case "unknown":
-                return "no worker has seen it: it waits in its lane, was never published, or ended too long ago"
-            case _:
-                return "ask again later"
 
 
 class Control:
@@ -150,14 +98,6 @@ class Control:
                     f"no worker answered within {ANSWERED_WITHIN_S:g} s{kept}: "
                     "start one with `lanekeeper serve` or `lanekeeper consume`"
                 ) from None
-
-
-def no_answer(id: str | None, timeout_s: float | None) -> NoReply:
-    """The error for a request that was not answered in time."""
-    return NoReply(
-        f"no answer to {id} within {timeout_s:g} s; it may still come, and is kept: lanekeeper result {id}. "
-        "Is a worker running? Ask: lanekeeper status"
-    )
 
 
 def cancellation(id: str, *, tenant: str | None, user: str) -> Message:

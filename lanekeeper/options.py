@@ -36,6 +36,9 @@ class Options(TypedDict, total=False):
     """Further headers, such as `traceparent`; they override the options above."""
     cancel_abandoned: bool
     """False: this request continues even if its caller leaves (see `Client`)."""
+    full_within_s: float
+    """How long to wait for a place in a full lane before PublishRefused is raised: 2 s if left out, 0 raises at
+    once."""
 
 
 def message_of(body: Mapping[str, Any] | bytes, options: Options, *, stream: bool, user: str) -> Message:

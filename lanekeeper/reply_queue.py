@@ -19,14 +19,10 @@ from lanekeeper.amqp.direct import DirectReplies
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import DIRECT_REPLY_TO
 from lanekeeper.contract.problems import BrokerError
+from lanekeeper.errors import ReplyLost
 
 UNREAD_BYTES = 1024 * 1024
 """Parts of one answer that may wait for their reader: many seconds of what a model writes."""
-
-
-class ReplyLost(BrokerError):
-    """The connection was lost before the answer came, or parts came faster than they were read. The request continues,
-    but its reply cannot be delivered."""
 
 
 class Arrivals:

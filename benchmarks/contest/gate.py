@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 
 from contest.calling import CONNECTING_S, Call, Said, calling
 from contest.load import MAX_TOKENS, MODEL, Ask, Asking, Load
@@ -15,7 +14,6 @@ from consumers.limits.amounts import NOTHING, Amounts
 from consumers.limits.base import Heard, Kind
 from consumers.limits.estimates import Estimates, UsageClass
 from consumers.limits.own_turns import own_accounts
-from consumers.limits.spec import DEFAULT_LANES as SHARES
 from consumers.limits.spec import BudgetSpec
 from topology.lanes import DEFAULT_LANES
 
@@ -27,11 +25,7 @@ def spec(load: Load) -> BudgetSpec:
     """The defaults, with times scaled. Limits are learned from the provider's headers."""
     usual = BudgetSpec()
     start = Amounts(*(load.speed * each for each in usual.start))
-    lanes = {
-        name: replace(lane, boost_s=None if lane.boost_s is None else lane.boost_s / load.speed)
-        for name, lane in SHARES.items()
-    }
-    return BudgetSpec(lanes=lanes, burst_s=usual.burst_s / load.speed, start=start)
+    return BudgetSpec(burst_s=usual.burst_s / load.speed, start=start)
 
 
 @asynccontextmanager

@@ -20,7 +20,7 @@ from consumers.limits.concurrency import Concurrency
 from consumers.limits.demand import Demand
 from consumers.limits.headers import RateHeaders
 from consumers.limits.learned import Learned
-from consumers.limits.order import Lines, Order
+from consumers.limits.lines import Lines
 from consumers.limits.spec import BudgetSpec
 from consumers.limits.underway import Underway
 from consumers.limits.waiter import Waiter
@@ -47,7 +47,7 @@ class Account:
         sizes = self._bursts.sizes(guessed=self.guessed)
         self.buckets = Buckets(self._adaptive.per_minute(), sizes=sizes, shares=self.shares, now_s=now_s)
         self.demand = Demand(len(self.lanes), now_s=now_s)
-        self.lines = Lines([lane.boost_s for lane in spec.lanes.values()])
+        self.lines = Lines(len(self.lanes))
         self.concurrency = Concurrency(caps.concurrency)
         self._credit = CallCredit(self.shares)
         self._underway = Underway()
@@ -107,12 +107,12 @@ class Account:
         self.concurrency.regain(now_s)
         if self.concurrency.is_full:
             return None, self.concurrency.regains_in_s(now_s)
-        order, soonest_s = self.lines.order(now_s), self.lines.aged_in_s(now_s)
-        for lane in self._by_credit(order):
+        soonest_s = inf
+        for lane in self._by_credit():
             waiter = self.lines.heads[lane]
             if waiter is None:
                 continue
-            in_s = self.buckets.wait_s(lane, waiter.amounts, order)
+            in_s = self.buckets.wait_s(lane, waiter.amounts)
             if in_s == 0:
                 self._begin(waiter, self.buckets.take(lane, waiter.amounts), now_s)
                 return waiter, 0.0
@@ -198,7 +198,7 @@ class Account:
         if self.stopped_s(now_s) == 0 and self.concurrency.is_full:
             return CONCURRENCY
         self.refill(now_s)
-        return self.buckets.reason(waiter.lane, waiter.amounts, self.lines.order(now_s))
+        return self.buckets.reason(waiter.lane, waiter.amounts)
 
     # ---- shared with other processes ---------------------------------------------------------------------------------
 
@@ -246,11 +246,12 @@ class Account:
 
     # ---- inside ------------------------------------------------------------------------------------------------------
 
-    def _by_credit(self, order: Order) -> Sequence[int]:
-        """When concurrency is the bottleneck, the lanes that are due for a call go first."""
+    def _by_credit(self) -> Sequence[int]:
+        """The lanes by rank. When concurrency is the bottleneck, those that are due for a call go first."""
+        lanes = range(len(self.lanes))
         if not self.concurrency.is_limited:
-            return order.lanes
-        return sorted(order.lanes, key=lambda lane: not self._credit.is_due(lane))
+            return lanes
+        return sorted(lanes, key=lambda lane: not self._credit.is_due(lane))
 
     def _begin(self, waiter: Waiter, own: Amounts, now_s: float) -> None:
         lane = waiter.lane

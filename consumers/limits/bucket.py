@@ -131,9 +131,8 @@ class Bucket:
         if saved > level:
             self.parts = [part * max(level, 0.0) / saved if part > 0 else part for part in self.parts]
 
-    def wait_s(self, lane: int, amount: float, above: Sequence[int], below: Sequence[int]) -> float:
-        """Seconds until the amount may go, by what comes in alone; 0: now. `above`, `below`: the lanes that go before
-        and after this lane, in any order."""
+    def wait_s(self, lane: int, amount: float) -> float:
+        """Seconds until the amount may go, by what comes in alone; 0: now."""
         need, level, part = amount + LEAST, self.level, self.parts[lane]
         whole = need if need < self.burst else self.burst
         level_s = (whole - level) / self.per_s if level < whole else 0.0
@@ -141,11 +140,12 @@ class Bucket:
         if part >= saved:
             return level_s
         reserve = self.reserves[lane]
-        kept, is_first = need if above or amount < reserve else reserve + LEAST, True
-        for other in above:
+        kept, is_first = need if lane or amount < reserve else reserve + LEAST, True
+        for other in range(lane):
             wanted = self._wants[other]
             kept += self.reserves[other] + wanted
             is_first = is_first and wanted == 0
+        below = range(lane + 1, len(self.shares))
         for other in below:  # one that has saved all that its first request needs goes first at a full bucket
             wanted = self._wants[other]
             is_first = is_first and not 0 < min(wanted, self.burst) <= self.parts[other]

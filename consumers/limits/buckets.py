@@ -6,7 +6,6 @@ from consumers.limits.amounts import REASONS, Amounts
 from consumers.limits.bucket import Bucket
 from consumers.limits.burst import Size
 from consumers.limits.headers import ROUNDED_BY, RateHeaders
-from consumers.limits.order import Order
 
 
 class Buckets:
@@ -40,20 +39,18 @@ class Buckets:
         for bucket, amount in zip(self._all, amounts, strict=True):
             bucket.want(lane, amount)
 
-    def wait_s(self, lane: int, amounts: Amounts, order: Order) -> float:
+    def wait_s(self, lane: int, amounts: Amounts) -> float:
         """Seconds until all buckets have enough for the amounts; 0: now."""
         longest_s = 0.0
-        above, below = order.above[lane], order.below[lane]
         for bucket, amount in zip(self._all, amounts):  # noqa: B905  checking costs a tenth of a grant
-            if amount > 0 and (in_s := bucket.wait_s(lane, amount, above, below)) > longest_s:
+            if amount > 0 and (in_s := bucket.wait_s(lane, amount)) > longest_s:
                 longest_s = in_s
         return longest_s
 
-    def reason(self, lane: int, amounts: Amounts, order: Order) -> str:
+    def reason(self, lane: int, amounts: Amounts) -> str:
         """The bucket that makes it wait longest."""
-        above, below = order.above[lane], order.below[lane]
         waits_s = [
-            bucket.wait_s(lane, amount, above, below) if amount > 0 else 0.0
+            bucket.wait_s(lane, amount) if amount > 0 else 0.0
             for bucket, amount in zip(self._all, amounts, strict=True)
         ]
         return REASONS[waits_s.index(max(waits_s))]

@@ -12,7 +12,6 @@ from consumers.limits.account import Account
 from consumers.limits.amounts import CONCURRENCY, NOTHING, PAUSED, REASONS, Amounts
 from consumers.limits.base import Wait
 from consumers.limits.bucket import Bucket
-from consumers.limits.order import Order
 from consumers.limits.waiter import Waiter
 
 
@@ -83,7 +82,7 @@ def _wait(
     stopped_s = account.stopped_s(now_s)
     longest_s, least_s = max(longest_s, stopped_s), max(least_s, stopped_s)
     if account.concurrency.is_limited:
-        above_it = sum(account.lines.count(other) for other in account.lines.order(now_s).above[lane])
+        above_it = sum(account.lines.count(other) for other in range(lane))
         count = min(above_it + count, account.calls_before(lane, count))
         if (in_s := account.concurrency.wait_s(count)) > longest_s:
             longest_s, reason, is_known = in_s, CONCURRENCY, account.concurrency.is_set
@@ -93,11 +92,10 @@ def _wait(
 
 def _lines(account: Account, lane: int, now_s: float) -> "list[_Line]":
     """The lane's line before each bucket."""
-    order = account.lines.order(now_s)
-    above = [(other, _ahead_of(account, other)) for other in order.above[lane]]
-    lines = [_Line(account, each, bucket, lane, order, above) for each, bucket in enumerate(account.buckets)]
+    above = [_ahead_of(account, other) for other in range(lane)]
+    lines = [_Line(account, each, bucket, lane, above) for each, bucket in enumerate(account.buckets)]
     for each, line in enumerate(lines):
-        line.taken_per_s = account.demand.per_s(order.above[lane], each, now_s)
+        line.taken_per_s = account.demand.per_s(range(lane), each, now_s)
     return lines
 
 
@@ -119,13 +117,7 @@ class _Line:
     __slots__ = ("_above", "_bucket", "_filling", "_held", "_is_top", "_lane", "_slope", "taken_per_s")
 
     def __init__(
-        self,
-        account: Account,
-        each: int,
-        bucket: Bucket,
-        lane: int,
-        order: Order,
-        above: Sequence[tuple[int, Sequence[float]]],
+        self, account: Account, each: int, bucket: Bucket, lane: int, above: Sequence[Sequence[float]]
     ) -> None:
         self._bucket = bucket
         self._lane = lane
@@ -134,14 +126,14 @@ class _Line:
         """The rate at which the lanes above are expected to keep spending."""
         self._above = self._held = 0.0
         """`_above`: what the lanes above will take. `_held`: what the level must cover besides the request."""
-        for other, takes in above:
+        for other, takes in enumerate(above):
             self._above += takes[each]
             self._held += bucket.reserves[other]
         self._slope = 1.0
         """The part of what comes in for this lane and those above, while the lanes below spend or save their shares."""
         self._filling: list[tuple[float, float]] = []
         """For each lane below that only saves: in how many seconds it has saved all, and its share."""
-        for other in order.below[lane]:
+        for other in range(lane + 1, len(bucket.shares)):
             saved, share = bucket.held(other), bucket.shares[other]
             self._held += saved
             if account.lines.sums(other)[each] + account.elsewhere[other][each] > 0:

@@ -1,12 +1,12 @@
 """The turns of an account that only this process uses: decided at once, after each change and when a timer fires."""
 
 import asyncio
+from math import inf
 
 from consumers.limits.account import Account
 from consumers.limits.accounts import Accounts
 from consumers.limits.amounts import Amounts
 from consumers.limits.base import Heard, Reservation
-from consumers.limits.order import NEVER
 from consumers.limits.spec import BudgetSpec
 from consumers.limits.turns import LATE_S, log_learned, refuse_hopeless
 from consumers.limits.waiter import Waiter
@@ -23,7 +23,7 @@ class OwnTurns:
     def __init__(self, name: str, spec: BudgetSpec) -> None:
         self.account = Account(name, spec, now_s=self.now_s())
         self._timer: asyncio.Handle | None = None
-        self._fires_s = NEVER
+        self._fires_s = inf
         """When the timer fires. uvloop's handle does not know this for less than half a millisecond."""
         self.wake_ups = 0
         """How often the timer fired."""
@@ -61,7 +61,7 @@ class OwnTurns:
         self.step()
 
     async def aclose(self) -> None:
-        self._look_at(NEVER)
+        self._look_at(inf)
 
     def _look_at(self, when_s: float) -> None:
         if self._timer is not None:
@@ -69,7 +69,7 @@ class OwnTurns:
                 return
             self._timer.cancel()
             self._timer = None
-        if when_s < NEVER:
+        if when_s < inf:
             self._timer, self._fires_s = asyncio.get_running_loop().call_at(when_s, self._look), when_s
 
     def _look(self) -> None:

@@ -15,9 +15,6 @@ class LaneBudget:
     share: float
     """The lane's share of every bucket, above 0 and up to 1: saved for it alone out of what comes in. This reserve
     keeps a lane from starving; waiting longer does not."""
-    boost_s: float | None = None
-    """A request that has waited longer goes before younger ones of the lane above, but never before the top lane; None:
-    never."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

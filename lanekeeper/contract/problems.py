@@ -52,6 +52,9 @@ class MessageTooLarge(BrokerError):
 class PublishRefused(BrokerError):
     """The broker refused a publish (nack): a queue that it routes to is full."""
 
+    retry_after_s = 2.0
+    """How long to wait before the next try. A lane seldom has room sooner."""
+
 
 class Unroutable(BrokerError):
     """A mandatory message was returned: no queue is bound for its key."""

@@ -8,7 +8,7 @@ from service.cli import options
 from service.cli.ending import run
 
 if TYPE_CHECKING:
-    from lanekeeper.control import Cancelled
+    from lanekeeper.errors import Cancelled
     from service.config.settings import Settings
 
 TEXTS: dict["Cancelled", str] = {

@@ -6,7 +6,6 @@ from typing import Literal
 from pydantic import Field
 
 from consumers.limits.headers import LEAST
-from consumers.limits.order import FIRST_TO_AGE
 from consumers.limits.spec import DEFAULT_LANES as LANE_BUDGETS
 from consumers.limits.spec import AccountCaps, BudgetSpec, LaneBudget
 from consumers.prices import AS_OF, Prices
@@ -126,16 +125,13 @@ class LaneBudgetSettings(Section):
 
     share: Number[float] = Field(gt=0, le=1)
     """The part of each budget that only this lane may use. The rest goes to the most urgent request."""
-    boost_s: Number[float] | None = Field(default=None, gt=0)
-    """A request that has waited longer than this goes before younger requests of the next higher lane, but never before
-    the highest lane. For batch alone. None: never. Example: 20"""
 
     @classmethod
     def of(cls, lane: str) -> "LaneBudgetSettings":
-        return cls(share=LANE_BUDGETS[lane].share, boost_s=LANE_BUDGETS[lane].boost_s)
+        return cls(share=LANE_BUDGETS[lane].share)
 
     def spec(self) -> LaneBudget:
-        return LaneBudget(share=self.share, boost_s=self.boost_s)
+        return LaneBudget(share=self.share)
 
 
 class LaneBudgetsSettings(Section):
@@ -150,13 +146,6 @@ class LaneBudgetsSettings(Section):
         return {lane.name: getattr(self, lane.name).spec() for lane in DEFAULT_LANES}
 
     def disagreements(self) -> Iterator[Disagreement]:
-        top, *_ = DEFAULT_LANES
-        for lane in DEFAULT_LANES[:FIRST_TO_AGE]:
-            if getattr(self, lane.name).boost_s is not None:
-                yield Disagreement(
-                    f"has no effect: waiting never lifts a request into lane {top.name}; remove it",
-                    at=((lane.name, "boost_s"),),
-                )
         shares = {lane.name: getattr(self, lane.name).share for lane in DEFAULT_LANES}
         if (total := sum(shares.values())) > 1 + 1e-9:
             each = ", ".join(f"{lane} {share * 100:g} %" for lane, share in shares.items())

@@ -19,7 +19,7 @@ from lanekeeper.contract.problems import (
     PublishRefused,
     RequestProblem,
 )
-from lanekeeper.control import NoReply
+from lanekeeper.errors import NoReply
 
 TYPES: Mapping[int, str] = {
     400: "invalid_request_error",

@@ -9,7 +9,7 @@ import uuid
 
 from lanekeeper import Client
 from lanekeeper.contract.problems import LanekeeperError
-from lanekeeper.control import ControlRefused, NotEnded
+from lanekeeper.errors import ControlRefused, NotEnded
 from service.gateway.problems import ApiError, refused
 
 

@@ -7,7 +7,8 @@ import pytest
 
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import RequestProblem
-from lanekeeper.control import ControlRefused, NotEnded, cancellation, outcome_of, question, result_of
+from lanekeeper.control import cancellation, outcome_of, question, result_of
+from lanekeeper.errors import ControlRefused, NotEnded
 from lanekeeper.replies import Problem
 
 

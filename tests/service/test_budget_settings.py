@@ -239,7 +239,6 @@ def test_a_budget_too_small_for_a_lane_or_an_answer_is_refused_by_name() -> None
     told = wrong(
         env={
             "LANEKEEPER_BUDGET__LANES__BATCH__SHARE": "0",
-            "LANEKEEPER_BUDGET__LANES__NORMAL__BOOST_S": "10",
             "LANEKEEPER_BUDGET__INPUT_TOKENS_PER_MIN": "999",
             "LANEKEEPER_PROVIDERS__EU__OUTPUT_TOKENS_PER_MIN": "1000",
             "LANEKEEPER_PROVIDERS__EU__BASE_URL": "https://eu.example",
@@ -249,7 +248,6 @@ def test_a_budget_too_small_for_a_lane_or_an_answer_is_refused_by_name() -> None
 
     for line in (
         "LANEKEEPER_BUDGET__LANES__BATCH__SHARE: found '0', allowed is a number above 0",
-        "LANEKEEPER_BUDGET__LANES__NORMAL__BOOST_S: has no effect: waiting never lifts a request into lane",
         "LANEKEEPER_BUDGET__INPUT_TOKENS_PER_MIN: found '999', allowed is a number from 1000",
         "LANEKEEPER_PROVIDERS__EU__OUTPUT_TOKENS_PER_MIN: 1000 is less than one answer of lane critical may have (1024",
     ):
@@ -286,7 +284,7 @@ def test_an_error_that_follows_from_another_wrong_setting_is_not_reported() -> N
         "LANEKEEPER_BUDGET__REQUESTS_PER_MIN",
         "LANEKEEPER_BUDGET__OUTPUT_TOKENS_PER_MIN",
         "LANEKEEPER_PROVIDERS__EU_2__INPUT_TOKENS_PER_MIN",
-        "LANEKEEPER_BUDGET__LANES__BATCH__BOOST_S",
+        "LANEKEEPER_BUDGET__LANES__BATCH__SHARE",
         "LANEKEEPER_CAPS__LANES__BATCH__TOKENS",
     ],
 )

@@ -62,5 +62,5 @@ def test_code_that_no_test_can_see_is_not_changed(source: str) -> None:
 def test_mutants_are_chosen_only_in_code_that_needs_no_broker() -> None:
     paths = {each.path for each in mutants([])}
 
-    assert {"consumers/limits/order.py", "topology/plan.py", "service/config/settings.py"} <= paths
+    assert {"consumers/limits/lines.py", "topology/plan.py", "service/config/settings.py"} <= paths
     assert not [each for each in paths if each.startswith(("topology/broker", "consumers/state/redis", "service/demo"))]

@@ -23,18 +23,17 @@ local function held(d, l)
   if part <= holds[d][l] or part >= caps[d][l] then return math.max(0, part) end
   return holds[d][l]
 end
--- Seconds until the level covers `kept` and what the lanes after it will have saved by then.
-local function left_in(d, kept, order, at, is_first)
+-- Seconds until the level covers `kept` and what the lanes below will have saved by then.
+local function left_in(d, kept, l, is_first)
   if is_first and levels[d] >= burst[d] then return 0 end
   local missing = kept
-  for after = at + 1, lanes do
-    missing = missing + held(d, order[after])
+  for below = l + 1, lanes do
+    missing = missing + held(d, below)
   end
   missing = missing - levels[d]
   if missing <= 0 then return 0 end
   local full_in, slope, passed, filling = (burst[d] - levels[d]) / per_s[d], 1, 0, {}
-  for after = at + 1, lanes do
-    local other = order[after]
+  for other = l + 1, lanes do
     local part = parts[d][other]
     if shares[other] > 0 and part < holds[d][other] then
       if part < 0 then return math.min(is_first and full_in or 1e9, missing / per_s[d]) end
@@ -52,8 +51,8 @@ local function left_in(d, kept, order, at, is_first)
   if wait <= full_in then return wait end
   return is_first and full_in or 1e9
 end
-local function wait_of(amounts, order, at)
-  local longest, l = 0, order[at]
+local function wait_of(amounts, l)
+  local longest = 0
   for d = 1, 3 do
     local amount = amounts[d]
     if amount > 0 then
@@ -64,18 +63,17 @@ local function wait_of(amounts, order, at)
         wait = level_in
       else
         local kept, is_first = amount + LEAST, true
-        if at == 1 and amount >= reserves[d][l] then kept = reserves[d][l] + LEAST end
-        for before = 1, at - 1 do
-          local wanted = wants[d][order[before]]
-          kept = kept + (reserves[d][order[before]] + wanted)
+        if l == 1 and amount >= reserves[d][l] then kept = reserves[d][l] + LEAST end
+        for above = 1, l - 1 do
+          local wanted = wants[d][above]
+          kept = kept + (reserves[d][above] + wanted)
           is_first = is_first and wanted == 0
         end
-        for after = at + 1, lanes do
-          local other = order[after]
-          local needs = math.min(wants[d][other], burst[d])
-          is_first = is_first and not (needs > 0 and needs <= parts[d][other])
+        for below = l + 1, lanes do
+          local needs = math.min(wants[d][below], burst[d])
+          is_first = is_first and not (needs > 0 and needs <= parts[d][below])
         end
-        wait = math.max(level_in, left_in(d, kept, order, at, is_first))
+        wait = math.max(level_in, left_in(d, kept, l, is_first))
         if wait > 0 and shares[l] > 0 then
           wait = math.min(wait, math.max(level_in, (saved - part) / (shares[l] * per_s[d])))
         end

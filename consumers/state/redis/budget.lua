@@ -1,4 +1,4 @@
--- One step of a shared account. It decides as consumers/limits does in a process (bucket.py, order.py, account.py);
+-- One step of a shared account. It decides as consumers/limits does in a process (bucket.py, lines.py, account.py);
 -- tests/consumers/state/test_same_grants.py checks that both make the same grants.
 --
 -- An account is one string: its levels, its lanes' parts, what was learned, and the first waiter of each lane of each
@@ -7,7 +7,6 @@ local time = redis.call('TIME')
 local now = time[1] + time[2] / 1000000
 local asked = cjson.decode(ARGV[1])
 shares, lanes = asked.shares, #asked.shares
-local boosts = asked.boosts
 local raw, account, is_forgotten = redis.call('GET', KEYS[1]), nil, false
 if raw then
   local is_unpacked, found = pcall(cmsgpack.unpack, raw)
@@ -142,22 +141,6 @@ for i, waiter in ipairs(asked.waiters) do
   line[#line + 1] = {index = i, arrived = now - waiter.age, amounts = waiter.amounts}
 end
 
--- The order of the lanes: by rank, except that a lane whose first waiter has aged moves up by one.
-local function order_of()
-  local order = {}
-  for l = 1, lanes do order[l] = l end
-  for l = 3, lanes do
-    local first, above = first_of(l), first_of(l - 1)
-    if first and boosts[l] >= 0 and now - first.arrived >= boosts[l]
-      and not (above and above.arrived <= first.arrived) then
-      for at = 2, lanes do
-        if order[at] == l then order[at - 1], order[at] = l, order[at - 1] break end
-      end
-    end
-  end
-  return order
-end
-
 local granted, ours_left = {}, now < account.stopped_until and 0 or asked.room
 local lent = {}
 local function take(l, first)
@@ -177,34 +160,29 @@ local function take(l, first)
   want()
 end
 local look_in = -1
-local function sooner(wait) if look_in < 0 or wait < look_in then look_in = wait end end
 if ours_left <= 0 then
   for each = 1, lanes do own[each] = {} end
 end
 want()
 while true do
-  local done, order = true, order_of()
+  local done, order = true, {}  -- by rank; when concurrency is the bottleneck, lanes due for a call go first
   look_in = -1
-  local places = {}  -- when concurrency is the bottleneck, lanes that are due for a call are asked first
-  for at, l in ipairs(order) do
-    if asked.turns[l] then places[#places + 1] = at end
+  for l = 1, lanes do
+    if asked.turns[l] then order[#order + 1] = l end
   end
-  for at, l in ipairs(order) do
-    if not asked.turns[l] then places[#places + 1] = at end
+  for l = 1, lanes do
+    if not asked.turns[l] then order[#order + 1] = l end
   end
-  for _, at in ipairs(places) do
-    local l = order[at]
+  for _, l in ipairs(order) do
     local head = first_of(l)
     if head then
-      local wait = wait_of(head.amounts, order, at)
+      local wait = wait_of(head.amounts, l)
       if wait == 0 then
         take(l, head)
         done = false
         break
       end
-      sooner(wait)
-      local aged_in = head.arrived + boosts[l] - now
-      if l > 2 and boosts[l] >= 0 and aged_in > 0 then sooner(aged_in) end
+      if look_in < 0 or wait < look_in then look_in = wait end
     end
   end
   if done then break end

@@ -78,7 +78,6 @@ class SharedTurns:
             "form": FORM,
             "expires_s": FORGOTTEN_AFTER_S,
             "shares": account.shares,
-            "boosts": [-1 if lane.boost_s is None else lane.boost_s for lane in account.spec.lanes.values()],
         }
         """The part of the question that is the same in each step."""
         self._untold = Untold()

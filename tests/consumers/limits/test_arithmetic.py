@@ -13,7 +13,6 @@ from consumers.limits.bucket import Bucket
 from consumers.limits.concurrency import REGAIN_S, Concurrency
 from consumers.limits.estimates import Estimates, UsageClass, task_of
 from consumers.limits.headers import RateHeaders, Told
-from consumers.limits.order import Order
 from consumers.limits.spec import AccountCaps
 
 SHARES = (0.3, 0.2, 0.05)
@@ -29,11 +28,8 @@ def bucket(per_minute: float = 60) -> Bucket:
 # ---- buckets ---------------------------------------------------------------------------------------------------------
 
 
-ORDER = Order.of(range(3))
-
-
 def wait_s(some: Bucket, lane: int, amount: float) -> float:
-    return some.wait_s(lane, amount, ORDER.above[lane], ORDER.below[lane])
+    return some.wait_s(lane, amount)
 
 
 def test_a_lane_may_use_everything_except_the_reserves_of_higher_lanes() -> None:

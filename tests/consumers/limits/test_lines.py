@@ -1,20 +1,16 @@
-"""The requests in line, alone: places, sums and the order of the lanes. Time is passed in."""
-
-import math
+"""The requests in line: their places and sums. Time is passed in."""
 
 from consumers.limits.amounts import Amounts
-from consumers.limits.order import Lines
+from consumers.limits.lines import Lines
 from consumers.limits.waiter import Waiter
-
-BY_RANK = (0, 1, 2, 3)
 
 
 def waiter(lane: int, arrived_s: float, *, tokens: float = 10, until_s: float | None = None) -> Waiter:
     return Waiter(lane, Amounts(1, tokens, 2), arrived_s=arrived_s, until_s=until_s)
 
 
-def lines(*waiters: Waiter, boosts_s: tuple[float | None, ...] = (None, None, None, None)) -> Lines:
-    made = Lines(boosts_s)
+def lines(*waiters: Waiter) -> Lines:
+    made = Lines(4)
     for each in waiters:
         made.join(each)
     return made
@@ -67,44 +63,6 @@ def test_what_stands_before_a_request_is_summed_wherever_it_stands() -> None:
     assert some.before(first) == ([0.0, 0.0, 0.0], 0)
     assert some.before(second) == ([1.0, 10.0, 2.0], 1)
     assert some.before(third) == ([2.0, 30.0, 4.0], 2)
-
-
-def test_a_lane_goes_before_the_next_one_above_from_when_its_first_request_has_waited_long_enough() -> None:
-    some = lines(waiter(3, 100.0), waiter(2, 130.0), boosts_s=(None, None, None, 60.0))
-
-    assert some.order(159.9).lanes == BY_RANK
-    aged = some.order(160.0)
-    assert aged.lanes == (0, 1, 3, 2)
-    assert aged.above == ((), (0,), (0, 1, 3), (0, 1))
-    assert aged.below == ((1, 3, 2), (3, 2), (), (2,))
-
-
-def test_a_lane_does_not_go_before_an_older_request_of_the_lane_above() -> None:
-    for above_s in (90.0, 100.0):
-        some = lines(waiter(3, 100.0), waiter(2, above_s), boosts_s=(None, None, None, 60.0))
-        assert some.order(1000.0).lanes == BY_RANK
-
-
-def test_an_aged_lane_passes_an_empty_one_and_the_third_lane_may_pass_the_second() -> None:
-    assert lines(waiter(3, 0), boosts_s=(None, None, None, 60.0)).order(60.0).lanes == (0, 1, 3, 2)
-    assert lines(waiter(2, 0), boosts_s=(None, None, 60.0, None)).order(60.0).lanes == (0, 2, 1, 3)
-
-
-def test_the_two_lanes_on_top_never_age() -> None:
-    some = lines(waiter(0, 0), waiter(1, 0), boosts_s=(5.0, 5.0, None, None))
-
-    assert some.order(1000.0).lanes == BY_RANK
-    assert some.aged_in_s(1.0) == math.inf
-
-
-def test_the_next_look_is_when_the_first_request_comes_of_age() -> None:
-    some = lines(waiter(2, 10.0), waiter(3, 5.0), boosts_s=(None, None, 60.0, 30.0))
-
-    assert some.aged_in_s(11.0) == 24.0
-    assert some.aged_in_s(34.5) == 0.5
-    assert some.aged_in_s(35.0) == 35.0  # lane 3 has aged, so lane 2 is next
-    assert some.aged_in_s(70.0) == math.inf
-    assert lines(boosts_s=(None, None, 60.0, 30.0)).aged_in_s(0.0) == math.inf
 
 
 def test_when_the_clock_jumps_arrivals_and_ends_jump_with_it() -> None:

@@ -9,7 +9,6 @@ what is promised. If it is meant, write the stories anew and read what has chang
 import asyncio
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,12 +23,10 @@ from tests.support.virtual_time import virtually
 
 STEPS = 160
 LANES = tuple(DEFAULT_LANES)
-AGEING = {name: replace(lane, boost_s=4.0) for name, lane in DEFAULT_LANES.items()}
 SPECS = {
     "limits-are-set": spec(requests=60, input_tokens=40_000, output_tokens=9_000),
     "limits-are-guessed": BudgetSpec(),
     "few-calls-at-once": spec(requests=600, input_tokens=400_000, concurrency=3),
-    "waiting-requests-age": spec(requests=60, lanes=AGEING),
     "small-buckets": BudgetSpec(
         burst_s=5.0, spend_pause_s=4.0, accounts={ACCOUNT: AccountCaps(requests=120, input_tokens=60_000)}
     ),

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 
 import pytest
 import uvloop
@@ -16,8 +15,7 @@ from consumers.limits.bucket import LEAST
 from consumers.limits.concurrency import REGAIN_S
 from consumers.limits.headers import RateHeaders, Told
 from consumers.limits.own_turns import own_accounts
-from consumers.limits.spec import DEFAULT_LANES, BudgetSpec
-from consumers.limits.waiter import Waiter
+from consumers.limits.spec import BudgetSpec
 from tests.support.budget import ACCOUNT, spec
 from tests.support.virtual_time import virtually
 
@@ -98,18 +96,6 @@ def test_however_long_a_request_has_waited_it_does_not_go_before_a_lane_above() 
     story(tell)
 
 
-def test_with_ageing_a_long_wait_goes_before_younger_ones_of_the_lane_above_but_never_before_the_top() -> None:
-    ages = {**DEFAULT_LANES, "batch": replace(DEFAULT_LANES["batch"], boost_s=10.0)}
-    account = Account(ACCOUNT, spec(lanes=ages), now_s=0)
-    for lane in (2, 1, 0):
-        account.join(Waiter(lane, Amounts(1, 1_000, 1), arrived_s=float(2 - lane)))
-    for bucket in account.buckets:
-        bucket.level, bucket.parts = 0.0, [0.0, 0.0, 0.0]
-
-    assert account.lines.order(9).lanes == (0, 1, 2)
-    assert account.lines.order(11).lanes == (0, 2, 1)
-
-
 def test_what_comes_back_stands_where_it_stood() -> None:
     async def tell(on: Bench) -> None:
         first = on.ask("normal", "first")
@@ -151,7 +137,7 @@ def test_nobody_is_refused_by_a_limit_that_is_only_guessed() -> None:
 def test_batch_does_not_overtake_critical_however_long_it_has_waited() -> None:
     async def tell(on: Bench) -> None:
         on.ask("batch", "old", amounts=Amounts(1, 6_000, 1))
-        await asyncio.sleep(31)  # boosted, and not yet granted
+        await asyncio.sleep(31)
         assert on.order == ["old"] or not on.order
         began_s = on.loop.time()
         assert await on.since(began_s, on.ask("critical")) < 1

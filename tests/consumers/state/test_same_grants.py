@@ -11,7 +11,7 @@ import asyncio
 import json
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -36,7 +36,6 @@ from tests.support.redis import RedisServer
 
 pytestmark = pytest.mark.slow
 
-AGEING = {name: replace(lane, boost_s=10.0 if name == "batch" else None) for name, lane in DEFAULT_LANES.items()}
 SET = AccountCaps(requests=60, input_tokens=6_000, output_tokens=600)
 NAMES = tuple(DEFAULT_LANES)
 BEGAN_S = 1_000_000.0
@@ -147,9 +146,8 @@ leaves = st.tuples(st.just("leave"), st.integers(0, 20))
 learns = st.tuples(st.just("learn"), responses)
 steps = st.lists(st.one_of(joins, joins, passes, settles, leaves, learns), min_size=15, max_size=60)
 specs = st.builds(
-    lambda caps, lanes: BudgetSpec(accounts={"a": caps}, lanes=lanes),
+    lambda caps: BudgetSpec(accounts={"a": caps}),
     st.sampled_from([SET, AccountCaps(requests=60), AccountCaps()]),
-    st.sampled_from([DEFAULT_LANES, AGEING]),
 )
 
 

@@ -1,36 +1,13 @@
-"""The waiting requests in line, and the order of the lanes. Pure.
+"""The requests of an account that wait: one line for each lane, by arrival. Pure.
 
-Inside a lane requests go by arrival; one that was deferred and comes back has its old place. Between lanes the rank
-decides, however long a request has waited. Only if `boost_s` is set: when the first request of a lane has waited that
-long, it goes before younger ones of the next lane above, but never before the top lane.
+A request that was deferred and comes back has its old place. Between lanes the rank decides, however long a request has
+waited (`account.py`).
 """
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
-from typing import Final, NamedTuple
 
 from consumers.limits.waiter import Waiter
-
-NEVER: Final = float("inf")
-FIRST_TO_AGE: Final = 2
-"""Lanes from this rank on may age. The second lane may not, because only the top lane is before it."""
-
-
-class Order(NamedTuple):
-    """The order of the lanes: `lanes` from first to last; for each lane those `above` and those `below` it."""
-
-    lanes: tuple[int, ...]
-    above: tuple[tuple[int, ...], ...]
-    below: tuple[tuple[int, ...], ...]
-
-    @classmethod
-    def of(cls, lanes: Sequence[int]) -> "Order":
-        place = {lane: at for at, lane in enumerate(lanes)}
-        return cls(
-            tuple(lanes),
-            tuple(tuple(lanes[: place[lane]]) for lane in range(len(lanes))),
-            tuple(tuple(lanes[place[lane] + 1 :]) for lane in range(len(lanes))),
-        )
 
 
 def _place(waiter: Waiter) -> tuple[float, int]:
@@ -40,16 +17,13 @@ def _place(waiter: Waiter) -> tuple[float, int]:
 class Lines:
     """One line for each lane, by arrival."""
 
-    __slots__ = ("_ages", "_boosts_s", "_by_rank", "_lines", "_next", "_sums", "heads")
+    __slots__ = ("_lines", "_next", "_sums", "heads")
 
-    def __init__(self, boosts_s: Sequence[float | None]) -> None:
-        self._boosts_s = [NEVER if boost_s is None else boost_s for boost_s in boosts_s]
-        self._ages = min(self._boosts_s[FIRST_TO_AGE:], default=NEVER) < NEVER
-        self._by_rank = Order.of(range(len(boosts_s)))
-        self._lines: list[list[Waiter]] = [[] for _ in boosts_s]
-        self._sums = [[0.0, 0.0, 0.0] for _ in boosts_s]
+    def __init__(self, lanes: int) -> None:
+        self._lines: list[list[Waiter]] = [[] for _ in range(lanes)]
+        self._sums = [[0.0, 0.0, 0.0] for _ in range(lanes)]
         self._next = 0
-        self.heads: list[Waiter | None] = [None for _ in boosts_s]
+        self.heads: list[Waiter | None] = [None for _ in range(lanes)]
         """The first waiter of each lane."""
 
     def __len__(self) -> int:
@@ -136,37 +110,6 @@ class Lines:
                 if waiter.until_s is not None:
                     waiter.until_s += jump_s
             line.sort(key=_place)
-
-    def order(self, now_s: float) -> Order:
-        """Which lane goes before which: by rank, except for lanes whose first waiter has aged."""
-        if not self._ages:
-            return self._by_rank
-        lanes: list[int] | None = None
-        for lane in range(FIRST_TO_AGE, len(self.heads)):
-            if self._has_aged(lane, now_s):
-                if lanes is None:
-                    lanes = list(self._by_rank.lanes)
-                at = lanes.index(lane)
-                lanes[at - 1], lanes[at] = lanes[at], lanes[at - 1]
-        return self._by_rank if lanes is None else Order.of(lanes)
-
-    def aged_in_s(self, now_s: float) -> float:
-        """The seconds until the next first waiter of a lane has waited `boost_s`; infinite if none will."""
-        soonest = NEVER
-        if not self._ages:
-            return soonest
-        for lane in range(FIRST_TO_AGE, len(self.heads)):
-            waiter = self.heads[lane]
-            if waiter is not None and 0 < (in_s := waiter.arrived_s + self._boosts_s[lane] - now_s) < soonest:
-                soonest = in_s
-        return soonest
-
-    def _has_aged(self, lane: int, now_s: float) -> bool:
-        """True if the lane's first waiter has waited long enough, and is older than the first of the lane above."""
-        waiter, above = self.heads[lane], self.heads[lane - 1]
-        if waiter is None or now_s - waiter.arrived_s < self._boosts_s[lane]:
-            return False
-        return above is None or waiter.arrived_s < above.arrived_s
 
     def _at(self, waiter: Waiter) -> int | None:
         line = self._lines[waiter.lane]

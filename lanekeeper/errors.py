@@ -1,0 +1,71 @@
+"""What `Client` raises besides `Problem` (replies.py) and the errors of the broker (contract/problems.py)."""
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any, Literal, TypeAlias
+
+from lanekeeper.contract.problems import BrokerError, LanekeeperError
+
+Cancelled: TypeAlias = Literal["recorded", "told", "ended", "unseen"]
+"""`recorded`: the request waits, and will end as cancelled. `told`: it is running, and its worker will stop it.
+`ended`: it had ended before. `unseen`: no worker has seen it; if it comes within the longest lane's deadline, it ends
+as cancelled."""
+
+
+class ReplyLost(BrokerError):
+    """The connection was lost before the answer came, or parts came faster than they were read. The request continues,
+    but its reply cannot be delivered."""
+
+
+class NoReply(LanekeeperError):
+    """No reply came in time: no final reply to a request, or no worker's answer to a control message."""
+
+
+class ControlRefused(LanekeeperError):
+    """A worker refused a control message, for example because the id is not valid or the tenant not allowed."""
+
+    def __init__(self, document: Mapping[str, Any]) -> None:
+        self.fields = document
+        """The fields of the problem document, as received."""
+        super().__init__(f"refused by the worker: {document.get('detail', 'no detail')}")
+
+    @property
+    def is_passing(self) -> bool:
+        """Whether the same message may succeed later: the tenant has sent too many."""
+        return bool(self.fields.get("retryable"))
+
+
+class NotEnded(LanekeeperError):
+    """There is no result yet. `status` says why: `running`, `waiting`, or `unknown`."""
+
+    def __init__(self, id: str, status: str, *, attempts: int = 0, due_at: datetime | None = None) -> None:
+        self.id = id
+        self.status = status
+        self.attempts = attempts
+        """The attempts made so far."""
+        self.due_at = due_at
+        """When its next attempt may begin; None if that is not known."""
+        super().__init__(
+            f"request {id} has no result yet: {status}, {self._hint()}; to wait: lanekeeper result --wait 20s {id}"
+        )
+
+    def _hint(self) -> str:
+        match self.status:
+            case "running":
+                return "a worker is at it"
+            case "waiting":
+                when = "" if self.due_at is None else f", due at {self.due_at.isoformat(timespec='seconds')}"
+                made = f"attempt {self.attempts} was made, it waits for the next" if self.attempts else "not begun yet"
+                return f"{made}{when}"
+            case "unknown":
+                return "no worker has seen it: it waits in its lane, was never published, or ended too long ago"
+            case _:
+                return "ask again later"
+
+
+def no_answer(id: str, timeout_s: float | None) -> NoReply:
+    """The error for a request that was not answered in time."""
+    return NoReply(
+        f"no answer to {id} within {timeout_s:g} s; it may still come, and is kept: lanekeeper result {id}. "
+        "Is a worker running? Ask: lanekeeper status"
+    )
