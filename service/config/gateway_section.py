@@ -77,6 +77,9 @@ class GatewaySettings(Section):
     """Calls at one time; further ones are answered 529, to be tried again."""
     ping_every_s: Number[float] = Field(default=10, ge=0.05, le=600)
     """How long a streamed call that waits is silent before it gets a `ping` event."""
+    lookups_per_min: Number[float] = Field(default=2000, ge=1, le=1_000_000)
+    """How many calls of `count_tokens` and `models` it passes on to the provider; of several tenants, one has at most
+    half of them. The provider has a limit of its own for them, from 100 for a new account to 8000."""
     cancel_abandoned: bool = True
     """Whether a request is cancelled when the client that waits for it has gone. One with an `Idempotency-Key` never
     is: its client may ask again. Example: false"""

@@ -3,6 +3,7 @@
 import re
 import uuid
 from collections.abc import Mapping
+from functools import partial
 
 from aiohttp import web
 
@@ -12,6 +13,7 @@ from service.config.gateway_section import LANES, GatewayKey
 from service.config.settings import Settings
 from service.gateway.access import Access, is_loopback
 from service.gateway.asking import Reading
+from service.gateway.lookups import Answering, LookupPaths
 from service.gateway.messages import Messages
 from service.gateway.problems import ApiError
 from service.gateway.room import Room
@@ -56,6 +58,7 @@ class Gateway:
             room=self._room,
             ping_every_s=spec.ping_every_s,
         )
+        self._lookups = LookupPaths(settings, room=self._room)
 
     def reasons(self) -> Mapping[str, str | None]:
         """What it needs before it takes calls, and what is wrong with it."""
@@ -70,15 +73,25 @@ class Gateway:
         return self._room.calls
 
     def handlers(self) -> Mapping[tuple[str, str], Handler]:
-        return {("POST", "/v1/messages"): self._post_messages}
+        lookups = {at: partial(self._look_up, answer) for at, answer in self._lookups.answers().items()}
+        return {("POST", "/v1/messages"): self._post_messages, **lookups}
 
     async def drained(self) -> None:
         await self._room.emptied()
+
+    async def aclose(self) -> None:
+        await self._lookups.aclose()
 
     async def _post_messages(self, request: web.Request) -> web.StreamResponse:
         try:
             caller = self._access.caller(request)
             await self._speaking.see_that_it_may(caller.tenant)
             return await self._messages.answer(request, caller)
+        except ApiError as error:
+            return error.response(uuid.uuid4().hex)
+
+    async def _look_up(self, answer: Answering, request: web.Request) -> web.StreamResponse:
+        try:
+            return await answer(request, self._access.caller(request))
         except ApiError as error:
             return error.response(uuid.uuid4().hex)

@@ -40,8 +40,8 @@ class Messages:
         except RequestProblem as problem:
             raise of_problem(problem, chose_id=True) from None
         try:
-            with self._room.taken(_announced_bytes(request)):
-                body = await _body_of(request)
+            with self._room.taken(announced_bytes(request)):
+                body = await body_of(request)
                 asked = self._reading.read(request, body, caller, request_id=request_id, chose_id=chose_id)
                 if not asked.stream:
                     return _whole(await self._final(asked), request_id)
@@ -132,7 +132,7 @@ class _Writing:
         return self.response
 
 
-def _announced_bytes(request: web.BaseRequest) -> int:
+def announced_bytes(request: web.BaseRequest) -> int:
     """What the body may have. Raises ApiError if that is too much: it is refused before it is read."""
     size = request.content_length
     if size is not None and size > PACKED_BYTES:
@@ -140,7 +140,8 @@ def _announced_bytes(request: web.BaseRequest) -> int:
     return PACKED_BYTES if size is None else size
 
 
-async def _body_of(request: web.BaseRequest) -> bytes:
+async def body_of(request: web.BaseRequest) -> bytes:
+    """The body of a call. Raises ApiError if it is too large, or does not come."""
     try:
         async with asyncio.timeout(BODY_WITHIN_S):
             return await request.read()

@@ -12,6 +12,7 @@ from typing import Protocol, Self
 from aiohttp import web
 
 from lanekeeper.contract.problems import LanekeeperError
+from service.gateway.faults import absent, note_beginning, unforeseen
 from topology.codec.decoding import PACKED_BYTES
 
 Readiness = Callable[[], Mapping[str, str | None]]
@@ -19,7 +20,6 @@ Readiness = Callable[[], Mapping[str, str | None]]
 `/readyz`."""
 HOST = "LANEKEEPER_GATEWAY__HOST"
 PORT = "LANEKEEPER_GATEWAY__PORT"
-LATER = ("/v1/", "/metrics", "/asyncapi.json", "/openapi.json")
 KEEP_ALIVE_S = 75.0
 """How long a connection may be idle, and how long the headers of a request may take."""
 LINGER_S = 2.0
@@ -39,6 +39,10 @@ class Routes(Protocol):
         """Take no new calls, and return when none is under way."""
         ...
 
+    async def aclose(self) -> None:
+        """Close what it has opened."""
+        ...
+
 
 class CannotListen(LanekeeperError):
     """The address is in use, does not belong to this machine, or may not be opened by this user."""
@@ -52,12 +56,13 @@ class Server:
         self._host = host
         self.port = port
         self._routes = routes
-        app = web.Application(client_max_size=PACKED_BYTES)
+        app = web.Application(client_max_size=PACKED_BYTES, middlewares=[unforeseen])
+        app.on_response_prepare.append(note_beginning)
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get("/readyz", self._readyz)
         for (method, path), handler in ({} if routes is None else routes.handlers()).items():
             app.router.add_route(method, path, handler, expect_handler=_expected)
-        app.router.add_route("*", "/{path:.*}", self._absent)
+        app.router.add_route("*", "/{path:.*}", absent)
         self._runner = web.AppRunner(
             app,
             access_log=None,
@@ -86,6 +91,8 @@ class Server:
 
     async def __aexit__(self, *_: object) -> None:
         await self._runner.cleanup()
+        if self._routes is not None:
+            await self._routes.aclose()
 
     async def drained(self, *, within_s: float) -> None:
         """Take no new calls, and let those under way end."""
@@ -103,14 +110,6 @@ class Server:
         troubles = {name: trouble for name, trouble in self._readiness().items() if trouble is not None}
         return _json({"ready": not troubles, "reasons": troubles}, status=503 if troubles else 200)
 
-    async def _absent(self, request: web.Request) -> web.Response:
-        later = request.path == "/" or request.path.startswith(LATER)
-        why = "is not available in this version" if later else "is not a path of Lanekeeper's"
-        if self._routes is None and request.path == "/v1/messages":
-            why = "is served by `lanekeeper gateway` and `lanekeeper serve`, not by this process"
-        document = {"type": "about:blank", "title": "Not found", "status": 404, "detail": f"{request.path} {why}"}
-        return _json(document, status=404, content_type="application/problem+json")
-
 
 async def _expected(request: web.Request) -> None:
     """Ask for a body that waits to be asked for (`Expect: 100-continue`), unless it will be refused anyway."""
@@ -118,14 +117,10 @@ async def _expected(request: web.Request) -> None:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
 
-def _json(value: object, *, status: int = 200, content_type: str = "application/json") -> web.Response:
+def _json(value: object, *, status: int = 200) -> web.Response:
     # Proxies must not cache the answer, because it can change at any moment.
-    return web.Response(
-        body=json.dumps(value).encode(),
-        status=status,
-        content_type=content_type,
-        headers={"Cache-Control": "no-store"},
-    )
+    headers = {"Cache-Control": "no-store", "content-type": "application/json"}
+    return web.Response(body=json.dumps(value).encode(), status=status, headers=headers)
 
 
 def why_not(error: Exception, *, host: str, port: int, host_name: str = HOST, port_name: str = PORT) -> str:

@@ -5,8 +5,10 @@ from collections.abc import AsyncIterator
 
 import aiohttp
 import pytest
+from aiohttp import web
+from structlog.testing import capture_logs
 
-from service.gateway.server import CannotListen, Server
+from service.gateway.server import CannotListen, Handler, Server
 
 
 class Readiness:
@@ -101,3 +103,71 @@ async def test_the_port_is_free_again_after_a_stop(readiness: Readiness) -> None
         port = first.port
     async with Server(readiness, host="127.0.0.1", port=port) as second:
         assert second.port == port
+
+
+class Broken:
+    """A route with a fault in it."""
+
+    def handlers(self) -> dict[tuple[str, str], Handler]:
+        return {
+            ("POST", "/v1/messages"): self._fail,
+            ("GET", "/v1/later"): self._fail,
+            ("GET", "/v1/begun"): self._begun,
+        }
+
+    async def drained(self) -> None: ...
+
+    async def aclose(self) -> None: ...
+
+    async def _fail(self, request: web.Request) -> web.StreamResponse:
+        await request.text()
+        raise KeyError("a fault")
+
+    async def _begun(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"half of ")
+        raise KeyError("a fault")
+
+
+@pytest.fixture
+async def broken(readiness: Readiness) -> AsyncIterator[Server]:
+    async with Server(readiness, host="127.0.0.1", port=0, routes=Broken()) as server:
+        yield server
+
+
+async def test_a_fault_of_ours_is_an_error_of_anthropics_on_its_paths_and_logged_once(broken: Server) -> None:
+    with capture_logs() as logs:
+        async with aiohttp.ClientSession() as session, session.post(f"{broken.url}/v1/messages", data="secret") as got:
+            said = await got.json()
+
+    assert (got.status, said["type"], said["error"]["type"]) == (500, "error", "api_error")
+    assert got.headers["request-id"] == said["request_id"]
+    assert [(each["event"], each["where"], each["request"]) for each in logs] == [
+        ("handler.failed", "gateway /v1/messages", said["request_id"])
+    ]
+    assert "secret" not in str(logs)
+
+
+async def test_a_fault_of_ours_is_a_problem_document_elsewhere(broken: Server) -> None:
+    async with aiohttp.ClientSession() as session, session.get(f"{broken.url}/v1/later") as got:
+        said = await got.json()
+
+    assert (got.status, got.content_type) == (500, "application/problem+json")
+    assert (said["status"], said["title"]) == (500, "Internal server error")
+
+
+async def test_an_answer_that_has_begun_breaks_off_by_a_fault_and_does_not_look_whole(broken: Server) -> None:
+    async with aiohttp.ClientSession() as session:
+        with pytest.raises(aiohttp.ClientError):
+            async with session.get(f"{broken.url}/v1/begun") as got:
+                await got.read()
+
+
+async def test_another_method_is_answered_with_those_that_are_allowed(broken: Server) -> None:
+    async with aiohttp.ClientSession() as session, session.delete(f"{broken.url}/v1/messages") as got:
+        assert (got.status, got.headers["allow"]) == (405, "POST")
+        assert (await got.json())["error"]["type"] == "invalid_request_error"
+    async with aiohttp.ClientSession() as session, session.put(f"{broken.url}/healthz") as got:
+        assert (got.status, got.headers["allow"]) == (405, "GET, HEAD")
+        assert (await got.json())["status"] == 405

@@ -1,0 +1,100 @@
+"""Anthropic's calls beside Messages: tokens are counted, models are listed. They cost no tokens and change nothing."""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+import anthropic
+import httpx2
+
+from consumers.failures import TIMEOUT, AnswerTooLargeError, TransientError
+from consumers.providers.answers import pieces
+from consumers.providers.anthropic import client_options
+from consumers.providers.translation import border, plain
+
+WITHIN_S: Final = 30.0
+ANSWER_BYTES: Final = 4 * 1024 * 1024
+"""A thousand models, the most of one page, have less than one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The provider's answer, also one that is an error of Anthropic's: the bytes as they came."""
+
+    status: int
+    headers: Mapping[str, str]
+    """By their names in lower case."""
+    body: bytes
+
+
+class Lookups:
+    """Makes the calls, with the provider's key. `secret`, the key, appears in no answer and no error."""
+
+    def __init__(self, client: anthropic.AsyncAnthropic, *, secret: str) -> None:
+        self._client = client
+        self._key = secret
+
+    @classmethod
+    def at(cls, base_url: str, *, api_key: str) -> Self:
+        """Calls of Anthropic, or of a compatible API, at `base_url`."""
+        client = anthropic.AsyncAnthropic(api_key=api_key, base_url=base_url, **client_options(base_url))
+        return cls(client, secret=api_key)
+
+    async def call(
+        self, path: str, *, body: bytes | None = None, query: Mapping[str, str], beta: str | None = None
+    ) -> Found:
+        """POST the body, or GET where there is none. Raises ProviderError if nothing of Anthropic's came back."""
+        options: dict[str, Any] = {"params": dict(query)}
+        if beta is not None:
+            options["headers"] = {"anthropic-beta": beta}
+        try:
+            async with asyncio.timeout(WITHIN_S) as limit:
+                return await self._call(path, body, options)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise TransientError(f"no answer from the provider within {WITHIN_S:g} s", type=TIMEOUT) from error
+
+    async def _call(self, path: str, body: bytes | None, options: dict[str, Any]) -> Found:
+        given: dict[str, Any] = {"cast_to": httpx2.Response, "options": options, "stream": True}
+        with border(secret=self._key):
+            try:
+                if body is None:
+                    response = await self._client.get(path, **given)
+                else:
+                    response = await self._client.post(path, content=body, **given)
+            except anthropic.APIStatusError as error:
+                return self._refusal(error)
+            try:
+                return Found(status=response.status_code, headers=plain(response.headers), body=await _whole(response))
+            finally:
+                await response.aclose()
+
+    def _refusal(self, error: anthropic.APIStatusError) -> Found:
+        """An error in Anthropic's shape. Raises the exception again for any other."""
+        body = error.response.content
+        if error.status_code < 400 or not _is_anthropics(body) or self._key.encode() in body:
+            raise error
+        return Found(status=error.status_code, headers=plain(error.response.headers), body=body)
+
+    async def aclose(self) -> None:
+        await self._client.close()
+
+
+async def _whole(response: httpx2.Response) -> bytes:
+    found = bytearray()
+    async for chunk in pieces(response):
+        found += chunk
+        if len(found) > ANSWER_BYTES:
+            raise AnswerTooLargeError(f"more than {ANSWER_BYTES} bytes")
+    return bytes(found)
+
+
+def _is_anthropics(body: bytes) -> bool:
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and found.get("type") == "error" and isinstance(found.get("error"), dict)

@@ -1,0 +1,250 @@
+"""`count_tokens` and `models`: Anthropic's own SDK, unmodified, against the gateway and against the API itself."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import anthropic
+import pytest
+from aiohttp import web
+from anthropic import AsyncAnthropic
+from pydantic import SecretStr
+
+from service.config.budget_sections import ModelsSettings
+from service.config.gateway_section import GatewaySettings
+from service.config.settings import Settings
+from service.gateway import lookups as paths
+from service.gateway.access import hash_of
+from service.gateway.app import Gateway, client_for
+from service.gateway.server import Server
+from service.simulated.app import SimulatedAPI
+from tests.support.waiting import until
+
+ASKED: dict[str, Any] = {"model": "claude-sonnet-5-5", "messages": [{"role": "user", "content": "hello 🦊"}]}
+HAIKU, SONNET = "claude-haiku-5-5", "claude-sonnet-5-5"
+KEYS = {hash_of("few"): {"tenant": "crm", "models": [SONNET, HAIKU]}, hash_of("all"): {"tenant": "shop"}}
+Ask = Callable[[AsyncAnthropic], Awaitable[Any]]
+
+
+@asynccontextmanager
+async def gateway(provider: str | None, *, models: dict[str, Any] | None = None, **spec: Any) -> AsyncIterator[str]:
+    """A gateway without a broker, for a provider at this address."""
+    made = {"gateway": GatewaySettings(port=0, **spec), "models": ModelsSettings(tenants=models or {})}
+    settings = Settings(amqp_url=SecretStr("amqp://a:b@127.0.0.1:1/")).model_copy(update=made)
+    if provider is not None:
+        settings = settings.answered_by(provider, key="sk-secret")
+    routes = Gateway(settings, client_for(settings))
+    async with Server(routes.reasons, host=settings.gateway.host, port=0, routes=routes) as server:
+        yield server.url
+
+
+@asynccontextmanager
+async def provider(answer: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> AsyncIterator[str]:
+    """A provider that gives this answer at every path."""
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+def sdk(url: str, key: str = "any") -> AsyncAnthropic:
+    return AsyncAnthropic(base_url=url, api_key=key, max_retries=0)
+
+
+async def get(url: str, **headers: str) -> tuple[int, Any, Any]:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    async with aiohttp.ClientSession() as session, session.get(url, headers=named) as got:
+        return got.status, await got.json(), got.headers
+
+
+async def ids(client: AsyncAnthropic, **asked: Any) -> list[str]:
+    """All models, over all pages."""
+    return [each.id async for each in client.models.list(**asked)]
+
+
+async def retrieved(client: AsyncAnthropic) -> Any:
+    return await client.models.retrieve(SONNET)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda client: client.messages.count_tokens(**ASKED, tools=[{"name": "look", "input_schema": {}}]),
+        lambda client: client.beta.messages.count_tokens(**ASKED, betas=["token-counting-2024-11-01"]),
+        lambda client: client.models.list(limit=5),
+        lambda client: client.beta.models.list(),
+        retrieved,
+    ],
+    ids=["count_tokens", "beta count_tokens", "models", "beta models", "model"],
+)
+async def test_the_answer_is_the_same(ask: Ask) -> None:
+    async with (
+        SimulatedAPI() as api,
+        gateway(api.base_url) as url,
+        sdk(url) as ours,
+        sdk(api.base_url) as own,
+    ):
+        assert (await ask(ours)).to_dict() == (await ask(own)).to_dict()
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda client: client.messages.count_tokens(model=SONNET, messages=[]),
+        lambda client: client.messages.count_tokens(**ASKED, extra_body={"temperature": 1}),
+        lambda client: client.models.retrieve("claude-nobody"),
+    ],
+    ids=["messages", "parameter", "model"],
+)
+async def test_an_error_of_the_provider_is_the_same(ask: Ask) -> None:
+    async def error(client: AsyncAnthropic) -> Any:
+        with pytest.raises(anthropic.APIStatusError) as caught:
+            await ask(client)
+        assert isinstance(caught.value.body, dict)
+        return type(caught.value), caught.value.status_code, caught.value.body["error"]
+
+    async with (
+        SimulatedAPI() as api,
+        gateway(api.base_url) as url,
+        sdk(url) as ours,
+        sdk(api.base_url) as own,
+    ):
+        assert await error(ours) == await error(own)
+
+
+async def test_the_bytes_are_the_providers_and_the_key_of_the_call_does_not_reach_it() -> None:
+    seen: list[Any] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        seen.append((request.method, request.path_qs, request.headers["authorization"], await request.read()))
+        return web.Response(
+            body=b'{"input_tokens" : 7,\n "more": "\xc3\xa4"}', headers={"request-id": "req_7", "set-cookie": "a=b"}
+        )
+
+    async with provider(answer) as at, gateway(at) as url, aiohttp.ClientSession() as session:
+        asked = session.post(f"{url}/v1/messages/count_tokens?beta=true", data=b'{"any": "body"}')
+        async with asked as got:
+            assert await got.read() == b'{"input_tokens" : 7,\n "more": "\xc3\xa4"}'
+            assert (got.headers["request-id"], got.headers.get("set-cookie")) == ("req_7", None)
+    assert seen == [("POST", "/v1/messages/count_tokens?beta=true", "Bearer sk-secret", b'{"any": "body"}')]
+
+
+async def test_a_key_lists_its_models_alone_and_reads_no_other() -> None:
+    async with SimulatedAPI() as api, gateway(api.base_url, keys=KEYS) as url, sdk(url, "few") as few:
+        assert await ids(few) == [HAIKU, SONNET]
+        assert await ids(few, limit=1) == [HAIKU, SONNET]  # over two pages
+        assert [each.id for each in (await few.models.list(before_id=SONNET)).data] == [HAIKU]
+        assert (await few.models.retrieve(SONNET)).id == SONNET
+        with pytest.raises(anthropic.NotFoundError):
+            await few.models.retrieve("claude-opus-5-5")
+        with pytest.raises(anthropic.BadRequestError, match="limit"):
+            await few.models.list(limit=0)
+        async with sdk(url, "all") as every:
+            assert await ids(every, limit=1000) == [each.id for each in (await every.models.list()).data]
+            assert len(await ids(every)) > 10
+
+
+async def test_a_key_counts_tokens_of_its_models_alone() -> None:
+    async with SimulatedAPI() as api, gateway(api.base_url, keys=KEYS) as url, sdk(url, "few") as few:
+        assert (await few.messages.count_tokens(**ASKED)).input_tokens
+        with pytest.raises(anthropic.PermissionDeniedError, match="this key allows"):
+            await few.messages.count_tokens(**{**ASKED, "model": "claude-opus-5-5"})
+        twice = b'{"model": "claude-opus-5-5", "model": "claude-sonnet-5-5", "messages": []}'
+        headers = {"x-api-key": "few"}
+        async with (
+            aiohttp.ClientSession(headers=headers) as session,
+            session.post(f"{url}/v1/messages/count_tokens", data=twice) as got,
+        ):
+            assert got.status == 400
+
+
+async def test_a_tenants_models_bound_its_keys() -> None:
+    bounded = {"shop": [HAIKU]}
+    async with SimulatedAPI() as api, gateway(api.base_url, models=bounded, keys=KEYS) as url, sdk(url, "all") as shop:
+        assert await ids(shop) == [HAIKU]
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/claude-x", "/v1/models/..%2Fmessages", "/v1/models/%00"])
+async def test_without_a_key_of_the_gateway_nothing_is_asked(path: str) -> None:
+    async with SimulatedAPI() as api, gateway(api.base_url, keys=KEYS) as url:
+        status, said, _ = await get(url + path)
+        assert (status, said["error"]["type"]) == (401, "authentication_error")
+        if "%" in path:
+            assert (await get(url + path, x_api_key="all"))[0] == 404
+
+
+async def test_a_gateway_without_a_providers_key_says_what_to_set() -> None:
+    async with gateway(None) as url:
+        status, said, headers = await get(f"{url}/v1/models")
+        assert (status, said["error"]["type"], headers["x-should-retry"]) == (501, "api_error", "false")
+        assert "ANTHROPIC_API_KEY" in said["error"]["message"]
+
+
+async def test_beyond_its_share_a_tenant_is_refused_and_another_is_not() -> None:
+    async with (
+        SimulatedAPI() as api,
+        gateway(api.base_url, keys=KEYS, lookups_per_min=4) as url,
+    ):
+        crm = [(await get(f"{url}/v1/models", x_api_key="few")) for _ in range(3)]
+        assert [status for status, *_ in crm] == [200, 200, 429]
+        assert (crm[2][1]["error"]["type"], crm[2][2]["retry-after"]) == ("rate_limit_error", "2")
+        assert (await get(f"{url}/v1/models", x_api_key="all"))[0] == 200
+
+
+async def test_more_than_fit_are_refused_at_once_and_a_silent_provider_is_a_timeout(monkeypatch) -> None:
+    asked = 0
+
+    async def silent(request: web.Request) -> web.Response:
+        nonlocal asked
+        asked += 1
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    monkeypatch.setattr(paths, "AT_A_TIME", 1)
+    monkeypatch.setattr("consumers.providers.lookups.WITHIN_S", 3.0)
+    async with provider(silent) as at, gateway(at) as url:
+        first = asyncio.create_task(get(f"{url}/v1/models"))
+        await until(lambda: asked == 1)
+        assert (await get(f"{url}/v1/models"))[0] == 529
+        status, said, _ = await first
+        assert (status, said["error"]["type"]) == (504, "timeout_error")
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "told"),
+    [
+        (502, b"<html>bad gateway</html>", 502),
+        (401, b'{"type": "error", "error": {"type": "authentication_error", "message": "no key sk-secret"}}', 401),
+        (302, b"", 502),
+    ],
+)
+async def test_what_is_no_error_of_anthropics_becomes_one_and_names_no_key(status: int, body: bytes, told: int) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(status=status, body=body, headers={"location": "/elsewhere"})
+
+    async with provider(answer) as at, gateway(at) as url:
+        found, said, headers = await get(f"{url}/v1/models")
+        assert found == told
+        assert said["error"]["message"]
+        assert headers["request-id"]
+        assert "sk-secret" not in json.dumps(said)
+
+
+async def test_a_body_that_is_too_large_is_refused_before_it_is_read() -> None:
+    large = b" " * (1024 * 1024 + 1)
+    async with (
+        SimulatedAPI() as api,
+        gateway(api.base_url) as url,
+        aiohttp.ClientSession() as session,
+        session.post(f"{url}/v1/messages/count_tokens", data=large) as got,
+    ):
+        assert got.status == 413
+        assert (await got.json())["error"]["type"] == "request_too_large"
