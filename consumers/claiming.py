@@ -23,9 +23,10 @@ from consumers.state.base import (
     Identity,
     Room,
     Running,
-    Store,
     StoreUnavailable,
 )
+from consumers.state.following import FollowedStore, Submission
+from consumers.trail import Trails
 from lanekeeper.telemetry import logs, signals
 
 RENEW_EVERY_S = 0.5
@@ -42,12 +43,13 @@ log = logs.logger()
 class Claiming:
     """Claims of one process. `run` renews them until it is cancelled."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: FollowedStore) -> None:
         self._store = store
         self._held: dict[Held, Job] = {}
         self._asking: dict[asyncio.Task[Granted | Running | Ended | Conflict], Identity] = {}
         self._taken = asyncio.Event()
         self._background = Background()
+        self._trails = Trails(store, self._background)
 
     @property
     def is_away(self) -> bool:
@@ -92,7 +94,24 @@ class Claiming:
             raise
         if isinstance(found, Granted):
             job.claim = Held(job.identity, found.token)
+            self._follow(job, job.claim, is_followed=found.followed)
         return found
+
+    def _follow(self, job: Job, held: Held, *, is_followed: bool) -> None:
+        """Begin a trail for a request that somebody may follow. The parts of a stream with `reply_to` go there."""
+        asked = job.asked
+        if asked is None or not (is_followed or (asked.request.stream and not job.message.reply_to)):
+            return
+        request = asked.request
+        submission = Submission(
+            body_hash=job.copy().body_hash,
+            lane=request.lane,
+            streams=request.stream,
+            submitted_ms=request.sent_ms,
+            due_ms=request.due_ms,
+            deadline_ms=request.deadline_ms,
+        )
+        job.trail = self._trails.begin(held, submission)
 
     async def release(self, job: Job, *, due_ms: int | None = None) -> None:
         """Give a claim back: the request waits for its next delivery, at `due_ms` if that is known. If the store is
@@ -107,7 +126,7 @@ class Claiming:
         await asyncio.shield(self._background.begin(letting_go, name=f"let go {job.id}"))
 
     async def defer(self, job: Job, *, due_ms: int, deadline_ms: int) -> bool:
-        """Store until when an unclaimed request waits, for those who ask about it. False if it has ended already and
+        """Store until when an unclaimed request waits, for status questions about it. False if it has ended already and
         need not wait. For short waits: if the store does not answer in time, only this information is lost."""
         try:
             async with asyncio.timeout(DEFER_WITHIN_S):
@@ -179,7 +198,8 @@ class Claiming:
         await self._background.finish(within_s=within_s)
 
     async def note(self, job: Job, completion: Completion) -> None:
-        """Store, for those who ask, how a request ended that could not be claimed. Raises as `complete`."""
+        """Store how a request ended that could not be claimed, so that its result can be fetched. Raises as
+        `complete`."""
         await _surely(lambda: self._store.note(job.identity, completion))
 
     async def cancel(self, identity: Identity, completion: Completion) -> Cancelling:
@@ -204,7 +224,8 @@ class Claiming:
 
 
 def _tell_of_loss(completing: "asyncio.Task[Completion | None]") -> None:
-    """Log that a completion without a waiter could not be stored: the provider is called again for it."""
+    """Log that an outcome could not be stored after its waiter had gone: the provider is called again for the
+    request."""
     if completing.cancelled() or completing.exception() is not None:
         why = "" if completing.cancelled() else str(completing.exception())
         log.warning(signals.COMPLETION_LOST, error=why)

@@ -1,21 +1,18 @@
 """START HERE: the pipeline of one request, read from top to bottom."""
 
 from collections.abc import Sequence
-from functools import partial
 
 from consumers.attempt import Attempts
+from consumers.decoding import Decoding
 from consumers.failpoints import Failpoints
 from consumers.gates.base import Gate
 from consumers.job import Asked, Job
 from consumers.outcomes import Deferred, Outcome, ended_by
 from consumers.providers.routes import Routes
-from consumers.reading import Reading
 from consumers.replies.reply import Replies
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import RequestProblem
-from topology.codec import bounds, decoding
-from topology.codec.request import Request
-from topology.lanes import LaneSpec, urgency
+from topology.lanes import LaneSpec
 
 
 class Handler:
@@ -30,14 +27,12 @@ class Handler:
         replies: Replies,
         names: Names,
         failpoints: Failpoints,
-        reading: Reading,
-        values: int = bounds.VALUES,
+        decoding: Decoding,
         needs_user_id: bool = False,
     ) -> None:
         """`needs_user_id`: refuse requests without `user_id`, whose owner is unknown."""
         self._gates = gates
-        self._reading = reading
-        self._values = values
+        self._decoding = decoding
         self._attempts = attempts
         self._routes = routes
         self._replies = replies
@@ -50,7 +45,7 @@ class Handler:
         if (unfit := self._unfit(job)) is not None:
             return unfit
         try:
-            request = await self._decode(job, lane)
+            request = await self._decoding.request(job, lane)
         except RequestProblem as problem:
             return ended_by(problem)
         job.asked = asked = Asked(request, lane, self._routes.of(lane.name, job.identity.tenant, request.model))
@@ -66,6 +61,7 @@ class Handler:
                 if outcome is not None:
                     return outcome
                 passed.append(gate)
+                asked = job.asked or asked  # the body gate has fetched the rest of it
             self._failpoints.reach("after_claim")
             outcome = await self._attempts.make(job, asked)
             self._failpoints.reach("after_call")
@@ -93,26 +89,6 @@ class Handler:
         if (forbidden := self._replies.refusal(job)) is not None:
             return ended_by(forbidden)
         return None
-
-    async def _decode(self, job: Job, lane: LaneSpec) -> Request:
-        """Decode a small body in one step, a larger one in several, so that the event loop can go on between them."""
-        message = job.message
-        rank = (urgency(lane.name), decoding.weight(message))
-        decode = partial(
-            decoding.decode,
-            message,
-            lane=lane,
-            request_id=job.id,
-            hop=job.hop if job.trusted else None,
-            now_ms=job.taken_ms,
-            values=self._values,
-        )
-        if decoding.weight(message) <= bounds.SMALL_BYTES:
-            return await self._reading.turn(decode, rank=rank)
-        raw = await self._reading.turn(partial(decoding.unpacked, message), rank=rank)
-        if (excess := await self._reading.excess(raw, values=self._values, rank=rank)) is not None:
-            raise decoding.too_large(excess)
-        return await self._reading.turn(partial(decode, raw=raw), rank=rank)
 
 
 async def _leave(passed: list[Gate], job: Job, asked: Asked, outcome: Outcome | None) -> None:

@@ -16,6 +16,7 @@ from consumers.limits.amounts import Amounts
 from consumers.limits.base import Reservation
 from consumers.rank import restored
 from consumers.state.base import Completion, Copy, Held, Identity, Stop
+from consumers.trail import Trail
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import Names
@@ -83,7 +84,7 @@ class Job:
 
     __slots__ = (
         "_copy", "asked", "attempted", "claim", "completion", "delivery", "hop", "id", "identity", "lane", "reserved",
-        "span", "stopped", "taken_ms", "trusted", "waiting",
+        "span", "stopped", "taken_ms", "trail", "trusted", "waiting",
     )  # fmt: skip
 
     def __init__(
@@ -111,6 +112,8 @@ class Job:
         self.asked: Asked | None = None
         """None until it is decoded."""
         self.claim: Held | None = None
+        self.trail: Trail | None = None
+        """What is written for those who follow the request; None: nothing."""
         self.reserved: Reserved | None = None
         """None while nothing is reserved for it."""
         self.attempted: Attempted | None = None
@@ -179,7 +182,7 @@ class Job:
             message.app_id, message.headers.get(n.SENT_MS), message.headers.get(n.TRACEPARENT),
         )  # fmt: skip
         self._copy = Copy(
-            body_hash=blake2b(message.body, digest_size=16).digest(),
+            body_hash=_body_hash(message),
             mark=blake2b(repr(told).encode(errors="replace"), digest_size=16).digest(),
             redelivered=self.redelivered,
             nonce=os.urandom(8),
@@ -228,6 +231,13 @@ class Job:
         if self.asked is not None:
             return Published(self.asked.request.sent_ms, self.asked.request.sent_by)
         return published(self.message, self.hop, now_ms=self.taken_ms)
+
+
+def _body_hash(message: Message) -> bytes:
+    """Of a body that lies elsewhere: of its digest, wherever it lies."""
+    sha256 = message.headers.get(n.BODY_SHA256)
+    content = sha256.lower().encode() if isinstance(sha256, str) else message.body
+    return blake2b(content, digest_size=16).digest()
 
 
 def tenant_of(user_id: str | None, stated: object, speakers: Collection[str]) -> str:

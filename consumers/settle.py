@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import assert_never
 
+from consumers.bodies.fetching import Fetching
 from consumers.claiming import Claiming
 from consumers.copies import dead_letter, on_its_round
 from consumers.failpoints import Failpoints
@@ -62,9 +63,11 @@ class Settler:
         failpoints: Failpoints,
         parking: Parking | None = None,
         answer_bytes: int = ANSWER_BYTES,
+        bodies: Fetching | None = None,
     ) -> None:
         self._publisher = publisher
         self._answer_bytes = answer_bytes
+        self._bodies = bodies
         self._parking = parking or Parking()
         self._claiming = claiming
         self._failpoints = failpoints
@@ -102,6 +105,8 @@ class Settler:
             log.warning(signals.DELIVERY_LOST, queue=job.delivery.queue, error=str(lost))
             return None
         self._failpoints.reach("after_ack")
+        if self._bodies is not None and n.BODY in job.message.headers and not _is_needed_again(outcome):
+            self._bodies.forget(job.message)
         self._tell(job, outcome)
         return outcome
 
@@ -247,7 +252,8 @@ class Settler:
         await self._send_round(job, pause_ms, past, body=None if error is None else b"")
 
     async def _send_round(self, job: Job, delay_ms: int, past: HopHeaders, *, body: bytes | None = None) -> None:
-        """Send the request into the delay cascade; it comes back to the lane's due queue. `body`: another one."""
+        """Send the request into the delay cascade, from which it comes back to the lane's due queue. `body`: instead of
+        its own."""
         way = hop(min(max(0, delay_ms), MAX_DELAY_MS), self._names)
         message = on_its_round(job, way, past, now_ms=self._now_ms(), names=self._names)
         if body is not None:
@@ -296,3 +302,17 @@ class Settler:
                 self._lifecycle.tell(job, "cancelled" if never_told else "replayed", status=completion.status)
             case _:
                 assert_never(outcome)
+
+
+def _is_needed_again(outcome: Outcome) -> bool:
+    """Whether the stored body of the request is needed after this outcome: by a later attempt, or by a replay of its
+    dead letter."""
+    match outcome:
+        case Deferred() | Retried() | Buried():
+            return True
+        case Replayed(completion=completion):
+            return bool(completion.code) and PROBLEMS[completion.code].parked
+        case Answered() | Refused() | Dropped():
+            return False
+        case _:
+            assert_never(outcome)

@@ -14,39 +14,55 @@ from contextlib import AsyncExitStack, aclosing
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from lanekeeper.abandoned import Abandoned
+from lanekeeper.contract import names as n
 from lanekeeper.contract.names import Names
 from lanekeeper.errors import Cancelled, no_answer
 from lanekeeper.options import Options, bound_s, message_of
 from lanekeeper.replies import Final, Part
 from lanekeeper.telemetry.tracing import Tracing
-from lanekeeper.transport import FULL_WITHIN_S, PUBLISH_WITHIN_S, Asked, Transport, moment
+from lanekeeper.transport import Asked, Transport, moment
 
 if TYPE_CHECKING:
     from lanekeeper.amqp.depth import Depth
 
+PUBLISH_WITHIN_S = 30.0
+FULL_WITHIN_S = 2.0
+"""A full lane seldom has room a moment later, so the caller gets the error after this time."""
+
 
 class Client:
-    """Publishes requests and receives their replies: over one connection to the broker (`over_amqp.py`), which it
-    reopens when it is lost."""
+    """Publishes requests and receives their replies: over a connection to the broker (`over_amqp.py`), or by calls to a
+    gateway (`over_http.py`). What is lost is opened or called again."""
 
     def __init__(
         self,
         url: str,
         *,
+        api_key: str | None = None,
         names: Names | None = None,
         ssl_context: ssl.SSLContext | None = None,
         tracing: Tracing | None = None,
         publish_within_s: float = PUBLISH_WITHIN_S,
+        absent_within_s: float | None = None,
         cancel_abandoned: bool = True,
         identified: bool = False,
     ) -> None:
-        """`cancel_abandoned`: if the caller of a request is cancelled (`wait_for`, a task group, Ctrl-C) or leaves its
+        """`url`: `amqp(s)://…` of the broker, or `http(s)://…` of a gateway, with `api_key`.
+
+        `absent_within_s`: how long a request waits for a broker that is not there; None: `publish_within_s`.
+
+        `cancel_abandoned`: if the caller of a request is cancelled (`wait_for`, a task group, Ctrl-C) or leaves its
         stream early, the request is cancelled too. False: the request continues, and its result can be fetched.
 
-        `identified`: every message carries `user_id`, the connection's user, which the broker checks. Then no other
-        user can fetch or cancel these requests. Workers may require it (docs/production.md)."""
-        self._transport = _transport(url, names, ssl_context, tracing or Tracing(), publish_within_s)
-        self._own = self._transport.user if identified else None
+        `names`, `identified`: only over AMQP, because a gateway has them in its settings and keys. `identified`: every
+        message carries `user_id`, the connection's user, which the broker checks. Then no other user can fetch or
+        cancel these requests. Workers may require it (docs/production.md).
+
+        Raises ValueError for a URL that cannot be a gateway's, and an `api_key` for a broker."""
+        self._transport = _transport(url, api_key, names, ssl_context, tracing or Tracing())
+        self._publish_within_s = publish_within_s
+        self._absent_within_s = absent_within_s
+        self._own = self._transport.user or None if identified else None
         self._abandoned = Abandoned(self._transport, is_on=cancel_abandoned)
         self._stack = AsyncExitStack()
 
@@ -166,12 +182,19 @@ class Client:
             options.setdefault("tenant", self._own)
         message = message_of(body, options, stream=stream, user=self._transport.user)
         timeout_s = bound_s(message) if timeout_s is None else timeout_s
+        full_within_s = options.get("full_within_s")
+        within_s = max(self._publish_within_s, full_within_s or 0)
+        if isinstance(deadline_ms := message.headers.get(n.DEADLINE_MS), int):
+            # published after its deadline, the request would only be answered deadline_exceeded
+            within_s = min(within_s, deadline_ms / 1000)
         return Asked(
             message=message,
             key=key,
             tenant=options.get("tenant"),
             chose_id="message_id" in options,
-            full_within_s=options.get("full_within_s", FULL_WITHIN_S),
+            publish_within_s=within_s,
+            absent_within_s=self._absent_within_s,
+            full_within_s=min(FULL_WITHIN_S if full_within_s is None else full_within_s, within_s),
             timeout_s=timeout_s,
             end=moment(timeout_s),
         )
@@ -183,10 +206,19 @@ class Client:
 
 
 def _transport(
-    url: str, names: Names | None, ssl_context: ssl.SSLContext | None, tracing: Tracing, publish_within_s: float
+    url: str,
+    api_key: str | None,
+    names: Names | None,
+    ssl_context: ssl.SSLContext | None,
+    tracing: Tracing,
 ) -> Transport:
+    """Only the library that the URL needs is imported."""
+    if url.lstrip().lower().startswith(("http://", "https://")):
+        from lanekeeper.over_http import OverHttp
+
+        return OverHttp(url.strip(), api_key=api_key, ssl_context=ssl_context, tracing=tracing)
+    if api_key is not None:
+        raise ValueError("api_key: it is for the http(s):// address of a gateway; a broker's URL has user and password")
     from lanekeeper.over_amqp import OverAmqp
 
-    return OverAmqp(
-        url, names=names or Names(), ssl_context=ssl_context, tracing=tracing, publish_within_s=publish_within_s
-    )
+    return OverAmqp(url, names=names or Names(), ssl_context=ssl_context, tracing=tracing)

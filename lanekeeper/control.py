@@ -16,10 +16,11 @@ import uuid
 from datetime import datetime
 
 from lanekeeper.amqp.publisher import Publisher
+from lanekeeper.asking_again import until_ended
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import Names
-from lanekeeper.contract.problems import AccessRefused, BrokerError, TopologyMismatch, Unroutable
+from lanekeeper.contract.problems import TopologyMismatch, Unroutable
 from lanekeeper.errors import Cancelled, ControlRefused, NoReply, NotEnded
 from lanekeeper.replies import Final, final_of
 from lanekeeper.reply_queue import ReplyQueue, next_of
@@ -27,9 +28,6 @@ from lanekeeper.reply_queue import ReplyQueue, next_of
 ANSWERED_WITHIN_S = 5.0
 """A worker answers from its store within milliseconds. No answer for this long means that no worker takes control
 messages."""
-ASK_AGAIN_FIRST_S = 0.1
-ASK_AGAIN_CAP_S = 5.0
-"""First and longest pause before a result is asked for again."""
 
 
 class Control:
@@ -47,26 +45,15 @@ class Control:
         return outcome_of(await self._asked(cancellation(id, tenant=tenant, user=self._user)))
 
     async def result(self, id: str, *, tenant: str | None, end: float | None) -> Final:
-        """Ask repeatedly until the request has ended, the last time at `end` (by the loop's clock).
+        """Ask repeatedly until the request has ended (`until_ended`).
 
-        `end` None: until the broker cannot be reached. Raises Problem, NotEnded, ControlRefused, NoReply,
-        AccessRefused, TopologyMismatch, other BrokerErrors.
+        Raises Problem, NotEnded, ControlRefused, NoReply, AccessRefused, TopologyMismatch, other BrokerErrors.
         """
-        loop = asyncio.get_running_loop()
-        pause_s = ASK_AGAIN_FIRST_S
-        while True:
-            try:
-                return result_of(await self._asked(question(id, tenant=tenant, user=self._user)))
-            except (AccessRefused, TopologyMismatch):
-                raise
-            except (NotEnded, NoReply, BrokerError, ControlRefused) as error:
-                if isinstance(error, ControlRefused) and not error.is_passing:
-                    raise
-                over = isinstance(error, BrokerError) if end is None else loop.time() >= end
-                if over:
-                    raise
-            await asyncio.sleep(pause_s if end is None else max(0.0, min(pause_s, end - loop.time())))
-            pause_s = min(ASK_AGAIN_CAP_S, pause_s * 1.5)
+
+        async def ask(_: float | None) -> Final:
+            return result_of(await self._asked(question(id, tenant=tenant, user=self._user)))
+
+        return await until_ended(ask, end=end)
 
     async def cancel_unheard(self, id: str, *, tenant: str | None, within_s: float) -> None:
         """Send a cancellation and wait only until the broker has stored it, not for a worker. Raises BrokerError."""

@@ -30,15 +30,12 @@ from lanekeeper.transport import Asked
 class OverAmqp:
     """The transport for `amqp://` and `amqps://`."""
 
-    def __init__(
-        self, url: str, *, names: Names, ssl_context: ssl.SSLContext | None, tracing: Tracing, publish_within_s: float
-    ) -> None:
+    def __init__(self, url: str, *, names: Names, ssl_context: ssl.SSLContext | None, tracing: Tracing) -> None:
         self._names = names
         self.user = unquote(urlsplit(urls_of(url)[0]).username or "guest")
         self._connection = Connection(url, name="lanekeeper client", ssl_context=ssl_context)
         self._replies = ReplyQueue()
         self._publisher = Publisher(self._connection, tracing=tracing, on_channel=self._replies.direct.consume)
-        self._publish_within_s = publish_within_s
         answers = ReplyQueue()
         asking = Publisher(self._connection, tracing=tracing, on_channel=answers.direct.consume)
         self._control = Control(asking, answers, names=names, user=self.user)
@@ -56,14 +53,14 @@ class OverAmqp:
         await self._connection.__aexit__(*_)
 
     async def publish(self, asked: Asked) -> None:
-        within_s = asked.publish_within_s(self._publish_within_s)
         try:
             await self._publisher.publish_surely(
                 asked.message,
                 exchange=self._names.requests,
                 routing_key=asked.key,
-                within_s=within_s,
-                refused_within_s=min(asked.full_within_s, within_s),
+                within_s=asked.publish_within_s,
+                refused_within_s=asked.full_within_s,
+                absent_within_s=asked.absent_within_s,
                 gives_up_on=(TopologyMismatch, BrokerBlocked),
             )
         except PublishRefused as error:

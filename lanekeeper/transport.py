@@ -5,17 +5,12 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, Self
 
-from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.errors import Cancelled
 from lanekeeper.replies import Final, Part
 
 if TYPE_CHECKING:
     from lanekeeper.amqp.depth import Depth
-
-PUBLISH_WITHIN_S = 30.0
-FULL_WITHIN_S = 2.0
-"""A full lane seldom has room a moment later, so the caller gets the error after this time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +22,12 @@ class Asked:
     tenant: str | None
     chose_id: bool
     """Whether the caller chose the request's id."""
+    publish_within_s: float
+    """How long to try to publish."""
+    absent_within_s: float | None
+    """How long of that to wait for a broker that is not there, as long as nothing was published; None: all of it."""
     full_within_s: float
-    """How long a full lane is tried again."""
+    """How long of that a full lane is tried again."""
     timeout_s: float | None
     """How long the caller waits for the answer; None: without a bound."""
     end: float | None
@@ -38,13 +37,6 @@ class Asked:
     def id(self) -> str:
         assert self.message.message_id is not None
         return self.message.message_id
-
-    def publish_within_s(self, within_s: float) -> float:
-        """How long to try to publish, where `within_s` is the client's bound."""
-        within_s = max(within_s, self.full_within_s)
-        deadline_ms = self.message.headers.get(n.DEADLINE_MS)
-        # published after its deadline, the request would only be answered deadline_exceeded
-        return min(within_s, deadline_ms / 1000) if isinstance(deadline_ms, int) else within_s
 
 
 class Transport(Protocol):

@@ -37,7 +37,8 @@ OnWait = Callable[[Job, Wait], None]
 
 
 class BudgetGate:
-    """Reserves for a job, at its best route. `on_wait` is called at the beginning of each wait that is not short."""
+    """Reserves budget for a job, on the best route that has enough. `on_wait` is called at the beginning of each wait
+    that is not short."""
 
     def __init__(
         self,
@@ -99,7 +100,7 @@ class BudgetGate:
         if isinstance(outcome, Answered) and usage is not None:
             self._estimates.learn(
                 kind,
-                body_bytes=len(asked.request.body),
+                body_bytes=asked.request.text_bytes,
                 input_tokens=usage.input_tokens,
                 output_tokens=usage.output_tokens,
             )
@@ -120,7 +121,7 @@ class BudgetGate:
         """What the request is expected to use on that route."""
         return Amounts(
             1.0,
-            self._estimates.input_tokens(route.model, len(request.body)),
+            self._estimates.input_tokens(route.model, request.text_bytes),
             self._estimates.output_tokens(self._usage_class(job, route), max_tokens=request.max_tokens),
         )
 
@@ -161,7 +162,7 @@ class BudgetGate:
                 route.account, lane=job.lane_name, amounts=amounts, until=until, arrived=arrived, on_wait=on_wait
             )
         except WaitTooLong:
-            held.bound(held_until)  # after this time the request is deferred
+            held.bound(held_until)  # then the wait ends and the request is deferred
             raise
         finally:
             if has_to_wait:

@@ -143,15 +143,20 @@ class Parts:
         """Whether anything was sent that the requester must forget if another attempt follows."""
 
     async def __call__(self, event: bytes, /) -> None:
-        if not (address := self._job.message.reply_to):
+        address, trail = self._job.message.reply_to, self._job.trail
+        if not address and trail is None:
             return
         self.has_sent = True
         if self._seq < 0 and (self._restarted or self._job.attempts > 1 or self._job.redelivered):
             await self._send(address, "restart", b"{}")
         await self._send(address, "event", event)
 
-    async def _send(self, address: str, part: str, body: bytes) -> None:
+    async def _send(self, address: str | None, part: str, body: bytes) -> None:
         self._seq += 1
+        if not address:
+            if self._job.trail is not None:
+                self._job.trail.part(part, body)
+            return
         why = await self._replies.part(self._job, address, part=part, seq=self._seq, body=body)
         if why is not None and not self._has_lost:  # logged once: a full queue loses all later parts too
             self._has_lost = True

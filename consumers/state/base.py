@@ -78,6 +78,8 @@ class Granted:
     token: int
     deaths: int = 0
     """How many earlier holders never gave the claim back, because they died or hung."""
+    followed: bool = field(default=False, repr=False)
+    """Whether the store keeps the request's life (`following.py`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

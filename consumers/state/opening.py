@@ -10,14 +10,14 @@ Redis's client is imported only where it is used: it takes 4 MiB.
 from pathlib import Path
 from urllib.parse import unquote
 
-from consumers.state.base import Store
+from consumers.state.following import FollowedStore
 from consumers.state.spec import StoreSpec
 from consumers.state.sqlite.store import SqliteStore
 
 SQLITE = "sqlite:///"
 
 
-def open_store(url: str, *, namespace: str, spec: StoreSpec) -> Store:
+def open_store(url: str, *, namespace: str, spec: StoreSpec) -> FollowedStore:
     """The store at this URL, not entered yet. Settings have checked the URL, so a ValueError is a bug."""
     if url.startswith(SQLITE):
         return SqliteStore(Path(unquote(url.removeprefix(SQLITE))), namespace=namespace, spec=spec)

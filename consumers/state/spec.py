@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from consumers.state.base import LEASE_S
-from topology.lanes import GIB
+from topology.lanes import GIB, MIB
 
 DAY_S = 86_400
 SEEN_LATE_S = 300
@@ -29,6 +29,9 @@ class StoreSpec:
     waiting_per_tenant: int = 10_000
     """How many requests one tenant may have waiting in the broker for a delay of over a minute."""
     waiting_in_all: int = 100_000
+    events_per_request: int = 50_000
+    """How many events of a followed stream are kept (`following.py`), since its last restart; further ones are not."""
+    event_bytes_per_request: int = 8 * MIB
     lease_s: float = LEASE_S
     """How long a claim is valid without renewal."""
 

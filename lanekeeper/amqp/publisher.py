@@ -144,11 +144,13 @@ class Publisher:
         mandatory: bool = True,
         within_s: float = SURELY_WITHIN_S,
         refused_within_s: float = 60,
+        absent_within_s: float | None = None,
         gives_up_on: tuple[type[BrokerError], ...] = (),
     ) -> None:
         """Try to publish until the broker has confirmed it, for at most `within_s`; then raise the last error.
 
         `refused_within_s`: how long to try again after refusals (nack). The message may be published more than once.
+        `absent_within_s`: how long to wait for a connection as long as nothing was published; None: `within_s`.
         Raised at once: AccessRefused, MessageTooLarge, the errors in `gives_up_on`, and Unroutable from the default
         exchange (the requester has gone). Unroutable from one of our exchanges is tried again, because its queue should
         come back. The error's `maybe_published` says whether any of the tries may have published the message.
@@ -167,6 +169,8 @@ class Publisher:
                 blocked.maybe_published = maybe_published
                 raise blocked
             left_s = max(CONFIRM_LEAST_S, end - loop.time())
+            if absent_within_s is not None and not maybe_published and not self.connection.is_open:
+                await self.connection.underlying(timeout_s=max(0.0, began + absent_within_s - loop.time()))
             try:
                 await self.publish(
                     message,

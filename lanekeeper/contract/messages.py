@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lanekeeper.contract.names import BODY, BODY_SHA256
+
 PRIORITY_AT_MOST = 9
 """A quorum queue orders priorities up to 31, and that cannot be lowered: a higher priority would overtake everybody."""
 UNREADABLE = "\x00unreadable"
@@ -52,3 +54,22 @@ class Message:
     user_id: str | None = None
     app_id: str | None = None
     persistent: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Where a body lies, and the SHA-256 of its content in hex."""
+
+    address: str
+    sha256: str
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """The headers of a message in place of the body."""
+        return {BODY: self.address, BODY_SHA256: self.sha256}
+
+
+def kept_in(headers: Mapping[str, Any]) -> Kept | None:
+    """The body that a message's headers name; None: the message has its body in itself."""
+    address, sha256 = headers.get(BODY), headers.get(BODY_SHA256)
+    return Kept(address, sha256) if isinstance(address, str) and isinstance(sha256, str) else None

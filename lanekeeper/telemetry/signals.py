@@ -59,6 +59,7 @@ CONTROL_UNANSWERED: Final = "control.unanswered"
 
 # Log events: one request, and the store.
 REQUEST_ANSWERED: Final = "request.answered"
+BODY_UNAVAILABLE: Final = "body.unavailable"
 REQUEST_DEFERRED: Final = "request.deferred"
 REQUEST_RETRIED: Final = "request.retried"
 REQUEST_REFUSED: Final = "request.refused"

@@ -87,8 +87,7 @@ class Tracing:
         current = around.get_span_context()
         tracer = self._recorder()
         if tracer is None or _is_sampled_out(around):
-            passed_on = current if current.is_valid else propagation.read(message.headers)
-            message.headers = propagation.written(message.headers, passed_on or INVALID_SPAN_CONTEXT)
+            self.carry(message)
             return _NOTHING
         parent, links = None, None
         if (named := propagation.read(message.headers)) is not None:
@@ -108,6 +107,12 @@ class Tracing:
                 attributes[signals.MESSAGING_DESTINATION_TEMPLATE] = signals.REPLY_TEMPLATE
             span.set_attributes(attributes)
         return Scope(span, None)
+
+    def carry(self, message: Message) -> None:
+        """Give `message` the context of the current span, or else keep that in its headers. Makes no span."""
+        current = trace.get_current_span().get_span_context()
+        passed_on = current if current.is_valid else propagation.read(message.headers)
+        message.headers = propagation.written(message.headers, passed_on or INVALID_SPAN_CONTEXT)
 
     def ask(self) -> Scope:
         """Publish a request and wait for its answer inside this block."""

@@ -24,7 +24,7 @@ app = typer.Typer(no_args_is_help=True, help="Keys of the gateway.")
 def gateway(host: Host = None, port: Port = None, config: options.Config = None, sets: options.Set = None) -> None:
     """Answer HTTP calls through the lanes, which other processes work (`lanekeeper consume`).
 
-    As many as you like behind a balancer; they share nothing but the broker.
+    As many as you like behind a balancer; they share the broker and the workers' store.
 
     Example:  lanekeeper gateway --port 8081
     """
@@ -34,6 +34,7 @@ def gateway(host: Host = None, port: Port = None, config: options.Config = None,
 
 
 async def _run(settings: "Settings", traces: "TracerProvider | None") -> None:
+    from consumers.state.opening import open_store
     from lanekeeper.telemetry import signals
     from lanekeeper.telemetry.logs import logger
     from lanekeeper.telemetry.tracing import Tracing
@@ -47,7 +48,10 @@ async def _run(settings: "Settings", traces: "TracerProvider | None") -> None:
         for risk in production.of_transport(settings):
             log.warning(signals.PLAIN_TEXT, what=risk.what, reason=risk.text)
         client = await stack.enter_async_context(client_for(settings, Tracing(traces)))
-        routes = Gateway(settings, client)
+        store = await stack.enter_async_context(
+            open_store(settings.store, namespace=settings.namespace, spec=settings.store_spec())
+        )
+        routes = Gateway(settings, client, store)
         spec = settings.gateway
         server = await stack.enter_async_context(Server(routes.reasons, host=spec.host, port=spec.port, routes=routes))
         log.info(

@@ -100,7 +100,7 @@ async def _worked(
         gateway = None
         if declares:  # `serve`: all parts
             client = await stack.enter_async_context(client_for(settings, Tracing(traces)))
-            gateway = Gateway(settings, client)
+            gateway = Gateway(settings, client, parts.store)
 
         def reasons() -> Mapping[str, str | None]:
             return {**parts.reasons(), **({} if gateway is None else gateway.reasons())}

@@ -1,4 +1,4 @@
-"""Settings of the HTTP server, and the keys with which it is called."""
+"""Settings of the HTTP server, and the keys of its callers."""
 
 import re
 from collections.abc import Mapping
@@ -75,6 +75,8 @@ class GatewaySettings(Section):
     {"9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08": {"tenant": "crm", "lanes": ["normal"]}}"""
     calls: Number[int] = Field(default=1000, ge=1, le=100_000)
     """Calls at one time; further ones are answered 529, to be tried again."""
+    followers: Number[int] = Field(default=1000, ge=1, le=100_000)
+    """Calls that follow requests (`?wait=`, events, WebSockets) at one time; further ones are answered 529."""
     ping_every_s: Number[float] = Field(default=10, ge=0.05, le=600)
     """How long a streamed call that waits is silent before it gets a `ping` event."""
     lookups_per_min: Number[float] = Field(default=2000, ge=1, le=1_000_000)

@@ -6,6 +6,7 @@ load_settings().lane_specs() -> tuple[LaneSpec, ...]
 import fnmatch
 import re
 import ssl
+from pathlib import Path
 from typing import Final, Literal
 from urllib.parse import quote, unquote, urlsplit
 
@@ -19,6 +20,7 @@ from consumers.retry import RetryPolicy
 from consumers.state.spec import SEEN_LATE_S, StoreSpec
 from lanekeeper.amqp.driver.urls import urls_of
 from lanekeeper.contract.names import Names
+from service.config.bodies_section import BodiesSettings
 from service.config.budget_sections import (
     FIRST,
     BudgetSettings,
@@ -95,6 +97,7 @@ class Settings(BaseSettings):
     """The store of results, claims and counters: `sqlite:////file` for one machine, `redis://` for several. None: a
     SQLite file in the user's state folder. Example: redis://:secret@redis.example.com:6379/0"""
     results: ResultSettings = ResultSettings()
+    bodies: BodiesSettings = BodiesSettings()
     control: ControlSettings = ControlSettings()
     waiting: WaitingSettings = WaitingSettings()
     dead: DeadSettings = DeadSettings()
@@ -254,6 +257,14 @@ class Settings(BaseSettings):
     def shown_store(self) -> str:
         """The store's URL without its password, to be shown."""
         return self.store if self.store.startswith("sqlite:") else mask_url(self.store)
+
+    @property
+    def bodies_url(self) -> str | None:
+        """Where large bodies are kept; None: nowhere."""
+        if self.bodies.url is not None or not self.store.startswith("sqlite:"):
+            return self.bodies.url
+        folder = Path(unquote(self.store.removeprefix("sqlite:///"))).absolute().parent / f"{self.namespace}-bodies"
+        return f"file://{quote(str(folder))}"
 
     def store_spec(self) -> StoreSpec:
         return StoreSpec(

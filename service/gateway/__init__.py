@@ -1,4 +1,4 @@
-"""The HTTP server of a process: health, and Anthropic's `POST /v1/messages` through the lanes. Start at `server.py`.
+"""The HTTP server of a process: health, Anthropic's `POST /v1/messages`, and `/v1/requests`. Start at `server.py`.
 
 Imported by `cli`, `demo` and benchmarks.
 """

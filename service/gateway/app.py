@@ -2,25 +2,31 @@
 
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 
 from aiohttp import web
 
+from consumers.state.following import FollowedStore
 from lanekeeper import Client
 from lanekeeper.telemetry.tracing import Tracing
 from service.config.gateway_section import LANES, GatewayKey
 from service.config.settings import Settings
 from service.gateway.access import Access, is_loopback
 from service.gateway.asking import Reading
+from service.gateway.documents import refusal
+from service.gateway.looking import Looking
 from service.gateway.lookups import Answering, LookupPaths
 from service.gateway.messages import Messages
 from service.gateway.problems import ApiError
+from service.gateway.requests import Requests
 from service.gateway.room import Room
 from service.gateway.server import Handler
 from service.gateway.speaking import Speaking
 
 _WORD = re.compile(r"[A-Za-z0-9_-]{1,64}")
+ABSENT_WITHIN_S = 5.0
+"""How long a call waits for a broker that is not there: a lost connection is mostly open again by then."""
 ANYBODY = "gateway"
 """The second word of routing keys where the broker's user cannot be one."""
 
@@ -32,14 +38,15 @@ def client_for(settings: Settings, tracing: Tracing | None = None) -> Client:
         names=settings.names(),
         ssl_context=settings.ssl_context(),
         tracing=tracing,
+        absent_within_s=ABSENT_WITHIN_S,
         identified=settings.needs_user_id,
     )
 
 
 class Gateway:
-    """What is served to applications. `client` is open as long as it serves."""
+    """What is served to applications. `client` and `store` are open as long as it serves."""
 
-    def __init__(self, settings: Settings, client: Client) -> None:
+    def __init__(self, settings: Settings, client: Client, store: FollowedStore) -> None:
         spec = settings.gateway
         user = settings.credentials[0]
         here = GatewayKey(tenant=user if settings.needs_user_id else None, lanes=LANES)
@@ -47,17 +54,15 @@ class Gateway:
         self._speaking = Speaking(client, user=user)
         self._room = Room(spec.calls)
         self._client = client
-        self._messages = Messages(
-            client,
-            reading=Reading(
-                lanes={lane.name: lane for lane in settings.lane_specs()},
-                app=user if _WORD.fullmatch(user) else ANYBODY,
-                values=settings.json_values,
-                cancel_abandoned=spec.cancel_abandoned,
-            ),
-            room=self._room,
-            ping_every_s=spec.ping_every_s,
+        self._looking = Looking(store, followers=spec.followers)
+        reading = Reading(
+            lanes={lane.name: lane for lane in settings.lane_specs()},
+            app=user if _WORD.fullmatch(user) else ANYBODY,
+            values=settings.json_values,
+            cancel_abandoned=spec.cancel_abandoned,
         )
+        self._messages = Messages(client, reading=reading, room=self._room, ping_every_s=spec.ping_every_s)
+        self._requests = Requests(client, store, reading=reading, room=self._room, looking=self._looking)
         self._lookups = LookupPaths(settings, room=self._room)
 
     def reasons(self) -> Mapping[str, str | None]:
@@ -74,13 +79,32 @@ class Gateway:
 
     def handlers(self) -> Mapping[tuple[str, str], Handler]:
         lookups = {at: partial(self._look_up, answer) for at, answer in self._lookups.answers().items()}
-        return {("POST", "/v1/messages"): self._post_messages, **lookups}
+        return {
+            ("POST", "/v1/messages"): self._post_messages,
+            ("POST", "/v1/requests"): self._for_tenant(self._requests.post),
+            ("GET", "/v1/requests/{id}"): self._for_tenant(self._requests.get),
+            ("DELETE", "/v1/requests/{id}"): self._for_tenant(self._requests.delete),
+            **lookups,
+        }
 
     async def drained(self) -> None:
+        self._looking.closing.set()
         await self._room.emptied()
+
+    def _for_tenant(self, handle: Callable[[web.Request, GatewayKey], Awaitable[web.StreamResponse]]) -> Handler:
+        async def handled(request: web.Request) -> web.StreamResponse:
+            try:
+                caller = self._access.caller(request)
+                await self._speaking.see_that_it_may(caller.tenant)
+            except ApiError as error:
+                return refusal(error)
+            return await handle(request, caller)
+
+        return handled
 
     async def aclose(self) -> None:
         await self._lookups.aclose()
+        await self._looking.aclose()
 
     async def _post_messages(self, request: web.Request) -> web.StreamResponse:
         try:

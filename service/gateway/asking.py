@@ -1,4 +1,4 @@
-"""What a call to `POST /v1/messages` asks of the lanes: read by the rules that a worker reads messages by.
+"""What a call asks of the lanes (`POST /v1/messages`, `/v1/requests`): read by the rules that a worker reads by.
 
 A wrong body or header is refused here, so that it costs no place in a lane and no dead letter.
 """
@@ -7,9 +7,10 @@ import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import jiter
-from aiohttp import web
+from multidict import MultiMapping
 
 from lanekeeper.contract import names as n
 from lanekeeper.contract.identity import REQUEST_ID, is_request_id
@@ -20,6 +21,7 @@ from service.config.gateway_section import GatewayKey
 from service.gateway.access import lane_of, see_that_model_is_allowed
 from topology.codec import bounds
 from topology.codec.decoding import decode, too_large
+from topology.codec.request import Request
 from topology.lanes import LaneSpec
 
 IDEMPOTENCY_KEY = "Idempotency-Key"
@@ -42,11 +44,18 @@ class Asked:
     timeout_s: float
     """After this no answer can come."""
     options: Options
+    request: Request
+    """As a worker will read it."""
+
+    @property
+    def body_hash(self) -> bytes:
+        """As workers compare bodies (`Copy`)."""
+        return blake2b(self.body, digest_size=16).digest()
 
 
-def request_id_of(request: web.BaseRequest) -> tuple[str, bool]:
+def request_id_of(headers: MultiMapping[str]) -> tuple[str, bool]:
     """The request's id, and whether the caller chose it. Raises RequestProblem."""
-    chosen = request.headers.get(IDEMPOTENCY_KEY)
+    chosen = headers.get(IDEMPOTENCY_KEY)
     if chosen is None:
         return uuid.uuid4().hex, False
     if not is_request_id(chosen):
@@ -65,12 +74,20 @@ class Reading:
     cancel_abandoned: bool
 
     def read(
-        self, request: web.BaseRequest, body: bytes, caller: GatewayKey, *, request_id: str, chose_id: bool
+        self,
+        said: MultiMapping[str],
+        body: bytes,
+        caller: GatewayKey,
+        *,
+        request_id: str,
+        chose_id: bool,
+        task: str = "messages",
     ) -> Asked:
-        """Raises ApiError, RequestProblem."""
-        lane = self.lanes[lane_of(caller, request.headers.get(n.LANE_NAME))]
-        headers = _headers(request)
-        key = f"{lane.name}.{self.app}.messages"
+        """`said`: the headers of the call; `task`: the third word of the routing key. Raises ApiError,
+        RequestProblem."""
+        lane = self.lanes[lane_of(caller, said.get(n.LANE_NAME))]
+        headers = _headers(said)
+        key = f"{lane.name}.{self.app}.{task}"
         if (excess := bounds.excess(body, values=self.values)) is not None:
             raise too_large(excess)
         if stream := _streams(body):
@@ -91,18 +108,19 @@ class Reading:
             stream=stream,
             timeout_s=(found.deadline_ms - now_ms) / 1000 + ANSWER_LATE_S,
             options=options,
+            request=found,
         )
 
 
-def _headers(request: web.BaseRequest) -> dict[str, str]:
+def _headers(said: MultiMapping[str]) -> dict[str, str]:
     """Those that go along with the message. Raises RequestProblem for one that has no place here."""
     found: dict[str, str] = {}
-    for name in dict.fromkeys(map(str.lower, request.headers)):
+    for name in dict.fromkeys(map(str.lower, said)):
         if name in _NOT_HERE:
             raise RequestProblem("invalid_request", f"header {name}: not allowed here, {_NOT_HERE[name]}")
         ours = name.startswith(PREFIX) and name not in n.OURS
         if ours or name in _PASSED:
-            found[name] = ",".join(request.headers.getall(name))
+            found[name] = ",".join(said.getall(name))
     return found
 
 

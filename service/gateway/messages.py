@@ -36,13 +36,13 @@ class Messages:
     async def answer(self, request: web.BaseRequest, caller: GatewayKey) -> web.StreamResponse:
         """If the client goes away, aiohttp cancels this, and `Client` cancels the request. Raises ApiError."""
         try:
-            request_id, chose_id = request_id_of(request)
+            request_id, chose_id = request_id_of(request.headers)
         except RequestProblem as problem:
             raise of_problem(problem, chose_id=True) from None
         try:
             with self._room.taken(announced_bytes(request)):
                 body = await body_of(request)
-                asked = self._reading.read(request, body, caller, request_id=request_id, chose_id=chose_id)
+                asked = self._reading.read(request.headers, body, caller, request_id=request_id, chose_id=chose_id)
                 if not asked.stream:
                     return _whole(await self._final(asked), request_id)
                 replies = self._client.stream(asked.body, key=asked.key, timeout_s=asked.timeout_s, **asked.options)
@@ -64,7 +64,7 @@ class Messages:
         *,
         chose_id: bool,
     ) -> web.StreamResponse:
-        writing = _Writing(request, request_id)
+        writing = Writing(request, request_id)
         forwarding = Forwarding()
         async with beside(writing.pings(every_s=self._ping_every_s), name=f"pings {request_id}"):
             try:
@@ -83,7 +83,7 @@ class Messages:
         return await writing.end()
 
 
-class _Writing:
+class Writing:
     """The response of a stream. Its status goes with the first bytes; an error before them has its own status."""
 
     def __init__(self, request: web.BaseRequest, request_id: str) -> None:
@@ -119,13 +119,13 @@ class _Writing:
                 transport.abort()
             raise ConnectionResetError("the client reads nothing") from None
 
-    async def pings(self, *, every_s: float) -> None:
+    async def pings(self, *, every_s: float, ping: bytes = PING) -> None:
         """Write a ping whenever nothing was written for that long."""
         with suppress(ConnectionError):
             while True:
                 await asyncio.sleep(self._last + every_s - self._loop.time())
                 if self._loop.time() >= self._last + every_s:
-                    await self.write(PING)
+                    await self.write(ping)
 
     async def end(self) -> web.StreamResponse:
         await self.response.write_eof()
@@ -141,7 +141,7 @@ def announced_bytes(request: web.BaseRequest) -> int:
 
 
 async def body_of(request: web.BaseRequest) -> bytes:
-    """The body of a call. Raises ApiError if it is too large, or does not come."""
+    """The body of a call. Raises ApiError if it is too large or comes too slowly."""
     try:
         async with asyncio.timeout(BODY_WITHIN_S):
             return await request.read()

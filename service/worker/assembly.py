@@ -16,9 +16,11 @@ from consumers.claiming import Claiming
 from consumers.control.answer import Answers
 from consumers.control.queue import Control
 from consumers.dead_letters import DeadLetters
+from consumers.decoding import Decoding
 from consumers.failpoints import Failpoints
 from consumers.fairness.scouting import Scouting
 from consumers.fairness.turns import Shares
+from consumers.gates.body import BodyGate
 from consumers.gates.claim import ClaimGate
 from consumers.gates.deadline import DeadlineGate
 from consumers.gates.schedule import ScheduleGate
@@ -36,6 +38,7 @@ from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.telemetry.tracing import Tracing
 from service.config.settings import Settings
 from service.worker import ready
+from service.worker.bodies import fetching_of
 from service.worker.broker import apply_or_check, connection_for, management_of, watched_rights
 from service.worker.budgeting import open_budgeting
 from service.worker.open_providers import open_providers
@@ -63,8 +66,9 @@ async def assemble(
     traces: TracerProvider | None = None,
     simulated: bool = False,
 ) -> AsyncIterator[Worker]:
-    """Connect and make every part. `lanes`: the lanes to work, all where empty. `declares`: apply the topology first;
-    else it must be there. `traces`: where spans go; None: nowhere, and traces pass through.
+    """Connect and make every part. `lanes`: the lanes to work; empty: all. `declares`: apply the topology first;
+    otherwise it must exist. `traces`: where spans go; None: none are written, and the publisher's trace context is
+    passed on.
 
     Raises BrokerUnreachable, AccessRefused, TopologyMismatch, SettingsError.
     """
@@ -117,6 +121,9 @@ async def assemble(
         stack.push_async_callback(budgeting.spending.finish, within_s=FINISH_WITHIN_S)
         retelling = Retelling(claiming, waiting=settings.reply_to.waiting)
         parking = Parking(invalid_per_hour=settings.dead.invalid_per_hour)
+        decoding = Decoding(reading, values=settings.json_values)
+        bodies = fetching_of(settings)
+        stack.push_async_callback(bodies.aclose, within_s=FINISH_WITHIN_S)
         settler = Settler(
             publisher,
             replies=replies,
@@ -129,12 +136,14 @@ async def assemble(
             failpoints=failpoints,
             parking=parking,
             answer_bytes=settings.results.answer_bytes,
+            bodies=bodies,
         )
         handler = Handler(
             gates=(
                 DeadlineGate(now_ms=now_ms),
                 ScheduleGate(claiming, now_ms=now_ms),
                 ClaimGate(claiming, now_ms=now_ms),
+                BodyGate(bodies, decoding, budgeting.routes, now_ms=now_ms),
                 budgeting.route_gate,
                 budgeting.caps_gate,
                 budgeting.budget_gate,
@@ -155,8 +164,7 @@ async def assemble(
             replies=replies,
             names=names,
             failpoints=failpoints,
-            reading=reading,
-            values=settings.json_values,
+            decoding=decoding,
             needs_user_id=settings.needs_user_id,
         )
         pools = Pools(

@@ -19,7 +19,7 @@ from consumers.pool import Pool
 from consumers.providers.breakers import Breakers
 from consumers.replies.retelling import Retelling
 from consumers.spending import Spending
-from consumers.state.base import Store
+from consumers.state.following import FollowedStore
 from lanekeeper.amqp.connection import Connection
 from lanekeeper.contract.names import Names
 from topology.broker.admin.watch import TopologyWatch
@@ -36,7 +36,7 @@ class Worker:
     topology: Topology
     consuming: Connection
     publishing: Connection
-    store: Store
+    store: FollowedStore
     claiming: Claiming
     control: Control
     answers: Answers
@@ -56,7 +56,7 @@ class Worker:
     spending: Spending
     prices_as_of: str
     simulated: bool
-    """Answers come from a simulated provider: nothing is spent."""
+    """Answers come from a simulated provider, so nothing is spent."""
     activities: tuple[LaneActivity, ...]
 
     @property

@@ -153,8 +153,6 @@ HEADERS = [
             ("x-lane-pipeline", "summarise"),
             ("x-lane-debounce", "doc-1"),
             ("x-lane-order", "doc-1"),
-            ("x-lane-body", "https://example.org/body"),
-            ("x-lane-body-sha256", "0" * 64),
         )
     ),
     *(

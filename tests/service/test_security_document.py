@@ -14,7 +14,7 @@ ROWS = {
     for line in DOCUMENT.splitlines()
     if (cells := re.split(r"(?<!\\)\|", line.strip("|"))) and re.fullmatch(r"T\d+", cells[0].strip())
 }
-THREATS = [f"T{number}" for number in range(1, 26)]
+THREATS = [f"T{number}" for number in range(1, 27)]
 TESTS = sorted(set(re.findall(r"`([\w/]+\.py)::(\w+)`", DOCUMENT)))
 SHOWN_BY, FAILS_WITHOUT = 3, 4
 

@@ -13,6 +13,7 @@ from consumers.attempt import Attempts
 from consumers.capacity.pausing import Pausing
 from consumers.chain import Chain
 from consumers.claiming import Claiming
+from consumers.decoding import Decoding
 from consumers.failpoints import Failpoints
 from consumers.gates.base import Gate
 from consumers.gates.budget import BudgetGate
@@ -222,7 +223,7 @@ def handler(
         replies=replies,
         names=NAMES,
         failpoints=Failpoints(),
-        reading=reading or Reading(),
+        decoding=Decoding(reading or Reading()),
     )
 
 

@@ -49,6 +49,7 @@ TITLES = {
     "reply_to": "Replies",
     "retry": "Retries",
     "results": "Results",
+    "bodies": "Large bodies",
     "control": "Cancellations and questions",
     "waiting": "Delayed requests",
     "dead": "Dead letters",

@@ -15,6 +15,10 @@ FIELDS_AT_MOST = 1000
 """The most fields of the short form, which has five. Each unknown field costs the time of one pydantic error."""
 
 
+MEDIA_AS_TEXT_BYTES = 6400
+"""An image of any size costs up to 1,600 tokens: as many as this much text."""
+
+
 def _text_or_blocks(content: Any) -> Any:
     """Check only the type: pydantic would copy the blocks one by one."""
     if not isinstance(content, str | list):
@@ -84,6 +88,16 @@ def check(found: object) -> MessagesBody | PromptBody:
         except ValidationError as error:
             raise _problem(error, "messages", number) from None
     return checked
+
+
+def media_bytes(checked: MessagesBody | PromptBody) -> int:
+    """Bytes of images and documents in base64, less those of the text that would cost as much as each of them."""
+    if isinstance(checked, PromptBody):
+        return 0
+    blocks = [block for turn in checked.messages if isinstance(turn["content"], list) for block in turn["content"]]
+    found = (block["source"] for block in blocks if isinstance(block, dict) and isinstance(block.get("source"), dict))
+    sizes = (len(source["data"]) for source in found if isinstance(source.get("data"), str))
+    return sum(max(0, size - MEDIA_AS_TEXT_BYTES) for size in sizes)
 
 
 def _is_turn(turn: object) -> bool:

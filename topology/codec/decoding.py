@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import jiter
 
 from lanekeeper.contract.identity import REQUEST_ID, is_request_id
-from lanekeeper.contract.messages import PRIORITY_AT_MOST, UNREADABLE, Message
-from lanekeeper.contract.names import DEADLINE_MS, DEATH, STREAM
+from lanekeeper.contract.messages import PRIORITY_AT_MOST, UNREADABLE, Kept, Message
+from lanekeeper.contract.names import BODY, BODY_SHA256, DEADLINE_MS, DEATH, STREAM
 from lanekeeper.contract.problems import RequestProblem
 from topology.codec import body as bodies
 from topology.codec import bounds
@@ -40,12 +40,17 @@ def decode(
     values: int = bounds.VALUES,
 ) -> Request:
     """Read a request of `lane`. `hop`: what a worker wrote on it; None for a fresh one. `raw`: the body, if it has been
-    unpacked and measured already.
+    fetched or unpacked, and measured already. A body that lies elsewhere is left to be fetched (`Request.kept`).
 
     Raises RequestProblem (invalid_request, unsupported_media, too_large, forbidden_model).
     """
     _check_properties(message, lane=lane, fresh=hop is None)
     said = header_rules.read(message.headers)
+    past = hop or HopHeaders()
+    if said.kept is not None:
+        _check_unpublished(message)
+        if raw is None:
+            return _request(message, said, past, lane=lane, request_id=request_id, now_ms=now_ms, kept=said.kept)
     if raw is None:
         raw = unpacked(message)
         if (excess := bounds.excess(raw, values=values)) is not None:
@@ -65,18 +70,47 @@ def decode(
             f"model {model[:80]!r} is not allowed in lane {lane.name}; allowed: {', '.join(sorted(lane.models))}",
         )
     max_tokens = checked.max_tokens or lane.max_tokens
-    past = hop or HopHeaders()
+    return _request(
+        message,
+        said,
+        past,
+        lane=lane,
+        request_id=request_id,
+        now_ms=now_ms,
+        body=_filled(raw, found, checked, model=model, max_tokens=max_tokens, rewrite=lane.models is not None),
+        model=model,
+        max_tokens=max_tokens,
+        states_stream="stream" in checked.model_fields_set,
+        media_bytes=0 if said.kept is None else bodies.media_bytes(checked),
+    )
+
+
+def _request(
+    message: Message,
+    said: RequestHeaders,
+    past: HopHeaders,
+    *,
+    lane: LaneSpec,
+    request_id: str,
+    now_ms: int,
+    body: bytes = b"",
+    model: str | None = None,
+    max_tokens: int | None = None,
+    states_stream: bool = False,
+    kept: Kept | None = None,
+    media_bytes: int = 0,
+) -> Request:
     sent = published(message, past, now_ms=now_ms)
     due_ms = _due_ms(said, past, sent_ms=sent.ms)
     return Request(
         id=request_id,
         lane=lane.name,
         app=app_of(message.routing_key),
-        body=_filled(raw, found, checked, model=model, max_tokens=max_tokens, rewrite=lane.models is not None),
-        model=model,
-        max_tokens=max_tokens,
+        body=body,
+        model=model or lane.model,
+        max_tokens=max_tokens or lane.max_tokens,
         stream=said.stream,
-        states_stream="stream" in checked.model_fields_set,
+        states_stream=states_stream,
         beta=said.beta,
         sent_ms=sent.ms,
         sent_by=sent.by,
@@ -84,13 +118,19 @@ def decode(
         deadline_ms=(due_ms or sent.ms) + _deadline_ms(said, lane),
         attempts=past.attempts,
         errors=past.errors,
+        kept=kept,
+        media_bytes=media_bytes,
     )
 
 
 def unpacked(message: Message) -> bytes:
     """The body after its content encoding. Raises RequestProblem (unsupported_media, too_large, invalid_request)."""
     if len(message.body) > PACKED_BYTES:
-        raise RequestProblem("too_large", f"body: {len(message.body)} bytes, allowed are {PACKED_BYTES}")
+        raise RequestProblem(
+            "too_large",
+            f"body: {len(message.body)} bytes, allowed are {PACKED_BYTES}; put a larger body into a store, and publish "
+            f"its address and digest ({BODY}, {BODY_SHA256}) with an empty body",
+        )
     encoding = (message.content_encoding or "identity").lower()
     if encoding == "identity":
         return message.body
@@ -151,6 +191,18 @@ def _check_properties(message: Message, *, lane: LaneSpec, fresh: bool) -> None:
     if message.content_type and not _JSON_TYPE.fullmatch(message.content_type):
         raise RequestProblem(
             "unsupported_media", f"content_type {message.content_type[:60]!r}: allowed is application/json (UTF-8)"
+        )
+
+
+def _check_unpublished(message: Message) -> None:
+    """What comes with the address of a body must not be a body itself."""
+    if message.body:
+        raise RequestProblem(
+            "invalid_request", f"body: {len(message.body)} bytes, and header {BODY} says that it lies elsewhere"
+        )
+    if (message.content_encoding or "identity").lower() != "identity":
+        raise RequestProblem(
+            "unsupported_media", f"content_encoding {message.content_encoding!r}: with header {BODY} there is none"
         )
 
 

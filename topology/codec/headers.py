@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from lanekeeper.contract import names
-from lanekeeper.contract.messages import Headers
+from lanekeeper.contract.messages import Headers, Kept
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import RequestProblem
 from topology.delays import UNIT_MS, strip_bits
@@ -18,8 +18,6 @@ LATER = {
     names.WEBHOOK: "webhooks are",
     names.PIPELINE: "pipelines are",
     names.ORDER: "ordering by key is",
-    names.BODY: "bodies by address are",
-    names.BODY_SHA256: "bodies by address are",
 }
 """Headers of the contract that this version does not support. They are refused, never ignored."""
 PREFIX = "x-lane-"
@@ -27,7 +25,10 @@ YEAR_MS = 365 * 24 * 3600 * 1000
 SENT_AT_MOST_MS = 10**14
 BETA_LENGTH = 1024
 ERRORS_KEPT = 5
+ADDRESS_LENGTH = 2048
 _DIGITS = re.compile(r"[0-9]{1,15}")
+_ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://[!-~]+")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _BETA = re.compile(r"[A-Za-z0-9_.,: -]+")
 
 
@@ -41,6 +42,8 @@ class RequestHeaders:
     at_ms: int | None
     sent_ms: int | None
     beta: str | None
+    kept: Kept | None
+    """Where the body lies, if it is not in the message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +98,7 @@ def read(headers: Mapping[str, Any]) -> RequestHeaders:
         at_ms=_time(headers, names.AT),
         sent_ms=_ms(headers, names.SENT_MS, low=0, high=SENT_AT_MOST_MS),
         beta=_beta(headers),
+        kept=_kept(headers),
     )
 
 
@@ -210,6 +214,17 @@ def _beta(headers: Mapping[str, Any]) -> str | None:
     if not isinstance(value, str) or len(value) > BETA_LENGTH or not _BETA.fullmatch(value):
         raise _wrong(names.ANTHROPIC_BETA, value, "names of betas, separated by commas")
     return value
+
+
+def _kept(headers: Mapping[str, Any]) -> Kept | None:
+    address, sha256 = headers.get(names.BODY), headers.get(names.BODY_SHA256)
+    if address is None and sha256 is None:
+        return None
+    if not isinstance(address, str) or len(address) > ADDRESS_LENGTH or not _ADDRESS.fullmatch(address):
+        raise _wrong(names.BODY, address, "the URL where the body lies")
+    if not isinstance(sha256, str) or not _SHA256.fullmatch(sha256.lower()):
+        raise _wrong(names.BODY_SHA256, sha256, "the body's SHA-256 as 64 hex digits")
+    return Kept(address, sha256.lower())
 
 
 def _whole(value: object) -> int | None:

@@ -5,6 +5,8 @@ import uuid
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from lanekeeper.contract.messages import Kept
+
 Clock: TypeAlias = Literal["broker", "sender", "timestamp", "delivery"]
 """Where the time of publishing comes from: the broker (`timestamp_in_ms`), the sender (`x-lane-sent-ms`), the property
 `timestamp`, or none of these. In the last case the wait counts from the first delivery."""
@@ -37,6 +39,16 @@ class Request:
     """Whether its body may have the field `stream`."""
     errors: tuple[str, ...] = ()
     """What these attempts failed with, newest first, five at most."""
+    kept: Kept | None = None
+    """Where the body lies that is yet to be fetched: until then `body` is empty, and model and `max_tokens` are the
+    lane's. None: the body is here."""
+    media_bytes: int = 0
+    """Bytes of the body that are not text for the model (images, documents), as far as they are known."""
+
+    @property
+    def text_bytes(self) -> int:
+        """By this the tokens of the input are estimated."""
+        return len(self.body) - self.media_bytes
 
     @property
     def start_ms(self) -> int:

@@ -9,7 +9,7 @@ from typing import Final
 
 from consumers.state.redis.script import CLOCK, Script
 
-_REQUEST = (
+REQUEST = (
     CLOCK
     + """
 local FIELDS = {
@@ -48,7 +48,7 @@ end
 """
 
 CLAIM: Final = Script(
-    _REQUEST
+    REQUEST
     + _COPY
     + """
 local key = KEYS[1]
@@ -60,7 +60,9 @@ if row and not row.noted and not runs_again(row, dead_at) then
   if row.over then
     return {'ended', (row.mark == '' or row.mark == mark) and 1 or 0, ending(key)}
   end
-  if row.lease > 0 and nonce ~= '' and row.nonce == nonce then return {'granted', row.token, row.deaths} end
+  if row.lease > 0 and nonce ~= '' and row.nonce == nonce then
+    return {'granted', row.token, row.deaths, redis.call('EXISTS', KEYS[2])}
+  end
   if is_held(row, mark, redelivered) then return {'running', now - tonumber(row.claimed)} end
   if row.cancelling then
     end_as_cancelled(key, cancelled_ms)
@@ -74,11 +76,11 @@ redis.call('HSET', key, 'hash', hash, 'mark', mark, 'token', token, 'nonce', non
   'attempts', attempts, 'noted', '', 'cancelling', '', 'due', '',
   'status', '', 'code', '', 'headers', '', 'ended', '', 'body', '')
 redis.call('PEXPIRE', key, keep_ms + lease_ms)
-return {'granted', token, deaths}
+return {'granted', token, deaths, row and redis.call('EXISTS', KEYS[2]) or 0}
 """
 )
 RENEW: Final = Script(
-    _REQUEST
+    REQUEST
     + """
 local lease_ms, keep_ms = ARGV[1], ARGV[2]
 local stops = {}
@@ -101,7 +103,7 @@ return stops
 """
 )
 RELEASE: Final = Script(
-    _REQUEST
+    REQUEST
     + """
 local key, token, attempts, due = KEYS[1], tonumber(ARGV[1]), ARGV[2], ARGV[3]
 local keep_ms, cancelled_ms = ARGV[4], ARGV[5]
@@ -119,7 +121,7 @@ end
 """
 )
 COMPLETE: Final = Script(
-    _REQUEST
+    REQUEST
     + _COPY
     + """
 local key, keep_ms = KEYS[1], ARGV[1]
@@ -145,7 +147,7 @@ return {'given'}
 """
 )
 DEFER: Final = Script(
-    _REQUEST
+    REQUEST
     + """
 local key, due, keep_until, row = KEYS[1], ARGV[1], ARGV[2], read(KEYS[1])
 if row and not row.noted then return row.over and 0 or 1 end
@@ -157,10 +159,10 @@ return 1
 """
 )
 NOTE: Final = Script(
-    _REQUEST
+    REQUEST
     + """
 local key, keep_ms, row = KEYS[1], ARGV[1], read(KEYS[1])
-if row and not (row.noted and not row.deferred) then return end
+if row and not (row.noted and not (row.deferred and row.due ~= '')) then return end
 redis.call('HSET', key, 'hash', '', 'mark', '', 'token', next_token(row), 'nonce', '', 'deaths', 0,
     'lease', 0, 'claimed', 0,
   'attempts', 0, 'noted', '1', 'cancelling', '', 'due', '',
@@ -169,7 +171,7 @@ redis.call('PEXPIRE', key, keep_ms)
 """
 )
 CANCEL: Final = Script(
-    _REQUEST
+    REQUEST
     + """
 local key, unseen, cancelled_ms, row = KEYS[1], KEYS[2], tonumber(ARGV[1]), read(KEYS[1])
 local ending = {'status', ARGV[2], 'code', ARGV[3], 'headers', ARGV[4], 'ended', ARGV[5], 'body', ARGV[6]}
@@ -203,7 +205,7 @@ return came_to
 """
 )
 FIND: Final = Script(
-    _REQUEST
+    REQUEST
     + """
 local row = read(KEYS[1])
 if not row then return nil end

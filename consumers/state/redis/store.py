@@ -16,21 +16,20 @@ from consumers.state import base
 from consumers.state.base import Completion, Copy, Held, Identity, StoreUnavailable
 from consumers.state.redis import request_scripts, share_scripts
 from consumers.state.redis.client import Argument, RedisClient
+from consumers.state.redis.following import Followed, followed_key, request_key
 from consumers.state.spec import DEFAULT, StoreSpec
 from lanekeeper.telemetry import logs, signals
 
 log = logs.logger()
 
 
-class RedisStore:
-    """Implements `Store`. `spec.max_bytes` is ignored: Redis's own `maxmemory` limits it, and keys expire by
+class RedisStore(Followed):
+    """Implements `FollowedStore`. `spec.max_bytes` is ignored: Redis's own `maxmemory` limits it, and keys expire by
     themselves."""
 
     def __init__(self, url: str, *, namespace: str, spec: StoreSpec = DEFAULT) -> None:
-        self._client = RedisClient(url)
-        self._namespace = namespace
+        super().__init__(RedisClient(url), namespace=namespace, spec=spec)
         self._lease_ms = round(spec.lease_s * 1000)
-        self._keep_ms = round(spec.keep_s * 1000)
         self._cancelled_ms = round(spec.cancelled_s * 1000)
         self._spec = spec
         self._warned = False
@@ -56,9 +55,10 @@ class RedisStore:
 
     async def claim(self, identity: Identity, copy: Copy) -> base.Granted | base.Running | base.Ended | base.Conflict:
         times = (self._lease_ms, self._keep_ms, self._cancelled_ms)
-        match await self._client.run(request_scripts.CLAIM, [self._request(identity)], *_of_copy(copy), *times):
-            case [b"granted", token, deaths]:
-                return base.Granted(token=token, deaths=deaths)
+        keys = [self._request(identity), followed_key(self._namespace, identity)]
+        match await self._client.run(request_scripts.CLAIM, keys, *_of_copy(copy), *times):
+            case [b"granted", token, deaths, followed]:
+                return base.Granted(token=token, deaths=deaths, followed=followed == 1)
             case [b"running", for_ms]:
                 return base.Running(for_ms=for_ms)
             case [b"ended", same_copy, ending]:
@@ -143,7 +143,7 @@ class RedisStore:
         await self._client.run(share_scripts.LET_GO, [f"{self._namespace}:lease:{name}"], owner)
 
     def _request(self, identity: Identity) -> str:
-        return f"{self._namespace}:request:{quote(identity.tenant, safe='')}:{identity.id}"
+        return request_key(self._namespace, identity)
 
     def _of_tenant(self, what: str, tenant: str) -> str:
         return f"{self._namespace}:{what}:{quote(tenant, safe='')}"

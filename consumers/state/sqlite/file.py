@@ -18,9 +18,10 @@ from urllib.parse import quote
 
 from consumers.state.base import StoreUnavailable
 from consumers.state.clock import Clock
+from consumers.state.sqlite import following as sqlite_following
 from consumers.state.sqlite import shares as sqlite_shares
 
-VERSION = 3
+VERSION = 4
 """The schema's version, kept in the file as `user_version`."""
 APPLICATION = 0x4C616E65
 """Marks the file as ours ("Lane")."""
@@ -71,8 +72,12 @@ CREATE TABLE store (
     only INTEGER PRIMARY KEY CHECK (only = 1), namespace TEXT NOT NULL, boot TEXT NOT NULL, probed_ms INTEGER
 ) STRICT;
 """
-SCHEMA = _REQUESTS + sqlite_shares.SCHEMA
-MIGRATIONS: dict[int, str] = {1: "ALTER TABLE request ADD COLUMN due_ms INTEGER", 2: sqlite_shares.SCHEMA}
+SCHEMA = _REQUESTS + sqlite_shares.SCHEMA + sqlite_following.SCHEMA
+MIGRATIONS: dict[int, str] = {
+    1: "ALTER TABLE request ADD COLUMN due_ms INTEGER",
+    2: sqlite_shares.SCHEMA,
+    3: sqlite_following.SCHEMA,
+}
 """For each version: the statements that lead to the next one."""
 
 

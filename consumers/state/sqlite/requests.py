@@ -23,16 +23,13 @@ from consumers.state.base import (
     Stop,
 )
 from consumers.state.spec import StoreSpec
-from consumers.state.sqlite.bounded import IS_UNSEEN, Bounded
+from consumers.state.sqlite.bounded import Bounded
 
 CANCELLED = "cancelled"
 """The code of `PROBLEMS`."""
-ROW_BYTES = 300  # the rough size of a row without its body
 as_json = json.JSONEncoder(ensure_ascii=False).encode
 """Made once: `json.dumps` makes an encoder for each call with an option."""
 STEP_ROWS = 200
-STEP_BYTES = 32 * 1024 * 1024
-"""The most that one step of sweeping removes, so that claims do not wait long for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +100,7 @@ _WRITE = (
     f"INSERT INTO request (tenant, id, {', '.join(Row._fields)}) VALUES (?, ?{', ?' * len(Row._fields)}) "
     f"ON CONFLICT (tenant, id) DO UPDATE SET {', '.join(f'{name} = excluded.{name}' for name in Row._fields)}"
 )
+_FOLLOWED = "SELECT 1 FROM followed WHERE tenant = ? AND id = ?"
 _RENEW = "UPDATE request SET lease_ms = ? WHERE tenant = ? AND id = ?"
 
 
@@ -113,28 +111,30 @@ class Requests:
         self._execute = connection.execute
         self._lease_ms = round(spec.lease_s * 1000)
         self._keep_ms = round(spec.keep_s * 1000)
-        self._max_bytes = spec.max_bytes
         self._cancelled_ms = round(spec.cancelled_s * 1000)
         self._bounded = Bounded(connection, spec)
-        self._page_bytes = int(connection.execute("PRAGMA page_size").fetchone()[0])
 
     def claim(self, at: Times, identity: Identity, copy: Copy) -> Granted | Running | Ended | Conflict:
         row = self._read(at, identity)
         if row is None or row.noted or _runs_again(row, copy):
-            return self._grant(at, identity, copy, token=_next_token(at, row))
+            followed = row is not None and self._is_followed(identity)
+            return self._grant(at, identity, copy, token=_next_token(at, row), followed=followed)
         if row.body_hash not in (None, copy.body_hash):
             return Conflict()
         if row.ended:
             return Ended(completion=row.completion(), same_copy=row.mark in (None, copy.mark))
         if row.lease_ms and copy.nonce and row.nonce == copy.nonce:  # granted before, and the answer was lost
-            return Granted(token=row.token, deaths=row.deaths)
+            return Granted(token=row.token, deaths=row.deaths, followed=self._is_followed(identity))
         if row.is_held_against(copy, at.now):
             return Running(for_ms=at.now - row.claimed_ms)
         if row.cancelling:  # its holder died before it ended the request
             self._end_as_cancelled(at, identity, row)
             return Ended(completion=row.completion(), same_copy=True)
         deaths = row.deaths + bool(row.lease_ms)
-        return self._grant(at, identity, copy, token=row.token + 1, attempts=row.attempts, deaths=deaths)
+        followed = self._is_followed(identity)
+        return self._grant(
+            at, identity, copy, token=row.token + 1, attempts=row.attempts, deaths=deaths, followed=followed
+        )
 
     def renew(self, at: Times, held: Sequence[Held]) -> dict[Held, Stop]:
         stops = {}
@@ -163,7 +163,8 @@ class Requests:
             keep_ms = at.today + self._keep_ms
             self._write(held.identity, row._replace(lease_ms=0, attempts=attempts, keep_ms=keep_ms, due_ms=due_ms))
 
-    def defer(self, at: Times, identity: Identity, due_ms: int, keep_until_ms: int) -> bool:
+    def defer(self, at: Times, identity: Identity, due_ms: int | None, keep_until_ms: int) -> bool:
+        """`due_ms` None: it was submitted, and no worker has seen it."""
         row = self._read(at, identity)
         if row is None or row.noted:
             waiting = Row(None, None, _next_token(at, row), 0, 0, 0, keep_until_ms, 1, 0, due_ms=due_ms)
@@ -199,7 +200,7 @@ class Requests:
 
     def note(self, at: Times, identity: Identity, completion: Completion) -> None:
         row = self._read(at, identity)
-        if row is None or (row.noted and not row.is_deferred):
+        if row is None or (row.noted and not (row.is_deferred and row.due_ms is not None)):
             noted = Row(None, None, _next_token(at, row), 0, 0, 0, at.today + self._keep_ms, 1, 0)
             self._write(identity, noted.ended_by(completion))
 
@@ -236,35 +237,6 @@ class Requests:
             completion=None, running=is_running, attempts=row.attempts, due_ms=None if is_running else row.due_ms
         )
 
-    def sweep(self, at: Times) -> int:
-        """One step: remove results whose keeping time is over; else, if the file is too large, a tenant's surplus or
-        the oldest."""
-        removed = self._remove("keep_ms <= ? AND lease_ms <= ?", at.today, at.now, up_to_bytes=STEP_BYTES)
-        if not removed and (beyond := self._used_bytes() - self._max_bytes) > 0:
-            ended = f"status IS NOT NULL AND lease_ms <= ? AND NOT ({IS_UNSEEN})"  # not cancellations
-            removed = self._bounded.remove_surplus() or self._remove(ended, at.now, up_to_bytes=min(beyond, STEP_BYTES))
-        return removed or self._bounded.sweep(at.today)
-
-    def _used_bytes(self) -> int:
-        """The used bytes without unseen cancellations, which have their own limit and must not displace results."""
-        (pages,) = self._execute("PRAGMA page_count").fetchone()
-        (free,) = self._execute("PRAGMA freelist_count").fetchone()
-        return int(pages - free) * self._page_bytes - self._bounded.unseen_bytes
-
-    def _remove(self, which: str, *values: int, up_to_bytes: int) -> int:
-        """Remove the oldest first, up to a number of bytes and rows; the rest is left for the next step."""
-        found = self._execute(
-            f"SELECT rowid, length(body) FROM request WHERE {which} ORDER BY keep_ms LIMIT {STEP_ROWS}", values
-        ).fetchall()
-        size = count = 0
-        for rowid, body_bytes in found:
-            if size >= up_to_bytes:
-                break
-            self._execute("DELETE FROM request WHERE rowid = ?", (rowid,))
-            size += ROW_BYTES + (body_bytes or 0)
-            count += 1
-        return count
-
     def _read(self, at: Times, identity: Identity) -> Row | None:
         """The row of a request; None if there is none, or if its keeping time is over."""
         found = self._execute(_READ, (identity.tenant, identity.id)).fetchone()
@@ -273,13 +245,34 @@ class Requests:
         row = Row._make(found)
         return None if row.keep_ms <= at.today and row.lease_ms <= at.now else row
 
+    def body_hash(self, at: Times, identity: Identity) -> tuple[bool, bytes | None]:
+        """Whether a worker has seen a request, or it was cancelled before; and the hash of its body, if known."""
+        row = self._read(at, identity)
+        return (False, None) if row is None or row.noted else (True, row.body_hash)
+
+    def is_deferred(self, at: Times, identity: Identity) -> bool:
+        """Whether it waits, and no worker has claimed it yet."""
+        row = self._read(at, identity)
+        return row is not None and row.is_deferred
+
+    def _is_followed(self, identity: Identity) -> bool:
+        return self._execute(_FOLLOWED, (identity.tenant, identity.id)).fetchone() is not None
+
     def _grant(
-        self, at: Times, identity: Identity, copy: Copy, *, token: int, attempts: int = 0, deaths: int = 0
+        self,
+        at: Times,
+        identity: Identity,
+        copy: Copy,
+        *,
+        token: int,
+        attempts: int = 0,
+        deaths: int = 0,
+        followed: bool = False,
     ) -> Granted:
         lease_ms, keep_ms = at.now + self._lease_ms, at.today + self._keep_ms
         held = Row(copy.body_hash, copy.mark, token, lease_ms, at.now, attempts, keep_ms, 0, 0, copy.nonce, deaths)
         self._write(identity, held)
-        return Granted(token=token, deaths=deaths)
+        return Granted(token=token, deaths=deaths, followed=followed)
 
     def _end_as_cancelled(self, at: Times, identity: Identity, row: Row) -> None:
         """End with the row's completion, and keep it for as long as the request's message can wait in the broker."""

@@ -22,6 +22,7 @@ from consumers.state.base import (
     Taken,
 )
 from consumers.state.clock import Clock
+from consumers.state.following import Look, Part, Refused, Submission, Submitted, Told
 from consumers.state.spec import DEFAULT, StoreSpec
 from consumers.state.sqlite.file import ROOM_BYTES, probe
 from consumers.state.sqlite.together import Claim, Complete
@@ -29,7 +30,7 @@ from consumers.state.sqlite.writer import Writer
 
 
 class SqliteStore:
-    """Implements `Store`. Not for a network file system: SQLite's locks and shared memory do not work there."""
+    """Implements `FollowedStore`. Not for a network file system: SQLite's locks and shared memory do not work there."""
 
     def __init__(self, path: Path, *, namespace: str, spec: StoreSpec = DEFAULT, clock: Clock | None = None) -> None:
         self._path = path
@@ -93,13 +94,30 @@ class SqliteStore:
 
     async def sweep(self) -> int:
         return await self._writer.do(
-            lambda tables, at: tables.requests.sweep(at) + tables.counters.sweep(at) + tables.waiting.sweep(at.today)
+            lambda tables, at: tables.sweeping.sweep(at) + tables.counters.sweep(at) + tables.waiting.sweep(at.today)
         )
 
     async def reserve(self, identity: Identity, copy: Copy, *, weight: int, until_ms: int) -> Room:
         return await self._writer.do(
             lambda tables, at: tables.waiting.reserve(at.today, identity, copy, weight=weight, until_ms=until_ms)
         )
+
+    async def follow(self, identity: Identity, submission: Submission, *, told: Told, keep_until_ms: int) -> Submitted:
+        return await self._writer.do(
+            lambda tables, at: tables.followed.follow(at, identity, submission, told=told, keep_until_ms=keep_until_ms)
+        )
+
+    async def unfollow(self, identity: Identity) -> None:
+        await self._writer.do(lambda tables, at: tables.followed.unfollow(at, identity))
+
+    async def submission(self, identity: Identity) -> Submission | None:
+        return await self._writer.do(lambda tables, _: tables.followed.submission(identity), lasts=False)
+
+    async def append(self, parts: Sequence[Part]) -> Sequence[Refused | None]:
+        return await self._writer.do(lambda tables, _: tables.followed.append(parts), lasts=False)
+
+    async def look(self, wanted: Sequence[tuple[Identity, int]]) -> Sequence[Look | None]:
+        return await self._writer.do(lambda tables, _: tables.followed.look(wanted), lasts=False)
 
     async def take(self, name: str, amount: float, *, limit: float, period_s: int) -> Taken:
         return await self._writer.do(

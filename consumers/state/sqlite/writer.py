@@ -23,8 +23,10 @@ from consumers.state.clock import Clock
 from consumers.state.spec import StoreSpec
 from consumers.state.sqlite.counters import Counters
 from consumers.state.sqlite.file import drop_log, explain, inode, log_of, open_file, sync_commits
+from consumers.state.sqlite.following import Followed
 from consumers.state.sqlite.requests import Requests, Times
 from consumers.state.sqlite.shares import Waiting
+from consumers.state.sqlite.sweeping import Sweeping
 from consumers.state.sqlite.together import Claim, Complete, Together, parts
 
 T = TypeVar("T")
@@ -52,8 +54,10 @@ class Tables:
 
     connection: sqlite3.Connection
     requests: Requests
+    followed: Followed
     together: Together
     counters: Counters
+    sweeping: Sweeping
     waiting: Waiting
     file: tuple[int, int] | None
     log: tuple[int, int] | None
@@ -184,10 +188,10 @@ class Writer:
     def _must_sync(self, together: Sequence[_Waiting]) -> bool:
         """Whether the commit has to wait for the disk. Not for claims and renewals alone.
 
-        A claim has to be seen by every process that shares the file, also after this one was killed: that it is as soon
-        as it is committed. Only a power cut takes what was not synced. It also ends all processes that could hold or
-        ask for a claim, for they run on this machine, and leases of an earlier boot have ended in any case. So what is
-        lost is that one holder died. A disk that cannot sync lets no further claims pass: no call is made whose answer
+        Every process that shares the file must see a claim, also after this process was killed; that is so once it is
+        committed. Only a power cut loses what was not synced. It also ends every process that holds or asks for a
+        claim, because all run on this machine, and leases of an earlier boot are void anyway. So all that is lost is
+        the count of one dead holder. A disk that cannot sync lets no further claims pass: no call is made whose answer
         could not be kept.
         """
         return self.trouble is not None or any(each.lasts for each in together)
@@ -203,11 +207,14 @@ class Writer:
             self._reopen_at = time.monotonic() + REOPEN_S
             connection = open_file(self._path, namespace=self._namespace, clock=self._clock)
             self._syncs = True
+            requests = Requests(connection, self._spec)
             self._tables = Tables(
                 connection,
-                requests=Requests(connection, self._spec),
+                requests=requests,
+                followed=Followed(connection, self._spec, requests),
                 together=Together(connection, self._spec),
                 counters=Counters(connection),
+                sweeping=Sweeping(connection, self._spec),
                 waiting=Waiting(connection, self._spec),
                 file=inode(self._path),
                 log=inode(log_of(self._path)),

@@ -258,9 +258,12 @@ async def test_a_file_that_becomes_corrupt_while_open_raises_store_unavailable(p
         await is_well_again(store)
 
 
+WITHOUT_FOLLOWED = "DROP TRIGGER request_removed; DROP TABLE followed; DROP TABLE entry;"
+WITHOUT_SHARES = f"{WITHOUT_FOLLOWED} DROP TABLE share; DROP TABLE share_sum;"
 OLDER = {
-    1: "ALTER TABLE request DROP COLUMN due_ms; DROP TABLE share; DROP TABLE share_sum; PRAGMA user_version = 1",
-    2: "DROP TABLE share; DROP TABLE share_sum; PRAGMA user_version = 2",
+    1: f"{WITHOUT_SHARES} ALTER TABLE request DROP COLUMN due_ms; PRAGMA user_version = 1",
+    2: f"{WITHOUT_SHARES} PRAGMA user_version = 2",
+    3: f"{WITHOUT_FOLLOWED} PRAGMA user_version = 3",
 }
 
 

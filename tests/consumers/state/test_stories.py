@@ -14,6 +14,7 @@ from consumers.state.sqlite.counters import Counters
 from consumers.state.sqlite.file import SCHEMA
 from consumers.state.sqlite.requests import Requests, Times
 from consumers.state.sqlite.shares import Waiting
+from consumers.state.sqlite.sweeping import Sweeping
 from tests.support.completions import CANCELLED, answered, copy, failed, untried
 
 TOLD = Path(__file__).with_name("stories") / "embedded.txt"
@@ -38,6 +39,7 @@ class Story:
         connection = sqlite3.connect(":memory:", isolation_level=None)
         connection.executescript(SCHEMA)
         self._requests = Requests(connection, SPEC)
+        self._sweeping = Sweeping(connection, SPEC)
         self._waiting = Waiting(connection, SPEC)
         self._counters = Counters(connection)
         self._now_ms = 5_000
@@ -134,7 +136,7 @@ class Story:
     def _sweep(self, identity: Identity) -> object:
         late = Times(now=self._at.now, today=self._at.today + self._chosen.choice((0, 0, 0, 86_400_000)))
         counters = self._counters.sweep(late)
-        return [self._requests.sweep(self._at), self._waiting.sweep(self._at.today), counters]
+        return [self._sweeping.sweep(self._at), self._waiting.sweep(self._at.today), counters]
 
 
 def _said(value: object) -> str:

@@ -13,6 +13,7 @@ from service.config.gateway_section import GatewaySettings
 from service.config.settings import Settings
 from service.gateway.app import Gateway, client_for
 from service.gateway.server import Server
+from tests.support.gate import opened as opened_store
 from tests.support.waiting import until
 
 GOOD = {"model": "claude-x", "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}
@@ -23,7 +24,7 @@ class Opened:
 
     def __init__(self, **spec: Any) -> None:
         settings = Settings(amqp_url=SecretStr("amqp://a:b@127.0.0.1:1/"), gateway=GatewaySettings(port=0, **spec))
-        self.routes = Gateway(settings, client_for(settings))
+        self.routes = Gateway(settings, client_for(settings), opened_store(settings))
         self.server = Server(self.routes.reasons, host=settings.gateway.host, port=0, routes=self.routes)
 
     async def post(self, body: bytes, **headers: str) -> tuple[int, dict[str, Any]]:

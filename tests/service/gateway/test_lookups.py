@@ -21,6 +21,7 @@ from service.gateway.access import hash_of
 from service.gateway.app import Gateway, client_for
 from service.gateway.server import Server
 from service.simulated.app import SimulatedAPI
+from tests.support.gate import opened
 from tests.support.waiting import until
 
 ASKED: dict[str, Any] = {"model": "claude-sonnet-5-5", "messages": [{"role": "user", "content": "hello 🦊"}]}
@@ -36,7 +37,7 @@ async def gateway(provider: str | None, *, models: dict[str, Any] | None = None,
     settings = Settings(amqp_url=SecretStr("amqp://a:b@127.0.0.1:1/")).model_copy(update=made)
     if provider is not None:
         settings = settings.answered_by(provider, key="sk-secret")
-    routes = Gateway(settings, client_for(settings))
+    routes = Gateway(settings, client_for(settings), opened(settings))
     async with Server(routes.reasons, host=settings.gateway.host, port=0, routes=routes) as server:
         yield server.url
 

@@ -7,12 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lanekeeper.contract import names as n
+from lanekeeper.contract.messages import Kept
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import RequestProblem
 from tests.support.examples import examples
 from topology.codec.headers import YEAR_MS, HopHeaders, RequestHeaders, carried, hop_headers, read, read_hop
 
-NOTHING = RequestHeaders(deadline_ms=None, stream=False, delay_ms=None, at_ms=None, sent_ms=None, beta=None)
+NOTHING = RequestHeaders(deadline_ms=None, stream=False, delay_ms=None, at_ms=None, sent_ms=None, beta=None, kept=None)
 
 
 def said(**changed: Any) -> RequestHeaders:
@@ -35,6 +36,7 @@ def said(**changed: Any) -> RequestHeaders:
         ({"x-lane-at": "1970-01-01 00:00:01Z"}, said(at_ms=1000)),
         ({"x-lane-at": "1970-01-01t00:00:01z"}, said(at_ms=1000)),  # RFC 3339 allows small letters
         ({"x-lane-sent-ms": 1_790_000_000_000}, said(sent_ms=1_790_000_000_000)),
+        ({"x-lane-body": "s3://b/x", "x-lane-body-sha256": "0A" * 32}, said(kept=Kept("s3://b/x", "0a" * 32))),
         ({"anthropic-beta": "a" * 1024}, said(beta="a" * 1024)),
         ({"anthropic-beta": "context-1m-2026-08-07,files-api"}, said(beta="context-1m-2026-08-07,files-api")),
         ({"x-lane-tenant": "shop"}, NOTHING),
@@ -61,8 +63,12 @@ def test_headers_that_a_requester_may_send_are_read(headers: dict[str, Any], exp
         ({"x-lane-webhook": "https://a.example/"}, "x-lane-webhook"),
         ({"x-lane-pipeline": "p"}, "x-lane-pipeline: pipelines are not available in this version"),
         ({"x-lane-order": "k"}, "x-lane-order: ordering by key is not available in this version"),
-        ({"x-lane-body": "https://a.example/"}, "x-lane-body: bodies by address are not available in this version"),
-        ({"x-lane-body-sha256": "0" * 64}, "x-lane-body-sha256: bodies by address are not available"),
+        ({"x-lane-body": "https://a.example/"}, "x-lane-body-sha256: found NoneType, allowed is the body's SHA-256"),
+        ({"x-lane-body-sha256": "0" * 64}, "x-lane-body: found NoneType, allowed is the URL"),
+        ({"x-lane-body": "/etc/passwd", "x-lane-body-sha256": "0" * 64}, "x-lane-body: found '/etc/passwd'"),
+        ({"x-lane-body": "s3://b/" + "x" * 2048, "x-lane-body-sha256": "0" * 64}, "x-lane-body: found"),
+        ({"x-lane-body": "s3://b/a b", "x-lane-body-sha256": "0" * 64}, "x-lane-body: found"),
+        ({"x-lane-body": "s3://b/x", "x-lane-body-sha256": "0" * 63}, "x-lane-body-sha256: found"),
         ({"CC": ["batch.a.b"]}, "CC"),
         ({"BCC": []}, "BCC"),
         ({"x-lane-delay-ms": 5, "x-lane-at": "2026-11-21T18:00:00Z"}, "x-lane-delay-ms and x-lane-at"),

@@ -1,0 +1,45 @@
+"""Fetches a body from the address that its request gives, if that address is allowed, and checks the body."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+from consumers.background import Background
+from consumers.bodies.web import WebBodies
+from lanekeeper.bodies import BodiesUnavailable, BodyError, BodyStore
+from lanekeeper.contract.messages import Kept, Message, kept_in
+
+
+class Fetching:
+    """`own`: the store whose bodies are removed when their requests have ended. `others` and `web` are only read."""
+
+    def __init__(
+        self, own: BodyStore | None, *, others: Sequence[BodyStore] = (), web: WebBodies | None = None, most_bytes: int
+    ) -> None:
+        self._own = own
+        self._stores = (*([] if own is None else [own]), *others)
+        self._web = web
+        self._most_bytes = most_bytes
+        self._background = Background()
+
+    async def fetch(self, kept: Kept) -> bytes:
+        """Raises BodyError, BodyTooLarge, BodiesUnavailable."""
+        for store in self._stores:
+            if store.holds(kept.address):
+                return await store.fetch(kept, most_bytes=self._most_bytes)
+        if self._web is not None and self._web.holds(kept.address):
+            return await self._web.fetch(kept, most_bytes=self._most_bytes)
+        raise BodyError("this address is not allowed (LANEKEEPER_BODIES__ALLOW)")
+
+    def forget(self, message: Message) -> None:
+        """Remove the body of a request that has ended. If the process dies before, the body expires."""
+        if self._own is not None and (kept := kept_in(message.headers)) is not None:
+            self._background.begin(self._dropped(self._own, kept), name=f"drop the body of {message.message_id}")
+
+    async def aclose(self, *, within_s: float) -> None:
+        await self._background.finish(within_s=within_s)
+        for store in self._stores:
+            store.close()
+
+    async def _dropped(self, store: BodyStore, kept: Kept) -> None:
+        with suppress(BodiesUnavailable):
+            await store.drop(kept)

@@ -1,0 +1,37 @@
+"""Asks for a result until there is one."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from lanekeeper.contract.problems import AccessRefused, BrokerError, TopologyMismatch
+from lanekeeper.errors import ControlRefused, NoReply, NotEnded
+from lanekeeper.replies import Final
+
+FIRST_S = 0.1
+CAP_S = 5.0
+"""First and longest time from one question to the next."""
+
+
+async def until_ended(ask: Callable[[float | None], Awaitable[Final]], *, end: float | None) -> Final:
+    """Ask repeatedly until the request has ended, the last time at `end` (by the loop's clock). `ask` gets the seconds
+    that are left.
+
+    `end` None: until the other side cannot be reached. Raises what `ask` raises.
+    """
+    loop = asyncio.get_running_loop()
+    pause_s = FIRST_S
+    while True:
+        asked_at = loop.time()
+        try:
+            return await ask(None if end is None else max(0.0, end - asked_at))
+        except (AccessRefused, TopologyMismatch):
+            raise
+        except (NotEnded, NoReply, BrokerError, ControlRefused) as error:
+            if isinstance(error, ControlRefused) and not error.is_passing:
+                raise
+            over = isinstance(error, BrokerError) if end is None else loop.time() >= end
+            if over:
+                raise
+        again_at = asked_at + pause_s
+        await asyncio.sleep(max(0.0, (again_at if end is None else min(again_at, end)) - loop.time()))
+        pause_s = min(CAP_S, pause_s * 1.5)

@@ -1,0 +1,196 @@
+"""Calls to a gateway, repeated while the gateway, or a proxy before it, is away.
+
+A call may be repeated because it is idempotent: a request has an id, and one that is posted twice is the same request.
+"""
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from lanekeeper.amqp.driver.backoff import pause_s
+from lanekeeper.contract.problems import BrokerError, BrokerUnreachable, ConfirmUnknown, PublishRefused
+from lanekeeper.http.documents import document_of
+
+ANSWERED_WITHIN_S = 10.0
+"""How long a gateway may take to answer, beside the time that the call asks it to wait."""
+SILENT_S = 60.0
+"""An event stream without even a comment for this long is dead."""
+LARGEST_BYTES = 64 * 1024 * 1024
+"""Of one answer: twice what a provider sends at most."""
+FIRST_PAUSE_S = 0.2
+PAUSE_CAP_S = 5.0
+RETRY_AFTER_CAP_S = 3600.0
+LANE_FULL = 529
+_PASSING = frozenset({408, 429, 503})
+"""The call was not carried out, and the same call may be a little later."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the gateway answered to a call that it took, or refused for good."""
+
+    status: int
+    body: bytes
+
+    @property
+    def document(self) -> Mapping[str, Any]:
+        """The body as a JSON object; empty if it is none."""
+        return document_of(self.body)
+
+
+class Calls:
+    """One HTTP session with a gateway, or with several behind a balancer."""
+
+    def __init__(self, url: str, *, api_key: str | None, ssl_context: ssl.SSLContext | None) -> None:
+        """Raises ValueError if the URL cannot be a gateway's."""
+        parts = urlsplit(url)
+        if not parts.hostname or parts.query or parts.fragment or "@" in parts.netloc:
+            raise ValueError("a gateway's URL is http(s)://host[:port][/path]; its key is given as `api_key`")
+        self.trouble: str | None = None
+        """Why the latest call failed; None if it did not."""
+        self._address = url.rstrip("/")
+        self._headers = {"accept-encoding": "identity"} | ({} if api_key is None else {"x-api-key": api_key})
+        self._ssl = ssl_context or True
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        self._session = aiohttp.ClientSession(
+            # as many connections as calls: a cancellation must not wait for calls that wait for an answer
+            connector=aiohttp.TCPConnector(ssl=self._ssl, limit=0),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            headers=self._headers,
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        *,
+        within_s: float,
+        full_within_s: float = 0,
+        waits_s: float = 0,
+        headers: Mapping[str, str] | None = None,
+        body: bytes | None = None,
+    ) -> Answer:
+        """Call until there is an answer, for `within_s` at most. `waits_s`: how long the gateway is asked to wait.
+
+        Raises PublishRefused (the lane was full for `full_within_s`), BrokerUnreachable, ConfirmUnknown (the call may
+        have been carried out).
+        """
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        failures = 0
+        maybe_published = False
+        while True:
+            timeout_s = min(ANSWERED_WITHIN_S, max(1.0, began + within_s - loop.time())) + waits_s
+            try:
+                return await self._once(method, path, timeout_s, headers, body)
+            except BrokerError as error:
+                maybe_published = error.maybe_published = maybe_published or error.maybe_published
+                wait_s = pause_s(failures, first_s=FIRST_PAUSE_S, cap_s=PAUSE_CAP_S)
+                end = began + within_s
+                if isinstance(error, PublishRefused):
+                    wait_s = max(wait_s, error.retry_after_s)
+                    end = min(end, began + full_within_s)
+                if loop.time() + wait_s > end or isinstance(error.__cause__, aiohttp.ClientSSLError):
+                    raise
+            failures += 1
+            await asyncio.sleep(wait_s)
+
+    @asynccontextmanager
+    async def streamed(self, path: str, headers: Mapping[str, str]) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The answer to a GET, to be read as it comes. Raises BrokerUnreachable, also where reading it fails."""
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=ANSWERED_WITHIN_S, sock_read=SILENT_S)
+        async with self._response("GET", path, timeout, headers, None) as response:
+            if response.status >= 500:
+                raise BrokerUnreachable(f"the gateway at {self._address} answered {response.status}")
+            yield response
+
+    async def _once(
+        self, method: str, path: str, timeout_s: float, headers: Mapping[str, str] | None, body: bytes | None
+    ) -> Answer:
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        async with self._response(method, path, timeout, headers, body) as response:
+            answer = Answer(response.status, await _read(response))
+            _see_that_it_is_taken(method, answer, response.headers, self._address)
+            self.trouble = None
+            return answer
+
+    @asynccontextmanager
+    async def _response(
+        self,
+        method: str,
+        path: str,
+        timeout: aiohttp.ClientTimeout,
+        headers: Mapping[str, str] | None,
+        body: bytes | None,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        assert self._session is not None, "use the client in `async with`"
+        with self._errors_of(method):
+            async with self._session.request(
+                method, self._address + path, headers=headers, data=body, timeout=timeout, allow_redirects=False
+            ) as response:
+                yield response
+
+    @contextmanager
+    def _errors_of(self, method: str) -> Iterator[None]:
+        """The library's errors as ours."""
+        try:
+            yield
+        except BrokerError as error:
+            self.trouble = str(error)
+            raise
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            self.trouble = f"no connection to the gateway at {self._address}: {error or type(error).__name__}"
+            raise BrokerUnreachable(self.trouble) from error
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            self.trouble = f"the gateway at {self._address} did not answer: {error or type(error).__name__}"
+            raise (BrokerUnreachable if method == "GET" else ConfirmUnknown)(self.trouble) from error
+
+
+def seconds_of(retry_after: str | None) -> float | None:
+    """The header `retry-after`; None if it is not a number of seconds."""
+    try:
+        return min(RETRY_AFTER_CAP_S, max(0, int(retry_after or "")))
+    except ValueError:
+        return None
+
+
+async def _read(response: aiohttp.ClientResponse) -> bytes:
+    """The body. Raises BrokerUnreachable if it is too large."""
+    found = bytearray()
+    async for chunk in response.content.iter_any():
+        found += chunk
+        if len(found) > LARGEST_BYTES:
+            raise BrokerUnreachable(f"an answer of more than {LARGEST_BYTES} bytes: no gateway sends that")
+    return bytes(found)
+
+
+def _see_that_it_is_taken(method: str, answer: Answer, headers: Mapping[str, str], address: str) -> None:
+    """Raises the error for a call that the gateway, or a proxy, did not take or may not have carried out."""
+    status = answer.status
+    if status < 500 and status not in _PASSING:
+        return
+    found = answer.document
+    if status == 429 and "code" in found:
+        return  # a worker or the gateway refused this call alone
+    why = f"the gateway at {address} answered {status}: {found.get('detail', 'no detail')}"
+    if status == LANE_FULL:
+        refused = PublishRefused(why)
+        if (after_s := seconds_of(headers.get("retry-after"))) is not None:
+            refused.retry_after_s = after_s
+        raise refused
+    if status in _PASSING or method == "GET":
+        raise BrokerUnreachable(why)
+    raise ConfirmUnknown(why)  # a proxy lost the gateway, or the gateway failed in the middle

@@ -1,0 +1,96 @@
+"""What a gateway answers, as the values and errors that AMQP gives."""
+
+import json
+import re
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+from lanekeeper.contract import names as n
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.problems import PROBLEMS, AccessRefused, TopologyMismatch
+from lanekeeper.errors import ControlRefused, NotEnded
+from lanekeeper.replies import Final, Problem, final_of
+
+_SPACE = re.compile(r"[ \t\r\n]*")
+_STATUS = {"queued": "waiting", "delayed": "waiting", "retrying": "waiting", "running": "running"}
+"""How a request that has not ended is said to wait over AMQP."""
+_FIELDS = {
+    "lane": n.LANE_NAME, "model": n.MODEL, "provider": n.PROVIDER, "attempts": n.ATTEMPT, "wait_ms": n.WAIT_MS,
+    "run_ms": n.RUN_MS, "replayed": n.REPLAYED,
+}  # fmt: skip
+
+
+def document_of(body: bytes) -> Mapping[str, Any]:
+    """A body as a JSON object; empty if it is none."""
+    try:
+        found = json.loads(body)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def see_that_it_was_accepted(status: int, body: bytes) -> None:
+    """For the answer to a request that was posted. Raises Problem, AccessRefused, TopologyMismatch."""
+    if status < 300:
+        return
+    document = document_of(body)
+    see_that_it_may(status, document)
+    if status < 400 or (status in (404, 405) and document.get("code") not in PROBLEMS):
+        raise TopologyMismatch(
+            f"answered {status}: no requests are taken at this address; is it a gateway's, of a version that has "
+            "/v1/requests? " + str(document.get("detail", ""))
+        )
+    code = "too_large" if status == 413 else "invalid_request"
+    raise Problem({"code": code, "status": status, **document})
+
+
+def see_that_it_may(status: int, document: Mapping[str, Any]) -> None:
+    """Raises AccessRefused if the key may not do this; what is wrong with one request has a code of its own."""
+    if status == 401 or (status == 403 and document.get("code") not in PROBLEMS):
+        raise AccessRefused(f"the gateway answered {status}: {document.get('detail', 'no detail')}")
+
+
+def final_of_status(id: str, status: int, body: bytes) -> Final:
+    """The result in the answer to a question for a request. Raises Problem if the request ended in an error, NotEnded,
+    AccessRefused, ControlRefused."""
+    document = document_of(body)
+    see_that_it_may(status, document)
+    if status == 404:
+        raise NotEnded(id, "unknown")
+    if status != 200:
+        raise ControlRefused(document or {"status": status, "detail": f"the gateway answered {status}"})
+    headers = {name: document[field] for field, name in _FIELDS.items() if field in document}
+    headers[n.REQUEST_ID] = document.get("id", id)
+    if "result" in document:
+        return final_of(Message(body=_member(body, "result"), headers={**headers, n.STATUS: "ok"}))
+    if isinstance(problem := document.get("problem"), dict):
+        raise Problem(problem)
+    due_at = document.get("due_at")
+    raise NotEnded(
+        id,
+        _STATUS.get(str(document.get("status")), str(document.get("status"))),
+        attempts=int(document.get("attempts", 0)),
+        due_at=None if due_at is None else datetime.fromisoformat(due_at),
+    )
+
+
+def _member(body: bytes, name: str) -> bytes:
+    """One member of a JSON object, byte for byte."""
+    text = body.decode()
+    decode = json.JSONDecoder().raw_decode
+    at = _space(text, 0) + 1
+    while True:
+        key, at = decode(text, _space(text, at))
+        start = _space(text, _space(text, at) + 1)
+        _, end = decode(text, start)
+        if key == name:
+            return text[start:end].encode()
+        at = _space(text, end) + 1
+
+
+def _space(text: str, at: int) -> int:
+    """The next position that is no white space."""
+    found = _SPACE.match(text, at)
+    assert found is not None
+    return found.end()

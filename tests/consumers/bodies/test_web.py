@@ -1,0 +1,113 @@
+"""Bodies that are fetched by HTTP: only from where it is allowed, and never from a private address by accident."""
+
+import hashlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from aiohttp import web
+
+from consumers.bodies.web import WebBodies
+from lanekeeper.bodies import BodiesUnavailable, BodyError, BodyTooLarge
+from lanekeeper.contract.messages import Kept
+
+CONTENT = b'{"prompt": "hi"}' * 10
+SHA256 = hashlib.sha256(CONTENT).hexdigest()
+
+
+@asynccontextmanager
+async def host() -> AsyncIterator[str]:
+    """A host with a body, a redirect to it, and some failures."""
+
+    async def streamed(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        response.enable_chunked_encoding()
+        await response.prepare(request)
+        await response.write(CONTENT)
+        return response
+
+    async def body(request: web.Request) -> web.Response:
+        return web.Response(body=CONTENT)
+
+    async def elsewhere(request: web.Request) -> web.Response:
+        raise web.HTTPFound("/in/body")
+
+    async def broken(request: web.Request) -> web.Response:
+        raise web.HTTPServiceUnavailable
+
+    app = web.Application()
+    app.router.add_get("/in/body", body)
+    app.router.add_get("/in/streamed", streamed)
+    app.router.add_get("/in/redirect", elsewhere)
+    app.router.add_get("/in/broken", broken)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+async def test_an_allowed_address_is_fetched_and_checked() -> None:
+    async with host() as url:
+        bodies = WebBodies([f"{url}/in"], private=True)
+        for path in ("body", "streamed"):
+            assert await bodies.fetch(Kept(f"{url}/in/{path}", SHA256), most_bytes=1000) == CONTENT
+        with pytest.raises(BodyError, match="SHA-256"):
+            await bodies.fetch(Kept(f"{url}/in/body", "0" * 64), most_bytes=1000)
+
+
+@pytest.mark.parametrize("path", ["body", "streamed"])
+async def test_a_body_over_the_limit_is_refused_announced_or_not(path: str) -> None:
+    async with host() as url:
+        with pytest.raises(BodyTooLarge):
+            await WebBodies([url], private=True).fetch(Kept(f"{url}/in/{path}", SHA256), most_bytes=100)
+
+
+async def test_a_redirect_is_not_followed_and_what_is_gone_is_an_error() -> None:
+    async with host() as url:
+        bodies = WebBodies([url], private=True)
+        with pytest.raises(BodyError, match=r"302.*not followed"):
+            await bodies.fetch(Kept(f"{url}/in/redirect", SHA256), most_bytes=1000)
+        with pytest.raises(BodyError, match="404"):
+            await bodies.fetch(Kept(f"{url}/in/nothing", SHA256), most_bytes=1000)
+        with pytest.raises(BodiesUnavailable, match="503"):
+            await bodies.fetch(Kept(f"{url}/in/broken", SHA256), most_bytes=1000)
+
+
+async def test_a_private_address_is_refused_as_a_number_and_behind_a_name() -> None:
+    async with host() as url:
+        named = url.replace("127.0.0.1", "localhost")
+        for each in (url, named, url.replace("127.0.0.1", "[::ffff:127.0.0.1]"), "http://169.254.169.254"):
+            with pytest.raises(BodyError, match="private address"):
+                await WebBodies([each]).fetch(Kept(f"{each}/in/body", SHA256), most_bytes=1000)
+
+
+async def test_a_host_that_is_away_is_asked_again_later() -> None:
+    async with host() as url:
+        pass
+    with pytest.raises(BodiesUnavailable):
+        await WebBodies([url], private=True).fetch(Kept(f"{url}/in/body", SHA256), most_bytes=1000)
+
+
+@pytest.mark.parametrize(
+    ("address", "allowed"),
+    [
+        ("https://files.example.com/in/a", True),
+        ("https://files.example.com:443/in/a?signed=1", True),
+        ("https://files.example.com/in", True),
+        ("https://files.example.com/inside", False),
+        ("https://files.example.com/in/../secret", False),
+        ("https://files.example.com/in/%2e%2E/secret", False),
+        ("https://files.example.com:8443/in/a", False),
+        ("http://files.example.com/in/a", False),
+        ("https://user@files.example.com/in/a", False),
+        ("https://files.example.com.evil.org/in/a", False),
+        ("https://evil.org/https://files.example.com/in/a", False),
+        ("https://files.example.com\\@evil.org/in/a", False),
+        ("https://[::1/in/a", False),
+    ],
+)
+def test_only_what_is_below_an_allowed_url_is_called(address: str, allowed: bool) -> None:
+    assert WebBodies(["https://files.example.com/in/"]).holds(address) is allowed

@@ -1,0 +1,205 @@
+"""A request that was submitted is known before a worker sees it; its entries can be read in order, after any number."""
+
+import time
+
+import pytest
+
+from consumers.state.base import Cancelling, Found, Granted, Held, Identity, Store
+from consumers.state.following import FollowedStore, Look, Part, Refused, Submission, Submitted, Told
+from tests.consumers.state.conftest import Opened
+from tests.support.completions import CANCELLED, ME, answered, copy, failed
+
+QUEUED = Told("queued", b"{}")
+
+
+def submission(**said: object) -> Submission:
+    found = {
+        "body_hash": copy().body_hash,
+        "lane": "critical",
+        "streams": True,
+        "submitted_ms": 1000,
+        "due_ms": None,
+        "deadline_ms": 9000,
+        **said,
+    }
+    return Submission(**found)  # type: ignore[arg-type]
+
+
+async def followed(store: FollowedStore, me: Identity = ME, **said: object) -> Submitted:
+    until_ms = time.time_ns() // 1_000_000 + 60_000
+    return await store.follow(me, submission(**said), told=QUEUED, keep_until_ms=until_ms)
+
+
+async def held(store: Store, me: Identity = ME) -> Held:
+    found = await store.claim(me, copy())
+    assert isinstance(found, Granted)
+    return Held(me, found.token)
+
+
+def part(holder: Held, *told: tuple[str, bytes]) -> Part:
+    return Part(holder, submission(), [Told(*each) for each in told])
+
+
+async def look(store: FollowedStore, after: int = 0, me: Identity = ME) -> Look:
+    (found,) = await store.look([(me, after)])
+    assert found is not None
+    return found
+
+
+async def test_a_submitted_request_is_known_before_a_worker_sees_it(store: FollowedStore) -> None:
+    assert await store.submission(ME) is None
+    assert await followed(store, due_ms=5000) is Submitted.NEW
+
+    assert await store.submission(ME) == submission(due_ms=5000)
+    assert await store.find(ME) == Found(completion=None, running=False)
+    assert [each.kind for each in (await look(store)).entries] == ["queued"]
+
+
+async def test_the_same_request_again_is_known_and_another_body_is_a_conflict(store: FollowedStore) -> None:
+    await followed(store)
+    assert await followed(store) is Submitted.KNOWN
+    assert await followed(store, body_hash=b"x" * 16) is Submitted.CONFLICT
+    await held(store)
+    assert await followed(store) is Submitted.KNOWN
+    assert await followed(store, body_hash=b"x" * 16) is Submitted.CONFLICT
+    assert await followed(store, Identity("other", ME.id), body_hash=b"x" * 16) is Submitted.NEW
+
+
+async def test_what_was_not_published_is_forgotten_unless_a_worker_has_seen_it(store: FollowedStore) -> None:
+    await followed(store)
+    await store.unfollow(ME)
+    assert await store.find(ME) is None
+    assert await store.submission(ME) is None
+    assert (await look(store)).is_known is False
+
+    await followed(store)
+    await held(store)
+    await store.unfollow(ME)
+    assert await store.submission(ME) is not None
+
+
+async def test_its_claim_says_that_it_is_followed(store: FollowedStore) -> None:
+    await followed(store)
+    found = await store.claim(ME, copy())
+    assert isinstance(found, Granted)
+    assert found.followed
+    await store.release(Held(ME, found.token))
+    found = await store.claim(ME, copy())
+    assert isinstance(found, Granted)
+    assert found.followed
+    other = await store.claim(Identity("", "another"), copy())
+    assert isinstance(other, Granted)
+    assert not other.followed
+
+
+async def test_entries_are_numbered_and_read_after_any_number(store: FollowedStore) -> None:
+    await followed(store)
+    holder = await held(store)
+    assert await store.append([part(holder, ("started", b"1"), ("event", b"a"))]) == [None]
+    assert await store.append([part(holder, ("event", b"b"))]) == [None]
+
+    found = await look(store)
+    assert found == Look(
+        entries=[(1, "queued", b"{}"), (2, "started", b"1"), (3, "event", b"a"), (4, "event", b"b")],  # type: ignore[list-item]
+        last=4,
+    )
+    assert [each.number for each in (await look(store, after=3)).entries] == [4]
+    assert await store.look([(ME, 4)]) == [None]
+
+
+async def test_a_request_that_nobody_submitted_gets_entries_too(store: FollowedStore) -> None:
+    holder = await held(store)
+    assert await store.append([part(holder, ("event", b"a"))]) == [None]
+
+    assert [each.body for each in (await look(store)).entries] == [b"a"]
+    assert await store.submission(ME) == submission()
+
+
+async def test_only_the_holder_of_the_claim_appends_and_not_after_the_end(store: FollowedStore) -> None:
+    await followed(store)
+    late = await held(store)
+    await store.release(late)
+    holder = await held(store)
+    assert await store.append([part(late, ("event", b"late")), part(holder, ("event", b"a"))]) == [
+        Refused.FENCED,
+        None,
+    ]
+    await store.complete(ME, copy(), answered("{}"), token=holder.token)
+    assert await store.append([part(holder, ("event", b"b"))]) == [Refused.FENCED]
+    assert [each.body for each in (await look(store)).entries] == [b"{}", b"a"]
+
+
+async def test_a_restart_removes_the_events_before_it(store: FollowedStore) -> None:
+    await followed(store)
+    holder = await held(store)
+    await store.append([part(holder, ("started", b""), ("event", b"a"))])
+    await store.append([part(holder, ("event", b"b"), ("restart", b"{}"), ("event", b"c"))])
+
+    found = await look(store)
+    assert [(each.kind, each.body) for each in found.entries] == [
+        ("queued", b"{}"),
+        ("started", b""),
+        ("restart", b"{}"),
+        ("event", b"c"),
+    ]
+    numbers = [each.number for each in found.entries]
+    assert numbers == sorted(set(numbers))
+    assert numbers[-1] == found.last
+
+
+async def test_events_above_the_limits_are_refused_and_its_life_is_not(opened: Opened) -> None:
+    store: FollowedStore = await opened(events_per_request=3, event_bytes_per_request=100)  # type: ignore[assignment]
+    holder = await held(store)
+    assert await store.append([part(holder, *[("event", b"")] * 4)]) == [Refused.FULL]
+    assert await store.append([part(holder, ("event", b"x" * 101))]) == [Refused.FULL]
+    assert await store.append([part(holder, *[("event", b"")] * 3)]) == [None]
+    assert await store.append([part(holder, ("event", b""))]) == [Refused.FULL]
+    assert await store.append([part(holder, ("truncated", b"{}"))]) == [None]
+    assert await store.append([part(holder, ("restart", b"{}"), ("event", b"x"))]) == [None]
+
+
+@pytest.mark.parametrize("ending", ["complete", "cancel"])
+async def test_a_look_tells_of_the_end(store: FollowedStore, ending: str) -> None:
+    await followed(store)
+    assert await store.look([(ME, 1)]) == [None]
+    if ending == "complete":
+        holder = await held(store)
+        await store.complete(ME, copy(), answered("{}"), token=holder.token)
+    else:
+        assert await store.cancel(ME, CANCELLED) is Cancelling.RECORDED
+
+    assert (await look(store, after=1)).ended
+
+
+async def test_a_refusal_before_the_claim_is_kept_as_its_result(store: FollowedStore) -> None:
+    await followed(store)
+    await store.note(ME, failed())
+
+    found = await store.find(ME)
+    assert found is not None
+    assert found.completion is not None
+
+
+async def test_one_look_serves_many(store: FollowedStore) -> None:
+    many = [Identity("", f"m-{number}") for number in range(70)]
+    for each in many[:-1]:
+        await followed(store, each)
+
+    found = await store.look([(each, 0 if number % 2 else 1) for number, each in enumerate(many)])
+    assert [number for number, each in enumerate(found) if each is not None] == list(range(1, 70, 2))
+    last = found[-1]
+    assert last is not None
+    assert not last.is_known
+
+
+async def test_entries_go_with_the_result(opened: Opened) -> None:
+    store: FollowedStore = await opened(keep_s=0.05)  # type: ignore[assignment]
+    holder = await held(store)
+    await store.append([part(holder, ("event", b"a"))])
+    await store.complete(ME, copy(), answered("{}"), token=holder.token)
+    while await store.find(ME) is not None:
+        pass
+    while await store.sweep():
+        pass
+    assert (await look(store)).is_known is False
+    assert await store.submission(ME) is None

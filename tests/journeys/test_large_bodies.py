@@ -1,0 +1,114 @@
+"""A body that is too large for a message lies beside the broker, and the message has its address and digest."""
+
+import base64
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from lanekeeper.bodies import BodyStore
+from lanekeeper.contract.messages import Kept
+from tests.support.requester import Got, Requester, requester
+from tests.support.serving import serving
+from tests.support.waiting import until
+from topology.lanes import MIB
+
+
+def images(prompt: str, *, mebibytes: int = 20) -> bytes:
+    """A request with that many images of a mebibyte."""
+    data = base64.b64encode(os.urandom(MIB * 3 // 4)).decode()
+    source = {"type": "base64", "media_type": "image/png", "data": data}
+    content: list[dict[str, Any]] = [{"type": "image", "source": source}] * mebibytes
+    asked = [{"role": "user", "content": [*content, {"type": "text", "text": prompt}]}]
+    return json.dumps({"model": "claude-sonnet-5-5", "max_tokens": 50, "messages": asked}).encode()
+
+
+def settings(folder: Path, **more: Any) -> dict[str, Any]:
+    return {"bodies": {"url": f"file://{folder}/bodies", **more}}
+
+
+async def ask(app: Requester, kept: Kept, **properties: Any) -> Got:
+    return await app.ask(b"", headers=dict(kept.headers), within_s=60, **properties)
+
+
+async def test_twenty_megabytes_of_images_are_answered_and_their_body_is_removed(vhost, tmp_path) -> None:
+    body = images("what is this?")
+    store = BodyStore(f"file://{tmp_path}/bodies")
+    async with serving(vhost.amqp_url, **settings(tmp_path)) as worker, requester(vhost.amqp_url) as app:
+        kept = await store.keep([body])
+        reply = await ask(app, kept, message_id="large")
+        assert reply.status == "ok"
+        (call,) = worker.api.calls
+        assert int(call.headers["content-length"]) == len(body)
+        await until(lambda: not list((tmp_path / "bodies").iterdir()))
+        again = await ask(app, await store.keep([body]), message_id="large")
+        assert (again.body, again.headers["x-lane-replayed"], len(worker.api.calls)) == (reply.body, True, 1)
+        other = await ask(app, await store.keep([body + b" "]), message_id="large")
+        assert other.code == "idempotency_conflict"
+        assert not worker.losses
+    store.close()
+
+
+async def test_a_body_that_is_not_as_announced_is_refused_parked_and_never_sent(vhost, tmp_path) -> None:
+    store = BodyStore(f"file://{tmp_path}/bodies")
+    kept = await store.keep([images("right", mebibytes=2)])
+    (tmp_path / "secret").write_bytes(b'{"prompt": "secret"}')
+    secret = hashlib.sha256(b'{"prompt": "secret"}').hexdigest()
+    wrong = {
+        "another digest": (Kept(kept.address, "0" * 64), "invalid_request", "SHA-256"),
+        "nothing there": (Kept(kept.address + "0", kept.sha256), "invalid_request", "nothing is there"),
+        "elsewhere": (Kept(f"file://{tmp_path}/secret", secret), "invalid_request", "not allowed"),
+        "above": (Kept(f"{store.url}/../secret", secret), "invalid_request", "not allowed"),
+        "by http": (Kept("http://169.254.169.254/meta-data", secret), "invalid_request", "not allowed"),
+        "too large": (await store.keep([b" " * (4 * MIB)]), "too_large", "more than"),
+        "no JSON": (await store.keep([b"x" * 2 * MIB]), "invalid_request", "body"),
+    }
+    async with (
+        serving(vhost.amqp_url, **settings(tmp_path, most_bytes=3 * MIB)) as worker,
+        requester(vhost.amqp_url) as app,
+    ):
+        await app.read_dead()
+        for number, (each, code, words) in enumerate(wrong.values()):
+            reply = await ask(app, each, message_id=f"id-{number}")
+            assert (reply.code, words in reply.json["detail"]) == (code, True), reply.json
+            dead = await app.buried(f"id-{number}")
+            assert dead.headers["x-lane-body"] == each.address
+        assert not worker.api.calls
+        assert (await ask(app, kept, message_id="right")).status == "ok"
+    store.close()
+
+
+async def test_a_message_that_is_too_large_is_told_of_the_way_around(vhost) -> None:
+    async with serving(vhost.amqp_url), requester(vhost.amqp_url) as app:
+        reply = await app.ask(images("x", mebibytes=2), within_s=60)
+        assert (reply.code, "x-lane-body" in reply.json["detail"]) == ("too_large", True)
+
+
+async def test_a_dead_letters_body_stays_and_its_replay_is_answered(vhost, tmp_path) -> None:
+    store = BodyStore(f"file://{tmp_path}/bodies")
+    kept = await store.keep([images("[[fault: invalid x1]]", mebibytes=2)])
+    async with serving(vhost.amqp_url, **settings(tmp_path)) as worker, requester(vhost.amqp_url) as app:
+        await app.read_dead()
+        assert (await ask(app, kept, message_id="dead")).code == "provider_rejected"
+        await app.buried("dead")
+        assert await store.fetch(kept)
+        assert len(worker.api.calls) == 1
+    store.close()
+
+
+async def test_a_store_that_is_away_delays_the_request_and_counts_no_attempt(vhost, tmp_path) -> None:
+    store = BodyStore(f"file://{tmp_path}/bodies")
+    kept = await store.keep([images("later", mebibytes=2)])
+    folder = tmp_path / "bodies"
+    folder.rename(tmp_path / "away")
+    folder.write_bytes(b"no folder")
+    async with serving(vhost.amqp_url, **settings(tmp_path)), requester(vhost.amqp_url) as app:
+        await app.read_events()
+        id = await app.publish(b"", headers=dict(kept.headers), message_id="later")
+        await until(lambda: [each for each in app.events if each.json["event"] == "deferred"])
+        folder.unlink()
+        (tmp_path / "away").rename(folder)
+        await until(lambda: app.finals(id), within_s=60)
+        assert (app.finals(id)[0].status, app.finals(id)[0].headers["x-lane-attempt"]) == ("ok", 1)
+    store.close()

@@ -1,0 +1,273 @@
+"""The client over HTTP, against a gateway whose answers and failures a test chooses."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from lanekeeper import (
+    AccessRefused,
+    BrokerUnreachable,
+    Client,
+    ConfirmUnknown,
+    ControlRefused,
+    Final,
+    NoReply,
+    NotEnded,
+    Part,
+    Problem,
+    PublishRefused,
+    TopologyMismatch,
+)
+from tests.support.fake_gateway import CUT, KEY, RESULT, FakeGateway, Refusal
+from tests.support.waiting import until
+
+BODY = {"prompt": "hello"}
+LANE = "normal.tests.http"
+CONFLICT = {"code": "idempotency_conflict", "status": 409, "detail": "used with another body"}
+
+
+@pytest.fixture
+async def gateway() -> AsyncIterator[FakeGateway]:
+    async with FakeGateway() as gateway:
+        yield gateway
+
+
+@pytest.fixture
+async def client(gateway: FakeGateway) -> AsyncIterator[Client]:
+    async with Client(gateway.url, api_key=KEY) as client:
+        yield client
+
+
+def event(number: int, kind: str, data: Any = None) -> str:
+    return f"id: {number}\nevent: {kind}\ndata: {json.dumps(data or {})}\n\n"
+
+
+def word(number: int, text: str) -> str:
+    return event(number, "event", {"type": "content_block_delta", "delta": {"text": text}})
+
+
+async def test_a_request_goes_to_its_lane_and_its_answer_comes_byte_for_byte(gateway, client) -> None:
+    gateway.status |= {"model": "m-1", "provider": "p-1", "wait_ms": 5, "run_ms": 7}
+
+    final = await client.request(BODY, key="batch.tests.http", message_id="id-1", deadline_s=30, beta="b-1")
+
+    (posted,) = gateway.called("POST")
+    assert json.loads(posted.body) == BODY
+    headers = ("idempotency-key", "x-lane-name", "x-api-key", "x-lane-deadline-ms", "anthropic-beta")
+    assert [posted.headers[name] for name in headers] == ["id-1", "batch", KEY, "30000", "b-1"]
+    assert (final.body, final.text, final.request_id, final.lane) == (RESULT.encode(), "Pô", "id-1", "normal")
+    assert (final.model, final.provider, final.attempt, final.wait_ms, final.run_ms) == ("m-1", "p-1", 1, 5, 7)
+
+
+async def test_while_gateway_or_proxy_are_away_the_same_request_is_posted_again(gateway, client) -> None:
+    gateway.faults += [503, CUT, 502, 504, Refusal(429)]
+
+    id = await client.publish(BODY, key=LANE)
+
+    assert [call.headers["idempotency-key"] for call in gateway.called("POST")] == [id] * 6
+    assert list(gateway.posted) == [id]
+
+
+async def test_a_gateway_that_stays_away_is_told_and_whether_the_request_may_have_been_taken(gateway) -> None:
+    async with Client(gateway.url, api_key=KEY, publish_within_s=0.01) as client:
+        gateway.faults += [503]
+        with pytest.raises(BrokerUnreachable, match="503") as away:
+            await client.publish(BODY, key=LANE)
+        assert not away.value.maybe_published
+        assert client.trouble is not None
+
+        gateway.faults += [CUT]
+        with pytest.raises(ConfirmUnknown):
+            await client.publish(BODY, key=LANE)
+
+        await client.publish(BODY, key=LANE)
+        assert client.trouble is None
+
+
+async def test_a_full_lane_is_told_with_how_long_to_wait_or_waited_for(gateway, client) -> None:
+    gateway.faults += [Refusal(529, {"detail": "the lane is full"}, {"retry-after": "7"})]
+    with pytest.raises(PublishRefused, match="the lane is full") as refused:
+        await client.publish(BODY, key=LANE)
+    assert refused.value.retry_after_s == 7
+
+    gateway.faults += [Refusal(529, {}, {"retry-after": "0"})] * 3
+    await client.publish(BODY, key=LANE, full_within_s=60)
+    assert len(gateway.called("POST")) == 5
+
+
+@pytest.mark.parametrize(
+    ("status", "document", "error", "says"),
+    [
+        (400, {"code": "invalid_request", "status": 400, "detail": "model: no"}, Problem, "invalid_request: model: no"),
+        (403, {"code": "forbidden_model", "status": 403, "detail": "model"}, Problem, "forbidden_model"),
+        (409, CONFLICT, Problem, "idempotency_conflict"),
+        (413, {}, Problem, "too_large"),
+        (401, {"detail": "invalid x-api-key"}, AccessRefused, "401: invalid x-api-key"),
+        (403, {"detail": "this key allows batch"}, AccessRefused, "this key allows batch"),
+        (404, {"detail": "no such path"}, TopologyMismatch, "is it a gateway's"),
+        (302, {}, TopologyMismatch, "is it a gateway's"),
+    ],
+)
+async def test_what_the_gateway_refuses_is_the_same_error_as_over_amqp(
+    gateway, client, status: int, document: dict[str, Any], error: type[Exception], says: str
+) -> None:
+    gateway.faults += [Refusal(status, document, {"location": "/v1/requests"})]
+
+    with pytest.raises(error, match=says):
+        await client.request(BODY, key=LANE)
+    assert len(gateway.calls) == 1
+
+
+async def test_a_request_whose_record_was_lost_is_posted_again_under_its_id(gateway, client) -> None:
+    gateway.status["status"] = "running"
+    asked = asyncio.create_task(client.request(BODY, key=LANE, message_id="id-1", timeout_s=30))
+    await until(lambda: gateway.called("GET"))
+    gateway.posted.clear()
+    await until(lambda: gateway.posted)
+    gateway.status["status"] = "completed"
+
+    assert (await asked).text == "Pô"
+    assert {call.headers["idempotency-key"] for call in gateway.called("POST")} == {"id-1"}
+
+
+async def test_a_request_that_failed_is_the_problem(gateway, client) -> None:
+    problem = {"code": "deadline_exceeded", "status": 504, "detail": "too late", "attempts": 2}
+    gateway.status = {"status": "failed", "problem": problem}
+
+    with pytest.raises(Problem, match="deadline_exceeded: too late") as failed:
+        await client.request(BODY, key=LANE)
+    assert (failed.value.status, failed.value.attempts, failed.value.fields) == (504, 2, problem)
+
+
+async def test_no_answer_in_time_is_no_reply(gateway, client) -> None:
+    gateway.status["status"] = "running"
+    with pytest.raises(NoReply, match=r"id-1 within 0\.3 s"):
+        await client.request(BODY, key=LANE, message_id="id-1", timeout_s=0.3)
+
+
+@pytest.mark.parametrize(
+    ("status", "waits"),
+    [("queued", "waiting"), ("delayed", "waiting"), ("retrying", "waiting"), ("running", "running")],
+)
+async def test_a_result_that_is_not_there_yet_says_why(gateway, client, status: str, waits: str) -> None:
+    gateway.status = {"status": status, "attempts": 3, "due_at": "2026-11-22T10:00:00+00:00"}
+    await client.publish(BODY, key=LANE, message_id="id-1")
+
+    with pytest.raises(NotEnded) as waiting:
+        await client.result("id-1")
+    assert (waiting.value.status, waiting.value.attempts) == (waits, 3)
+    assert waiting.value.due_at is not None
+
+
+async def test_a_result_is_waited_for_at_the_gateway(gateway, client) -> None:
+    gateway.status["status"] = "running"
+    await client.publish(BODY, key=LANE, message_id="id-1")
+    asked = asyncio.create_task(client.result("id-1", wait_s=60))
+    await until(lambda: gateway.called("GET"))
+    gateway.faults += [503, CUT]
+    gateway.status["status"] = "completed"
+
+    assert (await asked).body == RESULT.encode()
+    assert {call.query["wait"] for call in gateway.called("GET")} == {"20.000s"}
+
+
+async def test_an_unknown_request_has_no_result_and_cannot_be_cancelled(client) -> None:
+    with pytest.raises(NotEnded, match="unknown"):
+        await client.result("id-1")
+    with pytest.raises(ControlRefused, match="not known"):
+        await client.cancel("id-1")
+    for id in ("..", "a/b", ""):
+        with pytest.raises(ControlRefused, match="the request's id"):
+            await client.cancel(id)
+
+
+async def test_a_stream_goes_on_after_a_lost_connection_where_it_was(gateway, client) -> None:
+    gateway.streams += [
+        [": hello\n\n", event(1, "queued"), event(2, "started"), word(3, "One "), "id: 4\nevent: event\nda"],
+        [word(4, "two"), event(5, "restart"), word(6, "New ")],
+        [word(7, "words"), event(8, "completed")],
+    ]
+
+    came = [each async for each in client.stream(BODY, key=LANE)]
+
+    *parts, last = came
+    assert [(part.kind, part.seq, part.text) for part in parts if isinstance(part, Part)] == [
+        ("event", 0, "One "), ("event", 1, "two"), ("restart", 0, ""), ("event", 1, "New "), ("event", 2, "words"),
+    ]  # fmt: skip
+    assert isinstance(last, Final)
+    events = [call.headers.get("last-event-id") for call in gateway.called("GET") if call.path.endswith("/events")]
+    assert events == [None, "3", "6"]
+    assert [json.loads(call.body) for call in gateway.called("POST")] == [{"stream": True, **BODY}]
+
+
+async def test_a_body_given_as_bytes_stays_as_it_is_but_for_stream(gateway, client) -> None:
+    async for _ in client.stream(b' { "prompt" :"hello"}', key=LANE):
+        pass
+    await client.request(b' { "prompt" :"hello"}', key=LANE)
+
+    assert [call.body for call in gateway.called("POST")] == [
+        b' {"stream":true, "prompt" :"hello"}', b' { "prompt" :"hello"}',
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["request", "stream"])
+async def test_a_caller_that_leaves_cancels_its_request(gateway, client, how: str) -> None:
+    gateway.status["status"] = "running"
+    gateway.streams += [[word(1, "One ")]]
+    if how == "request":
+        asked = asyncio.create_task(client.request(BODY, key=LANE, message_id="id-1"))
+        await until(lambda: gateway.called("GET"))
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+    else:
+        async with aclosing(client.stream(BODY, key=LANE, message_id="id-1")) as replies:
+            async for _ in replies:
+                break
+
+    await until(lambda: gateway.called("DELETE"))
+    assert [call.path for call in gateway.called("DELETE")] == ["/v1/requests/id-1"]
+
+
+async def test_a_cancellation_says_what_became_of_it(client) -> None:
+    await client.publish(BODY, key=LANE, message_id="id-1")
+    assert await client.cancel("id-1") == "told"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"priority": 9}, "priority: found 9"),
+        ({"tenant": "other"}, "tenant"),
+        ({"headers": {"x-mine": "1"}}, "header x-mine"),
+    ],
+)
+async def test_what_http_cannot_carry_is_refused_before_it_is_sent(gateway, client, options: Any, says: str) -> None:
+    with pytest.raises(Problem, match=says):
+        await client.publish(BODY, key=LANE, **options)
+    assert gateway.calls == []
+
+
+async def test_opening_the_client_tells_a_wrong_key_and_a_gateway_that_is_away(gateway) -> None:
+    with pytest.raises(AccessRefused, match="401"):
+        async with Client(gateway.url, api_key="wrong"):
+            pass
+    with pytest.raises(BrokerUnreachable, match=r"127\.0\.0\.1:1"):
+        async with Client("http://127.0.0.1:1", api_key=KEY):
+            pass
+
+
+@pytest.mark.parametrize("url", ["http://user:secret@host", "http://host/?a=b", "https://", "http://host/#a"])
+def test_a_url_that_is_no_gateways_is_refused_without_being_quoted(url: str) -> None:
+    with pytest.raises(ValueError, match="a gateway's URL is") as refused:
+        Client(url)
+    assert "secret" not in str(refused.value)
+
+
+def test_a_key_of_a_gateway_is_not_given_to_a_broker() -> None:
+    with pytest.raises(ValueError, match="api_key"):
+        Client("amqp://localhost/", api_key="x")
