@@ -72,7 +72,7 @@ class Replayed:
     buries: bool = False
     """This message may not have been parked when it ended, so it is parked (again)."""
     retold: bool = False
-    """Only its reply was left: the reply queue had refused it."""
+    """True if only the reply was left to send, because its queue had refused it."""
 
 
 Outcome = Answered | Deferred | Retried | Refused | Buried | Dropped | Replayed

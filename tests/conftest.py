@@ -44,8 +44,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Say how properties are tried; start the keeper of brokers, and have images made before any test's time runs:
-    in the session's first process."""
+    """Set how properties are tested. In the session's first process, also start the keeper of brokers and have images
+    made, so that no test's time limit includes that."""
     # How long an example takes depends on how busy the machine is.
     settings.register_profile(
         "any machine", max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow]

@@ -50,7 +50,7 @@ class Scouted:
     full: int = 0
     """How many looks in a row found it full."""
     slow: int = 0
-    """How many of these found it slow."""
+    """In how many of these looks its slots became free too seldom."""
     idle: int = 0
     """How many looks in a row found free slots."""
     at_work: "Scout | None" = None

@@ -22,7 +22,7 @@ UNKNOWN_S = 5.0
 """For a limit that is a guess: about four calls at once, until one has been answered. With fewer, few requests could
 fail over to a provider that was never called before."""
 UNPROVEN_S = 10.0
-"""For a limit that was announced or set, while the provider does not say how much is left."""
+"""The size for a limit that was announced or set, while the provider does not say how much is left."""
 NEWS = 1.01
 """An increase of what is proven by less than this factor is not worth telling other processes."""
 BACK = 1.1

@@ -16,7 +16,7 @@ from consumers.providers.translation import border, plain
 
 WITHIN_S: Final = 30.0
 ANSWER_BYTES: Final = 4 * 1024 * 1024
-"""A thousand models, the most of one page, have less than one."""
+"""The largest answer that is read. A page has a thousand models at most, which take less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,7 +52,8 @@ class RoutesSpec:
     """Tenants that may use some models only."""
 
     def problems(self, *, known: Collection[str]) -> list[Problem]:
-        """All that is wrong, except circles. `known`: models that a lane uses or that have a price."""
+        """All that is wrong, except fallbacks that go in a circle. `known`: models that a lane uses or that have a
+        price."""
         return [*self._of_lanes(), *self._of_models(known), *self._of_lane_models()]
 
     def _of_lanes(self) -> Iterator[Problem]:
@@ -94,7 +95,7 @@ class RoutesSpec:
                     yield Problem(("lanes", lane, "models"), f"no provider of the lane has {model!r}")
 
     def _has(self, lane: str, model: str) -> bool:
-        """Whether a provider of the lane has it."""
+        """Whether a provider of the lane has the model."""
         names = self.lanes.get(lane)
         return any(
             (names is None or each.name in names) and (each.models is None or model in each.models)

@@ -1,4 +1,4 @@
-"""What is said over the wire, typed: messages, names of headers, exchanges and queues, errors and problem documents.
+"""The wire format as typed values: messages, names of headers, exchanges and queues, errors and problem documents.
 
 Imported by everything; imports nothing of ours.
 """

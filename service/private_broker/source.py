@@ -70,7 +70,7 @@ class Steps:
             raise Leaving
 
     def until(self, seconds: float) -> Iterator[None]:
-        """Rounds of a polling loop for `seconds`: the first at once, then every 50 ms."""
+        """Yield for each round of a polling loop, for `seconds`: at once, then every 50 ms."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             self.check()

@@ -1,7 +1,7 @@
 """`python -m tests.faults.broken COMMAND …` runs `lanekeeper COMMAND …` with a deliberate error: it acknowledges
 first.
 
-What many a worker does that was written in an afternoon. Whoever looks for lost requests must find some with it.
+A check that looks for lost requests must find some with this worker.
 """
 
 import sys

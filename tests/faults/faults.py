@@ -1,7 +1,8 @@
 """All faults by their name in the catalogue; `inject/` has the code that causes and repairs them. START HERE for a new
 one.
 
-A fault is a function that breaks something, holds that for so many seconds, mends it, and returns what it was done to.
+A fault is a function that breaks something, keeps it broken for so many seconds, repairs it, and returns what it had
+broken.
 """
 
 import random

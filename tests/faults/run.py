@@ -2,8 +2,9 @@
 
     python -m tests.faults.run --minutes 18 --seeds 1,2,3 --on both --rate 25
 
-Each seed has its own schedule, on each kind of broker. At the end the broken worker gets the first of them, and must be
-caught. Exits 1 where anything was lost, doubled differently or unasked for, a worker crashed, or the broken one passed.
+Each seed has its own schedule, on each kind of broker. At the end the first schedule is run with a deliberately broken
+worker, whose errors must be found. Exits 1 if anything was lost, answered twice with different answers, or answered
+without having been asked, if a worker crashed, or if the broken worker passed.
 """
 
 import argparse

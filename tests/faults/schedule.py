@@ -27,7 +27,8 @@ class Planned:
 def plan(faults: Sequence[Fault], *, seed: int, seconds: float, part: tuple[int, int] = (0, 1)) -> tuple[Planned, ...]:
     """Faults for at least so many seconds, in random order, each once before any comes again.
 
-    `part`: of several runs the how-maniest this is: each begins elsewhere, so that together they inject every fault.
+    `part`: the number of this run among several: each begins with another fault, so that together they inject every
+    fault.
     Restarts take longer than is planned; whoever carries it out stops when its time is over.
     """
     rng = random.Random(seed)

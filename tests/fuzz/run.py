@@ -1,7 +1,8 @@
 """Fuzz for longer: `./dev fuzz [--minutes N] [TARGET …]`. One process per target, each guided by coverage (atheris).
 
-What is found lies in .cache/fuzz/found: put it into tests/fuzz/corpus/<target> under a name that says what it is, see
-test_targets.py fail, and mend it. What only widened the coverage is kept in .cache/fuzz/<target> for the next run.
+Findings are written to .cache/fuzz/found: copy one to tests/fuzz/corpus/<target> under a name that says what it is, see
+test_targets.py fail, and correct the code. What only widened the coverage is kept in .cache/fuzz/<target> for the next
+run.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """Do the fast tests see a change? `./dev mutants [--count N] [--seed N] [PATH[:LINE] …]`
 
 Changes some places of the code at random, one at a time, and runs the fast tests that execute the changed lines. A
-change that no test sees has survived: write a test that sees it, or make the code simpler. What cannot be seen from
-outside is told in equivalent.txt, with a reason.
+change that no test sees has survived: write a test that sees it, or make the code simpler. Changes that cannot be seen
+from outside are listed in equivalent.txt, with a reason.
 
 Which test executes which lines is found out first and kept in .cache/mutants: some minutes after a change of the code,
 seconds after a change of tests.

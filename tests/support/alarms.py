@@ -13,7 +13,8 @@ NOTHING = "0.00001"
 
 @asynccontextmanager
 async def memory_alarm(amqp_url: str) -> AsyncIterator[None]:
-    """A memory alarm while the block lasts. It affects all publishers, so the broker should be the test's own."""
+    """Raise a memory alarm for as long as the block lasts. It affects all publishers, so the broker should be the
+    test's own."""
     container = await _container(amqp_url)
     await _set(container, NOTHING)
     try:

@@ -118,7 +118,7 @@ class Together:
 
 
 def parts(wanted: Sequence[T]) -> Iterator[Sequence[T]]:
-    """As few parts as there can be, each of one of the sizes."""
+    """Split into as few parts as possible, each of one of the sizes."""
     begin = 0
     for size in SIZES:
         while len(wanted) - begin >= size:

@@ -263,7 +263,7 @@ def _together(
     alike: Sequence[tuple[T, _Waiting]],
     done: list[_Done],
 ) -> list[_Waiting]:
-    """Do them in a few statements. Returns those that must be done one by one."""
+    """Do the claims, completions and renewals in a few statements. Returns those that must be done one by one."""
     left: list[_Waiting] = []
     for some in parts(alike):
         try:

@@ -107,7 +107,7 @@ class StoreEdge:
 
 
 class PublisherEdge(Publisher):
-    """The real `publish_surely`; the world decides what becomes of each single try."""
+    """The real `publish_surely`; the simulated world decides the result of each try."""
 
     def __init__(self, world: World, edge: Edge) -> None:
         self._world = world
