@@ -135,7 +135,7 @@ async def gather(connection: Connection, *, names: Names, quiet_s: float = QUIET
         correlation_id=uuid.uuid4().hex,
         reply_to=DIRECT_REPLY_TO,
         persistent=False,
-        expiration=str(round(1000 * LONGEST_S)),  # `lane.control` gets it too, and must not keep it for a later worker
+        expiration=str(round(1000 * LONGEST_S)),  # a copy goes to `lane.control`, which must not keep it
     )
     answers: list[Mapping[str, Any]] = []
     try:
