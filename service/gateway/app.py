@@ -16,6 +16,8 @@ from service.gateway.access import Access, is_loopback
 from service.gateway.asking import Reading
 from service.gateway.bodies import Bodies
 from service.gateway.documents import refusal
+from service.gateway.events import Events
+from service.gateway.following import Following
 from service.gateway.looking import Looking
 from service.gateway.lookups import Answering, LookupPaths
 from service.gateway.messages import Messages
@@ -79,6 +81,8 @@ class Gateway:
         self._requests = Requests(
             client, store, reading=reading, room=self._room, bodies=self._bodies, looking=self._looking
         )
+        following = Following(self._requests, self._looking)
+        self._events = Events(self._requests, following, self._looking, ping_every_s=spec.ping_every_s)
         self._lookups = LookupPaths(settings, room=self._room)
 
     def reasons(self) -> Mapping[str, str | None]:
@@ -100,6 +104,7 @@ class Gateway:
             ("POST", "/v1/requests"): self._for_tenant(self._requests.post),
             ("GET", "/v1/requests/{id}"): self._for_tenant(self._requests.get),
             ("DELETE", "/v1/requests/{id}"): self._for_tenant(self._requests.delete),
+            ("GET", "/v1/requests/{id}/events"): self._for_tenant(self._events.get),
             **lookups,
         }
 
@@ -108,7 +113,7 @@ class Gateway:
         return self._bodies.most_bytes
 
     async def drained(self) -> None:
-        self._looking.closing.set()
+        self._looking.close()
         await self._room.emptied()
 
     def _for_tenant(self, handle: Callable[[web.Request, GatewayKey], Awaitable[web.StreamResponse]]) -> Handler:

@@ -7,6 +7,7 @@ request, and none of them holds anything that could be lost with it (docs/decisi
 import asyncio
 import json
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -204,13 +205,9 @@ class Requests:
     async def _ended(self, identity: Identity, *, within_s: float) -> None:
         """Return when it has ended, or nothing is known of it; at the latest after `within_s`, or when the process
         stops."""
-        ending = asyncio.create_task(self._looking.news(identity, WITHOUT_LIMIT), name=f"wait {identity.id}")
-        stopping = asyncio.create_task(self._looking.closing.wait(), name="stopping")
-        try:
-            await asyncio.wait((ending, stopping), timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            ending.cancel()
-            stopping.cancel()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self._looking.news(identity, WITHOUT_LIMIT)
 
 
 def identity_of(id: str, caller: GatewayKey) -> Identity:
