@@ -36,7 +36,7 @@ class Look:
 
     @classmethod
     def at(cls, stage: Stage, pids: Sequence[int]) -> "Look":
-        return cls(calls=stage.books.calls, at_s=time.monotonic(), cpu_s=sum(map(cpu_s, pids)))
+        return cls(calls=stage.call_log.calls, at_s=time.monotonic(), cpu_s=sum(map(cpu_s, pids)))
 
     def until(self, last: "Look") -> Figures:
         calls = last.calls - self.calls
@@ -59,9 +59,9 @@ async def drain(
     queued = queued or requests
     await stage.reset(who)
     await stage.send(who, Spec(do="publish", last=queued, at_once=min(FILLING, queued), size=size, tenants=tenants))
-    stage.books.held = True
+    stage.call_log.held = True
     async with stage.workers(who, slots=SLOTS, processes=processes) as pids:
-        stage.books.held = False
+        stage.call_log.held = False
         await stage.called(int(WARM * requests))
         first = Look.at(stage, pids)
         await stage.called(requests)
@@ -171,21 +171,21 @@ async def mixed(stage: Stage, who: Contestant, *, seconds: float) -> Figures:
 async def _waits(stage: Stage, who: Contestant, sent: Sent, lanes: Mapping[str, Sequence[int]]) -> Figures:
     """The waits of critical requests, all of which must begin, and of normal ones (of those that have not begun: the
     wait so far). And the used part of the `FEW` slots while requests were sent."""
-    books, since, until = stage.books, min(sent.began), max(sent.began)
+    call_log, since, until = stage.call_log, min(sent.began), max(sent.began)
     async with asyncio.timeout(30):
-        while not all(books.began[number] for number in lanes["critical"]):
+        while not all(call_log.began[number] for number in lanes["critical"]):
             await asyncio.sleep(LOOK_EVERY_S)
     asked, now, figures = dict(zip(sent.numbers, sent.began, strict=True)), time.monotonic(), {}
     for lane, numbers in lanes.items():
-        waits = [1000 * max(0.0, (books.began[number] or now) - asked[number]) for number in numbers]
+        waits = [1000 * max(0.0, (call_log.began[number] or now) - asked[number]) for number in numbers]
         figures |= {f"{lane}_p50_ms": quantile(waits, 0.5), f"{lane}_p99_ms": quantile(waits, 0.99)}
     busy = sum(
-        max(0.0, min(books.ended[number] or now, until) - max(books.began[number], since))
-        for number in range(stage.books.most)
-        if books.began[number]
+        max(0.0, min(call_log.ended[number] or now, until) - max(call_log.began[number], since))
+        for number in range(stage.call_log.most)
+        if call_log.began[number]
     )
-    if books.repeated:
-        raise Spoiled(f"{who.name}: {books.repeated} called twice")
+    if call_log.repeated:
+        raise Spoiled(f"{who.name}: {call_log.repeated} called twice")
     figures["slots_used"] = 100 * busy / (FEW * (until - since))
     return figures
 
@@ -267,8 +267,8 @@ def plan(*, quick: bool) -> list[Scenario]:
             scenario(
                 f"flood {jobs}",
                 flood,
-                (floor_with_lanes(critical=1, batch=7), _lanes(1, 1, 6), *(PEERS if jobs == 2000 else ())),
-                1 if quick or jobs > 10_000 else 2,
+                (floor_with_lanes(critical=1, batch=7), _lanes(critical=1, batch=7), *(PEERS if jobs == 2000 else ())),
+                1 if quick else 2,
                 jobs=jobs,
                 asks=30 if quick else 100,
             )
@@ -277,7 +277,7 @@ def plan(*, quick: bool) -> list[Scenario]:
         scenario(
             "mixed",
             mixed,
-            (floor_with_lanes(critical=3, normal=2, batch=3), _lanes(3, 2, 3)),
+            (floor_with_lanes(critical=3, normal=2, batch=3), _lanes(critical=3, normal=2, batch=3)),
             1 if quick else 2,
             seconds=3 if quick else 8,
         ),
@@ -292,16 +292,16 @@ def plan(*, quick: bool) -> list[Scenario]:
             drains(f"{size // 1000} KB bodies", pair, 1, size=size, requests=(min(requests, 30_000_000 // size)))
             for size in ((1_000_000,) if quick else (32_000, 256_000, 1_000_000))
         ),
-        scenario("memory", memory, (ours,), 1, requests=3000 if quick else 100_000),
+        scenario("memory", memory, (ours,), 1 if quick else 2, requests=3000 if quick else 100_000),
     ]
 
 
-def _lanes(critical: int, normal: int, batch: int) -> Contestant:
-    """Lanekeeper with as many slots in total as the floor. Lanes lend their idle slots; critical keeps one."""
-    slots = {"CRITICAL": critical, "NORMAL": normal, "BATCH": batch}
-    own = {f"LANEKEEPER_LANES__{lane}__SLOTS": str(count) for lane, count in slots.items()}
-    kept = {f"LANEKEEPER_LANES__{lane}__SLOTS_MIN": str(int(lane == "CRITICAL")) for lane in slots}
-    return lanekeeper(**own, **kept)
+def _lanes(**slots: int) -> Contestant:
+    """Lanekeeper with these lanes alone, and as many slots in total as the floor. Lanes lend their idle slots; critical
+    keeps one."""
+    own = {f"LANEKEEPER_LANES__{lane.upper()}__SLOTS": str(count) for lane, count in slots.items()}
+    kept = {f"LANEKEEPER_LANES__{lane.upper()}__SLOTS_MIN": str(int(lane == "critical")) for lane in slots}
+    return lanekeeper(lanes=tuple(slots), **own, **kept)
 
 
 def _traced() -> Contestant:

@@ -150,6 +150,7 @@ class Gateway:
         return handled
 
     async def aclose(self) -> None:
+        self._bodies.close()
         await self._lookups.aclose()
         await self._looking.aclose()
 
