@@ -1,6 +1,9 @@
 """LiteLLM's proxy with its priority scheduler, in a process and a virtual environment of its own; not a dependency.
 
-    python3 -m venv .cache/litellm && .cache/litellm/bin/pip install 'litellm[proxy]'
+    python3 -m venv .cache/litellm
+    .cache/litellm/bin/pip install --only-binary :all: 'litellm[proxy]==1.106.2'
+
+Name the version: three releases of it (1.82.7, 1.82.8, 1.107.0) are reported to have been made by somebody else.
 
 A `priority` goes with each request, the lower the sooner (in 1.106 0 is as good as none, so they begin at 1). What the
 proxy refuses comes again after a second, through its queue, which its own retries do not pass. As many requests stand
@@ -17,7 +20,7 @@ import json
 import os
 import secrets
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -72,44 +75,50 @@ async def version(program: Path) -> str:
 
 @asynccontextmanager
 async def proxy(base_url: str, load: Load, *, program: Path, further: str = "") -> AsyncIterator[Asking]:
-    (port,), program = free_ports(1), program.absolute()
     slots = {lane.name: asyncio.Semaphore(lane.slots) for lane in DEFAULT_LANES}
+    config = _CONFIG.format(
+        model=MODEL,
+        base_url=base_url,
+        requests=load.requests_per_minute,
+        input_tokens=load.input_tokens_per_minute,
+    )
+    async with started(config + further, program=program) as (url, key, _):
+        connector = aiohttp.TCPConnector(limit=0)
+        headers = {"authorization": f"Bearer {key}"}
+        async with aiohttp.ClientSession(connector=connector, headers=headers) as session:
+
+            async def ask(ask: Ask) -> None:
+                body = {**json.loads(ask.body), "priority": PRIORITIES[ask.lane]}
+                async with slots[ask.lane]:
+                    while True:
+                        again_s = await _attempt(session, url, body)
+                        if again_s is None:
+                            return
+                        await asyncio.sleep(again_s)
+
+            yield ask
+
+
+@asynccontextmanager
+async def started(config: str, *, program: Path, options: Sequence[str] = ()) -> AsyncIterator[tuple[str, str, int]]:
+    """Its URL, a key for it, and its process id. Raises TimeoutError if it does not start."""
+    (port,), program = free_ports(1), program.absolute()
     url, key = f"http://{LOOPBACK}:{port}", f"sk-{secrets.token_hex(16)}"
     with tempfile.TemporaryDirectory(prefix="lanekeeper-bench-") as folder:
-        config = Path(folder, "config.yaml")
-        config.write_text(
-            _CONFIG.format(
-                model=MODEL,
-                base_url=base_url,
-                requests=load.requests_per_minute,
-                input_tokens=load.input_tokens_per_minute,
-            )
-            + further
-        )
+        path = Path(folder, "config.yaml")
+        path.write_text(config)
         with Path(folder, "log").open("wb") as log:  # noqa: ASYNC230
             process = await asyncio.create_subprocess_exec(
-                *(str(program), "--config", str(config), "--host", LOOPBACK, "--port", str(port)),
-                env={**_environment(), "LITELLM_MASTER_KEY": key},
+                *(str(program), "--config", str(path), "--host", LOOPBACK, "--port", str(port), *options),
+                env={**_environment(), "LITELLM_MASTER_KEY": key, "HOME": folder},
                 stdout=log,
                 stderr=log,
                 cwd=folder,
             )
         try:
-            connector = aiohttp.TCPConnector(limit=0)
-            headers = {"authorization": f"Bearer {key}"}
-            async with aiohttp.ClientSession(connector=connector, headers=headers) as session:
+            async with aiohttp.ClientSession() as session:
                 await _started(session, url)
-
-                async def ask(ask: Ask) -> None:
-                    body = {**json.loads(ask.body), "priority": PRIORITIES[ask.lane]}
-                    async with slots[ask.lane]:
-                        while True:
-                            again_s = await _attempt(session, url, body)
-                            if again_s is None:
-                                return
-                            await asyncio.sleep(again_s)
-
-                yield ask
+            yield url, key, process.pid
         finally:
             process.terminate()
             await process.wait()
