@@ -1,11 +1,11 @@
-"""The suite: what Lanekeeper costs and how fast it is, beside the shortest possible worker and what people use today.
+"""The suite: measures Lanekeeper's cost and speed, beside the shortest possible worker and other frameworks.
 
     ./dev bench [--quick] [--only WORD] [--write]     everything; under twenty minutes, with --quick under three
-    ./dev bench --report [FILE]                       the tables of results that are there (the newest)
+    ./dev bench --report [FILE]                       prints the tables of earlier results (default: the newest)
 
-Every contestant's handler makes the same SDK call to the same provider, in turns in one run. A run that lost or
-repeated a message has no figure. The raw figures go to benchmarks/results/. --write also puts the tables into
-README.md and docs/performance.md, and draws the plots.
+The contestants take turns in one run. Every contestant's handler makes the same SDK call to the same provider. A run
+that lost or repeated a message yields no figure. The raw figures are written to benchmarks/results/. --write also puts
+the tables into README.md and docs/performance.md, and draws the plots.
 """
 
 import argparse
@@ -33,7 +33,7 @@ THEIRS = ("celery", "dramatiq", "faststream", "taskiq", "taskiq-aio-pika")
 
 
 async def measure(plan: Sequence[Scenario], found: Results) -> None:
-    """Run all of `plan`; `found` takes what came out."""
+    """Run all scenarios of `plan`, and add their results to `found`."""
     async with stage() as on:
         found.versions["RabbitMQ"] = on.version
         if on.redis_url is None:
@@ -69,7 +69,7 @@ def _say(run: Run) -> None:
 
 
 def fresh(*, quick: bool = False) -> Results:
-    """Results without runs: machine and versions."""
+    """Empty results, with the machine and the versions."""
     found = Results(
         at=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         machine=results.machine(),
@@ -88,7 +88,7 @@ def fresh(*, quick: bool = False) -> Results:
 
 
 def floor_and_ours(about: str | None) -> None:
-    """`./dev bench floor`: drains in turns, with the ratio of each round."""
+    """`./dev bench floor`: the scenario `drain` in turns, with each round's ratio to the floor."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=3000)

@@ -1,12 +1,12 @@
-"""Who spends a small budget best: Lanekeeper, no gate, a semaphore, LiteLLM's proxy; the same load, in the same run.
+"""Compares how a small budget is spent by Lanekeeper, without a gate, by a semaphore and by LiteLLM's proxy.
 
     ./dev bench budget [--minutes 5] [--speed 10] [--only gate,semaphore] [--scenarios all]
 
-60 requests and 40,000 input tokens a minute, enforced by a simulated provider of each contestant's own; 500 batch jobs
-wait, a critical request comes every two seconds. A wait is the time until the answer without the provider's own; of
-what has no answer in the end, how long it has waited so far. What is used is of all that could be: what the provider's
-buckets held at the beginning, and what came in. `--speed 10`: all rates and intervals scaled alike, so that ten minutes
-take one; what costs time by itself then looks ten times as dear.
+All contestants get the same load in the same run. Each has its own simulated provider, which enforces 60 requests and
+40,000 input tokens a minute. 500 batch jobs wait, and a critical request comes every two seconds. A wait is the time
+until the answer, without the provider's own time; for a request without an answer, its wait so far. The used part of
+the budget is a part of all that could be used: what the provider's buckets held at the beginning, and what came in.
+`--speed 10` scales all rates and intervals, so that ten minutes take one; CPU and network then weigh ten times as much.
 """
 
 import argparse
@@ -48,7 +48,7 @@ async def main(load: Load, *, only: list[str], scenarios: list[str], program: Pa
 
 
 async def _contest(load: Load, *, only: list[str], ours: Contestant, program: Path) -> list[Row]:
-    """All at the same time."""
+    """Run the chosen contestants at the same time."""
     known: dict[str, tuple[str, Contestant]] = {
         "lanekeeper": ("Lanekeeper", ours),
         "gate": ("Lanekeeper's gate alone", gate.gate_alone),
@@ -85,7 +85,8 @@ async def _scenario(name: str, load: Load, *, broker_url: str) -> None:
         row = await run("Lanekeeper", contestant, load, options=scenario.options, trouble=scenario.trouble)
     print(f"\n{name}: {scenario.holds(row) or 'as it must be'}; {_described(load)}\n{table([row])}")
     print(
-        "Told by the workers: " + (", ".join(f"{each} {count}" for each, count in sorted(events.items())) or "nothing")
+        "Logged by the workers: "
+        + (", ".join(f"{each} {count}" for each, count in sorted(events.items())) or "nothing")
     )
 
 

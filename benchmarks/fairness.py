@@ -1,11 +1,11 @@
-"""What each tenant of a lane gets while one of them has 10,000 requests waiting, and how long a single request waits.
+"""Measures what each tenant of a lane gets while one of them has 10,000 requests waiting, and how long others wait.
 
     .venv/bin/python benchmarks/fairness.py [--tenants 3] [--processes 1] [--waiting 10000] [--slots 16] [--settle-s 30]
 
-The lane is `normal`, a call takes half a second. The first tenant's requests wait before anybody else comes. Then each
-of the others has as many requests under way or waiting as the lane has slots, always; and one more tenant asks once
-every quarter of a second. Counted over ten seconds are the provider's calls by tenant; aimed at is at least half of an
-equal share, 1/(2n).
+The lane is `normal`; a call takes half a second. The first tenant's requests are published before all others. Then each
+further tenant always has as many requests under way or waiting as the lane has slots, and one more tenant sends a
+single request every quarter of a second. For ten seconds, the provider's calls are counted by tenant. The aim for each
+tenant is at least half of an equal share, 1/(2n).
 """
 
 import argparse
@@ -41,7 +41,7 @@ LANE = "normal"
 INTAKE = Names().intake(LANE)
 LATENCY_MS = 500
 USER = "lanekeeper"
-"""Of the private broker; it speaks for the tenants."""
+"""The private broker's user; it may speak for the tenants."""
 COUNTED_S = 10.0
 ASKS_EVERY_S = 0.25
 PUBLISHING_AT_ONCE = 200
@@ -51,7 +51,7 @@ SINGLE = "single"
 
 @asynccontextmanager
 async def process(url: str, base_url: str, folder: str, slots: int) -> AsyncIterator[None]:
-    """A worker in a process of its own."""
+    """A worker in its own process."""
     environ = {
         **os.environ,
         "LANEKEEPER_AMQP_URL": url,
@@ -83,11 +83,11 @@ class Load:
         self._client = client
         self._publisher = publisher
         self.waits_ms: list[int] = []
-        """Of single requests that were asked since `counts_from_s`."""
+        """Waits of single requests that were sent after `counts_from_s`."""
         self.counts_from_s = 0.0
 
     async def flood(self, count: int) -> None:
-        """All at once, and nobody waits for the answers."""
+        """Publish the first tenant's requests; nobody waits for their answers."""
         left = iter(range(count))
 
         async def publish() -> None:
@@ -158,7 +158,7 @@ async def main(tenants: int, processes: int, waiting: int, slots: int, settle_s:
             asyncio.create_task(load.always(f"tenant-{tenant}")) for tenant in range(1, tenants) for _ in range(at_once)
         ]
         tasks.append(asyncio.create_task(load.now_and_then()))
-        deadline = time.monotonic() + settle_s  # until what came before has been looked through
+        deadline = time.monotonic() + settle_s  # until the scouts have read through the flood
         while time.monotonic() < deadline and (await intake(connection)).ready > slots:
             await asyncio.sleep(0.1)
         settled = time.monotonic()
@@ -180,7 +180,7 @@ async def main(tenants: int, processes: int, waiting: int, slots: int, settle_s:
             f"{tenants} tenants, {processes} processes, {slots} slots each: {total / COUNTED_S:.0f} calls/s, least "
             f"share {min(shares.values()):.3f}, aim {1 / (2 * tenants):.3f}"
         )
-        print(f"  {waiting} published in {flooded - began:.1f} s, looked through {settled - flooded:.1f} s later")
+        print(f"  {waiting} published in {flooded - began:.1f} s, read through {settled - flooded:.1f} s later")
         print("  shares: " + ", ".join(f"{each} {share:.3f}" for each, share in shares.items()))
         asked = f"{len(waits)} single requests answered"
         print(

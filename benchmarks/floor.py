@@ -1,7 +1,8 @@
-"""The floor: the shortest honest worker. aio-pika on uvloop takes a request, makes the SDK call, publishes a persistent
-reply, waits for the confirm, acknowledges. No store, no gate, no retries, no errors answered.
+"""The floor: the shortest possible worker. With aio-pika on uvloop it takes a request, makes the SDK call, publishes a
+persistent reply, waits for the confirm, and acknowledges. It has no store, no budget gate and no retries, and does not
+answer errors.
 
-What a request costs elsewhere is told as a ratio to it, in one run, in turns:
+Other workers' cost of a request is given as a ratio to the floor's. This command measures both, in turns, in one run:
 
     ./dev bench floor [--rounds 5] [--requests 3000]
 """
@@ -41,10 +42,10 @@ async def work() -> None:
             await reply(request, await call(request.body))
         await request.ack()
 
-    # one queue, or one a lane with slots of its own: "critical=1,batch=7"
+    # one queue, or one for each lane with its own slots: "critical=1,batch=7"
     for queue in os.environ.get("BENCH_QUEUES", f"bench.floor={os.environ['BENCH_SLOTS']}").split(","):
         name, _, slots = queue.partition("=")
-        await channel.set_qos(prefetch_count=int(slots))  # of the consumers that follow
+        await channel.set_qos(prefetch_count=int(slots))  # applies to consumers that are started after it
         await (await channel.get_queue(name)).consume(answer)
     await asyncio.Event().wait()
 

@@ -1,13 +1,14 @@
-"""What the budget gate costs: CPU of one process for each grant, with nobody waiting and with 10,000 that wait.
+"""Measures the CPU that one grant of the budget gate costs, with no waiters and with 10,000.
 
-No provider, no broker: reserve, grant, settle, as `consumers/gates/budget.py` does it for each. "at once" finds
-room; "woken" waits in line until what came in, or what another gave back, is enough. Time is virtual, so that the limit
-does not slow the measurement, and CPU is that of the whole process, the event loop's part included.
+There is no provider and no broker: each request reserves, is granted and settles, as in `consumers/gates/budget.py`.
+"at once": there is room. "woken": the request waits in line until enough has come in, or another has given enough back.
+Time is virtual, so that the limit does not slow the measurement. CPU is that of the whole process, including the event
+loop.
 
     .venv/bin/python benchmarks/gate.py [--grants 20000] [--waiting 10000] [--rounds 5] [--redis redis://…]
 
-Aim: under 50 µs a grant, under 100 µs with 10,000 waiters. With `--redis` the same shared through that Redis, in real
-time, one after another and 100 at once: aim one round trip.
+Aim: under 50 µs a grant, under 100 µs with 10,000 waiters. With `--redis`, the same is measured with a budget that is
+shared through that Redis, in real time, with one request and with 100 at a time; the aim is one round trip.
 """
 
 import argparse
@@ -30,7 +31,7 @@ RESERVED, USED = Amounts(1, 800, 300), Amounts(1, 790, 120)
 
 
 class Instant(selectors.SelectSelector):
-    """Waits for no time at all; what it was asked to wait has passed."""
+    """Does not wait: each wait is added to `passed_s` and returns at once."""
 
     passed_s = 0.0
 
@@ -40,7 +41,7 @@ class Instant(selectors.SelectSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Its time is what was waited for."""
+    """An event loop whose time is the sum of all its waits."""
 
     def __init__(self) -> None:
         self._instant = Instant()
@@ -56,7 +57,7 @@ def budgets(per_minute: float) -> Accounts[OwnTurns]:
 
 
 async def with_room(grants: int) -> float:
-    """Microseconds of CPU each."""
+    """The CPU of one grant in µs, if there is room."""
     some = budgets(1e9)
     began = time.process_time()
     for number in range(grants):
@@ -66,7 +67,8 @@ async def with_room(grants: int) -> float:
 
 
 async def woken(grants: int, waiting: int, *, until_s: float | None) -> tuple[float, float]:
-    """The same with so many in line at any time; and how often a timer fired for each grant."""
+    """The CPU of one grant in µs with `waiting` requests in line at any time, and how often a timer fired for each
+    grant."""
     some = budgets(60)
     loop = asyncio.get_running_loop()
     left = iter(range(grants))
@@ -84,7 +86,7 @@ async def woken(grants: int, waiting: int, *, until_s: float | None) -> tuple[fl
 
 
 async def shared(url: str, grants: int, at_once: int) -> str:
-    """Through Redis, where there is always room."""
+    """The cost of a grant through Redis, if there is room."""
     client = RedisClient(url)
     caps = AccountCaps(requests=1e9, input_tokens=1e12, output_tokens=1e12)
     some = shared_accounts(client, namespace=f"benchmark-{secrets.token_hex(4)}", spec=BudgetSpec(accounts={"a": caps}))

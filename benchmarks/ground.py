@@ -1,4 +1,4 @@
-"""What benchmarks stand on: a broker, a Redis, settings."""
+"""What benchmarks need: a broker, a Redis, settings."""
 
 import asyncio
 import atexit
@@ -24,7 +24,7 @@ structlog.configure(
 
 @asynccontextmanager
 async def broker() -> AsyncIterator[str]:
-    """The broker's AMQP URL: LANEKEEPER_AMQP_URL where it is set, else a private one."""
+    """The broker's AMQP URL: LANEKEEPER_AMQP_URL if it is set, else that of a private one."""
     if url := os.environ.get("LANEKEEPER_AMQP_URL"):
         yield url
         return
@@ -34,7 +34,7 @@ async def broker() -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def redis() -> AsyncIterator[str | None]:
-    """The URL of a Redis as it should be set, synced to disk every second; None where none is installed."""
+    """The URL of a Redis with an append-only file that is synced every second; None if none is installed."""
     if shutil.which("redis-server") is None:
         yield None
         return
@@ -55,7 +55,7 @@ async def redis() -> AsyncIterator[str | None]:
 
 
 def settings(url: str, base_url: str, **options: Any) -> Settings:
-    """Settings for a worker on that broker and provider, with a store of its own; nothing of the environment."""
+    """Settings for a worker on that broker and provider, with a new store. The environment is ignored."""
     folder = tempfile.mkdtemp(prefix="lanekeeper-bench-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     made = load_settings(environ={"LANEKEEPER_AMQP_URL": url}, store_url=f"sqlite:///{folder}/store.sqlite", **options)

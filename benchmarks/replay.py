@@ -1,11 +1,12 @@
-"""Recorded traffic against the budget's gate: half an hour of a chat service and of code completion, in virtual time.
+"""Replays recorded traffic against the budget gate, in virtual time: half an hour of chat and of code completion.
 
     ./dev bench replay [--quick] [--scenario full-104,1s-104] [--json FILE] [--plot FILE.svg [--before FILE]]
     ./dev bench replay --real [--minutes 4] [--processes 1]
 
-A quarter of the chat service comes as critical, a quarter of the code completion as normal, and batch jobs of chat size
-always wait. The provider's limits stand as 180 requests, 240,000 input and 40,000 output tokens a minute to each other,
-and are as high as the scenario's name says: at `full-104` critical and normal ask for 104 % of them.
+A quarter of the recorded chat requests is sent as critical, a quarter of the code completion requests as normal, and
+batch jobs of the size of chats always wait. The provider's limits have the ratio 180 requests : 240,000 input tokens :
+40,000 output tokens a minute. The number in a scenario's name says how high they are: in `full-104`, critical and
+normal together ask for 104 % of them.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from benchmarks.replaying.scenarios import LARGEST, QUICK, SCENARIOS
 
 
 def main(options: argparse.Namespace) -> None:
-    """In virtual time, or by the clock."""
+    """Run scenarios in virtual time, or one in real time (`--real`)."""
     if options.real:
         from benchmarks.replaying import real  # the contest's provider and workers, which take a while to import
 
@@ -52,7 +53,7 @@ def _keep(options: argparse.Namespace, figures: list[dict[str, Any]]) -> None:
 
 
 def _earlier(file: Path | None, scenario: str) -> dict[str, Any] | None:
-    """What an earlier run told of the same scenario."""
+    """The figures of an earlier run of the same scenario."""
     if file is None:
         return None
     found: list[dict[str, Any]] = json.loads(file.read_text())
@@ -70,7 +71,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=", ".join(QUICK))
     parser.add_argument("--scenario", type=_names, help=", ".join(SCENARIOS))
-    parser.add_argument("--real", action="store_true", help="by the clock: broker, worker, simulated API")
+    parser.add_argument("--real", action="store_true", help="in real time: broker, worker, simulated API")
     parser.add_argument("--minutes", type=float, default=4, help="of --real; more than one")
     parser.add_argument("--processes", type=int, default=1, help="workers of --real; several need a redis-server")
     parser.add_argument("--json", type=Path, help="the raw figures go there")

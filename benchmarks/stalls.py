@@ -1,9 +1,9 @@
-"""The longest time that one request or answer holds the event loop, and the memory that it takes, over a whole corpus.
+"""Measures how long each request or answer of a corpus blocks the event loop, and how much memory it takes.
 
 A worker on a broker gets every nasty request (`tests/support/corpus/requests.py`), then every nasty answer
-(`tests/support/corpus/answers.py`, streamed and not) of a malicious provider in a process of its own; one at a time,
-and the worst requests twenty at a time. Requester and worker share the process: what both do is counted. Stalls are
-told in CPU time, which the limit is for, and by the clock, which a machine with other things to do stretches.
+(`tests/support/corpus/answers.py`, streamed and not) of a malicious provider in its own process: one at a time, and the
+worst requests twenty at a time. Requester and worker share the process, so the work of both counts. Stalls are given in
+CPU time, to which the limit applies, and in real time, which other work on the machine lengthens.
 
     ./dev bench stalls [--only WORD] [--limit-ms 100]
 """
@@ -33,12 +33,12 @@ MIB = 1024 * 1024
 AT_ONCE = 20
 TOGETHER = ("as many arrays as may be", "as many messages as may be", "keys", "both", "arrays, 8 KiB of gzip")
 DEADLINE_MS = 6000
-"""Of answers that never end."""
+"""The deadline of requests whose answer never ends."""
 WITHIN_S = 120.0
 
 
 def forget_peak() -> None:
-    """Begin the peak of resident memory anew (Linux)."""
+    """Reset the peak of resident memory (Linux)."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
 
@@ -49,7 +49,7 @@ def peak_bytes() -> int:
 
 
 class Table:
-    """Measures and prints one line each."""
+    """Measures each case and prints a line for it."""
 
     def __init__(self) -> None:
         self.worst_ms = 0.0

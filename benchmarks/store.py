@@ -1,6 +1,7 @@
-"""What the store costs by itself: a claim and a completion, each engine at 1, 16 and 64 at once.
+"""Measures the store alone: a claim and a completion, for each engine, with 1, 16 and 64 requests at a time.
 
-CPU is this process's alone: SQLite's is in it, Redis's own is not. What it costs a whole request tells `./dev bench`.
+CPU is that of this process: it includes SQLite's, and not Redis's own. `./dev bench` shows the store's part of a whole
+request.
 
     ./dev bench store [--steps 4000]
 """
@@ -62,7 +63,7 @@ async def main(steps: int) -> None:
         stores = {"sqlite": f"sqlite:///{folder}/store.sqlite"}
         redis = await stack.enter_async_context(ground.redis())
         if redis is None:
-            print("no redis-server is installed: without it")
+            print("no redis-server is installed: Redis is left out")
         else:
             stores["redis"] = redis
         print("a claim and a completion of 1 kB")

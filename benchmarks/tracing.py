@@ -1,9 +1,9 @@
-"""What tracing costs a message: CPU µs for its five spans (wait, process, chat, send, ack), by what becomes of them.
+"""Measures what tracing costs a message: CPU µs for its five spans (wait, process, chat, send, ack).
 
     python -m benchmarks.tracing [--messages 20000]
 
-Each row is the fastest of several interleaved rounds, less the same loop without tracing. CPU is that of the whole
-process, so the exporter's thread is in it; "exported" sends to a collector in another process, over loopback.
+Each row is the fastest of several interleaved rounds, minus the same loop without tracing. CPU is that of the whole
+process, including the exporter's thread; "exported" sends to a collector in another process, over loopback.
 """
 
 import argparse
@@ -65,11 +65,11 @@ def traced(tracing: Tracing) -> None:
 
 
 def cpu_us(work: Callable[[Tracing], None], tracing: Tracing, count: int, flush: Callable[[], object]) -> float:
-    """CPU µs a message of this process; what was exported meanwhile included."""
+    """This process's CPU time for each message in µs, including the export."""
     began = time.process_time()
     for number in range(count):
         work(tracing)
-        if number % 400 == 399:  # 2,000 spans, below the exporter's queue: none is dropped, all are paid for
+        if number % 400 == 399:  # 2,000 spans, below the exporter's queue: none is dropped, all are counted
             flush()
     flush()
     return (time.process_time() - began) / count * 1e6
@@ -94,7 +94,7 @@ def _collect(port: "Queue[int]") -> None:
 
 @contextmanager
 def collector() -> Iterator[str]:
-    """A collector that reads and forgets, in a process of its own; yields its URL for spans."""
+    """A collector in its own process that reads spans and drops them; yields its URL."""
     spawn = get_context("spawn")
     port = spawn.Queue()
     process = spawn.Process(target=_collect, args=(port,), daemon=True)

@@ -31,15 +31,15 @@ from lanekeeper.telemetry import logs, signals
 from topology.codec.request import Request
 
 SLACK_S = 1.0
-"""A call's timeout is at most this much after the deadline, so that the deadline ends the call: a timeout counts as a
-failure of the provider."""
+"""A call's timeout ends this much after the request's deadline, so that the deadline ends the call and not the timeout:
+a timeout would count as a failure of the provider."""
 LONG_S = 5.0
 """After a 429 with a longer `retry-after`, a fallback model may be asked as well."""
 LEAST_LEFT_S = 1.0
 """With less time left until the deadline, no second provider is asked."""
 DEADLINE_ABOUT_S = 0.1
 LATE = TransientError("no answer before the request's deadline", type=TIMEOUT)
-"""Told to the breaker if the deadline ended the call: the provider may hang, though the call did not time out."""
+"""Reported to the breaker if the deadline ended the call: the provider may hang although the call did not time out."""
 log = logs.logger()
 
 
@@ -72,7 +72,7 @@ class Attempts:
         self._rng = rng
 
     async def make(self, job: Job, asked: Asked) -> Outcome:
-        """Ask for an answer within the time left until the deadline, and return the outcome."""
+        """Call the providers within the time left until the deadline, and return the outcome."""
         left_s = (asked.request.deadline_ms - self._now_ms()) / 1000
         if left_s <= 0:  # waiting for the store took too long
             return Refused(exceeded(job, asked))
@@ -103,7 +103,7 @@ class Attempts:
     async def _ask(self, job: Job, asked: Asked, parts: Parts | None) -> Answer:
         """Call the reserved route; if that call fails, call one of the routes after it.
 
-        Raises the ProviderError that counts; BreakerOpen if no call was made.
+        Raises the ProviderError that decides the outcome; BreakerOpen if no call was made.
         """
         request, chain, clock = asked.request, asked.chain, asyncio.get_running_loop().time
         left_s = (request.deadline_ms - self._now_ms()) / 1000
@@ -133,7 +133,7 @@ class Attempts:
                 if left_s < LEAST_LEFT_S:
                     raise
                 failed, timeout_s = (route, error), min(timeout_s, left_s)
-        if failed is None:  # a route without a wait lacks budget alone
+        if failed is None:  # a route whose breaker is closed was left out for lack of budget
             waits_s = (self._breakers.wait_s(route, clock()) for route in chain.routes)
             raise BreakerOpen(min((wait_s for wait_s in waits_s if wait_s > 0), default=0.0))
         raise failed[1]

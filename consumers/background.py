@@ -1,4 +1,4 @@
-"""Tasks that go on when their waiter is cancelled, because what they store was paid for; and rounds of a task."""
+"""Tasks that continue when their waiter is cancelled, because what they store was paid for; and periodic loops."""
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 async def every(seconds: float, *, until: asyncio.Event) -> AsyncIterator[None]:
-    """One item at once, and one after each such time, until the event is set."""
+    """Yield at once and then after every pause of so many seconds, until the event is set."""
     while not until.is_set():
         yield
         with suppress(TimeoutError):
@@ -18,7 +18,7 @@ async def every(seconds: float, *, until: asyncio.Event) -> AsyncIterator[None]:
 
 
 class Background:
-    """Owns these tasks until they have ended."""
+    """Holds such tasks until they have ended."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()

@@ -13,7 +13,7 @@ class Route:
     name: str
     """The provider's name for the model."""
     account: str
-    """Whose budget it uses: a provider has one account for each class of models."""
+    """The account whose budget it uses: a provider has one account for each class of models."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,7 +126,7 @@ class Claiming:
         await asyncio.shield(self._background.begin(letting_go, name=f"let go {job.id}"))
 
     async def defer(self, job: Job, *, due_ms: int, deadline_ms: int) -> bool:
-        """Store until when an unclaimed request waits, for those who ask about it. False if it has ended already and
+        """Store until when an unclaimed request waits, for status questions about it. False if it has ended already and
         need not wait. For short waits: if the store does not answer in time, only this information is lost."""
         try:
             async with asyncio.timeout(DEFER_WITHIN_S):
@@ -198,7 +198,8 @@ class Claiming:
         await self._background.finish(within_s=within_s)
 
     async def note(self, job: Job, completion: Completion) -> None:
-        """Store, for those who ask, how a request ended that could not be claimed. Raises as `complete`."""
+        """Store how a request ended that could not be claimed, so that its result can be fetched. Raises as
+        `complete`."""
         await _surely(lambda: self._store.note(job.identity, completion))
 
     async def cancel(self, identity: Identity, completion: Completion) -> Cancelling:
@@ -223,7 +224,8 @@ class Claiming:
 
 
 def _tell_of_loss(completing: "asyncio.Task[Completion | None]") -> None:
-    """Log that a completion without a waiter could not be stored: the provider is called again for it."""
+    """Log that an outcome could not be stored after its waiter had gone: the provider is called again for the
+    request."""
     if completing.cancelled() or completing.exception() is not None:
         why = "" if completing.cancelled() else str(completing.exception())
         log.warning(signals.COMPLETION_LOST, error=why)

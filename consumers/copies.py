@@ -1,4 +1,4 @@
-"""Builds the message of a request that is published again: into a delay, a side queue, or as a dead letter. Pure.
+"""Builds the message of a request that is published again: to a delay, to a side queue, or to the dead letters. Pure.
 
 The message stays as it was published, but `user_id` and `expiration` move into headers (the broker closes a channel
 that publishes with another user's `user_id`)."""
@@ -17,7 +17,7 @@ from topology.delays import Hop
 
 
 def on_its_round(job: Job, way: Hop, past: HopHeaders, *, now_ms: int, names: Names) -> Message:
-    """The message that goes through a delay to its due queue. `past`: further headers for the next worker."""
+    """The message for a delay, from which it comes to its due queue. `past`: further headers for the next worker."""
     told = replace(past, hop_ms=now_ms, back_ms=now_ms + way.delay_ms)
     return _copy(job, {**_told(job, told), **way.headers}, names=names)
 

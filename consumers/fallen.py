@@ -1,4 +1,5 @@
-"""Messages that the broker took out of a queue, or could not route: they are answered and parked like any other."""
+"""Messages that the broker took out of a queue, or could not route. They are answered and parked like other failed
+requests."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace

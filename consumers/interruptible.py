@@ -55,6 +55,6 @@ class Interruptible:
             self._limit.reschedule(asyncio.get_running_loop().time())
 
     def bound(self, until_s: float | None) -> None:
-        """Set another time limit, unless the wait has ended."""
+        """Set another end of the time limit, unless the wait has ended."""
         if self._job.stopped is None and not self._limit.expired():
             self._limit.reschedule(until_s)

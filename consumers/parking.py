@@ -1,5 +1,5 @@
-"""Limits how many invalid messages of a tenant are parked and stored under their ids: they must push out neither other
-tenants' dead letters nor their results."""
+"""Limits how many invalid messages of a tenant are parked and stored under their ids: they must not displace other
+tenants' dead letters or results."""
 
 from consumers.share import Seldom, Share
 from lanekeeper.telemetry import logs, signals

@@ -99,7 +99,7 @@ class Pool:
                 await self._work_session(session)
 
     async def stop(self) -> None:
-        """Take no more; `run` returns as soon as all running jobs have ended."""
+        """Take no more deliveries; `run` returns as soon as all running jobs have ended."""
         self._stopping = True
         await self._deliveries.stop()
 

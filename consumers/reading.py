@@ -1,4 +1,4 @@
-"""Large bodies are parsed one after the other, for at most half of the time: the event loop has other work too.
+"""Large bodies are parsed one after the other, for at most half of the time, because the event loop has other work too.
 
 Parsing cannot be interrupted. Each step is short (`topology/codec/bounds.py`), but all bodies that arrive in one piece
 of a socket would be parsed in one turn of the loop, and a sender of one body after the other would leave the loop

@@ -252,7 +252,8 @@ class Settler:
         await self._send_round(job, pause_ms, past, body=None if error is None else b"")
 
     async def _send_round(self, job: Job, delay_ms: int, past: HopHeaders, *, body: bytes | None = None) -> None:
-        """Send the request into the delay cascade; it comes back to the lane's due queue. `body`: another one."""
+        """Send the request into the delay cascade, from which it comes back to the lane's due queue. `body`: instead of
+        its own."""
         way = hop(min(max(0, delay_ms), MAX_DELAY_MS), self._names)
         message = on_its_round(job, way, past, now_ms=self._now_ms(), names=self._names)
         if body is not None:
@@ -304,8 +305,8 @@ class Settler:
 
 
 def _is_needed_again(outcome: Outcome) -> bool:
-    """Whether the body of the request is needed after this outcome: by a later attempt, or by the replay of its dead
-    letter."""
+    """Whether the stored body of the request is needed after this outcome: by a later attempt, or by a replay of its
+    dead letter."""
     match outcome:
         case Deferred() | Retried() | Buried():
             return True

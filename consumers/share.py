@@ -1,8 +1,8 @@
 """Limits what one tenant may use of something that all share, and how often its excess is logged; per process.
 
 share = Share(per_s=100, at_once=1000)
-if not share.take(tenant): …            over its share: refused, and the others go on
-if (count := seldom.count(tenant)): …   the first at once, then once a minute how many there were
+if not share.take(tenant): …            over its share: refuse; others are not affected
+if (count := seldom.count(tenant)): …   logged: the first at once, then once a minute how many there were
 """
 
 import time

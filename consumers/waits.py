@@ -1,6 +1,6 @@
 """Where a request waited before its call: in a queue, in a delay, as a dead letter, or in a worker's hands.
 
-A wait is known when it is over, to the worker that has the request then.
+Each wait is recorded when it is over, by the worker that has the request then.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,5 @@
-"""Bodies beside the broker: what is too large for a message lies in a store; the message has its address and digest.
+"""Bodies outside the broker: one that is too large for a message is kept in a store, and the message has its address
+and digest.
 
 The store is a folder of any file system that fsspec knows: `file:///var/lib/lanekeeper/bodies`, `s3://bucket/bodies`.
 Each body has a name of its own that cannot be guessed, so whoever knows an address may read what is there.
@@ -29,7 +30,7 @@ IN_ALL_BYTES: Final = 10 * 1024 * MIB
 KEEP_S: Final = 7 * 86_400.0
 PIECE_BYTES: Final = MIB
 THREADS: Final = 4
-"""File systems block; so many bodies are written or read at one time."""
+"""How many bodies are read or written at a time: each blocks a thread."""
 LOOK_EVERY_S: Final = 60.0
 _RELATIVE: Final = re.compile(r"[A-Za-z0-9_=@+-][A-Za-z0-9._=@+-]*(/[A-Za-z0-9_=@+-][A-Za-z0-9._=@+-]*)*")
 _OWN: Final = re.compile(r"(?P<kept_s>[0-9]{10,12})-[0-9a-f]{32}")

@@ -1,4 +1,4 @@
-"""One call with the vendor's own client, its retries off; and what the answer or the refusal says."""
+"""One call with the vendor's own client, without its retries, and the figures of its answer."""
 
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from anthropic import APIConnectionError, APIStatusError, AsyncAnthropic
 
 CONNECTING_S = 1.0
-"""Before another try, where nobody listens."""
+"""The pause before the next try if no connection could be opened."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Said:
-    """By the provider; status 0: there was no connection."""
+    """The provider's answer. Status 0: there was no connection."""
 
     status: int
     headers: Mapping[str, str]

@@ -1,4 +1,4 @@
-"""The gate by itself, in this process: Lanekeeper's budget around the same calls, without broker, store and worker."""
+"""A contestant: Lanekeeper's budget gate alone, around the same calls, without broker, store and worker."""
 
 import asyncio
 import time
@@ -35,7 +35,7 @@ async def gate_alone(base_url: str, load: Load) -> AsyncIterator[Asking]:
 
 
 def _gate(call: Call, budgets: Budgets, load: Load) -> Asking:
-    """With the slots of one worker."""
+    """Lets through as many requests at a time as one worker has slots."""
     slots = {lane.name: asyncio.Semaphore(lane.slots) for lane in DEFAULT_LANES}
     usual = BudgetSpec()
     estimates = Estimates(

@@ -1,18 +1,20 @@
-"""LiteLLM's proxy with its priority scheduler, in a process and a virtual environment of its own; not a dependency.
+"""A contestant: LiteLLM's proxy with its priority scheduler, in its own process and virtual environment.
 
     python3 -m venv .cache/litellm
     .cache/litellm/bin/pip install --only-binary :all: 'litellm[proxy]==1.106.2'
 
 Name the version: three releases of it (1.82.7, 1.82.8, 1.107.0) are reported to have been made by somebody else.
 
-A `priority` goes with each request, the lower the sooner (in 1.106 0 is as good as none, so they begin at 1). What the
-proxy refuses comes again after a second, through its queue, which its own retries do not pass. As many requests stand
-before it at once as Lanekeeper has slots: with all 500 before it, it answered next to no critical one.
+Each request has a `priority`; lower ones go first (version 1.106 ignores 0, so they begin at 1). A refused request is
+sent again after a second and passes the proxy's queue again; the proxy's own retries would bypass that queue. At most
+as many requests are sent at a time as Lanekeeper has slots: with all 500 at once, the proxy answered almost no critical
+one.
 
-It takes part twice. As its page about priorities has it: its queue lets everybody through while a deployment is
-healthy, and one that has no alternative stays healthy, whatever it answers. And strictly (`STRICT`): the limits are
-enforced before each call, and the deployment cools down on the first 429, so that the queue comes into play. Limits are
-counted by the minute of the clock, and refused calls count as well: a minute's calls are made at its beginning.
+It takes part in two configurations. The first is the one that its page about priorities shows: the queue lets every
+request through while a deployment is healthy, and a deployment without an alternative always counts as healthy. The
+second (`STRICT`) enforces the limits before each call and pauses the deployment at the first 429, so that the queue is
+used. The proxy counts limits by the minute of the wall clock, refused calls included, so a minute's calls are made at
+its beginning.
 """
 
 import asyncio
@@ -34,7 +36,7 @@ PROGRAM = Path(".cache/litellm/bin/litellm")
 PRIORITIES = {"critical": 1, "normal": 50, "batch": 100}
 START_WITHIN_S = 90
 AGAIN_S = 1.0
-"""Where it refuses and does not say when to come again."""
+"""The pause after a refusal without `retry-after`."""
 _CONFIG = """\
 model_list:
   - model_name: {model}
@@ -56,7 +58,7 @@ STRICT = """\
 
 
 def why_not(load: Load, program: Path) -> str | None:
-    """Why it cannot take part."""
+    """Why it cannot take part; None if it can."""
     if not program.exists():
         return f"no {program}; see benchmarks/contest/litellm.py"
     if load.speed != 1:
@@ -65,7 +67,7 @@ def why_not(load: Load, program: Path) -> str | None:
 
 
 async def version(program: Path) -> str:
-    """Of the package; asked of its own Python."""
+    """The version of the installed package, as its own Python reports it."""
     code = "from importlib.metadata import version; print(version('litellm'))"
     asked = await asyncio.create_subprocess_exec(
         str(program.parent / "python"), "-c", code, env=_environment(), stdout=asyncio.subprocess.PIPE
@@ -125,7 +127,7 @@ async def started(config: str, *, program: Path, options: Sequence[str] = ()) ->
 
 
 async def _attempt(session: aiohttp.ClientSession, url: str, body: dict[str, object]) -> float | None:
-    """How long until another; None where it was answered."""
+    """Send one request. Returns the seconds until the next try; None if it was answered."""
     timeout = aiohttp.ClientTimeout(total=None)
     async with session.post(f"{url}/v1/chat/completions", json=body, timeout=timeout) as response:
         await response.read()

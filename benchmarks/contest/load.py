@@ -1,7 +1,7 @@
-"""The load of the contest: who asks what, and when; the same for every contestant, and how each request fared.
+"""The contest's load, the same for every contestant: which requests are sent and when, and the result of each.
 
-All times in a `Load` and on a `Board` are the contest's own: with `speed` 10 a second of it takes 0.1 s of the clock,
-and every rate and interval is scaled alike.
+Times in a `Load` and on a `Board` are scaled: with `speed` 10, one second of them takes 0.1 s of real time. All rates
+and intervals are scaled in the same way.
 """
 
 import asyncio
@@ -14,79 +14,80 @@ MODEL = "claude-haiku-5-5"
 MAX_TOKENS = 400
 OUTPUT_TOKENS = 200
 FIRST_CRITICAL_S = 2.0
-"""The batch jobs are all waiting by then."""
+"""When the first critical request is sent: all batch jobs are waiting by then."""
 _WORDS = "the quick brown fox jumps over the lazy dog and thinks of lanes again "
 _CHARACTERS_PER_TOKEN = 4  # as the simulated API counts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What is asked, and what the provider allows."""
+    """The requests of a run, and the provider's limits."""
 
     window_s: float = 60.0
     speed: float = 1.0
     requests_per_minute: int = 60
     input_tokens_per_minute: int = 40_000
     burst_s: float = 10.0
-    """What the provider's buckets hold."""
+    """How many seconds' worth of each limit the provider's buckets hold."""
     latency_s: float = 1.0
     """How long the provider takes for an answer."""
     jobs: int = 500
     tokens: tuple[int, int] = (400, 900)
-    """Of a request's input, from and to: as many requests as tokens, so that either may be what is short."""
+    """The smallest and the largest input of a request. At these sizes, requests and tokens run out at about the same
+    time."""
     critical_every_s: float | None = 2.0
     finish_s: float = 0.0
-    """After the window, for what has not been answered; 0: it is cut off."""
+    """How long to wait for the remaining answers after the window; 0: not at all."""
     seed: int = 1
 
     @property
     def real_s(self) -> float:
-        """By the clock."""
+        """The length of the window in real time."""
         return self.window_s / self.speed
 
 
 @dataclass(slots=True)
 class Ask:
-    """One request and what became of it."""
+    """One request and its result."""
 
     lane: str
     body: bytes
     asked_s: float
     answered_s: float | None = None
     attempts: int = 1
-    """As the contestant tells; calls that did not reach the provider are in no other books."""
+    """Calls made, as the contestant reports: the provider does not count calls that did not reach it."""
     failed: str | None = None
 
     def wait_s(self, end_s: float, latency_s: float) -> float:
-        """Without the provider's own time; of one that has no answer, how long it has waited so far."""
+        """The wait without the provider's own time; for a request without an answer, until `end_s`."""
         return max(0.0, (end_s if self.answered_s is None else self.answered_s) - self.asked_s - latency_s)
 
 
 Asking = Callable[[Ask], Awaitable[None]]
-"""A contestant: returns when the request is answered, raises where it gave up."""
+"""Sends a request through a contestant. Returns when it is answered; raises if the contestant gave up."""
 
 
 @dataclass(slots=True)
 class Board:
-    """Every request of one contestant."""
+    """All requests of one contestant."""
 
     load: Load
     asks: list[Ask] = field(default_factory=list)
 
     def waits_s(self, lane: str) -> list[float]:
-        """Sorted."""
+        """The waits of a lane's requests, sorted."""
         return sorted(ask.wait_s(self.load.window_s, self.load.latency_s) for ask in self.asks if ask.lane == lane)
 
     def answered(self, lane: str | None = None) -> int:
         return sum(ask.answered_s is not None for ask in self.asks if lane in (None, ask.lane))
 
     def failed(self) -> int:
-        """Given up before the end."""
+        """How many requests the contestant gave up."""
         return sum(ask.failed is not None for ask in self.asks)
 
 
 async def send(asking: Asking, load: Load) -> Board:
-    """All batch jobs at once, critical requests one by one, until the window is over."""
+    """Send all batch jobs at once, and critical requests one by one until the window is over."""
     board, rng, loop = Board(load), random.Random(load.seed), asyncio.get_running_loop()
     began = loop.time()
 
@@ -121,7 +122,7 @@ async def send(asking: Asking, load: Load) -> Board:
 
 
 def _body(tokens: int, number: int) -> bytes:
-    characters = tokens * _CHARACTERS_PER_TOKEN - 110  # what stands around it
+    characters = tokens * _CHARACTERS_PER_TOKEN - 110  # the JSON around the text
     text = f"Request {number}: " + _WORDS * (characters // len(_WORDS) + 1)
     messages = [{"role": "user", "content": text[: max(20, characters)]}]
     return json.dumps({"model": MODEL, "max_tokens": MAX_TOKENS, "messages": messages}).encode()

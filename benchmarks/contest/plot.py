@@ -10,11 +10,11 @@ from contest.score import Row
 WIDTH, HEIGHT, LEFT, TOP, GAP = 760, 130, 60, 56, 34
 SHORTEST_S, LONGEST_S = 0.01, 1000.0
 COLOURS = {"batch": "#b8b8b8", "critical": "#c2255c"}
-"""In the order in which they are drawn."""
+"""The lanes' colours, in the order of drawing."""
 
 
 def svg(rows: Sequence[Row], load: Load) -> str:
-    """Those that ran."""
+    """Draw the contestants that ran."""
     panels = [row for row in rows if row.board is not None]
     height = TOP + len(panels) * (HEIGHT + GAP) + 20
     lines = [

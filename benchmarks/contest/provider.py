@@ -1,4 +1,4 @@
-"""A contestant's provider: `lanekeeper simulate` in a process of its own, its buckets enforced; and its books."""
+"""A contestant's provider: `lanekeeper simulate` in its own process, with enforced limits, and its counts."""
 
 import asyncio
 import sys
@@ -23,15 +23,15 @@ class Books:
     calls: int = 0
     running: int = 0
     requests: int = 0
-    """Let in by its buckets."""
+    """Calls that its limits admitted."""
     input_tokens: float = 0.0
     refused: int = 0
-    """429."""
+    """Calls answered with 429."""
     outcomes: Counter[str]
 
 
 class SimulatedProvider:
-    """Its figures go on over `stop` and `start`."""
+    """Can be stopped and started again; its counts continue."""
 
     def __init__(self, load: Load, *, options: Sequence[str] = ()) -> None:
         (self.port,) = free_ports(1)
@@ -56,7 +56,7 @@ class SimulatedProvider:
             await self._process.stdout.readline()
 
     async def stop(self) -> None:
-        """Its books are taken along: those of the next process begin anew."""
+        """Stop the process and keep its counts, because the next process begins at 0."""
         if self._process is not None and self._process.returncode is None:
             self._before = await self.books()
             self._process.terminate()
@@ -82,7 +82,7 @@ def _added(before: Books, stats: dict[str, Any]) -> Books:
     outcomes = Counter(stats["outcomes"])
     settled = sum(stats["models"].values())
     each = stats["input_tokens"] / settled if settled else 0.0
-    running = stats["running"]  # let in, and not yet settled
+    running = stats["running"]  # admitted, and not settled yet
     return Books(
         calls=before.calls + stats["calls"],
         running=running,

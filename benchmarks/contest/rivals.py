@@ -1,4 +1,4 @@
-"""What people do without Lanekeeper: call and try again on 429, or a semaphore before that."""
+"""Contestants without Lanekeeper: call and try again after a 429, with or without a semaphore."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -14,8 +14,8 @@ AT_ONCE = 8
 
 @asynccontextmanager
 async def no_gate(base_url: str, load: Load) -> AsyncIterator[Asking]:
-    """Lanes with Lanekeeper's slots, so that a critical request never stands behind a batch job; and no gate: whoever
-    calls first, wins, and on 429 calls again when `retry-after` says."""
+    """No budget gate: each request is called at once, and again after the `retry-after` of a 429. The lanes have
+    Lanekeeper's slots, so that no critical request waits behind batch jobs."""
     slots = {lane.name: asyncio.Semaphore(lane.slots) for lane in DEFAULT_LANES}
     async with calling(base_url) as call:
 
@@ -28,7 +28,7 @@ async def no_gate(base_url: str, load: Load) -> AsyncIterator[Asking]:
 
 @asynccontextmanager
 async def semaphore(base_url: str, load: Load) -> AsyncIterator[Asking]:
-    """So many at once, in the order of arrival; on 429 again when `retry-after` says."""
+    """At most `AT_ONCE` calls at a time, in order of arrival; each again after the `retry-after` of a 429."""
     slots = asyncio.Semaphore(AT_ONCE)
     async with calling(base_url) as call:
 
@@ -44,5 +44,5 @@ async def _until_answered(call: Call, body: bytes, *, speed: float) -> None:
         said = await call(body)
         if said.status == 200:
             return
-        # told in whole seconds of the clock: scaled like every other interval
+        # scaled like every other interval
         await asyncio.sleep((said.retry_after_s or CONNECTING_S) / speed)

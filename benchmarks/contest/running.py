@@ -1,4 +1,4 @@
-"""One contestant's run: its provider, its load, and the books at the end of the window."""
+"""Runs one contestant: starts its provider, sends the load, and reads the provider's counts at the end."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
@@ -16,7 +16,7 @@ Trouble = Callable[[SimulatedProvider, Load], Coroutine[None, None, None]]
 async def run(
     name: str, contestant: Contestant, load: Load, *, options: Sequence[str] = (), trouble: Trouble | None = None
 ) -> Row:
-    """`options` are the provider's (faults, say); `trouble` is what befalls it meanwhile."""
+    """`options`: of the provider, such as faults. `trouble`: what happens to the provider during the run."""
     async with provider(load, *options) as by, contestant(by.base_url, load) as asking:
         async with asyncio.TaskGroup() as group:
             sending = group.create_task(send(asking, load))
@@ -24,5 +24,5 @@ async def run(
                 group.create_task(trouble(by, load))
             if not load.finish_s:
                 await asyncio.sleep(load.real_s)
-                books = await by.books()  # before the rest is cut off
+                books = await by.books()  # before the remaining requests are cancelled
         return Row(name=name, board=sending.result(), books=await by.books() if load.finish_s else books)

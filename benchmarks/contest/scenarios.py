@@ -1,4 +1,4 @@
-"""What else Lanekeeper must stand: each scenario with the load, what befalls the provider, and what must hold then."""
+"""Further scenarios, for Lanekeeper alone: a load, what happens to the provider, and what must hold at the end."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ DOWN_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """`holds` says what is not as it must be; nothing where all is well."""
+    """`holds` returns what is wrong with the result; None if nothing is."""
 
     name: str
     load: Callable[[Load], Load]
@@ -37,7 +37,7 @@ async def _down_and_back(by: SimulatedProvider, load: Load) -> None:
 
 
 def _few(load: Load, **changes: float) -> Load:
-    """So few that all of them can be answered."""
+    """A load so small that all requests can be answered."""
     return replace(load, window_s=90, jobs=40, critical_every_s=5.0, finish_s=240, **changes)  # type: ignore[arg-type]
 
 
@@ -81,7 +81,7 @@ SCENARIOS: Mapping[str, Scenario] = {
     for each in (
         Scenario(
             name="batch alone",
-            # in less, what is kept for other lanes at the end weighs too much
+            # in a shorter window, what is kept for other lanes at the end would be a large part
             load=lambda load: replace(load, critical_every_s=None, window_s=max(300, load.window_s)),
             holds=_budget_is_used,
         ),

@@ -1,4 +1,4 @@
-"""One row of the table: how a contestant fared, by its requests and by the provider's books."""
+"""One row of the table: a contestant's waits and answers, and its provider's counts."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ HEAD = (
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Of one contestant; without a board it did not run."""
+    """The result of one contestant. Without a board: it did not run."""
 
     name: str
     board: Board | None = None
@@ -37,7 +37,8 @@ class Row:
         )
 
     def calls_per_answer(self) -> float:
-        """By the provider's books, or the contestant's where these count more: a call may not arrive."""
+        """Calls for each answer, as the provider counted them or, if that is more, as the contestant did: a call may
+        not have reached the provider."""
         assert self.board is not None
         assert self.books is not None
         answered = max(1, self.board.answered())
@@ -46,17 +47,17 @@ class Row:
 
 
 def used(amount: float, per_minute: float, load: Load) -> float:
-    """Of all that could be used: what the bucket held at the beginning, and what came in."""
+    """The used part of what could be used: what the bucket held at the beginning, and what came in."""
     return amount / (per_minute * (load.window_s + load.burst_s) / 60)
 
 
 def quantile(values: list[float], q: float) -> float | None:
-    """Of sorted ones, the nearest rank; None of none."""
+    """A quantile of sorted values, by nearest rank; None without values."""
     return values[min(len(values) - 1, int(q * len(values)))] if values else None
 
 
 def table(rows: list[Row]) -> str:
-    """As Markdown has it, and aligned."""
+    """The rows as an aligned Markdown table."""
     every = [HEAD, *(row.cells() for row in rows)]
     widths = [max(len(cells[each]) for cells in every if len(cells) == len(HEAD)) for each in range(len(HEAD))]
     widths[0] = max(len(cells[0]) for cells in every)

@@ -1,4 +1,4 @@
-"""Lanekeeper itself: workers in processes of their own, on a real broker; requests go in and come out at the edge."""
+"""The contestant Lanekeeper: worker processes on a real broker; requests are sent with its client."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ from topology.lanes import DEFAULT_LANES
 
 START_WITHIN_S = 60
 TOLD = ("breaker.changed", "account.paused", "limits.learned", "request.retried", "request.deferred")
-"""Events of theirs that are counted."""
+"""Log events of the workers that are counted."""
 
 
 @asynccontextmanager
@@ -36,8 +36,8 @@ async def lanekeeper(
     redis_url: str | None = None,
     events: Counter[str] | None = None,
 ) -> AsyncIterator[Asking]:
-    """`workers` processes that share their store: the one Redis, or, if it is one process, a file. `events` takes how
-    often they told what, in the end."""
+    """Start `workers` processes that share a store: Redis, or a file if there is one process. At the end, `events` gets
+    the number of each log event."""
     names = Names(f"contest-{uuid.uuid4().hex[:8]}")
     with tempfile.TemporaryDirectory(prefix="lanekeeper-bench-") as folder:
         environ = _environment(load) | {
@@ -85,7 +85,7 @@ def _told(log: Path) -> Iterator[str]:
 
 
 def _environment(load: Load) -> dict[str, str]:
-    """Ours without any setting, and with the gate's times scaled."""
+    """This process's environment without any settings, and with the gate's times scaled."""
     foreign = ("LANEKEEPER_", "ANTHROPIC_", "OTEL_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     return kept if load.speed == 1 else {**kept, "LANEKEEPER_BUDGET__BURST_S": f"{spec(load).burst_s:g}"}

@@ -1,1 +1,1 @@
-"""What people use today, each with its worker and its requester. Runs in .cache/bench (requirements-bench.lock)."""
+"""Other frameworks, each with its worker and its requester. They run in .cache/bench (requirements-bench.lock)."""

@@ -1,5 +1,5 @@
-"""Celery: threads, for tasks that wait for others; results over RabbitMQ, late acknowledgement, one reserved task a
-thread, as its documentation says for long tasks ("Optimizing")."""
+"""Celery with threads, because its tasks wait for a provider. Results go over RabbitMQ. It acknowledges late and
+reserves one task for each thread, as its documentation advises for long tasks ("Optimizing")."""
 
 import asyncio
 import os
@@ -34,7 +34,7 @@ def call(body: str) -> str:
 
 
 class Requester:
-    """Its own client, blocking; one thread a caller."""
+    """Celery's own client. It blocks, so each caller has a thread."""
 
     async def __aenter__(self) -> Self:
         from concurrent.futures import ThreadPoolExecutor

@@ -1,5 +1,5 @@
-"""Dramatiq: threads, as its documentation says for tasks that wait for others; results in Redis, its only way to
-answer."""
+"""Dramatiq with threads, as its documentation advises for tasks that wait. Results go through Redis: over RabbitMQ it
+cannot answer."""
 
 import asyncio
 import os
@@ -13,7 +13,7 @@ from redis import Redis
 from suite.plain import PRIORITIES
 
 QUEUE = "bench.dramatiq"
-backend = RedisBackend(client=Redis.from_url(os.environ["BENCH_REDIS_URL"], socket_timeout=None))  # it waits in Redis
+backend = RedisBackend(client=Redis.from_url(os.environ["BENCH_REDIS_URL"], socket_timeout=None))  # waits for results
 broker = RabbitmqBroker(url=os.environ["BENCH_AMQP_URL"], confirm_delivery=True, max_priority=9)
 broker.add_middleware(Results(backend=backend))
 dramatiq.set_broker(broker)
@@ -30,7 +30,7 @@ def call(body: str) -> str:
 
 
 class Requester:
-    """Its own client, blocking; one thread a caller."""
+    """Dramatiq's own client. It blocks, so each caller has a thread."""
 
     async def __aenter__(self) -> Self:
         from concurrent.futures import ThreadPoolExecutor

@@ -17,7 +17,7 @@ def made(slots: int) -> RabbitBroker:
 
 
 async def as_it_is(message: Any) -> bytes:
-    """Bytes in and out: by default it reads JSON."""
+    """Pass the body as bytes; by default FastStream decodes JSON."""
     return bytes(message.body)
 
 
@@ -35,7 +35,7 @@ async def work() -> None:
 
 
 class Requester:
-    """Its own client."""
+    """FastStream's own client."""
 
     async def __aenter__(self) -> Self:
         self._broker = made(1)

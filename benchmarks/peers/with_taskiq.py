@@ -28,7 +28,7 @@ async def call(body: str) -> str:
 
 
 class Requester:
-    """Its own client."""
+    """taskiq's own client."""
 
     async def __aenter__(self) -> Self:
         await broker.startup()

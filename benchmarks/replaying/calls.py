@@ -1,4 +1,4 @@
-"""One process of the replay: what it expects of a request, its call, and what becomes of it."""
+"""One worker process of the replay: its estimates, its calls, and what follows from their results."""
 
 import random
 from collections.abc import Callable
@@ -19,13 +19,13 @@ from consumers.retry import RetryPolicy, decide
 MODEL = "replay"
 MAX_TOKENS = 2048
 TRAVEL_S = (0.001, 0.010)
-"""To the provider, and back."""
+"""How long a message takes to the provider or back."""
 A_DAY_MS = 86_400_000
 TIMEOUT_S = 600.0
 
 
 class Gate(Protocol):
-    """What a process tells, and the clock."""
+    """What a process reports to the replay, and the replay's clock."""
 
     now_s: float
 
@@ -39,7 +39,7 @@ class Gate(Protocol):
 
 
 class Caller:
-    """Its estimates and its breaker; the gate and the provider are everybody's."""
+    """A process with its own estimates and breaker. All processes share the gate and the provider."""
 
     def __init__(self, gate: Gate, provider: Provider, spec: BudgetSpec, rng: random.Random) -> None:
         self._gate, self._provider, self._rng = gate, provider, rng
@@ -49,7 +49,7 @@ class Caller:
         self._breaker = Breaker(rng)
 
     def expected(self, ask: Ask) -> Amounts:
-        """As `BudgetGate` has it."""
+        """The expected amounts, as `BudgetGate.amounts` computes them."""
         return Amounts(
             1.0,
             self._estimates.input_tokens(MODEL, ask.body_bytes),
@@ -57,7 +57,8 @@ class Caller:
         )
 
     def call(self, ask: Ask, reservation: Reservation) -> None:
-        """It has its turn. While the breaker is open it is put off, and no attempt is counted."""
+        """Make the call of a request that was granted. While the breaker is open, the request is put off, and no
+        attempt is counted."""
         now_s = self._gate.now_s
         if (wait_s := self._breaker.wait_s(now_s)) > 0:
             self._gate.settle(reservation, None)
@@ -87,7 +88,7 @@ class Caller:
         now_s = self._gate.now_s
         ask.started_s, ask.answered_s = began_s, now_s
         self._breaker = Breaker(self._rng)
-        counted = ask.used._replace(output_tokens=0)  # its headers came before its output
+        counted = ask.used._replace(output_tokens=0)  # the headers were sent before the output
         self._gate.learn(Heard(kind=Kind.ANSWERED, rate=answer.rate, counted=counted, took_s=now_s - began_s))
         self._gate.settle(reservation, ask.used)
         self._estimates.learn(
@@ -102,7 +103,7 @@ class Caller:
         error: ProviderError
         if answer.status == 429:
             ask.refused += 1
-            self._breaker = Breaker(self._rng)  # it is there
+            self._breaker = Breaker(self._rng)  # a 429 shows that the provider works
             error = RateLimitedError("429", retry_after_s=answer.retry_after_s)
         else:
             failure = Failure(at_s=began_s, request=str(id(ask)), is_unreached=False)
@@ -114,7 +115,7 @@ class Caller:
         self._gate.after(self._pause_s(error, ask.attempts), lambda: self._gate.arrives(ask))
 
     def _pause_s(self, error: ProviderError, attempts: int) -> float:
-        """As a worker's, but that no request is given up."""
+        """The pause before the next attempt, as in a worker, except that no request is ever given up."""
         found = decide(
             error,
             attempts=attempts,

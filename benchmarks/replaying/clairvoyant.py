@@ -1,8 +1,8 @@
-"""One bound: a gate that knows all that will come, and what each will use. Pure.
+"""A bound for comparison: the waits at a gate that knows all future requests and what each will use. Pure.
 
-Critical has the whole account, as if nobody else were there. Then normal, in what that leaves: each request as early as
-it can go without making a critical one later. Batch has the rest, and so nothing of the full buckets of the beginning:
-a gate that does not know what will come gives batch all that is beyond the reserves.
+Critical requests are placed first, as if they had the whole account. Then each normal request is placed as early as
+possible without delaying a critical one. Batch gets the rest, so it gets nothing of the full buckets at the beginning.
+(A gate that does not know the future gives batch everything beyond the reserves.)
 """
 
 from bisect import bisect_right
@@ -17,8 +17,8 @@ NOW = 1e-9
 
 @dataclass(slots=True)
 class _Call:
-    """One that starts at `at_s`. Of every bucket: what it finds there (`before`), and what overflowed since the call
-    before it (`spilt`)."""
+    """A call that starts at `at_s`. For each bucket: its level before the call (`before`), and what overflowed since
+    the previous call (`spilt`)."""
 
     at_s: float
     used: Amounts
@@ -27,7 +27,7 @@ class _Call:
 
 
 class Clairvoyant:
-    """The account's future."""
+    """The planned calls of one account."""
 
     def __init__(self, limits: Amounts, *, bucket_s: float) -> None:
         self._per_s = [limit / 60 for limit in limits]
@@ -35,7 +35,8 @@ class Clairvoyant:
         self._calls: list[_Call] = []
 
     def place(self, asks: Sequence[Ask]) -> list[float]:
-        """When each starts, in the order of their arrival; nobody who was placed before is later by it."""
+        """Plan these requests; returns their starts in the order of arrival. Calls that were planned before are not
+        delayed."""
         last_s = 0.0
         found = []
         for ask in asks:
@@ -58,11 +59,11 @@ class Clairvoyant:
             blocking = self._blocking(at_s, after, used)
             if blocking is None:
                 return at_s
-            # to go later, but before it, would leave it no more
+            # a later start that is still before that call would leave it no more
             at_s, after = self._calls[blocking].at_s, blocking + 1
 
     def _blocking(self, at_s: float, after: int, used: Amounts) -> int | None:
-        """The first call that would find too little."""
+        """The first planned call that would find too little in a bucket; None if there is none."""
         levels, missing = self._levels(at_s, after), list(used)
         since_s = at_s
         for number in range(after, len(self._calls)):
@@ -84,7 +85,7 @@ class Clairvoyant:
         return None
 
     def _levels(self, at_s: float, after: int) -> list[float]:
-        """Of the buckets, where `after` calls have started before."""
+        """The buckets' levels at `at_s`, after the first `after` calls."""
         if after == 0:
             return list(self._most)
         call = self._calls[after - 1]

@@ -1,4 +1,4 @@
-"""The guarantees of docs/budget.md, request by request, and the bounds beside which they stand. Pure."""
+"""Checks the guarantees of docs/budget.md request by request, and computes bounds for comparison. Pure."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -14,29 +14,30 @@ from benchmarks.replaying.scenarios import LANES
 from consumers.limits.amounts import Amounts
 
 SAME_S = 0.05
-"""So much later is the same: timers fire half a millisecond late, and a call is some milliseconds on its way."""
+"""A start that is later by no more than this counts as the same: timers fire half a millisecond late, and a call
+travels for some milliseconds."""
 WINDOW_S = 240.0
 STEP_S = 5.0
 
 
 @dataclass(frozen=True)
 class Beside:
-    """A lane at the gate, beside an account of its own."""
+    """A lane at the gate, compared with an account of its own."""
 
     lane: str
     own: Own
     waits: Spread
-    """In its own account."""
+    """Waits in the account of its own."""
     count: int
     late: int
-    """Requests that started later than there."""
+    """Requests that started later at the gate."""
     latest_s: float
-    """By how much, at most; less than zero: all of them were earlier."""
+    """The longest delay of these; below zero: all requests started earlier at the gate."""
 
 
 @dataclass(frozen=True)
 class Reserve:
-    """What a lane got of its reserve in the worst four minutes in which it had work all the time."""
+    """How much of its reserve a lane got in its worst four minutes. Only times in which it always had work count."""
 
     lane: str
     windows: int
@@ -45,7 +46,7 @@ class Reserve:
 
 
 def beside_own(result: Result, lane: str, own: Own | None = None) -> Beside:
-    """Every request of a lane; it starts when the call leaves that is answered."""
+    """Compare every request of a lane. A request starts when its answered call leaves."""
     own = own or Own.of(result.scenario, lane)
     asks = [ask for ask in result.of(lane) if ask.counts]
     starts = starts_s(asks, own, limits=result.load.limits, bucket_s=result.scenario.bucket_s)
@@ -61,7 +62,7 @@ def beside_own(result: Result, lane: str, own: Own | None = None) -> Beside:
 
 
 def clairvoyant(result: Result) -> dict[str, Spread]:
-    """What critical and normal would wait, if all were known."""
+    """The waits of critical and normal if everything were known in advance."""
     future = Clairvoyant(result.load.limits, bucket_s=result.scenario.bucket_s)
     found = {}
     for lane in LANES[:2]:
@@ -71,13 +72,14 @@ def clairvoyant(result: Result) -> dict[str, Spread]:
 
 
 def strict_order(result: Result) -> dict[str, Spread]:
-    """What they would wait without reserves and guesses."""
+    """The waits of critical and normal without reserves and with exact estimates."""
     found = strict.starts_s(result)
     return {lane: _waits([ask for ask in result.of(lane) if ask.counts], starts) for lane, starts in found.items()}
 
 
 def reserve(result: Result, lane: str) -> Reserve:
-    """In the limit that the lane uses most of; one request more than it got, of the largest, for those at the edges."""
+    """Looks at the limit of which the lane gets most. One request of the largest size is added, for calls that cross
+    the window's edges."""
     share = result.scenario.spec.lanes[lane].share
     reserved = Amounts(*(share * limit * WINDOW_S / 60 for limit in result.load.limits))
     calls = sorted((ask.started_s, ask.used) for ask in result.of(lane) if ask.started_s is not None)
@@ -100,7 +102,7 @@ def _place(times: Sequence[float], at_s: float) -> int:
 
 
 def _started_s(ask: Ask) -> float:
-    """Of one that was never answered: not within the replay."""
+    """When the answered call left; infinite if the request was not answered within the replay."""
     return float("inf") if ask.started_s is None else ask.started_s
 
 

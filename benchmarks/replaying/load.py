@@ -1,4 +1,4 @@
-"""Who asks what, and when: the recorded requests of a scenario, and an endless line of batch jobs."""
+"""The requests of a scenario: those that were recorded, and an endless supply of batch jobs."""
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ from consumers.limits.amounts import Amounts
 from topology.lanes import BATCH
 
 BYTES_PER_TOKEN = (3.6, 4.4)
-"""Differs from request to request, so that input is only expected as well."""
+"""Varies from request to request, so that the input has to be estimated too."""
 LATENCY_S = 0.5
 TOKENS_PER_S = 60.0
 SPREAD_S = 10.0
@@ -19,7 +19,7 @@ SPREAD_S = 10.0
 
 
 class Stand(NamedTuple):
-    """At the gate, from when until when; whether it was granted then, or put off, or the replay was over."""
+    """One stay of a request at the gate. `is_granted` false: it was put off, or the replay ended."""
 
     since_s: float
     until_s: float
@@ -28,7 +28,7 @@ class Stand(NamedTuple):
 
 @dataclass(slots=True)
 class Ask:
-    """One request, and what became of it."""
+    """One request and its results."""
 
     lane: str
     arrived_s: float
@@ -36,32 +36,32 @@ class Ask:
     output_tokens: int
     body_bytes: int
     counts: bool = True
-    """Recorded; else one of the endless line of batch jobs."""
+    """True for a recorded request, false for a batch job."""
     reserved: Amounts | None = None
-    """What it was expected to use when it came first."""
+    """What it was expected to use at its first arrival."""
     predicted_s: float = 0.0
-    """How long it would wait, as was said when it came."""
+    """The wait that was predicted at its arrival."""
     joined_s: float | None = None
-    """When it came to the gate first."""
+    """When it first came to the gate."""
     granted_s: float | None = None
-    """For the first time."""
+    """When it was first granted."""
     started_s: float | None = None
-    """When the call left that was answered."""
+    """When the answered call left."""
     answered_s: float | None = None
     attempts: int = 0
     refused: int = 0
-    """Times that it was answered 429."""
+    """How often it was answered with 429."""
     waits: list[Stand] = field(default_factory=list)
-    """For each time that it stood at the gate."""
+    """All its stays at the gate."""
 
     @property
     def wait_s(self) -> float | None:
-        """Until the call began that was answered, all pauses before it included."""
+        """The time from arrival to the start of the answered call, including all pauses."""
         return None if self.started_s is None else self.started_s - self.arrived_s
 
     @property
     def gate_s(self) -> float | None:
-        """From when it came to the gate until it was granted first: what was predicted."""
+        """The time from its first arrival at the gate to its first grant. `predicted_s` predicts this."""
         return None if self.granted_s is None or self.joined_s is None else self.granted_s - self.joined_s
 
     @property
@@ -70,28 +70,28 @@ class Ask:
 
     @property
     def takes_s(self) -> float:
-        """The provider's own time for it."""
+        """How long the provider takes for it."""
         return LATENCY_S + self.output_tokens / TOKENS_PER_S
 
 
 @dataclass(frozen=True)
 class Load:
-    """Of one scenario."""
+    """The load of one scenario."""
 
     asks: Sequence[Ask]
-    """Of critical and normal, as they arrive."""
+    """Critical and normal requests, in the order of arrival."""
     ends_s: float
-    """After the last of them: nobody else asks, but for batch."""
+    """When the recorded requests end. After that, only batch jobs come."""
     limits: Amounts
-    """The provider's, a minute."""
+    """The provider's limits per minute."""
     demand: Mapping[str, Amounts]
-    """By lane, of each limit."""
+    """For each lane: the part of each limit that it asks for."""
     jobs: Iterator[Recorded]
-    """Sizes of batch jobs, without end."""
+    """The sizes of batch jobs, without end."""
 
 
 def load(scenario: Scenario) -> Load:
-    """The same for the same scenario."""
+    """The load of a scenario; the same each time."""
     first_s, last_s = scenario.slice_s
     rng = random.Random(scenario.seed)
     cut = {
@@ -120,7 +120,7 @@ def load(scenario: Scenario) -> Load:
 
 
 def job(size: Recorded, at_s: float, rng: random.Random) -> Ask:
-    """The next of the line."""
+    """A batch job of the given size."""
     ask = _ask(BATCH.name, at_s, size.input_tokens, size.output_tokens, rng)
     ask.counts = False
     return ask

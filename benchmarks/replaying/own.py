@@ -1,7 +1,7 @@
-"""One bound: a lane with a provider account of its own, of a part of every limit. Pure.
+"""A bound for comparison: the waits of a lane that has its own provider account, with a part of every limit. Pure.
 
-What a request is expected to use is taken when it starts and settled when it is answered, as at the gate; the amounts
-are those of the replay. First come, first served; a request that is larger than a bucket goes when that is full.
+As at the gate, the expected amounts are taken when a request starts and corrected when it is answered; they are those
+of the replay. First come, first served. A request that is larger than a bucket starts when the bucket is full.
 """
 
 import heapq
@@ -13,19 +13,19 @@ from benchmarks.replaying.scenarios import LANES, Scenario
 from consumers.limits.amounts import Amounts
 
 TRAVEL_S = 0.011
-"""To the provider and back, on the average."""
+"""The average time to the provider and back."""
 
 
 @dataclass(frozen=True)
 class Own:
-    """An account of `part` of each limit, whose buckets hold `deep` of what the provider's hold."""
+    """An account with `part` of each limit. Its buckets hold the part `deep` of what the provider's hold."""
 
     part: float
     deep: float
 
     @classmethod
     def of(cls, scenario: Scenario, lane: str) -> "Own":
-        """What a lane is worth: its share; the first one has besides what no lane has a share of."""
+        """The account that corresponds to a lane's share. The top lane also gets what no lane has a share of."""
         shares = {name: each.share for name, each in scenario.spec.lanes.items()}
         is_first = lane == LANES[0]
         part = 1 - sum(share for name, share in shares.items() if name != lane) if is_first else shares[lane]
@@ -36,7 +36,7 @@ class Own:
 
 
 def starts_s(asks: Sequence[Ask], own: Own, *, limits: Amounts, bucket_s: float) -> list[float]:
-    """When each would start, in the order of their arrival."""
+    """When each request would start, in the order of arrival."""
     per_s = [own.part * limit / 60 for limit in limits]
     most = [max(1.0, own.deep * limit * bucket_s / 60) for limit in limits]
     levels, at_s = list(most), 0.0

@@ -1,4 +1,4 @@
-"""The wait of every critical request by when it came, as an SVG; beside that of an earlier run where one is given."""
+"""Draws the wait of every critical request over its arrival, as an SVG; optionally beside those of an earlier run."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
@@ -11,11 +11,11 @@ WIDTH, HEIGHT, LEFT, TOP = 760, 260, 60, 56
 NOW, BEFORE = "#c2255c", "#9a9a9a"
 
 Points = Sequence[tuple[float, float]]
-"""When each came, and how long it waited."""
+"""For each request: its arrival and its wait."""
 
 
 def points(result: Mapping[str, Any]) -> Points:
-    """Of what `Result.as_json` says."""
+    """The points of a result in the form of `Result.as_json`."""
     return [
         (arrived_s, wait_s)
         for lane, arrived_s, wait_s, *_ in result["asks"]
@@ -24,7 +24,7 @@ def points(result: Mapping[str, Any]) -> Points:
 
 
 def svg(now: Mapping[str, Any], before: Mapping[str, Any] | None) -> str:
-    """Both as `Result.as_json` says, of one scenario."""
+    """Draw one or two results of the same scenario, each in the form of `Result.as_json`."""
     drawn = (
         [("now", NOW, points(now))]
         if before is None

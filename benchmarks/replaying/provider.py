@@ -1,4 +1,4 @@
-"""The provider in virtual time: the simulated API's own buckets and headers, and nothing of its HTTP."""
+"""The provider in virtual time: the buckets and headers of the simulated API, without HTTP."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ from service.simulated.errors import Refusal
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a call meets: 200 (let in; it ends later), 429 or 500."""
+    """The provider's answer to a new call: 200 (admitted; it ends later), 429 or 500."""
 
     status: int
     rate: RateHeaders | None = None
@@ -21,7 +21,7 @@ class Answer:
 
 
 class Provider:
-    """`down_s`: from when until when it answers 500."""
+    """`down_s`: the period in which it answers 500."""
 
     def __init__(
         self, limits: Amounts, *, bucket_s: float, down_s: tuple[float, float] | None, clock: Callable[[], float]
@@ -38,7 +38,7 @@ class Provider:
         )
 
     def warm_up(self) -> RateHeaders | None:
-        """What one answer says, of full buckets."""
+        """The rate-limit headers of one answer, with full buckets."""
         rate = self.enter(1000).rate
         self.end(input_tokens=1000, output_tokens=100)
         return rate
@@ -63,5 +63,5 @@ def _estimated(input_tokens: int) -> int:
 
 
 def _read(told: Mapping[str, str]) -> RateHeaders | None:
-    # the time of a reset is the wall clock's, and says only that it is near
+    # reset times are wall-clock times; `read` checks only that they are near
     return headers.read(told, now_s=time.time())

@@ -1,7 +1,7 @@
-"""The same requests against a real broker, a real worker and the simulated API, by the clock.
+"""Replays the same requests in real time, with a real broker, real workers and the simulated API.
 
-A wait is the time until the answer without the provider's own, so that the broker's and the worker's are in it; of what
-has no answer in the end, how long it has waited so far. Provider and workers are the contest's.
+A wait is the time until the answer without the provider's own time, so it includes the broker's and the worker's. For a
+request without an answer it is the time until the end. Provider and workers are those of the contest.
 """
 
 import asyncio
@@ -27,16 +27,16 @@ from consumers.limits.amounts import Amounts
 from topology.lanes import BATCH
 
 JOBS = 600
-"""More than are answered in any time that one waits for."""
+"""More than can be answered in one run."""
 FIRST_S = 3.0
-"""The batch jobs are all in the broker by then."""
+"""When the recorded requests begin: all batch jobs are in the broker by then."""
 _CHARACTERS_PER_TOKEN = 4  # as the simulated API counts
 _WORDS = "the quick brown fox jumps over the lazy dog and thinks of lanes again "
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Of one run."""
+    """The figures of one run."""
 
     seconds: float
     limits: Amounts
@@ -46,17 +46,17 @@ class Measured:
     failed: Counter[str]
     refused: int
     use: Amounts
-    """Of what came in after the first minute; the provider's books do not tell output."""
+    """The used part of what came in after the first minute; without output, which the provider does not report."""
     points: list[tuple[str, float, float]]
-    """Lane, arrival, wait."""
+    """For each request: lane, arrival, wait."""
 
     def as_json(self) -> dict[str, Any]:
-        """As `plot` takes it."""
+        """The figures in the form that `plot` reads."""
         return {"scenario": "real", "ends_s": self.seconds, "asks": self.points}
 
 
 async def run(scenario: Scenario, *, seconds: float, processes: int = 1) -> Measured:
-    """The first `seconds` of a scenario."""
+    """Replay the first `seconds` of a scenario."""
     recorded = load(scenario)
     limits = recorded.limits
     contest = Contest(
@@ -90,7 +90,8 @@ async def run(scenario: Scenario, *, seconds: float, processes: int = 1) -> Meas
 
 
 async def _send(asking: Asking, asks: list[Ask], seconds: float) -> None:
-    """All batch jobs at once, the others as they were recorded; what was not answered in time is cut off."""
+    """Send all batch jobs at once, and the others as they were recorded. Requests without an answer at the end are
+    cancelled."""
     loop = asyncio.get_running_loop()
     began_s = loop.time() + FIRST_S
 
@@ -113,8 +114,8 @@ async def _send(asking: Asking, asks: list[Ask], seconds: float) -> None:
 
 
 def _body(number: int, ask: Ask) -> bytes:
-    """As many tokens as were recorded. What asks for the length of the answer is a message of its own, because the
-    simulated API repeats it."""
+    """A body with the recorded number of tokens. The marker for the answer's length is in a separate message, because
+    the simulated API echoes the last message."""
     request = {"model": MODEL, "max_tokens": MAX_TOKENS, "messages": []}
     last = {"role": "user", "content": f"[[tokens: {max(8, ask.output_tokens)}]] {number}"}
     missing = ask.input_tokens * _CHARACTERS_PER_TOKEN - len(json.dumps(request)) - len(json.dumps(last)) - 84
@@ -148,12 +149,12 @@ def _measured(asks: list[Ask], seconds: float, limits: Amounts, before: Books, a
 
 
 def _gone_s(ask: Ask, seconds: float) -> float:
-    """When its call left, by when it was answered; still there: the end."""
+    """When the call left, computed from its answer; without an answer: the end."""
     return seconds if ask.answered_s is None else ask.answered_s - ask.takes_s
 
 
 def table(measured: Measured) -> str:
-    """As lines of text."""
+    """The figures as lines of text."""
     lines = [
         f"{lane}: waited p50 {found.p50:.2f} s, p95 {found.p95:.2f} s, p99 {found.p99:.2f} s, max {found.most:.2f} s; "
         f"answered {measured.answered[lane]} of {measured.asked[lane]}, refused {measured.failed[lane]}"

@@ -1,11 +1,11 @@
-"""START HERE: one scenario, played in virtual time against the real `Account`. Pure.
+"""START HERE: replays one scenario in virtual time against the real `Account`. Pure.
 
-A heap of events stands for the clock, and this file for what surrounds the account in a worker: estimates, the timer
-of `Accounts`, retries and the breaker. Without `slots` whoever has come waits at the gate. There are no
-deadlines: nobody is refused, so that all waits are seen.
+A heap of events replaces the clock. This file replaces what surrounds the account in a worker: estimates, the timer of
+`Accounts`, retries and the breaker. Without `slots`, all requests that have arrived wait at the gate. There are no
+deadlines, so no request is refused and all waits are measured.
 
-Several processes share one account here, each with estimates of its own, and what one does reaches the account as late
-as it may over Redis. It is not the Redis script.
+Several processes can share the account, each with its own estimates. What a process does reaches the account as late as
+it could through Redis. The Redis script itself is not used.
 """
 
 import heapq
@@ -28,18 +28,18 @@ from consumers.limits.turns import LATE_S
 from consumers.limits.waiter import Waiter
 
 STEP_S = (0.0005, 0.0020)
-"""To the account and back, where several processes share it."""
+"""The delay of a step at an account that several processes share."""
 SETTLE_S = 0.05
-"""There what is given back waits for the next step, at most so long."""
+"""How long, at most, a given back amount waits for the next step at a shared account."""
 BACK_S = 1.0
-"""Whoever was held too long comes back after it."""
+"""A request that was held too long comes back after this time."""
 WARM_S = 120.0
 DRAIN_S = 7200.0
-"""So long after the last arrival somebody may still wait."""
+"""The replay ends at most this long after the last arrival."""
 
 
 class Standing(Waiter):
-    """A waiter, whose it is, and since when it stands there."""
+    """A waiter with its request, its process, and the beginning of its stay."""
 
     __slots__ = ("ask", "caller", "since_s")
 
@@ -51,12 +51,12 @@ class Standing(Waiter):
 
 
 def run(scenario: Scenario) -> Result:
-    """The same result for the same scenario and the same rule."""
+    """Replay a scenario. The result is the same each time."""
     return Replay(scenario).run()
 
 
 class Replay:
-    """One run."""
+    """One replay."""
 
     def __init__(self, scenario: Scenario) -> None:
         self._scenario, self._load = scenario, load(scenario)
@@ -76,7 +76,7 @@ class Replay:
             self._account.learn(heard, self.now_s)
         self._free = dict(scenario.slots or {})
         self._queues: dict[str, deque[Ask]] = {lane: deque() for lane in LANES}
-        """In the broker."""
+        """Requests that wait in the broker, by lane."""
         self._callers = [Caller(self, provider, scenario.spec, self._rng) for _ in range(scenario.processes)]
 
     def run(self) -> Result:
@@ -102,7 +102,8 @@ class Replay:
     # ---- what callers tell the account -------------------------------------------------------------------------------
 
     def arrives(self, ask: Ask) -> None:
-        """It comes, or comes back, to one of the processes; or into the broker's queue, where its lane has no slot."""
+        """A request arrives, or comes back: at one of the processes, or in the broker's queue if its lane has no
+        slot."""
         if self._scenario.slots is not None:
             if not self._free[ask.lane]:
                 self._queues[ask.lane].append(ask)
@@ -126,12 +127,12 @@ class Replay:
         self._soon((0.0, SETTLE_S), learned)
 
     def calls(self, ask: Ask) -> None:
-        """Its first call leaves: the next batch job takes its place in the line."""
+        """A request's first call leaves. If it is a batch job, the next one arrives."""
         if not ask.counts:
             self.after(0.0, self._next_job)
 
     def leaves(self, ask: Ask) -> None:
-        """Answered, or put off: its slot is the next one's."""
+        """A request was answered or put off: its slot goes to the next one."""
         if self._scenario.slots is not None:
             self._free[ask.lane] += 1
             if self._queues[ask.lane]:
@@ -169,7 +170,7 @@ class Replay:
         self.after(BACK_S, lambda: self.arrives(waiter.ask))
 
     def _step(self) -> None:
-        """As `OwnTurns` does it."""
+        """Grant requests and set the timer, as `OwnTurns.step` does."""
         waiter, in_s = self._account.turn(self.now_s)
         while waiter is not None:
             assert isinstance(waiter, Standing)
@@ -202,7 +203,7 @@ class Replay:
         self.arrives(ask)
 
     def _soon(self, range_s: tuple[float, float], event: Callable[[], None]) -> None:
-        """At once in one process."""
+        """Run an event: at once with one process, else after a random delay."""
         if self._scenario.processes == 1:
             event()
         else:

@@ -1,4 +1,4 @@
-"""What a replay shows: waits, use, refusals, who got nothing for how long, and what was predicted."""
+"""The figures of a replay: waits, used budget, refusals, times without a grant, and errors of predictions."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from benchmarks.replaying.scenarios import LANES, Scenario
 from consumers.limits.amounts import REASONS, Amounts
 
 SETTLED_S = 60.0
-"""What is used is looked at from here on: the full buckets of the beginning are spent."""
+"""The used budget is measured from here on, when the full buckets of the beginning are spent."""
 
 
 @dataclass(frozen=True)
@@ -38,28 +38,28 @@ class Spread:
 
 @dataclass(frozen=True)
 class Errors:
-    """Of predictions, in seconds; of those that could not start at once, or were told so."""
+    """Errors of predicted waits in seconds, for requests that had to wait or were predicted to."""
 
     off: Spread
-    """How far they were off."""
+    """The absolute errors."""
     bias_s: float
-    """Predicted less actual, on the average."""
+    """The average of predicted minus actual."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """Of one scenario."""
+    """The result of one scenario."""
 
     scenario: Scenario
     load: Load
     asks: Sequence[Ask]
 
     def of(self, lane: str) -> list[Ask]:
-        """As they arrived."""
+        """A lane's requests in the order of arrival."""
         return sorted((ask for ask in self.asks if ask.lane == lane), key=lambda ask: ask.arrived_s)
 
     def waits(self, lane: str) -> Spread:
-        """From arrival until the call began that was answered. Of batch: those that began before the end."""
+        """The waits from arrival to the start of the answered call. Batch jobs count if they arrived before the end."""
         return Spread.of(
             [wait_s for ask in self.of(lane) if (wait_s := ask.wait_s) is not None and (ask.counts or self._is_in(ask))]
         )
@@ -71,7 +71,8 @@ class Result:
 
     @cached_property
     def use(self) -> Amounts:
-        """Of what came in, by limit, after the first minute; batch always has work."""
+        """For each limit: the used part of what came in after the first minute. Batch always has work, so all of it
+        could be used."""
         minutes = (self.load.ends_s - SETTLED_S) / 60
         calls = [
             ask.used for ask in self.asks if ask.started_s is not None and SETTLED_S <= ask.started_s < self.load.ends_s
@@ -86,7 +87,7 @@ class Result:
 
     @cached_property
     def lost(self) -> Amounts:
-        """Of what came in, by limit, what a full bucket could not hold."""
+        """For each limit: the part of what came in that was lost because the bucket was full."""
         calls = sorted((ask.started_s, ask.used) for ask in self.asks if ask.started_s is not None)
         found = []
         for each, limit in enumerate(self.load.limits):
@@ -102,7 +103,7 @@ class Result:
         return Amounts(*found)
 
     def busy(self, lane: str) -> list[tuple[float, float]]:
-        """From when until when somebody of the lane stood at the gate, without a break."""
+        """The periods in which at least one request of the lane was always at the gate."""
         found: list[tuple[float, float]] = []
         for since_s, until_s, _ in sorted(stand for ask in self.of(lane) for stand in ask.waits):
             if found and since_s <= found[-1][1]:
@@ -112,7 +113,7 @@ class Result:
         return found
 
     def longest_nothing_s(self, lane: str) -> float:
-        """In which the lane had work all the time, and none of it was granted."""
+        """The longest time in which the lane always had work and nothing was granted."""
         grants = sorted(stand.until_s for ask in self.of(lane) for stand in ask.waits if stand.is_granted)
         longest_s = 0.0
         for since_s, until_s in self.busy(lane):
@@ -121,7 +122,7 @@ class Result:
         return longest_s
 
     def predictions(self, lane: str) -> Errors:
-        """What was said at the arrival, and how long it was until the first grant."""
+        """Compares the predicted wait with the time until the first grant."""
         offs = [
             ask.predicted_s - wait_s
             for ask in self.of(lane)

@@ -1,4 +1,4 @@
-"""What is replayed: which slice of the recordings, how dense, and what the provider does meanwhile."""
+"""The scenarios: the slice of the recordings, its density, and what the provider does."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,11 +11,11 @@ from topology.lanes import BATCH, CRITICAL, DEFAULT_LANES, NORMAL
 
 LANES: Final = (CRITICAL.name, NORMAL.name, BATCH.name)
 LIMITS: Final = Amounts(180, 240_000, 40_000)
-"""A minute, as far as one stands to the other; how large they are `demand` says."""
+"""The ratio of the limits per minute to each other; `demand` sets their size."""
 SERVICE: Final[Mapping[str, str]] = {"chat": CRITICAL.name, "code": NORMAL.name}
-"""Which lane the requests of a recorded service come in."""
+"""The lane of each recorded service."""
 SLICE_S: Final = (1455.0, 1695.0)
-"""Four minutes of the recordings. Of 104 input tokens chat asks for 62 and code for 42."""
+"""Four minutes of the recordings. Chat has 62 of 104 input tokens, code has 42."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,30 +34,31 @@ class Scenario:
 
     name: str
     demand: float = 1.04
-    """Of critical and normal together, of the limit that they ask most of. The recording is played as it is; the
-    provider's limits are so much higher or lower that it comes to this."""
+    """What critical and normal together ask for, as a part of the limit that they need most of. The recording stays as
+    it is; the provider's limits are scaled to reach this."""
     bucket_s: float = 60.0
     """How many seconds' worth the provider's buckets hold."""
     slice_s: tuple[float, float] = SLICE_S
     processes: int = 1
     copies: int = 1
-    """Each recorded request comes so many times, within ten seconds."""
+    """How many times each recorded request is sent, within ten seconds."""
     large: tuple[Large, ...] = ()
     down_s: tuple[float, float] | None = None
-    """From when until when the provider answers every call 500."""
+    """The period in which the provider answers every call with 500."""
     is_cold: bool = False
-    """Nothing has been heard of the account when it begins; else one answer."""
+    """True: nothing is known of the account at the beginning. False: one answer was seen before."""
     slots: Mapping[str, int] | None = None
-    """By lane, how many requests are at the gate or called at a time; the others wait in the broker. None: all are."""
+    """For each lane: how many requests may be at the gate or in a call at a time; the others wait in the broker. None:
+    no limit."""
     jobs: int = 8
-    """Batch jobs that stand in line at any time."""
+    """How many batch jobs wait at any time."""
     spec: BudgetSpec = field(default_factory=BudgetSpec)
     traces: Traces = field(default_factory=packed, repr=False)
     seed: int = 1
 
 
 LARGEST: Final = "thousand-104"
-"""A thousand workers on one account (docs/scale.md); only where it is named, because it takes long."""
+"""A thousand workers on one account (docs/scale.md); it runs only if it is named, because it takes long."""
 FULL: Final = tuple(
     Scenario(name=f"full-{round(100 * demand)}", demand=demand) for demand in (0.7, 0.9, 1.04, 1.1, 1.5)
 )

@@ -1,5 +1,5 @@
-"""One bound: no reserves and no guesses. Whoever is first by lane and arrival goes as soon as there is enough for
-exactly what he will use; batch takes whatever nobody else waits for. Pure.
+"""A bound for comparison: the waits without reserves and with exact estimates. The first request by lane and arrival
+starts as soon as there is enough for exactly what it will use. Batch takes what nobody else waits for. Pure.
 """
 
 import random
@@ -14,7 +14,7 @@ Found = dict[str, list[float]]
 
 
 def starts_s(result: Result) -> dict[str, list[float]]:
-    """When each of critical and normal would start, in the order of their arrival."""
+    """When each critical and normal request would start, in the order of arrival."""
     scenario, limits = result.scenario, result.load.limits
     jobs, rng = load(scenario).jobs, random.Random(scenario.seed)
     per_s = [limit / 60 for limit in limits]
@@ -51,6 +51,6 @@ def _first(lines: Lines, found: Found, now_s: float) -> tuple[str, Ask] | None:
 
 
 def _next_s(lines: Lines, found: Found, now_s: float) -> float:
-    """When the next comes that may go before."""
+    """When the next critical or normal request arrives."""
     nexts = (line[len(found[lane])].arrived_s for lane, line in lines.items() if len(found[lane]) < len(line))
     return min((at_s for at_s in nexts if at_s > now_s), default=inf)

@@ -11,7 +11,7 @@ Rows = Sequence[Sequence[str]]
 
 
 def waits(results: Sequence[Result]) -> str:
-    """By scenario: who waited how long, what was used, and who got nothing for how long."""
+    """For each scenario: waits, used budget, and the longest times without a grant."""
     head = [
         "", *(f"{lane} p50 / p95 / p99 / max, s" for lane in LANES), "429s", "used: rpm / itpm / otpm, %", "lost, %",
         "longest nothing: critical / normal / batch, s",
@@ -31,14 +31,14 @@ def waits(results: Sequence[Result]) -> str:
 
 
 def predictions(results: Sequence[Result]) -> str:
-    """What was predicted at the arrival against what came, of those that waited or were told to."""
+    """Errors of predicted waits, for requests that waited or were predicted to."""
     head = ["prediction off by", *(f"{lane} p50 / p90 / p99 (bias), s" for lane in LANES)]
     rows = [[each.scenario.name, *(_errors(each.predictions(lane)) for lane in LANES)] for each in results]
     return aligned([head, *rows])
 
 
 def bounds(results: Sequence[Result]) -> str:
-    """Each lane beside what other gates would do, and request by request beside an account of its own."""
+    """Each lane's waits beside those at other gates, and compared request by request with an account of its own."""
     head = [
         "", "lane", "waits p50 / p95 / p99, s", "clairvoyant", "strict order", "own account",
         "later than in its own (at most, s)", "least of its reserve in 4 min, %",
@@ -64,7 +64,7 @@ def _beside(result: Result) -> Iterator[list[str]]:
 
 
 def aligned(rows: Rows) -> str:
-    """As Markdown has it."""
+    """The rows as an aligned Markdown table."""
     widths = [max(len(row[each]) for row in rows) for each in range(len(rows[0]))]
     lines = [
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows

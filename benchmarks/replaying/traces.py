@@ -1,7 +1,7 @@
 """The recorded load: a quarter of a chat service and a quarter of code completion, the same requests every time.
 
-`benchmarks/traces/azure-2023-quarter.csv.gz` is enough for everything. `--traces DIR` reads the whole recordings
-instead, and takes another quarter of them where one is asked for.
+`benchmarks/traces/azure-2023-quarter.csv.gz` contains them. `--traces DIR` reads the whole recordings instead;
+`--quarter` chooses another quarter of these.
 """
 
 import csv
@@ -15,11 +15,11 @@ from typing import NamedTuple
 HERE = Path(__file__).parents[1] / "traces" / "azure-2023-quarter.csv.gz"
 FILES: Mapping[str, str] = {"chat": "azure-2023-conv.csv", "code": "azure-2023-code.csv"}
 PART = 4
-"""One request of so many is replayed."""
+"""One of this many requests is replayed."""
 
 
 class Recorded(NamedTuple):
-    """One request, as it was seen."""
+    """One recorded request."""
 
     at_s: float
     input_tokens: int
@@ -51,7 +51,7 @@ def read(folder: Path, quarter: int = 0) -> Traces:
 
 
 def pack(traces: Traces) -> bytes:
-    """What `packed` reads; the same bytes for the same requests."""
+    """The file that `packed` reads. The same requests give the same bytes."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(("service", "at_s", "input_tokens", "output_tokens"))

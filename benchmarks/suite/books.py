@@ -1,4 +1,4 @@
-"""What the provider saw of each request, in a file that it and the runner map into memory: reading it costs it nothing.
+"""The provider's log of calls, in a file that it and the runner map into memory: reading it costs the provider nothing.
 
 A request carries its number in its prompt (`load.py`). Times are CLOCK_MONOTONIC, the same in all processes.
 """
@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Final
 
 _HEAD: Final = 3
-"""Numbers before the lists: calls, calls for a request that had been called before, whether answers are held."""
+"""The numbers at the beginning of the file: calls, repeated calls, whether answers are held back."""
 
 
 class Books:
-    """When the call of each request began and ended; 0.0: it did not."""
+    """When the call of each request began and ended; 0.0: not yet."""
 
     def __init__(self, path: Path, *, most: int) -> None:
-        """Creates the file where there is none. `most`: numbers of requests are below it."""
+        """Creates the file if it is missing. `most`: all numbers of requests are below it."""
         self.most = most
         size = 8 * (_HEAD + 2 * most)
         if not path.exists():
@@ -38,7 +38,7 @@ class Books:
 
     @property
     def held(self) -> bool:
-        """Calls are answered once this is over: a drain begins when all its workers are there."""
+        """While true, answers are held back: a drain begins when all its workers are ready."""
         return bool(self._counts[2])
 
     @held.setter
@@ -53,5 +53,5 @@ class Books:
             self.began[number] = now_s
 
     def clear(self) -> None:
-        """Before the next run; nobody calls meanwhile."""
+        """Clear it for the next run. There must be no calls meanwhile."""
         self._map[:] = bytes(len(self._map))

@@ -1,4 +1,4 @@
-"""Who is measured: the worker of each, its requesters, and its queues."""
+"""The contestants: the worker, the requesters and the queues of each."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,13 +16,13 @@ from topology.model import Queue, Topology
 NAMES: Final = Names("bench")
 PEERS_PYTHON: Final = ROOT / ".cache/bench/bin/python"
 REPLIES: Final = f"{NAMES.reply_prefix}nobody"
-"""Where answers go that nobody waits for."""
+"""The queue of answers that nobody waits for."""
 NOTHING: Final = Topology(exchanges=(), queues=(Queue(REPLIES),), bindings=())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a worker finds everything; `folder` is the run's own."""
+    """What a worker is given: URLs, its number of slots, and a folder for this run."""
 
     amqp_url: str
     base_url: str
@@ -33,18 +33,18 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Contestant:
-    """One of those that are measured. The environment of its processes has BENCH_* (`environ` adds to it)."""
+    """One contestant. Its processes get variables BENCH_*; `environ` adds to them."""
 
     name: str
     queue: str
-    """Where requests wait."""
+    """The queue in which requests wait."""
     python: Path = Path(sys.executable)
     command: Sequence[str]
-    """Of a worker, after the interpreter; {slots} is replaced."""
+    """The worker's command, after the interpreter; {slots} is replaced."""
     fills: str
-    """Module of the requester that publishes what nobody waits for."""
+    """The module that publishes requests whose answers nobody waits for."""
     asks: str
-    """Module of its client."""
+    """The module that uses the contestant's own client."""
     environ: Mapping[str, str] = field(default_factory=dict)
     in_redis: bool = False
     """Answers that nobody waits for are kept in Redis, not in the queue `REPLIES`."""
@@ -54,7 +54,7 @@ class Contestant:
         return NOTHING
 
     def environment(self, place: Place) -> dict[str, str]:
-        """Of its worker and its requesters."""
+        """The environment of its worker and its requesters."""
         made = clean_environ(
             BENCH_AMQP_URL=place.amqp_url,
             BENCH_BASE_URL=place.base_url,
@@ -85,7 +85,7 @@ class Lanekeeper(Contestant):
     """`lanekeeper serve`: all parts, as a user runs it."""
 
     code: Path = ROOT
-    """The checkout, with its environment."""
+    """The checkout whose code and virtual environment are used."""
 
     def topology(self, version: str) -> Topology:
         made = declare(DEFAULT_LANES, names=NAMES, broker_version=version)
@@ -123,7 +123,7 @@ FLOOR: Final = Floor(
 
 
 def floor_with_lanes(**slots: int) -> Floor:
-    """A queue a lane, each with slots of its own."""
+    """The floor with one queue for each lane, each with its own slots."""
     queues = ",".join(f"bench.floor.{lane}={count}" for lane, count in slots.items())
     return replace(
         FLOOR,
@@ -135,7 +135,7 @@ def floor_with_lanes(**slots: int) -> Floor:
 def lanekeeper(
     name: str = "lanekeeper", *, code: Path = ROOT, module: str = "service.cli.main", **environ: str
 ) -> Lanekeeper:
-    """Ours; `environ` has further settings, `module` is what is run."""
+    """Lanekeeper as a contestant. `environ`: further settings. `module`: what is run."""
     return Lanekeeper(
         name=name,
         queue=NAMES.intake("normal"),

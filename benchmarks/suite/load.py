@@ -1,4 +1,4 @@
-"""The requests of every scenario: a body of a given size that carries its number and how long its call takes."""
+"""The bodies of requests: of a given size, with the request's number and the duration of its call in the prompt."""
 
 import json
 import re

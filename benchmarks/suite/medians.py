@@ -15,7 +15,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Median:
-    """Of several rounds."""
+    """The median of several rounds, with its range."""
 
     value: float
     least: float
@@ -31,6 +31,6 @@ class Median:
 
 
 def ratio(mine: Mapping[int, float], theirs: Mapping[int, float]) -> Median | None:
-    """Of the rounds that both have, by number: each round's own ratio. None where they share none."""
+    """The median of the ratios in each round that both have; None if they share no round."""
     shared = sorted(mine.keys() & theirs.keys())
     return Median.of([mine[each] / theirs[each] for each in shared]) if shared else None

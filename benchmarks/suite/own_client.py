@@ -11,7 +11,7 @@ from suite.plain import PRIORITIES
 
 
 class Requester:
-    """`lanekeeper.Client`."""
+    """Sends requests with `lanekeeper.Client`."""
 
     async def __aenter__(self) -> Self:
         names = Names(os.environ["BENCH_NAMESPACE"])
@@ -30,6 +30,6 @@ class Requester:
     async def first_part(self, body: bytes, *, number: int, lane: str, tenant: int) -> float:
         came = 0.0
         async with aclosing(self._client.stream(body, key=f"{lane}.bench.load")) as replies:
-            async for _ in replies:  # to its end: who leaves it cancels the request
+            async for _ in replies:  # to its end: leaving it early would cancel the request
                 came = came or time.monotonic()
         return came

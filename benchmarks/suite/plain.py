@@ -1,4 +1,8 @@
-"""The shortest requester: aio-pika. BENCH_EXCHANGE, BENCH_KEY (with {lane}) and BENCH_REPLY_TO say where to."""
+"""The shortest requester, with aio-pika.
+
+It publishes to BENCH_EXCHANGE with the routing key BENCH_KEY (`{lane}` in it stands for the lane); replies go to
+BENCH_REPLY_TO.
+"""
 
 import asyncio
 import os

@@ -19,7 +19,7 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 def clean_environ(**more: str) -> dict[str, str]:
-    """Ours without any setting, and with the benchmarks' folder for imports."""
+    """This process's environment without any settings, and with the benchmarks' folder on the import path."""
     foreign = ("LANEKEEPER_", "ANTHROPIC_", "OTEL_", "CELERY_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     return {**kept, "PYTHONPATH": f"{HERE}{os.pathsep}{ROOT}", **more}
@@ -48,7 +48,8 @@ def resident_mib(pid: int) -> float:
 
 @asynccontextmanager
 async def process(command: Sequence[str], *, environ: Mapping[str, str], log: Path) -> AsyncIterator[int]:
-    """The process id, as long as the block lasts. Raises RuntimeError with the end of its log where it ended itself."""
+    """Run a process during the block; yields its id. Raises RuntimeError, with the end of its log, if it ended by
+    itself."""
     with log.open("ab") as file:
         made = await asyncio.create_subprocess_exec(*command, env=environ, stdout=file, stderr=file, cwd=log.parent)
     try:
@@ -69,7 +70,7 @@ async def process(command: Sequence[str], *, environ: Mapping[str, str], log: Pa
 
 @asynccontextmanager
 async def provider(folder: Path, *, most: int) -> AsyncIterator[tuple[str, Books]]:
-    """The provider's URL and its books."""
+    """Run the provider; yields its URL and its log of calls."""
     books = Books(folder / "books", most=most)
     made = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "suite.provider", str(folder / "books"), str(most)),

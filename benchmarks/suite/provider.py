@@ -1,8 +1,8 @@
-"""A provider that costs little, in a process of its own: HTTP/1.1 by hand, so that it is never what is measured.
+"""A cheap provider in its own process: a minimal HTTP/1.1 server, so that its cost does not limit the measurement.
 
-It answers each call after the time that the request's mark says, with the headers that Anthropic sends, and notes in
-the books when the call began and ended. It takes traces as well, and forgets them. `lanekeeper simulate` is the true
-simulation; one of its answers costs as much as the rest of a request.
+It answers each call after the time that the request's mark asks for, with Anthropic's headers, and records when the
+call began and ended. It also accepts traces, and drops them. `lanekeeper simulate` simulates more, but one of its
+answers costs as much as the rest of a request.
 
     python -m suite.provider BOOKS MOST        prints the URL
 """
@@ -50,7 +50,7 @@ CLOSING += _event(type="message_stop") + b"0\r\n\r\n"
 
 
 def _heads() -> tuple[bytes, bytes]:
-    """Of a whole answer, and of a streamed one."""
+    """The HTTP headers of a whole answer and of a streamed one."""
     reset = (datetime.now(UTC) + timedelta(seconds=1)).strftime("%Y-%m-%dT%H:%M:%SZ")
     said = ["HTTP/1.1 200 OK", "request-id: req_1", "anthropic-organization-id: benchmark"]
     for name in ("requests", "input-tokens", "output-tokens"):
@@ -66,7 +66,7 @@ class Connection(asyncio.Protocol):
 
     books: Books
     held: ClassVar[list[Callable[[], None]]] = []
-    """Answers that wait for the books."""
+    """Answers that are held back."""
     whole, streamed = _heads()
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The results as tables: the aims, everybody side by side, growth; and where they are written."""
+"""The results as tables: aims, all contestants side by side, floods, details. Writes them into the documents."""
 
 import subprocess
 from collections.abc import Callable
@@ -49,7 +49,7 @@ def _value(scenario: str, figure: str, *, of: str = OURS) -> Measured:
 
 
 def _closest_peer(found: Results) -> Median | None:
-    """The ratio to the peer that comes closest."""
+    """The lowest ratio to any peer."""
     ratios = [found.ratio("drain", "per_core_s", of=OURS, to=peer.name) for peer in PEERS]
     return min((each for each in ratios if each is not None), key=lambda each: each.value, default=None)
 
@@ -134,7 +134,7 @@ COLUMNS: Final = (
     ("p99 ms", "flood 2000", "critical_p99_ms"),
     ("slots used %", "flood 2000", "slots_used"),
 )
-"""Of the table with everybody: its head, scenario and figure."""
+"""The columns of the table of all contestants: head, scenario, figure."""
 _DETAILS: Final = {
     "drain": ("per_s", "cpu_ms"),
     "rpc": ("rpc_p99_ms", "callers_p50_ms", "callers_cpu_ms"),
@@ -145,7 +145,7 @@ _DETAILS: Final = {
 
 
 def whole(found: Results) -> str:
-    """Every table."""
+    """All tables."""
     parts = (_head(found), aims(found), everybody(found), _flood(found), _details(found), _missing(found))
     return "\n\n".join(part for part in parts if part)
 
@@ -237,7 +237,7 @@ def _text(median: Median, unit: str) -> str:
 
 
 def _number(value: float) -> str:
-    """Three digits that count."""
+    """A number with three significant digits."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
@@ -261,9 +261,9 @@ def _picture() -> str:
 
 
 def between(path: Path, text: str) -> None:
-    """Raises ValueError for a file without the marks."""
+    """Replace the text between the marks of a file. Raises ValueError if it has no marks."""
     before, begin, rest = path.read_text().partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"{path} has not the marks between which tables are written")
+        raise ValueError(f"{path} has no marks between which tables are written")
     path.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")

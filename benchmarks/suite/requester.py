@@ -1,10 +1,10 @@
-"""One way to send requests, for every contestant, in a process of its own and in the contestant's environment:
+"""Sends the requests of a run, in the same way for every contestant; a process in the contestant's environment:
 
     python -m suite.requester MODULE SPEC
 
-MODULE has a class `Requester` with `publish` (confirmed) and `ask` (with the answer), both async; and perhaps
-`first_part`, which returns when that came. SPEC is JSON (`Spec`). Prints JSON (`Sent`): when each request was sent, and
-when it was answered.
+MODULE has a class `Requester` with the coroutines `publish` (waits for the confirm), `ask` (waits for the answer) and
+perhaps `first_part` (returns the time when the first part came). SPEC is JSON (`Spec`). It prints JSON (`Sent`): when
+each request was sent, and when it was answered.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from suite import load
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """Which requests to send, and how. Numbers are from `first` to before `last`."""
+    """Which requests to send, and how. Their numbers are `first` to `last` - 1."""
 
     do: str
     """`publish`, `ask` or `first_part`."""
@@ -29,21 +29,21 @@ class Spec:
     last: int
     at_once: int = 1
     pause_s: float = 0.0
-    """After each request, of each that sends."""
+    """Each sender's pause after a request."""
     every_s: float | None = None
-    """Send one each so many seconds, whatever has become of those before."""
+    """Send one request in each such interval, whether or not earlier ones are answered."""
     size: int = load.BODY_BYTES
     call_ms: int = 0
     lanes: Sequence[str] = ("normal",)
-    """In turns."""
+    """The lanes of the requests, in turns."""
     tenants: int = 1
     warm: int = 0
-    """So many requests before, which are not told; their numbers are those before `first`."""
+    """How many requests are sent first, to warm up. They are not reported; their numbers are those before `first`."""
 
 
 @dataclass(kw_only=True)
 class Sent:
-    """Times are CLOCK_MONOTONIC, as in the books."""
+    """Times are CLOCK_MONOTONIC, as in the provider's log of calls."""
 
     numbers: list[int] = field(default_factory=list)
     began: list[float] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What was measured, as a value that is kept as JSON under `benchmarks/results/`."""
+"""The results of the suite, kept as JSON in `benchmarks/results/`."""
 
 import json
 import os
@@ -35,7 +35,7 @@ class Results:
     runs: list[Run] = field(default_factory=list)
 
     def of(self, scenario: str, contestant: str, figure: str) -> dict[int, float]:
-        """By round."""
+        """A figure of one contestant, by round."""
         return {
             run.round: run.figures[figure]
             for run in self.runs
@@ -50,7 +50,7 @@ class Results:
         return ratio(self.of(scenario, of, figure), self.of(scenario, to, figure))
 
     def contestants(self, scenario: str) -> Sequence[str]:
-        """In the order in which they were measured."""
+        """The contestants of a scenario, in the order of measuring."""
         return list(dict.fromkeys(run.contestant for run in self.runs if run.scenario == scenario))
 
     def errors(self) -> Iterable[Run]:
@@ -69,7 +69,7 @@ def load(path: Path) -> Results:
 
 
 def machine() -> str:
-    """What it is measured on, in one line."""
+    """The machine, in one line."""
     model = next(
         (line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "CPU"
     )

@@ -1,6 +1,6 @@
-"""What is measured: each function makes one run of one contestant and returns its figures, or raises Spoiled.
+"""The scenarios: each function runs one contestant once and returns its figures, or raises Spoiled.
 
-A scenario's runs go in rounds; in a round its contestants take turns.
+Each scenario is repeated in rounds; in a round, its contestants take turns.
 """
 
 import asyncio
@@ -16,10 +16,10 @@ from suite.stage import LOOK_EVERY_S, Spoiled, Stage
 
 Figures = dict[str, float]
 WARM = 0.2
-"""Share of a drain's requests before the first look."""
+"""The part of a drain's requests that is worked on before the measurement begins."""
 SLOTS = 50
 FEW = 8
-"""Slots where their use is measured."""
+"""The number of slots in scenarios that measure how much of them is used."""
 JOB_MS = 50
 FILLING = 200
 IDLE_S = 0.6
@@ -28,7 +28,7 @@ RESIDENT_WARM = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """One look at the books and at the workers."""
+    """The provider's calls and the workers' CPU time at one moment."""
 
     calls: int
     at_s: float
@@ -54,7 +54,8 @@ async def drain(
     tenants: int = 1,
     queued: int | None = None,
 ) -> Figures:
-    """Published first; then the workers take them. Figures are of `requests`, of `queued` that wait in the queue."""
+    """Publish `queued` requests, then start the workers, and measure while they work on the first `requests` of
+    them."""
     queued = queued or requests
     await stage.reset(who)
     await stage.send(who, Spec(do="publish", last=queued, at_once=min(FILLING, queued), size=size, tenants=tenants))
@@ -83,7 +84,8 @@ async def publish(stage: Stage, who: Contestant, *, requests: int) -> Figures:
 
 
 async def rpc(stage: Stage, who: Contestant, *, alone: int, callers: int, idle: int) -> Figures:
-    """By the contestant's own client: one caller, fifty callers, and single requests to an idle worker."""
+    """Requests with answers, by the contestant's own client: one caller, fifty callers, and single ones to an idle
+    worker."""
     await stage.reset(who)
     at, figures = 0, {}
 
@@ -106,7 +108,7 @@ async def rpc(stage: Stage, who: Contestant, *, alone: int, callers: int, idle: 
 
 
 async def few_callers(stage: Stage, who: Contestant, *, requests: int) -> Figures:
-    """Ten callers: ten requests are in the queue or running."""
+    """Ten callers, so that ten requests wait or run at any time."""
     await stage.reset(who)
     async with stage.workers(who, slots=SLOTS) as pids:
         warm = requests // 5
@@ -119,7 +121,7 @@ async def few_callers(stage: Stage, who: Contestant, *, requests: int) -> Figure
 
 
 async def first_part(stage: Stage, who: Contestant, *, requests: int) -> Figures:
-    """From publishing to the first part of a streamed answer, ten streams at once."""
+    """The time from publishing to the first part of a streamed answer, with ten streams at a time."""
     await stage.reset(who)
     async with stage.workers(who, slots=SLOTS) as pids:
         await stage.send(who, Spec(do="first_part", last=20, at_once=10), client=True)
@@ -132,7 +134,8 @@ async def first_part(stage: Stage, who: Contestant, *, requests: int) -> Figures
 
 
 async def flood(stage: Stage, who: Contestant, *, jobs: int, asks: int, every_s: float = 0.1) -> Figures:
-    """Critical requests, one every 100 ms, among batch jobs of 50 ms: from publishing to the start of the call."""
+    """The wait, from publishing to the start of the call, of critical requests sent every 100 ms among batch jobs of 50
+    ms."""
     await stage.reset(who)
     await stage.send(who, Spec(do="publish", last=jobs, at_once=FILLING, call_ms=JOB_MS, lanes=("batch",)))
     async with stage.workers(who, slots=FEW):
@@ -145,7 +148,8 @@ async def flood(stage: Stage, who: Contestant, *, jobs: int, asks: int, every_s:
 
 
 async def mixed(stage: Stage, who: Contestant, *, seconds: float) -> Figures:
-    """Ten times the capacity: eight slots, calls of 200 ms, 400 requests a second; of 40, one is critical, 5 normal."""
+    """Ten times the capacity of eight slots: calls of 200 ms, 400 requests a second; 1 of 40 is critical, 5 are
+    normal."""
     call_ms, count = 200, int(seconds * 400)
     lanes = ("critical", *(6 * ("batch",) + ("normal",)) * 5, *4 * ("batch",))
     await stage.reset(who)
@@ -156,7 +160,7 @@ async def mixed(stage: Stage, who: Contestant, *, seconds: float) -> Figures:
             lane: [number for number in sent.numbers if lanes[number % len(lanes)] == lane]
             for lane in ("critical", "normal")
         }
-        # what comes at the end would wait longer than we do
+        # the last requests would begin after we stop looking
         figures = await _waits(
             stage, who, sent, {lane: sorted(each)[: int(0.9 * len(each))] for lane, each in by_lane.items()}
         )
@@ -165,8 +169,8 @@ async def mixed(stage: Stage, who: Contestant, *, seconds: float) -> Figures:
 
 
 async def _waits(stage: Stage, who: Contestant, sent: Sent, lanes: Mapping[str, Sequence[int]]) -> Figures:
-    """Of the critical requests, which must all have begun; of normal ones that have not, how long they wait so far. And
-    the share of `FEW` slots that was in use while requests were sent."""
+    """The waits of critical requests, all of which must begin, and of normal ones (of those that have not begun: the
+    wait so far). And the used part of the `FEW` slots while requests were sent."""
     books, since, until = stage.books, min(sent.began), max(sent.began)
     async with asyncio.timeout(30):
         while not all(books.began[number] for number in lanes["critical"]):
@@ -187,7 +191,7 @@ async def _waits(stage: Stage, who: Contestant, sent: Sent, lanes: Mapping[str, 
 
 
 async def memory(stage: Stage, who: Contestant, *, requests: int) -> Figures:
-    """Resident: idle, with 200 in flight, after a tenth and after all of many requests that waited in the queue."""
+    """Resident memory: idle, with 200 requests in flight, and after a tenth and all of the requests of a deep queue."""
     await stage.reset(who)
     async with stage.workers(who, slots=200) as (pid,):
         await asyncio.sleep(3)
@@ -220,7 +224,7 @@ def _ms(sent: Sent) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """One row of the plan."""
+    """One scenario of the plan."""
 
     name: str
     run: Callable[[Stage, Contestant], Awaitable[Figures]]
@@ -228,7 +232,7 @@ class Scenario:
     rounds: int
 
     def only(self, names: Sequence[str]) -> "Scenario":
-        """With these contestants alone."""
+        """The scenario with only these contestants."""
         return replace(self, contestants=[who for who in self.contestants if who.name in names])
 
 
@@ -293,7 +297,7 @@ def plan(*, quick: bool) -> list[Scenario]:
 
 
 def _lanes(critical: int, normal: int, batch: int) -> Contestant:
-    """As many slots in all as the floor has; what a lane does not use it lends, but for one."""
+    """Lanekeeper with as many slots in total as the floor. Lanes lend their idle slots; critical keeps one."""
     slots = {"CRITICAL": critical, "NORMAL": normal, "BATCH": batch}
     own = {f"LANEKEEPER_LANES__{lane}__SLOTS": str(count) for lane, count in slots.items()}
     kept = {f"LANEKEEPER_LANES__{lane}__SLOTS_MIN": str(int(lane == "CRITICAL")) for lane in slots}
@@ -301,7 +305,7 @@ def _lanes(critical: int, normal: int, batch: int) -> Contestant:
 
 
 def _traced() -> Contestant:
-    """Spans of every tenth request are sent to a collector (the provider's process, which forgets them)."""
+    """Lanekeeper with traces: spans of every tenth request are sent to the provider's process, which drops them."""
     return lanekeeper(
         "traces at 10 %",
         OTEL_EXPORTER_OTLP_ENDPOINT="BASE_URL",

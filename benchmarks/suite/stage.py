@@ -1,4 +1,4 @@
-"""One way to run anything: broker, provider and books are there; workers and requesters come and go."""
+"""What runs take place on: broker and provider stay; workers and requesters are started for each run."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ from topology.broker.admin.apply import apply
 LOOK_EVERY_S = 0.01
 START_WITHIN_S = 120.0
 MOST = 260_000
-"""Numbers of requests are below it."""
+"""All numbers of requests are below it."""
 
 
 class Spoiled(Exception):
@@ -33,7 +33,7 @@ class Spoiled(Exception):
 
 
 class Stage:
-    """Runs are one after the other."""
+    """Broker, provider and its log of calls. Runs follow one another."""
 
     def __init__(
         self, *, amqp_url: str, redis_url: str | None, base_url: str, books: Books, connection: Connection, folder: Path
@@ -47,7 +47,7 @@ class Stage:
         self._folder = folder
 
     async def reset(self, who: Contestant) -> None:
-        """Before a run of `who`: its queues are there and empty."""
+        """Prepare a run of `who`: declare and empty its queues, clear the log of calls."""
         topology = who.topology(self.version)
         await apply(topology, await self._connection.underlying())
         channel = await self._connection.raw_channel(confirms=False)
@@ -70,7 +70,7 @@ class Stage:
     async def workers(
         self, who: Contestant, *, slots: int = 50, processes: int = 1, ready: bool = True
     ) -> AsyncIterator[list[int]]:
-        """The process ids of its workers. `ready`: once all of them consume."""
+        """Start workers; yields their process ids. `ready`: wait until all of them consume."""
         async with AsyncExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=self._folder)))
             place = self.place(folder, slots)
@@ -97,7 +97,7 @@ class Stage:
             return 0
 
     async def send(self, who: Contestant, spec: Spec, *, client: bool = False) -> Sent:
-        """Requests from a process of their own; `client`: by the contestant's client."""
+        """Send requests from a separate process. `client`: with the contestant's own client."""
         environ = who.environment(self.place(self._folder, 1))
         # a requester runs in this checkout, whichever the worker's is
         environ["PYTHONPATH"] = f"{Path(__file__).parents[1]}:{Path(__file__).parents[2]}"
@@ -119,7 +119,7 @@ class Stage:
         return Sent(**json.loads(found[0].removeprefix("RESULT ")))
 
     async def called(self, count: int, *, within_s: float = 60.0) -> None:
-        """Until the provider has had so many calls."""
+        """Wait until the provider has had `count` calls."""
         try:
             async with asyncio.timeout(within_s):
                 while self.books.calls < count:
@@ -128,7 +128,7 @@ class Stage:
             raise Spoiled(f"{self.books.calls} of {count} were called within {within_s:g} s") from None
 
     async def answered(self, who: Contestant, count: int, *, within_s: float = 60.0) -> None:
-        """Until `count` requests have their answers, each one. Raises Spoiled."""
+        """Wait until `count` requests have one answer each. Raises Spoiled."""
         answers: list[str | None] = []
         try:
             async with asyncio.timeout(within_s):
@@ -141,12 +141,13 @@ class Stage:
         self.check(who, count)
 
     async def waiting(self, who: Contestant) -> int:
-        """Requests in its queues."""
+        """How many requests are in a contestant's queues."""
         queues = [queue.name for queue in who.topology(self.version).queues if queue.name != REPLIES]
         return sum(each.ready for each in (await depths(self._connection, queues or [who.queue])).values())
 
     async def nothing_lost(self, who: Contestant, count: int) -> None:
-        """After its workers have ended: of `count` requests, those that were not called wait. Raises Spoiled."""
+        """After the workers have ended: check that those of `count` requests that were not called are in the queues.
+        Raises Spoiled."""
         try:
             async with asyncio.timeout(5):  # what a worker returned takes a moment
                 while await self.waiting(who) + self.books.calls < count:
@@ -156,7 +157,7 @@ class Stage:
             raise Spoiled(f"{who.name}: {lost} of {count} requests are lost") from None
 
     def check(self, who: Contestant, count: int) -> None:
-        """Every one of `count` requests was called once. Raises Spoiled."""
+        """Check that each of `count` requests was called once. Raises Spoiled."""
         if self.books.repeated or self.books.calls != count:
             raise Spoiled(f"{who.name}: {self.books.calls} calls for {count} requests, {self.books.repeated} repeated")
 

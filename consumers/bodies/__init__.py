@@ -1,1 +1,1 @@
-"""Fetches the bodies of requests that lie beside the broker, from the stores and hosts that are allowed."""
+"""Fetches bodies of requests that are not in the message but in a store or on a host, if that place is allowed."""

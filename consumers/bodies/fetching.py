@@ -1,4 +1,4 @@
-"""Fetches a body from where its request says that it lies, if that is allowed, and checks it."""
+"""Fetches a body from the address that its request gives, if that address is allowed, and checks the body."""
 
 from collections.abc import Sequence
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""Fetches bodies by HTTP from hosts that are allowed, without being led elsewhere.
+"""Fetches bodies by HTTP, only from hosts that are allowed.
 
 Whoever publishes a request chooses the address that a worker calls. So only listed URLs are called, redirects are not
 followed, and a name that resolves to a private address is refused; the address that was checked is the one dialled.

@@ -1,11 +1,11 @@
 """Pauses all work while an answer could be neither sent nor stored.
 
     pausing = Pausing({"publish connection": lambda: publishing.trouble, …})
-    await pausing.opened()                before a provider is called: at once while all is well
+    await pausing.opened() before a provider is called: returns at once if no condition holds
     await pausing.run(pools)              pauses and resumes them, until cancelled
 
-A condition returns None, or what is wrong. It is asked before each call and not remembered, so that no call is made
-after a condition has changed and before we notice it."""
+A condition returns None, or what is wrong. It is checked before each call, so that no call is made after something went
+wrong and before the next regular check."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -28,10 +28,10 @@ class Pausable(Protocol):
     def is_paused(self) -> bool: ...
 
     async def pause(self, reason: str) -> None:
-        """Take no new delivery; those that are held stay."""
+        """Take no new delivery; keep those that are held."""
 
     async def resume(self) -> None:
-        """Take again, as soon as there is room."""
+        """Take deliveries again as soon as there is room."""
 
 
 class Pausing:

@@ -140,7 +140,8 @@ class Slots:
             line.used.append(line.pool.slots)
 
     async def run(self) -> None:
-        """Look until stopped; return when the requests on added slots have ended. Cancel it to end at once."""
+        """Add slots and take them back until stopped; return when the requests on added slots have ended. Cancel it to
+        end at once."""
         async with self._group:
             async for _ in every(LOOK_EVERY_S, until=self._stopping):
                 await self._look()
@@ -166,7 +167,7 @@ class Slots:
         await self._take_all_back()
 
     async def resume(self) -> None:
-        """Look again."""
+        """Add slots again when they are needed."""
         self._paused = False
 
     async def _look(self) -> None:
@@ -180,7 +181,7 @@ class Slots:
             return
         shares = decide([self._seen(line, waiting.get(line.pool.queue, 0), asks, now_s) for line in self._lines])
         for line, share in zip(self._lines, shares, strict=True):
-            limit = share.limit if asks else line.share.limit  # known only for lanes that wait
+            limit = share.limit if asks else line.share.limit  # known only for lanes whose requests wait
             self._carry_out(line, Share(share.lent, share.grown, limit))
             if asks and limit is not None:
                 self._say(line, limit, now_s)

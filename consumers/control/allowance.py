@@ -1,4 +1,5 @@
-"""Limits how many control messages a tenant may send. Decides before the body is read, except for `speakers`.
+"""Limits how many control messages a tenant may send. It decides before a message's body is read, except for users in
+`speakers`, who name a tenant in the body.
 
 A flood is read only as fast as its messages are processed, so each must cost little. Messages beyond the share are
 refused. As many refusals as the share allows are answered. Further ones are only counted and logged, at a tenth of a
@@ -50,8 +51,8 @@ class Allowance:
         return Due.REFUSED if self._told.take(whose) else Due.COUNTED
 
     def _whose(self, message: Message) -> str:
-        """The tenant that it speaks for. Only users that may speak for others can name another tenant, so only their
-        messages are read for that."""
+        """The tenant that the message is for. Only users that may act for other tenants can name one, so only their
+        messages are read to find it."""
         user = message.user_id or ""
         if user in self._speakers:
             with suppress(RequestProblem):

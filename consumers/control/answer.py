@@ -45,7 +45,7 @@ class Answers:
     async def tell(
         self, question: Message, body: Mapping[str, Any], *, id: str | None, as_: Literal["accepted", "pending"]
     ) -> None:
-        """Answer with what was done, or with what is known so far."""
+        """Answer with what was done, or with what is known of the request so far."""
         await self._send(question, json.dumps(body).encode(), JSON, _headers(id, {n.CONTROL: as_}))
 
     async def refuse(self, question: Message, problem: RequestProblem, *, id: str | None) -> None:
@@ -55,7 +55,7 @@ class Answers:
         await self._send(question, document, PROBLEM, _headers(id, {n.CONTROL: "error"}), is_due=True)
 
     def refuse_untold(self, question: Message, problem: RequestProblem) -> None:
-        """Refuse without an answer, for messages by the thousand: counted, and logged once a minute."""
+        """Refuse without an answer, because there may be thousands: they are counted, and logged once a minute."""
         self._tell_of(question, problem)
         self.unanswered += 1
 

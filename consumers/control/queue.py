@@ -86,7 +86,8 @@ class Control:
 
     @property
     def behind(self) -> str | None:
-        """Why no request should be worked on yet: it may have been cancelled while there was no worker or no store."""
+        """Why no request should be worked on yet: cancellations may be unread that came while there was no worker or no
+        store."""
         return "cancellations are waiting to be recorded" if self._is_behind else None
 
     async def run(self) -> None:
@@ -183,9 +184,9 @@ class Control:
             self._busy_at_s = asyncio.get_running_loop().time()
 
     async def _is_done_with(self, delivery: Delivery) -> bool:
-        """Whether it may be acknowledged. An invalid message is refused. A cancellation that cannot be recorded is
-        returned to the queue; after `FAULTS_AT_MOST` internal errors it is refused, so that it is not redelivered for
-        ever."""
+        """Carry out a message; True if it may be acknowledged. An invalid message is refused. A cancellation that
+        cannot be recorded is returned to the queue; after `FAULTS_AT_MOST` internal errors it is refused, so that it is
+        not redelivered for ever."""
         message = delivery.message
         try:
             question = self._question(message)

@@ -3,9 +3,9 @@
 A request is published there with a confirm, and then acknowledged (`consumers/pool.py`). A worker that dies between the
 two leaves two messages of one request; the claim detects that. No claim is taken and no attempt counted.
 
-Each tenant has a side queue of its own while there are enough of them. A process knows the owner of a side queue by the
-head that it holds and by what it put there itself. For a moment two processes may choose different queues for one
-tenant; then that tenant's order is lost."""
+Each tenant has a side queue of its own while there are enough of them. A process knows which tenant a side queue
+belongs to if it holds the queue's first message (its head), or put a message there itself. For a moment two processes
+may choose different queues for one tenant; then that tenant's order is lost."""
 
 import asyncio
 from hashlib import blake2b
@@ -51,7 +51,7 @@ class Aside:
         return tenant in self._tenants.values() or self._placed(tenant) is not None
 
     def may_take(self, job: Job) -> bool:
-        """Whether it may be moved. A request with wrong headers may not, because moving it would lose them."""
+        """Whether a request may be moved. One with wrong headers may not, because the copy would lose them."""
         message = job.message
         if job.trusted:
             return not job.hop.reply_try  # only its reply is left, which needs no call

@@ -68,7 +68,7 @@ class Scouting:
         self._group = asyncio.TaskGroup()
 
     async def run(self) -> None:
-        """Look until stopped; return when all scouts have ended. Cancel it to end at once."""
+        """Send scouts out and call them back until stopped; return when all have ended. Cancel it to end at once."""
         async with self._group:
             async for _ in every(LOOK_EVERY_S, until=self._stopping):
                 for each in self._queues:

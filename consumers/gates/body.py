@@ -1,4 +1,4 @@
-"""The body gate: fetches the body of a request that lies beside the broker. It comes after the claim, so that a request
+"""The body gate: fetches a request's body if it is not in the message. It comes after the claim, so that a request
 that has ended, or is worked on elsewhere, is not fetched."""
 
 from dataclasses import replace

@@ -37,7 +37,8 @@ OnWait = Callable[[Job, Wait], None]
 
 
 class BudgetGate:
-    """Reserves for a job, at its best route. `on_wait` is called at the beginning of each wait that is not short."""
+    """Reserves budget for a job, on the best route that has enough. `on_wait` is called at the beginning of each wait
+    that is not short."""
 
     def __init__(
         self,
@@ -161,7 +162,7 @@ class BudgetGate:
                 route.account, lane=job.lane_name, amounts=amounts, until=until, arrived=arrived, on_wait=on_wait
             )
         except WaitTooLong:
-            held.bound(held_until)  # after this time the request is deferred
+            held.bound(held_until)  # then the wait ends and the request is deferred
             raise
         finally:
             if has_to_wait:

@@ -27,7 +27,8 @@ back."""
 
 
 class RouteGate:
-    """Ends what asks for a model that its lane or tenant may not have."""
+    """Ends requests for a model that their lane or tenant may not use; holds or defers the others while no provider may
+    be called."""
 
     def __init__(self, breakers: Breakers, *, now_ms: NowMs, rng: random.Random) -> None:
         self._breakers = breakers

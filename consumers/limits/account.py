@@ -1,10 +1,10 @@
 """START HERE for the budget: one account's buckets, lines and calls, and whose turn it is. Pure; time is passed in.
 
-After every change the account decides anew whose turn it is. It asks the lanes in order of rank, and grants the first
-one whose first request may go in all three buckets (the rule is in `bucket.py`). A lane may always spend what it has
-saved of its share. Beyond that a request goes by rank, and only if the reserves of the lanes above stay whole. Waiting
-longer changes nothing between lanes. When concurrency is the bottleneck (`concurrency.py`), each lane has a share of
-the calls too.
+After every change the account decides anew whose turn it is. It looks at the lanes in order of rank, and grants the
+first one whose first request may take from all three buckets (the rule is in `bucket.py`). A lane may always spend what
+it has saved of its share. Beyond that a request goes by rank, and only if the reserves of the lanes above stay whole.
+Waiting longer changes nothing between lanes. When concurrency is the bottleneck (`concurrency.py`), each lane has a
+share of the calls too.
 """
 
 from collections.abc import Sequence
@@ -226,7 +226,7 @@ class Account:
         self.elsewhere = [NOTHING for _ in self.lanes]
 
     def due_for_a_call(self) -> list[bool]:
-        """When concurrency is the bottleneck: the lanes that wait and are due for a call. They are asked first."""
+        """When concurrency is the bottleneck: the lanes that wait and are due for a call. They go first."""
         is_limited = self.concurrency.is_limited
         return [
             is_limited and head is not None and self._credit.is_due(lane) for lane, head in enumerate(self.lines.heads)

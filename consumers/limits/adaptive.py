@@ -1,8 +1,8 @@
 """The assumed limits of an account: announced by the provider, capped by settings, or learned by trial. Pure.
 
 Limits that the provider does not announce begin low, and grow by a step every few seconds if requests waited for them
-and none was refused. A provider that answers without a word about limits is assumed to have none until it refuses: a
-self-hosted model behind a compatible API has slots, and no budget. A refusal (429) without figures halves the limits.
+and none was refused. A provider whose answers have no headers about limits is assumed to have none until it refuses a
+call: a self-hosted model behind a compatible API, for example. A refusal (429) without figures halves the limits.
 Refusals with figures lower them only if using less at once (`burst.py`) did not help: then somebody else uses the
 account, or the provider counts differently. The limits come back step by step."""
 

@@ -1,13 +1,14 @@
-"""How much of its limits an account takes at once, in seconds' worth of each: what is proven, up to the setting. Pure.
+"""How much of its limits an account uses at once, in seconds' worth of each: as much as is proven, up to the setting.
+Pure.
 
 What a bucket had left after a call, plus what that call took, is what it held before. So `remaining` proves how much it
 holds at least, and no more than that is used at once. If nothing is proven, little is used at once.
 
 A refusal with figures means that too much was used at once, whatever was proven: somebody else uses the account, or its
 limits are announced per minute and enforced per second. Then the size is halved, and comes back slowly. It never falls
-below a second's worth, which one large request may need whole. In a bucket so small, it matters what the provider takes
-for a request at first: it estimates the input, and corrects that when the call ends. Refusals show how much more it
-takes than expected (`margin`)."""
+below a second's worth, which one large request may need whole. In so small a bucket the provider's estimates matter: it
+takes its estimate of the input at the beginning of a call, and corrects that at the end. Refusals show how much more it
+takes than we expect (`margin`)."""
 
 from collections.abc import Sequence
 from math import inf

@@ -1,7 +1,7 @@
 """Each lane's share of the calls when concurrency is the bottleneck. Pure.
 
 Whenever a call begins, every lane that waits gains its share of a call, up to one call. A lane that has saved a whole
-call is due: it is asked before the lanes above it.
+call is due: it goes before the lanes above it.
 """
 
 from collections.abc import Sequence

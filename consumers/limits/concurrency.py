@@ -1,8 +1,8 @@
 """How many calls an account may have at once: no limit unless one is set, until the provider is overloaded (529). Pure.
 
 Then the limit is half of the calls that ran. As in TCP, it rises by one each time that as many calls as the limit were
-answered. It also rises by one after some time without an answer, because calls can stream for minutes. A stray 529 says
-nothing about the account's calls: it must not make a chat wait for the end of another."""
+answered. It also rises by one after some time without an answer, because calls can stream for minutes. A single 529
+says nothing about the account's calls, and must not make a chat wait for the end of another one."""
 
 from math import inf
 

@@ -1,8 +1,8 @@
 """Anthropic's Messages API through the vendor's own clients: bytes in, bytes out.
 
-The client makes the HTTP call (authentication, version, pool, TLS) and chooses the exception class. What else it can do
-is switched off or left out, because it costs several times the call: its retries (one place decides to retry), its
-spans (`lanekeeper/telemetry/tracing.py` makes them), its models of requests and answers.
+The client makes the HTTP call (authentication, version, pool, TLS) and chooses the exception class. The rest is
+switched off or not used: its retries (`consumers/retry.py` decides), its spans (`lanekeeper/telemetry/tracing.py` makes
+them), and its models of requests and answers (they cost several times the call).
 """
 
 import asyncio
@@ -37,7 +37,7 @@ from topology.lanes import urgency
 MAX_TOKENS_AT_ONCE: Final = 128_000 * 600 // 3600
 """More may take longer than ten minutes, at the rate that the vendor's client assumes. Such an answer is streamed."""
 _EVENTS: Final = 4
-"""An event may have at most a quarter of the bytes of the largest answer: no answer is a single event."""
+"""An event may have at most a quarter of the bytes of the largest answer, because no answer is a single event."""
 _OVERHEAD: Final = 4
 """A stream may be this many times as large as the largest answer: a token is an event of some 130 bytes."""
 _SLICE_BYTES: Final = 16 * 1024
@@ -84,8 +84,8 @@ ANTHROPIC: Final = Dialect()
 class AnthropicProvider:
     """Adapter for Anthropic, and for every cloud that the vendor has a client for.
 
-    `secret` appears in no error. `traceparent` returns that of the current span; the provider gets nothing else of the
-    trace.
+    `secret`, the key, is kept out of errors. `traceparent` returns the header for the current span; the provider gets
+    nothing else of the trace.
     """
 
     def __init__(

@@ -1,4 +1,5 @@
-"""What a provider's answers and failures mean for the budget: what it counted, and what it says about the account."""
+"""What a provider's answers and failures mean for the budget: what the provider counted, and what it says about the
+account."""
 
 from typing import assert_never
 

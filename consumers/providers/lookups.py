@@ -1,4 +1,4 @@
-"""Anthropic's calls beside Messages: tokens are counted, models are listed. They cost no tokens and change nothing."""
+"""Anthropic's calls besides Messages: counting tokens, listing models. They cost no tokens and change nothing."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ ANSWER_BYTES: Final = 4 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """The provider's answer, also one that is an error of Anthropic's: the bytes as they came."""
+    """The provider's answer (or Anthropic's error): the bytes as they came."""
 
     status: int
     headers: Mapping[str, str]

@@ -1,8 +1,8 @@
 """Sends a call as the vendor's client sent the one before it: the same address and headers, another body.
 
-The client builds each call anew (address, headers, options as a model): 40 % of the CPU of a call. With a key that does
-not change, only body, trace and beta differ from call to call. So the client makes the first call; the ones after it
-repeat what it sent, over the same HTTP client, and raise the same exceptions.
+The client builds each call anew (address, headers, a model of the options), which takes 40 % of the CPU of a call. With
+a key that does not change, only body, trace and beta differ from call to call. So the client makes the first call; the
+ones after it repeat what it sent, over the same HTTP client, and raise the same exceptions.
 """
 
 import json

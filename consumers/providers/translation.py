@@ -43,15 +43,15 @@ _STATUS_OF_TYPE: Final[Mapping[str, int]] = {
     "overloaded_error": 529,
 }
 _PASSING: Final = frozenset({408, 409, 424, 425})
-"""4xx after which another try may succeed: a timeout, a conflict with a call that still runs, a fault of the model
-(Bedrock), a replayed handshake."""
+"""4xx after which another try may succeed: 408 (timeout), 409 (conflict with a call that still runs), 424 (a fault of
+the model, Bedrock), 425 (too early in the handshake)."""
 _SPENT: Final = ("You have reached your specified API usage limits", "Your credit balance is too low")
 """Spend limits: both come as a 400 without a code."""
 _LONGEST_WAIT_S: Final = 86_400.0
 _MESSAGE_CHARACTERS: Final = 300
 _TYPE_CHARACTERS: Final = 60
 _READ_CHARACTERS: Final = 10_000
-"""How much of a message is read: it may have millions of characters."""
+"""How much of an error's message is read: it may have millions of characters."""
 NETWORK_ERRORS: Final = (httpx2.RequestError, aiohttp.ClientError, OSError)
 """What the client and its transport raise, raw or as a cause, when the network fails."""
 

@@ -1,8 +1,8 @@
 """Publishes on one channel with confirms: each message waits for its own confirm, many at once.
 
 The broker counts the messages of a channel and confirms by number, one or all up to it. It sends back a mandatory
-message that no queue takes, and confirms it after that; such a message is found by its id, so an id may be on its way
-only once (`Publisher` sees to it).
+message that no queue takes, and confirms it after that; such a message is found by its id, so no two messages with one
+id may be in flight (`Publisher` takes care of that).
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import BrokerError, PublishRefused, Unroutable
 
 Answer = type[BrokerError] | None
-"""What the broker said of a message: nothing against it, or why it did not take it."""
+"""The broker's answer to a message: None, or why it did not take it."""
 
 
 class Confirming:

@@ -1,4 +1,4 @@
-"""What a production profile does not accept, one list for `lanekeeper check` and for the start of a worker.
+"""What the production profile does not accept. `lanekeeper check` and the start of a worker use the same list.
 
     await refuse(settings)                       raises SettingsError with everything at once
     async for risk in risks(settings, connection): …

@@ -22,7 +22,7 @@ NOTE = 300  # characters
 
 
 async def look(settings: Settings, *, simulate: bool = False) -> AsyncIterator[Finding]:
-    """All findings, as soon as each is known. `simulate`: do not call providers."""
+    """Yield each finding as soon as it is known. `simulate`: do not call providers."""
     yield Finding("settings", True, f"namespace {settings.namespace}, lanes as set")
     why_no_provider = "not asked: answers are simulated" if simulate else None
     connection = connection_for("check", settings)

@@ -1,4 +1,4 @@
-"""`lanekeeper demo`: the whole story on one machine."""
+"""`lanekeeper demo`: all that Lanekeeper promises, shown on one machine."""
 
 import typer
 

@@ -1,6 +1,6 @@
 """START HERE: the console script `lanekeeper`.
 
-Everything is imported inside, the command line too: a Ctrl-C while Python still reads its files is no traceback either.
+Everything is imported inside `main`, so that a Ctrl-C during the imports ends without a traceback too.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""What several commands take: the settings' options, durations, times, lanes."""
+"""Options that several commands have: settings, durations, times, lanes."""
 
 import re
 from collections.abc import Mapping
@@ -43,7 +43,8 @@ _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(ms|s|m|h|d|)")
 
 
 def settings_of(config: Path | None, sets: list[str] | None, *, for_calls: bool = False, **options: Any) -> "Settings":
-    """The settings that a command works with; `options` are its own, nested as `Settings` is, None for not given.
+    """The settings that a command works with. `options`: the command's own options, nested as `Settings` is; None for
+    those not given.
     `for_calls`: it calls providers.
 
     Raises SettingsError, typer.BadParameter.
@@ -54,7 +55,8 @@ def settings_of(config: Path | None, sets: list[str] | None, *, for_calls: bool 
 
 
 def given_by(sets: list[str] | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What `--set` and a command's own options give, nested as `Settings` is. Raises typer.BadParameter."""
+    """The settings that `--set` and a command's own options give, nested as `Settings` is. Raises
+    typer.BadParameter."""
     given: dict[str, Any] = {}
     for each in sets or ():
         name, equals, value = each.partition("=")

@@ -45,7 +45,7 @@ def lacks(settings: Settings) -> Iterator[Disagreement]:
 
 
 def _sections(node: BaseModel, place: Place = ()) -> Iterator[tuple[Place, Section]]:
-    """All sections with their places."""
+    """All sections, each with its place."""
     if isinstance(node, Section):
         yield place, node
     for name, value in node:
@@ -70,7 +70,7 @@ def _speakers(settings: Settings) -> Iterator[Disagreement]:
 
 
 def _names(providers: Collection[str]) -> Iterator[Disagreement]:
-    """Names of providers that cannot be used."""
+    """Wrong names of providers."""
     for name in providers:
         at = (("providers", name),)
         if name == FIRST:

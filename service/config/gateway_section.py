@@ -1,4 +1,4 @@
-"""Settings of the HTTP server, and the keys with which it is called."""
+"""Settings of the HTTP server, and the keys of its callers."""
 
 import re
 from collections.abc import Mapping

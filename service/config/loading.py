@@ -107,7 +107,7 @@ class _Given:
         return settings
 
     def made(self, without: Collection[Place]) -> Settings:
-        """The settings, leaving out some of the values. Raises ValidationError."""
+        """The settings without the values at some places. Raises ValidationError."""
         every = [{"lanes": self._fixed_slots(without)}, *(_without(each, without) for each in self.values)]
         sources = (*(InitSettingsSource(Settings, each) for each in reversed(every)), DefaultSettingsSource(Settings))
         return Settings(_build_sources=(sources, {}))  # type: ignore[call-arg]  # mypy sees the fields alone

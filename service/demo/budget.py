@@ -1,8 +1,9 @@
 """The demo's third act: a small budget, a batch job that could use all of it, and chats as they were recorded.
 
 The same load at the same time on two accounts of simulated providers, which enforce their limits and count their 429s:
-through Lanekeeper, and with as many workers a lane, but no gate: whoever calls first wins, and what is answered 429
-calls again when `retry-after` says, as the vendor's client does.
+through Lanekeeper, and with the same number of workers for each lane but without a budget gate. There, the budget goes
+to whoever calls first, and a call that is refused with 429 is repeated after its `retry-after`, as the vendor's client
+does.
 """
 
 import asyncio
@@ -31,10 +32,10 @@ CHATS = (
     (0.7, 38), (1.8, 10), (2.9, 10), (3.6, 10), (4.2, 10), (4.5, 34), (5.0, 102), (5.7, 27), (6.1, 81), (6.4, 102),
     (6.5, 10), (6.9, 4), (7.3, 28), (8.1, 11), (9.0, 10), (10.1, 25), (10.7, 10),
 )  # fmt: skip
-"""Eleven seconds of a chat service: when each request came, and its input tokens, a fortieth of what they were, as the
-account is small. A slice of the recordings that `benchmarks/traces` tells of (Azure LLM inference trace 2023)."""
+"""Eleven seconds of a recorded chat service: when each request came, and its input tokens, divided by forty because the
+account is small. It is a part of the recordings that `benchmarks/traces` describes (Azure LLM inference trace 2023)."""
 CHARACTERS_PER_TOKEN = 4
-"""Counted as the simulated API does."""
+"""As the simulated API counts."""
 LATENCY_MS = (200, 600)
 BURST_S = 2.0
 """The buckets' size. In such a short run, larger full buckets would be a large part of the usable budget."""
@@ -48,7 +49,7 @@ ACCOUNT = SimulatedOptions(
 TEXT = "the quick brown fox jumps over the lazy dog and thinks of lanes again, " * 4
 SOON_S = 1.0
 PAUSE_S = 0.5
-"""After a 429 that says no `retry-after`."""
+"""The pause after a 429 without a `retry-after`."""
 USED_LEAST = 0.85
 Asking = Callable[[str, str], Awaitable[object]]
 """Takes the lane and the prompt; returns when the request is answered, raises if it is given up."""
@@ -66,7 +67,7 @@ class Spending:
     """Calls that the provider refused with 429."""
     calls: int = 0
     used: float = 0.0
-    """The used part of the tightest limit, 0 to 1."""
+    """The used part of the limit that was used most, 0 to 1."""
     wrong: list[str] = field(default_factory=list)
 
     @property

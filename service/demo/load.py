@@ -1,4 +1,4 @@
-"""The demo's load: what is sent, when, and the result of each request; for the lanes and for the first-come queue."""
+"""The demo's load: what is sent, when, and the result of each request; for the lanes and for the single queue."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator

@@ -1,4 +1,4 @@
-"""The demo's fourth act: the first provider goes down and comes back, the next of the chain answers meanwhile."""
+"""The demo's fourth act: the first provider goes down and comes back; meanwhile the next one of the chain answers."""
 
 import asyncio
 import io

@@ -1,6 +1,6 @@
-"""The whole story on one machine: a flood of batch jobs, chats that overtake it, and what one queue would have done; a
-worker that is killed; Anthropic's SDK through the gateway; a small budget, and what would have become of it without a
-gate; a provider that goes down.
+"""The acts of the demo on one machine: a flood of batch jobs that chats overtake, compared with a single queue; a
+worker that is killed; Anthropic's SDK through the gateway; a small budget, compared with workers without a budget gate;
+a provider that goes down.
 """
 
 import asyncio

@@ -65,8 +65,9 @@ async def assemble(
     traces: TracerProvider | None = None,
     simulated: bool = False,
 ) -> AsyncIterator[Worker]:
-    """Connect and make every part. `lanes`: the lanes to work, all where empty. `declares`: apply the topology first;
-    else it must be there. `traces`: where spans go; None: nowhere, and traces pass through.
+    """Connect and make every part. `lanes`: the lanes to work; empty: all. `declares`: apply the topology first;
+    otherwise it must exist. `traces`: where spans go; None: none are written, and the publisher's trace context is
+    passed on.
 
     Raises BrokerUnreachable, AccessRefused, TopologyMismatch, SettingsError.
     """

@@ -1,4 +1,4 @@
-"""From where the bodies of requests are fetched, by the settings."""
+"""The stores and hosts from which bodies of requests are fetched, as the settings say."""
 
 from consumers.bodies.fetching import Fetching
 from consumers.bodies.web import WebBodies
@@ -15,7 +15,7 @@ def own_store(settings: Settings) -> BodyStore | None:
 
 
 def fetching_of(settings: Settings) -> Fetching:
-    """The store of large bodies, and the places that are allowed besides."""
+    """The store of large bodies, and the other places that are allowed."""
     spec = settings.bodies
     return Fetching(
         own_store(settings),

@@ -1,4 +1,4 @@
-"""How many messages are ready in the broker's queues."""
+"""How many messages wait in queues of the broker."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,7 @@ from topology.broker.heads import Heads
 
 
 async def in_queues(connection: Connection, queues: list[str]) -> Mapping[str, int]:
-    """The number for each queue. Raises BrokerError."""
+    """The number of waiting messages for each queue. Raises BrokerError."""
     return {queue: depth.ready for queue, depth in (await depths(connection, queues)).items()}
 
 

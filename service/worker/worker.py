@@ -54,7 +54,7 @@ class Worker:
     spending: Spending
     prices_as_of: str
     simulated: bool
-    """Answers come from a simulated provider: nothing is spent."""
+    """Answers come from a simulated provider, so nothing is spent."""
     activities: tuple[LaneActivity, ...]
 
     @property

@@ -35,8 +35,8 @@ class Deliveries:
     """Consumes a queue until stopped. If the channel is lost, it opens another, with backoff.
 
     `counted`: the queue counts deliveries (quorum queues do). `on_missing`: called if the queue does not exist, or the
-    broker ended its consumer. `heads`: fetch the heads of these queues in place of consuming; `queue` is then their
-    common name.
+    broker ended its consumer. `heads`: fetch the heads of these queues in place of consuming; `queue` then only names
+    them in logs.
     """
 
     def __init__(

@@ -1,4 +1,5 @@
-"""Queues whose first messages (heads) are fetched one at a time (`basic.get`), so that their reader can choose.
+"""Queues whose first messages (heads) are fetched one at a time (`basic.get`), so that the reader can choose among the
+queues.
 
     heads = Heads(queues)
     async for delivery in HeadsSession(channel, heads, …): …       one of each queue is in hand at most

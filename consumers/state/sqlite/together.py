@@ -1,7 +1,7 @@
 """New claims, completions by their holders, renewals: those of one transaction are written by one statement each.
 
-Nearly every request is new, and is completed by whoever claimed it. So a row is written without being read before, if
-that is all there is to it; what the statement did not write is done by itself, by `Requests`. sqlite3 gives up the
+Nearly every request is new, and is completed by whoever claimed it. So the usual case is written without reading the
+row before. Operations that such a statement did not write are done one by one, by `Requests`. sqlite3 gives up the
 interpreter's lock at each step of each statement, and gets it back only when the event loop lets go of it: one
 statement instead of two or three an operation saves these waits, and a third of the work.
 
@@ -70,7 +70,8 @@ class Complete(NamedTuple):
 
 class Together:
     """Writes these, over one connection. `claim` and `complete` take as many as one of `SIZES`, see `parts`, and return
-    the results in order; None: not written, do it by itself. If an error of one of them is raised, none is written."""
+    the results in order; None: not written; do that operation by itself. If an error of one of them is raised, none is
+    written."""
 
     def __init__(self, connection: sqlite3.Connection, spec: StoreSpec) -> None:
         self._execute = connection.execute

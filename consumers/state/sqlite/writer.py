@@ -188,10 +188,10 @@ class Writer:
     def _must_sync(self, together: Sequence[_Waiting]) -> bool:
         """Whether the commit has to wait for the disk. Not for claims and renewals alone.
 
-        A claim has to be seen by every process that shares the file, also after this one was killed: that it is as soon
-        as it is committed. Only a power cut takes what was not synced. It also ends all processes that could hold or
-        ask for a claim, for they run on this machine, and leases of an earlier boot have ended in any case. So what is
-        lost is that one holder died. A disk that cannot sync lets no further claims pass: no call is made whose answer
+        Every process that shares the file must see a claim, also after this process was killed; that is so once it is
+        committed. Only a power cut loses what was not synced. It also ends every process that holds or asks for a
+        claim, because all run on this machine, and leases of an earlier boot are void anyway. So all that is lost is
+        the count of one dead holder. A disk that cannot sync lets no further claims pass: no call is made whose answer
         could not be kept.
         """
         return self.trouble is not None or any(each.lasts for each in together)

@@ -33,7 +33,7 @@ class Alarmed(Ours, Underlying):
 
     @property
     def closing(self) -> "asyncio.Future[Any]":
-        """The same future for every caller: only look at it, or wait under `shield`. aiormq makes a new one on each
+        """The same future for every caller: only read it, or await it under `shield`. aiormq makes a new one on each
         access, so that aio-pika could not remove the callback it adds for each channel (see `Channel`)."""
         return self._closing
 
@@ -65,7 +65,7 @@ class Alarmed(Ours, Underlying):
 
 
 def tap_of(channel: UnderlyingChannel) -> Tap:
-    """What takes a channel's deliveries and confirms before aiormq does."""
+    """The object that takes a channel's deliveries and confirms before aiormq does."""
     assert isinstance(channel.connection, Alarmed)
     return channel.connection.tap(channel.number)
 

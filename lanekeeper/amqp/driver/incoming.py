@@ -47,7 +47,7 @@ class Tap:
         """Delivery tag; whether all before it are meant as well; whether the broker took them."""
         self.on_return: Callable[[Message], None] | None = None
         self._method = b""
-        """Of the message whose frames are coming; empty: they are not for us."""
+        """The method of the message whose frames are arriving; empty: they are not for this tap."""
         self._header = b""
         self._left = 0
         self._body: list[bytes] = []

@@ -1,4 +1,4 @@
-"""Finds out whether a user may write to an exchange, without sending a message that anybody receives."""
+"""Finds out whether a user may write to an exchange, without a message that anybody receives."""
 
 import asyncio
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""Checks the topology again whenever it may have changed: without it, published messages may be lost.
+"""Checks the topology again whenever it may have changed, because a missing binding or queue loses messages.
 
 It checks after each reconnect, after the broker ended a consumer, after a publish found no exchange, and every 45 s. It
 asks over AMQP which queues and exchanges exist. Only the management API shows bindings; if it does not answer soon, a
