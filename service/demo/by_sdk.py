@@ -2,11 +2,13 @@
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 
 from anthropic import AnthropicError, AsyncAnthropic, DefaultAsyncHttpxClient
 
 from consumers.capacity.activity import quantile
+from consumers.state.following import FollowedStore
 from lanekeeper import Client
 from lanekeeper.contract.names import LANE_NAME
 from lanekeeper.contract.problems import LanekeeperError
@@ -42,12 +44,13 @@ class BySdk:
         return quantile(sorted(self.first_ms[lane]), share) or 0
 
 
-async def run(settings: Settings, client: Client) -> BySdk:
-    """Run the act, with a gateway in this process before the worker that is running already."""
+async def run(settings: Settings, client: Client, store: FollowedStore) -> BySdk:
+    """Run the act, with a gateway before the worker that is running already, and its store."""
     made = settings.model_copy(update={"gateway": GatewaySettings(port=0)})
     async with client_for(made) as publishing:
-        routes = Gateway(made, publishing)
+        routes = Gateway(made, publishing, store)
         async with (
+            aclosing(routes),
             Server(routes.reasons, host=made.gateway.host, port=0, routes=routes) as server,
             AsyncAnthropic(
                 api_key="any", base_url=server.url, http_client=DefaultAsyncHttpxClient(trust_env=False)

@@ -73,7 +73,7 @@ async def _tell(settings: Settings) -> bool:
             console.print("a second worker, which is killed in the middle of its work …", style="dim")
             unbroken_act = await unbroken.run(settings, client, api, folder=Path(folder))
             console.print("Anthropic's SDK, through the gateway, among batch jobs …", style="dim")
-            sdk_act = await by_sdk.run(settings, client)
+            sdk_act = await by_sdk.run(settings, client, parts.store)
         console.print("the first load again, through one first-come queue …", style="dim")
         api.configure(api.options)  # the same faults again
         async with working(_first_come(settings), lanes=(BATCH.name,)) as (_, client):
