@@ -233,11 +233,15 @@ class Job:
         return published(self.message, self.hop, now_ms=self.taken_ms)
 
 
+def content_hash(content: bytes | str) -> bytes:
+    """The hash by which bodies are compared. `content`: the body, or, if it lies elsewhere, its SHA-256 in hex."""
+    known = content if isinstance(content, bytes) else content.lower().encode()
+    return blake2b(known, digest_size=16).digest()
+
+
 def _body_hash(message: Message) -> bytes:
-    """Of a body that lies elsewhere: of its digest, wherever it lies."""
     sha256 = message.headers.get(n.BODY_SHA256)
-    content = sha256.lower().encode() if isinstance(sha256, str) else message.body
-    return blake2b(content, digest_size=16).digest()
+    return content_hash(sha256 if isinstance(sha256, str) else message.body)
 
 
 def tenant_of(user_id: str | None, stated: object, speakers: Collection[str]) -> str:

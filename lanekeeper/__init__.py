@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lanekeeper.amqp.depth import Depth
+    from lanekeeper.bodies import BodiesUnavailable
     from lanekeeper.client import Client
     from lanekeeper.contract.names import Names
     from lanekeeper.contract.problems import (
@@ -28,13 +29,14 @@ if TYPE_CHECKING:
     from lanekeeper.telemetry.tracing import Tracing
 
 __all__ = [
-    "AccessRefused", "BrokerBlocked", "BrokerError", "BrokerUnreachable", "Cancelled", "Client", "ConfirmUnknown",
-    "ControlRefused", "Depth", "Final", "LanekeeperError", "Names", "NoReply", "NotEnded", "Options", "Part",
-    "Problem", "PublishRefused", "ReplyLost", "TopologyMismatch", "Tracing", "Unroutable",
+    "AccessRefused", "BodiesUnavailable", "BrokerBlocked", "BrokerError", "BrokerUnreachable", "Cancelled", "Client",
+    "ConfirmUnknown", "ControlRefused", "Depth", "Final", "LanekeeperError", "Names", "NoReply", "NotEnded",
+    "Options", "Part", "Problem", "PublishRefused", "ReplyLost", "TopologyMismatch", "Tracing", "Unroutable",
 ]  # fmt: skip
 
 _HOMES = {
     "amqp.depth": ("Depth",),
+    "bodies": ("BodiesUnavailable",),
     "client": ("Client",),
     "contract.names": ("Names",),
     "contract.problems": (

@@ -11,7 +11,7 @@ import asyncio
 import ssl
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, aclosing
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, BinaryIO, Self, Unpack
 
 from lanekeeper.abandoned import Abandoned
 from lanekeeper.contract import names as n
@@ -24,7 +24,11 @@ from lanekeeper.transport import Asked, Transport, moment
 
 if TYPE_CHECKING:
     from lanekeeper.amqp.depth import Depth
+    from lanekeeper.bodies import BodyStore
 
+Body = Mapping[str, Any] | bytes | BinaryIO
+"""A body as an object, as its JSON, or as an open file of its JSON, which is read in pieces where it is kept beside the
+broker."""
 PUBLISH_WITHIN_S = 30.0
 FULL_WITHIN_S = 2.0
 """A full lane seldom has room a moment later, so the caller gets the error after this time."""
@@ -46,6 +50,7 @@ class Client:
         absent_within_s: float | None = None,
         cancel_abandoned: bool = True,
         identified: bool = False,
+        bodies: "BodyStore | str | None" = None,
     ) -> None:
         """`url`: `amqp(s)://…` of the broker, or `http(s)://…` of a gateway, with `api_key`.
 
@@ -58,8 +63,12 @@ class Client:
         message carries `user_id`, the connection's user, which the broker checks. Then no other user can fetch or
         cancel these requests. Workers may require it (docs/production.md).
 
+        `bodies`: only over AMQP, because a gateway has a store of its own. Bodies over 1 MiB are kept there, and the
+        message has their address: a folder or bucket as a URL (`file:///…`, `s3://…`) from which the workers fetch
+        (`LANEKEEPER_BODIES__URL` or `…__ALLOW`). Without it, the largest body is 1 MiB.
+
         Raises ValueError for a URL that cannot be a gateway's, and an `api_key` for a broker."""
-        self._transport = _transport(url, api_key, names, ssl_context, tracing or Tracing())
+        self._transport = _transport(url, api_key, names, ssl_context, tracing or Tracing(), bodies)
         self._publish_within_s = publish_within_s
         self._absent_within_s = absent_within_s
         self._own = self._transport.user or None if identified else None
@@ -77,7 +86,7 @@ class Client:
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
-    async def publish(self, body: Mapping[str, Any] | bytes, *, key: str, **options: Unpack[Options]) -> str:
+    async def publish(self, body: Body, *, key: str, **options: Unpack[Options]) -> str:
         """Publish without waiting for the answer. Returns the request's id, with which `result` fetches the answer.
 
         Raises PublishRefused (the lane is full, for `full_within_s`), BrokerBlocked, BrokerUnreachable, ConfirmUnknown,
@@ -89,7 +98,7 @@ class Client:
 
     async def request(
         self,
-        body: Mapping[str, Any] | bytes,
+        body: Body,
         *,
         key: str,
         timeout_s: float | None = None,
@@ -116,7 +125,7 @@ class Client:
 
     async def stream(
         self,
-        body: Mapping[str, Any] | bytes,
+        body: Body,
         *,
         key: str,
         timeout_s: float | None = None,
@@ -171,7 +180,7 @@ class Client:
 
     def _asked(
         self,
-        body: Mapping[str, Any] | bytes,
+        body: Body,
         key: str,
         options: Options,
         *,
@@ -180,7 +189,10 @@ class Client:
     ) -> Asked:
         if self._own is not None:
             options.setdefault("tenant", self._own)
-        message = message_of(body, options, stream=stream, user=self._transport.user)
+        content = None if isinstance(body, (Mapping, bytes)) else body
+        message = message_of(
+            body if isinstance(body, (Mapping, bytes)) else b"", options, stream=stream, user=self._transport.user
+        )
         timeout_s = bound_s(message) if timeout_s is None else timeout_s
         full_within_s = options.get("full_within_s")
         within_s = max(self._publish_within_s, full_within_s or 0)
@@ -189,6 +201,7 @@ class Client:
             within_s = min(within_s, deadline_ms / 1000)
         return Asked(
             message=message,
+            content=content,
             key=key,
             tenant=options.get("tenant"),
             chose_id="message_id" in options,
@@ -211,6 +224,7 @@ def _transport(
     names: Names | None,
     ssl_context: ssl.SSLContext | None,
     tracing: Tracing,
+    bodies: "BodyStore | str | None",
 ) -> Transport:
     """Only the library that the URL needs is imported."""
     if url.lstrip().lower().startswith(("http://", "https://")):
@@ -219,6 +233,7 @@ def _transport(
         return OverHttp(url.strip(), api_key=api_key, ssl_context=ssl_context, tracing=tracing)
     if api_key is not None:
         raise ValueError("api_key: it is for the http(s):// address of a gateway; a broker's URL has user and password")
+    from lanekeeper.large_bodies import LargeBodies
     from lanekeeper.over_amqp import OverAmqp
 
-    return OverAmqp(url, names=names or Names(), ssl_context=ssl_context, tracing=tracing)
+    return OverAmqp(url, names=names or Names(), ssl_context=ssl_context, tracing=tracing, bodies=LargeBodies(bodies))

@@ -21,6 +21,7 @@ from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import AccessRefused, BrokerBlocked, BrokerError, PublishRefused, TopologyMismatch
 from lanekeeper.control import Control
 from lanekeeper.errors import Cancelled, ControlRefused, NoReply, NotEnded, ReplyLost
+from lanekeeper.large_bodies import LargeBodies
 from lanekeeper.replies import Final, Part, final_of, part_of
 from lanekeeper.reply_queue import ReplyQueue, next_of
 from lanekeeper.telemetry.tracing import Tracing
@@ -30,7 +31,16 @@ from lanekeeper.transport import Asked
 class OverAmqp:
     """The transport for `amqp://` and `amqps://`."""
 
-    def __init__(self, url: str, *, names: Names, ssl_context: ssl.SSLContext | None, tracing: Tracing) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        names: Names,
+        ssl_context: ssl.SSLContext | None,
+        tracing: Tracing,
+        bodies: LargeBodies,
+    ) -> None:
+        self._bodies = bodies
         self._names = names
         self.user = unquote(urlsplit(urls_of(url)[0]).username or "guest")
         self._connection = Connection(url, name="lanekeeper client", ssl_context=ssl_context)
@@ -51,8 +61,20 @@ class OverAmqp:
 
     async def __aexit__(self, *_: object) -> None:
         await self._connection.__aexit__(*_)
+        self._bodies.close()
 
     async def publish(self, asked: Asked) -> None:
+        await self._bodies.take_out(asked)
+        try:
+            await self._publish(asked)
+        except BrokerError as error:
+            if not (error.maybe_published or asked.may_be_published):
+                await self._bodies.put_back(asked)
+            asked.may_be_published |= error.maybe_published
+            raise
+        asked.may_be_published = True
+
+    async def _publish(self, asked: Asked) -> None:
         try:
             await self._publisher.publish_surely(
                 asked.message,

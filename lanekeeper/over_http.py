@@ -74,6 +74,8 @@ class OverHttp:
 
     async def publish(self, asked: Asked) -> None:
         _path(asked.id)
+        if asked.content is not None:
+            asked.message.body, asked.content = await asyncio.to_thread(asked.content.read), None
         self._tracing.carry(asked.message)
         answer = await self._calls.call(
             "POST",

@@ -3,9 +3,9 @@
 import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, BinaryIO, Protocol, Self
 
-from lanekeeper.contract.messages import Message
+from lanekeeper.contract.messages import Kept, Message
 from lanekeeper.errors import Cancelled
 from lanekeeper.replies import Final, Part
 
@@ -13,11 +13,13 @@ if TYPE_CHECKING:
     from lanekeeper.amqp.depth import Depth
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Asked:
     """One request, as its caller wants it sent."""
 
     message: Message
+    content: BinaryIO | None = None
+    """The body, where it is a file: `message` is then empty."""
     key: str
     tenant: str | None
     chose_id: bool
@@ -32,6 +34,11 @@ class Asked:
     """How long the caller waits for the answer; None: without a bound."""
     end: float | None
     """The moment (by the loop's clock) at which this time is over."""
+
+    may_be_published: bool = False
+    """Whether an earlier try may have reached the broker."""
+    kept: Kept | None = None
+    """Where the body was put that is too large for a message."""
 
     @property
     def id(self) -> str:

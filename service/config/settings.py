@@ -19,6 +19,7 @@ from consumers.replies.address import ReplyRule
 from consumers.retry import RetryPolicy
 from consumers.state.spec import SEEN_LATE_S, StoreSpec
 from lanekeeper.amqp.driver.urls import urls_of
+from lanekeeper.bodies import BodyStore
 from lanekeeper.contract.names import Names
 from service.config.bodies_section import BodiesSettings
 from service.config.budget_sections import (
@@ -265,6 +266,11 @@ class Settings(BaseSettings):
             return self.bodies.url
         folder = Path(unquote(self.store.removeprefix("sqlite:///"))).absolute().parent / f"{self.namespace}-bodies"
         return f"file://{quote(str(folder))}"
+
+    def body_store(self) -> BodyStore | None:
+        """The store of large bodies, which makes and opens nothing before it is used; None: there is none."""
+        spec, url = self.bodies, self.bodies_url
+        return None if url is None else BodyStore(url, in_all_bytes=spec.in_all_bytes, keep_s=spec.keep_s)
 
     def store_spec(self) -> StoreSpec:
         return StoreSpec(

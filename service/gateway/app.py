@@ -14,7 +14,10 @@ from service.config.gateway_section import LANES, GatewayKey
 from service.config.settings import Settings
 from service.gateway.access import Access, is_loopback
 from service.gateway.asking import Reading
+from service.gateway.bodies import Bodies
 from service.gateway.documents import refusal
+from service.gateway.events import Events
+from service.gateway.following import Following
 from service.gateway.looking import Looking
 from service.gateway.lookups import Answering, LookupPaths
 from service.gateway.messages import Messages
@@ -23,6 +26,7 @@ from service.gateway.requests import Requests
 from service.gateway.room import Room
 from service.gateway.server import Handler
 from service.gateway.speaking import Speaking
+from topology.codec.decoding import PACKED_BYTES
 
 _WORD = re.compile(r"[A-Za-z0-9_-]{1,64}")
 ABSENT_WITHIN_S = 5.0
@@ -40,6 +44,15 @@ def client_for(settings: Settings, tracing: Tracing | None = None) -> Client:
         tracing=tracing,
         absent_within_s=ABSENT_WITHIN_S,
         identified=settings.needs_user_id,
+        bodies=settings.body_store(),
+    )
+
+
+def bodies_of(settings: Settings) -> Bodies:
+    """Bodies that are too large for a message are taken where there is a store for them."""
+    spec = settings.bodies
+    return Bodies(
+        over_bytes=spec.over_bytes, most_bytes=PACKED_BYTES if settings.bodies_url is None else spec.most_bytes
     )
 
 
@@ -54,6 +67,7 @@ class Gateway:
         self._speaking = Speaking(client, user=user)
         self._room = Room(spec.calls)
         self._client = client
+        self._bodies = bodies_of(settings)
         self._looking = Looking(store, followers=spec.followers)
         reading = Reading(
             lanes={lane.name: lane for lane in settings.lane_specs()},
@@ -61,8 +75,14 @@ class Gateway:
             values=settings.json_values,
             cancel_abandoned=spec.cancel_abandoned,
         )
-        self._messages = Messages(client, reading=reading, room=self._room, ping_every_s=spec.ping_every_s)
-        self._requests = Requests(client, store, reading=reading, room=self._room, looking=self._looking)
+        self._messages = Messages(
+            client, reading=reading, room=self._room, bodies=self._bodies, ping_every_s=spec.ping_every_s
+        )
+        self._requests = Requests(
+            client, store, reading=reading, room=self._room, bodies=self._bodies, looking=self._looking
+        )
+        following = Following(self._requests, self._looking)
+        self._events = Events(self._requests, following, self._looking, ping_every_s=spec.ping_every_s)
         self._lookups = LookupPaths(settings, room=self._room)
 
     def reasons(self) -> Mapping[str, str | None]:
@@ -84,11 +104,16 @@ class Gateway:
             ("POST", "/v1/requests"): self._for_tenant(self._requests.post),
             ("GET", "/v1/requests/{id}"): self._for_tenant(self._requests.get),
             ("DELETE", "/v1/requests/{id}"): self._for_tenant(self._requests.delete),
+            ("GET", "/v1/requests/{id}/events"): self._for_tenant(self._events.get),
             **lookups,
         }
 
+    @property
+    def largest_body(self) -> int:
+        return self._bodies.most_bytes
+
     async def drained(self) -> None:
-        self._looking.closing.set()
+        self._looking.close()
         await self._room.emptied()
 
     def _for_tenant(self, handle: Callable[[web.Request, GatewayKey], Awaitable[web.StreamResponse]]) -> Handler:

@@ -7,11 +7,12 @@ import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
-from hashlib import blake2b
+from typing import BinaryIO
 
 import jiter
 from multidict import MultiMapping
 
+from consumers.job import content_hash
 from lanekeeper.contract import names as n
 from lanekeeper.contract.identity import REQUEST_ID, is_request_id
 from lanekeeper.contract.messages import Message
@@ -30,6 +31,8 @@ _PASSED = (n.TRACEPARENT, n.TRACESTATE, n.BAGGAGE, n.ANTHROPIC_BETA)
 _NOT_HERE = {
     n.STREAM: "the body's `stream` says it",
     n.TENANT: "the tenant follows from the key",
+    n.BODY: "the body comes with the call",
+    n.BODY_SHA256: "the body comes with the call",
 }
 
 
@@ -37,7 +40,8 @@ _NOT_HERE = {
 class Asked:
     """One call, valid."""
 
-    body: bytes
+    body: bytes | BinaryIO
+    """A file, where it is large."""
     key: str
     """The routing key."""
     stream: bool
@@ -45,12 +49,17 @@ class Asked:
     """After this no answer can come."""
     options: Options
     request: Request
-    """As a worker will read it."""
+    """As a worker will read it; the body of a large one is in its file alone."""
+    sha256: str | None = None
+    """Of a large body."""
 
     @property
     def body_hash(self) -> bytes:
         """As workers compare bodies (`Copy`)."""
-        return blake2b(self.body, digest_size=16).digest()
+        if self.sha256 is not None:
+            return content_hash(self.sha256)
+        assert isinstance(self.body, bytes)
+        return content_hash(self.body)
 
 
 def request_id_of(headers: MultiMapping[str]) -> tuple[str, bool]:

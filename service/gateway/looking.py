@@ -21,7 +21,7 @@ AGAIN_S = 0.5
 class _Asked:
     identity: Identity
     after: int
-    news: "asyncio.Future[Look]"
+    news: "asyncio.Future[Look | None]"
 
 
 class Looking:
@@ -49,8 +49,11 @@ class Looking:
         finally:
             self.followers -= 1
 
-    async def news(self, identity: Identity, after: int) -> Look:
-        """Wait for what is new after an entry's number. While the store is away, it waits."""
+    async def news(self, identity: Identity, after: int) -> Look | None:
+        """Wait for what is new after an entry's number; None where the process stops. While the store is away, it
+        waits."""
+        if self.closing.is_set():
+            return None
         asked = _Asked(identity, after, asyncio.get_running_loop().create_future())
         self._asked.add(asked)
         if self._task is None or self._task.done():
@@ -59,6 +62,13 @@ class Looking:
             return await asked.news
         finally:
             self._asked.discard(asked)
+
+    def close(self) -> None:
+        """End all following."""
+        self.closing.set()
+        for each in self._asked:
+            if not each.news.done():
+                each.news.set_result(None)
 
     async def aclose(self) -> None:
         """End what is left of the last look."""

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
+from functools import partial
 
 from aiohttp import web
 
@@ -11,13 +12,13 @@ from lanekeeper.contract import names as n
 from lanekeeper.contract.problems import LanekeeperError, RequestProblem
 from service.config.gateway_section import GatewayKey
 from service.gateway.asking import Asked, Reading, request_id_of
+from service.gateway.bodies import BODY_WITHIN_S, Bodies
 from service.gateway.problems import ApiError, of_error, of_problem
 from service.gateway.room import Room
 from service.gateway.streams import PING, Forwarding, error_event
 from service.side_tasks import beside
 from topology.codec.decoding import PACKED_BYTES
 
-BODY_WITHIN_S = 30.0
 WRITE_WITHIN_S = 30.0
 """A client that reads nothing for this long has gone."""
 TOLD = (n.LANE_NAME, n.MODEL, n.PROVIDER, n.ATTEMPT, n.WAIT_MS, n.RUN_MS, n.WAIT_FROM, n.REPLAYED)
@@ -27,10 +28,11 @@ TOLD = (n.LANE_NAME, n.MODEL, n.PROVIDER, n.ATTEMPT, n.WAIT_MS, n.RUN_MS, n.WAIT
 class Messages:
     """Publishes each call to its lane and sends the answer."""
 
-    def __init__(self, client: Client, *, reading: Reading, room: Room, ping_every_s: float) -> None:
+    def __init__(self, client: Client, *, reading: Reading, room: Room, bodies: Bodies, ping_every_s: float) -> None:
         self._client = client
         self._reading = reading
         self._room = room
+        self._bodies = bodies
         self._ping_every_s = ping_every_s
 
     async def answer(self, request: web.BaseRequest, caller: GatewayKey) -> web.StreamResponse:
@@ -40,14 +42,14 @@ class Messages:
         except RequestProblem as problem:
             raise of_problem(problem, chose_id=True) from None
         try:
-            with self._room.taken(announced_bytes(request)):
-                body = await body_of(request)
-                asked = self._reading.read(request.headers, body, caller, request_id=request_id, chose_id=chose_id)
-                if not asked.stream:
-                    return _whole(await self._final(asked), request_id)
-                replies = self._client.stream(asked.body, key=asked.key, timeout_s=asked.timeout_s, **asked.options)
-                async with aclosing(replies):
-                    return await self._streamed(request, replies, request_id, chose_id=chose_id)
+            read = partial(self._reading.read, request.headers, caller=caller, request_id=request_id, chose_id=chose_id)
+            with self._room.taken(self._bodies.memory_of(request)):
+                async with self._bodies.asked(request, read) as asked:
+                    if not asked.stream:
+                        return _whole(await self._final(asked), request_id)
+                    replies = self._client.stream(asked.body, key=asked.key, timeout_s=asked.timeout_s, **asked.options)
+                    async with aclosing(replies):
+                        return await self._streamed(request, replies, request_id, chose_id=chose_id)
         except ApiError as error:
             return error.response(request_id)
         except LanekeeperError as error:

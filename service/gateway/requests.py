@@ -7,7 +7,9 @@ request, and none of them holds anything that could be lost with it (docs/decisi
 import asyncio
 import json
 import re
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from aiohttp import web
 from multidict import MultiMapping
@@ -23,9 +25,9 @@ from lanekeeper.contract.problems import BrokerError, LanekeeperError, RequestPr
 from lanekeeper.errors import ControlRefused, NoReply
 from service.config.gateway_section import GatewayKey
 from service.gateway.asking import Asked, Reading, request_id_of
+from service.gateway.bodies import Bodies
 from service.gateway.documents import answer, path_of, refusal, status_of
 from service.gateway.looking import Looking
-from service.gateway.messages import announced_bytes, body_of
 from service.gateway.positions import Positions
 from service.gateway.problems import ApiError, refused
 from service.gateway.room import Room
@@ -51,11 +53,21 @@ class Known:
 class Requests:
     """Submits, finds and cancels the requests of a caller's tenant."""
 
-    def __init__(self, client: Client, store: FollowedStore, *, reading: Reading, room: Room, looking: Looking) -> None:
+    def __init__(
+        self,
+        client: Client,
+        store: FollowedStore,
+        *,
+        reading: Reading,
+        room: Room,
+        bodies: Bodies,
+        looking: Looking,
+    ) -> None:
         self._client = client
         self._store = store
         self._reading = reading
         self._room = room
+        self._bodies = bodies
         self._looking = looking
         self._background = Background()
         self._positions = Positions(client)
@@ -65,9 +77,10 @@ class Requests:
         id: str | None = None
         try:
             id, chose_id = request_id_of(request.headers)
-            with self._room.taken(announced_bytes(request)):
-                body = await body_of(request)
-                await self.submit(request.headers, body, caller, id=id, chose_id=chose_id)
+            with self._room.taken(self._bodies.memory_of(request)):
+                read = partial(self._read, request.headers, caller=caller, id=id, chose_id=chose_id)
+                async with self._bodies.asked(request, read) as asked:
+                    await self._submitted(asked, caller)
         except (ApiError, LanekeeperError) as error:
             return refusal(error, id)
         path = path_of(id)
@@ -97,8 +110,13 @@ class Requests:
         self, said: MultiMapping[str], body: bytes, caller: GatewayKey, *, id: str, chose_id: bool
     ) -> None:
         """Publish a request, unless it is known. Raises ApiError, LanekeeperError."""
-        asked = self._reading.read(said, body, caller, request_id=id, chose_id=chose_id, task="requests")
-        submitting = self._background.begin(self._submit(asked, caller), name=f"submit {id}")
+        await self._submitted(self._read(said, body, caller, id=id, chose_id=chose_id), caller)
+
+    def _read(self, said: MultiMapping[str], body: bytes, caller: GatewayKey, *, id: str, chose_id: bool) -> Asked:
+        return self._reading.read(said, body, caller, request_id=id, chose_id=chose_id, task="requests")
+
+    async def _submitted(self, asked: Asked, caller: GatewayKey) -> None:
+        submitting = self._background.begin(self._submit(asked, caller), name=f"submit {asked.request.id}")
         await asyncio.shield(submitting)  # if the client goes away in the middle, it is published all the same
 
     async def known(self, id: str, caller: GatewayKey) -> Known:
@@ -187,13 +205,9 @@ class Requests:
     async def _ended(self, identity: Identity, *, within_s: float) -> None:
         """Return when it has ended, or nothing is known of it; at the latest after `within_s`, or when the process
         stops."""
-        ending = asyncio.create_task(self._looking.news(identity, WITHOUT_LIMIT), name=f"wait {identity.id}")
-        stopping = asyncio.create_task(self._looking.closing.wait(), name="stopping")
-        try:
-            await asyncio.wait((ending, stopping), timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            ending.cancel()
-            stopping.cancel()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self._looking.news(identity, WITHOUT_LIMIT)
 
 
 def identity_of(id: str, caller: GatewayKey) -> Identity:

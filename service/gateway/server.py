@@ -35,6 +35,11 @@ class Routes(Protocol):
         """By method and path."""
         ...
 
+    @property
+    def largest_body(self) -> int:
+        """Bytes. Larger ones are refused before they are asked for."""
+        ...
+
     async def drained(self) -> None:
         """Take no new calls, and return when none is under way."""
         ...
@@ -61,7 +66,7 @@ class Server:
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get("/readyz", self._readyz)
         for (method, path), handler in ({} if routes is None else routes.handlers()).items():
-            app.router.add_route(method, path, handler, expect_handler=_expected)
+            app.router.add_route(method, path, handler, expect_handler=self._expected)
         app.router.add_route("*", "/{path:.*}", absent)
         self._runner = web.AppRunner(
             app,
@@ -106,15 +111,15 @@ class Server:
     async def _healthz(self, request: web.Request) -> web.Response:
         return _json({"alive": True})
 
+    async def _expected(self, request: web.Request) -> None:
+        """Ask for a body that waits to be asked for (`Expect: 100-continue`), unless it will be refused anyway."""
+        most = 0 if self._routes is None else self._routes.largest_body
+        if (request.content_length or 0) <= most and request.transport is not None:
+            request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
     async def _readyz(self, request: web.Request) -> web.Response:
         troubles = {name: trouble for name, trouble in self._readiness().items() if trouble is not None}
         return _json({"ready": not troubles, "reasons": troubles}, status=503 if troubles else 200)
-
-
-async def _expected(request: web.Request) -> None:
-    """Ask for a body that waits to be asked for (`Expect: 100-continue`), unless it will be refused anyway."""
-    if (request.content_length or 0) <= PACKED_BYTES and request.transport is not None:
-        request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
 
 def _json(value: object, *, status: int = 200) -> web.Response:

@@ -8,17 +8,11 @@ from service.config.settings import Settings
 WEB = ("https://", "http://")
 
 
-def own_store(settings: Settings) -> BodyStore | None:
-    """The store of large bodies; None: there is none."""
-    spec, url = settings.bodies, settings.bodies_url
-    return None if url is None else BodyStore(url, in_all_bytes=spec.in_all_bytes, keep_s=spec.keep_s)
-
-
 def fetching_of(settings: Settings) -> Fetching:
     """The store of large bodies, and the other places that are allowed."""
     spec = settings.bodies
     return Fetching(
-        own_store(settings),
+        settings.body_store(),
         others=[BodyStore(each) for each in spec.allow if not each.startswith(WEB)],
         web=WebBodies([each for each in spec.allow if each.startswith(WEB)], private=spec.allow_private),
         most_bytes=spec.most_bytes,

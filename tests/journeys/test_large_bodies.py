@@ -4,11 +4,17 @@ import base64
 import hashlib
 import json
 import os
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+import pytest
+
+from lanekeeper import Client, TopologyMismatch
 from lanekeeper.bodies import BodyStore
 from lanekeeper.contract.messages import Kept
+from tests.support.gate import gate
 from tests.support.requester import Got, Requester, requester
 from tests.support.serving import serving
 from tests.support.waiting import until
@@ -112,3 +118,82 @@ async def test_a_store_that_is_away_delays_the_request_and_counts_no_attempt(vho
         await until(lambda: app.finals(id), within_s=60)
         assert (app.finals(id)[0].status, app.finals(id)[0].headers["x-lane-attempt"]) == ("ok", 1)
     store.close()
+
+
+async def test_twenty_megabytes_by_http_reach_the_provider_unchanged_and_leave_nothing_behind(vhost, tmp_path) -> None:
+    body = images("what is this?")
+    async with serving(vhost.amqp_url, **settings(tmp_path)) as worker, gate(worker.settings) as url:
+        status, answer = await post(url, body, idempotency_key="large")
+        assert (status, answer["type"]) == (200, "message")
+        (call,) = worker.api.calls
+        assert int(call.headers["content-length"]) == len(body)
+        await until(lambda: not list((tmp_path / "bodies").iterdir()))
+        assert await post(url, body, idempotency_key="large") == (status, answer)
+        assert (await post(url, body + b" ", idempotency_key="large"))[0] == 409
+        assert len(worker.api.calls) == 1
+
+
+async def test_a_large_body_that_comes_without_its_size_is_streamed_back(vhost, tmp_path) -> None:
+    body = json.dumps({**json.loads(images("stream", mebibytes=3)), "stream": True}).encode()
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for at in range(0, len(body), 100_000):
+            yield body[at : at + 100_000]
+
+    async with serving(vhost.amqp_url, **settings(tmp_path)) as worker, gate(worker.settings) as url:
+        async with aiohttp.ClientSession() as session, session.post(f"{url}/v1/messages", data=pieces()) as got:
+            text = await got.text()
+        assert got.status == 200
+        assert text.count("event: message_start") == 1
+        assert text.rstrip().splitlines()[-2] == "event: message_stop"
+
+
+async def test_a_wrong_large_body_is_refused_by_the_name_of_its_field_and_not_kept(vhost, tmp_path) -> None:
+    wrong = json.dumps({**json.loads(images("x", mebibytes=2)), "max_tokens": "many"}).encode()
+    async with (
+        serving(vhost.amqp_url, **settings(tmp_path, most_bytes=3 * MIB)) as worker,
+        gate(worker.settings) as url,
+    ):
+        status, answer = await post(url, wrong)
+        assert (status, "max_tokens" in answer["error"]["message"]) == (400, True)
+        assert (await post(url, images("x", mebibytes=4)))[0] == 413
+        status, answer = await post(url, images("x", mebibytes=2), x_lane_body="file:///etc/passwd")
+        assert (status, "x-lane-body" in answer["error"]["message"]) == (400, True)
+        assert not (tmp_path / "bodies").exists()
+
+
+async def test_a_submitted_large_body_is_worked_on_and_polled(vhost, tmp_path) -> None:
+    async with serving(vhost.amqp_url, **settings(tmp_path)) as worker, gate(worker.settings) as url:
+        status, told = await post(url, images("later", mebibytes=3), path="/v1/requests")
+        assert status == 202
+        async with aiohttp.ClientSession() as session, session.get(f"{url}{told['status_url']}?wait=30s") as got:
+            assert (await got.json())["status"] == "completed"
+        assert len(worker.api.calls) == 1
+
+
+async def test_the_client_keeps_a_large_body_beside_the_broker(vhost, tmp_path) -> None:
+    body = images("by client")
+    async with (
+        serving(vhost.amqp_url, **settings(tmp_path)) as worker,
+        Client(vhost.amqp_url, bodies=f"file://{tmp_path}/bodies") as client,
+    ):
+        assert (await client.request(body, key="critical.tests.ask")).text
+        assert (await client.request(json.loads(body), key="critical.tests.ask")).text
+        (tmp_path / "file").write_bytes(body)
+        with (tmp_path / "file").open("rb") as file:
+            assert (await client.request(file, key="critical.tests.ask")).text
+        assert [int(call.headers["content-length"]) >= len(body) for call in worker.api.calls] == [True] * 3
+        await until(lambda: not list((tmp_path / "bodies").iterdir()))
+
+
+async def test_a_body_whose_request_is_not_published_is_removed(vhost, tmp_path) -> None:
+    async with Client(vhost.amqp_url, bodies=f"file://{tmp_path}/bodies") as client:
+        with pytest.raises(TopologyMismatch):  # nothing is declared
+            await client.publish(images("x", mebibytes=2), key="critical.tests.ask")
+    assert not list((tmp_path / "bodies").iterdir())
+
+
+async def post(url: str, body: bytes, *, path: str = "/v1/messages", **headers: str) -> tuple[int, Any]:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    async with aiohttp.ClientSession() as session, session.post(url + path, data=body, headers=named) as got:
+        return got.status, await got.json()

@@ -71,7 +71,13 @@ def measured(raw: bytes, *, values: int) -> Iterator[str | None]:
     """The result of `excess`, in steps of at most 20 ms. It ends with the first step that is not None."""
     if len(raw) <= min(values, SMALL_BYTES):
         return
-    has_many = len(raw) - len(raw.translate(None, b"".join(_MARKS))) > values
+    marks = 0
+    for at in range(0, len(raw), _PIECE_BYTES):
+        if at:
+            yield None
+        piece = raw[at : at + _PIECE_BYTES]
+        marks += len(piece) - len(piece.translate(None, b"".join(_MARKS)))
+    has_many = marks > values
     if not has_many and _RUN not in raw[::_STEP].translate(_ZEROS):
         return
     measure = Measure(values)

@@ -1,0 +1,122 @@
+"""Requests that are followed by Server-Sent Events: in order, from any number on, on any gateway."""
+
+import asyncio
+import json
+from contextlib import suppress
+
+import aiohttp
+
+from lanekeeper import Client
+from service.simulated.options import SimulatedOptions
+from tests.support.gate import gate
+from tests.support.http_calls import Reader, call, submit
+from tests.support.serving import serving
+from tests.support.waiting import until
+
+LONG = f"[[latency: 6s]] {'a word ' * 30}"
+
+
+async def test_a_streams_life_its_parts_and_its_end_come_in_order(vhost) -> None:
+    async with serving(vhost.amqp_url) as worker, gate(worker.settings) as url:
+        submitted = await submit(url, "a story in several pieces", stream=True)
+        reader = Reader()
+        await reader.read(url + submitted["events_url"])
+
+        assert reader.kinds[:3] == ["queued", "started", "event"]
+        assert reader.kinds[-1] == "completed"
+        assert [each.id for each in reader.found] == list(range(1, len(reader.found) + 1))
+        assert reader.text == "echo: a story in several pieces"
+        final = reader.found[-1].data
+        assert final["result"]["content"][0]["text"] == reader.text
+        found = await call("GET", url + submitted["status_url"])
+        assert found.body == final
+
+
+async def test_what_is_read_again_from_a_number_lacks_nothing_and_repeats_nothing(vhost) -> None:
+    async with serving(vhost.amqp_url) as worker, gate(worker.settings) as url:
+        submitted = await submit(url, "read it again", stream=True)
+        whole = Reader()
+        await whole.read(url + submitted["events_url"])
+        for at, event in enumerate(whole.found[:-1]):
+            rest = Reader()
+            await rest.read(url + submitted["events_url"], last_event_id=str(event.id))
+            assert rest.found == whole.found[at + 1 :]
+
+        await whole.read(url + submitted["events_url"])
+        assert whole.status == 204  # a browser asks no more
+        refused = await call("GET", url + submitted["events_url"], last_event_id="abc")
+        assert (refused.status, refused["code"]) == (400, "invalid_request")
+        assert (await call("GET", f"{url}/v1/requests/nobodys/events")).status == 404
+
+
+async def test_a_retry_is_told_and_begins_the_answer_again(vhost) -> None:
+    async with serving(vhost.amqp_url) as worker, gate(worker.settings) as url:
+        submitted = await submit(url, "[[fault: cut x1]] a longer story in many pieces", stream=True)
+        reader = Reader()
+        await reader.read(url + submitted["events_url"])
+
+        assert reader.kinds.count("started") == 2
+        restart = reader.kinds.index("restart")
+        assert "retrying" in reader.kinds[:restart]
+        assert "event" in reader.kinds[restart:]
+        after = Reader()
+        after.found = reader.found[restart:]
+        assert after.text == reader.found[-1].data["result"]["content"][0]["text"]
+
+
+async def test_an_unstreamed_request_tells_its_life_and_its_end(vhost) -> None:
+    async with serving(vhost.amqp_url) as worker, gate(worker.settings, ping_every_s=0.1) as url:
+        submitted = await submit(url, "[[latency: 1s]] whole")
+        reader = Reader()
+        await reader.read(url + submitted["events_url"])
+
+        assert reader.kinds == ["queued", "started", "completed"]
+        assert reader.comments >= 3
+
+
+async def test_a_cancelled_request_ends_for_whoever_follows_it(vhost) -> None:
+    async with serving(vhost.amqp_url) as worker, gate(worker.settings) as url:
+        submitted = await submit(url, "[[latency: 60s]] slow", stream=True)
+        reader = Reader()
+        reading = asyncio.create_task(reader.read(url + submitted["events_url"]))
+        await worker.api.until(lambda: worker.api.running == 1)
+        await call("DELETE", url + submitted["status_url"])
+        await reading
+
+        assert reader.kinds[-1] == "cancelled"
+        assert reader.found[-1].data["problem"]["code"] == "cancelled"
+
+
+async def test_two_gateways_one_goes_and_the_other_continues_where_it_was(vhost) -> None:
+    many = SimulatedOptions(stream_deltas=40)
+    async with serving(vhost.amqp_url, simulated=many) as worker, gate(worker.settings) as second:
+        reader = Reader()
+        async with gate(worker.settings) as first:
+            submitted = await submit(first, LONG, stream=True)
+            reading = asyncio.create_task(reader.read(first + submitted["events_url"]))
+            await until(lambda: len(reader.found) > 5)
+        with suppress(aiohttp.ClientError):
+            await reading
+        assert reader.kinds[-1] == "event"
+        await reader.read(second + submitted["events_url"])
+
+        assert reader.kinds[-1] == "completed"
+        assert [each.id for each in reader.found] == list(range(1, len(reader.found) + 1))
+        assert reader.text == reader.found[-1].data["result"]["content"][0]["text"]
+
+
+async def test_a_request_that_is_published_over_amqp_without_reply_to_is_followed_too(vhost) -> None:
+    async with serving(vhost.amqp_url) as worker, gate(worker.settings) as url:
+        async with Client(vhost.amqp_url) as client:
+            id = await client.publish(
+                {"prompt": "by another way", "stream": True},
+                key="critical.tests.follow",
+                headers={"x-lane-stream": True},
+            )
+            await client.result(id, wait_s=30)
+        reader = Reader()
+        await reader.read(f"{url}/v1/requests/{id}/events")
+
+        assert reader.kinds[0] == "started"
+        assert reader.text == "echo: by another way"
+        assert json.dumps(reader.found[-1].data["lane"]) == '"critical"'

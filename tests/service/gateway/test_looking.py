@@ -1,0 +1,76 @@
+"""One look into the store serves all who follow requests here."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from consumers.state.base import Identity, StoreUnavailable
+from consumers.state.following import Look
+from service.gateway.looking import Looking
+from service.gateway.problems import ApiError
+from tests.support.waiting import until
+
+
+class Store:
+    """News of the requests in `news`; `asked` lists how many were asked for in each look."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+        self.news: set[str] = set()
+        self.failing = False
+
+    async def look(self, wanted: Sequence[tuple[Identity, int]]) -> Sequence[Look | None]:
+        self.asked.append(len(wanted))
+        if self.failing:
+            raise StoreUnavailable("away")
+        return [Look(last=after + 1) if me.id in self.news else None for me, after in wanted]
+
+
+async def test_one_look_serves_all_and_ends_when_nobody_waits() -> None:
+    store = Store()
+    looking = Looking(store, followers=9)  # type: ignore[arg-type]
+    waiting = [asyncio.create_task(looking.news(Identity("", str(number)), number)) for number in range(70)]
+    await until(lambda: store.asked[-1:] == [70])
+    store.news = {"3", "4"}
+    await until(lambda: store.asked[-1] == 68)
+    store.news |= {str(number) for number in range(70)}
+    looks = await asyncio.gather(*waiting)
+
+    assert [look and look.last for look in looks] == list(range(1, 71))
+    await looking.aclose()
+
+
+async def test_a_store_that_is_away_is_waited_for() -> None:
+    store = Store()
+    looking = Looking(store, followers=9)  # type: ignore[arg-type]
+    store.failing, store.news = True, {"a"}
+    waiting = asyncio.create_task(looking.news(Identity("", "a"), 0))
+    await until(lambda: store.asked == [1])
+    store.failing = False
+
+    assert await waiting == Look(last=1)
+
+
+async def test_when_the_process_stops_all_following_ends_and_none_begins() -> None:
+    looking = Looking(Store(), followers=9)  # type: ignore[arg-type]
+    waiting = asyncio.create_task(looking.news(Identity("", "a"), 0))
+    await asyncio.sleep(0)
+    looking.close()
+
+    assert await waiting is None
+    assert await looking.news(Identity("", "a"), 0) is None
+    with pytest.raises(ApiError, match="stops"):
+        async with looking.following():
+            pass
+
+
+async def test_more_followers_than_allowed_are_refused_to_be_tried_again() -> None:
+    looking = Looking(Store(), followers=1)  # type: ignore[arg-type]
+    async with looking.following():
+        with pytest.raises(ApiError) as refused:
+            async with looking.following():
+                pass
+        assert refused.value.status == 529
+    async with looking.following():
+        pass
