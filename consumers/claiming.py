@@ -217,7 +217,6 @@ class Claiming:
         return await _surely(lambda: self._store.find(identity))
 
     def forget(self, job: Job) -> None:
-        """Stop renewing a job's claim."""
         if job.claim is not None:
             self._held.pop(job.claim, None)
             job.claim = None

@@ -84,7 +84,6 @@ class Pool:
 
     @property
     def jobs(self) -> Collection[Job]:
-        """The jobs that are being worked on."""
         return self._jobs
 
     @property

@@ -60,7 +60,6 @@ class Prices:
 
     @property
     def models(self) -> frozenset[str]:
-        """The models that have a price."""
         return frozenset(self._table)
 
     def of(self, model: str) -> Price | None:

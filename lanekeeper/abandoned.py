@@ -7,6 +7,7 @@ client waits for them.
 import asyncio
 
 from lanekeeper.contract.problems import AccessRefused, BrokerError
+from lanekeeper.errors import ControlRefused
 from lanekeeper.telemetry import logs, signals
 from lanekeeper.transport import Transport
 
@@ -45,5 +46,5 @@ class Abandoned:
             log.warning(
                 signals.CANCELLATION_UNSENT, request=id, error=str(error), hint="its user needs the role client"
             )
-        except (BrokerError, TimeoutError) as error:
+        except (BrokerError, ControlRefused, TimeoutError) as error:
             log.warning(signals.CANCELLATION_UNSENT, request=id, error=str(error) or f"not within {WITHIN_S:g} s")

@@ -7,7 +7,7 @@ nor a part of its answer: the next call may go to another gateway.
 import asyncio
 import ssl
 from collections.abc import AsyncGenerator
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Self
 from urllib.parse import quote
 
@@ -33,8 +33,6 @@ WAIT_S = 20.0
 CONTROL_WITHIN_S = 5.0
 AWAY_S = 30.0
 """How long a gateway may be away while an answer without a deadline is waited for."""
-ENDS = frozenset({"completed", "failed", "cancelled"})
-"""The kinds of a request's last event."""
 
 
 class OverHttp:
@@ -109,8 +107,9 @@ class OverHttp:
                     case "restart":
                         yield Part(kind="restart", seq=0, body=b"{}")
                         seq = 1
-                    case kind if kind in ENDS:
-                        break
+                    case "completed" | "failed" | "cancelled":
+                        yield final_of_status(asked.id, 200, event.data)
+                        return
                     case _:
                         pass  # what happens to the request meanwhile
         async with asyncio.timeout_at(asked.end):
@@ -130,8 +129,17 @@ class OverHttp:
         return await self._cancel(id, within_s=CONTROL_WITHIN_S)
 
     async def cancel_unheard(self, id: str, *, tenant: str | None, within_s: float) -> None:
-        with suppress(ControlRefused):
-            await self._cancel(id, within_s=within_s)
+        failures = 0
+        while True:
+            try:
+                await self._cancel(id, within_s=within_s)
+                return
+            except ControlRefused as error:
+                if error.fields.get("status") != 404:
+                    raise
+            # it may have been posted a moment ago; the caller bounds this
+            await asyncio.sleep(pause_s(failures, first_s=FIRST_PAUSE_S, cap_s=PAUSE_CAP_S))
+            failures += 1
 
     async def depth(self, lane: str) -> "Depth | None":
         """A gateway of this version does not tell it."""

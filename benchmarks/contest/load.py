@@ -75,7 +75,6 @@ class Board:
     asks: list[Ask] = field(default_factory=list)
 
     def waits_s(self, lane: str) -> list[float]:
-        """The waits of a lane's requests, sorted."""
         return sorted(ask.wait_s(self.load.window_s, self.load.latency_s) for ask in self.asks if ask.lane == lane)
 
     def answered(self, lane: str | None = None) -> int:

@@ -147,7 +147,6 @@ class Slots:
                 await self._look()
 
     async def stop(self) -> None:
-        """Take no more deliveries on added slots."""
         self._stopping.set()
         await self._take_all_back()
 

@@ -91,7 +91,6 @@ class Control:
         return "cancellations are waiting to be recorded" if self._is_behind else None
 
     async def run(self) -> None:
-        """Read control messages until stopped."""
         async with aclosing(self._deliveries.sessions()) as sessions:
             async for session in sessions:
                 self._is_behind, self._session = True, session

@@ -75,7 +75,6 @@ class Scouting:
                     await self._look(each)
 
     async def stop(self) -> None:
-        """Send out no more scouts, and call back those that are out."""
         self._stopping.set()
         await self._call_all_back()
 

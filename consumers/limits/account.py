@@ -64,7 +64,6 @@ class Account:
         return self.lines.is_empty and not self.concurrency.running
 
     def refill(self, now_s: float) -> None:
-        """Refill the buckets by what has come in since the last call."""
         self.buckets.refill(now_s)
 
     def paused_s(self, now_s: float) -> float:
@@ -188,7 +187,6 @@ class Account:
         return self._adaptive.is_stale(now_s)
 
     def per_minute(self) -> Amounts:
-        """The limits per minute that are assumed now."""
         return self._adaptive.per_minute()
 
     def reason(self, waiter: Waiter, now_s: float) -> str:
@@ -203,11 +201,9 @@ class Account:
     # ---- shared with other processes ---------------------------------------------------------------------------------
 
     def learned(self) -> Learned:
-        """Everything learned about the account, to be sent to other processes."""
         return Learned(self._adaptive.learned(), self._bursts.learned(), self.paused_until_s, self.held_until_s)
 
     def load(self, learned: Learned) -> None:
-        """Take over what other processes have learned."""
         limits, bursts, self.paused_until_s, self.held_until_s = learned
         self._adaptive.load(limits)
         self._bursts.load(bursts)

@@ -51,7 +51,6 @@ class Adaptive:
         self._moved_s = now_s
 
     def learned(self) -> LearnedLimits:
-        """Everything that was learned, for other processes."""
         return LearnedLimits(
             tuple(self._told),
             tuple(self._told_s),
@@ -63,12 +62,10 @@ class Adaptive:
         )
 
     def load(self, learned: LearnedLimits) -> None:
-        """Take over what another process learned."""
         told, told_s, grown, self._is_silent, factors, self._halved_s, self._moved_s = learned
         self._told, self._told_s, self._grown, self._factors = list(told), list(told_s), list(grown), list(factors)
 
     def per_minute(self) -> Amounts:
-        """What may be used per minute now."""
         return Amounts(*(self._of(each) * self._factors[each] for each in range(3)))
 
     def guessed(self) -> tuple[bool, ...]:

@@ -30,17 +30,14 @@ class Buckets:
             bucket.resize(limit, burst_s=size.burst_s, late=size.late, fills=fill)
 
     def refill(self, now_s: float) -> None:
-        """Refill the buckets by what has come in since the last call."""
         for bucket in self._all:
             bucket.refill(now_s)
 
     def want(self, lane: int, amounts: Amounts) -> None:
-        """Set what the first waiter of a lane needs; zero if nobody waits."""
         for bucket, amount in zip(self._all, amounts, strict=True):
             bucket.want(lane, amount)
 
     def wait_s(self, lane: int, amounts: Amounts) -> float:
-        """Seconds until all buckets have enough for the amounts; 0: now."""
         longest_s = 0.0
         for bucket, amount in zip(self._all, amounts):  # noqa: B905  checking costs a tenth of a grant
             if amount > 0 and (in_s := bucket.wait_s(lane, amount)) > longest_s:

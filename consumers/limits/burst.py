@@ -71,11 +71,9 @@ class Bursts:
         """The provider takes so much more than the expected input until a call ends (0.2: a fifth). Not shared."""
 
     def learned(self) -> LearnedBursts:
-        """What was learned, for other processes."""
         return LearnedBursts(tuple(self._proven_s), tuple(self._cut), self._cut_s, self._moved_s)
 
     def load(self, learned: LearnedBursts) -> None:
-        """Take over what another process learned."""
         proven_s, cut, self._cut_s, self._moved_s = learned
         self._proven_s, self._cut = list(proven_s), list(cut)
 

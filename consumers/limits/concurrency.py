@@ -87,7 +87,6 @@ class Concurrency:
         return inf if self.is_set else max(0.0, self._regained_s + REGAIN_S - now_s)
 
     def shift(self, jump_s: float) -> None:
-        """The clock has jumped by `jump_s`."""
         self._backed_off_s += jump_s
         self._regained_s += jump_s
 

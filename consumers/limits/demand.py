@@ -31,7 +31,6 @@ class Demand:
         ]
 
     def shift(self, jump_s: float) -> None:
-        """The clock has jumped by `jump_s`."""
         self._at_s = [at_s + jump_s for at_s in self._at_s]
 
     def per_s(self, lanes: Sequence[int], each: int, now_s: float) -> float:

@@ -7,7 +7,7 @@ docs/facts.md, section 10. What cannot be true is ignored.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import NamedTuple
 
 MOST = 1e12
@@ -74,8 +74,7 @@ def _number(text: str | None) -> float | None:
 
 def _is_near(text: str, now_s: float) -> bool:
     try:
-        when = datetime.fromisoformat(text)
-        since = (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
+        since = datetime.fromisoformat(text).timestamp()
     except (ValueError, OverflowError):
         return False
     return abs(since - now_s) <= FARTHEST_RESET_S

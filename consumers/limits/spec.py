@@ -28,7 +28,6 @@ class AccountCaps:
     """The most calls at the same time."""
 
     def per_minute(self) -> tuple[float | None, float | None, float | None]:
-        """The caps per minute, in the order of `Amounts`."""
         return (self.requests, self.input_tokens, self.output_tokens)
 
 
@@ -67,7 +66,6 @@ class BudgetSpec:
     """For how long an account that has reached its spend limit is not called."""
 
     def caps(self, account: str) -> AccountCaps:
-        """The caps of one account."""
         return self.accounts.get(account) or self.accounts.get(account.partition("/")[0], NO_CAPS)
 
 

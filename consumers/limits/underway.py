@@ -29,7 +29,6 @@ class Underway:
         self._calls.pop(id(reservation), None)
 
     def shift(self, jump_s: float) -> None:
-        """The clock has jumped by `jump_s`."""
         self._held_s += jump_s
         for each in self._calls.values():
             each.at_s += jump_s

@@ -51,7 +51,6 @@ class DirectReplies:
         channel.closing.add_done_callback(lambda _: self._on_lost())
 
     async def close(self) -> None:
-        """Close the channel."""
         if self._channel is not None:
             with suppress(BrokerUnreachable), border("closing"):
                 await self._channel.close(timeout=CLOSE_TIMEOUT_S)

@@ -33,10 +33,11 @@ _PASSING = frozenset({408, 429, 503})
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the gateway answered to a call that it took, or refused for good."""
+    """What the gateway, or a proxy before it, answered to one call."""
 
     status: int
     body: bytes
+    retry_after_s: float | None = None
 
     @property
     def document(self) -> Mapping[str, Any]:
@@ -94,17 +95,25 @@ class Calls:
         maybe_published = False
         while True:
             timeout_s = min(ANSWERED_WITHIN_S, max(1.0, began + within_s - loop.time())) + waits_s
+            wait_s = pause_s(failures, first_s=FIRST_PAUSE_S, cap_s=PAUSE_CAP_S)
+            error: BrokerError | None
             try:
-                return await self._once(method, path, timeout_s, headers, body)
-            except BrokerError as error:
-                maybe_published = error.maybe_published = maybe_published or error.maybe_published
-                wait_s = pause_s(failures, first_s=FIRST_PAUSE_S, cap_s=PAUSE_CAP_S)
-                end = began + within_s
-                if isinstance(error, PublishRefused):
-                    wait_s = max(wait_s, error.retry_after_s)
-                    end = min(end, began + full_within_s)
-                if loop.time() + wait_s > end or isinstance(error.__cause__, aiohttp.ClientSSLError):
-                    raise
+                answer = await self._once(method, path, timeout_s, headers, body)
+                wait_s = max(wait_s, answer.retry_after_s or 0.0)
+                if (error := _error_of(method, answer, self._address)) is None:
+                    self.trouble = None
+                    return answer
+            except BrokerError as caught:
+                error = caught
+            maybe_published = error.maybe_published = maybe_published or error.maybe_published
+            end = began + within_s
+            if isinstance(error, PublishRefused):
+                wait_s = max(wait_s, error.retry_after_s)
+                end = min(end, began + full_within_s)
+            else:
+                self.trouble = str(error)
+            if loop.time() + wait_s > end or isinstance(error.__cause__, aiohttp.ClientSSLError):
+                raise error
             failures += 1
             await asyncio.sleep(wait_s)
 
@@ -122,10 +131,7 @@ class Calls:
     ) -> Answer:
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         async with self._response(method, path, timeout, headers, body) as response:
-            answer = Answer(response.status, await _read(response))
-            _see_that_it_is_taken(method, answer, response.headers, self._address)
-            self.trouble = None
-            return answer
+            return Answer(response.status, await _read(response), seconds_of(response.headers.get("retry-after")))
 
     @asynccontextmanager
     async def _response(
@@ -148,15 +154,12 @@ class Calls:
         """The library's errors as ours."""
         try:
             yield
-        except BrokerError as error:
-            self.trouble = str(error)
-            raise
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            self.trouble = f"no connection to the gateway at {self._address}: {error or type(error).__name__}"
-            raise BrokerUnreachable(self.trouble) from error
+            why = f"no connection to the gateway at {self._address}: {str(error) or type(error).__name__}"
+            raise BrokerUnreachable(why) from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            self.trouble = f"the gateway at {self._address} did not answer: {error or type(error).__name__}"
-            raise (BrokerUnreachable if method == "GET" else ConfirmUnknown)(self.trouble) from error
+            why = f"the gateway at {self._address} did not answer: {str(error) or type(error).__name__}"
+            raise (BrokerUnreachable if method == "GET" else ConfirmUnknown)(why) from error
 
 
 def seconds_of(retry_after: str | None) -> float | None:
@@ -177,20 +180,20 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
     return bytes(found)
 
 
-def _see_that_it_is_taken(method: str, answer: Answer, headers: Mapping[str, str], address: str) -> None:
-    """Raises the error for a call that the gateway, or a proxy, did not take or may not have carried out."""
+def _error_of(method: str, answer: Answer, address: str) -> BrokerError | None:
+    """The error for a call that was not taken, or may not have been carried out; None: it was answered."""
     status = answer.status
     if status < 500 and status not in _PASSING:
-        return
+        return None
     found = answer.document
     if status == 429 and "code" in found:
-        return  # a worker or the gateway refused this call alone
+        return None  # this one call was refused, by a worker or the gateway
     why = f"the gateway at {address} answered {status}: {found.get('detail', 'no detail')}"
-    if status == LANE_FULL:
+    if status == LANE_FULL and method == "POST":
         refused = PublishRefused(why)
-        if (after_s := seconds_of(headers.get("retry-after"))) is not None:
-            refused.retry_after_s = after_s
-        raise refused
+        if answer.retry_after_s is not None:
+            refused.retry_after_s = answer.retry_after_s
+        return refused
     if status in _PASSING or method == "GET":
-        raise BrokerUnreachable(why)
-    raise ConfirmUnknown(why)  # a proxy lost the gateway, or the gateway failed in the middle
+        return BrokerUnreachable(why)
+    return ConfirmUnknown(why)  # a proxy lost the gateway, or the gateway failed in the middle

@@ -50,7 +50,6 @@ class Calls:
         self._waiting: set[asyncio.Event] = set()
 
     def next_id(self) -> int:
-        """The next request's number, from 1."""
         return next(self._ids)
 
     def begin(self, *, headers: Mapping[str, str], request_id: str) -> Call:

@@ -59,7 +59,6 @@ class Worker:
 
     @property
     def version(self) -> str:
-        """The broker's version."""
         return self.publishing.version
 
     def reasons(self) -> Mapping[str, str | None]:

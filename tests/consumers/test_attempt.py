@@ -323,6 +323,17 @@ async def test_after_a_cancelled_probe_another_request_may_probe_the_breaker(pro
     assert answered_by(await two.ask("hello", BOTH[0])) == "one"
 
 
+async def test_a_probe_that_is_not_made_for_lack_of_budget_is_left_to_another_request(providers: Open) -> None:
+    two = await providers(failing("overloaded"))
+    for each in range(FAILURES):
+        await two.ask("[[fault: server_error]]", BOTH[1], id=str(each))
+    await asyncio.sleep(two.breakers.least_wait_s(BOTH[1:]))
+    two.moves.has_room = False
+
+    assert failed_with(await two.ask()) == "overloaded_error"
+    assert answered_by(await two.ask("hello", BOTH[1])) == "two"
+
+
 async def calls_per_request(two: TwoProviders, prompts: list[str], *, routes: tuple[Route, ...], at_once: int) -> float:
     """The mean number of calls until a request is answered, if each is tried again soon after a failure."""
     slots = asyncio.Semaphore(at_once)

@@ -51,6 +51,8 @@ class World:
         self.asked: list[list[str]] = []
         self.added: list[FakePool] = []
         self.is_broker_away = False
+        self.answers = asyncio.Event()
+        self.answers.set()
         self.now_ms = NOW_MS
         self.high = self._line("high", slots=8, kept=2, most=16)
         self.low = self._line("low", slots=2, kept=1, most=20)
@@ -77,6 +79,7 @@ class World:
         self.asked.append(queues)
         if self.is_broker_away:
             raise BrokerUnreachable("no connection")
+        await self.answers.wait()
         return {queue: self.waiting.get(queue, 0) for queue in queues}
 
     def flood(self) -> None:
@@ -246,6 +249,22 @@ async def test_while_paused_all_added_slots_are_taken_back_and_none_is_added() -
         assert not world.open
         await world.slots.resume()
         await until(lambda: world.open)
+
+
+async def test_a_pause_that_begins_while_the_broker_is_asked_adds_no_slots() -> None:
+    world = World()
+    world.flood()
+    world.waiting["low"] = 0
+    async with world.watched():
+        await asyncio.sleep(0.1)
+        world.answers.clear()
+        world.waiting["low"] = 500
+        asked = len(world.asked)
+        await until(lambda: len(world.asked) > asked)
+        await world.slots.pause("store: away")
+        world.answers.set()
+        await asyncio.sleep(0.05)
+        assert not world.added
 
 
 async def test_a_stop_takes_no_more_deliveries_and_waits_for_running_ones() -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from tests.support.processes import Running, lanekeeper
+from tests.support.processes import Running, interpreter
 from tests.support.waiting import until
 
 FAILPOINT_EXIT = 86
@@ -115,7 +115,7 @@ class Crew:
         while True:
             life += 1
             worker.told.clear()
-            async with lanekeeper(
+            async with interpreter(
                 self._command, environ=worker.environ, folder=self._folder, module=self._module
             ) as running:
                 worker.running = running

@@ -5,8 +5,6 @@ import json
 import os
 import re
 import signal
-import sys
-from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,11 +17,13 @@ from lanekeeper.amqp.connection import Connection
 from lanekeeper.contract.names import Names
 from service.checks.status import look
 from service.simulated.app import SimulatedAPI
+from tests.support import forks
+from tests.support.forks import HOUSE, Forked
 from tests.support.lanes import ENVIRONMENT, LANES
+from tests.support.processes import COMMAND
 from tests.support.stores import store_url
 from tests.support.waiting import STARTED_S, until
 
-HOUSE = Path(__file__).parents[2]
 SLOW = "[[latency: 120s]]"
 """For requests in the batch lane. In other lanes their deadline could pass while processes start on a busy machine."""
 
@@ -43,23 +43,13 @@ def environment(vhost) -> dict[str, str]:
     }
 
 
-async def begin(environment: dict[str, str], folder: Path, *line: str) -> Process:
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "service.cli.main",
-        *line,
-        env=environment,
-        cwd=folder,
-        stdin=PIPE,
-        stdout=PIPE,
-        stderr=PIPE,
-    )
+async def begin(environment: dict[str, str], folder: Path, *line: str, text: str = "") -> Forked:
+    return await forks.begin(COMMAND, *line, environ=environment, folder=folder, text=text)
 
 
 async def run(environment: dict[str, str], folder: Path, *line: str, text: str = "") -> tuple[int, str, str]:
-    process = await begin(environment, folder, *line)
-    out, err = await asyncio.wait_for(process.communicate(text.encode()), timeout=STARTED_S)
+    process = await begin(environment, folder, *line, text=text)
+    out, err = await asyncio.wait_for(process.communicate(), timeout=STARTED_S)
     assert process.returncode is not None
     return process.returncode, out.decode(), err.decode()
 
@@ -67,13 +57,12 @@ async def run(environment: dict[str, str], folder: Path, *line: str, text: str =
 class Serving:
     """A running `lanekeeper serve`; its log is read as it is written."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: Forked) -> None:
         self.process = process
         self.events: list[dict[str, object]] = []
         self._reading = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
-        assert self.process.stderr is not None
         async for line in self.process.stderr:
             self.events.append(json.loads(line) if line.startswith(b"{") else {"event": line.decode()})
 
@@ -164,7 +153,6 @@ async def test_a_request_sent_without_waiting_can_be_fetched_and_a_running_one_c
 async def test_an_interrupted_send_cancels_its_request_and_reports_it(environment, tmp_path, stream) -> None:
     async with serving(environment, tmp_path, "serve", "--simulate", "--port", "0"):
         sending = await begin(environment, tmp_path, "send", "--lane", "batch", *stream, "--id", "slow", SLOW)
-        assert sending.stderr is not None
         assert await sending.stderr.readline() == b"lanekeeper: request slow\n"
         await until(lambda: _running(environment), within_s=60)
         sending.send_signal(signal.SIGINT)
@@ -291,7 +279,6 @@ async def test_exported_definitions_can_be_imported_and_equal_the_declared_topol
 async def test_check_passes_if_everything_is_correct(environment, tmp_path) -> None:
     simulated = await begin(environment, tmp_path, "simulate", "--port", "0")
     try:
-        assert simulated.stdout is not None
         url = (await asyncio.wait_for(simulated.stdout.readline(), timeout=60)).decode().strip()
         told = {**environment, "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": "any"}
         assert (await run(told, tmp_path, "topology", "apply"))[0] == 0
@@ -358,8 +345,6 @@ async def test_send_warns_that_a_tenant_option_may_be_ignored(environment, tmp_p
 
 async def test_a_broken_pipe_prints_no_traceback(environment, tmp_path) -> None:
     process = await begin(environment, tmp_path, "topology", "show", "--json")
-    assert process.stdout is not None
-    assert process.stderr is not None
     process.stdout._transport.close()  # type: ignore[attr-defined]
     err = (await process.stderr.read()).decode()
     await process.wait()

@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 
 from service.simulated.app import SimulatedAPI
-from tests.support.processes import environment, lanekeeper
+from tests.support.processes import environment, interpreter
 
 pytestmark = pytest.mark.slow
 BODY = {
@@ -22,8 +22,8 @@ async def test_a_gateway_that_is_stopped_answers_what_is_under_way_and_exits_wit
     async with SimulatedAPI() as api, aiohttp.ClientSession() as session:
         environ = environment(vhost.amqp_url, vhost.management_url, ANTHROPIC_BASE_URL=api.base_url)
         async with (
-            lanekeeper("serve", "--port", "0", environ=environ, folder=tmp_path) as worker,
-            lanekeeper("gateway", "--port", "0", environ=environ, folder=tmp_path) as gateway,
+            interpreter("serve", "--port", "0", environ=environ, folder=tmp_path) as worker,
+            interpreter("gateway", "--port", "0", environ=environ, folder=tmp_path) as gateway,
         ):
             both = [await worker.ready(), (await gateway.tells("gateway.ready"))["url"]]
             for url in both:

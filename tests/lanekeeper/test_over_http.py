@@ -189,7 +189,7 @@ async def test_a_stream_goes_on_after_a_lost_connection_where_it_was(gateway, cl
     gateway.streams += [
         [": hello\n\n", event(1, "queued"), event(2, "started"), word(3, "One "), "id: 4\nevent: event\nda"],
         [word(4, "two"), event(5, "restart"), word(6, "New ")],
-        [word(7, "words"), event(8, "completed")],
+        [word(7, "words")],
     ]
 
     came = [each async for each in client.stream(BODY, key=LANE)]
@@ -199,9 +199,29 @@ async def test_a_stream_goes_on_after_a_lost_connection_where_it_was(gateway, cl
         ("event", 0, "One "), ("event", 1, "two"), ("restart", 0, ""), ("event", 1, "New "), ("event", 2, "words"),
     ]  # fmt: skip
     assert isinstance(last, Final)
+    assert last.body == RESULT.encode()
     events = [call.headers.get("last-event-id") for call in gateway.called("GET") if call.path.endswith("/events")]
     assert events == [None, "3", "6"]
     assert [json.loads(call.body) for call in gateway.called("POST")] == [{"stream": True, **BODY}]
+
+
+async def test_a_stream_whose_events_are_gone_gives_the_answer_alone(gateway, client) -> None:
+    gateway.posted["id-1"] = b"{}"
+    gateway.faults += [Refusal(202), Refusal(404)]  # for POST and for the events
+
+    came = [each async for each in client.stream(BODY, key=LANE, message_id="id-1")]
+
+    assert [type(each) for each in came] == [Final]
+
+
+async def test_a_stream_that_fails_raises_the_problem_after_its_parts(gateway, client) -> None:
+    gateway.status = {"status": "failed", "problem": {"code": "attempts_exhausted", "status": 502, "detail": "cut"}}
+    gateway.streams += [[word(1, "One ")]]
+    stream = client.stream(BODY, key=LANE)
+
+    assert isinstance(await anext(stream), Part)
+    with pytest.raises(Problem, match="attempts_exhausted"):
+        await anext(stream)
 
 
 async def test_a_body_given_as_bytes_stays_as_it_is_but_for_stream(gateway, client) -> None:
@@ -231,6 +251,27 @@ async def test_a_caller_that_leaves_cancels_its_request(gateway, client, how: st
 
     await until(lambda: gateway.called("DELETE"))
     assert [call.path for call in gateway.called("DELETE")] == ["/v1/requests/id-1"]
+
+
+async def test_a_caller_that_leaves_while_its_request_is_posted_cancels_it_once_it_is_known(gateway, client) -> None:
+    gateway.faults += [503]
+    asked = asyncio.create_task(client.request(BODY, key=LANE, message_id="id-1"))
+    await until(lambda: gateway.called("POST"))
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    await until(lambda: gateway.called("DELETE"))
+    gateway.posted["id-1"] = b"{}"  # the gateway took it after all
+
+    await until(lambda: gateway.cancelled)
+    assert gateway.cancelled == ["id-1"]
+
+
+async def test_a_wait_that_the_gateway_has_no_room_for_is_tried_again(gateway, client) -> None:
+    await client.publish(BODY, key=LANE, message_id="id-1")
+    gateway.faults += [529, 529]
+
+    assert (await client.result("id-1", wait_s=30)).text == "Pô"
 
 
 async def test_a_cancellation_says_what_became_of_it(client) -> None:

@@ -46,8 +46,9 @@ class FakeGateway:
     result: str | None = RESULT
     faults: deque[int | str | Refusal] = field(default_factory=deque)
     streams: deque[list[str]] = field(default_factory=deque)
-    """What each connection to `/events` sends before it is closed."""
+    """What each connection to `/events` sends before it is closed; the last one sends the end as well."""
     calls: list[Call] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
     posted: dict[str, bytes] = field(default_factory=dict)
     """The requests that it knows, by id."""
 
@@ -85,22 +86,27 @@ class FakeGateway:
         if id not in self.posted:
             return _json({"status": 404, "detail": "not known"}, status=404)
         if request.method == "DELETE":
+            self.cancelled.append(id)
             return _json({"id": id, "outcome": "told"}, status=202)
-        return await self._events(request) if request.path.endswith("/events") else self._status(id)
+        if request.path.endswith("/events"):
+            return await self._events(request, id)
+        return web.Response(text=self.document(id), content_type="application/json")
 
-    def _status(self, id: str) -> web.Response:
+    def document(self, id: str) -> str:
+        """The status of a request."""
         found = {"id": id, "lane": "normal", "attempts": 1, **self.status}
         if found["status"] != "completed":
-            return _json(found)
-        return web.Response(
-            text=f'{json.dumps(found)[:-1]}, "result": {self.result}}}', content_type="application/json"
-        )
+            return json.dumps(found)
+        return f'{json.dumps(found)[:-1]}, "result": {self.result}}}'
 
-    async def _events(self, request: web.Request) -> web.StreamResponse:
+    async def _events(self, request: web.Request, id: str) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
-        for event in self.streams.popleft() if self.streams else ["id: 9\nevent: completed\ndata: {}\n\n"]:
+        for event in self.streams.popleft() if self.streams else []:
             await response.write(event.encode())
+        if not self.streams:
+            end = f"id: 99\nevent: {self.status['status']}\ndata: {self.document(id)}\n\n"
+            await response.write(end.encode())
         return response
 
 

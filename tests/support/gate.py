@@ -22,10 +22,10 @@ def opened(settings: Settings) -> FollowedStore:
 
 
 @asynccontextmanager
-async def gate(settings: Settings, **spec: Any) -> AsyncIterator[str]:
-    """Its URL. `spec`: settings of the gateway."""
-    made = settings.model_copy(update={"gateway": GatewaySettings(port=0, **spec)})
+async def gate(settings: Settings, *, port: int = 0, **spec: Any) -> AsyncIterator[str]:
+    """Its URL. `port`: 0 is any free one; `spec`: settings of the gateway."""
+    made = settings.model_copy(update={"gateway": GatewaySettings(port=port, **spec)})
     async with client_for(made) as client, opened(made) as store:
         routes = Gateway(made, client, store)
-        async with Server(routes.reasons, host=made.gateway.host, port=0, routes=routes) as server:
+        async with Server(routes.reasons, host=made.gateway.host, port=port, routes=routes) as server:
             yield server.url

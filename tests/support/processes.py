@@ -16,12 +16,13 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tests.support import serving
+from tests.support import forks, serving
+from tests.support.forks import HOUSE, Forked
 from tests.support.lanes import ENVIRONMENT
 from tests.support.stores import store_url
 from tests.support.waiting import PATIENCE_S, STARTED_S, until
 
-HOUSE = Path(__file__).parents[2]
+COMMAND = "service.cli.main"
 QUICK = {"LANEKEEPER_RETRY__BASE_S": "0.05", "LANEKEEPER_RETRY__CAP_S": "0.2"}
 PLENTY = {f"LANEKEEPER_BUDGET__{name.upper()}": f"{each:.0f}" for name, each in serving.PLENTY.items()}
 
@@ -43,7 +44,7 @@ def environment(amqp_url: str | None, management_url: str | None = None, **setti
 class Running:
     """One process, with its log as events."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: Process | Forked) -> None:
         self.process = process
         self.events: list[dict[str, Any]] = []
         """Lines of standard error; a line that is not JSON becomes `{"event": <the line>}`."""
@@ -94,9 +95,19 @@ class Running:
 
 @asynccontextmanager
 async def lanekeeper(
-    *line: str, environ: Mapping[str, str], folder: Path, module: str = "service.cli.main"
+    *line: str, environ: Mapping[str, str], folder: Path, module: str = COMMAND
 ) -> AsyncIterator[Running]:
-    """A running command; killed at the end if it still runs. `module`: the module to start, such as `reborn.py`'s."""
+    """A running command; killed at the end if it still runs. It is a fork (tests/support/forks.py). `module`: the
+    module to start, such as `reborn.py`'s."""
+    async with _running(await forks.begin(module, *line, environ=environ, folder=folder)) as running:
+        yield running
+
+
+@asynccontextmanager
+async def interpreter(
+    *line: str, environ: Mapping[str, str], folder: Path, module: str = COMMAND
+) -> AsyncIterator[Running]:
+    """The same, but it imports everything itself, as when a user starts it."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -108,6 +119,12 @@ async def lanekeeper(
         stdout=PIPE,
         stderr=PIPE,
     )
+    async with _running(process) as running:
+        yield running
+
+
+@asynccontextmanager
+async def _running(process: Process | Forked) -> AsyncIterator[Running]:
     running = Running(process)
     try:
         yield running

@@ -118,7 +118,6 @@ class Deliveries:
             await self._session.pause()
 
     async def resume(self) -> None:
-        """Consume again after `pause`."""
         self._paused = None
         self._wanted.set()
         if self._session is not None:

@@ -105,7 +105,6 @@ def _request(
     return Request(
         id=request_id,
         lane=lane.name,
-        app=app_of(message.routing_key),
         body=body,
         model=model or lane.model,
         max_tokens=max_tokens or lane.max_tokens,
@@ -116,8 +115,6 @@ def _request(
         sent_by=sent.by,
         due_ms=due_ms,
         deadline_ms=(due_ms or sent.ms) + _deadline_ms(said, lane),
-        attempts=past.attempts,
-        errors=past.errors,
         kept=kept,
         media_bytes=media_bytes,
     )

@@ -18,7 +18,6 @@ class Request:
 
     id: str
     lane: str
-    app: str
     body: bytes
     """The JSON for the provider: as it was published, with missing fields filled in."""
     model: str
@@ -33,12 +32,8 @@ class Request:
     """The request must not start before this time; ms since 1970. None: it may start at once."""
     deadline_ms: int
     """The request must be answered by this time; ms since 1970."""
-    attempts: int
-    """Attempts that were made before this delivery."""
     states_stream: bool = True
     """Whether its body may have the field `stream`."""
-    errors: tuple[str, ...] = ()
-    """What these attempts failed with, newest first, five at most."""
     kept: Kept | None = None
     """Where the body lies that is yet to be fetched: until then `body` is empty, and model and `max_tokens` are the
     lane's. None: the body is here."""
@@ -62,7 +57,6 @@ def unpublished(prompt: str, *, model: str, max_tokens: int) -> Request:
     return Request(
         id=uuid.uuid4().hex,
         lane="",
-        app="lanekeeper",
         body=json.dumps(asked).encode(),
         model=model,
         max_tokens=max_tokens,
@@ -72,5 +66,4 @@ def unpublished(prompt: str, *, model: str, max_tokens: int) -> Request:
         sent_by="sender",
         due_ms=None,
         deadline_ms=0,
-        attempts=0,
     )

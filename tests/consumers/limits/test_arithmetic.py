@@ -82,6 +82,16 @@ def test_savings_for_a_request_that_left_its_line_go_as_slowly_as_they_came() ->
     assert some.parts[BATCH] == 0.5
 
 
+def test_what_is_given_back_returns_to_the_lanes_savings_and_fills_the_bucket_no_further_than_its_size() -> None:
+    some = bucket()
+    own = some.take(NORMAL, 1.5)
+    assert (own, some.level, some.parts[NORMAL]) == (1.5, 8.5, 0.5)
+    some.give_back(NORMAL, 1.0, own=own)
+    assert (some.level, some.parts[NORMAL]) == (9.5, 1.5)
+    some.give_back(NORMAL, 1.0, own=own)
+    assert (some.level, some.parts[NORMAL]) == (10.0, 2.0)
+
+
 def test_a_request_larger_than_can_ever_be_free_goes_when_the_bucket_is_full_and_no_higher_lane_waits() -> None:
     some = bucket()
     assert wait_s(some, BATCH, 9.0) == 0
@@ -239,6 +249,27 @@ def test_an_overload_halves_the_concurrency_and_each_round_of_answers_adds_one()
     for _ in range(1000):
         calls.answered()
     assert not calls.is_limited
+
+
+def test_overloads_within_a_second_count_once_and_later_ones_lower_the_limit_again() -> None:
+    calls = Concurrency()
+    for _ in range(8):
+        calls.begin()
+    lowered = [calls.overloaded(at_s) for at_s in (0.0, 0.0, 0.0, 0.9, 1.0, 1.9, 2.0)]
+    assert lowered == [False, False, True, False, True, False, True]
+    assert calls.limit == 1
+
+
+def test_a_limit_beyond_twice_the_most_calls_that_ever_ran_ends() -> None:
+    calls = Concurrency()
+    calls.begin()
+    for _ in range(3):
+        calls.overloaded(0.0)
+    limits = []
+    for _ in range(3):
+        limits.append(calls.limit)
+        calls.answered()
+    assert limits == [1.0, 2.0, math.inf]
 
 
 def test_a_single_overload_delays_no_request() -> None:

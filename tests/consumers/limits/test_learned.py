@@ -97,3 +97,24 @@ def test_a_limit_that_no_account_can_have_is_refused() -> None:
         found["limits"]["told"] = [told, None, None]
         with pytest.raises(learned.UnreadableError):
             learned.read(json.dumps(found))
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "value"),
+    [
+        ("limits", "told", [0.9, None, None]),
+        ("limits", "grown", [0, 0, -1]),
+        ("limits", "factors", [1, 1, 0.0009]),
+        ("limits", "factors", [1.1, 1, 1]),
+        ("limits", "is_silent", 0),
+        ("bursts", "proven_s", [None, -1, None]),
+        ("bursts", "cut", [0.0009, 1, 1]),
+        ("bursts", "cut", [1, 1, 1.1]),
+        ("bursts", "cut", [1, 1]),
+    ],
+)
+def test_a_value_outside_its_bounds_is_refused(part: str, field: str, value: object) -> None:
+    found = written()
+    found[part][field] = value
+    with pytest.raises(learned.UnreadableError):
+        learned.read(json.dumps(found))

@@ -112,6 +112,17 @@ def test_what_comes_back_stands_where_it_stood() -> None:
     story(tell)
 
 
+def test_a_request_that_says_it_will_arrive_later_has_the_place_of_one_that_arrives_now() -> None:
+    async def tell(on: Bench) -> None:
+        ahead = on.ask("normal", "from the future", arrived=on.loop.time() + 100)
+        await asyncio.sleep(0.1)
+        await asyncio.gather(ahead, on.ask("normal", "after it"))
+
+        assert on.order == ["from the future", "after it"]
+
+    story(tell)
+
+
 def test_nobody_is_refused_by_a_limit_that_is_only_guessed() -> None:
     async def tell(on: Bench) -> None:
         budgets = own_accounts(BudgetSpec())

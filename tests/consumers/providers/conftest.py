@@ -45,7 +45,6 @@ def asked() -> AskedFor:
         return Request(
             id=uuid.uuid4().hex,
             lane="normal",
-            app="tests",
             body=json.dumps(fields).encode() if raw is None else raw,
             model=fields["model"],
             max_tokens=fields["max_tokens"],
@@ -55,7 +54,6 @@ def asked() -> AskedFor:
             sent_by="sender",
             due_ms=None,
             deadline_ms=0,
-            attempts=0,
         )
 
     return make

@@ -122,10 +122,9 @@ def test_a_model_that_the_lane_does_not_allow_is_refused() -> None:
     assert "claude-x" in problem.detail
 
 
-def test_the_request_has_its_id_tenant_application_and_type() -> None:
+def test_the_request_has_its_id_lane_and_beta_features() -> None:
     request = decode(message(user_id="shop", headers={"anthropic-beta": "files-api"}))
-    assert (request.id, request.lane, request.app) == ("r-1", "critical", "shop")
-    assert request.beta == "files-api"
+    assert (request.id, request.lane, request.beta) == ("r-1", "critical", "files-api")
 
 
 @pytest.mark.parametrize(
@@ -269,15 +268,14 @@ def test_a_body_that_compresses_extremely_well_is_accepted() -> None:
 
 
 def test_internal_headers_of_a_fresh_request_are_ignored() -> None:
-    request = decode(message(user_id="shop", headers={"x-lane-attempt": 3, "x-lane-user-id": "bank"}))
-    assert (request.attempts, request.errors) == (0, ())
+    request = decode(message(headers={"x-lane-first-seen-ms": NOW_MS - 5000, "x-lane-due-ms": NOW_MS + 5000}))
+    assert (request.sent_ms, request.due_ms) == (NOW_MS, None)
 
 
 def test_internal_headers_of_a_message_from_a_worker_are_read() -> None:
-    hop = HopHeaders(attempts=2, errors=("b", "a"), first_seen_ms=NOW_MS - 5000, due_ms=NOW_MS - 10, user_id="shop")
+    hop = HopHeaders(first_seen_ms=NOW_MS - 5000, due_ms=NOW_MS - 10, user_id="shop")
     found = message(user_id="the-workers", headers={"x-death": [{"reason": "expired"}]})
     request = decode(found, hop=hop)
-    assert (request.attempts, request.errors) == (2, ("b", "a"))
     assert (request.sent_ms, request.due_ms) == (NOW_MS - 5000, NOW_MS - 10)
     assert request.deadline_ms == NOW_MS - 10 + 120_000
 

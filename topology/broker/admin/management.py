@@ -48,7 +48,6 @@ class Management:
     ssl_context: ssl.SSLContext | None = field(default=None, repr=False)
 
     async def overview(self) -> Overview:
-        """The broker's version and cluster name."""
         found = await self._get("overview")
         return Overview(version=str(found["rabbitmq_version"]), cluster=str(found["cluster_name"]))
 

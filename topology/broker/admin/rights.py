@@ -36,7 +36,6 @@ class WritingRights:
         self.trouble = None
 
     async def run(self) -> None:
-        """Check until the user may write."""
         while self.trouble is not None:
             await asyncio.sleep(AGAIN_S)
             with suppress(BrokerError):
