@@ -218,7 +218,10 @@ async def main(options: argparse.Namespace) -> None:
         contestants = [direct, await stack.enter_async_context(serve(url, direct.url, slots=at_once))]
         if options.litellm.exists():
             versions["litellm"] = await litellm.version(options.litellm)
-            contestants.append(await stack.enter_async_context(peer(direct.url, options.litellm)))
+            try:
+                contestants.append(await stack.enter_async_context(peer(direct.url, options.litellm)))
+            except TimeoutError:
+                found.left_out.append("LiteLLM: it did not start")
         else:
             found.left_out.append(
                 f"LiteLLM: no {options.litellm}; benchmarks/contest/litellm.py says how to install it"

@@ -34,7 +34,7 @@ from topology.lanes import DEFAULT_LANES
 
 PROGRAM = Path(".cache/litellm/bin/litellm")
 PRIORITIES = {"critical": 1, "normal": 50, "batch": 100}
-START_WITHIN_S = 90
+START_WITHIN_S = 180
 AGAIN_S = 1.0
 """The pause after a refusal without `retry-after`."""
 _CONFIG = """\
