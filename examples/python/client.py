@@ -1,4 +1,6 @@
-"""Everything with our own client: python client.py ask|stream|publish PROMPT, python client.py cancel|result ID"""
+"""Everything with our own client: python client.py ask|stream|publish PROMPT, python client.py cancel|result ID
+
+AMQP_URL is the broker's address, or a gateway's: http(s)://…, with its key in GATEWAY_KEY."""
 
 import asyncio
 import os
@@ -10,7 +12,8 @@ KEY = "normal.examples.client"
 
 
 async def main(what: str, text: str) -> None:
-    async with Client(os.environ.get("AMQP_URL", "amqp://guest:guest@localhost:5672/")) as client:
+    url = os.environ.get("AMQP_URL", "amqp://guest:guest@localhost:5672/")
+    async with Client(url, api_key=os.environ.get("GATEWAY_KEY")) as client:
         match what:
             case "ask":
                 print((await client.request({"prompt": text}, key=KEY, deadline_s=60)).text)

@@ -1,9 +1,11 @@
 """The gateway: its paths, who may call them, and how it stops."""
 
+import json
 import re
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
+from typing import Any
 
 from aiohttp import web
 
@@ -15,6 +17,8 @@ from service.config.settings import Settings
 from service.gateway.access import Access, is_loopback
 from service.gateway.asking import Reading
 from service.gateway.bodies import Bodies
+from service.gateway.described.asyncapi import asyncapi
+from service.gateway.described.openapi import openapi
 from service.gateway.documents import refusal
 from service.gateway.events import Events
 from service.gateway.following import Following
@@ -56,6 +60,15 @@ def bodies_of(settings: Settings) -> Bodies:
     )
 
 
+def _document(content: Mapping[str, Any]) -> Handler:
+    body = json.dumps(content).encode()
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(body=body, content_type="application/json")
+
+    return answer
+
+
 class Gateway:
     """What is served to applications. `client` and `store` are open as long as it serves."""
 
@@ -83,7 +96,12 @@ class Gateway:
         )
         following = Following(self._requests, self._looking)
         self._events = Events(self._requests, following, self._looking, ping_every_s=spec.ping_every_s)
-        self._lookups = LookupPaths(settings, room=self._room)
+        self._lookups = LookupPaths(settings, room=self._room, body_bytes=self._bodies.most_bytes)
+        lanes = [lane.name for lane in settings.lane_specs()]
+        self._documents = {
+            ("GET", "/openapi.json"): _document(openapi(lanes=lanes)),
+            ("GET", "/asyncapi.json"): _document(asyncapi(names=settings.names(), lanes=lanes)),
+        }
 
     def reasons(self) -> Mapping[str, str | None]:
         """What it needs before it takes calls, and what is wrong with it."""
@@ -106,6 +124,7 @@ class Gateway:
             ("DELETE", "/v1/requests/{id}"): self._for_tenant(self._requests.delete),
             ("GET", "/v1/requests/{id}/events"): self._for_tenant(self._events.get),
             **lookups,
+            **self._documents,
         }
 
     @property

@@ -28,7 +28,7 @@ from topology.lanes import LaneSpec
 IDEMPOTENCY_KEY = "Idempotency-Key"
 PREFIX = "x-lane-"
 _PASSED = (n.TRACEPARENT, n.TRACESTATE, n.BAGGAGE, n.ANTHROPIC_BETA)
-_NOT_HERE = {
+NOT_HERE = {
     n.STREAM: "the body's `stream` says it",
     n.TENANT: "the tenant follows from the key",
     n.BODY: "the body comes with the call",
@@ -125,8 +125,8 @@ def _headers(said: MultiMapping[str]) -> dict[str, str]:
     """Those that go along with the message. Raises RequestProblem for one that has no place here."""
     found: dict[str, str] = {}
     for name in dict.fromkeys(map(str.lower, said)):
-        if name in _NOT_HERE:
-            raise RequestProblem("invalid_request", f"header {name}: not allowed here, {_NOT_HERE[name]}")
+        if name in NOT_HERE:
+            raise RequestProblem("invalid_request", f"header {name}: not allowed here, {NOT_HERE[name]}")
         ours = name.startswith(PREFIX) and name not in n.OURS
         if ours or name in _PASSED:
             found[name] = ",".join(said.getall(name))

@@ -3,15 +3,14 @@
 Below `/v1/messages` and `/v1/models` that is Anthropic's error, elsewhere a problem document (RFC 9457).
 """
 
-import json
 import uuid
-from http import HTTPStatus
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from lanekeeper.telemetry import signals
 from lanekeeper.telemetry.logs import logger
+from service.gateway import documents
 from service.gateway.problems import ApiError
 
 LATER = ("/v1/", "/metrics")
@@ -22,17 +21,10 @@ log = logger()
 
 def refusal(request: web.BaseRequest, status: int, detail: str, *, request_id: str | None = None) -> web.Response:
     """An error that concerns no request in a lane."""
-    id = request_id or uuid.uuid4().hex
+    error = ApiError(status, detail)
     if request.path.startswith(_ANTHROPICS):
-        return ApiError(status, detail).response(id)
-    title = HTTPStatus(status).phrase.capitalize()
-    document = {"type": "about:blank", "title": title, "status": status, "detail": detail}
-    return web.Response(
-        status=status,
-        body=json.dumps(document).encode(),
-        content_type="application/problem+json",
-        headers={"Cache-Control": "no-store"},
-    )
+        return error.response(request_id or uuid.uuid4().hex)
+    return documents.refusal(error)
 
 
 async def absent(request: web.Request) -> web.Response:

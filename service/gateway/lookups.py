@@ -5,6 +5,7 @@ for. The provider counts them apart from Messages; so does this: `lookups_per_mi
 has at most half.
 """
 
+import asyncio
 import re
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
@@ -22,7 +23,7 @@ from service.config.budget_sections import FIRST
 from service.config.gateway_section import GatewayKey
 from service.config.settings import Settings
 from service.gateway.access import see_that_model_is_allowed
-from service.gateway.messages import announced_bytes, body_of
+from service.gateway.bodies import BODY_WITHIN_S
 from service.gateway.models_page import EVERY, page_of, paging_of
 from service.gateway.problems import ApiError, of_problem, refused
 from service.gateway.room import Room
@@ -42,14 +43,16 @@ Answering = Callable[[web.Request, GatewayKey], Awaitable[web.Response]]
 
 
 class LookupPaths:
-    """Answers these calls. Without a provider's key in the settings of this process: 501."""
+    """Answers these calls. Without a provider's key in the settings of this process: 501. `body_bytes`: the largest
+    body."""
 
-    def __init__(self, settings: Settings, *, room: Room) -> None:
+    def __init__(self, settings: Settings, *, room: Room, body_bytes: int) -> None:
         spec = settings.gateway
         per_s = spec.lookups_per_min / 60
         tenants = {key.tenant for key in spec.keys.values()}
         part = 0.5 if len(tenants) > 1 else 1.0
         self._room = room
+        self._body_bytes = body_bytes
         self._values = settings.json_values
         self._of_tenants = settings.models.tenants
         self._provider = _provider_of(settings)
@@ -69,13 +72,28 @@ class LookupPaths:
             await self._provider.aclose()
 
     async def _count_tokens(self, request: web.Request, caller: GatewayKey) -> web.Response:
-        with self._room.taken(announced_bytes(request)):
-            body = await body_of(request)
+        size = request.content_length
+        if size is not None and size > self._body_bytes:
+            raise self._too_large()
+        with self._room.taken(self._body_bytes if size is None else size):
+            body = await self._body_of(request)
             if (excess := bounds.excess(body, values=self._values)) is not None:
                 raise of_problem(too_large(excess), chose_id=False)
             if (allowed := self._allowed(caller)) is not None:
                 _see_that_model_is_allowed(allowed, body)
             return _response(await self._asked(request, caller, body=body))
+
+    async def _body_of(self, request: web.Request) -> bytes:
+        try:
+            async with asyncio.timeout(BODY_WITHIN_S):
+                return await request.read()
+        except web.HTTPRequestEntityTooLarge:
+            raise self._too_large() from None
+        except TimeoutError:
+            raise ApiError(408, f"the body did not come within {BODY_WITHIN_S:g} s", "timeout_error") from None
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"body: larger than {self._body_bytes} bytes")
 
     async def _models(self, request: web.Request, caller: GatewayKey) -> web.Response:
         allowed = self._allowed(caller)

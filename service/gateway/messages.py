@@ -12,12 +12,11 @@ from lanekeeper.contract import names as n
 from lanekeeper.contract.problems import LanekeeperError, RequestProblem
 from service.config.gateway_section import GatewayKey
 from service.gateway.asking import Asked, Reading, request_id_of
-from service.gateway.bodies import BODY_WITHIN_S, Bodies
+from service.gateway.bodies import Bodies
 from service.gateway.problems import ApiError, of_error, of_problem
 from service.gateway.room import Room
 from service.gateway.streams import PING, Forwarding, error_event
 from service.side_tasks import beside
-from topology.codec.decoding import PACKED_BYTES
 
 WRITE_WITHIN_S = 30.0
 """A client that reads nothing for this long has gone."""
@@ -132,29 +131,6 @@ class Writing:
     async def end(self) -> web.StreamResponse:
         await self.response.write_eof()
         return self.response
-
-
-def announced_bytes(request: web.BaseRequest) -> int:
-    """What the body may have. Raises ApiError if that is too much: it is refused before it is read."""
-    size = request.content_length
-    if size is not None and size > PACKED_BYTES:
-        raise _too_large()
-    return PACKED_BYTES if size is None else size
-
-
-async def body_of(request: web.BaseRequest) -> bytes:
-    """The body of a call. Raises ApiError if it is too large or comes too slowly."""
-    try:
-        async with asyncio.timeout(BODY_WITHIN_S):
-            return await request.read()
-    except web.HTTPRequestEntityTooLarge:
-        raise _too_large() from None
-    except TimeoutError:
-        raise ApiError(408, f"the body did not come within {BODY_WITHIN_S:g} s", "timeout_error") from None
-
-
-def _too_large() -> ApiError:
-    return ApiError(413, f"body: larger than {PACKED_BYTES} bytes")
 
 
 def _whole(final: Final, request_id: str) -> web.Response:

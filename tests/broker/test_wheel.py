@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 from hatchling.builders.wheel import WheelBuilder
 
+from tests.support.gate import gate
 from tests.support.serving import serving
 
 HOUSE = Path(__file__).parents[2]
 OWN = ("service", "topology", "consumers")
-FOR_WORKERS = {"aiohttp", "anthropic", "jiter", "pydantic", "redis", "typer", "uvloop"}
+FOR_WORKERS = {"anthropic", "jiter", "pydantic", "redis", "typer", "uvloop"}
 """Packages that the client does not import. (structlog imports `rich` if it is installed.)"""
+FOR_AMQP, FOR_HTTP = {"aio_pika", "aiormq", "pamqp"}, {"aiohttp"}
 SCRIPT = """
 import asyncio, json, sys
 import consumers, service, topology
@@ -71,14 +73,16 @@ def project(tmp_path: Path) -> Path:
 async def test_an_application_may_have_packages_with_the_same_names_as_ours(
     vhost, environment: Path, project: Path
 ) -> None:
-    async with serving(vhost.amqp_url):
-        script = await asyncio.create_subprocess_exec(
-            environment / "bin/python", "app.py", vhost.amqp_url, cwd=project, stdout=PIPE
-        )
-        said, _ = await script.communicate()
+    async with serving(vhost.amqp_url) as worker, gate(worker.settings) as gateway:
+        for url, not_needed in ((vhost.amqp_url, FOR_HTTP), (gateway, FOR_AMQP)):
+            script = await asyncio.create_subprocess_exec(
+                environment / "bin/python", "app.py", url, cwd=project, stdout=PIPE
+            )
+            said, _ = await script.communicate()
 
-    found = json.loads(said)
-    assert (found["text"], found["streamed"], found["code"]) == ("echo: ours", "echo: two words", "invalid_request")
-    assert Path(found["home"]).is_relative_to(environment)
-    assert {Path(each).parent.parent for each in found["own"]} == {project}
-    assert set(found["loaded"]) & FOR_WORKERS == set()
+            found = json.loads(said)
+            answered = found["text"], found["streamed"], found["code"]
+            assert answered == ("echo: ours", "echo: two words", "invalid_request")
+            assert Path(found["home"]).is_relative_to(environment)
+            assert {Path(each).parent.parent for each in found["own"]} == {project}
+            assert set(found["loaded"]) & (FOR_WORKERS | not_needed) == set()

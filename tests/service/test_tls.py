@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from lanekeeper import Client
 from lanekeeper.amqp.connection import Connection
 from lanekeeper.contract.problems import BrokerUnreachable
 from service.config.sections import TlsSettings
+from tests.support.fake_gateway import KEY, FakeGateway
 
 
 def certificate(folder: Path, name: str, *, days: int = 2) -> tuple[Path, Path]:
@@ -78,3 +80,20 @@ async def test_a_broker_with_a_trusted_certificate_is_connected_to(tmp_path: Pat
     async with listening(cert, key) as (port, told):
         await said(port, cert)  # it does not speak AMQP
     assert told.startswith(b"AMQP")
+
+
+async def test_a_gateway_without_a_valid_certificate_never_gets_the_key(tmp_path: Path) -> None:
+    cert, key = certificate(tmp_path, "localhost")
+    async with listening(cert, key) as (port, told):
+        with pytest.raises(BrokerUnreachable, match="certificate"):
+            async with Client(f"https://localhost:{port}", api_key=KEY):
+                pass
+        assert not told
+
+    serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    serving.load_cert_chain(cert, key)
+    async with (
+        FakeGateway(ssl_context=serving) as gateway,
+        Client(gateway.url, api_key=KEY, ssl_context=TlsSettings(ca_file=cert).context()) as client,
+    ):
+        assert (await client.request({"prompt": "hello"}, key="normal.tests.tls")).text == "Pô"

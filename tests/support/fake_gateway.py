@@ -7,6 +7,7 @@ async with FakeGateway() as gateway:
 """
 
 import json
+import ssl
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -47,6 +48,7 @@ class FakeGateway:
     faults: deque[int | str | Refusal] = field(default_factory=deque)
     streams: deque[list[str]] = field(default_factory=deque)
     """What each connection to `/events` sends before it is closed; the last one sends the end as well."""
+    ssl_context: ssl.SSLContext | None = None
     calls: list[Call] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     posted: dict[str, bytes] = field(default_factory=dict)
@@ -57,8 +59,9 @@ class FakeGateway:
         app.router.add_route("*", "/v1/requests{rest:.*}", self._called)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        await web.TCPSite(self._runner, "127.0.0.1", 0, ssl_context=self.ssl_context).start()
+        scheme, host = ("http", "127.0.0.1") if self.ssl_context is None else ("https", "localhost")
+        self.url = f"{scheme}://{host}:{self._runner.addresses[0][1]}"
         return self
 
     async def __aexit__(self, *_: object) -> None:

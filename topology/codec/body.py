@@ -6,7 +6,7 @@ The rest of the body goes to the provider unchanged, and the provider judges it.
 import json
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from lanekeeper.contract.problems import RequestProblem
@@ -26,7 +26,7 @@ def _text_or_blocks(content: Any) -> Any:
     return content
 
 
-TextOrBlocks = Annotated[Any, AfterValidator(_text_or_blocks)]
+TextOrBlocks = Annotated[Any, AfterValidator(_text_or_blocks), WithJsonSchema({"type": ["string", "array"]})]
 ModelName = Annotated[str, Field(min_length=1, max_length=256)]
 MaxTokens = Annotated[int, Field(ge=1, le=10_000_000)]
 

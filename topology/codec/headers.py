@@ -24,12 +24,19 @@ PREFIX = "x-lane-"
 YEAR_MS = 365 * 24 * 3600 * 1000
 SENT_AT_MOST_MS = 10**14
 BETA_LENGTH = 1024
+BOUNDS_MS = {
+    names.DEADLINE_MS: (1, YEAR_MS),
+    names.DELAY_MS: (UNIT_MS, YEAR_MS),
+    names.SENT_MS: (0, SENT_AT_MOST_MS),
+}
+"""The lowest and highest value of each header in milliseconds."""
+TIME_LENGTH = 40
 ERRORS_KEPT = 5
 ADDRESS_LENGTH = 2048
-_DIGITS = re.compile(r"[0-9]{1,15}")
-_ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://[!-~]+")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_BETA = re.compile(r"[A-Za-z0-9_.,: -]+")
+DIGITS = re.compile(r"[0-9]{1,15}")
+ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://[!-~]+")
+SHA256 = re.compile(r"[0-9a-fA-F]{64}")
+BETA = re.compile(r"[A-Za-z0-9_.,: -]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,11 +99,11 @@ def read(headers: Mapping[str, Any]) -> RequestHeaders:
     if tenant is not None and not isinstance(tenant, str):
         raise _wrong(names.TENANT, tenant, "a string")
     return RequestHeaders(
-        deadline_ms=_ms(headers, names.DEADLINE_MS, low=1, high=YEAR_MS),
+        deadline_ms=_ms(headers, names.DEADLINE_MS),
         stream=_bool(headers, names.STREAM),
-        delay_ms=_ms(headers, names.DELAY_MS, low=UNIT_MS, high=YEAR_MS),
+        delay_ms=_ms(headers, names.DELAY_MS),
         at_ms=_time(headers, names.AT),
-        sent_ms=_ms(headers, names.SENT_MS, low=0, high=SENT_AT_MOST_MS),
+        sent_ms=_ms(headers, names.SENT_MS),
         beta=_beta(headers),
         kept=_kept(headers),
     )
@@ -162,12 +169,13 @@ def _wrong(key: str, found: object, allowed: str) -> RequestProblem:
     return RequestProblem("invalid_request", f"header {key}: found {shown}, allowed is {allowed}")
 
 
-def _ms(headers: Mapping[str, Any], key: str, *, low: int, high: int) -> int | None:
+def _ms(headers: Mapping[str, Any], key: str) -> int | None:
     """Milliseconds as an integer, or as digits in a string: shell clients (amqp-publish) can only write strings."""
     value = headers.get(key)
     if value is None:
         return None
-    if isinstance(value, str) and _DIGITS.fullmatch(value):
+    low, high = BOUNDS_MS.get(key, (0, SENT_AT_MOST_MS))
+    if isinstance(value, str) and DIGITS.fullmatch(value):
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise _wrong(key, value, f"whole milliseconds from {low} to {high}")
@@ -177,7 +185,7 @@ def _ms(headers: Mapping[str, Any], key: str, *, low: int, high: int) -> int | N
 def ms_or_none(headers: Mapping[str, Any], key: str) -> int | None:
     """The milliseconds of a header, or None if it is malformed. For messages that are not read strictly."""
     try:
-        return _ms(headers, key, low=0, high=SENT_AT_MOST_MS)
+        return _ms(headers, key)
     except RequestProblem:
         return None
 
@@ -196,7 +204,7 @@ def _time(headers: Mapping[str, Any], key: str) -> int | None:
     if value is None:
         return None
     allowed = "an RFC 3339 time with a zone, such as 2026-11-21T18:00:00Z"
-    if not isinstance(value, str) or len(value) > 40 or "T" not in value.upper().replace(" ", "T"):
+    if not isinstance(value, str) or len(value) > TIME_LENGTH or "T" not in value.upper().replace(" ", "T"):
         raise _wrong(key, value, allowed)
     try:
         when = datetime.fromisoformat(value.upper())  # RFC 3339 allows t and z
@@ -211,7 +219,7 @@ def _beta(headers: Mapping[str, Any]) -> str | None:
     value = headers.get(names.ANTHROPIC_BETA)
     if value is None:
         return None
-    if not isinstance(value, str) or len(value) > BETA_LENGTH or not _BETA.fullmatch(value):
+    if not isinstance(value, str) or len(value) > BETA_LENGTH or not BETA.fullmatch(value):
         raise _wrong(names.ANTHROPIC_BETA, value, "names of betas, separated by commas")
     return value
 
@@ -220,9 +228,9 @@ def _kept(headers: Mapping[str, Any]) -> Kept | None:
     address, sha256 = headers.get(names.BODY), headers.get(names.BODY_SHA256)
     if address is None and sha256 is None:
         return None
-    if not isinstance(address, str) or len(address) > ADDRESS_LENGTH or not _ADDRESS.fullmatch(address):
+    if not isinstance(address, str) or len(address) > ADDRESS_LENGTH or not ADDRESS.fullmatch(address):
         raise _wrong(names.BODY, address, "the URL where the body lies")
-    if not isinstance(sha256, str) or not _SHA256.fullmatch(sha256.lower()):
+    if not isinstance(sha256, str) or not SHA256.fullmatch(sha256):
         raise _wrong(names.BODY_SHA256, sha256, "the body's SHA-256 as 64 hex digits")
     return Kept(address, sha256.lower())
 

@@ -240,7 +240,7 @@ async def test_what_is_no_error_of_anthropics_becomes_one_and_names_no_key(statu
 
 
 async def test_a_body_that_is_too_large_is_refused_before_it_is_read() -> None:
-    large = b" " * (1024 * 1024 + 1)
+    large = b" " * (32 * 1024 * 1024 + 1)
     async with (
         SimulatedAPI() as api,
         gateway(api.base_url) as url,

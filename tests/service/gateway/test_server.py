@@ -154,7 +154,7 @@ async def test_a_fault_of_ours_is_a_problem_document_elsewhere(broken: Server) -
         said = await got.json()
 
     assert (got.status, got.content_type) == (500, "application/problem+json")
-    assert (said["status"], said["title"]) == (500, "Internal server error")
+    assert (said["status"], said["title"]) == (500, "Internal Server Error")
 
 
 async def test_an_answer_that_has_begun_breaks_off_by_a_fault_and_does_not_look_whole(broken: Server) -> None:

@@ -1,0 +1,180 @@
+"""The contract over HTTP as an OpenAPI 3.1 document."""
+
+from collections.abc import Collection, Iterable, Mapping
+from importlib.metadata import version
+from typing import Any
+
+from lanekeeper.contract import names as n
+from lanekeeper.contract.identity import ID_PATTERN
+from lanekeeper.contract.problems import PROBLEMS
+from service.gateway.asking import IDEMPOTENCY_KEY, NOT_HERE
+from service.gateway.described import requests
+from service.gateway.described.schemas import MESSAGE, REPLY_HEADERS, SECURITY, TEXT, WHOLE, Schema, record, ref
+from service.gateway.lookups import COUNT_TOKENS, MODEL, MODELS
+from service.gateway.messages import TOLD
+from service.gateway.models_page import PAGE_AT_MOST
+from service.gateway.problems import TYPES
+from topology.codec import schemas as codec
+
+MESSAGES = "/v1/messages"
+OF_THE_GATEWAY = frozenset({408, 500, 502, 503})
+"""What the gateway itself answers, besides the statuses of Anthropic's types of errors."""
+_LOOKUPS = (TYPES.keys() | OF_THE_GATEWAY | {501}) - {405}
+_MESSAGES = (TYPES.keys() | OF_THE_GATEWAY | {each.status for each in PROBLEMS.values()}) - {405}
+_HEALTH: dict[str, Schema] = {"alive": {"type": "boolean"}}
+_READY: dict[str, Schema] = {"ready": {"type": "boolean"}, "reasons": {"type": "object", "additionalProperties": TEXT}}
+_JSON = "application/json"
+
+
+def openapi(*, lanes: Collection[str]) -> dict[str, Any]:
+    """The document of the HTTP server with a gateway."""
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Lanekeeper",
+            "version": version("lanekeeper"),
+            "description": "Anthropic's Messages API through lanes of different urgency.",
+        },
+        "paths": {
+            MESSAGES: {"post": _messages(_asked(sorted(lanes)))},
+            **requests.paths(parameters=_asked(sorted(lanes))),
+            COUNT_TOKENS: {"post": _count_tokens()},
+            MODELS: {"get": _models()},
+            MODEL: {"get": _model()},
+            "/healthz": {"get": _open("alive", "Whether the process lives.", {200: record(_HEALTH)})},
+            "/readyz": {"get": _open("ready", "Whether it takes work.", dict.fromkeys((200, 503), record(_READY)))},
+            "/openapi.json": {"get": _open("openapi", "This document.", {200: {"type": "object"}})},
+            "/asyncapi.json": {"get": _open("asyncapi", "The contract over AMQP.", {200: {"type": "object"}})},
+        },
+        "components": {
+            "schemas": {
+                "Error": _error(),
+                "Message": MESSAGE,
+                "Request": _request(),
+                "Problem": requests.problem(),
+                "Status": requests.status(),
+            },
+            "securitySchemes": {
+                "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+                "bearer": {"type": "http", "scheme": "bearer"},
+            },
+        },
+    }
+
+
+def _asked(lanes: list[str]) -> list[dict[str, Any]]:
+    """The headers of a call that goes through a lane."""
+    asked = {name: schema for name, schema in codec.headers().items() if name not in NOT_HERE}
+    return [
+        _header(n.LANE_NAME, {"enum": lanes}),
+        _header(IDEMPOTENCY_KEY, {"type": "string", "pattern": f"^{ID_PATTERN}$"}),
+        *(_header(name, schema) for name, schema in sorted(asked.items())),
+        *(_header(name, TEXT) for name in sorted(n.TRACE_CONTEXT)),
+    ]
+
+
+def _messages(parameters: list[dict[str, Any]]) -> dict[str, Any]:
+    content = {_JSON: {"schema": ref("Message")}, "text/event-stream": {"schema": TEXT}}
+    told = {name: {"schema": REPLY_HEADERS[name]} for name in TOLD}
+    return {
+        "operationId": "createMessage",
+        "summary": "Anthropic's own call, through a lane; streamed if the body says so.",
+        "security": SECURITY,
+        "parameters": parameters,
+        "requestBody": {"required": True, "content": {_JSON: {"schema": ref("Request")}}},
+        "responses": {
+            "200": {"description": "The answer.", "headers": {**_REQUEST_ID, **told}, "content": content},
+            **_errors(_MESSAGES),
+        },
+    }
+
+
+def _count_tokens() -> dict[str, Any]:
+    body = {"type": "object", "required": ["model", "messages"], "properties": {"model": TEXT}}
+    counted = {"type": "object", "required": ["input_tokens"], "properties": {"input_tokens": WHOLE}}
+    return {
+        "operationId": "countTokens",
+        "summary": "Anthropic's own call, passed on to the provider.",
+        "security": SECURITY,
+        "parameters": [_header(n.ANTHROPIC_BETA, codec.headers()[n.ANTHROPIC_BETA])],
+        "requestBody": {"required": True, "content": {_JSON: {"schema": body}}},
+        "responses": {"200": _answer("The number of tokens.", counted), **_errors(_LOOKUPS)},
+    }
+
+
+def _models() -> dict[str, Any]:
+    limit = {"type": "integer", "minimum": 1, "maximum": PAGE_AT_MOST}
+    page = {
+        "type": "object",
+        "required": ["data", "has_more", "first_id", "last_id"],
+        "properties": {"data": {"type": "array", "items": _ONE_MODEL}, "has_more": {"type": "boolean"}},
+    }
+    return {
+        "operationId": "listModels",
+        "summary": "The provider's models, of those that the key allows.",
+        "security": SECURITY,
+        "parameters": [_query("limit", limit), _query("after_id", TEXT), _query("before_id", TEXT)],
+        "responses": {"200": _answer("A page of models.", page), **_errors(_LOOKUPS)},
+    }
+
+
+def _model() -> dict[str, Any]:
+    return {
+        "operationId": "getModel",
+        "summary": "One model.",
+        "security": SECURITY,
+        "parameters": [{"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}],
+        "responses": {"200": _answer("The model.", _ONE_MODEL), **_errors(_LOOKUPS)},
+    }
+
+
+def _open(id: str, summary: str, answers: Mapping[int, Schema]) -> dict[str, Any]:
+    """A path that everybody may ask."""
+    responses = {
+        str(status): {"description": summary, "content": {_JSON: {"schema": schema}}}
+        for status, schema in answers.items()
+    }
+    return {"operationId": id, "summary": summary, "security": [], "responses": responses}
+
+
+def _request() -> Schema:
+    return {"oneOf": [codec.messages_body(), codec.prompt_body()]}
+
+
+def _error() -> Schema:
+    error = {"type": "object", "required": ["type", "message"], "properties": {"type": TEXT, "message": TEXT}}
+    return {
+        "description": "An error as Anthropic's API answers it.",
+        "type": "object",
+        "required": ["type", "error"],
+        "properties": {"type": {"const": "error"}, "error": error, "request_id": TEXT},
+    }
+
+
+def _errors(statuses: Iterable[int]) -> dict[str, Any]:
+    again = {"retry-after": {"schema": TEXT}, "x-should-retry": {"schema": {"const": "false"}}}
+    code = {n.CODE: {"schema": {"enum": list(PROBLEMS)}}}
+    return {
+        str(status): {
+            "description": TYPES.get(status, "api_error"),
+            "headers": {**_REQUEST_ID, **again, **code},
+            "content": {_JSON: {"schema": ref("Error")}},
+        }
+        for status in sorted(statuses)
+    }
+
+
+def _answer(description: str, schema: Schema) -> dict[str, Any]:
+    return {"description": description, "headers": _REQUEST_ID, "content": {_JSON: {"schema": schema}}}
+
+
+def _header(name: str, schema: Schema) -> dict[str, Any]:
+    return {"name": name, "in": "header", "schema": schema}
+
+
+def _query(name: str, schema: Schema) -> dict[str, Any]:
+    return {"name": name, "in": "query", "schema": schema}
+
+
+_ONE_MODEL: Schema = {"type": "object", "required": ["id", "type"], "properties": {"id": TEXT, "type": TEXT}}
+_REQUEST_ID = {"request-id": {"required": True, "schema": TEXT}}

@@ -1,0 +1,96 @@
+"""Schemas that both documents have: problem documents, the provider's answers, headers of replies."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, get_args
+
+from lanekeeper.contract import names as n
+from lanekeeper.contract.problems import PROBLEMS
+from topology.codec.request import Clock
+
+Schema = dict[str, Any]
+SECURITY: list[dict[str, list[str]]] = [{"key": []}, {"bearer": []}, {}]
+"""By key, or without one where none are set."""
+TEXT: Schema = {"type": "string"}
+WHOLE: Schema = {"type": "integer", "minimum": 0}
+MESSAGE: Schema = {
+    "description": "Anthropic's Message, as the provider sent it.",
+    "type": "object",
+    "required": ["type", "content", "stop_reason"],
+    "properties": {"type": {"const": "message"}, "content": {"type": "array"}, "stop_reason": TEXT},
+}
+EVENT: Schema = {
+    "description": "One event of Anthropic's stream.",
+    "type": "object",
+    "required": ["type"],
+    "properties": {"type": TEXT},
+}
+REPLY_HEADERS: Mapping[str, Schema] = {
+    n.STATUS: {"enum": ["ok", "error"]},
+    n.PART: {"enum": ["event", "restart"]},
+    n.SEQ: WHOLE,
+    n.REQUEST_ID: TEXT,
+    n.LANE_NAME: TEXT,
+    n.MODEL: TEXT,
+    n.PROVIDER: TEXT,
+    n.ATTEMPT: WHOLE,
+    n.WAIT_MS: WHOLE,
+    n.RUN_MS: WHOLE,
+    n.WAIT_FROM: {"enum": list(get_args(Clock))},
+    n.REPLAYED: {"type": "boolean"},
+    n.CONTROL: {"enum": ["accepted", "pending", "error"]},
+}
+DEAD_HEADERS: Mapping[str, Schema] = {
+    n.DEAD_CODE: {"enum": list(PROBLEMS)},
+    n.DEAD_DETAIL: TEXT,
+    n.DEAD_AT: {"type": "string", "format": "date-time"},
+    n.ATTEMPT: WHOLE,
+    n.ROUTING_KEY: TEXT,
+    n.ERRORS: {"type": "array", "items": TEXT, "maxItems": 5},
+    n.USER_ID: TEXT,
+    n.EXPIRATION: TEXT,
+}
+
+
+def problem() -> Schema:
+    """A problem document (RFC 9457), one of the table of errors."""
+    fields: dict[str, Schema] = {
+        "type": TEXT,
+        "title": TEXT,
+        "status": {"type": "integer", "minimum": 400, "maximum": 599},
+        "detail": TEXT,
+        "code": {"enum": list(PROBLEMS)},
+        "request": TEXT,
+        "attempts": WHOLE,
+        "retryable": {"type": "boolean"},
+    }
+    kinds = [
+        {
+            "properties": {
+                "type": {"const": f"urn:lanekeeper:problem:{each.code.replace('_', '-')}"},
+                "title": {"const": each.title},
+                "code": {"const": each.code},
+                "retryable": {"const": each.retryable},
+                # what a provider refuses has the provider's status
+                **({} if each.code == "provider_rejected" else {"status": {"const": each.status}}),
+            }
+        }
+        for each in PROBLEMS.values()
+    ]
+    return {**record(fields), "oneOf": kinds}
+
+
+def record(fields: Mapping[str, Schema], *, optional: Iterable[str] = ()) -> Schema:
+    """An object with these fields and no other."""
+    required = [name for name in fields if name not in set(optional)]
+    return {"type": "object", "properties": dict(fields), "required": required, "additionalProperties": False}
+
+
+def headers(fields: Mapping[str, Schema], *, required: Iterable[str] = (), prefix: str = "x-lane-") -> Schema:
+    """Headers: of those with our prefix these alone, and any others."""
+    allowed: Schema = {"anyOf": [{"enum": sorted(fields)}, {"not": {"pattern": f"^{prefix}"}}]}
+    return {"type": "object", "properties": dict(fields), "required": list(required), "propertyNames": allowed}
+
+
+def ref(name: str) -> Schema:
+    """A schema of the document's components."""
+    return {"$ref": f"#/components/schemas/{name}"}
