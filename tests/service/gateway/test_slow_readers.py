@@ -27,7 +27,7 @@ STREAMS, STALLED = 500, 50
 PIECE = "x" * 65_536
 MOST_BYTES = 32 * 2**20
 """What the kernel keeps of a stream that nobody reads, and far more: 250 MB would come if nothing stopped it."""
-SHORT_S = 1.0
+SHORT_S = 3.0
 
 
 class Told(Client):
