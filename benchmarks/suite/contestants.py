@@ -133,14 +133,21 @@ def floor_with_lanes(**slots: int) -> Floor:
 
 
 def lanekeeper(
-    name: str = "lanekeeper", *, code: Path = ROOT, module: str = "service.cli.main", **environ: str
+    name: str = "lanekeeper",
+    *,
+    code: Path = ROOT,
+    module: str = "service.cli.main",
+    lanes: Sequence[str] = (),
+    **environ: str,
 ) -> Lanekeeper:
-    """Lanekeeper as a contestant. `environ`: further settings. `module`: what is run."""
+    """Lanekeeper as a contestant. `environ`: further settings. `module`: what is run. `lanes`: work only these
+    (`lanekeeper consume`)."""
+    what = ("consume", *(f"--lane={lane}" for lane in lanes)) if lanes else ("serve",)
     return Lanekeeper(
         name=name,
-        queue=NAMES.intake("normal"),
+        queue=NAMES.intake(lanes[-1] if lanes else "normal"),
         python=Path(sys.executable) if code == ROOT else code / ".venv/bin/python",
-        command=("-m", module, "serve", "--port", "0"),
+        command=("-m", module, *what, "--port", "0"),
         fills="suite.plain",
         asks="suite.own_client",
         environ=environ,

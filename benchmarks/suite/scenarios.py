@@ -267,8 +267,8 @@ def plan(*, quick: bool) -> list[Scenario]:
             scenario(
                 f"flood {jobs}",
                 flood,
-                (floor_with_lanes(critical=1, batch=7), _lanes(1, 1, 6), *(PEERS if jobs == 2000 else ())),
-                1 if quick or jobs > 10_000 else 2,
+                (floor_with_lanes(critical=1, batch=7), _lanes(critical=1, batch=7), *(PEERS if jobs == 2000 else ())),
+                1 if quick else 2,
                 jobs=jobs,
                 asks=30 if quick else 100,
             )
@@ -277,7 +277,7 @@ def plan(*, quick: bool) -> list[Scenario]:
         scenario(
             "mixed",
             mixed,
-            (floor_with_lanes(critical=3, normal=2, batch=3), _lanes(3, 2, 3)),
+            (floor_with_lanes(critical=3, normal=2, batch=3), _lanes(critical=3, normal=2, batch=3)),
             1 if quick else 2,
             seconds=3 if quick else 8,
         ),
@@ -292,16 +292,16 @@ def plan(*, quick: bool) -> list[Scenario]:
             drains(f"{size // 1000} KB bodies", pair, 1, size=size, requests=(min(requests, 30_000_000 // size)))
             for size in ((1_000_000,) if quick else (32_000, 256_000, 1_000_000))
         ),
-        scenario("memory", memory, (ours,), 1, requests=3000 if quick else 100_000),
+        scenario("memory", memory, (ours,), 1 if quick else 2, requests=3000 if quick else 100_000),
     ]
 
 
-def _lanes(critical: int, normal: int, batch: int) -> Contestant:
-    """Lanekeeper with as many slots in total as the floor. Lanes lend their idle slots; critical keeps one."""
-    slots = {"CRITICAL": critical, "NORMAL": normal, "BATCH": batch}
-    own = {f"LANEKEEPER_LANES__{lane}__SLOTS": str(count) for lane, count in slots.items()}
-    kept = {f"LANEKEEPER_LANES__{lane}__SLOTS_MIN": str(int(lane == "CRITICAL")) for lane in slots}
-    return lanekeeper(**own, **kept)
+def _lanes(**slots: int) -> Contestant:
+    """Lanekeeper with these lanes alone, and as many slots in total as the floor. Lanes lend their idle slots; critical
+    keeps one."""
+    own = {f"LANEKEEPER_LANES__{lane.upper()}__SLOTS": str(count) for lane, count in slots.items()}
+    kept = {f"LANEKEEPER_LANES__{lane.upper()}__SLOTS_MIN": str(int(lane == "critical")) for lane in slots}
+    return lanekeeper(lanes=tuple(slots), **own, **kept)
 
 
 def _traced() -> Contestant:

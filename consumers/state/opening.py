@@ -3,14 +3,14 @@
 sqlite:///state/lane.sqlite            relative to the working folder
 sqlite:////var/lib/lane.sqlite         absolute
 redis://:password@host:6379/0          rediss:// with TLS
+
+Redis's client is imported only where it is used: it takes 4 MiB.
 """
 
 from pathlib import Path
 from urllib.parse import unquote
 
 from consumers.state.following import FollowedStore
-from consumers.state.redis.client import RedisClient
-from consumers.state.redis.store import RedisStore
 from consumers.state.spec import StoreSpec
 from consumers.state.sqlite.store import SqliteStore
 
@@ -22,12 +22,16 @@ def open_store(url: str, *, namespace: str, spec: StoreSpec) -> FollowedStore:
     if url.startswith(SQLITE):
         return SqliteStore(Path(unquote(url.removeprefix(SQLITE))), namespace=namespace, spec=spec)
     if url.startswith(("redis://", "rediss://")):
+        from consumers.state.redis.store import RedisStore
+
         return RedisStore(url, namespace=namespace, spec=spec)
     raise ValueError("a store's URL begins with sqlite:///, redis:// or rediss://")
 
 
 async def redis_risks(url: str) -> list[str]:
     """Why a Redis with these settings could lose acknowledged writes; empty if it does not show its settings."""
+    from consumers.state.redis.client import RedisClient
+
     client = RedisClient(url)
     try:
         return await client.risks()

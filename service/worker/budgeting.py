@@ -19,8 +19,6 @@ from consumers.providers.registry import Registry
 from consumers.providers.routes import Routes
 from consumers.spending import Spending
 from consumers.state.base import Store
-from consumers.state.redis.client import RedisClient
-from consumers.state.redis.shared_turns import shared_accounts
 from lanekeeper.telemetry.tracing import Tracing
 from service.config.settings import Settings
 
@@ -115,6 +113,11 @@ async def _budgets(settings: Settings) -> AsyncIterator[Budgets]:
     if not settings.store.startswith(("redis://", "rediss://")):
         yield own_accounts(spec)
         return
+
+    # 4 MiB that a worker with a SQLite store does not need
+    from consumers.state.redis.client import RedisClient
+    from consumers.state.redis.shared_turns import shared_accounts
+
     async with AsyncExitStack() as stack:
         client = RedisClient(settings.store)
         stack.push_async_callback(client.aclose)

@@ -44,14 +44,22 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("lanekeeper 0")
 
 
-def test_help_imports_no_slow_package() -> None:
-    code = "import sys; from service.cli import main; main.run(['--help']); print(sorted(sys.modules))"
+def imported_by(code: str) -> set[str]:
+    code = f"import sys; {code}; print(sorted(sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
     )
-    imported = set(eval(done.stdout.splitlines()[-1]))
+    return set(eval(done.stdout.splitlines()[-1]))
+
+
+def test_help_imports_no_slow_package() -> None:
+    imported = imported_by("from service.cli import main; main.run(['--help'])")
 
     assert not imported & {"anthropic", "aiohttp", "aiormq", "opentelemetry.sdk", "pydantic", "uvloop", "rich.live"}
+
+
+def test_a_worker_imports_the_client_of_redis_only_for_a_store_in_redis() -> None:
+    assert "redis" not in imported_by("import service.worker.assembly, service.checks.production")
 
 
 @pytest.mark.parametrize(
