@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from service.gateway import messages, server
+from service.gateway import bodies, server
 from tests.service.gateway.test_calls_refused import Opened
 from tests.support.waiting import until
 
@@ -16,7 +16,7 @@ SHORT_S = 0.3
 @pytest.fixture
 async def opened(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Opened]:
     """A gateway whose times are short."""
-    monkeypatch.setattr(messages, "BODY_WITHIN_S", SHORT_S)
+    monkeypatch.setattr(bodies, "BODY_WITHIN_S", SHORT_S)
     monkeypatch.setattr(server, "KEEP_ALIVE_S", SHORT_S)
     made = Opened(calls=100)
     async with made.server:
