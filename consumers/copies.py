@@ -16,10 +16,10 @@ from topology.codec.headers import ERRORS_KEPT, HopHeaders, carried, hop_headers
 from topology.delays import Hop
 
 
-def on_its_round(job: Job, way: Hop, past: HopHeaders, *, now_ms: int, names: Names) -> Message:
+def delayed(job: Job, way: Hop, past: HopHeaders, *, now_ms: int, names: Names) -> Message:
     """The message for a delay, from which it comes to its due queue. `past`: further headers for the next worker."""
     told = replace(past, hop_ms=now_ms, back_ms=now_ms + way.delay_ms)
-    return _copy(job, {**_told(job, told), **way.headers}, names=names)
+    return _copy(job, {**_hop_headers(job, told), **way.headers}, names=names)
 
 
 def set_aside(job: Job, *, now_ms: int, names: Names) -> Message:
@@ -32,7 +32,7 @@ def set_aside(job: Job, *, now_ms: int, names: Names) -> Message:
         back_ms=job.hop.back_ms or since_ms,
         is_fresh=job.is_fresh,
     )
-    copy = _copy(job, _told(job, told), names=names)
+    copy = _copy(job, _hop_headers(job, told), names=names)
     copy.priority = rank(job.message.priority, is_fresh=job.is_fresh)
     expiration = _expiration(job)
     if job.is_fresh and expiration is not None and expiration.isdecimal():
@@ -57,7 +57,7 @@ def dead_letter(job: Job, code: str, detail: str, *, ended_ms: int, names: Names
     return _copy(job, headers, names=names)
 
 
-def _told(job: Job, hop: HopHeaders) -> dict[str, Any]:
+def _hop_headers(job: Job, hop: HopHeaders) -> dict[str, Any]:
     """The headers for the next worker: those of `hop`, and those that are always sent."""
     told = replace(
         hop,

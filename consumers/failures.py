@@ -168,7 +168,7 @@ class TransientError(ProviderError):
         super().__init__(detail, means=means, status=status, type=type, request_id=request_id)
 
 
-class Said(TypedDict, total=False):
+class ErrorFields(TypedDict, total=False):
     """What the provider may say beside a status and a type."""
 
     request_id: str | None
@@ -178,14 +178,18 @@ class Said(TypedDict, total=False):
 class RateLimitedError(ProviderError):
     """429."""
 
-    def __init__(self, detail: str, *, status: int = 429, type: str = "rate_limit_error", **said: Unpack[Said]) -> None:
+    def __init__(
+        self, detail: str, *, status: int = 429, type: str = "rate_limit_error", **said: Unpack[ErrorFields]
+    ) -> None:
         super().__init__(detail, means=RATE_LIMITED, status=status, type=type, **said)
 
 
 class OverloadedError(ProviderError):
     """529, or an `overloaded_error` in the middle of a stream. May carry a `retry-after` too."""
 
-    def __init__(self, detail: str, *, status: int = 529, type: str = "overloaded_error", **said: Unpack[Said]) -> None:
+    def __init__(
+        self, detail: str, *, status: int = 529, type: str = "overloaded_error", **said: Unpack[ErrorFields]
+    ) -> None:
         super().__init__(detail, means=OVERLOADED, status=status, type=type, **said)
 
 

@@ -75,7 +75,7 @@ def decide(
         first_s, failures=attempts, pauses=max_attempts - 1, left_s=left_ms / 1000, policy=policy
     ) * rng.uniform(1, 1 + JITTER)
     if not has_other:
-        pause_s = _told(error, pause_s, policy=policy, rng=rng)
+        pause_s = _as_told(error, pause_s, policy=policy, rng=rng)
     delay_ms = math.ceil(1000 * pause_s)
     if delay_ms >= left_ms:
         return ended_by(
@@ -115,7 +115,7 @@ def _factor(total: float, count: int) -> float:
     return high
 
 
-def _told(error: ProviderError, pause_s: float, *, policy: RetryPolicy, rng: random.Random) -> float:
+def _as_told(error: ProviderError, pause_s: float, *, policy: RetryPolicy, rng: random.Random) -> float:
     """The pause if the provider sent a `retry-after`: exactly that after a rate limit, at least that after an
     overload."""
     told_s = error.retry_after_s

@@ -13,7 +13,7 @@ from typing import assert_never
 
 from consumers.bodies.fetching import Fetching
 from consumers.claiming import Claiming
-from consumers.copies import dead_letter, on_its_round
+from consumers.copies import dead_letter, delayed
 from consumers.failpoints import Failpoints
 from consumers.job import Job, NowMs
 from consumers.lifecycle import Lifecycle
@@ -184,11 +184,11 @@ class Settler:
         match outcome:
             case Deferred(delay_ms=delay_ms, due_ms=due_ms, redelivered=redelivered):
                 past = HopHeaders(attempts=job.attempts, errors=job.hop.errors, due_ms=due_ms, redelivered=redelivered)
-                await self._send_round(job, delay_ms, past)
+                await self._delay(job, delay_ms, past)
             case Retried(delay_ms=delay_ms, error=error):
                 errors = (f"attempt {job.attempts}: {error}", *job.hop.errors)[:ERRORS_KEPT]
                 past = HopHeaders(attempts=job.attempts, errors=errors, due_ms=job.hop.due_ms)
-                await self._send_round(job, delay_ms, past)
+                await self._delay(job, delay_ms, past)
             case Answered() | Refused() | Dropped():
                 await self._answer(job, self._completion(job, outcome))
             case Buried(problem):
@@ -249,13 +249,13 @@ class Settler:
         past = HopHeaders(
             attempts=job.attempts, errors=job.hop.errors, due_ms=job.hop.due_ms, reply_try=tries, reply_error=error
         )
-        await self._send_round(job, pause_ms, past, body=None if error is None else b"")
+        await self._delay(job, pause_ms, past, body=None if error is None else b"")
 
-    async def _send_round(self, job: Job, delay_ms: int, past: HopHeaders, *, body: bytes | None = None) -> None:
+    async def _delay(self, job: Job, delay_ms: int, past: HopHeaders, *, body: bytes | None = None) -> None:
         """Send the request into the delay cascade, from which it comes back to the lane's due queue. `body`: instead of
         its own."""
         way = hop(min(max(0, delay_ms), MAX_DELAY_MS), self._names)
-        message = on_its_round(job, way, past, now_ms=self._now_ms(), names=self._names)
+        message = delayed(job, way, past, now_ms=self._now_ms(), names=self._names)
         if body is not None:
             message.body = body
         self._failpoints.reach_soon("after_publish")
@@ -298,8 +298,8 @@ class Settler:
                 pass  # the events were sent when it ended
             case Replayed(completion=completion):
                 log.debug(signals.REQUEST_REPLAYED, code=completion.code)
-                never_told = completion.code == "cancelled" and not job.attempts
-                self._lifecycle.tell(job, "cancelled" if never_told else "replayed", status=completion.status)
+                is_news = completion.code == "cancelled" and not job.attempts
+                self._lifecycle.tell(job, "cancelled" if is_news else "replayed", status=completion.status)
             case _:
                 assert_never(outcome)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 NAMES_KEPT = 10_000
 """How many tenants are remembered; the one that asked longest ago is forgotten first."""
-TOLD_EVERY_S = 60.0
+LOGGED_EVERY_S = 60.0
 Clock = Callable[[], float]
 
 
@@ -45,9 +45,9 @@ class Seldom:
     def count(self, name: str) -> int:
         """Count one more. Return how many there were since the last log line if the next one is due, else 0."""
         now_s = self._clock()
-        count, told_s = self._counted.pop(name, (0, -TOLD_EVERY_S))
-        is_due = now_s - told_s >= TOLD_EVERY_S
-        self._counted[name] = (0, now_s) if is_due else (count + 1, told_s)
+        count, logged_s = self._counted.pop(name, (0, -LOGGED_EVERY_S))
+        is_due = now_s - logged_s >= LOGGED_EVERY_S
+        self._counted[name] = (0, now_s) if is_due else (count + 1, logged_s)
         if len(self._counted) > NAMES_KEPT:
             del self._counted[next(iter(self._counted))]
         return count + 1 if is_due else 0

@@ -108,7 +108,7 @@ class Spending:
     def __init__(self, allowances: Allowances, spec: CapsSpec) -> None:
         self._allowances = allowances
         self._spec = spec
-        self._told: OrderedDict[str, tuple[int, float]] = OrderedDict()
+        self._reported: OrderedDict[str, tuple[int, float]] = OrderedDict()
         """For each limit, by name: the highest level that was reported, and when its day ends."""
         self._totals: OrderedDict[tuple[str, str], Spent] = OrderedDict()
         self._background = Background()
@@ -195,15 +195,15 @@ class Spending:
 
     async def _tell(self, bound: Bound, used: float, *, is_full: bool, ends_s: float, tell: Tell) -> None:
         level = next((each for each in reversed(LEVELS) if is_full or used >= bound.limit * each / 100), 0)
-        before, until_s = self._told.get(bound.name, (0, inf))
+        before, until_s = self._reported.get(bound.name, (0, inf))
         if asyncio.get_running_loop().time() >= until_s:  # a new day has begun
             before = 0
         if level <= before:
             return
-        self._told[bound.name] = level, ends_s
-        self._told.move_to_end(bound.name)
-        if len(self._told) > TENANTS_COUNTED:
-            self._told.popitem(last=False)
+        self._reported[bound.name] = level, ends_s
+        self._reported.move_to_end(bound.name)
+        if len(self._reported) > TENANTS_COUNTED:
+            self._reported.popitem(last=False)
         for each in LEVELS:
             if before < each <= level and await self._is_news(bound, each):
                 figures = {"cap": bound.name, "percent": each, "used": round(used, 4), "limit": bound.limit}

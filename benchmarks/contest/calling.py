@@ -12,7 +12,7 @@ CONNECTING_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Said:
+class Reply:
     """The provider's answer. Status 0: there was no connection."""
 
     status: int
@@ -26,22 +26,22 @@ class Said:
         return None if told is None else float(told)
 
 
-Call = Callable[[bytes], Awaitable[Said]]
+Call = Callable[[bytes], Awaitable[Reply]]
 
 
 @asynccontextmanager
 async def calling(base_url: str) -> AsyncIterator[Call]:
     async with AsyncAnthropic(api_key="benchmark", base_url=base_url, max_retries=0) as client:
 
-        async def call(body: bytes) -> Said:
+        async def call(body: bytes) -> Reply:
             try:
                 response = await client.messages.with_raw_response.create(**json.loads(body))
             except APIStatusError as error:
-                return Said(status=error.status_code, headers=error.response.headers)
+                return Reply(status=error.status_code, headers=error.response.headers)
             except APIConnectionError:
-                return Said(status=0, headers={})
+                return Reply(status=0, headers={})
             usage = json.loads(await _text(response))["usage"]
-            return Said(
+            return Reply(
                 status=200,
                 headers=response.headers,
                 input_tokens=usage["input_tokens"],

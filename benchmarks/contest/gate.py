@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from contest.calling import CONNECTING_S, Call, Said, calling
+from contest.calling import CONNECTING_S, Call, Reply, calling
 from contest.load import MAX_TOKENS, MODEL, Ask, Asking, Load
 
 from consumers.limits import headers
@@ -45,35 +45,35 @@ def _gate(call: Call, budgets: Budgets, load: Load) -> Asking:
     async def ask(ask: Ask) -> None:
         async with slots[ask.lane]:
             while True:
-                said = await _attempt(call, ask, budgets, estimates, load.speed)
-                if said.status == 200:
+                reply = await _attempt(call, ask, budgets, estimates, load.speed)
+                if reply.status == 200:
                     return
-                if said.status == 0:
+                if reply.status == 0:
                     await asyncio.sleep(CONNECTING_S / load.speed)
 
     return ask
 
 
-async def _attempt(call: Call, ask: Ask, budgets: Budgets, estimates: Estimates, speed: float) -> Said:
+async def _attempt(call: Call, ask: Ask, budgets: Budgets, estimates: Estimates, speed: float) -> Reply:
     task = UsageClass(ask.lane, "benchmark.budget", MODEL)
     amounts = Amounts(
         1.0, estimates.input_tokens(MODEL, len(ask.body)), estimates.output_tokens(task, max_tokens=MAX_TOKENS)
     )
     reservation = await budgets.reserve(ACCOUNT, lane=ask.lane, amounts=amounts, until=None)
-    said, used, began_s = Said(status=0, headers={}), reservation.amounts, time.monotonic()
+    reply, used, began_s = Reply(status=0, headers={}), reservation.amounts, time.monotonic()
     try:
-        said = await call(ask.body)
-        used = Amounts(float(said.status != 0), said.input_tokens, said.output_tokens)
+        reply = await call(ask.body)
+        used = Amounts(float(reply.status != 0), reply.input_tokens, reply.output_tokens)
     finally:
-        budgets.settle(reservation, used if said.status else NOTHING)
-    rate = headers.read(said.headers, now_s=time.time())
-    after_s = None if said.retry_after_s is None else said.retry_after_s / speed
-    kind = _KINDS.get(said.status, Kind.FAILED)
+        budgets.settle(reservation, used if reply.status else NOTHING)
+    rate = headers.read(reply.headers, now_s=time.time())
+    after_s = None if reply.retry_after_s is None else reply.retry_after_s / speed
+    kind = _KINDS.get(reply.status, Kind.FAILED)
     counted = used._replace(output_tokens=0) if kind is Kind.ANSWERED else NOTHING
     took_s = time.monotonic() - began_s
     budgets.learn(ACCOUNT, Heard(kind=kind, rate=rate, retry_after_s=after_s, counted=counted, took_s=took_s))
-    if said.status == 200:
+    if reply.status == 200:
         estimates.learn(
-            task, body_bytes=len(ask.body), input_tokens=said.input_tokens, output_tokens=said.output_tokens
+            task, body_bytes=len(ask.body), input_tokens=reply.input_tokens, output_tokens=reply.output_tokens
         )
-    return said
+    return reply

@@ -17,7 +17,7 @@ START_WITHIN_S = 30
 
 
 @dataclass(frozen=True, kw_only=True)
-class Books:
+class Counts:
     """What the provider counted so far."""
 
     calls: int = 0
@@ -39,7 +39,7 @@ class SimulatedProvider:
         self._load = load
         self._options = options
         self._process: asyncio.subprocess.Process | None = None
-        self._before = Books(outcomes=Counter())
+        self._before = Counts(outcomes=Counter())
 
     async def start(self) -> None:
         load = self._load
@@ -58,12 +58,12 @@ class SimulatedProvider:
     async def stop(self) -> None:
         """Stop the process and keep its counts, because the next process begins at 0."""
         if self._process is not None and self._process.returncode is None:
-            self._before = await self.books()
+            self._before = await self.counts()
             self._process.terminate()
             await self._process.wait()
         self._process = None
 
-    async def books(self) -> Books:
+    async def counts(self) -> Counts:
         async with aiohttp.ClientSession() as session, session.get(f"{self.base_url}/simulated/stats") as response:
             return _added(self._before, await response.json())
 
@@ -78,12 +78,12 @@ async def provider(load: Load, *options: str) -> AsyncIterator[SimulatedProvider
         await made.stop()
 
 
-def _added(before: Books, stats: dict[str, Any]) -> Books:
+def _added(before: Counts, stats: dict[str, Any]) -> Counts:
     outcomes = Counter(stats["outcomes"])
     settled = sum(stats["models"].values())
     each = stats["input_tokens"] / settled if settled else 0.0
     running = stats["running"]  # admitted, and not settled yet
-    return Books(
+    return Counts(
         calls=before.calls + stats["calls"],
         running=running,
         requests=before.requests + settled + running,

@@ -41,8 +41,8 @@ async def semaphore(base_url: str, load: Load) -> AsyncIterator[Asking]:
 
 async def _until_answered(call: Call, body: bytes, *, speed: float) -> None:
     while True:
-        said = await call(body)
-        if said.status == 200:
+        reply = await call(body)
+        if reply.status == 200:
             return
         # scaled like every other interval
-        await asyncio.sleep((said.retry_after_s or CONNECTING_S) / speed)
+        await asyncio.sleep((reply.retry_after_s or CONNECTING_S) / speed)

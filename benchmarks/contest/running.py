@@ -24,5 +24,5 @@ async def run(
                 group.create_task(trouble(by, load))
             if not load.finish_s:
                 await asyncio.sleep(load.real_s)
-                books = await by.books()  # before the remaining requests are cancelled
-        return Row(name=name, board=sending.result(), books=await by.books() if load.finish_s else books)
+                counts = await by.counts()  # before the remaining requests are cancelled
+        return Row(name=name, board=sending.result(), counts=await by.counts() if load.finish_s else counts)

@@ -43,11 +43,11 @@ def _few(load: Load, **changes: float) -> Load:
 
 def _budget_is_used(row: Row) -> str | None:
     assert row.board is not None
-    assert row.books is not None
+    assert row.counts is not None
     load = row.board.load
     share = max(
-        used(row.books.requests, load.requests_per_minute, load),
-        used(row.books.input_tokens, load.input_tokens_per_minute, load),
+        used(row.counts.requests, load.requests_per_minute, load),
+        used(row.counts.input_tokens, load.input_tokens_per_minute, load),
     )
     return None if share >= LEAST_USED else f"{share:.1%} of the budget used, not {LEAST_USED:.0%}"
 
@@ -71,8 +71,8 @@ def _all_answered(row: Row) -> str | None:
 
 
 def _not_overspent(row: Row) -> str | None:
-    assert row.books is not None
-    share = row.books.refused / max(1, row.books.requests)
+    assert row.counts is not None
+    share = row.counts.refused / max(1, row.counts.requests)
     return None if share <= MOST_OVERSPENT else f"{share:.1%} more than there was, not {MOST_OVERSPENT:.0%}"
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from contest.load import Board, Load
-from contest.provider import Books
+from contest.provider import Counts
 
 HEAD = (
     "", "critical wait: p50", "p99", "max", "critical answered", "batch answered", "429s", "requests used",
@@ -17,11 +17,11 @@ class Row:
 
     name: str
     board: Board | None = None
-    books: Books | None = None
+    counts: Counts | None = None
     why_not: str = ""
 
     def cells(self) -> tuple[str, ...]:
-        if self.board is None or self.books is None:
+        if self.board is None or self.counts is None:
             return (self.name, f"not run: {self.why_not}")
         waits = self.board.waits_s("critical")
         asked = len(waits)
@@ -30,9 +30,9 @@ class Row:
             *(_seconds(quantile(waits, q)) for q in (0.5, 0.99, 1.0)),
             f"{self.board.answered('critical')} of {asked}" if asked else "-",
             str(self.board.answered("batch")),
-            str(self.books.refused),
-            f"{100 * used(self.books.requests, self.board.load.requests_per_minute, self.board.load):.1f} %",
-            f"{100 * used(self.books.input_tokens, self.board.load.input_tokens_per_minute, self.board.load):.1f} %",
+            str(self.counts.refused),
+            f"{100 * used(self.counts.requests, self.board.load.requests_per_minute, self.board.load):.1f} %",
+            f"{100 * used(self.counts.input_tokens, self.board.load.input_tokens_per_minute, self.board.load):.1f} %",
             f"{self.calls_per_answer():.2f}",
         )
 
@@ -40,10 +40,10 @@ class Row:
         """Calls for each answer, as the provider counted them or, if that is more, as the contestant did: a call may
         not have reached the provider."""
         assert self.board is not None
-        assert self.books is not None
+        assert self.counts is not None
         answered = max(1, self.board.answered())
         told = sum(ask.attempts for ask in self.board.asks if ask.answered_s is not None)
-        return max(self.books.calls - self.books.running, told) / answered
+        return max(self.counts.calls - self.counts.running, told) / answered
 
 
 def used(amount: float, per_minute: float, load: Load) -> float:

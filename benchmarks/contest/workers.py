@@ -22,7 +22,7 @@ from topology.declaration import declare
 from topology.lanes import DEFAULT_LANES
 
 START_WITHIN_S = 60
-TOLD = ("breaker.changed", "account.paused", "limits.learned", "request.retried", "request.deferred")
+COUNTED_EVENTS = ("breaker.changed", "account.paused", "limits.learned", "request.retried", "request.deferred")
 """Log events of the workers that are counted."""
 
 
@@ -74,13 +74,13 @@ async def lanekeeper(
                 process.terminate()
             await asyncio.gather(*(process.wait() for process in processes))
             if events is not None:
-                events.update(_told(Path(folder, "log")))
+                events.update(_events_in(Path(folder, "log")))
             await _leave_nothing(broker_url, names)
 
 
-def _told(log: Path) -> Iterator[str]:
+def _events_in(log: Path) -> Iterator[str]:
     for line in log.read_text().splitlines():
-        if line.startswith("{") and (event := json.loads(line))["event"] in TOLD:
+        if line.startswith("{") and (event := json.loads(line))["event"] in COUNTED_EVENTS:
             yield " ".join([event["event"], *(event[what] for what in ("state", "reason") if what in event)])
 
 

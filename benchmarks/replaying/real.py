@@ -16,7 +16,7 @@ from contest import workers
 from contest.load import MODEL
 from contest.load import Ask as Asked
 from contest.load import Load as Contest
-from contest.provider import Books, provider
+from contest.provider import Counts, provider
 from contest.running import Asking
 
 from benchmarks.replaying.calls import MAX_TOKENS
@@ -82,9 +82,9 @@ async def run(scenario: Scenario, *, seconds: float, processes: int = 1) -> Meas
         ):
             sending = asyncio.ensure_future(_send(asking, asks, seconds))
             await asyncio.sleep(FIRST_S + SETTLED_S)
-            before = await by.books()
+            before = await by.counts()
             await asyncio.sleep(seconds - SETTLED_S)
-            after = await by.books()
+            after = await by.counts()
             await sending
     return _measured(asks, seconds, limits, before, after)
 
@@ -124,7 +124,7 @@ def _body(number: int, ask: Ask) -> bytes:
     return json.dumps({**request, "messages": [*first, last]}).encode()
 
 
-def _measured(asks: list[Ask], seconds: float, limits: Amounts, before: Books, after: Books) -> Measured:
+def _measured(asks: list[Ask], seconds: float, limits: Amounts, before: Counts, after: Counts) -> Measured:
     counted = [ask for ask in asks if ask.counts]
     points = [
         (ask.lane, ask.arrived_s, max(0.0, _gone_s(ask, seconds) - ask.arrived_s))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from suite.books import Books
+from suite.call_log import CallLog
 
 HERE = Path(__file__).parents[1]
 ROOT = HERE.parent
@@ -69,17 +69,17 @@ async def process(command: Sequence[str], *, environ: Mapping[str, str], log: Pa
 
 
 @asynccontextmanager
-async def provider(folder: Path, *, most: int) -> AsyncIterator[tuple[str, Books]]:
+async def provider(folder: Path, *, most: int) -> AsyncIterator[tuple[str, CallLog]]:
     """Run the provider; yields its URL and its log of calls."""
-    books = Books(folder / "books", most=most)
+    call_log = CallLog(folder / "call_log", most=most)
     made = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "suite.provider", str(folder / "books"), str(most)),
+        *(sys.executable, "-m", "suite.provider", str(folder / "call_log"), str(most)),
         env=clean_environ(),
         stdout=asyncio.subprocess.PIPE,
     )
     try:
         assert made.stdout is not None
-        yield (await made.stdout.readline()).decode().strip(), books
+        yield (await made.stdout.readline()).decode().strip(), call_log
     finally:
         with suppress(ProcessLookupError):
             made.terminate()

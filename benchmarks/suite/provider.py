@@ -4,7 +4,7 @@ It answers each call after the time that the request's mark asks for, with Anthr
 call began and ended. It also accepts traces, and drops them. `lanekeeper simulate` simulates more, but one of its
 answers costs as much as the rest of a request.
 
-    python -m suite.provider BOOKS MOST        prints the URL
+    python -m suite.provider CALL_LOG MOST        prints the URL
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from typing import ClassVar
 
 import uvloop
 
-from suite.books import Books
+from suite.call_log import CallLog
 from suite.load import MODEL, read_mark
 
 TEXT = "A lane is a queue with a pool of consumers of its own. " * 8
@@ -64,7 +64,7 @@ def _heads() -> tuple[bytes, bytes]:
 class Connection(asyncio.Protocol):
     """One connection; calls on it come one after the other."""
 
-    books: Books
+    call_log: CallLog
     held: ClassVar[list[Callable[[], None]]] = []
     """Answers that are held back."""
     whole, streamed = _heads()
@@ -93,9 +93,9 @@ class Connection(asyncio.Protocol):
 
     def _called(self, body: bytes) -> None:
         number, call_ms = read_mark(body)
-        self.books.begin(number, time.monotonic())
+        self.call_log.begin(number, time.monotonic())
         answer = self._stream if _STREAMED.search(body, 0, 128) else self._answer
-        if self.books.held:
+        if self.call_log.held:
             self.held.append(partial(answer, number))
         elif call_ms:
             asyncio.get_running_loop().call_later(call_ms / 1000, answer, number)
@@ -103,7 +103,7 @@ class Connection(asyncio.Protocol):
             answer(number)
 
     def _answer(self, number: int) -> None:
-        self.books.ended[number] = time.monotonic()
+        self.call_log.ended[number] = time.monotonic()
         if not self._transport.is_closing():
             self._transport.write(self.whole + ANSWER)
 
@@ -111,7 +111,7 @@ class Connection(asyncio.Protocol):
         if self._transport.is_closing():
             return
         if left == 0:
-            self.books.ended[number] = time.monotonic()
+            self.call_log.ended[number] = time.monotonic()
             self._transport.write(CLOSING)
             return
         self._transport.write(self.streamed + OPENING + PART if left == PARTS else PART)
@@ -119,7 +119,7 @@ class Connection(asyncio.Protocol):
 
 
 async def main(path: Path, most: int) -> None:
-    Connection.books = Books(path, most=most)
+    Connection.call_log = CallLog(path, most=most)
     server = await asyncio.get_running_loop().create_server(Connection, "127.0.0.1", 0, backlog=1024)
     print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
     looks = 0
@@ -128,7 +128,7 @@ async def main(path: Path, most: int) -> None:
         looks += 1
         if looks % 100 == 0:
             Connection.whole, Connection.streamed = _heads()
-        if Connection.held and not Connection.books.held:
+        if Connection.held and not Connection.call_log.held:
             waiting, Connection.held[:] = Connection.held[:], []
             for answer in waiting:
                 answer()

@@ -36,7 +36,7 @@ class Look:
 
     @classmethod
     def at(cls, stage: Stage, pids: Sequence[int]) -> "Look":
-        return cls(calls=stage.books.calls, at_s=time.monotonic(), cpu_s=sum(map(cpu_s, pids)))
+        return cls(calls=stage.call_log.calls, at_s=time.monotonic(), cpu_s=sum(map(cpu_s, pids)))
 
     def until(self, last: "Look") -> Figures:
         calls = last.calls - self.calls
@@ -59,9 +59,9 @@ async def drain(
     queued = queued or requests
     await stage.reset(who)
     await stage.send(who, Spec(do="publish", last=queued, at_once=min(FILLING, queued), size=size, tenants=tenants))
-    stage.books.held = True
+    stage.call_log.held = True
     async with stage.workers(who, slots=SLOTS, processes=processes) as pids:
-        stage.books.held = False
+        stage.call_log.held = False
         await stage.called(int(WARM * requests))
         first = Look.at(stage, pids)
         await stage.called(requests)
@@ -171,21 +171,21 @@ async def mixed(stage: Stage, who: Contestant, *, seconds: float) -> Figures:
 async def _waits(stage: Stage, who: Contestant, sent: Sent, lanes: Mapping[str, Sequence[int]]) -> Figures:
     """The waits of critical requests, all of which must begin, and of normal ones (of those that have not begun: the
     wait so far). And the used part of the `FEW` slots while requests were sent."""
-    books, since, until = stage.books, min(sent.began), max(sent.began)
+    call_log, since, until = stage.call_log, min(sent.began), max(sent.began)
     async with asyncio.timeout(30):
-        while not all(books.began[number] for number in lanes["critical"]):
+        while not all(call_log.began[number] for number in lanes["critical"]):
             await asyncio.sleep(LOOK_EVERY_S)
     asked, now, figures = dict(zip(sent.numbers, sent.began, strict=True)), time.monotonic(), {}
     for lane, numbers in lanes.items():
-        waits = [1000 * max(0.0, (books.began[number] or now) - asked[number]) for number in numbers]
+        waits = [1000 * max(0.0, (call_log.began[number] or now) - asked[number]) for number in numbers]
         figures |= {f"{lane}_p50_ms": quantile(waits, 0.5), f"{lane}_p99_ms": quantile(waits, 0.99)}
     busy = sum(
-        max(0.0, min(books.ended[number] or now, until) - max(books.began[number], since))
-        for number in range(stage.books.most)
-        if books.began[number]
+        max(0.0, min(call_log.ended[number] or now, until) - max(call_log.began[number], since))
+        for number in range(stage.call_log.most)
+        if call_log.began[number]
     )
-    if books.repeated:
-        raise Spoiled(f"{who.name}: {books.repeated} called twice")
+    if call_log.repeated:
+        raise Spoiled(f"{who.name}: {call_log.repeated} called twice")
     figures["slots_used"] = 100 * busy / (FEW * (until - since))
     return figures
 

@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 from lanekeeper.amqp.connection import Connection
 from lanekeeper.amqp.depth import depths
 from lanekeeper.contract.problems import BrokerUnreachable
-from suite.books import Books
+from suite.call_log import CallLog
 from suite.contestants import REPLIES, Contestant, Place
 from suite.processes import process, provider
 from suite.requester import Sent, Spec
@@ -36,9 +36,16 @@ class Stage:
     """Broker, provider and its log of calls. Runs follow one another."""
 
     def __init__(
-        self, *, amqp_url: str, redis_url: str | None, base_url: str, books: Books, connection: Connection, folder: Path
+        self,
+        *,
+        amqp_url: str,
+        redis_url: str | None,
+        base_url: str,
+        call_log: CallLog,
+        connection: Connection,
+        folder: Path,
     ) -> None:
-        self.books = books
+        self.call_log = call_log
         self.version = connection.version
         self.redis_url = redis_url
         self._amqp_url = amqp_url
@@ -59,7 +66,7 @@ class Stage:
         if self.redis_url:
             async with Redis.from_url(self.redis_url) as redis:
                 await redis.flushdb()
-        self.books.clear()
+        self.call_log.clear()
 
     def place(self, folder: Path, slots: int) -> Place:
         return Place(
@@ -122,10 +129,10 @@ class Stage:
         """Wait until the provider has had `count` calls."""
         try:
             async with asyncio.timeout(within_s):
-                while self.books.calls < count:
+                while self.call_log.calls < count:
                     await asyncio.sleep(LOOK_EVERY_S)
         except TimeoutError:
-            raise Spoiled(f"{self.books.calls} of {count} were called within {within_s:g} s") from None
+            raise Spoiled(f"{self.call_log.calls} of {count} were called within {within_s:g} s") from None
 
     async def answered(self, who: Contestant, count: int, *, within_s: float = 60.0) -> None:
         """Wait until `count` requests have one answer each. Raises Spoiled."""
@@ -150,16 +157,18 @@ class Stage:
         Raises Spoiled."""
         try:
             async with asyncio.timeout(5):  # what a worker returned takes a moment
-                while await self.waiting(who) + self.books.calls < count:
+                while await self.waiting(who) + self.call_log.calls < count:
                     await asyncio.sleep(LOOK_EVERY_S)
         except TimeoutError:
-            lost = count - self.books.calls - await self.waiting(who)
+            lost = count - self.call_log.calls - await self.waiting(who)
             raise Spoiled(f"{who.name}: {lost} of {count} requests are lost") from None
 
     def check(self, who: Contestant, count: int) -> None:
         """Check that each of `count` requests was called once. Raises Spoiled."""
-        if self.books.repeated or self.books.calls != count:
-            raise Spoiled(f"{who.name}: {self.books.calls} calls for {count} requests, {self.books.repeated} repeated")
+        if self.call_log.repeated or self.call_log.calls != count:
+            raise Spoiled(
+                f"{who.name}: {self.call_log.calls} calls for {count} requests, {self.call_log.repeated} repeated"
+            )
 
     async def _in_redis(self, count: int) -> None:
         async with Redis.from_url(self.redis_url or "") as redis:
@@ -195,13 +204,13 @@ async def stage() -> AsyncIterator[Stage]:
             ground.broker() as url,
             ground.redis() as redis_url,
             Connection(url, name="benchmark") as connection,
-            provider(folder, most=MOST) as (base_url, books),
+            provider(folder, most=MOST) as (base_url, call_log),
         ):
             yield Stage(
                 amqp_url=url,
                 redis_url=redis_url,
                 base_url=base_url,
-                books=books,
+                call_log=call_log,
                 connection=connection,
                 folder=folder,
             )

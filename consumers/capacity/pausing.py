@@ -15,7 +15,7 @@ from lanekeeper.telemetry import logs, signals
 
 LOOK_EVERY_S = 0.05
 """Polled, because conditions are attributes of very different parts: four reads, 20 times a second (0.01 % CPU)."""
-TOLD_AFTER_S = 0.5
+LOGGED_AFTER_S = 0.5
 """A shorter pause, as at every start, is not logged."""
 Condition = Callable[[], str | None]
 log = logs.logger()
@@ -56,21 +56,21 @@ class Pausing:
         """Pause the takers while any condition holds."""
         loop = asyncio.get_running_loop()
         since_s: float | None = None
-        is_told = False
+        is_logged = False
         while True:
             if reasons := self.reasons():
                 if since_s is None:
                     since_s = loop.time()
-                if not is_told and loop.time() >= since_s + TOLD_AFTER_S:
-                    is_told = True
+                if not is_logged and loop.time() >= since_s + LOGGED_AFTER_S:
+                    is_logged = True
                     log.warning(signals.TAKING_PAUSED, reasons=reasons)
                 why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
                 await asyncio.gather(*(each.pause(why) for each in takers if not each.is_paused))
             else:
                 self._open.set()
-                if since_s is not None and is_told:
+                if since_s is not None and is_logged:
                     log.info(signals.TAKING_RESUMED, paused_s=round(loop.time() - since_s, 2))
-                since_s, is_told = None, False
+                since_s, is_logged = None, False
                 # a pool that held too many deliveries to resume is asked again
                 await asyncio.gather(*(each.resume() for each in takers if each.is_paused))
             await asyncio.sleep(LOOK_EVERY_S)

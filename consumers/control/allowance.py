@@ -34,7 +34,7 @@ class Allowance:
         self, *, per_tenant_s: float, speakers: Collection[str], question: Callable[[Message], Question | None]
     ) -> None:
         self._share = Share(per_s=per_tenant_s, at_once=AT_ONCE_S * per_tenant_s)
-        self._told = Share(per_s=per_tenant_s, at_once=AT_ONCE_S * per_tenant_s)
+        self._answered = Share(per_s=per_tenant_s, at_once=AT_ONCE_S * per_tenant_s)
         self._speakers = frozenset(speakers)
         self._question = question
         self.problem = RequestProblem(
@@ -48,7 +48,7 @@ class Allowance:
         whose = self._whose(message)
         if self._share.take(whose):
             return Due.CARRIED_OUT
-        return Due.REFUSED if self._told.take(whose) else Due.COUNTED
+        return Due.REFUSED if self._answered.take(whose) else Due.COUNTED
 
     def _whose(self, message: Message) -> str:
         """The tenant that the message is for. Only users that may act for other tenants can name one, so only their

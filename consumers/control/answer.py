@@ -50,16 +50,16 @@ class Answers:
 
     async def refuse(self, question: Message, problem: RequestProblem, *, id: str | None) -> None:
         """Answer with what is wrong with the message."""
-        self._tell_of(question, problem)
+        self._log_refusal(question, problem)
         document = problem.document(request=id or "", attempts=0)
         await self._send(question, document, PROBLEM, _headers(id, {n.CONTROL: "error"}), is_due=True)
 
-    def refuse_untold(self, question: Message, problem: RequestProblem) -> None:
+    def refuse_silently(self, question: Message, problem: RequestProblem) -> None:
         """Refuse without an answer, because there may be thousands: they are counted, and logged once a minute."""
-        self._tell_of(question, problem)
+        self._log_refusal(question, problem)
         self.unanswered += 1
 
-    def _tell_of(self, question: Message, problem: RequestProblem) -> None:
+    def _log_refusal(self, question: Message, problem: RequestProblem) -> None:
         self.refused += 1
         who = question.user_id or ""
         if count := self._seldom.count(f"{problem.code} {who}"):

@@ -115,7 +115,7 @@ class Control:
                 self._in_hand.add(delivery.tag)
                 reading.create_task(self._take(delivery, due, session, reading), name=f"control {delivery.tag}")
                 continue
-            self._answers.refuse_untold(delivery.message, self._allowance.problem)
+            self._answers.refuse_silently(delivery.message, self._allowance.problem)
             self._acknowledge(delivery, session, reading)
             counted += 1
             if counted % AT_A_TIME == 0:

@@ -23,7 +23,7 @@ from lanekeeper.contract.problems import RequestProblem
 from topology.codec.request import Request
 from topology.lanes import LaneSpec
 
-TOLD_FROM_S = 1.0
+REPORTED_FROM_S = 1.0
 """A shorter wait is not reported."""
 LATER_MS = 1000
 BACK_WITHIN_MS = 15_000
@@ -175,7 +175,7 @@ class BudgetGate:
         patience_s = self._room.enter(lane.name, route.account, slots=lane.slots)
         if patience_s is not None:
             held.bound(asyncio.get_running_loop().time() + min(patience_s, self._spec.hold_s))
-        if self._on_wait is not None and wait.seconds >= TOLD_FROM_S:
+        if self._on_wait is not None and wait.seconds >= REPORTED_FROM_S:
             self._on_wait(job, wait)
 
     def _arrived(self, job: Job, request: Request) -> float | None:

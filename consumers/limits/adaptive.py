@@ -37,13 +37,23 @@ NO_LIMIT = 1e9
 class Adaptive:
     """The three limits of one account, per minute."""
 
-    __slots__ = ("_caps", "_factors", "_grown", "_halved_s", "_is_silent", "_moved_s", "_start", "_told", "_told_s")
+    __slots__ = (
+        "_announced",
+        "_announced_s",
+        "_caps",
+        "_factors",
+        "_grown",
+        "_halved_s",
+        "_is_silent",
+        "_moved_s",
+        "_start",
+    )
 
     def __init__(self, start: Amounts, caps: AccountCaps, *, now_s: float) -> None:
         self._start = start
         self._caps = caps.per_minute()
-        self._told: list[float | None] = [None, None, None]
-        self._told_s = [-inf, -inf, -inf]
+        self._announced: list[float | None] = [None, None, None]
+        self._announced_s = [-inf, -inf, -inf]
         self._grown = [0.0, 0.0, 0.0]
         self._is_silent = False
         self._factors = [1.0, 1.0, 1.0]
@@ -52,8 +62,8 @@ class Adaptive:
 
     def learned(self) -> LearnedLimits:
         return LearnedLimits(
-            tuple(self._told),
-            tuple(self._told_s),
+            tuple(self._announced),
+            tuple(self._announced_s),
             tuple(self._grown),
             self._is_silent,
             tuple(self._factors),
@@ -63,7 +73,12 @@ class Adaptive:
 
     def load(self, learned: LearnedLimits) -> None:
         told, told_s, grown, self._is_silent, factors, self._halved_s, self._moved_s = learned
-        self._told, self._told_s, self._grown, self._factors = list(told), list(told_s), list(grown), list(factors)
+        self._announced, self._announced_s, self._grown, self._factors = (
+            list(told),
+            list(told_s),
+            list(grown),
+            list(factors),
+        )
 
     def per_minute(self) -> Amounts:
         return Amounts(*(self._of(each) * self._factors[each] for each in range(3)))
@@ -73,7 +88,7 @@ class Adaptive:
         is silent."""
         return tuple(
             told is None and cap is None and not self._is_silent
-            for told, cap in zip(self._told, self._caps, strict=True)
+            for told, cap in zip(self._announced, self._caps, strict=True)
         )
 
     def hear(self, rate: RateHeaders, now_s: float) -> bool:
@@ -82,33 +97,33 @@ class Adaptive:
         for each, told in enumerate(rate):
             if told.limit is None:
                 continue
-            if told.limit != self._told[each]:
-                self._told[each], self._told_s[each] = told.limit, now_s
+            if told.limit != self._announced[each]:
+                self._announced[each], self._announced_s[each] = told.limit, now_s
                 changed = True
-            elif not 0 <= now_s - self._told_s[each] < NEWS_S:
-                self._told_s[each] = now_s
+            elif not 0 <= now_s - self._announced_s[each] < NEWS_S:
+                self._announced_s[each] = now_s
         return changed
 
     def is_stale(self, now_s: float) -> bool:
         """True if a low limit slows the account down and was not announced for minutes. If it blocks all calls, no
         response would ever correct it."""
-        for told, start, told_s in zip(self._told, self._start, self._told_s):  # noqa: B905  asked before every call
+        for told, start, told_s in zip(self._announced, self._start, self._announced_s):  # noqa: B905  asked before every call
             if told is not None and told < start and not 0 <= now_s - told_s < FORGOTTEN_AFTER_S:
                 return True
         return now_s - self._moved_s >= FORGOTTEN_AFTER_S and min(self._factors) < 1
 
     def forget(self, now_s: float) -> None:
         """Forget stale limits: they are guessed again."""
-        for each, told in enumerate(self._told):
-            is_old = not 0 <= now_s - self._told_s[each] < FORGOTTEN_AFTER_S
+        for each, told in enumerate(self._announced):
+            is_old = not 0 <= now_s - self._announced_s[each] < FORGOTTEN_AFTER_S
             if told is not None and told < self._start[each] and is_old:
-                self._told[each], self._grown[each] = None, 0.0
+                self._announced[each], self._grown[each] = None, 0.0
         if now_s - self._moved_s >= FORGOTTEN_AFTER_S:
             self._factors, self._moved_s = [1.0, 1.0, 1.0], now_s
 
     def heard_nothing(self) -> bool:
         """Learn from an answer without headers about limits. True if that changes the limits."""
-        if self._is_silent or any(told is not None for told in self._told) or self._halved_s > -inf:
+        if self._is_silent or any(told is not None for told in self._announced) or self._halved_s > -inf:
             return False
         self._is_silent = True
         return True
@@ -136,7 +151,7 @@ class Adaptive:
         if min(self._factors) < 1:
             self._factors = [min(1.0, factor + (STEP if factor < NEAR else NEAR_STEP)) for factor in self._factors]
             return True
-        guessed = [each for each in range(3) if self._told[each] is None and self._caps[each] is None]
+        guessed = [each for each in range(3) if self._announced[each] is None and self._caps[each] is None]
         if not pressed or not guessed:
             return False
         for each in guessed:
@@ -144,7 +159,7 @@ class Adaptive:
         return True
 
     def _of(self, each: int) -> float:
-        cap, told = self._caps[each], self._told[each]
+        cap, told = self._caps[each], self._announced[each]
         if told is not None:
             return told if cap is None else min(told, cap)
         if self._is_silent:

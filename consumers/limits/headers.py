@@ -23,7 +23,7 @@ _NAMES = ("requests", "input-tokens", "output-tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class BucketHeaders:
     """The headers about one bucket. None: missing, or impossible."""
 
     limit: float | None = None
@@ -33,9 +33,9 @@ class Told:
 class RateHeaders(NamedTuple):
     """The headers of one response about all buckets, in the order of `Amounts`."""
 
-    requests: Told
-    input_tokens: Told
-    output_tokens: Told
+    requests: BucketHeaders
+    input_tokens: BucketHeaders
+    output_tokens: BucketHeaders
 
 
 def read(headers: Mapping[str, str], *, now_s: float) -> RateHeaders | None:
@@ -48,18 +48,18 @@ def read(headers: Mapping[str, str], *, now_s: float) -> RateHeaders | None:
     return RateHeaders(*found) if any(each.limit or each.remaining is not None for each in found) else None
 
 
-def _told(headers: Mapping[str, str], name: str, least: float, rounded_up_by: float, now_s: float) -> Told:
+def _told(headers: Mapping[str, str], name: str, least: float, rounded_up_by: float, now_s: float) -> BucketHeaders:
     prefix = f"anthropic-ratelimit-{name}-"
     reset = headers.get(f"{prefix}reset")
     if reset is not None and not _is_near(reset, now_s):
-        return Told()
+        return BucketHeaders()
     limit = _number(headers.get(f"{prefix}limit"))
     remaining = _number(headers.get(f"{prefix}remaining"))
     if limit is not None and limit < least:
-        return Told()
+        return BucketHeaders()
     if limit is not None and remaining is not None and remaining > limit:
         remaining = limit if remaining <= limit + rounded_up_by else None
-    return Told(limit=limit, remaining=remaining)
+    return BucketHeaders(limit=limit, remaining=remaining)
 
 
 def _number(text: str | None) -> float | None:

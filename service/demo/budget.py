@@ -129,7 +129,7 @@ async def _spend(asking: Asking, api: SimulatedAPI) -> Spending:
 
     await asyncio.gather(ask(CRITICAL.name, 0), ask(BATCH.name, 0))  # limits and sizes are learned from these
     found.waits_ms.clear()
-    before, began_s = _books(api), clock()
+    before, began_s = _counts(api), clock()
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(ask(BATCH.name, number)) for number in range(JOBS)]
         for at_s, tokens in CHATS:
@@ -137,12 +137,12 @@ async def _spend(asking: Asking, api: SimulatedAPI) -> Spending:
             text = (TEXT * (1 + tokens * CHARACTERS_PER_TOKEN // len(TEXT)))[: tokens * CHARACTERS_PER_TOKEN]
             tasks.append(group.create_task(ask(CRITICAL.name, len(tasks), text)))
         await asyncio.sleep(max(0.0, began_s + WINDOW_S - clock()))
-        books, could_s = _books(api) - before, clock() - began_s + BURST_S
+        counts, could_s = _counts(api) - before, clock() - began_s + BURST_S
         for task in tasks:
             task.cancel()
-    found.answered, found.refused, found.calls = books["ok"], books["rate_limited"], books["calls"]
+    found.answered, found.refused, found.calls = counts["ok"], counts["rate_limited"], counts["calls"]
     found.used = max(
-        books[what] / (per_minute * could_s / 60)
+        counts[what] / (per_minute * could_s / 60)
         for what, per_minute in (
             ("requests", ACCOUNT.requests_per_minute),
             ("input_tokens", ACCOUNT.input_tokens_per_minute),
@@ -152,7 +152,7 @@ async def _spend(asking: Asking, api: SimulatedAPI) -> Spending:
     return found
 
 
-def _books(api: SimulatedAPI) -> Counter[str]:
+def _counts(api: SimulatedAPI) -> Counter[str]:
     """The provider's counts: `calls` that have ended, and `requests` that were taken from the budget."""
     stats = api.stats()
     return Counter(

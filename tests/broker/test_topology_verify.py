@@ -189,7 +189,7 @@ async def test_a_password_is_never_shown(management) -> None:
     assert "password" not in repr(shown)
 
 
-async def test_wrong_credentials_and_an_unknown_virtual_host_are_told_apart(management) -> None:
+async def test_wrong_credentials_and_an_unknown_virtual_host_have_different_errors(management) -> None:
     with pytest.raises(AccessRefused, match="refuses user 'guest' \\(401\\)"):
         await replace(management, user="guest", password="wrong").overview()
     with pytest.raises(BrokerError, match="knows no virtual host 'nowhere'"):

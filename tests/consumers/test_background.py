@@ -32,7 +32,7 @@ async def test_a_task_that_has_ended_is_not_kept() -> None:
     assert kept() is None
 
 
-async def test_a_failure_that_nobody_waits_for_is_not_logged_by_asyncio() -> None:
+async def test_a_failure_without_a_waiter_is_not_logged_by_asyncio() -> None:
     told: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
     background = Background()

@@ -53,7 +53,7 @@ class Renewed(MemoryStore):
         return await super().renew(held)
 
 
-def test_claims_are_renewed_twice_a_second_while_they_are_held_and_the_store_is_left_alone_otherwise() -> None:
+def test_claims_are_renewed_twice_a_second_while_they_are_held_and_otherwise_the_store_is_not_asked() -> None:
     async def story() -> list[int]:
         store = Renewed()
         claiming = Claiming(store)  # type: ignore[arg-type]

@@ -84,7 +84,7 @@ async def test_a_cancellation_is_recorded_answered_and_acknowledged(bench: Bench
     assert bench.to("").headers == {n.CONTROL: "accepted", n.REQUEST_ID: "m-1"}
 
 
-async def test_cancellations_that_displaced_earlier_ones_are_counted_and_told_once_a_minute(
+async def test_cancellations_that_displaced_earlier_ones_are_counted_and_logged_once_a_minute(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def displaces(identity: Identity, completion: Completion) -> Cancelling:

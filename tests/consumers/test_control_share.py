@@ -14,7 +14,7 @@ from consumers.control.allowance import AT_ONCE_S
 from consumers.control.answer import Answers
 from consumers.control.queue import Control
 from consumers.replies.address import ReplyRule
-from consumers.share import NAMES_KEPT, TOLD_EVERY_S, Seldom, Share
+from consumers.share import LOGGED_EVERY_S, NAMES_KEPT, Seldom, Share
 from consumers.state.base import Identity
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
@@ -221,5 +221,5 @@ def test_frequent_log_lines_are_counted_and_written_once_a_minute() -> None:
     seldom = Seldom(clock=lambda: now_s)
     assert [seldom.count("a") for _ in range(3)] == [1, 0, 0]
     assert seldom.count("b") == 1
-    now_s = TOLD_EVERY_S
+    now_s = LOGGED_EVERY_S
     assert [seldom.count("a"), seldom.count("a")] == [3, 0]

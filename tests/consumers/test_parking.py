@@ -29,7 +29,7 @@ def test_a_large_message_counts_as_several(size: int, most: int) -> None:
     assert kept(Parking(invalid_per_hour=4), "a", *[size] * 5).count(True) == most
 
 
-def test_those_not_kept_are_counted_and_told_once_a_minute() -> None:
+def test_messages_that_are_not_kept_are_counted_and_logged_once_a_minute() -> None:
     parking = Parking(invalid_per_hour=1)
     with structlog.testing.capture_logs() as logs:
         kept(parking, "a", 1, 1, 1, 1)

@@ -47,7 +47,7 @@ class World:
         await asyncio.wait([running])
 
 
-async def test_without_a_reason_to_pause_nobody_waits_even_if_nothing_watches() -> None:
+async def test_without_a_reason_to_pause_no_call_waits_even_if_run_was_not_started() -> None:
     world = World()
     await asyncio.wait_for(world.pausing.opened(), 30)
     assert world.pausing.reasons() == {}
@@ -78,7 +78,7 @@ async def test_a_call_waits_from_the_moment_a_reason_to_pause_exists() -> None:
         await asyncio.wait_for(waiting, 30)
 
 
-async def test_a_pool_that_was_busy_is_told_again() -> None:
+async def test_a_pool_that_could_not_resume_is_asked_again() -> None:
     world = World()
     world.taker.hands_full = True
     world.store = "locked"
@@ -92,7 +92,7 @@ async def test_a_pool_that_was_busy_is_told_again() -> None:
 
 
 @pytest.mark.parametrize(("paused_s", "is_told"), [(0.3, False), (0.45, False), (0.7, True), (30.0, True)])
-def test_a_pause_that_lasts_is_told_once_and_its_end_with_its_length(paused_s: float, is_told: bool) -> None:
+def test_a_long_pause_is_logged_once_and_its_end_with_its_length(paused_s: float, is_told: bool) -> None:
     async def story() -> None:
         world = World()
         async with world.watched():
@@ -112,7 +112,7 @@ def test_a_pause_that_lasts_is_told_once_and_its_end_with_its_length(paused_s: f
     assert ended == pytest.approx([paused_s] * (2 if is_told else 0), abs=0.11)
 
 
-def test_a_pause_from_the_start_is_told_as_well() -> None:
+def test_a_pause_from_the_start_is_logged_too() -> None:
     async def story() -> None:
         world = World()
         world.store = "locked"

@@ -8,7 +8,7 @@ SAID = (None, *range(HIGHEST + 1))
 
 
 @pytest.mark.parametrize("priority", SAID)
-def test_what_comes_back_goes_before_everything_fresh(priority: int | None) -> None:
+def test_requests_that_come_back_go_before_all_fresh_ones(priority: int | None) -> None:
     back = rank(priority, is_fresh=False)
     assert back is not None
     assert back > max(rank(each, is_fresh=True) or 0 for each in SAID)
@@ -20,7 +20,7 @@ def test_the_requesters_priority_is_restored(priority: int | None, is_fresh: boo
     assert restored(rank(priority, is_fresh=is_fresh)) == priority
 
 
-def test_what_comes_back_stays_in_the_order_of_its_priorities() -> None:
+def test_requests_that_come_back_keep_the_order_of_their_priorities() -> None:
     found = [rank(each, is_fresh=False) or 0 for each in range(HIGHEST + 1)]
     assert found == sorted(set(found))
 
@@ -30,5 +30,5 @@ def test_the_highest_priority_is_that_of_the_brokers_queues() -> None:
     assert rank(10, is_fresh=False) == rank(200, is_fresh=False) == rank(9, is_fresh=False)
 
 
-def test_a_priority_that_no_worker_sets_means_that_none_was_said() -> None:
+def test_a_priority_that_no_worker_sets_counts_as_none() -> None:
     assert restored(255) is None

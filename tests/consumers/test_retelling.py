@@ -136,7 +136,7 @@ def test_one_tenant_may_have_a_tenth_of_the_replies_that_wait(bench: Bench) -> N
     assert [taken("a", 9, now_ms=NOW_MS + 999), taken("a", 9, now_ms=NOW_MS + 1000)] == [0, 3]
 
 
-def test_no_more_replies_wait_than_the_limit_whoever_they_are_for(bench: Bench) -> None:
+def test_no_more_replies_wait_than_the_limit_for_all_tenants_together(bench: Bench) -> None:
     retelling = Retelling(bench.claiming, waiting=4)
     found = [retelling.pause_ms(bench.job(user_id=f"u-{each}"), now_ms=NOW_MS) is not None for each in range(6)]
     assert found == [True] * 4 + [False] * 2

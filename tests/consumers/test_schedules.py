@@ -107,7 +107,7 @@ def test_a_request_that_kills_every_worker_is_dead_lettered_and_others_are_answe
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_slow_request_is_answered_beside_one_that_kills_its_worker(workers: int) -> None:
+def test_a_slow_request_is_answered_although_another_kills_its_worker(workers: int) -> None:
     world = World(workers=workers)
 
     began_s: dict[Operation, float] = {}

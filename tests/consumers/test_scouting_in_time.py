@@ -101,7 +101,7 @@ def test_a_scout_comes_back_when_slots_were_free_for_two_seconds() -> None:
     virtually(story())
 
 
-def test_nobody_goes_out_while_nothing_waits() -> None:
+def test_no_scout_is_sent_while_no_request_waits() -> None:
     async def story() -> None:
         lane = Lane(waiting=0)
         lane.fill()

@@ -335,7 +335,7 @@ async def test_a_dead_letter_is_the_request_as_published_with_the_cause(bench: B
     assert bench.publisher.sent[0].routing_key == "critical.shop.chat"
 
 
-async def test_a_retry_tells_the_next_worker_its_history_in_headers(bench: Bench) -> None:
+async def test_a_retry_carries_its_history_to_the_next_worker_in_headers(bench: Bench) -> None:
     job = bench.job(headers={"x-mine": 1, n.ATTEMPT: 9, n.USER_ID: "bank"}, user_id="shop", expiration="60000")
     job.attempted = Attempted(started_ms=NOW_MS)
     await bench.settler.settle(job, RETRIED)

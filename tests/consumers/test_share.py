@@ -33,7 +33,7 @@ def test_what_is_refused_uses_nothing() -> None:
     assert [some.take("a", each) for each in (4, 3.5, 3, 0.1)] == [False, False, True, False]
 
 
-def test_an_incident_is_told_at_once_and_then_once_a_minute_with_its_number() -> None:
+def test_an_incident_is_logged_at_once_and_then_once_a_minute_with_the_count() -> None:
     clock = Clock()
     seldom = Seldom(clock=clock)
 

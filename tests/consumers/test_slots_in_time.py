@@ -148,7 +148,7 @@ def test_a_provider_that_was_the_bottleneck_within_two_seconds_still_is() -> Non
     virtually(story())
 
 
-def test_what_keeps_a_lane_from_more_slots_is_told_once_a_minute() -> None:
+def test_what_keeps_a_lane_from_more_slots_is_logged_once_a_minute() -> None:
     async def story() -> None:
         world = World(most=10)
         world.held["low"] = "itpm"

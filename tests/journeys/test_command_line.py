@@ -310,7 +310,7 @@ async def test_check_does_not_call_a_simulated_provider(environment, tmp_path) -
 
 
 @pytest.mark.every_version
-async def test_check_tells_a_user_with_few_rights_what_it_may_do(environment, tmp_path, vhost) -> None:
+async def test_check_shows_a_user_with_few_rights_what_it_may_do(environment, tmp_path, vhost) -> None:
     user = f"crm-{vhost.name}"
     (tmp_path / "passwords").write_text(f"{user}:secret\n")
     line = ("topology", "export", "--user", f"{user}:application:normal", "--passwords", "passwords")

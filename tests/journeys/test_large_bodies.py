@@ -85,7 +85,7 @@ async def test_a_body_that_is_not_as_announced_is_refused_parked_and_never_sent(
     store.close()
 
 
-async def test_a_message_that_is_too_large_is_told_of_the_way_around(vhost) -> None:
+async def test_the_refusal_of_a_message_that_is_too_large_says_what_to_do_instead(vhost) -> None:
     async with serving(vhost.amqp_url), requester(vhost.amqp_url) as app:
         reply = await app.ask(images("x", mebibytes=2), within_s=60)
         assert (reply.code, "x-lane-body" in reply.json["detail"]) == ("too_large", True)

@@ -109,7 +109,9 @@ async def test_a_request_that_kills_its_worker_every_time_is_dead_lettered_and_o
         assert await worker.ended() == 0
 
 
-async def test_a_worker_told_to_stop_takes_nothing_more_and_finishes_what_runs(vhost, api, environ, tmp_path) -> None:
+async def test_a_worker_that_is_stopped_takes_no_more_requests_and_finishes_the_running_ones(
+    vhost, api, environ, tmp_path
+) -> None:
     ledger = Ledger(vhost.amqp_url)
     async with lanekeeper("serve", environ=environ, folder=tmp_path) as worker:
         await worker.ready()

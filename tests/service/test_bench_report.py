@@ -1,6 +1,6 @@
 import pytest
 from suite import load, report
-from suite.books import Books
+from suite.call_log import CallLog
 from suite.medians import Median, quantile, ratio
 from suite.report import BEGIN, END, Aim
 from suite.results import Results, Run
@@ -100,7 +100,7 @@ def test_a_benchmark_body_has_its_size_and_carries_its_number_and_call_time(size
 
 
 def test_the_books_count_requests_that_were_called_twice(tmp_path):
-    writing, reading = Books(tmp_path / "books", most=10), Books(tmp_path / "books", most=10)
+    writing, reading = CallLog(tmp_path / "call_log", most=10), CallLog(tmp_path / "call_log", most=10)
 
     for number in (1, 2, 1):
         writing.begin(number, 5.0)

@@ -12,7 +12,7 @@ import time
 from consumers.limits import learned
 from consumers.limits.amounts import Amounts
 from consumers.limits.base import Heard, Kind
-from consumers.limits.headers import RateHeaders, Told
+from consumers.limits.headers import BucketHeaders, RateHeaders
 from consumers.state.redis.client import RedisClient
 from consumers.state.redis.shared_turns import shared_accounts
 from tests.support.budget import ACCOUNT, spec
@@ -34,8 +34,10 @@ async def main(url: str, namespace: str, seconds: float, version: str = "") -> N
             reservation = await budgets.reserve(ACCOUNT, lane=lane, amounts=Amounts(1, 10, 10), until=None)
             granted.append((time.time(), lane))
             await asyncio.sleep(0.05)
-            told = Told(limit=PER_MINUTE + len(granted) % 2)  # alternates, so that every answer tells something new
-            budgets.learn(ACCOUNT, Heard(kind=Kind.ANSWERED, rate=RateHeaders(told, Told(), Told())))
+            told = BucketHeaders(
+                limit=PER_MINUTE + len(granted) % 2
+            )  # alternates, so that every answer tells something new
+            budgets.learn(ACCOUNT, Heard(kind=Kind.ANSWERED, rate=RateHeaders(told, BucketHeaders(), BucketHeaders())))
             budgets.settle(reservation, Amounts(1, 10, 5))
 
     workers = [asyncio.ensure_future(worker(lane)) for lane in LANES * 2]

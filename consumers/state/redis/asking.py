@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from consumers.limits.account import Account
 from consumers.limits.waiter import Waiter
-from consumers.state.redis.untold import Told
+from consumers.state.redis.unsent import Sent
 
 TOGETHER: Final = 16
 """How many waiters of each lane may be granted in one step."""
@@ -25,7 +25,7 @@ def candidates(account: Account, now_s: float) -> tuple[Sequence[Waiter], int]:
     return waiters, 1 if any(account.due_for_a_call()) else max(1, int(calls.limit) - calls.running)
 
 
-def question(account: Account, waiters: Sequence[Waiter], told: Told, *, room: int, now_s: float) -> dict[str, Any]:
+def question(account: Account, waiters: Sequence[Waiter], sent: Sent, *, room: int, now_s: float) -> dict[str, Any]:
     """The argument of the script, to be written as JSON. `room`: how many of the waiters may be granted."""
     return {
         "limits": account.per_minute(),
@@ -33,9 +33,9 @@ def question(account: Account, waiters: Sequence[Waiter], told: Told, *, room: i
         "most": [bucket.most for bucket in account.buckets],
         "guessed": account.guessed,
         "stopped_until": max(account.paused_until_s, account.held_until_s, 0.0),
-        "changed": told.has_learned,
-        "back": told.back,
-        "lower": [-1 if each == inf else each for each in told.lower],
+        "changed": sent.has_learned,
+        "back": sent.back,
+        "lower": [-1 if each == inf else each for each in sent.lower],
         "waiters": [
             {"lane": each.lane + 1, "age": now_s - each.arrived_s, "amounts": each.amounts} for each in waiters
         ],

@@ -28,7 +28,7 @@ from consumers.state.redis import asking
 from consumers.state.redis.client import RedisClient
 from consumers.state.redis.knowledge import Knowledge
 from consumers.state.redis.script import Script
-from consumers.state.redis.untold import Untold
+from consumers.state.redis.unsent import Unsent
 from lanekeeper.telemetry import logs, signals
 
 FORM: Final = 2
@@ -80,7 +80,7 @@ class SharedTurns:
             "shares": account.shares,
         }
         """The part of the question that is the same in each step."""
-        self._untold = Untold()
+        self._unsent = Unsent()
         self._version = 0
         """Redis counts the changes to what all processes have learned; this process knows all up to this number."""
         self._knowledge = Knowledge(account)
@@ -96,7 +96,7 @@ class SharedTurns:
 
     @property
     def is_idle(self) -> bool:
-        return self.account.is_idle and not self._untold.back and not self._untold.has_learned and not self.is_asking
+        return self.account.is_idle and not self._unsent.back and not self._unsent.has_learned and not self.is_asking
 
     @property
     def is_asking(self) -> bool:
@@ -135,7 +135,7 @@ class SharedTurns:
         over = [amount - (used[each] if used else 0.0) for each, amount in enumerate(reservation.amounts)]
         self.account.settle(reservation, used, self.now_s())
         if any(over):
-            self._untold.give_back(self.account.lanes.index(reservation.lane), over, reservation.own)
+            self._unsent.give_back(self.account.lanes.index(reservation.lane), over, reservation.own)
         if any(over) or not self.account.lines.is_empty:
             self._look_in(SETTLE_WITHIN_S)
 
@@ -146,11 +146,11 @@ class SharedTurns:
         levels = [bucket.level for bucket in account.buckets]
         is_less = account.learn(heard, now_s)
         log_learned(account, heard, before=before)
-        if self._untold.levels_fell(levels, [bucket.level for bucket in account.buckets]):
+        if self._unsent.levels_fell(levels, [bucket.level for bucket in account.buckets]):
             self._look_in(SETTLE_WITHIN_S)  # look again soon, because the level changes with time
         if account.learned() != known:
-            self._untold.heard.append(heard)
-            self._untold.has_learned = True
+            self._unsent.heard.append(heard)
+            self._unsent.has_learned = True
             self.step()
         if is_less:
             refuse_hopeless(account, self.now_s())
@@ -159,7 +159,7 @@ class SharedTurns:
         """Tell Redis what it was not told yet."""
         if self._timer is not None:
             self._timer.cancel()
-        if self._untold.back or self._untold.has_learned:
+        if self._unsent.back or self._unsent.has_learned:
             self.step()
         if self._task is not None:
             await self._task
@@ -180,7 +180,7 @@ class SharedTurns:
         finally:
             self._task = None
             self._tell_stepped()
-            if not self.account.lines.is_empty or self._untold.back:
+            if not self.account.lines.is_empty or self._unsent.back:
                 self._look_in(min(in_s + LATE_S, LOOK_EVERY_S))
 
     def _tell_stepped(self) -> None:
@@ -205,19 +205,19 @@ class SharedTurns:
     async def _one(self) -> float:
         """One round trip. Returns in how many seconds to ask again."""
         waiters, room = asking.candidates(self.account, self.now_s())
-        told = self._untold.take()
-        asked = self._usual | asking.question(self.account, waiters, told, room=room, now_s=self.now_s())
+        sent = self._unsent.take()
+        asked = self._usual | asking.question(self.account, waiters, sent, room=room, now_s=self.now_s())
         asked["version"] = self._version
         self.steps += 1
         try:
             said = await self._client.run(STEP, [self._key], json.dumps(asked), self._knowledge.text())
         except BaseException:
-            self._untold.failed(told)
+            self._unsent.failed(sent)
             raise
         redis_s, reply, text = float(said[0]), json.loads(said[1]), said[2]
         self._set_clock(redis_s)
         self._told_s = redis_s
-        self._believe(reply, text, told.heard, redis_s)
+        self._believe(reply, text, sent.heard, redis_s)
         return self._grant(waiters, reply, redis_s)
 
     def _set_clock(self, redis_s: float) -> None:
@@ -229,19 +229,19 @@ class SharedTurns:
 
     def _believe(self, reply: Mapping[str, Any], text: bytes, heard: int, redis_s: float) -> None:
         """Take over what Redis counts and what other processes have learned."""
-        account, untold = self.account, self._untold
+        account, unsent = self.account, self._unsent
         if reply["is_forgotten"]:
             error = f"the account is not kept in form {FORM}"
             log.warning(signals.LEARNED_UNREADABLE, account=account.name, error=error)
         if text:
             self._knowledge.load(text)
-            for each in untold.heard:  # Redis does not know yet what this process has learned meanwhile
+            for each in unsent.heard:  # Redis does not know yet what this process has learned meanwhile
                 account.learn(each, redis_s)
-            untold.has_learned = bool(untold.heard)
-            self._is_due = self._is_due or untold.has_learned
+            unsent.has_learned = bool(unsent.heard)
+            self._is_due = self._is_due or unsent.has_learned
             refuse_hopeless(account, redis_s)
         else:
-            del untold.heard[:heard]
+            del unsent.heard[:heard]
         self._version = reply["version"]
         for bucket, level, parts in zip(account.buckets, reply["levels"], reply["parts"], strict=True):
             bucket.correct(level, parts, redis_s)
@@ -252,7 +252,7 @@ class SharedTurns:
         for index, *own in reply["granted"]:
             waiter = waiters[index - 1]
             if not account.begin(waiter, own=Amounts(*own), now_s=redis_s):  # it left its line meanwhile
-                self._untold.give_back(waiter.lane, waiter.amounts, own)
+                self._unsent.give_back(waiter.lane, waiter.amounts, own)
                 self._is_due = True
             elif not waiter.wake():
                 assert waiter.reservation is not None

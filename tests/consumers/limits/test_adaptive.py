@@ -4,7 +4,7 @@ import pytest
 
 from consumers.limits.adaptive import Adaptive
 from consumers.limits.amounts import Amounts
-from consumers.limits.headers import RateHeaders, Told
+from consumers.limits.headers import BucketHeaders, RateHeaders
 from consumers.limits.spec import AccountCaps
 
 START = Amounts(50, 30_000, 8_000)
@@ -15,7 +15,7 @@ def limits(**caps: float) -> Adaptive:
 
 
 def told(requests: float | None = None, tokens: float | None = None, output: float | None = None) -> RateHeaders:
-    return RateHeaders(Told(limit=requests), Told(limit=tokens), Told(limit=output))
+    return RateHeaders(BucketHeaders(limit=requests), BucketHeaders(limit=tokens), BucketHeaders(limit=output))
 
 
 def test_a_limit_is_a_guess_until_it_is_announced_or_set() -> None:
@@ -156,7 +156,7 @@ def test_what_refusals_lowered_is_forgotten_after_three_minutes_without_an_answe
     assert some.per_minute().requests == 100
 
 
-def test_a_forgotten_guess_begins_anew() -> None:
+def test_a_forgotten_limit_is_guessed_again_from_the_beginning() -> None:
     some = limits()
     some.answered(10.0, pressed=True)
     some.hear(told(requests=10), now_s=20.0)
@@ -164,7 +164,7 @@ def test_a_forgotten_guess_begins_anew() -> None:
     assert some.per_minute() == (50, 33_000, 8_800)
 
 
-def test_a_provider_that_never_speaks_of_limits_has_none_but_those_that_are_set() -> None:
+def test_a_provider_without_limits_in_its_headers_has_only_those_that_are_set() -> None:
     some = limits(input_tokens=9_000)
     assert some.heard_nothing()
     assert not some.heard_nothing()

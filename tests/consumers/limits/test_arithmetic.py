@@ -12,7 +12,7 @@ from consumers.limits.amounts import Amounts
 from consumers.limits.bucket import Bucket
 from consumers.limits.concurrency import REGAIN_S, Concurrency
 from consumers.limits.estimates import Estimates, UsageClass, task_of
-from consumers.limits.headers import RateHeaders, Told
+from consumers.limits.headers import BucketHeaders, RateHeaders
 from consumers.limits.spec import AccountCaps
 
 SHARES = (0.3, 0.2, 0.05)
@@ -137,7 +137,9 @@ def test_limits_and_remaining_amounts_are_read_from_response_headers() -> None:
         now_s=NOW_S,
     )
 
-    assert found == RateHeaders(Told(limit=1000, remaining=999), Told(limit=2_000_000), Told(remaining=17_000))
+    assert found == RateHeaders(
+        BucketHeaders(limit=1000, remaining=999), BucketHeaders(limit=2_000_000), BucketHeaders(remaining=17_000)
+    )
 
 
 @pytest.mark.parametrize("absurd", ["-1", "nan", "inf", "1e400", "many", "", "0", "9" * 19, "٣", "1,000"])
@@ -156,7 +158,7 @@ def test_more_remaining_than_the_limit_is_not_believed() -> None:
     found = headers.read(told, now_s=NOW_S)
 
     assert found is not None
-    assert found.requests == Told(limit=5)
+    assert found.requests == BucketHeaders(limit=5)
 
 
 def test_a_remaining_amount_above_the_limit_by_rounding_counts_as_the_limit() -> None:
@@ -164,7 +166,7 @@ def test_a_remaining_amount_above_the_limit_by_rounding_counts_as_the_limit() ->
     found = headers.read(told, now_s=NOW_S)
 
     assert found is not None
-    assert found.input_tokens == Told(limit=247_800, remaining=247_800)
+    assert found.input_tokens == BucketHeaders(limit=247_800, remaining=247_800)
 
 
 @given(
@@ -195,10 +197,10 @@ def test_the_providers_limits_are_adopted_up_to_the_settings() -> None:
     limits = Adaptive(START, AccountCaps(requests=500), now_s=0)
     assert limits.per_minute() == (500, 30_000, 8_000)
 
-    assert limits.hear(RateHeaders(Told(limit=1000), Told(limit=2_000_000), Told()), now_s=0)
+    assert limits.hear(RateHeaders(BucketHeaders(limit=1000), BucketHeaders(limit=2_000_000), BucketHeaders()), now_s=0)
     assert limits.per_minute() == (500, 2_000_000, 8_000)
-    assert not limits.hear(RateHeaders(Told(limit=1000), Told(), Told()), now_s=0)
-    limits.hear(RateHeaders(Told(limit=100), Told(), Told()), now_s=0)
+    assert not limits.hear(RateHeaders(BucketHeaders(limit=1000), BucketHeaders(), BucketHeaders()), now_s=0)
+    limits.hear(RateHeaders(BucketHeaders(limit=100), BucketHeaders(), BucketHeaders()), now_s=0)
     assert limits.per_minute() == (100, 2_000_000, 8_000)
 
 

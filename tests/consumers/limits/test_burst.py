@@ -12,7 +12,7 @@ from consumers.limits.account import Account
 from consumers.limits.amounts import NOTHING, Amounts
 from consumers.limits.base import Heard, Kind
 from consumers.limits.burst import BACK_EVERY_S, Bursts
-from consumers.limits.headers import RateHeaders, Told
+from consumers.limits.headers import BucketHeaders, RateHeaders
 from consumers.limits.own_turns import own_accounts
 from consumers.limits.spec import AccountCaps, BudgetSpec
 from consumers.limits.waiter import Waiter
@@ -22,7 +22,7 @@ from tests.support.examples import examples
 from tests.support.virtual_time import virtually
 
 KNOWN = (False, False, False)
-NOTHING_SAID = Told()
+NOTHING_SAID = BucketHeaders()
 TRAVEL_S = (0.01, 0.06)
 
 
@@ -40,7 +40,7 @@ def unknown(burst_s: float, **given: object) -> Traffic:
 
 
 def told(remaining: float, *, limit: float = 60) -> RateHeaders:
-    return RateHeaders(Told(limit=limit, remaining=remaining), NOTHING_SAID, NOTHING_SAID)
+    return RateHeaders(BucketHeaders(limit=limit, remaining=remaining), NOTHING_SAID, NOTHING_SAID)
 
 
 # ---- a provider that enforces its limits -----------------------------------------------------------------------------
@@ -164,10 +164,12 @@ def test_the_proven_burst_is_the_largest_sum_of_remaining_and_used_amounts() -> 
 
 def test_rounded_token_counts_prove_their_lowest_possible_value_and_missing_ones_nothing() -> None:
     bursts = Bursts(60)
-    bursts.hear(RateHeaders(NOTHING_SAID, Told(limit=60_000, remaining=3000), NOTHING_SAID), Amounts(1, 700, 0))
+    bursts.hear(
+        RateHeaders(NOTHING_SAID, BucketHeaders(limit=60_000, remaining=3000), NOTHING_SAID), Amounts(1, 700, 0)
+    )
     assert seconds(bursts)[1] == pytest.approx(3.2)
     other = Bursts(60)
-    other.hear(RateHeaders(NOTHING_SAID, Told(limit=60_000, remaining=0), NOTHING_SAID), Amounts(1, 700, 0))
+    other.hear(RateHeaders(NOTHING_SAID, BucketHeaders(limit=60_000, remaining=0), NOTHING_SAID), Amounts(1, 700, 0))
     assert seconds(other)[1] == 0
 
 
@@ -228,7 +230,7 @@ def test_further_refusals_despite_a_smaller_burst_lower_the_limit() -> None:
 
 def test_a_refusal_reduces_only_the_burst_of_the_bucket_that_was_used_up() -> None:
     account = Account("a", BudgetSpec(), now_s=0)
-    both = RateHeaders(Told(limit=60, remaining=40), Told(limit=60_000, remaining=0), NOTHING_SAID)
+    both = RateHeaders(BucketHeaders(limit=60, remaining=40), BucketHeaders(limit=60_000, remaining=0), NOTHING_SAID)
     account.learn(Heard(kind=Kind.ANSWERED, rate=both, counted=Amounts(1, 800, 0)), 0)
     for refusal in range(8):
         account.learn(Heard(kind=Kind.RATE_LIMITED, rate=both), 6.0 * refusal)
@@ -278,7 +280,7 @@ def test_whatever_is_learned_every_bucket_holds_between_one_unit_and_the_setting
     account, now_s = Account("a", BudgetSpec(), now_s=0), 0.0
     for remaining, limit, kind, later_s in figures:
         now_s += later_s
-        each = Told(limit=limit, remaining=min(remaining, limit))
+        each = BucketHeaders(limit=limit, remaining=min(remaining, limit))
         account.learn(Heard(kind=kind, rate=RateHeaders(each, each, each), counted=NOTHING, took_s=later_s), now_s)
         for bucket, per_minute in zip(account.buckets, account.per_minute(), strict=True):
             assert 1 <= bucket.burst <= max(1.0, per_minute * (1 + 1e-9))

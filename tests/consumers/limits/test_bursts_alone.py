@@ -4,20 +4,20 @@ import pytest
 
 from consumers.limits.amounts import Amounts
 from consumers.limits.burst import Bursts
-from consumers.limits.headers import RateHeaders, Told
+from consumers.limits.headers import BucketHeaders, RateHeaders
 
 KNOWN = (False, False, False)
 GUESSED = (True, True, True)
 NONE_SPENT = (False, False, False)
-SILENT = Told()
+SILENT = BucketHeaders()
 
 
 def requests(remaining: float | None, *, limit: float | None = 60) -> RateHeaders:
-    return RateHeaders(Told(limit=limit, remaining=remaining), SILENT, SILENT)
+    return RateHeaders(BucketHeaders(limit=limit, remaining=remaining), SILENT, SILENT)
 
 
 def tokens(remaining: float, *, limit: float = 60_000) -> RateHeaders:
-    return RateHeaders(SILENT, Told(limit=limit, remaining=remaining), SILENT)
+    return RateHeaders(SILENT, BucketHeaders(limit=limit, remaining=remaining), SILENT)
 
 
 def sizes_s(bursts: Bursts) -> list[float]:
@@ -28,7 +28,9 @@ def proven(seconds: float, most_s: float = 60.0) -> Bursts:
     """All three buckets are proven to hold so much."""
     bursts = Bursts(most_s)
     left = 6_000 * seconds
-    bursts.hear(RateHeaders(*(Told(limit=360_000, remaining=left + each) for each in (0, 500, 500))), Amounts())
+    bursts.hear(
+        RateHeaders(*(BucketHeaders(limit=360_000, remaining=left + each) for each in (0, 500, 500))), Amounts()
+    )
     return bursts
 
 
@@ -175,7 +177,7 @@ def test_a_size_of_half_a_second_is_neither_cut_nor_raised_by_a_refusal() -> Non
 
 def test_a_size_of_half_a_second_stays_while_larger_ones_are_cut() -> None:
     bursts = proven(0.5)
-    bursts.hear(RateHeaders(SILENT, *(Told(limit=60_000, remaining=40_500) for _ in range(2))), Amounts())
+    bursts.hear(RateHeaders(SILENT, *(BucketHeaders(limit=60_000, remaining=40_500) for _ in range(2))), Amounts())
     bursts.refused(NONE_SPENT, 100.0)
 
     assert sizes_s(bursts) == [0.5, 20.0, 20.0]
@@ -183,7 +185,7 @@ def test_a_size_of_half_a_second_stays_while_larger_ones_are_cut() -> None:
 
 def test_the_size_of_another_bucket_does_not_matter_for_the_margin() -> None:
     bursts = proven(4)
-    bursts.hear(RateHeaders(SILENT, Told(limit=60_000, remaining=40_500), SILENT), Amounts())
+    bursts.hear(RateHeaders(SILENT, BucketHeaders(limit=60_000, remaining=40_500), SILENT), Amounts())
     bursts.refused((False, True, False), 100.0)
     assert bursts.margin == 0.0
     bursts.refused((True, False, True), 110.0)
@@ -218,7 +220,7 @@ def test_the_margin_falls_by_a_hundredth_every_ten_seconds() -> None:
     assert bursts.margin == pytest.approx(0.198)
 
 
-def test_if_smaller_sizes_do_not_end_the_refusals_that_is_told() -> None:
+def test_if_smaller_sizes_do_not_end_the_refusals_that_is_reported() -> None:
     bursts = proven(1)
     told = [bursts.refused((True, False, False), at_s) for at_s in range(0, 50, 5)]
 

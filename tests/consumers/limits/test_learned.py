@@ -11,12 +11,12 @@ from consumers.limits import learned
 from consumers.limits.account import Account
 from consumers.limits.amounts import Amounts
 from consumers.limits.base import Heard, Kind
-from consumers.limits.headers import RateHeaders, Told
+from consumers.limits.headers import BucketHeaders, RateHeaders
 from consumers.limits.spec import BudgetSpec
 from consumers.limits.waiter import Waiter
 from tests.support.examples import examples
 
-RATE = RateHeaders(Told(limit=60, remaining=50), Told(limit=9_000, remaining=5_000), Told())
+RATE = RateHeaders(BucketHeaders(limit=60, remaining=50), BucketHeaders(limit=9_000, remaining=5_000), BucketHeaders())
 HEARD = (
     Heard(kind=Kind.ANSWERED, rate=RATE, counted=Amounts(1, 1_000, 10)),
     Heard(kind=Kind.ANSWERED),

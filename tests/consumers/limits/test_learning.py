@@ -11,24 +11,34 @@ from consumers.limits.adaptive import FORGOTTEN_AFTER_S
 from consumers.limits.amounts import Amounts
 from consumers.limits.base import NO_NEWS, Heard, Kind, Reservation
 from consumers.limits.concurrency import REGAIN_S
-from consumers.limits.headers import RateHeaders, Told
+from consumers.limits.headers import BucketHeaders, RateHeaders
 from consumers.limits.spec import BudgetSpec
 from consumers.limits.waiter import Waiter
 from service.simulated.buckets import Limits
 
-NOTHING_SAID = Told()
-FULL = RateHeaders(Told(limit=600), Told(limit=600_000, remaining=600_000), Told(limit=60_000))
+NOTHING_SAID = BucketHeaders()
+FULL = RateHeaders(
+    BucketHeaders(limit=600), BucketHeaders(limit=600_000, remaining=600_000), BucketHeaders(limit=60_000)
+)
 
 
 def new_account() -> Account:
     """An account with announced limits of 60 requests, 6000 input and 600 output tokens a minute."""
     made = Account("a", BudgetSpec(), now_s=0)
-    made.learn(Heard(kind=Kind.ANSWERED, rate=RateHeaders(Told(limit=60), Told(limit=6000), Told(limit=600))), 0)
+    made.learn(
+        Heard(
+            kind=Kind.ANSWERED,
+            rate=RateHeaders(BucketHeaders(limit=60), BucketHeaders(limit=6000), BucketHeaders(limit=600)),
+        ),
+        0,
+    )
     made.refill(100)
     return made
 
 
-def heard(kind: Kind = Kind.ANSWERED, *, requests: Told = NOTHING_SAID, input_tokens: Told = NOTHING_SAID) -> Heard:
+def heard(
+    kind: Kind = Kind.ANSWERED, *, requests: BucketHeaders = NOTHING_SAID, input_tokens: BucketHeaders = NOTHING_SAID
+) -> Heard:
     return Heard(kind=kind, rate=RateHeaders(requests, input_tokens, NOTHING_SAID))
 
 
@@ -47,27 +57,27 @@ def test_the_account_learns_the_limits_of_the_simulated_provider() -> None:
 
 def test_lower_remaining_amounts_correct_our_level_and_higher_ones_do_not() -> None:
     account = new_account()
-    account.learn(heard(requests=Told(limit=60, remaining=59)), 100)
+    account.learn(heard(requests=BucketHeaders(limit=60, remaining=59)), 100)
     assert levels(account) == [10, 1000, 100]
-    account.learn(heard(requests=Told(limit=60, remaining=2)), 100)
+    account.learn(heard(requests=BucketHeaders(limit=60, remaining=2)), 100)
     assert levels(account) == [3, 1000, 100]  # almost three are announced as two
-    account.learn(heard(requests=Told(limit=60, remaining=50)), 100)
+    account.learn(heard(requests=BucketHeaders(limit=60, remaining=50)), 100)
     assert levels(account) == [3, 1000, 100]
 
 
 def test_an_amount_rounded_to_thousands_is_read_as_its_highest_possible_value() -> None:
     account = new_account()
-    account.learn(heard(input_tokens=Told(limit=60_000, remaining=10_000)), 100)
+    account.learn(heard(input_tokens=BucketHeaders(limit=60_000, remaining=10_000)), 100)
     account.refill(200)
-    account.learn(heard(input_tokens=Told(limit=60_000, remaining=1000)), 200)
+    account.learn(heard(input_tokens=BucketHeaders(limit=60_000, remaining=1000)), 200)
     assert levels(account)[1] == 1500
-    account.learn(heard(input_tokens=Told(limit=60_000, remaining=0)), 200)
+    account.learn(heard(input_tokens=BucketHeaders(limit=60_000, remaining=0)), 200)
     assert levels(account)[1] == 500
 
 
 def test_what_was_refilled_since_the_answer_is_added() -> None:
     account = new_account()
-    told = RateHeaders(Told(limit=60, remaining=2), NOTHING_SAID, NOTHING_SAID)
+    told = RateHeaders(BucketHeaders(limit=60, remaining=2), NOTHING_SAID, NOTHING_SAID)
     account.learn(Heard(kind=Kind.ANSWERED, rate=told, counted=Amounts(1, 0, 0), took_s=3.0), 100)
     assert account.buckets[0].burst == 3  # and not more than is proven
     assert levels(account)[0] == 3
@@ -106,7 +116,7 @@ def test_amounts_that_the_provider_reserves_for_running_calls_return_when_they_e
     account = proven()
     burst, calls = account.buckets[1].burst, underway(account, 5, input_tokens=20_000)
     before = levels(account)[1]
-    account.learn(heard(Kind.RATE_LIMITED, input_tokens=Told(limit=600_000, remaining=460_000)), 100)
+    account.learn(heard(Kind.RATE_LIMITED, input_tokens=BucketHeaders(limit=600_000, remaining=460_000)), 100)
     assert levels(account)[1] == 460_000
     assert account.buckets[1].burst == burst, "what may be used at once is no less for it"
     for call in calls:
@@ -121,7 +131,7 @@ def test_a_level_that_stays_low_within_a_minute_reduces_the_burst() -> None:
     underway(account, 5, input_tokens=20_000)
     for now_s, remaining in ((100, 460_000), (101, 450_000), (120, 400_000)):
         assert account.buckets[1].burst == burst
-        account.learn(heard(Kind.RATE_LIMITED, input_tokens=Told(limit=600_000, remaining=remaining)), now_s)
+        account.learn(heard(Kind.RATE_LIMITED, input_tokens=BucketHeaders(limit=600_000, remaining=remaining)), now_s)
 
     assert account.buckets[1].burst == burst / 2
 
@@ -131,7 +141,7 @@ def test_a_single_refused_large_request_halves_nothing_and_blocks_no_other() -> 
     burst = account.buckets[1].burst
     underway(account, 1, input_tokens=400_000)
     account.refill(160)
-    refused = heard(Kind.RATE_LIMITED, input_tokens=Told(limit=600_000, remaining=500_000))
+    refused = heard(Kind.RATE_LIMITED, input_tokens=BucketHeaders(limit=600_000, remaining=500_000))
     account.learn(replace(refused, retry_after_s=5), 160)
 
     assert account.buckets[1].burst == burst
@@ -149,13 +159,13 @@ def test_a_refusal_that_our_counts_cannot_explain_halves_the_limits() -> None:
 @pytest.mark.parametrize(
     "cause",
     [
-        {"requests": Told(limit=60, remaining=0)},
-        {"input_tokens": Told(limit=6000, remaining=0)},
-        {"requests": Told(limit=30)},
+        {"requests": BucketHeaders(limit=60, remaining=0)},
+        {"input_tokens": BucketHeaders(limit=6000, remaining=0)},
+        {"requests": BucketHeaders(limit=30)},
     ],
     ids=["requests are spent", "tokens are spent", "the limit is lower"],
 )
-def test_a_refusal_explained_by_its_headers_only_corrects_the_levels(cause: dict[str, Told]) -> None:
+def test_a_refusal_explained_by_its_headers_only_corrects_the_levels(cause: dict[str, BucketHeaders]) -> None:
     account = new_account()
     account.learn(heard(Kind.RATE_LIMITED, **cause), 100)
 
@@ -185,14 +195,14 @@ def test_an_implausibly_low_token_limit_is_ignored(limit: str) -> None:
         assert headers.read(told, now_s=0) is None
     least = headers.read({"anthropic-ratelimit-input-tokens-limit": "1000"}, now_s=0)
     assert least is not None
-    assert least.input_tokens == Told(limit=1000)
+    assert least.input_tokens == BucketHeaders(limit=1000)
 
 
 def test_a_low_limit_that_is_not_announced_again_is_forgotten_and_a_repeated_one_stays() -> None:
     account = Account("a", BudgetSpec(), now_s=0)
-    account.learn(heard(requests=Told(limit=10), input_tokens=Told(limit=1500, remaining=0)), 0)
+    account.learn(heard(requests=BucketHeaders(limit=10), input_tokens=BucketHeaders(limit=1500, remaining=0)), 0)
     for second in range(0, int(2 * FORGOTTEN_AFTER_S), 10):
-        account.learn(heard(requests=Told(limit=10)), second)
+        account.learn(heard(requests=BucketHeaders(limit=10)), second)
         assert account.per_minute().requests == 10
         assert account.per_minute().input_tokens == (1500 if second < FORGOTTEN_AFTER_S else 30_000)
     assert account.buckets[1].burst > 1000  # but not what was proven of the other limit
@@ -200,13 +210,13 @@ def test_a_low_limit_that_is_not_announced_again_is_forgotten_and_a_repeated_one
 
 def test_a_high_limit_is_not_forgotten_during_a_pause_without_requests() -> None:
     account = Account("a", BudgetSpec(), now_s=0)
-    account.learn(heard(requests=Told(limit=4000)), 0)
+    account.learn(heard(requests=BucketHeaders(limit=4000)), 0)
     assert not account.is_stale(86_400)
 
 
 def test_at_the_lowest_limit_a_call_is_tried_again_after_minutes_without_an_answer() -> None:
     account = Account("a", BudgetSpec(), now_s=0)
-    account.learn(heard(requests=Told(limit=60)), 0)
+    account.learn(heard(requests=BucketHeaders(limit=60)), 0)
     for refusal in range(10):
         account.learn(Heard(kind=Kind.RATE_LIMITED), 6.0 * refusal)
     assert account.per_minute().requests < 1
@@ -221,7 +231,7 @@ def test_a_repeated_limit_is_passed_to_other_processes_at_most_once_a_minute() -
     account = Account("a", BudgetSpec(), now_s=0)
     known = set()
     for second in range(600):
-        account.learn(heard(requests=Told(limit=60)), second)
+        account.learn(heard(requests=BucketHeaders(limit=60)), second)
         known.add(str(account.learned().limits.told_s))
     assert len(known) == 10
 

@@ -44,7 +44,7 @@ def test_only_when_the_first_one_leaves_does_the_next_become_the_first_of_its_la
     assert not some.leave(second)
 
 
-def test_what_a_lane_needs_is_the_sum_of_those_in_line() -> None:
+def test_what_a_lane_needs_is_the_sum_of_its_waiting_requests() -> None:
     first, second, third = waiter(1, 1, tokens=0.1), waiter(1, 2, tokens=0.2), waiter(1, 3, tokens=0.3)
     some = lines(first, second, third, waiter(2, 0, tokens=99))
 
@@ -56,7 +56,7 @@ def test_what_a_lane_needs_is_the_sum_of_those_in_line() -> None:
     assert some.sums(1) == [0.0, 0.0, 0.0]
 
 
-def test_what_stands_before_a_request_is_summed_wherever_it_stands() -> None:
+def test_the_requests_before_one_are_summed_wherever_it_is_in_line() -> None:
     first, second, third = waiter(1, 1, tokens=10), waiter(1, 2, tokens=20), waiter(1, 3, tokens=40)
     some = lines(first, second, third)
 

@@ -9,7 +9,7 @@ import structlog
 from consumers.limits.accounts import Accounts
 from consumers.limits.amounts import Amounts
 from consumers.limits.base import NO_NEWS, Heard, Kind, Reservation
-from consumers.limits.headers import RateHeaders, Told
+from consumers.limits.headers import BucketHeaders, RateHeaders
 from consumers.limits.own_turns import OwnTurns, own_accounts
 from lanekeeper.telemetry import signals
 from tests.support.budget import ACCOUNT, spec
@@ -110,7 +110,7 @@ def test_the_wake_up_moves_when_the_request_may_go_later() -> None:
     story(tell)
 
 
-def test_once_closed_nobody_is_woken() -> None:
+def test_after_closing_no_request_is_woken() -> None:
     async def tell(on: Bench) -> None:
         asked = await on.ask()
         await on.turns.aclose()
@@ -124,7 +124,7 @@ def test_once_closed_nobody_is_woken() -> None:
 
 
 @pytest.mark.parametrize("kind", Kind)
-def test_only_an_account_that_has_spent_its_limit_is_said_to_pause(kind: Kind) -> None:
+def test_only_an_account_that_has_spent_its_limit_is_reported_as_paused(kind: Kind) -> None:
     async def tell(on: Bench) -> None:
         with structlog.testing.capture_logs() as logs:
             on.turns.learn(Heard(kind=kind))
@@ -137,9 +137,9 @@ def test_only_an_account_that_has_spent_its_limit_is_said_to_pause(kind: Kind) -
     story(tell)
 
 
-def test_limits_are_told_when_they_change_and_not_again() -> None:
+def test_limits_are_logged_when_they_change_and_not_again() -> None:
     async def tell(on: Bench) -> None:
-        told = Heard(kind=Kind.ANSWERED, rate=RateHeaders(Told(limit=30), Told(), Told()))
+        told = Heard(kind=Kind.ANSWERED, rate=RateHeaders(BucketHeaders(limit=30), BucketHeaders(), BucketHeaders()))
         with structlog.testing.capture_logs() as logs:
             on.turns.learn(told)
         with structlog.testing.capture_logs() as again:

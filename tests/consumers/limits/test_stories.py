@@ -15,7 +15,7 @@ import pytest
 
 from consumers.limits.amounts import Amounts
 from consumers.limits.base import Heard, Kind, Reservation, Wait, WaitTooLong
-from consumers.limits.headers import RateHeaders, Told
+from consumers.limits.headers import BucketHeaders, RateHeaders
 from consumers.limits.own_turns import own_accounts
 from consumers.limits.spec import DEFAULT_LANES, AccountCaps, BudgetSpec
 from tests.support.budget import ACCOUNT, spec
@@ -123,7 +123,9 @@ class Story:
     def _rate(self, most: float) -> RateHeaders:
         limits = [self._chosen.choice((None, limit)) for limit in (100.0, 80_000.0, 16_000.0)]
         left = [limit and self._chosen.choice((None, round(limit * self._chosen.random() * most))) for limit in limits]
-        return RateHeaders(*(Told(limit=limit, remaining=each) for limit, each in zip(limits, left, strict=True)))
+        return RateHeaders(
+            *(BucketHeaders(limit=limit, remaining=each) for limit, each in zip(limits, left, strict=True))
+        )
 
     async def _look(self, number: int) -> None:
         for lane in LANES:

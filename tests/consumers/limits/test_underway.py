@@ -36,7 +36,7 @@ def test_without_calls_nothing_explains_a_refusal() -> None:
 
 
 @pytest.mark.parametrize(("missing", "explained"), [(-1, False), (0, False), (0.5, True), (75, True), (75.1, False)])
-def test_calls_hold_up_to_half_of_their_input_besides(missing: float, explained: bool) -> None:
+def test_calls_hold_up_to_half_of_their_input_in_addition(missing: float, explained: bool) -> None:
     assert running(call(100), call(50)).hold(missing, 0.0) == explained
 
 

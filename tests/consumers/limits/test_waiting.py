@@ -13,7 +13,7 @@ from consumers.limits.amounts import Amounts
 from consumers.limits.base import Heard, Kind, Reservation, Wait, WaitTooLong
 from consumers.limits.bucket import LEAST
 from consumers.limits.concurrency import REGAIN_S
-from consumers.limits.headers import RateHeaders, Told
+from consumers.limits.headers import BucketHeaders, RateHeaders
 from consumers.limits.own_turns import own_accounts
 from consumers.limits.spec import BudgetSpec
 from tests.support.budget import ACCOUNT, spec
@@ -96,7 +96,7 @@ def test_however_long_a_request_has_waited_it_does_not_go_before_a_lane_above() 
     story(tell)
 
 
-def test_what_comes_back_stands_where_it_stood() -> None:
+def test_a_request_that_comes_back_has_its_old_place_in_line() -> None:
     async def tell(on: Bench) -> None:
         first = on.ask("normal", "first")
         await asyncio.sleep(0.1)
@@ -112,7 +112,7 @@ def test_what_comes_back_stands_where_it_stood() -> None:
     story(tell)
 
 
-def test_a_request_that_says_it_will_arrive_later_has_the_place_of_one_that_arrives_now() -> None:
+def test_an_arrival_in_the_future_counts_as_now() -> None:
     async def tell(on: Bench) -> None:
         ahead = on.ask("normal", "from the future", arrived=on.loop.time() + 100)
         await asyncio.sleep(0.1)
@@ -123,7 +123,7 @@ def test_a_request_that_says_it_will_arrive_later_has_the_place_of_one_that_arri
     story(tell)
 
 
-def test_nobody_is_refused_by_a_limit_that_is_only_guessed() -> None:
+def test_a_guessed_limit_refuses_no_request() -> None:
     async def tell(on: Bench) -> None:
         budgets = own_accounts(BudgetSpec())
         asked = [
@@ -135,7 +135,9 @@ def test_nobody_is_refused_by_a_limit_that_is_only_guessed() -> None:
         await asyncio.sleep(0.15)
         assert (await budgets.predicted_wait("new/model", lane="critical", amounts=Amounts(1, 1, 1))).is_known is False
         rate = RateHeaders(
-            Told(limit=1000, remaining=999), Told(limit=2_000_000, remaining=1_998_000), Told(limit=400_000)
+            BucketHeaders(limit=1000, remaining=999),
+            BucketHeaders(limit=2_000_000, remaining=1_998_000),
+            BucketHeaders(limit=400_000),
         )
         budgets.learn("new/model", Heard(kind=Kind.ANSWERED, rate=rate, counted=Amounts(1, 2_000, 0)))
 
@@ -156,7 +158,7 @@ def test_batch_does_not_overtake_critical_however_long_it_has_waited() -> None:
     story(tell)
 
 
-def test_one_that_is_cancelled_leaves_no_hole() -> None:
+def test_a_cancelled_request_delays_none_of_those_behind_it() -> None:
     async def tell(on: Bench) -> None:
         big = on.ask("normal", "big", amounts=Amounts(1, 6_000, 1))
         small = [on.ask("normal", "small") for _ in range(3)]
@@ -193,11 +195,11 @@ def test_a_grant_and_a_cancellation_in_one_turn_of_the_loop_lose_nothing(granted
     story(tell)
 
 
-def test_a_higher_limit_is_used_by_those_who_wait_already() -> None:
+def test_a_higher_limit_applies_to_requests_that_wait_already() -> None:
     async def tell(on: Bench) -> None:
         asked = [on.ask("batch") for _ in range(20)]
         await asyncio.sleep(5)
-        on.hear(Kind.ANSWERED, rate=RateHeaders(Told(limit=600), Told(), Told()))
+        on.hear(Kind.ANSWERED, rate=RateHeaders(BucketHeaders(limit=600), BucketHeaders(), BucketHeaders()))
         began_s = on.loop.time()
 
         assert await on.since(began_s, *asked) < 4  # 20 at 10 a second, after what the other lanes keep
@@ -205,11 +207,11 @@ def test_a_higher_limit_is_used_by_those_who_wait_already() -> None:
     story(tell, requests=None)
 
 
-def test_a_lower_limit_holds_for_those_who_wait_already() -> None:
+def test_a_lower_limit_applies_to_requests_that_wait_already() -> None:
     async def tell(on: Bench) -> None:
         asked = [on.ask("batch") for _ in range(6)]
         await asyncio.sleep(0)
-        on.hear(Kind.ANSWERED, rate=RateHeaders(Told(limit=6), Told(), Told()))
+        on.hear(Kind.ANSWERED, rate=RateHeaders(BucketHeaders(limit=6), BucketHeaders(), BucketHeaders()))
         began_s = on.loop.time()
 
         assert await on.since(began_s, *asked) >= 50
@@ -217,7 +219,7 @@ def test_a_lower_limit_holds_for_those_who_wait_already() -> None:
     story(tell)
 
 
-def test_what_was_not_used_is_there_for_the_next() -> None:
+def test_an_unused_amount_is_granted_to_the_next_request() -> None:
     async def tell(on: Bench) -> None:
         reservation = await on.ask("critical", amounts=Amounts(1, 5_000, 1))
         next_ = on.ask("critical", amounts=Amounts(1, 5_000, 1))
@@ -232,7 +234,7 @@ def test_what_was_not_used_is_there_for_the_next() -> None:
     story(tell)
 
 
-def test_one_that_cannot_be_in_time_is_told_at_once_how_long_and_for_what() -> None:
+def test_a_request_that_cannot_start_in_time_is_refused_at_once_with_the_wait_and_its_reason() -> None:
     async def tell(on: Bench) -> None:
         for _ in range(30):
             on.ask("batch")
@@ -248,7 +250,7 @@ def test_one_that_cannot_be_in_time_is_told_at_once_how_long_and_for_what() -> N
     story(tell)
 
 
-def test_what_is_predicted_is_what_happens_if_nothing_comes_between() -> None:
+def test_the_predicted_wait_is_the_real_one_if_no_other_request_comes() -> None:
     async def tell(on: Bench) -> None:
         for _ in range(30):
             on.ask("normal", amounts=Amounts(1, 1_500, 1))
@@ -265,7 +267,7 @@ def test_what_is_predicted_is_what_happens_if_nothing_comes_between() -> None:
     story(tell)
 
 
-def test_one_whose_prediction_fails_is_told_when_its_time_is_over() -> None:
+def test_a_request_that_was_not_granted_as_predicted_is_refused_when_its_time_is_over() -> None:
     async def tell(on: Bench) -> None:
         late = on.ask("batch", until=on.loop.time() + 3, amounts=Amounts(1, 1_500, 1))
         for _ in range(20):
@@ -277,7 +279,7 @@ def test_one_whose_prediction_fails_is_told_when_its_time_is_over() -> None:
     story(tell)
 
 
-def test_a_limit_that_falls_ends_the_waits_that_became_hopeless() -> None:
+def test_when_a_limit_falls_requests_that_are_now_too_late_are_refused() -> None:
     async def tell(on: Bench) -> None:
         began_s = on.loop.time()
         asked = [on.ask("batch", until=began_s + 30) for _ in range(20)]
@@ -292,7 +294,7 @@ def test_a_limit_that_falls_ends_the_waits_that_became_hopeless() -> None:
     story(tell)
 
 
-def test_a_spend_limit_sends_everybody_away_at_once_until_the_pause_is_over() -> None:
+def test_a_spend_limit_refuses_all_requests_at_once_until_the_pause_is_over() -> None:
     async def tell(on: Bench) -> None:
         asked = [on.ask("batch") for _ in range(3)]
         await asyncio.sleep(0)
@@ -314,7 +316,7 @@ def test_a_spend_limit_sends_everybody_away_at_once_until_the_pause_is_over() ->
     story(tell)
 
 
-def test_a_retry_after_is_kept_by_all() -> None:
+def test_all_lanes_wait_until_a_retry_after_is_over() -> None:
     async def tell(on: Bench) -> None:
         began_s = on.loop.time()
         on.hear(Kind.RATE_LIMITED, retry_after_s=20)
@@ -323,7 +325,7 @@ def test_a_retry_after_is_kept_by_all() -> None:
     story(tell)
 
 
-def test_an_overload_lets_fewer_run_and_each_end_wakes_the_next() -> None:
+def test_after_an_overload_fewer_calls_run_and_each_end_wakes_the_next_request() -> None:
     async def tell(on: Bench) -> None:
         await asyncio.sleep(60)
         running = [await on.ask("normal") for _ in range(6)]
@@ -363,7 +365,7 @@ def test_where_calls_are_short_a_flood_of_critical_leaves_batch_its_share_of_the
     story(tell, requests=6_000, concurrency=4)
 
 
-def test_status_tells_how_many_wait_for_what() -> None:
+def test_the_status_shows_how_many_requests_wait_for_which_limit() -> None:
     async def tell(on: Bench) -> None:
         on.ask("critical", amounts=Amounts(1, 6_000, 1))
         for _ in range(3):
@@ -380,7 +382,7 @@ def test_status_tells_how_many_wait_for_what() -> None:
 
 
 @pytest.mark.slow
-def test_a_turn_that_is_a_blink_away_is_waited_for_on_uvloop_too() -> None:
+def test_a_turn_less_than_a_millisecond_away_is_granted_on_uvloop_too() -> None:
     """What is to happen within half a millisecond is no timer there, and cannot tell when it will."""
 
     async def tell() -> None:
@@ -398,7 +400,7 @@ def test_a_turn_that_is_a_blink_away_is_waited_for_on_uvloop_too() -> None:
     uvloop.run(tell())
 
 
-def test_accounts_that_nobody_uses_are_forgotten_when_there_are_many() -> None:
+def test_unused_accounts_are_forgotten_when_there_are_many() -> None:
     async def tell(on: Bench) -> None:
         running = await on.budgets.reserve("used", lane="batch", amounts=ONE, until=None)
         waits = on.ask("batch")
@@ -417,11 +419,11 @@ def test_accounts_that_nobody_uses_are_forgotten_when_there_are_many() -> None:
     story(tell)
 
 
-def test_a_limit_that_was_told_once_keeps_nobody_out_for_ever_though_nobody_calls_meanwhile() -> None:
+def test_a_low_limit_that_was_announced_once_does_not_block_an_account_for_ever() -> None:
     async def told() -> None:
         budgets, loop = own_accounts(BudgetSpec()), asyncio.get_running_loop()
         call, in_vain = Amounts(1, 10_000, 500), 0
-        once = RateHeaders(Told(limit=1), Told(limit=1000), Told(limit=1000))
+        once = RateHeaders(BucketHeaders(limit=1), BucketHeaders(limit=1000), BucketHeaders(limit=1000))
         budgets.learn(ACCOUNT, Heard(kind=Kind.ANSWERED, rate=once, counted=call))
         taken = await budgets.reserve(ACCOUNT, lane="critical", amounts=call, until=None)
         budgets.settle(taken, call)
@@ -443,7 +445,7 @@ def test_a_limit_that_was_told_once_keeps_nobody_out_for_ever_though_nobody_call
     virtually(told())
 
 
-def test_one_whose_caller_fails_while_he_is_told_that_he_waits_leaves_the_line() -> None:
+def test_a_request_leaves_the_line_if_on_wait_raises() -> None:
     def fails(wait: Wait) -> None:
         raise OSError("nobody listens")
 

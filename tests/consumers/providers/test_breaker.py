@@ -263,7 +263,7 @@ async def test_a_single_request_that_fails_every_time_opens_no_breaker() -> None
     assert these.wait_s(HERE, 0) == 0
 
 
-async def test_of_several_providers_those_known_to_fail_are_left_out_until_none_is_left() -> None:
+async def test_providers_known_to_fail_are_left_out_unless_all_are() -> None:
     these = Breakers(rng=random.Random(1))
     assert these.callable((HERE, ELSEWHERE)) == (HERE, ELSEWHERE)
     now_s = asyncio.get_running_loop().time()

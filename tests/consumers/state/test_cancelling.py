@@ -30,7 +30,7 @@ async def test_a_request_that_waits_for_its_next_attempt_ends_as_cancelled(store
     assert await store.claim(ME, copy("other body")) == Conflict()
 
 
-async def test_the_holder_of_a_running_request_is_told_and_decides_its_ending(store: Store) -> None:
+async def test_the_holder_of_a_running_request_learns_of_its_cancellation_and_ends_it(store: Store) -> None:
     held = await claimed(store)
 
     assert await store.cancel(ME, CANCELLED) == Cancelling.TOLD
@@ -40,7 +40,7 @@ async def test_the_holder_of_a_running_request_is_told_and_decides_its_ending(st
     assert await store.cancel(ME, CANCELLED) == Cancelling.ENDED
 
 
-async def test_a_request_whose_holder_was_told_still_counts_as_running(store: Store) -> None:
+async def test_a_cancelled_request_counts_as_running_until_its_holder_ends_it(store: Store) -> None:
     await claimed(store)
     await store.cancel(ME, CANCELLED)
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from consumers.limits.account import Account
 from consumers.limits.amounts import NOTHING, Amounts
 from consumers.limits.base import Heard, Kind, Reservation
-from consumers.limits.headers import RateHeaders, Told
+from consumers.limits.headers import BucketHeaders, RateHeaders
 from consumers.limits.own_turns import OwnTurns
 from consumers.limits.spec import DEFAULT_LANES, AccountCaps, BudgetSpec
 from consumers.limits.turns import Turns
@@ -117,8 +117,8 @@ class Player:
         raise AssertionError("the script is asked again and again")
 
 
-def told(limit: int | None, remaining: int | None) -> Told:
-    return Told(limit=limit, remaining=remaining)
+def told(limit: int | None, remaining: int | None) -> BucketHeaders:
+    return BucketHeaders(limit=limit, remaining=remaining)
 
 
 def heard(kind: Kind, tokens: tuple[int | None, int | None]) -> Heard:

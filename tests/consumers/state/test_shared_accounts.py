@@ -18,7 +18,7 @@ from consumers.limits.account import Account
 from consumers.limits.accounts import Accounts
 from consumers.limits.amounts import Amounts
 from consumers.limits.base import Heard, Kind, Reservation, WaitTooLong
-from consumers.limits.headers import RateHeaders, Told
+from consumers.limits.headers import BucketHeaders, RateHeaders
 from consumers.limits.waiter import Waiter
 from consumers.state.base import StoreUnavailable
 from consumers.state.redis.client import RedisClient
@@ -108,8 +108,8 @@ def now_s() -> float:
     return asyncio.get_running_loop().time()
 
 
-def answered(requests: Told) -> Heard:
-    rate = RateHeaders(requests, Told(), Told())
+def answered(requests: BucketHeaders) -> Heard:
+    rate = RateHeaders(requests, BucketHeaders(), BucketHeaders())
     return Heard(kind=Kind.ANSWERED, rate=rate, counted=Amounts(1, 0, 0))
 
 
@@ -128,7 +128,7 @@ async def test_the_script_decides_like_a_single_process(opened: Opened, seed: in
         for _ in range(rng.randint(3, 40))
     ]
     alone = Account(ACCOUNT, spec(**slow), now_s=0.0)
-    learned = answered(Told(limit=30, remaining=20)) if seed % 2 else Heard(kind=Kind.ANSWERED)
+    learned = answered(BucketHeaders(limit=30, remaining=20)) if seed % 2 else Heard(kind=Kind.ANSWERED)
     alone.learn(learned, 0.0)
     for lane, amounts in wanted:
         alone.join(Waiter(lane, amounts, arrived_s=0.0))
@@ -269,7 +269,10 @@ async def test_limits_learned_by_one_process_apply_to_all(opened: Opened) -> Non
     one, other = opened(requests=None), opened(requests=None)
     await empty(one)
     await empty(other)
-    one.learn(ACCOUNT, Heard(kind=Kind.ANSWERED, rate=RateHeaders(Told(limit=6_000), Told(), Told())))
+    one.learn(
+        ACCOUNT,
+        Heard(kind=Kind.ANSWERED, rate=RateHeaders(BucketHeaders(limit=6_000), BucketHeaders(), BucketHeaders())),
+    )
     began_s = now_s()
     await asyncio.gather(*(ask(other, "critical") for _ in range(50)))
 
@@ -282,8 +285,8 @@ async def test_the_burst_is_learned_for_all_processes_and_budget_held_back_is_re
 ) -> None:
     one, other = opened(requests=None, burst_s=10.0), opened(requests=None, burst_s=10.0)
     first = await one.reserve(ACCOUNT, lane="critical", amounts=ONE, until=None)
-    one.learn(ACCOUNT, answered(Told(limit=60, remaining=6)))
-    other.learn(ACCOUNT, answered(Told(limit=60, remaining=5)))
+    one.learn(ACCOUNT, answered(BucketHeaders(limit=60, remaining=6)))
+    other.learn(ACCOUNT, answered(BucketHeaders(limit=60, remaining=5)))
     one.settle(first, ONE)
     granted = 0
     for budgets in (one, other, one, other):
@@ -299,7 +302,7 @@ async def test_a_limit_that_was_announced_only_once_is_forgotten_by_all(
 ) -> None:
     monkeypatch.setattr(adaptive, "FORGOTTEN_AFTER_S", 1.0)
     one, other = opened(requests=None), opened(requests=None)
-    one.learn(ACCOUNT, answered(Told(limit=1, remaining=0)))
+    one.learn(ACCOUNT, answered(BucketHeaders(limit=1, remaining=0)))
     await asyncio.wait_for(ask(one, "critical"), 5)  # there may be almost one more than announced
     with pytest.raises(WaitTooLong):
         await one.reserve(ACCOUNT, lane="critical", amounts=ONE, until=now_s() + 5)
@@ -384,8 +387,13 @@ async def test_what_two_processes_learn_at_the_same_time_is_both_kept(opened: Op
     one, other = opened(requests=None, input_tokens=None), opened(requests=None, input_tokens=None)
     await empty(one)
     await empty(other)
-    one.learn(ACCOUNT, Heard(kind=Kind.ANSWERED, rate=RateHeaders(Told(limit=700), Told(), Told())))
-    other.learn(ACCOUNT, Heard(kind=Kind.ANSWERED, rate=RateHeaders(Told(), Told(limit=70_000), Told())))
+    one.learn(
+        ACCOUNT, Heard(kind=Kind.ANSWERED, rate=RateHeaders(BucketHeaders(limit=700), BucketHeaders(), BucketHeaders()))
+    )
+    other.learn(
+        ACCOUNT,
+        Heard(kind=Kind.ANSWERED, rate=RateHeaders(BucketHeaders(), BucketHeaders(limit=70_000), BucketHeaders())),
+    )
     for each in (one, other, one, other):
         await each.try_reserve(ACCOUNT, lane="critical", amounts=ONE)
 

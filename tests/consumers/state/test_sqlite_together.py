@@ -96,7 +96,7 @@ async def test_the_same_request_twice_in_one_transaction_is_granted_once(tmp_pat
     assert [type(each) for each in found] == [Granted, Running, Running]
 
 
-async def test_of_many_renewals_those_that_must_stop_are_told(tmp_path: Path) -> None:
+async def test_among_many_renewals_those_that_must_stop_are_returned(tmp_path: Path) -> None:
     clock = Standing()
     ids = [Identity("", str(each)) for each in range(45)]
     async with SqliteStore(tmp_path / "lane.sqlite", namespace="lane", clock=clock) as store:
@@ -115,7 +115,7 @@ async def test_of_many_renewals_those_that_must_stop_are_told(tmp_path: Path) ->
     assert [each for each in range(45) if not running[each]] == [3], "the claim that took over was not renewed"
 
 
-async def test_of_many_claims_only_those_of_known_requests_are_not_granted(tmp_path: Path) -> None:
+async def test_among_many_claims_only_those_of_known_requests_are_not_granted(tmp_path: Path) -> None:
     ids = [Identity("", str(each)) for each in range(100)]
     async with SqliteStore(tmp_path / "lane.sqlite", namespace="lane") as store:
         for each in ids[::10]:

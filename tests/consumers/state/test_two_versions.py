@@ -15,7 +15,7 @@ from consumers.limits.account import Account
 from consumers.limits.accounts import Accounts
 from consumers.limits.amounts import Amounts
 from consumers.limits.base import Heard, Kind
-from consumers.limits.headers import RateHeaders, Told
+from consumers.limits.headers import BucketHeaders, RateHeaders
 from consumers.state.redis.client import RedisClient
 from consumers.state.redis.script import Script
 from consumers.state.redis.shared_turns import FORM, SharedTurns, shared_accounts
@@ -66,7 +66,9 @@ async def one_of_each_lane(budgets: Accounts[SharedTurns]) -> None:
 
 
 def answered(limit: float) -> Heard:
-    return Heard(kind=Kind.ANSWERED, rate=RateHeaders(Told(limit=limit), Told(), Told()), counted=ONE)
+    return Heard(
+        kind=Kind.ANSWERED, rate=RateHeaders(BucketHeaders(limit=limit), BucketHeaders(), BucketHeaders()), counted=ONE
+    )
 
 
 def unreadable(logs: list[dict[str, object]]) -> int:
@@ -110,7 +112,7 @@ async def test_what_another_version_has_learned_is_ignored_and_logged_once(
         7,
     ],
 )
-async def test_an_account_stored_in_another_form_is_started_anew_and_logged(
+async def test_an_account_stored_in_another_format_starts_again_and_that_is_logged(
     ours: Accounts[SharedTurns], client: RedisClient, namespace: str, kept: object
 ) -> None:
     await one_of_each_lane(ours)
@@ -122,9 +124,7 @@ async def test_an_account_stored_in_another_form_is_started_anew_and_logged(
     assert unreadable(logs) == 1  # type: ignore[arg-type]
 
 
-async def test_a_damaged_account_is_started_anew(
-    ours: Accounts[SharedTurns], client: RedisClient, namespace: str
-) -> None:
+async def test_a_damaged_account_starts_again(ours: Accounts[SharedTurns], client: RedisClient, namespace: str) -> None:
     await one_of_each_lane(ours)
     await client.write(f"{namespace}:budget:{FORM}:{ACCOUNT}", "\xff\x00 no account", for_s=60)
 

@@ -64,7 +64,7 @@ def links(span: ReadableSpan) -> list[tuple[str, str]]:
     return [(f"{link.context.trace_id:032x}", f"{link.context.span_id:016x}") for link in span.links]
 
 
-def test_a_time_that_has_passed_stands_beside_the_delivery_or_inside_it(recorded: Recorded) -> None:
+def test_the_span_of_a_past_wait_is_a_sibling_of_the_delivery_or_inside_it(recorded: Recorded) -> None:
     message = request({"traceparent": VALID})
     with recorded.tracing.process(message, queue="lane.critical", delivery_tag=1):
         recorded.tracing.passed("wait lane.critical", start_ns=5, end_ns=9, came_by=message)

@@ -30,7 +30,9 @@ def test_a_connection_that_is_lost_while_declaring_is_an_unreachable_broker(erro
     [(ChannelNotFoundEntity("no queue"), TopologyMismatch), (ChannelClosed(404, "why"), BrokerError)],
     ids=repr,
 )
-def test_a_refused_declaration_is_told_apart_from_a_lost_connection(error: Exception, ours: type[BrokerError]) -> None:
+def test_a_refused_declaration_and_a_lost_connection_have_different_errors(
+    error: Exception, ours: type[BrokerError]
+) -> None:
     async def declare() -> None:
         with broker_errors():
             raise error

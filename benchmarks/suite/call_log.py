@@ -11,7 +11,7 @@ _HEAD: Final = 3
 """The numbers at the beginning of the file: calls, repeated calls, whether answers are held back."""
 
 
-class Books:
+class CallLog:
     """When the call of each request began and ended; 0.0: not yet."""
 
     def __init__(self, path: Path, *, most: int) -> None:

@@ -9,18 +9,18 @@ from consumers.limits.base import Heard
 
 
 @dataclass(slots=True)
-class Told:
+class Sent:
     """What one step sends to Redis."""
 
     back: list[dict[str, Any]]
     lower: list[float]
     heard: int
-    """How many of `Untold.heard` are contained in the knowledge that the step sends."""
+    """How many of `Unsent.heard` are contained in the knowledge that the step sends."""
     has_learned: bool
 
 
 @dataclass(slots=True)
-class Untold:
+class Unsent:
     """What was not sent to Redis yet about one account."""
 
     back: list[dict[str, Any]] = field(default_factory=list)
@@ -42,16 +42,16 @@ class Untold:
                 found = True
         return found
 
-    def take(self) -> Told:
+    def take(self) -> Sent:
         """What the next step sends. It is not sent again, unless the step fails."""
-        told = Told(self.back, self.lower, len(self.heard), self.has_learned)
+        sent = Sent(self.back, self.lower, len(self.heard), self.has_learned)
         self.back, self.lower, self.has_learned = [], [inf, inf, inf], False
-        return told
+        return sent
 
-    def failed(self, told: Told) -> None:
+    def failed(self, sent: Sent) -> None:
         """It is unknown whether Redis counted the step. What was used beyond a reservation is sent again. What was
         given back is not, because counting it twice would spend more than there is."""
-        for each in told.back:
+        for each in sent.back:
             each["over"] = [min(0.0, over) for over in each["over"]]
-        self.back = [each for each in told.back if any(each["over"])] + self.back
-        self.has_learned = self.has_learned or told.has_learned
+        self.back = [each for each in sent.back if any(each["over"])] + self.back
+        self.has_learned = self.has_learned or sent.has_learned
