@@ -1,84 +1,109 @@
-"""What `POST /v1/messages` costs by the gateway, beside calling the same simulated API directly, in turns in one run.
+"""What `POST /v1/messages` costs by the gateway, beside calling the same simulated API directly and beside LiteLLM's
+proxy, in turns in one run.
 
-`lanekeeper serve` (lanes, gateway, SQLite) and the simulated API, which answers at once, are processes of their own.
+`lanekeeper serve` (lanes, gateway, SQLite), LiteLLM and the simulated API, which answers at once, are processes of
+their own. Every answer is compared with its question: a run that lost a call, or got another's answer, has no figure.
+The raw figures go to benchmarks/results/gateway/. LiteLLM's Rust proxy is left out: no package registry has it.
 
-    .venv/bin/python benchmarks/gateway.py [--rounds 5] [--calls 200] [--at-once 50]
+    .venv/bin/python benchmarks/gateway.py [--quick] [--rounds 5] [--calls 200] [--at-once 50] [--litellm PROGRAM]
 """
 
 import argparse
 import asyncio
 import json
-import os
-import statistics
 import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import version
+from itertools import count
+from pathlib import Path
 
 import aiohttp
 import ground
-import psutil
 import uvloop
+from contest import litellm
+from peers import with_litellm
+from suite.gateway_table import text
+from suite.medians import quantile
+from suite.processes import clean_environ, cpu_s, resident_mib
+from suite.results import Results, Run, machine
 
+from lanekeeper.amqp.connection import Connection
+
+MODEL = "claude-haiku-5-5"
 PROMPT = "Tell me what a lane is. " * 40  # about 1 KB
-HEADERS = {"x-api-key": "benchmark", "anthropic-version": "2023-06-01", "content-type": "application/json"}
 PLENTY = {"REQUESTS_PER_MIN": "1e6", "INPUT_TOKENS_PER_MIN": "1e9", "OUTPUT_TOKENS_PER_MIN": "1e9"}
+RESULTS = Path(__file__).parent / "results" / "gateway"
+STREAMS = 500
+_NUMBERS = count(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contestant:
+    """Where `/v1/messages` is called."""
+
+    name: str
+    url: str
+    pid: int
+    headers: dict[str, str] = field(default_factory=dict)
 
 
 @asynccontextmanager
-async def provider() -> AsyncIterator[str]:
-    """The simulated API's base URL."""
+async def provider() -> AsyncIterator[Contestant]:
+    """The simulated API."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "service.cli.main", "simulate", "--port", "0", stdout=asyncio.subprocess.PIPE
     )
     try:
         assert process.stdout is not None
         line = (await process.stdout.readline()).decode()
-        yield next(word.rstrip(",;") for word in line.split() if word.startswith("http://"))
+        url = next(word.rstrip(",;") for word in line.split() if word.startswith("http://"))
+        yield Contestant(name="direct", url=url, pid=process.pid)
     finally:
         process.terminate()
         await process.wait()
 
 
-def body(*, stream: bool) -> bytes:
-    said = [{"role": "user", "content": PROMPT}]
-    return json.dumps({"model": "claude-haiku-5-5", "max_tokens": 100, "messages": said, "stream": stream}).encode()
-
-
 @asynccontextmanager
-async def served(url: str, base_url: str) -> AsyncIterator[tuple[str, psutil.Process]]:
-    """`lanekeeper serve`: the gateway's URL and the process."""
+async def serve(url: str, base_url: str, *, slots: int) -> AsyncIterator[Contestant]:
+    """`lanekeeper serve`."""
     with tempfile.TemporaryDirectory(prefix="lanekeeper-bench-") as folder:
-        kept = {name: each for name, each in os.environ.items() if not name.startswith(("LANEKEEPER_", "ANTHROPIC_"))}
-        environ = {
-            **kept,
-            "LANEKEEPER_AMQP_URL": url,
-            "LANEKEEPER_STORE_URL": f"sqlite:///{folder}/store.sqlite",
-            "LANEKEEPER_LANES__CRITICAL__SLOTS": "50",
-            "LANEKEEPER_LOG_FORMAT": "json",
-            "ANTHROPIC_BASE_URL": base_url,
-            "ANTHROPIC_API_KEY": "benchmark",
+        environ = clean_environ(
+            LANEKEEPER_AMQP_URL=url,
+            LANEKEEPER_STORE_URL=f"sqlite:///{folder}/store.sqlite",
+            LANEKEEPER_LANES__CRITICAL__SLOTS=str(slots),
+            LANEKEEPER_LOG_FORMAT="json",
+            ANTHROPIC_BASE_URL=base_url,
+            ANTHROPIC_API_KEY="benchmark",
             **{f"LANEKEEPER_BUDGET__{name}": each for name, each in PLENTY.items()},
-        }
+        )
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "service.cli.main", "serve", "--port", "0",
             env=environ, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
         assert process.stderr is not None
-        stderr = process.stderr
         try:
             address = None
             while address is None:
-                line = await stderr.readline()
+                line = await process.stderr.readline()
                 assert line, "lanekeeper serve has ended"
                 address = json.loads(line).get("health") if b'"service.ready"' in line else None
-            reading = asyncio.create_task(_passed_over(stderr))
-            yield str(address), psutil.Process(process.pid)
+            reading = asyncio.create_task(_passed_over(process.stderr))
+            yield Contestant(name="lanekeeper", url=str(address), pid=process.pid)
             reading.cancel()
         finally:
             process.terminate()
             await process.wait()
+
+
+@asynccontextmanager
+async def peer(base_url: str, program: Path) -> AsyncIterator[Contestant]:
+    async with with_litellm.served(base_url, model=MODEL, program=program) as (url, key, pid):
+        yield Contestant(name="litellm", url=url, pid=pid, headers={"authorization": f"Bearer {key}"})
 
 
 async def _passed_over(log: asyncio.StreamReader) -> None:
@@ -86,28 +111,44 @@ async def _passed_over(log: asyncio.StreamReader) -> None:
         pass
 
 
-async def whole(session: aiohttp.ClientSession, url: str) -> float:
-    """Seconds until the answer is there."""
-    began = time.perf_counter()
-    async with session.post(f"{url}/v1/messages", data=body(stream=False), headers=HEADERS) as got:
-        assert got.status == 200, await got.text()
-        await got.read()
-    return time.perf_counter() - began
+class Calling:
+    """Calls to one contestant. Each has a number of its own, which the simulated API's echo brings back."""
 
+    def __init__(self, session: aiohttp.ClientSession, to: Contestant) -> None:
+        self._session = session
+        self.to = to
 
-async def first_token(session: aiohttp.ClientSession, url: str) -> float:
-    """Seconds until the first piece of the answer is there."""
-    began, first = time.perf_counter(), None
-    async with session.post(f"{url}/v1/messages", data=body(stream=True), headers=HEADERS) as got:
-        async for line in got.content:
-            if first is None and line.startswith(b"event: content_block_delta"):
-                first = time.perf_counter() - began
-    assert first is not None
-    return first
+    async def whole(self) -> float:
+        """Seconds until the answer is there."""
+        mark, began = f"call {next(_NUMBERS)}.", time.perf_counter()
+        async with self._post(mark, stream=False) as got:
+            answer = await got.read()
+        took = time.perf_counter() - began
+        if got.status != 200 or mark not in json.loads(answer)["content"][0]["text"]:
+            raise RuntimeError(f"{self.to.name}: lost a call: {got.status} {answer[:300]!r}")
+        return took
+
+    async def first_token(self, *, extra: str = "") -> float:
+        """Seconds until the first piece of the answer is there; the rest is read as well."""
+        mark, began, first, said = f"call {next(_NUMBERS)}.", time.perf_counter(), None, ""
+        async with self._post(mark + extra, stream=True) as got:
+            async for line in got.content:
+                if line.startswith(b"data:") and b"content_block_delta" in line:
+                    first = first or time.perf_counter() - began
+                    said += json.loads(line[5:])["delta"].get("text", "")
+        if first is None or mark not in said:
+            raise RuntimeError(f"{self.to.name}: lost a stream: {got.status} {said[:300]!r}")
+        return first
+
+    def _post(self, mark: str, *, stream: bool) -> "aiohttp.client._RequestContextManager":
+        said = [{"role": "user", "content": f"{mark} {PROMPT}"}]
+        body = {"model": MODEL, "max_tokens": 1000, "messages": said, "stream": stream}
+        headers = {"x-api-key": "benchmark", "anthropic-version": "2023-06-01", **self.to.headers}
+        return self._session.post(f"{self.to.url}/v1/messages", json=body, headers=headers)
 
 
 async def together(one: Callable[[], Awaitable[object]], *, calls: int, at_once: int) -> float:
-    """Calls a second."""
+    """Seconds for all of them."""
     left = iter(range(calls))
 
     async def caller() -> None:
@@ -115,48 +156,104 @@ async def together(one: Callable[[], Awaitable[object]], *, calls: int, at_once:
             await one()
 
     began = time.perf_counter()
-    await asyncio.gather(*(caller() for _ in range(at_once)))
-    return calls / (time.perf_counter() - began)
+    async with asyncio.TaskGroup() as group:
+        for _ in range(at_once):
+            group.create_task(caller())
+    return time.perf_counter() - began
 
 
-def ms(values: list[float], quantile: float) -> float:
-    return 1000 * sorted(values)[min(len(values) - 1, int(quantile * len(values)))]
+async def latency(one: Callable[[], Awaitable[float]], calls: int) -> dict[str, float]:
+    values = [1000 * await one() for _ in range(calls)]
+    return {"p50_ms": quantile(values, 0.5), "p99_ms": quantile(values, 0.99)}
 
 
-async def main(rounds: int, calls: int, at_once: int) -> None:
-    async with (
-        ground.broker() as url,
-        provider() as direct,
-        served(url, direct) as (gateway, process),
-        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session,
-    ):
-        for each in (direct, gateway):
-            await together(lambda each=each: whole(session, each), calls=calls, at_once=at_once)
-        for name, one in (("whole answer", whole), ("first token", first_token)):
-            found: dict[str, list[float]] = {direct: [], gateway: []}
-            for _ in range(rounds):
-                for each, values in found.items():
-                    values += [await one(session, each) for _ in range(calls)]
-            added = [ms(found[gateway], q) - ms(found[direct], q) for q in (0.5, 0.99)]
-            print(f"one client, {name}: added p50 {added[0]:.1f} ms, p99 {added[1]:.1f} ms")
-        rates: dict[str, list[float]] = {direct: [], gateway: []}
-        cpu = sum(process.cpu_times()[:2])
-        for _ in range(rounds):
-            for each, values in rates.items():
-                one_call = lambda each=each: whole(session, each)  # noqa: E731
-                values.append(await together(one_call, calls=4 * calls, at_once=at_once))
-        cpu = (sum(process.cpu_times()[:2]) - cpu) / (rounds * 4 * calls)
-        told = {
-            name: f"{statistics.median(rates[each]):.0f}" for name, each in (("direct", direct), ("gateway", gateway))
-        }
-        print(f"{at_once} clients, calls a second: {told}; CPU of serve {1000 * cpu:.2f} ms a call")
-        print(f"memory of serve: {process.memory_info().rss / 2**20:.0f} MiB")
+async def rate(calling: Calling, *, calls: int, at_once: int) -> dict[str, float]:
+    before = cpu_s(calling.to.pid)
+    took = await together(calling.whole, calls=calls, at_once=at_once)
+    return {"per_s": calls / took, "cpu_ms": 1000 * (cpu_s(calling.to.pid) - before) / calls}
+
+
+async def streams(calling: Calling, at_once: int) -> dict[str, float]:
+    """Memory while all streams are open, each for some ten seconds."""
+    most = resident_mib(calling.to.pid)
+
+    async def look() -> None:
+        nonlocal most
+        while True:
+            await asyncio.sleep(0.2)
+            most = max(most, resident_mib(calling.to.pid))
+
+    looking = asyncio.create_task(look())
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(at_once):
+                group.create_task(calling.first_token(extra=" [[latency: 10s]]"))
+    finally:
+        looking.cancel()
+    return {"mib": most}
+
+
+async def measured(found: Results, scenario: str, name: str, number: int, figures: Awaitable[dict[str, float]]) -> None:
+    try:
+        run = Run(scenario=scenario, contestant=name, round=number, figures=await figures)
+    except (RuntimeError, OSError, aiohttp.ClientError, ExceptionGroup, KeyError, ValueError) as error:
+        run = Run(scenario=scenario, contestant=name, round=number, error=f"{type(error).__name__}: {error}"[:500])
+    found.runs.append(run)
+
+
+async def main(options: argparse.Namespace) -> None:
+    rounds, calls, at_once = options.rounds, options.calls, options.at_once
+    versions = {name: version(name) for name in ("aiohttp", "anthropic", "uvloop")}
+    now = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+    found = Results(at=now, machine=machine(), versions=versions, quick=options.quick)
+    began = time.monotonic()
+    async with AsyncExitStack() as stack:
+        url = await stack.enter_async_context(ground.broker())
+        async with Connection(url, name="benchmark") as connection:
+            versions["RabbitMQ"] = connection.version
+        direct = await stack.enter_async_context(provider())
+        session = await stack.enter_async_context(
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=300))
+        )
+        contestants = [direct, await stack.enter_async_context(serve(url, direct.url, slots=at_once))]
+        if options.litellm.exists():
+            versions["litellm"] = await litellm.version(options.litellm)
+            try:
+                contestants.append(await stack.enter_async_context(peer(direct.url, options.litellm)))
+            except TimeoutError:
+                found.left_out.append("LiteLLM: it did not start")
+        else:
+            found.left_out.append(
+                f"LiteLLM: no {options.litellm}; benchmarks/contest/litellm.py says how to install it"
+            )
+        callings = [Calling(session, each) for each in contestants]
+        for each in callings:  # warm
+            await measured(found, "warm", each.to.name, 0, rate(each, calls=calls, at_once=at_once))
+        for number in range(rounds):
+            for each in callings:
+                await measured(found, "one client", each.to.name, number, latency(each.whole, calls))
+            for each in callings:
+                await measured(found, "first token", each.to.name, number, latency(each.first_token, calls))
+            for each in callings:
+                how = rate(each, calls=4 * calls, at_once=at_once)
+                await measured(found, "many clients", each.to.name, number, how)
+    async with ground.broker() as url, provider() as direct, aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0)
+    ) as session, serve(url, direct.url, slots=STREAMS) as ours:  # fmt: skip
+        await measured(found, "streams", ours.name, 0, streams(Calling(session, ours), STREAMS))
+    found.took_s = time.monotonic() - began
+    print(text(found))
+    print(f"\n{found.save(RESULTS)}")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--calls", type=int, default=200)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two rounds of 100 calls")
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--calls", type=int)
     parser.add_argument("--at-once", type=int, default=50)
+    parser.add_argument("--litellm", type=Path, default=litellm.PROGRAM)
     given = parser.parse_args()
-    uvloop.run(main(given.rounds, given.calls, given.at_once))
+    given.rounds = given.rounds or (2 if given.quick else 5)
+    given.calls = given.calls or (100 if given.quick else 200)
+    uvloop.run(main(given))

@@ -54,7 +54,7 @@ class Client:
     ) -> None:
         """`url`: `amqp(s)://…` of the broker, or `http(s)://…` of a gateway, with `api_key`.
 
-        `absent_within_s`: how long a request waits for a broker that is not there; None: `publish_within_s`.
+        `absent_within_s`: how long a request waits for a broker or gateway that is away; None: `publish_within_s`.
 
         `cancel_abandoned`: if the caller of a request is cancelled (`wait_for`, a task group, Ctrl-C) or leaves its
         stream early, the request is cancelled too. False: the request continues, and its result can be fetched.

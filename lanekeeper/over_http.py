@@ -79,6 +79,7 @@ class OverHttp:
             "POST",
             REQUESTS,
             within_s=asked.publish_within_s,
+            absent_within_s=asked.absent_within_s,
             full_within_s=asked.full_within_s,
             headers=headers_of(asked),
             body=body_of(asked.message),

@@ -1,6 +1,9 @@
 """A contestant: LiteLLM's proxy with its priority scheduler, in its own process and virtual environment.
 
-    python3 -m venv .cache/litellm && .cache/litellm/bin/pip install 'litellm[proxy]'
+    python3 -m venv .cache/litellm
+    .cache/litellm/bin/pip install --only-binary :all: 'litellm[proxy]==1.106.2'
+
+Name the version: three releases of it (1.82.7, 1.82.8, 1.107.0) are reported to have been made by somebody else.
 
 Each request has a `priority`; lower ones go first (version 1.106 ignores 0, so they begin at 1). A refused request is
 sent again after a second and passes the proxy's queue again; the proxy's own retries would bypass that queue. At most
@@ -19,7 +22,7 @@ import json
 import os
 import secrets
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -31,7 +34,7 @@ from topology.lanes import DEFAULT_LANES
 
 PROGRAM = Path(".cache/litellm/bin/litellm")
 PRIORITIES = {"critical": 1, "normal": 50, "batch": 100}
-START_WITHIN_S = 90
+START_WITHIN_S = 180
 AGAIN_S = 1.0
 """The pause after a refusal without `retry-after`."""
 _CONFIG = """\
@@ -74,44 +77,50 @@ async def version(program: Path) -> str:
 
 @asynccontextmanager
 async def proxy(base_url: str, load: Load, *, program: Path, further: str = "") -> AsyncIterator[Asking]:
-    (port,), program = free_ports(1), program.absolute()
     slots = {lane.name: asyncio.Semaphore(lane.slots) for lane in DEFAULT_LANES}
+    config = _CONFIG.format(
+        model=MODEL,
+        base_url=base_url,
+        requests=load.requests_per_minute,
+        input_tokens=load.input_tokens_per_minute,
+    )
+    async with started(config + further, program=program) as (url, key, _):
+        connector = aiohttp.TCPConnector(limit=0)
+        headers = {"authorization": f"Bearer {key}"}
+        async with aiohttp.ClientSession(connector=connector, headers=headers) as session:
+
+            async def ask(ask: Ask) -> None:
+                body = {**json.loads(ask.body), "priority": PRIORITIES[ask.lane]}
+                async with slots[ask.lane]:
+                    while True:
+                        again_s = await _attempt(session, url, body)
+                        if again_s is None:
+                            return
+                        await asyncio.sleep(again_s)
+
+            yield ask
+
+
+@asynccontextmanager
+async def started(config: str, *, program: Path, options: Sequence[str] = ()) -> AsyncIterator[tuple[str, str, int]]:
+    """Its URL, a key for it, and its process id. Raises TimeoutError if it does not start."""
+    (port,), program = free_ports(1), program.absolute()
     url, key = f"http://{LOOPBACK}:{port}", f"sk-{secrets.token_hex(16)}"
     with tempfile.TemporaryDirectory(prefix="lanekeeper-bench-") as folder:
-        config = Path(folder, "config.yaml")
-        config.write_text(
-            _CONFIG.format(
-                model=MODEL,
-                base_url=base_url,
-                requests=load.requests_per_minute,
-                input_tokens=load.input_tokens_per_minute,
-            )
-            + further
-        )
+        path = Path(folder, "config.yaml")
+        path.write_text(config)
         with Path(folder, "log").open("wb") as log:  # noqa: ASYNC230
             process = await asyncio.create_subprocess_exec(
-                *(str(program), "--config", str(config), "--host", LOOPBACK, "--port", str(port)),
-                env={**_environment(), "LITELLM_MASTER_KEY": key},
+                *(str(program), "--config", str(path), "--host", LOOPBACK, "--port", str(port), *options),
+                env={**_environment(), "LITELLM_MASTER_KEY": key, "HOME": folder},
                 stdout=log,
                 stderr=log,
                 cwd=folder,
             )
         try:
-            connector = aiohttp.TCPConnector(limit=0)
-            headers = {"authorization": f"Bearer {key}"}
-            async with aiohttp.ClientSession(connector=connector, headers=headers) as session:
+            async with aiohttp.ClientSession() as session:
                 await _started(session, url)
-
-                async def ask(ask: Ask) -> None:
-                    body = {**json.loads(ask.body), "priority": PRIORITIES[ask.lane]}
-                    async with slots[ask.lane]:
-                        while True:
-                            again_s = await _attempt(session, url, body)
-                            if again_s is None:
-                                return
-                            await asyncio.sleep(again_s)
-
-                yield ask
+            yield url, key, process.pid
         finally:
             process.terminate()
             await process.wait()

@@ -19,6 +19,8 @@ from lanekeeper.http.documents import document_of
 
 ANSWERED_WITHIN_S = 10.0
 """How long a gateway may take to answer, beside the time that the call asks it to wait."""
+SLOWEST_BYTES_S = 256 * 1024
+"""A large body may take longer to send than the gateway may take to answer."""
 SILENT_S = 60.0
 """An event stream without even a comment for this long is dead."""
 LARGEST_BYTES = 64 * 1024 * 1024
@@ -79,12 +81,14 @@ class Calls:
         path: str,
         *,
         within_s: float,
+        absent_within_s: float | None = None,
         full_within_s: float = 0,
         waits_s: float = 0,
         headers: Mapping[str, str] | None = None,
         body: bytes | None = None,
     ) -> Answer:
-        """Call until there is an answer, for `within_s` at most. `waits_s`: how long the gateway is asked to wait.
+        """Call until there is an answer, for `within_s` at most. `absent_within_s`: how long of that as long as no try
+        was taken; None: all of it. `waits_s`: how long the gateway is asked to wait.
 
         Raises PublishRefused (the lane was full for `full_within_s`), BrokerUnreachable, ConfirmUnknown (the call may
         have been carried out).
@@ -112,6 +116,8 @@ class Calls:
                 end = min(end, began + full_within_s)
             else:
                 self.trouble = str(error)
+                if absent_within_s is not None and not maybe_published:
+                    end = min(end, began + absent_within_s)
             if loop.time() + wait_s > end or isinstance(error.__cause__, aiohttp.ClientSSLError):
                 raise error
             failures += 1
@@ -129,7 +135,10 @@ class Calls:
     async def _once(
         self, method: str, path: str, timeout_s: float, headers: Mapping[str, str] | None, body: bytes | None
     ) -> Answer:
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        if body is None:
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=timeout_s, sock_read=timeout_s)
+        else:
+            timeout = aiohttp.ClientTimeout(total=timeout_s + len(body) / SLOWEST_BYTES_S)
         async with self._response(method, path, timeout, headers, body) as response:
             return Answer(response.status, await _read(response), seconds_of(response.headers.get("retry-after")))
 

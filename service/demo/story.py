@@ -1,5 +1,6 @@
 """The acts of the demo on one machine: a flood of batch jobs that chats overtake, compared with a single queue; a
-worker that is killed; a small budget, compared with workers without a budget gate; a provider that goes down.
+worker that is killed; Anthropic's SDK through the gateway; a small budget, compared with workers without a budget gate;
+a provider that goes down.
 """
 
 import asyncio
@@ -19,9 +20,9 @@ from lanekeeper.contract.problems import LanekeeperError
 from service.config.budget_sections import BudgetSettings, CapsSettings
 from service.config.sections import LanesSettings
 from service.config.settings import Settings
-from service.demo import budget, load, outage, unbroken
+from service.demo import budget, by_sdk, load, outage, unbroken
 from service.demo.load import Ask, Asking, Result
-from service.demo.table import show_budget, show_outage, show_unbroken, show_verdict, watching
+from service.demo.table import show_budget, show_by_sdk, show_outage, show_unbroken, show_verdict, watching
 from service.demo.working import working
 from service.private_broker.broker import private_broker
 from service.simulated.app import SimulatedAPI
@@ -71,6 +72,8 @@ async def _tell(settings: Settings) -> bool:
                 await load.send(_asking(client), lanes)
             console.print("a second worker, which is killed in the middle of its work …", style="dim")
             unbroken_act = await unbroken.run(settings, client, api, folder=Path(folder))
+            console.print("Anthropic's SDK, through the gateway, among batch jobs …", style="dim")
+            sdk_act = await by_sdk.run(settings, client, parts.store)
         console.print("the first load again, through one first-come queue …", style="dim")
         api.configure(api.options)  # the same faults again
         async with working(_first_come(settings), lanes=(BATCH.name,)) as (_, client):
@@ -86,10 +89,11 @@ async def _tell(settings: Settings) -> bool:
         console.print("two providers, of which the first goes down and comes back …", style="dim")
         outage_act = await outage.run(settings)
         show_unbroken(console, unbroken_act)
+        show_by_sdk(console, sdk_act)
         show_outage(console, outage_act)
         show_budget(console, gated, ungated)
         show_verdict(console, lanes, queued)
-        return lanes.all_right and unbroken_act.is_well and gated.is_well and outage_act.is_well
+        return lanes.all_right and unbroken_act.is_well and sdk_act.is_well and gated.is_well and outage_act.is_well
 
 
 def _end_on_signals() -> None:

@@ -9,7 +9,7 @@ from rich.live import Live
 from rich.table import Column, Table
 
 from consumers.capacity.activity import LaneActivity
-from service.demo import unbroken
+from service.demo import by_sdk, unbroken
 from service.demo.budget import ACCOUNT, JOBS, SOON_S, USED_LEAST, Spending
 from service.demo.load import BATCH_JOBS, Board
 from service.demo.outage import CALLS_MOST, Outage
@@ -110,6 +110,20 @@ def show_unbroken(console: Console, act: unbroken.Unbroken) -> None:
         f"killed at work: {act.cut} calls broken off, {lost} of {unbroken.JOBS} requests lost, {act.calls} calls made; "
         f"sent again: {act.replayed} of {unbroken.TWICE} answered from the store, {act.calls_again} calls made; "
         f"cancelled in a delay: {act.cancelled}",
+        style="green" if act.is_well else "bold red",
+        highlight=False,
+    )
+
+
+def show_by_sdk(console: Console, act: by_sdk.BySdk) -> None:
+    """Print how long the SDK's streamed calls waited for their first token on either lane."""
+    told = (
+        f"{lane} {_ms(act.wait_ms(lane, 0.5))} (p95 {_ms(act.wait_ms(lane, 0.95))}, "
+        f"{len(values)} of {by_sdk.CALLS} answered)"
+        for lane, values in act.first_ms.items()
+    )
+    console.print(
+        f"Anthropic's SDK among {by_sdk.JOBS} batch jobs, time to the first token: {', '.join(told)}",
         style="green" if act.is_well else "bold red",
         highlight=False,
     )

@@ -29,6 +29,7 @@ from service.gateway.problems import ApiError
 from service.gateway.requests import Requests
 from service.gateway.room import Room
 from service.gateway.server import Handler
+from service.gateway.sockets import Sockets
 from service.gateway.speaking import Speaking
 from topology.codec.decoding import PACKED_BYTES
 
@@ -96,6 +97,7 @@ class Gateway:
         )
         following = Following(self._requests, self._looking)
         self._events = Events(self._requests, following, self._looking, ping_every_s=spec.ping_every_s)
+        self._sockets = Sockets(self._requests, following, self._looking, ping_every_s=spec.ping_every_s)
         self._lookups = LookupPaths(settings, room=self._room, body_bytes=self._bodies.most_bytes)
         lanes = [lane.name for lane in settings.lane_specs()]
         self._documents = {
@@ -123,6 +125,7 @@ class Gateway:
             ("GET", "/v1/requests/{id}"): self._for_tenant(self._requests.get),
             ("DELETE", "/v1/requests/{id}"): self._for_tenant(self._requests.delete),
             ("GET", "/v1/requests/{id}/events"): self._for_tenant(self._events.get),
+            ("GET", "/v1/ws"): self._for_tenant(self._sockets.get),
             **lookups,
             **self._documents,
         }
@@ -147,6 +150,7 @@ class Gateway:
         return handled
 
     async def aclose(self) -> None:
+        self._bodies.close()
         await self._lookups.aclose()
         await self._looking.aclose()
 

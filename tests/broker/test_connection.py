@@ -69,7 +69,6 @@ async def test_a_server_that_does_not_speak_amqp_is_reported() -> None:
                 pass
 
 
-@pytest.mark.every_version
 async def test_a_lost_connection_is_reported_and_opened_again(vhost: Vhost) -> None:
     async with Connection(vhost.amqp_url, name=vhost.name) as connection:
         channel = await connection.raw_channel(confirms=True)
@@ -157,7 +156,6 @@ async def test_a_lost_connection_continues_with_the_next_url(vhost: Vhost) -> No
         assert connection.endpoint != first
 
 
-@pytest.mark.every_version
 async def test_the_connection_is_back_soon_after_the_broker_was_killed_and_restarted(own_broker: PrivateBroker) -> None:
     async with Connection(own_broker.amqp_url, name="test") as connection:
         loss = connection.loss
@@ -179,7 +177,6 @@ async def test_the_management_api_is_found_at_the_first_host_that_has_one(
     assert (await found.overview()).version.startswith(vhost.version.split("+")[0])
 
 
-@pytest.mark.every_version
 async def test_a_closed_channel_leaves_no_object_on_its_connection(vhost: Vhost) -> None:
     def callbacks() -> int:
         gc.collect()

@@ -110,7 +110,6 @@ async def test_a_missing_right_is_reported(publisher: Publisher, vhost: Vhost) -
         await publisher.publish_surely(Message(body=b""), exchange="amq.topic", routing_key="k", within_s=60)
 
 
-@pytest.mark.every_version
 async def test_publishes_in_progress_succeed_although_another_was_refused(publisher: Publisher, vhost: Vhost) -> None:
     await declare(publisher, "some")
     rights = {"configure": ".*", "write": "^(amq.default|some)$", "read": ".*"}

@@ -76,7 +76,6 @@ async def test_on_an_empty_virtual_host_everything_is_missing_with_and_without_t
     assert len((await verify(declared, management, connection)).missing) == things + len(declared.bindings)
 
 
-@pytest.mark.every_version
 async def test_verifying_changes_nothing(declared, connection, management) -> None:
     await verify(declared, None, connection)
     await verify(declared, management, connection)

@@ -138,7 +138,6 @@ async def test_a_request_with_direct_reply_to_is_answered(vhost) -> None:
         assert [(await app.final(each)).text for each in ids] == [f"echo: question {n}" for n in range(20)]
 
 
-@pytest.mark.every_version
 async def test_a_request_with_a_reply_queue_of_the_application_is_answered(vhost) -> None:
     async with serving(vhost.amqp_url), requester(vhost.amqp_url) as app:
         for name in ("shop.answers", "lane.reply.shop"):
@@ -170,7 +169,6 @@ async def test_each_of_many_concurrent_requests_gets_its_own_answer_once(vhost) 
         assert all(len(app.replies[each]) == 1 for each in asked)
 
 
-@pytest.mark.every_version
 async def test_headers_sent_as_strings_are_accepted(vhost) -> None:
     async with serving(vhost.amqp_url), requester(vhost.amqp_url) as app:
         headers = {"x-lane-deadline-ms": "5000", "x-lane-stream": "false", "x-lane-no-batch": "true"}

@@ -151,7 +151,6 @@ async def test_a_worker_process_reports_not_ready_without_a_broker_and_recovers_
             assert await worker.ended() == 0
 
 
-@pytest.mark.every_version
 async def test_connections_closed_by_an_administrator_cause_at_most_a_repeated_call(vhost) -> None:
     ledger = Ledger(vhost.amqp_url)
     options = SimulatedOptions(latency_ms=500)
@@ -175,7 +174,6 @@ async def test_connections_closed_by_an_administrator_cause_at_most_a_repeated_c
         assert len(own.api.calls) <= 3 * 24 + 2 * 10, "what ran on the consuming connection, and nothing else"
 
 
-@pytest.mark.every_version
 async def test_a_closed_consumer_channel_is_opened_again_on_the_same_connection(vhost) -> None:
     async with serving(vhost.amqp_url, lanes={"critical": {"slots": 2}}) as own, requester(vhost.amqp_url) as app:
         running = [await app.publish({"prompt": f"running {n} [[latency: 500ms]]"}) for n in range(2)]

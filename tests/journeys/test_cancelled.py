@@ -48,7 +48,6 @@ async def test_a_queued_request_is_answered_cancelled_without_a_call(vhost) -> N
         await until(lambda: control_is_empty(app))
 
 
-@pytest.mark.every_version
 async def test_a_delayed_request_is_answered_cancelled_without_a_call(vhost) -> None:
     async with (
         serving(vhost.amqp_url) as worker,
@@ -175,7 +174,6 @@ async def test_a_request_that_is_cancelled_twice_ends_once(vhost) -> None:
         assert await client.cancel("c-1") == "ended"
 
 
-@pytest.mark.every_version
 async def test_a_cancellation_is_kept_while_no_worker_runs(vhost) -> None:
     async with requester(vhost.amqp_url) as app:
         async with serving(vhost.amqp_url):

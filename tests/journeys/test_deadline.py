@@ -9,7 +9,6 @@ from tests.support.serving import serving
 from tests.support.waiting import until
 
 
-@pytest.mark.every_version
 async def test_a_request_whose_deadline_passes_in_the_queue_is_never_sent_to_the_provider(vhost) -> None:
     async with serving(vhost.amqp_url, lanes={"batch": {"slots": 1}}) as worker, requester(vhost.amqp_url) as app:
         await app.read_dead()

@@ -29,7 +29,6 @@ async def test_a_delayed_request_starts_when_it_is_due(vhost, delay_ms) -> None:
         assert reply.headers["x-lane-attempt"] == 1
 
 
-@pytest.mark.every_version
 async def test_a_request_with_a_start_time_runs_at_that_time(vhost) -> None:
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         await app.read_events()
@@ -61,7 +60,6 @@ async def test_a_delay_is_not_shortened_by_a_timestamp_in_whole_seconds(vhost) -
         assert worker.calls("stamped")[0].started_s - before_s >= 0.698
 
 
-@pytest.mark.every_version
 async def test_the_deadline_counts_from_the_due_time(vhost) -> None:
     async with serving(vhost.amqp_url), requester(vhost.amqp_url) as app:
         headers = {"x-lane-delay-ms": 1500, "x-lane-deadline-ms": 1000}

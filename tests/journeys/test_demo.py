@@ -36,6 +36,10 @@ async def test_the_demo_answers_everything_and_its_verdict_says_so(vhost, tmp_pa
     assert "0 of 60 requests lost" in told
     assert "20 of 20 answered from the store, 0 calls made" in told
     assert "cancelled in a delay: recorded, cancelled" in told
+    first_token = (
+        r"time to the first token: critical \d+ ms \(p95 [^)]+, 10 of 10 answered\), batch [^)]+, 10 of 10 answered"
+    )
+    assert re.search(first_token, told)
     assert re.search(r"a provider down: 0 of \d+ requests lost", told)
     assert re.search(r"its breaker open, .*, closed", told)
     assert re.search(r"the budget gate │ +\d+ ms │ +\d+ ms │ +\d+ │ +0 │ +1\.00 │", told), "no 429"

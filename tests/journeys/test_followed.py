@@ -13,7 +13,7 @@ from tests.support.http_calls import Reader, call, submit
 from tests.support.serving import serving
 from tests.support.waiting import until
 
-LONG = f"[[latency: 6s]] {'a word ' * 30}"
+LONG = f"[[latency: 10s]] {'a word ' * 30}"
 
 
 async def test_a_streams_life_its_parts_and_its_end_come_in_order(vhost) -> None:

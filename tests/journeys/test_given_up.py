@@ -9,7 +9,6 @@ from tests.support.serving import serving
 from tests.support.waiting import until
 
 
-@pytest.mark.every_version
 async def test_after_all_attempts_failed_the_requester_gets_an_error_and_the_request_is_parked_with_its_errors(
     vhost,
 ) -> None:

@@ -10,8 +10,6 @@ from tests.support.requester import Got, Requester, raw_properties, requester, t
 from tests.support.serving import serving
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.every_version
-
 EVERY_TYPE = {
     b"boolean": b"t\x01",
     b"int8": b"b\xff",
@@ -59,6 +57,7 @@ async def copies_in_delays(app: Requester, level: int) -> list[Got]:
     return found
 
 
+@pytest.mark.every_version
 async def test_a_requesters_headers_keep_value_and_type_through_delay_retry_and_dead_letter(vhost) -> None:
     async with (
         serving(vhost.amqp_url, lanes={"critical": {"max_attempts": 2}}) as worker,

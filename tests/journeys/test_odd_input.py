@@ -12,8 +12,6 @@ from tests.support.requester import raw_properties, requester, table
 from tests.support.serving import serving
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.every_version
-
 VALUES = {
     b"bool": b"t\x01",
     b"int8": b"b\x80",
@@ -43,6 +41,7 @@ VALUES = {
 }
 
 
+@pytest.mark.every_version
 async def test_headers_of_every_type_are_passed_on_through_retries_into_the_dead_letter(vhost) -> None:
     async with (
         serving(vhost.amqp_url, lanes={"critical": {"max_attempts": 3}}) as worker,
@@ -107,6 +106,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.every_version
 async def test_unusual_messages_are_answered_or_parked_and_the_worker_continues(vhost) -> None:
     """Each is published three times, to be answered, retried and parked: the three ways in which it can be passed
     on."""

@@ -56,7 +56,6 @@ async def test_without_the_profile_check_warns_of_the_findings_and_does_not_fail
     assert found["user_id"]["text"].startswith("not for production: requests without user_id")
 
 
-@pytest.mark.every_version
 async def test_a_request_without_user_id_is_refused_and_one_with_it_belongs_to_that_user(vhost) -> None:
     async with (
         imported_users(vhost) as users,

@@ -3,8 +3,6 @@
 import asyncio
 from collections import Counter
 
-import pytest
-
 from lanekeeper import Client
 from tests.support.requester import requester
 from tests.support.serving import serving
@@ -77,7 +75,6 @@ async def test_fifty_copies_at_once_with_two_workers_make_one_call(vhost) -> Non
         assert [len(app.finals(each)) for each in asked] == [1] * 50
 
 
-@pytest.mark.every_version
 async def test_a_dead_letter_that_is_published_again_unchanged_runs_again(vhost) -> None:
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app, Client(vhost.amqp_url) as client:
         await app.read_dead()

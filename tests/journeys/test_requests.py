@@ -144,3 +144,18 @@ async def test_any_gateway_knows_a_request_after_the_one_that_took_it_has_gone(v
 
         assert found["result"]["content"][0]["text"] == "echo: [[latency: 1s]] survives"
         assert len(worker.calls("survives")) == 1
+
+
+async def test_a_revoked_key_is_refused_after_a_restart_and_what_it_submitted_ends(vhost) -> None:
+    shop = {hash_of(SHOP): {"tenant": "shop"}}
+    user = urlsplit(vhost.amqp_url).username
+    async with serving(vhost.amqp_url, speakers=(user,)) as worker:
+        async with gate(worker.settings, keys={hash_of(CRM): {"tenant": "crm"}, **shop}) as url:
+            submitted = await submit(url, "[[latency: 3s]] revoked", x_api_key=CRM)
+            await worker.api.until(lambda: worker.api.running == 1)
+        async with gate(worker.settings, keys=shop) as url:
+            assert (await submit(url, x_api_key=CRM)).status == 401
+            assert (await call("GET", url + submitted["status_url"], x_api_key=CRM)).status == 401
+            assert (await submit(url, x_api_key=SHOP)).status == 202
+            await worker.api.until(lambda: worker.api.running == 0)
+        assert [each.outcome for each in worker.calls("revoked")] == ["ok"]

@@ -96,7 +96,6 @@ async def test_a_request_between_two_attempts_is_reported_as_waiting(vhost) -> N
         assert (await client.result("w-1", wait_s=15)).attempt == 2
 
 
-@pytest.mark.every_version
 @pytest.mark.parametrize("lane", ["critical", "batch"])
 async def test_a_delayed_request_is_reported_as_waiting_until_its_due_time(vhost, lane: str) -> None:
     async with serving(vhost.amqp_url), Client(vhost.amqp_url) as client:

@@ -112,7 +112,6 @@ async def test_a_single_request_outlasts_a_short_outage_of_its_provider(vhost) -
         assert 3 <= reply.headers["x-lane-attempt"] <= 4
 
 
-@pytest.mark.every_version
 async def test_a_lane_continues_while_a_request_waits_for_its_retry(vhost) -> None:
     async with serving(vhost.amqp_url, lanes={"critical": {"slots": 1}}), requester(vhost.amqp_url) as app:
         waiting = await app.publish({"prompt": "later [[fault: unavailable retry_after=8 x1]]"})

@@ -182,7 +182,6 @@ async def test_publishing_two_failed_attempts_their_delays_and_the_answer_are_on
     assert final.headers["baggage"] == BAGGAGE
 
 
-@pytest.mark.every_version
 async def test_the_dead_letter_of_a_request_is_in_its_trace_and_names_the_publisher_span(scene) -> None:
     publisher = f"00-{'1f' * 16}-{'2a' * 8}-01"
     async with requester(scene.amqp_url) as app:

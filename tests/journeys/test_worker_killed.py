@@ -172,7 +172,6 @@ async def is_depth(app, queue: str, expected: int) -> bool:
     return await app.depth(queue) == expected
 
 
-@pytest.mark.every_version
 async def test_requests_that_do_not_end_within_the_grace_time_are_returned(vhost, api, environ, tmp_path) -> None:
     """From RabbitMQ 4.3 on this is not counted as a delivery, so stopping a worker never makes a request poison."""
     environ = {**environ, "LANEKEEPER_GRACE_S": "0.3"}

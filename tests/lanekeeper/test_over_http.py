@@ -88,6 +88,16 @@ async def test_a_gateway_that_stays_away_is_told_and_whether_the_request_may_hav
         assert client.trouble is None
 
 
+async def test_a_gateway_that_is_not_there_is_told_as_soon_as_the_client_wants(gateway) -> None:
+    async with Client(gateway.url, api_key=KEY, absent_within_s=0) as client:
+        gateway.faults += [503]
+        with pytest.raises(BrokerUnreachable):
+            await client.publish(BODY, key=LANE)
+
+        gateway.faults += [CUT, 503]
+        await client.publish(BODY, key=LANE)  # it may have been taken, so it is tried again
+
+
 async def test_a_full_lane_is_told_with_how_long_to_wait_or_waited_for(gateway, client) -> None:
     gateway.faults += [Refusal(529, {"detail": "the lane is full"}, {"retry-after": "7"})]
     with pytest.raises(PublishRefused, match="the lane is full") as refused:

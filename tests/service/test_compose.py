@@ -122,3 +122,33 @@ def test_the_readmes_commands_for_docker_compose_1_use_no_wait() -> None:
         "--wait" not in block
     )  # a request sent before the worker runs waits in its queue, because everything is declared by then
     assert block.index("docker-compose up") < block.index("docker-compose run --rm cli send")
+
+
+@pytest.mark.parametrize("password", ["", "calls"])
+def test_the_gateways_user_is_made_where_it_has_a_password(password: str, tmp_path: Path) -> None:
+    line = re.sub(r"\s+", " ", part("docker-compose.yml", "  topology:").split(">-")[1].split("environment:")[0])
+    told = tmp_path / "lanekeeper"
+    told.write_text('#!/bin/sh\necho "$@"\ncat\n')
+    told.chmod(0o755)
+    passwords = {"WORKER_PASSWORD": "works", "CLI_PASSWORD": "asks", "GATEWAY_PASSWORD": password}
+
+    done = subprocess.run(
+        ["sh", "-c", line.replace("$$", "$")],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", **passwords},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    command, *lines = done.stdout.splitlines()
+    assert lines == ["worker:works", "cli:asks", *(["gateway:calls"] if password else [])]
+    assert ("--user gateway:client:critical,normal,batch" in command) == bool(password)
+    assert command.endswith("--passwords /dev/stdin")
+
+
+def test_the_gateway_asks_as_a_client_that_the_workers_believe() -> None:
+    worker, gateway = part("docker-compose.yml", "  lanekeeper:"), part("docker-compose.yml", "  gateway:")
+
+    assert "amqp://gateway:${GATEWAY_PASSWORD:-}@" in gateway
+    for service in (worker, gateway):
+        assert "LANEKEEPER_SPEAKERS: ${LANEKEEPER_SPEAKERS:-gateway}" in service

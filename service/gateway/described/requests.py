@@ -1,4 +1,4 @@
-"""The OpenAPI of `/v1/requests`."""
+"""The OpenAPI of `/v1/requests` and `/v1/ws`."""
 
 from collections.abc import Iterable
 from typing import Any, get_args
@@ -65,6 +65,14 @@ def paths(*, parameters: list[dict[str, Any]]) -> dict[str, Any]:
                     "204": {"description": "The reader has had the last one."},
                     **_problems((*_ACCESS, 404)),
                 },
+            }
+        },
+        "/v1/ws": {
+            "get": {
+                "operationId": "openSocket",
+                "summary": "A WebSocket: submit, follow and cancel many requests. docs/contract.md has its messages.",
+                "security": SECURITY,
+                "responses": {"101": {"description": "The WebSocket."}, **_problems((*_ACCESS, 426))},
             }
         },
     }

@@ -1,5 +1,6 @@
 """`/openapi.json` and `/asyncapi.json` are valid documents, and say what the code checks."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -23,8 +24,11 @@ from service.gateway.asking import NOT_HERE
 from service.gateway.described.asyncapi import asyncapi
 from service.gateway.described.openapi import openapi
 from service.gateway.described.schemas import problem
+from service.gateway.lookups import COUNT_TOKENS, MODEL, MODELS
 from service.gateway.server import Server
+from service.simulated.app import SimulatedAPI
 from tests.support.gate import opened
+from tests.support.made_up_calls import make_up
 from topology.codec import body as bodies
 from topology.codec import headers as codec
 from topology.codec import schemas
@@ -124,3 +128,14 @@ def test_every_problem_document_fits_the_schema_and_a_mixed_one_does_not(code: s
     Draft202012Validator(problem()).validate(document)
     assert not Draft202012Validator(problem()).is_valid({**document, "title": "Another"})
     assert not Draft202012Validator(problem()).is_valid({**document, "more": 1})
+
+
+@pytest.mark.slow
+async def test_made_up_calls_past_the_lanes_are_answered_as_the_document_says() -> None:
+    paths = {COUNT_TOKENS, MODELS, MODEL, "/healthz", "/readyz", "/openapi.json", "/asyncapi.json"}
+    async with SimulatedAPI() as api:
+        settings = Settings(amqp_url=SecretStr("amqp://a:b@127.0.0.1:1/"), gateway=GatewaySettings(port=0))
+        settings = settings.answered_by(api.base_url, key="simulated")
+        routes = Gateway(settings, client_for(settings), opened(settings))
+        async with Server(routes.reasons, host="127.0.0.1", port=0, routes=routes) as made:
+            assert await asyncio.to_thread(make_up, made.url, paths=paths, examples=15) > len(paths)

@@ -1,0 +1,37 @@
+"""LiteLLM's Python proxy before the simulated API: `POST /v1/messages`, without database and logging, as its page about
+production tells: a worker for each core, errors alone in its log. How its environment is made: contest/litellm.py.
+"""
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from contest import litellm
+
+CONFIG = """\
+model_list:
+  - model_name: {model}
+    litellm_params:
+      model: anthropic/{model}
+      api_base: {base_url}
+      api_key: benchmark
+router_settings:
+  num_retries: 0
+litellm_settings:
+  set_verbose: false
+  json_logs: true
+  callbacks: []
+general_settings:
+  disable_spend_logs: true
+  disable_error_logs: true
+"""
+
+
+@asynccontextmanager
+async def served(base_url: str, *, model: str, program: Path) -> AsyncIterator[tuple[str, str, int]]:
+    """Its URL, a key for it, and its process id."""
+    config = CONFIG.format(model=model, base_url=base_url)
+    options = ("--num_workers", str(os.cpu_count() or 1))
+    async with litellm.started(config, program=program, options=options) as found:
+        yield found

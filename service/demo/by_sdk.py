@@ -1,0 +1,102 @@
+"""The demo's act over HTTP: Anthropic's own SDK, of which nothing but the address is changed, among batch jobs."""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from anthropic import AnthropicError, AsyncAnthropic, DefaultAsyncHttpxClient
+
+from consumers.capacity.activity import quantile
+from consumers.state.following import FollowedStore
+from lanekeeper import Client
+from lanekeeper.contract.names import LANE_NAME
+from lanekeeper.contract.problems import LanekeeperError
+from service.config.gateway_section import GatewaySettings
+from service.config.settings import Settings
+from service.gateway.app import Gateway, client_for
+from service.gateway.server import Server
+from topology.lanes import BATCH, CRITICAL
+
+JOBS = 120
+"""Batch jobs that wait when the SDK begins."""
+CALLS = 10
+"""Streamed calls of the SDK on each of the two lanes."""
+CALL_EVERY_S = 0.05
+ANSWER_WITHIN_S = 90.0
+PROMPT = "call {number} of the SDK, and some words to stream"
+
+
+@dataclass(frozen=True, slots=True)
+class BySdk:
+    """The results of the act."""
+
+    jobs: int
+    """Batch jobs that were answered."""
+    first_ms: dict[str, Sequence[int]]
+    """By lane: how long each call waited for the first piece of its answer."""
+
+    @property
+    def is_well(self) -> bool:
+        return self.jobs == JOBS and all(len(values) == CALLS for values in self.first_ms.values())
+
+    def wait_ms(self, lane: str, share: float) -> int:
+        return quantile(sorted(self.first_ms[lane]), share) or 0
+
+
+async def run(settings: Settings, client: Client, store: FollowedStore) -> BySdk:
+    """Run the act, with a gateway before the worker that is running already, and its store."""
+    made = settings.model_copy(update={"gateway": GatewaySettings(port=0)})
+    async with client_for(made) as publishing:
+        routes = Gateway(made, publishing, store)
+        async with (
+            aclosing(routes),
+            Server(routes.reasons, host=made.gateway.host, port=0, routes=routes) as server,
+            AsyncAnthropic(
+                api_key="any", base_url=server.url, http_client=DefaultAsyncHttpxClient(trust_env=False)
+            ) as sdk,
+            asyncio.TaskGroup() as group,
+        ):
+            jobs = [group.create_task(_job(client, number)) for number in range(JOBS)]
+            calls: dict[str, list[asyncio.Task[int | None]]] = {CRITICAL.name: [], BATCH.name: []}
+            for number in range(CALLS):
+                await asyncio.sleep(CALL_EVERY_S)
+                for lane, tasks in calls.items():
+                    tasks.append(group.create_task(_first_ms(sdk, lane, number)))
+    return BySdk(
+        jobs=sum(job.result() for job in jobs),
+        first_ms={
+            lane: [found for task in tasks if (found := task.result()) is not None] for lane, tasks in calls.items()
+        },
+    )
+
+
+async def _job(client: Client, number: int) -> bool:
+    try:
+        await client.request(
+            {"prompt": f"job {number} beside the SDK"}, key=f"{BATCH.name}.demo.sdk", timeout_s=ANSWER_WITHIN_S
+        )
+    except LanekeeperError:
+        return False
+    return True
+
+
+async def _first_ms(sdk: AsyncAnthropic, lane: str, number: int) -> int | None:
+    """How long the first piece of the answer took; None if the answer is not right."""
+    loop = asyncio.get_running_loop()
+    began_s, first_s, text = loop.time(), None, PROMPT.format(number=number)
+    try:
+        async with sdk.messages.stream(
+            model="claude-haiku-5-5",
+            max_tokens=100,
+            messages=[{"role": "user", "content": text}],
+            extra_headers={LANE_NAME: lane},
+            timeout=ANSWER_WITHIN_S,
+        ) as stream:
+            said = ""
+            async for piece in stream.text_stream:
+                first_s = first_s or loop.time()
+                said += piece
+    except AnthropicError:
+        return None
+    return round(1000 * (first_s - began_s)) if first_s is not None and text in said else None
