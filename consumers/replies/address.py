@@ -5,7 +5,7 @@ A worker may write to every queue, so a `reply_to` could make it write where its
 open    the default: names that nobody can choose (`amq.gen-…`, direct reply-to), `lane.reply.…`, and any queue outside
         `lane.` and `amq.`. A publisher who knows the name of another's queue can send answers there
 bound   direct reply-to, and `lane.reply.<user_id>` and `lane.reply.<user_id>.…` of the user that published; of any
-other queue the owner is unknown
+        other queue the owner is unknown
 """
 
 import re

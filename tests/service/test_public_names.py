@@ -26,7 +26,7 @@ PUBLIC = {
     },
     "service.worker.assembly": {"assemble"},
     "lanekeeper": {
-        "Client", "Options", "Final", "Part", "Cancelled", "Depth", "Names", "Tracing",
+        "Client", "Options", "Final", "Part", "Cancelled", "Depth", "Names", "Tracing", "BodiesUnavailable",
         "LanekeeperError", "Problem", "NoReply", "NotEnded", "ReplyLost", "ControlRefused", "BrokerError",
         "BrokerUnreachable", "BrokerBlocked", "PublishRefused", "Unroutable", "ConfirmUnknown", "AccessRefused",
         "TopologyMismatch",
