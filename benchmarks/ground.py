@@ -12,6 +12,7 @@ from typing import Any
 
 import structlog
 
+from service.config.copies import answered_by
 from service.config.loading import load_settings
 from service.config.settings import Settings
 from service.private_broker.broker import private_broker
@@ -59,4 +60,4 @@ def settings(url: str, base_url: str, **options: Any) -> Settings:
     folder = tempfile.mkdtemp(prefix="lanekeeper-bench-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     made = load_settings(environ={"LANEKEEPER_AMQP_URL": url}, store_url=f"sqlite:///{folder}/store.sqlite", **options)
-    return made.answered_by(base_url, key="benchmark")
+    return answered_by(made, base_url, key="benchmark")

@@ -77,6 +77,7 @@ async def _worked(
     from lanekeeper.telemetry.logs import logger
     from lanekeeper.telemetry.tracing import Tracing
     from service.checks import production
+    from service.config.copies import answered_by
     from service.gateway.app import Gateway, client_for
     from service.gateway.server import CannotListen, Server
     from service.side_tasks import end
@@ -90,7 +91,7 @@ async def _worked(
         stop = stack.enter_context(stop_signals())
         if simulate:
             api = await stack.enter_async_context(SimulatedAPI())
-            settings = settings.answered_by(api.base_url, key="simulated")
+            settings = answered_by(settings, api.base_url, key="simulated")
         await production.refuse(settings)
         for risk in production.of_transport(settings):
             log.warning(signals.PLAIN_TEXT, what=risk.what, reason=risk.text)

@@ -287,26 +287,6 @@ class Settings(BaseSettings):
         """The collector's base URL, and the complete URL for spans, which is used instead if set."""
         return _unmasked(self.otel_endpoint), _unmasked(self.otel_traces_endpoint)
 
-    def on_broker(self, url: str, *, namespace: str) -> "Settings":
-        """A copy for another broker and namespace. The demo uses it for its private broker."""
-        return self.model_copy(update={"amqp_url": SecretStr(url), "namespace": namespace})
-
-    def kept_in(self, store_url: str) -> "Settings":
-        """A copy with another store."""
-        return self.model_copy(update={"store_url": SecretStr(store_url)})
-
-    def answered_by(self, url: str, *, key: str) -> "Settings":
-        """A copy whose only provider is this one. Used for the simulated provider."""
-        lanes = {lane.name: self._lane(lane).model_copy(update={"providers": None}) for lane in DEFAULT_LANES}
-        return self.model_copy(
-            update={
-                "anthropic_base_url": SecretStr(url),
-                "anthropic_api_key": SecretStr(key),
-                "providers": {},
-                "lanes": self.lanes.model_copy(update=lanes),
-            }
-        )
-
     def ssl_context(self) -> ssl.SSLContext | None:
         """The TLS context for the broker; None without TLS."""
         return self.tls.context() if urlsplit(self.broker_urls[0]).scheme == "amqps" else None

@@ -17,6 +17,7 @@ from consumers.capacity.activity import quantile
 from consumers.failures import RateLimitedError
 from consumers.providers.anthropic import AnthropicProvider
 from service.config.budget_sections import BudgetSettings
+from service.config.copies import answered_by
 from service.config.settings import Settings
 from service.demo.working import working
 from service.simulated.app import SimulatedAPI
@@ -87,7 +88,7 @@ async def run(settings: Settings) -> tuple[Spending, Spending]:
     """Run the load through Lanekeeper, and at the same time without a gate."""
     async with AsyncExitStack() as stack:
         gated, ungated = [await stack.enter_async_context(SimulatedAPI(ACCOUNT)) for _ in range(2)]
-        settings = settings.answered_by(gated.base_url, key="simulated")
+        settings = answered_by(settings, gated.base_url, key="simulated")
         settings = settings.model_copy(update={"budget": BudgetSettings(burst_s=BURST_S)})
         model = settings.lanes.batch.model  # one model for both lanes, so that they share an account
         provider = AnthropicProvider.at(ungated.base_url, api_key="simulated", traceparent=lambda: None)

@@ -11,6 +11,7 @@ from lanekeeper.contract.problems import LanekeeperError
 from lanekeeper.replies import Final
 from lanekeeper.telemetry import signals
 from service.config.budget_sections import ProviderSettings
+from service.config.copies import answered_by
 from service.config.settings import Settings
 from service.demo.working import working
 from service.simulated.app import SimulatedAPI
@@ -58,7 +59,7 @@ async def run(settings: Settings) -> Outage:
     """Run the act, with a worker of the critical lane."""
     told = io.StringIO()
     async with SimulatedAPI(UP) as first, SimulatedAPI(UP) as second:
-        settings = settings.answered_by(first.base_url, key="simulated")
+        settings = answered_by(settings, first.base_url, key="simulated")
         next_one = ProviderSettings.model_validate({"base_url": second.base_url, "api_key": "simulated"})
         settings = settings.model_copy(update={"providers": {"second": next_one}})
         with logs.written(service="lanekeeper demo", level="info", format="json", stream=told):

@@ -18,6 +18,7 @@ from lanekeeper import Client
 from lanekeeper.amqp.connection import Connection
 from lanekeeper.contract.problems import LanekeeperError
 from service.config.budget_sections import BudgetSettings, CapsSettings
+from service.config.copies import answered_by, kept_in, on_broker
 from service.config.sections import LanesSettings
 from service.config.settings import Settings
 from service.demo import budget, by_sdk, load, outage, unbroken
@@ -54,11 +55,11 @@ async def _tell(settings: Settings) -> bool:
         if "amqp_url" not in settings.model_fields_set:
             console.print("starting a broker …", style="dim")
             url = (await stack.enter_async_context(private_broker(say=console.print))).amqp_url
-        settings = _fitted(settings.on_broker(url, namespace=f"demo-{secrets.token_hex(4)}"))
+        settings = _fitted(on_broker(settings, url, namespace=f"demo-{secrets.token_hex(4)}"))
         folder = stack.enter_context(TemporaryDirectory(prefix="lanekeeper-demo-"))
-        settings = settings.kept_in(f"sqlite:///{quote(folder)}/store.sqlite")
+        settings = kept_in(settings, f"sqlite:///{quote(folder)}/store.sqlite")
         api = await stack.enter_async_context(SimulatedAPI(SimulatedOptions(latency_ms=LATENCY_MS)))
-        settings = settings.answered_by(api.base_url, key="simulated")
+        settings = answered_by(settings, api.base_url, key="simulated")
         await _taken_away_at_the_end(stack, settings)
         async with working(settings) as (parts, client):
             console.print(

@@ -11,7 +11,7 @@ from service.gateway.documents import refusal
 from service.gateway.following import Following
 from service.gateway.looking import Looking
 from service.gateway.messages import Writing
-from service.gateway.problems import ApiError
+from service.gateway.problems import ApiError, stopping
 from service.gateway.requests import Requests
 from service.side_tasks import beside
 
@@ -52,7 +52,7 @@ class Events:
                 return refusal(error, id)
             # the reader connects again, and hears then what is wrong
         if not writing.has_begun:
-            return web.Response(status=503 if self._looking.closing.is_set() else 204)
+            return refusal(stopping(), id) if self._looking.closing.is_set() else web.Response(status=204)
         return await writing.end()
 
 

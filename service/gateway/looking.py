@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from consumers.state.base import Identity, StoreUnavailable
 from consumers.state.following import Following, Look
-from service.gateway.problems import refused
+from service.gateway.problems import refused, stopping
 
 EVERY_S = 0.05
 AGAIN_S = 0.5
@@ -40,7 +40,7 @@ class Looking:
     async def following(self) -> AsyncIterator[None]:
         """Be a follower inside this block. Raises ApiError."""
         if self.closing.is_set():
-            raise refused("this process stops; the next try reaches another, or the one that follows")
+            raise stopping()
         if self.followers >= self._most:
             raise refused(f"{self.followers} calls follow requests here, and no more fit", status=529)
         self.followers += 1

@@ -71,6 +71,11 @@ def refused(message: str, *, status: int = 503) -> ApiError:
     return ApiError(status, message, headers={"retry-after": str(AGAIN_AFTER_S)})
 
 
+def stopping() -> ApiError:
+    """The refusal of a process that stops."""
+    return refused("this process stops; the next try reaches another, or the one that follows")
+
+
 def of_problem(problem: RequestProblem, *, chose_id: bool) -> ApiError:
     """The error for a problem document. `chose_id`: the caller chose the request's id, under which a final error is
     kept, so that trying again would bring the same error."""

@@ -110,14 +110,21 @@ class Requests:
         self, said: MultiMapping[str], body: bytes, caller: GatewayKey, *, id: str, chose_id: bool
     ) -> None:
         """Publish a request, unless it is known. Raises ApiError, LanekeeperError."""
-        await self._submitted(self._read(said, body, caller, id=id, chose_id=chose_id), caller)
+        with self._room.taken(len(body)):
+            await self._submitted(self._read(said, body, caller, id=id, chose_id=chose_id), caller)
 
     def _read(self, said: MultiMapping[str], body: bytes, caller: GatewayKey, *, id: str, chose_id: bool) -> Asked:
         return self._reading.read(said, body, caller, request_id=id, chose_id=chose_id, task="requests")
 
     async def _submitted(self, asked: Asked, caller: GatewayKey) -> None:
         submitting = self._background.begin(self._submit(asked, caller), name=f"submit {asked.request.id}")
-        await asyncio.shield(submitting)  # if the client goes away in the middle, it is published all the same
+        try:
+            await asyncio.shield(submitting)
+        except asyncio.CancelledError:
+            # The client has gone, and the request is published all the same. Until then its body is needed, and the
+            # call is under way.
+            await asyncio.wait((submitting,))
+            raise
 
     async def known(self, id: str, caller: GatewayKey) -> Known:
         """What is known about a request of the caller's tenant. Raises ApiError 404, 503."""
@@ -185,8 +192,9 @@ class Requests:
             return
         try:
             await self._publish(asked)
-        except BrokerError as error:
-            if came_to is Submitted.NEW and not error.maybe_published:
+        except LanekeeperError as error:
+            maybe_published = isinstance(error, BrokerError) and error.maybe_published
+            if came_to is Submitted.NEW and not maybe_published:
                 await self._store.unfollow(identity)
             raise
 

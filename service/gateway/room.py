@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from service.gateway.problems import refused
+from service.gateway.problems import refused, stopping
 
 BODIES_BYTES = 256 * 1024 * 1024
 
@@ -24,7 +24,7 @@ class Room:
     def taken(self, body_bytes: int) -> Iterator[None]:
         """Be under way inside this block. Raises ApiError."""
         if self.is_closed:
-            raise refused("this process stops; the next try reaches another, or the one that follows")
+            raise stopping()
         if self.calls >= self._most or self._bytes + body_bytes > BODIES_BYTES:
             raise refused(f"{self.calls} calls are under way here, and no more fit", status=529)
         self.calls += 1

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from lanekeeper.contract.problems import SettingsError
+from service.config.copies import answered_by
 from service.config.loading import load_settings
 from service.config.settings import Settings
 from tests.support.settings import lane, load, wrong
@@ -460,6 +461,6 @@ def test_the_traces_endpoint_is_read_and_other_otel_variables_are_left_to_the_sd
 
 def test_answered_by_changes_only_the_provider() -> None:
     before = load(env={"LANEKEEPER_NAMESPACE": "staging"})
-    after = before.answered_by("http://127.0.0.1:1234", key="simulated")
+    after = answered_by(before, "http://127.0.0.1:1234", key="simulated")
 
     assert (after.provider_url, after.api_key, after.namespace) == ("http://127.0.0.1:1234", "simulated", "staging")

@@ -17,6 +17,7 @@ from pydantic import SecretStr
 from lanekeeper.contract import names as n
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import PROBLEMS, RequestProblem
+from service.config.copies import answered_by
 from service.config.gateway_section import LANES, GatewaySettings
 from service.config.settings import Settings
 from service.gateway.app import Gateway, client_for
@@ -135,7 +136,7 @@ async def test_made_up_calls_past_the_lanes_are_answered_as_the_document_says() 
     paths = {COUNT_TOKENS, MODELS, MODEL, "/healthz", "/readyz", "/openapi.json", "/asyncapi.json"}
     async with SimulatedAPI() as api:
         settings = Settings(amqp_url=SecretStr("amqp://a:b@127.0.0.1:1/"), gateway=GatewaySettings(port=0))
-        settings = settings.answered_by(api.base_url, key="simulated")
+        settings = answered_by(settings, api.base_url, key="simulated")
         routes = Gateway(settings, client_for(settings), opened(settings))
         async with Server(routes.reasons, host="127.0.0.1", port=0, routes=routes) as made:
             assert await asyncio.to_thread(make_up, made.url, paths=paths, examples=15) > len(paths)

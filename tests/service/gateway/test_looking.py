@@ -1,12 +1,18 @@
 """One look into the store serves all who follow requests here."""
 
 import asyncio
+import json
 from collections.abc import Sequence
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
 
 from consumers.state.base import Identity, StoreUnavailable
 from consumers.state.following import Look
+from service.config.gateway_section import GatewayKey
+from service.gateway.events import Events
+from service.gateway.following import Following
 from service.gateway.looking import Looking
 from service.gateway.problems import ApiError
 from tests.support.waiting import until
@@ -63,6 +69,28 @@ async def test_when_the_process_stops_all_following_ends_and_none_begins() -> No
     with pytest.raises(ApiError, match="stops"):
         async with looking.following():
             pass
+
+
+async def test_events_that_have_not_begun_when_the_process_stops_are_refused_with_the_reason() -> None:
+    class Known:
+        async def known(self, id: str, caller: GatewayKey) -> None:
+            """It is known."""
+
+    looking = Looking(Store(), followers=9)  # type: ignore[arg-type]
+    following = Following(Known(), looking)  # type: ignore[arg-type]
+    events = Events(Known(), following, looking, ping_every_s=60)  # type: ignore[arg-type]
+    request = make_mocked_request("GET", "/v1/requests/a/events", match_info={"id": "a"})
+    asking = asyncio.create_task(events.get(request, GatewayKey(tenant=None)))
+    await until(lambda: looking.followers == 1)
+    looking.close()
+    answer = await asking
+
+    assert isinstance(answer, web.Response)
+    assert (answer.status, answer.content_type) == (503, "application/problem+json")
+    assert isinstance(answer.body, bytes)
+    assert "this process stops" in json.loads(answer.body)["detail"]
+    assert "retry-after" in answer.headers
+    await looking.aclose()
 
 
 async def test_more_followers_than_allowed_are_refused_to_be_tried_again() -> None:

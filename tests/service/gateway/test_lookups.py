@@ -14,6 +14,7 @@ from anthropic import AsyncAnthropic
 from pydantic import SecretStr
 
 from service.config.budget_sections import ModelsSettings
+from service.config.copies import answered_by
 from service.config.gateway_section import GatewaySettings
 from service.config.settings import Settings
 from service.gateway import lookups as paths
@@ -36,7 +37,7 @@ async def gateway(provider: str | None, *, models: dict[str, Any] | None = None,
     made = {"gateway": GatewaySettings(port=0, **spec), "models": ModelsSettings(tenants=models or {})}
     settings = Settings(amqp_url=SecretStr("amqp://a:b@127.0.0.1:1/")).model_copy(update=made)
     if provider is not None:
-        settings = settings.answered_by(provider, key="sk-secret")
+        settings = answered_by(settings, provider, key="sk-secret")
     routes = Gateway(settings, client_for(settings), opened(settings))
     async with Server(routes.reasons, host=settings.gateway.host, port=0, routes=routes) as server:
         yield server.url
