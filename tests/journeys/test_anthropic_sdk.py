@@ -1,5 +1,6 @@
 """Anthropic's own SDK, unmodified, against the gateway and against the API itself: the same answers and errors."""
 
+import asyncio
 import json
 from typing import Any
 
@@ -9,6 +10,7 @@ from anthropic import AsyncAnthropic
 
 from tests.support.gate import gate
 from tests.support.serving import serving
+from tests.support.waiting import until
 
 TOOL = {
     "name": "look",
@@ -114,3 +116,36 @@ async def test_an_error_is_the_same(vhost, wrong, stream) -> None:
         sdk(worker.api.base_url) as own,
     ):
         assert await error(ours) == await error(own)
+
+
+async def test_calls_that_wait_in_the_queue_are_kept_open_and_answered(vhost) -> None:
+    lines: list[str] = []
+
+    async def read() -> None:
+        async with client.messages.with_streaming_response.create(**asked(), stream=True) as raw:
+            async for line in raw.iter_lines():
+                lines.append(line)
+
+    async def streamed() -> Any:
+        async with client.messages.stream(**asked()) as stream:
+            return await stream.get_final_message()
+
+    ahead = {**asked(), "messages": [{"role": "user", "content": "[[fault: hang]] ahead"}]}
+    async with (
+        serving(vhost.amqp_url, lanes={"critical": {"slots": 1}}) as worker,
+        gate(worker.settings, ping_every_s=0.05) as url,
+        sdk(url, max_retries=0) as client,
+    ):
+        holding = asyncio.create_task(client.messages.create(**ahead))
+        await worker.api.until(lambda: worker.api.running == 1)
+        reading = asyncio.create_task(read())
+        calls = [asyncio.create_task(each) for each in (client.messages.create(**asked()), streamed())]
+        await until(lambda: lines.count("event: ping") >= 5 or reading.done())
+        assert not worker.calls("story"), "they wait in the queue"
+        assert not any(each.done() for each in calls)
+        holding.cancel()  # its connection closes, so its request is cancelled and its slot is free
+
+        assert [same(message)["stop_reason"] for message in await asyncio.gather(*calls)] == ["end_turn"] * 2
+        await reading
+        assert "event: message_stop" in lines
+        assert [each.outcome for each in worker.calls("story")] == ["ok"] * 3
