@@ -21,10 +21,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 import uvloop
-from suite import report, results, scenarios
+from suite import planned, report, results
 from suite.contestants import FLOOR, PEERS, PEERS_PYTHON, Contestant, lanekeeper
+from suite.planned import Scenario
 from suite.results import Results, Run
-from suite.scenarios import Figures, Scenario
+from suite.scenarios import Figures, drain
 from suite.stage import Stage, stage
 
 from lanekeeper.contract.problems import BrokerUnreachable
@@ -111,7 +112,7 @@ def floor_and_ours(about: str | None) -> None:
     contestants = (FLOOR, *trees, lanekeeper())
 
     async def run(on: Stage, who: Contestant) -> Figures:
-        return await scenarios.drain(on, who, requests=options.requests)
+        return await drain(on, who, requests=options.requests)
 
     found = fresh()
     plan = [Scenario(name="drain", run=run, contestants=contestants, rounds=options.rounds)]
@@ -131,7 +132,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.report is None:
         found = fresh(quick=options.quick)
-        plan = scenarios.plan(quick=options.quick)
+        plan = planned.plan(quick=options.quick)
         if options.only:
             plan = [each for each in plan if any(word in each.name for word in options.only)]
         if options.contestants:

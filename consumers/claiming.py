@@ -122,8 +122,11 @@ class Claiming:
         if job.claim is None:
             return
         held, job.claim = job.claim, None
-        letting_go = self._let_go(held, attempts=job.attempts, due_ms=due_ms)
-        await asyncio.shield(self._background.begin(letting_go, name=f"let go {job.id}"))
+        await asyncio.shield(self._background.begin(self._release(job, held, due_ms), name=f"let go {job.id}"))
+
+    async def _release(self, job: Job, held: Held, due_ms: int | None) -> None:
+        await _trail_written(job)
+        await self._let_go(held, attempts=job.attempts, due_ms=due_ms)
 
     async def defer(self, job: Job, *, due_ms: int, deadline_ms: int) -> bool:
         """Store until when an unclaimed request waits, for status questions about it. False if it has ended already and
@@ -186,6 +189,7 @@ class Claiming:
     async def _complete(self, job: Job, completion: Completion, held: Held | None) -> Completion | None:
         token = None if held is None else held.token
         try:
+            await _trail_written(job)
             holds = await _surely(lambda: self._store.complete(job.identity, job.copy(), completion, token=token))
             if holds is None and held is not None:
                 await self._let_go(held, attempts=job.attempts)  # taken over, but this holder is alive
@@ -220,6 +224,12 @@ class Claiming:
         if job.claim is not None:
             self._held.pop(job.claim, None)
             job.claim = None
+
+
+async def _trail_written(job: Job) -> None:
+    """Only the holder of a claim may write entries, so they are written before the claim ends."""
+    if job.trail is not None:
+        await job.trail.flushed()
 
 
 def _tell_of_loss(completing: "asyncio.Task[Completion | None]") -> None:

@@ -24,7 +24,6 @@ from consumers.replies.retelling import Retelling
 from consumers.state.base import Completion, StoreUnavailable
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract import names as n
-from lanekeeper.contract.identity import shown
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import PROBLEMS, BrokerError, MessageTooLarge, RequestProblem, answer_too_large
 from lanekeeper.telemetry import logs, signals
@@ -107,7 +106,7 @@ class Settler:
         self._failpoints.reach("after_ack")
         if self._bodies is not None and n.BODY in job.message.headers and not _is_needed_again(outcome):
             self._bodies.forget(job.message)
-        self._tell(job, outcome)
+        self._lifecycle.settled(job, outcome)
         return outcome
 
     async def ack(self, delivery: Delivery) -> None:
@@ -271,37 +270,6 @@ class Settler:
             log.error(signals.DEAD_LETTER_CUT, size=error.size, limit=error.limit)
             letter.body = b""
             await self._publisher.publish_surely(letter, exchange=self._names.dead, routing_key=job.routing_key)
-
-    def _tell(self, job: Job, outcome: Outcome) -> None:
-        match outcome:
-            case Answered(model=model, provider=provider):
-                model, wait_ms, run_ms = shown(model), job.wait_ms, job.run_ms
-                log.debug(signals.REQUEST_ANSWERED, model=model, provider=provider, wait_ms=wait_ms, run_ms=run_ms)
-                self._lifecycle.tell(job, "completed", model=model, provider=provider, wait_ms=wait_ms, run_ms=run_ms)
-            case Deferred(delay_ms=delay_ms, reason=reason):
-                log.debug(signals.REQUEST_DEFERRED, delay_ms=delay_ms, reason=reason)
-                self._lifecycle.tell(job, "deferred", delay_ms=delay_ms, reason=reason)
-            case Retried(delay_ms=delay_ms, brief=brief):
-                log.info(signals.REQUEST_RETRIED, delay_ms=delay_ms, error=brief)
-                self._lifecycle.tell(job, "retrying", delay_ms=delay_ms, error=brief)
-            case Refused(problem) | Buried(problem):
-                self._lifecycle.tell(job, "failed", code=problem.code, status=problem.status)
-                if isinstance(outcome, Buried):
-                    log.info(signals.REQUEST_BURIED, code=problem.code, reason=problem.brief)
-                    self._lifecycle.tell(job, "dead", code=problem.code)
-                else:
-                    log.info(signals.REQUEST_REFUSED, code=problem.code, reason=problem.brief)
-            case Dropped(problem):
-                log.info(signals.REQUEST_REFUSED, code=problem.code, reason="")
-                self._lifecycle.tell(job, problem.code)
-            case Replayed(retold=True):
-                pass  # the events were sent when it ended
-            case Replayed(completion=completion):
-                log.debug(signals.REQUEST_REPLAYED, code=completion.code)
-                is_news = completion.code == "cancelled" and not job.attempts
-                self._lifecycle.tell(job, "cancelled" if is_news else "replayed", status=completion.status)
-            case _:
-                assert_never(outcome)
 
 
 def _is_needed_again(outcome: Outcome) -> bool:

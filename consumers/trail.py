@@ -77,15 +77,16 @@ class Trail:
             self.failed(part)
 
     def failed(self, part: Part) -> None:
-        """These entries were not written, or that is unknown: those of its life are written again."""
+        """These entries were not written, or that is unknown: all but the events are written again."""
         self._is_writing = False
-        self._told[:0] = [each for each in part.told if each.kind != EVENT and each != TRUNCATED]
-        if any(each.kind == EVENT for each in part.told):
+        is_restarted = any(each.kind == RESTART for each in self._told)  # then nobody needs the events before it
+        self._told[:0] = [each for each in part.told if each.kind != EVENT]
+        if any(each.kind == EVENT for each in part.told) and not is_restarted:
             self._stop_events()
 
     def _stop_events(self) -> None:
         self._has_stopped = True
-        self._told = [each for each in self._told if each.kind != EVENT]
+        self._told = [each for each in self._told if each.kind != EVENT and each != TRUNCATED]
         self._bytes = 0
         self._add(TRUNCATED)
 

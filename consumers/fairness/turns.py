@@ -152,14 +152,16 @@ class Bench:
         self._waiting: list[_Waiting] = []
         self.running = 0
         self.settling = 0
-        """Requests that gave their slot back and are not settled yet; at most as many as there are slots."""
+        """Requests that gave their slot back and are not settled yet."""
         self.begun = 0
         self.is_sorting = False
         """Whether waiting requests over their tenant's share are set aside (`consumers/fairness/scouting.py`)."""
 
     @property
     def is_full(self) -> bool:
-        return self.running >= self.slots
+        """Whether as many requests run or settle as there are slots. Between two short calls a slot is free for a
+        moment even if thousands wait."""
+        return self.running + self.settling >= self.slots
 
     @property
     def is_shared(self) -> bool:
@@ -168,6 +170,7 @@ class Bench:
 
     @property
     def _has_room(self) -> bool:
+        """If settling hangs, no more begin than there are slots."""
         return self.running < self.slots and self.running + self.settling < 2 * self.slots
 
     def running_of(self, tenant: str) -> int:

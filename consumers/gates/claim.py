@@ -64,10 +64,8 @@ class ClaimGate:
         """A request that has ended keeps its claim until the store has its outcome."""
         if self._suspect is job:
             self._suspect = None
-        if job.trail is not None:
-            if isinstance(outcome, Retried):
-                job.trail.tell("retrying", attempt=job.attempts, delay_ms=outcome.delay_ms, error=outcome.brief)
-            await job.trail.flushed()
+        if job.trail is not None and isinstance(outcome, Retried):
+            job.trail.tell("retrying", attempt=job.attempts, delay_ms=outcome.delay_ms, error=outcome.brief)
         match outcome:
             case Answered() | Refused() | Buried() | Dropped() | Replayed():
                 return

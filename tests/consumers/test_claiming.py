@@ -2,10 +2,16 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 
 from consumers.claiming import Claiming
+from consumers.gates.claim import ClaimGate
+from consumers.job import Job
+from consumers.outcomes import Answered, Deferred, Outcome
 from consumers.state.base import Cancelling, Completion, Conflict, Copy, Ended, Granted, Held, Identity, Running, Stop
-from tests.support.jobs import NOW_MS, Bench
+from consumers.state.following import Part, Refused
+from tests.support.jobs import NOW_MS, Bench, asked, read
 from tests.support.memory_store import MemoryStore
 from tests.support.virtual_time import virtually
 
@@ -74,3 +80,56 @@ def test_claims_are_renewed_twice_a_second_while_they_are_held_and_otherwise_the
         return found
 
     assert virtually(story()) == [6, 12]
+
+
+class Followed(MemoryStore):
+    """A store whose requests are followed. It writes their entries when `writes` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_asked = asyncio.Event()
+        self.writes = asyncio.Event()
+
+    async def claim(self, identity: Identity, copy: Copy) -> Granted | Running | Ended | Conflict:
+        found = await super().claim(identity, copy)
+        return replace(found, followed=True) if isinstance(found, Granted) else found
+
+    async def append(self, parts: Sequence[Part]) -> Sequence[Refused | None]:
+        self.is_asked.set()
+        await self.writes.wait()
+        return [None] * len(parts)
+
+
+async def lost_while_its_entries_are_written(store: Followed, outcome: Outcome, completion: Completion | None) -> None:
+    """Let a request have this outcome, and lose its delivery before all of its entries are written."""
+    claiming = Claiming(store)  # type: ignore[arg-type]
+    gate, job = ClaimGate(claiming, now_ms=lambda: NOW_MS), read(Bench().job())
+
+    async def ended(job: Job) -> None:
+        await gate.leave(job, asked(job), outcome)
+        if completion is not None:
+            await claiming.complete(job, completion)
+
+    await gate.enter(job, asked(job))
+    assert job.trail is not None
+    job.trail.tell("started")
+    ending = asyncio.create_task(ended(job))
+    await store.is_asked.wait()
+    ending.cancel()
+    with suppress(asyncio.CancelledError):
+        await ending
+    store.writes.set()
+    await claiming.finish(within_s=30)
+
+
+async def test_a_claim_is_given_back_although_the_delivery_is_lost_while_entries_are_written() -> None:
+    store = Followed()
+    await lost_while_its_entries_are_written(store, Deferred(delay_ms=10, reason="paused"), None)
+    assert store.log == ["claim", "release"]
+
+
+async def test_an_answer_is_stored_although_the_delivery_is_lost_while_entries_are_written() -> None:
+    store = Followed()
+    answer = Completion(status="ok", body=b"{}", headers={}, ended_ms=NOW_MS)
+    await lost_while_its_entries_are_written(store, Answered(body=b"{}", model="m", provider="p"), answer)
+    assert store.log == ["claim", "stored"]

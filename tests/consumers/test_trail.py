@@ -24,8 +24,9 @@ class Store:
 
     async def append(self, parts: Sequence[Part]) -> Sequence[Refused | None]:
         self.calls.append(list(parts))
+        is_failing = self.failing
         await self.waits.wait()
-        if self.failing:
+        if is_failing:
             raise StoreUnavailable("away")
         return [self.answer] * len(parts)
 
@@ -87,6 +88,36 @@ async def test_a_store_that_is_away_stops_the_events_and_not_the_life() -> None:
     await one.flushed()
 
     assert [kind for kind, _ in store.told()[2:]] == ["started", "truncated", "retrying"]
+
+
+async def test_a_store_that_stays_away_is_told_that_events_are_missing_as_soon_as_it_is_back() -> None:
+    store = Store()
+    one = trail(trails(store))
+    store.failing = True
+    one.tell("started")
+    one.part("event", b"a")
+    await until(lambda: len(store.calls) == 3)
+    store.calls.clear()
+    store.failing = False
+    await until(lambda: one.is_written)
+
+    assert [kind for kind, _ in store.told()] == ["started", "truncated"]
+
+
+async def test_events_after_a_restart_are_written_if_those_before_it_failed() -> None:
+    store = Store()
+    one = trail(trails(store))
+    store.failing = True
+    store.waits.clear()
+    one.part("event", b"a")
+    await until(lambda: len(store.calls) == 1)
+    store.failing = False
+    one.part("restart", b"{}")
+    one.part("event", b"b")
+    store.waits.set()
+    await until(lambda: one.is_written)
+
+    assert store.told()[1:] == [("restart", b"{}"), ("event", b"b")]
 
 
 async def test_events_above_the_limit_of_the_store_stop_until_a_restart() -> None:
