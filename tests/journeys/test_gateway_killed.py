@@ -1,4 +1,4 @@
-"""A gateway is killed in the middle of a call of the SDK: its retry with the same `Idempotency-Key` gets the answer."""
+"""A gateway or a worker is killed in the middle of a call of the SDK: its `Idempotency-Key` gets one answer."""
 
 import asyncio
 import signal
@@ -52,3 +52,25 @@ async def test_after_a_killed_gateway_the_sdks_retry_gets_the_answer_of_the_one_
 
                 assert answer == await asked(second, prompt)
                 assert [each.outcome for each in api.calls] == ["ok"]
+
+
+async def test_after_a_killed_worker_the_same_call_is_answered_by_another(vhost, tmp_path: Path) -> None:
+    """The killed worker's call was paid for: calls to the provider are at least once."""
+    prompt = "[[fault: hang x1]] in the middle"
+    async with SimulatedAPI() as api:
+        environ = environment(vhost.amqp_url, vhost.management_url, ANTHROPIC_BASE_URL=api.base_url)
+        async with (
+            lanekeeper("serve", "--port", "0", environ=environ, folder=tmp_path) as worker,
+            lanekeeper("gateway", "--port", "0", environ=environ, folder=tmp_path) as gateway,
+        ):
+            await worker.ready()
+            url = (await gateway.tells("gateway.ready"))["url"]
+            async with sdk(url) as client:
+                call = asyncio.create_task(asked(client, prompt))
+                await api.until(lambda: api.running == 1)
+                worker.send(signal.SIGKILL)
+                async with lanekeeper("serve", "--port", "0", environ=environ, folder=tmp_path):
+                    answer = await call
+
+                    assert answer == await asked(client, prompt)
+                    assert [each.outcome for each in api.calls] == ["hang", "ok"]
