@@ -93,13 +93,24 @@ async def test_the_refusal_of_a_message_that_is_too_large_says_what_to_do_instea
 
 async def test_a_dead_letters_body_stays_and_its_replay_is_answered(vhost, tmp_path) -> None:
     store = BodyStore(f"file://{tmp_path}/bodies")
-    kept = await store.keep([images("[[fault: invalid x1]]", mebibytes=2)])
+    body = images("[[fault: invalid x1]]", mebibytes=2)
+    kept = await store.keep([body])
     async with serving(vhost.amqp_url, **settings(tmp_path)) as worker, requester(vhost.amqp_url) as app:
         await app.read_dead()
-        assert (await ask(app, kept, message_id="dead")).code == "provider_rejected"
-        await app.buried("dead")
-        assert await store.fetch(kept)
-        assert len(worker.api.calls) == 1
+        asked = await app.publish(b"", headers=dict(kept.headers), message_id="dead")
+        assert (await app.final(asked)).code == "provider_rejected"
+        dead = await app.buried("dead")
+        assert await store.fetch(kept) == body
+        await app.channel.basic_publish(
+            dead.body,
+            exchange="lane.requests",
+            routing_key=dead.headers["x-lane-routing-key"],
+            properties=dead.properties,
+        )
+        await until(lambda: len(app.finals(asked)) == 2)
+        assert app.finals(asked)[1].status == "ok"
+        assert [int(call.headers["content-length"]) for call in worker.api.calls] == [len(body)] * 2
+        await until(lambda: not list((tmp_path / "bodies").iterdir()))
     store.close()
 
 

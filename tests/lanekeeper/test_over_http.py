@@ -63,6 +63,7 @@ async def test_a_request_goes_to_its_lane_and_its_answer_comes_byte_for_byte(gat
     assert (final.model, final.provider, final.attempt, final.wait_ms, final.run_ms) == ("m-1", "p-1", 1, 5, 7)
 
 
+@pytest.mark.slow
 async def test_while_gateway_or_proxy_are_away_the_same_request_is_posted_again(gateway, client) -> None:
     gateway.faults += [503, CUT, 502, 504, Refusal(429)]
 

@@ -58,6 +58,7 @@ def test_help_imports_no_slow_package() -> None:
     assert not imported & {"anthropic", "aiohttp", "aiormq", "opentelemetry.sdk", "pydantic", "uvloop", "rich.live"}
 
 
+@pytest.mark.slow
 def test_a_worker_imports_the_client_of_redis_only_for_a_store_in_redis() -> None:
     assert "redis" not in imported_by("import service.worker.assembly, service.checks.production")
 

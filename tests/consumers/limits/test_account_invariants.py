@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from math import inf
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -124,6 +125,7 @@ def test_spending_never_exceeds_burst_plus_refill_and_every_request_is_granted(
     bench.see_that_nothing_is_overspent()
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(40), deadline=None)
 @example(lane=0, own=[574.0], others=[(1, 902.0)])  # its share is there, but it waits for what others have taken
 @example(lane=1, own=[1000.0], others=[(0, 386.0)])  # it needs the whole bucket, which the lane above would take too

@@ -55,6 +55,7 @@ def test_batch_alone_uses_the_whole_budget(tokens: object) -> None:
     virtually(story())
 
 
+@pytest.mark.slow
 def test_a_flood_of_critical_requests_leaves_batch_and_normal_their_shares() -> None:
     async def story() -> None:
         on = traffic()

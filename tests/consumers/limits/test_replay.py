@@ -146,6 +146,7 @@ def test_a_large_request_of_another_lane_delays_no_critical_request() -> None:
     assert guarantees.beside_own(found, "critical").late == 0
 
 
+@pytest.mark.slow
 def test_tables_and_picture_name_every_lane(result: Result) -> None:
     told = result.as_json()
 

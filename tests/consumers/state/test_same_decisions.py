@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -105,6 +106,7 @@ def in_turn(store: Store | MemoryStore, played: list[tuple[Any, ...]]) -> Callab
     return run
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(played=st.lists(steps, max_size=25))
 def test_sqlite_and_redis_make_the_same_decisions(redis: RedisServer, played: list[tuple[Any, ...]]) -> None:

@@ -200,6 +200,7 @@ async def test_beyond_its_share_a_tenant_is_refused_and_another_is_not() -> None
         assert (await get(f"{url}/v1/models", x_api_key="all"))[0] == 200
 
 
+@pytest.mark.slow
 async def test_more_than_fit_are_refused_at_once_and_a_silent_provider_is_a_timeout(monkeypatch) -> None:
     asked = 0
 

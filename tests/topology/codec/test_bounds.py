@@ -33,6 +33,7 @@ def counted(value: Any) -> int:
     return 0
 
 
+@pytest.mark.slow
 @given(ANY, st.integers(1, 10), st.booleans())
 def test_keys_and_values_are_counted_alike_in_pieces_of_any_size(value: Any, size: int, is_ascii: bool) -> None:
     raw = json.dumps(value, ensure_ascii=is_ascii).encode()
