@@ -10,8 +10,8 @@ from service.config.gateway_section import GatewayKey
 from service.gateway.documents import refusal
 from service.gateway.following import Following
 from service.gateway.looking import Looking
-from service.gateway.messages import Writing
-from service.gateway.problems import ApiError, stopping
+from service.gateway.messages import EVENT_STREAM, Writing
+from service.gateway.problems import ApiError
 from service.gateway.requests import Requests
 from service.side_tasks import beside
 
@@ -38,6 +38,8 @@ class Events:
         try:
             after = number_of(request.headers.get(LAST_EVENT_ID))
             await self._requests.known(id, caller)
+            if self._looking.closing.is_set():
+                return _no_events_yet(id)
             async with (
                 self._looking.following(),
                 beside(writing.pings(every_s=self._ping_every_s, ping=HEARTBEAT), name=f"heartbeats {id}"),
@@ -52,8 +54,15 @@ class Events:
                 return refusal(error, id)
             # the reader connects again, and hears then what is wrong
         if not writing.has_begun:
-            return refusal(stopping(), id) if self._looking.closing.is_set() else web.Response(status=204)
+            return _no_events_yet(id) if self._looking.closing.is_set() else web.Response(status=204)
         return await writing.end()
+
+
+def _no_events_yet(id: str) -> web.Response:
+    """A stream without entries, from a process that stops. Its end makes a browser connect again; a 503 would end its
+    EventSource for good."""
+    headers = {"content-type": EVENT_STREAM, "cache-control": "no-store", "connection": "close", "request-id": id}
+    return web.Response(body=BEGIN, headers=headers)
 
 
 def number_of(text: str | None) -> int:

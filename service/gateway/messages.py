@@ -18,6 +18,7 @@ from service.gateway.room import Room
 from service.gateway.streams import PING, Forwarding, error_event
 from service.side_tasks import beside
 
+EVENT_STREAM = "text/event-stream; charset=utf-8"
 WRITE_WITHIN_S = 30.0
 """A client that reads nothing for this long has gone."""
 TOLD = (n.LANE_NAME, n.MODEL, n.PROVIDER, n.ATTEMPT, n.WAIT_MS, n.RUN_MS, n.WAIT_FROM, n.REPLAYED)
@@ -91,7 +92,7 @@ class Writing:
         self._request = request
         self.response = web.StreamResponse(
             headers={
-                "content-type": "text/event-stream; charset=utf-8",
+                "content-type": EVENT_STREAM,
                 "cache-control": "no-store",
                 "x-accel-buffering": "no",
                 "request-id": request_id,

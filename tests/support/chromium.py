@@ -1,0 +1,122 @@
+"""Debian's Chromium, without a window, driven by its own DevTools protocol over a WebSocket.
+
+async with opened(f"{url}/page", PAGE.read_text(), folder=tmp_path) as page:
+    await page.value("1 + 1")
+"""
+
+import asyncio
+import base64
+import re
+from asyncio.subprocess import PIPE
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from tests.support.jaeger import GUARD
+from tests.support.waiting import STARTED_S, until
+
+PROGRAM = "chromium"
+OPTIONS = (
+    "--headless",
+    "--no-sandbox",  # which root needs
+    "--no-proxy-server",
+    "--no-first-run",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-extensions",
+    "--disable-sync",
+    "--disable-breakpad",
+    "--remote-debugging-port=0",
+)
+_LISTENS = re.compile(rb"DevTools listening on (ws://\S+)")
+
+
+class Page:
+    """An open page."""
+
+    def __init__(self, ws: aiohttp.ClientWebSocketResponse, html: str) -> None:
+        self._ws = ws
+        self._html = base64.b64encode(html.encode()).decode()
+        self._session: dict[str, str] = {}
+        self._sent = 0
+
+    async def value(self, expression: str) -> Any:
+        """What JavaScript on the page gives for an expression, as JSON."""
+        found = await self._ask("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in found, found["exceptionDetails"]
+        return found["result"].get("value")
+
+    async def open(self, address: str) -> None:
+        """Open `address`. The browser answers it with the HTML itself, so that the page has the origin of the server
+        there, as behind a proxy that serves both."""
+        target = (await self._ask("Target.createTarget", url="about:blank"))["targetId"]
+        attached = await self._ask("Target.attachToTarget", targetId=target, flatten=True)
+        self._session = {"sessionId": attached["sessionId"]}
+        await self._ask("Fetch.enable", patterns=[{"urlPattern": address}])
+        found = await self._ask("Page.navigate", url=address)
+        assert "errorText" not in found, found
+        shown = f"location.href === '{address}' && document.readyState === 'complete'"
+        await until(lambda: self.value(shown), within_s=STARTED_S)
+
+    async def _ask(self, method: str, **params: Any) -> dict[str, Any]:
+        number = await self._send(method, **params)
+        async with asyncio.timeout(STARTED_S):
+            while True:
+                found: dict[str, Any] = await self._ws.receive_json()
+                if found.get("id") == number:
+                    assert "error" not in found, f"{method}: {found['error']}"
+                    result: dict[str, Any] = found["result"]
+                    return result
+                if found.get("method") == "Fetch.requestPaused":
+                    headers = [{"name": "content-type", "value": "text/html; charset=utf-8"}]
+                    id = found["params"]["requestId"]
+                    given = {"responseCode": 200, "responseHeaders": headers, "body": self._html}
+                    await self._send("Fetch.fulfillRequest", requestId=id, **given)
+
+    async def _send(self, method: str, **params: Any) -> int:
+        self._sent += 1
+        await self._ws.send_json({"id": self._sent, "method": method, "params": params, **self._session})
+        return self._sent
+
+
+@asynccontextmanager
+async def opened(address: str, html: str, *, folder: Path) -> AsyncIterator[Page]:
+    """The page `html` at `address`, in a browser of its own."""
+    command = [PROGRAM, *OPTIONS, f"--user-data-dir={folder / 'chromium'}"]
+    guard = await asyncio.create_subprocess_exec(
+        "sh", "-c", GUARD, "guard", *command, stdin=PIPE, stderr=PIPE, start_new_session=True
+    )
+    assert guard.stderr is not None
+    try:
+        async with asyncio.timeout(STARTED_S):
+            told = await _address(guard.stderr)
+        reading = asyncio.create_task(_read_on(guard.stderr), name="chromium's log")
+        async with aiohttp.ClientSession() as session, session.ws_connect(told, max_msg_size=0) as ws:
+            page = Page(ws, html)
+            await page.open(address)
+            yield page
+        reading.cancel()
+    finally:
+        guard.stdin.close()  # type: ignore[union-attr]
+        await guard.wait()
+
+
+async def _address(log: asyncio.StreamReader) -> str:
+    """Where its DevTools listen."""
+    lines = []
+    async for line in log:
+        lines.append(line)
+        if found := _LISTENS.search(line):
+            return found[1].decode()
+    raise AssertionError(f"chromium ended: {b''.join(lines[-20:]).decode(errors='replace')}")
+
+
+async def _read_on(log: asyncio.StreamReader) -> None:
+    """A full pipe would stop it."""
+    while await log.read(1 << 16):
+        pass
