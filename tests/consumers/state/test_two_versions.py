@@ -131,6 +131,7 @@ async def test_a_damaged_account_starts_again(ours: Accounts[SharedTurns], clien
     await one_of_each_lane(ours)
 
 
+@pytest.mark.timing
 async def test_two_versions_side_by_side_share_one_budget_and_every_lane_of_both_continues(
     redis: RedisServer, namespace: str
 ) -> None:
