@@ -14,6 +14,7 @@ from tests.support.waiting import until
 LATE_S = 0.5
 
 
+@pytest.mark.timing
 @pytest.mark.every_version
 @pytest.mark.parametrize("delay_ms", [100, 750, 3000])
 async def test_a_delayed_request_starts_when_it_is_due(vhost, delay_ms) -> None:
@@ -29,6 +30,7 @@ async def test_a_delayed_request_starts_when_it_is_due(vhost, delay_ms) -> None:
         assert reply.headers["x-lane-attempt"] == 1
 
 
+@pytest.mark.timing
 async def test_a_request_with_a_start_time_runs_at_that_time(vhost) -> None:
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         await app.read_events()
