@@ -1,9 +1,8 @@
 """A pool works on the deliveries of one queue, as many at a time as it has slots.
 
 The prefetch of the queue equals the slots, so that no delivery waits in a worker: with more, lower priorities would
-overtake (docs/facts.md, section 2). Deliveries wait only if tenants share a lane that is full, or if its calls are very
-short (`consumers/capacity/ahead.py`): `consumers/fairness/turns.py` then says who is next. A slot is free as soon as an
-outcome is known; the delivery counts against the prefetch until it is settled.
+overtake (docs/facts.md, section 2). Deliveries wait only if tenants share a lane that is full:
+`consumers/fairness/turns.py` then says who is next.
 """
 
 import asyncio
@@ -156,9 +155,11 @@ class Pool:
                     raise
                 if turn is Turn.ASIDE:
                     return await self._set_aside(job)
+                self._begun += 1
                 try:
                     await self._work(job)
                 finally:
+                    self._begun -= 1
                     self._entering.leave(job)
         finally:
             self._in_hand -= 1
@@ -203,7 +204,8 @@ class Pool:
                 delivery.message, queue=self.queue, delivery_tag=delivery.tag, start_ns=taken_ns
             ) as span:
                 job.span = span
-                outcome = await self._outcome(job)
+                with self._undecided_yet(job):
+                    outcome = await self._outcome(job)
                 settled = await self._settle(job, outcome)
                 if span.is_recording():
                     self._record(span, job, settled or outcome)
@@ -276,17 +278,11 @@ class Pool:
             self._tracing.passed(each.name, start_ns=each.start_ns, end_ns=each.end_ns)
 
     async def _outcome(self, job: Job) -> Outcome:
-        """The outcome of the handler, after which the slot is free. An unexpected exception is an internal error, and
-        dead-letters the request."""
-        self._begun += 1
+        """The outcome of the handler. An unexpected exception is an internal error, and dead-letters the request."""
         try:
-            with self._undecided_yet(job):
-                return await self._handle(job)
+            return await self._handle(job)
         except StoreUnavailable:  # without a claim the request may not be worked on
             raise
         except Exception as error:
             log.exception(signals.HANDLER_FAILED, where="handle")
             return Buried(RequestProblem("internal", f"a fault of Lanekeeper: {type(error).__name__}; see its log"))
-        finally:
-            self._begun -= 1
-            self._entering.settle(job)

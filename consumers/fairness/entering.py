@@ -15,11 +15,8 @@ class Entering(Protocol):
     async def enter(self, job: Job) -> Turn:
         """Wait until the request holds a slot, or should be set aside."""
 
-    def settle(self, job: Job) -> None:
-        """Give a delivery's slot back: its outcome is known."""
-
     def leave(self, job: Job) -> None:
-        """The delivery is settled, or lost. Gives its slot back if it still has one."""
+        """Give a delivery's slot back."""
 
     def unread(self, queue: str) -> None:
         """The last delivery of this queue could not be read as a job."""
@@ -28,33 +25,12 @@ class Entering(Protocol):
         """Move it to a side queue. If it cannot be moved, return its outcome. Raises BrokerError."""
 
 
-class _Slots:
-    """The slots that deliveries hold until their outcome is known."""
-
-    def __init__(self, bench: Bench) -> None:
-        self._bench = bench
-        self._settling: set[Job] = set()
-
-    def settle(self, job: Job) -> None:
-        self._settling.add(job)
-        self._bench.settle(job.identity.tenant)
-
-    def leave(self, job: Job) -> None:
-        if job in self._settling:
-            self._settling.discard(job)
-            self._bench.settled()
-        else:
-            self._bench.end(job.identity.tenant)
-
-
 class FromQueue:
     """For an intake or a due queue. Without `aside` every delivery waits here."""
 
     def __init__(self, bench: Bench, aside: Aside | None = None) -> None:
         self._bench = bench
         self._aside = aside
-        slots = _Slots(bench)
-        self.settle, self.leave = slots.settle, slots.leave
 
     async def enter(self, job: Job) -> Turn:
         tenant = job.identity.tenant
@@ -62,6 +38,9 @@ class FromQueue:
             return Turn.BEGIN
         movable = self._aside is not None and self._aside.may_take(job)
         return await self._bench.wait(tenant, rank=_rank(job), movable=movable)
+
+    def leave(self, job: Job) -> None:
+        self._bench.end(job.identity.tenant)
 
     def unread(self, queue: str) -> None:
         """Does nothing: the broker sends the next delivery by itself."""
@@ -80,8 +59,6 @@ class FromAside:
     def __init__(self, bench: Bench, aside: Aside) -> None:
         self._bench = bench
         self._aside = aside
-        slots = _Slots(bench)
-        self.settle, self.leave = slots.settle, slots.leave
 
     async def enter(self, job: Job) -> Turn:
         tenant = job.identity.tenant
@@ -92,6 +69,9 @@ class FromAside:
             return await self._bench.wait(tenant, rank=_rank(job), movable=True, is_head=True)
         finally:
             self._aside.left(job)
+
+    def leave(self, job: Job) -> None:
+        self._bench.end(job.identity.tenant)
 
     def unread(self, queue: str) -> None:
         self._aside.passed_over(queue)

@@ -151,27 +151,18 @@ class Bench:
         """The number of turns that a new tenant starts with."""
         self._waiting: list[_Waiting] = []
         self.running = 0
-        self.settling = 0
-        """Requests that gave their slot back and are not settled yet."""
         self.begun = 0
         self.is_sorting = False
         """Whether waiting requests over their tenant's share are set aside (`consumers/fairness/scouting.py`)."""
 
     @property
     def is_full(self) -> bool:
-        """Whether as many requests run or settle as there are slots. Between two short calls a slot is free for a
-        moment even if thousands wait."""
-        return self.running + self.settling >= self.slots
+        return self.running >= self.slots
 
     @property
     def is_shared(self) -> bool:
         """Whether more than one tenant has had requests in this lane lately."""
         return self._turns.is_shared
-
-    @property
-    def _has_room(self) -> bool:
-        """If settling hangs, no more begin than there are slots."""
-        return self.running < self.slots and self.running + self.settling < 2 * self.slots
 
     def running_of(self, tenant: str) -> int:
         return self._running.get(tenant, 0)
@@ -202,7 +193,7 @@ class Bench:
     def begin(self, tenant: str) -> bool:
         """Take a free slot; False if there is none. If a slot is free while requests wait, their tenants are at their
         in-flight limits."""
-        if not self._has_room or self._turns.is_at_its_cap(tenant):
+        if self.running >= self.slots or self._turns.is_at_its_cap(tenant):
             return False
         self._grant(tenant)
         return True
@@ -240,18 +231,9 @@ class Bench:
         for bench in self._turns.benches:  # a tenant at its in-flight limit may wait at the lane's other queue
             bench.serve()
 
-    def settle(self, tenant: str) -> None:
-        """Give a slot back before the request is settled; `settled` follows. If settling hangs, no more begin."""
-        self.settling += 1
-        self.end(tenant)
-
-    def settled(self) -> None:
-        self.settling -= 1
-        self.serve()
-
     def serve(self) -> None:
         """Give free slots to waiting requests."""
-        while self._waiting and self._has_room:
+        while self._waiting and self.running < self.slots:
             eligible = [each for each in self._waiting if not self._turns.is_at_its_cap(each.tenant)]
             if not eligible:
                 return

@@ -9,7 +9,6 @@ from functools import partial
 from opentelemetry.trace import TracerProvider
 
 from consumers.attempt import Attempts
-from consumers.capacity.ahead import Ahead
 from consumers.capacity.pausing import Pausing
 from consumers.capacity.slots import Slots
 from consumers.claiming import Claiming
@@ -223,7 +222,6 @@ async def assemble(
                 waiting_for=budgeting.waiting_for,
             ),
             scouting=Scouting(pools.scouted, depths=partial(ready.in_queues, consuming)),
-            ahead=Ahead(pools.fast, depths=partial(ready.in_queues, consuming)),
             turns=pools.turns,
             budgets=budgeting.budgets,
             breakers=budgeting.breakers,

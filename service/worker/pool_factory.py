@@ -6,12 +6,11 @@ from functools import partial
 from typing import Any
 
 from consumers.capacity.activity import LaneActivity
-from consumers.capacity.ahead import Fast, ahead
 from consumers.capacity.slots import Line
 from consumers.fairness.aside import Aside
 from consumers.fairness.entering import FromAside, FromQueue
 from consumers.fairness.scouting import AHEAD, Scouted
-from consumers.fairness.turns import Bench, Shares, Turns
+from consumers.fairness.turns import Shares, Turns
 from consumers.fallen import Fallen
 from consumers.handler import Handler
 from consumers.job import Job, is_trusted, now_ms
@@ -48,7 +47,6 @@ class Pools:
     shares: Shares
     made: list[Pool] = field(default_factory=list)
     scouted: list[Scouted] = field(default_factory=list)
-    fast: list[Fast] = field(default_factory=list)
     turns: dict[str, Turns] = field(default_factory=dict)
     """By lane."""
     heads: dict[str, Heads] = field(default_factory=dict)
@@ -91,7 +89,6 @@ class Pools:
             self.made.append(of(own))
             if aside is not None:
                 self.scouted.append(Scouted(queue=queue, bench=bench, scout=partial(of, 0, prefetch=AHEAD)))
-            self.fast.append(Fast(queue=queue, bench=bench, more=partial(_holding, of, bench)))
             self.lines.append(
                 Line(
                     lane=lane.name,
@@ -134,8 +131,3 @@ class Pools:
             taken_ms=now_ms(),
             speakers=self.speakers,
         )
-
-
-def _holding(of: Callable[..., Pool], bench: Bench) -> Pool:
-    """A pool that holds requests for the next free slots."""
-    return of(0, prefetch=ahead(bench.slots))

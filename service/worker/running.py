@@ -44,8 +44,9 @@ async def run(
         pools.append(group.create_task(worker.control.run(), name="control"))
         pools.append(group.create_task(worker.slots.run(), name="slots"))
         pools.append(group.create_task(worker.scouting.run(), name="scouting"))
-        pools.append(group.create_task(worker.ahead.run(), name="ahead"))
-        side.append(group.create_task(worker.pausing.run(worker.taking), name="pausing"))
+        side.append(
+            group.create_task(worker.pausing.run((*worker.pools, worker.slots, worker.scouting)), name="pausing")
+        )
         side.append(group.create_task(worker.watch.run(), name="topology watch"))
         announcing = group.create_task(_announce(worker, on_ready), name="announce")
         stopping = group.create_task(stop.wait(), name="stop")
@@ -66,9 +67,11 @@ async def run(
 
 async def _stop(worker: Worker) -> None:
     """Stop all consumers first: else requests that are returned would come back to this worker."""
-    await asyncio.gather(*(each.stop() for each in worker.taking))
-    for each in worker.taking:
-        each.give_back_waiting()
+    await asyncio.gather(*(pool.stop() for pool in worker.pools), worker.slots.stop(), worker.scouting.stop())
+    for pool in worker.pools:
+        pool.give_back_waiting()
+    worker.slots.give_back_waiting()
+    worker.scouting.give_back_waiting()
 
 
 async def _announce(worker: Worker, on_ready: Callable[[], None]) -> None:

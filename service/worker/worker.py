@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from consumers.capacity.activity import LaneActivity
-from consumers.capacity.ahead import Ahead
 from consumers.capacity.pausing import Pausing
 from consumers.capacity.slots import Slots
 from consumers.claiming import Claiming
@@ -48,7 +47,6 @@ class Worker:
     pools: tuple[Pool, ...]
     slots: Slots
     scouting: Scouting
-    ahead: Ahead
     turns: Mapping[str, Turns]
     """By lane."""
     budgets: Budgets
@@ -58,11 +56,6 @@ class Worker:
     simulated: bool
     """Answers come from a simulated provider, so nothing is spent."""
     activities: tuple[LaneActivity, ...]
-
-    @property
-    def taking(self) -> tuple[Pool | Slots | Scouting | Ahead, ...]:
-        """All that takes requests from the broker."""
-        return (*self.pools, self.slots, self.scouting, self.ahead)
 
     @property
     def version(self) -> str:

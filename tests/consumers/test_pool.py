@@ -202,35 +202,6 @@ async def test_an_internal_error_while_setting_aside_requeues_the_delivery_and_t
     await working.stop()
 
 
-async def test_the_next_request_begins_as_soon_as_an_outcome_is_known_and_before_it_is_settled() -> None:
-    bench = Bench()
-    may_settle = asyncio.Event()
-    began: list[str] = []
-
-    async def begin(job: Job) -> Outcome:
-        began.append(job.id)
-        return ANSWERED
-
-    settle_at_once = bench.publisher.publish_surely
-
-    async def publish_later(*args: Any, **how: Any) -> None:
-        await may_settle.wait()
-        await settle_at_once(*args, **how)
-
-    bench.publisher.publish_surely = publish_later  # type: ignore[method-assign]
-    working = Working(bench, begin, entering=FromQueue(Turns().bench(1)))
-    working.deliver(*(bench.delivery(message_id=f"m-{at}") for at in range(3)))
-    await until(lambda: began == ["m-0", "m-1"])
-    assert working.pool.running == 0
-    assert "ack" not in bench.log
-    await asyncio.sleep(0)
-    assert began == ["m-0", "m-1"]  # while two are not settled, a third has to wait
-    may_settle.set()
-    await until(lambda: bench.log.count("ack") == 3)
-    assert began == ["m-0", "m-1", "m-2"]
-    await working.stop()
-
-
 async def test_an_unsettled_delivery_is_not_counted() -> None:
     bench = Bench()
     bench.publisher.failing = {"": BrokerUnreachable("down")}

@@ -106,16 +106,6 @@ async def test_a_scout_starts_if_all_slots_are_busy_for_long_and_more_requests_w
     assert not lane.bench.is_sorting
 
 
-async def test_a_slot_counts_as_busy_until_its_request_is_settled() -> None:
-    lane = Lane()
-    lane.fill()
-    lane.bench.settle("crm")
-    async with lane.looked_at():
-        await until(lambda: lane.out == 1)
-        lane.bench.settled()
-        await until(lambda: lane.out == 0)
-
-
 async def test_no_scout_starts_if_nothing_more_waits() -> None:
     lane = Lane()
     lane.waiting = 0

@@ -131,6 +131,7 @@ async def test_every_answer_over_http_fits_the_document(vhost) -> None:
         (200, "get", "/v1/models", {}, None, {}),
         (200, "get", "/v1/models/{id}", {"id": "claude-sonnet-5-5"}, None, {}),
         (404, "get", "/v1/models/{id}", {"id": "claude-nobody"}, None, {}),
+        (426, "get", "/v1/ws", {}, None, {}),
         (200, "get", "/healthz", {}, None, {}),
         (200, "get", "/readyz", {}, None, {}),
         (200, "get", "/openapi.json", {}, None, {}),

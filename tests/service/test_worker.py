@@ -75,7 +75,6 @@ def parts(*pools: FakePool) -> Worker:
         watch=FakePool("watch"),  # type: ignore[arg-type]
         slots=FakePool("slots"),  # type: ignore[arg-type]
         scouting=FakePool("scouting"),  # type: ignore[arg-type]
-        ahead=FakePool("ahead"),  # type: ignore[arg-type]
         turns={},
         budgets=None,  # type: ignore[arg-type]
         breakers=None,  # type: ignore[arg-type]
