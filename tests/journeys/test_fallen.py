@@ -160,7 +160,7 @@ async def test_a_full_lane_refuses_new_requests_and_finishes_accepted_ones(vhost
         await until(lambda: is_empty(app, "lane.batch"))
         retried = await app.publish({"prompt": "again [[fault: rate_limited retry_after=1 x1]]"}, key="batch.tests.x")
         await until(lambda: worker.calls("again"))
-        accepted = [await app.publish({"prompt": "long [[latency: 3s]]"}, key="batch.tests.x")]
+        accepted = [await app.publish({"prompt": "long [[latency: 9s]]"}, key="batch.tests.x")]
         refused = 0
         for n in range(40):
             try:
